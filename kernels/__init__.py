@@ -1,0 +1,24 @@
+"""FP8 quantisation and grouped GEMMs for expert layers; knows nothing of HTTP, YAML or metrics."""
+
+from kernels.backends import Backend, backend_names, resolve_backend
+from kernels.grouped_gemm import grouped_gemm_contiguous, grouped_gemm_masked
+from kernels.quantize import (
+    Quantized,
+    dequantize_blocks,
+    dequantize_rows,
+    quantize_blocks,
+    quantize_rows,
+)
+
+__all__ = [
+    "Backend",
+    "Quantized",
+    "backend_names",
+    "dequantize_blocks",
+    "dequantize_rows",
+    "grouped_gemm_contiguous",
+    "grouped_gemm_masked",
+    "quantize_blocks",
+    "quantize_rows",
+    "resolve_backend",
+]

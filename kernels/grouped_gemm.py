@@ -1,0 +1,89 @@
+"""The two public grouped GEMMs: check, allocate, hand to a backend."""
+
+import torch
+from torch import Tensor
+
+from kernels.backends import Backend, resolve_backend
+from kernels.checks import check_contiguous, check_masked
+
+
+def grouped_gemm_contiguous(
+    a: Tensor,
+    a_scales: Tensor,
+    b: Tensor,
+    b_scales: Tensor,
+    offsets: Tensor,
+    *,
+    out: Tensor | None = None,
+    backend: Backend | str | None = None,
+    num_sms: int | None = None,
+) -> Tensor:
+    """Multiply rows sorted by group with their group's weight: out[r] = a[r] @ b[g].T for r in group g.
+
+    a          e4m3 [M, K], contiguous, 16-byte aligned; K a multiple of 128
+    a_scales   fp32 [M, K/128], one per row and 128 columns, row- or column-major (`quantize_rows`)
+    b          e4m3 [G, N, K], contiguous, 16-byte aligned; N a multiple of 8; G from 1 to 1024
+    b_scales   fp32 [G, ceil(N/128), K/128], one per 128x128 block, contiguous (`quantize_blocks`)
+    offsets    int32 [G+1] on the same device: group g owns rows offsets[g]:offsets[g+1], any heights, any
+               starts. offsets[0] is 0, offsets[G] is M and they never decrease: not checked, since that
+               would read the device
+    out        bf16 [M, N], contiguous, 16-byte aligned; None: allocated
+    backend    a Backend, its name, or None for the best one for a's device
+    num_sms    size of the persistent grid in SMs; None: all of them; any count gives the same bits
+
+    Returns out. Raises ValueError naming expected and got, before anything is launched.
+    """
+    problem = check_contiguous(a, a_scales, b, b_scales, offsets, out, num_sms)
+    chosen = _backend(backend, a)
+    if out is None:
+        out = torch.empty((problem.m, problem.n), dtype=torch.bfloat16, device=a.device)
+    if problem.m > 0:
+        chosen.contiguous(a, a_scales, b, b_scales, offsets, out, num_sms)
+    return out
+
+
+def grouped_gemm_masked(
+    a: Tensor,
+    a_scales: Tensor,
+    b: Tensor,
+    b_scales: Tensor,
+    counts: Tensor,
+    *,
+    expected_m: int | None = None,
+    out: Tensor | None = None,
+    backend: Backend | str | None = None,
+    num_sms: int | None = None,
+) -> Tensor:
+    """Multiply the first counts[g] rows of each group: out[g, r] = a[g, r] @ b[g].T for r < counts[g].
+
+    a          e4m3 [G, max_m, K], contiguous, 16-byte aligned; max_m at least 1, K a multiple of 128
+    a_scales   fp32 [G, max_m, K/128], row- or column-major in its last two dimensions (`quantize_rows`)
+    b          e4m3 [G, N, K], contiguous, 16-byte aligned; N a multiple of 8; G from 1 to 1024
+    b_scales   fp32 [G, ceil(N/128), K/128], contiguous (`quantize_blocks`)
+    counts     int32 [G] on the same device, each from 0 to max_m: not checked, since that would read the
+               device
+    expected_m the rows a group is likely to have, for choosing a tile; never changes which rows are computed
+    out        bf16 [G, max_m, N], contiguous, 16-byte aligned; None: allocated. Rows from counts[g] on are
+               never written
+    backend    a Backend, its name, or None for the best one for a's device
+    num_sms    size of the persistent grid in SMs; None: all of them; any count gives the same bits
+
+    Returns out. Raises ValueError naming expected and got, before anything is launched.
+    """
+    problem = check_masked(a, a_scales, b, b_scales, counts, expected_m, out, num_sms)
+    chosen = _backend(backend, a)
+    if out is None:
+        shape = (problem.num_groups, problem.m, problem.n)
+        out = torch.empty(shape, dtype=torch.bfloat16, device=a.device)
+    chosen.masked(a, a_scales, b, b_scales, counts, expected_m, out, num_sms)
+    return out
+
+
+def _backend(backend: Backend | str | None, a: Tensor) -> Backend:
+    if not isinstance(backend, Backend):
+        backend = resolve_backend("auto" if backend is None else backend, a.device)
+    if backend.device_type not in (None, a.device.type):
+        raise ValueError(
+            f"a device: expected {backend.device_type} for backend {backend.name!r}, got {a.device}"
+        )
+    return backend
