@@ -1,0 +1,138 @@
+"""What can be set, with defaults, limits and meaning. Loading lives in `service.settings_loader`."""
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+ENV_PREFIX = "EXPERTD_"
+ENV_DELIMITER = "__"
+
+MIB = 1024 * 1024
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Limits(_Frozen):
+    """How much one request, one step and one model's queue may hold."""
+
+    max_batch_tokens: int = Field(default=4096, ge=1, description="tokens of one step, at most")
+    max_request_tokens: int = Field(default=4096, ge=1, description="tokens of one request, at most")
+    max_queue_tokens: int = Field(default=65536, ge=1, description="tokens waiting per model, at most")
+    max_queue_requests: int = Field(default=4096, ge=1, description="requests waiting per model, at most")
+    max_body_bytes: int = Field(
+        default=64 * MIB, ge=1, description="request body, before and after decompression"
+    )
+
+    @model_validator(mode="after")
+    def _one_request_fits(self) -> Self:
+        for name in ("max_batch_tokens", "max_queue_tokens"):
+            if self.max_request_tokens > getattr(self, name):
+                raise ValueError(
+                    f"max_request_tokens is expected to be at most {name}, which is {getattr(self, name)}, "
+                    f"got {self.max_request_tokens}"
+                )
+        return self
+
+
+class WeightsSettings(_Frozen):
+    """Where a layer's weights come from: drawn at random from a seed, or read from a safetensors file."""
+
+    seed: int | None = Field(default=None, ge=0)
+    path: Path | None = None
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Self:
+        if (self.seed is None) == (self.path is None):
+            raise ValueError("exactly one of seed and path is expected")
+        return self
+
+
+class ModelSettings(_Frozen):
+    """One MoE layer served under a name."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    hidden_size: int = Field(ge=128, multiple_of=128)
+    intermediate_size: int = Field(ge=128, multiple_of=128)
+    num_experts: int = Field(ge=1, le=1024)
+    top_k: int = Field(ge=1)
+    renormalize: bool = Field(default=True, description="routing weights of a token add up to 1")
+    weights: WeightsSettings = WeightsSettings(seed=0)
+    datatype: Literal["BF16", "FP16", "FP32"] = Field(
+        default="BF16",
+        description="named in the metadata, and assumed for requests without a JSON header",
+    )
+    masked_max_tokens: int = Field(64, ge=0, description="up to this many tokens in a step: masked layout")
+    partition: str | None = Field(
+        default=None, description="SM partition the layer runs in; null: the whole device"
+    )
+
+    @model_validator(mode="after")
+    def _top_k_fits(self) -> Self:
+        if self.top_k > self.num_experts:
+            raise ValueError(
+                f"top_k is expected to be at most num_experts, which is {self.num_experts}, got {self.top_k}"
+            )
+        return self
+
+
+class Settings(BaseSettings):
+    """Everything a server is started with. Built directly, it reads neither files nor the environment."""
+
+    model_config = SettingsConfigDict(
+        frozen=True,
+        extra="forbid",
+        env_prefix=ENV_PREFIX,
+        env_nested_delimiter=ENV_DELIMITER,
+        env_ignore_empty=True,
+    )
+
+    host: str = Field(default="127.0.0.1", min_length=1)
+    port: int = Field(default=8000, ge=0, le=65535, description="0: any free port")
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    access_log: bool = False
+    backend: Literal["auto", "hopper", "reference"] = "auto"
+    partitions: dict[str, int] = Field(default_factory=dict, description="name of an SM partition -> SMs")
+    limits: Limits = Limits()
+    keep_alive_seconds: int = Field(default=75, ge=1, description="how long an idle connection stays open")
+    shutdown_delay_seconds: float = Field(
+        default=0.0, ge=0, description="after SIGTERM, how long new requests are still taken while not ready"
+    )
+    drain_timeout_seconds: float = Field(
+        default=30.0, gt=0, description="after that delay, how long accepted requests have to be answered"
+    )
+    models: tuple[ModelSettings, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _names_agree(self) -> Self:
+        names = [model.name for model in self.models]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(
+                    f"model names are expected to differ, got {name!r} {names.count(name)} times"
+                )
+        for partition, sms in self.partitions.items():
+            if sms < 1:
+                raise ValueError(f"partitions.{partition} is expected to have at least 1 SM, got {sms}")
+        for model in self.models:
+            if model.partition is not None and model.partition not in self.partitions:
+                known = ", ".join(self.partitions) or "none"
+                raise ValueError(
+                    f"partition of model {model.name!r} is expected to be one of partitions ({known}), "
+                    f"got {model.partition!r}"
+                )
+        return self
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings,)

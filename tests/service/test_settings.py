@@ -1,0 +1,145 @@
+"""Settings: file, environment and flags over each other, and one sentence for everything impossible."""
+
+from pathlib import Path
+
+import pytest
+
+from service.settings import ENV_PREFIX, Settings
+from service.settings_loader import SettingsError, default_config, load_settings
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+MODEL = "{name: m, hidden_size: 256, intermediate_size: 128, num_experts: 4, top_k: 2}"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"port: 1000\nlimits: {{max_batch_tokens: 5000}}\nmodels: [{MODEL}]\n")
+    return path
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_shipped_config_loads(path: Path) -> None:
+    settings = load_settings(path)
+    for model in settings.models:
+        largest = settings.limits.max_request_tokens * model.hidden_size * 4
+        assert largest < settings.limits.max_body_bytes, "the largest allowed request in FP32 has to fit"
+
+
+def test_there_are_configs_to_load() -> None:
+    assert {path.stem for path in CONFIGS} >= {"demo", "h200-deepseek-v3", "h200-qwen3-30b-a3b"}
+
+
+def test_environment_lies_over_the_file_and_flags_over_both(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert load_settings(config).port == 1000
+    monkeypatch.setenv("EXPERTD_PORT", "2000")
+    monkeypatch.setenv("EXPERTD_LIMITS__MAX_QUEUE_TOKENS", "7000")
+    settings = load_settings(config)
+    assert settings.port == 2000
+    assert settings.limits.max_queue_tokens == 7000
+    assert settings.limits.max_batch_tokens == 5000, "nested values of the file stay"
+    assert load_settings(config, {"port": 3000, "host": None}).port == 3000
+
+
+def test_settings_built_directly_do_not_read_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EXPERTD_PORT", "2000")
+    model = {"name": "m", "hidden_size": 256, "intermediate_size": 128, "num_experts": 4, "top_k": 2}
+    assert Settings.model_validate({"models": [model]}).port == 8000
+
+
+def test_settings_are_frozen(config: Path) -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        load_settings(config).port = 1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"models: [{MODEL}]\ncolour: red", r"colour: unknown setting; known: host, port, .*models"),
+        (
+            f"models: [{MODEL}]\nlimits: {{batch: 1}}",
+            r"limits\.batch: unknown setting; known: max_batch",
+        ),
+        (f"models: [{MODEL[:-1]}, k: 3}}]", r"models\.0\.k: unknown setting; known: name, hidden_size"),
+        (
+            f"models: [{MODEL}]\nport: 70000",
+            r"port: .* less than or equal to 65535, got 70000",
+        ),
+        (f"models: [{MODEL}]\nport: many", r"port: the value should be a valid integer.*got 'many'"),
+        (f"models: [{MODEL}]\nbackend: tpu", r"backend: the value should be 'auto', .*got 'tpu'"),
+        (f"models: [{MODEL.replace('256', '200')}]", r"models\.0\.hidden_size: .*multiple of 128, got 200"),
+        (f"models: [{MODEL.replace('top_k: 2', 'top_k: 9')}]", r"models\.0: top_k .*at most .* 4, got 9"),
+        (f"models: [{MODEL}, {MODEL}]", r"model names are expected to differ, got 'm' 2 times"),
+        (
+            f"models: [{MODEL[:-1]}, partition: p}}]",
+            r"partition of model 'm' .*partitions \(none\), got 'p'",
+        ),
+        (f"models: [{MODEL[:-1]}, weights: {{}}}}]", r"models\.0\.weights: exactly one of seed and path"),
+        (
+            f"models: [{MODEL}]\nlimits: {{max_batch_tokens: 5}}",
+            r"limits: max_request.* is 5, got 4096",
+        ),
+        (f"models: [{MODEL}]\npartitions: {{p: 0}}", r"partitions\.p is expected .*at least 1 SM, got 0"),
+        ("models: []", r"models: .*at least 1 item.*got \[\]"),
+        ("port: 1", r"models: a value is required, got none"),
+        ("- a\n- b", r"expected a mapping of setting names to values, got \['a', 'b'\]"),
+        ("", r"expected a mapping of setting names to values, got None"),
+        ("models: [", r"expected YAML"),
+    ],
+)
+def test_what_cannot_be_used_is_said_in_one_sentence(tmp_path: Path, text: str, expected: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(SettingsError, match=expected) as caught:
+        load_settings(path)
+    assert str(caught.value).startswith(str(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_said(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"none\.yaml: cannot be read: No such file"):
+        load_settings(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("EXPERTD_PROT", "1", r"environment: EXPERTD_PROT: unknown setting; known: host"),
+        ("EXPERTD_LIMITS__QUEUE", "1", r"limits\.queue: unknown setting"),
+        ("EXPERTD_PORT", "x", r"environment variable EXPERTD_PORT over .*: port: .*got 'x'"),
+        ("EXPERTD_MODELS", "[{", r"environment: .*models"),
+    ],
+)
+def test_a_wrong_variable_is_named(
+    config: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, expected: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SettingsError, match=expected) as caught:
+        load_settings(config)
+    assert "\n" not in str(caught.value)
+
+
+def test_variables_of_a_kubernetes_service_called_expertd_are_not_settings(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    links = {
+        "SERVICE_HOST": "10.0.0.1",
+        "SERVICE_PORT": "80",
+        "SERVICE_PORT_HTTP": "80",
+        "PORT": "tcp://10.0.0.1:80",
+        "PORT_80_TCP": "tcp://10.0.0.1:80",
+        "PORT_80_TCP_ADDR": "10.0.0.1",
+    }
+    for name, value in links.items():
+        monkeypatch.setenv(ENV_PREFIX + name, value)
+    monkeypatch.setenv("EXPERTD_CACHE_DIR", "/tmp/cache")
+    assert load_settings(config).port == 1000
+
+
+def test_the_config_file_can_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("EXPERTD_CONFIG", raising=False)
+    assert default_config() is None
+    monkeypatch.setenv("EXPERTD_CONFIG", "/etc/expertd.yaml")
+    assert default_config() == Path("/etc/expertd.yaml")
