@@ -1,0 +1,87 @@
+# The server's image. VARIANT=cpu runs anywhere, VARIANT=cuda needs an NVIDIA driver on the host; docs/container.md says how.
+# Built with BuildKit; needs no frontend image. Every RUN that fetches takes two optional build secrets, for
+# networks with a package mirror or a certificate authority of their own: pip_conf and ca_bundle.
+
+ARG PYTHON_IMAGE=python:3.12.13-slim-trixie
+ARG VARIANT=cpu
+
+# ---- tools: pip lives beside the server's environment, so that the image ships neither pip nor its cache
+FROM ${PYTHON_IMAGE} AS tools
+COPY requirements/constraints.txt /build/
+RUN --mount=type=secret,id=pip_conf,target=/etc/pip.conf --mount=type=secret,id=ca_bundle \
+    python3 -m venv /opt/tools \
+    && /opt/tools/bin/python -m pip install --no-cache-dir -c /build/constraints.txt setuptools
+
+# ---- dependencies: the biggest layer, rebuilt only when pyproject.toml or the constraints change
+FROM tools AS dependencies
+ARG VARIANT
+ARG TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
+WORKDIR /build
+COPY pyproject.toml ./
+RUN --mount=type=secret,id=pip_conf,target=/etc/pip.conf --mount=type=secret,id=ca_bundle \
+    case "${VARIANT}" in \
+        cpu) torch="--index-url=${TORCH_CPU_INDEX} torch" ;; \
+        cuda) torch="torch" ;; \
+        *) echo "VARIANT must be cpu or cuda, got '${VARIANT}'" >&2; exit 1 ;; \
+    esac \
+    && python3 -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+        print(*p['dependencies'], *p['optional-dependencies'].get('${VARIANT}', []), sep='\n')" > requirements.txt \
+    && python3 -m venv --without-pip /opt/expertd \
+    && pip="/opt/tools/bin/python -m pip --python /opt/expertd/bin/python" \
+    && ${pip} install --no-cache-dir --no-deps -c constraints.txt ${torch} \
+    && ${pip} install --no-cache-dir -c constraints.txt -r requirements.txt \
+    && ${pip} check
+
+# ---- wheel: the server itself
+FROM tools AS wheel
+WORKDIR /build
+COPY pyproject.toml README.md LICENSE ./
+COPY service service
+COPY kernels kernels
+RUN /opt/tools/bin/python -m pip wheel --no-deps --no-index --no-build-isolation -w /dist .
+
+# ---- runtime: the Python base and one environment; no compiler, no pip of ours
+FROM ${PYTHON_IMAGE} AS runtime-cpu
+
+FROM ${PYTHON_IMAGE} AS runtime-cuda
+# Read by the NVIDIA container runtime, which brings the driver's libraries from the host.
+ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+
+FROM runtime-${VARIANT} AS runtime
+COPY --from=dependencies /opt/expertd /opt/expertd
+RUN --mount=type=bind,from=wheel,target=/mnt \
+    /mnt/opt/tools/bin/python -m pip --python /opt/expertd/bin/python install \
+        --no-cache-dir --no-deps --no-index /mnt/dist/*.whl \
+    # Any uid may write its compiled kernels; the sticky bit keeps one uid off another's.
+    && install -d -m 1777 /var/cache/expertd
+COPY configs /etc/expertd/configs
+WORKDIR /etc/expertd
+
+ENV PATH=/opt/expertd/bin:${PATH} \
+    PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1 \
+    HOME=/var/cache/expertd \
+    EXPERTD_CACHE_DIR=/var/cache/expertd \
+    EXPERTD_CONFIG=/etc/expertd/configs/demo.yaml \
+    EXPERTD_HOST=0.0.0.0 \
+    EXPERTD_PORT=8000
+VOLUME /var/cache/expertd
+EXPOSE 8000
+# A number, so that an orchestrator can see it is not root.
+USER 10001:10001
+
+# http.client and not urllib: a proxy set in the environment must not answer for the server.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=300s --retries=3 CMD ["/opt/expertd/bin/python", "-c", \
+    "import http.client, os, sys; c = http.client.HTTPConnection('127.0.0.1', int(os.environ['EXPERTD_PORT']), timeout=4); c.request('GET', '/v2/health/ready'); sys.exit(c.getresponse().status != 200)"]
+
+ENTRYPOINT ["expertd"]
+CMD ["serve"]
+
+ARG VARIANT
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="expertd" \
+      org.opencontainers.image.description="A server for the expert layers of Mixture-of-Experts models (${VARIANT})" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.licenses="Apache-2.0"
