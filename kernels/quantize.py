@@ -63,8 +63,8 @@ def dequantize_rows(data: Tensor, scales: Tensor, dtype: torch.dtype = torch.flo
     expected = (*data.shape[:-1], data.shape[-1] // BLOCK)
     if scales.shape != expected:
         raise ValueError(f"scales shape: expected {expected}, got {tuple(scales.shape)}")
-    rows = data.to(torch.float32, memory_format=torch.contiguous_format)
-    _split_columns(rows).mul_(scales.unsqueeze(-1))
+    rows = torch.empty(data.shape, dtype=torch.float32, device=data.device)
+    torch.mul(_split_columns(_decode(data)), scales.unsqueeze(-1), out=_split_columns(rows))
     return rows.to(dtype)
 
 
@@ -75,15 +75,27 @@ def dequantize_blocks(data: Tensor, scales: Tensor, dtype: torch.dtype = torch.f
         raise ValueError(f"scales shape: expected {_block_counts(data.shape)}, got {tuple(scales.shape)}")
     out = torch.empty(data.shape, dtype=dtype, device=data.device)
     for data_in, scales_in, weight in zip(_groups(data), _groups(scales), _groups(out), strict=True):
-        blocks = _to_blocks(data_in.to(torch.float32))
+        blocks = _to_blocks(_decode(data_in))
         weight.copy_(_from_blocks(blocks * scales_in[:, None, :, None], weight.shape))
     return out
 
 
 def _amax(blocks: Tensor, dim: tuple[int, ...]) -> Tensor:
-    # The infinity norm is |x| and max in one pass, and it hands NaN on.
-    amax: Tensor = torch.linalg.vector_norm(blocks, ord=torch.inf, dim=dim, dtype=torch.float32)
-    return amax.clamp_(min=_MIN_AMAX)
+    # amax and clamp both hand NaN on, so a NaN spoils its own block's scale.
+    return blocks.abs().amax(dim).to(torch.float32).clamp_(min=_MIN_AMAX)
+
+
+def _decode(data: Tensor) -> Tensor:
+    """e4m3 as a wider type that holds every value exactly: float16 on a CPU, float32 elsewhere."""
+    if data.device.type != "cpu" or data.numel() == 0:
+        return data.to(torch.float32, memory_format=torch.contiguous_format)
+    # torch converts e4m3 one element at a time on a CPU (8.6 ms for 4M, this way 1.3 ms).
+    if (data.view(torch.uint8) & 0x7F).amax() == 0x7F:  # NaN has no counterpart among the shifted bits
+        return data.to(torch.float16, memory_format=torch.contiguous_format)
+    bits = data.view(torch.int8).to(torch.int16, memory_format=torch.contiguous_format)
+    bits <<= 7  # the sign, extended, and e4m3's exponent and mantissa where float16 has its own ...
+    bits &= -0x4080  # ... without the copies of the sign between them
+    return bits.view(torch.float16).mul_(2.0**8)  # the exponents' biases are 15 and 7
 
 
 def _split_columns(x: Tensor) -> Tensor:

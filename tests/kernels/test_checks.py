@@ -1,0 +1,193 @@
+"""Every argument the grouped GEMMs refuse: the message says what was expected and what came."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from kernels import Backend, grouped_gemm_contiguous, grouped_gemm_masked
+from kernels.backends import backend_names, resolve_backend
+from kernels.backends.reference import ReferenceBackend
+
+G, M, N, K = 3, 6, 136, 256
+
+
+def _e4m3(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
+
+
+def _unaligned(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of the tensor that starts one element past an aligned address."""
+    room = torch.zeros(tensor.numel() + 1, dtype=torch.uint8 if tensor.itemsize == 1 else torch.int16)
+    return room[1:].view(tensor.dtype).view(tensor.shape)
+
+
+def _contiguous_arguments() -> dict[str, Any]:
+    return {
+        "a": _e4m3(M, K),
+        "a_scales": torch.ones(M, 2),
+        "b": _e4m3(G, N, K),
+        "b_scales": torch.ones(G, 2, 2),
+        "offsets": torch.tensor([0, 1, 1, M], dtype=torch.int32),
+        "out": torch.empty(M, N, dtype=torch.bfloat16),
+    }
+
+
+def _masked_arguments() -> dict[str, Any]:
+    return {
+        "a": _e4m3(G, M, K),
+        "a_scales": torch.ones(G, M, 2),
+        "b": _e4m3(G, N, K),
+        "b_scales": torch.ones(G, 2, 2),
+        "counts": torch.tensor([1, 0, M], dtype=torch.int32),
+        "out": torch.empty(G, M, N, dtype=torch.bfloat16),
+    }
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+SHARED: list[tuple[dict[str, Any], str]] = [
+    ({"b": _e4m3(N, K)}, r"b shape: expected 3 dimensions \[G, N, K\], got \(136, 256\)"),
+    ({"b": _e4m3(G, N, 128)}, "a K: expected 128 as in b, got 256"),
+    ({"b": _e4m3(G, 132, K)}, "N: expected a multiple of 8, at least 8, got 132"),
+    ({"b": _e4m3(G, 0, K)}, "N: expected a multiple of 8, at least 8, got 0"),
+    ({"b": torch.zeros(G, N, K)}, "b dtype: expected torch.float8_e4m3fn, got torch.float32"),
+    ({"b": _e4m3(G, K, N).transpose(1, 2)}, r"b strides: expected contiguous, got \(34816, 1, 136\)"),
+    ({"b": _unaligned(_e4m3(G, N, K))}, "b address: expected a multiple of 16 bytes, got 1 bytes past one"),
+    ({"b_scales": torch.ones(G, 1, 2)}, r"b_scales shape: expected \(3, 2, 2\), got \(3, 1, 2\)"),
+    ({"b_scales": torch.ones(G, 2, 2).double()}, "b_scales dtype: expected torch.float32, got torch.float64"),
+    (
+        {"b_scales": torch.ones(G, 2, 2).mT},
+        r"b_scales strides: expected row-major contiguous, got \(4, 1, 2\)",
+    ),
+    ({"b_scales": _meta(G, 2, 2)}, "b_scales device: expected cpu as a, got meta"),
+    ({"b": _meta(G, N, K, dtype=torch.float8_e4m3fn)}, "b device: expected cpu as a, got meta"),
+    ({"num_sms": 0}, "num_sms: expected None or at least 1, got 0"),
+    ({"backend": "metal"}, r"backend: expected one of .*'hopper', 'reference'.*, got 'metal'"),
+]
+
+CONTIGUOUS: list[tuple[dict[str, Any], str]] = [
+    ({"a": _e4m3(G, M, K)}, r"a shape: expected 2 dimensions \[M, K\], got \(3, 6, 256\)"),
+    ({"a": _e4m3(M, 200), "b": _e4m3(G, N, 200)}, "K: expected a multiple of 128, at least 128, got 200"),
+    ({"a": _e4m3(M, 0), "b": _e4m3(G, N, 0)}, "K: expected a multiple of 128, at least 128, got 0"),
+    ({"a": torch.zeros(M, K)}, "a dtype: expected torch.float8_e4m3fn, got torch.float32"),
+    ({"a": _e4m3(K, M).t()}, r"a strides: expected contiguous, got \(1, 6\)"),
+    ({"a": _unaligned(_e4m3(M, K))}, "a address: expected a multiple of 16 bytes, got 1 bytes past one"),
+    ({"a_scales": torch.ones(M, 1)}, r"a_scales shape: expected \(6, 2\), got \(6, 1\)"),
+    ({"a_scales": torch.ones(M, 2).half()}, "a_scales dtype: expected torch.float32, got torch.float16"),
+    ({"a_scales": torch.ones(M, 4)[:, ::2]}, r"a_scales strides: expected row- or .*, got \(4, 2\)"),
+    ({"a_scales": _meta(M, 2)}, "a_scales device: expected cpu as a, got meta"),
+    ({"offsets": torch.zeros(G, dtype=torch.int32)}, r"offsets shape: expected \(4,\), got \(3,\)"),
+    (
+        {"offsets": torch.zeros(G + 1, dtype=torch.int64)},
+        "offsets dtype: expected torch.int32, got torch.int64",
+    ),
+    (
+        {"offsets": torch.zeros(8, dtype=torch.int32)[::2]},
+        r"offsets strides: expected contiguous, got \(2,\)",
+    ),
+    ({"offsets": _meta(G + 1, dtype=torch.int32)}, "offsets device: expected cpu as a, got meta"),
+    ({"out": torch.empty(M, N)}, "out dtype: expected torch.bfloat16, got torch.float32"),
+    ({"out": torch.empty(M, 8, dtype=torch.bfloat16)}, r"out shape: expected \(6, 136\), got \(6, 8\)"),
+    ({"out": torch.empty(N, M, dtype=torch.bfloat16).t()}, r"out strides: expected contiguous, got \(1, 6\)"),
+    ({"out": _meta(M, N, dtype=torch.bfloat16)}, "out device: expected cpu as a, got meta"),
+    (
+        {"out": _unaligned(torch.empty(M, N, dtype=torch.bfloat16))},
+        "out address: expected a multiple of 16 bytes, got 2 bytes past one",
+    ),
+    (
+        {"b": _e4m3(1025, 8, K), "b_scales": torch.ones(1025, 1, 2)},
+        "b groups: expected 1 to 1024, got 1025",
+    ),
+    ({"b": _e4m3(0, N, K), "b_scales": torch.ones(0, 2, 2)}, "b groups: expected 1 to 1024, got 0"),
+]
+
+MASKED: list[tuple[dict[str, Any], str]] = [
+    ({"a": _e4m3(M, K)}, r"a shape: expected 3 dimensions \[G, max_m, K\], got \(6, 256\)"),
+    ({"a": _e4m3(2, M, K)}, "a groups: expected 3 as in b, got 2"),
+    ({"a": _e4m3(G, 0, K)}, "a max_m: expected at least 1, got 0"),
+    ({"a_scales": torch.ones(M, G, 2)}, r"a_scales shape: expected \(3, 6, 2\), got \(6, 3, 2\)"),
+    ({"a_scales": torch.ones(G, M, 4)[..., ::2]}, r"a_scales strides: expected row- or .*, got \(24, 4, 2\)"),
+    ({"counts": torch.zeros(G + 1, dtype=torch.int32)}, r"counts shape: expected \(3,\), got \(4,\)"),
+    ({"counts": torch.zeros(G)}, "counts dtype: expected torch.int32, got torch.float32"),
+    ({"counts": _meta(G, dtype=torch.int32)}, "counts device: expected cpu as a, got meta"),
+    ({"expected_m": 0}, "expected_m: expected None or at least 1, got 0"),
+    (
+        {"out": torch.empty(G * M, N, dtype=torch.bfloat16)},
+        r"out shape: expected \(3, 6, 136\), got \(18, 136\)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), SHARED + CONTIGUOUS)
+def test_contiguous_refuses(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        grouped_gemm_contiguous(**_contiguous_arguments() | changes)
+
+
+@pytest.mark.parametrize(("changes", "message"), SHARED + MASKED)
+def test_masked_refuses(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        grouped_gemm_masked(**_masked_arguments() | changes)
+
+
+def test_scales_may_be_row_or_column_major() -> None:
+    arguments = _contiguous_arguments()
+    column_major = torch.ones(2, M).t()
+    assert torch.equal(
+        grouped_gemm_contiguous(**arguments),
+        grouped_gemm_contiguous(**arguments | {"a_scales": column_major}),
+    )
+
+
+def test_out_is_returned_and_allocated_when_not_given() -> None:
+    arguments = _contiguous_arguments()
+    assert grouped_gemm_contiguous(**arguments) is arguments["out"]
+    allocated = grouped_gemm_contiguous(**arguments | {"out": None})
+    assert allocated.shape == (M, N)
+    assert allocated.dtype == torch.bfloat16
+
+
+def test_no_rows_return_at_once() -> None:
+    arguments = _contiguous_arguments() | {
+        "a": _e4m3(0, K),
+        "a_scales": torch.ones(0, 2),
+        "offsets": torch.zeros(G + 1, dtype=torch.int32),
+        "out": None,
+    }
+    assert grouped_gemm_contiguous(**arguments).shape == (0, N)
+
+
+def test_a_backend_for_another_device_is_refused() -> None:
+    class ElsewhereBackend(ReferenceBackend):
+        name = "elsewhere"
+        device_type = "cuda"
+
+    with pytest.raises(ValueError, match="a device: expected cuda for backend 'elsewhere', got cpu"):
+        grouped_gemm_contiguous(**_contiguous_arguments() | {"backend": ElsewhereBackend()})
+
+
+def test_backends_are_found_by_name_and_shared() -> None:
+    assert set(backend_names()) == {"hopper", "reference"}
+    reference = resolve_backend("reference")
+    assert isinstance(reference, Backend)
+    assert resolve_backend("auto", "cpu") is reference
+    assert resolve_backend("auto", torch.device("cpu")) is reference
+
+
+def test_auto_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kernels.backends._auto_choices", {})
+    with caplog.at_level("INFO", logger="kernels.backends"):
+        resolve_backend("auto", "cpu")
+        resolve_backend("auto", "cpu")
+    assert [record.getMessage() for record in caplog.records] == [
+        "backend auto: reference for device cpu (a cpu device)"
+    ]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_hopper_by_name_without_a_gpu_says_why() -> None:
+    with pytest.raises(RuntimeError, match="expected a usable Hopper GPU, got no CUDA device"):
+        resolve_backend("hopper")

@@ -1,0 +1,109 @@
+"""The reference backend against float64, on fresh random data, into poisoned outputs."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from kernels import dequantize_blocks, grouped_gemm_contiguous, grouped_gemm_masked, quantize_blocks
+from kernels.backends.reference import ReferenceBackend
+from tests.kernels.helpers import (
+    diff,
+    expect_contiguous,
+    expect_masked,
+    poisoned,
+    random_contiguous,
+    random_masked,
+    untouched,
+)
+
+CONTIGUOUS = [
+    ([1], 8, 128),
+    ([64], 136, 256),
+    ([0, 0, 5, 0], 576, 384),
+    ([1, 3, 127, 2, 64, 65], 576, 256),  # every start but the first is odd or off a tile
+    ([0] * 20 + [300] + [1] * 11, 128, 128),
+    ([257, 0, 129], 1536, 512),
+]
+
+MASKED = [
+    ([1], 1, 8, 128),
+    ([0, 1, 0], 1, 576, 256),
+    ([63, 0, 1, 62], 63, 136, 384),
+    ([65, 64, 1, 0], 65, 8, 512),
+    ([0] * 30 + [130, 7], 130, 256, 128),
+]
+
+
+@pytest.mark.parametrize(("rows_per_group", "n", "k"), CONTIGUOUS)
+def test_contiguous_is_right(rows_per_group: list[int], n: int, k: int) -> None:
+    case = random_contiguous(rows_per_group, n, k)
+    buffer, out = poisoned(sum(rows_per_group), n)
+    grouped_gemm_contiguous(*case.a, *case.b, case.offsets, out=out, backend=ReferenceBackend())
+    expect_contiguous(case, buffer, out)
+
+
+@pytest.mark.parametrize(("counts", "max_m", "n", "k"), MASKED)
+def test_masked_is_right(counts: list[int], max_m: int, n: int, k: int) -> None:
+    case = random_masked(counts, max_m, n, k)
+    buffer, out = poisoned(len(counts), max_m, n)
+    grouped_gemm_masked(*case.a, *case.b, case.counts, out=out, backend=ReferenceBackend())
+    expect_masked(case, buffer, out)
+
+
+def test_masked_without_rows_writes_nothing() -> None:
+    case = random_masked([0, 0], 4, 8, 128)
+    buffer, out = poisoned(2, 4, 8)
+    grouped_gemm_masked(*case.a, *case.b, case.counts, expected_m=3, out=out, backend="reference")
+    assert untouched(buffer)
+
+
+def test_row_major_scales_give_the_same_bits() -> None:
+    case = random_contiguous([3, 4], 64, 256)
+    a, a_scales = case.a
+    column_major = grouped_gemm_contiguous(a, a_scales, *case.b, case.offsets)
+    row_major = grouped_gemm_contiguous(a, a_scales.contiguous(), *case.b, case.offsets)
+    assert torch.equal(column_major, row_major)
+
+
+def test_a_bad_row_spoils_no_other() -> None:
+    case = random_contiguous([2, 3], 64, 256)
+    clean = grouped_gemm_contiguous(*case.a, *case.b, case.offsets)
+    case.a.scales[1] = torch.nan
+    out = grouped_gemm_contiguous(*case.a, *case.b, case.offsets)
+    assert out[1].isnan().all()
+    assert torch.equal(out[[0, 2, 3, 4]], clean[[0, 2, 3, 4]])
+
+
+def test_weights_written_to_are_dequantised_again() -> None:
+    backend = ReferenceBackend()
+    case = random_contiguous([4, 4], 64, 128)
+    before = grouped_gemm_contiguous(*case.a, *case.b, case.offsets, backend=backend)
+    case.b.scales.mul_(2)
+    doubled = grouped_gemm_contiguous(*case.a, *case.b, case.offsets, backend=backend)
+    assert diff(doubled, 2 * before) < 1e-12
+    case.b.data.copy_(quantize_blocks(torch.zeros(2, 64, 128)).data)
+    assert not grouped_gemm_contiguous(*case.a, *case.b, case.offsets, backend=backend).any()
+
+
+def test_weights_are_dequantised_once_and_freed_with_the_callers() -> None:
+    backend = ReferenceBackend()
+    b, b_scales = quantize_blocks(torch.ones(2, 64, 128))
+    kept = backend._weights.get(b, b_scales)
+    assert backend._weights.get(b, b_scales) is kept
+    assert backend._weights.get(b, b_scales.clone()) is not kept
+    kept = backend._weights.get(b, b_scales)
+    assert torch.equal(kept, dequantize_blocks(b, b_scales, torch.bfloat16))
+    watched = weakref.ref(kept)
+    del b, kept
+    gc.collect()
+    assert watched() is None
+
+
+def test_weights_made_in_inference_mode_work() -> None:
+    with torch.inference_mode():
+        case = random_contiguous([4, 0], 64, 128)
+        buffer, out = poisoned(4, 64)
+        grouped_gemm_contiguous(*case.a, *case.b, case.offsets, out=out)
+    expect_contiguous(case, buffer, out)
