@@ -1,0 +1,184 @@
+"""The container files agree with each other and with the code; a real run is told in docs/container.md."""
+
+import http.server
+import json
+import re
+import subprocess
+import sys
+import threading
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+from service.settings_loader import load_settings
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+Instruction = tuple[str, str]
+
+
+def dockerfile() -> list[Instruction]:
+    """Instructions in order, continuation lines joined, comments dropped."""
+    lines = [
+        line for line in (ROOT / "Dockerfile").read_text().splitlines() if not line.lstrip().startswith("#")
+    ]
+    joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
+    return [
+        (word, rest.strip())
+        for word, _, rest in (line.partition(" ") for line in joined.splitlines())
+        if word
+    ]
+
+
+def arguments_of(word: str) -> list[str]:
+    return [rest for found, rest in dockerfile() if found == word]
+
+
+def build_defaults() -> dict[str, str]:
+    """Build arguments and their defaults."""
+    pairs = (rest.partition("=") for rest in arguments_of("ARG"))
+    return {name: value for name, equals, value in pairs if equals}
+
+
+def image_environment() -> dict[str, str]:
+    return dict(re.findall(r"(\w+)=(\S+)", " ".join(arguments_of("ENV"))))
+
+
+def compose(*names: str) -> dict[str, Any]:
+    """The services of one Compose file."""
+    services: dict[str, Any] = yaml.safe_load(ROOT.joinpath(*names).read_text())["services"]
+    return services
+
+
+def default_of(value: str) -> str:
+    """What Compose puts in when no variable is set: "${NAME:-default}" becomes "default"."""
+    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", value)
+
+
+def test_copied_paths_exist_and_pass_dockerignore() -> None:
+    ignore = (ROOT / ".dockerignore").read_text().splitlines()
+    allowed = {line.removeprefix("!") for line in ignore if line.startswith("!")}
+    sources = [
+        source
+        for rest in arguments_of("COPY")
+        if not rest.startswith("--from=")
+        for source in rest.split()[:-1]
+    ]
+    assert "kernels" in sources
+    assert [source for source in sources if not (ROOT / source).exists()] == []
+    assert {source.split("/")[0] for source in sources} == allowed
+
+
+def test_image_settings_are_known_and_serve_every_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = image_environment()
+    for name, value in environment.items():
+        if name.startswith("EXPERTD_"):
+            monkeypatch.setenv(name, value)
+    config = Path(environment["EXPERTD_CONFIG"]).relative_to(arguments_of("WORKDIR")[-1])
+
+    settings = load_settings(ROOT / config)
+
+    assert settings.host == "0.0.0.0"
+    assert arguments_of("EXPOSE") == [str(settings.port)]
+
+
+def test_version_label_is_the_projects() -> None:
+    assert build_defaults()["VERSION"] == PROJECT["version"]
+
+
+def test_base_image_has_a_supported_python() -> None:
+    version = build_defaults()["PYTHON_IMAGE"].partition(":")[2].partition("-")[0]
+    assert version.count(".") == 2, f"expected a patch version, got {version}"
+    assert version in SpecifierSet(PROJECT["requires-python"])
+
+
+def test_every_direct_dependency_is_pinned_within_its_range() -> None:
+    lines = (ROOT / "requirements" / "constraints.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
+    for text in [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["cuda"]]:
+        requirement = Requirement(text)
+        version = pinned.get(canonicalize_name(requirement.name))
+        assert version is not None, f"{requirement.name} is expected in requirements/constraints.txt"
+        assert version in requirement.specifier, f"{text} is expected, pinned is {version}"
+
+
+def test_compose_build_defaults_are_the_dockerfiles() -> None:
+    defaults = build_defaults()
+    given = {
+        name: default_of(value)
+        for name, value in compose("docker-compose.yml")["expertd"]["build"]["args"].items()
+    }
+    assert given == {name: defaults[name] for name in given}
+    assert compose("docker", "gpu.yml")["expertd"]["build"]["args"] == {"VARIANT": "cuda"}
+
+
+def test_compose_mounts_and_config_exist() -> None:
+    services = compose("docker-compose.yml")
+    mounts = [volume.split(":")[0] for service in services.values() for volume in service["volumes"]]
+    paths = [mount for mount in mounts if mount.startswith(".")]
+    assert paths
+    config = default_of(services["expertd"]["environment"]["EXPERTD_CONFIG"])
+    assert [path for path in [*paths, config] if not (ROOT / path).is_file()] == []
+
+
+def test_compose_gives_the_server_longer_than_it_may_drain() -> None:
+    settings = load_settings(ROOT / "configs" / "demo.yaml")
+    grace = compose("docker-compose.yml")["expertd"]["stop_grace_period"]
+    assert int(grace.removesuffix("s")) > settings.shutdown_delay_seconds + settings.drain_timeout_seconds
+
+
+def test_prometheus_scrapes_the_compose_service() -> None:
+    config = yaml.safe_load((ROOT / "docker" / "prometheus.yml").read_text())
+    targets = [
+        target
+        for job in config["scrape_configs"]
+        for entry in job["static_configs"]
+        for target in entry["targets"]
+    ]
+    assert targets == [f"expertd:{image_environment()['EXPERTD_PORT']}"]
+    assert "expertd" in compose("docker-compose.yml")
+
+
+class _Health(http.server.BaseHTTPRequestHandler):
+    statuses: dict[str, int]
+
+    def do_GET(self) -> None:
+        self.send_response(self.statuses.get(self.path, 404))
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def health_port() -> Iterator[int]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Health) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_address[1]
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(("status", "healthy"), [(200, True), (503, False)])
+def test_healthcheck_follows_readiness(
+    status: int, healthy: bool, health_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (rest,) = arguments_of("HEALTHCHECK")
+    interpreter, *arguments = json.loads(rest.partition("CMD ")[2])
+    assert interpreter == "/opt/expertd/bin/python"
+    _Health.statuses = {"/v2/health/ready": status}
+    monkeypatch.setenv("EXPERTD_PORT", str(health_port))
+    # A proxy must not be asked: port 9 refuses.
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+
+    done = subprocess.run([sys.executable, *arguments], timeout=30, check=False)
+
+    assert (done.returncode == 0) is healthy
