@@ -1,0 +1,18 @@
+"""The MoE layer on top of `kernels`: weights, routing, the layer and the runner that feeds it bytes."""
+
+from service.moe.layer import MoELayer
+from service.moe.runner import LayerRequest, LayerRunner, StepResult
+from service.moe.shape import LayerShape
+from service.moe.weights import ExpertWeights, load_weights, random_weights, save_weights
+
+__all__ = [
+    "ExpertWeights",
+    "LayerRequest",
+    "LayerRunner",
+    "LayerShape",
+    "MoELayer",
+    "StepResult",
+    "load_weights",
+    "random_weights",
+    "save_weights",
+]

@@ -1,0 +1,161 @@
+"""The MoE layer: routing, two grouped GEMMs with SwiGLU between them, and the weighted combine."""
+
+import torch
+from torch import Tensor
+
+from kernels import Backend, Quantized, grouped_gemm_contiguous, grouped_gemm_masked, quantize_rows
+from service.moe.activation import swiglu
+from service.moe.routing import ExpertOrder, sort_by_expert, top_k_softmax
+from service.moe.shape import LayerShape
+from service.moe.weights import ExpertWeights, check_weights
+
+MASKED_MAX_TOKENS = {"reference": 0, "hopper": 64}
+"""By backend, the most tokens for which the masked layout is the faster one (benchmarks/moe_layer.py)."""
+
+_HIDDEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class MoELayer:
+    """One layer of experts; calls neither wait for the device nor keep state between them.
+
+    Up to masked_max_tokens tokens (None: the backend's measured default) take the masked layout, more the
+    contiguous one. A token's result is the same whatever else is in the batch, within rounding; NaN in a
+    token stays in its own row. Raises ValueError when weights and shape disagree.
+    """
+
+    def __init__(
+        self,
+        shape: LayerShape,
+        weights: ExpertWeights,
+        backend: Backend,
+        *,
+        renormalize: bool = True,
+        masked_max_tokens: int | None = None,
+    ) -> None:
+        check_weights(shape, weights)
+        if masked_max_tokens is None:
+            masked_max_tokens = MASKED_MAX_TOKENS.get(backend.name, 0)
+        if masked_max_tokens < 0:
+            raise ValueError(f"masked_max_tokens: expected at least 0, got {masked_max_tokens}")
+        self.shape = shape
+        self.weights = weights
+        self.backend = backend
+        self.renormalize = renormalize
+        self.masked_max_tokens = masked_max_tokens
+        self._router = weights.router.to(torch.float32).t()
+
+    def layout(self, num_tokens: int) -> str:
+        """ "masked" or "contiguous": what a call with so many tokens takes."""
+        return "masked" if num_tokens <= self.masked_max_tokens else "contiguous"
+
+    def route(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """(topk_ids int32 [T, k], topk_weights fp32 [T, k]) of hidden_states [T, H]; logits in float32."""
+        self._check_hidden_states(hidden_states)
+        logits = hidden_states.to(torch.float32) @ self._router
+        return top_k_softmax(logits, self.shape.top_k, self.renormalize)
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        num_sms: int | None = None,
+    ) -> Tensor:
+        """The layer's output, float32 [T, H].
+
+        hidden_states  bfloat16, float16 or float32 [T, H]
+        topk_ids       int32 [T, k], each from 0 to E - 1 and no two alike in a row: not checked, since that
+                       would read the device (`LayerRunner.validate` does)
+        topk_weights   fp32 [T, k]; both or neither are given, neither: `route`
+        num_sms        SMs for the GEMMs; None: all
+
+        Raises ValueError (name, expected, got).
+        """
+        self._check_hidden_states(hidden_states)
+        if topk_ids is None and topk_weights is None:
+            topk_ids, topk_weights = self.route(hidden_states)
+        if topk_ids is None or topk_weights is None:
+            raise ValueError("topk_ids and topk_weights: expected both or neither, got one of them")
+        self._check_routing(hidden_states.shape[0], topk_ids, topk_weights)
+        if hidden_states.shape[0] == 0:
+            return torch.empty(hidden_states.shape, dtype=torch.float32, device=hidden_states.device)
+        order = sort_by_expert(topk_ids, self.shape.num_experts)
+        tokens = quantize_rows(hidden_states)  # once per token, not once per routed row
+        experts = self._masked if self.layout(hidden_states.shape[0]) == "masked" else self._contiguous
+        return _combine(experts(tokens, order, num_sms), order.rows, topk_weights)
+
+    def _contiguous(self, tokens: Quantized, order: ExpertOrder, num_sms: int | None) -> Tensor:
+        a = _gather(tokens, order.tokens)
+        gate_up = grouped_gemm_contiguous(
+            *a, *self.weights.gate_up, order.offsets, backend=self.backend, num_sms=num_sms
+        )
+        a = quantize_rows(swiglu(gate_up))
+        return grouped_gemm_contiguous(
+            *a, *self.weights.down, order.offsets, backend=self.backend, num_sms=num_sms
+        )
+
+    def _masked(self, tokens: Quantized, order: ExpertOrder, num_sms: int | None) -> Tensor:
+        max_m = tokens.data.shape[0]  # an expert gets a token once at most
+        num_experts, counts, positions = self.shape.num_experts, order.counts, order.positions
+        expected_m = -(-order.tokens.numel() // num_experts)
+        a = _spread(_gather(tokens, order.tokens), order.experts, positions, num_experts, max_m)
+        gate_up = grouped_gemm_masked(
+            *a, *self.weights.gate_up, counts, expected_m=expected_m, backend=self.backend, num_sms=num_sms
+        )
+        # Only the rows that exist go through the activation: [E, max_m] is mostly empty.
+        activated = quantize_rows(swiglu(gate_up[order.experts, positions]))
+        a = _spread(activated, order.experts, positions, num_experts, max_m)
+        down = grouped_gemm_masked(
+            *a, *self.weights.down, counts, expected_m=expected_m, backend=self.backend, num_sms=num_sms
+        )
+        return down[order.experts, positions]
+
+    def _check_hidden_states(self, hidden_states: Tensor) -> None:
+        if hidden_states.ndim != 2 or hidden_states.shape[1] != self.shape.hidden_size:
+            expected = f"[T, {self.shape.hidden_size}]"
+            raise ValueError(f"hidden_states shape: expected {expected}, got {tuple(hidden_states.shape)}")
+        if hidden_states.dtype not in _HIDDEN_DTYPES:
+            expected = " or ".join(map(str, _HIDDEN_DTYPES))
+            raise ValueError(f"hidden_states dtype: expected {expected}, got {hidden_states.dtype}")
+
+    def _check_routing(self, num_tokens: int, topk_ids: Tensor, topk_weights: Tensor) -> None:
+        expected = (num_tokens, self.shape.top_k)
+        for name, tensor, dtype in (
+            ("topk_ids", topk_ids, torch.int32),
+            ("topk_weights", topk_weights, torch.float32),
+        ):
+            if tensor.shape != expected:
+                raise ValueError(f"{name} shape: expected {expected}, got {tuple(tensor.shape)}")
+            if tensor.dtype != dtype:
+                raise ValueError(f"{name} dtype: expected {dtype}, got {tensor.dtype}")
+
+
+def _words(data: Tensor) -> Tensor:
+    """e4m3 rows as int64 words, to be copied eight elements at a time."""
+    return data.view(torch.int64)
+
+
+def _gather(tokens: Quantized, indices: Tensor) -> Quantized:
+    """The quantised rows at `indices`, scales column-major again."""
+    data = _words(tokens.data).index_select(0, indices).view(torch.float8_e4m3fn)
+    return Quantized(data, tokens.scales.t().index_select(1, indices).t())
+
+
+def _spread(rows: Quantized, experts: Tensor, positions: Tensor, num_experts: int, max_m: int) -> Quantized:
+    """The rows at [expert, position] of [E, max_m, K], scales column-major; the rest is not written."""
+    k = rows.data.shape[1]
+    data = torch.empty((num_experts, max_m, k), dtype=torch.float8_e4m3fn, device=rows.data.device)
+    _words(data)[experts, positions] = _words(rows.data)
+    scales = torch.empty((num_experts, rows.scales.shape[1], max_m), device=rows.data.device).mT
+    scales[experts, positions] = rows.scales
+    return Quantized(data, scales)
+
+
+def _combine(rows: Tensor, row_of_pair: Tensor, topk_weights: Tensor) -> Tensor:
+    """The weighted sum of each token's rows, in float32 and in the order of its slots."""
+    num_tokens, top_k = topk_weights.shape
+    out = torch.zeros((num_tokens, rows.shape[1]), dtype=torch.float32, device=rows.device)
+    for slot in range(top_k):
+        picked = rows.index_select(0, row_of_pair[:, slot]).to(torch.float32)
+        out.addcmul_(picked, topk_weights[:, slot, None])
+    return out

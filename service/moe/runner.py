@@ -1,0 +1,203 @@
+"""Turns the bytes of one step's requests into tensors, runs the layer, and turns its output into bytes."""
+
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from service.moe.layer import MoELayer
+
+if TYPE_CHECKING:
+    from kernels.partitions import SMPartitions
+
+Buffer = bytes | bytearray | memoryview
+
+_FLOATS = {"BF16": torch.bfloat16, "FP16": torch.float16, "FP32": torch.float32}
+_INTEGERS: dict[str, type[np.signedinteger]] = {"INT32": np.int32, "INT64": np.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRequest:
+    """One caller's tensors: row-major bytes whose sizes were checked, and their Open Inference datatypes.
+
+    hidden_states [num_tokens, H] of `datatype` (BF16, FP16, FP32); topk_ids [num_tokens, k] of
+    `topk_ids_datatype` (INT32, INT64) and topk_weights [num_tokens, k] FP32, both or neither.
+    """
+
+    num_tokens: int
+    hidden_states: Buffer
+    datatype: str
+    topk_ids: Buffer | None
+    topk_ids_datatype: str
+    topk_weights: Buffer | None
+    output_datatype: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step gave: each request's rows [num_tokens, H] in its output_datatype, and facts for metrics."""
+
+    outputs: list[memoryview | bytes]
+    layout: str
+    num_tokens: int
+    tokens_per_expert: list[int]
+    compute_seconds: float
+
+
+class LayerRunner:
+    """Runs one layer for batches of requests; `run` is for one thread at a time, `validate` for any."""
+
+    def __init__(
+        self,
+        layer: MoELayer,
+        device: torch.device | str,
+        partitions: "SMPartitions | None" = None,
+        partition: str | None = None,
+    ) -> None:
+        self.layer = layer
+        self._device = torch.device(device)
+        self._on_gpu = self._device.type == "cuda"
+        self._partitions = partitions
+        self._partition = partition
+        if self._on_gpu:
+            # The weights may still be on their way on another stream than the partition's.
+            torch.cuda.synchronize(self._device)
+
+    def warm_up(self) -> None:
+        """Run one token, so that what happens once (weights dequantised for a CPU) is not in a request."""
+        hidden_states = bytes(4 * self.layer.shape.hidden_size)
+        self.run([LayerRequest(1, hidden_states, "FP32", None, "INT32", None, "FP32")])
+
+    def validate(self, request: LayerRequest) -> None:
+        """Raise ValueError (name, expected, got) for routing the layer must not be given."""
+        if request.topk_ids is None and request.topk_weights is None:
+            return
+        if request.topk_ids is None or request.topk_weights is None:
+            given = "topk_weights" if request.topk_ids is None else "topk_ids"
+            raise ValueError(f"topk_ids and topk_weights: expected both or neither, got {given} alone")
+        self._validate_ids(self._routing(request.topk_ids, _INTEGERS[request.topk_ids_datatype]))
+        weights = self._routing(request.topk_weights, np.float32)
+        bad = ~np.isfinite(weights)
+        if bad.any():
+            token, slot = np.argwhere(bad)[0]
+            raise ValueError(
+                f"topk_weights: expected finite numbers, got {weights[token, slot]} in token {token}"
+            )
+
+    def run(self, requests: Sequence[LayerRequest]) -> StepResult:
+        """Run all requests as one batch and wait for the result; they must have passed `validate`."""
+        start = time.perf_counter()
+        bounds = list(accumulate((request.num_tokens for request in requests), initial=0))
+        parts = [slice(begin, end) for begin, end in pairwise(bounds)]
+        with torch.inference_mode(), self._stream():
+            hidden_states = self._hidden_states(requests, parts)
+            topk_ids, topk_weights = self._given_or_routed(requests, parts, hidden_states)
+            out = self.layer(hidden_states, topk_ids, topk_weights, self._num_sms())
+            counts = self._to_host(self._count(topk_ids))
+            datatypes = {request.output_datatype for request in requests}
+            by_datatype = {datatype: self._to_host(out.to(_FLOATS[datatype])) for datatype in datatypes}
+            if self._on_gpu:
+                torch.cuda.current_stream(self._device).synchronize()
+        return StepResult(
+            outputs=[
+                _bytes(by_datatype[request.output_datatype][part]).data
+                for request, part in zip(requests, parts, strict=True)
+            ],
+            layout=self.layer.layout(bounds[-1]),
+            num_tokens=bounds[-1],
+            tokens_per_expert=counts.tolist(),
+            compute_seconds=time.perf_counter() - start,
+        )
+
+    def _stream(self) -> AbstractContextManager[object]:
+        if self._partitions is None or not self._on_gpu:
+            return nullcontext()
+        return torch.cuda.stream(self._partitions.stream(self._partition))
+
+    def _num_sms(self) -> int | None:
+        return None if self._partitions is None else self._partitions.num_sms(self._partition)
+
+    def _routing(self, buffer: Buffer, dtype: type[np.generic]) -> NDArray[Any]:
+        return np.frombuffer(buffer, dtype).reshape(-1, self.layer.shape.top_k)
+
+    def _validate_ids(self, ids: NDArray[Any]) -> None:
+        num_experts = self.layer.shape.num_experts
+        outside = (ids < 0) | (ids >= num_experts)
+        if outside.any():
+            token, slot = np.argwhere(outside)[0]
+            raise ValueError(
+                f"topk_ids: expected 0 to {num_experts - 1}, got {ids[token, slot]} in token {token}"
+            )
+        ordered = np.sort(ids, axis=1)
+        repeated = (ordered[:, 1:] == ordered[:, :-1]).any(axis=1)
+        if repeated.any():
+            token = int(repeated.argmax())
+            raise ValueError(
+                f"topk_ids: expected different experts, got {ids[token].tolist()} in token {token}"
+            )
+
+    def _hidden_states(self, requests: Sequence[LayerRequest], parts: Sequence[slice]) -> Tensor:
+        datatypes = {request.datatype for request in requests}
+        dtype = _FLOATS[datatypes.pop()] if len(datatypes) == 1 else torch.float32
+        staged = self._host((parts[-1].stop, self.layer.shape.hidden_size), dtype)
+        for request, part in zip(requests, parts, strict=True):
+            if _FLOATS[request.datatype] == dtype:
+                _fill(staged[part], request.hidden_states)
+            else:
+                rows = torch.empty(staged[part].shape, dtype=_FLOATS[request.datatype])
+                _fill(rows, request.hidden_states)
+                staged[part] = rows
+        return staged.to(self._device, non_blocking=True)
+
+    def _given_or_routed(
+        self, requests: Sequence[LayerRequest], parts: Sequence[slice], hidden_states: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        given = [(r, part) for r, part in zip(requests, parts, strict=True) if r.topk_ids is not None]
+        if not given:
+            return self.layer.route(hidden_states)
+        shape = (hidden_states.shape[0], self.layer.shape.top_k)
+        staged_ids, staged_weights = self._host(shape, torch.int32), self._host(shape, torch.float32)
+        for request, part in given:
+            assert request.topk_ids is not None
+            assert request.topk_weights is not None
+            ids = self._routing(request.topk_ids, _INTEGERS[request.topk_ids_datatype])
+            np.copyto(staged_ids[part].numpy(), ids, casting="same_kind")
+            _fill(staged_weights[part], request.topk_weights)
+        ids_in = staged_ids.to(self._device, non_blocking=True)
+        weights_in = staged_weights.to(self._device, non_blocking=True)
+        if len(given) == len(requests):
+            return ids_in, weights_in
+        topk_ids, topk_weights = self.layer.route(hidden_states)
+        for _, part in given:
+            topk_ids[part] = ids_in[part]
+            topk_weights[part] = weights_in[part]
+        return topk_ids, topk_weights
+
+    def _count(self, topk_ids: Tensor) -> Tensor:
+        ids = topk_ids.flatten().to(torch.int64)
+        counts = torch.zeros(self.layer.shape.num_experts, dtype=torch.int64, device=ids.device)
+        return counts.scatter_add_(0, ids, torch.ones_like(ids))  # bincount would wait for the device
+
+    def _host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=self._on_gpu)
+
+    def _to_host(self, tensor: Tensor) -> Tensor:
+        if not self._on_gpu:
+            return tensor
+        return self._host(tuple(tensor.shape), tensor.dtype).copy_(tensor, non_blocking=True)
+
+
+def _bytes(tensor: Tensor) -> NDArray[np.uint8]:
+    """The bytes of a contiguous host tensor, not copied."""
+    return tensor.view(torch.uint8).reshape(-1).numpy()
+
+
+def _fill(tensor: Tensor, buffer: Buffer) -> None:
+    np.copyto(_bytes(tensor), np.frombuffer(buffer, np.uint8))

@@ -1,0 +1,101 @@
+"""The weights of one MoE layer: made by seed, written to and read from one safetensors file."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from kernels import Quantized, quantize_blocks
+from service.moe.shape import SCALE_BLOCK, LayerShape
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """router [E, H] float32 or bfloat16; gate_up [E, 2I, H], gate rows before up rows; down [E, H, I]."""
+
+    router: Tensor
+    gate_up: Quantized
+    down: Quantized
+
+
+def random_weights(shape: LayerShape, seed: int, device: torch.device | str) -> ExpertWeights:
+    """Normal numbers of variance 1/fan-in, quantised; one seed gives the same ones on one kind of device."""
+    generator = torch.Generator(device).manual_seed(seed)
+    router = _normal((shape.num_experts, shape.hidden_size), generator).to(torch.bfloat16)
+    gate_up = _random_experts(shape.num_experts, 2 * shape.intermediate_size, shape.hidden_size, generator)
+    down = _random_experts(shape.num_experts, shape.hidden_size, shape.intermediate_size, generator)
+    return ExpertWeights(router, gate_up, down)
+
+
+def save_weights(path: Path | str, weights: ExpertWeights) -> None:
+    """Write the tensors router, gate_up, gate_up_scale, down and down_scale to one safetensors file."""
+    save_file(_by_name(weights), str(path))
+
+
+def load_weights(path: Path | str, shape: LayerShape, device: torch.device | str) -> ExpertWeights:
+    """Read what `save_weights` wrote (the same names, whoever wrote it) straight onto `device`.
+
+    Raises ValueError when the file cannot be read, or a tensor is missing, unknown, or of another shape or
+    dtype than the layer's.
+    """
+    try:
+        with safe_open(str(path), framework="pt", device=str(device)) as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"weights {path}: expected a safetensors file, got: {error}") from error
+    expected = {"router", "gate_up", "gate_up_scale", "down", "down_scale"}
+    if tensors.keys() != expected:
+        raise ValueError(f"weights {path}: expected tensors {sorted(expected)}, got {sorted(tensors)}")
+    weights = ExpertWeights(
+        tensors["router"],
+        Quantized(tensors["gate_up"], tensors["gate_up_scale"]),
+        Quantized(tensors["down"], tensors["down_scale"]),
+    )
+    check_weights(shape, weights)
+    return weights
+
+
+def check_weights(shape: LayerShape, weights: ExpertWeights) -> None:
+    """Raise ValueError (name, expected, got) unless every tensor has the layer's shape and its dtype."""
+    e, h, i = shape.num_experts, shape.hidden_size, shape.intermediate_size
+    fp8, fp32 = (torch.float8_e4m3fn,), (torch.float32,)
+    expected = {
+        "router": ((e, h), (torch.float32, torch.bfloat16)),
+        "gate_up": ((e, 2 * i, h), fp8),
+        "gate_up_scale": ((e, 2 * i // SCALE_BLOCK, h // SCALE_BLOCK), fp32),
+        "down": ((e, h, i), fp8),
+        "down_scale": ((e, h // SCALE_BLOCK, i // SCALE_BLOCK), fp32),
+    }
+    for name, tensor in _by_name(weights).items():
+        size, dtypes = expected[name]
+        if tensor.shape != size:
+            raise ValueError(f"{name} shape: expected {size}, got {tuple(tensor.shape)}")
+        if tensor.dtype not in dtypes:
+            raise ValueError(f"{name} dtype: expected {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
+
+
+def _by_name(weights: ExpertWeights) -> dict[str, Tensor]:
+    return {
+        "router": weights.router,
+        "gate_up": weights.gate_up.data,
+        "gate_up_scale": weights.gate_up.scales,
+        "down": weights.down.data,
+        "down_scale": weights.down.scales,
+    }
+
+
+def _random_experts(num_experts: int, n: int, k: int, generator: torch.Generator) -> Quantized:
+    data = torch.empty((num_experts, n, k), dtype=torch.float8_e4m3fn, device=generator.device)
+    scales = torch.empty((num_experts, n // SCALE_BLOCK, k // SCALE_BLOCK), device=generator.device)
+    for expert in range(num_experts):  # one at a time: a large layer would not fit unquantised
+        expert_data, expert_scales = quantize_blocks(_normal((n, k), generator))
+        data[expert].copy_(expert_data)
+        scales[expert].copy_(expert_scales)
+    return Quantized(data, scales)
+
+
+def _normal(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, device=generator.device, generator=generator).mul_(shape[1] ** -0.5)
