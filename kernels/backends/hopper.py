@@ -1,0 +1,192 @@
+"""The Hopper backend: picks a variant, builds its TMA descriptors and launches it through cuda.core."""
+
+import threading
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from cuda.bindings import driver
+from cuda.core import Device, LaunchConfig, ObjectCode, Stream, launch
+from cuda.core._tensor_map import TensorMapL2Promotion, TensorMapSwizzle  # cuda.core names them nowhere else
+from cuda.core.utils import StridedMemoryView
+from torch import Tensor
+
+from kernels import jit, tiles
+from kernels.backends.base import Backend, Progress
+from kernels.tiles import Layout, TileConfig
+
+_MAPS_KEPT = 1024
+
+
+class HopperBackend(Backend):
+    """Grouped FP8 GEMMs on a Hopper GPU; kernels are compiled by `warm_up`, else on first use."""
+
+    name: ClassVar[str] = "hopper"
+    device_type: ClassVar[str | None] = "cuda"
+
+    def __init__(self) -> None:
+        self._kernels: dict[tuple[int, Layout, TileConfig], Any] = {}
+        self._maps: OrderedDict[tuple[int, int, int, int], Any] = OrderedDict()
+        self._streams: dict[int, Stream] = {}
+        self._sms: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Compile (or fetch) every variant, in parallel, and load it on the current device."""
+        device = torch.cuda.current_device()
+        with ThreadPoolExecutor() as pool:
+            jobs = {pool.submit(jit.build, tiles.source(*variant)): variant for variant in tiles.VARIANTS}
+            for done, job in enumerate(as_completed(jobs), start=1):
+                self._load(device, *jobs[job], job.result())
+                if progress is not None:
+                    progress(done, len(jobs), tiles.source(*jobs[job]).name)
+
+    def contiguous(
+        self,
+        a: Tensor,
+        a_scales: Tensor,
+        b: Tensor,
+        b_scales: Tensor,
+        offsets: Tensor,
+        out: Tensor,
+        num_sms: int | None,
+    ) -> None:
+        """Write out [M, N]; see `grouped_gemm_contiguous`."""
+        m, num_groups = a.shape[0], b.shape[0]
+        strides = (0, *a_scales.stride())
+        expected_rows = m / num_groups
+        self._run(
+            Layout.CONTIGUOUS, a, a_scales, strides, b, b_scales, offsets, out, m, 0, expected_rows, num_sms
+        )
+
+    def masked(
+        self,
+        a: Tensor,
+        a_scales: Tensor,
+        b: Tensor,
+        b_scales: Tensor,
+        counts: Tensor,
+        expected_m: int | None,
+        out: Tensor,
+        num_sms: int | None,
+    ) -> None:
+        """Write the first counts[g] rows of each out[g]; see `grouped_gemm_masked`."""
+        max_m = a.shape[1]
+        strides = a_scales.stride()
+        expected_rows = min(expected_m or max_m, max_m)
+        self._run(
+            Layout.MASKED,
+            a,
+            a_scales,
+            strides,
+            b,
+            b_scales,
+            counts,
+            out,
+            max_m,
+            max_m,
+            expected_rows,
+            num_sms,
+        )
+
+    def _run(
+        self,
+        layout: Layout,
+        a: Tensor,
+        a_scales: Tensor,
+        scale_strides: tuple[int, ...],
+        b: Tensor,
+        b_scales: Tensor,
+        extents: Tensor,
+        out: Tensor,
+        limit: int,
+        rows_per_group: int,
+        expected_rows: float,
+        num_sms: int | None,
+    ) -> None:
+        device: int = a.device.index
+        num_groups, n, k = b.shape
+        sms = min(num_sms or self._sm_count(device), self._sm_count(device))
+        config = tiles.choose(layout, n, expected_rows, sms)
+        grid = LaunchConfig(
+            grid=sms // config.cluster,
+            cluster=config.cluster if config.cluster > 1 else None,
+            block=tiles.THREADS,
+            shmem_size=config.shared_bytes(num_groups),
+        )
+        launch(
+            self._stream(device),
+            grid,
+            self._kernel(device, layout, config),
+            self._tensor_map(a, config.box_m),
+            self._tensor_map(b, tiles.BLOCK_N),
+            a_scales.data_ptr(),
+            *(np.uint32(stride) for stride in scale_strides),
+            b_scales.data_ptr(),
+            extents.data_ptr(),
+            out.data_ptr(),
+            np.int32(num_groups),
+            np.int32(n),
+            np.int32(k),
+            np.int32(limit),
+            np.int32(rows_per_group),
+        )
+
+    def _kernel(self, device: int, layout: Layout, config: TileConfig) -> Any:
+        kernel = self._kernels.get((device, layout, config))
+        if kernel is None:
+            kernel = self._load(device, layout, config, jit.build(tiles.source(layout, config)))
+        return kernel
+
+    def _load(self, device: int, layout: Layout, config: TileConfig, binary: jit.Binary) -> Any:
+        torch.cuda.init()
+        Device(device).set_current()
+        kernel = ObjectCode.from_cubin(binary.cubin).get_kernel(tiles.source(layout, config).entry)
+        (status,) = driver.cuKernelSetAttribute(
+            driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+            tiles.SHARED_BYTES_LIMIT,
+            kernel.handle,
+            device,
+        )
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(
+                f"expected {tiles.SHARED_BYTES_LIMIT} bytes of shared memory, got {status.name}"
+            )
+        self._kernels[device, layout, config] = kernel
+        return kernel
+
+    def _tensor_map(self, data: Tensor, box_rows: int) -> Any:
+        """The TMA descriptor of data [.., K] as rows of K bytes; kept, since most calls repeat their tensors."""
+        k = data.shape[-1]
+        rows = data.numel() // k
+        key = (data.data_ptr(), rows, k, box_rows)
+        with self._lock:
+            found = self._maps.get(key)
+            if found is not None:
+                self._maps.move_to_end(key)
+                return found
+        view = StridedMemoryView.from_any_interface(data.view(torch.uint8).view(rows, k), stream_ptr=-1)
+        made = view.as_tensor_map(
+            (box_rows, tiles.BLOCK_K),
+            swizzle=TensorMapSwizzle.SWIZZLE_128B,
+            l2_promotion=TensorMapL2Promotion.L2_256B,
+        )
+        with self._lock:
+            self._maps[key] = made
+            if len(self._maps) > _MAPS_KEPT:
+                self._maps.popitem(last=False)
+        return made
+
+    def _stream(self, device: int) -> Stream:
+        handle: int = torch.cuda.current_stream(device).cuda_stream
+        stream = self._streams.get(handle)
+        if stream is None:
+            stream = self._streams[handle] = Stream.from_handle(handle)
+        return stream
+
+    def _sm_count(self, device: int) -> int:
+        if device not in self._sms:
+            self._sms[device] = torch.cuda.get_device_properties(device).multi_processor_count
+        return self._sms[device]

@@ -1,0 +1,170 @@
+// PTX of sm_90a behind plain functions: barriers, bulk tensor copies, warpgroup state. No GEMM lives here.
+// Source: PTX ISA 8.x, sections on mbarrier, cp.async.bulk.tensor, wgmma, stmatrix, setmaxnreg and griddepcontrol.
+#pragma once
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+namespace ptx {
+
+// The 128 opaque bytes of a CUtensorMap; passed by value as a __grid_constant__ parameter.
+struct alignas(64) TensorMap {
+    u64 opaque[16];
+};
+
+__device__ __forceinline__ u32 shared_address(const void* pointer) {
+    return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+// ---------------------------------------------------------------- threads, warps, clusters
+
+__device__ __forceinline__ bool elect_one() {
+    u32 elected;
+    asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(elected));
+    return elected != 0;
+}
+
+__device__ __forceinline__ u32 cluster_rank() {
+    u32 rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+template <u32 kThreads>
+__device__ __forceinline__ void named_barrier(u32 id) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
+}
+
+template <u32 kRegisters>
+__device__ __forceinline__ void grow_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <u32 kRegisters>
+__device__ __forceinline__ void shrink_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Programmatic dependent launch: wait for the previous grid's memory; let the next grid start its prologue.
+__device__ __forceinline__ void wait_for_previous_grid() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void allow_next_grid() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// ---------------------------------------------------------------- mbarrier
+
+__device__ __forceinline__ void mbarrier_init(u64* barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+
+// Makes initialised barriers visible to the copy engine and to the other CTAs of the cluster.
+__device__ __forceinline__ void fence_mbarrier_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(u64* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive_expect_bytes(u64* barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
+}
+
+// Arrives at the same barrier of CTA `rank` of this cluster of kCluster (its own rank is allowed).
+template <int kCluster>
+__device__ __forceinline__ void mbarrier_arrive_at(u64* barrier, u32 rank) {
+    if constexpr (kCluster == 1) {
+        mbarrier_arrive(barrier);
+    } else {
+        asm volatile(
+            "{ .reg .b32 remote;\n"
+            "mapa.shared::cluster.u32 remote, %0, %1;\n"
+            "mbarrier.arrive.shared::cluster.b64 _, [remote]; }" ::"r"(shared_address(barrier)),
+            "r"(rank)
+            : "memory");
+    }
+}
+
+__device__ __forceinline__ void mbarrier_wait(u64* barrier, u32 parity) {
+    asm volatile(
+        "{ .reg .pred done;\n"
+        "WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra DONE;\n"
+        "bra WAIT;\n"
+        "DONE: }" ::"r"(shared_address(barrier)),
+        "r"(parity)
+        : "memory");
+}
+
+// ---------------------------------------------------------------- TMA: bulk tensor copies
+
+__device__ __forceinline__ void prefetch_tensor_map(const TensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Loads the map's box at column x, row y into shared memory; rows and columns outside the tensor arrive as zeros.
+__device__ __forceinline__ void tma_load(const TensorMap* map, u64* barrier, void* destination, int x, int y) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+            shared_address(destination)),
+        "l"(map), "r"(x), "r"(y), "r"(shared_address(barrier))
+        : "memory");
+}
+
+// The same box into the same place of every CTA of a cluster of kCluster, completing on each one's own barrier.
+template <int kCluster>
+__device__ __forceinline__ void tma_load_to_cluster(const TensorMap* map, u64* barrier, void* destination, int x, int y) {
+    if constexpr (kCluster == 1) {
+        tma_load(map, barrier, destination, x, y);
+    } else {
+        constexpr u16 kEveryCta = (1 << kCluster) - 1;
+        asm volatile(
+            "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+            " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(destination)),
+            "l"(map), "r"(x), "r"(y), "r"(shared_address(barrier)), "h"(kEveryCta)
+            : "memory");
+    }
+}
+
+// ---------------------------------------------------------------- wgmma ordering (the shapes are in wgmma.cuh)
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// ---------------------------------------------------------------- epilogue
+
+// Two fp32 to one register of bf16 pair, `low` in the lower half; round to nearest even.
+__device__ __forceinline__ u32 pack_bf16(float low, float high) {
+    u32 packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+// Stores four 8x8 matrices of 16-bit elements transposed; lane l gives the 16-byte row l % 8 of matrix l / 8.
+__device__ __forceinline__ void stmatrix_transposed(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m0),
+                 "r"(m1), "r"(m2), "r"(m3)
+                 : "memory");
+}
+
+__device__ __forceinline__ uint4 load_shared(u32 address) {
+    uint4 value;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "r"(address)
+                 : "memory");
+    return value;
+}
+
+}  // namespace ptx

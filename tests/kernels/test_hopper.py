@@ -1,0 +1,198 @@
+"""The Hopper kernels against float64 on fresh random data: every awkward shape, poisoned outputs, guard rows."""
+
+import math
+import secrets
+
+import pytest
+import torch
+
+from kernels import grouped_gemm_contiguous, grouped_gemm_masked
+from tests.kernels.helpers import (
+    expect_contiguous,
+    expect_masked,
+    poisoned,
+    random_contiguous,
+    random_masked,
+)
+
+pytestmark = pytest.mark.gpu
+
+
+def skewed(num_groups: int, total: int) -> list[int]:
+    """Rows of which a few groups have most and many have none."""
+    shares = torch.rand(num_groups, dtype=torch.float64).pow(8)
+    return [int(x) for x in shares / shares.sum() * total]
+
+
+def run_contiguous(rows: list[int], n: int, k: int, num_sms: int | None = None) -> None:
+    case = random_contiguous(rows, n, k, "cuda")
+    buffer, out = poisoned(sum(rows), n, device="cuda")
+    grouped_gemm_contiguous(*case.a, *case.b, case.offsets, out=out, backend="hopper", num_sms=num_sms)
+    expect_contiguous(case, buffer, out)
+
+
+def run_masked(counts: list[int], max_m: int, n: int, k: int, expected_m: int | None = None) -> None:
+    case = random_masked(counts, max_m, n, k, "cuda")
+    buffer, out = poisoned(len(counts), max_m, n, device="cuda")
+    grouped_gemm_masked(*case.a, *case.b, case.counts, expected_m=expected_m, out=out, backend="hopper")
+    expect_masked(case, buffer, out)
+
+
+@pytest.mark.parametrize("n", [8, 576, 1536, 7168])
+@pytest.mark.parametrize("k", [128, 7168])
+def test_contiguous_sizes(n: int, k: int) -> None:
+    run_contiguous([3, 0, 130, 77, 1], n, k)
+    run_contiguous([900, 300], n, k)
+
+
+@pytest.mark.parametrize("n", [8, 576, 1536, 7168])
+@pytest.mark.parametrize("k", [128, 7168])
+def test_masked_sizes(n: int, k: int) -> None:
+    run_masked([3, 0, 130, 77, 1], 130, n, k, expected_m=20)
+    run_masked([3, 0, 130, 77, 1], 130, n, k)
+
+
+def test_all_groups_empty() -> None:
+    run_contiguous([0] * 7, 256, 256)
+    run_masked([0] * 7, 5, 256, 256)
+
+
+def test_one_group_of_one_row() -> None:
+    run_contiguous([1], 512, 512)
+    run_masked([1], 1, 512, 512)
+
+
+@pytest.mark.parametrize("total", [300, 5000, 60000])
+def test_many_skewed_groups(total: int) -> None:
+    run_contiguous(skewed(256, total), 256, 256)
+
+
+def test_1024_groups() -> None:
+    run_contiguous(skewed(1024, 9000), 128, 128)
+    run_masked([i % 3 for i in range(1024)], 2, 128, 128)
+
+
+@pytest.mark.parametrize("first", range(1, 258, 32))
+def test_every_height(first: int) -> None:
+    """Heights 1 to 257, with what comes before putting each start on any row, odd ones too."""
+    heights = list(range(first, min(first + 32, 258)))
+    run_contiguous(heights, 264, 256)
+    run_contiguous([*heights, 5000], 264, 256)
+    run_masked(heights, max(heights), 136, 256)
+    run_masked(heights, max(heights), 136, 256, expected_m=8)
+
+
+def test_groups_start_at_odd_rows() -> None:
+    run_contiguous([1, 3, 5, 191, 193, 7, 63, 65], 384, 384)
+
+
+@pytest.mark.parametrize("max_m", [1, 63, 65])
+def test_max_m(max_m: int) -> None:
+    run_masked([max_m, 0, max_m // 2, 1], max_m, 512, 384)
+    run_masked([max_m] * 5, max_m, 512, 384)
+
+
+def test_more_outputs_than_an_int_counts() -> None:
+    """M * N passes 2**31: an offset kept in 32 bits would write somewhere else."""
+    n, k = 16384, 128
+    rows = [70_000, 1, 62_000]
+    assert sum(rows) * n > 2**31
+    run_contiguous(rows, n, k)
+
+
+def test_row_major_scales() -> None:
+    case = random_contiguous([40, 300, 5], 512, 1024, "cuda")
+    column_major = grouped_gemm_contiguous(*case.a, *case.b, case.offsets, backend="hopper")
+    scales = case.a.scales.contiguous()
+    assert scales.stride() != case.a.scales.stride()
+    row_major = grouped_gemm_contiguous(case.a.data, scales, *case.b, case.offsets, backend="hopper")
+    assert torch.equal(column_major, row_major)
+
+
+@pytest.mark.parametrize("num_sms", [1, 2, 3, 20, 66, 131, 132, 1000])
+def test_any_sm_count_gives_the_same_bits(num_sms: int) -> None:
+    case = random_contiguous([40, 300, 0, 5, 700], 640, 512, "cuda", seed=num_sms)
+    every = grouped_gemm_contiguous(*case.a, *case.b, case.offsets, backend="hopper")
+    some = grouped_gemm_contiguous(*case.a, *case.b, case.offsets, backend="hopper", num_sms=num_sms)
+    assert torch.equal(every, some)
+
+
+def test_layouts_and_tiles_give_the_same_bits() -> None:
+    """A row's result depends on the row and the weight alone: not on the layout, the tile or its neighbours."""
+    counts, max_m = [17, 64, 33], 64
+    case = random_masked(counts, max_m, 512, 1024, "cuda")
+    short = grouped_gemm_masked(*case.a, *case.b, case.counts, expected_m=8, backend="hopper")
+    tall = grouped_gemm_masked(*case.a, *case.b, case.counts, expected_m=max_m, backend="hopper")
+    data = torch.cat([case.a.data.view(torch.uint8)[g, :c] for g, c in enumerate(counts)])
+    scales = torch.cat([case.a.scales[g, :c] for g, c in enumerate(counts)])
+    offsets = torch.tensor([0, 17, 81, 114], dtype=torch.int32, device="cuda")
+    packed = grouped_gemm_contiguous(
+        data.view(torch.float8_e4m3fn), scales, *case.b, offsets, backend="hopper"
+    )
+    for g, count in enumerate(counts):
+        assert torch.equal(short[g, :count], tall[g, :count])
+        assert torch.equal(short[g, :count], packed[offsets[g] : offsets[g] + count])
+
+
+@pytest.mark.parametrize("rows", [[700, 1300, 2], [9, 0, 30, 4]])
+def test_ten_runs_give_the_same_bits(rows: list[int]) -> None:
+    case = random_contiguous(rows, 1536, 2048, "cuda")
+    first = grouped_gemm_contiguous(*case.a, *case.b, case.offsets, backend="hopper")
+    for _ in range(10):
+        _, out = poisoned(sum(rows), 1536, device="cuda")
+        grouped_gemm_contiguous(*case.a, *case.b, case.offsets, out=out, backend="hopper")
+        assert torch.equal(first, out)
+
+
+def test_nan_stays_in_its_row() -> None:
+    case = random_contiguous([40, 300], 512, 512, "cuda")
+    clean = grouped_gemm_contiguous(*case.a, *case.b, case.offsets, backend="hopper")
+    spoiled = case.a.scales.clone(memory_format=torch.preserve_format)
+    spoiled[39] = math.nan
+    out = grouped_gemm_contiguous(case.a.data, spoiled, *case.b, case.offsets, backend="hopper")
+    assert out[39].isnan().all()
+    keep = torch.arange(340, device="cuda") != 39
+    assert torch.equal(out[keep], clean[keep])
+
+
+def test_captured_in_a_cuda_graph_with_counts_changed_later() -> None:
+    case = random_masked([20, 3, 0, 64], 64, 512, 512, "cuda")
+    _, out = poisoned(4, 64, 512, device="cuda")
+    counts = torch.zeros_like(case.counts)
+    grouped_gemm_masked(*case.a, *case.b, counts, out=out, backend="hopper")  # compiled and described
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        grouped_gemm_masked(*case.a, *case.b, counts, out=out, backend="hopper")
+    counts.copy_(case.counts)
+    buffer, fresh = poisoned(4, 64, 512, device="cuda")
+    out.copy_(fresh)
+    graph.replay()
+    fresh.copy_(out)
+    expect_masked(case, buffer, fresh)
+
+
+def test_other_streams() -> None:
+    case = random_contiguous([40, 300], 512, 512, "cuda")
+    expected = grouped_gemm_contiguous(*case.a, *case.b, case.offsets, backend="hopper")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        out = grouped_gemm_contiguous(*case.a, *case.b, case.offsets, backend="hopper")
+    stream.synchronize()
+    assert torch.equal(expected, out)
+
+
+def test_random_problems() -> None:
+    """Twenty problems nobody chose."""
+    seed = secrets.randbits(32)
+    print(f"seed {seed}")
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=generator))
+
+    for _ in range(20):
+        groups, n, k = draw(1, 40), 8 * draw(1, 100), 128 * draw(1, 12)
+        rows = [draw(0, draw(1, 400)) for _ in range(groups)]
+        run_contiguous(rows, n, k)
+        run_masked(rows, max(1, *rows), n, k, expected_m=draw(1, 300))
