@@ -65,7 +65,9 @@ class ModelSettings(_Frozen):
         default="BF16",
         description="named in the metadata, and assumed for requests without a JSON header",
     )
-    masked_max_tokens: int = Field(64, ge=0, description="up to this many tokens in a step: masked layout")
+    masked_max_tokens: int | None = Field(
+        default=None, ge=0, description="up to this many tokens in a step: masked layout; null: as measured"
+    )
     partition: str | None = Field(
         default=None, description="SM partition the layer runs in; null: the whole device"
     )

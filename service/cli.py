@@ -1,0 +1,56 @@
+"""The `expertd` command."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from service import __version__, kernels_command
+from service.settings_loader import SettingsError, default_config, load_settings
+
+_FLAGS = ("host", "port", "backend", "log_level")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code, 2 for anything wrong in what was asked."""
+    arguments = _parser().parse_args(argv)
+    code: int = arguments.run(arguments)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="expertd", description="A server for MoE expert layers.")
+    parser.add_argument("--version", action="version", version=f"expertd {__version__}")
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
+    serve = subparsers.add_parser("serve", help="serve the models of a configuration file")
+    serve.add_argument("--config", type=Path, help="YAML file with the settings (else EXPERTD_CONFIG)")
+    serve.add_argument("--host", help="address to listen on")
+    serve.add_argument("--port", help="port to listen on, 0 for any")
+    serve.add_argument("--backend", help="auto, hopper or reference")
+    serve.add_argument("--log-level", help="debug, info, warning or error")
+    serve.set_defaults(run=_serve)
+    kernels_command.add_parser(subparsers)
+    return parser
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    try:
+        path = arguments.config or default_config()
+        if path is None:
+            raise SettingsError("a configuration file is expected in --config or EXPERTD_CONFIG, got neither")
+        settings = load_settings(path, {flag: getattr(arguments, flag) for flag in _FLAGS})
+    except SettingsError as error:
+        return _refuse(error)
+    # Here, not above: torch and the web server take seconds to import, and a wrong setting should not.
+    from service.server import BindError, configure_logging, serve
+
+    configure_logging(settings.log_level)
+    try:
+        return serve(settings)
+    except BindError as error:
+        return _refuse(error)
+
+
+def _refuse(error: Exception) -> int:
+    print(f"expertd: {error}", file=sys.stderr)
+    return 2

@@ -1,0 +1,130 @@
+"""Start-up: backend, SM partitions, weights, and one tiny step of every model before any request is taken."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tqdm import tqdm
+
+from kernels import Backend, resolve_backend
+from service.batching import Runner
+from service.moe import LayerRequest, LayerRunner, LayerShape, MoELayer, load_weights, random_weights
+from service.moe.device import device_memory, device_name, device_of
+from service.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+Cancelled = Callable[[], bool]
+
+
+class LoadCancelledError(Exception):
+    """The server was told to stop while it was loading."""
+
+
+class Partition(Protocol):
+    """One named share of the device's SMs: how many were asked for, and how many it has."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def requested_sms(self) -> int: ...
+    @property
+    def num_sms(self) -> int: ...
+
+
+class Partitions(Protocol):
+    """`kernels.partitions.SMPartitions`, as far as the service needs it."""
+
+    @property
+    def device_name(self) -> str: ...
+    @property
+    def total_sms(self) -> int: ...
+    @property
+    def granularity(self) -> int: ...
+    @property
+    def partitions(self) -> Sequence[Partition]: ...
+
+    def apply(self, sizes: Mapping[str, int]) -> Sequence[Partition]: ...
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What loading leaves behind; `memory` gives (used, total) bytes of the device, None without a GPU."""
+
+    backend: str
+    device: str
+    runners: Mapping[str, Runner]
+    partitions: Partitions | None
+    memory: Callable[[], tuple[int, int] | None]
+
+
+Loader = Callable[[Settings, Cancelled], Loaded]
+
+
+def load(settings: Settings, cancelled: Cancelled) -> Loaded:
+    """Build everything `settings` ask for; runs on the worker thread, which will also run the steps.
+
+    Raises ValueError for what the device or a weights file does not allow, LoadCancelledError once
+    `cancelled` says so.
+    """
+    backend = resolve_backend(settings.backend)
+    device = device_of(backend)
+    _warm_up(backend, cancelled)
+    if backend.name == "hopper":
+        from kernels.partitions import SMPartitions
+
+        partitions = SMPartitions(device.index or 0)
+        partitions.apply(settings.partitions)
+    elif settings.partitions:
+        raise ValueError(
+            f"partitions are expected with the hopper backend only, got backend {backend.name!r}"
+        )
+    else:
+        partitions = None
+
+    runners: dict[str, Runner] = {}
+    for model in tqdm(settings.models, desc="layers", unit="layer", disable=None):
+        _stop_if(cancelled)
+        logger.info("loading model %s", model.name)
+        shape = LayerShape(model.hidden_size, model.intermediate_size, model.num_experts, model.top_k)
+        if model.weights.path is not None:
+            weights = load_weights(model.weights.path, shape, device)
+        else:
+            weights = random_weights(shape, model.weights.seed or 0, device)
+        layer = MoELayer(
+            shape,
+            weights,
+            backend,
+            renormalize=model.renormalize,
+            masked_max_tokens=model.masked_max_tokens,
+        )
+        runner = LayerRunner(layer, device, partitions, model.partition)
+        _first_steps(runner, layer, settings.limits.max_request_tokens)
+        runners[model.name] = runner
+    return Loaded(backend.name, device_name(device), runners, partitions, lambda: device_memory(device))
+
+
+def _warm_up(backend: Backend, cancelled: Cancelled) -> None:
+    with tqdm(desc="kernels", unit="kernel", disable=None) as bar:
+
+        def progress(done: int, total: int, what: str) -> None:
+            _stop_if(cancelled)
+            bar.total = total
+            bar.set_postfix_str(what, refresh=False)
+            bar.update(done - bar.n)
+            logger.info("kernel %d of %d is ready: %s", done, total, what)
+
+        backend.warm_up(progress)
+
+
+def _first_steps(runner: LayerRunner, layer: MoELayer, max_request_tokens: int) -> None:
+    """One step in each layout: a layer that cannot compute never becomes ready."""
+    for num_tokens in sorted({1, min(layer.masked_max_tokens + 1, max_request_tokens)}):
+        rows = bytes(num_tokens * layer.shape.hidden_size * 4)
+        runner.run([LayerRequest(num_tokens, rows, "FP32", None, "INT32", None, "FP32")])
+
+
+def _stop_if(cancelled: Cancelled) -> None:
+    if cancelled():
+        raise LoadCancelledError

@@ -1,0 +1,102 @@
+"""The bodies of the API as the OpenAPI document shows them; the hot path builds its own from bytes."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+
+
+class ErrorResponse(BaseModel):
+    """The form of every error, whatever the status."""
+
+    error: str = Field(description="what was expected and what came, with the request's id when it had one")
+
+
+class ServerMetadata(BaseModel):
+    name: str
+    version: str
+    extensions: list[str]
+
+
+class LiveResponse(BaseModel):
+    live: Literal[True]
+
+
+class ReadyResponse(BaseModel):
+    ready: Literal[True]
+
+
+class TensorMetadata(BaseModel):
+    name: str
+    datatype: str
+    shape: list[int] = Field(description="-1: any size")
+
+
+class ModelMetadata(BaseModel):
+    name: str
+    versions: list[str]
+    platform: str
+    inputs: list[TensorMetadata]
+    outputs: list[TensorMetadata]
+
+
+class ModelIndexEntry(BaseModel):
+    name: str
+    version: str
+    state: Literal["READY", "UNAVAILABLE"]
+    reason: str
+
+
+class PartitionInfo(BaseModel):
+    requested_sms: int
+    num_sms: int = Field(description="SMs granted: the request rounded up to the device's granularity")
+
+
+class PartitionsResponse(BaseModel):
+    device: str
+    total_sms: int
+    granularity: int
+    partitions: dict[str, PartitionInfo]
+
+
+class PartitionsRequest(BaseModel):
+    """The whole new set of partitions: name -> SMs."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    partitions: dict[str, PositiveInt]
+
+
+class InferTensor(BaseModel):
+    name: str
+    shape: list[int]
+    datatype: Literal["BF16", "FP16", "FP32", "INT32", "INT64"]
+    parameters: dict[str, Any] | None = Field(
+        default=None, description="binary_data_size: bytes of the tensor after the JSON, instead of data"
+    )
+    data: list[Any] | None = Field(default=None, description="numbers, flat or nested, row-major")
+
+
+class InferOutput(BaseModel):
+    name: Literal["hidden_states"]
+    parameters: dict[str, Any] | None = Field(
+        default=None, description="binary_data: true or false; datatype: BF16, FP16 or FP32"
+    )
+
+
+class InferJsonRequest(BaseModel):
+    """Input hidden_states [tokens, hidden_size]; optionally both topk_ids and topk_weights [tokens, top_k]."""
+
+    id: str | None = None
+    parameters: dict[str, Any] | None = Field(
+        default=None,
+        description="binary_data_output: true for binary outputs; timeout: microseconds in the queue",
+    )
+    inputs: list[InferTensor]
+    outputs: list[InferOutput] | None = None
+
+
+class InferJsonResponse(BaseModel):
+    model_name: str
+    model_version: str
+    id: str | None = None
+    outputs: list[InferTensor]

@@ -1,0 +1,256 @@
+"""The scheduler alone: what goes together, in which order, and what happens when a step or a caller fails."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+
+from service.batching import (
+    Pending,
+    QueueFullError,
+    QueueTimeoutError,
+    Scheduler,
+    SchedulerClosedError,
+    StepFailedError,
+)
+from service.moe import StepResult
+from service.settings import Limits
+from tests.service.runners import EchoRunner, layer_request
+
+T = TypeVar("T")
+
+
+class Observed:
+    def __init__(self) -> None:
+        self.done: list[tuple[str, int]] = []
+        self.failed: list[int] = []
+
+    def step_done(self, model: str, result: StepResult, queue_seconds: Sequence[float]) -> None:
+        assert all(seconds >= 0 for seconds in queue_seconds)
+        self.done.append((model, len(queue_seconds)))
+
+    def step_failed(self, model: str, num_requests: int) -> None:
+        self.failed.append(num_requests)
+
+
+@asynccontextmanager
+async def running(
+    *runners: EchoRunner, observer: Observed | None = None, **limits: int
+) -> AsyncIterator[Scheduler]:
+    """A scheduler serving the runners as models "0", "1", ..."""
+    defaults = {"max_request_tokens": 8, "max_batch_tokens": 8, "max_queue_tokens": 64}
+    scheduler = Scheduler(Limits(**{**defaults, **limits}), observer or Observed())
+    scheduler.set_runners({str(i): runner for i, runner in enumerate(runners)})
+    scheduler.start()
+    try:
+        yield scheduler
+    finally:
+        for runner in runners:
+            runner.gate.set()
+        assert scheduler.stop(timeout=10)
+
+
+async def held(runner: EchoRunner, scheduler: Scheduler, model: str = "0") -> Pending:
+    """A request whose step has begun and waits at the runner's gate."""
+    runner.gate.clear()
+    pending = scheduler.submit(model, layer_request([0.0]))
+    assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+    return pending
+
+
+async def soon(answer: Awaitable[T]) -> T:
+    return await asyncio.wait_for(answer, 10)
+
+
+def values(answer: memoryview | bytes) -> list[float]:
+    numbers: list[float] = np.frombuffer(answer, np.float32).tolist()
+    return numbers
+
+
+async def test_what_waits_while_the_device_is_busy_goes_together() -> None:
+    runner, observed = EchoRunner(), Observed()
+    async with running(runner, observer=observed) as scheduler:
+        first = await held(runner, scheduler)
+        others = [scheduler.submit("0", layer_request([float(i)] * 2)) for i in range(6)]
+        assert scheduler.waiting("0") == (6, 12)
+        runner.gate.set()
+        answers = [values(await soon(pending.answer)) for pending in (first, *others)]
+    assert answers == [[0.0], *([float(i)] * 2 for i in range(6))]
+    assert runner.steps == [[1], [2, 2, 2, 2], [2, 2]], "at most max_batch_tokens in a step"
+    assert observed.done == [("0", 1), ("0", 4), ("0", 2)]
+
+
+async def test_order_is_kept_within_a_model_and_models_take_turns() -> None:
+    order: list[str] = []
+    runners = EchoRunner(), EchoRunner()
+    async with running(*runners) as scheduler:
+        first = await held(runners[0], scheduler)
+        pendings = [scheduler.submit("0", layer_request([1.0] * 8)) for _ in range(3)]
+        pendings += [scheduler.submit("1", layer_request([2.0] * 8)) for _ in range(2)]
+        for pending in pendings:
+            pending.answer.add_done_callback(lambda _, model=pending.model: order.append(model))
+        runners[0].gate.set()
+        for pending in (first, *pendings):
+            await soon(pending.answer)
+    assert order == ["0", "1", "0", "1", "0"]
+
+
+async def test_a_large_request_is_not_passed_by_smaller_ones() -> None:
+    runner = EchoRunner()
+    async with running(runner) as scheduler:
+        first = await held(runner, scheduler)
+        pendings = [scheduler.submit("0", layer_request([1.0] * n)) for n in (4, 8, 1)]
+        runner.gate.set()
+        for pending in (first, *pendings):
+            await soon(pending.answer)
+    assert runner.steps == [[1], [4], [8], [1]]
+
+
+@pytest.mark.parametrize(
+    ("limits", "text"),
+    [
+        ({"max_queue_tokens": 10}, "8 tokens of at most 10 are waiting"),
+        ({"max_queue_requests": 2}, "2 requests of at most 2 are waiting"),
+    ],
+)
+async def test_a_full_queue_refuses_and_has_room_again_later(limits: dict[str, int], text: str) -> None:
+    runner = EchoRunner()
+    async with running(runner, **limits) as scheduler:
+        first = await held(runner, scheduler)
+        pendings = [scheduler.submit("0", layer_request([1.0] * 4)) for _ in range(2)]
+        with pytest.raises(QueueFullError, match=text) as caught:
+            scheduler.submit("0", layer_request([1.0] * 4))
+        assert caught.value.retry_after >= 1
+        runner.gate.set()
+        for pending in (first, *pendings):
+            await soon(pending.answer)
+        await soon(scheduler.submit("0", layer_request([1.0] * 4)).answer)
+
+
+async def test_retry_after_follows_the_time_of_recent_steps() -> None:
+    runner = EchoRunner()
+    async with running(runner, max_queue_tokens=16) as scheduler:
+        first = await held(runner, scheduler)
+        for _ in range(2):
+            scheduler.submit("0", layer_request([1.0] * 8))
+        scheduler._queues["0"].step_seconds = 2.0
+        with pytest.raises(QueueFullError) as caught:
+            scheduler.check_room("0")
+        assert caught.value.retry_after == 6, "two full steps waiting, one running, two seconds each"
+        runner.gate.set()
+        await soon(first.answer)
+        await soon(scheduler.drained())
+
+
+async def test_a_request_given_up_while_waiting_is_never_computed() -> None:
+    runner = EchoRunner()
+    async with running(runner) as scheduler:
+        first = await held(runner, scheduler)
+        dropped = scheduler.submit("0", layer_request([1.0]))
+        assert scheduler.give_up(dropped, QueueTimeoutError("too late"))
+        assert not scheduler.give_up(dropped, QueueTimeoutError("twice"))
+        assert not scheduler.give_up(first, QueueTimeoutError("already started"))
+        assert scheduler.waiting("0") == (0, 0)
+        with pytest.raises(QueueTimeoutError, match="too late"):
+            await soon(dropped.answer)
+        runner.gate.set()
+        await soon(first.answer)
+        await soon(scheduler.submit("0", layer_request([2.0])).answer)
+    assert runner.steps == [[1], [1]]
+
+
+async def test_one_bad_request_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
+    runner, observed = EchoRunner(poison=666.0), Observed()
+    async with running(runner, observer=observed) as scheduler:
+        with caplog.at_level(logging.CRITICAL, "service.batching"):
+            first = await held(runner, scheduler)
+            good = [scheduler.submit("0", layer_request([1.0])) for _ in range(2)]
+            bad = scheduler.submit("0", layer_request([666.0]))
+            runner.gate.set()
+            with pytest.raises(StepFailedError, match="the layer failed: RuntimeError"):
+                await soon(bad.answer)
+            for pending in (first, *good):
+                await soon(pending.answer)
+    assert observed.failed == [3, 1]
+    assert runner.steps == [[1], [1, 1, 1], [1], [1], [1]]
+
+
+async def test_a_cancelled_caller_does_not_disturb_the_others() -> None:
+    runner = EchoRunner()
+    async with running(runner) as scheduler:
+        first = await held(runner, scheduler)
+        cancelled, other = (scheduler.submit("0", layer_request([float(i)])) for i in (1, 2))
+        cancelled.answer.cancel()
+        runner.gate.set()
+        assert values(await soon(other.answer)) == [2.0]
+        await soon(first.answer)
+        await soon(scheduler.drained())
+
+
+async def test_jobs_run_between_steps_and_before_waiting_requests() -> None:
+    runner = EchoRunner()
+    async with running(runner) as scheduler:
+        first = await held(runner, scheduler)
+        later = scheduler.submit("0", layer_request([1.0]))
+        job = asyncio.ensure_future(scheduler.between_steps(lambda: len(runner.steps)))
+        await asyncio.sleep(0)
+        assert not job.done()
+        runner.gate.set()
+        assert await soon(job) == 1, "after the step in flight, before the next one"
+        await soon(first.answer)
+        await soon(later.answer)
+
+
+async def test_a_job_that_raises_reaches_its_caller_only() -> None:
+    def broken() -> None:
+        raise ValueError("does not fit")
+
+    async with running(EchoRunner()) as scheduler:
+        with pytest.raises(ValueError, match="does not fit"):
+            await soon(scheduler.between_steps(broken))
+        assert values(await soon(scheduler.submit("0", layer_request([1.0])).answer)) == [1.0]
+
+
+async def test_closing_refuses_the_new_and_answers_the_accepted() -> None:
+    runner = EchoRunner()
+    async with running(runner) as scheduler:
+        first = await held(runner, scheduler)
+        second = scheduler.submit("0", layer_request([2.0]))
+        scheduler.close()
+        with pytest.raises(SchedulerClosedError):
+            scheduler.submit("0", layer_request([3.0]))
+        drained = asyncio.ensure_future(scheduler.drained())
+        await asyncio.sleep(0)
+        assert not drained.done()
+        runner.gate.set()
+        await soon(drained)
+        assert values(first.answer.result()) == [0.0]
+        assert values(second.answer.result()) == [2.0]
+
+
+async def test_an_observer_that_raises_costs_nobody_an_answer(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Observed):
+        def step_done(self, *_: Any) -> None:
+            raise RuntimeError("no metrics today")
+
+    async with running(EchoRunner(), observer=Broken()) as scheduler:
+        assert values(await soon(scheduler.submit("0", layer_request([1.0])).answer)) == [1.0]
+    assert "no metrics today" in caplog.text
+
+
+async def test_many_callers_get_their_own_rows() -> None:
+    runner = EchoRunner()
+    async with running(runner, max_queue_tokens=4096) as scheduler:
+
+        async def call(i: int) -> None:
+            tokens = 1 + i % 8
+            pending = scheduler.submit("0", layer_request([float(i)] * tokens))
+            assert values(await pending.answer) == [float(i)] * tokens
+
+        await soon(asyncio.gather(*(call(i) for i in range(500))))
+    assert sum(map(sum, runner.steps)) == sum(1 + i % 8 for i in range(500))
+    assert len(runner.steps) < 500, "some of them shared a step"
