@@ -42,7 +42,7 @@ class LayerRequest:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step gave: each request's rows [num_tokens, H] in its output_datatype, and facts for metrics."""
+    """What one step gave: each request's rows [num_tokens, H] in its output_datatype; facts for metrics."""
 
     outputs: list[memoryview | bytes]
     layout: str
@@ -69,11 +69,6 @@ class LayerRunner:
         if self._on_gpu:
             # The weights may still be on their way on another stream than the partition's.
             torch.cuda.synchronize(self._device)
-
-    def warm_up(self) -> None:
-        """Run one token, so that what happens once (weights dequantised for a CPU) is not in a request."""
-        hidden_states = bytes(4 * self.layer.shape.hidden_size)
-        self.run([LayerRequest(1, hidden_states, "FP32", None, "INT32", None, "FP32")])
 
     def validate(self, request: LayerRequest) -> None:
         """Raise ValueError (name, expected, got) for routing the layer must not be given."""

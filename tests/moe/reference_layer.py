@@ -1,0 +1,48 @@
+"""An MoE layer in float64, one token and one expert at a time, that shares no code with the real one."""
+
+import torch
+from torch import Tensor
+
+from kernels import dequantize_blocks
+from service.moe import ExpertWeights
+
+
+def reference_layer(
+    hidden_states: Tensor,
+    weights: ExpertWeights,
+    top_k: int,
+    *,
+    renormalize: bool = True,
+    topk_ids: Tensor | None = None,
+    topk_weights: Tensor | None = None,
+) -> Tensor:
+    """The layer's output in float64 [T, H], nothing but the weights rounded."""
+    outputs = []
+    for token, hidden in enumerate(hidden_states.double()):
+        if topk_ids is None or topk_weights is None:
+            chosen = reference_routing(hidden, weights.router, top_k, renormalize)
+        else:
+            chosen = dict(zip(topk_ids[token].tolist(), topk_weights[token].tolist(), strict=True))
+        total = torch.zeros_like(hidden)
+        for expert, weight in chosen.items():
+            total += weight * _expert(hidden, weights, expert)
+        outputs.append(total)
+    return torch.stack(outputs)
+
+
+def reference_routing(hidden: Tensor, router: Tensor, top_k: int, renormalize: bool) -> dict[int, float]:
+    """Expert to weight of one token [H]: softmax over all experts, the best top_k of them."""
+    exponentials = torch.exp(router.double() @ hidden.double())
+    probabilities = (exponentials / exponentials.sum()).tolist()
+    best = sorted(range(len(probabilities)), key=lambda e: (-probabilities[e], e))[:top_k]
+    total = sum(probabilities[e] for e in best) if renormalize else 1.0
+    return {e: probabilities[e] / total for e in best}
+
+
+def _expert(hidden: Tensor, weights: ExpertWeights, expert: int) -> Tensor:
+    gate_up = dequantize_blocks(weights.gate_up.data[expert], weights.gate_up.scales[expert]).double()
+    down = dequantize_blocks(weights.down.data[expert], weights.down.scales[expert]).double()
+    intermediate_size = gate_up.shape[0] // 2
+    gate = gate_up[:intermediate_size] @ hidden
+    up = gate_up[intermediate_size:] @ hidden
+    return down @ (gate / (1 + torch.exp(-gate)) * up)

@@ -1,0 +1,159 @@
+"""The layer against the float64 reference, in both layouts, and what batching must not change."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import resolve_backend
+from service.moe import ExpertWeights, LayerShape, MoELayer, random_weights
+from tests.kernels.helpers import diff, fresh_generator
+from tests.moe.reference_layer import reference_layer
+
+SHAPE = LayerShape(hidden_size=384, intermediate_size=256, num_experts=12, top_k=3)
+LAYOUTS = {"contiguous": 0, "masked": 1000}
+TOLERANCE = 2.5e-3  # activations rounded to FP8 twice cost 0.7e-3 to 1.3e-3
+SAME = 1e-4  # another batch may round one activation the other way
+
+
+@pytest.fixture(scope="module")
+def weights() -> ExpertWeights:
+    return random_weights(SHAPE, fresh_generator().initial_seed(), "cpu")
+
+
+def _layer(weights: ExpertWeights, layout: str, *, renormalize: bool = True) -> MoELayer:
+    backend = resolve_backend("reference")
+    masked_max_tokens = LAYOUTS[layout]
+    return MoELayer(SHAPE, weights, backend, renormalize=renormalize, masked_max_tokens=masked_max_tokens)
+
+
+def _hidden_states(num_tokens: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(num_tokens, SHAPE.hidden_size, generator=fresh_generator()).to(dtype)
+
+
+def _routing(num_tokens: int) -> tuple[Tensor, Tensor]:
+    generator = fresh_generator()
+    scores = torch.rand(num_tokens, SHAPE.num_experts, generator=generator)
+    topk_weights = torch.randn(num_tokens, SHAPE.top_k, generator=generator)
+    return scores.argsort(dim=1)[:, : SHAPE.top_k].to(torch.int32), topk_weights
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("num_tokens", [1, 2, 33])
+def test_layer_is_right(weights: ExpertWeights, layout: str, dtype: torch.dtype, num_tokens: int) -> None:
+    hidden_states = _hidden_states(num_tokens, dtype)
+    out = _layer(weights, layout)(hidden_states)
+    assert out.dtype == torch.float32
+    assert diff(out, reference_layer(hidden_states, weights, SHAPE.top_k)) < TOLERANCE
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_given_routing_is_used(weights: ExpertWeights, layout: str) -> None:
+    hidden_states, (topk_ids, topk_weights) = _hidden_states(17), _routing(17)
+    out = _layer(weights, layout)(hidden_states, topk_ids, topk_weights)
+    expected = reference_layer(
+        hidden_states, weights, SHAPE.top_k, topk_ids=topk_ids, topk_weights=topk_weights
+    )
+    assert diff(out, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_are_used_as_they_are_without_renormalize(weights: ExpertWeights, layout: str) -> None:
+    hidden_states = _hidden_states(5)
+    out = _layer(weights, layout, renormalize=False)(hidden_states)
+    expected = reference_layer(hidden_states, weights, SHAPE.top_k, renormalize=False)
+    assert diff(out, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_tokens_may_go_to_one_set_of_experts(weights: ExpertWeights, layout: str) -> None:
+    hidden_states = _hidden_states(70)
+    topk_ids = torch.tensor([[11, 0, 5]], dtype=torch.int32).repeat(70, 1)
+    topk_weights = torch.full((70, 3), 1 / 3)
+    out = _layer(weights, layout)(hidden_states, topk_ids, topk_weights)
+    expected = reference_layer(
+        hidden_states, weights, SHAPE.top_k, topk_ids=topk_ids, topk_weights=topk_weights
+    )
+    assert diff(out, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_token_does_not_depend_on_its_batch(weights: ExpertWeights, layout: str) -> None:
+    layer, hidden_states = _layer(weights, layout), _hidden_states(40)
+    together = layer(hidden_states)
+    for token in (0, 17, 39):
+        alone = layer(hidden_states[token : token + 1])
+        assert diff(together[token], alone[0]) < SAME
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_bad_token_stays_in_its_own_row(weights: ExpertWeights, layout: str, bad: float) -> None:
+    layer, hidden_states = _layer(weights, layout), _hidden_states(20)
+    clean = layer(hidden_states)
+    hidden_states[7, 100] = bad
+    out = layer(hidden_states)
+    assert out[7].isnan().any()
+    others = torch.arange(20) != 7
+    assert out[others].isfinite().all()
+    assert diff(out[others], clean[others]) < SAME
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_zero_tokens_give_zeros_and_no_tokens_nothing(weights: ExpertWeights, layout: str) -> None:
+    layer = _layer(weights, layout)
+    assert not layer(torch.zeros(3, SHAPE.hidden_size)).any()
+    assert layer(torch.zeros(0, SHAPE.hidden_size)).shape == (0, SHAPE.hidden_size)
+
+
+def test_layout_changes_past_masked_max_tokens(weights: ExpertWeights) -> None:
+    layer = MoELayer(SHAPE, weights, resolve_backend("reference"), masked_max_tokens=8)
+    assert [layer.layout(n) for n in (1, 8, 9)] == ["masked", "masked", "contiguous"]
+    hidden_states = _hidden_states(9)
+    assert diff(layer(hidden_states)[:8], layer(hidden_states[:8])) < SAME
+
+
+def test_num_sms_reaches_the_gemms(weights: ExpertWeights) -> None:
+    with pytest.raises(ValueError, match="num_sms: expected None or at least 1, got 0"):
+        _layer(weights, "contiguous")(_hidden_states(2), num_sms=0)
+
+
+def test_layer_refuses_wrong_arguments(weights: ExpertWeights) -> None:
+    layer, hidden_states, (topk_ids, topk_weights) = _layer(weights, "masked"), _hidden_states(4), _routing(4)
+    cases: list[tuple[tuple[Tensor | None, ...], str]] = [
+        ((hidden_states[:, :256],), r"hidden_states shape: expected \[T, 384\], got \(4, 256\)"),
+        ((hidden_states.double(),), "hidden_states dtype: expected torch.bfloat16 or .*, got torch.float64"),
+        ((hidden_states, topk_ids), "topk_ids and topk_weights: expected both or neither, got one of them"),
+        ((hidden_states, None, topk_weights), "expected both or neither, got one of them"),
+        ((hidden_states, topk_ids[:3], topk_weights), r"topk_ids shape: expected \(4, 3\), got \(3, 3\)"),
+        (
+            (hidden_states, topk_ids.long(), topk_weights),
+            "topk_ids dtype: expected torch.int32, got torch.int64",
+        ),
+        (
+            (hidden_states, topk_ids, topk_weights[:, :2]),
+            r"topk_weights shape: expected \(4, 3\), got \(4, 2\)",
+        ),
+        ((hidden_states, topk_ids, topk_weights.half()), "topk_weights dtype: expected torch.float32, got"),
+    ]
+    for arguments, message in cases:
+        with pytest.raises(ValueError, match=message):
+            layer(*arguments)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="masked_max_tokens: expected at least 0, got -1"):
+        MoELayer(SHAPE, weights, layer.backend, masked_max_tokens=-1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((100, 256, 8, 2), "hidden_size: expected a positive multiple of 128, got 100"),
+        ((128, 0, 8, 2), "intermediate_size: expected a positive multiple of 128, got 0"),
+        ((128, 128, 0, 1), "num_experts: expected 1 to 1024, got 0"),
+        ((128, 128, 1025, 1), "num_experts: expected 1 to 1024, got 1025"),
+        ((128, 128, 8, 0), r"top_k: expected 1 to num_experts \(8\), got 0"),
+        ((128, 128, 8, 9), r"top_k: expected 1 to num_experts \(8\), got 9"),
+    ],
+)
+def test_impossible_shapes_are_refused(sizes: tuple[int, int, int, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LayerShape(*sizes)

@@ -1,0 +1,159 @@
+"""The runner: bytes in and out, mixed requests in one step, and routing that is refused."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import resolve_backend
+from service.moe import LayerRequest, LayerRunner, LayerShape, MoELayer, random_weights
+from tests.kernels.helpers import diff, fresh_generator
+from tests.moe.reference_layer import reference_layer
+
+SHAPE = LayerShape(hidden_size=256, intermediate_size=128, num_experts=8, top_k=2)
+TOLERANCE = 2.5e-3  # activations rounded to FP8 twice cost about 1e-3
+DTYPES = {"BF16": torch.bfloat16, "FP16": torch.float16, "FP32": torch.float32}
+
+
+@pytest.fixture(scope="module")
+def runner() -> LayerRunner:
+    weights = random_weights(SHAPE, 3, "cpu")
+    return LayerRunner(MoELayer(SHAPE, weights, resolve_backend("reference"), masked_max_tokens=4), "cpu")
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _request(hidden_states: Tensor, datatype: str = "FP32", **changes: Any) -> LayerRequest:
+    fields: dict[str, Any] = {
+        "num_tokens": hidden_states.shape[0],
+        "hidden_states": _bytes(hidden_states.to(DTYPES[datatype])),
+        "datatype": datatype,
+        "topk_ids": None,
+        "topk_ids_datatype": "INT32",
+        "topk_weights": None,
+        "output_datatype": datatype,
+    }
+    return LayerRequest(**fields | changes)
+
+
+def _hidden_states(num_tokens: int) -> Tensor:
+    return torch.randn(num_tokens, SHAPE.hidden_size, generator=fresh_generator())
+
+
+def _routing(num_tokens: int) -> tuple[Tensor, Tensor]:
+    generator = fresh_generator()
+    ids = torch.rand(num_tokens, SHAPE.num_experts, generator=generator).argsort(1)[:, : SHAPE.top_k]
+    return ids, torch.rand(num_tokens, SHAPE.top_k, generator=generator)
+
+
+def _output(output: memoryview | bytes, datatype: str) -> Tensor:
+    rows = torch.frombuffer(bytearray(output), dtype=DTYPES[datatype])
+    return rows.view(-1, SHAPE.hidden_size)
+
+
+@pytest.mark.parametrize("output_datatype", DTYPES)
+@pytest.mark.parametrize("datatype", DTYPES)
+def test_every_pair_of_datatypes(runner: LayerRunner, datatype: str, output_datatype: str) -> None:
+    hidden_states = _hidden_states(3)
+    result = runner.run([_request(hidden_states, datatype, output_datatype=output_datatype)])
+    expected = reference_layer(hidden_states.to(DTYPES[datatype]), runner.layer.weights, SHAPE.top_k)
+    assert len(result.outputs[0]) == 3 * SHAPE.hidden_size * DTYPES[output_datatype].itemsize
+    assert diff(_output(result.outputs[0], output_datatype), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+def test_any_buffer_will_do(runner: LayerRunner, kind: type) -> None:
+    hidden_states = _hidden_states(2)
+    request = _request(hidden_states)
+    expected = runner.run([request]).outputs
+    assert runner.run([replace(request, hidden_states=kind(request.hidden_states))]).outputs == expected
+
+
+@pytest.mark.parametrize("ids_datatype", ["INT32", "INT64"])
+def test_mixed_requests_in_one_step_each_get_their_own(runner: LayerRunner, ids_datatype: str) -> None:
+    ids_dtype = torch.int32 if ids_datatype == "INT32" else torch.int64
+    sizes, datatypes = [3, 1, 5, 2], ["FP32", "BF16", "FP16", "FP32"]
+    requests, expected = [], []
+    for index, (num_tokens, datatype) in enumerate(zip(sizes, datatypes, strict=True)):
+        hidden_states = _hidden_states(num_tokens).to(DTYPES[datatype])
+        given: dict[str, Any] = {}
+        routing: dict[str, Tensor] = {}
+        if index % 2:
+            ids, weights = _routing(num_tokens)
+            routing = {"topk_ids": ids, "topk_weights": weights}
+            given = {
+                "topk_ids": _bytes(ids.to(ids_dtype)),
+                "topk_ids_datatype": ids_datatype,
+                "topk_weights": _bytes(weights),
+            }
+        requests.append(_request(hidden_states, datatype, **given))
+        expected.append(reference_layer(hidden_states, runner.layer.weights, SHAPE.top_k, **routing))  # type: ignore[arg-type]
+    for request in requests:
+        runner.validate(request)
+    result = runner.run(requests)
+    assert result.num_tokens == 11
+    assert result.layout == "contiguous"
+    assert result.compute_seconds > 0
+    assert len(result.tokens_per_expert) == SHAPE.num_experts
+    assert sum(result.tokens_per_expert) == 11 * SHAPE.top_k
+    for output, datatype, rows in zip(result.outputs, datatypes, expected, strict=True):
+        assert diff(_output(output, datatype), rows) < TOLERANCE
+
+
+def test_given_routing_in_every_request(runner: LayerRunner) -> None:
+    hidden_states = _hidden_states(3)
+    ids, weights = torch.tensor([[7, 0]] * 3), torch.tensor([[0.25, -2.0]] * 3)
+    request = _request(
+        hidden_states,
+        topk_ids=_bytes(ids),
+        topk_ids_datatype="INT64",
+        topk_weights=_bytes(weights),
+    )
+    runner.validate(request)
+    result = runner.run([request])
+    assert result.layout == "masked"
+    assert result.tokens_per_expert == [3, 0, 0, 0, 0, 0, 0, 3]
+    expected = reference_layer(
+        hidden_states, runner.layer.weights, SHAPE.top_k, topk_ids=ids, topk_weights=weights
+    )
+    assert diff(_output(result.outputs[0], "FP32"), expected) < TOLERANCE
+
+
+def test_a_callers_nan_stays_with_its_caller(runner: LayerRunner) -> None:
+    good, bad = _hidden_states(4), _hidden_states(2)
+    alone = _output(runner.run([_request(good)]).outputs[0], "FP32")
+    bad[0, 3] = math.nan
+    together = runner.run([_request(bad), _request(good)]).outputs
+    assert _output(together[0], "FP32")[0].isnan().all()
+    assert _output(together[0], "FP32")[1].isfinite().all()
+    assert diff(_output(together[1], "FP32"), alone) < 1e-4
+
+
+def test_routing_that_must_not_reach_the_layer_is_refused(runner: LayerRunner) -> None:
+    hidden_states, weights = _hidden_states(2), torch.ones(2, 2)
+    infinite = weights.clone()
+    infinite[1, 0] = math.inf
+    cases = [
+        ([[0, 1], [8, 2]], weights, "topk_ids: expected 0 to 7, got 8 in token 1"),
+        ([[0, -1], [3, 2]], weights, "topk_ids: expected 0 to 7, got -1 in token 0"),
+        ([[0, 1], [5, 5]], weights, r"topk_ids: expected different experts, got \[5, 5\] in token 1"),
+        ([[0, 1], [2, 3]], infinite, "topk_weights: expected finite numbers, got inf in token 1"),
+        ([[0, 1], [2, 3]], weights * math.nan, "topk_weights: expected finite numbers, got nan in token 0"),
+        ([[0, 1], [2, 3]], None, "topk_ids and topk_weights: expected both or neither, got topk_ids alone"),
+        (None, weights, "expected both or neither, got topk_weights alone"),
+        ([[0, 2**32], [2, 3]], weights, "topk_ids: expected 0 to 7, got 4294967296 in token 0"),
+    ]
+    for ids, topk_weights, message in cases:
+        request = _request(
+            hidden_states,
+            topk_ids=None if ids is None else _bytes(torch.tensor(ids)),
+            topk_ids_datatype="INT64",
+            topk_weights=None if topk_weights is None else _bytes(topk_weights),
+        )
+        with pytest.raises(ValueError, match=message):
+            runner.validate(request)

@@ -1,0 +1,72 @@
+"""Weights by seed and in files."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kernels import dequantize_blocks
+from service.moe import ExpertWeights, LayerShape, load_weights, random_weights, save_weights
+
+SHAPE = LayerShape(hidden_size=256, intermediate_size=128, num_experts=3, top_k=2)
+
+
+def _bytes(weights: ExpertWeights) -> list[torch.Tensor]:
+    tensors = (weights.router, *weights.gate_up, *weights.down)
+    return [tensor.view(torch.uint8) for tensor in tensors]
+
+
+def _equal(a: ExpertWeights, b: ExpertWeights) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(_bytes(a), _bytes(b), strict=True))
+
+
+def test_a_seed_gives_the_same_weights_again() -> None:
+    assert _equal(random_weights(SHAPE, 5, "cpu"), random_weights(SHAPE, 5, "cpu"))
+    assert not _equal(random_weights(SHAPE, 5, "cpu"), random_weights(SHAPE, 6, "cpu"))
+
+
+def test_random_weights_keep_the_size_of_a_token() -> None:
+    weights = random_weights(SHAPE, 0, "cpu")
+    assert weights.gate_up.data.shape == (3, 256, 256)
+    assert weights.down.data.shape == (3, 256, 128)
+    for (data, scales), fan_in in ((weights.gate_up, 256), (weights.down, 128)):
+        assert dequantize_blocks(data, scales).std().item() == pytest.approx(fan_in**-0.5, rel=0.05)
+
+
+def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
+    weights = random_weights(SHAPE, 1, "cpu")
+    save_weights(tmp_path / "layer.safetensors", weights)
+    loaded = load_weights(tmp_path / "layer.safetensors", SHAPE, "cpu")
+    assert _equal(weights, loaded)
+    assert loaded.gate_up.scales.is_contiguous()
+
+
+def test_a_file_of_another_shape_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "layer.safetensors"
+    save_weights(path, random_weights(SHAPE, 1, "cpu"))
+    with pytest.raises(ValueError, match=r"router shape: expected \(4, 256\), got \(3, 256\)"):
+        load_weights(path, LayerShape(256, 128, 4, 2), "cpu")
+    with pytest.raises(ValueError, match=r"gate_up shape: expected \(3, 512, 256\), got \(3, 256, 256\)"):
+        load_weights(path, LayerShape(256, 256, 3, 2), "cpu")
+
+
+def test_a_file_with_other_tensors_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "layer.safetensors"
+    save_weights(path, random_weights(SHAPE, 1, "cpu"))
+    tensors = load_file(path)
+    save_file({**tensors, "bias": torch.zeros(1)}, path)
+    with pytest.raises(ValueError, match=r"expected tensors \['down', .*, got \['bias', 'down'"):
+        load_weights(path, SHAPE, "cpu")
+    save_file({**tensors, "down_scale": tensors["down_scale"].half()}, path)
+    with pytest.raises(ValueError, match=r"down_scale dtype: expected torch.float32, got torch.float16"):
+        load_weights(path, SHAPE, "cpu")
+
+
+def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "layer.safetensors"
+    with pytest.raises(ValueError, match="expected a safetensors file, got"):
+        load_weights(path, SHAPE, "cpu")
+    path.write_bytes(b"not tensors")
+    with pytest.raises(ValueError, match="expected a safetensors file, got"):
+        load_weights(path, SHAPE, "cpu")
