@@ -84,7 +84,7 @@ class InferOutput(BaseModel):
 
 
 class InferJsonRequest(BaseModel):
-    """Input hidden_states [tokens, hidden_size]; optionally both topk_ids and topk_weights [tokens, top_k]."""
+    """Input hidden_states [tokens, hidden_size]; optionally topk_ids with topk_weights [tokens, top_k]."""
 
     id: str | None = None
     parameters: dict[str, Any] | None = Field(

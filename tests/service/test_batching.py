@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -86,13 +87,17 @@ async def test_what_waits_while_the_device_is_busy_goes_together() -> None:
 
 async def test_order_is_kept_within_a_model_and_models_take_turns() -> None:
     order: list[str] = []
+
+    def done(model: str, _: object) -> None:
+        order.append(model)
+
     runners = EchoRunner(), EchoRunner()
     async with running(*runners) as scheduler:
         first = await held(runners[0], scheduler)
         pendings = [scheduler.submit("0", layer_request([1.0] * 8)) for _ in range(3)]
         pendings += [scheduler.submit("1", layer_request([2.0] * 8)) for _ in range(2)]
         for pending in pendings:
-            pending.answer.add_done_callback(lambda _, model=pending.model: order.append(model))
+            pending.answer.add_done_callback(partial(done, pending.model))
         runners[0].gate.set()
         for pending in (first, *pendings):
             await soon(pending.answer)
@@ -119,7 +124,7 @@ async def test_a_large_request_is_not_passed_by_smaller_ones() -> None:
 )
 async def test_a_full_queue_refuses_and_has_room_again_later(limits: dict[str, int], text: str) -> None:
     runner = EchoRunner()
-    async with running(runner, **limits) as scheduler:
+    async with running(runner, observer=None, **limits) as scheduler:
         first = await held(runner, scheduler)
         pendings = [scheduler.submit("0", layer_request([1.0] * 4)) for _ in range(2)]
         with pytest.raises(QueueFullError, match=text) as caught:

@@ -1,0 +1,136 @@
+"""Applications for tests: a tiny real layer or runners of a test's own, and clients in the same process."""
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import numpy as np
+import numpy.typing as npt
+
+from service.app import ExpertApp, create_app
+from service.batching import Runner
+from service.loading import Loaded, Loader, Partitions, load
+from service.settings import Settings
+
+HIDDEN = 128
+TOP_K = 2
+NUM_EXPERTS = 4
+MODEL = {
+    "name": "tiny",
+    "hidden_size": HIDDEN,
+    "intermediate_size": 128,
+    "num_experts": NUM_EXPERTS,
+    "top_k": TOP_K,
+    "datatype": "FP32",
+}
+LIMITS = {
+    "max_request_tokens": 64,
+    "max_batch_tokens": 256,
+    "max_queue_tokens": 1024,
+    "max_body_bytes": 1 << 20,
+}
+
+
+def tiny_settings(limits: Mapping[str, int] | None = None, **changes: Any) -> Settings:
+    """Settings for the model "tiny" on the CPU."""
+    values = {"backend": "reference", "models": [MODEL], "limits": {**LIMITS, **(limits or {})}, **changes}
+    return Settings.model_validate(values)
+
+
+def serving_runner(runner: Runner, partitions: Partitions | None = None) -> Loader:
+    """A loader that loads nothing and serves every model with `runner`."""
+    return lambda settings, _: Loaded(
+        "reference", "test", {model.name: runner for model in settings.models}, partitions, lambda: None
+    )
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A running application and a client of it."""
+
+    app: ExpertApp
+    http: httpx.AsyncClient
+
+    async def infer(self, body: bytes, header_length: int | None = None, **headers: str) -> httpx.Response:
+        """POST `body` to the model "tiny"; header names are written with underscores."""
+        sent = {name.replace("_", "-"): value for name, value in headers.items()}
+        if header_length is not None:
+            sent["Inference-Header-Content-Length"] = str(header_length)
+        return await self.http.post("/v2/models/tiny/infer", content=body, headers=sent)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The value of a metric, 0 where it has not been touched."""
+        return self.app.metrics.registry.get_sample_value(f"expertd_{name}", labels) or 0.0
+
+
+@asynccontextmanager
+async def serving(settings: Settings, loader: Loader = load) -> AsyncIterator[Serving]:
+    """The application of `settings`, loaded, with its lifespan around the block."""
+    app = create_app(settings, loader)
+    async with app.router.lifespan_context(app):
+        await app.engine.wait_loaded()
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            yield Serving(app, http)
+
+
+def rows(num_tokens: int, seed: int = 0) -> npt.NDArray[np.float32]:
+    """Normal hidden states [num_tokens, HIDDEN]."""
+    return np.random.default_rng(seed).standard_normal((num_tokens, HIDDEN)).astype(np.float32)
+
+
+def json_input(
+    values: npt.NDArray[Any], name: str = "hidden_states", datatype: str = "FP32"
+) -> dict[str, Any]:
+    """An input of a JSON request, its data nested."""
+    return {"name": name, "shape": list(values.shape), "datatype": datatype, "data": values.tolist()}
+
+
+def json_request(*inputs: dict[str, Any], **more: Any) -> bytes:
+    """An infer request all in JSON."""
+    return json.dumps({"inputs": inputs, **more}).encode()
+
+
+def binary_request(tensors: Mapping[str, tuple[str, list[int], bytes]], **more: Any) -> tuple[bytes, int]:
+    """An infer request, each tensor (name -> datatype, shape, bytes) in binary; and its header's length."""
+    inputs = [
+        {"name": name, "datatype": datatype, "shape": shape, "parameters": {"binary_data_size": len(data)}}
+        for name, (datatype, shape, data) in tensors.items()
+    ]
+    header = json_request(*inputs, **more)
+    return header + b"".join(data for _, _, data in tensors.values()), len(header)
+
+
+def hidden_request(values: npt.NDArray[np.float32], **more: Any) -> tuple[bytes, int]:
+    """A binary request for `values`, answered in binary."""
+    parameters = {"binary_data_output": True, **more.pop("parameters", {})}
+    tensor = ("FP32", list(values.shape), values.tobytes())
+    return binary_request({"hidden_states": tensor}, parameters=parameters, **more)
+
+
+def output_of(response: httpx.Response) -> npt.NDArray[np.float32]:
+    """The FP32 output of a successful response, binary or JSON."""
+    assert response.status_code == 200, response.text
+    length = response.headers.get("inference-header-content-length")
+    header = json.loads(response.content[: int(length)] if length else response.content)
+    output = header["outputs"][0]
+    assert output["datatype"] == "FP32"
+    data = (
+        np.frombuffer(response.content[int(length) :], np.float32)
+        if length
+        else np.array(output["data"], np.float32)
+    )
+    return data.reshape(output["shape"])
+
+
+def error_of(response: httpx.Response, status: int) -> str:
+    """The error's text, after checking status and form."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    body = response.json()
+    assert list(body) == ["error"]
+    assert isinstance(body["error"], str)
+    return body["error"]

@@ -1,0 +1,177 @@
+"""The whole API in process, on a tiny real layer: what comes back for what is sent."""
+
+import asyncio
+import gzip
+import json
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.service.apps import (
+    HIDDEN,
+    binary_request,
+    error_of,
+    hidden_request,
+    json_input,
+    json_request,
+    output_of,
+    rows,
+    serving,
+    tiny_settings,
+)
+
+GOOD = hidden_request(rows(3))
+
+
+async def test_metadata_health_and_index() -> None:
+    async with serving(tiny_settings()) as server:
+        assert (await server.http.get("/v2")).json()["name"] == "expertd"
+        assert (await server.http.get("/v2/health/live")).json() == {"live": True}
+        assert (await server.http.get("/v2/health/ready")).json() == {"ready": True}
+        for path in ("/v2/models/tiny", "/v2/models/tiny/versions/1"):
+            metadata = (await server.http.get(path)).json()
+            assert metadata["inputs"][0] == {
+                "name": "hidden_states",
+                "datatype": "FP32",
+                "shape": [-1, HIDDEN],
+            }
+            assert [tensor["shape"] for tensor in metadata["inputs"][1:]] == [[-1, 2], [-1, 2]]
+            assert (await server.http.get(f"{path}/ready")).json() == {"ready": True}
+        for body in (b"", b'{"ready": true}', b'{"ready": false}'):
+            index = (await server.http.post("/v2/repository/index", content=body)).json()
+            assert index == [{"name": "tiny", "version": "1", "state": "READY", "reason": ""}]
+
+
+async def test_json_and_binary_give_the_same_answer() -> None:
+    values = rows(5)
+    async with serving(tiny_settings()) as server:
+        from_binary = output_of(await server.infer(*hidden_request(values)))
+        from_json = output_of(await server.infer(json_request(json_input(values))))
+        from_raw = output_of(await server.infer(values.tobytes(), 0))
+    assert np.isfinite(from_binary).all()
+    assert np.abs(from_binary).max() > 0
+    np.testing.assert_array_equal(from_json, from_binary)
+    np.testing.assert_array_equal(from_raw, from_binary)
+
+
+async def test_the_versioned_path_serves_too() -> None:
+    body, length = GOOD
+    headers = {"Inference-Header-Content-Length": str(length)}
+    async with serving(tiny_settings()) as server:
+        response = await server.http.post("/v2/models/tiny/versions/1/infer", content=body, headers=headers)
+    assert output_of(response).shape == (3, HIDDEN)
+
+
+async def test_ids_come_back_and_content_type_says_what_the_body_is() -> None:
+    async with serving(tiny_settings()) as server:
+        response = await server.infer(*hidden_request(rows(1), id="seven"))
+        assert response.headers["content-type"] == "application/octet-stream"
+        header = json.loads(response.content[: int(response.headers["inference-header-content-length"])])
+        assert header["id"] == "seven"
+        response = await server.infer(json_request(json_input(rows(1)), id="eight"))
+        assert response.headers["content-type"] == "application/json"
+        assert "inference-header-content-length" not in response.headers
+        assert response.json()["id"] == "eight"
+
+
+async def test_no_tokens_are_answered_with_none() -> None:
+    async with serving(tiny_settings()) as server:
+        assert output_of(await server.infer(*hidden_request(rows(0)))).shape == (0, HIDDEN)
+        assert output_of(await server.infer(json_request(json_input(rows(0))))).shape == (0, HIDDEN)
+        assert output_of(await server.infer(b"", 0)).shape == (0, HIDDEN)
+
+
+async def test_given_routing_is_used() -> None:
+    values = rows(2)
+    async with serving(tiny_settings()) as server:
+
+        async def answer(ids: list[list[int]]) -> Any:
+            tensors = {
+                "hidden_states": ("FP32", [2, HIDDEN], values.tobytes()),
+                "topk_ids": ("INT64", [2, 2], np.array(ids, np.int64).tobytes()),
+                "topk_weights": ("FP32", [2, 2], np.array([[1, 0], [1, 0]], np.float32).tobytes()),
+            }
+            parameters = {"binary_data_output": True}
+            return output_of(await server.infer(*binary_request(tensors, parameters=parameters)))
+
+        first, same, other = (
+            await answer([[0, 1]] * 2),
+            await answer([[0, 2]] * 2),
+            await answer([[3, 1]] * 2),
+        )
+    np.testing.assert_array_equal(first, same, err_msg="an expert of weight 0 counts for nothing")
+    assert np.abs(first - other).max() > 0.01
+
+
+@pytest.mark.parametrize(("datatype", "size"), [("BF16", 2), ("FP16", 2), ("FP32", 4)])
+async def test_the_output_has_the_inputs_type_unless_asked_otherwise(datatype: str, size: int) -> None:
+    data = bytes(3 * HIDDEN * size)
+    tensors = {"hidden_states": (datatype, [3, HIDDEN], data)}
+    async with serving(tiny_settings()) as server:
+        for asked in (None, "BF16", "FP16", "FP32"):
+            output = {"name": "hidden_states", "parameters": {"binary_data": True}}
+            if asked:
+                output["parameters"] = {"binary_data": True, "datatype": asked}
+            response = await server.infer(*binary_request(tensors, outputs=[output]))
+            length = int(response.headers["inference-header-content-length"])
+            header = json.loads(response.content[:length])["outputs"][0]
+            assert header["datatype"] == (asked or datatype)
+            expected = 3 * HIDDEN * {"BF16": 2, "FP16": 2, "FP32": 4}[asked or datatype]
+            assert len(response.content) - length == header["parameters"]["binary_data_size"] == expected
+
+
+async def test_bodies_may_be_compressed_either_way() -> None:
+    body, length = GOOD
+    async with serving(tiny_settings()) as server:
+        plain = output_of(await server.infer(body, length))
+        for name, packed in (("gzip", gzip.compress(body)), ("deflate", zlib.compress(body))):
+            response = await server.infer(packed, length, content_encoding=name, accept_encoding=name)
+            assert response.headers["content-encoding"] == name
+            np.testing.assert_array_equal(output_of(response), plain)
+        response = await server.infer(body, length, accept_encoding="gzip, deflate")
+        assert "content-encoding" not in response.headers
+        response = await server.infer(body, length, content_encoding="br")
+        assert "expected to be gzip, deflate or identity, got 'br'" in error_of(response, 415)
+        assert response.headers["accept-encoding"] == "gzip, deflate"
+        error_of(await server.infer(b"no gzip", 3, content_encoding="gzip"), 400)
+        error_of(await server.infer(gzip.compress(bytes(2 << 20)), 3, content_encoding="gzip"), 413)
+        output_of(await server.infer(body, length))
+
+
+async def test_large_bodies_take_the_same_way_in_a_thread() -> None:
+    values = rows(512)
+    limits = {"max_request_tokens": 1024, "max_batch_tokens": 1024, "max_body_bytes": 8 << 20}
+    ids = np.tile(np.array([[3, 1]], np.int64), (512, 1))
+    weights = np.full((512, 2), 0.5, np.float32)
+    tensors = {
+        "hidden_states": ("FP32", list(values.shape), values.tobytes()),
+        "topk_ids": ("INT64", [512, 2], ids.tobytes()),
+        "topk_weights": ("FP32", [512, 2], weights.tobytes()),
+    }
+    inputs = [json_input(ids, "topk_ids", "INT64"), json_input(weights, "topk_weights"), json_input(values)]
+    async with serving(tiny_settings(limits=limits)) as server:
+        packed, length = binary_request(tensors, parameters={"binary_data_output": True})
+        binary = await server.infer(gzip.compress(packed, 1), length, content_encoding="gzip")
+        plain = await server.infer(json_request(*inputs), accept_encoding="gzip")
+    np.testing.assert_array_equal(output_of(binary), output_of(plain))
+
+
+async def test_nan_stays_with_its_caller() -> None:
+    broken = rows(4, seed=1)
+    broken[2, 7] = np.nan
+    async with serving(tiny_settings()) as server:
+        alone = output_of(await server.infer(*hidden_request(rows(4))))
+        answers = await asyncio.gather(
+            *(server.infer(*hidden_request(broken if i % 2 else rows(4))) for i in range(16))
+        )
+        for i, response in enumerate(answers):
+            if i % 2:
+                assert np.isnan(output_of(response)[2]).any()
+                assert np.isfinite(output_of(response)[[0, 1, 3]]).all()
+            else:
+                np.testing.assert_allclose(output_of(response), alone, rtol=0.02, atol=0.02)
+        body, length = hidden_request(broken, parameters={"binary_data_output": False})
+        text = error_of(await server.infer(body, length), 400)
+        assert "not finite" in text, "JSON has no word for NaN"

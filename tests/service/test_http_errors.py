@@ -1,0 +1,131 @@
+"""Everything that can be wrong with a request: the status, one form, and the next request works."""
+
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.service.apps import (
+    HIDDEN,
+    binary_request,
+    error_of,
+    hidden_request,
+    output_of,
+    rows,
+    serving,
+    serving_runner,
+    tiny_settings,
+)
+from tests.service.runners import EchoRunner
+
+GOOD = hidden_request(rows(3))
+
+
+@pytest.mark.parametrize(
+    ("ids", "weights", "expected"),
+    [
+        ([0, 4], [0.5, 0.5], "topk_ids"),
+        ([-1, 0], [0.5, 0.5], "topk_ids"),
+        ([1, 1], [0.5, 0.5], "topk_ids"),
+        ([0, 1], [float("nan"), 0.5], "topk_weights"),
+        ([0, 1], [float("inf"), 0.5], "topk_weights"),
+    ],
+)
+async def test_routing_that_no_layer_can_follow(ids: list[int], weights: list[float], expected: str) -> None:
+    tensors = {
+        "hidden_states": ("FP32", [1, HIDDEN], rows(1).tobytes()),
+        "topk_ids": ("INT32", [1, 2], np.array(ids, np.int32).tobytes()),
+        "topk_weights": ("FP32", [1, 2], np.array(weights, np.float32).tobytes()),
+    }
+    async with serving(tiny_settings()) as server:
+        text = error_of(await server.infer(*binary_request(tensors, id="r")), 400)
+        assert expected in text
+        assert text.endswith("(request id: r)")
+        output_of(await server.infer(*GOOD))
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "expected"),
+    [
+        ("GET", "/", 404, "got /"),
+        ("GET", "/v2/", 404, "got /v2/"),
+        ("GET", "/v2/models/other", 404, "a served model is expected (tiny), got 'other'"),
+        ("GET", "/v2/models/other/ready", 404, "got 'other'"),
+        ("GET", "/v2/models/tiny/versions/2", 404, "version 1 of model tiny is expected, got '2'"),
+        ("POST", "/v2/models/other/infer", 404, "a served model is expected (tiny), got 'other'"),
+        ("POST", "/v2/models/tiny/versions/2/infer", 404, "version 1 of model tiny is expected, got '2'"),
+        ("GET", "/v2/models/tiny/infer", 405, "method POST is expected"),
+        ("PUT", "/v2/models/tiny/infer", 405, "got PUT"),
+        ("POST", "/v2/health/live", 405, "method GET is expected at /v2/health/live, got POST"),
+        ("POST", "/v2/models/tiny/infer", 400, "expected to be JSON"),
+        ("GET", "/v1/partitions", 409, "SM partitions need the hopper backend"),
+    ],
+)
+async def test_errors_have_one_form(method: str, path: str, status: int, expected: str) -> None:
+    async with serving(tiny_settings()) as server:
+        response = await server.http.request(method, path)
+        assert expected in error_of(response, status)
+        if status == 405:
+            assert response.headers["allow"]
+
+
+@pytest.mark.parametrize("body", [b"[]", b"{", b'{"ready": 1}'])
+async def test_a_wrong_index_request(body: bytes) -> None:
+    async with serving(tiny_settings()) as server:
+        error_of(await server.http.post("/v2/repository/index", content=body), 400)
+
+
+@pytest.mark.parametrize("length", ["-1", "x", "1e3", "9" * 30, "", "+5"])
+async def test_header_lengths_that_are_no_numbers(length: str) -> None:
+    async with serving(tiny_settings()) as server:
+        response = await server.infer(GOOD[0], Inference_Header_Content_Length=length)
+        assert "number of bytes" in error_of(response, 400)
+
+
+async def test_bodies_past_the_limit_are_refused_whatever_they_claim() -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(20):
+            yield bytes(1000)
+
+    async with serving(tiny_settings(limits={"max_body_bytes": 10_000})) as server:
+        assert "at most 10000 bytes, got 10001" in error_of(await server.infer(bytes(10_001)), 413)
+        response = await server.http.post("/v2/models/tiny/infer", content=chunks())
+        assert "at most 10000 bytes, got more" in error_of(response, 413)
+        headers = {"Content-Length": "5"}
+        response = await server.http.post("/v2/models/tiny/infer", content=bytes(10_001), headers=headers)
+        error_of(response, 413)
+        output_of(await server.infer(*GOOD))
+
+
+async def test_too_many_tokens() -> None:
+    async with serving(tiny_settings()) as server:
+        text = error_of(await server.infer(*hidden_request(rows(65), id="q")), 400)
+        assert text == "a request is expected to hold at most 64 tokens, got 65 (request id: q)"
+
+
+async def test_a_failing_step_is_a_500_and_the_next_request_works(caplog: pytest.LogCaptureFixture) -> None:
+    runner = EchoRunner(poison=666.0)
+    bad = np.full((1, HIDDEN), 666.0, np.float32)
+    async with serving(tiny_settings(), serving_runner(runner)) as server:
+        with caplog.at_level(logging.CRITICAL):
+            text = error_of(await server.infer(*hidden_request(bad, id="p")), 500)
+        assert text == "the layer failed: RuntimeError (request id: p)"
+        output_of(await server.infer(*GOOD))
+
+
+async def test_a_bug_is_a_500_in_the_same_form(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(EchoRunner):
+        def validate(self, request: Any) -> None:
+            raise ZeroDivisionError
+
+    tensors = {
+        "hidden_states": ("FP32", [1, HIDDEN], rows(1).tobytes()),
+        "topk_ids": ("INT32", [1, 2], np.array([0, 1], np.int32).tobytes()),
+        "topk_weights": ("FP32", [1, 2], np.array([1, 0], np.float32).tobytes()),
+    }
+    async with serving(tiny_settings(), serving_runner(Broken())) as server:
+        error_of(await server.infer(*binary_request(tensors)), 500)
+        output_of(await server.infer(*GOOD))
+    assert "ZeroDivisionError" in caplog.text

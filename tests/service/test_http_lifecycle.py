@@ -1,0 +1,101 @@
+"""Loading, a full queue, timeouts and draining, seen over HTTP."""
+
+import asyncio
+
+import httpx
+import pytest
+
+from service.app import create_app
+from service.loading import Cancelled, Loaded
+from service.settings import Settings
+from tests.service.apps import (
+    Serving,
+    error_of,
+    hidden_request,
+    output_of,
+    rows,
+    serving,
+    serving_runner,
+    tiny_settings,
+)
+from tests.service.runners import EchoRunner
+
+GOOD = hidden_request(rows(3))
+
+
+async def test_a_full_queue_answers_503_with_retry_after() -> None:
+    runner = EchoRunner()
+    settings = tiny_settings(limits={"max_queue_requests": 2})
+    async with serving(settings, serving_runner(runner)) as server:
+        runner.gate.clear()
+        first = asyncio.ensure_future(server.infer(*GOOD))
+        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        waiting = [asyncio.ensure_future(server.infer(*GOOD)) for _ in range(2)]
+        while server.app.engine.scheduler.waiting("tiny")[0] < 2:
+            await asyncio.sleep(0)
+        refused = await server.infer(*GOOD)
+        assert "the queue of model tiny is full" in error_of(refused, 503)
+        assert int(refused.headers["retry-after"]) >= 1
+        assert server.metric("queue_requests", model="tiny") == 2
+        assert server.metric("queue_tokens", model="tiny") == 6
+        runner.gate.set()
+        for response in await asyncio.gather(first, *waiting):
+            output_of(response)
+        output_of(await server.infer(*GOOD))
+
+
+async def test_a_request_waits_no_longer_than_its_timeout() -> None:
+    runner = EchoRunner()
+    async with serving(tiny_settings(), serving_runner(runner)) as server:
+        runner.gate.clear()
+        first = asyncio.ensure_future(server.infer(*GOOD))
+        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        body, length = hidden_request(rows(1), parameters={"timeout": 20_000}, id="t")
+        text = error_of(await server.infer(body, length), 503)
+        assert text == "the request waited for its timeout of 0.02 s (request id: t)"
+        runner.gate.set()
+        output_of(await first)
+    assert runner.steps == [[3]], "what timed out was never computed"
+
+
+async def test_not_ready_while_loading_and_after_a_failure(caplog: pytest.LogCaptureFixture) -> None:
+    release = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def failing(_: Settings, cancelled: Cancelled) -> Loaded:
+        asyncio.run_coroutine_threadsafe(release.wait(), loop).result(10)
+        raise ValueError("no such weights")
+
+    app = create_app(tiny_settings(), failing)
+    client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+    async with app.router.lifespan_context(app), client as http:
+        server = Serving(app, http)
+
+        async def check(phase: str) -> None:
+            assert (await http.get("/v2/health/live")).status_code == 200
+            for path in ("/v2/health/ready", "/v2/models/tiny/ready"):
+                assert error_of(await http.get(path), 503) == f"the server is {phase}"
+            assert phase in error_of(await server.infer(*GOOD), 503)
+            index = (await http.post("/v2/repository/index")).json()
+            assert index == [{"name": "tiny", "version": "1", "state": "UNAVAILABLE", "reason": phase}]
+            assert (await http.post("/v2/repository/index", content=b'{"ready": true}')).json() == []
+
+        await check("loading")
+        release.set()
+        await app.engine.wait_loaded()
+        await check("failed")
+    assert "loading failed: no such weights" in caplog.text
+
+
+async def test_draining_answers_with_connection_close_and_is_not_ready() -> None:
+    async with serving(tiny_settings()) as server:
+        server.app.engine.begin_drain()
+        response = await server.http.get("/v2/health/ready")
+        assert error_of(response, 503) == "the server is draining"
+        assert response.headers["connection"] == "close"
+        assert (await server.http.get("/v2/health/live")).status_code == 200
+        response = await server.infer(*GOOD)
+        assert response.headers["connection"] == "close"
+        output_of(response)
+        assert await server.app.engine.drain()
+        assert error_of(await server.infer(*GOOD), 503) == "the server is shutting down"

@@ -1,0 +1,78 @@
+"""Whatever bytes arrive, the parser answers with a request or with an OipError, and with nothing else."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from service.protocol import LayerSpec, OipError, decompress, parse_request
+
+SPEC = LayerSpec(name="m", hidden_size=4, top_k=2, datatype="FP32", max_request_tokens=8)
+
+_json = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.sampled_from(["hidden_states", "topk_ids", "topk_weights", "FP32", "BF16", "INT32", "\ud800"])
+    | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=12,
+)
+_entry = st.fixed_dictionaries(
+    {},
+    optional={
+        "name": st.sampled_from(["hidden_states", "topk_ids", "topk_weights"]) | _json,
+        "shape": st.lists(st.integers(-1, 5), max_size=3) | _json,
+        "datatype": st.sampled_from(["FP32", "FP16", "BF16", "INT32", "INT64"]) | _json,
+        "parameters": st.fixed_dictionaries({}, optional={"binary_data_size": st.integers(-1, 40) | _json})
+        | _json,
+        "data": st.lists(st.integers() | st.floats(allow_nan=False), max_size=8) | _json,
+    },
+)
+_request = st.fixed_dictionaries(
+    {},
+    optional={
+        "id": _json,
+        "parameters": _json,
+        "inputs": st.lists(_entry, max_size=4) | _json,
+        "outputs": st.lists(_entry, max_size=2) | _json,
+    },
+)
+
+
+def _parses_or_refuses(body: bytes, header_length: int | None) -> None:
+    refusal: OipError | None = None
+    try:
+        request = parse_request(body, header_length, SPEC)
+    except OipError as error:
+        refusal = error
+    if refusal is None:
+        assert len(request.layer.hidden_states) % SPEC.hidden_size == 0
+    else:
+        assert refusal.status == 400
+        assert len(json.loads(refusal.body())["error"]) < 1000
+
+
+@settings(max_examples=400, deadline=None)
+@given(_request | _json, st.binary(max_size=40), st.integers(0, 300) | st.none())
+def test_any_json_parses_or_is_refused(value: Any, tail: bytes, length: int | None) -> None:
+    header = json.dumps(value).encode()
+    _parses_or_refuses(header + tail, len(header))
+    _parses_or_refuses(header + tail, length)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=100), st.integers(0, 120) | st.none())
+def test_any_bytes_parse_or_are_refused(body: bytes, length: int | None) -> None:
+    _parses_or_refuses(body, length)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=60), st.sampled_from(["gzip", "deflate", "br", ""]))
+def test_any_bytes_decompress_or_are_refused(body: bytes, encoding: str) -> None:
+    with pytest.raises(OipError) as caught:
+        decompress(body, encoding, 100)
+    assert caught.value.status in (400, 415)

@@ -1,0 +1,218 @@
+"""Parsing infer requests: what is taken, and the sentence for everything that is not."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.protocol import LayerSpec, OipError, parse_request
+
+SPEC = LayerSpec(name="m", hidden_size=4, top_k=2, datatype="FP32", max_request_tokens=8)
+ONE_ROW = {"name": "hidden_states", "shape": [1, 4], "datatype": "FP32", "data": [1, 2.5, -3, 0]}
+IDS = {"name": "topk_ids", "shape": [1, 2], "datatype": "INT32", "data": [[0, 3]]}
+WEIGHTS = {"name": "topk_weights", "shape": [1, 2], "datatype": "FP32", "data": [[0.25, 0.75]]}
+BINARY_ROW = {k: v for k, v in ONE_ROW.items() if k != "data"} | {"parameters": {"binary_data_size": 16}}
+
+
+def request_body(*inputs: dict[str, Any], **more: Any) -> bytes:
+    return json.dumps({"inputs": inputs, **more}).encode()
+
+
+def test_a_json_request() -> None:
+    request = parse_request(request_body(ONE_ROW, IDS, WEIGHTS, id="a"), None, SPEC)
+    assert request.id == "a"
+    assert not request.binary_output
+    assert request.layer.num_tokens == 1
+    assert np.frombuffer(request.layer.hidden_states, np.float32).tolist() == [1, 2.5, -3, 0]
+    assert request.layer.topk_ids is not None
+    assert np.frombuffer(request.layer.topk_ids, np.int32).tolist() == [0, 3]
+    assert request.layer.topk_weights is not None
+    assert np.frombuffer(request.layer.topk_weights, np.float32).tolist() == [0.25, 0.75]
+    assert request.layer.output_datatype == "FP32"
+
+
+def test_a_binary_request_stays_a_view_of_the_body_and_may_be_mixed_with_json() -> None:
+    data = np.arange(4, dtype=np.float32).tobytes()
+    ids = {"name": "topk_ids", "shape": [1, 2], "datatype": "INT64", "parameters": {"binary_data_size": 16}}
+    header = request_body(WEIGHTS, BINARY_ROW, ids)
+    request = parse_request(header + data + np.array([1, 2], np.int64).tobytes(), len(header), SPEC)
+    assert isinstance(request.layer.hidden_states, memoryview)
+    assert request.layer.hidden_states == data
+    assert request.layer.topk_ids_datatype == "INT64"
+    assert request.layer.topk_ids is not None
+    assert np.frombuffer(request.layer.topk_ids, np.int64).tolist() == [1, 2]
+
+
+def test_a_raw_request_is_rows_of_the_models_datatype() -> None:
+    request = parse_request(bytes(32), 0, SPEC)
+    assert (request.layer.num_tokens, request.layer.datatype, request.binary_output) == (2, "FP32", True)
+
+
+@pytest.mark.parametrize("shape", [[0, 4], [3, 4]])
+def test_any_number_of_tokens_down_to_none(shape: list[int]) -> None:
+    entry = ONE_ROW | {"shape": shape, "data": [0.0] * (shape[0] * 4)}
+    assert parse_request(request_body(entry), None, SPEC).layer.num_tokens == shape[0]
+
+
+@pytest.mark.parametrize(
+    ("more", "binary", "datatype"),
+    [
+        ({}, False, "FP32"),
+        ({"outputs": []}, False, "FP32"),
+        ({"parameters": {"binary_data_output": True}}, True, "FP32"),
+        ({"outputs": [{"name": "hidden_states"}]}, False, "FP32"),
+        ({"outputs": [{"name": "hidden_states", "parameters": {"binary_data": True}}]}, True, "FP32"),
+        (
+            {
+                "parameters": {"binary_data_output": True},
+                "outputs": [{"name": "hidden_states", "parameters": {"binary_data": False}}],
+            },
+            False,
+            "FP32",
+        ),
+        (
+            {"parameters": {"binary_data_output": True}, "outputs": [{"name": "hidden_states"}]},
+            True,
+            "FP32",
+        ),
+        ({"outputs": [{"name": "hidden_states", "parameters": {"datatype": "BF16"}}]}, False, "BF16"),
+    ],
+)
+def test_outputs_in_binary_and_of_another_type(more: dict[str, Any], binary: bool, datatype: str) -> None:
+    request = parse_request(request_body(ONE_ROW, **more), None, SPEC)
+    assert request.binary_output is binary
+    assert request.layer.output_datatype == datatype
+
+
+def test_the_timeout_is_in_microseconds_and_zero_is_none() -> None:
+    body = request_body(ONE_ROW, parameters={"timeout": 1500})
+    assert parse_request(body, None, SPEC).timeout_seconds == 0.0015
+    assert parse_request(request_body(ONE_ROW, parameters={"timeout": 0}), None, SPEC).timeout_seconds is None
+
+
+def test_parameters_of_the_callers_own_are_no_error() -> None:
+    parse_request(request_body(ONE_ROW, parameters={"mine": 1, "priority": 0, "sequence_id": 0}), None, SPEC)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (b"", "expected to be JSON"),
+        (b"{", "expected to be JSON"),
+        (b"\xff\xfe", "expected to be UTF-8"),
+        (b"[]", "expected to be a JSON object, got []"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"inputs": [' + b"1" * 5000 + b"]}", "expected to be JSON"),
+        (b'{"a": NaN}', "expected to be finite, got NaN: send the tensor in binary"),
+        (b'{"a": -Infinity}', "expected to be finite, got -Infinity"),
+        (b"{}", "inputs is expected to be an array of objects, got None"),
+        (b'{"inputs": [1]}', "inputs is expected to be an array of objects, got [1]"),
+        (request_body(), "input hidden_states is expected, got none"),
+        (request_body(ONE_ROW, id=3), "id is expected to be a string, got 3"),
+        (request_body(ONE_ROW, parameters=[]), "parameters of the request are expected to be an object"),
+        (request_body(ONE_ROW, parameters={"binary_data_output": 1}), "true or false, got 1"),
+        (request_body(ONE_ROW, parameters={"timeout": -1}), "number of microseconds, got -1"),
+        (request_body(ONE_ROW, parameters={"priority": 1}), "without the parameter priority"),
+        (request_body(ONE_ROW, parameters={"sequence_id": "s"}), "without the parameter sequence_id"),
+        (request_body(ONE_ROW, ONE_ROW), "input hidden_states is expected once"),
+        (request_body(ONE_ROW | {"name": "x"}), "named hidden_states, topk_ids, topk_weights, got 'x'"),
+        (request_body(ONE_ROW | {"name": ["x"]}), "named hidden_states, topk_ids, topk_weights, got ['x']"),
+        (request_body(ONE_ROW | {"datatype": "FP8"}), "expected to be BF16 or FP16 or FP32, got 'FP8'"),
+        (request_body(ONE_ROW | {"shape": [4]}), "expected to be two sizes, [tokens, columns], got [4]"),
+        (request_body(ONE_ROW | {"shape": [-1, 4]}), "expected to be two sizes"),
+        (request_body(ONE_ROW | {"shape": [True, 4]}), "expected to be two sizes"),
+        (request_body(ONE_ROW | {"shape": [10**30, 4]}), "expected to be two sizes"),
+        (request_body(ONE_ROW | {"shape": [2, 2]}), "hidden_states is expected to be [2, 4], got [2, 2]"),
+        (request_body(ONE_ROW | {"shape": [2, 4]}), "expected to hold 8 numbers, got 4"),
+        (request_body(ONE_ROW | {"data": 1}), "expected to be an array of numbers, got 1"),
+        (
+            request_body(ONE_ROW | {"data": [[1, 2, 3]]}),
+            "row 0 of data of input hidden_states is expected to hold 4",
+        ),
+        (
+            request_body(ONE_ROW | {"data": [[1, 2, 3, 4], 5]}),
+            "expected to hold 1 rows for shape [1, 4], got 2",
+        ),
+        (request_body(ONE_ROW | {"data": [1, 2, 3, True]}), "expected to hold numbers for FP32, got bool"),
+        (
+            request_body(ONE_ROW | {"data": [1, 2, 3, None]}),
+            "expected to hold numbers for FP32, got NoneType",
+        ),
+        (request_body(ONE_ROW | {"data": ["1", 2, 3, 4]}), "expected to hold numbers for FP32, got str"),
+        (request_body(ONE_ROW | {"data": [1e300, 0, 0, 0]}), "holds 1e+300 at 0, which does not fit FP32"),
+        (request_body(ONE_ROW | {"data": [10**400, 0, 0, 0]}), "holds a number that does not fit FP32"),
+        (request_body({k: v for k, v in ONE_ROW.items() if k != "data"}), "got neither"),
+        (request_body(ONE_ROW | {"parameters": {"binary_data_size": 16}}), "got both"),
+        (
+            request_body(ONE_ROW | {"parameters": {"shared_memory_region": "r"}}),
+            "without the parameter shared",
+        ),
+        (request_body(ONE_ROW, IDS), "expected together, got topk_ids without topk_weights"),
+        (request_body(ONE_ROW, WEIGHTS), "expected together, got topk_weights without topk_ids"),
+        (request_body(ONE_ROW, IDS | {"data": [0, 1.0]}, WEIGHTS), "hold integers for INT32, got float"),
+        (request_body(ONE_ROW, IDS | {"data": [0, 2**31]}, WEIGHTS), "a number that does not fit INT32"),
+        (
+            request_body(ONE_ROW, IDS | {"shape": [2, 1], "data": [0, 3]}, WEIGHTS),
+            "topk_ids is expected to be [1, 2], got [2, 1]",
+        ),
+        (request_body(ONE_ROW, outputs=[{"name": "y"}]), "an output is expected to be named hidden_states"),
+        (request_body(ONE_ROW, outputs=[{"name": "hidden_states"}] * 2), "once, got it 2 times"),
+        (
+            request_body(ONE_ROW, outputs=[{"name": "hidden_states", "parameters": {"datatype": "INT8"}}]),
+            "datatype of output hidden_states is expected to be BF16 or FP16 or FP32, got 'INT8'",
+        ),
+        (
+            request_body(ONE_ROW, outputs=[{"name": "hidden_states", "parameters": {"classification": 3}}]),
+            "without the parameter classification",
+        ),
+        (request_body(ONE_ROW | {"shape": [9, 4], "data": [0] * 36}), "at most 8 tokens, got 9"),
+        (request_body(BINARY_ROW), "expected to have 16 bytes after the JSON, got 0"),
+    ],
+)
+def test_what_is_wrong_is_said(body: bytes, expected: str) -> None:
+    with pytest.raises(OipError) as caught:
+        parse_request(body, None, SPEC)
+    assert caught.value.status == 400
+    assert expected in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("size", "tail", "expected"),
+    [
+        (16, 15, "expected to have 16 bytes after the JSON, got 15"),
+        (16, 17, "expected to add up to the 17 bytes after the JSON, got 16"),
+        (
+            12,
+            12,
+            "binary_data_size of input hidden_states is expected to be 16 for shape [1, 4] of FP32, got 12",
+        ),
+        (-16, 16, "expected to be 16"),
+        ("16", 16, "expected to be 16 for shape [1, 4] of FP32, got '16'"),
+    ],
+)
+def test_byte_counts_that_lie(size: Any, tail: int, expected: str) -> None:
+    header = request_body(BINARY_ROW | {"parameters": {"binary_data_size": size}})
+    with pytest.raises(OipError) as caught:
+        parse_request(header + bytes(tail), len(header), SPEC)
+    assert expected in caught.value.message
+
+
+@pytest.mark.parametrize("length", [1, 10, 10**6])
+def test_header_lengths_that_lie(length: int) -> None:
+    header = request_body(BINARY_ROW)
+    with pytest.raises(OipError) as caught:
+        parse_request(header + bytes(16), length, SPEC)
+    assert caught.value.status == 400
+
+
+def test_a_raw_body_of_half_a_row() -> None:
+    with pytest.raises(OipError, match=r"rows of 16 bytes \(4 FP32 values\), got 24 bytes"):
+        parse_request(bytes(24), 0, SPEC)
+
+
+def test_errors_after_the_id_carry_it() -> None:
+    with pytest.raises(OipError) as caught:
+        parse_request(request_body(ONE_ROW | {"shape": [1, 5]}, id="\ud800 seven"), None, SPEC)
+    assert caught.value.request_id == "\ud800 seven"
+    assert json.loads(caught.value.body())["error"].endswith("(request id: \ud800 seven)")

@@ -1,0 +1,105 @@
+"""Numbers to bytes and back, responses, and compression."""
+
+import gzip
+import json
+import zlib
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.protocol import (
+    LayerSpec,
+    OipError,
+    asked_encoding,
+    build_response,
+    compress,
+    decompress,
+    parse_request,
+)
+from service.protocol.datatypes import bytes_to_numbers, numbers_to_bytes
+
+SPEC = LayerSpec(name="m", hidden_size=4, top_k=2, datatype="FP32", max_request_tokens=8)
+ONE_ROW = {"name": "hidden_states", "shape": [1, 4], "datatype": "FP32", "data": [1, 2.5, -3, 0]}
+
+
+def request_body(**more: Any) -> bytes:
+    return json.dumps({"inputs": [ONE_ROW], **more}).encode()
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=4, max_size=4))
+def test_bf16_is_rounded_as_everyone_rounds_it(numbers: list[float]) -> None:
+    with np.errstate(over="ignore"):
+        expected = np.array(numbers, np.float32).astype(ml_dtypes.bfloat16)
+    if np.isfinite(expected.astype(np.float32)).all():
+        data = numbers_to_bytes(numbers, [1, 4], "BF16", "x")
+        assert data == expected.tobytes()
+        assert bytes_to_numbers(data, "BF16", "x") == expected.astype(np.float32).tolist()
+    else:
+        with pytest.raises(OipError, match="does not fit BF16"):
+            numbers_to_bytes(numbers, [1, 4], "BF16", "x")
+
+
+def test_numbers_too_large_for_fp16_are_refused() -> None:
+    assert numbers_to_bytes([65504.0], [1, 1], "FP16", "x") == np.array([65504], np.float16).tobytes()
+    with pytest.raises(OipError, match=r"holds 70000\.0 at 0, which does not fit FP16"):
+        numbers_to_bytes([70000.0], [1, 1], "FP16", "x")
+
+
+def test_a_response_in_json_and_in_binary() -> None:
+    output = np.array([1, 0.5, -2, 0], np.float32)
+    request = parse_request(request_body(id="a"), None, SPEC)
+    response = build_response(request, output.data.cast("B"), SPEC)
+    assert response.header_length is None
+    assert json.loads(b"".join(response.parts)) == {
+        "model_name": "m",
+        "model_version": "1",
+        "id": "a",
+        "outputs": [{"name": "hidden_states", "shape": [1, 4], "datatype": "FP32", "data": [1, 0.5, -2, 0]}],
+    }
+    request = parse_request(output.tobytes(), 0, SPEC)
+    response = build_response(request, output.data.cast("B"), SPEC)
+    header, data = map(bytes, response.parts)
+    assert response.header_length == len(header)
+    assert "id" not in json.loads(header)
+    assert json.loads(header)["outputs"][0]["parameters"] == {"binary_data_size": 16}
+    assert data == output.tobytes()
+
+
+def test_json_is_refused_for_what_json_cannot_carry() -> None:
+    request = parse_request(request_body(), None, SPEC)
+    with pytest.raises(OipError, match=r"2 values that are not finite \(the first at 1: nan\).*binary_data"):
+        build_response(request, np.array([0, np.nan, 1, np.inf], np.float32).data.cast("B"), SPEC)
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+def test_compression_there_and_back(encoding: str) -> None:
+    body = b"expert" * 100
+    packed = compress([body[:10], memoryview(body)[10:]], encoding)
+    assert len(packed) < len(body)
+    assert (gzip.decompress(packed) if encoding == "gzip" else zlib.decompress(packed)) == body
+    assert decompress(packed, encoding, len(body)) == body
+    with pytest.raises(OipError, match="at most 599 bytes when decompressed") as caught:
+        decompress(packed, encoding, len(body) - 1)
+    assert caught.value.status == 413
+    for broken, expected in ((packed[:-1], "a part of it"), (packed + b"x", "bytes after its end")):
+        with pytest.raises(OipError, match=expected):
+            decompress(broken, encoding, len(body))
+
+
+def test_a_bomb_is_not_unpacked() -> None:
+    bomb = gzip.compress(bytes(50_000_000))
+    with pytest.raises(OipError) as caught:
+        decompress(bomb, "gzip", 1000)
+    assert caught.value.status == 413
+
+
+@pytest.mark.parametrize(
+    ("header", "encoding"),
+    [("gzip", "gzip"), (" Deflate ", "deflate"), ("gzip, deflate, br", None), ("", None), ("identity", None)],
+)
+def test_only_a_single_named_encoding_is_taken_as_asked_for(header: str, encoding: str | None) -> None:
+    assert asked_encoding(header) == encoding
