@@ -1,6 +1,7 @@
 """FP8 quantisation and grouped GEMMs for expert layers; knows nothing of HTTP, YAML or metrics."""
 
 from kernels.backends import Backend, backend_names, resolve_backend
+from kernels.chunks import row_chunks
 from kernels.grouped_gemm import grouped_gemm_contiguous, grouped_gemm_masked
 from kernels.quantize import (
     Quantized,
@@ -21,4 +22,5 @@ __all__ = [
     "quantize_blocks",
     "quantize_rows",
     "resolve_backend",
+    "row_chunks",
 ]

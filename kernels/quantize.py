@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.checks import BLOCK
+from kernels.chunks import row_chunks
 
 E4M3_MAX = 448.0
 # Below this a scale would be subnormal, which a GPU may flush to zero: such blocks share the smallest scale.
@@ -30,13 +31,16 @@ def quantize_rows(x: Tensor) -> Quantized:
     _check_float("x", x)
     if x.ndim < 1 or x.shape[-1] % BLOCK != 0:
         raise ValueError(f"x shape: expected [..., K] with K a multiple of {BLOCK}, got {tuple(x.shape)}")
-    blocks = _split_columns(x)
-    scales = _empty_column_major(blocks.shape[:-1], x.device)
-    torch.div(_amax(blocks, (-1,)), E4M3_MAX, out=scales)
-    data = torch.div(blocks, scales.unsqueeze(-1)).to(
-        torch.float8_e4m3fn, memory_format=torch.contiguous_format
-    )
-    return Quantized(data.view(x.shape), scales)
+    if x.ndim == 1:
+        row = quantize_rows(x[None])
+        return Quantized(row.data[0], row.scales[0])
+    data = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = _empty_column_major((*x.shape[:-1], x.shape[-1] // BLOCK), x.device)
+    for x_part, data_part, scales_part in row_chunks(x, data, scales):
+        blocks = _split_columns(x_part)
+        torch.div(_amax(blocks, (-1,)), E4M3_MAX, out=scales_part)
+        _split_columns(data_part).copy_(torch.div(blocks, scales_part.unsqueeze(-1)))
+    return Quantized(data, scales)
 
 
 def quantize_blocks(w: Tensor) -> Quantized:
@@ -63,9 +67,14 @@ def dequantize_rows(data: Tensor, scales: Tensor, dtype: torch.dtype = torch.flo
     expected = (*data.shape[:-1], data.shape[-1] // BLOCK)
     if scales.shape != expected:
         raise ValueError(f"scales shape: expected {expected}, got {tuple(scales.shape)}")
-    rows = torch.empty(data.shape, dtype=torch.float32, device=data.device)
-    torch.mul(_split_columns(_decode(data)), scales.unsqueeze(-1), out=_split_columns(rows))
-    return rows.to(dtype)
+    if data.ndim == 1:
+        return dequantize_rows(data[None], scales[None], dtype)[0]
+    out = torch.empty(data.shape, dtype=dtype, device=data.device)
+    for data_part, scales_part, out_part in row_chunks(data, scales, out):
+        rows = _decode(data_part).to(torch.float32)
+        _split_columns(rows).mul_(scales_part.unsqueeze(-1))
+        out_part.copy_(rows)
+    return out
 
 
 def dequantize_blocks(data: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -75,8 +84,8 @@ def dequantize_blocks(data: Tensor, scales: Tensor, dtype: torch.dtype = torch.f
         raise ValueError(f"scales shape: expected {_block_counts(data.shape)}, got {tuple(scales.shape)}")
     out = torch.empty(data.shape, dtype=dtype, device=data.device)
     for data_in, scales_in, weight in zip(_groups(data), _groups(scales), _groups(out), strict=True):
-        blocks = _to_blocks(_decode(data_in))
-        weight.copy_(_from_blocks(blocks * scales_in[:, None, :, None], weight.shape))
+        blocks = _to_blocks(_decode(data_in).to(torch.float32)).mul_(scales_in[:, None, :, None])
+        weight.copy_(_from_blocks(blocks, weight.shape))
     return out
 
 
@@ -102,9 +111,7 @@ def _split_columns(x: Tensor) -> Tensor:
     return x.view(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
 
 
-def _empty_column_major(shape: torch.Size, device: torch.device) -> Tensor:
-    if len(shape) < 2:
-        return torch.empty(shape, dtype=torch.float32, device=device)
+def _empty_column_major(shape: tuple[int, ...], device: torch.device) -> Tensor:
     transposed = (*shape[:-2], shape[-1], shape[-2])
     return torch.empty(transposed, dtype=torch.float32, device=device).transpose(-1, -2)
 

@@ -3,7 +3,14 @@
 import torch
 from torch import Tensor
 
-from kernels import Backend, Quantized, grouped_gemm_contiguous, grouped_gemm_masked, quantize_rows
+from kernels import (
+    Backend,
+    Quantized,
+    grouped_gemm_contiguous,
+    grouped_gemm_masked,
+    quantize_rows,
+    row_chunks,
+)
 from service.moe.activation import swiglu
 from service.moe.routing import ExpertOrder, sort_by_expert, top_k_softmax
 from service.moe.shape import LayerShape
@@ -155,7 +162,8 @@ def _combine(rows: Tensor, row_of_pair: Tensor, topk_weights: Tensor) -> Tensor:
     """The weighted sum of each token's rows, in float32 and in the order of its slots."""
     num_tokens, top_k = topk_weights.shape
     out = torch.zeros((num_tokens, rows.shape[1]), dtype=torch.float32, device=rows.device)
-    for slot in range(top_k):
-        picked = rows.index_select(0, row_of_pair[:, slot]).to(torch.float32)
-        out.addcmul_(picked, topk_weights[:, slot, None])
+    for out_part, row_part, weights_part in row_chunks(out, row_of_pair, topk_weights):
+        for slot in range(top_k):
+            picked = rows.index_select(0, row_part[:, slot]).to(torch.float32)
+            out_part.addcmul_(picked, weights_part[:, slot, None])
     return out
