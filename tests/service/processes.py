@@ -1,0 +1,86 @@
+"""A server in a process of its own, on a free port, and always ended."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import httpx
+import yaml
+
+from service.settings import Settings
+
+T = TypeVar("T")
+EXPERTD = Path(sys.executable).parent / "expertd"
+_DEADLINE = 60.0
+
+
+def until(check: Callable[[], T | None], what: str, seconds: float = _DEADLINE) -> T:
+    """The first result of `check` that is true, asked again and again until `seconds` have passed."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if result := check():
+            return result
+        time.sleep(0.01)
+    raise TimeoutError(f"not within {seconds} s: {what}")
+
+
+def clean_environment(**more: str) -> dict[str, str]:
+    """This process's environment without any setting of the server's, and with two threads for torch."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("EXPERTD_")}
+    return {**kept, "OMP_NUM_THREADS": "2", **more}
+
+
+class ServerProcess:
+    """`expertd serve` under test."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", log: Path) -> None:
+        self.process = process
+        self._log = log
+        self.port = int(until(self._listening, "the server listens")[1])
+        self.url = f"127.0.0.1:{self.port}"
+
+    def log(self) -> str:
+        """What the server has written so far."""
+        return self._log.read_text()
+
+    def get(self, path: str) -> httpx.Response:
+        """GET on a connection of its own."""
+        return httpx.get(f"http://{self.url}{path}", timeout=30)
+
+    def wait_ready(self) -> None:
+        """Return once the server says it is ready."""
+        until(lambda: self.get("/v2/health/ready").status_code == 200, "the server is ready")
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self.process.send_signal(signal.SIGTERM)
+
+    def _listening(self) -> re.Match[str] | None:
+        if self.process.poll() is not None:
+            raise RuntimeError(f"the server ended with {self.process.returncode}: {self.log()}")
+        return re.search(r"listening on http://127\.0\.0\.1:(\d+)", self.log())
+
+
+@contextmanager
+def server_process(settings: Settings, directory: Path) -> Iterator[ServerProcess]:
+    """A ready server with these settings on a free port of the loopback interface."""
+    config = directory / "config.yaml"
+    config.write_text(yaml.safe_dump(settings.model_dump(mode="json")))
+    log = directory / "server.log"
+    command: list[str | Path] = [EXPERTD, "serve", "--config", config, "--host", "127.0.0.1", "--port", "0"]
+    with log.open("wb") as stderr:
+        process = subprocess.Popen(command, stderr=stderr, env=clean_environment())
+    try:
+        server = ServerProcess(process, log)
+        server.wait_ready()
+        yield server
+    finally:
+        process.kill()
+        process.wait()

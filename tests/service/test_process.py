@@ -1,0 +1,237 @@
+"""What only a real process shows: connections kept after an error, SIGTERM, exit codes, the command line."""
+
+import http.client
+import json
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from service import __version__
+from tests.service.apps import HIDDEN, hidden_request, rows, tiny_settings
+from tests.service.processes import EXPERTD, ServerProcess, clean_environment, server_process, until
+
+INFER = "/v2/models/tiny/infer"
+# A step of 2048 tokens is some 50 GFLOP: long enough to send a signal while others wait.
+SLOW = {
+    "name": "slow",
+    "hidden_size": 1024,
+    "intermediate_size": 1024,
+    "num_experts": 4,
+    "top_k": 4,
+    "datatype": "FP32",
+}
+SLOW_TOKENS = 2048
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with server_process(tiny_settings(), tmp_path_factory.mktemp("server")) as process:
+        yield process
+
+
+@pytest.fixture
+def connection(server: ServerProcess) -> Iterator[http.client.HTTPConnection]:
+    made = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    made.connect()
+    yield made
+    made.close()
+
+
+def check_still_usable(connection: http.client.HTTPConnection, used: socket.socket) -> None:
+    body, length = hidden_request(rows(1))
+    connection.request("POST", INFER, body, {"Inference-Header-Content-Length": str(length)})
+    response = connection.getresponse()
+    assert response.status == 200
+    assert len(response.read()) - int(response.headers["Inference-Header-Content-Length"]) == 4 * HIDDEN
+    assert connection.sock is used, "the same connection"
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [(b"{", 400), (b"", 400), (bytes(2 << 20), 413), (b"[" * 50_000, 400)],
+    ids=["broken", "empty", "large", "deep"],
+)
+def test_the_connection_survives_an_error(
+    connection: http.client.HTTPConnection, body: bytes, status: int
+) -> None:
+    used = connection.sock
+    connection.request("POST", INFER, body)
+    response = connection.getresponse()
+    assert response.status == status
+    assert json.loads(response.read())["error"]
+    check_still_usable(connection, used)
+
+
+def test_a_chunked_body_past_the_limit(connection: http.client.HTTPConnection) -> None:
+    used = connection.sock
+    chunks = (bytes(64 * 1024) for _ in range(32))
+    connection.request("POST", INFER, chunks, {"Transfer-Encoding": "chunked"}, encode_chunked=True)
+    response = connection.getresponse()
+    assert response.status == 413
+    assert "at most 1048576 bytes" in json.loads(response.read())["error"]
+    check_still_usable(connection, used)
+
+
+def test_a_chunked_body_within_the_limit(connection: http.client.HTTPConnection) -> None:
+    body, length = hidden_request(rows(1))
+    headers = {"Transfer-Encoding": "chunked", "Inference-Header-Content-Length": str(length)}
+    connection.request("POST", INFER, iter([body[:50], body[50:]]), headers, encode_chunked=True)
+    response = connection.getresponse()
+    assert response.status == 200, response.read()
+    response.read()
+
+
+def test_pipelined_requests_are_answered_in_order(server: ServerProcess) -> None:
+    requests = b""
+    for i in range(3):
+        body, length = hidden_request(rows(1), id=f"pipelined-{i}")
+        requests += (
+            f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+            f"Inference-Header-Content-Length: {length}\r\n"
+            f"Connection: {'keep-alive' if i < 2 else 'close'}\r\n\r\n"
+        ).encode() + body
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as sock:
+        sock.sendall(requests)
+        answers = b""
+        while data := sock.recv(65536):
+            answers += data
+    positions = [answers.find(f"pipelined-{i}".encode()) for i in range(3)]
+    assert positions == sorted(positions)
+    assert positions[0] > 0
+
+
+def test_a_caller_that_leaves_in_the_middle_of_its_body_harms_nobody(
+    server: ServerProcess, connection: http.client.HTTPConnection
+) -> None:
+    def left() -> bool:
+        return 'expertd_requests_total{model="tiny",status="499"} 1.0' in server.get("/metrics").text
+
+    assert not left()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as sock:
+        sock.sendall(f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nhalf".encode())
+    until(left, "the server has noticed")
+    check_still_usable(connection, connection.sock)
+
+
+def test_sigterm_answers_what_was_accepted_and_exits_with_0(tmp_path: Path) -> None:
+    limits = {
+        "max_request_tokens": SLOW_TOKENS,
+        "max_batch_tokens": SLOW_TOKENS,
+        "max_queue_tokens": 64 * SLOW_TOKENS,
+        "max_body_bytes": 64 << 20,
+    }
+    values = np.random.default_rng(0).standard_normal((SLOW_TOKENS, 1024)).astype(np.float32)
+    body, length = hidden_request(values)
+    answers: list[httpx.Response] = []
+
+    with server_process(tiny_settings(models=[SLOW], limits=limits), tmp_path) as server:
+
+        def call() -> None:
+            headers = {"Inference-Header-Content-Length": str(length)}
+            url = f"http://{server.url}/v2/models/slow/infer"
+            answers.append(httpx.post(url, content=body, headers=headers, timeout=120))
+
+        callers = [threading.Thread(target=call) for _ in range(5)]
+        for caller in callers:
+            caller.start()
+        waiting = 'expertd_queue_requests{model="slow"} 4.0'
+        until(lambda: waiting in server.get("/metrics").text, "4 requests wait")
+        server.terminate()
+        until(lambda: server.get("/v2/health/ready").status_code != 200, "the server is not ready")
+        ready = server.get("/v2/health/ready")
+        assert ready.status_code == 503
+        assert ready.headers["connection"] == "close"
+        assert server.get("/v2/health/live").status_code == 200
+        late = httpx.post(f"http://{server.url}/v2/models/slow/infer", content=body, timeout=30)
+        assert late.status_code == 503
+        assert late.json() == {"error": "the server is shutting down"}
+        for caller in callers:
+            caller.join(timeout=120)
+        assert [answer.status_code for answer in answers] == [200] * 5
+        assert all(len(answer.content) > values.nbytes for answer in answers)
+        assert server.process.wait(timeout=60) == 0
+        assert "Traceback" not in server.log()
+
+
+def test_sigterm_without_requests_and_sigint_exit_with_0(tmp_path: Path) -> None:
+    with server_process(tiny_settings(), tmp_path) as server:
+        server.terminate()
+        assert server.process.wait(timeout=60) == 0
+        with pytest.raises(httpx.ConnectError):
+            server.get("/v2/health/live")
+
+
+def expertd(*arguments: str | Path, **environment: str) -> "subprocess.CompletedProcess[str]":
+    command = [EXPERTD, *arguments]
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=clean_environment(**environment),
+        check=False,
+    )
+
+
+def test_version() -> None:
+    result = expertd("--version")
+    assert (result.returncode, result.stdout) == (0, f"expertd {__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "expected"),
+    [
+        (("--port", "http"), {}, "port: the value should be a valid integer"),
+        (("--backend", "tpu"), {}, "backend: the value should be 'auto', 'hopper' or 'reference', got 'tpu'"),
+        (
+            (),
+            {"EXPERTD_LIMITS__MAX_BATCH_TOKENS": "0"},
+            "limits.max_batch_tokens: the value should be greater",
+        ),
+        ((), {"EXPERTD_COLOUR": "red"}, "EXPERTD_COLOUR: unknown setting"),
+    ],
+)
+def test_wrong_settings_stop_with_one_sentence(
+    arguments: tuple[str, ...], environment: dict[str, str], expected: str
+) -> None:
+    config = Path(__file__).parents[2] / "configs" / "demo.yaml"
+    result = expertd("serve", "--config", config, *arguments, **environment)
+    assert result.returncode == 2
+    assert result.stderr.startswith("expertd: ")
+    assert expected in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_no_config_and_a_taken_port_stop_with_one_sentence() -> None:
+    result = expertd("serve")
+    assert result.returncode == 2
+    assert result.stderr == (
+        "expertd: a configuration file is expected in --config or EXPERTD_CONFIG, got neither\n"
+    )
+    config = Path(__file__).parents[2] / "configs" / "demo.yaml"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        result = expertd("serve", "--host", "127.0.0.1", "--port", port, EXPERTD_CONFIG=str(config))
+    assert result.returncode == 2
+    assert (
+        result.stderr
+        == f"expertd: a free address is expected, got 127.0.0.1:{port}: Address already in use\n"
+    )
+
+
+def test_a_backend_that_cannot_run_here_ends_the_server(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "backend: reference\nport: 0\npartitions: {p: 8}\nmodels:\n"
+        "  - {name: m, hidden_size: 128, intermediate_size: 128, num_experts: 2, top_k: 1}\n"
+    )
+    result = expertd("serve", "--config", path, "--host", "127.0.0.1")
+    assert result.returncode == 1
+    assert "loading failed: partitions are expected with the hopper backend only" in result.stderr
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,157 @@
+"""The unmodified client of another server, against a real process, against the same layer run directly."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+import tritonclient.http as triton
+from tritonclient.utils import InferenceServerException
+
+from service.batching import Runner
+from service.loading import load
+from service.moe import LayerRequest
+from tests.service.apps import HIDDEN, NUM_EXPERTS, TOP_K, rows, tiny_settings
+from tests.service.processes import ServerProcess, server_process
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with server_process(tiny_settings(), tmp_path_factory.mktemp("server")) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def runner() -> Runner:
+    return load(tiny_settings(), lambda: False).runners["tiny"]
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[Any]:
+    with triton.InferenceServerClient(server.url, concurrency=8) as client:
+        yield client
+
+
+def tensor(
+    values: npt.NDArray[Any], name: str = "hidden_states", datatype: str = "FP32", binary: bool = True
+) -> Any:
+    made = triton.InferInput(name, list(values.shape), datatype)
+    made.set_data_from_numpy(values, binary_data=binary)
+    return made
+
+
+def expected(runner: Runner, values: npt.NDArray[Any], datatype: str = "FP32") -> npt.NDArray[Any]:
+    """The layer's own answer, without any HTTP."""
+    request = LayerRequest(len(values), values.tobytes(), datatype, None, "INT32", None, "FP32")
+    return np.frombuffer(runner.run([request]).outputs[0], np.float32).reshape(values.shape)
+
+
+def test_health_and_metadata(client: Any) -> None:
+    assert client.is_server_live()
+    assert client.is_server_ready()
+    assert client.is_model_ready("tiny")
+    assert client.is_model_ready("tiny", "1")
+    assert not client.is_model_ready("other")
+    assert client.get_server_metadata()["name"] == "expertd"
+    assert client.get_model_metadata("tiny")["versions"] == ["1"]
+    assert client.get_model_repository_index()[0]["state"] == "READY"
+
+
+@pytest.mark.parametrize("binary_in", [True, False])
+@pytest.mark.parametrize("binary_out", [True, False, None])
+def test_fp32(client: Any, runner: Runner, binary_in: bool, binary_out: bool | None) -> None:
+    values = rows(7)
+    outputs = None
+    if binary_out is not None:
+        outputs = [triton.InferRequestedOutput("hidden_states", binary_data=binary_out)]
+    result = client.infer("tiny", [tensor(values, binary=binary_in)], outputs=outputs, request_id="42")
+    assert result.get_response()["id"] == "42"
+    np.testing.assert_allclose(
+        result.as_numpy("hidden_states"), expected(runner, values), rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize(("datatype", "dtype"), [("FP16", np.float16), ("BF16", ml_dtypes.bfloat16)])
+def test_sixteen_bits(client: Any, runner: Runner, datatype: str, dtype: Any) -> None:
+    values = rows(7).astype(dtype)
+    answer = client.infer("tiny", [tensor(values, datatype=datatype)]).as_numpy("hidden_states")
+    assert answer.dtype == dtype
+    direct = expected(runner, values, datatype)
+    np.testing.assert_allclose(answer.astype(np.float32), direct, rtol=0.01, atol=1e-3)
+
+
+@pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
+def test_compression(client: Any, runner: Runner, algorithm: str) -> None:
+    values = rows(7)
+    result = client.infer(
+        "tiny",
+        [tensor(values)],
+        request_compression_algorithm=algorithm,
+        response_compression_algorithm=algorithm,
+    )
+    np.testing.assert_allclose(
+        result.as_numpy("hidden_states"), expected(runner, values), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_given_routing(client: Any) -> None:
+    values = rows(3)
+    ids = np.array([[0, 1], [1, 2], [2, 3]], np.int64)
+    weights = np.full((3, TOP_K), 0.5, np.float32)
+
+    def answer(scale: float) -> npt.NDArray[np.float32]:
+        inputs = [
+            tensor(values),
+            tensor(ids, "topk_ids", "INT64"),
+            tensor(weights * np.float32(scale), "topk_weights"),
+        ]
+        result: npt.NDArray[np.float32] = client.infer("tiny", inputs).as_numpy("hidden_states")
+        return result
+
+    np.testing.assert_allclose(answer(2.0), 2 * answer(1.0), rtol=1e-5, atol=1e-6)
+
+
+def test_concurrent_requests_get_their_own_rows(client: Any, runner: Runner) -> None:
+    sent = [rows(1 + i % 5, seed=i) for i in range(64)]
+    waiting = [client.async_infer("tiny", [tensor(values)]) for values in sent]
+    for values, request in zip(sent, waiting, strict=True):
+        answer = request.get_result().as_numpy("hidden_states")
+        np.testing.assert_allclose(answer, expected(runner, values), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("model", "make", "status", "text"),
+    [
+        ("other", lambda: [tensor(rows(1))], "404", "a served model is expected"),
+        ("tiny", lambda: [tensor(rows(1), "input")], "400", "expected to be named hidden_states"),
+        ("tiny", lambda: [tensor(rows(1)[:, :5])], "400", f"expected to be [1, {HIDDEN}], got [1, 5]"),
+        ("tiny", lambda: [tensor(rows(1).astype(np.int32), datatype="INT32")], "400", "BF16 or FP16 or FP32"),
+        ("tiny", lambda: [tensor(rows(65))], "400", "at most 64 tokens, got 65"),
+        ("tiny", lambda: [tensor(rows(4096))], "413", "at most 1048576 bytes"),
+        (
+            "tiny",
+            lambda: [
+                tensor(rows(1)),
+                tensor(np.array([[0, NUM_EXPERTS]], np.int32), "topk_ids", "INT32"),
+                tensor(np.ones((1, TOP_K), np.float32), "topk_weights"),
+            ],
+            "400",
+            "topk_ids",
+        ),
+    ],
+)
+def test_errors_reach_the_caller_and_the_next_request_works(
+    client: Any, model: str, make: Any, status: str, text: str
+) -> None:
+    with pytest.raises(InferenceServerException) as caught:
+        client.infer(model, make())
+    assert caught.value.status() == status
+    assert text in caught.value.message()
+    assert client.infer("tiny", [tensor(rows(1))]).as_numpy("hidden_states").shape == (1, HIDDEN)
+
+
+def test_the_directory_of_the_config_is_not_needed_any_more(server: ServerProcess, tmp_path: Path) -> None:
+    assert server.process.poll() is None
