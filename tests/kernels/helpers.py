@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -93,6 +94,16 @@ def fresh_generator(device: torch.device | str = "cpu", seed: int | None = None)
     return torch.Generator(device).manual_seed(seed)
 
 
+@contextmanager
+def forbid_host_sync() -> Iterator[None]:
+    """Within it, whatever makes the host wait for the GPU raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def random_contiguous(
     rows_per_group: Sequence[int], n: int, k: int, device: torch.device | str = "cpu", seed: int | None = None
 ) -> ContiguousCase:
@@ -181,7 +192,7 @@ def expect_masked(case: MaskedCase, buffer: Tensor, out: Tensor) -> None:
 
 
 def _pieces(x: Tensor) -> tuple[Tensor, ...]:
-    return torch.split(x.reshape(-1), _CHUNK)  # type: ignore[no-any-return]
+    return torch.split(x.reshape(-1), _CHUNK)
 
 
 def _product(rows: Tensor, weight: Tensor) -> Tensor:

@@ -1,0 +1,57 @@
+"""The layer on the Hopper backend against the float64 reference, and its promise never to wait."""
+
+import pytest
+import torch
+
+from kernels import resolve_backend
+from service.moe import LayerRequest, LayerRunner, LayerShape, MoELayer, random_weights
+from tests.kernels.helpers import diff, forbid_host_sync, fresh_generator
+from tests.moe.reference_layer import reference_layer
+
+pytestmark = pytest.mark.gpu
+
+SHAPE = LayerShape(hidden_size=1024, intermediate_size=384, num_experts=24, top_k=4)
+TOLERANCE = 2.5e-3
+LAYOUTS = {"contiguous": 0, "masked": 1000}
+
+
+def _layer(layout: str) -> MoELayer:
+    weights = random_weights(SHAPE, fresh_generator().initial_seed(), "cuda")
+    return MoELayer(SHAPE, weights, resolve_backend("hopper"), masked_max_tokens=LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 65])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layer_is_right_and_never_waits(layout: str, num_tokens: int) -> None:
+    layer = _layer(layout)
+    size = (num_tokens, SHAPE.hidden_size)
+    hidden_states = torch.randn(size, device="cuda", generator=fresh_generator("cuda")).to(torch.bfloat16)
+    layer(hidden_states)
+    with forbid_host_sync():
+        out = layer(hidden_states)
+    assert diff(out, reference_layer(hidden_states, layer.weights, SHAPE.top_k)) < TOLERANCE
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_bad_token_stays_in_its_own_row(layout: str) -> None:
+    layer = _layer(layout)
+    hidden_states = torch.randn(20, SHAPE.hidden_size, device="cuda", generator=fresh_generator("cuda"))
+    clean = layer(hidden_states)
+    hidden_states[7, 100] = torch.nan
+    out = layer(hidden_states)
+    others = torch.arange(20, device="cuda") != 7
+    assert out[7].isnan().all()
+    assert diff(out[others], clean[others]) < 1e-4
+
+
+def test_the_runner_brings_bytes_there_and_back() -> None:
+    runner = LayerRunner(_layer("masked"), "cuda")
+    hidden_states = torch.randn(5, SHAPE.hidden_size, generator=fresh_generator()).to(torch.bfloat16)
+    data = hidden_states.view(torch.uint8).numpy().tobytes()
+    request = LayerRequest(5, data, "BF16", None, "INT32", None, "FP32")
+    result = runner.run([request, request])
+    assert sum(result.tokens_per_expert) == 2 * 5 * SHAPE.top_k
+    expected = reference_layer(hidden_states.cuda(), runner.layer.weights, SHAPE.top_k).cpu()
+    for output in result.outputs:
+        rows = torch.frombuffer(bytearray(output), dtype=torch.float32).view(hidden_states.shape)
+        assert diff(rows, expected) < TOLERANCE
