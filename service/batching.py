@@ -34,7 +34,7 @@ class Runner(Protocol):
 
 
 class StepObserver(Protocol):
-    """What is told of every step, on the worker thread, before its callers get their answers."""
+    """What is told of every step, on the worker thread, when its answers are on their way."""
 
     def step_done(self, model: str, result: StepResult, queue_seconds: Sequence[float]) -> None: ...
 
@@ -259,8 +259,9 @@ class Scheduler:
             return
         took = time.perf_counter() - started
         queue.step_seconds = took if not queue.step_seconds else 0.8 * queue.step_seconds + 0.2 * took
-        self._tell(self._observer.step_done, model, result, [started - pending.arrived for pending in step])
         self._answer(outputs)
+        # While the event loop wakes up for the answers.
+        self._tell(self._observer.step_done, model, result, [started - pending.arrived for pending in step])
 
     def _tell(self, report: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         try:

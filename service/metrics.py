@@ -1,7 +1,8 @@
 """Every metric of the server, in a registry of its own per application."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+from functools import cache
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from prometheus_client import (
@@ -33,6 +34,15 @@ class JitStats(Protocol):
     def compile_seconds(self) -> float: ...
     @property
     def cache_hits(self) -> int: ...
+
+
+class _StepChildren(NamedTuple):
+    compute_seconds: Histogram
+    tokens: Counter
+    batch_tokens: Histogram
+    imbalance: Histogram
+    batch_requests: Histogram
+    queue_seconds: Histogram
 
 
 class Metrics:
@@ -67,6 +77,23 @@ class Metrics:
         )
         self._step_failures = self._counter("step_failures", "Steps that raised", "model")
         self._expert_tokens = _ExpertTokens()
+        # Looking a child up by its labels costs more than counting: keep the ones in use.
+        self._request_children = cache(
+            lambda model, status: (
+                self._requests.labels(model, status),
+                self._request_seconds.labels(model),
+            )
+        )
+        self._step_children = cache(
+            lambda model, layout: _StepChildren(
+                self._compute_seconds.labels(model, layout),
+                self._tokens.labels(model, layout),
+                self._batch_tokens.labels(model, layout),
+                self._imbalance.labels(model, layout),
+                self._batch_requests.labels(model),
+                self._queue_seconds.labels(model),
+            )
+        )
         self.registry.register(self._expert_tokens)
 
     def built(self, backend: str, device: str) -> None:
@@ -75,22 +102,22 @@ class Metrics:
 
     def request_done(self, model: str, status: int, seconds: float) -> None:
         """An infer request was answered; `model` is "" where no such model is served."""
-        self._requests.labels(model, status).inc()
-        self._request_seconds.labels(model).observe(seconds)
+        count, duration = self._request_children(model, status)
+        count.inc()
+        duration.observe(seconds)
 
     def step_done(self, model: str, result: StepResult, queue_seconds: Sequence[float]) -> None:
         """A step was computed for requests that had waited `queue_seconds`."""
-        layout = result.layout
-        self._compute_seconds.labels(model, layout).observe(result.compute_seconds)
-        self._tokens.labels(model, layout).inc(result.num_tokens)
-        self._batch_tokens.labels(model, layout).observe(result.num_tokens)
-        self._batch_requests.labels(model).observe(len(queue_seconds))
-        waited = self._queue_seconds.labels(model)
+        children = self._step_children(model, result.layout)
+        children.compute_seconds.observe(result.compute_seconds)
+        children.tokens.inc(result.num_tokens)
+        children.batch_tokens.observe(result.num_tokens)
+        children.batch_requests.observe(len(queue_seconds))
         for seconds in queue_seconds:
-            waited.observe(seconds)
+            children.queue_seconds.observe(seconds)
         tokens = np.asarray(result.tokens_per_expert, dtype=np.int64)
         if total := int(tokens.sum()):
-            self._imbalance.labels(model, layout).observe(int(tokens.max()) * tokens.size / total)
+            children.imbalance.observe(int(tokens.max()) * tokens.size / total)
         self._expert_tokens.add(model, tokens)
 
     def step_failed(self, model: str, num_requests: int) -> None:

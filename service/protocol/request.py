@@ -12,13 +12,8 @@ from service.protocol.errors import OipError, shown
 INPUT_DATATYPES = {"hidden_states": FLOATS, "topk_ids": ("INT32", "INT64"), "topk_weights": ("FP32",)}
 OUTPUT = "hidden_states"
 # Parameters with a meaning in the protocol that this server does not give them: ignoring one would mislead.
-_UNSUPPORTED = (
-    "priority",
-    "sequence_id",
-    "sequence_start",
-    "sequence_end",
-    "shared_memory_region",
-    "classification",
+_UNSUPPORTED = frozenset(
+    {"priority", "sequence_id", "sequence_start", "sequence_end", "shared_memory_region", "classification"}
 )
 
 
@@ -89,7 +84,7 @@ def _parse_raw(body: bytes, spec: LayerSpec) -> InferRequest:
 
 def _parse_json(text: memoryview) -> dict[str, Any]:
     try:
-        header = json.loads(str(text, "utf-8"), parse_constant=_refuse_constant)
+        header = _DECODER.decode(str(text, "utf-8"))
     except UnicodeDecodeError as error:
         raise OipError(400, f"the request's JSON is expected to be UTF-8, got {error.reason}") from error
     except ValueError as error:
@@ -103,6 +98,9 @@ def _parse_json(text: memoryview) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> NoReturn:
     _refuse(f"numbers in JSON are expected to be finite, got {name}: send the tensor in binary")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 def _parse_header(
@@ -215,8 +213,8 @@ def _parameters(owner: dict[str, Any], where: str) -> dict[str, Any]:
         return {}
     if not isinstance(parameters, dict):
         _refuse(f"parameters of {where} are expected to be an object, got {shown(parameters)}")
-    for name in _UNSUPPORTED:
-        if parameters.get(name):
+    for name in _UNSUPPORTED & parameters.keys():
+        if parameters[name]:
             _refuse(f"{where} is expected without the parameter {name}, which is not supported")
     return parameters
 
