@@ -1,6 +1,7 @@
 """Inputs, poisoned outputs and the error measure shared by every grouped GEMM test, on any device."""
 
 import secrets
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -97,7 +98,9 @@ def fresh_generator(device: torch.device | str = "cpu", seed: int | None = None)
 @contextmanager
 def forbid_host_sync() -> Iterator[None]:
     """Within it, whatever makes the host wait for the GPU raises."""
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
