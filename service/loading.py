@@ -113,7 +113,8 @@ def _warm_up(backend: Backend, cancelled: Cancelled) -> None:
             bar.total = total
             bar.set_postfix_str(what, refresh=False)
             bar.update(done - bar.n)
-            logger.info("kernel %d of %d is ready: %s", done, total, what)
+            if bar.disable:  # no terminal, so lines for its log
+                logger.info("kernel %d of %d is ready: %s", done, total, what)
 
         backend.warm_up(progress)
 

@@ -1,12 +1,15 @@
 """Loading, a full queue, timeouts and draining, seen over HTTP."""
 
 import asyncio
+import threading
+import time
+from typing import Any
 
 import httpx
 import pytest
 
 from service.app import create_app
-from service.loading import Cancelled, Loaded
+from service.loading import Cancelled, LoadCancelledError, Loaded
 from service.settings import Settings
 from tests.service.apps import (
     Serving,
@@ -99,3 +102,81 @@ async def test_draining_answers_with_connection_close_and_is_not_ready() -> None
         output_of(response)
         assert await server.app.engine.drain()
         assert error_of(await server.infer(*GOOD), 503) == "the server is shutting down"
+
+
+async def test_a_caller_that_leaves_while_waiting_is_taken_out_of_the_queue() -> None:
+    runner = EchoRunner()
+    body, length = GOOD
+    gone = asyncio.Event()
+    sent: list[Any] = []
+    received = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Any:
+        if received:
+            return received.pop()
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v2/models/tiny/infer",
+        "headers": [(b"inference-header-content-length", str(length).encode())],
+    }
+    async with serving(tiny_settings(), serving_runner(runner)) as server:
+        runner.gate.clear()
+        first = asyncio.ensure_future(server.infer(body, length))
+        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        leaving = asyncio.ensure_future(server.app(scope, receive, send))
+        while server.metric("queue_requests", model="tiny") < 1:
+            await asyncio.sleep(0)
+        gone.set()
+        await asyncio.wait_for(leaving, 10)
+        assert sent == [], "there is nobody to answer"
+        assert server.metric("queue_requests", model="tiny") == 0
+        assert server.metric("requests_total", model="tiny", status="499") == 1
+        runner.gate.set()
+        output_of(await first)
+    assert runner.steps == [[3]]
+
+
+async def test_after_sigterm_requests_are_taken_until_the_delay_is_over() -> None:
+    async with serving(tiny_settings(shutdown_delay_seconds=0.2)) as server:
+        drain = asyncio.ensure_future(server.app.engine.drain())
+        await asyncio.sleep(0)
+        assert error_of(await server.http.get("/v2/health/ready"), 503) == "the server is draining"
+        output_of(await server.infer(*GOOD))
+        assert await drain
+        error_of(await server.infer(*GOOD), 503)
+
+
+async def test_a_drain_that_takes_too_long_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    runner = EchoRunner()
+    settings = tiny_settings(drain_timeout_seconds=0.05)
+    async with serving(settings, serving_runner(runner)) as server:
+        runner.gate.clear()
+        first = asyncio.ensure_future(server.infer(*GOOD))
+        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        assert not await server.app.engine.drain()
+        runner.gate.set()
+        output_of(await first)
+    assert "still unanswered after drain_timeout_seconds" in caplog.text
+
+
+async def test_a_server_stopped_while_loading_stops_loading(caplog: pytest.LogCaptureFixture) -> None:
+    started = threading.Event()
+
+    def endless(_: Settings, cancelled: Cancelled) -> Loaded:
+        started.set()
+        while not cancelled():
+            time.sleep(0.001)
+        raise LoadCancelledError
+
+    app = create_app(tiny_settings(), endless)
+    async with app.router.lifespan_context(app):
+        assert await asyncio.to_thread(started.wait, 10)
+    assert "failed" not in caplog.text
+    assert "still busy" not in caplog.text

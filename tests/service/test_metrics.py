@@ -1,0 +1,132 @@
+"""Metrics: every one the service promises is there, and moves by the right amount."""
+
+import asyncio
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from service.moe import StepResult
+from tests.service.apps import (
+    NUM_EXPERTS,
+    TOP_K,
+    Serving,
+    hidden_request,
+    output_of,
+    rows,
+    serving,
+    serving_runner,
+    tiny_settings,
+)
+from tests.service.runners import EchoRunner
+
+
+async def scrape(server: Serving) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+    """Samples by name and labels, as Prometheus reads them."""
+    response = await server.http.get("/metrics")
+    assert response.status_code == 200
+    assert response.headers["content-type"].startswith("text/plain")
+    samples: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+    for family in text_string_to_metric_families(response.text):
+        for sample in family.samples:
+            samples.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
+    return samples
+
+
+async def steps_counted(server: Serving, steps: int) -> None:
+    """A step is counted while its answers are on their way: wait for the last one."""
+    async with asyncio.timeout(10):
+        while server.metric("compute_seconds_count", model="tiny", layout="contiguous") < steps:
+            await asyncio.sleep(0)
+
+
+async def test_requests_and_steps_are_counted() -> None:
+    async with serving(tiny_settings()) as server:
+        output_of(await server.infer(*hidden_request(rows(3))))
+        output_of(await server.infer(*hidden_request(rows(5))))
+        assert (await server.infer(b"{")).status_code == 400
+        assert (await server.http.post("/v2/models/nobody/infer")).status_code == 404
+        await steps_counted(server, 2)
+        samples = await scrape(server)
+    assert samples["expertd_requests_total"] == {
+        (("model", "tiny"), ("status", "200")): 2,
+        (("model", "tiny"), ("status", "400")): 1,
+        (("model", ""), ("status", "404")): 1,
+    }
+    model, layout = ("model", "tiny"), ("layout", "contiguous")
+    assert samples["expertd_request_seconds_count"][model,] == 3
+    assert samples["expertd_queue_seconds_count"][model,] == 2
+    assert samples["expertd_compute_seconds_count"][layout, model] == 2
+    assert (
+        0
+        < samples["expertd_compute_seconds_sum"][layout, model]
+        < samples["expertd_request_seconds_sum"][model,]
+    )
+    assert samples["expertd_tokens_total"][layout, model] == 8
+    assert samples["expertd_batch_tokens_sum"][layout, model] == 8
+    assert samples["expertd_batch_tokens_count"][layout, model] == 2
+    assert samples["expertd_batch_requests_sum"][model,] == 2
+    by_expert = samples["expertd_expert_tokens_total"]
+    assert set(by_expert) == {(("expert", str(i)), model) for i in range(NUM_EXPERTS)}
+    assert sum(by_expert.values()) == 8 * TOP_K
+    assert samples["expertd_load_imbalance_ratio_count"][layout, model] == 2
+    assert 2 <= samples["expertd_load_imbalance_ratio_sum"][layout, model] <= 2 * NUM_EXPERTS / TOP_K
+    assert samples["expertd_queue_requests"] == samples["expertd_queue_tokens"] == {(model,): 0}
+    build = dict(next(iter(samples["expertd_build_info"])))
+    assert build["backend"] == "reference"
+    assert build["device"].startswith("cpu")
+    assert samples["process_resident_memory_bytes"][()] > 0
+    for name in ("compilations", "compile_seconds", "cache_hits"):
+        assert samples[f"expertd_jit_{name}_total"] == {(): 0}
+    assert "expertd_device_memory_used_bytes" not in samples, "there is no GPU here"
+    assert "expertd_partition_sms" not in samples
+
+
+async def test_requests_that_shared_a_step_are_seen() -> None:
+    runner = EchoRunner()
+    async with serving(tiny_settings(), serving_runner(runner)) as server:
+        runner.gate.clear()
+        first = asyncio.ensure_future(server.infer(*hidden_request(rows(1))))
+        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        others = [asyncio.ensure_future(server.infer(*hidden_request(rows(2)))) for _ in range(3)]
+        while server.metric("queue_tokens", model="tiny") < 6:
+            await asyncio.sleep(0)
+        runner.gate.set()
+        await asyncio.gather(first, *others)
+        async with asyncio.timeout(10):
+            while server.metric("batch_requests_count", model="tiny") < 2:
+                await asyncio.sleep(0)
+        assert server.metric("batch_requests_sum", model="tiny") == 4
+        assert server.metric("batch_tokens_sum", model="tiny", layout="masked") == 7
+        assert server.metric("batch_tokens_bucket", model="tiny", layout="masked", le="4.0") == 1
+        assert server.metric("load_imbalance_ratio_sum", model="tiny", layout="masked") == 4, (
+            "two of four experts"
+        )
+
+
+async def test_a_failed_step_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(tiny_settings(), serving_runner(EchoRunner(poison=float(rows(1)[0, 0])))) as server:
+        assert (await server.infer(*hidden_request(rows(1)))).status_code == 500
+        assert server.metric("step_failures_total", model="tiny") == 1
+        assert server.metric("requests_total", model="tiny", status="500") == 1
+
+
+async def test_openmetrics_is_given_to_who_asks_for_it() -> None:
+    async with serving(tiny_settings()) as server:
+        headers = {"Accept": "application/openmetrics-text; version=1.0.0"}
+        response = await server.http.get("/metrics", headers=headers)
+    assert response.headers["content-type"].startswith("application/openmetrics-text")
+    assert response.text.endswith("# EOF\n")
+
+
+async def test_two_applications_do_not_share_metrics() -> None:
+    async with serving(tiny_settings()) as one, serving(tiny_settings()) as other:
+        output_of(await one.infer(*hidden_request(rows(1))))
+        assert one.metric("requests_total", model="tiny", status="200") == 1
+        assert other.metric("requests_total", model="tiny", status="200") == 0
+
+
+async def test_a_step_of_no_tokens_has_no_imbalance() -> None:
+    async with serving(tiny_settings()) as server:
+        empty = StepResult([], "contiguous", 0, [0] * NUM_EXPERTS, 0.001)
+        server.app.metrics.step_done("tiny", empty, [])
+        assert server.metric("load_imbalance_ratio_count", model="tiny", layout="contiguous") == 0

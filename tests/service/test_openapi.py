@@ -1,0 +1,118 @@
+"""The OpenAPI document: it names every route that is served, and what it says of them is so."""
+
+from typing import Any
+
+import httpx
+import pytest
+from fastapi.routing import APIRoute
+from starlette.routing import Route
+
+from service.app import create_app
+from service.infer import InferEndpoint
+from service.routes import metrics_router, partitions_router, protocol_router
+from tests.service.apps import hidden_request, json_input, json_request, rows, serving, tiny_settings
+
+OWN = {"/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"}
+
+
+@pytest.fixture(scope="module")
+def document() -> dict[str, Any]:
+    return create_app(tiny_settings()).openapi()
+
+
+def operations(document: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    return {
+        (method.upper(), path): operation
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+    }
+
+
+EXPECTED = {
+    ("GET", "/v2"),
+    ("GET", "/v2/health/live"),
+    ("GET", "/v2/health/ready"),
+    ("GET", "/v2/models/{model}"),
+    ("GET", "/v2/models/{model}/versions/{version}"),
+    ("GET", "/v2/models/{model}/ready"),
+    ("GET", "/v2/models/{model}/versions/{version}/ready"),
+    ("POST", "/v2/models/{model}/infer"),
+    ("POST", "/v2/models/{model}/versions/{version}/infer"),
+    ("POST", "/v2/repository/index"),
+    ("GET", "/v1/partitions"),
+    ("PUT", "/v1/partitions"),
+    ("GET", "/metrics"),
+}
+
+
+def test_the_routes_documented_are_those_promised(document: dict[str, Any]) -> None:
+    assert set(operations(document)) == EXPECTED
+
+
+@pytest.mark.parametrize(("method", "path"), sorted(EXPECTED))
+async def test_every_documented_route_is_served(document: dict[str, Any], method: str, path: str) -> None:
+    url = path.format(model="tiny", version="1")
+    async with serving(tiny_settings()) as server:
+        response = await server.http.request(method, url)
+        other = await server.http.request("DELETE", url)
+    responses = operations(document)[method, path]["responses"]
+    assert str(response.status_code) in responses, response.text
+    assert response.headers["content-type"].split(";")[0] in responses[str(response.status_code)]["content"]
+    assert other.status_code == 405
+
+
+def test_no_route_is_served_without_being_documented(document: dict[str, Any]) -> None:
+    app = create_app(tiny_settings())
+    infer = InferEndpoint(app.engine, app.metrics)
+    routers = [protocol_router(app.engine, infer), partitions_router(app.engine), metrics_router(app.metrics)]
+    routes = [route for router in routers for route in router.routes]
+    assert all(isinstance(route, APIRoute) for route in routes)
+    served = {(method, r.path) for r in routes if isinstance(r, APIRoute) for method in r.methods or ()}
+    assert served == set(operations(document))
+    own = {route.path for route in app.routes if isinstance(route, Route) and not isinstance(route, APIRoute)}
+    assert own == OWN, "besides the document itself and its pages"
+
+
+def test_every_error_has_the_protocols_form_and_every_reference_its_target(document: dict[str, Any]) -> None:
+    schemas = document["components"]["schemas"]
+    for operation in operations(document).values():
+        for status, response in operation["responses"].items():
+            if int(status) >= 400:
+                schema = response["content"]["application/json"]["schema"]
+                assert schema == {"$ref": "#/components/schemas/ErrorResponse"}
+    references = set(_references(document))
+    assert references == {f"#/components/schemas/{name}" for name in schemas}, "all defined, all used"
+
+
+def _references(node: Any) -> list[str]:
+    if isinstance(node, dict):
+        own = [node["$ref"]] if "$ref" in node else []
+        return own + [found for value in node.values() for found in _references(value)]
+    if isinstance(node, list):
+        return [found for value in node for found in _references(value)]
+    return []
+
+
+def test_infer_is_documented_with_both_bodies_and_its_headers(document: dict[str, Any]) -> None:
+    operation = operations(document)["POST", "/v2/models/{model}/infer"]
+    for body in (operation["requestBody"], operation["responses"]["200"]):
+        assert set(body["content"]) == {"application/json", "application/octet-stream"}
+        assert body["content"]["application/octet-stream"]["schema"] == {"type": "string", "format": "binary"}
+    names = {parameter["name"] for parameter in operation["parameters"]}
+    assert names == {"model", "Inference-Header-Content-Length", "Content-Encoding", "Accept-Encoding"}
+    assert set(operation["responses"]) == {"200", "400", "404", "413", "415", "500", "503"}
+
+
+async def test_answers_fit_what_is_documented(document: dict[str, Any]) -> None:
+    response_schema = operations(document)["POST", "/v2/models/{model}/infer"]["responses"]["200"]
+    schema = response_schema["content"]["application/json"]["schema"]
+    async with serving(tiny_settings()) as server:
+        in_json = await server.infer(json_request(json_input(rows(1)), id="a"))
+        in_binary = await server.infer(*hidden_request(rows(1)))
+        page = await server.http.get("/docs")
+        served: httpx.Response = await server.http.get("/openapi.json")
+    assert set(in_json.json()) <= set(schema["properties"])
+    assert set(schema["required"]) <= set(in_json.json())
+    assert in_binary.headers["content-type"] in response_schema["content"]
+    assert page.status_code == 200
+    assert served.json() == document

@@ -1,0 +1,123 @@
+"""/v1/partitions over a device of arithmetic; the real one is tested on a GPU."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import pytest
+
+from tests.service.apps import (
+    MODEL,
+    error_of,
+    hidden_request,
+    output_of,
+    rows,
+    serving,
+    serving_runner,
+    tiny_settings,
+)
+from tests.service.runners import EchoRunner
+
+TOTAL, GRANULARITY = 132, 8
+
+
+@dataclass(frozen=True)
+class Share:
+    name: str
+    requested_sms: int
+    num_sms: int
+
+
+class Device:
+    """SMs handed out in multiples of 8, all or nothing."""
+
+    device_name = "arithmetic"
+    total_sms = TOTAL
+    granularity = GRANULARITY
+
+    def __init__(self) -> None:
+        self.partitions: tuple[Share, ...] = ()
+
+    def apply(self, sizes: Mapping[str, int]) -> tuple[Share, ...]:
+        shares = tuple(Share(name, sms, -(-sms // GRANULARITY) * GRANULARITY) for name, sms in sizes.items())
+        needed = sum(share.num_sms for share in shares)
+        if needed > TOTAL:
+            raise ValueError(f"partitions: expected at most {TOTAL} SMs, got {needed}")
+        self.partitions = shares
+        return shares
+
+
+async def test_partitions_are_replaced_as_a_whole_and_shown() -> None:
+    async with serving(tiny_settings(), serving_runner(EchoRunner(), Device())) as server:
+        empty = {"device": "arithmetic", "total_sms": 132, "granularity": 8, "partitions": {}}
+        assert (await server.http.get("/v1/partitions")).json() == empty
+        response = await server.http.put(
+            "/v1/partitions", json={"partitions": {"compute": 100, "communication": 20}}
+        )
+        assert response.status_code == 200
+        expected = {
+            "compute": {"requested_sms": 100, "num_sms": 104},
+            "communication": {"requested_sms": 20, "num_sms": 24},
+        }
+        assert response.json()["partitions"] == expected
+        assert (await server.http.get("/v1/partitions")).json()["partitions"] == expected
+        assert server.metric("partition_sms", partition="compute") == 104
+        assert server.metric("device_sms") == 132
+
+        refused = await server.http.put("/v1/partitions", json={"partitions": {"compute": 130, "other": 8}})
+        assert error_of(refused, 422) == "partitions: expected at most 132 SMs, got 144"
+        assert (await server.http.get("/v1/partitions")).json()["partitions"] == expected, "nothing changed"
+        assert (await server.http.put("/v1/partitions", json={"partitions": {}})).json() == empty
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "expected"),
+    [
+        (b"", 400, "the body: Invalid JSON"),
+        (b"{", 400, "the body: Invalid JSON"),
+        (b"[]", 422, "the body: "),
+        (b"{}", 422, "partitions: Field required"),
+        (b'{"partitions": {"a": 0}}', 422, "partitions.a: Input should be greater than 0, got 0"),
+        (b'{"partitions": {"a": "8"}}', 422, "partitions.a: Input should be a valid integer, got '8'"),
+        (b'{"partitions": {"a": true}}', 422, "partitions.a: Input should be a valid integer, got True"),
+        (b'{"partitions": {}, "x": 1}', 422, "x: Extra inputs are not permitted, got 1"),
+    ],
+)
+async def test_wrong_bodies(body: bytes, status: int, expected: str) -> None:
+    async with serving(tiny_settings(), serving_runner(EchoRunner(), Device())) as server:
+        assert expected in error_of(await server.http.put("/v1/partitions", content=body), status)
+
+
+async def test_a_partition_in_use_cannot_be_taken_away() -> None:
+    settings = tiny_settings(models=[{**MODEL, "partition": "compute"}], partitions={"compute": 64})
+    async with serving(settings, serving_runner(EchoRunner(), Device())) as server:
+        refused = await server.http.put("/v1/partitions", json={"partitions": {"other": 8}})
+        assert "to contain 'compute', where model tiny runs, got other" in error_of(refused, 422)
+
+
+async def test_a_change_waits_for_the_step_in_flight_and_drops_nothing() -> None:
+    runner, device = EchoRunner(), Device()
+    async with serving(tiny_settings(), serving_runner(runner, device)) as server:
+        runner.gate.clear()
+        first = asyncio.ensure_future(server.infer(*hidden_request(rows(1))))
+        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        waiting = [asyncio.ensure_future(server.infer(*hidden_request(rows(1)))) for _ in range(4)]
+        change = asyncio.ensure_future(server.http.put("/v1/partitions", json={"partitions": {"a": 8}}))
+        while server.metric("queue_requests", model="tiny") < 4:
+            await asyncio.sleep(0)
+        assert device.partitions == ()
+        runner.gate.set()
+        assert (await change).status_code == 200
+        for response in await asyncio.gather(first, *waiting):
+            output_of(response)
+    assert runner.steps == [[1], [1, 1, 1, 1]]
+
+
+async def test_without_a_gpu_it_is_409_with_the_reason() -> None:
+    async with serving(tiny_settings()) as server:
+        for response in (
+            await server.http.get("/v1/partitions"),
+            await server.http.put("/v1/partitions", json={"partitions": {"a": 8}}),
+        ):
+            text = error_of(response, 409)
+            assert text == "SM partitions need the hopper backend, this server runs 'reference'"
