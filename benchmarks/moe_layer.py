@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from kernels import resolve_backend
 from service.moe import LayerShape, MoELayer, random_weights
@@ -28,7 +29,8 @@ def main() -> None:
     print(f"{_machine(device)}; torch {torch.__version__}, Python {platform.python_version()}")
     print(f"{arguments.shape}: {shape}; backend {backend.name}; bfloat16 in, routed by the layer's router")
     print(
-        f"milliseconds per call on the host's clock, device idle before and after: median of {arguments.runs}"
+        f"milliseconds per {'graph replay' if arguments.graph else 'call'} on the host's clock, "
+        f"device idle before and after: median of {arguments.runs}"
     )
     backend.warm_up()
     weights = random_weights(shape, 0, device)
@@ -41,11 +43,22 @@ def main() -> None:
         size = (num_tokens, shape.hidden_size)
         hidden_states = torch.randn(size, device=device, generator=generator).to(torch.bfloat16)
         times = _interleaved(
-            [lambda x=hidden_states, layer=layer: layer(x) for layer in (masked, contiguous)],  # type: ignore[misc]
+            [_call(layer, hidden_states, arguments.graph) for layer in (masked, contiguous)],
             arguments.runs,
             device,
         )
         print(f"{num_tokens:>8}{times[0]:>12.3f}{times[1]:>12.3f}{times[0] / times[1]:>8.2f}", flush=True)
+
+
+def _call(layer: MoELayer, hidden_states: Tensor, graph: bool) -> Callable[[], object]:
+    if not graph:
+        return lambda: layer(hidden_states)
+    with torch.inference_mode():
+        layer(hidden_states)
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            layer(hidden_states)
+    return captured.replay
 
 
 def _interleaved(calls: list[Callable[[], object]], runs: int, device: torch.device) -> list[float]:
@@ -81,6 +94,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--backend", default="auto", help="auto, hopper or reference")
     parser.add_argument("--shape", default="qwen3-30b-a3b", choices=SHAPES)
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--graph", action="store_true", help="GPU: replay a CUDA graph, without launch costs")
     parser.add_argument("--runs", type=int, default=15)
     return parser.parse_args()
 

@@ -113,7 +113,7 @@ class HopperBackend(Backend):
         grid = LaunchConfig(
             grid=sms // config.cluster,
             cluster=config.cluster if config.cluster > 1 else None,
-            block=tiles.THREADS,
+            block=config.threads,
             shmem_size=config.shared_bytes(num_groups),
         )
         launch(

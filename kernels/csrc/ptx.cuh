@@ -151,7 +151,14 @@ __device__ __forceinline__ u32 pack_bf16(float low, float high) {
     return packed;
 }
 
-// Stores four 8x8 matrices of 16-bit elements transposed; lane l gives the 16-byte row l % 8 of matrix l / 8.
+// Stores four 8x8 matrices of 16-bit elements; lane l gives the address of the 16-byte row l % 8 of matrix l / 8.
+__device__ __forceinline__ void stmatrix(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m0), "r"(m1),
+                 "r"(m2), "r"(m3)
+                 : "memory");
+}
+
+// The same, each matrix transposed.
 __device__ __forceinline__ void stmatrix_transposed(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m0),
                  "r"(m1), "r"(m2), "r"(m3)

@@ -15,7 +15,7 @@ struct Tile {
 
 // What the scheduler keeps in shared memory behind the pipeline, 2 * (num_groups + 1) ints: the number of tiles before
 // each group [num_groups + 1], then offsets [num_groups + 1] or counts [num_groups].
-template <Layout kLayout, int kBlockM, int kTileN>
+template <Layout kLayout, int kBlockM, int kTileN, int kHeightStep>
 class TileScheduler {
   public:
     // Every thread of the CTA calls this once. Extents outside [0, limit] are clamped: they must not become stores
@@ -68,9 +68,9 @@ class TileScheduler {
             row = rows;
             rows = extent[1] - row;
         }
-        // Equal heights waste the least: 257 rows become 2 x 144 rather than 192 + 80.
+        // Equal heights, in steps of what the tensor cores can skip: 257 rows are 2 x 144 rather than 192 + 80.
         const int tiles_m = (rows + kBlockM - 1) / kBlockM;
-        const int height = ((rows + tiles_m - 1) / tiles_m + 15) / 16 * 16;
+        const int height = ((rows + tiles_m - 1) / tiles_m + kHeightStep - 1) / kHeightStep * kHeightStep;
 
         // Bands of kBand row tiles, columns outside rows: what runs at once shares both operands in L2.
         const int local = unit_ - table_[group];

@@ -7,12 +7,21 @@
 namespace wgmma {
 
 // Shared-memory matrix descriptor, K-major with 128-byte swizzle: 8-row atoms of 1024 bytes lie one after another.
-__device__ __forceinline__ u64 descriptor(const void* tile) {
-    constexpr u64 kStrideBetweenAtoms = 1024 >> 4;
-    constexpr u64 kSwizzle128B = 1;
-    return (static_cast<u64>(ptx::shared_address(tile) & 0x3ffff) >> 4) | (1ull << 16) | (kStrideBetweenAtoms << 32) |
-           (kSwizzle128B << 62);
-}
+// Only the low word depends on the address, so that moving along K or to another stage is one 32-bit addition.
+struct Descriptor {
+    u32 low;
+
+    static __device__ __forceinline__ Descriptor of(const void* tile) {
+        return {((ptx::shared_address(tile) & 0x3ffff) >> 4) | (1u << 16)};
+    }
+    __device__ __forceinline__ Descriptor operator+(u32 bytes) const { return {low + (bytes >> 4)}; }
+    __device__ __forceinline__ u64 bits() const {
+        constexpr u32 kStrideBetweenAtoms = 1024 >> 4, kSwizzle128B = 1u << 30;
+        u64 bits;
+        asm("mov.b64 %0, {%1, %2};" : "=l"(bits) : "r"(low), "n"(kStrideBetweenAtoms | kSwizzle128B));
+        return bits;
+    }
+};
 
 // Multiply<N>: d[64 x N] = A[64 x 32] * B[N x 32]^T (start) or += (add); N / 2 registers a thread.
 template <int kN>
@@ -58,11 +67,11 @@ struct Multiply;
 #define WGMMA(N, S, R, A, B)                                                                            \
     template <>                                                                                         \
     struct Multiply<N> {                                                                                \
-        static __device__ __forceinline__ void start(float* d, u64 a, u64 b) {                          \
-            asm volatile(INSTRUCTION(N, S, A, B, "0") : R(WRITE) : "l"(a), "l"(b));                      \
+        static __device__ __forceinline__ void start(float* d, Descriptor a, Descriptor b) {            \
+            asm volatile(INSTRUCTION(N, S, A, B, "0") : R(WRITE) : "l"(a.bits()), "l"(b.bits()));        \
         }                                                                                               \
-        static __device__ __forceinline__ void add(float* d, u64 a, u64 b) {                            \
-            asm volatile(INSTRUCTION(N, S, A, B, "1") : R(UPDATE) : "l"(a), "l"(b));                     \
+        static __device__ __forceinline__ void add(float* d, Descriptor a, Descriptor b) {              \
+            asm volatile(INSTRUCTION(N, S, A, B, "1") : R(UPDATE) : "l"(a.bits()), "l"(b.bits()));       \
         }                                                                                               \
     };
 
@@ -78,6 +87,25 @@ WGMMA(144, S8, R8, "%72", "%73")
 WGMMA(160, S9, R9, "%80", "%81")
 WGMMA(176, S10, R10, "%88", "%89")
 WGMMA(192, S11, R11, "%96", "%97")
+
+// d = A[64 x 128] * B[N x 128]^T: a K block of the ring's stage, committed as one group.
+template <int kN>
+__device__ __forceinline__ void multiply_block(float (&d)[kN / 2], Descriptor a, Descriptor b) {
+    ptx::wgmma_fence();
+    Multiply<kN>::start(d, a, b);
+    Multiply<kN>::add(d, a + 32, b + 32);
+    Multiply<kN>::add(d, a + 64, b + 64);
+    Multiply<kN>::add(d, a + 96, b + 96);
+    ptx::wgmma_commit();
+}
+
+// Waits until at most kPending groups are unfinished and only then lets the compiler read d.
+template <int kPending, int kRegisters>
+__device__ __forceinline__ void wait(float (&d)[kRegisters]) {
+    ptx::wgmma_wait<kPending>();
+#pragma unroll
+    for (int i = 0; i < kRegisters; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
 
 #undef INSTRUCTION
 #undef WRITE

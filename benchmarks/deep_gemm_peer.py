@@ -1,0 +1,57 @@
+"""DeepGEMM on the same rows: padding, index and scale layout as it wants them; needs its wheel and nvcc."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from benchmarks.problem import ALIGNMENT, Problem
+from benchmarks.shapes import Shape
+from kernels.tiles import Layout
+
+KERNEL = "sm90_fp8_gemm"
+
+
+def available() -> bool:
+    """Whether DeepGEMM can be imported."""
+    try:
+        import deep_gemm  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def prepare(problem: Problem) -> tuple[Callable[[], object], Callable[[], Tensor]]:
+    """(call, result): the kernel's call, and its output with our rows in our order."""
+    import deep_gemm
+
+    shape = problem.shape
+    b = (problem.b, problem.b_scales)
+    if shape.layout is Layout.MASKED:
+        out = torch.empty_like(problem.out)
+        a = (problem.a, problem.a_scales)
+        mean = max(1, sum(shape.rows) // shape.num_groups)
+        call = lambda: deep_gemm.fp8_m_grouped_gemm_nt_masked(a, b, out, problem.extents, mean)  # noqa: E731
+        return call, lambda: problem.real_rows(out)
+    index, rows = _padded(shape)
+    m = index.numel()
+    data = torch.zeros(m, shape.k, dtype=torch.uint8, device="cuda")
+    data[rows] = problem.a.view(torch.uint8)
+    scales = torch.ones(shape.k // 128, m, device="cuda").t()
+    scales[rows] = problem.a_scales
+    a = (data.view(torch.float8_e4m3fn), scales)
+    out = torch.empty(m, shape.n, dtype=torch.bfloat16, device="cuda")
+    call = lambda: deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, out, index)  # noqa: E731
+    return call, lambda: out[rows]
+
+
+def _padded(shape: Shape) -> tuple[Tensor, Tensor]:
+    """(group of every padded row or -1, where our rows lie among them)."""
+    index, rows, start = [], [], 0
+    for group, height in enumerate(shape.rows):
+        padded = -(-height // ALIGNMENT) * ALIGNMENT
+        index.append(torch.full((padded,), -1, dtype=torch.int32))
+        index[-1][:height] = group
+        rows.append(torch.arange(start, start + height))
+        start += padded
+    return torch.cat(index).cuda(), torch.cat(rows).cuda()

@@ -1,0 +1,72 @@
+"""How benchmarks measure: kernel time by CUPTI with a cold L2, and the ceilings and versions of the machine."""
+
+import statistics
+import subprocess
+from collections.abc import Callable
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+FLUSH_BYTES = 512 << 20
+
+
+def kernel_microseconds(call: Callable[[], object], kernel: str, repeats: int = 20) -> float:
+    """Median time in us of the kernel whose name contains `kernel`; L2 is flushed by a fill before each call."""
+    flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+    for _ in range(2):
+        call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(repeats):
+            flush.fill_(1)
+            call()
+        torch.cuda.synchronize()
+    events = profiler.events() or []
+    times = [e.device_time for e in events if e.device_type == DeviceType.CUDA and kernel in e.name]
+    if len(times) != repeats:
+        raise RuntimeError(f"expected {repeats} kernels named *{kernel}*, got {len(times)}")
+    return statistics.median(times)
+
+
+def copy_bandwidth() -> float:
+    """TB/s of a device-to-device copy of 4 GB, bytes read plus bytes written."""
+    source = torch.empty(4 << 30, dtype=torch.uint8, device="cuda").random_(255)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / _event_seconds(lambda: target.copy_(source)) / 1e12
+
+
+def cublas_fp8_tflops(size: int = 8192) -> float:
+    """TFLOPS of cuBLAS e4m3, size cubed, accurate accumulation, random data."""
+    a = torch.randn(size, size, device="cuda").to(torch.float8_e4m3fn)
+    b = torch.randn(size, size, device="cuda").to(torch.float8_e4m3fn)
+    one = torch.ones((), device="cuda")
+    call = lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16)  # noqa: E731
+    return 2 * size**3 / _event_seconds(call) / 1e12
+
+
+def header() -> dict[str, object]:
+    """The machine and the versions, for the top of every table."""
+    query = "name,driver_version,clocks.sm,clocks.mem,power.limit,temperature.gpu"
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+    from cuda.bindings import nvrtc
+
+    return {
+        "gpu": subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip(),
+        "sms": torch.cuda.get_device_properties(0).multi_processor_count,
+        "torch": torch.__version__,
+        "nvrtc": ".".join(str(x) for x in nvrtc.nvrtcVersion()[1:]),
+    }
+
+
+def _event_seconds(call: Callable[[], object], repeats: int = 10) -> float:
+    call()
+    seconds = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        seconds.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(seconds)
