@@ -129,7 +129,7 @@ class Engine:
     def partitions(self) -> Partitions:
         """The device's partitions. Raises PartitionsUnavailableError where there can be none."""
         if self.loaded is None:
-            raise PartitionsUnavailableError("the server is still loading")
+            raise OipError(503, f"the server is {self.phase.value}")
         if self.loaded.partitions is None:
             raise PartitionsUnavailableError(
                 f"SM partitions need the hopper backend, this server runs {self.loaded.backend!r}"

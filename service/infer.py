@@ -84,10 +84,10 @@ class InferEndpoint:
             self._metrics.request_done(known, _CLIENT_GONE, time.perf_counter() - started)
             return
         except OipError as error:
-            answer = _error(error)
+            answer = _error(error, scope)
         except Exception:
             logger.exception("an infer request to model %s failed", model)
-            answer = _error(OipError(500, "the server failed on this request: its log says why"))
+            answer = _error(OipError(500, "the server failed on this request: its log says why"), scope)
         await self._send(send, answer)
         self._metrics.request_done(known, answer.status, time.perf_counter() - started)
 
@@ -247,6 +247,9 @@ def _unavailable(error: QueueFullError | SchedulerClosedError | QueueTimeoutErro
     return OipError(503, str(error), headers=headers)
 
 
-def _error(error: OipError) -> _Answer:
+def _error(error: OipError, scope: Scope) -> _Answer:
     headers = [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
+    if any(name == b"expect" for name, _ in scope["headers"]):
+        # The body may never come, and the next request must not be taken for it.
+        headers.append((b"connection", b"close"))
     return _Answer(error.status, [error.body()], headers=headers)

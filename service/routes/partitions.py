@@ -27,13 +27,16 @@ def partitions_router(engine: Engine) -> APIRouter:
     """GET and PUT /v1/partitions."""
     router = APIRouter(prefix="/v1", tags=["SM partitions"])
 
-    @router.get("/partitions", response_model=PartitionsResponse, responses=errors(409))
+    @router.get("/partitions", response_model=PartitionsResponse, responses=errors(409, 503))
     async def get_partitions() -> dict[str, Any]:
         """The device, its SMs, and what each partition asked for and was granted."""
         return _shown(engine)
 
     @router.put(
-        "/partitions", response_model=PartitionsResponse, responses=errors(400, 409, 422), openapi_extra=_BODY
+        "/partitions",
+        response_model=PartitionsResponse,
+        responses=errors(400, 409, 422, 503),
+        openapi_extra=_BODY,
     )
     async def put_partitions(request: Request) -> dict[str, Any]:
         """Replace all partitions between two steps: all or nothing, and no request is dropped."""

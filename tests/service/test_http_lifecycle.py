@@ -79,6 +79,7 @@ async def test_not_ready_while_loading_and_after_a_failure(caplog: pytest.LogCap
             for path in ("/v2/health/ready", "/v2/models/tiny/ready"):
                 assert error_of(await http.get(path), 503) == f"the server is {phase}"
             assert phase in error_of(await server.infer(*GOOD), 503)
+            assert phase in error_of(await http.get("/v1/partitions"), 503)
             index = (await http.post("/v2/repository/index")).json()
             assert index == [{"name": "tiny", "version": "1", "state": "UNAVAILABLE", "reason": phase}]
             assert (await http.post("/v2/repository/index", content=b'{"ready": true}')).json() == []

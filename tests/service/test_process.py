@@ -87,6 +87,17 @@ def test_a_chunked_body_within_the_limit(connection: http.client.HTTPConnection)
     response.read()
 
 
+def test_a_refusal_before_the_body_closes_for_callers_that_hold_it_back(server: ServerProcess) -> None:
+    head = f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: {2 << 20}\r\nExpect: 100-continue\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as sock:
+        sock.sendall(head.encode())
+        answer = b""
+        while data := sock.recv(65536):
+            answer += data
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b"connection: close" in answer
+
+
 def test_pipelined_requests_are_answered_in_order(server: ServerProcess) -> None:
     requests = b""
     for i in range(3):

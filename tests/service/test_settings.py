@@ -1,9 +1,12 @@
 """Settings: file, environment and flags over each other, and one sentence for everything impossible."""
 
+import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from kernels import backend_names
 from service.settings import ENV_PREFIX, Settings
 from service.settings_loader import SettingsError, default_config, load_settings
 
@@ -47,6 +50,17 @@ def test_settings_built_directly_do_not_read_the_environment(monkeypatch: pytest
     monkeypatch.setenv("EXPERTD_PORT", "2000")
     model = {"name": "m", "hidden_size": 256, "intermediate_size": 128, "num_experts": 4, "top_k": 2}
     assert Settings.model_validate({"models": [model]}).port == 8000
+
+
+def test_only_the_loader_reads_the_environment() -> None:
+    sources = (Path(__file__).parents[2] / "service").rglob("*.py")
+    readers = {path.name for path in sources if re.search(r"\b(environ|getenv)\b", path.read_text())}
+    assert readers == {"settings_loader.py"}
+
+
+def test_the_backends_that_can_be_set_are_those_there_are() -> None:
+    allowed = get_args(Settings.model_fields["backend"].annotation)
+    assert set(allowed) == {"auto", *backend_names()}
 
 
 def test_settings_are_frozen(config: Path) -> None:
