@@ -1,6 +1,7 @@
 """Metrics: every one the service promises is there, and moves by the right amount."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -130,3 +131,14 @@ async def test_a_step_of_no_tokens_has_no_imbalance() -> None:
         empty = StepResult([], "contiguous", 0, [0] * NUM_EXPERTS, 0.001)
         server.app.metrics.step_done("tiny", empty, [])
         assert server.metric("load_imbalance_ratio_count", model="tiny", layout="contiguous") == 0
+
+
+async def test_every_metric_is_documented() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
+    text = text.replace("`..._compile", "`expertd_jit_compile").replace("`..._cache", "`expertd_jit_cache")
+    async with serving(tiny_settings()) as server:
+        names = {family.name for family in server.app.metrics.registry.collect()}
+    own = {name for name in names if name.startswith("expertd_")}
+    assert len(own) > 10
+    for name in own:
+        assert any(f"`{name}{suffix}`" in text for suffix in ("", "_total", "_info")), name
