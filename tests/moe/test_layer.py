@@ -6,6 +6,7 @@ from torch import Tensor
 
 from kernels import resolve_backend
 from service.moe import ExpertWeights, LayerShape, MoELayer, random_weights
+from service.moe.layer import MASKED_MAX_TOKENS
 from tests.kernels.helpers import diff, fresh_generator
 from tests.moe.reference_layer import reference_layer
 
@@ -111,6 +112,11 @@ def test_layout_changes_past_masked_max_tokens(weights: ExpertWeights) -> None:
     assert [layer.layout(n) for n in (1, 8, 9)] == ["masked", "masked", "contiguous"]
     hidden_states = _hidden_states(9)
     assert diff(layer(hidden_states)[:8], layer(hidden_states[:8])) < SAME
+
+
+def test_masked_max_tokens_is_the_backends_where_not_given(weights: ExpertWeights) -> None:
+    layer = MoELayer(SHAPE, weights, resolve_backend("reference"))
+    assert layer.masked_max_tokens == MASKED_MAX_TOKENS["reference"]
 
 
 def test_num_sms_reaches_the_gemms(weights: ExpertWeights) -> None:
