@@ -15,13 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, ParamSpec, Protocol, TypeVar
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 from service.moe import LayerRequest, StepResult
 from service.settings import Limits
 
 T = TypeVar("T")
-P = ParamSpec("P")
 logger = logging.getLogger(__name__)
 
 
@@ -34,7 +34,7 @@ class Runner(Protocol):
 
 
 class StepObserver(Protocol):
-    """What is told of every step, on the worker thread, when its answers are on their way."""
+    """What is told of every step, on the event loop, when its answers have gone out."""
 
     def step_done(self, model: str, result: StepResult, queue_seconds: Sequence[float]) -> None: ...
 
@@ -80,6 +80,9 @@ class Pending:
         self.answer = answer
         self.arrived = time.perf_counter()
         self.state = _State.WAITING
+
+
+_Answer = tuple[Pending, memoryview | bytes | Exception]
 
 
 @dataclass(slots=True)
@@ -195,7 +198,7 @@ class Scheduler:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def _deliver(self, answers: Sequence[tuple[Pending, memoryview | bytes | Exception]]) -> None:
+    def _deliver(self, answers: Sequence[_Answer], report: Callable[[], None] | None = None) -> None:
         for pending, answer in answers:
             if pending.answer.cancelled():
                 pass  # the handler itself was cancelled: nobody is waiting any more
@@ -206,6 +209,9 @@ class Scheduler:
         self._unanswered -= len(answers)
         if not self._unanswered:
             self._idle.set()
+        if report is not None:
+            # Behind the callers just woken in the loop's queue: no answer waits for its metrics.
+            asyncio.get_running_loop().call_soon(report)
 
     def _work(self) -> None:
         while True:
@@ -247,7 +253,7 @@ class Scheduler:
             outputs = list(zip(step, result.outputs, strict=True))
         except Exception as error:
             logger.exception("a step of model %s with %d requests failed", model, len(step))
-            self._tell(self._observer.step_failed, model, len(step))
+            self._answer([], partial(self._observer.step_failed, model, len(step)))
             if len(step) > 1:
                 # One of them may be at fault: alone, each fails or succeeds for itself.
                 for pending in step:
@@ -259,19 +265,12 @@ class Scheduler:
             return
         took = time.perf_counter() - started
         queue.step_seconds = took if not queue.step_seconds else 0.8 * queue.step_seconds + 0.2 * took
-        self._answer(outputs)
-        # While the event loop wakes up for the answers.
-        self._tell(self._observer.step_done, model, result, [started - pending.arrived for pending in step])
+        waited = [started - pending.arrived for pending in step]
+        self._answer(outputs, partial(self._observer.step_done, model, result, waited))
 
-    def _tell(self, report: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            report(*args, **kwargs)
-        except Exception:
-            logger.exception("a step was computed but not observed")
-
-    def _answer(self, answers: Sequence[tuple[Pending, memoryview | bytes | Exception]]) -> None:
+    def _answer(self, answers: Sequence[_Answer], report: Callable[[], None] | None = None) -> None:
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._deliver, answers)
+        self._loop.call_soon_threadsafe(self._deliver, answers, report)
 
     def _run_job(self, job: Callable[[], object], done: Future[Any]) -> None:
         if not done.set_running_or_notify_cancel():
