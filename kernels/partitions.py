@@ -1,0 +1,220 @@
+"""Named partitions of a GPU's SMs: green contexts through cuda.core, each with a stream for torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Partition:
+    """One named share of the SMs: how many were asked for, and how many it has."""
+
+    name: str
+    requested_sms: int
+    num_sms: int
+
+
+@dataclass(frozen=True)
+class Supply:
+    """What the driver gives out: `units` groups of `unit_sms` SMs, and `spare_sms` for one partition to add.
+
+    132 SMs can be 16 groups of 8 and 4 to spare: groups lie within a GPC, and not every GPC divides evenly.
+    """
+
+    total_sms: int
+    unit_sms: int
+    units: int
+    spare_sms: int
+
+
+@dataclass(frozen=True)
+class Share:
+    """A partition before it exists: the groups it takes, and whether the spare SMs go with them."""
+
+    partition: Partition
+    units: int
+    spare: bool
+
+
+def plan(sizes: Mapping[str, int], supply: Supply) -> tuple[Share, ...]:
+    """Round every size up to whole groups, giving the spare SMs to the partition where that saves most.
+
+    Each partition gets as many SMs as a group at least. Raises ValueError with the numbers on a misfit.
+    """
+    for name, size in sizes.items():
+        if not name:
+            raise ValueError(f"partitions: expected a name for {size} SMs, got ''")
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"partitions.{name}: expected a number of SMs of at least 1, got {size!r}")
+    plans = [_rounded(sizes, supply, spare_name) for spare_name in (None, *sizes)]
+    fitting = [shares for shares in plans if _units(shares) <= supply.units]
+    if not fitting:
+        raise ValueError(_misfit(sizes, supply, min(_units(shares) for shares in plans)))
+    return min(fitting, key=lambda shares: sum(share.partition.num_sms for share in shares))
+
+
+def _rounded(sizes: Mapping[str, int], supply: Supply, spare_name: str | None) -> tuple[Share, ...]:
+    shares = []
+    for name, size in sizes.items():
+        spare = supply.spare_sms if name == spare_name else 0
+        least = 0 if spare >= supply.unit_sms else 1
+        units = max(least, -(-(size - spare) // supply.unit_sms))
+        granted = units * supply.unit_sms + spare
+        shares.append(Share(Partition(name, size, granted), units, spare > 0))
+    return tuple(shares)
+
+
+def _units(shares: tuple[Share, ...]) -> int:
+    return sum(share.units for share in shares)
+
+
+def _misfit(sizes: Mapping[str, int], supply: Supply, needed: int) -> str:
+    asked = ", ".join(f"{name} {size}" for name, size in sizes.items())
+    spare = f", and {supply.spare_sms} more for one partition" if supply.spare_sms else ""
+    return (
+        f"partitions: expected to fit {supply.total_sms} SMs, given out in {supply.units} groups of "
+        f"{supply.unit_sms} (a partition has 1 at least){spare}; got {asked}: {sum(sizes.values())} SMs, "
+        f"{needed} groups"
+    )
+
+
+class SMPartitions:
+    """The partitions of one GPU: none at first, replaced as a whole by `apply`.
+
+    `apply` is for one thread, between steps; everything else may be read from any thread.
+    """
+
+    def __init__(self, device: int = 0) -> None:
+        self._index = device
+        with torch.cuda.device(device):
+            whole = _current_device(device).resources.sm
+            units, spare = _split(whole)
+        self._supply = Supply(
+            total_sms=whole.sm_count,
+            unit_sms=units[0].sm_count,
+            units=len(units),
+            spare_sms=spare.sm_count if _can_join(units[0], spare) else 0,
+        )
+        self._lanes: dict[str, tuple[Partition, torch.cuda.Stream]] = {}
+
+    @property
+    def device_name(self) -> str:
+        """The GPU's name."""
+        return torch.cuda.get_device_name(self._index)
+
+    @property
+    def total_sms(self) -> int:
+        """SMs of the whole GPU."""
+        return self._supply.total_sms
+
+    @property
+    def granularity(self) -> int:
+        """SMs in the groups that partitions are made of, and the fewest that one can have."""
+        return self._supply.unit_sms
+
+    @property
+    def partitions(self) -> tuple[Partition, ...]:
+        """The partitions in force, in the order in which they were asked for."""
+        return tuple(partition for partition, _ in self._lanes.values())
+
+    def apply(self, sizes: Mapping[str, int]) -> tuple[Partition, ...]:
+        """Replace all partitions by `sizes` (name -> SMs), or change nothing and raise.
+
+        Waits for the work in the old partitions' streams. An old green context lives as long as anyone holds
+        its stream. Tensors must not be recorded (Tensor.record_stream) on a stream that is let go.
+        Raises ValueError with the numbers when the sizes do not fit.
+        """
+        shares = plan(sizes, self._supply)
+        with torch.cuda.device(self._index):
+            device = _current_device(self._index)
+            # One split for all: groups of the same split may share a context, and do not overlap.
+            units, spare = _split(device.resources.sm)
+            lanes = {}
+            for share in shares:
+                resources = [*units[: share.units], spare] if share.spare else units[: share.units]
+                del units[: share.units]
+                lanes[share.partition.name] = (share.partition, _open(device, share.partition, resources))
+            old, self._lanes = self._lanes, lanes
+            for _, stream in old.values():
+                stream.synchronize()
+            old.clear()
+            torch.cuda.empty_cache()  # else what was cached for the old streams stays with them for good
+        return self.partitions
+
+    def stream(self, name: str | None) -> torch.cuda.Stream:
+        """The stream of a partition; for None, torch's current stream on the whole device."""
+        return torch.cuda.current_stream(self._index) if name is None else self._lane(name)[1]
+
+    def num_sms(self, name: str | None) -> int:
+        """SMs of a partition; for None, of the whole device."""
+        return self.total_sms if name is None else self._lane(name)[0].num_sms
+
+    def _lane(self, name: str) -> tuple[Partition, torch.cuda.Stream]:
+        lane = self._lanes.get(name)
+        if lane is None:
+            raise ValueError(
+                f"partition: expected one of {', '.join(self._lanes) or 'none at all'}, got {name!r}"
+            )
+        return lane
+
+
+class _PartitionStream(torch.cuda.ExternalStream):
+    """A green context's stream as torch sees it; whoever holds it keeps stream and context alive."""
+
+    owner: Any
+
+
+def _current_device(index: int) -> Any:
+    """cuda.core's device, with the context that torch uses current in this thread."""
+    from cuda.core import Device
+
+    torch.cuda.synchronize(index)  # makes torch's context if there is none yet
+    device = Device(index)
+    device.set_current()
+    return device
+
+
+def _open(device: Any, partition: Partition, resources: list[Any]) -> torch.cuda.Stream:
+    """A stream in a new green context that has exactly `resources`."""
+    from cuda.core import ContextOptions
+
+    context = device.create_context(ContextOptions(resources=resources))
+    granted = context.resources.sm.sm_count
+    if granted != partition.num_sms:
+        raise RuntimeError(
+            f"partitions.{partition.name}: expected a context of {partition.num_sms} SMs, got {granted}"
+        )
+    owner = context.create_stream()
+    stream = _PartitionStream(int(owner.handle), device.device_id)  # type: ignore[no-untyped-call]
+    stream.owner = owner
+    return stream
+
+
+def _split(whole: Any) -> tuple[list[Any], Any]:
+    """The GPU as groups of the smallest size, as many as the driver makes, and the rest. Changes nothing."""
+    from cuda.core import SMResourceOptions
+    from cuda.core._utils.cuda_utils import CUDAError  # cuda.core names it nowhere else
+
+    size = whole.min_partition_size
+    for count in range(whole.sm_count // size, 0, -1):
+        try:
+            units, rest = whole.split(SMResourceOptions(count=[size] * count))
+            return list(units), rest
+        except CUDAError:
+            # Drivers before 13.1 make as many groups as they can; later ones refuse more than they can.
+            if count == 1:
+                raise
+    raise RuntimeError(f"expected at least {size} SMs to make a partition of, got {whole.sm_count}")
+
+
+def _can_join(unit: Any, spare: Any) -> bool:
+    """Whether the driver lets a context have both; it may not where their guarantees differ."""
+    from cuda.bindings import driver
+
+    if not spare.sm_count:
+        return False
+    both = [driver.CUdevResource(_ptr=resource.handle) for resource in (unit, spare)]
+    status, _ = driver.cuDevResourceGenerateDesc(both, len(both))
+    return bool(status == driver.CUresult.CUDA_SUCCESS)

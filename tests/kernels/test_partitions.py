@@ -1,0 +1,111 @@
+"""How sizes of SM partitions are rounded and fitted, without a GPU; the contexts are tested on one."""
+
+import subprocess
+import sys
+
+import pytest
+
+from kernels.partitions import Partition, Supply, plan
+
+H200 = Supply(total_sms=132, unit_sms=8, units=16, spare_sms=4)
+EVEN = Supply(total_sms=128, unit_sms=8, units=16, spare_sms=0)
+MUCH_TO_SPARE = Supply(total_sms=132, unit_sms=8, units=14, spare_sms=20)
+
+
+def granted(sizes: dict[str, int], supply: Supply = H200) -> dict[str, int]:
+    return {share.partition.name: share.partition.num_sms for share in plan(sizes, supply)}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({}, {}),
+        ({"a": 1}, {"a": 8}),
+        ({"a": 8}, {"a": 8}),
+        ({"a": 9}, {"a": 12}),  # a group and the spare SMs are fewer than two groups
+        ({"a": 13}, {"a": 16}),
+        ({"a": 132}, {"a": 132}),
+        ({"compute": 112, "communication": 20}, {"compute": 112, "communication": 20}),
+        ({"communication": 20, "compute": 112}, {"communication": 20, "compute": 112}),
+        ({"a": 64, "b": 64}, {"a": 64, "b": 64}),
+        ({"a": 60, "b": 60}, {"a": 60, "b": 64}),  # only one can have the spare SMs
+        ({f"p{i}": 1 for i in range(16)}, {f"p{i}": 8 for i in range(16)}),
+    ],
+)
+def test_sizes_are_rounded_up_to_groups(sizes: dict[str, int], expected: dict[str, int]) -> None:
+    assert granted(sizes) == expected
+
+
+def test_what_was_asked_is_kept_beside_what_is_granted() -> None:
+    (share,) = plan({"a": 100}, EVEN)
+    assert (share.partition, share.units, share.spare) == (Partition("a", 100, 104), 13, False)
+
+
+def test_groups_and_spare_sms_are_given_out_once() -> None:
+    for first in range(1, 133):
+        for second in range(1, 133 - first):
+            try:
+                shares = plan({"a": first, "b": second}, H200)
+            except ValueError:
+                assert first + second > 120, f"{first} and {second} fit"
+                continue
+            assert sum(share.units for share in shares) <= H200.units
+            assert sum(share.spare for share in shares) <= 1
+            for share in shares:
+                spare = H200.spare_sms if share.spare else 0
+                assert share.partition.requested_sms <= share.partition.num_sms
+                assert share.partition.num_sms == share.units * H200.unit_sms + spare
+
+
+def test_more_to_spare_than_a_group() -> None:
+    assert granted({"a": 112, "b": 20}, MUCH_TO_SPARE) == {"a": 112, "b": 20}
+    assert granted({"a": 112, "b": 17}, MUCH_TO_SPARE) == {"a": 112, "b": 20}
+    assert granted({"a": 8}, MUCH_TO_SPARE) == {"a": 8}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "supply", "expected"),
+    [
+        ({"a": 133}, H200, "got a 133: 133 SMs, 17 groups"),
+        (
+            {"a": 129},
+            EVEN,
+            "expected to fit 128 SMs, given out in 16 groups of 8 (a partition has 1 at least)",
+        ),
+        (
+            {"a": 112, "b": 24},
+            H200,
+            "in 16 groups of 8 (a partition has 1 at least), and 4 more for one partition",
+        ),
+        ({"a": 112, "b": 24}, H200, "got a 112, b 24: 136 SMs, 17 groups"),
+        ({f"p{i}": 1 for i in range(17)}, H200, "17 SMs, 17 groups"),
+    ],
+)
+def test_what_does_not_fit_is_told_with_the_numbers(
+    sizes: dict[str, int], supply: Supply, expected: str
+) -> None:
+    with pytest.raises(ValueError, match="partitions: expected to fit") as caught:
+        plan(sizes, supply)
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "expected"),
+    [
+        ("a", 0, "partitions.a: expected a number of SMs of at least 1, got 0"),
+        ("a", -8, "partitions.a: expected a number of SMs of at least 1, got -8"),
+        ("a", True, "partitions.a: expected a number of SMs of at least 1, got True"),
+        ("a", 8.0, "partitions.a: expected a number of SMs of at least 1, got 8.0"),
+        ("", 8, "partitions: expected a name for 8 SMs, got ''"),
+    ],
+)
+def test_wrong_sizes(name: str, size: int, expected: str) -> None:
+    with pytest.raises(ValueError, match="partitions") as caught:
+        plan({name: size}, H200)
+    assert str(caught.value) == expected
+
+
+def test_importing_works_without_the_cuda_extra() -> None:
+    code = "import sys; sys.modules['cuda.core'] = None; import kernels.partitions; print('imported')"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "imported\n"

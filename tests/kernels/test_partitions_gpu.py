@@ -1,0 +1,206 @@
+"""SM partitions on a GPU: kernels report the SMs that they ran on."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kernels import grouped_gemm_contiguous
+from kernels.partitions import SMPartitions
+from tests.kernels.helpers import random_contiguous
+
+pytestmark = pytest.mark.gpu
+
+# A CTA stays for long enough that the others have to go elsewhere, so that every SM allowed gets some.
+_SMID = r"""
+extern "C" __global__ void record_smid(int* seen, long long cycles) {
+    unsigned smid;
+    asm volatile("mov.u32 %0, %smid;" : "=r"(smid));
+    const long long start = clock64();
+    while (clock64() - start < cycles) {}
+    if (threadIdx.x == 0) seen[blockIdx.x] = smid;
+}
+"""
+_CTAS = 132 * 64
+_SHARED_BYTES = 200 * 1024  # one CTA an SM
+
+SMIDs = Callable[[], set[int]]
+
+
+@pytest.fixture(scope="module")
+def record() -> Callable[[int, int], torch.Tensor]:
+    """(CTAs, cycles of each) -> the SM of each CTA, on torch's current stream and not waited for."""
+    from cuda.bindings import driver
+    from cuda.core import Device, LaunchConfig, Program, ProgramOptions, Stream, launch
+
+    torch.cuda.synchronize()
+    Device(0).set_current()
+    program = Program(_SMID, "c++", ProgramOptions(arch="sm_90a", std="c++17"))
+    kernel: Any = program.compile("cubin").get_kernel("record_smid")
+    (status,) = driver.cuKernelSetAttribute(
+        driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+        _SHARED_BYTES,
+        kernel.handle,
+        0,
+    )
+    assert status == driver.CUresult.CUDA_SUCCESS
+
+    def run(ctas: int, cycles: int) -> torch.Tensor:
+        seen = torch.full((ctas,), -1, dtype=torch.int32, device="cuda")
+        config = LaunchConfig(grid=ctas, block=32, shmem_size=_SHARED_BYTES)
+        stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
+        launch(stream, config, kernel, seen.data_ptr(), np.int64(cycles))
+        return seen
+
+    return run
+
+
+@pytest.fixture
+def smids(record: Callable[[int, int], torch.Tensor]) -> SMIDs:
+    """The SMs that a kernel of many CTAs ran on, on torch's current stream."""
+    return lambda: set(record(_CTAS, 20_000).tolist())
+
+
+@pytest.fixture
+def partitions() -> Iterator[SMPartitions]:
+    made = SMPartitions(0)
+    yield made
+    made.apply({})
+
+
+def test_facts_of_the_device(partitions: SMPartitions) -> None:
+    properties = torch.cuda.get_device_properties(0)
+    assert partitions.device_name == properties.name
+    assert partitions.total_sms == properties.multi_processor_count
+    assert partitions.total_sms > partitions.granularity >= 2
+    assert partitions.partitions == ()
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"compute": 112, "communication": 20},
+        {"a": 8},
+        {"a": 30, "b": 40, "c": 50},
+        {"a": 64, "b": 64},
+        {"whole": 132},
+    ],
+)
+def test_work_stays_inside_and_partitions_are_disjoint(
+    partitions: SMPartitions, smids: SMIDs, sizes: dict[str, int]
+) -> None:
+    made = partitions.apply(sizes)
+    assert made == partitions.partitions
+    assert {partition.name: partition.requested_sms for partition in made} == sizes
+    seen: set[int] = set()
+    for partition in made:
+        assert partition.num_sms >= partition.requested_sms
+        assert partitions.num_sms(partition.name) == partition.num_sms
+        with torch.cuda.stream(partitions.stream(partition.name)):
+            for _ in range(3):
+                own = smids()
+                assert len(own) == partition.num_sms, f"{partition}: ran on {len(own)} SMs"
+                assert seen.isdisjoint(own), f"{partition}: shares SMs {sorted(seen & own)}"
+        seen |= own
+
+
+def test_the_example_of_the_api_is_granted_to_the_sm(partitions: SMPartitions) -> None:
+    made = partitions.apply({"compute": 112, "communication": 20})
+    assert [partition.num_sms for partition in made] == [112, 20]
+
+
+def test_none_is_the_whole_device(partitions: SMPartitions, smids: SMIDs) -> None:
+    partitions.apply({"a": 64})
+    assert partitions.stream(None) == torch.cuda.current_stream()
+    assert partitions.num_sms(None) == partitions.total_sms
+    assert len(smids()) == partitions.total_sms
+
+
+def test_torch_work_is_slower_in_a_small_partition(partitions: SMPartitions) -> None:
+    """torch cannot tell its SMs: that a product takes several times as long tells that it stays inside."""
+    partitions.apply({"small": 16})
+    x = torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda")
+
+    def seconds(name: str | None) -> float:
+        stream = partitions.stream(name)
+        times = []
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                start = time.perf_counter()
+                for _ in range(20):
+                    x @ x
+                stream.synchronize()
+                times.append(time.perf_counter() - start)
+        return min(times)
+
+    torch.cuda.synchronize()
+    assert seconds("small") > 3 * seconds(None)
+
+
+@pytest.mark.parametrize("rows", [[3, 0, 130, 77, 1], [900, 300, 1500]])
+def test_a_gemm_gives_the_same_bits_in_a_partition(partitions: SMPartitions, rows: list[int]) -> None:
+    case = random_contiguous(rows, 1536, 1024, "cuda")
+    whole = grouped_gemm_contiguous(*case.a, *case.b, case.offsets, backend="hopper")
+    torch.cuda.synchronize()
+    for partition in partitions.apply({"compute": 112, "communication": 20}):
+        with torch.cuda.stream(partitions.stream(partition.name)):
+            out = grouped_gemm_contiguous(
+                *case.a, *case.b, case.offsets, backend="hopper", num_sms=partition.num_sms
+            )
+        partitions.stream(partition.name).synchronize()
+        assert torch.equal(out.view(torch.int16), whole.view(torch.int16)), partition
+
+
+def test_what_does_not_fit_changes_nothing(partitions: SMPartitions, smids: SMIDs) -> None:
+    before = partitions.apply({"a": 64})
+    stream = partitions.stream("a")
+    for sizes in ({"b": 133}, {"b": 64, "c": 72}, {"b": 0}, {"": 8}):
+        with pytest.raises(ValueError, match="partitions"):
+            partitions.apply(sizes)
+    assert partitions.partitions == before
+    assert partitions.stream("a") is stream
+    with torch.cuda.stream(stream):
+        assert len(smids()) == 64
+
+
+def test_a_new_set_waits_for_work_in_flight(
+    partitions: SMPartitions, record: Callable[[int, int], torch.Tensor], smids: SMIDs
+) -> None:
+    partitions.apply({"a": 64})
+    old = partitions.stream("a")
+    with torch.cuda.stream(old):
+        seen = record(256, 200_000_000)  # several turns of a tenth of a second
+    assert not old.query()
+    partitions.apply({"a": 16, "b": 64})
+    assert old.query()
+    assert len(set(seen.tolist())) == 64
+    with torch.cuda.stream(partitions.stream("a")):
+        assert len(smids()) == 16
+
+
+def test_an_old_stream_lives_while_it_is_held(partitions: SMPartitions, smids: SMIDs) -> None:
+    partitions.apply({"a": 64})
+    held = partitions.stream("a")
+    partitions.apply({"b": 32})
+    with torch.cuda.stream(held):
+        assert len(smids()) == 64
+
+
+def test_many_changes(partitions: SMPartitions, smids: SMIDs) -> None:
+    for size in (8, 120, 16, 64, 24) * 4:
+        partitions.apply({"a": size})
+        with torch.cuda.stream(partitions.stream("a")):
+            assert len(smids()) == size
+    assert partitions.apply({}) == ()
+    assert len(smids()) == partitions.total_sms
+
+
+def test_an_unknown_partition(partitions: SMPartitions) -> None:
+    with pytest.raises(ValueError, match="expected one of none at all, got 'a'"):
+        partitions.stream("a")
+    partitions.apply({"a": 8, "b": 8})
+    with pytest.raises(ValueError, match="expected one of a, b, got 'c'"):
+        partitions.num_sms("c")
