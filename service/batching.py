@@ -186,6 +186,12 @@ class Scheduler:
         """Accept nothing more; what was accepted is still answered."""
         self._closed = True
 
+    def give_up_all(self) -> None:
+        """Answer every request that has not started with SchedulerClosedError."""
+        for queue in self._queues.values():
+            for pending in list(queue.waiting):
+                self.give_up(pending, SchedulerClosedError("the server is shutting down"))
+
     async def drained(self) -> None:
         """Return once every accepted request has its answer."""
         await self._idle.wait()

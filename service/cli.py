@@ -5,7 +5,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from service import __version__, kernels_command
+from service import __version__
+from service.kernels_command import add_parser as add_kernels_parser
 from service.settings_loader import SettingsError, default_config, load_settings
 
 _FLAGS = ("host", "port", "backend", "log_level")
@@ -29,7 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--backend", help="auto, hopper or reference")
     serve.add_argument("--log-level", help="debug, info, warning or error")
     serve.set_defaults(run=_serve)
-    kernels_command.add_parser(subparsers)
+    add_kernels_parser(subparsers)
     return parser
 
 

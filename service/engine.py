@@ -92,7 +92,7 @@ class Engine:
             self.phase = Phase.DRAINING
 
     async def drain(self) -> bool:
-        """After the configured delay accept nothing more; True once all that was accepted is answered."""
+        """After the configured delay accept nothing more; True if all that was accepted got its answer."""
         self.begin_drain()
         await asyncio.sleep(self.settings.shutdown_delay_seconds)
         self.scheduler.close()
@@ -100,6 +100,7 @@ class Engine:
             await asyncio.wait_for(self.scheduler.drained(), self.settings.drain_timeout_seconds)
         except TimeoutError:
             logger.error("requests are still unanswered after drain_timeout_seconds: giving up on them")
+            self.scheduler.give_up_all()
             return False
         return True
 

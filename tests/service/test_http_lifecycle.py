@@ -161,7 +161,11 @@ async def test_a_drain_that_takes_too_long_says_so(caplog: pytest.LogCaptureFixt
         runner.gate.clear()
         first = asyncio.ensure_future(server.infer(*GOOD))
         assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        second = asyncio.ensure_future(server.infer(*GOOD))
+        while server.metric("queue_requests", model="tiny") < 1:
+            await asyncio.sleep(0)
         assert not await server.app.engine.drain()
+        assert error_of(await second, 503) == "the server is shutting down"
         runner.gate.set()
         output_of(await first)
     assert "still unanswered after drain_timeout_seconds" in caplog.text
