@@ -1,38 +1,203 @@
-"""`expertd kernels`: the closed list of kernel variants, and which of them the cache holds compiled."""
+"""`expertd kernels`: lists what every kernel variant uses, builds them all, dumps one at any stage."""
 
 import argparse
+import json
+import shutil
+import subprocess
 import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from tqdm import tqdm
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
+    from kernels.jit import Binary
+
+FORMATS = ("source", "ptx", "sass", "cubin")
+_NUM_GROUPS = 256  # what shared memory is told for; the scheduler's table grows with the groups
+
+
+class KernelsCommandError(Exception):
+    """What was asked cannot be done; the text says what was expected."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A variant and, where it is compiled, what it uses; bytes of stack and spills are a thread's."""
+
+    name: str
+    cached: bool
+    shared_bytes: int
+    registers: int | None
+    stack_bytes: int | None
+    spill_bytes: int | None
+    compile_seconds: float | None
+
+
+@dataclass(frozen=True)
+class BuildReport:
+    """What building all variants took, and then fetching all of them from the cache; wall seconds."""
+
+    compiled: int
+    seconds: float
+    from_cache: int
+    from_cache_seconds: float
+
 
 def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the sub-command to `subparsers`."""
-    parser = subparsers.add_parser("kernels", help="list the compiled kernels' variants")
-    parser.set_defaults(run=_list)
+    parser = subparsers.add_parser(
+        "kernels",
+        help="list, build and dump the GPU kernels' variants; needs no GPU",
+        description="List the GPU kernels' variants. Compiles nothing unless asked to, and needs no GPU.",
+    )
+    parser.add_argument(
+        "--build", action="store_true", help="compile what the cache lacks, and tell the time"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--dump", metavar="NAME", help="print one variant instead of the list")
+    parser.add_argument("--format", choices=FORMATS, default="source", help="of --dump (default: source)")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="where --dump writes (else stdout)")
+    parser.set_defaults(run=run)
 
 
-def _list(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    """Run the sub-command: 0; 2 for what cannot be done as asked; 1 when a kernel does not compile."""
     # Here, not above: torch takes seconds to import, and `expertd --version` should not.
-    from kernels import tiles
-    from kernels.jit.compiler import find
+    from kernels.jit import CompileError, CompilerMissingError
 
-    print(f"{'variant':44} {'cached':>6} {'registers':>9} {'spilled':>7}")
-    for variant in tiles.VARIANTS:
-        source = tiles.source(*variant)
-        try:
-            binary = find(source)
-        except ImportError as error:
-            print(
-                f"expertd: the extra expertd[cuda] is expected to be installed, got: {error}", file=sys.stderr
-            )
-            return 2
-        if binary is None:
-            print(f"{source.name:44} {'no':>6}")
-            continue
-        usage = binary.usage
-        spilled = usage.spill_store_bytes + usage.spill_load_bytes
-        print(f"{source.name:44} {'yes':>6} {usage.registers:9} {spilled:7}")
+    try:
+        if arguments.dump is not None:
+            _write(_dump(arguments.dump, arguments.format), arguments.output)
+        else:
+            _list(arguments.build, arguments.json)
+    except (KernelsCommandError, CompilerMissingError, OSError) as error:
+        print(f"expertd kernels: {error}", file=sys.stderr)
+        return 2
+    except CompileError as error:
+        print(f"expertd kernels: {error}", file=sys.stderr)
+        return 1
     return 0
+
+
+def _list(build: bool, as_json: bool) -> None:
+    from kernels.jit import cache_directory, find
+    from kernels.tiles import VARIANTS, source
+
+    report = _build_all() if build else None
+    rows = []
+    for layout, config in VARIANTS:
+        variant = source(layout, config)
+        rows.append(_row(variant.name, config.shared_bytes(_NUM_GROUPS), find(variant)))
+    if as_json:
+        about = {
+            "cache_directory": str(cache_directory()),
+            "shared_bytes_groups": _NUM_GROUPS,
+            "variants": [asdict(row) for row in rows],
+            "build": asdict(report) if report else None,
+        }
+        print(json.dumps(about, indent=2))
+        return
+    _print_table(rows)
+    print(f"cache: {cache_directory()}; shared memory is told for {_NUM_GROUPS} groups")
+    if report is not None:
+        print(
+            f"built all in {report.seconds:.3f} s ({report.compiled} compiled), "
+            f"then {report.from_cache} of {len(rows)} from the cache in {report.from_cache_seconds:.3f} s"
+        )
+
+
+def _build_all() -> BuildReport:
+    from kernels.jit import build_all
+    from kernels.tiles import VARIANTS, source
+
+    sources = [source(*variant) for variant in VARIANTS]
+    start = time.perf_counter()
+    compiled = 0
+    with tqdm(total=len(sources), desc="kernels", unit="kernel", disable=None) as bar:
+        for built, binary in build_all(sources):
+            compiled += not binary.cached
+            bar.set_postfix_str(built.name, refresh=False)
+            bar.update()
+    middle = time.perf_counter()
+    from_cache = sum(binary.cached for _, binary in build_all(sources))
+    return BuildReport(compiled, middle - start, from_cache, time.perf_counter() - middle)
+
+
+def _row(name: str, shared_bytes: int, binary: "Binary | None") -> Row:
+    if binary is None:
+        return Row(name, False, shared_bytes, None, None, None, None)
+    usage = binary.usage
+    spills = usage.spill_store_bytes + usage.spill_load_bytes
+    return Row(name, True, shared_bytes, usage.registers, usage.stack_bytes, spills, binary.seconds)
+
+
+def _print_table(rows: list[Row]) -> None:
+    width = max(len(row.name) for row in rows)
+    heads = f"{'registers':>9}  {'shared':>7}  {'stack':>5}  {'spills':>6}  {'compile':>8}  state"
+    print(f"{'variant':{width}}  {heads}")
+    for row in rows:
+        if row.cached:
+            uses = (
+                f"{row.registers:9}  {row.shared_bytes:7}  {row.stack_bytes:5}  {row.spill_bytes:6}  "
+                f"{row.compile_seconds:6.2f} s  cached"
+            )
+        else:
+            uses = f"{'-':>9}  {row.shared_bytes:7}  {'-':>5}  {'-':>6}  {'-':>8}  not compiled"
+        print(f"{row.name:{width}}  {uses}")
+
+
+def _dump(name: str, form: str) -> bytes:
+    from kernels.jit import build, to_ptx
+    from kernels.tiles import VARIANTS, source
+
+    variants = {made.name: made for made in (source(*variant) for variant in VARIANTS)}
+    variant = variants.get(name)
+    if variant is None:
+        raise KernelsCommandError(f"--dump is expected to be one of {', '.join(variants)}, got {name!r}")
+    if form == "source":
+        return variant.text().encode()
+    if form == "ptx":
+        return to_ptx(variant).encode()
+    if form == "sass":
+        return _disassemble(build(variant).cubin)
+    return build(variant).cubin
+
+
+def _disassemble(cubin: bytes) -> bytes:
+    tool = _disassembler()
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        result = subprocess.run([tool, "-c", file.name], capture_output=True, check=False)
+    if result.returncode != 0:
+        raise KernelsCommandError(f"{tool} failed: {result.stderr.decode(errors='replace').strip()}")
+    return result.stdout
+
+
+def _disassembler() -> str:
+    found = shutil.which("nvdisasm")
+    if found is None:
+        from cuda.pathfinder import find_nvidia_binary_utility
+
+        found = find_nvidia_binary_utility("nvdisasm")
+    if found is None:
+        raise KernelsCommandError(
+            "nvdisasm is expected on PATH or installed (pip install 'expertd[cuda]'), got neither"
+        )
+    return str(found)
+
+
+def _write(content: bytes, output: Path | None) -> None:
+    if output is not None:
+        output.write_bytes(content)
+        return
+    if sys.stdout.isatty() and b"\0" in content:
+        raise KernelsCommandError("a cubin is expected to go to a file (-o FILE), got a terminal")
+    sys.stdout.buffer.write(content)
+    sys.stdout.buffer.flush()

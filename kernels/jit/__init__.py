@@ -1,18 +1,31 @@
 """Run-time compilation of the CUDA sources in kernels/csrc: knows files, options and a cache, but no GEMM."""
 
+from kernels.jit.build import build, build_all, find
 from kernels.jit.cache import CACHE_DIR_VARIABLE, cache_directory
-from kernels.jit.compiler import Binary, CompileError, ResourceUsage, Source, build, to_ptx
+from kernels.jit.compiler import (
+    Binary,
+    CompileError,
+    CompilerMissingError,
+    ResourceUsage,
+    compile_source,
+    to_ptx,
+)
+from kernels.jit.source import Source
 from kernels.jit.statistics import JitStats, stats
 
 __all__ = [
     "CACHE_DIR_VARIABLE",
     "Binary",
     "CompileError",
+    "CompilerMissingError",
     "JitStats",
     "ResourceUsage",
     "Source",
     "build",
+    "build_all",
     "cache_directory",
+    "compile_source",
+    "find",
     "stats",
     "to_ptx",
 ]

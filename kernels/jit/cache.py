@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import os
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,21 +11,35 @@ from pathlib import Path
 from filelock import FileLock
 
 CACHE_DIR_VARIABLE = "EXPERTD_CACHE_DIR"
+LOCK_SECONDS = 120.0  # far longer than a compilation: whoever holds a lock for longer is stuck
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 logger = logging.getLogger(__name__)
 
 
 def cache_directory() -> Path:
-    """Where binaries are kept: $EXPERTD_CACHE_DIR, else the user's cache directory."""
+    """Where binaries are kept: $EXPERTD_CACHE_DIR, else the user's cache directory.
+
+    Raises RuntimeError where neither is known (a user without a home).
+    """
     configured = os.environ.get(CACHE_DIR_VARIABLE)
     if configured:
         return Path(configured)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "expertd"
+    user_caches = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(user_caches) if user_caches else Path.home() / ".cache") / "expertd"
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{CACHE_DIR_VARIABLE}: expected a directory, got neither it nor a home"
+        ) from error
 
 
 class DiskCache:
-    """Bytes by key, written whole or not at all; the last 32 bytes of a file are the SHA-256 of the others."""
+    """Bytes by key, written whole or not at all; the last 32 bytes of a file are the SHA-256 of the others.
+
+    A directory that cannot be read or written costs time and a warning, never a failure: entries that can be
+    read are used, and what cannot be kept is only returned to the one who built it.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -34,10 +49,13 @@ class DiskCache:
         return self.directory / f"{key}.bin"
 
     def get(self, key: str) -> bytes | None:
-        """The entry's bytes; None if there is none, or a damaged one (which is logged)."""
+        """The entry's bytes; None if there is none, or a damaged or unreadable one (which is logged)."""
         try:
             content = self.path(key).read_bytes()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            logger.warning("cache entry cannot be read and is built again: %s", error)
             return None
         body, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
         if hashlib.sha256(body).digest() != digest:
@@ -48,14 +66,29 @@ class DiskCache:
         return body
 
     def put(self, key: str, body: bytes) -> None:
-        """Store an entry; a reader in another process sees all of it or none."""
-        aside = self.path(key).with_suffix(f".{os.getpid()}.part")
-        aside.write_bytes(body + hashlib.sha256(body).digest())
-        aside.replace(self.path(key))
+        """Store an entry; a reader in another process sees all of it or none. Call it with the lock held."""
+        aside = self.directory / f"{key}.{uuid.uuid4().hex}.part"
+        try:
+            for left_behind in self.directory.glob(f"{key}.*.part"):
+                left_behind.unlink(missing_ok=True)
+            aside.write_bytes(body + hashlib.sha256(body).digest())
+            aside.replace(self.path(key))
+        except OSError as error:
+            logger.warning("%s is not kept for the next start: %s", self.path(key), error)
 
     @contextmanager
     def locked(self, key: str) -> Iterator[None]:
-        """Hold the entry against other threads and processes, so that one of them builds and the others read."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        with FileLock(self.directory / f"{key}.lock"):
+        """Hold the entry against other threads and processes, so that one of them builds and the others read.
+
+        Where that cannot be had it goes on without: work may be done twice, but entries stay whole.
+        """
+        lock = FileLock(self.directory / f"{key}.lock", timeout=LOCK_SECONDS)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+        except (OSError, NotImplementedError) as error:  # filelock's Timeout is an OSError
+            logger.warning("the kernel cache %s is used without a lock: %s", self.directory, error)
+        try:
             yield
+        finally:
+            lock.release()

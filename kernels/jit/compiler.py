@@ -1,25 +1,34 @@
-"""Source and options to a loaded-ready binary: NVRTC through cuda.core, behind the disk cache."""
+"""Source to binary: NVRTC through cuda.core, without a cache; needs neither a GPU nor a driver."""
 
-import hashlib
 import io
 import json
+import logging
 import re
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from importlib import metadata
+from typing import Any
 
-from kernels.jit import statistics
-from kernels.jit.cache import DiskCache, cache_directory
+from kernels.jit.source import Source
 
-CSRC = Path(__file__).parent.parent / "csrc"
 ARCHITECTURE = "sm_90a"
-_STANDARD = "c++17"
-_INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
+_OPTIONS: dict[str, Any] = {
+    "arch": ARCHITECTURE,
+    "std": "c++17",
+    "lineinfo": True,  # else profilers cannot show the source
+    "ptxas_options": ["-v"],
+}
 _LENGTH_BYTES = 4
+
+logger = logging.getLogger(__name__)
 
 
 class CompileError(RuntimeError):
     """NVRTC refused a source; the message has the options and the compiler's log."""
+
+
+class CompilerMissingError(RuntimeError):
+    """There is no NVRTC here, or no cuda.core; the message says what is missing."""
 
 
 @dataclass(frozen=True)
@@ -33,32 +42,6 @@ class ResourceUsage:
 
 
 @dataclass(frozen=True)
-class Source:
-    """A file of kernels/csrc with its macro definitions: one variant of a kernel."""
-
-    name: str
-    file: str
-    entry: str
-    defines: tuple[tuple[str, str], ...]
-
-    def files(self) -> dict[str, str]:
-        """The file and every header it includes, recursively, by name."""
-        found: dict[str, str] = {}
-        waiting = [self.file]
-        while waiting:
-            name = waiting.pop()
-            if name not in found:
-                found[name] = (CSRC / name).read_text()
-                waiting += _INCLUDE.findall(found[name])
-        return found
-
-    def text(self) -> str:
-        """What the compiler is given, definitions first."""
-        lines = [f"#define {name} {value}" for name, value in self.defines]
-        return "\n".join([*lines, f'#include "{self.file}"', ""])
-
-
-@dataclass(frozen=True)
 class Binary:
     """A compiled variant; `cached` tells whether it was found on disk, `seconds` what compiling took then."""
 
@@ -68,96 +51,106 @@ class Binary:
     seconds: float
     cached: bool
 
+    def pack(self) -> bytes:
+        """As bytes, for a cache. The cubin comes first: tools that read ELF ignore what follows it."""
+        about = {"usage": asdict(self.usage), "log": self.log, "seconds": self.seconds}
+        tail = json.dumps(about).encode()
+        return self.cubin + tail + len(tail).to_bytes(_LENGTH_BYTES, "little")
 
-def cache_key(source: Source) -> str:
-    """Changes with the source, its headers, the definitions, the options, the compiler and the architecture."""
-    from cuda.bindings import nvrtc
-
-    parts = [ARCHITECTURE, _STANDARD, str(nvrtc.nvrtcVersion()[1:]), source.entry, source.text()]
-    parts += [f"{name}\n{text}" for name, text in sorted(source.files().items())]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-
-def find(source: Source) -> Binary | None:
-    """The variant if the disk cache has it whole; compiles nothing."""
-    entry = DiskCache(cache_directory()).get(cache_key(source))
-    return _unpack(entry) if entry is not None else None
+    @staticmethod
+    def unpack(packed: bytes) -> "Binary":
+        """What `pack` made, as something found in a cache."""
+        end = len(packed) - _LENGTH_BYTES - int.from_bytes(packed[-_LENGTH_BYTES:], "little")
+        about = json.loads(packed[end:-_LENGTH_BYTES])
+        usage = ResourceUsage(**about["usage"])
+        return Binary(packed[:end], usage, about["log"], about["seconds"], cached=True)
 
 
-def build(source: Source) -> Binary:
-    """The variant from the disk cache, else compiled and put there. Safe in several threads and processes.
+def compiler_version() -> str:
+    """NVRTC, its package if it has one, cuda.core, and the options: all a binary depends on but its source.
+
+    Raises CompilerMissingError where the cuda extra is not installed whole.
+    """
+    try:
+        import cuda.core
+        from cuda.bindings import nvrtc
+
+        status, major, minor = nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError) as error:  # the package, or the library it loads
+        raise CompilerMissingError(
+            f"the CUDA compiler is expected to be installed (pip install 'expertd[cuda]'), got: {error}"
+        ) from error
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise CompilerMissingError(f"expected NVRTC to tell its version, got {status.name}")
+    try:
+        package = metadata.version("nvidia-cuda-nvrtc")
+    except metadata.PackageNotFoundError:
+        package = "none"  # a system-wide CUDA toolkit's
+    return f"nvrtc {major}.{minor} package {package}, cuda.core {cuda.core.__version__}, {_OPTIONS}"
+
+
+def compile_source(source: Source, text: str | None = None) -> Binary:
+    """Compile a variant whatever the cache holds; `text` if it was read before. Threads run in parallel.
 
     Raises CompileError with options and log when the compiler refuses.
     """
-    cache, key = DiskCache(cache_directory()), cache_key(source)
-    with cache.locked(key):
-        entry = cache.get(key)
-        if entry is not None:
-            statistics.record_hit()
-            return _unpack(entry)
-        binary = compile_source(source)
-        statistics.record_compilation(binary.seconds)
-        cache.put(key, _pack(binary))
-        return binary
-
-
-def compile_source(source: Source) -> Binary:
-    """Compile a variant for sm_90a whatever the cache holds; needs neither a GPU nor a driver."""
     from cuda.core import Program, ProgramOptions
 
-    options = ProgramOptions(
-        arch=ARCHITECTURE, std=_STANDARD, include_path=str(CSRC), ptxas_options=["-v"], lineinfo=True
-    )
-    log = io.StringIO()
+    text = source.text() if text is None else text
+    # With a name of its own, cuda.core puts no temporary file for debuggers into the line information.
+    options = ProgramOptions(name=f"{source.name}.cu", **_OPTIONS)
+    written = io.StringIO()
     start = time.perf_counter()
     try:
-        cubin = bytes(Program(source.text(), "c++", options).compile("cubin", logs=log).code)
-    except Exception as error:  # cuda.core raises NVRTC's and nvJitLink's own kinds, the log in their text
-        raise CompileError(
-            f"{source.name}: {source.defines} for {ARCHITECTURE}\n{error}\n{log.getvalue()}"
-        ) from error
-    return Binary(cubin, _usage(log.getvalue()), log.getvalue(), time.perf_counter() - start, cached=False)
+        cubin = bytes(Program(text, "c++", options).compile("cubin", logs=written).code)
+    except Exception as error:  # cuda.core raises NVRTC's errors as a kind that it does not name in public
+        raise CompileError(_refusal(source, f"{error}\n{written.getvalue()}")) from error
+    seconds = time.perf_counter() - start
+    log = written.getvalue()
+    for line in log.splitlines():
+        if "warning" in line.lower():
+            logger.warning("%s: %s", source.name, line.strip())
+    return Binary(cubin, _usage(source, log), log, seconds, cached=False)
 
 
 def to_ptx(source: Source) -> str:
-    """The variant's PTX, for reading."""
-    from cuda.bindings import nvrtc
+    """The variant's PTX, for reading. Raises CompileError."""
+    from cuda.bindings import nvrtc  # cuda.core makes PTX only where there is a driver
 
-    options = [f"-arch={ARCHITECTURE.replace('sm', 'compute')}", f"-std={_STANDARD}", f"-I{CSRC}"]
+    options = [f"-arch={ARCHITECTURE}", f"-std={_OPTIONS['std']}", "-lineinfo"]
     _, program = nvrtc.nvrtcCreateProgram(source.text().encode(), source.name.encode(), 0, None, None)
-    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        raise CompileError(f"{source.name}: {source.defines} for {ARCHITECTURE}: {status.name}")
-    _, size = nvrtc.nvrtcGetPTXSize(program)
-    ptx = bytearray(size)
-    nvrtc.nvrtcGetPTX(program, ptx)
-    return bytes(ptx).rstrip(b"\0").decode()
+    try:
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            log = bytearray(nvrtc.nvrtcGetProgramLogSize(program)[1])
+            nvrtc.nvrtcGetProgramLog(program, log)
+            raise CompileError(_refusal(source, f"{status.name}\n{_text(log)}"))
+        ptx = bytearray(nvrtc.nvrtcGetPTXSize(program)[1])
+        nvrtc.nvrtcGetPTX(program, ptx)
+        return _text(ptx)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
 
 
-def _usage(log: str) -> ResourceUsage:
-    def number(pattern: str) -> int:
-        match = re.search(pattern, log)
-        if match is None:
-            raise CompileError(f"expected ptxas to report /{pattern}/, got:\n{log}")
-        return int(match[1])
+def _text(buffer: bytearray) -> str:
+    return bytes(buffer).rstrip(b"\0").decode()
+
+
+def _refusal(source: Source, reason: str) -> str:
+    defines = " ".join(f"{name}={value}" for name, value in source.defines)
+    return f"{source.name}: expected {source.file} to compile with {defines}, {_OPTIONS}; got:\n{reason}"
+
+
+def _usage(source: Source, log: str) -> ResourceUsage:
+    def most(pattern: str) -> int:
+        numbers = [int(number) for number in re.findall(pattern, log)]
+        if not numbers:
+            raise CompileError(f"{source.name}: expected ptxas to report /{pattern}/, got:\n{log}")
+        return max(numbers)  # a function that was not inlined has a line of its own
 
     return ResourceUsage(
-        registers=number(r"Used (\d+) registers"),
-        stack_bytes=number(r"(\d+) bytes stack frame"),
-        spill_store_bytes=number(r"(\d+) bytes spill stores"),
-        spill_load_bytes=number(r"(\d+) bytes spill loads"),
+        registers=most(r"Used (\d+) registers"),
+        stack_bytes=most(r"(\d+) bytes stack frame"),
+        spill_store_bytes=most(r"(\d+) bytes spill stores"),
+        spill_load_bytes=most(r"(\d+) bytes spill loads"),
     )
-
-
-def _pack(binary: Binary) -> bytes:
-    # The cubin comes first: tools that read ELF ignore what follows it.
-    about = {"usage": asdict(binary.usage), "log": binary.log, "seconds": binary.seconds}
-    tail = json.dumps(about).encode()
-    return binary.cubin + tail + len(tail).to_bytes(_LENGTH_BYTES, "little")
-
-
-def _unpack(entry: bytes) -> Binary:
-    length = int.from_bytes(entry[-_LENGTH_BYTES:], "little")
-    end = len(entry) - _LENGTH_BYTES - length
-    about = json.loads(entry[end:-_LENGTH_BYTES])
-    return Binary(entry[:end], ResourceUsage(**about["usage"]), about["log"], about["seconds"], cached=True)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 class JitStats(NamedTuple):
-    """Compilations done here, seconds spent in them (summed over threads), and binaries found in the cache."""
+    """Compilations done here, seconds spent in them (summed over threads), binaries found in the cache."""
 
     compilations: int
     compile_seconds: float

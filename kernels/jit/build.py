@@ -1,0 +1,62 @@
+"""Variants to binaries by way of the disk cache: found there, else compiled once whoever asks."""
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+
+from kernels.jit import statistics
+from kernels.jit.cache import DiskCache, cache_directory
+from kernels.jit.compiler import Binary, compile_source, compiler_version
+from kernels.jit.source import Source
+
+_FORMAT = "1"  # of the entries: another one, and older entries are no longer found
+
+
+def cache_key(source: Source) -> str:
+    """Changes with the source, its headers, definitions and options, the compiler and the architecture."""
+    return _key(source.text())
+
+
+def find(source: Source) -> Binary | None:
+    """The variant if the disk cache has it whole; compiles nothing. Raises CompilerMissingError."""
+    entry = DiskCache(cache_directory()).get(cache_key(source))
+    return Binary.unpack(entry) if entry is not None else None
+
+
+def build(source: Source) -> Binary:
+    """The variant from the disk cache, else compiled and put there. Safe in several threads and processes.
+
+    Raises CompileError with options and log when the compiler refuses, CompilerMissingError without one.
+    """
+    text = source.text()  # read once: what is hashed is what is compiled
+    cache, key = DiskCache(cache_directory()), _key(text)
+    entry = cache.get(key)
+    if entry is None:
+        with cache.locked(key):
+            entry = cache.get(key)
+            if entry is None:
+                binary = compile_source(source, text)
+                statistics.record_compilation(binary.seconds)
+                cache.put(key, binary.pack())
+                return binary
+    statistics.record_hit()
+    return Binary.unpack(entry)
+
+
+def build_all(sources: Sequence[Source]) -> Iterator[tuple[Source, Binary]]:
+    """Build all in parallel, a thread for each processor; yields each as soon as it is ready.
+
+    An error ends it, and so does closing it early: what has not begun is not compiled.
+    """
+    pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="jit")
+    try:
+        jobs = {pool.submit(build, source): source for source in sources}
+        for job in as_completed(jobs):
+            yield jobs[job], job.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _key(text: str) -> str:
+    return hashlib.sha256("\0".join([_FORMAT, compiler_version(), text]).encode()).hexdigest()

@@ -1,0 +1,46 @@
+"""A variant of a kernel as one text: definitions, the file, and its headers in place."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+CSRC = Path(__file__).parent.parent / "csrc"
+_INCLUDE = re.compile(r'[ \t]*#[ \t]*include[ \t]*"([^"]+)"')
+_ONCE = re.compile(r"[ \t]*#[ \t]*pragma[ \t]+once\b")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file of kernels/csrc with its macro definitions: one variant of a kernel."""
+
+    name: str
+    file: str
+    entry: str
+    defines: tuple[tuple[str, str], ...]
+
+    def text(self) -> str:
+        """What is compiled: the file with every header in place, once, so that it compiles alone.
+
+        Line directives keep the names and line numbers of the files in messages and profiles.
+        Raises FileNotFoundError for a file that kernels/csrc lacks.
+        """
+        lines = [f"#define {name} {value}" for name, value in self.defines]
+        self._append(lines, self.file, set())
+        return "\n".join([*lines, ""])
+
+    def _append(self, lines: list[str], file: str, seen: set[str]) -> None:
+        seen.add(file)
+        lines.append(_line(1, file))
+        for number, line in enumerate((CSRC / file).read_text().splitlines(), start=1):
+            include = _INCLUDE.match(line)
+            if include is None:
+                lines.append("" if _ONCE.match(line) else line)
+            elif include[1] in seen:
+                lines.append("")
+            else:
+                self._append(lines, include[1], seen)
+                lines.append(_line(number + 1, file))
+
+
+def _line(number: int, file: str) -> str:
+    return f'#line {number} "kernels/csrc/{file}"'
