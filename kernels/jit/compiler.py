@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import re
+import threading
 import time
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -19,6 +20,7 @@ _OPTIONS: dict[str, Any] = {
     "ptxas_options": ["-v"],
 }
 _LENGTH_BYTES = 4
+_importing = threading.Lock()  # threads that import cuda.core at the same time can see half of it
 
 logger = logging.getLogger(__name__)
 
@@ -71,22 +73,15 @@ def compiler_version() -> str:
 
     Raises CompilerMissingError where the cuda extra is not installed whole.
     """
-    try:
-        import cuda.core
-        from cuda.bindings import nvrtc
-
-        status, major, minor = nvrtc.nvrtcVersion()
-    except (ImportError, RuntimeError) as error:  # the package, or the library it loads
-        raise CompilerMissingError(
-            f"the CUDA compiler is expected to be installed (pip install 'expertd[cuda]'), got: {error}"
-        ) from error
+    core, nvrtc = _cuda()
+    status, major, minor = nvrtc.nvrtcVersion()
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         raise CompilerMissingError(f"expected NVRTC to tell its version, got {status.name}")
     try:
         package = metadata.version("nvidia-cuda-nvrtc")
     except metadata.PackageNotFoundError:
         package = "none"  # a system-wide CUDA toolkit's
-    return f"nvrtc {major}.{minor} package {package}, cuda.core {cuda.core.__version__}, {_OPTIONS}"
+    return f"nvrtc {major}.{minor} package {package}, cuda.core {core.__version__}, {_OPTIONS}"
 
 
 def compile_source(source: Source, text: str | None = None) -> Binary:
@@ -94,15 +89,14 @@ def compile_source(source: Source, text: str | None = None) -> Binary:
 
     Raises CompileError with options and log when the compiler refuses.
     """
-    from cuda.core import Program, ProgramOptions
-
+    core, _ = _cuda()
     text = source.text() if text is None else text
     # With a name of its own, cuda.core puts no temporary file for debuggers into the line information.
-    options = ProgramOptions(name=f"{source.name}.cu", **_OPTIONS)
+    options = core.ProgramOptions(name=f"{source.name}.cu", **_OPTIONS)
     written = io.StringIO()
     start = time.perf_counter()
     try:
-        cubin = bytes(Program(text, "c++", options).compile("cubin", logs=written).code)
+        cubin = bytes(core.Program(text, "c++", options).compile("cubin", logs=written).code)
     except Exception as error:  # cuda.core raises NVRTC's errors as a kind that it does not name in public
         raise CompileError(_refusal(source, f"{error}\n{written.getvalue()}")) from error
     seconds = time.perf_counter() - start
@@ -115,8 +109,7 @@ def compile_source(source: Source, text: str | None = None) -> Binary:
 
 def to_ptx(source: Source) -> str:
     """The variant's PTX, for reading. Raises CompileError."""
-    from cuda.bindings import nvrtc  # cuda.core makes PTX only where there is a driver
-
+    _, nvrtc = _cuda()  # cuda.core makes PTX only where there is a driver
     options = [f"-arch={ARCHITECTURE}", f"-std={_OPTIONS['std']}", "-lineinfo"]
     _, program = nvrtc.nvrtcCreateProgram(source.text().encode(), source.name.encode(), 0, None, None)
     try:
@@ -130,6 +123,21 @@ def to_ptx(source: Source) -> str:
         return _text(ptx)
     finally:
         nvrtc.nvrtcDestroyProgram(program)
+
+
+def _cuda() -> tuple[Any, Any]:
+    """cuda.core and NVRTC's bindings with the library loaded, or CompilerMissingError."""
+    with _importing:
+        try:
+            import cuda.core
+            from cuda.bindings import nvrtc
+
+            nvrtc.nvrtcVersion()
+        except (ImportError, RuntimeError) as error:  # a package, or the library that it loads
+            raise CompilerMissingError(
+                f"the CUDA compiler is expected to be installed (pip install 'expertd[cuda]'), got: {error}"
+            ) from error
+        return cuda.core, nvrtc
 
 
 def _text(buffer: bytearray) -> str:

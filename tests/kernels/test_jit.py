@@ -1,0 +1,327 @@
+"""The JIT on any machine (NVRTC needs no GPU): cache, keys, errors, several processes at once."""
+
+import logging
+import multiprocessing
+import subprocess
+import sys
+import threading
+from importlib import metadata
+from multiprocessing.queues import Queue
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+
+import pytest
+from cuda.bindings import nvrtc
+from filelock import FileLock
+
+from kernels import jit
+from kernels.jit import Source, cache
+from kernels.jit import source as source_module
+from kernels.jit.build import cache_key
+
+_HEADER = "#pragma once\nconstexpr float kScale = 2;\n"
+_OTHER = '#pragma once\n  #  include "scale.cuh"\nconstexpr float kTwice = kScale * 2;\n'
+_KERNEL = """#include "scale.cuh"
+#include "other.cuh"  // which includes the first again
+extern "C" __global__ void scale(float* x) { x[threadIdx.x] = x[threadIdx.x] * kTwice + PLUS; }
+"""
+PLUS_1 = Source(name="plus_1", file="scale.cu", entry="scale", defines=(("PLUS", "1"),))
+PLUS_2 = Source(name="plus_2", file="scale.cu", entry="scale", defines=(("PLUS", "2"),))
+BROKEN = Source(name="broken", file="scale.cu", entry="scale", defines=(("PLUS", "no_such_thing"),))
+
+
+@pytest.fixture(autouse=True)
+def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    directory = tmp_path / "cache"
+    monkeypatch.setenv(jit.CACHE_DIR_VARIABLE, str(directory))
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def csrc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    directory = tmp_path / "csrc"
+    directory.mkdir()
+    for name, text in (("scale.cuh", _HEADER), ("other.cuh", _OTHER), ("scale.cu", _KERNEL)):
+        (directory / name).write_text(text)
+    monkeypatch.setattr(source_module, "CSRC", directory)
+    return directory
+
+
+def entry_of(source: Source, cache_dir: Path) -> Path:
+    return cache_dir / f"{cache_key(source)}.bin"
+
+
+def test_the_second_build_is_a_hit() -> None:
+    before = jit.stats()
+    assert jit.find(PLUS_1) is None
+    first, second = jit.build(PLUS_1), jit.build(PLUS_1)
+    assert (first.cached, second.cached) == (False, True)
+    assert first.cubin.startswith(b"\x7fELF")
+    assert first == jit.Binary(second.cubin, second.usage, second.log, second.seconds, cached=False)
+    assert jit.find(PLUS_1) == second
+    after = jit.stats()
+    assert after.compilations - before.compilations == 1
+    assert after.cache_hits - before.cache_hits == 1
+    assert after.compile_seconds - before.compile_seconds == pytest.approx(first.seconds)
+
+
+def test_a_hit_needs_no_lock_and_so_no_writable_directory(cache_dir: Path) -> None:
+    jit.build(PLUS_1)
+    for path in cache_dir.iterdir():
+        if path.suffix != ".bin":
+            path.unlink()
+    assert jit.build(PLUS_1).cached
+    assert [path.suffix for path in cache_dir.iterdir()] == [".bin"]
+
+
+def test_binaries_do_not_depend_on_place_or_time(csrc: Path, tmp_path: Path) -> None:
+    binary = jit.compile_source(PLUS_1)
+    assert jit.compile_source(PLUS_1).cubin == binary.cubin
+    assert str(tmp_path).encode() not in binary.cubin
+    assert b"kernels/csrc" in binary.cubin, "line information is expected"
+
+
+@pytest.mark.parametrize("keep", [0, 10, 500, -1])
+def test_a_truncated_entry_is_built_again(
+    keep: int, cache_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = jit.build(PLUS_1)
+    entry = entry_of(PLUS_1, cache_dir)
+    entry.write_bytes(entry.read_bytes()[:keep])
+    again = jit.build(PLUS_1)
+    assert not again.cached
+    assert again.cubin == whole.cubin
+    assert f"cache entry {entry} is damaged" in caplog.text
+    assert jit.build(PLUS_1).cached
+
+
+@pytest.mark.parametrize("position", [0, 1000, -40, -1])
+def test_a_corrupted_entry_is_built_again(
+    position: int, cache_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = jit.build(PLUS_1)
+    entry = entry_of(PLUS_1, cache_dir)
+    content = bytearray(entry.read_bytes())
+    content[position] ^= 1
+    entry.write_bytes(content)
+    assert jit.find(PLUS_1) is None
+    assert jit.build(PLUS_1).cubin == whole.cubin
+    assert "is damaged" in caplog.text
+    assert jit.build(PLUS_1).cached
+
+
+def test_an_entry_that_cannot_be_read_is_told_of(cache_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    entry_of(PLUS_1, cache_dir).mkdir(parents=True)
+    assert not jit.build(PLUS_1).cached
+    assert "cannot be read" in caplog.text
+
+
+@pytest.mark.parametrize("place", ["a file", "/proc/expertd"])
+def test_a_directory_that_cannot_be_made_costs_only_time(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = Path(place) if place.startswith("/") else tmp_path / place
+    if not place.startswith("/"):
+        directory.write_text("in the way")
+    monkeypatch.setenv(jit.CACHE_DIR_VARIABLE, str(directory))
+    assert [jit.build(PLUS_1).cached for _ in range(2)] == [False, False]
+    assert f"the kernel cache {directory} is used without a lock" in caplog.text
+    assert "is not kept for the next start" in caplog.text
+
+
+def test_a_crash_between_writing_and_renaming_leaves_no_entry(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as patched:
+
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        patched.setattr(Path, "replace", full)
+        assert not jit.build(PLUS_1).cached
+    assert "No space left on device" in caplog.text
+    assert [path.suffix for path in cache_dir.iterdir() if path.suffix != ".lock"] == [".part"]
+    assert jit.find(PLUS_1) is None
+    assert not jit.build(PLUS_1).cached
+    assert [path.suffix for path in cache_dir.iterdir() if path.suffix != ".lock"] == [".bin"]
+    assert jit.build(PLUS_1).cached
+
+
+def test_a_lock_held_for_ever_is_passed_over(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cache, "LOCK_SECONDS", 0.05)
+    cache_dir.mkdir()
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with FileLock(cache_dir / f"{cache_key(PLUS_1)}.lock"):
+            held.set()
+            done.wait()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait()
+    try:
+        assert not jit.build(PLUS_1).cached
+    finally:
+        done.set()
+        holder.join()
+    assert "is used without a lock" in caplog.text
+    assert jit.build(PLUS_1).cached
+
+
+def test_the_key_changes_with_all_that_a_binary_depends_on(
+    csrc: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {cache_key(PLUS_1), cache_key(PLUS_1), cache_key(PLUS_2)}
+    (csrc / "scale.cuh").write_text(_HEADER.replace("2", "3"))
+    keys.add(cache_key(PLUS_1))
+    (csrc / "other.cuh").write_text(_OTHER.replace("2", "3"))
+    keys.add(cache_key(PLUS_1))
+    (csrc / "scale.cu").write_text(_KERNEL + "\n")
+    keys.add(cache_key(PLUS_1))
+    with monkeypatch.context() as patched:
+        patched.setattr("cuda.core.__version__", "0.0")
+        keys.add(cache_key(PLUS_1))
+    with monkeypatch.context() as patched:
+        patched.setattr(metadata, "version", lambda name: "0.0")
+        keys.add(cache_key(PLUS_1))
+    with monkeypatch.context() as patched:
+        patched.setattr(nvrtc, "nvrtcVersion", lambda: (nvrtc.nvrtcResult.NVRTC_SUCCESS, 99, 0))
+        keys.add(cache_key(PLUS_1))
+    assert len(keys) == 8
+
+
+def test_a_header_changed_is_a_binary_changed(csrc: Path) -> None:
+    first = jit.build(PLUS_1)
+    (csrc / "scale.cuh").write_text(_HEADER.replace("2", "3"))
+    second = jit.build(PLUS_1)
+    assert not second.cached
+    assert first.cubin != second.cubin
+
+
+def test_the_text_has_each_header_once_and_compiles_alone(tmp_path: Path) -> None:
+    text = PLUS_1.text()
+    assert text.count("constexpr float kScale") == 1
+    assert "#include" not in text
+    assert "pragma once" not in text
+    assert jit.compile_source(PLUS_1, text).cubin == jit.compile_source(PLUS_1).cubin
+
+
+def test_a_missing_header_is_named(csrc: Path) -> None:
+    (csrc / "other.cuh").unlink()
+    with pytest.raises(FileNotFoundError, match=r"other\.cuh"):
+        jit.build(PLUS_1)
+
+
+def test_a_broken_source_raises_with_options_and_log(csrc: Path) -> None:
+    with pytest.raises(jit.CompileError) as caught:
+        jit.build(BROKEN)
+    for expected in ("broken", "PLUS=no_such_thing", "sm_90a", 'identifier "no_such_thing" is undefined'):
+        assert expected in str(caught.value)
+    assert "kernels/csrc/scale.cu(3): error" in str(caught.value)
+    (csrc / "other.cuh").write_text(f"{_OTHER}\nnot C++;\n")
+    with pytest.raises(jit.CompileError, match=r"kernels/csrc/other\.cuh\(5\): error"):
+        jit.build(PLUS_1)
+    assert jit.find(BROKEN) is None
+
+
+def test_ptx(csrc: Path) -> None:
+    ptx = jit.to_ptx(PLUS_1)
+    assert ".target sm_90a" in ptx
+    assert ".visible .entry scale(" in ptx
+    with pytest.raises(jit.CompileError, match="no_such_thing"):
+        jit.to_ptx(BROKEN)
+
+
+def test_spills_of_functions_that_are_not_inlined_count(csrc: Path) -> None:
+    (csrc / "scale.cu").write_text(
+        "__device__ __noinline__ float sum(float* x, int i) {\n"
+        "    float y[64]; for (int j = 0; j < 64; ++j) y[(j * i) % 64] = x[j]; return y[i];\n}\n"
+        'extern "C" __global__ void scale(float* x) { x[0] = sum(x, PLUS + threadIdx.x); }\n'
+    )
+    assert jit.build(PLUS_1).usage.stack_bytes >= 256
+
+
+def test_warnings_of_the_compiler_are_logged(csrc: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (csrc / "scale.cu").write_text('extern "C" __global__ void scale(float* x) { int unused = PLUS; }\n')
+    with caplog.at_level(logging.WARNING):
+        jit.build(PLUS_1)
+    assert 'plus_1: kernels/csrc/scale.cu(1): warning #177-D: variable "unused"' in caplog.text
+
+
+def test_build_all_yields_each_once_and_stops_at_an_error() -> None:
+    built = dict(jit.build_all([PLUS_1, PLUS_2]))
+    assert set(built) == {PLUS_1, PLUS_2}
+    assert not any(binary.cached for binary in built.values())
+    assert all(binary.cached for _, binary in jit.build_all([PLUS_1, PLUS_2]))
+    with pytest.raises(jit.CompileError, match="no_such_thing"):
+        list(jit.build_all([BROKEN, PLUS_1]))
+
+
+def _build_at_once(csrc: Path, ready: Barrier, results: "Queue[tuple[int, int]]") -> None:
+    source_module.CSRC = csrc
+    ready.wait()
+    list(jit.build_all([PLUS_1, PLUS_2]))
+    results.put((jit.stats().compilations, jit.stats().cache_hits))
+
+
+def test_several_processes_compile_a_variant_once(csrc: Path, cache_dir: Path) -> None:
+    (csrc / "scale.cuh").write_text(_HEADER + _slow_to_compile())
+    context = multiprocessing.get_context("spawn")
+    ready = context.Barrier(3)
+    results: Queue[tuple[int, int]] = context.Queue()
+    processes = [context.Process(target=_build_at_once, args=(csrc, ready, results)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    counts = [results.get() for _ in processes]
+    assert sum(compilations for compilations, _ in counts) == 2
+    assert sum(hits for _, hits in counts) == 4
+    assert len(list(cache_dir.glob("*.bin"))) == 2
+
+
+def _slow_to_compile() -> str:
+    """Code that keeps the compiler busy for long enough that others come while it is."""
+    steps = "".join(f"x = __sinf(x) * {i}.0f + __cosf(x);" for i in range(2000))
+    return (
+        f"__device__ float slow(float x) {{ {steps} return x; }}\n__device__ float (*keep)(float) = slow;\n"
+    )
+
+
+def test_many_threads_compile_a_variant_once() -> None:
+    before = jit.stats()
+    threads = [threading.Thread(target=jit.build, args=(PLUS_1,)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    after = jit.stats()
+    assert after.compilations - before.compilations == 1
+    assert after.cache_hits - before.cache_hits == 7
+
+
+def test_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert jit.cache_directory() == tmp_path / "cache"
+    monkeypatch.delenv(jit.CACHE_DIR_VARIABLE)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert jit.cache_directory() == tmp_path / "xdg" / "expertd"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert jit.cache_directory() == tmp_path / "home" / ".cache" / "expertd"
+
+
+@pytest.mark.parametrize("missing", ["cuda.core", "cuda.bindings"])
+def test_without_the_cuda_extra_the_error_says_so(missing: str) -> None:
+    code = (
+        f"import sys; sys.modules[{missing!r}] = None\n"
+        "from kernels import jit, tiles\n"
+        "assert jit.stats() == (0, 0.0, 0)\n"
+        "try: jit.find(tiles.source(*tiles.VARIANTS[0]))\n"
+        "except jit.CompilerMissingError as error: print(error)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "expected to be installed (pip install 'expertd[cuda]'), got: " in result.stdout
