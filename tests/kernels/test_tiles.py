@@ -40,6 +40,19 @@ def test_a_variant_fits_an_sm(layout: Layout, config: TileConfig, binaries: dict
     assert config.shared_bytes(MAX_GROUPS) <= SHARED_BYTES_LIMIT
 
 
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+def test_host_and_device_agree_on_the_storage(config: TileConfig) -> None:
+    """What the launch asks for holds what the kernel lays out; else it would write past its shared memory."""
+    variant = source(Layout.MASKED, config)
+    table = 2 * (MAX_GROUPS + 1) * 4
+    checks = (
+        f"static_assert(__builtin_offsetof(SharedStorage, groups) + {table} "
+        f"<= {config.shared_bytes(MAX_GROUPS)});\n"
+        f"static_assert(kThreads == {config.threads});\n"
+    )
+    jit.compile_source(variant, variant.text() + checks)
+
+
 def test_names_are_unique() -> None:
     assert len(set(NAMES)) == len(NAMES)
 

@@ -1,0 +1,145 @@
+"""`expertd kernels`, run as a command and without a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kernels import jit
+from kernels.tiles import VARIANTS, source
+from service.cli import main
+
+NAMES = [source(*variant).name for variant in VARIANTS]
+
+
+@pytest.fixture(scope="module")
+def full_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache with every variant."""
+    directory = tmp_path_factory.mktemp("full")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv(jit.CACHE_DIR_VARIABLE, str(directory))
+        assert len(list(jit.build_all([source(*variant) for variant in VARIANTS]))) == len(NAMES)
+    return directory
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(jit.CACHE_DIR_VARIABLE, str(tmp_path / "empty"))
+    return tmp_path / "empty"
+
+
+@pytest.fixture
+def use_full_cache(full_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(jit.CACHE_DIR_VARIABLE, str(full_cache))
+
+
+def test_listing_compiles_nothing(empty_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = jit.stats()
+    assert main(["kernels"]) == 0
+    out = capsys.readouterr().out
+    assert [line.split()[0] for line in out.splitlines()[1:-1]] == NAMES
+    assert out.count("not compiled") == len(NAMES)
+    assert f"cache: {empty_cache};" in out
+    assert jit.stats() == before
+    assert not empty_cache.exists()
+
+
+@pytest.mark.usefixtures("use_full_cache")
+def test_the_table_tells_what_a_variant_uses(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kernels"]) == 0
+    for (layout, config), line in zip(VARIANTS, capsys.readouterr().out.splitlines()[1:], strict=False):
+        binary = jit.build(source(layout, config))
+        name, registers, shared, stack, spills, seconds, unit, state = line.split()
+        assert name == source(layout, config).name
+        assert (int(registers), int(stack), int(spills)) == (binary.usage.registers, 0, 0)
+        assert int(shared) == config.shared_bytes(256)
+        assert (float(seconds), unit, state) == (round(binary.seconds, 2), "s", "cached")
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_build_fills_the_cache_and_tells_the_time(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kernels", "--build", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["build"]["compiled"] == len(NAMES)
+    assert report["build"]["from_cache"] == len(NAMES)
+    assert report["build"]["seconds"] > report["build"]["from_cache_seconds"] > 0
+    assert [row["name"] for row in report["variants"]] == NAMES
+    assert all(row["cached"] and row["compile_seconds"] > 0 for row in report["variants"])
+    assert main(["kernels", "--build"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "(0 compiled), then 6 of 6 from the cache in".replace("6", str(len(NAMES))) in last
+
+
+@pytest.mark.usefixtures("use_full_cache")
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        ("source", b'#line 1 "kernels/csrc/grouped_gemm_fp8.cu"'),
+        ("ptx", b".visible .entry grouped_gemm_fp8("),
+        ("sass", b"QGMMA"),
+        ("cubin", b"\x7fELF"),
+    ],
+)
+def test_dump(form: str, expected: bytes, tmp_path: Path) -> None:
+    file = tmp_path / form
+    assert main(["kernels", "--dump", NAMES[0], "--format", form, "-o", str(file)]) == 0
+    assert expected in file.read_bytes()
+
+
+def test_a_dumped_source_compiles_alone(
+    use_full_cache: None, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    assert main(["kernels", "--dump", NAMES[0]]) == 0
+    text = capfdbinary.readouterr().out.decode()
+    assert "#include" not in text
+    variant = source(*VARIANTS[0])
+    assert jit.compile_source(variant, text).cubin == jit.build(variant).cubin
+
+
+def test_an_unknown_variant(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kernels", "--dump", "nothing"]) == 2
+    error = capsys.readouterr().err
+    assert f"--dump is expected to be one of {', '.join(NAMES)}, got 'nothing'" in error
+
+
+@pytest.mark.usefixtures("use_full_cache")
+def test_a_missing_disassembler_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("cuda.pathfinder.find_nvidia_binary_utility", lambda name: None)
+    assert main(["kernels", "--dump", NAMES[0], "--format", "sass"]) == 2
+    assert "nvdisasm is expected on PATH or installed" in capsys.readouterr().err
+
+
+def test_an_output_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kernels", "--dump", NAMES[0], "-o", str(tmp_path)]) == 2
+    assert str(tmp_path) in capsys.readouterr().err
+
+
+def test_without_the_cuda_extra_it_is_one_sentence_and_2() -> None:
+    code = (
+        "import sys; sys.modules['cuda.core'] = None\n"
+        "from service.cli import main\n"
+        "sys.exit(main(['kernels']))\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("expertd kernels: the CUDA compiler is expected to be installed")
+
+
+def test_as_a_process_with_a_pipe(full_cache: Path) -> None:
+    environment = {**os.environ, jit.CACHE_DIR_VARIABLE: str(full_cache)}
+    command = [sys.executable, "-c", "import sys; from service.cli import main; sys.exit(main())"]
+    result = subprocess.run(
+        [*command, "kernels", "--dump", NAMES[0], "--format", "cubin"],
+        capture_output=True,
+        check=True,
+        env=environment,
+    )
+    assert result.stdout.startswith(b"\x7fELF")
