@@ -139,7 +139,6 @@ class SMPartitions:
             old, self._lanes = self._lanes, lanes
             for _, stream in old.values():
                 stream.synchronize()
-            old.clear()
             torch.cuda.empty_cache()  # else what was cached for the old streams stays with them for good
         return self.partitions
 
@@ -163,7 +162,7 @@ class SMPartitions:
 class _PartitionStream(torch.cuda.ExternalStream):
     """A green context's stream as torch sees it; whoever holds it keeps stream and context alive."""
 
-    owner: Any
+    owners: tuple[Any, Any]
 
 
 def _current_device(index: int) -> Any:
@@ -186,9 +185,9 @@ def _open(device: Any, partition: Partition, resources: list[Any]) -> torch.cuda
         raise RuntimeError(
             f"partitions.{partition.name}: expected a context of {partition.num_sms} SMs, got {granted}"
         )
-    owner = context.create_stream()
-    stream = _PartitionStream(int(owner.handle), device.device_id)  # type: ignore[no-untyped-call]
-    stream.owner = owner
+    inner = context.create_stream()
+    stream = _PartitionStream(int(inner.handle), device.device_id)  # type: ignore[no-untyped-call]
+    stream.owners = (context, inner)  # a tuple lets go from its end: of the stream first
     return stream
 
 
