@@ -31,6 +31,8 @@ class ExpertApp(FastAPI):
             description=_DESCRIPTION,
             lifespan=_lifespan,
             redirect_slashes=False,
+            redoc_url=None,
+            swagger_ui_oauth2_redirect_url=None,
         )
         self.metrics = Metrics(__version__)
         self.metrics.watch_jit(jit_stats)

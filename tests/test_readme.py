@@ -1,0 +1,89 @@
+"""README.md is true: its requests run as pasted, its links lead somewhere, its API table is the app's."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from starlette.routing import Route
+
+from service.app import create_app
+from service.settings_loader import load_settings
+from tests.service.processes import ServerProcess, server_process
+
+ROOT = Path(__file__).resolve().parents[1]
+DEMO = ROOT / "configs" / "demo.yaml"
+DOCUMENTS = ("README.md", "CHANGELOG.md", "docs/http.md", "docs/container.md", "kernels/README.md")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with server_process(load_settings(DEMO), tmp_path_factory.mktemp("server")) as process:
+        yield process
+
+
+def block(document: str, language: str, word: str) -> str:
+    """The one code block of `document` in `language` that holds `word`."""
+    blocks: list[str] = re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / document).read_text(), re.M | re.S)
+    (found,) = [text for text in blocks if word in text]
+    return found
+
+
+def asking(server: ServerProcess, text: str) -> str:
+    """`text` with this server's port."""
+    assert "localhost:8000" in text
+    return text.replace("localhost:8000", server.url)
+
+
+def run(*command: str) -> str:
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    return result.stdout
+
+
+def test_the_curl_request(server: ServerProcess) -> None:
+    answer = run("bash", "-c", asking(server, block("README.md", "sh", "/infer")))
+    assert answer.startswith('{"model_name":"demo","model_version":"1","outputs":[{"name":"hidden_states"')
+    assert answer.count(",") > 512
+
+
+def test_the_python_request(server: ServerProcess) -> None:
+    answer = run(sys.executable, "-c", asking(server, block("README.md", "python", "tritonclient")))
+    assert answer.startswith("(5, 512)\n[[")
+
+
+def test_the_partitions_request_is_understood(server: ServerProcess) -> None:
+    answer = run("bash", "-c", asking(server, block("README.md", "sh", "/v1/partitions")))
+    assert answer == '{"error": "SM partitions need the hopper backend, this server runs \'reference\'"}'
+
+
+def test_the_kernels_example() -> None:
+    example = block("kernels/README.md", "python", "grouped_gemm_contiguous")
+    assert run(sys.executable, "-c", f"{example}\nprint(out.shape)") == "torch.Size([300, 256])\n"
+
+
+def test_the_api_table_is_the_apps() -> None:
+    app = create_app(load_settings(DEMO))
+    documented = {
+        f"{method.upper()} {path}" for path, calls in app.openapi()["paths"].items() for method in calls
+    }
+    beside = {f"GET {route.path}" for route in app.routes if isinstance(route, Route)}
+    table = re.findall(r"^\| `([A-Z]+ [^`]+)` \|", (ROOT / "README.md").read_text(), re.M)
+    assert sorted(table) == sorted(documented | beside)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_relative_links_exist(document: str) -> None:
+    path = ROOT / document
+    links = re.findall(r"\]\(([^)#]+)", path.read_text())
+    relative = [link for link in links if "://" not in link]
+    assert [link for link in relative if not (path.parent / link).exists()] == []
+
+
+def test_the_changelogs_top_entry_is_the_projects_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (top, *_) = re.findall(r"^## (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert top == project["version"]
