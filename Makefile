@@ -5,8 +5,12 @@ BIN    := $(VENV)/bin
 CONFIG ?= configs/demo.yaml
 PORT   ?= 8000
 
-# Without an NVIDIA GPU the CPU build of torch is asked for by version: plain torch brings gigabytes of CUDA.
-TORCH  ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo 'torch>=2.11' || echo 'torch==2.13.0')
+# Without an NVIDIA GPU torch's CPU build will do, from PyTorch's own index: PyPI's brings gigabytes of CUDA.
+ifeq ($(shell nvidia-smi -L 2>/dev/null),)
+TORCH ?= 'torch==2.13.0' --extra-index-url https://download.pytorch.org/whl/cpu
+else
+TORCH ?= 'torch>=2.11'
+endif
 
 .PHONY: install serve test test-gpu bench lint clean
 
@@ -14,7 +18,7 @@ install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
 	touch $@
 
