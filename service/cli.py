@@ -1,13 +1,15 @@
 """The `expertd` command."""
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
 from service import __version__
 from service.kernels_command import add_parser as add_kernels_parser
-from service.settings_loader import SettingsError, default_config, load_settings
 
 _FLAGS = ("host", "port", "backend", "log_level")
 
@@ -35,6 +37,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
+    # Until uvicorn sets its own: the kernel ignores both signals for a process 1 without a handler, and a
+    # container that is stopped while Python imports would wait for its time-out.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _leave)
+    # Here, not above: imports take most of the time in which a signal could come too early.
+    from service.settings_loader import SettingsError, default_config, load_settings
+
     try:
         path = arguments.config or default_config()
         if path is None:
@@ -42,7 +51,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         settings = load_settings(path, {flag: getattr(arguments, flag) for flag in _FLAGS})
     except SettingsError as error:
         return _refuse(error)
-    # Here, not above: torch and the web server take seconds to import, and a wrong setting should not.
+    # After the settings: torch and the web server take seconds to import, and a wrong setting should not.
     from service.server import BindError, configure_logging, serve
 
     configure_logging(settings.log_level)
@@ -50,6 +59,11 @@ def _serve(arguments: argparse.Namespace) -> int:
         return serve(settings)
     except BindError as error:
         return _refuse(error)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """End a server that has accepted nothing yet; at once, for an exception can be lost in an import."""
+    os._exit(0)
 
 
 def _refuse(error: Exception) -> int:

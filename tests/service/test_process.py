@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import signal
 import socket
 import subprocess
 import threading
@@ -17,6 +18,7 @@ from tests.service.apps import HIDDEN, hidden_request, rows, tiny_settings
 from tests.service.processes import EXPERTD, ServerProcess, clean_environment, server_process, until
 
 INFER = "/v2/models/tiny/infer"
+DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
 # A step of 2048 tokens is some 50 GFLOP: long enough to send a signal while others wait.
 SLOW = {
     "name": "slow",
@@ -178,6 +180,24 @@ def test_sigterm_without_requests_and_sigint_exit_with_0(tmp_path: Path) -> None
             server.get("/v2/health/live")
 
 
+def test_sigterm_while_still_importing_exits_with_0() -> None:
+    def caught() -> bool:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        mask = int(status.partition("SigCgt:")[2].split()[0], 16)
+        return bool(mask >> (signal.SIGTERM - 1) & 1)
+
+    command = [EXPERTD, "serve", "--config", DEMO, "--host", "127.0.0.1", "--port", "0"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=clean_environment())
+    try:
+        until(caught, "there is a handler")
+        process.terminate()
+        _, log = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+    assert (process.returncode, log) == (0, ""), "before a line was logged"
+
+
 def expertd(*arguments: str | Path, **environment: str) -> "subprocess.CompletedProcess[str]":
     command = [EXPERTD, *arguments]
     return subprocess.run(
@@ -211,8 +231,7 @@ def test_version() -> None:
 def test_wrong_settings_stop_with_one_sentence(
     arguments: tuple[str, ...], environment: dict[str, str], expected: str
 ) -> None:
-    config = Path(__file__).parents[2] / "configs" / "demo.yaml"
-    result = expertd("serve", "--config", config, *arguments, **environment)
+    result = expertd("serve", "--config", DEMO, *arguments, **environment)
     assert result.returncode == 2
     assert result.stderr.startswith("expertd: ")
     assert expected in result.stderr
@@ -225,10 +244,9 @@ def test_no_config_and_a_taken_port_stop_with_one_sentence() -> None:
     assert result.stderr == (
         "expertd: a configuration file is expected in --config or EXPERTD_CONFIG, got neither\n"
     )
-    config = Path(__file__).parents[2] / "configs" / "demo.yaml"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        result = expertd("serve", "--host", "127.0.0.1", "--port", port, EXPERTD_CONFIG=str(config))
+        result = expertd("serve", "--host", "127.0.0.1", "--port", port, EXPERTD_CONFIG=str(DEMO))
     assert result.returncode == 2
     assert (
         result.stderr
