@@ -34,12 +34,12 @@ def load_settings(path: Path, flags: Mapping[str, Any] | None = None) -> Setting
 
     Raises SettingsError naming the key, what was expected and what came.
     """
-    values = _merge(_read_yaml(path), _read_environment())
-    values = _merge(values, {key: value for key, value in (flags or {}).items() if value is not None})
+    given = {key: value for key, value in (flags or {}).items() if value is not None}
+    values = _merge(_merge(_read_yaml(path), _read_environment()), given)
     try:
         return Settings(**values)
     except ValidationError as error:
-        raise SettingsError(_sentence(path, error)) from error
+        raise SettingsError(_sentence(path, error, given)) from error
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
     return merged
 
 
-def _sentence(path: Path, error: ValidationError) -> str:
+def _sentence(path: Path, error: ValidationError, flags: Mapping[str, Any]) -> str:
     details = error.errors(include_url=False)
     first = details[0]
     where = ".".join(str(part) for part in first["loc"])
@@ -94,10 +94,17 @@ def _sentence(path: Path, error: ValidationError) -> str:
     else:
         message = re.sub(r"^Input should", "the value should", first["msg"])
         text = f"{message[0].lower()}{message[1:]}, got {_shown(first['input'])}"
-    variable = ENV_PREFIX + where.replace(".", ENV_DELIMITER).upper()
-    origin = f"environment variable {variable} over {path}" if variable in os.environ else str(path)
+    origin = _origin(path, where, flags)
     more = f" (and {len(details) - 1} more)" if len(details) > 1 else ""
     return f"{origin}: {where}: {text}{more}" if where else f"{origin}: {text}{more}"
+
+
+def _origin(path: Path, where: str, flags: Mapping[str, Any]) -> str:
+    """What gave the value at `where` (a dotted key): a flag, else a variable, else the file."""
+    variable = ENV_PREFIX + where.replace(".", ENV_DELIMITER).upper()
+    if where in flags:
+        return f"flag --{where.replace('_', '-')} over {path}"
+    return f"environment variable {variable} over {path}" if variable in os.environ else str(path)
 
 
 def _owner(loc: tuple[int | str, ...]) -> type[BaseModel]:

@@ -112,6 +112,14 @@ def test_what_cannot_be_used_is_said_in_one_sentence(tmp_path: Path, text: str, 
     assert "\n" not in str(caught.value)
 
 
+def test_a_wrong_flag_is_said_to_be_one(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EXPERTD_PORT", "9000")
+    with pytest.raises(SettingsError, match=r"^flag --port over .*: port: .*65535, got '99999'"):
+        load_settings(config, {"port": "99999", "log_level": None})
+    with pytest.raises(SettingsError, match=r"^flag --log-level over .*: log_level: .*got 'loud'"):
+        load_settings(config, {"port": None, "log_level": "loud"})
+
+
 def test_a_missing_file_is_said(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"none\.yaml: cannot be read: No such file"):
         load_settings(tmp_path / "none.yaml")
