@@ -1,6 +1,7 @@
 """README.md is true: its requests run as pasted, its links lead somewhere, its API table is the app's."""
 
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -16,6 +17,7 @@ from tests.service.processes import ServerProcess, server_process
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "configs" / "demo.yaml"
+needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 DOCUMENTS = ("README.md", "CHANGELOG.md", "docs/http.md", "docs/container.md", "kernels/README.md")
 
 
@@ -44,6 +46,7 @@ def run(*command: str) -> str:
     return result.stdout
 
 
+@needs_curl
 def test_the_curl_request(server: ServerProcess) -> None:
     answer = run("bash", "-c", asking(server, block("README.md", "sh", "/infer")))
     assert answer.startswith('{"model_name":"demo","model_version":"1","outputs":[{"name":"hidden_states"')
@@ -55,6 +58,7 @@ def test_the_python_request(server: ServerProcess) -> None:
     assert answer.startswith("(5, 512)\n[[")
 
 
+@needs_curl
 def test_the_partitions_request_is_understood(server: ServerProcess) -> None:
     answer = run("bash", "-c", asking(server, block("README.md", "sh", "/v1/partitions")))
     assert answer == '{"error": "SM partitions need the hopper backend, this server runs \'reference\'"}'
