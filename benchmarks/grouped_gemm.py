@@ -1,8 +1,8 @@
 """Grouped GEMM benchmark: `python -m benchmarks.grouped_gemm [--json FILE] [--band WORD] [--no-peer]`.
 
-One row a shape: kernel time (CUPTI, L2 flushed by a 512 MB fill before each call, median of 20), TFLOPS and TB/s
-over the rows that exist, time over the floor max(bytes / copy bandwidth, operations / 1480 TFLOPS), and the speed
-over DeepGEMM on the same rows in the same run where its wheel is installed.
+One row a shape: kernel time (CUPTI, L2 flushed by a 512 MB fill before each call, median of 20), TFLOPS and
+TB/s over the rows that exist, time over the floor max(bytes / copy bandwidth, operations / 1480 TFLOPS), and
+the speed over DeepGEMM on the same rows in the same run where its wheel is installed.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,30 +23,32 @@ from benchmarks.problem import Pool
 from benchmarks.shapes import SEED, Shape, all_shapes
 from benchmarks.timing import copy_bandwidth, cublas_fp8_tflops, header, kernel_microseconds
 
+Row = dict[str, Any]
 PEAK_TFLOPS = 1480.0
 KERNEL = "grouped_gemm_fp8"
 
 
-def measure(shape: Shape, pool: Pool, with_peer: bool, bandwidth: float) -> dict[str, object]:
+def measure(shape: Shape, pool: Pool, with_peer: bool, bandwidth: float) -> Row:
     """One row of the table."""
     problem = pool.problem(shape)
     problem.out.fill_(math.nan)
     ours = kernel_microseconds(problem.run, KERNEL)
     floor = max(shape.bytes / bandwidth / 1e6, shape.flops / PEAK_TFLOPS / 1e6)
-    row: dict[str, object] = {
+    row: Row = {
         "shape": shape.label, "band": shape.band, "n": shape.n, "k": shape.k, "rows": list(shape.rows),
-        "us": ours, "tflops": shape.flops / ours / 1e6, "tbps": shape.bytes / ours / 1e6, "over_floor": ours / floor,
+        "us": ours, "tflops": shape.flops / ours / 1e6, "tbps": shape.bytes / ours / 1e6,
+        "over_floor": ours / floor,
     }  # fmt: skip
     if with_peer:
         call, result = deep_gemm_peer.prepare(problem)
         row["deep_gemm_us"] = kernel_microseconds(call, deep_gemm_peer.KERNEL)
-        row["speed"] = float(str(row["deep_gemm_us"])) / ours
+        row["speed"] = row["deep_gemm_us"] / ours
         x, y = problem.real_rows(problem.run()).double(), result().double()
         row["diff"] = float(1 - 2 * (x * y).sum() / (x.square().sum() + y.square().sum()))
     return row
 
 
-def print_row(row: dict[str, object]) -> None:
+def print_row(row: Row) -> None:
     line = "{shape:<28} {us:>8.1f} us {tflops:>6.0f} TF {tbps:>5.2f} TB/s  x{over_floor:.2f} of floor".format(
         **row
     )
@@ -54,10 +57,10 @@ def print_row(row: dict[str, object]) -> None:
     print(line, flush=True)
 
 
-def print_means(rows: list[dict[str, object]]) -> None:
+def print_means(rows: list[Row]) -> None:
     for band in dict.fromkeys(str(row["band"]) for row in rows):
-        speeds = [float(str(row["speed"])) for row in rows if row["band"] == band and "speed" in row]
-        floors = [float(str(row["over_floor"])) for row in rows if row["band"] == band]
+        speeds = [row["speed"] for row in rows if row["band"] == band and "speed" in row]
+        floors = [row["over_floor"] for row in rows if row["band"] == band]
         line = f"{band:<20} {len(floors):>3} shapes, geometric mean x{_mean(floors):.3f} of floor"
         if speeds:
             line += (
@@ -83,7 +86,7 @@ def main() -> None:
     if with_peer:
         _compile_peer(shapes)
     kernels.resolve_backend("hopper").warm_up()
-    about = header() | {
+    about: Row = header() | {
         "copy_tbps": copy_bandwidth(),
         "cublas_fp8_tflops": cublas_fp8_tflops(),
         "seed": options.seed,
@@ -92,7 +95,7 @@ def main() -> None:
     pool = Pool(max(s.num_groups * s.n * s.k for s in shapes) + (1 << 28))
     rows = []
     for shape in shapes:
-        rows.append(measure(shape, pool, with_peer, float(str(about["copy_tbps"]))))
+        rows.append(measure(shape, pool, with_peer, about["copy_tbps"]))
         print_row(rows[-1])
     print_means(rows)
     if options.json:

@@ -44,7 +44,7 @@ class Pool:
 
     def __init__(self, num_bytes: int) -> None:
         self.data = torch.empty(num_bytes, dtype=torch.float8_e4m3fn, device="cuda")
-        for piece in self.data.split(1 << 26):
+        for piece in torch.split(self.data, 1 << 26):
             piece.copy_((torch.randn(piece.shape, device="cuda") * 166).clamp(-448, 448))
 
     def problem(self, shape: Shape) -> Problem:

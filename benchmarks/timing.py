@@ -1,18 +1,18 @@
-"""How benchmarks measure: kernel time by CUPTI with a cold L2, and the ceilings and versions of the machine."""
+"""How benchmarks measure: kernel time by CUPTI with a cold L2; the machine's ceilings and versions."""
 
 import statistics
 import subprocess
 from collections.abc import Callable
 
 import torch
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 FLUSH_BYTES = 512 << 20
 
 
 def kernel_microseconds(call: Callable[[], object], kernel: str, repeats: int = 20) -> float:
-    """Median time in us of the kernel whose name contains `kernel`; L2 is flushed by a fill before each call."""
+    """Median time in us of the kernel whose name contains `kernel`; L2 is flushed before each call."""
     flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
     for _ in range(2):
         call()
@@ -23,7 +23,7 @@ def kernel_microseconds(call: Callable[[], object], kernel: str, repeats: int = 
             call()
         torch.cuda.synchronize()
     events = profiler.events() or []
-    times = [e.device_time for e in events if e.device_type == DeviceType.CUDA and kernel in e.name]
+    times = [float(e.device_time) for e in events if e.device_type == DeviceType.CUDA and kernel in e.name]
     if len(times) != repeats:
         raise RuntimeError(f"expected {repeats} kernels named *{kernel}*, got {len(times)}")
     return statistics.median(times)
@@ -61,12 +61,12 @@ def header() -> dict[str, object]:
 
 def _event_seconds(call: Callable[[], object], repeats: int = 10) -> float:
     call()
-    seconds = []
+    seconds: list[float] = []
     for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         call()
         end.record()
         end.synchronize()
-        seconds.append(start.elapsed_time(end) / 1e3)
+        seconds.append(float(start.elapsed_time(end)) / 1e3)
     return statistics.median(seconds)

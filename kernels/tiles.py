@@ -5,7 +5,7 @@ from enum import Enum
 
 from kernels.jit import Source
 
-BLOCK_N = 128  # columns of out a CTA; one block of weight scales
+BLOCK_N = 128  # columns of a CTA's tile; one block of weight scales
 BLOCK_K = 128
 SHARED_BYTES_LIMIT = 232_448  # what a Hopper CTA can have
 
@@ -22,11 +22,10 @@ class TileConfig:
     """What is compiled in.
 
     swapped   weights on the tensor cores' M side and tokens on the N side (heights in steps of 16, not 64)
-    block_m   rows a tile has at most
+    block_m   rows a CTA's tile has at most
     stages    K blocks of both operands in flight
-    cluster   CTAs that load the tokens of neighbouring columns together
+    cluster   CTAs that take neighbouring columns and load the tokens together
     box_m     rows one TMA load brings
-    banks     K blocks a consumer multiplies at once
     """
 
     swapped: bool
@@ -34,40 +33,47 @@ class TileConfig:
     stages: int
     cluster: int
     box_m: int
-    banks: int = 1
 
     @property
     def name(self) -> str:
         """Short and unique among the variants of a layout."""
-        return f"{'swapped' if self.swapped else 'straight'}_m{self.block_m}_c{self.cluster}_b{self.banks}"
+        return f"{'swapped' if self.swapped else 'straight'}_m{self.block_m}_c{self.cluster}"
 
     @property
     def threads(self) -> int:
         """A producer warpgroup, and a consumer warpgroup for every 64 of the tensor cores' M side."""
         return 128 * (1 + (BLOCK_N if self.swapped else self.block_m) // 64)
 
-    def shared_bytes(self, num_groups: int) -> int:
-        """Dynamic shared memory of a CTA: SharedStorage in storage.cuh and the scheduler's table."""
-        ring = self.stages * ((BLOCK_N + self.block_m) * BLOCK_K + self.block_m * 4 + 2 * 8)
+    @property
+    def storage_bytes(self) -> int:
+        """Size of SharedStorage in storage.cuh; the compiler checks it."""
+        stage = (BLOCK_N + self.block_m) * BLOCK_K + self.block_m * 4 + 2 * 8
         staging = (self.threads // 128 - 1) * 4096
         records = (self.stages + 1) * 16
-        scratch = self.threads // 32 * 4
-        return ring + staging + records + scratch + 2 * (num_groups + 1) * 4
+        return self.stages * stage + staging + records + -(-self.threads // 32 * 4 // 8) * 8
+
+    def shared_bytes(self, num_groups: int) -> int:
+        """Dynamic shared memory of a CTA: the storage, and two numbers a group."""
+        return self.storage_bytes + 2 * (num_groups + 1) * 4
 
 
-# Few rows a group: weights stream past once, deep ring, no cluster. Many: three warpgroups of 64 rows each.
+# Few rows a group: weights stream past once through a deep ring. Many: three warpgroups of 64 rows each, and
+# where there is work for many waves the tokens are loaded by two CTAs together.
 SHORT = TileConfig(swapped=True, block_m=64, stages=8, cluster=1, box_m=16)
-TALL = TileConfig(swapped=False, block_m=192, stages=5, cluster=2, box_m=32)
-TALL_ALONE = TileConfig(swapped=False, block_m=192, stages=5, cluster=1, box_m=32)
-CONFIGS = (SHORT, TALL, TALL_ALONE)
+TALL = TileConfig(swapped=False, block_m=192, stages=5, cluster=1, box_m=64)
+TALL_PAIR = TileConfig(swapped=False, block_m=192, stages=5, cluster=2, box_m=32)
+CONFIGS = (SHORT, TALL, TALL_PAIR)
+
+_PAIR_ROWS = 1024  # a group; below, a pair's odd tiles cost more than the shared loads save
+_PAIR_WAVES = 8
 
 
-def choose(layout: Layout, n: int, expected_rows: float, num_sms: int) -> TileConfig:
-    """The tile for groups of about `expected_rows` rows and `n` columns on `num_sms` SMs; always the same bits."""
-    del layout
+def choose(n: int, num_groups: int, expected_rows: float, num_sms: int) -> TileConfig:
+    """The tile for num_groups groups of about expected_rows rows, n columns; all give the same bits."""
     if expected_rows <= SHORT.block_m:
         return SHORT
-    return TALL_ALONE if num_sms < TALL.cluster or n <= BLOCK_N else TALL
+    waves = num_groups * expected_rows / TALL.block_m * n / BLOCK_N / num_sms
+    return TALL_PAIR if num_sms > 1 and expected_rows >= _PAIR_ROWS and waves >= _PAIR_WAVES else TALL
 
 
 def source(layout: Layout, config: TileConfig) -> Source:
@@ -83,7 +89,7 @@ def source(layout: Layout, config: TileConfig) -> Source:
             ("STAGES", str(config.stages)),
             ("CLUSTER", str(config.cluster)),
             ("BOX_M", str(config.box_m)),
-            ("BANKS", str(config.banks)),
+            ("STORAGE_BYTES", str(config.storage_bytes)),
         ),
     )
 

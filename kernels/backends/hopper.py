@@ -2,7 +2,6 @@
 
 import threading
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, ClassVar
 
 import numpy as np
@@ -29,19 +28,17 @@ class HopperBackend(Backend):
     def __init__(self) -> None:
         self._kernels: dict[tuple[int, Layout, TileConfig], Any] = {}
         self._maps: OrderedDict[tuple[int, int, int, int], Any] = OrderedDict()
-        self._streams: dict[int, Stream] = {}
         self._sms: dict[int, int] = {}
         self._lock = threading.Lock()
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile (or fetch) every variant, in parallel, and load it on the current device."""
         device = torch.cuda.current_device()
-        with ThreadPoolExecutor() as pool:
-            jobs = {pool.submit(jit.build, tiles.source(*variant)): variant for variant in tiles.VARIANTS}
-            for done, job in enumerate(as_completed(jobs), start=1):
-                self._load(device, *jobs[job], job.result())
-                if progress is not None:
-                    progress(done, len(jobs), tiles.source(*jobs[job]).name)
+        variants = {tiles.source(*variant): variant for variant in tiles.VARIANTS}
+        for done, (source, binary) in enumerate(jit.build_all(list(variants)), start=1):
+            self._load(device, *variants[source], binary)
+            if progress is not None:
+                progress(done, len(variants), source.name)
 
     def contiguous(
         self,
@@ -109,7 +106,7 @@ class HopperBackend(Backend):
         device: int = a.device.index
         num_groups, n, k = b.shape
         sms = min(num_sms or self._sm_count(device), self._sm_count(device))
-        config = tiles.choose(layout, n, expected_rows, sms)
+        config = tiles.choose(n, num_groups, expected_rows, sms)
         grid = LaunchConfig(
             grid=sms // config.cluster,
             cluster=config.cluster if config.cluster > 1 else None,
@@ -117,7 +114,7 @@ class HopperBackend(Backend):
             shmem_size=config.shared_bytes(num_groups),
         )
         launch(
-            self._stream(device),
+            Stream.from_handle(torch.cuda.current_stream(device).cuda_stream),
             grid,
             self._kernel(device, layout, config),
             self._tensor_map(a, config.box_m),
@@ -141,8 +138,7 @@ class HopperBackend(Backend):
         return kernel
 
     def _load(self, device: int, layout: Layout, config: TileConfig, binary: jit.Binary) -> Any:
-        torch.cuda.init()
-        Device(device).set_current()
+        Device(device).set_current()  # the context that torch uses too
         kernel = ObjectCode.from_cubin(binary.cubin).get_kernel(tiles.source(layout, config).entry)
         (status,) = driver.cuKernelSetAttribute(
             driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
@@ -158,7 +154,7 @@ class HopperBackend(Backend):
         return kernel
 
     def _tensor_map(self, data: Tensor, box_rows: int) -> Any:
-        """The TMA descriptor of data [.., K] as rows of K bytes; kept, since most calls repeat their tensors."""
+        """The TMA descriptor of data [.., K] as rows of K bytes; kept, since most calls repeat theirs."""
         k = data.shape[-1]
         rows = data.numel() // k
         key = (data.data_ptr(), rows, k, box_rows)
@@ -178,13 +174,6 @@ class HopperBackend(Backend):
             if len(self._maps) > _MAPS_KEPT:
                 self._maps.popitem(last=False)
         return made
-
-    def _stream(self, device: int) -> Stream:
-        handle: int = torch.cuda.current_stream(device).cuda_stream
-        stream = self._streams.get(handle)
-        if stream is None:
-            stream = self._streams[handle] = Stream.from_handle(handle)
-        return stream
 
     def _sm_count(self, device: int) -> int:
         if device not in self._sms:

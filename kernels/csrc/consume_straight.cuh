@@ -1,4 +1,4 @@
-// Consumers for tall groups: 64 tokens a warpgroup are wgmma's M and 128 rows of weights its N. A thread needs two
+// Consumers for tall groups: 64 tokens a warpgroup are wgmma's M and the tile's 128 columns its N. A thread needs two
 // scales a K block, so promotion costs the shared memory next to nothing.
 #pragma once
 
@@ -37,8 +37,8 @@ __device__ __forceinline__ void store(const float (&sum)[kAccumulators], u32 sta
     }
 }
 
-// A warpgroup's way through all tiles. It issues the first K block of a tile before it stores the tile before, so that
-// the tensor cores have work during the epilogue; with two banks of accumulators also during every promotion.
+// A warpgroup's way through all tiles. Rounds of the ring are unrolled: with every address known, the four wgmma of a
+// K block follow each other closely enough to keep the warpgroups out of each other's way.
 class Consumer {
   public:
     __device__ __forceinline__ Consumer(SharedStorage& shared, u32 warpgroup)
@@ -49,67 +49,48 @@ class Consumer {
           first_row_(warpgroup * 64) {}
 
     __device__ __forceinline__ void run(u16* out, int n, int k_blocks) {
-        float sum[kAccumulators], acc[kBanks][kAccumulators];
-        bool unsaved = false;
-        for (int slot = 0, before = 0;; before = slot, slot = slot == kStages ? 0 : slot + 1) {
-            ptx::mbarrier_wait(&shared_.full[issued_.stage], issued_.phase);
-            const int rows = shared_.tiles[slot].rows;
-            if (rows <= first_row_) {
-                if (unsaved) save(sum, shared_.tiles[before], out, n);
-                if (rows == 0) break;
-                pass(k_blocks);
-                unsaved = false;
+        float acc[kAccumulators] = {};
+        Pipeline pipeline;
+        for (int slot = 0;; slot = slot == kStages ? 0 : slot + 1) {
+            ptx::mbarrier_wait(&shared_.full[pipeline.stage], pipeline.phase);
+            const TileRecord& tile = shared_.tiles[slot];
+            if (tile.rows < 0) break;
+            int left = k_blocks;
+            if (tile.rows <= first_row_) {  // too low for this warpgroup: let the stages go
+                for (; left > 0; --left, pipeline.advance()) {
+                    ptx::mbarrier_wait(&shared_.full[pipeline.stage], pipeline.phase);
+                    release(&shared_.empty[pipeline.stage]);
+                }
                 continue;
             }
-            issue(acc[0]);
-            if (unsaved) save(sum, shared_.tiles[before], out, n);
-            unsaved = true;
+            float sum[kAccumulators] = {};
+            while (left > 0) {
+                if (pipeline.stage == 0 && left >= kStages) {
 #pragma unroll
-            for (int i = 0; i < kAccumulators; ++i) sum[i] = 0.f;
-            if constexpr (kBanks == 1) {
-#pragma unroll 1
-                for (int kb = 1; kb < k_blocks; ++kb) {
-                    retire<0>(acc[0], sum);
-                    issue(acc[0]);
-                }
-                retire<0>(acc[0], sum);
-            } else {
-#pragma unroll 1
-                for (int kb = 2; kb < k_blocks; kb += 2) {
-                    issue(acc[1]);
-                    retire<1>(acc[0], sum);
-                    issue(acc[0]);
-                    retire<1>(acc[1], sum);
-                }
-                if (k_blocks % 2 == 0) {
-                    issue(acc[1]);
-                    retire<1>(acc[0], sum);
-                    retire<0>(acc[1], sum);
+                    for (int stage = 0; stage < kStages; ++stage) accumulate(sum, acc, stage, pipeline.phase);
+                    pipeline.phase ^= 1;
+                    left -= kStages;
                 } else {
-                    retire<0>(acc[0], sum);
+                    accumulate(sum, acc, pipeline.stage, pipeline.phase);
+                    pipeline.advance();
+                    --left;
                 }
             }
+            store(sum, ptx::shared_address(shared_.staging) + row_ * 64, out + tile.offset + static_cast<i64>(row_) * n,
+                  tile.rows - row_, tile.columns, n);
         }
     }
 
   private:
-    // Starts the next K block's multiplication.
-    __device__ __forceinline__ void issue(float (&acc)[kAccumulators]) {
-        ptx::mbarrier_wait(&shared_.full[issued_.stage], issued_.phase);
-        wgmma::multiply_block<kBlockN>(acc, tokens_ + issued_.stage * kBlockM * kBlockK,
-                                       weights_ + issued_.stage * kBlockN * kBlockK);
-        issued_.advance();
-    }
-
-    // Finishes the oldest one, lets its stage go and promotes it: the tensor cores keep about 14 bits, so every 128 of
-    // K is added up in fp32.
-    template <int kPending>
-    __device__ __forceinline__ void retire(float (&acc)[kAccumulators], float (&sum)[kAccumulators]) {
-        const float* scales = shared_.scales[retired_] + row_ + threadIdx.x % 32 / 4;
+    // sum += a K block's product: the tensor cores keep about 14 bits, so every 128 of K is added up in fp32.
+    __device__ __forceinline__ void accumulate(float (&sum)[kAccumulators], float (&acc)[kAccumulators], int stage,
+                                               u32 phase) {
+        ptx::mbarrier_wait(&shared_.full[stage], phase);
+        wgmma::multiply_block<kBlockN, true>(acc, tokens_ + stage * kBlockM * kBlockK, weights_ + stage * kBlockN * kBlockK);
+        const float* scales = shared_.scales[stage] + row_ + threadIdx.x % 32 / 4;
         const float low = scales[0], high = scales[8];
-        wgmma::wait<kPending>(acc);
-        release(retired_);
-        if (++retired_ == kStages) retired_ = 0;
+        wgmma::wait(acc);
+        release(&shared_.empty[stage]);
 #pragma unroll
         for (int i = 0; i < kAccumulators; i += 4) {
             sum[i + 0] += acc[i + 0] * low;
@@ -119,30 +100,9 @@ class Consumer {
         }
     }
 
-    // A tile too low for this warpgroup: nothing to do but to let its stages go.
-    __device__ __forceinline__ void pass(int k_blocks) {
-        for (int kb = 0; kb < k_blocks; ++kb, issued_.advance()) {
-            ptx::mbarrier_wait(&shared_.full[issued_.stage], issued_.phase);
-            release(issued_.stage);
-        }
-        retired_ = issued_.stage;
-    }
-
-    __device__ __forceinline__ void release(int stage) {
-        const u32 lane = threadIdx.x % 32;
-        if (lane < kCluster) ptx::mbarrier_arrive_at<kCluster>(&shared_.empty[stage], lane);
-    }
-
-    __device__ __forceinline__ void save(const float (&sum)[kAccumulators], const TileRecord& tile, u16* out, int n) {
-        store(sum, ptx::shared_address(shared_.staging) + row_ * 64, out + tile.offset + static_cast<i64>(row_) * n,
-              tile.rows - row_, tile.columns, n);
-    }
-
     SharedStorage& shared_;
     const wgmma::Descriptor tokens_, weights_;
     const int row_, first_row_;  // of the warp and of the warpgroup in the tile
-    Pipeline issued_;
-    int retired_ = 0;
 };
 
 }  // namespace straight

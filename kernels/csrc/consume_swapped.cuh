@@ -44,8 +44,8 @@ __device__ __forceinline__ void consume(SharedStorage& shared, Pipeline& pipelin
         const int stage = pipeline.stage;
         float acc[kSlices * 8];
         ptx::mbarrier_wait(&shared.full[stage], pipeline.phase);
-        wgmma::multiply_block<16 * kSlices>(acc, weights + stage * kBlockN * kBlockK, tokens + stage * kBlockM * kBlockK);
-        wgmma::wait<0>(acc);
+        wgmma::multiply_block<16 * kSlices, false>(acc, weights + stage * kBlockN * kBlockK, tokens + stage * kBlockM * kBlockK);
+        wgmma::wait(acc);
 
         // Promotion: the tensor cores keep about 14 bits, so every 128 of K is added up in fp32. A column of the
         // fragment is a row of a; its scale comes already multiplied by the weights'.
@@ -58,8 +58,7 @@ __device__ __forceinline__ void consume(SharedStorage& shared, Pipeline& pipelin
             sum[i + 2] += acc[i + 2] * scale.x;
             sum[i + 3] += acc[i + 3] * scale.y;
         }
-        __syncwarp();
-        if (lane < kCluster) ptx::mbarrier_arrive_at<kCluster>(&shared.empty[stage], lane);
+        release(&shared.empty[stage]);
     }
     store<kSlices>(sum, ptx::shared_address(shared.staging[warpgroup]), warpgroup, out + tile.offset + warpgroup * 64,
                    tile.rows, tile.columns - warpgroup * 64, n);
@@ -71,7 +70,7 @@ __device__ __forceinline__ void consume_all(SharedStorage& shared, u32 warpgroup
     for (int slot = 0;; slot = slot == kStages ? 0 : slot + 1) {
         ptx::mbarrier_wait(&shared.full[pipeline.stage], pipeline.phase);
         const TileRecord& tile = shared.tiles[slot];
-        if (tile.rows == 0) break;
+        if (tile.rows < 0) break;
         switch ((tile.rows + 15) / 16) {
 #define HEIGHT(S)                                                                                             \
     case S:                                                                                                   \

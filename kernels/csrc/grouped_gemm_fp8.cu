@@ -1,38 +1,37 @@
 // Grouped FP8 GEMM for Hopper: out[rows of g] = a[rows of g] * b[g]^T with 1x128 scales on a and 128x128 on b.
 //
 // A CTA is persistent and walks tiles of all groups. One producer warpgroup (a warp for TMA, three for scales) feeds
-// the consumer warpgroups through a ring of stages; with CLUSTER 2 a pair of CTAs takes neighbouring columns of the
-// same rows and each loads half of the tokens for both.
+// the consumer warpgroups through a ring of stages; with CLUSTER 2 a pair of CTAs takes neighbouring columns
+// of the same rows, and each loads half of the tokens for both.
 #include "consume_straight.cuh"
 #include "consume_swapped.cuh"
 #include "scheduler.cuh"
 #include "storage.cuh"
 
-constexpr int kScaleBatch = kBlockM > 96 ? 2 : 4;  // K blocks whose scales are loaded together: 40 registers allow no more
-
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     grouped_gemm_fp8(const __grid_constant__ ptx::TensorMap a_map,  // [rows, k], box kBoxM x 128, 128-byte swizzle
-                     const __grid_constant__ ptx::TensorMap b_map,  // [num_groups * n, k], box 128 x 128
+                     const __grid_constant__ ptx::TensorMap b_map,  // [num_groups * n, k], box kBlockN x 128
                      const float* __restrict__ a_scales, u32 scale_stride_group, u32 scale_stride_m, u32 scale_stride_k,
                      const float* __restrict__ b_scales,  // [num_groups, ceil(n / 128), k / 128]
                      const int* __restrict__ extents,     // offsets [num_groups + 1] or counts [num_groups]
                      u16* __restrict__ out,               // bf16 [rows, n]
                      int num_groups, int n, int k, int limit,  // limit: M, or max_m
                      int rows_per_group) {                     // max_m, or 0 where rows are not laid out by group
-    extern __shared__ u8 raw[];
+    extern __shared__ __align__(1024) u8 raw[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(raw);
+    int* const table = reinterpret_cast<int*>(raw + sizeof(SharedStorage));
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // warp: known to be uniform
 
     if (warp == 0 && ptx::elect_one()) {
         ptx::prefetch_tensor_map(&a_map);
         ptx::prefetch_tensor_map(&b_map);
         for (int stage = 0; stage < kStages; ++stage) {
-            ptx::mbarrier_init(&shared.full[stage], 1 + kScaleWarps);
-            ptx::mbarrier_init(&shared.empty[stage], kConsumerWarps * kCluster);
+            ptx::mbarrier_init(&shared.full[stage], 1 + kArrivals);  // the TMA warp's leader, a scale warp
+            ptx::mbarrier_init(&shared.empty[stage], kConsumerWarps * kArrivals * kCluster);
         }
         ptx::fence_mbarrier_init();
     }
-    Scheduler::build(shared.groups, extents, num_groups, n, limit, shared.scratch);
+    Scheduler::build(table, extents, num_groups, n, limit, shared.scratch);
     kCluster > 1 ? ptx::cluster_sync() : __syncthreads();
 
 
@@ -40,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         ptx::shrink_registers<40>();
         const int rank = kCluster > 1 ? static_cast<int>(ptx::cluster_rank()) : 0;
         const int k_blocks = k / kBlockK;
-        Scheduler scheduler(shared.groups, num_groups, n, blockIdx.x / kCluster, gridDim.x / kCluster);
+        Scheduler scheduler(table, num_groups, n, blockIdx.x / kCluster, gridDim.x / kCluster);
         Pipeline pipeline;
         Tile tile;
         if (warp == kConsumerWarps) {
@@ -48,19 +47,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             int slot = 0;
             for (; scheduler.next(tile); slot = slot == kStages ? 0 : slot + 1) {
                 const int boxes = (tile.rows + kBoxM - 1) / kBoxM;
-                const int row = tile.group * rows_per_group + tile.row;
-                const int column = tile.column + rank * kBlockN;
+                const int row = tile.group * rows_per_group + tile.row, column = tile.column + rank * kBlockN;
                 for (int kb = 0; kb < k_blocks; ++kb, pipeline.advance()) {
                     const int stage = pipeline.stage;
                     ptx::mbarrier_wait(&shared.empty[stage], pipeline.phase ^ 1);
                     if (ptx::elect_one()) {
                         u64* full = &shared.full[stage];
-                        if (kb == 0) shared.tiles[slot] = {static_cast<i64>(row) * n + column, tile.rows, n - column};
-                        ptx::mbarrier_arrive_expect_bytes(full, kBlockN * kBlockK + boxes * kBoxM * kBlockK);
+                        if (kb == 0) {
+                            shared.tiles[slot] = {static_cast<i64>(row) * n + column, column < n ? tile.rows : 0, n - column};
+                        }
+                        ptx::mbarrier_arrive_expect_bytes(full, (kBlockN + boxes * kBoxM) * kBlockK);
                         ptx::tma_load(&b_map, full, shared.weights[stage], kb * kBlockK, tile.group * n + column);
                         for (int box = rank; box < boxes; box += kCluster) {
-                            u8* to = shared.tokens[stage] + box * kBoxM * kBlockK;
-                            ptx::tma_load_to_cluster<kCluster>(&a_map, full, to, kb * kBlockK, row + box * kBoxM);
+                            ptx::tma_load_to_cluster<kCluster>(&a_map, full, shared.tokens[stage] + box * kBoxM * kBlockK,
+                                                               kb * kBlockK, row + box * kBoxM);
                         }
                     }
                     __syncwarp();
@@ -68,50 +68,44 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             }
             ptx::mbarrier_wait(&shared.empty[pipeline.stage], pipeline.phase ^ 1);
             if (ptx::elect_one()) {
-                shared.tiles[slot] = {0, 0, 0};
+                shared.tiles[slot] = {0, -1, 0};
                 ptx::mbarrier_arrive(&shared.full[pipeline.stage]);
             }
         } else {
-            // ---- scales: the product of both, so that a consumer multiplies once
-            constexpr int kLanes = kScaleWarps * 32;
-            constexpr int kPerLane = (kBlockM + kLanes - 1) / kLanes;
-            const int first = threadIdx.x - (kConsumerWarps + 1) * 32;
+            // ---- scales: the product of both, so that a consumer multiplies once. The warps take stages in turn and
+            // load before their stage is free: consumers wait for a stage's slowest load, and these come a long way.
+            const int mine = warp - kConsumerWarps - 1;
             const int blocks_n = (n + kBlockN - 1) / kBlockN;
+            int turn = 0;
+            const auto next_turn = [&] {
+                pipeline.advance();
+                turn = turn == kScaleWarps - 1 ? 0 : turn + 1;
+            };
             while (scheduler.next(tile)) {
                 const int block_n = min(tile.column / kBlockN + rank, blocks_n - 1);
-                const float* b_scale = b_scales + (tile.group * blocks_n + block_n) * k_blocks;
-                u32 a_scale[kPerLane];  // rows past the tile's end repeat its last one: nobody reads the result
+                const float* b_scale = b_scales + (static_cast<i64>(tile.group) * blocks_n + block_n) * k_blocks;
+                const int last = tile.row + tile.rows - 1;
+                u32 a_scale[kBlockM / 32];  // rows past the tile's end repeat its last one: nobody reads the result
 #pragma unroll
-                for (int i = 0; i < kPerLane; ++i) {
-                    const int row = tile.row + min(first + i * kLanes, tile.rows - 1);
-                    a_scale[i] = tile.group * scale_stride_group + row * scale_stride_m;
-                }
-                for (int kb = 0; kb < k_blocks; kb += kScaleBatch) {
-                    float product[kScaleBatch][kPerLane];
+                for (int i = 0; i < kBlockM / 32; ++i)
+                    a_scale[i] = tile.group * scale_stride_group + min(tile.row + i * 32 + lane, last) * scale_stride_m;
+                for (int kb = 0; kb < k_blocks; ++kb, next_turn()) {
+                    if (turn != mine) continue;
+                    float a_value[kBlockM / 32];
 #pragma unroll
-                    for (int j = 0; j < kScaleBatch; ++j) {
-                        const int block = min(kb + j, k_blocks - 1);
+                    for (int i = 0; i < kBlockM / 32; ++i) a_value[i] = __ldg(a_scales + (a_scale[i] + kb * scale_stride_k));
+                    const float b_value = __ldg(b_scale + kb);
+                    ptx::mbarrier_wait(&shared.empty[pipeline.stage], pipeline.phase ^ 1);
 #pragma unroll
-                        for (int i = 0; i < kPerLane; ++i)
-                            product[j][i] = __ldg(b_scale + block) * __ldg(a_scales + (a_scale[i] + block * scale_stride_k));
-                    }
-#pragma unroll
-                    for (int j = 0; j < kScaleBatch; ++j) {
-                        if (kb + j >= k_blocks) break;
-                        ptx::mbarrier_wait(&shared.empty[pipeline.stage], pipeline.phase ^ 1);
-#pragma unroll
-                        for (int i = 0; i < kPerLane; ++i) {
-                            const int row = first + i * kLanes;
-                            if (kBlockM % kLanes == 0 || row < kBlockM) shared.scales[pipeline.stage][row] = product[j][i];
-                        }
-                        __syncwarp();
-                        if (lane == 0) ptx::mbarrier_arrive(&shared.full[pipeline.stage]);
-                        pipeline.advance();
-                    }
+                    for (int i = 0; i < kBlockM / 32; ++i)
+                        shared.scales[pipeline.stage][i * 32 + lane] = a_value[i] * b_value;
+                    publish(&shared.full[pipeline.stage]);
                 }
             }
-            ptx::mbarrier_wait(&shared.empty[pipeline.stage], pipeline.phase ^ 1);
-            if (lane == 0) ptx::mbarrier_arrive(&shared.full[pipeline.stage]);
+            if (turn == mine) {
+                ptx::mbarrier_wait(&shared.empty[pipeline.stage], pipeline.phase ^ 1);
+                publish(&shared.full[pipeline.stage]);
+            }
         }
     } else {
         // ---- consumers

@@ -9,13 +9,13 @@ enum class Layout { kContiguous, kMasked };
 struct Tile {
     int group;
     int row;     // first row: in all of `a` (contiguous) or within its group (masked)
-    int rows;    // 1 .. kBlockM, all of this group
+    int rows;    // 1 .. kTileM, all of this group
     int column;  // first output column of the cluster's tile
 };
 
 // What the scheduler keeps in shared memory behind the pipeline, 2 * (num_groups + 1) ints: the number of tiles before
 // each group [num_groups + 1], then offsets [num_groups + 1] or counts [num_groups].
-template <Layout kLayout, int kBlockM, int kTileN, int kHeightStep>
+template <Layout kLayout, int kTileM, int kTileN, int kHeightStep>
 class TileScheduler {
   public:
     // Every thread of the CTA calls this once. Extents outside [0, limit] are clamped: they must not become stores
@@ -38,7 +38,7 @@ class TileScheduler {
                     rows = end - extent;
                 }
             }
-            int sum = (rows + kBlockM - 1) / kBlockM * tiles_n;
+            int sum = (rows + kTileM - 1) / kTileM * tiles_n;
             for (int distance = 1; distance < 32; distance *= 2) {
                 const int below = __shfl_up_sync(0xffffffff, sum, distance);
                 if (lane >= distance) sum += below;
@@ -68,9 +68,8 @@ class TileScheduler {
             row = rows;
             rows = extent[1] - row;
         }
-        // Equal heights, in steps of what the tensor cores can skip: 257 rows are 2 x 144 rather than 192 + 80.
-        const int tiles_m = (rows + kBlockM - 1) / kBlockM;
-        const int height = ((rows + tiles_m - 1) / tiles_m + kHeightStep - 1) / kHeightStep * kHeightStep;
+        const int steps = (rows + kHeightStep - 1) / kHeightStep;
+        const int tiles_m = (steps + kTileM / kHeightStep - 1) / (kTileM / kHeightStep);
 
         // Bands of kBand row tiles, columns outside rows: what runs at once shares both operands in L2.
         const int local = unit_ - table_[group];
@@ -80,9 +79,12 @@ class TileScheduler {
         const int tile_n = within / width;
         const int tile_m = band * kBand + within - tile_n * width;
 
+        // Heights differ by one step at most: 600 rows are 192 + 192 + 128 + 88, not 3 * 192 + 24.
+        const int height = steps / tiles_m, taller = steps - height * tiles_m;
+        const int first = (tile_m * height + min(tile_m, taller)) * kHeightStep;
         tile.group = group;
-        tile.row = row + tile_m * height;
-        tile.rows = min(height, rows - tile_m * height);
+        tile.row = row + first;
+        tile.rows = min((height + (tile_m < taller)) * kHeightStep, rows - first);
         tile.column = tile_n * kTileN;
         unit_ += stride_;
         return true;

@@ -11,12 +11,11 @@ constexpr Layout kLayout = Layout::kContiguous;
 #endif
 constexpr bool kSwapped = SWAPPED;  // weights instead of tokens on wgmma's M side
 constexpr int kBlockM = BLOCK_M;    // most rows of a in a tile
-constexpr int kBlockN = 128;        // columns of out (rows of b) a CTA: one scale block
+constexpr int kBlockN = 128;        // columns of out (rows of b) in a tile: one block of weight scales
 constexpr int kBlockK = 128;        // one scale of a; bytes of a swizzled row
 constexpr int kStages = STAGES;
 constexpr int kCluster = CLUSTER;  // CTAs with neighbouring columns that load the tokens together
 constexpr int kBoxM = BOX_M;       // rows of a that one TMA load brings
-constexpr int kBanks = BANKS;      // accumulators a consumer has in flight
 
 constexpr int kConsumerGroups = kSwapped ? kBlockN / 64 : kBlockM / 64;  // warpgroups, 64 rows of wgmma's M each
 constexpr int kConsumerWarps = kConsumerGroups * 4;
@@ -26,14 +25,21 @@ constexpr int kHeightStep = kSwapped ? 16 : 64;  // what a tile's height is roun
 constexpr u32 kStagingBytes = kSwapped ? 2 * 16 * 128 : 4 * 16 * 64;  // a warpgroup's rows of out on their way to memory
 
 // What the consumers need to know of a tile. The producer writes it ahead of the tile's first stage and ends the walk
-// with a tile of no rows. A record outlives its tile: the ring is one longer than the tiles that can be in flight.
+// with a negative one. A record outlives its tile: the ring is one longer than the tiles that can be in flight.
 struct TileRecord {
     i64 offset;   // of the tile's first element in out, for this CTA
-    int rows;     // rows to write; 0 ends the walk
-    int columns;  // columns to the right edge of out; may be more than the tile has, or none
+    int rows;     // rows to write; none where only the other CTA of the cluster has columns; -1 ends the walk
+    int columns;  // columns to the right edge of out, maybe more than the tile has
 };
 
-struct alignas(1024) SharedStorage {
+// One lane arrives at a barrier for its warp. racecheck does not follow that, so the sanitizer's build lets all arrive.
+#ifndef EVERY_LANE_ARRIVES
+#define EVERY_LANE_ARRIVES 0
+#endif
+constexpr int kArrivals = EVERY_LANE_ARRIVES ? 32 : 1;  // of a warp
+
+// Starts on 1024 bytes, as the swizzle of the stages asks; the scheduler's table follows, sized by the launch.
+struct SharedStorage {
     u8 weights[kStages][kBlockN * kBlockK];
     u8 tokens[kStages][kBlockM * kBlockK];
     u8 staging[kConsumerGroups][kStagingBytes];
@@ -42,8 +48,8 @@ struct alignas(1024) SharedStorage {
     u64 empty[kStages];
     TileRecord tiles[kStages + 1];
     int scratch[kThreads / 32];
-    int groups[1];  // the scheduler's table, sized by the launch
 };
+static_assert(sizeof(SharedStorage) == STORAGE_BYTES, "kernels/tiles.py computes another size");
 
 // Position in the ring of stages; the phase bit flips each time around.
 struct Pipeline {
@@ -56,5 +62,22 @@ struct Pipeline {
         }
     }
 };
+
+// A warp has written what a stage's barrier guards.
+__device__ __forceinline__ void publish(u64* full) {
+    __syncwarp();
+    if (threadIdx.x % 32 < kArrivals) ptx::mbarrier_arrive(full);
+}
+
+// A warp has read what a stage's barrier guards; every CTA that writes there must know.
+__device__ __forceinline__ void release(u64* empty) {
+    const u32 lane = threadIdx.x % 32;
+    __syncwarp();
+    if constexpr (kArrivals == 1) {
+        if (lane < kCluster) ptx::mbarrier_arrive_at<kCluster>(empty, lane);
+    } else {
+        for (u32 rank = 0; rank < kCluster; ++rank) ptx::mbarrier_arrive_at<kCluster>(empty, rank);
+    }
+}
 
 using Scheduler = TileScheduler<kLayout, kBlockM, kBlockN * kCluster, kHeightStep>;

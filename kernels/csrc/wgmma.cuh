@@ -12,7 +12,8 @@ struct Descriptor {
     u32 low;
 
     static __device__ __forceinline__ Descriptor of(const void* tile) {
-        return {((ptx::shared_address(tile) & 0x3ffff) >> 4) | (1u << 16)};
+        // Through a shuffle the compiler keeps the result in a uniform register instead of computing it again.
+        return {__shfl_sync(0xffffffff, ((ptx::shared_address(tile) & 0x3ffff) >> 4) | (1u << 16), 0)};
     }
     __device__ __forceinline__ Descriptor operator+(u32 bytes) const { return {low + (bytes >> 4)}; }
     __device__ __forceinline__ u64 bits() const {
@@ -70,6 +71,9 @@ struct Multiply;
         static __device__ __forceinline__ void start(float* d, Descriptor a, Descriptor b) {            \
             asm volatile(INSTRUCTION(N, S, A, B, "0") : R(WRITE) : "l"(a.bits()), "l"(b.bits()));        \
         }                                                                                               \
+        static __device__ __forceinline__ void restart(float* d, Descriptor a, Descriptor b) {          \
+            asm volatile(INSTRUCTION(N, S, A, B, "0") : R(UPDATE) : "l"(a.bits()), "l"(b.bits()));       \
+        }                                                                                               \
         static __device__ __forceinline__ void add(float* d, Descriptor a, Descriptor b) {              \
             asm volatile(INSTRUCTION(N, S, A, B, "1") : R(UPDATE) : "l"(a.bits()), "l"(b.bits()));       \
         }                                                                                               \
@@ -89,20 +93,20 @@ WGMMA(176, S10, R10, "%88", "%89")
 WGMMA(192, S11, R11, "%96", "%97")
 
 // d = A[64 x 128] * B[N x 128]^T: a K block of the ring's stage, committed as one group.
-template <int kN>
+template <int kN, bool kSameRegisters>
 __device__ __forceinline__ void multiply_block(float (&d)[kN / 2], Descriptor a, Descriptor b) {
     ptx::wgmma_fence();
-    Multiply<kN>::start(d, a, b);
+    kSameRegisters ? Multiply<kN>::restart(d, a, b) : Multiply<kN>::start(d, a, b);
     Multiply<kN>::add(d, a + 32, b + 32);
     Multiply<kN>::add(d, a + 64, b + 64);
     Multiply<kN>::add(d, a + 96, b + 96);
     ptx::wgmma_commit();
 }
 
-// Waits until at most kPending groups are unfinished and only then lets the compiler read d.
-template <int kPending, int kRegisters>
+// Waits for the multiplications and only then lets the compiler read d.
+template <int kRegisters>
 __device__ __forceinline__ void wait(float (&d)[kRegisters]) {
-    ptx::wgmma_wait<kPending>();
+    ptx::wgmma_wait<0>();
 #pragma unroll
     for (int i = 0; i < kRegisters; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }

@@ -1,4 +1,4 @@
-"""The Hopper kernels against float64 on fresh random data: every awkward shape, poisoned outputs, guard rows."""
+"""The Hopper kernels against float64 on fresh random data: awkward shapes, poisoned outputs, guard rows."""
 
 import math
 import secrets
@@ -6,7 +6,8 @@ import secrets
 import pytest
 import torch
 
-from kernels import grouped_gemm_contiguous, grouped_gemm_masked
+from kernels import grouped_gemm_contiguous, grouped_gemm_masked, tiles
+from kernels.tiles import CONFIGS, TileConfig
 from tests.kernels.helpers import (
     expect_contiguous,
     expect_masked,
@@ -92,6 +93,15 @@ def test_max_m(max_m: int) -> None:
     run_masked([max_m] * 5, max_m, 512, 384)
 
 
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+def test_every_tile_on_the_same_rows(config: TileConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each variant is right wherever it is chosen, also where another would be."""
+    monkeypatch.setattr(tiles, "choose", lambda *_: config)
+    rows = [0, 1, 64, 65, 191, 192, 193, 400, 1000]
+    run_contiguous(rows, 1160, 640)
+    run_masked(rows, 1000, 1160, 640)
+
+
 def test_more_outputs_than_an_int_counts() -> None:
     """M * N passes 2**31: an offset kept in 32 bits would write somewhere else."""
     n, k = 16384, 128
@@ -118,7 +128,7 @@ def test_any_sm_count_gives_the_same_bits(num_sms: int) -> None:
 
 
 def test_layouts_and_tiles_give_the_same_bits() -> None:
-    """A row's result depends on the row and the weight alone: not on the layout, the tile or its neighbours."""
+    """A row's result depends on the row and the weight alone: not on layout, tile or neighbours."""
     counts, max_m = [17, 64, 33], 64
     case = random_masked(counts, max_m, 512, 1024, "cuda")
     short = grouped_gemm_masked(*case.a, *case.b, case.counts, expected_m=8, backend="hopper")
@@ -174,7 +184,7 @@ def test_captured_in_a_cuda_graph_with_counts_changed_later() -> None:
 def test_other_streams() -> None:
     case = random_contiguous([40, 300], 512, 512, "cuda")
     expected = grouped_gemm_contiguous(*case.a, *case.b, case.offsets, backend="hopper")
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         out = grouped_gemm_contiguous(*case.a, *case.b, case.offsets, backend="hopper")

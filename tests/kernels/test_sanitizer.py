@@ -1,0 +1,25 @@
+"""compute-sanitizer finds nothing in any kernel variant."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+TOOL = shutil.which("compute-sanitizer")
+
+
+@pytest.mark.skipif(TOOL is None, reason="needs compute-sanitizer on PATH")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_clean(tool: str) -> None:
+    # Probing the driver's entry points fails by design in cuda.core: only what kernels do counts.
+    command = [str(TOOL), "--tool", tool, "--report-api-errors", "no", "--error-exitcode", "9"]
+    program = [sys.executable, "-m", "tests.kernels.sanitizer_program"]
+    root = Path(__file__).parent.parent.parent
+    run = subprocess.run([*command, *program], cwd=root, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
+    assert "every variant ran" in run.stdout

@@ -1,0 +1,69 @@
+"""A server on the Hopper backend, asked by the real client: the same answers as the reference layer's."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+import tritonclient.http as triton
+
+from service.moe import LayerShape, random_weights, save_weights
+from service.settings import Settings
+from tests.kernels.helpers import Diff
+from tests.service.processes import server_process
+
+pytestmark = pytest.mark.gpu
+
+HIDDEN, TOKENS = 512, (1, 7, 300)
+
+
+def settings(backend: str, weights: Path) -> Settings:
+    model = {
+        "name": "layer",
+        "hidden_size": HIDDEN,
+        "intermediate_size": 256,
+        "num_experts": 16,
+        "top_k": 4,
+        "weights": {"path": str(weights)},
+        "partition": "compute" if backend == "hopper" else None,
+    }
+    partitions = {"compute": 112, "communication": 20} if backend == "hopper" else {}
+    return Settings.model_validate({"backend": backend, "partitions": partitions, "models": [model]})
+
+
+def answers(
+    backend: str, weights: Path, directory: Path, inputs: list[npt.NDArray[Any]]
+) -> list[npt.NDArray[Any]]:
+    directory.mkdir()
+    outputs = []
+    with (
+        server_process(settings(backend, weights), directory) as server,
+        triton.InferenceServerClient(server.url) as client,
+    ):
+        for values in inputs:
+            tensor = triton.InferInput("hidden_states", list(values.shape), "FP32")
+            tensor.set_data_from_numpy(values)
+            outputs.append(client.infer("layer", [tensor]).as_numpy("hidden_states"))
+        metrics = server.get("/metrics").text
+        partitions = server.get("/v1/partitions")
+    if backend == "hopper":
+        assert partitions.status_code == 200, partitions.text
+        assert "expertd_jit" in metrics
+        assert '"compute"' in partitions.text
+    return outputs
+
+
+def test_both_backends_give_the_same_answers(tmp_path: Path) -> None:
+    weights = tmp_path / "weights.safetensors"
+    shape = LayerShape(hidden_size=HIDDEN, intermediate_size=256, num_experts=16, top_k=4)
+    save_weights(weights, random_weights(shape, 3, torch.device("cpu")))
+    random = np.random.default_rng()
+    inputs = [random.standard_normal((tokens, HIDDEN)).astype(np.float32) for tokens in TOKENS]
+    hopper = answers("hopper", weights, tmp_path / "hopper", inputs)
+    reference = answers("reference", weights, tmp_path / "reference", inputs)
+    for ours, theirs in zip(hopper, reference, strict=True):
+        difference = Diff()
+        difference.add(torch.from_numpy(ours.copy()), torch.from_numpy(theirs.copy()))
+        assert difference.value < 1e-4, difference.value
