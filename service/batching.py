@@ -91,6 +91,7 @@ class _Queue:
     waiting: deque[Pending]
     num_tokens: int = 0
     step_seconds: float = 0.0  # smoothed over recent steps
+    failures: int = 0  # steps in a row that raised
 
 
 class Scheduler:
@@ -182,6 +183,10 @@ class Scheduler:
         queue = self._queues[model]
         return len(queue.waiting), queue.num_tokens
 
+    def failures(self, model: str) -> int:
+        """How many steps of `model` have failed since its last good one."""
+        return self._queues[model].failures
+
     def close(self) -> None:
         """Accept nothing more; what was accepted is still answered."""
         self._closed = True
@@ -258,6 +263,7 @@ class Scheduler:
             result = queue.runner.run([pending.request for pending in step])
             outputs = list(zip(step, result.outputs, strict=True))
         except Exception as error:
+            queue.failures += 1
             logger.exception("a step of model %s with %d requests failed", model, len(step))
             self._answer([], partial(self._observer.step_failed, model, len(step)))
             if len(step) > 1:
@@ -269,6 +275,7 @@ class Scheduler:
             failure.__cause__ = error
             self._answer([(step[0], failure)])
             return
+        queue.failures = 0
         took = time.perf_counter() - started
         queue.step_seconds = took if not queue.step_seconds else 0.8 * queue.step_seconds + 0.2 * took
         waited = [started - pending.arrived for pending in step]

@@ -3,17 +3,21 @@
 import asyncio
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from enum import Enum
 
-from service.batching import Scheduler
+from service.batching import QueueFullError, Scheduler, SchedulerClosedError, StepFailedError
 from service.loading import LoadCancelledError, Loaded, Loader, Partitions
 from service.metrics import Metrics
+from service.moe import zero_request
 from service.protocol import MODEL_VERSION, LayerSpec, OipError
 from service.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 _STOP_SECONDS = 5.0
+# After so many failed steps in a row it is the device, not a request: callers should be sent elsewhere.
+_FAILING_STEPS = 5
 
 
 class Phase(Enum):
@@ -54,14 +58,33 @@ class Engine:
         self._metrics = metrics
         self._load = load
         self._loading: asyncio.Task[None] | None = None
+        self._retries: dict[str, asyncio.Task[None]] = {}
+        metrics.watch_models(lambda: {name: self.why_not_ready(name) is None for name in self.models})
         metrics.watch_queues(self._waiting)
         metrics.watch_partitions(self._partition_sizes)
         metrics.watch_device_memory(lambda: self.loaded.memory() if self.loaded else None)
 
-    @property
-    def ready(self) -> bool:
-        """Whether models can be asked, and new requests should be sent here."""
-        return self.phase is Phase.READY
+    def why_not_ready(self, *models: str) -> str | None:
+        """Why requests to `models` (none: all of them) should not be sent here now, None if they should.
+
+        Steps that keep failing are a reason; requests are still taken, and one good step ends it.
+        """
+        if self.phase is not Phase.READY:
+            return f"the server is {self.phase.value}"
+        if failing := self._failing(models):
+            return f"the last {_FAILING_STEPS} steps or more failed of model {', '.join(failing)}"
+        return None
+
+    def check_ready(self, *models: str) -> None:
+        """Raise OipError (503) unless ready; what fails is given a token, to see whether it still does."""
+        reason = self.why_not_ready(*models)
+        if reason is None:
+            return
+        if self.phase is Phase.READY:
+            for model in self._failing(models):
+                if model not in self._retries:
+                    self._retries[model] = asyncio.get_running_loop().create_task(self._retry(model))
+        raise OipError(503, reason)
 
     @property
     def draining(self) -> bool:
@@ -109,9 +132,9 @@ class Engine:
         self.begin_drain()
         if not await asyncio.to_thread(self.scheduler.stop, _STOP_SECONDS):
             logger.warning("the worker thread is still busy: leaving it behind")
-        if self._loading is not None:
-            self._loading.cancel()
-            await asyncio.wait({self._loading})
+        for task in (tasks := [*self._retries.values(), *([self._loading] if self._loading else [])]):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def set_partitions(self, sizes: Mapping[str, int]) -> None:
         """Replace the SM partitions between two steps, all or nothing.
@@ -156,6 +179,18 @@ class Engine:
             logger.info(
                 "ready: %s on %s, %s", ", ".join(self.models), self.loaded.device, self.loaded.backend
             )
+
+    def _failing(self, models: tuple[str, ...]) -> list[str]:
+        asked = models or tuple(self.models)
+        return [model for model in asked if self.scheduler.failures(model) >= _FAILING_STEPS]
+
+    async def _retry(self, model: str) -> None:
+        request = zero_request(1, self.models[model].hidden_size)
+        try:
+            with suppress(StepFailedError, QueueFullError, SchedulerClosedError):
+                await self.scheduler.submit(model, request).answer
+        finally:
+            del self._retries[model]
 
     def _waiting(self) -> dict[str, tuple[int, int]]:
         return {name: self.scheduler.waiting(name) for name in self.models} if self.loaded else {}

@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from kernels import Backend, resolve_backend
 from service.batching import Runner
-from service.moe import LayerRequest, LayerRunner, LayerShape, MoELayer, load_weights, random_weights
+from service.moe import LayerRunner, LayerShape, MoELayer, load_weights, random_weights, zero_request
 from service.moe.device import device_memory, device_name, device_of
 from service.settings import Settings
 
@@ -122,8 +122,7 @@ def _warm_up(backend: Backend, cancelled: Cancelled) -> None:
 def _first_steps(runner: LayerRunner, layer: MoELayer, max_request_tokens: int) -> None:
     """One step in each layout: a layer that cannot compute never becomes ready."""
     for num_tokens in sorted({1, min(layer.masked_max_tokens + 1, max_request_tokens)}):
-        rows = bytes(num_tokens * layer.shape.hidden_size * 4)
-        runner.run([LayerRequest(num_tokens, rows, "FP32", None, "INT32", None, "FP32")])
+        runner.run([zero_request(num_tokens, layer.shape.hidden_size)])
 
 
 def _stop_if(cancelled: Cancelled) -> None:

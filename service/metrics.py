@@ -137,6 +137,19 @@ class Metrics:
 
         self.registry.register(_Collected(collect))
 
+    def watch_models(self, ready: Callable[[], Mapping[str, bool]]) -> None:
+        """Report what `ready` returns at a scrape: model -> whether requests should be sent to it."""
+
+        def collect() -> Iterator[Metric]:
+            gauge = GaugeMetricFamily(
+                "expertd_model_ready", "1 when the model can be asked", labels=["model"]
+            )
+            for model, is_ready in ready().items():
+                gauge.add_metric([model], is_ready)
+            yield gauge
+
+        self.registry.register(_Collected(collect))
+
     def watch_jit(self, stats: Callable[[], JitStats]) -> None:
         """Report the kernel compiler's figures at a scrape."""
 

@@ -1,7 +1,7 @@
 """The MoE layer on top of `kernels`: weights, routing, the layer and the runner that feeds it bytes."""
 
 from service.moe.layer import MoELayer
-from service.moe.runner import LayerRequest, LayerRunner, StepResult
+from service.moe.runner import LayerRequest, LayerRunner, StepResult, zero_request
 from service.moe.shape import LayerShape
 from service.moe.weights import ExpertWeights, load_weights, random_weights, save_weights
 
@@ -15,4 +15,5 @@ __all__ = [
     "load_weights",
     "random_weights",
     "save_weights",
+    "zero_request",
 ]

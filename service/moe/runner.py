@@ -40,6 +40,11 @@ class LayerRequest:
     output_datatype: str
 
 
+def zero_request(num_tokens: int, hidden_size: int) -> LayerRequest:
+    """Tokens of zeros, to see whether a layer computes."""
+    return LayerRequest(num_tokens, bytes(num_tokens * hidden_size * 4), "FP32", None, "INT32", None, "FP32")
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What one step gave: each request's rows [num_tokens, H] in its output_datatype; facts for metrics."""

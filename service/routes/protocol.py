@@ -58,7 +58,7 @@ def protocol_router(engine: Engine, infer: InferEndpoint) -> APIRouter:
     @router.get("/health/ready", response_model=ReadyResponse, responses=errors(503))
     async def server_ready() -> dict[str, bool]:
         """200 when every model can be asked and no shutdown has begun."""
-        _check_ready(engine)
+        engine.check_ready()
         return {"ready": True}
 
     @router.get("/models/{model}", response_model=ModelMetadata, responses=errors(404))
@@ -74,8 +74,7 @@ def protocol_router(engine: Engine, infer: InferEndpoint) -> APIRouter:
     @router.get("/models/{model}/ready", response_model=ReadyResponse, responses=errors(404, 503))
     async def model_ready(model: ModelName) -> dict[str, bool]:
         """200 when the model can be asked."""
-        engine.model(model)
-        _check_ready(engine)
+        engine.check_ready(engine.model(model).name)
         return {"ready": True}
 
     @router.get(
@@ -83,8 +82,7 @@ def protocol_router(engine: Engine, infer: InferEndpoint) -> APIRouter:
     )
     async def model_version_ready(model: ModelName, version: Version) -> dict[str, bool]:
         """200 when the model can be asked."""
-        engine.model(model, version)
-        _check_ready(engine)
+        engine.check_ready(engine.model(model, version).name)
         return {"ready": True}
 
     infer_responses: dict[int | str, dict[str, Any]] = {
@@ -108,20 +106,19 @@ def protocol_router(engine: Engine, infer: InferEndpoint) -> APIRouter:
     async def repository_index(request: Request) -> list[dict[str, str]]:
         """The served models; with {"ready": true} in the body, only those that can be asked."""
         only_ready = _only_ready(await request.body())
-        if only_ready and not engine.ready:
-            return []
-        state, reason = ("READY", "") if engine.ready else ("UNAVAILABLE", engine.phase.value)
+        reasons = {name: engine.why_not_ready(name) for name in engine.models}
         return [
-            {"name": name, "version": MODEL_VERSION, "state": state, "reason": reason}
-            for name in engine.models
+            {
+                "name": name,
+                "version": MODEL_VERSION,
+                "state": "UNAVAILABLE" if reason else "READY",
+                "reason": reason or "",
+            }
+            for name, reason in reasons.items()
+            if not (only_ready and reason)
         ]
 
     return router
-
-
-def _check_ready(engine: Engine) -> None:
-    if not engine.ready:
-        raise OipError(503, f"the server is {engine.phase.value}")
 
 
 def _metadata(spec: LayerSpec) -> dict[str, Any]:

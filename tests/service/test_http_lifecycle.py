@@ -6,12 +6,14 @@ import time
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from service.app import create_app
 from service.loading import Cancelled, LoadCancelledError, Loaded
 from service.settings import Settings
 from tests.service.apps import (
+    HIDDEN,
     Serving,
     error_of,
     hidden_request,
@@ -61,6 +63,41 @@ async def test_a_request_waits_no_longer_than_its_timeout() -> None:
     assert runner.steps == [[3]], "what timed out was never computed"
 
 
+async def test_not_ready_while_every_step_fails_and_ready_by_itself_afterwards() -> None:
+    runner = EchoRunner(poison=0.0)  # what a health check sends
+    zeros = hidden_request(np.zeros((1, HIDDEN), np.float32))
+    async with serving(tiny_settings(), serving_runner(runner)) as server:
+        for _ in range(5):
+            assert (await server.http.get("/v2/health/ready")).status_code == 200
+            error_of(await server.infer(*zeros), 500)
+        assert server.metric("model_ready", model="tiny") == 0
+        index = (await server.http.post("/v2/repository/index")).json()
+        assert (index[0]["state"], index[0]["reason"]) == (
+            "UNAVAILABLE",
+            "the last 5 steps or more failed of model tiny",
+        )
+        assert len(runner.steps) == 5
+        for path in ("/v2/health/ready", "/v2/models/tiny/ready"):
+            assert "steps or more failed" in error_of(await server.http.get(path), 503)
+        runner.poison = None
+        async with asyncio.timeout(10):
+            while (await server.http.get("/v2/health/ready")).status_code != 200:
+                await asyncio.sleep(0)
+        assert server.metric("model_ready", model="tiny") == 1
+        output_of(await server.infer(*zeros))
+
+
+async def test_one_bad_request_among_good_ones_harms_no_readiness() -> None:
+    runner = EchoRunner(poison=0.0)
+    zeros = hidden_request(np.zeros((1, HIDDEN), np.float32))
+    async with serving(tiny_settings(), serving_runner(runner)) as server:
+        for _ in range(4):
+            error_of(await server.infer(*zeros), 500)
+        output_of(await server.infer(*GOOD))
+        error_of(await server.infer(*zeros), 500)
+        assert (await server.http.get("/v2/health/ready")).status_code == 200
+
+
 async def test_not_ready_while_loading_and_after_a_failure(caplog: pytest.LogCaptureFixture) -> None:
     release = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -81,7 +118,9 @@ async def test_not_ready_while_loading_and_after_a_failure(caplog: pytest.LogCap
             assert phase in error_of(await server.infer(*GOOD), 503)
             assert phase in error_of(await http.get("/v1/partitions"), 503)
             index = (await http.post("/v2/repository/index")).json()
-            assert index == [{"name": "tiny", "version": "1", "state": "UNAVAILABLE", "reason": phase}]
+            assert index == [
+                {"name": "tiny", "version": "1", "state": "UNAVAILABLE", "reason": f"the server is {phase}"}
+            ]
             assert (await http.post("/v2/repository/index", content=b'{"ready": true}')).json() == []
 
         await check("loading")
