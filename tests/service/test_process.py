@@ -186,7 +186,7 @@ def test_sigterm_while_still_importing_exits_with_0() -> None:
         mask = int(status.partition("SigCgt:")[2].split()[0], 16)
         return bool(mask >> (signal.SIGTERM - 1) & 1)
 
-    command = [EXPERTD, "serve", "--config", DEMO, "--host", "127.0.0.1", "--port", "0"]
+    command: list[str | Path] = [EXPERTD, "serve", "--config", DEMO, "--host", "127.0.0.1", "--port", "0"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=clean_environment())
     try:
         until(caught, "there is a handler")
