@@ -7,7 +7,7 @@ PORT   ?= 8000
 
 # Without an NVIDIA GPU torch's CPU build will do, from PyTorch's own index: PyPI's brings gigabytes of CUDA.
 ifeq ($(shell nvidia-smi -L 2>/dev/null),)
-TORCH ?= 'torch==2.13.0' --extra-index-url https://download.pytorch.org/whl/cpu
+TORCH ?= --no-deps 'torch==2.13.0' --extra-index-url https://download.pytorch.org/whl/cpu
 else
 TORCH ?= 'torch>=2.11'
 endif
