@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-SCALE_BLOCK = (
-    128  # one FP8 scale covers 128 elements of K, and gate and up must not share a block of 128 rows
-)
-MAX_EXPERTS = 1024
+from kernels.checks import BLOCK, MAX_GROUPS
+
+SCALE_BLOCK = BLOCK  # elements of K to a scale; gate and up must not share a block of as many rows
+MAX_EXPERTS = MAX_GROUPS
 
 
 @dataclass(frozen=True)
