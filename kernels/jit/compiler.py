@@ -18,6 +18,7 @@ _OPTIONS: dict[str, Any] = {
     "std": "c++17",
     "lineinfo": True,  # else profilers cannot show the source
     "ptxas_options": ["-v"],
+    "no_cache": True,  # NVRTC's own cache in the driver's gives a binary without the report of its resources
 }
 _LENGTH_BYTES = 4
 _importing = threading.Lock()  # threads that import cuda.core at the same time can see half of it

@@ -6,7 +6,7 @@ import secrets
 import pytest
 import torch
 
-from kernels import grouped_gemm_contiguous, grouped_gemm_masked, tiles
+from kernels import grouped_gemm_contiguous, grouped_gemm_masked, jit, tiles
 from kernels.tiles import CONFIGS, TileConfig
 from tests.kernels.helpers import (
     expect_contiguous,
@@ -206,3 +206,9 @@ def test_random_problems() -> None:
         rows = [draw(0, draw(1, 400)) for _ in range(groups)]
         run_contiguous(rows, n, k)
         run_masked(rows, max(1, *rows), n, k, expected_m=draw(1, 300))
+
+
+def test_every_compilation_tells_its_resources() -> None:
+    """NVRTC keeps a cache of its own where there is a driver; what comes from there has no report."""
+    source = tiles.source(*tiles.VARIANTS[0])
+    assert jit.compile_source(source).usage == jit.compile_source(source).usage

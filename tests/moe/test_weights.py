@@ -70,3 +70,14 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b"not tensors")
     with pytest.raises(ValueError, match="expected a safetensors file, got"):
         load_weights(path, SHAPE, "cpu")
+
+
+@pytest.mark.parametrize("padding", range(0, 16, 4))
+def test_tensors_lie_where_the_kernels_can_read_them(tmp_path: Path, padding: int) -> None:
+    """The header of the file has any length, and the tensors follow it."""
+    path = tmp_path / "weights.safetensors"
+    save_weights(path, random_weights(SHAPE, 0, "cpu"))
+    save_file(load_file(path), path, metadata={"note": "x" * padding})
+    weights = load_weights(path, SHAPE, "cpu")
+    for tensor in (weights.router, *weights.gate_up, *weights.down):
+        assert tensor.data_ptr() % 16 == 0

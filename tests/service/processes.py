@@ -56,15 +56,25 @@ class ServerProcess:
 
     def wait_ready(self) -> None:
         """Return once the server says it is ready."""
-        until(lambda: self.get("/v2/health/ready").status_code == 200, "the server is ready")
+        until(self._ready, "the server is ready")
 
     def terminate(self) -> None:
         """Send SIGTERM."""
         self.process.send_signal(signal.SIGTERM)
 
-    def _listening(self) -> re.Match[str] | None:
+    def _ready(self) -> bool:
+        self._check_alive()
+        try:
+            return self.get("/v2/health/ready").status_code == 200
+        except httpx.ConnectError:  # it has just ended: the next look says so, with its log
+            return False
+
+    def _check_alive(self) -> None:
         if self.process.poll() is not None:
             raise RuntimeError(f"the server ended with {self.process.returncode}: {self.log()}")
+
+    def _listening(self) -> re.Match[str] | None:
+        self._check_alive()
         return re.search(r"listening on http://127\.0\.0\.1:(\d+)", self.log())
 
 
