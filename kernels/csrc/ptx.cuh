@@ -1,5 +1,5 @@
 // PTX of sm_90a behind plain functions: barriers, bulk tensor copies, warpgroup state. No GEMM lives here.
-// Source: PTX ISA 8.x, sections on mbarrier, cp.async.bulk.tensor, wgmma, stmatrix, setmaxnreg and griddepcontrol.
+// Source: PTX ISA 8.x, sections on mbarrier, cp.async.bulk.tensor, wgmma, stmatrix and setmaxnreg.
 #pragma once
 
 using u8 = unsigned char;
@@ -51,10 +51,6 @@ template <u32 kRegisters>
 __device__ __forceinline__ void shrink_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
-
-// Programmatic dependent launch: wait for the previous grid's memory; let the next grid start its prologue.
-__device__ __forceinline__ void wait_for_previous_grid() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void allow_next_grid() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // ---------------------------------------------------------------- mbarrier
 

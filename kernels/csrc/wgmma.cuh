@@ -24,7 +24,7 @@ struct Descriptor {
     }
 };
 
-// Multiply<N>: d[64 x N] = A[64 x 32] * B[N x 32]^T (start) or += (add); N / 2 registers a thread.
+// Multiply<N>: d[64 x N] = A[64 x 32] * B[N x 32]^T (start, restart) or += (add); N / 2 registers a thread.
 template <int kN>
 struct Multiply;
 
@@ -64,7 +64,8 @@ struct Multiply;
     "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" S "}, " A ", " B ", p, 1, 1; }"
 
 // `start` only writes its accumulators, so that none is alive between two K blocks: with tiles of many heights in one
-// kernel the compiler could not give them the same registers in each.
+// kernel the compiler could not give them the same registers in each. `restart` ties them to the same registers, which
+// an unrolled loop needs: there it would otherwise keep the accumulators of two K blocks.
 #define WGMMA(N, S, R, A, B)                                                                            \
     template <>                                                                                         \
     struct Multiply<N> {                                                                                \

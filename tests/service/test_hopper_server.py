@@ -66,4 +66,5 @@ def test_both_backends_give_the_same_answers(tmp_path: Path) -> None:
     for ours, theirs in zip(hopper, reference, strict=True):
         difference = Diff()
         difference.add(torch.from_numpy(ours.copy()), torch.from_numpy(theirs.copy()))
-        assert difference.value < 1e-4, difference.value
+        # The second quantisation rounds otherwise where the first product differs in its last bit.
+        assert difference.value < 5e-4, difference.value
