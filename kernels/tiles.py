@@ -48,7 +48,7 @@ class TileConfig:
     def storage_bytes(self) -> int:
         """Size of SharedStorage in storage.cuh; the compiler checks it."""
         stage = (BLOCK_N + self.block_m) * BLOCK_K + self.block_m * 4 + 2 * 8
-        staging = (self.threads // 128 - 1) * 4096
+        staging = (self.threads // 128 - 1) * (4096 if self.swapped else 64 * (BLOCK_N * 2 + 16))
         records = (self.stages + 1) * 16
         return self.stages * stage + staging + records + -(-self.threads // 32 * 4 // 8) * 8
 
@@ -60,8 +60,8 @@ class TileConfig:
 # Few rows a group: weights stream past once through a deep ring. Many: three warpgroups of 64 rows each, and
 # where there is work for many waves the tokens are loaded by two CTAs together.
 SHORT = TileConfig(swapped=True, block_m=64, stages=8, cluster=1, box_m=16)
-TALL = TileConfig(swapped=False, block_m=192, stages=5, cluster=1, box_m=64)
-TALL_PAIR = TileConfig(swapped=False, block_m=192, stages=5, cluster=2, box_m=32)
+TALL = TileConfig(swapped=False, block_m=192, stages=4, cluster=1, box_m=64)
+TALL_PAIR = TileConfig(swapped=False, block_m=192, stages=4, cluster=2, box_m=32)
 CONFIGS = (SHORT, TALL, TALL_PAIR)
 
 _PAIR_ROWS = 1024  # a group; below, a pair's odd tiles cost more than the shared loads save

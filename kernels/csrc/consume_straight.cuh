@@ -9,32 +9,23 @@ namespace straight {
 
 constexpr int kAccumulators = kBlockN / 2;
 
-// Writes a warp's 16 rows of a tile, 32 columns at a time through a swizzled buffer of its own.
+// Sends a warp's 16 rows of a tile off to memory; the copies go on under the next tile's multiplications. A row is a
+// copy of its own, so that none is written that is not the tile's.
 __device__ __forceinline__ void store(const float (&sum)[kAccumulators], u32 staging, u16* out, int rows, int columns,
                                       int n) {
     const int lane = threadIdx.x % 32;
-    const int row_in = lane % 16, row_out = lane / 4, chunk_out = lane % 4;
-    // Rows are 64 bytes: two of them share the 32 banks, so the chunk is swizzled by the pair.
-    const u32 in = staging + row_in * 64, swizzle_in = row_in / 2 % 4;
-    const u32 from = staging + row_out * 64 + ((chunk_out ^ (row_out / 2 % 4)) * 16);
-    out += static_cast<i64>(row_out) * n + chunk_out * 8;
+    ptx::wait_bulk_stores_read();  // of the tile before: its rows lie in the same place
+    __syncwarp();
+    const u32 to = staging + lane % 16 * kStagingPitch + lane / 16 * 16;
 #pragma unroll
-    for (int part = 0; part < kBlockN / 32; ++part) {
-#pragma unroll
-        for (int pair = 0; pair < 2; ++pair) {
-            const float* s = sum + part * 16 + pair * 8;
-            const u32 chunk = pair * 2 + lane / 16;
-            ptx::stmatrix(in + ((chunk ^ swizzle_in) * 16), ptx::pack_bf16(s[0], s[1]), ptx::pack_bf16(s[2], s[3]),
-                          ptx::pack_bf16(s[4], s[5]), ptx::pack_bf16(s[6], s[7]));
-        }
-        __syncwarp();
-        const uint4 low = ptx::load_shared(from), high = ptx::load_shared(from + 8 * 64);
-        if (part * 32 + chunk_out * 8 < columns) {
-            if (row_out < rows) *reinterpret_cast<uint4*>(out + part * 32) = low;
-            if (row_out + 8 < rows) *reinterpret_cast<uint4*>(out + part * 32 + static_cast<i64>(8) * n) = high;
-        }
-        __syncwarp();
+    for (int i = 0; i < kAccumulators; i += 8) {
+        ptx::stmatrix(to + i * 4, ptx::pack_bf16(sum[i], sum[i + 1]), ptx::pack_bf16(sum[i + 2], sum[i + 3]),
+                      ptx::pack_bf16(sum[i + 4], sum[i + 5]), ptx::pack_bf16(sum[i + 6], sum[i + 7]));
     }
+    ptx::fence_writes_for_copies();
+    __syncwarp();
+    if (lane < min(rows, 16))
+        ptx::bulk_store(out + static_cast<i64>(lane) * n, staging + lane * kStagingPitch, min(columns, kBlockN) * 2);
 }
 
 // A warpgroup's way through all tiles. Rounds of the ring are unrolled: with every address known, the four wgmma of a
@@ -76,9 +67,10 @@ class Consumer {
                     --left;
                 }
             }
-            store(sum, ptx::shared_address(shared_.staging) + row_ * 64, out + tile.offset + static_cast<i64>(row_) * n,
+            store(sum, ptx::shared_address(shared_.staging) + row_ * kStagingPitch, out + tile.offset + static_cast<i64>(row_) * n,
                   tile.rows - row_, tile.columns, n);
         }
+        ptx::wait_bulk_stores();  // they read shared memory that ends with the CTA
     }
 
   private:

@@ -161,6 +161,25 @@ __device__ __forceinline__ void stmatrix_transposed(u32 address, u32 m0, u32 m1,
                  : "memory");
 }
 
+// Makes this thread's ordinary writes to shared memory visible to the copy engine.
+__device__ __forceinline__ void fence_writes_for_copies() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Starts copying `bytes` (a multiple of 16, both ends aligned to 16) from shared to global memory.
+__device__ __forceinline__ void bulk_store(void* destination, u32 source, u32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination), "r"(source), "r"(bytes)
+                 : "memory");
+}
+
+// This thread's copies so far: waits until they have read shared memory, or until they have landed.
+__device__ __forceinline__ void wait_bulk_stores_read() {
+    asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+__device__ __forceinline__ void wait_bulk_stores() {
+    asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group 0;" ::: "memory");
+}
+
 __device__ __forceinline__ uint4 load_shared(u32 address) {
     uint4 value;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"

@@ -22,7 +22,8 @@ constexpr int kConsumerWarps = kConsumerGroups * 4;
 constexpr int kScaleWarps = 3;
 constexpr int kThreads = (kConsumerGroups + 1) * 128;
 constexpr int kHeightStep = kSwapped ? 16 : 64;  // what a tile's height is rounded up to
-constexpr u32 kStagingBytes = kSwapped ? 2 * 16 * 128 : 4 * 16 * 64;  // a warpgroup's rows of out on their way to memory
+constexpr u32 kStagingPitch = kBlockN * 2 + 16;  // bytes of a straight row on its way out; padded against bank conflicts
+constexpr u32 kStagingBytes = kSwapped ? 2 * 16 * 128 : 64 * kStagingPitch;  // of a warpgroup
 
 // What the consumers need to know of a tile. The producer writes it ahead of the tile's first stage and ends the walk
 // with a negative one. A record outlives its tile: the ring is one longer than the tiles that can be in flight.
