@@ -29,6 +29,7 @@ def quantize_rows(x: Tensor) -> Quantized:
     scale; NaN and infinity spoil their own row only. Raises ValueError. No host synchronisation.
     """
     _check_float("x", x)
+    x = x.detach()
     if x.ndim < 1 or x.shape[-1] % BLOCK != 0:
         raise ValueError(f"x shape: expected [..., K] with K a multiple of {BLOCK}, got {tuple(x.shape)}")
     if x.ndim == 1:
@@ -52,6 +53,7 @@ def quantize_blocks(w: Tensor) -> Quantized:
     """
     _check_float("w", w)
     _check_weight_ndim("w", w)
+    w = w.detach()
     data = torch.empty(w.shape, dtype=torch.float8_e4m3fn, device=w.device)
     scales = torch.empty(_block_counts(w.shape), dtype=torch.float32, device=w.device)
     for weight, data_out, scales_out in zip(_groups(w), _groups(data), _groups(scales), strict=True):
@@ -63,7 +65,15 @@ def quantize_blocks(w: Tensor) -> Quantized:
 
 
 def dequantize_rows(data: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Undo `quantize_rows`: data e4m3 [..., K] times scales fp32 [..., K/128], as `dtype`, contiguous."""
+    """Undo `quantize_rows`: data e4m3 [..., K] times scales fp32 [..., K/128], as `dtype`, contiguous.
+
+    Raises ValueError.
+    """
+    _check_quantized(data, scales)
+    if data.ndim < 1 or data.shape[-1] % BLOCK != 0:
+        raise ValueError(
+            f"data shape: expected [..., K] with K a multiple of {BLOCK}, got {tuple(data.shape)}"
+        )
     expected = (*data.shape[:-1], data.shape[-1] // BLOCK)
     if scales.shape != expected:
         raise ValueError(f"scales shape: expected {expected}, got {tuple(scales.shape)}")
@@ -78,7 +88,11 @@ def dequantize_rows(data: Tensor, scales: Tensor, dtype: torch.dtype = torch.flo
 
 
 def dequantize_blocks(data: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Undo `quantize_blocks`: data e4m3 [(G,) N, K] times its block's scale, as `dtype`, contiguous."""
+    """Undo `quantize_blocks`: data e4m3 [(G,) N, K] times its block's scale, as `dtype`, contiguous.
+
+    Raises ValueError.
+    """
+    _check_quantized(data, scales)
     _check_weight_ndim("data", data)
     if scales.shape != _block_counts(data.shape):
         raise ValueError(f"scales shape: expected {_block_counts(data.shape)}, got {tuple(scales.shape)}")
@@ -140,6 +154,13 @@ def _from_blocks(blocks: Tensor, shape: torch.Size) -> Tensor:
 def _check_float(name: str, x: Tensor) -> None:
     if not x.dtype.is_floating_point or x.dtype.itemsize not in (2, 4):
         raise ValueError(f"{name} dtype: expected float32, bfloat16 or float16, got {x.dtype}")
+
+
+def _check_quantized(data: Tensor, scales: Tensor) -> None:
+    # Bits of another type would be read as e4m3.
+    for name, tensor, dtype in (("data", data, torch.float8_e4m3fn), ("scales", scales, torch.float32)):
+        if tensor.dtype != dtype:
+            raise ValueError(f"{name} dtype: expected {dtype}, got {tensor.dtype}")
 
 
 def _check_weight_ndim(name: str, w: Tensor) -> None:

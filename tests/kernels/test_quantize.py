@@ -165,3 +165,23 @@ def test_dequantising_refuses_scales_of_another_shape() -> None:
         dequantize_rows(data, scales[:, :1])
     with pytest.raises(ValueError, match=r"expected \(1, 2\), got \(4, 2\)"):
         dequantize_blocks(data, scales)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float8_e5m2])
+def test_dequantising_refuses_data_of_another_type(dtype: torch.dtype) -> None:
+    for dequantize in (dequantize_rows, dequantize_blocks):
+        with pytest.raises(ValueError, match=r"data dtype: expected torch.float8_e4m3fn, got"):
+            dequantize(torch.ones(2, 128).to(dtype), torch.ones(2, 1))
+
+
+def test_dequantising_rows_refuses_a_ragged_k() -> None:
+    with pytest.raises(ValueError, match="multiple of 128"):
+        dequantize_rows(torch.ones(2, 130).to(torch.float8_e4m3fn), torch.ones(2, 1))
+
+
+def test_parameters_are_quantised_without_their_gradient() -> None:
+    weight = torch.nn.Parameter(torch.randn(128, 128))
+    for quantize in (quantize_rows, quantize_blocks):
+        assert torch.equal(
+            quantize(weight).data.view(torch.uint8), quantize(weight.data).data.view(torch.uint8)
+        )
