@@ -15,6 +15,8 @@ DEQUANTISED_TOLERANCE = 1e-5
 UNQUANTISED_TOLERANCE = 1e-3
 # Quantisation costs about 7e-4 on average: with fewer outputs than this, chance alone can pass 1e-3.
 _ENOUGH_OUTPUTS = 2048
+# The reference backend rounds its operands to bf16: with 8 outputs that passes 1e-5 in 7 of 100 draws, with 256 never.
+_FEW_OUTPUTS = 256
 _POISON = 0x7FA5  # a bf16 NaN that no arithmetic produces
 _GUARD_ROWS = 8
 _CHUNK = 1 << 24  # elements turned into float64 at a time
@@ -213,7 +215,9 @@ def _expect_guards(buffer: Tensor, label: str) -> None:
 
 
 def _expect_small(dequantised: Diff, unquantised: Diff, label: str) -> None:
-    assert dequantised.value < DEQUANTISED_TOLERANCE, f"diff {dequantised.value:.3g}; {label}"
+    few = dequantised.elements < _FEW_OUTPUTS
+    tolerance = UNQUANTISED_TOLERANCE if few else DEQUANTISED_TOLERANCE
+    assert dequantised.value < tolerance, f"diff {dequantised.value:.3g}; {label}"
     if unquantised.elements >= _ENOUGH_OUTPUTS:
         assert unquantised.value < UNQUANTISED_TOLERANCE, f"unquantised {unquantised.value:.3g}; {label}"
 
