@@ -51,6 +51,10 @@ class ExpertApp(FastAPI):
         self.add_exception_handler(Exception, _unexpected_error)
         document(self)
 
+    def stop_reading(self) -> None:
+        """Refuse every infer request whose body is still on its way; for the end of a drain."""
+        self._infer.stop_reading()
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection's event; the infer routes take the same endpoint either way."""
         if scope["type"] == "http":

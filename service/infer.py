@@ -71,6 +71,12 @@ class InferEndpoint:
         self._engine = engine
         self._metrics = metrics
         self._max_body_bytes = engine.settings.limits.max_body_bytes
+        self._reading: set[asyncio.Timeout] = set()
+
+    def stop_reading(self) -> None:
+        """Answer 503 to every request whose body is still on its way: it was never accepted."""
+        for reading in self._reading:
+            reading.reschedule(0)
 
     async def __call__(
         self, scope: Scope, receive: Receive, send: Send, model: str, version: str = MODEL_VERSION
@@ -98,7 +104,7 @@ class InferEndpoint:
         headers = _read_headers(scope)
         # A full queue is known before a byte of the body is read, let alone parsed.
         self._refuse_without_room(model)
-        body = await self._read_body(receive, headers.content_length)
+        body = await self._read_while_open(receive, headers.content_length)
         if headers.content_encoding is not None:
             encoding, limit = headers.content_encoding, self._max_body_bytes
             body = await _off_loop(len(body), lambda: decompress(body, encoding, limit))
@@ -118,6 +124,17 @@ class InferEndpoint:
             self._engine.scheduler.check_room(model)
         except (QueueFullError, SchedulerClosedError) as error:
             raise _unavailable(error) from error
+
+    async def _read_while_open(self, receive: Receive, content_length: int | None) -> bytes:
+        try:
+            async with asyncio.timeout(None) as reading:
+                self._reading.add(reading)
+                try:
+                    return await self._read_body(receive, content_length)
+                finally:
+                    self._reading.discard(reading)
+        except TimeoutError as error:
+            raise OipError(503, "the server is shutting down, and the body had not come") from error
 
     async def _read_body(self, receive: Receive, content_length: int | None) -> bytes:
         limit = self._max_body_bytes

@@ -68,7 +68,10 @@ def load(settings: Settings, cancelled: Cancelled) -> Loaded:
     Raises ValueError for what the device or a weights file does not allow, LoadCancelledError once
     `cancelled` says so.
     """
-    backend = resolve_backend(settings.backend)
+    try:
+        backend = resolve_backend(settings.backend)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
     device = device_of(backend)
     _warm_up(backend, cancelled)
     if backend.name == "hopper":

@@ -56,9 +56,11 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, app: ExpertApp) -> None:
         super().__init__(config)
         self.exit_code = 1
+        self._app = app
         self._engine = app.engine
         self._signals = 0
         self._drain: asyncio.Task[bool] | None = None
+        self._drain_by = 0.0  # the event loop's time by which drain_timeout_seconds are over
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # Not uvicorn's: it raises the signal again after its shutdown, and the exit code would not be 0.
@@ -72,9 +74,16 @@ class _Server(uvicorn.Server):
             return True
         if self._signals and self._drain is None:
             logger.info("shutting down: accepted requests are answered first")
+            settings = self._engine.settings
+            wait = settings.shutdown_delay_seconds + settings.drain_timeout_seconds
+            self._drain_by = asyncio.get_running_loop().time() + wait
             self._drain = asyncio.create_task(self._engine.drain())
         if self._drain is not None and self._drain.done():
             self.exit_code = 0 if self._drain.result() else 1
+            self._app.stop_reading()
+            # What is left is to send the answers, in the same time: not in as much again.
+            left = self._drain_by - asyncio.get_running_loop().time()
+            self.config.timeout_graceful_shutdown = max(1, round(left))
             return True
         return await super().on_tick(counter)
 

@@ -7,6 +7,7 @@ from pydantic import ValidationError
 
 from service.engine import Engine, PartitionsUnavailableError
 from service.protocol import OipError, shown
+from service.routes.bodies import read_body
 from service.routes.documentation import errors
 from service.routes.schemas import PartitionsRequest, PartitionsResponse
 
@@ -35,12 +36,12 @@ def partitions_router(engine: Engine) -> APIRouter:
     @router.put(
         "/partitions",
         response_model=PartitionsResponse,
-        responses=errors(400, 409, 422, 503),
+        responses=errors(400, 409, 413, 422, 503),
         openapi_extra=_BODY,
     )
     async def put_partitions(request: Request) -> dict[str, Any]:
         """Replace all partitions between two steps: all or nothing, and no request is dropped."""
-        sizes = _sizes(await request.body())
+        sizes = _sizes(await read_body(request, engine.settings.limits.max_body_bytes))
         try:
             await engine.set_partitions(sizes)
         except PartitionsUnavailableError as error:

@@ -10,6 +10,7 @@ from service import __version__
 from service.engine import Engine
 from service.infer import InferEndpoint
 from service.protocol import INPUT_DATATYPES, MODEL_VERSION, OUTPUT, LayerSpec, OipError, shown
+from service.routes.bodies import read_body
 from service.routes.documentation import INFER_REQUEST, INFER_RESPONSE, errors
 from service.routes.schemas import (
     LiveResponse,
@@ -102,10 +103,10 @@ def protocol_router(engine: Engine, infer: InferEndpoint) -> APIRouter:
         """The layer's output for hidden states, routed by the layer or as topk_ids and topk_weights say."""
         return _InferAnswer(infer, model, version)
 
-    @router.post("/repository/index", response_model=list[ModelIndexEntry], responses=errors(400))
+    @router.post("/repository/index", response_model=list[ModelIndexEntry], responses=errors(400, 413))
     async def repository_index(request: Request) -> list[dict[str, str]]:
         """The served models; with {"ready": true} in the body, only those that can be asked."""
-        only_ready = _only_ready(await request.body())
+        only_ready = _only_ready(await read_body(request, engine.settings.limits.max_body_bytes))
         reasons = {name: engine.why_not_ready(name) for name in engine.models}
         return [
             {

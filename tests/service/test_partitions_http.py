@@ -88,6 +88,14 @@ async def test_wrong_bodies(body: bytes, status: int, expected: str) -> None:
         assert expected in error_of(await server.http.put("/v1/partitions", content=body), status)
 
 
+@pytest.mark.parametrize(("method", "path"), [("PUT", "/v1/partitions"), ("POST", "/v2/repository/index")])
+async def test_bodies_past_the_limit(method: str, path: str) -> None:
+    async with serving(tiny_settings(), serving_runner(EchoRunner(), Device())) as server:
+        body = bytes(server.app.engine.settings.limits.max_body_bytes + 1)
+        response = await server.http.request(method, path, content=body)
+        assert "at most" in error_of(response, 413)
+
+
 async def test_a_partition_in_use_cannot_be_taken_away() -> None:
     settings = tiny_settings(models=[{**MODEL, "partition": "compute"}], partitions={"compute": 64})
     async with serving(settings, serving_runner(EchoRunner(), Device())) as server:

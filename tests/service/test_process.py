@@ -180,6 +180,20 @@ def test_sigterm_without_requests_and_sigint_exit_with_0(tmp_path: Path) -> None
             server.get("/v2/health/live")
 
 
+def test_sigterm_does_not_wait_for_a_body_that_does_not_come(tmp_path: Path) -> None:
+    head = f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{{".encode()
+    with (
+        server_process(tiny_settings(), tmp_path) as server,
+        socket.create_connection(("127.0.0.1", server.port), timeout=30) as sender,
+    ):
+        sender.sendall(head)
+        server.get("/v2/health/live")  # by its answer the server has seen the bytes sent before
+        server.terminate()
+        assert server.process.wait(timeout=10) == 0
+        assert b"503 Service Unavailable" in sender.recv(4096)
+        assert "Traceback" not in server.log()
+
+
 def test_sigterm_while_still_importing_exits_with_0() -> None:
     def caught() -> bool:
         status = Path(f"/proc/{process.pid}/status").read_text()
