@@ -15,7 +15,7 @@ DEQUANTISED_TOLERANCE = 1e-5
 UNQUANTISED_TOLERANCE = 1e-3
 # Quantisation costs about 7e-4 on average: with fewer outputs than this, chance alone can pass 1e-3.
 _ENOUGH_OUTPUTS = 2048
-# The reference backend rounds its operands to bf16: with 8 outputs that passes 1e-5 in 7 of 100 draws, with 256 never.
+# The reference backend rounds its operands to bf16: 8 outputs pass 1e-5 in 7 of 100 draws, 256 in none.
 _FEW_OUTPUTS = 256
 _POISON = 0x7FA5  # a bf16 NaN that no arithmetic produces
 _GUARD_ROWS = 8
