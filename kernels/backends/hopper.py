@@ -1,7 +1,5 @@
 """The Hopper backend: picks a variant, builds its TMA descriptors and launches it through cuda.core."""
 
-import threading
-from collections import OrderedDict
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,9 +12,8 @@ from torch import Tensor
 
 from kernels import jit, tiles
 from kernels.backends.base import Backend, Progress
+from kernels.descriptors import DescriptorCache
 from kernels.tiles import Layout, TileConfig
-
-_MAPS_KEPT = 1024
 
 
 class HopperBackend(Backend):
@@ -27,9 +24,8 @@ class HopperBackend(Backend):
 
     def __init__(self) -> None:
         self._kernels: dict[tuple[int, Layout, TileConfig], Any] = {}
-        self._maps: OrderedDict[tuple[int, int, int, int], Any] = OrderedDict()
+        self._descriptors = DescriptorCache(_describe)
         self._sms: dict[int, int] = {}
-        self._lock = threading.Lock()
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile (or fetch) every variant, in parallel, and load it on the current device."""
@@ -104,6 +100,10 @@ class HopperBackend(Backend):
         num_sms: int | None,
     ) -> None:
         device: int = a.device.index
+        if device != torch.cuda.current_device():
+            raise ValueError(
+                f"a device: expected the current one, cuda:{torch.cuda.current_device()}, got {a.device}"
+            )
         num_groups, n, k = b.shape
         sms = min(num_sms or self._sm_count(device), self._sm_count(device))
         config = tiles.choose(n, num_groups, expected_rows, sms)
@@ -117,8 +117,8 @@ class HopperBackend(Backend):
             Stream.from_handle(torch.cuda.current_stream(device).cuda_stream),
             grid,
             self._kernel(device, layout, config),
-            self._tensor_map(a, config.box_m),
-            self._tensor_map(b, tiles.BLOCK_N),
+            self._descriptors.get(a, config.box_m),
+            self._descriptors.get(b, tiles.BLOCK_N),
             a_scales.data_ptr(),
             *(np.uint32(stride) for stride in scale_strides),
             b_scales.data_ptr(),
@@ -153,29 +153,16 @@ class HopperBackend(Backend):
         self._kernels[device, layout, config] = kernel
         return kernel
 
-    def _tensor_map(self, data: Tensor, box_rows: int) -> Any:
-        """The TMA descriptor of data [.., K] as rows of K bytes; kept, since most calls repeat theirs."""
-        k = data.shape[-1]
-        rows = data.numel() // k
-        key = (data.data_ptr(), rows, k, box_rows)
-        with self._lock:
-            found = self._maps.get(key)
-            if found is not None:
-                self._maps.move_to_end(key)
-                return found
-        view = StridedMemoryView.from_any_interface(data.view(torch.uint8).view(rows, k), stream_ptr=-1)
-        made = view.as_tensor_map(
-            (box_rows, tiles.BLOCK_K),
-            swizzle=TensorMapSwizzle.SWIZZLE_128B,
-            l2_promotion=TensorMapL2Promotion.L2_256B,
-        )
-        with self._lock:
-            self._maps[key] = made
-            if len(self._maps) > _MAPS_KEPT:
-                self._maps.popitem(last=False)
-        return made
-
     def _sm_count(self, device: int) -> int:
         if device not in self._sms:
             self._sms[device] = torch.cuda.get_device_properties(device).multi_processor_count
         return self._sms[device]
+
+
+def _describe(rows: Tensor, box_rows: int) -> Any:
+    """The TMA descriptor of rows of bytes [R, K], loaded box_rows x 128 at a time."""
+    return StridedMemoryView.from_any_interface(rows, stream_ptr=-1).as_tensor_map(
+        (box_rows, tiles.BLOCK_K),
+        swizzle=TensorMapSwizzle.SWIZZLE_128B,
+        l2_promotion=TensorMapL2Promotion.L2_256B,
+    )
