@@ -7,6 +7,8 @@
 
 namespace swapped {
 
+static_assert(!kSwapped || (kBlockM <= 64 && kCluster == 1), "heights up to 64 have code; a CTA without columns has none");
+
 // Writes a warpgroup's 64 columns of a tile, 16 rows at a time through a swizzled buffer; only the tile's own rows.
 template <int kSlices>
 __device__ __forceinline__ void store(const float (&sum)[kSlices * 8], u32 staging, u32 warpgroup, u16* out, int rows,
@@ -76,8 +78,7 @@ __device__ __forceinline__ void consume_all(SharedStorage& shared, u32 warpgroup
     case S:                                                                                                   \
         if constexpr (S <= kBlockM / 16) consume<S>(shared, pipeline, tile, warpgroup, out, n, k_blocks); \
         break;
-            HEIGHT(1) HEIGHT(2) HEIGHT(3) HEIGHT(4) HEIGHT(5) HEIGHT(6)
-            HEIGHT(7) HEIGHT(8) HEIGHT(9) HEIGHT(10) HEIGHT(11) HEIGHT(12)
+            HEIGHT(1) HEIGHT(2) HEIGHT(3) HEIGHT(4)
 #undef HEIGHT
         }
     }

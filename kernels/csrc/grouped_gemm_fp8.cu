@@ -34,7 +34,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     Scheduler::build(table, extents, num_groups, n, limit, shared.scratch);
     kCluster > 1 ? ptx::cluster_sync() : __syncthreads();
 
-
     if (warp >= kConsumerWarps) {
         ptx::shrink_registers<40>();
         const int rank = kCluster > 1 ? static_cast<int>(ptx::cluster_rank()) : 0;

@@ -20,6 +20,7 @@ constexpr int kBoxM = BOX_M;       // rows of a that one TMA load brings
 constexpr int kConsumerGroups = kSwapped ? kBlockN / 64 : kBlockM / 64;  // warpgroups, 64 rows of wgmma's M each
 constexpr int kConsumerWarps = kConsumerGroups * 4;
 constexpr int kScaleWarps = 3;
+static_assert(kStages >= kScaleWarps, "a scale warp tells two rounds of the ring apart by one phase bit");
 constexpr int kThreads = (kConsumerGroups + 1) * 128;
 constexpr int kHeightStep = kSwapped ? 16 : 64;  // what a tile's height is rounded up to
 constexpr u32 kStagingPitch = kBlockN * 2 + 16;  // bytes of a straight row on its way out; padded against bank conflicts
