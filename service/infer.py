@@ -71,6 +71,7 @@ class InferEndpoint:
         self._engine = engine
         self._metrics = metrics
         self._max_body_bytes = engine.settings.limits.max_body_bytes
+        self._max_json_bytes = engine.settings.limits.max_json_bytes
         self._reading: set[asyncio.Timeout] = set()
 
     def stop_reading(self) -> None:
@@ -108,7 +109,12 @@ class InferEndpoint:
         if headers.content_encoding is not None:
             encoding, limit = headers.content_encoding, self._max_body_bytes
             body = await _off_loop(len(body), lambda: decompress(body, encoding, limit))
-        json_bytes = len(body) if headers.header_length is None else headers.header_length
+        json_bytes = len(body) if headers.header_length is None else min(headers.header_length, len(body))
+        if json_bytes > self._max_json_bytes:
+            limit = self._max_json_bytes
+            raise OipError(
+                413, f"the JSON is expected to hold at most {limit} bytes, got {json_bytes}: use binary"
+            )
         request = await _off_loop(json_bytes, lambda: parse_request(body, headers.header_length, spec))
         try:
             output = await self._compute(model, request, receive)

@@ -26,6 +26,9 @@ class Limits(_Frozen):
     max_body_bytes: int = Field(
         default=64 * MIB, ge=1, description="request body, before and after decompression"
     )
+    max_json_bytes: int = Field(
+        default=8 * MIB, ge=1, description="JSON part of an infer request: parsing holds up the event loop"
+    )
 
     @model_validator(mode="after")
     def _one_request_fits(self) -> Self:

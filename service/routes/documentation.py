@@ -10,7 +10,7 @@ _STATUS_TEXTS = {
     400: "The request is not what was expected",
     404: "No such model or version",
     409: "This server has no partitionable device",
-    413: "The body is larger than max_body_bytes",
+    413: "The body is larger than max_body_bytes, or its JSON than max_json_bytes",
     415: "The body's Content-Encoding is not supported",
     422: "The partitions do not fit the device",
     500: "The server failed",

@@ -1,5 +1,6 @@
 """Everything that can be wrong with a request: the status, one form, and the next request works."""
 
+import json
 import logging
 from collections.abc import AsyncIterator
 from typing import Any
@@ -82,6 +83,21 @@ async def test_header_lengths_that_are_no_numbers(length: str) -> None:
     async with serving(tiny_settings()) as server:
         response = await server.infer(GOOD[0], Inference_Header_Content_Length=length)
         assert "number of bytes" in error_of(response, 400)
+
+
+async def test_json_that_takes_long_to_parse_is_refused_and_binary_is_not() -> None:
+    async with serving(tiny_settings(limits={"max_json_bytes": 2000})) as server:
+        numbers = {
+            "name": "hidden_states",
+            "datatype": "FP32",
+            "shape": [9, HIDDEN],
+            "data": [0.125] * 9 * HIDDEN,
+        }
+        body = json.dumps({"inputs": [numbers]}).encode()
+        assert len(body) > 2000
+        text = error_of(await server.infer(body, None), 413)
+        assert f"at most 2000 bytes, got {len(body)}" in text
+        output_of(await server.infer(*hidden_request(rows(60))))
 
 
 async def test_bodies_past_the_limit_are_refused_whatever_they_claim() -> None:
