@@ -44,7 +44,7 @@ class Limits(_Frozen):
 class WeightsSettings(_Frozen):
     """Where a layer's weights come from: drawn at random from a seed, or read from a safetensors file."""
 
-    seed: int | None = Field(default=None, ge=0)
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
     path: Path | None = None
 
     @model_validator(mode="after")

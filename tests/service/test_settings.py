@@ -92,6 +92,10 @@ def test_settings_are_frozen(config: Path) -> None:
         ),
         (f"models: [{MODEL[:-1]}, weights: {{}}}}]", r"models\.0\.weights: exactly one of seed and path"),
         (
+            f"models: [{MODEL[:-1]}, weights: {{seed: 9223372036854775808}}}}]",
+            r"models\.0\.weights\.seed: .*less than 9223372036854775808, got 9223372036854775808",
+        ),
+        (
             f"models: [{MODEL}]\nlimits: {{max_batch_tokens: 5}}",
             r"limits: max_request.* is 5, got 4096",
         ),
