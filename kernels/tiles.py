@@ -64,7 +64,7 @@ TALL = TileConfig(swapped=False, block_m=192, stages=4, cluster=1, box_m=64)
 TALL_PAIR = TileConfig(swapped=False, block_m=192, stages=4, cluster=2, box_m=32)
 CONFIGS = (SHORT, TALL, TALL_PAIR)
 
-_PAIR_ROWS = 1024  # a group; below, a pair's odd tiles cost more than the shared loads save
+_PAIR_ROWS = 1024  # a group; with fewer, pairs measured level or slower
 _PAIR_WAVES = 8
 
 

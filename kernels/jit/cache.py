@@ -86,7 +86,8 @@ class DiskCache:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             lock.acquire()
-        except (OSError, NotImplementedError) as error:  # filelock's Timeout is an OSError
+        # filelock raises NotImplementedError on a file system without locks; its Timeout is an OSError.
+        except (OSError, NotImplementedError) as error:
             logger.warning("the kernel cache %s is used without a lock: %s", self.directory, error)
         try:
             yield
