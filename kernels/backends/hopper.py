@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kernels import jit, tiles
 from kernels.backends.base import Backend, Progress
+from kernels.claims import ClaimCounters
 from kernels.descriptors import DescriptorCache
 from kernels.tiles import Layout, TileConfig
 
@@ -25,6 +26,7 @@ class HopperBackend(Backend):
     def __init__(self) -> None:
         self._kernels: dict[tuple[int, Layout, TileConfig], Any] = {}
         self._descriptors = DescriptorCache(_describe)
+        self._claims = ClaimCounters()
         self._sms: dict[int, int] = {}
 
     def warm_up(self, progress: Progress | None = None) -> None:
@@ -113,12 +115,13 @@ class HopperBackend(Backend):
             block=config.threads,
             shmem_size=config.shared_bytes(num_groups),
         )
+        stream = torch.cuda.current_stream(device).cuda_stream
         launch(
-            Stream.from_handle(torch.cuda.current_stream(device).cuda_stream),
+            Stream.from_handle(stream),
             grid,
             self._kernel(device, layout, config),
             self._descriptors.get(a, config.box_m),
-            self._descriptors.get(b, tiles.BLOCK_N),
+            self._descriptors.get(b, config.block_n),
             a_scales.data_ptr(),
             *(np.uint32(stride) for stride in scale_strides),
             b_scales.data_ptr(),
@@ -129,6 +132,7 @@ class HopperBackend(Backend):
             np.int32(k),
             np.int32(limit),
             np.int32(rows_per_group),
+            self._claims.get(device, stream),
         )
 
     def _kernel(self, device: int, layout: Layout, config: TileConfig) -> Any:
@@ -151,6 +155,7 @@ class HopperBackend(Backend):
                 f"expected {tiles.SHARED_BYTES_LIMIT} bytes of shared memory, got {status.name}"
             )
         self._kernels[device, layout, config] = kernel
+        self._claims.prepare(device)
         return kernel
 
     def _sm_count(self, device: int) -> int:

@@ -39,36 +39,36 @@ class Consumer {
           row_(threadIdx.x / 32 * 16),
           first_row_(warpgroup * 64) {}
 
-    __device__ __forceinline__ void run(u16* out, int n, int k_blocks) {
+    __device__ __forceinline__ void run(const Output& output, int k_blocks) {
         float acc[kAccumulators] = {};
         Pipeline pipeline;
-        for (int slot = 0;; slot = slot == kStages ? 0 : slot + 1) {
-            ptx::mbarrier_wait(&shared_.full[pipeline.stage], pipeline.phase);
-            const TileRecord& tile = shared_.tiles[slot];
+        for (Walk walk;; walk.advance()) {
+            ptx::mbarrier_wait(&shared_.announced[walk.index], walk.phase);
+            const Tile tile = shared_.tiles[walk.index];
             if (tile.rows < 0) break;
             int left = k_blocks;
-            if (tile.rows <= first_row_) {  // too low for this warpgroup: let the stages go
+            if (tile.rows <= first_row_ || output.columns(tile) <= 0) {  // nothing here: let the stages go
                 for (; left > 0; --left, pipeline.advance()) {
-                    ptx::mbarrier_wait(&shared_.full[pipeline.stage], pipeline.phase);
-                    release(&shared_.empty[pipeline.stage]);
+                    ptx::mbarrier_wait(&shared_.full[pipeline.index], pipeline.phase);
+                    release(&shared_.empty[pipeline.index]);
                 }
                 continue;
             }
             float sum[kAccumulators] = {};
             while (left > 0) {
-                if (pipeline.stage == 0 && left >= kStages) {
+                if (pipeline.index == 0 && left >= kStages) {
 #pragma unroll
                     for (int stage = 0; stage < kStages; ++stage) accumulate(sum, acc, stage, pipeline.phase);
                     pipeline.phase ^= 1;
                     left -= kStages;
                 } else {
-                    accumulate(sum, acc, pipeline.stage, pipeline.phase);
+                    accumulate(sum, acc, pipeline.index, pipeline.phase);
                     pipeline.advance();
                     --left;
                 }
             }
-            store(sum, ptx::shared_address(shared_.staging) + row_ * kStagingPitch, out + tile.offset + static_cast<i64>(row_) * n,
-                  tile.rows - row_, tile.columns, n);
+            store(sum, ptx::shared_address(shared_.staging) + row_ * kStagingPitch,
+                  output.at(tile) + static_cast<i64>(row_) * output.n, tile.rows - row_, output.columns(tile), output.n);
         }
         ptx::wait_bulk_stores();  // they read shared memory that ends with the CTA
     }

@@ -35,15 +35,15 @@ __device__ __forceinline__ void store(const float (&sum)[kSlices * 8], u32 stagi
 // One tile of up to 16 * kSlices rows on one warpgroup: all of K, then the epilogue. Each height has its own code, so
 // that the accumulators of a short tile are few and its wgmma narrow.
 template <int kSlices>
-__device__ __forceinline__ void consume(SharedStorage& shared, Pipeline& pipeline, const TileRecord& tile, u32 warpgroup,
-                                        u16* out, int n, int k_blocks) {
+__device__ __forceinline__ void consume(SharedStorage& shared, Pipeline& pipeline, const Tile& tile, u32 warpgroup,
+                                        const Output& output, int k_blocks) {
     const auto weights = wgmma::Descriptor::of(shared.weights[0] + warpgroup * 64 * kBlockK);
     const auto tokens = wgmma::Descriptor::of(shared.tokens[0]);
     const int lane = threadIdx.x % 32;
     float sum[kSlices * 8] = {};
 #pragma unroll 1  // unrolled, the accumulators of two K blocks would be alive at once
     for (int kb = 0; kb < k_blocks; ++kb, pipeline.advance()) {
-        const int stage = pipeline.stage;
+        const int stage = pipeline.index;
         float acc[kSlices * 8];
         ptx::mbarrier_wait(&shared.full[stage], pipeline.phase);
         wgmma::multiply_block<16 * kSlices, false>(acc, weights + stage * kBlockN * kBlockK, tokens + stage * kBlockM * kBlockK);
@@ -62,21 +62,21 @@ __device__ __forceinline__ void consume(SharedStorage& shared, Pipeline& pipelin
         }
         release(&shared.empty[stage]);
     }
-    store<kSlices>(sum, ptx::shared_address(shared.staging[warpgroup]), warpgroup, out + tile.offset + warpgroup * 64,
-                   tile.rows, tile.columns - warpgroup * 64, n);
+    store<kSlices>(sum, ptx::shared_address(shared.staging[warpgroup]), warpgroup, output.at(tile) + warpgroup * 64,
+                   tile.rows, output.columns(tile) - warpgroup * 64, output.n);
 }
 
-// All tiles of a warpgroup, until the record that ends the walk.
-__device__ __forceinline__ void consume_all(SharedStorage& shared, u32 warpgroup, u16* out, int n, int k_blocks) {
+// All tiles of a warpgroup.
+__device__ __forceinline__ void consume_all(SharedStorage& shared, u32 warpgroup, const Output& output, int k_blocks) {
     Pipeline pipeline;
-    for (int slot = 0;; slot = slot == kStages ? 0 : slot + 1) {
-        ptx::mbarrier_wait(&shared.full[pipeline.stage], pipeline.phase);
-        const TileRecord& tile = shared.tiles[slot];
+    for (Walk walk;; walk.advance()) {
+        ptx::mbarrier_wait(&shared.announced[walk.index], walk.phase);
+        const Tile tile = shared.tiles[walk.index];
         if (tile.rows < 0) break;
         switch ((tile.rows + 15) / 16) {
 #define HEIGHT(S)                                                                                             \
     case S:                                                                                                   \
-        if constexpr (S <= kBlockM / 16) consume<S>(shared, pipeline, tile, warpgroup, out, n, k_blocks); \
+        if constexpr (S <= kBlockM / 16) consume<S>(shared, pipeline, tile, warpgroup, output, k_blocks);  \
         break;
             HEIGHT(1) HEIGHT(2) HEIGHT(3) HEIGHT(4)
 #undef HEIGHT

@@ -16,7 +16,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                      const int* __restrict__ extents,     // offsets [num_groups + 1] or counts [num_groups]
                      u16* __restrict__ out,               // bf16 [rows, n]
                      int num_groups, int n, int k, int limit,  // limit: M, or max_m
-                     int rows_per_group) {                     // max_m, or 0 where rows are not laid out by group
+                     int rows_per_group,  // max_m, or 0 where rows are not laid out by group
+                     int* claims) {       // [2]: tiles taken beyond everybody's first, clusters done; both 0
     extern __shared__ __align__(1024) u8 raw[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(raw);
     int* const table = reinterpret_cast<int*>(raw + sizeof(SharedStorage));
@@ -29,32 +30,35 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             ptx::mbarrier_init(&shared.full[stage], 1 + kArrivals);  // the TMA warp's leader, a scale warp
             ptx::mbarrier_init(&shared.empty[stage], kConsumerWarps * kArrivals * kCluster);
         }
+        for (int i = 0; i < kTiles; ++i) ptx::mbarrier_init(&shared.announced[i], 1);
         ptx::fence_mbarrier_init();
     }
     Scheduler::build(table, extents, num_groups, n, limit, shared.scratch);
     kCluster > 1 ? ptx::cluster_sync() : __syncthreads();
 
+    const int rank = kCluster > 1 ? static_cast<int>(ptx::cluster_rank()) : 0;
+    const int k_blocks = k / kBlockK;
     if (warp >= kConsumerWarps) {
-        ptx::shrink_registers<40>();
-        const int rank = kCluster > 1 ? static_cast<int>(ptx::cluster_rank()) : 0;
-        const int k_blocks = k / kBlockK;
-        Scheduler scheduler(table, num_groups, n, blockIdx.x / kCluster, gridDim.x / kCluster);
-        Pipeline pipeline;
-        Tile tile;
+        if constexpr (kReallocate) ptx::shrink_registers<40>();
         if (warp == kConsumerWarps) {
             // ---- TMA: this CTA's weights, and its share of the tokens for the whole cluster
-            int slot = 0;
-            for (; scheduler.next(tile); slot = slot == kStages ? 0 : slot + 1) {
+            const Scheduler scheduler(table, num_groups, n);
+            Pipeline pipeline;
+            Walk walk;
+            // Everybody's first tile is its own number; for later ones the first cluster that is nearly done comes first.
+            for (int number = blockIdx.x / kCluster;; walk.advance()) {
+                const Tile tile = announce(shared, walk, rank, [&] { return scheduler.tile(number); });
+                if (tile.rows < 0) break;
                 const int boxes = (tile.rows + kBoxM - 1) / kBoxM;
                 const int row = tile.group * rows_per_group + tile.row, column = tile.column + rank * kBlockN;
+                int claimed = 0;
                 for (int kb = 0; kb < k_blocks; ++kb, pipeline.advance()) {
-                    const int stage = pipeline.stage;
+                    const int stage = pipeline.index;
+                    // Early enough to be back in time, late enough for the order to be that of finishing.
+                    if (kb == max(k_blocks - kClaimAhead, 0) && rank == 0 && lane == 0) claimed = atomicAdd(claims, 1);
                     ptx::mbarrier_wait(&shared.empty[stage], pipeline.phase ^ 1);
                     if (ptx::elect_one()) {
                         u64* full = &shared.full[stage];
-                        if (kb == 0) {
-                            shared.tiles[slot] = {static_cast<i64>(row) * n + column, column < n ? tile.rows : 0, n - column};
-                        }
                         ptx::mbarrier_arrive_expect_bytes(full, (kBlockN + boxes * kBoxM) * kBlockK);
                         ptx::tma_load(&b_map, full, shared.weights[stage], kb * kBlockK, tile.group * n + column);
                         for (int box = rank; box < boxes; box += kCluster) {
@@ -64,24 +68,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                     }
                     __syncwarp();
                 }
+                number = gridDim.x / kCluster + __shfl_sync(0xffffffff, claimed, 0);
             }
-            ptx::mbarrier_wait(&shared.empty[pipeline.stage], pipeline.phase ^ 1);
-            if (ptx::elect_one()) {
-                shared.tiles[slot] = {0, -1, 0};
-                ptx::mbarrier_arrive(&shared.full[pipeline.stage]);
-            }
-        } else {
+            if (rank == 0 && lane == 0) leave(claims, gridDim.x / kCluster);
+        } else if (warp > kConsumerWarps) {
             // ---- scales: the product of both, so that a consumer multiplies once. The warps take stages in turn and
             // load before their stage is free: consumers wait for a stage's slowest load, and these come a long way.
             const int mine = warp - kConsumerWarps - 1;
-            const int blocks_n = (n + kBlockN - 1) / kBlockN;
+            const int blocks_n = (n + kScaleN - 1) / kScaleN;
+            Pipeline pipeline;
             int turn = 0;
             const auto next_turn = [&] {
                 pipeline.advance();
                 turn = turn == kScaleWarps - 1 ? 0 : turn + 1;
             };
-            while (scheduler.next(tile)) {
-                const int block_n = min(tile.column / kBlockN + rank, blocks_n - 1);
+            for (Walk walk;; walk.advance()) {
+                ptx::mbarrier_wait(&shared.announced[walk.index], walk.phase);
+                const Tile tile = shared.tiles[walk.index];
+                if (tile.rows < 0) break;
+                const int block_n = min((tile.column + rank * kBlockN) / kScaleN, blocks_n - 1);
                 const float* b_scale = b_scales + (static_cast<i64>(tile.group) * blocks_n + block_n) * k_blocks;
                 const int last = tile.row + tile.rows - 1;
                 u32 a_scale[kBlockM / 32];  // rows past the tile's end repeat its last one: nobody reads the result
@@ -94,25 +99,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
                     for (int i = 0; i < kBlockM / 32; ++i) a_value[i] = __ldg(a_scales + (a_scale[i] + kb * scale_stride_k));
                     const float b_value = __ldg(b_scale + kb);
-                    ptx::mbarrier_wait(&shared.empty[pipeline.stage], pipeline.phase ^ 1);
+                    ptx::mbarrier_wait(&shared.empty[pipeline.index], pipeline.phase ^ 1);
 #pragma unroll
                     for (int i = 0; i < kBlockM / 32; ++i)
-                        shared.scales[pipeline.stage][i * 32 + lane] = a_value[i] * b_value;
-                    publish(&shared.full[pipeline.stage]);
+                        shared.scales[pipeline.index][i * 32 + lane] = a_value[i] * b_value;
+                    publish(&shared.full[pipeline.index]);
                 }
-            }
-            if (turn == mine) {
-                ptx::mbarrier_wait(&shared.empty[pipeline.stage], pipeline.phase ^ 1);
-                publish(&shared.full[pipeline.stage]);
             }
         }
     } else {
         // ---- consumers
-        ptx::grow_registers<kConsumerGroups == 2 ? 232 : 152>();
+        if constexpr (kReallocate) ptx::grow_registers<kConsumerGroups == 2 ? 232 : 152>();
+        const Output output{out, n, rows_per_group, rank * kBlockN};
         if constexpr (kSwapped) {
-            swapped::consume_all(shared, warp / 4, out, n, k / kBlockK);
+            swapped::consume_all(shared, warp / 4, output, k_blocks);
         } else {
-            straight::Consumer(shared, warp / 4).run(out, n, k / kBlockK);
+            straight::Consumer(shared, warp / 4).run(output, k_blocks);
         }
     }
     if constexpr (kCluster > 1) ptx::cluster_sync();  // a CTA must outlive the other's arrivals and copies into it

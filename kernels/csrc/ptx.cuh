@@ -87,6 +87,18 @@ __device__ __forceinline__ void mbarrier_arrive_at(u64* barrier, u32 rank) {
     }
 }
 
+// Writes 16 bytes into the same place of CTA `rank` of this cluster; they complete on its own barrier at that place.
+__device__ __forceinline__ void store_to_cta(void* place, int4 value, u64* barrier, u32 rank) {
+    asm volatile(
+        "{ .reg .b32 to, done;\n"
+        "mapa.shared::cluster.u32 to, %0, %2;\n"
+        "mapa.shared::cluster.u32 done, %1, %2;\n"
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [to], {%3, %4, %5, %6}, [done]; }" ::"r"(
+            shared_address(place)),
+        "r"(shared_address(barrier)), "r"(rank), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)
+        : "memory");
+}
+
 __device__ __forceinline__ void mbarrier_wait(u64* barrier, u32 parity) {
     asm volatile(
         "{ .reg .pred done;\n"

@@ -6,10 +6,10 @@
 enum class Layout { kContiguous, kMasked };
 
 // One output tile of a cluster: `rows` rows of one group against kTileN columns.
-struct Tile {
+struct alignas(16) Tile {
     int group;
     int row;     // first row: in all of `a` (contiguous) or within its group (masked)
-    int rows;    // 1 .. kTileM, all of this group
+    int rows;    // 1 .. kTileM, all of this group; -1: there are no more tiles
     int column;  // first output column of the cluster's tile
 };
 
@@ -54,14 +54,13 @@ class TileScheduler {
         }
     }
 
-    __device__ TileScheduler(const int* table, int num_groups, int n, int first, int stride)
-        : table_(table), num_groups_(num_groups), n_(n), unit_(first), stride_(stride) {}
+    __device__ TileScheduler(const int* table, int num_groups, int n) : table_(table), num_groups_(num_groups), n_(n) {}
 
-    // A whole warp calls this together. False when the walk is over.
-    __device__ bool next(Tile& tile) {
-        if (unit_ >= table_[num_groups_]) return false;
+    // The tile of this number, from 0 on. A whole warp calls this together.
+    __device__ Tile tile(int number) const {
+        if (number >= table_[num_groups_]) return {0, 0, -1, 0};
         const int tiles_n = (n_ + kTileN - 1) / kTileN;
-        const int group = find_group();
+        const int group = find_group(number);
         const int* extent = table_ + num_groups_ + 1 + group;
         int row = 0, rows = extent[0];
         if constexpr (kLayout == Layout::kContiguous) {
@@ -72,7 +71,7 @@ class TileScheduler {
         const int tiles_m = (steps + kTileM / kHeightStep - 1) / (kTileM / kHeightStep);
 
         // Bands of kBand row tiles, columns outside rows: what runs at once shares both operands in L2.
-        const int local = unit_ - table_[group];
+        const int local = number - table_[group];
         const int band = local / (kBand * tiles_n);
         const int within = local - band * kBand * tiles_n;
         const int width = min(kBand, tiles_m - band * kBand);
@@ -82,29 +81,22 @@ class TileScheduler {
         // Heights differ by one step at most: 600 rows are 192 + 192 + 128 + 88, not 3 * 192 + 24.
         const int height = steps / tiles_m, taller = steps - height * tiles_m;
         const int first = (tile_m * height + min(tile_m, taller)) * kHeightStep;
-        tile.group = group;
-        tile.row = row + first;
-        tile.rows = min((height + (tile_m < taller)) * kHeightStep, rows - first);
-        tile.column = tile_n * kTileN;
-        unit_ += stride_;
-        return true;
+        return {group, row + first, min((height + (tile_m < taller)) * kHeightStep, rows - first), tile_n * kTileN};
     }
 
   private:
     static constexpr int kBand = 8;
 
-    // The group of unit_, by two ballots over the running sums (num_groups <= 1024).
-    __device__ int find_group() const {
+    // The group of a tile, by two ballots over the running sums (num_groups <= 1024).
+    __device__ int find_group(int number) const {
         const int lane = threadIdx.x % 32;
         const int coarse = 32 * (lane + 1);
-        const bool passed = coarse <= num_groups_ && table_[coarse] <= unit_;
+        const bool passed = coarse <= num_groups_ && table_[coarse] <= number;
         const int base = 32 * __popc(__ballot_sync(0xffffffff, passed));
         const int fine = base + 1 + lane;
-        return base + __popc(__ballot_sync(0xffffffff, fine <= num_groups_ && table_[fine] <= unit_));
+        return base + __popc(__ballot_sync(0xffffffff, fine <= num_groups_ && table_[fine] <= number));
     }
 
     const int* const table_;
     const int num_groups_, n_;
-    int unit_;
-    const int stride_;
 };

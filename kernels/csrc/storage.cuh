@@ -11,8 +11,9 @@ constexpr Layout kLayout = Layout::kContiguous;
 #endif
 constexpr bool kSwapped = SWAPPED;  // weights instead of tokens on wgmma's M side
 constexpr int kBlockM = BLOCK_M;    // most rows of a in a tile
-constexpr int kBlockN = 128;        // columns of out (rows of b) in a tile: one block of weight scales
+constexpr int kBlockN = BLOCK_N;    // columns of out (rows of b) in a tile: a block of weight scales, or half of one
 constexpr int kBlockK = 128;        // one scale of a; bytes of a swizzled row
+constexpr int kScaleN = 128;        // columns with one weight scale
 constexpr int kStages = STAGES;
 constexpr int kCluster = CLUSTER;  // CTAs with neighbouring columns that load the tokens together
 constexpr int kBoxM = BOX_M;       // rows of a that one TMA load brings
@@ -22,17 +23,14 @@ constexpr int kConsumerWarps = kConsumerGroups * 4;
 constexpr int kScaleWarps = 3;
 static_assert(kStages >= kScaleWarps, "a scale warp tells two rounds of the ring apart by one phase bit");
 constexpr int kThreads = (kConsumerGroups + 1) * 128;
+constexpr bool kReallocate = kConsumerGroups > 1;  // one consumer warpgroup has registers enough from the start
 constexpr int kHeightStep = kSwapped ? 16 : 64;  // what a tile's height is rounded up to
 constexpr u32 kStagingPitch = kBlockN * 2 + 16;  // bytes of a straight row on its way out; padded against bank conflicts
 constexpr u32 kStagingBytes = kSwapped ? 2 * 16 * 128 : 64 * kStagingPitch;  // of a warpgroup
 
-// What the consumers need to know of a tile. The producer writes it ahead of the tile's first stage and ends the walk
-// with a negative one. A record outlives its tile: the ring is one longer than the tiles that can be in flight.
-struct TileRecord {
-    i64 offset;   // of the tile's first element in out, for this CTA
-    int rows;     // rows to write; none where only the other CTA of the cluster has columns; -1 ends the walk
-    int columns;  // columns to the right edge of out, maybe more than the tile has
-};
+// Tiles on their way through a CTA: a stage each at least, one announced ahead, one whose epilogue runs.
+constexpr int kTiles = kStages + 2;
+constexpr int kClaimAhead = 4;  // K blocks before its last loads a cluster asks for another tile
 
 // One lane arrives at a barrier for its warp. racecheck does not follow that, so the sanitizer's build lets all arrive.
 #ifndef EVERY_LANE_ARRIVES
@@ -46,24 +44,28 @@ struct SharedStorage {
     u8 tokens[kStages][kBlockM * kBlockK];
     u8 staging[kConsumerGroups][kStagingBytes];
     float scales[kStages][kBlockM];  // of a's row times of b's block
+    Tile tiles[kTiles];
+    u64 announced[kTiles];  // tiles[i] is there
     u64 full[kStages];
     u64 empty[kStages];
-    TileRecord tiles[kStages + 1];
     int scratch[kThreads / 32];
 };
 static_assert(sizeof(SharedStorage) == STORAGE_BYTES, "kernels/tiles.py computes another size");
 
-// Position in the ring of stages; the phase bit flips each time around.
-struct Pipeline {
-    int stage = 0;
+// Position in a ring of stages or tiles; the phase bit flips each time around.
+template <int kLength>
+struct Position {
+    int index = 0;
     u32 phase = 0;
     __device__ void advance() {
-        if (++stage == kStages) {
-            stage = 0;
+        if (++index == kLength) {
+            index = 0;
             phase ^= 1;
         }
     }
 };
+using Pipeline = Position<kStages>;
+using Walk = Position<kTiles>;
 
 // A warp has written what a stage's barrier guards.
 __device__ __forceinline__ void publish(u64* full) {
@@ -79,6 +81,53 @@ __device__ __forceinline__ void release(u64* empty) {
         if (lane < kCluster) ptx::mbarrier_arrive_at<kCluster>(empty, lane);
     } else {
         for (u32 rank = 0; rank < kCluster; ++rank) ptx::mbarrier_arrive_at<kCluster>(empty, rank);
+    }
+}
+
+// Where a tile's results go: out [rows, n]; this CTA's columns begin shift after the tile's.
+struct Output {
+    u16* const out;
+    const int n, rows_per_group, shift;
+
+    __device__ __forceinline__ u16* at(const Tile& tile) const {
+        return out + static_cast<i64>(tile.group * rows_per_group + tile.row) * n + tile.column + shift;
+    }
+    // To the right edge of out: maybe more than the tile has, none where only the cluster's other CTA has some.
+    __device__ __forceinline__ int columns(const Tile& tile) const { return n - tile.column - shift; }
+};
+
+// The next tile of the cluster, for the TMA warp: its first CTA finds it and tells everybody who waits for it.
+template <typename Find>
+__device__ __forceinline__ Tile announce(SharedStorage& shared, const Walk& walk, int rank, Find find) {
+    u64* announced = &shared.announced[walk.index];
+    Tile tile;
+    if constexpr (kCluster == 1) {
+        tile = find();
+        if (ptx::elect_one()) {
+            shared.tiles[walk.index] = tile;
+            ptx::mbarrier_arrive(announced);
+        }
+        __syncwarp();
+    } else {
+        if (rank == 0) {
+            tile = find();
+            const u32 lane = threadIdx.x % 32;
+            if (lane < kCluster) ptx::store_to_cta(&shared.tiles[walk.index], {tile.group, tile.row, tile.rows, tile.column}, announced, lane);
+        }
+        if (ptx::elect_one()) ptx::mbarrier_arrive_expect_bytes(announced, sizeof(Tile));
+        __syncwarp();
+        ptx::mbarrier_wait(announced, walk.phase);
+        tile = shared.tiles[walk.index];
+    }
+    return tile;
+}
+
+// The last cluster to leave puts both numbers back for the next launch.
+__device__ __forceinline__ void leave(int* claims, int clusters) {
+    __threadfence();
+    if (atomicAdd(claims + 1, 1) == clusters - 1) {
+        claims[0] = 0;
+        claims[1] = 0;
     }
 }
 
