@@ -12,8 +12,8 @@ COUNTERS = 1 << 17  # a device; each is two int32, so 1 MB
 class ClaimCounters:
     """A pair of zeros for every launch that may run at the same time as another.
 
-    Launches on one stream follow each other, and each leaves its pair at zero, so a stream needs one. A captured
-    launch has one to itself, for its graph may be replayed on any stream.
+    Launches on one stream follow each other, and each leaves its pair at zero, so a stream needs one. A
+    captured launch has one to itself, for its graph may be replayed on any stream.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,9 @@ class ClaimCounters:
         """Make the device's counters; not during a capture, where zeroing them would be captured too."""
         if device not in self._slabs:
             if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError("kernels: expected warm_up() or a call before a CUDA graph is captured, got none")
+                raise RuntimeError(
+                    "expected warm_up() or a call before a CUDA graph is captured, got neither"
+                )
             slab = torch.zeros(COUNTERS, 2, dtype=torch.int32, device=f"cuda:{device}")
             torch.cuda.synchronize(device)  # launches on other streams must find zeros
             self._slabs[device] = slab
@@ -44,4 +46,6 @@ class ClaimCounters:
         try:
             return next(self._free[device])
         except StopIteration:
-            raise RuntimeError(f"expected at most {COUNTERS} captured launches and streams, got more") from None
+            raise RuntimeError(
+                f"expected at most {COUNTERS} streams and captured launches, got more"
+            ) from None

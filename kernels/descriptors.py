@@ -24,8 +24,8 @@ class DescriptorCache:
 
     def get(self, data: Tensor, box_rows: int) -> Any:
         """The descriptor of contiguous e4m3 data [.., K], seen as rows of K bytes."""
-        k = data.shape[-1]
-        rows = data.numel() // k
+        k = data.shape[-1] * data.element_size()
+        rows = data.numel() // data.shape[-1]
         key = (data.data_ptr(), rows, k, box_rows)
         made = self._made.get(key)
         if made is None:
@@ -37,4 +37,4 @@ class DescriptorCache:
 def _bytes(data: Tensor, rows: int, k: int) -> Tensor:
     # Not a view: a view keeps the tensor that it is of, and with it this entry.
     alias = torch.empty(0, dtype=torch.uint8, device=data.device)
-    return alias.set_(data.untyped_storage(), data.storage_offset(), (rows, k), (k, 1))
+    return alias.set_(data.untyped_storage(), data.storage_offset() * data.element_size(), (rows, k), (k, 1))

@@ -1,10 +1,13 @@
 """Which tile a grouped GEMM runs with: the closed list of variants and the pure choice between them."""
 
+import math
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 
 from kernels.jit import Source
 
+BLOCK_N = 128  # columns of a CTA's tile; one block of weight scales
 BLOCK_K = 128
 SHARED_BYTES_LIMIT = 232_448  # what a Hopper CTA can have
 
@@ -22,7 +25,6 @@ class TileConfig:
 
     swapped   weights on the tensor cores' M side and tokens on the N side (heights in steps of 16, not 64)
     block_m   rows a CTA's tile has at most
-    block_n   columns it has: a block of weight scales, or half of one
     stages    K blocks of both operands in flight
     cluster   CTAs that take neighbouring columns and load the tokens together
     box_m     rows one TMA load brings
@@ -30,7 +32,6 @@ class TileConfig:
 
     swapped: bool
     block_m: int
-    block_n: int
     stages: int
     cluster: int
     box_m: int
@@ -38,44 +39,106 @@ class TileConfig:
     @property
     def name(self) -> str:
         """Short and unique among the variants of a layout."""
-        return f"{'swapped' if self.swapped else 'straight'}_{self.block_m}x{self.block_n}_c{self.cluster}"
+        return f"{'swapped' if self.swapped else 'straight'}_m{self.block_m}_c{self.cluster}"
 
     @property
     def threads(self) -> int:
         """A producer warpgroup, and a consumer warpgroup for every 64 of the tensor cores' M side."""
-        return 128 * (1 + (self.block_n if self.swapped else self.block_m) // 64)
+        return 128 * (1 + (BLOCK_N if self.swapped else self.block_m) // 64)
 
     @property
     def storage_bytes(self) -> int:
         """Size of SharedStorage in storage.cuh; the compiler checks it."""
-        stage = (self.block_n + self.block_m) * BLOCK_K + self.block_m * 4 + 2 * 8
-        staging = (self.threads // 128 - 1) * (4096 if self.swapped else 64 * (self.block_n * 2 + 16))
+        stage = (BLOCK_N + self.block_m) * BLOCK_K + self.block_m * 4 + 2 * 8
+        staging = (self.threads // 128 - 1) * (4096 if self.swapped else 64 * BLOCK_N * 2)
         tiles = (self.stages + 2) * (16 + 8)
-        return self.stages * stage + staging + tiles + -(-self.threads // 32 * 4 // 8) * 8
+        return self.stages * stage + staging + tiles
 
-    def shared_bytes(self, num_groups: int) -> int:
-        """Dynamic shared memory of a CTA: the storage, and two numbers a group."""
-        return self.storage_bytes + 2 * (num_groups + 1) * 4
+    @property
+    def step(self) -> int:
+        """Rows that a tile's height is rounded up to."""
+        return 16 if self.swapped else 64
+
+    @property
+    def steps(self) -> int:
+        """Of the tallest tile."""
+        return self.block_m // self.step
 
 
 # Few rows a group: weights stream past once through a deep ring. Many: three warpgroups of 64 rows each, and
 # where there is work for many waves the tokens are loaded by two CTAs together.
-SHORT = TileConfig(swapped=True, block_m=64, block_n=128, stages=8, cluster=1, box_m=16)
-SHORT_NARROW = TileConfig(swapped=True, block_m=64, block_n=64, stages=12, cluster=1, box_m=16)
-TALL = TileConfig(swapped=False, block_m=192, block_n=128, stages=4, cluster=1, box_m=64)
-TALL_PAIR = TileConfig(swapped=False, block_m=192, block_n=128, stages=4, cluster=2, box_m=32)
-CONFIGS = (SHORT, SHORT_NARROW, TALL, TALL_PAIR)
+SHORT = TileConfig(swapped=True, block_m=64, stages=8, cluster=1, box_m=16)
+TALL = TileConfig(swapped=False, block_m=192, stages=4, cluster=1, box_m=64)
+TALL_PAIR = TileConfig(swapped=False, block_m=192, stages=4, cluster=2, box_m=32)
+CONFIGS = (SHORT, TALL, TALL_PAIR)
 
-_PAIR_ROWS = 1024  # a group; with fewer, pairs measured level or slower
-_PAIR_WAVES = 8
+# All measured on an H200, see kernels/README.md.
+_SHORT_ROWS = {Layout.CONTIGUOUS: 24, Layout.MASKED: 48}  # at most; contiguous groups are less even
+_PAIR_ROWS, _PAIR_K, _PAIR_WAVES = 192, 3072, 6  # at least; below, pairs are level or slower
+_SORTED_WAVES = 4  # at most; in more, tiles of any height fill the gaps
+_TIME = {3: 1.0, 2: 0.76, 1: 0.58}  # of a tile of TALL by its steps of 64 rows
 
 
-def choose(n: int, num_groups: int, expected_rows: float, num_sms: int) -> TileConfig:
-    """The tile for num_groups groups of about expected_rows rows, n columns; all give the same bits."""
-    if expected_rows <= SHORT.block_m:
-        return SHORT
-    waves = num_groups * expected_rows / TALL.block_m * n / TALL.block_n / num_sms
-    return TALL_PAIR if num_sms > 1 and expected_rows >= _PAIR_ROWS and waves >= _PAIR_WAVES else TALL
+@dataclass(frozen=True)
+class Plan:
+    """What a launch runs with.
+
+    config      the variant
+    tile_steps  height of a tile on average, in sixteenths of a step; the device cuts each group by it
+    passes      1: tiles run group after group; or one for each height, tall tiles of all groups first
+    """
+
+    config: TileConfig
+    tile_steps: int
+    passes: int = 1
+
+    def shared_bytes(self, num_groups: int) -> int:
+        """Dynamic shared memory of a CTA: the storage, and the scheduler's table."""
+        return self.config.storage_bytes + (num_groups + 1 + self.passes * num_groups + 1) * 4
+
+
+def choose(layout: Layout, n: int, k: int, num_groups: int, expected_rows: float, num_sms: int) -> Plan:
+    """The plan for num_groups groups of about expected_rows rows against [n, k]; all give the same bits."""
+    if expected_rows <= _SHORT_ROWS[layout]:
+        return Plan(SHORT, 16 * SHORT.steps)
+    columns = -(-n // BLOCK_N)
+    waves = num_groups * expected_rows / TALL.block_m * columns / num_sms
+    if num_sms > 1 and k >= _PAIR_K and expected_rows >= _PAIR_ROWS and waves >= _PAIR_WAVES:
+        return Plan(TALL_PAIR, 16 * TALL_PAIR.steps)
+    if num_groups == 1 and waves <= _SORTED_WAVES:
+        steps = math.ceil(expected_rows / TALL.step)
+        return Plan(TALL, _tile_steps(columns, steps, num_sms), passes=TALL.steps)
+    return Plan(TALL, 16 * TALL.steps)
+
+
+@lru_cache(maxsize=4096)
+def _tile_steps(columns: int, steps: int, num_sms: int) -> int:
+    """The cut of a group's `steps` steps, over `columns` columns of tiles, that is finished soonest."""
+
+    def finished(tiles: int) -> float:
+        height, taller = divmod(steps, tiles)
+        counts = {height + 1: taller * columns, height: (tiles - taller) * columns}
+        return _makespan(counts, num_sms)
+
+    best = min(range(-(-steps // TALL.steps), steps + 1), key=finished)
+    return -(-16 * steps // best)
+
+
+def _makespan(counts: dict[int, int], num_sms: int) -> float:
+    """When the last of num_sms CTAs is done, each taking the tallest tile left when it is free."""
+    free = {0.0: num_sms}  # time -> CTAs free from then on
+    for height in sorted(counts, reverse=True):
+        left = counts[height]
+        while left > 0:
+            time = min(free)
+            taken = min(left, free[time])
+            left -= taken
+            free[time] -= taken
+            if not free[time]:
+                del free[time]
+            done = round(time + _TIME[height], 6)
+            free[done] = free.get(done, 0) + taken
+    return max(free)
 
 
 def source(layout: Layout, config: TileConfig) -> Source:
@@ -88,7 +151,6 @@ def source(layout: Layout, config: TileConfig) -> Source:
             ("MASKED", str(int(layout is Layout.MASKED))),
             ("SWAPPED", str(int(config.swapped))),
             ("BLOCK_M", str(config.block_m)),
-            ("BLOCK_N", str(config.block_n)),
             ("STAGES", str(config.stages)),
             ("CLUSTER", str(config.cluster)),
             ("BOX_M", str(config.box_m)),

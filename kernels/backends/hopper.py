@@ -26,6 +26,7 @@ class HopperBackend(Backend):
     def __init__(self) -> None:
         self._kernels: dict[tuple[int, Layout, TileConfig], Any] = {}
         self._descriptors = DescriptorCache(_describe)
+        self._out_descriptors = DescriptorCache(_describe_out)
         self._claims = ClaimCounters()
         self._sms: dict[int, int] = {}
 
@@ -108,12 +109,13 @@ class HopperBackend(Backend):
             )
         num_groups, n, k = b.shape
         sms = min(num_sms or self._sm_count(device), self._sm_count(device))
-        config = tiles.choose(n, num_groups, expected_rows, sms)
+        plan = tiles.choose(layout, n, k, num_groups, expected_rows, sms)
+        config = plan.config
         grid = LaunchConfig(
             grid=sms // config.cluster,
             cluster=config.cluster if config.cluster > 1 else None,
             block=config.threads,
-            shmem_size=config.shared_bytes(num_groups),
+            shmem_size=plan.shared_bytes(num_groups),
         )
         stream = torch.cuda.current_stream(device).cuda_stream
         launch(
@@ -121,7 +123,8 @@ class HopperBackend(Backend):
             grid,
             self._kernel(device, layout, config),
             self._descriptors.get(a, config.box_m),
-            self._descriptors.get(b, config.block_n),
+            self._descriptors.get(b, tiles.BLOCK_N),
+            *(() if config.swapped else (self._out_descriptors.get(out, STORE_BOX),)),
             a_scales.data_ptr(),
             *(np.uint32(stride) for stride in scale_strides),
             b_scales.data_ptr(),
@@ -132,6 +135,8 @@ class HopperBackend(Backend):
             np.int32(k),
             np.int32(limit),
             np.int32(rows_per_group),
+            np.int32(plan.tile_steps),
+            np.int32(plan.passes),
             self._claims.get(device, stream),
         )
 
@@ -162,6 +167,16 @@ class HopperBackend(Backend):
         if device not in self._sms:
             self._sms[device] = torch.cuda.get_device_properties(device).multi_processor_count
         return self._sms[device]
+
+
+STORE_BOX = 16  # rows of out that one TMA store writes
+
+
+def _describe_out(rows: Tensor, box_rows: int) -> Any:
+    """The TMA descriptor of out, given as rows of bytes [R, 2 N], stored box_rows x 64 elements at a time."""
+    return StridedMemoryView.from_any_interface(rows.view(torch.uint16), stream_ptr=-1).as_tensor_map(
+        (box_rows, 64), swizzle=TensorMapSwizzle.SWIZZLE_128B
+    )
 
 
 def _describe(rows: Tensor, box_rows: int) -> Any:

@@ -2,31 +2,13 @@
 // scales a K block, so promotion costs the shared memory next to nothing.
 #pragma once
 
+#include "epilogue.cuh"
 #include "storage.cuh"
 #include "wgmma.cuh"
 
 namespace straight {
 
 constexpr int kAccumulators = kBlockN / 2;
-
-// Sends a warp's 16 rows of a tile off to memory; the copies go on under the next tile's multiplications. A row is a
-// copy of its own, so that none is written that is not the tile's.
-__device__ __forceinline__ void store(const float (&sum)[kAccumulators], u32 staging, u16* out, int rows, int columns,
-                                      int n) {
-    const int lane = threadIdx.x % 32;
-    ptx::wait_bulk_stores_read();  // of the tile before: its rows lie in the same place
-    __syncwarp();
-    const u32 to = staging + lane % 16 * kStagingPitch + lane / 16 * 16;
-#pragma unroll
-    for (int i = 0; i < kAccumulators; i += 8) {
-        ptx::stmatrix(to + i * 4, ptx::pack_bf16(sum[i], sum[i + 1]), ptx::pack_bf16(sum[i + 2], sum[i + 3]),
-                      ptx::pack_bf16(sum[i + 4], sum[i + 5]), ptx::pack_bf16(sum[i + 6], sum[i + 7]));
-    }
-    ptx::fence_writes_for_copies();
-    __syncwarp();
-    if (lane < min(rows, 16))
-        ptx::bulk_store(out + static_cast<i64>(lane) * n, staging + lane * kStagingPitch, min(columns, kBlockN) * 2);
-}
 
 // A warpgroup's way through all tiles. Rounds of the ring are unrolled: with every address known, the four wgmma of a
 // K block follow each other closely enough to keep the warpgroups out of each other's way.
@@ -44,10 +26,10 @@ class Consumer {
         Pipeline pipeline;
         for (Walk walk;; walk.advance()) {
             ptx::mbarrier_wait(&shared_.announced[walk.index], walk.phase);
-            const Tile tile = shared_.tiles[walk.index];
+            const Tile tile = part_of(shared_.tiles[walk.index], output.rank);
             if (tile.rows < 0) break;
             int left = k_blocks;
-            if (tile.rows <= first_row_ || output.columns(tile) <= 0) {  // nothing here: let the stages go
+            if (tile.rows <= first_row_ || tile.column >= output.n) {  // nothing here: let the stages go
                 for (; left > 0; --left, pipeline.advance()) {
                     ptx::mbarrier_wait(&shared_.full[pipeline.index], pipeline.phase);
                     release(&shared_.empty[pipeline.index]);
@@ -67,8 +49,8 @@ class Consumer {
                     --left;
                 }
             }
-            store(sum, ptx::shared_address(shared_.staging) + row_ * kStagingPitch,
-                  output.at(tile) + static_cast<i64>(row_) * output.n, tile.rows - row_, output.columns(tile), output.n);
+            store_rows(sum, ptx::shared_address(shared_.staging) + row_ * kBlockN * 2, output, output.row(tile) + row_,
+                       tile.rows - row_, tile.column);
         }
         ptx::wait_bulk_stores();  // they read shared memory that ends with the CTA
     }

@@ -62,8 +62,8 @@ __device__ __forceinline__ void consume(SharedStorage& shared, Pipeline& pipelin
         }
         release(&shared.empty[stage]);
     }
-    store<kSlices>(sum, ptx::shared_address(shared.staging[warpgroup]), warpgroup, output.at(tile) + warpgroup * 64,
-                   tile.rows, output.columns(tile) - warpgroup * 64, output.n);
+    store<kSlices>(sum, ptx::shared_address(shared.staging[warpgroup]), warpgroup, output.out + static_cast<i64>(output.row(tile)) * output.n + tile.column + warpgroup * 64,
+                   tile.rows, output.n - tile.column - warpgroup * 64, output.n);
 }
 
 // All tiles of a warpgroup.

@@ -11,13 +11,17 @@
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     grouped_gemm_fp8(const __grid_constant__ ptx::TensorMap a_map,  // [rows, k], box kBoxM x 128, 128-byte swizzle
                      const __grid_constant__ ptx::TensorMap b_map,  // [num_groups * n, k], box kBlockN x 128
+#if !SWAPPED
+                     const __grid_constant__ ptx::TensorMap out_map,  // [rows, n], box 16 x 64, 128-byte swizzle
+#endif
                      const float* __restrict__ a_scales, u32 scale_stride_group, u32 scale_stride_m, u32 scale_stride_k,
                      const float* __restrict__ b_scales,  // [num_groups, ceil(n / 128), k / 128]
                      const int* __restrict__ extents,     // offsets [num_groups + 1] or counts [num_groups]
                      u16* __restrict__ out,               // bf16 [rows, n]
                      int num_groups, int n, int k, int limit,  // limit: M, or max_m
                      int rows_per_group,  // max_m, or 0 where rows are not laid out by group
-                     int* claims) {       // [2]: tiles taken beyond everybody's first, clusters done; both 0
+                     int tile_steps, int passes,  // how groups are cut into tiles: see Cut
+                     int* claims) {  // [2]: tiles taken beyond everybody's first, clusters done; both 0
     extern __shared__ __align__(1024) u8 raw[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(raw);
     int* const table = reinterpret_cast<int*>(raw + sizeof(SharedStorage));
@@ -26,6 +30,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (warp == 0 && ptx::elect_one()) {
         ptx::prefetch_tensor_map(&a_map);
         ptx::prefetch_tensor_map(&b_map);
+#if !SWAPPED
+        ptx::prefetch_tensor_map(&out_map);
+#endif
         for (int stage = 0; stage < kStages; ++stage) {
             ptx::mbarrier_init(&shared.full[stage], 1 + kArrivals);  // the TMA warp's leader, a scale warp
             ptx::mbarrier_init(&shared.empty[stage], kConsumerWarps * kArrivals * kCluster);
@@ -33,24 +40,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         for (int i = 0; i < kTiles; ++i) ptx::mbarrier_init(&shared.announced[i], 1);
         ptx::fence_mbarrier_init();
     }
-    Scheduler::build(table, extents, num_groups, n, limit, shared.scratch);
     kCluster > 1 ? ptx::cluster_sync() : __syncthreads();
 
     const int rank = kCluster > 1 ? static_cast<int>(ptx::cluster_rank()) : 0;
     const int k_blocks = k / kBlockK;
     if (warp >= kConsumerWarps) {
-        if constexpr (kReallocate) ptx::shrink_registers<40>();
+        ptx::shrink_registers<40>();
         if (warp == kConsumerWarps) {
             // ---- TMA: this CTA's weights, and its share of the tokens for the whole cluster
-            const Scheduler scheduler(table, num_groups, n);
+            const Scheduler scheduler(table, extents, num_groups, n, {tile_steps, passes}, limit);
             Pipeline pipeline;
             Walk walk;
             // Everybody's first tile is its own number; for later ones the first cluster that is nearly done comes first.
             for (int number = blockIdx.x / kCluster;; walk.advance()) {
-                const Tile tile = announce(shared, walk, rank, [&] { return scheduler.tile(number); });
+                const Tile tile = part_of(announce(shared, walk, rank, [&] { return scheduler.tile(number); }), rank);
                 if (tile.rows < 0) break;
                 const int boxes = (tile.rows + kBoxM - 1) / kBoxM;
-                const int row = tile.group * rows_per_group + tile.row, column = tile.column + rank * kBlockN;
+                const int row = tile.group * rows_per_group + tile.row, column = tile.group * n + tile.column;
                 int claimed = 0;
                 for (int kb = 0; kb < k_blocks; ++kb, pipeline.advance()) {
                     const int stage = pipeline.index;
@@ -60,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                     if (ptx::elect_one()) {
                         u64* full = &shared.full[stage];
                         ptx::mbarrier_arrive_expect_bytes(full, (kBlockN + boxes * kBoxM) * kBlockK);
-                        ptx::tma_load(&b_map, full, shared.weights[stage], kb * kBlockK, tile.group * n + column);
+                        ptx::tma_load(&b_map, full, shared.weights[stage], kb * kBlockK, column);
                         for (int box = rank; box < boxes; box += kCluster) {
                             ptx::tma_load_to_cluster<kCluster>(&a_map, full, shared.tokens[stage] + box * kBoxM * kBlockK,
                                                                kb * kBlockK, row + box * kBoxM);
@@ -75,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             // ---- scales: the product of both, so that a consumer multiplies once. The warps take stages in turn and
             // load before their stage is free: consumers wait for a stage's slowest load, and these come a long way.
             const int mine = warp - kConsumerWarps - 1;
-            const int blocks_n = (n + kScaleN - 1) / kScaleN;
+            const int blocks_n = (n + kBlockN - 1) / kBlockN;
             Pipeline pipeline;
             int turn = 0;
             const auto next_turn = [&] {
@@ -84,9 +90,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             };
             for (Walk walk;; walk.advance()) {
                 ptx::mbarrier_wait(&shared.announced[walk.index], walk.phase);
-                const Tile tile = shared.tiles[walk.index];
+                const Tile tile = part_of(shared.tiles[walk.index], rank);
                 if (tile.rows < 0) break;
-                const int block_n = min((tile.column + rank * kBlockN) / kScaleN, blocks_n - 1);
+                const int block_n = min(tile.column / kBlockN, blocks_n - 1);
                 const float* b_scale = b_scales + (static_cast<i64>(tile.group) * blocks_n + block_n) * k_blocks;
                 const int last = tile.row + tile.rows - 1;
                 u32 a_scale[kBlockM / 32];  // rows past the tile's end repeat its last one: nobody reads the result
@@ -109,8 +115,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         }
     } else {
         // ---- consumers
-        if constexpr (kReallocate) ptx::grow_registers<kConsumerGroups == 2 ? 232 : 152>();
-        const Output output{out, n, rows_per_group, rank * kBlockN};
+        ptx::grow_registers<kConsumerGroups == 2 ? 232 : 152>();
+        #if SWAPPED
+        const Output output{out, nullptr, n, rows_per_group, rank};
+#else
+        const Output output{out, &out_map, n, rows_per_group, rank};
+#endif
         if constexpr (kSwapped) {
             swapped::consume_all(shared, warp / 4, output, k_blocks);
         } else {

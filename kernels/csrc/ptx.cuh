@@ -178,9 +178,10 @@ __device__ __forceinline__ void fence_writes_for_copies() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Starts copying `bytes` (a multiple of 16, both ends aligned to 16) from shared to global memory.
-__device__ __forceinline__ void bulk_store(void* destination, u32 source, u32 bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination), "r"(source), "r"(bytes)
+// Starts copying the map's box from shared memory to column x, row y; what lies outside the tensor is not written.
+__device__ __forceinline__ void tma_store(const TensorMap* map, u32 source, int x, int y) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map), "r"(x), "r"(y),
+                 "r"(source)
                  : "memory");
 }
 

@@ -13,90 +13,125 @@ struct alignas(16) Tile {
     int column;  // first output column of the cluster's tile
 };
 
-// What the scheduler keeps in shared memory behind the pipeline, 2 * (num_groups + 1) ints: the number of tiles before
-// each group [num_groups + 1], then offsets [num_groups + 1] or counts [num_groups].
+// How rows are cut into tiles, as the host plans it from the rows it expects.
+struct Cut {
+    int tile_steps;  // height of a tile on average, in sixteenths of a step
+    int passes;      // 1: group after group; or one for each height, tall tiles of all groups first
+};
+
+// What the scheduler keeps in shared memory behind the pipeline: offsets [num_groups + 1] or counts [num_groups], then
+// the number of tiles before each group of each pass [passes * num_groups + 1].
 template <Layout kLayout, int kTileM, int kTileN, int kHeightStep>
 class TileScheduler {
   public:
-    // Every thread of the CTA calls this once. Extents outside [0, limit] are clamped: they must not become stores
-    // outside `out`. `scratch` holds one int a warp.
-    static __device__ void build(int* table, const int* extents, int num_groups, int n, int limit, int* scratch) {
-        const int num_warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        const int tiles_n = (n + kTileN - 1) / kTileN;
-        int *first_unit = table, *table_extents = table + num_groups + 1;
-        if (threadIdx.x == 0) first_unit[0] = 0;
-        int carry = 0;
-        for (int base = 0; base < num_groups; base += blockDim.x) {
-            const int group = base + threadIdx.x;
-            int rows = 0;
-            if (group < num_groups) {
-                const int extent = min(max(extents[group], 0), limit);
-                table_extents[group] = rows = extent;
-                if constexpr (kLayout == Layout::kContiguous) {
-                    const int end = min(max(extents[group + 1], extent), limit);
-                    if (group == num_groups - 1) table_extents[num_groups] = end;
-                    rows = end - extent;
+    // A whole warp makes it, in `table`. Extents outside [0, limit] are clamped: they must not become stores outside
+    // `out`.
+    __device__ TileScheduler(int* table, const int* extents, int num_groups, int n, Cut cut, int limit)
+        : extents_(table), first_tile_(table + num_groups + 1), num_groups_(num_groups), n_(n), cut_(cut) {
+        constexpr int kAtOnce = 8;  // loads a lane has under way
+        const int lane = threadIdx.x % 32, tiles_n = (n + kTileN - 1) / kTileN;
+        int *const table_extents = table, *first_tile = table + num_groups + 1;
+        int before = 0;
+        if (lane == 0) *first_tile = 0;
+        for (int pass = 0; pass < cut.passes; ++pass) {
+            for (int base = 0; base < num_groups; base += 32 * kAtOnce) {
+                int begin[kAtOnce], end[kAtOnce];
+#pragma unroll
+                for (int i = 0; i < kAtOnce; ++i) {
+                    const int group = min(base + i * 32 + lane, num_groups - 1);
+                    begin[i] = extents[group];
+                    end[i] = kLayout == Layout::kContiguous ? extents[group + 1] : 0;
+                }
+#pragma unroll
+                for (int i = 0; i < kAtOnce; ++i) {
+                    const int group = base + i * 32 + lane;
+                    if (base + i * 32 >= num_groups) break;
+                    int rows = begin[i] = min(max(begin[i], 0), limit);
+                    if constexpr (kLayout == Layout::kContiguous) rows = min(max(end[i], begin[i]), limit) - begin[i];
+                    int sum = group < num_groups ? Group(rows, cut).tiles(pass, cut) * tiles_n : 0;
+                    for (int distance = 1; distance < 32; distance *= 2) {
+                        const int below = __shfl_up_sync(0xffffffff, sum, distance);
+                        if (lane >= distance) sum += below;
+                    }
+                    if (group < num_groups) {
+                        table_extents[group] = begin[i];
+                        if (kLayout == Layout::kContiguous && group == num_groups - 1) table_extents[num_groups] = begin[i] + rows;
+                        first_tile[pass * num_groups + group + 1] = before + sum;
+                    }
+                    before += __shfl_sync(0xffffffff, sum, 31);
                 }
             }
-            int sum = (rows + kTileM - 1) / kTileM * tiles_n;
-            for (int distance = 1; distance < 32; distance *= 2) {
-                const int below = __shfl_up_sync(0xffffffff, sum, distance);
-                if (lane >= distance) sum += below;
-            }
-            if (lane == 31) scratch[warp] = sum;
-            __syncthreads();
-            for (int i = 0; i < num_warps; ++i) {
-                if (i < warp) sum += scratch[i];
-            }
-            if (group < num_groups) first_unit[group + 1] = carry + sum;
-            __syncthreads();
-            carry = first_unit[min(base + static_cast<int>(blockDim.x), num_groups)];
         }
+        __syncwarp();
     }
-
-    __device__ TileScheduler(const int* table, int num_groups, int n) : table_(table), num_groups_(num_groups), n_(n) {}
 
     // The tile of this number, from 0 on. A whole warp calls this together.
     __device__ Tile tile(int number) const {
-        if (number >= table_[num_groups_]) return {0, 0, -1, 0};
-        const int tiles_n = (n_ + kTileN - 1) / kTileN;
-        const int group = find_group(number);
-        const int* extent = table_ + num_groups_ + 1 + group;
-        int row = 0, rows = extent[0];
+        const int entries = cut_.passes * num_groups_;
+        if (number >= first_tile_[entries]) return {0, 0, -1, 0};
+        const int entry = find_entry(number, entries);
+        int pass = 0, group = entry;
+        for (; group >= num_groups_; group -= num_groups_) ++pass;
+        int row = 0, rows = extents_[group];
         if constexpr (kLayout == Layout::kContiguous) {
             row = rows;
-            rows = extent[1] - row;
+            rows = extents_[group + 1] - row;
         }
-        const int steps = (rows + kHeightStep - 1) / kHeightStep;
-        const int tiles_m = (steps + kTileM / kHeightStep - 1) / (kTileM / kHeightStep);
+        const Group cut(rows, cut_);
 
         // Bands of kBand row tiles, columns outside rows: what runs at once shares both operands in L2.
-        const int local = number - table_[group];
-        const int band = local / (kBand * tiles_n);
+        const int tiles_m = cut.tiles(pass, cut_), tiles_n = (n_ + kTileN - 1) / kTileN;
+        const int local = number - first_tile_[entry];
+        const int band = tiles_m > kBand ? local / (kBand * tiles_n) : 0;
         const int within = local - band * kBand * tiles_n;
         const int width = min(kBand, tiles_m - band * kBand);
-        const int tile_n = within / width;
-        const int tile_m = band * kBand + within - tile_n * width;
-
-        // Heights differ by one step at most: 600 rows are 192 + 192 + 128 + 88, not 3 * 192 + 24.
-        const int height = steps / tiles_m, taller = steps - height * tiles_m;
-        const int first = (tile_m * height + min(tile_m, taller)) * kHeightStep;
-        return {group, row + first, min((height + (tile_m < taller)) * kHeightStep, rows - first), tile_n * kTileN};
+        const int column = quotient(within, width);
+        const int index = band * kBand + within - column * width + cut.before(pass, cut_);
+        const int first = (index * cut.height + min(index, cut.taller)) * kHeightStep;
+        return {group, row + first, min((cut.height + (index < cut.taller)) * kHeightStep, rows - first), column * kTileN};
     }
 
   private:
     static constexpr int kBand = 8;
+    static constexpr int kMostSteps = kTileM / kHeightStep;
 
-    // The group of a tile, by two ballots over the running sums (num_groups <= 1024).
-    __device__ int find_group(int number) const {
-        const int lane = threadIdx.x % 32;
-        const int coarse = 32 * (lane + 1);
-        const bool passed = coarse <= num_groups_ && table_[coarse] <= number;
-        const int base = 32 * __popc(__ballot_sync(0xffffffff, passed));
-        const int fine = base + 1 + lane;
-        return base + __popc(__ballot_sync(0xffffffff, fine <= num_groups_ && table_[fine] <= number));
+    // a / b for 0 <= a < 2^24 and b > 0, in a tenth of the time: it stands between a launch and its first load.
+    static __device__ __forceinline__ int quotient(int a, int b) {
+        int q = static_cast<int>(__fdividef(static_cast<float>(a), static_cast<float>(b)));
+        const int rest = a - q * b;
+        return q + (rest >= b) - (rest < 0);
     }
 
-    const int* const table_;
+    // A group's rows in tiles whose heights differ by one step at most: 600 rows are 192 + 192 + 128 + 88, for three
+    // steps a tile, and not 3 * 192 + 24.
+    struct Group {
+        int count, height, taller;  // tiles; steps of the lower ones; how many are a step taller, and come first
+
+        __device__ Group(int rows, Cut cut) {
+            const int steps = (rows + kHeightStep - 1) / kHeightStep;
+            count = max(quotient(16 * steps + cut.tile_steps - 1, cut.tile_steps), (steps + kMostSteps - 1) / kMostSteps);
+            height = quotient(steps, max(count, 1));
+            taller = steps - height * count;
+        }
+        // Tiles that belong to a pass: all, or those of its height.
+        __device__ int tiles(int pass, Cut cut) const {
+            if (cut.passes == 1) return count;
+            return kMostSteps - pass == height + 1 ? taller : kMostSteps - pass == height ? count - taller : 0;
+        }
+        __device__ int before(int pass, Cut cut) const { return cut.passes > 1 && kMostSteps - pass == height ? taller : 0; }
+    };
+
+    // The entry of a tile, by two ballots over the running sums (at most 1024).
+    __device__ int find_entry(int number, int entries) const {
+        const int lane = threadIdx.x % 32;
+        const int coarse = 32 * (lane + 1);
+        const bool passed = coarse <= entries && first_tile_[coarse] <= number;
+        const int base = 32 * __popc(__ballot_sync(0xffffffff, passed));
+        const int fine = base + 1 + lane;
+        return base + __popc(__ballot_sync(0xffffffff, fine <= entries && first_tile_[fine] <= number));
+    }
+
+    const int *const extents_, *const first_tile_;
     const int num_groups_, n_;
+    const Cut cut_;
 };

@@ -11,9 +11,8 @@ constexpr Layout kLayout = Layout::kContiguous;
 #endif
 constexpr bool kSwapped = SWAPPED;  // weights instead of tokens on wgmma's M side
 constexpr int kBlockM = BLOCK_M;    // most rows of a in a tile
-constexpr int kBlockN = BLOCK_N;    // columns of out (rows of b) in a tile: a block of weight scales, or half of one
+constexpr int kBlockN = 128;        // columns of out (rows of b) in a tile: one block of weight scales
 constexpr int kBlockK = 128;        // one scale of a; bytes of a swizzled row
-constexpr int kScaleN = 128;        // columns with one weight scale
 constexpr int kStages = STAGES;
 constexpr int kCluster = CLUSTER;  // CTAs with neighbouring columns that load the tokens together
 constexpr int kBoxM = BOX_M;       // rows of a that one TMA load brings
@@ -23,10 +22,8 @@ constexpr int kConsumerWarps = kConsumerGroups * 4;
 constexpr int kScaleWarps = 3;
 static_assert(kStages >= kScaleWarps, "a scale warp tells two rounds of the ring apart by one phase bit");
 constexpr int kThreads = (kConsumerGroups + 1) * 128;
-constexpr bool kReallocate = kConsumerGroups > 1;  // one consumer warpgroup has registers enough from the start
 constexpr int kHeightStep = kSwapped ? 16 : 64;  // what a tile's height is rounded up to
-constexpr u32 kStagingPitch = kBlockN * 2 + 16;  // bytes of a straight row on its way out; padded against bank conflicts
-constexpr u32 kStagingBytes = kSwapped ? 2 * 16 * 128 : 64 * kStagingPitch;  // of a warpgroup
+constexpr u32 kStagingBytes = kSwapped ? 2 * 16 * 128 : 64 * kBlockN * 2;  // of a warpgroup's results on their way out
 
 // Tiles on their way through a CTA: a stage each at least, one announced ahead, one whose epilogue runs.
 constexpr int kTiles = kStages + 2;
@@ -48,7 +45,6 @@ struct SharedStorage {
     u64 announced[kTiles];  // tiles[i] is there
     u64 full[kStages];
     u64 empty[kStages];
-    int scratch[kThreads / 32];
 };
 static_assert(sizeof(SharedStorage) == STORAGE_BYTES, "kernels/tiles.py computes another size");
 
@@ -84,16 +80,19 @@ __device__ __forceinline__ void release(u64* empty) {
     }
 }
 
-// Where a tile's results go: out [rows, n]; this CTA's columns begin shift after the tile's.
+// A CTA's part of its cluster's tile; without columns where only the other CTA has some.
+__device__ __forceinline__ Tile part_of(Tile tile, int rank) {
+    tile.column += rank * kBlockN;
+    return tile;
+}
+
+// Where results go: out [rows, n].
 struct Output {
     u16* const out;
-    const int n, rows_per_group, shift;
+    const ptx::TensorMap* const map;  // of out, box 16 x 64, 128-byte swizzle
+    const int n, rows_per_group, rank;
 
-    __device__ __forceinline__ u16* at(const Tile& tile) const {
-        return out + static_cast<i64>(tile.group * rows_per_group + tile.row) * n + tile.column + shift;
-    }
-    // To the right edge of out: maybe more than the tile has, none where only the cluster's other CTA has some.
-    __device__ __forceinline__ int columns(const Tile& tile) const { return n - tile.column - shift; }
+    __device__ __forceinline__ int row(const Tile& part) const { return part.group * rows_per_group + part.row; }
 };
 
 // The next tile of the cluster, for the TMA warp: its first CTA finds it and tells everybody who waits for it.
