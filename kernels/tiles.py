@@ -54,6 +54,10 @@ class TileConfig:
         tiles = (self.stages + 2) * (16 + 8)
         return self.stages * stage + staging + tiles
 
+    def shared_bytes(self, num_groups: int, passes: int = 1) -> int:
+        """Dynamic shared memory of a CTA: the storage, and the scheduler's table."""
+        return self.storage_bytes + (num_groups + 1 + passes * num_groups + 1) * 4
+
     @property
     def step(self) -> int:
         """Rows that a tile's height is rounded up to."""
@@ -92,10 +96,6 @@ class Plan:
     tile_steps: int
     passes: int = 1
 
-    def shared_bytes(self, num_groups: int) -> int:
-        """Dynamic shared memory of a CTA: the storage, and the scheduler's table."""
-        return self.config.storage_bytes + (num_groups + 1 + self.passes * num_groups + 1) * 4
-
 
 def choose(layout: Layout, n: int, k: int, num_groups: int, expected_rows: float, num_sms: int) -> Plan:
     """The plan for num_groups groups of about expected_rows rows against [n, k]; all give the same bits."""
@@ -115,13 +115,12 @@ def choose(layout: Layout, n: int, k: int, num_groups: int, expected_rows: float
 def _tile_steps(columns: int, steps: int, num_sms: int) -> int:
     """The cut of a group's `steps` steps, over `columns` columns of tiles, that is finished soonest."""
 
-    def finished(tiles: int) -> float:
+    def finished(tile_steps: int) -> float:
+        tiles = -(-16 * steps // tile_steps)
         height, taller = divmod(steps, tiles)
-        counts = {height + 1: taller * columns, height: (tiles - taller) * columns}
-        return _makespan(counts, num_sms)
+        return _makespan({height + 1: taller * columns, height: (tiles - taller) * columns}, num_sms)
 
-    best = min(range(-(-steps // TALL.steps), steps + 1), key=finished)
-    return -(-16 * steps // best)
+    return min(range(16 * TALL.steps, 15, -1), key=finished)
 
 
 def _makespan(counts: dict[int, int], num_sms: int) -> float:

@@ -115,7 +115,7 @@ class HopperBackend(Backend):
             grid=sms // config.cluster,
             cluster=config.cluster if config.cluster > 1 else None,
             block=config.threads,
-            shmem_size=plan.shared_bytes(num_groups),
+            shmem_size=config.shared_bytes(num_groups, plan.passes),
         )
         stream = torch.cuda.current_stream(device).cuda_stream
         launch(
