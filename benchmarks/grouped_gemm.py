@@ -9,7 +9,6 @@ import argparse
 import json
 import math
 import os
-import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -21,7 +20,7 @@ import kernels
 from benchmarks import deep_gemm_peer
 from benchmarks.problem import Pool
 from benchmarks.shapes import SEED, Shape, all_shapes
-from benchmarks.timing import copy_bandwidth, cublas_fp8_tflops, header, kernel_microseconds
+from benchmarks.timing import copy_bandwidth, cublas_fp8_tflops, expect_gpu, header, kernel_microseconds
 
 Row = dict[str, Any]
 PEAK_TFLOPS = 1480.0
@@ -79,8 +78,7 @@ def main() -> None:
     parser.add_argument("--no-peer", action="store_true", help="leave DeepGEMM out")
     parser.add_argument("--seed", type=int, default=SEED, help="of the expert loads (default: %(default)s)")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("benchmarks.grouped_gemm: expected a Hopper GPU, got no CUDA device")
+    expect_gpu("benchmarks.grouped_gemm")
     shapes = [shape for shape in all_shapes(options.seed) if options.band in shape.band]
     with_peer = not options.no_peer and deep_gemm_peer.available()
     if with_peer:

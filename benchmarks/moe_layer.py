@@ -5,11 +5,11 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from benchmarks.timing import cpu_name
 from kernels import resolve_backend
 from service.moe import LayerShape, MoELayer, random_weights
 
@@ -83,10 +83,7 @@ def _now(device: torch.device) -> float:
 def _machine(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor()}, {torch.get_num_threads()} threads"
+    return f"{cpu_name()}, {torch.get_num_threads()} threads"
 
 
 def _arguments() -> argparse.Namespace:

@@ -24,13 +24,13 @@ class Problem:
     extents: Tensor
     out: Tensor
 
-    def run(self) -> Tensor:
-        """Our kernel."""
+    def run(self, num_sms: int | None = None) -> Tensor:
+        """Our kernel, on num_sms SMs or all of them."""
         arguments = (self.a, self.a_scales, self.b, self.b_scales, self.extents)
         if self.shape.layout is Layout.CONTIGUOUS:
-            return kernels.grouped_gemm_contiguous(*arguments, out=self.out)
+            return kernels.grouped_gemm_contiguous(*arguments, out=self.out, num_sms=num_sms)
         mean = max(1, sum(self.shape.rows) // self.shape.num_groups)
-        return kernels.grouped_gemm_masked(*arguments, expected_m=mean, out=self.out)
+        return kernels.grouped_gemm_masked(*arguments, expected_m=mean, out=self.out, num_sms=num_sms)
 
     def real_rows(self, out: Tensor) -> Tensor:
         """The rows that exist, group after group."""

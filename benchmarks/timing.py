@@ -1,8 +1,11 @@
 """How benchmarks measure: kernel time by CUPTI with a cold L2; the machine's ceilings and versions."""
 
+import platform
 import statistics
 import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch._C._autograd import DeviceType
@@ -57,6 +60,20 @@ def header() -> dict[str, object]:
         "torch": torch.__version__,
         "nvrtc": ".".join(str(x) for x in nvrtc.nvrtcVersion()[1:]),
     }
+
+
+def cpu_name() -> str:
+    """The processor as Linux calls it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def expect_gpu(benchmark: str) -> None:
+    """End the process with a sentence where there is no GPU."""
+    if not torch.cuda.is_available():
+        sys.exit(f"{benchmark}: expected a Hopper GPU, got no CUDA device")
 
 
 def _event_seconds(call: Callable[[], object], repeats: int = 10) -> float:

@@ -2,13 +2,23 @@
 
 import json
 import re
+from argparse import ArgumentTypeError
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+import benchmarks.grouped_gemm
+import benchmarks.host_cost
+import benchmarks.sm_counts
 from benchmarks.plot import draw
+from benchmarks.problem import Problem
 from benchmarks.shapes import Shape, all_shapes
 from kernels.tiles import Layout
+from tests.kernels.helpers import random_contiguous, random_masked
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "grouped_gemm-h200.json"
@@ -42,3 +52,61 @@ def test_the_readme_tells_what_the_result_says() -> None:
         assert int(line[1]) == len(speeds)
         assert float(line[2]) == pytest.approx(min(speeds), abs=0.005)
         assert float(line[3]) == pytest.approx(max(speeds), abs=0.005)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+@pytest.mark.parametrize("benchmark", [benchmarks.grouped_gemm, benchmarks.host_cost, benchmarks.sm_counts])
+def test_no_gpu_is_said_in_a_sentence(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", [benchmark.__name__])
+    with pytest.raises(SystemExit, match=f"{benchmark.__name__}: expected a Hopper GPU, got no CUDA device"):
+        benchmark.main()
+
+
+def test_sm_counts_are_read_from_the_command_line() -> None:
+    assert benchmarks.sm_counts.parse_sm_counts("132, 66,20") == (132, 66, 20)
+
+
+@pytest.mark.parametrize("text", ["", "0", "132,-1", "132;66", "66,"])
+def test_what_is_no_list_of_sm_counts_is_refused(text: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=f"expected SM counts of at least 1, .* got {text!r}"):
+        benchmarks.sm_counts.parse_sm_counts(text)
+
+
+def test_a_time_inverse_to_the_sms_has_the_ratio_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    def microseconds(call: Callable[[], int], kernel: str) -> float:
+        return 6600 / call()
+
+    monkeypatch.setattr(benchmarks.sm_counts, "kernel_microseconds", microseconds)
+    pool: Any = SimpleNamespace(problem=lambda shape: SimpleNamespace(run=lambda num_sms: num_sms))
+    rows = benchmarks.sm_counts.measure(all_shapes()[0], pool, (66, 20), 132)
+    assert [(row["num_sms"], row["us"], row["ratio"]) for row in rows] == [(66, 100, 1), (20, 330, 1)]
+
+
+def test_sm_counts_measure_every_compute_bound_shape() -> None:
+    shapes = [shape for shape in all_shapes() if shape.band == benchmarks.sm_counts.BAND]
+    assert len(shapes) == 12
+    assert all(shape.layout is Layout.CONTIGUOUS for shape in shapes)
+
+
+@pytest.mark.parametrize("shape", benchmarks.host_cost.SHAPES, ids=lambda shape: shape.label)
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("fresh", [True, False])
+def test_host_cost_takes_every_case(
+    shape: Shape, given: bool, fresh: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(benchmarks.host_cost, "CALLS", 2)
+    monkeypatch.setattr(benchmarks.host_cost, "BATCHES", 3)
+    row = benchmarks.host_cost.measure(_on_the_cpu(shape), given, fresh)
+    assert (row["shape"], row["out"]) == (shape.label, "given" if given else "allocated")
+    assert 0 < row["min_us"] <= row["us"] <= row["max_us"]
+
+
+def _on_the_cpu(shape: Shape) -> Problem:
+    if shape.layout is Layout.CONTIGUOUS:
+        packed = random_contiguous(shape.rows, shape.n, shape.k)
+        out = torch.empty(sum(shape.rows), shape.n, dtype=torch.bfloat16)
+        return Problem(shape, *packed.a, *packed.b, packed.offsets, out)
+    masked = random_masked(shape.rows, shape.max_m, shape.n, shape.k)
+    out = torch.empty(shape.num_groups, shape.max_m, shape.n, dtype=torch.bfloat16)
+    return Problem(shape, *masked.a, *masked.b, masked.counts, out)

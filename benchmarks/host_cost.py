@@ -1,0 +1,110 @@
+"""Host cost benchmark: `python -m benchmarks.host_cost [--json FILE]`.
+
+One row a case: microseconds for which one Python call of a grouped GEMM keeps its thread, outside a CUDA
+graph. The host's clock over 200 calls, begun with the device idle and ended without waiting for it; median of
+50 such batches. The problem is tiny and 200 launches fit in the driver's queue: none waits for the GPU.
+Reused: the same tensors in every call, whose descriptors are kept. Fresh: activations that no call has seen;
+each costs a descriptor and goes after its call (making their memory is not counted). Out, where it is not
+given, is made and goes in every call.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import kernels
+from benchmarks.problem import Pool, Problem
+from benchmarks.shapes import Shape
+from benchmarks.timing import cpu_name, expect_gpu, header
+from kernels.tiles import Layout
+
+Row = dict[str, Any]
+CALLS, BATCHES, WARM_UP = 200, 50, 5
+SHAPES = tuple(  # few rows a group and more: the kernels for more also take a descriptor of out
+    Shape(layout.value, layout, (rows,) * 4, 512, 512, max_m=rows if layout is Layout.MASKED else 0)
+    for layout in Layout
+    for rows in (8, 128)
+)
+
+
+def caller(problem: Problem, out: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """The public function on this problem as a function of the activations."""
+    rest = (problem.a_scales, problem.b, problem.b_scales, problem.extents)
+    if problem.shape.layout is Layout.CONTIGUOUS:
+        return lambda a: kernels.grouped_gemm_contiguous(a, *rest, out=out)
+    return lambda a: kernels.grouped_gemm_masked(a, *rest, out=out)
+
+
+def host_microseconds(
+    call: Callable[[Tensor], object], activations: Callable[[], list[Tensor]]
+) -> list[float]:
+    """The host's time for one call, in each batch; every batch empties a list that `activations` makes."""
+    batches = []
+    for _ in range(WARM_UP + BATCHES):
+        left = activations()
+        calls = len(left)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        while left:
+            call(left.pop())
+        batches.append((time.perf_counter() - start) / calls * 1e6)
+    torch.cuda.synchronize()
+    return batches[WARM_UP:]
+
+
+def measure(problem: Problem, given: bool, fresh: bool) -> Row:
+    """One row of the table."""
+    call = caller(problem, problem.out if given else None)
+    if fresh:
+        batches = host_microseconds(call, lambda: [problem.a.clone() for _ in range(CALLS)])
+    else:
+        batches = host_microseconds(call, lambda: [problem.a] * CALLS)
+    return {
+        "shape": problem.shape.label, "layout": problem.shape.layout.value,
+        "out": "given" if given else "allocated", "tensors": "fresh" if fresh else "reused",
+        "us": statistics.median(batches), "min_us": min(batches), "max_us": max(batches),
+    }  # fmt: skip
+
+
+def print_row(row: Row) -> None:
+    line = "{shape:<24} {tensors:<7} out {out:<10} {us:>7.2f} us a call  ({min_us:.2f} to {max_us:.2f})"
+    print(line.format(**row), flush=True)
+
+
+def main() -> None:
+    """Run the benchmark as the command line asks."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, help="write header and rows here")
+    options = parser.parse_args()
+    expect_gpu("benchmarks.host_cost")
+    kernels.resolve_backend("hopper").warm_up()
+    about: Row = header() | {
+        "cpu": cpu_name(),
+        "python": platform.python_version(),
+        "method": f"host's clock, median of {BATCHES} batches of {CALLS} calls",
+    }
+    print("  ".join(f"{key}: {value}" for key, value in about.items()))
+    pool = Pool(1 << 24)
+    rows = []
+    for shape in SHAPES:
+        problem = pool.problem(shape)
+        for fresh in (False, True):
+            for given in (True, False):
+                rows.append(measure(problem, given, fresh))
+                print_row(rows[-1])
+    if options.json:
+        options.json.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
