@@ -34,7 +34,8 @@ def check_contiguous(
     _expect_ndim("a", a, 2, "[M, K]")
     m = a.shape[0]
     num_groups, n, k = _check_operands(a, b, b_scales)
-    _expect(m <= MAX_ROWS, "a rows", f"at most {MAX_ROWS}", m)
+    if m > MAX_ROWS:
+        raise _refusal("a rows", f"at most {MAX_ROWS}", m)
     _check_scales("a_scales", a_scales, (m, k // BLOCK))
     _check_index("offsets", offsets, num_groups + 1)
     _check_common(a, a_scales, b, b_scales, offsets, "offsets", num_sms)
@@ -54,14 +55,18 @@ def check_masked(
 ) -> Problem:
     """Raise ValueError (name, expected, got) unless `grouped_gemm_masked` can serve these arguments."""
     _expect_ndim("a", a, 3, "[G, max_m, K]")
-    max_m = a.shape[1]
+    a_groups, max_m, _ = a.shape
     num_groups, n, k = _check_operands(a, b, b_scales)
-    _expect(a.shape[0] == num_groups, "a groups", f"{num_groups} as in b", a.shape[0])
-    _expect(max_m >= 1, "a max_m", "at least 1", max_m)
-    _expect(num_groups * max_m <= MAX_ROWS, "a rows", f"at most {MAX_ROWS}", num_groups * max_m)
+    if a_groups != num_groups:
+        raise _refusal("a groups", f"{num_groups} as in b", a_groups)
+    if max_m < 1:
+        raise _refusal("a max_m", "at least 1", max_m)
+    if num_groups * max_m > MAX_ROWS:
+        raise _refusal("a rows", f"at most {MAX_ROWS}", num_groups * max_m)
     _check_scales("a_scales", a_scales, (num_groups, max_m, k // BLOCK))
     _check_index("counts", counts, num_groups)
-    _expect(expected_m is None or expected_m >= 1, "expected_m", "None or at least 1", expected_m)
+    if not (expected_m is None or expected_m >= 1):
+        raise _refusal("expected_m", "None or at least 1", expected_m)
     _check_common(a, a_scales, b, b_scales, counts, "counts", num_sms)
     _check_out(out, (num_groups, max_m, n), a.device)
     return Problem(num_groups, max_m, n, k)
@@ -70,31 +75,41 @@ def check_masked(
 def _check_operands(a: Tensor, b: Tensor, b_scales: Tensor) -> tuple[int, int, int]:
     _expect_ndim("b", b, 3, "[G, N, K]")
     num_groups, n, k = b.shape
-    _expect(a.shape[-1] == k, "a K", f"{k} as in b", a.shape[-1])
-    _expect(k >= BLOCK and k % BLOCK == 0, "K", f"a multiple of {BLOCK}, at least {BLOCK}", k)
-    _expect(
-        n >= MIN_N_STEP and n % MIN_N_STEP == 0, "N", f"a multiple of {MIN_N_STEP}, at least {MIN_N_STEP}", n
-    )
-    _expect(1 <= num_groups <= MAX_GROUPS, "b groups", f"1 to {MAX_GROUPS}", num_groups)
-    _expect_data("a", a)
-    _expect_data("b", b)
+    if a.shape[-1] != k:
+        raise _refusal("a K", f"{k} as in b", a.shape[-1])
+    if k < BLOCK or k % BLOCK != 0:
+        raise _refusal("K", f"a multiple of {BLOCK}, at least {BLOCK}", k)
+    if n < MIN_N_STEP or n % MIN_N_STEP != 0:
+        raise _refusal("N", f"a multiple of {MIN_N_STEP}, at least {MIN_N_STEP}", n)
+    if not 1 <= num_groups <= MAX_GROUPS:
+        raise _refusal("b groups", f"1 to {MAX_GROUPS}", num_groups)
+    _check_data("a", a)
+    _check_data("b", b)
     _expect_shape("b_scales", b_scales, (num_groups, -(-n // BLOCK), k // BLOCK))
-    _expect(b_scales.dtype == torch.float32, "b_scales dtype", torch.float32, b_scales.dtype)
-    _expect(b_scales.is_contiguous(), "b_scales strides", "row-major contiguous", b_scales.stride())
+    _expect_dtype("b_scales", b_scales, torch.float32)
+    if not b_scales.is_contiguous():
+        raise _refusal("b_scales strides", "row-major contiguous", b_scales.stride())
     return num_groups, n, k
+
+
+def _check_data(name: str, data: Tensor) -> None:
+    _expect_dtype(name, data, torch.float8_e4m3fn)
+    _expect_contiguous(name, data)
+    _expect_aligned(name, data)
 
 
 def _check_scales(name: str, scales: Tensor, shape: tuple[int, ...]) -> None:
     _expect_shape(name, scales, shape)
-    _expect(scales.dtype == torch.float32, f"{name} dtype", torch.float32, scales.dtype)
+    _expect_dtype(name, scales, torch.float32)
     strides = scales.stride()
-    _expect(1 in strides[-2:], f"{name} strides", "row- or column-major (1 in one of the last two)", strides)
+    if 1 not in strides[-2:]:
+        raise _refusal(f"{name} strides", "row- or column-major (1 in one of the last two)", strides)
 
 
 def _check_index(name: str, index: Tensor, length: int) -> None:
     _expect_shape(name, index, (length,))
-    _expect(index.dtype == torch.int32, f"{name} dtype", torch.int32, index.dtype)
-    _expect(index.is_contiguous(), f"{name} strides", "contiguous", index.stride())
+    _expect_dtype(name, index, torch.int32)
+    _expect_contiguous(name, index)
 
 
 def _check_common(
@@ -107,42 +122,55 @@ def _check_common(
     num_sms: int | None,
 ) -> None:
     device = a.device
-    _expect(b.device == device, "b device", f"{device} as a", b.device)
-    _expect(a_scales.device == device, "a_scales device", f"{device} as a", a_scales.device)
-    _expect(b_scales.device == device, "b_scales device", f"{device} as a", b_scales.device)
-    _expect(index.device == device, f"{index_name} device", f"{device} as a", index.device)
-    _expect(num_sms is None or num_sms >= 1, "num_sms", "None or at least 1", num_sms)
+    _expect_device("b", b, device)
+    _expect_device("a_scales", a_scales, device)
+    _expect_device("b_scales", b_scales, device)
+    _expect_device(index_name, index, device)
+    if not (num_sms is None or num_sms >= 1):
+        raise _refusal("num_sms", "None or at least 1", num_sms)
 
 
 def _check_out(out: Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:
     if out is None:
         return
     _expect_shape("out", out, shape)
-    _expect(out.dtype == torch.bfloat16, "out dtype", torch.bfloat16, out.dtype)
-    _expect(out.device == device, "out device", f"{device} as a", out.device)
-    _expect(out.is_contiguous(), "out strides", "contiguous", out.stride())
+    _expect_dtype("out", out, torch.bfloat16)
+    _expect_device("out", out, device)
+    _expect_contiguous("out", out)
     _expect_aligned("out", out)
 
 
-def _expect_data(name: str, data: Tensor) -> None:
-    _expect(data.dtype == torch.float8_e4m3fn, f"{name} dtype", torch.float8_e4m3fn, data.dtype)
-    _expect(data.is_contiguous(), f"{name} strides", "contiguous", data.stride())
-    _expect_aligned(name, data)
+def _expect_ndim(name: str, tensor: Tensor, ndim: int, layout: str) -> None:
+    if tensor.ndim != ndim:
+        raise _refusal(f"{name} shape", f"{ndim} dimensions {layout}", tuple(tensor.shape))
+
+
+def _expect_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape:
+        raise _refusal(f"{name} shape", shape, tuple(tensor.shape))
+
+
+def _expect_dtype(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    if tensor.dtype != dtype:
+        raise _refusal(f"{name} dtype", dtype, tensor.dtype)
+
+
+def _expect_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise _refusal(f"{name} device", f"{device} as a", tensor.device)
+
+
+def _expect_contiguous(name: str, tensor: Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise _refusal(f"{name} strides", "contiguous", tensor.stride())
 
 
 def _expect_aligned(name: str, tensor: Tensor) -> None:
     past = tensor.data_ptr() % _ALIGNMENT
-    _expect(past == 0, f"{name} address", f"a multiple of {_ALIGNMENT} bytes", f"{past} bytes past one")
+    if past != 0:
+        raise _refusal(f"{name} address", f"a multiple of {_ALIGNMENT} bytes", f"{past} bytes past one")
 
 
-def _expect_ndim(name: str, tensor: Tensor, ndim: int, layout: str) -> None:
-    _expect(tensor.ndim == ndim, f"{name} shape", f"{ndim} dimensions {layout}", tuple(tensor.shape))
-
-
-def _expect_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    _expect(tensor.shape == shape, f"{name} shape", shape, tuple(tensor.shape))
-
-
-def _expect(ok: bool, what: str, expected: object, got: object) -> None:
-    if not ok:
-        raise ValueError(f"{what}: expected {expected}, got {got}")
+def _refusal(what: str, expected: object, got: object) -> ValueError:
+    """Made only when it is raised: on every call the words would cost more than the checks."""
+    return ValueError(f"{what}: expected {expected}, got {got}")
