@@ -29,6 +29,8 @@ class HopperBackend(Backend):
         self._out_descriptors = DescriptorCache(_describe_out)
         self._claims = ClaimCounters()
         self._sms: dict[int, int] = {}
+        self._streams: dict[tuple[int, int], Stream] = {}
+        self._grids: dict[tuple[TileConfig, int, int, int], LaunchConfig] = {}
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile (or fetch) every variant, in parallel, and load it on the current device."""
@@ -108,19 +110,14 @@ class HopperBackend(Backend):
                 f"a device: expected the current one, cuda:{torch.cuda.current_device()}, got {a.device}"
             )
         num_groups, n, k = b.shape
-        sms = min(num_sms or self._sm_count(device), self._sm_count(device))
+        all_sms = self._sm_count(device)
+        sms = min(num_sms or all_sms, all_sms)
         plan = tiles.choose(layout, n, k, num_groups, expected_rows, sms)
         config = plan.config
-        grid = LaunchConfig(
-            grid=sms // config.cluster,
-            cluster=config.cluster if config.cluster > 1 else None,
-            block=config.threads,
-            shmem_size=config.shared_bytes(num_groups, plan.passes),
-        )
-        stream = torch.cuda.current_stream(device).cuda_stream
+        stream = torch._C._cuda_getCurrentRawStream(device)  # what torch.cuda.current_stream makes objects of
         launch(
-            Stream.from_handle(stream),
-            grid,
+            self._stream(device, stream),
+            self._grid(config, num_groups, plan.passes, sms),
             self._kernel(device, layout, config),
             self._descriptors.get(a, config.box_m),
             self._descriptors.get(b, tiles.BLOCK_N),
@@ -139,6 +136,26 @@ class HopperBackend(Backend):
             np.int32(plan.passes),
             self._claims.get(device, stream),
         )
+
+    def _stream(self, device: int, handle: int) -> Stream:
+        """cuda.core's stream of a handle; kept, for from_handle defines a class each time."""
+        stream = self._streams.get((device, handle))
+        if stream is None:
+            stream = self._streams[device, handle] = Stream.from_handle(handle)
+        return stream
+
+    def _grid(self, config: TileConfig, num_groups: int, passes: int, sms: int) -> LaunchConfig:
+        """How to launch `config`; kept, for making it asks the driver what the device can do."""
+        key = (config, num_groups, passes, sms)
+        grid = self._grids.get(key)
+        if grid is None:
+            grid = self._grids[key] = LaunchConfig(
+                grid=sms // config.cluster,
+                cluster=config.cluster if config.cluster > 1 else None,
+                block=config.threads,
+                shmem_size=config.shared_bytes(num_groups, passes),
+            )
+        return grid
 
     def _kernel(self, device: int, layout: Layout, config: TileConfig) -> Any:
         kernel = self._kernels.get((device, layout, config))
