@@ -1,11 +1,12 @@
 """The Hopper backend: picks a variant, builds its TMA descriptors and launches it through cuda.core."""
 
+import functools
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from cuda.bindings import driver
-from cuda.core import Device, LaunchConfig, ObjectCode, Stream, launch
+from cuda.core import Device, LaunchConfig, ObjectCode, Stream, TensorMapDescriptorOptions, launch
 from cuda.core._tensor_map import TensorMapL2Promotion, TensorMapSwizzle  # cuda.core names them nowhere else
 from cuda.core.utils import StridedMemoryView
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from kernels import jit, tiles
 from kernels.backends.base import Backend, Progress
 from kernels.claims import ClaimCounters
-from kernels.descriptors import DescriptorCache
+from kernels.descriptors import DescriptorCache, Rows
 from kernels.tiles import Layout, TileConfig
 
 
@@ -189,17 +190,20 @@ class HopperBackend(Backend):
 STORE_BOX = 16  # rows of out that one TMA store writes
 
 
-def _describe_out(rows: Tensor, box_rows: int) -> Any:
-    """The TMA descriptor of out, given as rows of bytes [R, 2 N], stored box_rows x 64 elements at a time."""
-    return StridedMemoryView.from_any_interface(rows.view(torch.uint16), stream_ptr=-1).as_tensor_map(
-        (box_rows, 64), swizzle=TensorMapSwizzle.SWIZZLE_128B
-    )
+def _describe_out(rows: Rows, box_rows: int) -> Any:
+    """The TMA descriptor of out, rows of N elements, stored box_rows x 64 at a time."""
+    view = StridedMemoryView.from_cuda_array_interface(rows, stream_ptr=-1)
+    return view.as_tensor_map(options=_options(box_rows, 64, TensorMapL2Promotion.NONE))
 
 
-def _describe(rows: Tensor, box_rows: int) -> Any:
-    """The TMA descriptor of rows of bytes [R, K], loaded box_rows x 128 at a time."""
-    return StridedMemoryView.from_any_interface(rows, stream_ptr=-1).as_tensor_map(
-        (box_rows, tiles.BLOCK_K),
-        swizzle=TensorMapSwizzle.SWIZZLE_128B,
-        l2_promotion=TensorMapL2Promotion.L2_256B,
+def _describe(rows: Rows, box_rows: int) -> Any:
+    """The TMA descriptor of rows of K bytes, loaded box_rows x 128 at a time."""
+    view = StridedMemoryView.from_cuda_array_interface(rows, stream_ptr=-1)
+    return view.as_tensor_map(options=_options(box_rows, tiles.BLOCK_K, TensorMapL2Promotion.L2_256B))
+
+
+@functools.cache
+def _options(rows: int, columns: int, l2_promotion: TensorMapL2Promotion) -> TensorMapDescriptorOptions:
+    return TensorMapDescriptorOptions(
+        (rows, columns), swizzle=TensorMapSwizzle.SWIZZLE_128B, l2_promotion=l2_promotion
     )
