@@ -17,6 +17,10 @@ from kernels.claims import ClaimCounters
 from kernels.descriptors import DescriptorCache, Rows
 from kernels.tiles import Layout, TileConfig
 
+# Arguments of 32 bits are NumPy's numbers to cuda.core; the same few come again and again.
+_int32 = functools.lru_cache(np.int32)
+_uint32 = functools.lru_cache(np.uint32)
+
 
 class HopperBackend(Backend):
     """Grouped FP8 GEMMs on a Hopper GPU; kernels are compiled by `warm_up`, else on first use."""
@@ -124,17 +128,17 @@ class HopperBackend(Backend):
             self._descriptors.get(b, tiles.BLOCK_N),
             *(() if config.swapped else (self._out_descriptors.get(out, STORE_BOX),)),
             a_scales.data_ptr(),
-            *(np.uint32(stride) for stride in scale_strides),
+            *map(_uint32, scale_strides),
             b_scales.data_ptr(),
             extents.data_ptr(),
             out.data_ptr(),
-            np.int32(num_groups),
-            np.int32(n),
-            np.int32(k),
-            np.int32(limit),
-            np.int32(rows_per_group),
-            np.int32(plan.tile_steps),
-            np.int32(plan.passes),
+            _int32(num_groups),
+            _int32(n),
+            _int32(k),
+            _int32(limit),
+            _int32(rows_per_group),
+            _int32(plan.tile_steps),
+            _int32(plan.passes),
             self._claims.get(device, stream),
         )
 
