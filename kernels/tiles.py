@@ -51,8 +51,8 @@ class TileConfig:
         """Size of SharedStorage in storage.cuh; the compiler checks it."""
         stage = (BLOCK_N + self.block_m) * BLOCK_K + self.block_m * 4 + 2 * 8
         staging = (self.threads // 128 - 1) * (4096 if self.swapped else 64 * BLOCK_N * 2)
-        tiles = (self.stages + 2) * (16 + 8)
-        return self.stages * stage + staging + tiles
+        tiles = (self.stages + 3) * (16 + 8)
+        return -(-(self.stages * stage + staging + tiles) // 16) * 16
 
     def shared_bytes(self, num_groups: int, passes: int = 1) -> int:
         """Dynamic shared memory of a CTA: the storage, and the scheduler's table."""
@@ -97,6 +97,7 @@ class Plan:
     passes: int = 1
 
 
+@lru_cache(maxsize=4096)
 def choose(layout: Layout, n: int, k: int, num_groups: int, expected_rows: float, num_sms: int) -> Plan:
     """The plan for num_groups groups of about expected_rows rows against [n, k]; all give the same bits."""
     if expected_rows <= _SHORT_ROWS[layout]:

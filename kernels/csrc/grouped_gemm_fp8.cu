@@ -80,14 +80,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         } else if (warp > kConsumerWarps) {
             // ---- scales: the product of both, so that a consumer multiplies once. The warps take stages in turn and
             // load before their stage is free: consumers wait for a stage's slowest load, and these come a long way.
-            const int mine = warp - kConsumerWarps - 1;
             const int blocks_n = (n + kBlockN - 1) / kBlockN;
+            int next = warp - kConsumerWarps - 1;  // this warp's next K block, counted from the tile's first
             Pipeline pipeline;
-            int turn = 0;
-            const auto next_turn = [&] {
-                pipeline.advance();
-                turn = turn == kScaleWarps - 1 ? 0 : turn + 1;
-            };
+            pipeline.advance(next);
             for (Walk walk;; walk.advance()) {
                 ptx::mbarrier_wait(&shared.announced[walk.index], walk.phase);
                 const Tile tile = part_of(shared.tiles[walk.index], rank);
@@ -99,24 +95,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
                 for (int i = 0; i < kBlockM / 32; ++i)
                     a_scale[i] = tile.group * scale_stride_group + min(tile.row + i * 32 + lane, last) * scale_stride_m;
-                for (int kb = 0; kb < k_blocks; ++kb, next_turn()) {
-                    if (turn != mine) continue;
+                for (; next < k_blocks; next += kScaleWarps, pipeline.advance(kScaleWarps)) {
                     float a_value[kBlockM / 32];
 #pragma unroll
-                    for (int i = 0; i < kBlockM / 32; ++i) a_value[i] = __ldg(a_scales + (a_scale[i] + kb * scale_stride_k));
-                    const float b_value = __ldg(b_scale + kb);
+                    for (int i = 0; i < kBlockM / 32; ++i) a_value[i] = __ldg(a_scales + (a_scale[i] + next * scale_stride_k));
+                    const float b_value = __ldg(b_scale + next);
                     ptx::mbarrier_wait(&shared.empty[pipeline.index], pipeline.phase ^ 1);
 #pragma unroll
                     for (int i = 0; i < kBlockM / 32; ++i)
                         shared.scales[pipeline.index][i * 32 + lane] = a_value[i] * b_value;
                     publish(&shared.full[pipeline.index]);
                 }
+                next -= k_blocks;
             }
         }
     } else {
         // ---- consumers
         ptx::grow_registers<kConsumerGroups == 2 ? 232 : 152>();
-        #if SWAPPED
+#if SWAPPED
         const Output output{out, nullptr, n, rows_per_group, rank};
 #else
         const Output output{out, &out_map, n, rows_per_group, rank};

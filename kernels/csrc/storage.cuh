@@ -25,8 +25,9 @@ constexpr int kThreads = (kConsumerGroups + 1) * 128;
 constexpr int kHeightStep = kSwapped ? 16 : 64;  // what a tile's height is rounded up to
 constexpr u32 kStagingBytes = kSwapped ? 2 * 16 * 128 : 64 * kBlockN * 2;  // of a warpgroup's results on their way out
 
-// Tiles on their way through a CTA: a stage each at least, one announced ahead, one whose epilogue runs.
-constexpr int kTiles = kStages + 2;
+// Tiles whose records somebody may still read: with one K block a tile, a scale warp's next block can be the oldest of
+// a full ring, it has the tiles of the other warps' blocks before that to go through, and one more is announced ahead.
+constexpr int kTiles = kStages + kScaleWarps;
 constexpr int kClaimAhead = 4;  // K blocks before its last loads a cluster asks for another tile
 
 // One lane arrives at a barrier for its warp. racecheck does not follow that, so the sanitizer's build lets all arrive.
@@ -53,9 +54,10 @@ template <int kLength>
 struct Position {
     int index = 0;
     u32 phase = 0;
-    __device__ void advance() {
-        if (++index == kLength) {
-            index = 0;
+    __device__ void advance(int steps = 1) {  // kLength at most
+        index += steps;
+        if (index >= kLength) {
+            index -= kLength;
             phase ^= 1;
         }
     }
@@ -111,7 +113,10 @@ __device__ __forceinline__ Tile announce(SharedStorage& shared, const Walk& walk
         if (rank == 0) {
             tile = find();
             const u32 lane = threadIdx.x % 32;
-            if (lane < kCluster) ptx::store_to_cta(&shared.tiles[walk.index], {tile.group, tile.row, tile.rows, tile.column}, announced, lane);
+            if (lane < kCluster) {
+                const int4 record = {tile.group, tile.row, tile.rows, tile.column};
+                ptx::store_to_cta(&shared.tiles[walk.index], record, announced, lane);
+            }
         }
         if (ptx::elect_one()) ptx::mbarrier_arrive_expect_bytes(announced, sizeof(Tile));
         __syncwarp();

@@ -21,7 +21,7 @@ def main() -> None:
     """Run all; the persistent grid is small, so that every CTA walks several tiles."""
     tiles.source = every_lane_arrives
     for config in tiles.CONFIGS:
-        tiles.choose = lambda *_, chosen=config: tiles.Plan(chosen, 16 * chosen.steps)
+        tiles.choose = lambda *_, chosen=config: tiles.Plan(chosen, 16 * chosen.steps)  # type: ignore[assignment]
         for rows, n, k in SHAPES:
             case = random_contiguous(rows, n, k, "cuda")
             buffer, out = poisoned(sum(rows), n, device="cuda")

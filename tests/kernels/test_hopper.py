@@ -102,6 +102,22 @@ def test_every_tile_on_the_same_rows(config: TileConfig, monkeypatch: pytest.Mon
     run_masked(rows, 1000, 1160, 640)
 
 
+@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize("tile_steps", [16, 23, 32, 41, 48])
+def test_every_cut_covers_every_row(tile_steps: int, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "choose", lambda *_: tiles.Plan(tiles.TALL, tile_steps, passes))
+    run_contiguous([0, 1, 64, 65, 191, 192, 193, 400, 3000], 1160, 384)
+    run_masked([700], 701, 520, 256)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+def test_one_k_block_a_tile(config: TileConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles so short that every ring of the kernel is full of them."""
+    monkeypatch.setattr(tiles, "choose", lambda *_: tiles.Plan(config, 16 * config.steps))
+    for num_sms in (2, 132):
+        run_contiguous([1, 300, 0, 7000, 64], 2048, 128, num_sms)
+
+
 def test_more_outputs_than_an_int_counts() -> None:
     """M * N passes 2**31: an offset kept in 32 bits would write somewhere else."""
     n, k = 16384, 128
