@@ -33,14 +33,14 @@ class DescriptorCache:
 
     def __init__(self, make: Callable[[Rows, int], Any]) -> None:
         self._make = make
-        self._made: dict[tuple[int, ...], tuple[Any, weakref.ref[Tensor]]] = {}
+        self._made: dict[tuple[object, ...], tuple[Any, weakref.ref[Tensor]]] = {}
 
     def __len__(self) -> int:
         return len(self._made)
 
     def get(self, data: Tensor, box_rows: int) -> Any:
         """The descriptor of contiguous data [.., K], seen as rows of K."""
-        key = (data.data_ptr(), data.numel(), data.shape[-1], data.itemsize, box_rows)
+        key = (data.data_ptr(), data.shape, data.dtype, box_rows)
         entry = self._made.get(key)
         if entry is None:
             end = weakref.ref(data, lambda _: self._made.pop(key, None))

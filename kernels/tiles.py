@@ -19,7 +19,7 @@ class Layout(Enum):
     MASKED = "masked"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # there is one of each, and a launch looks up by them
 class TileConfig:
     """What is compiled in.
 

@@ -47,7 +47,9 @@ def resolve_backend(name: str = "auto", device: torch.device | str | None = None
     Raises ValueError for an unknown name, RuntimeError when "hopper" is asked for and cannot run.
     """
     if name == "auto":
-        name = _auto(torch.device(device) if device is not None else None)
+        name = _auto(torch.device(device) if isinstance(device, str) else device)
+    if name in _instances:  # without the lock: a grouped GEMM comes here on every call
+        return _instances[name]
     if name not in _FACTORIES:
         raise ValueError(f"backend: expected one of {('auto', *_FACTORIES)}, got {name!r}")
     with _lock:

@@ -109,7 +109,7 @@ class HopperBackend(Backend):
         expected_rows: float,
         num_sms: int | None,
     ) -> None:
-        device: int = a.device.index
+        device = a.get_device()
         if device != torch.cuda.current_device():
             raise ValueError(
                 f"a device: expected the current one, cuda:{torch.cuda.current_device()}, got {a.device}"
