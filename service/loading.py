@@ -9,7 +9,15 @@ from tqdm import tqdm
 
 from kernels import Backend, resolve_backend
 from service.batching import Runner
-from service.moe import LayerRunner, LayerShape, MoELayer, load_weights, random_weights, zero_request
+from service.moe import (
+    LayerRunner,
+    LayerShape,
+    MoELayer,
+    Routing,
+    load_weights,
+    random_weights,
+    zero_request,
+)
 from service.moe.device import device_memory, device_name, device_of
 from service.settings import Settings
 
@@ -99,7 +107,7 @@ def load(settings: Settings, cancelled: Cancelled) -> Loaded:
             shape,
             weights,
             backend,
-            renormalize=model.renormalize,
+            routing=Routing(**model.routing.model_dump()),
             masked_max_tokens=model.masked_max_tokens,
         )
         runner = LayerRunner(layer, device, partitions, model.partition)

@@ -54,6 +54,18 @@ class WeightsSettings(_Frozen):
         return self
 
 
+class RoutingSettings(_Frozen):
+    """How a layer's router chooses experts and weighs them."""
+
+    scoring: Literal["softmax", "sigmoid"] = Field(
+        default="softmax", description="of a token's logits: over all experts, or of each"
+    )
+    renormalize: bool = Field(default=True, description="routing weights of a token are divided by their sum")
+    scale: float = Field(default=1.0, gt=0, allow_inf_nan=False, description="and multiplied by this")
+    groups: int = Field(default=1, ge=1, description="equal groups that the experts stand in")
+    top_groups: int = Field(default=1, ge=1, description="of these, a token's experts are from its best")
+
+
 class ModelSettings(_Frozen):
     """One MoE layer served under a name."""
 
@@ -62,7 +74,7 @@ class ModelSettings(_Frozen):
     intermediate_size: int = Field(ge=128, multiple_of=128)
     num_experts: int = Field(ge=1, le=1024)
     top_k: int = Field(ge=1)
-    renormalize: bool = Field(default=True, description="routing weights of a token add up to 1")
+    routing: RoutingSettings = RoutingSettings()
     weights: WeightsSettings = WeightsSettings(seed=0)
     datatype: Literal["BF16", "FP16", "FP32"] = Field(
         default="BF16",
@@ -80,6 +92,17 @@ class ModelSettings(_Frozen):
         if self.top_k > self.num_experts:
             raise ValueError(
                 f"top_k is expected to be at most num_experts, which is {self.num_experts}, got {self.top_k}"
+            )
+        groups, top_groups = self.routing.groups, self.routing.top_groups
+        if self.num_experts % groups != 0:
+            raise ValueError(
+                f"num_experts is expected to be a multiple of groups, {groups}, got {self.num_experts}"
+            )
+        eligible = self.num_experts // groups * min(top_groups, groups)
+        if top_groups > groups or self.top_k > eligible:
+            raise ValueError(
+                f"routing.top_groups is expected to be 1 to groups, {groups}, with top_k experts in them, "
+                f"{self.top_k}, got {top_groups} with {eligible}"
             )
         return self
 

@@ -1,6 +1,7 @@
 """The MoE layer on top of `kernels`: weights, routing, the layer and the runner that feeds it bytes."""
 
 from service.moe.layer import MoELayer
+from service.moe.router import Routing
 from service.moe.runner import LayerRequest, LayerRunner, StepResult, zero_request
 from service.moe.shape import LayerShape
 from service.moe.weights import ExpertWeights, load_weights, random_weights, save_weights
@@ -11,6 +12,7 @@ __all__ = [
     "LayerRunner",
     "LayerShape",
     "MoELayer",
+    "Routing",
     "StepResult",
     "load_weights",
     "random_weights",

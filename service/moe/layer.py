@@ -12,7 +12,8 @@ from kernels import (
     row_chunks,
 )
 from service.moe.activation import swiglu
-from service.moe.routing import ExpertOrder, sort_by_expert, top_k_softmax
+from service.moe.order import ExpertOrder, sort_by_expert
+from service.moe.router import Routing, choose_experts
 from service.moe.shape import LayerShape
 from service.moe.weights import ExpertWeights, check_weights
 
@@ -26,6 +27,9 @@ _HIDDEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class MoELayer:
     """One layer of experts; calls neither wait for the device nor keep state between them.
 
+    routing is the router's rule (None: softmax, weights that add up to 1), weights.router_bias what it adds
+    to the scores that choose.
+
     Up to masked_max_tokens tokens (None: the backend's measured default) take the masked layout, more the
     contiguous one. A token's result is the same whatever else is in the batch, within rounding; NaN in a
     token stays in its own row. Raises ValueError when weights and shape disagree.
@@ -37,10 +41,12 @@ class MoELayer:
         weights: ExpertWeights,
         backend: Backend,
         *,
-        renormalize: bool = True,
+        routing: Routing | None = None,
         masked_max_tokens: int | None = None,
     ) -> None:
         check_weights(shape, weights)
+        self.routing = routing or Routing()
+        self.routing.check(shape.num_experts, shape.top_k)
         if masked_max_tokens is None:
             masked_max_tokens = MASKED_MAX_TOKENS.get(backend.name, 0)
         if masked_max_tokens < 0:
@@ -48,7 +54,6 @@ class MoELayer:
         self.shape = shape
         self.weights = weights
         self.backend = backend
-        self.renormalize = renormalize
         self.masked_max_tokens = masked_max_tokens
         self._router = weights.router.to(torch.float32).t()
 
@@ -60,7 +65,7 @@ class MoELayer:
         """(topk_ids int32 [T, k], topk_weights fp32 [T, k]) of hidden_states [T, H]; logits in float32."""
         self._check_hidden_states(hidden_states)
         logits = hidden_states.to(torch.float32) @ self._router
-        return top_k_softmax(logits, self.shape.top_k, self.renormalize)
+        return choose_experts(logits, self.weights.router_bias, self.shape.top_k, self.routing)
 
     def __call__(
         self,

@@ -14,11 +14,15 @@ from service.moe.shape import SCALE_BLOCK, LayerShape
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """router [E, H] float32 or bfloat16; gate_up [E, 2I, H], gate rows before up rows; down [E, H, I]."""
+    """router [E, H] float32 or bfloat16; gate_up [E, 2I, H], gate rows before up rows; down [E, H, I].
+
+    router_bias, float32 [E], is what `choose_experts` adds to the scores that choose; None: nothing.
+    """
 
     router: Tensor
     gate_up: Quantized
     down: Quantized
+    router_bias: Tensor | None = None
 
 
 def random_weights(shape: LayerShape, seed: int, device: torch.device | str) -> ExpertWeights:
@@ -31,7 +35,7 @@ def random_weights(shape: LayerShape, seed: int, device: torch.device | str) -> 
 
 
 def save_weights(path: Path | str, weights: ExpertWeights) -> None:
-    """Write the tensors router, gate_up, gate_up_scale, down and down_scale to one safetensors file."""
+    """Write router, gate_up, gate_up_scale, down, down_scale and any router_bias to one safetensors file."""
     save_file(_by_name(weights), str(path))
 
 
@@ -47,12 +51,13 @@ def load_weights(path: Path | str, shape: LayerShape, device: torch.device | str
     except (OSError, SafetensorError) as error:
         raise ValueError(f"weights {path}: expected a safetensors file, got: {error}") from error
     expected = {"router", "gate_up", "gate_up_scale", "down", "down_scale"}
-    if tensors.keys() != expected:
+    if tensors.keys() - {"router_bias"} != expected:
         raise ValueError(f"weights {path}: expected tensors {sorted(expected)}, got {sorted(tensors)}")
     weights = ExpertWeights(
         tensors["router"],
         Quantized(tensors["gate_up"], tensors["gate_up_scale"]),
         Quantized(tensors["down"], tensors["down_scale"]),
+        tensors.get("router_bias"),
     )
     check_weights(shape, weights)
     return weights
@@ -69,6 +74,7 @@ def check_weights(shape: LayerShape, weights: ExpertWeights) -> None:
     fp8, fp32 = (torch.float8_e4m3fn,), (torch.float32,)
     expected = {
         "router": ((e, h), (torch.float32, torch.bfloat16)),
+        "router_bias": ((e,), fp32),
         "gate_up": ((e, 2 * i, h), fp8),
         "gate_up_scale": ((e, 2 * i // SCALE_BLOCK, h // SCALE_BLOCK), fp32),
         "down": ((e, h, i), fp8),
@@ -83,7 +89,8 @@ def check_weights(shape: LayerShape, weights: ExpertWeights) -> None:
 
 
 def _by_name(weights: ExpertWeights) -> dict[str, Tensor]:
-    return {
+    bias = {} if weights.router_bias is None else {"router_bias": weights.router_bias}
+    return bias | {
         "router": weights.router,
         "gate_up": weights.gate_up.data,
         "gate_up_scale": weights.gate_up.scales,

@@ -1,12 +1,15 @@
 """The layer against the float64 reference, in both layouts, and what batching must not change."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from kernels import resolve_backend
-from service.moe import ExpertWeights, LayerShape, MoELayer, random_weights
+from service.moe import ExpertWeights, LayerShape, MoELayer, Routing, random_weights
 from service.moe.layer import MASKED_MAX_TOKENS
+from service.moe.router import choose_experts
 from tests.kernels.helpers import diff, fresh_generator
 from tests.moe.reference_layer import reference_layer
 
@@ -24,7 +27,8 @@ def weights() -> ExpertWeights:
 def _layer(weights: ExpertWeights, layout: str, *, renormalize: bool = True) -> MoELayer:
     backend = resolve_backend("reference")
     masked_max_tokens = LAYOUTS[layout]
-    return MoELayer(SHAPE, weights, backend, renormalize=renormalize, masked_max_tokens=masked_max_tokens)
+    routing = Routing(renormalize=renormalize)
+    return MoELayer(SHAPE, weights, backend, routing=routing, masked_max_tokens=masked_max_tokens)
 
 
 def _hidden_states(num_tokens: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -64,6 +68,27 @@ def test_weights_are_used_as_they_are_without_renormalize(weights: ExpertWeights
     out = _layer(weights, layout, renormalize=False)(hidden_states)
     expected = reference_layer(hidden_states, weights, SHAPE.top_k, renormalize=False)
     assert diff(out, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_another_rule_and_a_bias_are_used(weights: ExpertWeights, layout: str) -> None:
+    bias = torch.randn(SHAPE.num_experts, generator=fresh_generator())
+    biased = replace(weights, router_bias=bias)
+    routing = Routing("sigmoid", scale=2.5, groups=4, top_groups=2)
+    masked_max_tokens = LAYOUTS[layout]
+    layer = MoELayer(
+        SHAPE, biased, resolve_backend("reference"), routing=routing, masked_max_tokens=masked_max_tokens
+    )
+    hidden_states = _hidden_states(17)
+    logits = hidden_states @ weights.router.float().t()
+    ids, topk_weights = choose_experts(logits, bias, SHAPE.top_k, routing)
+    expected = reference_layer(hidden_states, weights, SHAPE.top_k, topk_ids=ids, topk_weights=topk_weights)
+    assert diff(layer(hidden_states), expected) < TOLERANCE
+
+
+def test_a_rule_that_does_not_fit_the_layer_is_refused(weights: ExpertWeights) -> None:
+    with pytest.raises(ValueError, match=r"num_experts: expected a multiple of groups \(5\), got 12"):
+        MoELayer(SHAPE, weights, resolve_backend("reference"), routing=Routing("sigmoid", groups=5))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -1,5 +1,6 @@
 """Weights by seed and in files."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,19 @@ def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
     loaded = load_weights(tmp_path / "layer.safetensors", SHAPE, "cpu")
     assert _equal(weights, loaded)
     assert loaded.gate_up.scales.is_contiguous()
+
+
+def test_a_routers_bias_is_kept_where_there_is_one(tmp_path: Path) -> None:
+    path, bias = tmp_path / "layer.safetensors", torch.tensor([0.5, -1.0, 2.0])
+    weights = replace(random_weights(SHAPE, 1, "cpu"), router_bias=bias)
+    save_weights(path, weights)
+    loaded = load_weights(path, SHAPE, "cpu")
+    assert _equal(weights, loaded)
+    assert loaded.router_bias is not None
+    assert torch.equal(loaded.router_bias, bias)
+    save_weights(path, replace(weights, router_bias=bias[:2].clone()))
+    with pytest.raises(ValueError, match=r"router_bias shape: expected \(3,\), got \(2,\)"):
+        load_weights(path, SHAPE, "cpu")
 
 
 def test_a_file_of_another_shape_is_refused(tmp_path: Path) -> None:

@@ -85,6 +85,14 @@ def test_settings_are_frozen(config: Path) -> None:
         (f"models: [{MODEL}]\nbackend: tpu", r"backend: the value should be 'auto', .*got 'tpu'"),
         (f"models: [{MODEL.replace('256', '200')}]", r"models\.0\.hidden_size: .*multiple of 128, got 200"),
         (f"models: [{MODEL.replace('top_k: 2', 'top_k: 9')}]", r"models\.0: top_k .*at most .* 4, got 9"),
+        (
+            f"models: [{MODEL[:-1]}, routing: {{scoring: tanh}}}}]",
+            r"routing\.scoring: .*'sigmoid'.* got 'tanh'",
+        ),
+        (f"models: [{MODEL[:-1]}, routing: {{groups: 3}}}}]", r"num_experts .*multiple of .*3, got 4"),
+        (f"models: [{MODEL[:-1]}, routing: {{groups: 4}}}}]", r"top_groups .*in them, 2, got 1 with 1"),
+        (f"models: [{MODEL[:-1]}, routing: {{top_groups: 2}}}}]", r"top_groups .* 1 to groups, 1, .*got 2"),
+        (f"models: [{MODEL[:-1]}, routing: {{scale: .inf}}}}]", r"routing\.scale: .*finite number, got inf"),
         (f"models: [{MODEL}, {MODEL}]", r"model names are expected to differ, got 'm' 2 times"),
         (
             f"models: [{MODEL[:-1]}, partition: p}}]",

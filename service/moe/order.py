@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and the order that puts the rows of one expert together."""
+"""The order that puts the rows of one expert together."""
 
 from dataclasses import dataclass
 
@@ -30,20 +30,6 @@ class ExpertOrder:
     def positions(self) -> Tensor:
         """int64 [T*k], the place of each sorted row among its expert's."""
         return torch.arange(self.tokens.numel(), device=self.tokens.device) - self.offsets[self.experts]
-
-
-def top_k_softmax(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """(topk_ids int32 [T, k], topk_weights fp32 [T, k]) of fp32 logits [T, E], best first.
-
-    The weights are softmax probabilities over all experts, with `renormalize` divided by their sum. Equal
-    probabilities go to the lower expert, on every device.
-    """
-    # A stable sort, because which of equal values topk takes differs between devices and sizes.
-    weights, ids = logits.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
-    weights = weights[:, :top_k]
-    if renormalize:
-        weights = weights / weights.sum(dim=-1, keepdim=True)
-    return ids[:, :top_k].to(torch.int32), weights.contiguous()
 
 
 def sort_by_expert(topk_ids: Tensor, num_experts: int) -> ExpertOrder:

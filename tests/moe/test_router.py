@@ -1,0 +1,164 @@
+"""The routing rules against the families' own routers in transformers, and where these leave a choice."""
+
+import warnings
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from service.moe import Routing
+from service.moe.router import choose_experts
+from tests.kernels.helpers import fresh_generator
+from tests.moe.reference_layer import reference_routing
+
+HIDDEN, EXPERTS, TOP_K = 96, 32, 4
+DEEPSEEK = {"n_routed_experts": EXPERTS, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 3}
+KIMI = DEEPSEEK | {"routed_scaling_factor": 2.827, "n_group": 1, "topk_group": 1}
+
+# the family's module and config in transformers, what is set there, and the rule that it makes
+FAMILIES: dict[str, tuple[str, str, dict[str, Any], Routing]] = {
+    "deepseek-v3": ("deepseek_v3", "DeepseekV3", DEEPSEEK, Routing("sigmoid", True, 2.5, 8, 3)),
+    "deepseek-v3, as they are": (
+        "deepseek_v3", "DeepseekV3", DEEPSEEK | {"norm_topk_prob": False},
+        Routing("sigmoid", False, 2.5, 8, 3),
+    ),
+    "kimi-k2": ("deepseek_v3", "DeepseekV3", KIMI, Routing("sigmoid", True, 2.827)),
+    "glm-4.5": ("glm4_moe", "Glm4Moe", {"n_routed_experts": EXPERTS}, Routing("sigmoid", True, 1.0)),
+    "minimax-m2": ("minimax_m2", "MiniMaxM2", {"num_local_experts": EXPERTS}, Routing("sigmoid")),
+    "mixtral": ("mixtral", "Mixtral", {"num_local_experts": EXPERTS}, Routing("softmax")),
+    "qwen3": ("qwen3_moe", "Qwen3Moe", {"num_experts": EXPERTS, "norm_topk_prob": True}, Routing("softmax")),
+    "qwen3, as they are": (
+        "qwen3_moe", "Qwen3Moe", {"num_experts": EXPERTS, "norm_topk_prob": False}, Routing("softmax", False)
+    ),
+}  # fmt: skip
+
+
+def theirs(module: str, prefix: str, settings: dict[str, Any]) -> Callable[[Tensor, Tensor, Tensor], Any]:
+    """The family's router: (hidden, weight, bias) to (logits, weights, ids)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = getattr(import_module("transformers"), f"{prefix}Config")
+        modeling = import_module(f"transformers.models.{module}.modeling_{module}")
+    name = next(name for name in vars(modeling) if name.lower() == f"{prefix}TopKRouter".lower())
+    router = getattr(modeling, name)(config(hidden_size=HIDDEN, num_experts_per_tok=TOP_K, **settings))
+
+    def run(hidden: Tensor, weight: Tensor, bias: Tensor) -> Any:
+        router.weight.data = weight
+        if module == "minimax_m2":
+            return router(hidden, bias)
+        if hasattr(router, "e_score_correction_bias"):
+            router.e_score_correction_bias = bias
+        return router(hidden)
+
+    return run
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_routes_as_its_own_code_does(family: str) -> None:
+    module, prefix, settings, routing = FAMILIES[family]
+    generator = fresh_generator()
+    hidden = torch.randn(500, HIDDEN, generator=generator)
+    weight = torch.randn(EXPERTS, HIDDEN, generator=generator) / HIDDEN**0.5
+    bias = torch.randn(EXPERTS, generator=generator) - 1  # large enough to choose, and mostly negative
+    logits, their_weights, their_ids = theirs(module, prefix, settings)(hidden, weight, bias)
+    chosen_by_bias = bias if routing.scoring == "sigmoid" else None
+    ids, weights = choose_experts(logits, chosen_by_bias, TOP_K, routing)
+    ours, expected = torch.zeros(500, EXPERTS), torch.zeros(500, EXPERTS)
+    ours.scatter_(1, ids.long(), weights)
+    expected.scatter_(1, their_ids, their_weights)
+    assert torch.equal(ours != 0, expected != 0)  # as sets
+    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=0)
+
+
+def test_transformers_is_not_misled_by_our_package() -> None:
+    """It looks for Hugging Face's `kernels` by the import name, which is ours too."""
+    assert import_module("kernels").__file__ is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert not import_module("transformers.utils").is_kernels_available()
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_routing_is_the_references(renormalize: bool) -> None:
+    generator = fresh_generator()
+    hidden, router = torch.randn(9, 128, generator=generator), torch.randn(20, 128, generator=generator) / 11
+    topk_ids, topk_weights = choose_experts(hidden @ router.t(), None, 4, Routing(renormalize=renormalize))
+    assert topk_ids.dtype == torch.int32
+    assert topk_weights.dtype == torch.float32
+    assert topk_weights.is_contiguous()
+    for token in range(9):
+        expected = reference_routing(hidden[token], router, 4, renormalize)
+        assert topk_ids[token].tolist() == list(expected)
+        assert topk_weights[token].tolist() == pytest.approx(list(expected.values()), rel=1e-4)
+
+
+def test_equal_scores_go_to_the_lower_expert() -> None:
+    logits = torch.zeros(300, 50)
+    logits[:, 40] = 1
+    topk_ids, topk_weights = choose_experts(logits, None, 4, Routing())
+    assert topk_ids.tolist() == [[40, 0, 1, 2]] * 300
+    assert torch.allclose(topk_weights.sum(1), torch.ones(300))
+
+
+def test_a_token_of_nan_gets_different_experts_and_nan_weights() -> None:
+    logits = torch.zeros(2, 8)
+    logits[1] = torch.nan
+    topk_ids, topk_weights = choose_experts(logits, None, 3, Routing())
+    assert len(set(topk_ids[1].tolist())) == 3
+    assert topk_weights[0].isfinite().all()
+    assert topk_weights[1].isnan().all()
+
+
+def test_equal_groups_go_to_the_lower_group() -> None:
+    ids, weights = choose_experts(torch.zeros(3, 12), None, 4, Routing("sigmoid", groups=4, top_groups=2))
+    assert ids.tolist() == [[0, 1, 2, 3]] * 3
+    assert weights.tolist() == [[0.25] * 4] * 3
+
+
+def test_no_expert_of_another_group_is_chosen() -> None:
+    """Expert 11 is the best of all, but alone in its group: two good ones together beat it."""
+    logits = torch.full((1, 12), -5.0)
+    logits[0, [0, 1, 4, 5]], logits[0, 11] = 1.0, 2.0
+    ids, _ = choose_experts(logits, None, 4, Routing("sigmoid", groups=3, top_groups=2))
+    assert sorted(ids[0].tolist()) == [0, 1, 4, 5]
+
+
+def test_groups_of_one_expert() -> None:
+    logits = torch.tensor([[3.0, 1.0, 2.0, 0.0]])
+    ids, _ = choose_experts(logits, None, 2, Routing("sigmoid", groups=4, top_groups=2))
+    assert ids.tolist() == [[0, 2]]
+
+
+def test_the_bias_chooses_and_does_not_weigh() -> None:
+    bias = torch.tensor([0.0, 0.0, 9.0])
+    ids, weights = choose_experts(
+        torch.zeros(1, 3), bias, 1, Routing("sigmoid", renormalize=False, scale=3.0)
+    )
+    assert (ids.tolist(), weights.tolist()) == ([[2]], [[1.5]])
+
+
+def test_scores_that_are_all_zero_give_zeros() -> None:
+    _, weights = choose_experts(torch.full((1, 4), -200.0), None, 2, Routing("sigmoid"))
+    assert weights.tolist() == [[0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Routing("tanh"), "scoring: expected 'softmax' or 'sigmoid', got 'tanh'"),  # type: ignore[arg-type]
+        (lambda: Routing(groups=4, top_groups=5), r"top_groups: expected 1 to groups \(4\), got 5"),
+        (lambda: Routing(groups=0), r"top_groups: expected 1 to groups \(0\), got 1"),
+        (lambda: Routing(groups=3).check(8, 1), r"num_experts: expected a multiple of groups \(3\), got 8"),
+        (
+            lambda: Routing(groups=4, top_groups=2).check(8, 5),
+            "top_k: expected at most the 4 experts of .*, got 5",
+        ),
+    ],
+)
+def test_a_rule_that_cannot_be_is_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
