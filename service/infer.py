@@ -72,10 +72,13 @@ class InferEndpoint:
         self._metrics = metrics
         self._max_body_bytes = engine.settings.limits.max_body_bytes
         self._max_json_bytes = engine.settings.limits.max_json_bytes
+        self._body_timeout = engine.settings.limits.body_timeout_seconds
+        self._stopped = False
         self._reading: set[asyncio.Timeout] = set()
 
     def stop_reading(self) -> None:
         """Answer 503 to every request whose body is still on its way: it was never accepted."""
+        self._stopped = True
         for reading in self._reading:
             reading.reschedule(0)
 
@@ -133,14 +136,19 @@ class InferEndpoint:
 
     async def _read_while_open(self, receive: Receive, content_length: int | None) -> bytes:
         try:
-            async with asyncio.timeout(None) as reading:
+            async with asyncio.timeout(self._body_timeout) as reading:
                 self._reading.add(reading)
                 try:
                     return await self._read_body(receive, content_length)
                 finally:
                     self._reading.discard(reading)
         except TimeoutError as error:
-            raise OipError(503, "the server is shutting down, and the body had not come") from error
+            close = {"Connection": "close"}  # or the rest of the body would be taken for a request
+            if self._stopped:
+                sentence = "the server is shutting down, and the body had not come"
+                raise OipError(503, sentence, headers=close) from error
+            sentence = f"the body is expected within {self._body_timeout:g} s, and had not come"
+            raise OipError(408, sentence, headers=close) from error
 
     async def _read_body(self, receive: Receive, content_length: int | None) -> bytes:
         limit = self._max_body_bytes

@@ -30,6 +30,13 @@ class Limits(_Frozen):
         default=8 * MIB, ge=1, description="JSON part of an infer request: parsing holds up the event loop"
     )
 
+    body_timeout_seconds: float = Field(
+        default=60,
+        gt=0,
+        allow_inf_nan=False,
+        description="for a request's body to arrive, from its headers on",
+    )
+
     @model_validator(mode="after")
     def _one_request_fits(self) -> Self:
         for name in ("max_batch_tokens", "max_queue_tokens"):

@@ -34,7 +34,7 @@ LIMITS = {
 }
 
 
-def tiny_settings(limits: Mapping[str, int] | None = None, **changes: Any) -> Settings:
+def tiny_settings(limits: Mapping[str, float] | None = None, **changes: Any) -> Settings:
     """Settings for the model "tiny" on the CPU."""
     values = {"backend": "reference", "models": [MODEL], "limits": {**LIMITS, **(limits or {})}, **changes}
     return Settings.model_validate(values)

@@ -1,12 +1,13 @@
 """What only a real process shows: connections kept after an error, SIGTERM, exit codes, the command line."""
 
+import contextlib
 import http.client
 import json
 import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -100,6 +101,35 @@ def test_a_refusal_before_the_body_closes_for_callers_that_hold_it_back(server: 
     assert b"connection: close" in answer
 
 
+def test_a_body_that_trickles_is_given_up(tmp_path: Path) -> None:
+    head = f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
+    settings = tiny_settings({"body_timeout_seconds": 1})
+    with server_process(settings, tmp_path) as server:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as sock:
+            sock.sendall(head.encode())
+            answer, ended = b"", threading.Event()
+
+            def trickle() -> None:
+                while not ended.wait(0.1):
+                    sock.sendall(b"x")
+
+            sender = threading.Thread(target=lambda: suppressed(trickle))
+            sender.start()
+            while data := sock.recv(65536):
+                answer += data
+            ended.set()
+            sender.join()
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b"the body is expected within 1 s, and had not come" in answer
+        assert b"connection: close" in answer.lower()
+        assert server.get("/v2/health/ready").status_code == 200
+
+
+def suppressed(work: Callable[[], None]) -> None:
+    with contextlib.suppress(OSError):  # the server has closed the connection
+        work()
+
+
 def test_pipelined_requests_are_answered_in_order(server: ServerProcess) -> None:
     requests = b""
     for i in range(3):
@@ -161,9 +191,13 @@ def test_sigterm_answers_what_was_accepted_and_exits_with_0(tmp_path: Path) -> N
         assert ready.status_code == 503
         assert ready.headers["connection"] == "close"
         assert server.get("/v2/health/live").status_code == 200
-        late = httpx.post(f"http://{server.url}/v2/models/slow/infer", content=body, timeout=30)
-        assert late.status_code == 503
-        assert late.json() == {"error": "the server is shutting down"}
+
+        def late() -> httpx.Response:
+            return httpx.post(f"http://{server.url}/v2/models/slow/infer", content=body, timeout=30)
+
+        # A signal takes effect within the server's tick of 0.1 s; until then these are refused for their size.
+        until(lambda: late().status_code == 503, "late requests are refused")
+        assert late().json() == {"error": "the server is shutting down"}
         for caller in callers:
             caller.join(timeout=120)
         assert [answer.status_code for answer in answers] == [200] * 5
