@@ -195,7 +195,7 @@ def test_sigterm_answers_what_was_accepted_and_exits_with_0(tmp_path: Path) -> N
         def late() -> httpx.Response:
             return httpx.post(f"http://{server.url}/v2/models/slow/infer", content=body, timeout=30)
 
-        # A signal takes effect within the server's tick of 0.1 s; until then these are refused for their size.
+        # The signal takes effect with the server's tick, of 0.1 s; until then the size is what is refused.
         until(lambda: late().status_code == 503, "late requests are refused")
         assert late().json() == {"error": "the server is shutting down"}
         for caller in callers:
