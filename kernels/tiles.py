@@ -51,7 +51,7 @@ class TileConfig:
         """Size of SharedStorage in storage.cuh; the compiler checks it."""
         stage = (BLOCK_N + self.block_m) * BLOCK_K + self.block_m * 4 + 2 * 8
         staging = (self.threads // 128 - 1) * (4096 if self.swapped else 64 * BLOCK_N * 2)
-        tiles = (self.stages + 3) * (16 + 8)
+        tiles = (self.stages + 3) * (16 + 8)  # kTiles records, each with its barrier
         return -(-(self.stages * stage + staging + tiles) // 16) * 16
 
     def shared_bytes(self, num_groups: int, passes: int = 1) -> int:
