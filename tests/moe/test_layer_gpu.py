@@ -6,12 +6,11 @@ import torch
 from kernels import resolve_backend
 from service.moe import LayerRequest, LayerRunner, LayerShape, MoELayer, random_weights
 from tests.kernels.helpers import diff, forbid_host_sync, fresh_generator
-from tests.moe.reference_layer import reference_layer
+from tests.moe.reference_layer import assert_close, reference_layer
 
 pytestmark = pytest.mark.gpu
 
 SHAPE = LayerShape(hidden_size=1024, intermediate_size=384, num_experts=24, top_k=4)
-TOLERANCE = 2.5e-3
 LAYOUTS = {"contiguous": 0, "masked": 1000}
 
 
@@ -29,7 +28,7 @@ def test_layer_is_right_and_never_waits(layout: str, num_tokens: int) -> None:
     layer(hidden_states)
     with forbid_host_sync():
         out = layer(hidden_states)
-    assert diff(out, reference_layer(hidden_states, layer.weights, SHAPE.top_k)) < TOLERANCE
+    assert_close(out, reference_layer(hidden_states, layer.weights, SHAPE.top_k))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -54,4 +53,4 @@ def test_the_runner_brings_bytes_there_and_back() -> None:
     expected = reference_layer(hidden_states.cuda(), runner.layer.weights, SHAPE.top_k).cpu()
     for output in result.outputs:
         rows = torch.frombuffer(bytearray(output), dtype=torch.float32).view(hidden_states.shape)
-        assert diff(rows, expected) < TOLERANCE
+        assert_close(rows, expected)

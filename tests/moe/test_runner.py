@@ -11,10 +11,9 @@ from torch import Tensor
 from kernels import resolve_backend
 from service.moe import LayerRequest, LayerRunner, LayerShape, MoELayer, random_weights
 from tests.kernels.helpers import diff, fresh_generator
-from tests.moe.reference_layer import reference_layer
+from tests.moe.reference_layer import assert_close, reference_layer
 
 SHAPE = LayerShape(hidden_size=256, intermediate_size=128, num_experts=8, top_k=2)
-TOLERANCE = 2.5e-3  # activations rounded to FP8 twice cost about 1e-3
 DTYPES = {"BF16": torch.bfloat16, "FP16": torch.float16, "FP32": torch.float32}
 
 
@@ -63,7 +62,7 @@ def test_every_pair_of_datatypes(runner: LayerRunner, datatype: str, output_data
     result = runner.run([_request(hidden_states, datatype, output_datatype=output_datatype)])
     expected = reference_layer(hidden_states.to(DTYPES[datatype]), runner.layer.weights, SHAPE.top_k)
     assert len(result.outputs[0]) == 3 * SHAPE.hidden_size * DTYPES[output_datatype].itemsize
-    assert diff(_output(result.outputs[0], output_datatype), expected) < TOLERANCE
+    assert_close(_output(result.outputs[0], output_datatype), expected)
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
@@ -102,7 +101,7 @@ def test_mixed_requests_in_one_step_each_get_their_own(runner: LayerRunner, ids_
     assert len(result.tokens_per_expert) == SHAPE.num_experts
     assert sum(result.tokens_per_expert) == 11 * SHAPE.top_k
     for output, datatype, rows in zip(result.outputs, datatypes, expected, strict=True):
-        assert diff(_output(output, datatype), rows) < TOLERANCE
+        assert_close(_output(output, datatype), rows)
 
 
 def test_given_routing_in_every_request(runner: LayerRunner) -> None:
@@ -121,7 +120,7 @@ def test_given_routing_in_every_request(runner: LayerRunner) -> None:
     expected = reference_layer(
         hidden_states, runner.layer.weights, SHAPE.top_k, topk_ids=ids, topk_weights=weights
     )
-    assert diff(_output(result.outputs[0], "FP32"), expected) < TOLERANCE
+    assert_close(_output(result.outputs[0], "FP32"), expected)
 
 
 def test_a_callers_nan_stays_with_its_caller(runner: LayerRunner) -> None:
