@@ -25,7 +25,7 @@ def grouped_gemm_contiguous(
     b          e4m3 [G, N, K], contiguous, 16-byte aligned; N a multiple of 8; G from 1 to 1024
     b_scales   fp32 [G, ceil(N/128), K/128], one per 128x128 block, contiguous (`quantize_blocks`)
     offsets    int32 [G+1] on the same device: group g owns rows offsets[g]:offsets[g+1], any heights, any
-               starts. offsets[0] is 0, offsets[G] is M and they never decrease: not checked, since that
+               starts. offsets[0] is 0, offsets[G] at most M and they never decrease: not checked, since that
                would read the device; rows that they leave out are not written
     out        bf16 [M, N], contiguous, 16-byte aligned; None: allocated
     backend    a Backend, its name, or None for the best one for a's device

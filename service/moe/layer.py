@@ -12,7 +12,7 @@ from kernels import (
     row_chunks,
 )
 from service.moe.activation import swiglu
-from service.moe.order import ExpertOrder, sort_by_expert
+from service.moe.order import GroupOrder, sort_by_group
 from service.moe.router import Routing, choose_experts
 from service.moe.shape import LayerShape
 from service.moe.weights import ExpertWeights, check_weights
@@ -31,8 +31,9 @@ class MoELayer:
     to the scores that choose.
 
     Up to masked_max_tokens tokens (None: the backend's measured default) take the masked layout, more the
-    contiguous one. A token's result is the same whatever else is in the batch, within rounding; NaN in a
-    token stays in its own row. Raises ValueError when weights and shape disagree.
+    contiguous one; a layer that holds a part of its experts takes the contiguous one only. A token's result
+    is the same whatever else is in the batch, within rounding; NaN in a token stays in its own row. Raises
+    ValueError when weights and shape disagree.
     """
 
     def __init__(
@@ -47,10 +48,12 @@ class MoELayer:
         check_weights(shape, weights)
         self.routing = routing or Routing()
         self.routing.check(shape.num_experts, shape.top_k)
+        part = len(shape.held_experts) < shape.num_experts
         if masked_max_tokens is None:
-            masked_max_tokens = MASKED_MAX_TOKENS.get(backend.name, 0)
-        if masked_max_tokens < 0:
-            raise ValueError(f"masked_max_tokens: expected at least 0, got {masked_max_tokens}")
+            masked_max_tokens = 0 if part else MASKED_MAX_TOKENS.get(backend.name, 0)
+        if masked_max_tokens < 0 or (part and masked_max_tokens > 0):
+            expected = "0 with local_experts" if part else "at least 0"
+            raise ValueError(f"masked_max_tokens: expected {expected}, got {masked_max_tokens}")
         self.shape = shape
         self.weights = weights
         self.backend = backend
@@ -92,12 +95,32 @@ class MoELayer:
         self._check_routing(hidden_states.shape[0], topk_ids, topk_weights)
         if hidden_states.shape[0] == 0:
             return torch.empty(hidden_states.shape, dtype=torch.float32, device=hidden_states.device)
-        order = sort_by_expert(topk_ids, self.shape.num_experts)
+        group_ids, weights = self._groups(topk_ids, topk_weights)
+        order = sort_by_group(group_ids, self.shape.num_groups)
         tokens = quantize_rows(hidden_states)  # once per token, not once per routed row
         experts = self._masked if self.layout(hidden_states.shape[0]) == "masked" else self._contiguous
-        return _combine(experts(tokens, order, num_sms), order.rows, topk_weights)
+        return _combine(experts(tokens, order, num_sms), order.rows, weights, self._absent(group_ids))
 
-    def _contiguous(self, tokens: Quantized, order: ExpertOrder, num_sms: int | None) -> Tensor:
+    def _groups(self, topk_ids: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Group and weight of each (token, slot), the shared experts in slots after the routed ones."""
+        held, num_groups = self.shape.held_experts, self.shape.num_groups
+        if len(held) < self.shape.num_experts:
+            inside = (topk_ids >= held.start) & (topk_ids < held.stop)
+            topk_ids = torch.where(inside, topk_ids - held.start, num_groups)
+        if self.shape.num_shared_experts == 0:
+            return topk_ids, topk_weights
+        shared = torch.arange(len(held), num_groups, dtype=torch.int32, device=topk_ids.device)
+        shared = shared.expand(topk_ids.shape[0], -1)
+        ones = topk_weights.new_ones(()).expand(shared.shape)
+        return torch.cat([topk_ids, shared], dim=1), torch.cat([topk_weights, ones], dim=1)
+
+    def _absent(self, group_ids: Tensor) -> Tensor | None:
+        """bool [T, slots], where no group here has the row; None when every row has one."""
+        if len(self.shape.held_experts) == self.shape.num_experts:
+            return None
+        return group_ids == self.shape.num_groups
+
+    def _contiguous(self, tokens: Quantized, order: GroupOrder, num_sms: int | None) -> Tensor:
         a = _gather(tokens, order.tokens)
         gate_up = grouped_gemm_contiguous(
             *a, *self.weights.gate_up, order.offsets, backend=self.backend, num_sms=num_sms
@@ -107,21 +130,21 @@ class MoELayer:
             *a, *self.weights.down, order.offsets, backend=self.backend, num_sms=num_sms
         )
 
-    def _masked(self, tokens: Quantized, order: ExpertOrder, num_sms: int | None) -> Tensor:
+    def _masked(self, tokens: Quantized, order: GroupOrder, num_sms: int | None) -> Tensor:
         max_m = tokens.data.shape[0]  # an expert gets a token once at most
-        num_experts, counts, positions = self.shape.num_experts, order.counts, order.positions
-        expected_m = -(-order.tokens.numel() // num_experts)
-        a = _spread(_gather(tokens, order.tokens), order.experts, positions, num_experts, max_m)
+        num_groups, counts, positions = self.shape.num_groups, order.counts, order.positions
+        expected_m = -(-order.tokens.numel() // num_groups)
+        a = _spread(_gather(tokens, order.tokens), order.groups, positions, num_groups, max_m)
         gate_up = grouped_gemm_masked(
             *a, *self.weights.gate_up, counts, expected_m=expected_m, backend=self.backend, num_sms=num_sms
         )
-        # Only the rows that exist go through the activation: [E, max_m] is mostly empty.
-        activated = quantize_rows(swiglu(gate_up[order.experts, positions]))
-        a = _spread(activated, order.experts, positions, num_experts, max_m)
+        # Only the rows that exist go through the activation: [G, max_m] is mostly empty.
+        activated = quantize_rows(swiglu(gate_up[order.groups, positions]))
+        a = _spread(activated, order.groups, positions, num_groups, max_m)
         down = grouped_gemm_masked(
             *a, *self.weights.down, counts, expected_m=expected_m, backend=self.backend, num_sms=num_sms
         )
-        return down[order.experts, positions]
+        return down[order.groups, positions]
 
     def _check_hidden_states(self, hidden_states: Tensor) -> None:
         if hidden_states.ndim != 2 or hidden_states.shape[1] != self.shape.hidden_size:
@@ -154,22 +177,25 @@ def _gather(tokens: Quantized, indices: Tensor) -> Quantized:
     return Quantized(data, tokens.scales.t().index_select(1, indices).t())
 
 
-def _spread(rows: Quantized, experts: Tensor, positions: Tensor, num_experts: int, max_m: int) -> Quantized:
-    """The rows at [expert, position] of [E, max_m, K], scales column-major; the rest is not written."""
+def _spread(rows: Quantized, groups: Tensor, positions: Tensor, num_groups: int, max_m: int) -> Quantized:
+    """The rows at [group, position] of [G, max_m, K], scales column-major; the rest is not written."""
     k = rows.data.shape[1]
-    data = torch.empty((num_experts, max_m, k), dtype=torch.float8_e4m3fn, device=rows.data.device)
-    _words(data)[experts, positions] = _words(rows.data)
-    scales = torch.empty((num_experts, rows.scales.shape[1], max_m), device=rows.data.device).mT
-    scales[experts, positions] = rows.scales
+    data = torch.empty((num_groups, max_m, k), dtype=torch.float8_e4m3fn, device=rows.data.device)
+    _words(data)[groups, positions] = _words(rows.data)
+    scales = torch.empty((num_groups, rows.scales.shape[1], max_m), device=rows.data.device).mT
+    scales[groups, positions] = rows.scales
     return Quantized(data, scales)
 
 
-def _combine(rows: Tensor, row_of_pair: Tensor, topk_weights: Tensor) -> Tensor:
-    """The weighted sum of each token's rows, in float32 and in the order of its slots."""
-    num_tokens, top_k = topk_weights.shape
+def _combine(rows: Tensor, row_of_pair: Tensor, weights: Tensor, absent: Tensor | None) -> Tensor:
+    """The weighted sum of each token's rows, in float32 and in the order of its slots; absent ones are 0."""
+    num_tokens, num_slots = weights.shape
     out = torch.zeros((num_tokens, rows.shape[1]), dtype=torch.float32, device=rows.device)
-    for out_part, row_part, weights_part in row_chunks(out, row_of_pair, topk_weights):
-        for slot in range(top_k):
+    parts = [out, row_of_pair, weights] if absent is None else [out, row_of_pair, weights, absent]
+    for out_part, row_part, weights_part, *absent_part in row_chunks(*parts):
+        for slot in range(num_slots):
             picked = rows.index_select(0, row_part[:, slot]).to(torch.float32)
+            if absent_part:  # never computed: what lies there may be NaN, which a weight of 0 would keep
+                picked.masked_fill_(absent_part[0][:, slot, None], 0.0)
             out_part.addcmul_(picked, weights_part[:, slot, None])
     return out

@@ -12,6 +12,11 @@ MAX_EXPERTS = MAX_GROUPS
 class LayerShape:
     """Sizes of a layer: hidden_size H, intermediate_size I, num_experts E, experts per token top_k.
 
+    num_shared_experts  experts of size I that every token goes to, with weight 1; a model's one shared
+                        expert of size S*I is S of these, exactly
+    local_experts       which of the E are held here; None: all. The rest add nothing to the output, so that
+                        outputs of layers that hold one part each add up to the whole layer's
+
     Raises ValueError (name, expected, got) for sizes no layer can have here.
     """
 
@@ -19,6 +24,8 @@ class LayerShape:
     intermediate_size: int
     num_experts: int
     top_k: int
+    num_shared_experts: int = 0
+    local_experts: range | None = None
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "intermediate_size"):
@@ -29,3 +36,21 @@ class LayerShape:
             raise ValueError(f"num_experts: expected 1 to {MAX_EXPERTS}, got {self.num_experts}")
         if not 1 <= self.top_k <= self.num_experts:
             raise ValueError(f"top_k: expected 1 to num_experts ({self.num_experts}), got {self.top_k}")
+        if self.num_shared_experts < 0:
+            raise ValueError(f"num_shared_experts: expected at least 0, got {self.num_shared_experts}")
+        held = self.held_experts
+        if held.step != 1 or not 0 <= held.start < held.stop <= self.num_experts:
+            raise ValueError(f"local_experts: expected a range of 0 to {self.num_experts - 1}, got {held}")
+        if self.num_groups > MAX_GROUPS:
+            expected = f"at most {MAX_GROUPS} experts together with those held"
+            raise ValueError(f"num_shared_experts: expected {expected}, got {self.num_groups}")
+
+    @property
+    def held_experts(self) -> range:
+        """The routed experts that are held here."""
+        return range(self.num_experts) if self.local_experts is None else self.local_experts
+
+    @property
+    def num_groups(self) -> int:
+        """Groups G of the grouped GEMMs: the held experts, then the shared ones."""
+        return len(self.held_experts) + self.num_shared_experts

@@ -14,8 +14,9 @@ from service.moe.shape import SCALE_BLOCK, LayerShape
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """router [E, H] float32 or bfloat16; gate_up [E, 2I, H], gate rows before up rows; down [E, H, I].
+    """router [E, H] float32 or bfloat16; gate_up [G, 2I, H], gate rows before up rows; down [G, H, I].
 
+    The G groups are the routed experts that are held, in their order, and after them the shared ones.
     router_bias, float32 [E], is what `choose_experts` adds to the scores that choose; None: nothing.
     """
 
@@ -29,8 +30,8 @@ def random_weights(shape: LayerShape, seed: int, device: torch.device | str) -> 
     """Normal numbers of variance 1/fan-in, quantised; one seed gives the same ones on one kind of device."""
     generator = torch.Generator(device).manual_seed(seed)
     router = _normal((shape.num_experts, shape.hidden_size), generator).to(torch.bfloat16)
-    gate_up = _random_experts(shape.num_experts, 2 * shape.intermediate_size, shape.hidden_size, generator)
-    down = _random_experts(shape.num_experts, shape.hidden_size, shape.intermediate_size, generator)
+    gate_up = _random_experts(shape.num_groups, 2 * shape.intermediate_size, shape.hidden_size, generator)
+    down = _random_experts(shape.num_groups, shape.hidden_size, shape.intermediate_size, generator)
     return ExpertWeights(router, gate_up, down)
 
 
@@ -70,15 +71,15 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 def check_weights(shape: LayerShape, weights: ExpertWeights) -> None:
     """Raise ValueError (name, expected, got) unless every tensor has the layer's shape and its dtype."""
-    e, h, i = shape.num_experts, shape.hidden_size, shape.intermediate_size
+    e, g, h, i = shape.num_experts, shape.num_groups, shape.hidden_size, shape.intermediate_size
     fp8, fp32 = (torch.float8_e4m3fn,), (torch.float32,)
     expected = {
         "router": ((e, h), (torch.float32, torch.bfloat16)),
         "router_bias": ((e,), fp32),
-        "gate_up": ((e, 2 * i, h), fp8),
-        "gate_up_scale": ((e, 2 * i // SCALE_BLOCK, h // SCALE_BLOCK), fp32),
-        "down": ((e, h, i), fp8),
-        "down_scale": ((e, h // SCALE_BLOCK, i // SCALE_BLOCK), fp32),
+        "gate_up": ((g, 2 * i, h), fp8),
+        "gate_up_scale": ((g, 2 * i // SCALE_BLOCK, h // SCALE_BLOCK), fp32),
+        "down": ((g, h, i), fp8),
+        "down_scale": ((g, h // SCALE_BLOCK, i // SCALE_BLOCK), fp32),
     }
     for name, tensor in _by_name(weights).items():
         size, dtypes = expected[name]
@@ -99,13 +100,13 @@ def _by_name(weights: ExpertWeights) -> dict[str, Tensor]:
     }
 
 
-def _random_experts(num_experts: int, n: int, k: int, generator: torch.Generator) -> Quantized:
-    data = torch.empty((num_experts, n, k), dtype=torch.float8_e4m3fn, device=generator.device)
-    scales = torch.empty((num_experts, n // SCALE_BLOCK, k // SCALE_BLOCK), device=generator.device)
-    for expert in range(num_experts):  # one at a time: a large layer would not fit unquantised
-        expert_data, expert_scales = quantize_blocks(_normal((n, k), generator))
-        data[expert].copy_(expert_data)
-        scales[expert].copy_(expert_scales)
+def _random_experts(num_groups: int, n: int, k: int, generator: torch.Generator) -> Quantized:
+    data = torch.empty((num_groups, n, k), dtype=torch.float8_e4m3fn, device=generator.device)
+    scales = torch.empty((num_groups, n // SCALE_BLOCK, k // SCALE_BLOCK), device=generator.device)
+    for group in range(num_groups):  # one at a time: a large layer would not fit unquantised
+        group_data, group_scales = quantize_blocks(_normal((n, k), generator))
+        data[group].copy_(group_data)
+        scales[group].copy_(group_scales)
     return Quantized(data, scales)
 
 

@@ -27,8 +27,13 @@ def reference_layer(
     renormalize: bool = True,
     topk_ids: Tensor | None = None,
     topk_weights: Tensor | None = None,
+    num_shared_experts: int = 0,
+    held_experts: range | None = None,
 ) -> Tensor:
     """The layer's output in float64 [T, H], nothing but the weights rounded."""
+    num_groups = weights.gate_up.data.shape[0]
+    num_held = num_groups - num_shared_experts
+    held = range(num_held) if held_experts is None else held_experts
     outputs = []
     for token, hidden in enumerate(hidden_states.double()):
         if topk_ids is None or topk_weights is None:
@@ -37,7 +42,10 @@ def reference_layer(
             chosen = dict(zip(topk_ids[token].tolist(), topk_weights[token].tolist(), strict=True))
         total = torch.zeros_like(hidden)
         for expert, weight in chosen.items():
-            total += weight * _expert(hidden, weights, expert)
+            if expert in held:
+                total += weight * _expert(hidden, weights, held.index(expert))
+        for group in range(num_held, num_groups):
+            total += _expert(hidden, weights, group)
         outputs.append(total)
     return torch.stack(outputs)
 
@@ -51,9 +59,9 @@ def reference_routing(hidden: Tensor, router: Tensor, top_k: int, renormalize: b
     return {e: probabilities[e] / total for e in best}
 
 
-def _expert(hidden: Tensor, weights: ExpertWeights, expert: int) -> Tensor:
-    gate_up = dequantize_blocks(weights.gate_up.data[expert], weights.gate_up.scales[expert]).double()
-    down = dequantize_blocks(weights.down.data[expert], weights.down.scales[expert]).double()
+def _expert(hidden: Tensor, weights: ExpertWeights, group: int) -> Tensor:
+    gate_up = dequantize_blocks(weights.gate_up.data[group], weights.gate_up.scales[group]).double()
+    down = dequantize_blocks(weights.down.data[group], weights.down.scales[group]).double()
     intermediate_size = gate_up.shape[0] // 2
     gate = gate_up[:intermediate_size] @ hidden
     up = gate_up[intermediate_size:] @ hidden

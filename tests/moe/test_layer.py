@@ -1,12 +1,13 @@
 """The layer against the float64 reference, in both layouts, and what batching must not change."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from kernels import resolve_backend
+from kernels import Quantized, resolve_backend
 from service.moe import ExpertWeights, LayerShape, MoELayer, Routing, random_weights
 from service.moe.layer import MASKED_MAX_TOKENS
 from service.moe.router import choose_experts
@@ -83,6 +84,58 @@ def test_another_rule_and_a_bias_are_used(weights: ExpertWeights, layout: str) -
     ids, topk_weights = choose_experts(logits, bias, SHAPE.top_k, routing)
     expected = reference_layer(hidden_states, weights, SHAPE.top_k, topk_ids=ids, topk_weights=topk_weights)
     assert_close(layer(hidden_states), expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_shared_experts_are_added_to_every_token(layout: str) -> None:
+    shape = replace(SHAPE, num_shared_experts=2)
+    weights = random_weights(shape, fresh_generator().initial_seed(), "cpu")
+    masked_max_tokens = LAYOUTS[layout]
+    layer = MoELayer(shape, weights, resolve_backend("reference"), masked_max_tokens=masked_max_tokens)
+    hidden_states = _hidden_states(33)
+    assert_close(
+        layer(hidden_states), reference_layer(hidden_states, weights, SHAPE.top_k, num_shared_experts=2)
+    )
+
+
+def _part(weights: ExpertWeights, held: range, *shared: int) -> tuple[LayerShape, ExpertWeights]:
+    """The layer's shape and weights with only those of its experts."""
+    groups = [*held, *shared]
+    gate_up, down = (Quantized(w.data[groups], w.scales[groups]) for w in (weights.gate_up, weights.down))
+    shape = replace(SHAPE, num_shared_experts=len(shared), local_experts=held)
+    return shape, replace(weights, gate_up=gate_up, down=down)
+
+
+def test_parts_of_a_layer_add_up_to_it() -> None:
+    whole = replace(SHAPE, num_shared_experts=1)
+    weights = random_weights(whole, fresh_generator().initial_seed(), "cpu")
+    parts = [_part(weights, range(5), 12), _part(weights, range(5, 6)), _part(weights, range(6, 12))]
+    backend, hidden_states = resolve_backend("reference"), _hidden_states(40)
+    outputs = [MoELayer(*part, backend)(hidden_states) for part in parts]
+    for out, (shape, own) in zip(outputs, parts, strict=True):
+        expected = reference_layer(
+            hidden_states, own, SHAPE.top_k,
+            num_shared_experts=shape.num_shared_experts, held_experts=shape.held_experts,
+        )  # fmt: skip
+        assert_close(out, expected)
+    assert diff(torch.stack(outputs).sum(0), MoELayer(whole, weights, backend)(hidden_states)) < 1e-10
+
+
+def test_a_token_without_an_expert_here_gets_zeros(weights: ExpertWeights) -> None:
+    layer = MoELayer(*_part(weights, range(4, 8)), resolve_backend("reference"))
+    topk_ids = torch.tensor([[0, 1, 2], [3, 8, 11], [5, 0, 8]], dtype=torch.int32)
+    hidden_states = _hidden_states(3)
+    hidden_states[0] = torch.nan
+    out = layer(hidden_states, topk_ids, torch.ones(3, 3))
+    assert not out[:2].any()
+    alone = layer(hidden_states[2:], torch.tensor([[0, 1, 5]], dtype=torch.int32), torch.ones(1, 3))
+    assert torch.equal(out[2:], alone)
+    assert alone.any()
+
+
+def test_a_part_of_a_layer_takes_the_contiguous_layout_only(weights: ExpertWeights) -> None:
+    with pytest.raises(ValueError, match="masked_max_tokens: expected 0 with local_experts, got 3"):
+        MoELayer(*_part(weights, range(4)), resolve_backend("reference"), masked_max_tokens=3)
 
 
 def test_a_rule_that_does_not_fit_the_layer_is_refused(weights: ExpertWeights) -> None:
@@ -182,8 +235,13 @@ def test_layer_refuses_wrong_arguments(weights: ExpertWeights) -> None:
         ((128, 128, 1025, 1), "num_experts: expected 1 to 1024, got 1025"),
         ((128, 128, 8, 0), r"top_k: expected 1 to num_experts \(8\), got 0"),
         ((128, 128, 8, 9), r"top_k: expected 1 to num_experts \(8\), got 9"),
+        ((128, 128, 8, 2, -1), "num_shared_experts: expected at least 0, got -1"),
+        ((128, 128, 1024, 2, 1), "num_shared_experts: expected at most 1024 experts together .* got 1025"),
+        ((128, 128, 8, 2, 0, range(9)), r"local_experts: expected a range of 0 to 7, got range\(0, 9\)"),
+        ((128, 128, 8, 2, 0, range(3, 3)), r"local_experts: expected a range of 0 to 7, got range\(3, 3\)"),
+        ((128, 128, 8, 2, 0, range(0, 8, 2)), r"local_experts: expected .* got range\(0, 8, 2\)"),
     ],
 )
-def test_impossible_shapes_are_refused(sizes: tuple[int, int, int, int], message: str) -> None:
+def test_impossible_shapes_are_refused(sizes: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LayerShape(*sizes)
