@@ -25,8 +25,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="expertd", description="A server for MoE expert layers.")
     parser.add_argument("--version", action="version", version=f"expertd {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    serve = subparsers.add_parser("serve", help="serve the models of a configuration file")
+    serve = subparsers.add_parser("serve", help="serve the models of a configuration file, or a checkpoint")
     serve.add_argument("--config", type=Path, help="YAML file with the settings (else EXPERTD_CONFIG)")
+    serve.add_argument(
+        "--model", type=Path, help="checkpoint directory, whose layers are served and nothing else"
+    )
+    serve.add_argument("--layers", help="its MoE layers to serve: 3, 3-5 or 3-5,9")
+    serve.add_argument("--experts", help="the routed experts to hold: 0-63 (else all)")
+    serve.add_argument("--name", help="the layers are called NAME.layers.3 and so on (else as the directory)")
     serve.add_argument("--host", help="address to listen on")
     serve.add_argument("--port", help="port to listen on, 0 for any")
     serve.add_argument("--backend", help="auto, hopper or reference")
@@ -45,10 +51,13 @@ def _serve(arguments: argparse.Namespace) -> int:
     from service.settings_loader import SettingsError, default_config, load_settings
 
     try:
-        path = arguments.config or default_config()
-        if path is None:
-            raise SettingsError("a configuration file is expected in --config or EXPERTD_CONFIG, got neither")
-        settings = load_settings(path, {flag: getattr(arguments, flag) for flag in _FLAGS})
+        path, served = arguments.config or default_config(), _checkpoint(arguments)
+        if path is None and not served:
+            raise SettingsError(
+                "a configuration file is expected in --config or EXPERTD_CONFIG, or a checkpoint in --model, "
+                "got neither"
+            )
+        settings = load_settings(path, {flag: getattr(arguments, flag) for flag in _FLAGS} | served)
     except SettingsError as error:
         return _refuse(error)
     # After the settings: torch and the web server take seconds to import, and a wrong setting should not.
@@ -59,6 +68,19 @@ def _serve(arguments: argparse.Namespace) -> int:
         return serve(settings)
     except BindError as error:
         return _refuse(error)
+
+
+def _checkpoint(arguments: argparse.Namespace) -> dict[str, object]:
+    """The settings that --model and its companions stand for. Raises SettingsError."""
+    from service.settings_loader import SettingsError
+
+    given = {flag: getattr(arguments, flag) for flag in ("layers", "experts", "name")}
+    given = {flag: value for flag, value in given.items() if value is not None}
+    if arguments.model is None:
+        if given:
+            raise SettingsError(f"--model is expected with --{next(iter(given))}, got none")
+        return {}
+    return {"models": [], "checkpoints": [{"path": arguments.model, **given}]}
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -1,15 +1,19 @@
 """Start-up: backend, SM partitions, weights, and one tiny step of every model before any request is taken."""
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from tqdm import tqdm
 
 from kernels import Backend, resolve_backend
 from service.batching import Runner
+from service.checkpoints import source_of
 from service.moe import (
+    ExpertWeights,
     LayerRunner,
     LayerShape,
     MoELayer,
@@ -18,8 +22,10 @@ from service.moe import (
     random_weights,
     zero_request,
 )
+from service.moe.checkpoint import read_layer
 from service.moe.device import device_memory, device_name, device_of
-from service.settings import Settings
+from service.moe.weights import check_weights
+from service.settings import ModelSettings, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -98,14 +104,17 @@ def load(settings: Settings, cancelled: Cancelled) -> Loaded:
     for model in tqdm(settings.models, desc="layers", unit="layer", disable=None):
         _stop_if(cancelled)
         logger.info("loading model %s", model.name)
-        shape = LayerShape(model.hidden_size, model.intermediate_size, model.num_experts, model.top_k)
-        if model.weights.path is not None:
-            weights = load_weights(model.weights.path, shape, device)
-        else:
-            weights = random_weights(shape, model.weights.seed or 0, device)
+        shape = LayerShape(
+            model.hidden_size,
+            model.intermediate_size,
+            model.num_experts,
+            model.top_k,
+            model.num_shared_experts,
+            model.local_range,
+        )
         layer = MoELayer(
             shape,
-            weights,
+            _weights(model, shape, device, cancelled),
             backend,
             routing=Routing(**model.routing.model_dump()),
             masked_max_tokens=model.masked_max_tokens,
@@ -114,6 +123,28 @@ def load(settings: Settings, cancelled: Cancelled) -> Loaded:
         _first_steps(runner, layer, settings.limits.max_request_tokens)
         runners[model.name] = runner
     return Loaded(backend.name, device_name(device), runners, partitions, lambda: device_memory(device))
+
+
+def _weights(
+    model: ModelSettings, shape: LayerShape, device: torch.device, cancelled: Cancelled
+) -> ExpertWeights:
+    if model.weights.path is not None:
+        return load_weights(model.weights.path, shape, device)
+    if model.weights.checkpoint is None:
+        return random_weights(shape, model.weights.seed or 0, device)
+    source, start = source_of(model), time.perf_counter()
+    with tqdm(total=source.num_bytes, unit="B", unit_scale=True, desc=model.name, disable=None) as bar:
+
+        def progress(num_bytes: int) -> None:
+            _stop_if(cancelled)
+            bar.update(num_bytes)
+
+        weights = read_layer(source, device, progress)
+    check_weights(shape, weights)
+    seconds = time.perf_counter() - start
+    rate = source.num_bytes / seconds / 1e9
+    logger.info("read %.3f GB of %s in %.1f s, %.2f GB/s", source.num_bytes / 1e9, model.name, seconds, rate)
+    return weights
 
 
 def _warm_up(backend: Backend, cancelled: Cancelled) -> None:

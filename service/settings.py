@@ -1,10 +1,13 @@
 """What can be set, with defaults, limits and meaning. Loading lives in `service.settings_loader`."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from service.spans import Span, Spans, numbers
 
 ENV_PREFIX = "EXPERTD_"
 ENV_DELIMITER = "__"
@@ -49,15 +52,19 @@ class Limits(_Frozen):
 
 
 class WeightsSettings(_Frozen):
-    """Where a layer's weights come from: drawn at random from a seed, or read from a safetensors file."""
+    """Where a layer's weights come from: drawn at random from a seed, a safetensors file, or a checkpoint."""
 
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     path: Path | None = None
+    checkpoint: Path | None = Field(default=None, description="directory; written by `checkpoints`")
+    layer: int | None = Field(default=None, ge=0, description="of the checkpoint")
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:
-        if (self.seed is None) == (self.path is None):
-            raise ValueError("exactly one of seed and path is expected")
+        if sum(value is not None for value in (self.seed, self.path, self.checkpoint)) != 1:
+            raise ValueError("exactly one of seed, path and checkpoint is expected")
+        if (self.checkpoint is None) != (self.layer is None):
+            raise ValueError("checkpoint and layer are expected together")
         return self
 
 
@@ -73,17 +80,27 @@ class RoutingSettings(_Frozen):
     top_groups: int = Field(default=1, ge=1, description="of these, a token's experts are from its best")
 
 
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+_Datatype = Literal["BF16", "FP16", "FP32"]
+
+
 class ModelSettings(_Frozen):
     """One MoE layer served under a name."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(pattern=_NAME)
     hidden_size: int = Field(ge=128, multiple_of=128)
     intermediate_size: int = Field(ge=128, multiple_of=128)
     num_experts: int = Field(ge=1, le=1024)
     top_k: int = Field(ge=1)
+    num_shared_experts: int = Field(
+        default=0, ge=0, description="of intermediate_size each, that every token goes to"
+    )
+    local_experts: Span | None = Field(
+        default=None, description="of num_experts, those held here, as in 0-63; null: all"
+    )
     routing: RoutingSettings = RoutingSettings()
     weights: WeightsSettings = WeightsSettings(seed=0)
-    datatype: Literal["BF16", "FP16", "FP32"] = Field(
+    datatype: _Datatype = Field(
         default="BF16",
         description="named in the metadata, and assumed for requests without a JSON header",
     )
@@ -93,6 +110,28 @@ class ModelSettings(_Frozen):
     partition: str | None = Field(
         default=None, description="SM partition the layer runs in; null: the whole device"
     )
+
+    @property
+    def local_range(self) -> range | None:
+        """local_experts as `LayerShape` takes them."""
+        if self.local_experts is None:
+            return None
+        held = numbers(self.local_experts)
+        return range(held[0], held[-1] + 1)
+
+    @model_validator(mode="after")
+    def _experts_fit(self) -> Self:
+        held = self.local_range or range(self.num_experts)
+        if held.stop > self.num_experts:
+            raise ValueError(
+                f"local_experts are expected to be of 0 to {self.num_experts - 1}, got {self.local_experts}"
+            )
+        if len(held) + self.num_shared_experts > 1024:
+            shared = self.num_shared_experts
+            raise ValueError(f"at most 1024 experts are expected, got {len(held)} and {shared} shared ones")
+        if self.masked_max_tokens and len(held) < self.num_experts:
+            raise ValueError("masked_max_tokens is expected to be 0 or null with local_experts")
+        return self
 
     @model_validator(mode="after")
     def _top_k_fits(self) -> Self:
@@ -112,6 +151,21 @@ class ModelSettings(_Frozen):
                 f"{self.top_k}, got {top_groups} with {eligible}"
             )
         return self
+
+
+class CheckpointSettings(_Frozen):
+    """MoE layers of a Hugging Face checkpoint directory, each served as {name}.layers.{layer}."""
+
+    path: Path
+    layers: Spans = Field(description="as in 3, 3-5 or 3-5,9")
+    experts: Span | None = Field(
+        default=None,
+        description="routed experts held here, as in 0-63; null: all. The shared ones go with expert 0",
+    )
+    name: str | None = Field(default=None, pattern=_NAME, description="null: the directory's")
+    datatype: _Datatype = "BF16"
+    masked_max_tokens: int | None = Field(default=None, ge=0)
+    partition: str | None = None
 
 
 class Settings(BaseSettings):
@@ -139,7 +193,16 @@ class Settings(BaseSettings):
     drain_timeout_seconds: float = Field(
         default=30.0, gt=0, description="after that delay, how long accepted requests have to be answered"
     )
-    models: tuple[ModelSettings, ...] = Field(min_length=1)
+    models: tuple[ModelSettings, ...] = ()
+    checkpoints: tuple[CheckpointSettings, ...] = Field(
+        default=(), description="whose layers are served beside the models"
+    )
+
+    @model_validator(mode="after")
+    def _something_is_served(self) -> Self:
+        if not self.models and not self.checkpoints:
+            raise ValueError("models or checkpoints: at least one layer to serve is expected, got none")
+        return self
 
     @model_validator(mode="after")
     def _names_agree(self) -> Self:
@@ -160,6 +223,11 @@ class Settings(BaseSettings):
                     f"got {model.partition!r}"
                 )
         return self
+
+    def with_models(self, models: Sequence[ModelSettings]) -> Self:
+        """These settings with the layers of `checkpoints` in their place, checked again."""
+        values = {name: getattr(self, name) for name in type(self).model_fields}
+        return self.model_validate(values | {"models": (*self.models, *models), "checkpoints": ()})
 
     @classmethod
     def settings_customise_sources(

@@ -11,7 +11,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic_settings import EnvSettingsSource
 from pydantic_settings.exceptions import SettingsError as EnvSettingsError
 
-from service.settings import ENV_DELIMITER, ENV_PREFIX, ModelSettings, Settings
+from service.checkpoints import CheckpointError, models_of
+from service.settings import ENV_DELIMITER, ENV_PREFIX, CheckpointSettings, ModelSettings, Settings
+
+_LISTS: Mapping[int | str, type[BaseModel]] = {"models": ModelSettings, "checkpoints": CheckpointSettings}
 
 # Read elsewhere (the kernel cache) or before the settings themselves (the file's place).
 _OTHER_VARIABLES = {f"{ENV_PREFIX}CACHE_DIR", f"{ENV_PREFIX}CONFIG"}
@@ -29,17 +32,22 @@ def default_config() -> Path | None:
     return Path(value) if value else None
 
 
-def load_settings(path: Path, flags: Mapping[str, Any] | None = None) -> Settings:
-    """Settings from the YAML file at `path`, EXPERTD_... over it, then `flags` (None: not given).
+def load_settings(path: Path | None, flags: Mapping[str, Any] | None = None) -> Settings:
+    """Settings from the YAML file at `path` (None: no file), EXPERTD_... over it, then `flags` (None: not
+    given). The layers of `checkpoints` have become models.
 
     Raises SettingsError naming the key, what was expected and what came.
     """
     given = {key: value for key, value in (flags or {}).items() if value is not None}
-    values = _merge(_merge(_read_yaml(path), _read_environment()), given)
+    values = _merge(_merge(_read_yaml(path) if path else {}, _read_environment()), given)
     try:
-        return Settings(**values)
+        settings = Settings(**values)
+        models = [model for checkpoint in settings.checkpoints for model in models_of(checkpoint)]
+        return settings.with_models(models)
     except ValidationError as error:
         raise SettingsError(_sentence(path, error, given)) from error
+    except CheckpointError as error:
+        raise SettingsError(str(error)) from error
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -81,7 +89,7 @@ def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
     return merged
 
 
-def _sentence(path: Path, error: ValidationError, flags: Mapping[str, Any]) -> str:
+def _sentence(path: Path | None, error: ValidationError, flags: Mapping[str, Any]) -> str:
     details = error.errors(include_url=False)
     first = details[0]
     where = ".".join(str(part) for part in first["loc"])
@@ -99,20 +107,23 @@ def _sentence(path: Path, error: ValidationError, flags: Mapping[str, Any]) -> s
     return f"{origin}: {where}: {text}{more}" if where else f"{origin}: {text}{more}"
 
 
-def _origin(path: Path, where: str, flags: Mapping[str, Any]) -> str:
+def _origin(path: Path | None, where: str, flags: Mapping[str, Any]) -> str:
     """What gave the value at `where` (a dotted key): a flag, else a variable, else the file."""
     variable = ENV_PREFIX + where.replace(".", ENV_DELIMITER).upper()
-    if where in flags:
-        return f"flag --{where.replace('_', '-')} over {path}"
-    return f"environment variable {variable} over {path}" if variable in os.environ else str(path)
+    over = "" if path is None else f" over {path}"
+    if where.split(".")[0] in flags:
+        return f"flag --{where.split('.')[-1].replace('_', '-')}{over}"
+    if variable in os.environ:
+        return f"environment variable {variable}{over}"
+    return "command line" if path is None else str(path)
 
 
 def _owner(loc: tuple[int | str, ...]) -> type[BaseModel]:
     """The settings class that was asked for the last key of `loc`."""
     owner: type[BaseModel] = Settings
     for part in loc[:-1]:
-        if part == "models":
-            owner = ModelSettings
+        if part in _LISTS:
+            owner = _LISTS[part]
         elif isinstance(part, str):
             annotation = owner.model_fields[part].annotation
             if isinstance(annotation, type) and issubclass(annotation, BaseModel):

@@ -1,0 +1,40 @@
+"""DeepSeek-V3 and R1, and Kimi-K2, which is built alike.
+
+Source: transformers 5.23, deepseek_v3; the models' own modeling_deepseek.py for moe_layer_freq and for the
+layers of multi-token prediction, which follow the others.
+"""
+
+from service.checkpoints.config import Config
+from service.checkpoints.model import MoEModel, Names
+
+
+def read(
+    config: Config, *, dense: int = 3, scale: float = 2.5, groups: int = 8, top_groups: int = 4
+) -> MoEModel:
+    """The keywords are what config.json means where it leaves them out."""
+    config.expect("scoring_func", "sigmoid")
+    config.expect("topk_method", "noaux_tc")
+    begin = config.integer("first_k_dense_replace", default=dense)
+    end = config.integer("num_hidden_layers") + config.integer("num_nextn_predict_layers", default=0)
+    every = max(1, config.integer("moe_layer_freq", default=1))
+    shared = config.integer("n_shared_experts", default=0)
+    return MoEModel(
+        layers=tuple(layer for layer in range(begin, end) if layer % every == 0),
+        hidden_size=config.integer("hidden_size"),
+        intermediate_size=config.integer("moe_intermediate_size"),
+        num_experts=config.integer("n_routed_experts", "num_local_experts"),
+        top_k=config.integer("num_experts_per_tok"),
+        num_shared_experts=shared,
+        routing={
+            "scoring": "sigmoid",
+            "renormalize": config.boolean("norm_topk_prob", default=True),
+            "scale": config.number("routed_scaling_factor", default=scale),
+            "groups": config.integer("n_group", default=groups),
+            "top_groups": config.integer("topk_group", default=top_groups),
+        },
+        names=Names(
+            block="mlp",
+            router_bias="gate.e_score_correction_bias",
+            shared="shared_experts" if shared else None,
+        ),
+    )

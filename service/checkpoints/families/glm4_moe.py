@@ -1,0 +1,9 @@
+"""GLM-4.5 and GLM-4.5-Air: DeepSeek-V3's block, other defaults. Source: transformers 5.23, glm4_moe."""
+
+from service.checkpoints.config import Config
+from service.checkpoints.families import deepseek_v3
+from service.checkpoints.model import MoEModel
+
+
+def read(config: Config) -> MoEModel:
+    return deepseek_v3.read(config, dense=1, scale=1.0, groups=1, top_groups=1)

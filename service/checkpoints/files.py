@@ -1,0 +1,103 @@
+"""Which safetensors file of a directory holds a tensor, and what its header says of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from safetensors import SafetensorError, safe_open
+
+from service.checkpoints.config import CheckpointError, read_json_object
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file: its safetensors dtype ("BF16", "F8_E4M3", ...) and shape."""
+
+    file: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class OpenFiles:
+    """Memory-mapped safetensors files by path, opened when first asked for, closed together."""
+
+    def __init__(self, framework: str) -> None:
+        self._framework = framework
+        self._files: dict[Path, Any] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for file in self._files.values():
+            file.__exit__(kind, error, trace)
+        self._files.clear()
+
+    def __getitem__(self, path: Path) -> Any:
+        """The file at `path`. Raises CheckpointError when it cannot be read, or ends before its tensors."""
+        if path not in self._files:
+            try:
+                self._files[path] = safe_open(path, framework=self._framework)
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{path}: expected a safetensors file, got: {error}") from error
+        return self._files[path]
+
+
+class TensorFiles:
+    """The safetensors files of `directory`: many with an index, or one. Raises CheckpointError."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._open = OpenFiles("np")  # headers only, and no wait for torch
+
+    def find(self, name: str) -> Stored:
+        """Where the tensor is. Raises CheckpointError, with its name, when it is nowhere."""
+        path = self._path(name)
+        file = self._open[path]
+        try:
+            tensor = file.get_slice(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{path}: expected tensor {name}, got none of that name") from error
+        return Stored(path, name, tensor.get_dtype(), tuple(tensor.get_shape()))
+
+    def close(self) -> None:
+        self._open.__exit__(None, None, None)
+
+    def _path(self, name: str) -> Path:
+        if self._index is None:
+            return self._single
+        index, file = self._directory / INDEX, self._index.get(name)
+        if file is None:
+            raise CheckpointError(f"{index}: expected tensor {name}, got none of that name")
+        # A link in the directory may lead elsewhere (the hub's cache is made of them); a path may not.
+        if not isinstance(file, str) or Path(file).name != file or "\\" in file:
+            raise CheckpointError(f"{index}: {name}: expected the name of a file beside it, got {file!r}")
+        return self._directory / file
+
+    @cached_property
+    def _index(self) -> Mapping[str, Any] | None:
+        path = self._directory / INDEX
+        if not path.exists():
+            return None
+        weight_map = read_json_object(path).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise CheckpointError(f"{path}: weight_map: expected an object, got {type(weight_map).__name__}")
+        return weight_map
+
+    @cached_property
+    def _single(self) -> Path:
+        path = self._directory / SINGLE
+        if not path.exists():
+            pickles = sorted(file.name for pattern in _PICKLES for file in self._directory.glob(pattern))
+            got = f"pickles, which are never loaded ({pickles[0]})" if pickles else "neither"
+            raise CheckpointError(f"{self._directory}: expected {INDEX} or {SINGLE}, got {got}")
+        return path

@@ -1,0 +1,108 @@
+"""The tensors of one MoE layer of a checkpoint: where they are, and that they are what they should be."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from service.checkpoints.config import CheckpointError
+from service.checkpoints.files import Stored, TensorFiles
+from service.checkpoints.model import MoEModel
+
+FP8 = "F8_E4M3"
+_BLOCK = 128
+_FLOATS = ("BF16", "F16", "F32")
+_SCALES = (*_FLOATS, "F8_E8M0")
+_BYTES = {FP8: 1, "F8_E8M0": 1, "BF16": 2, "F16": 2, "F32": 4}
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Rows and columns of a weight [n, k], and the tensor of its scales, one per 128x128, if it is FP8."""
+
+    weight: Stored
+    scales: Stored | None
+    rows: range
+    columns: range
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.rows) * len(self.columns) * _BYTES[self.weight.dtype]
+
+
+@dataclass(frozen=True)
+class LayerSource:
+    """What makes up a layer; `groups` are (gate, up, down) of the held experts, then of the shared ones."""
+
+    router: Stored
+    router_bias: Stored | None
+    groups: tuple[tuple[Matrix, Matrix, Matrix], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the experts' weights, as they are stored."""
+        return sum(matrix.num_bytes for group in self.groups for matrix in group)
+
+
+def find_layer(
+    directory: Path, model: MoEModel, layer: int, experts: range, num_shared_experts: int
+) -> LayerSource:
+    """Find the tensors of layer `layer` with the routed `experts` and the first `num_shared_experts`.
+
+    Reads headers, no weights. Raises CheckpointError for a tensor that is missing, or of another shape or
+    type than the layer's.
+    """
+    files = TensorFiles(directory)
+    try:
+        return _Finder(files, model, layer).find(experts, num_shared_experts)
+    finally:
+        files.close()
+
+
+class _Finder:
+    def __init__(self, files: TensorFiles, model: MoEModel, layer: int) -> None:
+        self._files = files
+        self._model = model
+        self._prefix = f"model.layers.{layer}.{model.names.block}"
+
+    def find(self, experts: range, num_shared_experts: int) -> LayerSource:
+        model, names = self._model, self._model.names
+        hidden, intermediate = model.hidden_size, model.intermediate_size
+        groups = [self._expert(f"experts.{expert}", range(intermediate), intermediate) for expert in experts]
+        for shared in range(num_shared_experts):
+            part = range(shared * intermediate, (shared + 1) * intermediate)
+            groups.append(self._expert(f"{names.shared}", part, model.num_shared_experts * intermediate))
+        bias = None
+        if names.router_bias is not None:
+            bias = self._plain(names.router_bias, (model.num_experts,))
+        router = self._plain("gate.weight", (model.num_experts, hidden))
+        return LayerSource(router, bias, tuple(groups))
+
+    def _expert(self, name: str, part: range, size: int) -> tuple[Matrix, Matrix, Matrix]:
+        """Gate, up and down of an expert of `size`, of which `part` is taken."""
+        names, hidden = self._model.names, range(self._model.hidden_size)
+        gate = self._matrix(f"{name}.{names.gate}", (size, len(hidden)), part, hidden)
+        up = self._matrix(f"{name}.{names.up}", (size, len(hidden)), part, hidden)
+        down = self._matrix(f"{name}.{names.down}", (len(hidden), size), hidden, part)
+        return gate, up, down
+
+    def _matrix(self, name: str, shape: tuple[int, int], rows: range, columns: range) -> Matrix:
+        weight = self._files.find(f"{self._prefix}.{name}.weight")
+        _check(weight, shape, (FP8, *_FLOATS))
+        if weight.dtype != FP8:
+            return Matrix(weight, None, rows, columns)
+        scales = self._files.find(f"{self._prefix}.{name}.weight_scale_inv")
+        _check(scales, (-(-shape[0] // _BLOCK), -(-shape[1] // _BLOCK)), _SCALES)
+        return Matrix(weight, scales, rows, columns)
+
+    def _plain(self, name: str, shape: tuple[int, ...]) -> Stored:
+        tensor = self._files.find(f"{self._prefix}.{name}")
+        _check(tensor, shape, _FLOATS)
+        return tensor
+
+
+def _check(tensor: Stored, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
+    for what, got, good, expected in (
+        ("shape", tensor.shape, tensor.shape == shape, shape),
+        ("dtype", tensor.dtype, tensor.dtype in dtypes, " or ".join(dtypes)),
+    ):
+        if not good:
+            raise CheckpointError(f"{tensor.file}: {tensor.name} {what}: expected {expected}, got {got}")
