@@ -104,25 +104,30 @@ def load(settings: Settings, cancelled: Cancelled) -> Loaded:
     for model in tqdm(settings.models, desc="layers", unit="layer", disable=None):
         _stop_if(cancelled)
         logger.info("loading model %s", model.name)
-        shape = LayerShape(
-            model.hidden_size,
-            model.intermediate_size,
-            model.num_experts,
-            model.top_k,
-            model.num_shared_experts,
-            model.local_range,
-        )
-        layer = MoELayer(
-            shape,
-            _weights(model, shape, device, cancelled),
-            backend,
-            routing=Routing(**model.routing.model_dump()),
-            masked_max_tokens=model.masked_max_tokens,
-        )
+        layer = layer_of(model, backend, device, cancelled)
         runner = LayerRunner(layer, device, partitions, model.partition)
         _first_steps(runner, layer, settings.limits.max_request_tokens)
         runners[model.name] = runner
     return Loaded(backend.name, device_name(device), runners, partitions, lambda: device_memory(device))
+
+
+def layer_of(model: ModelSettings, backend: Backend, device: torch.device, cancelled: Cancelled) -> MoELayer:
+    """The layer that `model` describes, its weights on `device`. Raises as `load` does."""
+    shape = LayerShape(
+        model.hidden_size,
+        model.intermediate_size,
+        model.num_experts,
+        model.top_k,
+        model.num_shared_experts,
+        model.local_range,
+    )
+    return MoELayer(
+        shape,
+        _weights(model, shape, device, cancelled),
+        backend,
+        routing=Routing(**model.routing.model_dump()),
+        masked_max_tokens=model.masked_max_tokens,
+    )
 
 
 def _weights(

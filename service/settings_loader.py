@@ -91,7 +91,8 @@ def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
 
 def _sentence(path: Path | None, error: ValidationError, flags: Mapping[str, Any]) -> str:
     details = error.errors(include_url=False)
-    first = details[0]
+    # A misspelt key is why another is missing.
+    first = min(details, key=lambda detail: detail["type"] != "extra_forbidden")
     where = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         text = f"unknown setting; known: {_known(_owner(first['loc']))}"

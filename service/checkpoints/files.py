@@ -1,5 +1,6 @@
 """Which safetensors file of a directory holds a tensor, and what its header says of it."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from service.checkpoints.config import CheckpointError, read_json_object
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_BESIDE = re.compile(r"[^/\\]+\.safetensors")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -79,8 +81,8 @@ class TensorFiles:
         if file is None:
             raise CheckpointError(f"{index}: expected tensor {name}, got none of that name")
         # A link in the directory may lead elsewhere (the hub's cache is made of them); a path may not.
-        if not isinstance(file, str) or Path(file).name != file or "\\" in file:
-            raise CheckpointError(f"{index}: {name}: expected the name of a file beside it, got {file!r}")
+        if not isinstance(file, str) or not _BESIDE.fullmatch(file):
+            raise CheckpointError(f"{index}: {name}: expected a .safetensors file beside it, got {file!r}")
         return self._directory / file
 
     @cached_property

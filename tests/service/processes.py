@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -83,8 +83,15 @@ def server_process(settings: Settings, directory: Path) -> Iterator[ServerProces
     """A ready server with these settings on a free port of the loopback interface."""
     config = directory / "config.yaml"
     config.write_text(yaml.safe_dump(settings.model_dump(mode="json")))
+    with serving(["--config", config], directory) as server:
+        yield server
+
+
+@contextmanager
+def serving(arguments: Sequence[str | Path], directory: Path) -> Iterator[ServerProcess]:
+    """A ready `expertd serve` with these arguments on a free port of the loopback interface."""
     log = directory / "server.log"
-    command: list[str | Path] = [EXPERTD, "serve", "--config", config, "--host", "127.0.0.1", "--port", "0"]
+    command: list[str | Path] = [EXPERTD, "serve", *arguments, "--host", "127.0.0.1", "--port", "0"]
     with log.open("wb") as stderr:
         process = subprocess.Popen(command, stderr=stderr, env=clean_environment())
     try:

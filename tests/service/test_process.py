@@ -290,7 +290,8 @@ def test_no_config_and_a_taken_port_stop_with_one_sentence() -> None:
     result = expertd("serve")
     assert result.returncode == 2
     assert result.stderr == (
-        "expertd: a configuration file is expected in --config or EXPERTD_CONFIG, got neither\n"
+        "expertd: a configuration file is expected in --config or EXPERTD_CONFIG, or a checkpoint in --model, "
+        "got neither\n"
     )
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -300,6 +301,25 @@ def test_no_config_and_a_taken_port_stop_with_one_sentence() -> None:
         result.stderr
         == f"expertd: a free address is expected, got 127.0.0.1:{port}: Address already in use\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--layers", "3"), "--model is expected with --layers, got none"),
+        (("--model", "/none"), "flag --layers: checkpoints.0.layers: a value is required, got none"),
+        (
+            ("--model", "/none", "--layers", "3"),
+            "/none/config.json: cannot be read: No such file or directory",
+        ),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_served_stops_with_one_sentence(
+    arguments: tuple[str, ...], message: str
+) -> None:
+    result = expertd("serve", *arguments)
+    assert result.returncode == 2
+    assert result.stderr == f"expertd: {message}\n"
 
 
 def test_a_backend_that_cannot_run_here_ends_the_server(tmp_path: Path) -> None:

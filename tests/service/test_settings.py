@@ -9,6 +9,7 @@ import pytest
 from kernels import backend_names
 from service.settings import ENV_PREFIX, Settings
 from service.settings_loader import SettingsError, default_config, load_settings
+from service.spans import numbers, spans
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 MODEL = "{name: m, hidden_size: 256, intermediate_size: 128, num_experts: 4, top_k: 2}"
@@ -98,7 +99,21 @@ def test_settings_are_frozen(config: Path) -> None:
             f"models: [{MODEL[:-1]}, partition: p}}]",
             r"partition of model 'm' .*partitions \(none\), got 'p'",
         ),
-        (f"models: [{MODEL[:-1]}, weights: {{}}}}]", r"models\.0\.weights: exactly one of seed and path"),
+        (f"models: [{MODEL[:-1]}, weights: {{}}}}]", r"models\.0\.weights: exactly one of seed, path and"),
+        (
+            f"models: [{MODEL[:-1]}, weights: {{seed: 1, layer: 3}}}}]",
+            r"checkpoint and layer are expected tog",
+        ),
+        (f"models: [{MODEL[:-1]}, local_experts: 2-4}}]", r"local_experts .* of 0 to 3, got 2-4"),
+        (f"models: [{MODEL[:-1]}, local_experts: 3-2}}]", r"local_experts: ranges from a lower .*, got 3-2"),
+        (f"models: [{MODEL[:-1]}, local_experts: '0-1,3'}}]", r"local_experts: .*got '0-1,3'"),
+        (
+            f"models: [{MODEL[:-1]}, local_experts: 1, masked_max_tokens: 2}}]",
+            r"masked_max_tokens .* 0 or null",
+        ),
+        (f"models: [{MODEL[:-1]}, num_shared_experts: 1021}}]", r"at most 1024 .*, got 4 and 1021 shared"),
+        ("checkpoints: [{path: /none, layers: 3-x}]", r"checkpoints\.0\.layers: .*got '3-x'"),
+        ("checkpoints: [{path: /none, layer: 3}]", r"checkpoints\.0\.layer: unknown .*known: path, layers,"),
         (
             f"models: [{MODEL[:-1]}, weights: {{seed: 9223372036854775808}}}}]",
             r"models\.0\.weights\.seed: .*less than 9223372036854775808, got 9223372036854775808",
@@ -108,8 +123,8 @@ def test_settings_are_frozen(config: Path) -> None:
             r"limits: max_request.* is 5, got 4096",
         ),
         (f"models: [{MODEL}]\npartitions: {{p: 0}}", r"partitions\.p is expected .*at least 1 SM, got 0"),
-        ("models: []", r"models: .*at least 1 item.*got \[\]"),
-        ("port: 1", r"models: a value is required, got none"),
+        ("models: []", r"models or checkpoints: at least one layer to serve is expected, got none"),
+        ("port: 1", r"models or checkpoints: at least one layer to serve is expected, got none"),
         ("- a\n- b", r"expected a mapping of setting names to values, got \['a', 'b'\]"),
         ("", r"expected a mapping of setting names to values, got None"),
         ("models: [", r"expected YAML"),
@@ -130,6 +145,27 @@ def test_a_wrong_flag_is_said_to_be_one(config: Path, monkeypatch: pytest.Monkey
         load_settings(config, {"port": "99999", "log_level": None})
     with pytest.raises(SettingsError, match=r"^flag --log-level over .*: log_level: .*got 'loud'"):
         load_settings(config, {"port": None, "log_level": "loud"})
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ({}, r"^flag --layers over .*: checkpoints\.0\.layers: a value is required, got none"),
+        ({"layers": "5-3"}, r"^flag --layers over .*: ranges from a lower .*, got 5-3"),
+        ({"layers": "3"}, r"^/none/config\.json: cannot be read: No such file"),
+    ],
+)
+def test_a_wrong_flag_for_a_checkpoint_is_said_to_be_one(
+    config: Path, layers: dict[str, str], message: str
+) -> None:
+    with pytest.raises(SettingsError, match=message):
+        load_settings(config, {"models": [], "checkpoints": [{"path": Path("/none"), **layers}]})
+
+
+def test_numbers_and_spans_are_inverse() -> None:
+    assert numbers("3-5,9,7") == [3, 4, 5, 9, 7]
+    assert spans([9, 3, 5, 4, 7]) == "3-5,7,9"
+    assert spans([]) == ""
 
 
 def test_a_missing_file_is_said(tmp_path: Path) -> None:

@@ -1,0 +1,189 @@
+"""Small checkpoints of every family: built and saved by transformers, turned into FP8 block by block."""
+
+import json
+import logging
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.kernels.helpers import fresh_generator
+
+HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, LAYERS = 256, 128, 8, 3, 3
+
+_SIZES = {
+    "hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_experts_per_tok": TOP_K, "vocab_size": 64,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+_DEEPSEEK = {
+    "moe_intermediate_size": INTERMEDIATE, "intermediate_size": 384, "n_routed_experts": EXPERTS,
+    "first_k_dense_replace": 1, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16,
+    "v_head_dim": 16, "qk_nope_head_dim": 16,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FamilyCase:
+    """A family's class prefix in transformers, what is set in its config, and config.json's model_type."""
+
+    prefix: str
+    settings: dict[str, Any]
+    model_type: str
+
+
+CASES = {
+    "deepseek-v3": FamilyCase(
+        "DeepseekV3", _DEEPSEEK | {"n_group": 4, "topk_group": 2, "n_shared_experts": 1}, "deepseek_v3"
+    ),
+    "kimi-k2": FamilyCase(
+        "DeepseekV3",
+        _DEEPSEEK
+        | {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827, "n_shared_experts": 2},
+        "kimi_k2",
+    ),
+    "glm-4.5": FamilyCase(
+        "Glm4Moe",
+        {"moe_intermediate_size": INTERMEDIATE, "n_routed_experts": EXPERTS, "first_k_dense_replace": 1,
+         "routed_scaling_factor": 2.5, "n_shared_experts": 1, "head_dim": 32},
+        "glm4_moe",
+    ),
+    "minimax-m2": FamilyCase(
+        "MiniMaxM2",
+        {"intermediate_size": INTERMEDIATE, "num_local_experts": EXPERTS, "head_dim": 32},
+        "minimax_m2",
+    ),
+    "mixtral": FamilyCase(
+        "Mixtral", {"intermediate_size": INTERMEDIATE, "num_local_experts": EXPERTS}, "mixtral"
+    ),
+    "qwen3": FamilyCase(
+        "Qwen3Moe",
+        {"moe_intermediate_size": INTERMEDIATE, "num_experts": EXPERTS, "norm_topk_prob": True},
+        "qwen3_moe",
+    ),
+}  # fmt: skip
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[Any]:
+    """The package, without its warnings and log lines on whatever else is not installed."""
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield import_module("transformers")
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+class Checkpoint:
+    """A family's checkpoint in `directory`, and `oracle`, transformers' float32 model of the same numbers."""
+
+    def __init__(self, family: str, directory: Path, scales_dtype: torch.dtype | None = None) -> None:
+        """bf16 weights, or (scales_dtype given) the experts' in FP8."""
+        self.family, self.directory, self._case = family, directory, CASES[family]
+        plain = directory.parent / f"{directory.name}-plain"
+        with quiet_transformers() as transformers:
+            config = getattr(transformers, f"{self._case.prefix}Config")(**_SIZES | self._case.settings)
+            model_class = getattr(transformers, f"{self._case.prefix}ForCausalLM")
+            model = model_class(config)
+            _randomize(model)
+            model.to(torch.bfloat16).save_pretrained(plain, max_shard_size="600KB")
+            shutil.copytree(plain, directory)
+            if scales_dtype is not None:
+                _to_fp8(directory, plain, scales_dtype)
+            self.oracle = model_class.from_pretrained(plain, dtype=torch.float32).eval()
+        edit_json(directory / "config.json", model_type=self._case.model_type)
+
+    def block(self, layer: int) -> Any:
+        """The MoE block of a layer, as transformers has it."""
+        return self.oracle.model.layers[layer].mlp
+
+    @torch.no_grad()
+    def run(self, layer: int, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(output [T, H], topk_ids [T, k], topk_weights [T, k]) of the block, in float32."""
+        block, seen = self.block(layer), []
+        hook = block.experts.register_forward_pre_hook(lambda _, arguments: seen.append(arguments))
+        with quiet_transformers():
+            out = block(hidden_states[None].float())
+        hook.remove()
+        out = out[0] if isinstance(out, tuple) else out
+        return out[0], seen[0][1], seen[0][2]
+
+
+def edit_json(path: Path, **changes: object) -> None:
+    """Set top-level keys of a JSON file; `...` takes one out."""
+    values = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({name: value for name, value in values.items() if value is not ...}))
+
+
+def shard_of(directory: Path, name: str) -> Path:
+    """The file that holds a tensor."""
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    return directory / str(index["weight_map"][name])
+
+
+def edit_tensors(file: Path, **changes: Tensor | None) -> None:
+    """Replace or add tensors of a safetensors file (dots as they are in names); None takes one out."""
+    tensors = load_file(file) | changes
+    save_file({name: value for name, value in tensors.items() if value is not None}, file)
+
+
+def _randomize(model: Any) -> None:
+    """Weights that keep the size of a token, and biases large enough to choose."""
+    generator = fresh_generator()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if "e_score_correction_bias" in name:
+            tensor.data.copy_(torch.randn(tensor.shape, generator=generator) * 0.2 - 0.3)
+        elif tensor.ndim >= 2:
+            tensor.data.copy_(torch.randn(tensor.shape, generator=generator) * tensor.shape[-1] ** -0.5)
+
+
+def _to_fp8(directory: Path, plain: Path, scales_dtype: torch.dtype) -> None:
+    """Quantise the experts' weights in `directory`, and put what they then mean into `plain`."""
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    for file in sorted(directory.glob("*.safetensors")):
+        tensors = load_file(file)
+        meant = dict(tensors)
+        for name in [name for name in tensors if "expert" in name and name.endswith("_proj.weight")] + [
+            name for name in tensors if ".w1.weight" in name or ".w2.weight" in name or ".w3.weight" in name
+        ]:
+            data, scales = _quantize(tensors[name].float(), scales_dtype)
+            tensors[name], tensors[f"{name}_scale_inv"] = data, scales
+            meant[name] = _blocks(scales.float(), data.shape) * data.float()
+            index["weight_map"][f"{name}_scale_inv"] = file.name
+        save_file(tensors, file)
+        save_file(meant, plain / file.name, metadata={"format": "pt"})
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    edit_json(
+        directory / "config.json",
+        quantization_config={
+            "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+        },
+    )  # fmt: skip
+
+
+def _quantize(weight: Tensor, scales_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    n, k = weight.shape
+    scales = torch.empty(n // 128, k // 128)
+    for row in range(n // 128):
+        for column in range(k // 128):
+            block = weight[128 * row : 128 * row + 128, 128 * column : 128 * column + 128]
+            scales[row, column] = block.abs().max() / 448
+    if scales_dtype != torch.float32:  # rounded up, so that nothing overflows
+        scales = torch.exp2(scales.log2().ceil())
+    stored = scales.to(scales_dtype)
+    return (weight / _blocks(stored.float(), weight.shape)).to(torch.float8_e4m3fn), stored
+
+
+def _blocks(scales: Tensor, shape: torch.Size) -> Tensor:
+    return scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: shape[0], : shape[1]]

@@ -1,0 +1,241 @@
+"""What cannot be served is said in one sentence, before anything is loaded."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from service.checkpoints import CheckpointError, models_of
+from service.settings import CheckpointSettings
+from tests.checkpoints.builders import Checkpoint, edit_json, edit_tensors, shard_of
+
+EXPERT = "model.layers.1.mlp.experts.3"
+INDEX = "model.safetensors.index.json"
+Damage = Callable[[Path], object]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Checkpoint("deepseek-v3", tmp_path_factory.mktemp("made") / "model", torch.float32).directory
+
+
+@pytest.fixture
+def directory(made: Path, tmp_path: Path) -> Path:
+    """A copy to be damaged."""
+    return Path(shutil.copytree(made, tmp_path / "model"))
+
+
+def find(directory: Path, layers: str = "1-2", experts: str | None = None) -> list[str]:
+    settings = CheckpointSettings(path=directory, layers=layers, experts=experts)
+    return [model.name for model in models_of(settings)]
+
+
+def config(**changes: object) -> Damage:
+    return lambda directory: edit_json(directory / "config.json", **changes)
+
+
+def tensor(name: str, value: torch.Tensor | None) -> Damage:
+    return lambda directory: edit_tensors(shard_of(directory, name), **{name: value})
+
+
+def in_index(name: str, file: object) -> Damage:
+    def damage(directory: Path) -> None:
+        weight_map = json.loads((directory / INDEX).read_text())["weight_map"] | {name: file}
+        kept = {key: value for key, value in weight_map.items() if value is not ...}
+        edit_json(directory / INDEX, weight_map=kept)
+
+    return damage
+
+
+def truncate(directory: Path) -> None:
+    file = shard_of(directory, f"{EXPERT}.up_proj.weight")
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def no_header(directory: Path) -> None:
+    shard_of(directory, f"{EXPERT}.up_proj.weight").write_bytes(b"\xff" * 64)
+
+
+def only_pickles(directory: Path) -> None:
+    for file in (*directory.glob("*.safetensors"), directory / INDEX):
+        file.unlink()
+    (directory / "pytorch_model.bin").write_bytes(b"\x80\x04N.")
+
+
+def without(pattern: str) -> Damage:
+    def damage(directory: Path) -> None:
+        for file in directory.glob(pattern):
+            file.unlink()
+
+    return damage
+
+
+def test_what_is_not_damaged_is_served(directory: Path) -> None:
+    assert find(directory) == ["model.layers.1", "model.layers.2"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (without("config.json"), r"config\.json: cannot be read: No such file"),
+        (lambda d: (d / "config.json").write_text("{"), r"config\.json: expected JSON: "),
+        (lambda d: (d / "config.json").write_text("[" * 100_000), r"config\.json: expected JSON: "),
+        (lambda d: (d / "config.json").write_text("[1]"), r"config\.json: expected a JSON object, got list"),
+        (config(model_type="gpt_oss"), r"model_type: expected one of deepseek_v3, glm4_.*, got 'gpt_oss'"),
+        (config(model_type=...), r"model_type: expected one of .*, got None"),
+        (config(model_type=["mixtral"]), r"model_type: expected one of .*, got \['mixtral'\]"),
+        (config(hidden_act="gelu"), r"hidden_act: expected 'silu', got 'gelu'"),
+        (config(scoring_func="softmax"), r"scoring_func: expected 'sigmoid', got 'softmax'"),
+        (config(topk_method="greedy"), r"topk_method: expected 'noaux_tc', got 'greedy'"),
+        (config(hidden_size=...), r"hidden_size: a value is required, got none"),
+        (config(hidden_size="256"), r"hidden_size: expected a whole number from 0 on, got '256'"),
+        (config(hidden_size=2.5), r"hidden_size: expected a whole number from 0 on, got 2\.5"),
+        (config(norm_topk_prob=1), r"norm_topk_prob: expected true or false, got 1"),
+        (config(routed_scaling_factor="2"), r"routed_scaling_factor: expected a number, got '2'"),
+        (config(routed_scaling_factor=-1), r"config\.json: routing\.scale: .*greater than 0, got -1"),
+        (config(moe_intermediate_size=192), r"intermediate_size: .*multiple of 128, got 192"),
+        (config(hidden_size=320), r"hidden_size: .*multiple of 128, got 320"),
+        (config(num_experts_per_tok=9), r"top_k is expected to be at most num_experts, which is 8, got 9"),
+        (config(n_group=3), r"num_experts is expected to be a multiple of groups, 3, got 8"),
+        (
+            config(quantization_config={"quant_method": "compressed-tensors", "config_groups": {}}),
+            r"quantization_config: expected .*'fp8' .*\[128, 128\], or none, got 'compressed-tensors'",
+        ),
+        (
+            config(quantization_config={"quant_method": "mxfp4"}),
+            r"quantization_config: expected .* got 'mxfp4'",
+        ),
+        (
+            config(quantization_config={"quant_method": "fp8", "weight_block_size": None}),
+            r"quantization_config: expected .* got 'fp8' with None",
+        ),
+        (config(quantization_config="fp8"), r"quantization_config: expected .* got 'fp8' with 'fp8'"),
+        (config(hidden_size=384), r"gate_proj\.weight shape: expected \(128, 384\), got \(128, 256\)"),
+        (config(n_routed_experts=12), r"expected tensor model\.layers\.1\.mlp\.experts\.8\.gate_proj\."),
+        (
+            in_index(f"{EXPERT}.up_proj.weight", ...),
+            rf"{INDEX}: expected tensor {EXPERT}\.up_proj\.weight, got none",
+        ),
+        (
+            tensor(f"{EXPERT}.up_proj.weight", None),
+            rf"\d\.safetensors: expected tensor {EXPERT}\.up_proj\.weight, got none",
+        ),
+        (
+            tensor(f"{EXPERT}.down_proj.weight_scale_inv", None),
+            rf"\d\.safetensors: expected tensor {EXPERT}\.down_proj\.weight_scale_inv, got none",
+        ),
+        (
+            tensor(f"{EXPERT}.up_proj.weight_scale_inv", torch.ones(128, 1)),
+            r"up_proj\.weight_scale_inv shape: expected \(1, 2\), got \(128, 1\)",
+        ),
+        (
+            tensor(f"{EXPERT}.up_proj.weight_scale_inv", torch.ones(1, 2, dtype=torch.int32)),
+            r"up_proj\.weight_scale_inv dtype: expected BF16 or .*F8_E8M0, got I32",
+        ),
+        (
+            tensor(f"{EXPERT}.up_proj.weight", torch.zeros(128, 256, dtype=torch.uint8)),
+            r"up_proj\.weight dtype: expected F8_E4M3 or BF16 .*, got U8",
+        ),
+        (
+            tensor("model.layers.2.mlp.gate.weight", torch.zeros(256, 8)),
+            r"model\.layers\.2\.mlp\.gate\.weight shape: expected \(8, 256\), got \(256, 8\)",
+        ),
+        (
+            tensor("model.layers.2.mlp.gate.e_score_correction_bias", None),
+            r"expected tensor model\.layers\.2\.mlp\.gate\.e_score_correction_bias",
+        ),
+        (
+            tensor("model.layers.2.mlp.shared_experts.up_proj.weight", None),
+            r"expected tensor model\.layers\.2\.mlp\.shared_experts\.up_proj\.weight",
+        ),
+        (truncate, r"\d\.safetensors: expected a safetensors file, got: .*"),
+        (no_header, r"\d\.safetensors: expected a safetensors file, got: .*"),
+        (without("model-00003-*"), r"model-00003-of-\d+\.safetensors: expected a safetensors file, got: "),
+        (
+            in_index(f"{EXPERT}.up_proj.weight", "../model/model-00001-of-00008.safetensors"),
+            r"up_proj\.weight: expected a .safetensors file beside it, got '\.\./model/model-00001",
+        ),
+        (in_index(f"{EXPERT}.up_proj.weight", "/etc/passwd"), r"expected a .* file beside it, got '/etc/pa"),
+        (in_index(f"{EXPERT}.up_proj.weight", ".."), r"expected a .safetensors file beside it, got '\.\.'"),
+        (in_index(f"{EXPERT}.up_proj.weight", 7), r"expected a .safetensors file beside it, got 7"),
+        (lambda d: edit_json(d / INDEX, weight_map=[]), r"weight_map: expected an object, got list"),
+        (only_pickles, r"expected .*, got pickles, which are never loaded \(pytorch_model\.bin\)"),
+        (without("model*"), r"expected model\.safetensors\.index\.json or model\.safetensors, got neither"),
+    ],
+)  # fmt: skip
+def test_a_damaged_checkpoint_is_refused(directory: Path, damage: Damage, message: str) -> None:
+    damage(directory)
+    with pytest.raises(CheckpointError, match=message) as refused:
+        find(directory)
+    assert str(directory) in str(refused.value), "the sentence names the file"
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("layers", "experts", "message"),
+    [
+        ("0-1", None, r"layers: expected MoE layers \(1-3\), got 0"),
+        ("1,9", None, r"layers: expected MoE layers \(1-3\), got 9"),
+        ("3", None, r"expected tensor model\.layers\.3\..* got none"),  # prediction of more tokens: not saved
+        ("1", "5-8", r"local_experts are expected to be of 0 to 7, got 5-8"),
+    ],
+)
+def test_what_a_checkpoint_does_not_have_is_refused(
+    directory: Path, layers: str, experts: str | None, message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        find(directory, layers, experts)
+
+
+def test_a_link_in_the_directory_may_lead_elsewhere(directory: Path, tmp_path: Path) -> None:
+    """The hub's cache is made of links."""
+    elsewhere = tmp_path / "blobs"
+    elsewhere.mkdir()
+    for number, file in enumerate(directory.glob("*.safetensors")):
+        file.rename(elsewhere / str(number))
+        file.symlink_to(elsewhere / str(number))
+    assert find(directory) == ["model.layers.1", "model.layers.2"]
+
+
+def test_one_file_without_an_index_will_do(directory: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = {
+        name: value for file in directory.glob("*.safetensors") for name, value in load_file(file).items()
+    }
+    for file in (*directory.glob("*.safetensors"), directory / INDEX):
+        file.unlink()
+    save_file(tensors, directory / "model.safetensors")
+    assert find(directory) == ["model.layers.1", "model.layers.2"]
+
+
+def test_a_shard_has_the_shared_expert_only_with_expert_0(directory: Path) -> None:
+    def shared(experts: str) -> int:
+        (model,) = models_of(CheckpointSettings(path=directory, layers="1", experts=experts))
+        return model.num_shared_experts
+
+    assert [shared(experts) for experts in ("0-7", "0-3", "4-7", "1")] == [1, 1, 0, 0]
+
+
+def test_looking_at_a_checkpoint_does_not_wait_for_torch(directory: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from service.settings_loader import load_settings\n"
+        f"flags = {{'checkpoints': [{{'path': Path({str(directory)!r}), 'layers': '1-2'}}]}}\n"
+        "assert len(load_settings(None, flags).models) == 2\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_family_has_a_case() -> None:
+    from service.checkpoints.families import FAMILIES
+    from tests.checkpoints.builders import CASES
+
+    assert {case.model_type for case in CASES.values()} == set(FAMILIES)
+    assert all(re.fullmatch(r"[a-z0-9_]+", name) for name in FAMILIES)

@@ -1,0 +1,131 @@
+"""Layers read from checkpoints of every family, against transformers' own blocks in float32."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from kernels import resolve_backend
+from service.checkpoints import CheckpointError, models_of
+from service.loading import LoadCancelledError, layer_of
+from service.moe import MoELayer
+from service.settings import CheckpointSettings
+from tests.checkpoints.builders import (
+    CASES,
+    EXPERTS,
+    HIDDEN,
+    INTERMEDIATE,
+    Checkpoint,
+    edit_tensors,
+    shard_of,
+)
+from tests.kernels.helpers import diff, fresh_generator
+
+TOKENS = 64
+SCALES = {"fp32": torch.float32, "bf16": torch.bfloat16, "e8m0": torch.float8_e8m0fnu}
+
+
+def load(directory: Path, layers: str, experts: str | None = None) -> list[MoELayer]:
+    """The checkpoint's layers, as the service makes them."""
+    settings = CheckpointSettings(path=directory, layers=layers, experts=experts)
+    backend, device = resolve_backend("reference"), torch.device("cpu")
+    return [layer_of(model, backend, device, lambda: False) for model in models_of(settings)]
+
+
+def hidden_states() -> Tensor:
+    return torch.randn(TOKENS, HIDDEN, generator=fresh_generator()).to(torch.bfloat16)
+
+
+def check_layer(checkpoint: Checkpoint, index: int, layer: MoELayer, most: float) -> None:
+    """Fail unless tokens go to the same experts with the same weights, and the outputs differ by `most`."""
+    tokens = hidden_states()
+    expected, their_ids, their_weights = checkpoint.run(index, tokens)
+    topk_ids, topk_weights = layer.route(tokens)
+    ours, theirs = torch.zeros(TOKENS, EXPERTS), torch.zeros(TOKENS, EXPERTS)
+    ours.scatter_(1, topk_ids.long(), topk_weights)
+    theirs.scatter_(1, their_ids, their_weights)
+    assert torch.equal(ours != 0, theirs != 0)  # as sets
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
+    assert diff(layer(tokens), expected) < most
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_a_bf16_checkpoint_gives_what_transformers_gives(family: str, tmp_path: Path) -> None:
+    checkpoint = Checkpoint(family, tmp_path / family)
+    for index, layer in zip((1, 2), load(checkpoint.directory, "1-2"), strict=True):
+        check_layer(checkpoint, index, layer, 4e-3)  # weights rounded to FP8 once: 2e-3 was seen
+
+
+@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize("family", CASES)
+def test_an_fp8_checkpoint_gives_what_its_weights_mean(family: str, scales: str, tmp_path: Path) -> None:
+    checkpoint = Checkpoint(family, tmp_path / family, SCALES[scales])
+    for index, layer in zip((1, 2), load(checkpoint.directory, "1-2"), strict=True):
+        check_layer(checkpoint, index, layer, 2e-3)
+
+
+def test_fp8_weights_are_used_bit_for_bit(tmp_path: Path) -> None:
+    checkpoint = Checkpoint("kimi-k2", tmp_path / "kimi", torch.float32)
+    stored: dict[str, Tensor] = {}
+    for file in checkpoint.directory.glob("*.safetensors"):
+        stored |= load_file(file)
+    (layer,) = load(checkpoint.directory, "2", "3-5")
+    weights, prefix = layer.weights, "model.layers.2.mlp.experts"
+    for group, expert in enumerate((3, 4, 5)):
+        rows = slice(0, INTERMEDIATE)
+        for part in ("gate_proj", "up_proj"):
+            name = f"{prefix}.{expert}.{part}.weight"
+            assert torch.equal(_bits(weights.gate_up.data[group, rows]), _bits(stored[name]))
+            blocks = slice(rows.start // 128, rows.stop // 128)
+            assert torch.equal(weights.gate_up.scales[group, blocks], stored[f"{name}_scale_inv"])
+            rows = slice(INTERMEDIATE, 2 * INTERMEDIATE)
+        name = f"{prefix}.{expert}.down_proj.weight"
+        assert torch.equal(_bits(weights.down.data[group]), _bits(stored[name]))
+        assert torch.equal(weights.down.scales[group], stored[f"{name}_scale_inv"])
+    bias = stored["model.layers.2.mlp.gate.e_score_correction_bias"]
+    assert weights.router_bias is not None
+    assert torch.equal(weights.router_bias, bias.float())
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8)
+
+
+@pytest.mark.parametrize("bounds", [(0, 8), (0, 3, 8), (0, 1, 2, 8)])
+def test_shards_of_a_layer_add_up_to_it(bounds: tuple[int, ...], tmp_path: Path) -> None:
+    checkpoint, tokens = Checkpoint("kimi-k2", tmp_path / "kimi"), hidden_states()
+    parts = [
+        load(checkpoint.directory, "1", f"{first}-{end - 1}")[0](tokens) for first, end in pairwise(bounds)
+    ]
+    expected, _, _ = checkpoint.run(1, tokens)
+    assert diff(torch.stack(parts).sum(0), expected) < 4e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        ("model.layers.1.mlp.experts.7.up_proj.weight_scale_inv", torch.nan),
+        ("model.layers.1.mlp.experts.0.down_proj.weight_scale_inv", torch.inf),
+        ("model.layers.1.mlp.gate.weight", torch.nan),
+        ("model.layers.1.mlp.gate.e_score_correction_bias", -torch.inf),
+    ],
+)
+def test_numbers_that_are_not_finite_are_refused(name: str, bad: float, tmp_path: Path) -> None:
+    directory = Checkpoint("deepseek-v3", tmp_path / "model", torch.float32).directory
+    file = shard_of(directory, name)
+    values = load_file(file)[name]
+    values.view(-1)[0] = bad
+    edit_tensors(file, **{name: values})
+    # The weight is named, whose scales they are.
+    with pytest.raises(CheckpointError, match=rf"{name.removesuffix('_scale_inv')}: expected finite numbers"):
+        load(directory, "1")
+
+
+def test_loading_stops_when_it_is_told_to(tmp_path: Path) -> None:
+    directory = Checkpoint("mixtral", tmp_path / "model").directory
+    (model,) = models_of(CheckpointSettings(path=directory, layers="0"))
+    with pytest.raises(LoadCancelledError):
+        layer_of(model, resolve_backend("reference"), torch.device("cpu"), lambda: True)
