@@ -290,8 +290,8 @@ def test_no_config_and_a_taken_port_stop_with_one_sentence() -> None:
     result = expertd("serve")
     assert result.returncode == 2
     assert result.stderr == (
-        "expertd: a configuration file is expected in --config or EXPERTD_CONFIG, or a checkpoint in --model, "
-        "got neither\n"
+        "expertd: a configuration file is expected in --config or EXPERTD_CONFIG, "
+        "or a checkpoint in --model, got neither\n"
     )
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
