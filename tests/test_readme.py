@@ -1,6 +1,7 @@
 """README.md is true: its requests run as pasted, its links lead somewhere, its API table is the app's."""
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,13 +13,21 @@ import pytest
 from starlette.routing import Route
 
 from service.app import create_app
+from service.checkpoints.families import FAMILIES
 from service.settings_loader import load_settings
-from tests.service.processes import ServerProcess, server_process
+from tests.service.processes import ServerProcess, server_process, serving
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "configs" / "demo.yaml"
 needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
-DOCUMENTS = ("README.md", "CHANGELOG.md", "docs/http.md", "docs/container.md", "kernels/README.md")
+DOCUMENTS = (
+    "README.md",
+    "CHANGELOG.md",
+    "docs/checkpoints.md",
+    "docs/http.md",
+    "docs/container.md",
+    "kernels/README.md",
+)
 
 
 @pytest.fixture(scope="module")
@@ -91,3 +100,21 @@ def test_the_changelogs_top_entry_is_the_projects_version() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (top, *_) = re.findall(r"^## (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert top == project["version"]
+
+
+def test_the_small_checkpoint_of_the_documentation(tmp_path: Path) -> None:
+    text = block("docs/checkpoints.md", "sh", "tests.checkpoints.builders")
+    make, serve = text.replace("/tmp/small", str(tmp_path / "small")).splitlines()
+    made = subprocess.run(
+        [sys.executable, *shlex.split(make)[1:]], cwd=ROOT, capture_output=True, check=False
+    )
+    assert made.returncode == 0, made.stderr
+    program, command, *arguments = shlex.split(serve)
+    assert (program, command) == (".venv/bin/expertd", "serve")
+    with serving(arguments, tmp_path) as server:
+        assert server.get("/v2/models/small-deepseek-v3.layers.2/ready").status_code == 200
+
+
+def test_the_table_of_families_is_the_codes() -> None:
+    table = re.findall(r"^\|.*\| `(\w+)` \|", (ROOT / "docs/checkpoints.md").read_text(), re.M)
+    assert sorted(name for name in table if name != "model_type") == sorted(FAMILIES)

@@ -1,8 +1,13 @@
-"""Small checkpoints of every family: built and saved by transformers, turned into FP8 block by block."""
+"""Small checkpoints of every family: built and saved by transformers, turned into FP8 block by block.
+
+`python -m tests.checkpoints.builders FAMILY DIRECTORY` makes one, in FP8.
+"""
 
 import json
 import logging
 import shutil
+import sys
+import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -90,8 +95,8 @@ class Checkpoint:
     def __init__(self, family: str, directory: Path, scales_dtype: torch.dtype | None = None) -> None:
         """bf16 weights, or (scales_dtype given) the experts' in FP8."""
         self.family, self.directory, self._case = family, directory, CASES[family]
-        plain = directory.parent / f"{directory.name}-plain"
-        with quiet_transformers() as transformers:
+        with quiet_transformers() as transformers, tempfile.TemporaryDirectory() as temporary:
+            plain = Path(temporary) / "plain"
             config = getattr(transformers, f"{self._case.prefix}Config")(**_SIZES | self._case.settings)
             model_class = getattr(transformers, f"{self._case.prefix}ForCausalLM")
             model = model_class(config)
@@ -187,3 +192,12 @@ def _quantize(weight: Tensor, scales_dtype: torch.dtype) -> tuple[Tensor, Tensor
 
 def _blocks(scales: Tensor, shape: torch.Size) -> Tensor:
     return scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: shape[0], : shape[1]]
+
+
+def main() -> None:
+    family, directory = sys.argv[1:]
+    Checkpoint(family, Path(directory), torch.float32)
+
+
+if __name__ == "__main__":
+    main()
