@@ -188,7 +188,8 @@ def test_layout_changes_past_masked_max_tokens(weights: ExpertWeights) -> None:
     layer = MoELayer(SHAPE, weights, resolve_backend("reference"), masked_max_tokens=8)
     assert [layer.layout(n) for n in (1, 8, 9)] == ["masked", "masked", "contiguous"]
     hidden_states = _hidden_states(9)
-    assert diff(layer(hidden_states)[:8], layer(hidden_states[:8])) < SAME
+    # Only the masked layout rounds activations to FP8 on a CPU.
+    assert_close(layer(hidden_states)[:8], layer(hidden_states[:8]))
 
 
 def test_masked_max_tokens_is_the_backends_where_not_given(weights: ExpertWeights) -> None:
