@@ -22,11 +22,7 @@ class _Piece(NamedTuple):
     group: int
     start: int
     end: int
-
-    @property
-    def padded_end(self) -> int:
-        """Where the rows of the GEMM end: it computes the rows after its own too, which are dropped."""
-        return self.end + (self.start - self.end) % _HEIGHT_STEP
+    padded_end: int  # the GEMM computes the rows up to here, and those past end are dropped
 
 
 def ffn(
@@ -53,9 +49,9 @@ def _runs(bounds: Sequence[int]) -> Iterator[list[_Piece]]:
     for group, (start, end) in enumerate(pairwise(bounds)):
         num_pieces = -(-(end - start) // _MAX_HEIGHT)
         for piece in range(num_pieces):
-            cuts = (start + (end - start) * cut // num_pieces for cut in (piece, piece + 1))
-            run.append(_Piece(group, *cuts))
-            if run[-1].end - run[0].start >= _RUN_ROWS:
+            first, last = (start + (end - start) * cut // num_pieces for cut in (piece, piece + 1))
+            run.append(_Piece(group, first, last, last + (first - last) % _HEIGHT_STEP))
+            if last - run[0].start >= _RUN_ROWS:
                 yield run
                 run = []
     if run:
@@ -64,10 +60,8 @@ def _runs(bounds: Sequence[int]) -> Iterator[list[_Piece]]:
 
 def _multiply(rows: Tensor, matrices: Matrices, run: list[_Piece]) -> list[Tensor]:
     """Each piece's rows of its product, the last with the rows past its end: so many the others read too."""
-    first, last = run[0].start, run[-1]
-    return [
-        multiply(rows[piece.start - first : piece.padded_end - first], matrices[piece.group])[
-            : piece.end - piece.start if piece is not last else None
-        ]
-        for piece in run
-    ]
+    first, parts = run[0].start, []
+    for group, start, end, padded_end in run:
+        part = multiply(rows[start - first : padded_end - first], matrices[group])
+        parts.append(part[: end - start] if end < padded_end and len(parts) + 1 < len(run) else part)
+    return parts

@@ -23,6 +23,7 @@ MASKED_MAX_TOKENS = {"reference": 0, "hopper": 0}
 1.02 to 1.4 times the contiguous layout's time on an H200, 1.2 to 2 times on a CPU (benchmarks/results)."""
 
 _HIDDEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_COMBINE_ELEMENTS = 1 << 18  # of the output, on a CPU: a slot's rows and their sum stay in L2
 
 
 class MoELayer:
@@ -184,7 +185,7 @@ def _combine(rows: Tensor, row_of_pair: Tensor, weights: Tensor, absent: Tensor 
     num_tokens, num_slots = weights.shape
     out = torch.zeros((num_tokens, rows.shape[1]), dtype=torch.float32, device=rows.device)
     parts = [out, row_of_pair, weights] if absent is None else [out, row_of_pair, weights, absent]
-    for out_part, row_part, weights_part, *absent_part in row_chunks(*parts):
+    for out_part, row_part, weights_part, *absent_part in row_chunks(*parts, elements=_COMBINE_ELEMENTS):
         for slot in range(num_slots):
             picked = rows.index_select(0, row_part[:, slot]).to(torch.float32)
             if absent_part:  # never computed: what lies there may be NaN, which a weight of 0 would keep
