@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.activation import swiglu
 from kernels.backends.matrices import Matrices, multiply
 
 # oneDNN compiles a kernel for each height it meets, for 0.5 to 6 ms; within 16 rows all run equally long.
@@ -36,8 +35,8 @@ def ffn(
         start, end = run[0].start, run[-1].end
         a = x.index_select(0, tokens[start : run[-1].padded_end])
         gate_up_parts = _multiply(a, gate_up, run)
-        activated = swiglu(torch.cat(gate_up_parts) if len(run) > 1 else gate_up_parts[0])
-        down_parts = _multiply(activated.to(torch.bfloat16), down, run)
+        activated = _swiglu(torch.cat(gate_up_parts) if len(run) > 1 else gate_up_parts[0])
+        down_parts = _multiply(activated, down, run)
         down_parts[-1] = down_parts[-1][: run[-1].end - run[-1].start]
         torch.cat(down_parts, out=out[start:end])
     return out
@@ -60,8 +59,14 @@ def _runs(bounds: Sequence[int]) -> Iterator[list[_Piece]]:
 
 def _multiply(rows: Tensor, matrices: Matrices, run: list[_Piece]) -> list[Tensor]:
     """Each piece's rows of its product, the last with the rows past its end: so many the others read too."""
-    first, parts = run[0].start, []
+    first, parts = run[0].start, list[Tensor]()
     for group, start, end, padded_end in run:
         part = multiply(rows[start - first : padded_end - first], matrices[group])
         parts.append(part[: end - start] if end < padded_end and len(parts) + 1 < len(run) else part)
     return parts
+
+
+def _swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of bf16 [rows, 2I], rounded after each: in float32 a layer takes 5 to 10 % more."""
+    gate, up = gate_up.chunk(2, dim=1)
+    return torch.nn.functional.silu(gate).mul_(up)

@@ -13,7 +13,8 @@ from kernels.backends import cpu_ffn, matrices
 from kernels.backends.reference import ReferenceBackend
 from tests.kernels.helpers import diff, fresh_generator, random_rows, random_weights
 
-# Rounding hidden states and activations to bf16 costs a diff of BF16_MEASURED, to FP8 FP8_MEASURED.
+# What rounding hidden states and activations cost in 610 draws of 1 to 1025 rows, as a `diff`: to bf16
+# 1.2e-5 on average and 3.2e-5 at most, to FP8 1.0e-3 and, in 1360 draws, 3.0e-3.
 BF16_TOLERANCE = 2e-4
 FP8_TOLERANCE = 1e-2
 
@@ -75,6 +76,10 @@ def _case(
     return Case(hidden_states, tokens, gate_up, down, offsets, rows_per_group)
 
 
+def _by_default(case: Case) -> Tensor:
+    return Backend.ffn(ReferenceBackend(), *case.arguments(), None)
+
+
 ROWS = [
     [1],
     [0, 3, 0],
@@ -97,7 +102,7 @@ def test_reference_is_right(rows: list[int]) -> None:
 @pytest.mark.parametrize("rows", ROWS)
 def test_default_is_right(rows: list[int]) -> None:
     case = _case(rows)
-    out = Backend.ffn(ReferenceBackend(), *case.arguments(), None)
+    out = _by_default(case)
     assert out.dtype == torch.bfloat16
     assert diff(out, case.expected()) < FP8_TOLERANCE
 
@@ -121,9 +126,7 @@ def test_hidden_states_may_have_any_strides() -> None:
     assert torch.equal(strided.run(), case.run())
 
 
-@pytest.mark.parametrize(
-    "run", [Case.run, lambda case: Backend.ffn(ReferenceBackend(), *case.arguments(), None)]
-)
+@pytest.mark.parametrize("run", [Case.run, _by_default])
 @pytest.mark.parametrize("rows", [[0, 0], [4, 20], [300, 0, 2]])
 def test_rows_past_the_last_group_are_left_alone(rows: list[int], run: Callable[[Case], Tensor]) -> None:
     case = _case(rows, spare_rows=7)
