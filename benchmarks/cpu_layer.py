@@ -22,6 +22,7 @@ from service.moe import ExpertWeights, LayerShape, MoELayer, Routing
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 IMPLEMENTATIONS = ("eager", "grouped_mm")
+_WARM_UP_TURNS, _LEAST_TURNS = 3, 15
 _MOST_DIFF = 1e-2  # theirs rounds the logits of three families to bf16, which changes some choices
 
 
@@ -37,6 +38,25 @@ class Family:
     routing: Routing
     settings: dict[str, Any] = field(default_factory=dict)
     num_shared_experts: int = 0
+
+
+@dataclass(frozen=True)
+class Method:
+    """How long each number of tokens is timed, and whether every turn has the same hidden states."""
+
+    seconds: float
+    same_input: bool
+
+    def __str__(self) -> str:
+        states = (
+            "the same hidden states in every turn (oneDNN has met every height of a GEMM before)"
+            if self.same_input
+            else "new hidden states in every turn (oneDNN compiles for heights it has not met)"
+        )
+        return (
+            f"median milliseconds of calls taken in turns for {self.seconds} s and {_LEAST_TURNS} turns at "
+            f"least, the first {_WARM_UP_TURNS} left out; {states}; bf16 weights for theirs, FP8 for ours"
+        )
 
 
 FAMILIES = {
@@ -72,18 +92,19 @@ def main() -> None:
     shape = LayerShape(
         arguments.hidden_size, arguments.intermediate_size, arguments.num_experts, arguments.top_k
     )
-    header = _header(shape, arguments.seconds)
+    method = Method(arguments.seconds, arguments.same_input)
+    header = _header(shape, method)
     for name, value in header.items():
         print(f"{name}: {value}")
     results = {}
     with torch.inference_mode(False), torch.no_grad():
         for name in arguments.families:
-            results[name] = _time_family(name, shape, arguments.tokens, arguments.seconds)
+            results[name] = _time_family(name, shape, arguments.tokens, method)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps({"header": header, "families": results}, indent=1) + "\n")
 
 
-def _time_family(name: str, shape: LayerShape, tokens: list[int], seconds: float) -> list[dict[str, float]]:
+def _time_family(name: str, shape: LayerShape, tokens: list[int], method: Method) -> list[dict[str, float]]:
     family = FAMILIES[name]
     generator = torch.Generator().manual_seed(0)
     layer = _layer(family, shape, generator)
@@ -96,7 +117,7 @@ def _time_family(name: str, shape: LayerShape, tokens: list[int], seconds: float
     print(f"{'tokens':>8}" + "".join(f"{column:>{max(12, len(column) + 3)}}" for column in columns))
     rows = []
     for num_tokens in tokens:
-        times = _interleaved(calls, num_tokens, shape.hidden_size, seconds, generator)
+        times = _interleaved(calls, num_tokens, shape.hidden_size, method, generator)
         ratio = times["ours"] / min(times[implementation] for implementation in IMPLEMENTATIONS)
         cells = "".join(f"{milliseconds:>12.3f}" for milliseconds in times.values())
         print(f"{num_tokens:>8}{cells}{ratio:>24.2f}", flush=True)
@@ -183,25 +204,28 @@ def _interleaved(
     calls: dict[str, Callable[[Tensor], Tensor]],
     num_tokens: int,
     hidden_size: int,
-    seconds: float,
+    method: Method,
     generator: torch.Generator,
 ) -> dict[str, float]:
-    """Median milliseconds of each call, in turns, all on the same new hidden states in each round."""
+    """Median milliseconds of each call, in turns, on hidden states that all get alike."""
     taken: dict[str, list[float]] = {name: [] for name in calls}
-    deadline = time.perf_counter() + seconds
-    rounds = 0
-    while rounds < 5 or time.perf_counter() < deadline:
-        hidden_states = torch.randn((num_tokens, hidden_size), generator=generator).to(torch.bfloat16)
+    size = (num_tokens, hidden_size)
+    hidden_states = torch.randn(size, generator=generator).to(torch.bfloat16)
+    deadline = time.perf_counter() + method.seconds
+    turn = 0
+    while turn < _LEAST_TURNS or time.perf_counter() < deadline:
         for name, call in calls.items():
             start = time.perf_counter()
             call(hidden_states)
-            if rounds >= 2:
+            if turn >= _WARM_UP_TURNS:
                 taken[name].append(time.perf_counter() - start)
-        rounds += 1
+        if not method.same_input:
+            hidden_states = torch.randn(size, generator=generator).to(torch.bfloat16)
+        turn += 1
     return {name: 1e3 * statistics.median(times) for name, times in taken.items()}
 
 
-def _header(shape: LayerShape, seconds: float) -> dict[str, str]:
+def _header(shape: LayerShape, method: Method) -> dict[str, str]:
     transformers = import_module("transformers").__version__
     return {
         "machine": f"{cpu_name()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads",
@@ -209,8 +233,7 @@ def _header(shape: LayerShape, seconds: float) -> dict[str, str]:
         f"Python {platform.python_version()}",
         "layer": f"hidden {shape.hidden_size}, intermediate {shape.intermediate_size}, "
         f"{shape.num_experts} experts, top {shape.top_k}, bf16 hidden states, routed by the router",
-        "method": f"median milliseconds of calls taken in turns for {seconds} s, all on the same new hidden "
-        "states each turn, the first two turns left out; theirs with bf16 weights, ours with FP8 ones",
+        "method": str(method),
     }
 
 
@@ -224,6 +247,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--threads", type=int, help="torch's threads; its own choice where not given")
     parser.add_argument("--seconds", type=float, default=4.0, help="for each number of tokens")
+    parser.add_argument("--same-input", action="store_true", help="the same hidden states in every turn")
     parser.add_argument("--json", type=Path, metavar="FILE")
     return parser.parse_args()
 
