@@ -1,4 +1,4 @@
-"""The checks on the grouped GEMMs' arguments: metadata only, nothing here reads a tensor's elements."""
+"""The checks on the arguments of grouped GEMMs and FFNs: metadata only, nothing here reads elements."""
 
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ MIN_N_STEP = 8  # one 16-byte store of bf16
 MAX_GROUPS = 1024
 MAX_ROWS = 2**31 - 1  # offsets and counts are int32
 _ALIGNMENT = 16  # bytes; what TMA asks of a base address
+_HIDDEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Problem(NamedTuple):
@@ -72,6 +73,41 @@ def check_masked(
     return Problem(num_groups, max_m, n, k)
 
 
+def check_ffn(
+    hidden_states: Tensor,
+    tokens: Tensor,
+    gate_up: tuple[Tensor, Tensor],
+    down: tuple[Tensor, Tensor],
+    offsets: Tensor,
+    num_sms: int | None,
+) -> None:
+    """Raise ValueError (name, expected, got) unless `grouped_ffn` can serve these arguments."""
+    _expect_ndim("hidden_states", hidden_states, 2, "[T, H]")
+    if hidden_states.dtype not in _HIDDEN_DTYPES:
+        raise _refusal("hidden_states dtype", " or ".join(map(str, _HIDDEN_DTYPES)), hidden_states.dtype)
+    _expect_ndim("down", down[0], 3, "[G, H, I]")
+    h, (num_groups, _, i) = hidden_states.shape[1], down[0].shape
+    for name, size in (("H", h), ("I", i)):
+        if size < BLOCK or size % BLOCK != 0:
+            raise _refusal(name, f"a multiple of {BLOCK}, at least {BLOCK}", size)
+    if not 1 <= num_groups <= MAX_GROUPS:
+        raise _refusal("down groups", f"1 to {MAX_GROUPS}", num_groups)
+    for name, (data, scales), n, k in (("gate_up", gate_up, 2 * i, h), ("down", down, h, i)):
+        _expect_shape(name, data, (num_groups, n, k))
+        _check_data(name, data)
+        _check_weight_scales(f"{name} scales", scales, (num_groups, n // BLOCK, k // BLOCK))
+    _expect_ndim("tokens", tokens, 1, "[R]")
+    if tokens.shape[0] > MAX_ROWS:
+        raise _refusal("tokens rows", f"at most {MAX_ROWS}", tokens.shape[0])
+    _check_index("tokens", tokens, tokens.shape[0], torch.int64)
+    _check_index("offsets", offsets, num_groups + 1)
+    named = {"tokens": tokens, "gate_up": gate_up[0], "gate_up scales": gate_up[1]}
+    named |= {"down": down[0], "down scales": down[1], "offsets": offsets}
+    for name, tensor in named.items():
+        _expect_device(name, tensor, hidden_states.device, "hidden_states")
+    _check_num_sms(num_sms)
+
+
 def _check_operands(a: Tensor, b: Tensor, b_scales: Tensor) -> tuple[int, int, int]:
     _expect_ndim("b", b, 3, "[G, N, K]")
     num_groups, n, k = b.shape
@@ -85,11 +121,15 @@ def _check_operands(a: Tensor, b: Tensor, b_scales: Tensor) -> tuple[int, int, i
         raise _refusal("b groups", f"1 to {MAX_GROUPS}", num_groups)
     _check_data("a", a)
     _check_data("b", b)
-    _expect_shape("b_scales", b_scales, (num_groups, -(-n // BLOCK), k // BLOCK))
-    _expect_dtype("b_scales", b_scales, torch.float32)
-    if not b_scales.is_contiguous():
-        raise _refusal("b_scales strides", "row-major contiguous", b_scales.stride())
+    _check_weight_scales("b_scales", b_scales, (num_groups, -(-n // BLOCK), k // BLOCK))
     return num_groups, n, k
+
+
+def _check_weight_scales(name: str, scales: Tensor, shape: tuple[int, ...]) -> None:
+    _expect_shape(name, scales, shape)
+    _expect_dtype(name, scales, torch.float32)
+    if not scales.is_contiguous():
+        raise _refusal(f"{name} strides", "row-major contiguous", scales.stride())
 
 
 def _check_data(name: str, data: Tensor) -> None:
@@ -106,9 +146,9 @@ def _check_scales(name: str, scales: Tensor, shape: tuple[int, ...]) -> None:
         raise _refusal(f"{name} strides", "row- or column-major (1 in one of the last two)", strides)
 
 
-def _check_index(name: str, index: Tensor, length: int) -> None:
+def _check_index(name: str, index: Tensor, length: int, dtype: torch.dtype = torch.int32) -> None:
     _expect_shape(name, index, (length,))
-    _expect_dtype(name, index, torch.int32)
+    _expect_dtype(name, index, dtype)
     _expect_contiguous(name, index)
 
 
@@ -126,6 +166,10 @@ def _check_common(
     _expect_device("a_scales", a_scales, device)
     _expect_device("b_scales", b_scales, device)
     _expect_device(index_name, index, device)
+    _check_num_sms(num_sms)
+
+
+def _check_num_sms(num_sms: int | None) -> None:
     if not (num_sms is None or num_sms >= 1):
         raise _refusal("num_sms", "None or at least 1", num_sms)
 
@@ -155,9 +199,9 @@ def _expect_dtype(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
         raise _refusal(f"{name} dtype", dtype, tensor.dtype)
 
 
-def _expect_device(name: str, tensor: Tensor, device: torch.device) -> None:
+def _expect_device(name: str, tensor: Tensor, device: torch.device, like: str = "a") -> None:
     if tensor.device != device:
-        raise _refusal(f"{name} device", f"{device} as a", tensor.device)
+        raise _refusal(f"{name} device", f"{device} as {like}", tensor.device)
 
 
 def _expect_contiguous(name: str, tensor: Tensor) -> None:

@@ -9,13 +9,13 @@ from torch import Tensor
 _CHUNK_ELEMENTS = 1 << 20
 
 
-def row_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def row_chunks(*tensors: Tensor, elements: int = _CHUNK_ELEMENTS) -> Iterator[tuple[Tensor, ...]]:
     """The tensors cut alike along their first dimension, all rows at once on a GPU.
 
-    The tensors agree in that dimension; the first one's size decides how many rows make a piece.
+    The tensors agree in that dimension; a piece has as many rows as make `elements` of the first one.
     """
     first = tensors[0]
-    if first.device.type != "cpu" or first.numel() <= _CHUNK_ELEMENTS:
+    if first.device.type != "cpu" or first.numel() <= elements:
         return iter((tensors,))
-    rows = max(1, _CHUNK_ELEMENTS * first.shape[0] // first.numel())
+    rows = max(1, elements * first.shape[0] // first.numel())
     return zip(*(torch.split(tensor, rows) for tensor in tensors), strict=True)

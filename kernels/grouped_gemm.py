@@ -34,7 +34,7 @@ def grouped_gemm_contiguous(
     Returns out. Raises ValueError naming expected and got, before anything is launched.
     """
     problem = check_contiguous(a, a_scales, b, b_scales, offsets, out, num_sms)
-    chosen = _backend(backend, a)
+    chosen = backend_for(backend, a)
     if out is None:
         out = torch.empty((problem.m, problem.n), dtype=torch.bfloat16, device=a.device)
     if problem.m > 0:
@@ -71,7 +71,7 @@ def grouped_gemm_masked(
     Returns out. Raises ValueError naming expected and got, before anything is launched.
     """
     problem = check_masked(a, a_scales, b, b_scales, counts, expected_m, out, num_sms)
-    chosen = _backend(backend, a)
+    chosen = backend_for(backend, a)
     if out is None:
         shape = (problem.num_groups, problem.m, problem.n)
         out = torch.empty(shape, dtype=torch.bfloat16, device=a.device)
@@ -79,11 +79,12 @@ def grouped_gemm_masked(
     return out
 
 
-def _backend(backend: Backend | str | None, a: Tensor) -> Backend:
+def backend_for(backend: Backend | str | None, a: Tensor, name: str = "a") -> Backend:
+    """The backend meant for tensor a, called `name`; raises ValueError where that cannot take a's device."""
     if not isinstance(backend, Backend):
         backend = resolve_backend("auto" if backend is None else backend, a.device)
     if backend.device_type not in (None, a.device.type):
         raise ValueError(
-            f"a device: expected {backend.device_type} for backend {backend.name!r}, got {a.device}"
+            f"{name} device: expected {backend.device_type} for backend {backend.name!r}, got {a.device}"
         )
     return backend

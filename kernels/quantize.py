@@ -64,6 +64,13 @@ def quantize_blocks(w: Tensor) -> Quantized:
     return Quantized(data, scales)
 
 
+def gather_rows(rows: Quantized, indices: Tensor) -> Quantized:
+    """The quantised rows [T, K] at `indices`, int64 [R], scales column-major again."""
+    words = rows.data.view(torch.int64)  # copied eight elements at a time
+    data = words.index_select(0, indices).view(torch.float8_e4m3fn)
+    return Quantized(data, rows.scales.t().index_select(1, indices).t())
+
+
 def dequantize_rows(data: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Undo `quantize_rows`: data e4m3 [..., K] times scales fp32 [..., K/128], as `dtype`, contiguous.
 

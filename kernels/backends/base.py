@@ -1,17 +1,21 @@
-"""The interface every backend of the grouped GEMMs implements."""
+"""The interface every backend of the grouped GEMMs and FFNs implements."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import ClassVar
 
+import torch
 from torch import Tensor
+
+from kernels.activation import swiglu
+from kernels.quantize import Quantized, gather_rows, quantize_rows
 
 Progress = Callable[[int, int, str], None]
 """Called with (steps done, steps in all, what was just done)."""
 
 
 class Backend(ABC):
-    """Computes the two grouped GEMMs; arguments arrive checked (see kernels/checks.py) and non-empty."""
+    """Computes the grouped GEMMs and FFNs; arguments arrive checked (see kernels/checks.py), non-empty."""
 
     name: ClassVar[str]
     device_type: ClassVar[str | None] = None
@@ -46,3 +50,23 @@ class Backend(ABC):
         num_sms: int | None,
     ) -> None:
         """Write the first counts[g] rows of each out[g] [max_m, N]; never touch a row past them."""
+
+    def ffn(
+        self,
+        hidden_states: Tensor,
+        tokens: Tensor,
+        gate_up: Quantized,
+        down: Quantized,
+        offsets: Tensor,
+        num_sms: int | None,
+    ) -> Tensor:
+        """See `grouped_ffn`; here with activations rounded to FP8 before each of two contiguous GEMMs."""
+        a = gather_rows(quantize_rows(hidden_states), tokens)  # quantised once per token, not once per row
+        activated = quantize_rows(swiglu(self._multiply(a, gate_up, offsets, num_sms)))
+        return self._multiply(activated, down, offsets, num_sms)
+
+    def _multiply(self, a: Quantized, b: Quantized, offsets: Tensor, num_sms: int | None) -> Tensor:
+        size = (a.data.shape[0], b.data.shape[1])
+        out = torch.empty(size, dtype=torch.bfloat16, device=a.data.device)
+        self.contiguous(*a, *b, offsets, out, num_sms)
+        return out

@@ -1,16 +1,15 @@
 """The plain PyTorch backend: right on any device and quick on a CPU."""
 
-import weakref
-from collections.abc import MutableMapping
 from itertools import pairwise
 from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from kernels.backends import cpu_ffn
 from kernels.backends.base import Backend
-from kernels.quantize import dequantize_blocks, dequantize_rows
+from kernels.backends.matrices import WeightCache, multiply
+from kernels.quantize import Quantized, dequantize_rows
 
 
 class ReferenceBackend(Backend):
@@ -19,7 +18,7 @@ class ReferenceBackend(Backend):
     name: ClassVar[str] = "reference"
 
     def __init__(self) -> None:
-        self._weights = _WeightCache()
+        self._weights = WeightCache()
 
     def contiguous(
         self,
@@ -31,12 +30,12 @@ class ReferenceBackend(Backend):
         out: Tensor,
         num_sms: int | None,
     ) -> None:
-        weights = self._weights.get(b, b_scales)
+        matrices = self._weights.get(b, b_scales)
         rows = dequantize_rows(a, a_scales, torch.bfloat16)
         bounds = offsets.tolist()
         for group, (start, end) in enumerate(pairwise(bounds)):
             if end > start:
-                torch.mm(rows[start:end], weights[group].t(), out=out[start:end])
+                out[start:end] = multiply(rows[start:end], matrices[group])
 
     def masked(
         self,
@@ -49,30 +48,23 @@ class ReferenceBackend(Backend):
         out: Tensor,
         num_sms: int | None,
     ) -> None:
-        weights = self._weights.get(b, b_scales)
+        matrices = self._weights.get(b, b_scales)
         for group, count in enumerate(counts.tolist()):
             if count > 0:
                 rows = dequantize_rows(a[group, :count], a_scales[group, :count], torch.bfloat16)
-                torch.mm(rows, weights[group].t(), out=out[group, :count])
+                out[group, :count] = multiply(rows, matrices[group])
 
-
-_Entry = tuple[weakref.ref[Tensor], tuple[int, int], Tensor]  # scales, versions, weights
-
-
-class _WeightCache:
-    """Dequantised weights by the identity of the caller's tensors, forgotten when those are freed."""
-
-    def __init__(self) -> None:
-        self._entries: MutableMapping[Tensor, _Entry] = WeakTensorKeyDictionary()
-
-    def get(self, b: Tensor, b_scales: Tensor) -> Tensor:
-        """b as bf16 [G, N, K]; computed again when b or b_scales was written to or exchanged."""
-        if b.is_inference() or b_scales.is_inference():
-            return dequantize_blocks(b, b_scales, torch.bfloat16)  # such tensors count no versions
-        versions = (b._version, b_scales._version)
-        entry = self._entries.get(b)
-        if entry is not None and entry[0]() is b_scales and entry[1] == versions:
-            return entry[2]
-        weights = dequantize_blocks(b, b_scales, torch.bfloat16)
-        self._entries[b] = (weakref.ref(b_scales), versions, weights)
-        return weights
+    def ffn(
+        self,
+        hidden_states: Tensor,
+        tokens: Tensor,
+        gate_up: Quantized,
+        down: Quantized,
+        offsets: Tensor,
+        num_sms: int | None,
+    ) -> Tensor:
+        """See `grouped_ffn`; activations stay bf16 on a CPU, where nothing multiplies FP8."""
+        if hidden_states.device.type != "cpu":
+            return super().ffn(hidden_states, tokens, gate_up, down, offsets, num_sms)
+        matrices = self._weights.get(*gate_up), self._weights.get(*down)
+        return cpu_ffn.ffn(hidden_states, tokens, *matrices, offsets.tolist())

