@@ -6,38 +6,23 @@ import os
 import platform
 import statistics
 import time
-import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.families import FAMILIES, Family, transformers_block
 from benchmarks.timing import cpu_name
-from kernels import Quantized, dequantize_blocks, quantize_blocks, resolve_backend
-from service.moe import ExpertWeights, LayerShape, MoELayer, Routing
+from kernels import dequantize_blocks, quantize_blocks, resolve_backend
+from service.moe import ExpertWeights, LayerShape, MoELayer
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 IMPLEMENTATIONS = ("eager", "grouped_mm")
 _WARM_UP_TURNS, _LEAST_TURNS = 3, 15
 _MOST_DIFF = 1e-2  # theirs rounds the logits of three families to bf16, which changes some choices
-
-
-@dataclass(frozen=True)
-class Family:
-    """A family's block in transformers, the names of its sizes there, and our rule for its router."""
-
-    module: str
-    config: str
-    block: str
-    num_experts: str
-    intermediate_size: str
-    routing: Routing
-    settings: dict[str, Any] = field(default_factory=dict)
-    num_shared_experts: int = 0
 
 
 @dataclass(frozen=True)
@@ -57,31 +42,6 @@ class Method:
             f"median milliseconds of calls taken in turns for {self.seconds} s and {_LEAST_TURNS} turns at "
             f"least, the first {_WARM_UP_TURNS} left out; {states}; bf16 weights for theirs, FP8 for ours"
         )
-
-
-FAMILIES = {
-    "qwen3_moe": Family(
-        "qwen3_moe", "Qwen3MoeConfig", "Qwen3MoeSparseMoeBlock", "num_experts", "moe_intermediate_size",
-        Routing("softmax"), {"norm_topk_prob": True},
-    ),
-    "mixtral": Family(
-        "mixtral", "MixtralConfig", "MixtralSparseMoeBlock", "num_local_experts", "intermediate_size",
-        Routing("softmax"),
-    ),
-    "deepseek_v3": Family(
-        "deepseek_v3", "DeepseekV3Config", "DeepseekV3MoE", "n_routed_experts", "moe_intermediate_size",
-        Routing("sigmoid", True, 2.5, 8, 4),
-        {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "n_shared_experts": 1}, 1,
-    ),
-    "glm4_moe": Family(
-        "glm4_moe", "Glm4MoeConfig", "Glm4MoeMoE", "n_routed_experts", "moe_intermediate_size",
-        Routing("sigmoid"), {"n_shared_experts": 1}, 1,
-    ),
-    "minimax_m2": Family(
-        "minimax_m2", "MiniMaxM2Config", "MiniMaxM2SparseMoeBlock", "num_local_experts", "intermediate_size",
-        Routing("sigmoid"),
-    ),
-}  # fmt: skip
 
 
 def main() -> None:
@@ -141,47 +101,17 @@ def _layer(family: Family, shape: LayerShape, generator: torch.Generator) -> MoE
 
 def _theirs(family: Family, layer: MoELayer, implementation: str) -> Callable[[Tensor], Tensor]:
     """The family's block with a bf16 copy of the layer's weights, from bf16 [T, H] to [T, H]."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        config_class = getattr(import_module("transformers"), family.config)
-        modeling = import_module(f"transformers.models.{family.module}.modeling_{family.module}")
-    shape = layer.shape
-    sizes = {
-        "hidden_size": shape.hidden_size,
-        family.intermediate_size: shape.intermediate_size,
-        family.num_experts: shape.num_experts,
-        "num_experts_per_tok": shape.top_k,
-    }
-    config = config_class(**sizes, **family.settings)
-    config._experts_implementation = implementation
-    block = getattr(modeling, family.block)(config).to(torch.bfloat16).eval()
-    gate_up, down = (_dequantised(w) for w in (layer.weights.gate_up, layer.weights.down))
-    routed = slice(0, shape.num_experts)
-    values = {
-        "gate.weight": layer.weights.router,
-        "experts.gate_up_proj": gate_up[routed],
-        "experts.down_proj": down[routed],
-    }
-    if shape.num_shared_experts:
-        gate, up = gate_up[-1].chunk(2)
-        values |= {
-            f"shared_experts.{n}_proj.weight": w for n, w in (("gate", gate), ("up", up), ("down", down[-1]))
-        }
-    for parameter, value in values.items():
-        block.get_parameter(parameter).copy_(value)
-    if layer.weights.router_bias is not None:
-        holder = block if hasattr(block, "e_score_correction_bias") else block.gate
-        holder.e_score_correction_bias = layer.weights.router_bias.clone()  # float32, as checkpoints load it
+    weights = layer.weights
+    gate_up, down = (dequantize_blocks(*w, torch.bfloat16) for w in (weights.gate_up, weights.down))
+    block = transformers_block(
+        family, layer.shape, implementation, gate_up, down, weights.router, weights.router_bias
+    )
 
     def call(hidden_states: Tensor) -> Tensor:
         out: Tensor = block(hidden_states[None])
         return out[0]
 
     return call
-
-
-def _dequantised(weights: Quantized) -> Tensor:
-    return dequantize_blocks(*weights, torch.bfloat16)
 
 
 def _check(

@@ -13,11 +13,14 @@ import torch
 
 import benchmarks.grouped_gemm
 import benchmarks.host_cost
+import benchmarks.numerics
 import benchmarks.sm_counts
+from benchmarks.families import FAMILIES
 from benchmarks.plot import draw
 from benchmarks.problem import Problem
 from benchmarks.shapes import Shape, all_shapes
 from kernels.tiles import Layout
+from service.moe import LayerShape
 from tests.kernels.helpers import random_contiguous, random_masked
 
 ROOT = Path(__file__).parent.parent
@@ -52,6 +55,44 @@ def test_the_readme_tells_what_the_result_says() -> None:
         assert int(line[1]) == len(speeds)
         assert float(line[2]) == pytest.approx(min(speeds), abs=0.005)
         assert float(line[3]) == pytest.approx(max(speeds), abs=0.005)
+
+
+def test_the_readme_tells_what_a_cpu_took() -> None:
+    text = (ROOT / "README.md").read_text().replace("\n", " ")
+    for name, pattern in (
+        ("cpu_layer", r"it took ([\d.]+) to ([\d.]+) times as long"),
+        ("cpu_layer-same_input", r"and ([\d.]+) to ([\d.]+) times with hidden states it had computed before"),
+    ):
+        families = json.loads((RESULT.parent / f"{name}.json").read_text())["families"]
+        ratios = [row["ratio"] for rows in families.values() for row in rows]
+        told = re.search(pattern, text)
+        assert told is not None
+        assert [float(told[1]), float(told[2])] == pytest.approx([min(ratios), max(ratios)], abs=0.005)
+
+
+def test_the_table_of_numbers_is_the_results() -> None:
+    families = json.loads((RESULT.parent / "numerics.json").read_text())["families"]
+    table = (ROOT / "docs" / "numerics.md").read_text().split("<!-- numerics -->")[1]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if "|" in line]
+    assert rows[0] == ["step", *families]
+    told = {step: [float(cell) for cell in cells] for step, *cells in rows[2:]}
+    assert list(told) == list(next(iter(families.values())))
+    for step, cells in told.items():
+        assert cells == pytest.approx([figures[step] for figures in families.values()], abs=0.005)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_roundings_cost_what_they_should(family: str) -> None:
+    case = benchmarks.numerics.make_case(FAMILIES[family], LayerShape(256, 128, 8, 2), 32)
+    figures = benchmarks.numerics.measure(case)
+    assert 1 < figures["activated to FP8"] < figures["hidden states to FP8"] < 6
+    steps = ("hidden states to FP8", "GEMM 1 to bf16", "activated to FP8", "GEMM 2 to bf16")
+    together = sum(figures[step] ** 2 for step in steps) ** 0.5  # for they are independent
+    assert figures["these four together"] == pytest.approx(together, rel=0.1)
+    assert figures["expertd, Hopper's steps in PyTorch"] == pytest.approx(together, rel=0.1)
+    assert figures["transformers, FP8 weights, its arithmetic"] == pytest.approx(together, rel=0.1)
+    assert figures["expertd on a CPU"] < 1
+    assert figures["transformers, bf16 weights, against these"] < 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
