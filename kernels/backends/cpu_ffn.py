@@ -30,26 +30,31 @@ def ffn(
     """`grouped_ffn` of CPU tensors, offsets being a list here, with activations rounded to bf16 only."""
     x = hidden_states.detach().to(torch.bfloat16)
     out = torch.empty((tokens.numel(), x.shape[1]), dtype=torch.bfloat16)
-    tokens = torch.nn.functional.pad(tokens, (0, _HEIGHT_STEP))  # rows for the last GEMM to compute too
-    for run in _runs(bounds):
+    step = _HEIGHT_STEP
+    if all(end - start < step for start, end in pairwise(bounds)):
+        step = 1  # so few heights that each may be compiled, for a call in which every small operation tells
+    else:
+        tokens = torch.nn.functional.pad(tokens, (0, step))  # rows for the last GEMM to compute too
+    for run in _runs(bounds, step):
         start, end = run[0].start, run[-1].end
         a = x.index_select(0, tokens[start : run[-1].padded_end])
         gate_up_parts = _multiply(a, gate_up, run)
         activated = _swiglu(torch.cat(gate_up_parts) if len(run) > 1 else gate_up_parts[0])
         down_parts = _multiply(activated, down, run)
-        down_parts[-1] = down_parts[-1][: run[-1].end - run[-1].start]
+        if end < run[-1].padded_end:
+            down_parts[-1] = down_parts[-1][: end - run[-1].start]
         torch.cat(down_parts, out=out[start:end])
     return out
 
 
-def _runs(bounds: Sequence[int]) -> Iterator[list[_Piece]]:
-    """The groups' rows in pieces, as many together as make a run of rows."""
+def _runs(bounds: Sequence[int], step: int) -> Iterator[list[_Piece]]:
+    """The groups' rows in pieces, as many together as make a run of rows; heights are multiples of step."""
     run: list[_Piece] = []
     for group, (start, end) in enumerate(pairwise(bounds)):
         num_pieces = -(-(end - start) // _MAX_HEIGHT)
         for piece in range(num_pieces):
             first, last = (start + (end - start) * cut // num_pieces for cut in (piece, piece + 1))
-            run.append(_Piece(group, first, last, last + (first - last) % _HEIGHT_STEP))
+            run.append(_Piece(group, first, last, last + (first - last) % step))
             if last - run[0].start >= _RUN_ROWS:
                 yield run
                 run = []

@@ -84,6 +84,8 @@ ROWS = [
     [1],
     [0, 3, 0],
     [16, 0, 17, 15],
+    [15, 0, 1],
+    [20, 1],  # the first one's GEMM needs rows past the last
     [1] * 40,
     [255, 1, 256, 300],  # runs end between groups
     [700, 5],  # and inside of one
@@ -194,15 +196,16 @@ def test_it_works_in_inference_mode_and_after() -> None:
     assert torch.equal(inside, outside)
 
 
+@pytest.mark.parametrize("step", [1, 16])
 @pytest.mark.parametrize("bounds", [[0], [0, 0], [0, 5, 5, 17], [0, 512, 1025, 1026], [0, 100, 5000, 5300]])
-def test_runs_cover_each_row_once(bounds: list[int]) -> None:
-    pieces = [piece for run in cpu_ffn._runs(bounds) for piece in run]
+def test_runs_cover_each_row_once(bounds: list[int], step: int) -> None:
+    pieces = [piece for run in cpu_ffn._runs(bounds, step) for piece in run]
     rows = [row for piece in pieces for row in range(piece.start, piece.end)]
     assert rows == list(range(bounds[-1]))
     for piece in pieces:
         assert bounds[piece.group] <= piece.start < piece.end <= bounds[piece.group + 1]
-        assert 0 <= piece.padded_end - piece.end < 16
-        assert (piece.padded_end - piece.start) % 16 == 0
+        assert 0 <= piece.padded_end - piece.end < step
+        assert (piece.padded_end - piece.start) % step == 0
         assert piece.end - piece.start <= 512
 
 
