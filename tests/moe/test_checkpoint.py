@@ -56,7 +56,7 @@ def check_layer(checkpoint: Checkpoint, index: int, layer: MoELayer, most: float
 def test_a_bf16_checkpoint_gives_what_transformers_gives(family: str, tmp_path: Path) -> None:
     checkpoint = Checkpoint(family, tmp_path / family)
     for index, layer in zip((1, 2), load(checkpoint.directory, "1-2"), strict=True):
-        check_layer(checkpoint, index, layer, 4e-3)  # weights rounded to FP8 once: 2e-3 was seen
+        check_layer(checkpoint, index, layer, 2e-3)  # weights rounded to FP8 cost 1.1e-3
 
 
 @pytest.mark.parametrize("scales", SCALES)
@@ -64,7 +64,7 @@ def test_a_bf16_checkpoint_gives_what_transformers_gives(family: str, tmp_path: 
 def test_an_fp8_checkpoint_gives_what_its_weights_mean(family: str, scales: str, tmp_path: Path) -> None:
     checkpoint = Checkpoint(family, tmp_path / family, SCALES[scales])
     for index, layer in zip((1, 2), load(checkpoint.directory, "1-2"), strict=True):
-        check_layer(checkpoint, index, layer, 2e-3)
+        check_layer(checkpoint, index, layer, 2e-4)
 
 
 def test_fp8_weights_are_used_bit_for_bit(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_shards_of_a_layer_add_up_to_it(bounds: tuple[int, ...], tmp_path: Path)
         load(checkpoint.directory, "1", f"{first}-{end - 1}")[0](tokens) for first, end in pairwise(bounds)
     ]
     expected, _, _ = checkpoint.run(1, tokens)
-    assert diff(torch.stack(parts).sum(0), expected) < 4e-3
+    assert diff(torch.stack(parts).sum(0), expected) < 2e-3
 
 
 @pytest.mark.parametrize(
