@@ -20,7 +20,7 @@ from service.moe.weights import ExpertWeights, check_weights
 
 MASKED_MAX_TOKENS = {"reference": 0, "hopper": 0}
 """By backend, the most tokens for which the masked layout is the faster one; as measured, it nowhere is:
-1.02 to 1.4 times the contiguous layout's time on an H200, 1.2 to 2 times on a CPU (benchmarks/results)."""
+1.02 to 1.4 times the contiguous layout's time on an H200, 1.4 to 2.4 times on a CPU (benchmarks/results)."""
 
 _HIDDEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _COMBINE_ELEMENTS = 1 << 18  # of the output, on a CPU: a slot's rows and their sum stay in L2
