@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+_MOST = 1_000_000  # more than any size or count of a model
+
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be served; the text is one sentence that names the file."""
@@ -28,8 +30,8 @@ class Config:
 
     def integer(self, *names: str, default: int | None = None) -> int:
         name, value = self._get(names, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise self.error(f"{name}: expected a whole number from 0 on, got {value!r}")
+        if type(value) is not int or not 0 <= value <= _MOST:
+            raise self.error(f"{name}: expected a whole number from 0 to {_MOST}, got {value!r:.80}")
         return value
 
     def number(self, *names: str, default: float | None = None) -> float:
