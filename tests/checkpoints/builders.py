@@ -4,13 +4,9 @@
 """
 
 import json
-import logging
 import shutil
 import sys
 import tempfile
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -20,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from benchmarks.families import quiet_transformers
 from tests.kernels.helpers import fresh_generator
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, LAYERS = 256, 128, 8, 3, 3
@@ -77,25 +74,14 @@ CASES = {
 }  # fmt: skip
 
 
-@contextmanager
-def quiet_transformers() -> Iterator[Any]:
-    """The package, without its warnings and log lines on whatever else is not installed."""
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield import_module("transformers")
-    finally:
-        logging.disable(logging.NOTSET)
-
-
 class Checkpoint:
     """A family's checkpoint in `directory`, and `oracle`, transformers' float32 model of the same numbers."""
 
     def __init__(self, family: str, directory: Path, scales_dtype: torch.dtype | None = None) -> None:
         """bf16 weights, or (scales_dtype given) the experts' in FP8."""
         self.family, self.directory, self._case = family, directory, CASES[family]
-        with quiet_transformers() as transformers, tempfile.TemporaryDirectory() as temporary:
+        with quiet_transformers(), tempfile.TemporaryDirectory() as temporary:
+            transformers = import_module("transformers")
             plain = Path(temporary) / "plain"
             config = getattr(transformers, f"{self._case.prefix}Config")(**_SIZES | self._case.settings)
             model_class = getattr(transformers, f"{self._case.prefix}ForCausalLM")
