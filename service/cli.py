@@ -30,7 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--model", type=Path, help="checkpoint directory, whose layers are served and nothing else"
     )
-    serve.add_argument("--layers", help="its MoE layers to serve: 3, 3-5 or 3-5,9")
+    serve.add_argument("--layers", help="its MoE layers to serve, needed with --model: 3, 3-5 or 3-5,9")
     serve.add_argument("--experts", help="the routed experts to hold: 0-63 (else all)")
     serve.add_argument("--name", help="the layers are called NAME.layers.3 and so on (else as the directory)")
     serve.add_argument("--host", help="address to listen on")
@@ -52,11 +52,6 @@ def _serve(arguments: argparse.Namespace) -> int:
 
     try:
         path, served = arguments.config or default_config(), _checkpoint(arguments)
-        if path is None and not served:
-            raise SettingsError(
-                "a configuration file is expected in --config or EXPERTD_CONFIG, or a checkpoint in --model, "
-                "got neither"
-            )
         settings = load_settings(path, {flag: getattr(arguments, flag) for flag in _FLAGS} | served)
     except SettingsError as error:
         return _refuse(error)

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from kernels import Backend, resolve_backend
 from service.batching import Runner
-from service.checkpoints import source_of
+from service.checkpoints import CheckpointModelSettings
 from service.moe import (
     ExpertWeights,
     LayerRunner,
@@ -133,11 +133,17 @@ def layer_of(model: ModelSettings, backend: Backend, device: torch.device, cance
 def _weights(
     model: ModelSettings, shape: LayerShape, device: torch.device, cancelled: Cancelled
 ) -> ExpertWeights:
+    if isinstance(model, CheckpointModelSettings):
+        return _from_checkpoint(model, shape, device, cancelled)
     if model.weights.path is not None:
         return load_weights(model.weights.path, shape, device)
-    if model.weights.checkpoint is None:
-        return random_weights(shape, model.weights.seed or 0, device)
-    source, start = source_of(model), time.perf_counter()
+    return random_weights(shape, model.weights.seed or 0, device)
+
+
+def _from_checkpoint(
+    model: CheckpointModelSettings, shape: LayerShape, device: torch.device, cancelled: Cancelled
+) -> ExpertWeights:
+    source, start = model.source, time.perf_counter()
     with tqdm(total=source.num_bytes, unit="B", unit_scale=True, desc=model.name, disable=None) as bar:
 
         def progress(num_bytes: int) -> None:
@@ -147,8 +153,8 @@ def _weights(
         weights = read_layer(source, device, progress)
     check_weights(shape, weights)
     seconds = time.perf_counter() - start
-    rate = source.num_bytes / seconds / 1e9
-    logger.info("read %.3f GB of %s in %.1f s, %.2f GB/s", source.num_bytes / 1e9, model.name, seconds, rate)
+    megabytes = source.num_bytes / 1e6
+    logger.info("read %.1f MB of %s, %.0f MB/s", megabytes, model.name, megabytes / seconds)
     return weights
 
 

@@ -52,19 +52,15 @@ class Limits(_Frozen):
 
 
 class WeightsSettings(_Frozen):
-    """Where a layer's weights come from: drawn at random from a seed, a safetensors file, or a checkpoint."""
+    """Where a layer's weights come from: drawn at random from a seed, or read from a safetensors file."""
 
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     path: Path | None = None
-    checkpoint: Path | None = Field(default=None, description="directory; written by `checkpoints`")
-    layer: int | None = Field(default=None, ge=0, description="of the checkpoint")
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:
-        if sum(value is not None for value in (self.seed, self.path, self.checkpoint)) != 1:
-            raise ValueError("exactly one of seed, path and checkpoint is expected")
-        if (self.checkpoint is None) != (self.layer is None):
-            raise ValueError("checkpoint and layer are expected together")
+        if (self.seed is None) == (self.path is None):
+            raise ValueError("exactly one of seed and path is expected")
         return self
 
 
@@ -75,7 +71,7 @@ class RoutingSettings(_Frozen):
         default="softmax", description="of a token's logits: over all experts, or of each"
     )
     renormalize: bool = Field(default=True, description="routing weights of a token are divided by their sum")
-    scale: float = Field(default=1.0, gt=0, allow_inf_nan=False, description="and multiplied by this")
+    scale: float = Field(default=1.0, gt=0, le=1e6, description="and multiplied by this")
     groups: int = Field(default=1, ge=1, description="equal groups that the experts stand in")
     top_groups: int = Field(default=1, ge=1, description="of these, a token's experts are from its best")
 

@@ -40,6 +40,11 @@ def load_settings(path: Path | None, flags: Mapping[str, Any] | None = None) -> 
     """
     given = {key: value for key, value in (flags or {}).items() if value is not None}
     values = _merge(_merge(_read_yaml(path) if path else {}, _read_environment()), given)
+    if path is None and not values.get("models") and not values.get("checkpoints"):
+        raise SettingsError(
+            "a configuration file is expected in --config or EXPERTD_CONFIG, or a checkpoint in --model, "
+            "got neither"
+        )
     try:
         settings = Settings(**values)
         models = [model for checkpoint in settings.checkpoints for model in models_of(checkpoint)]
@@ -57,6 +62,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise SettingsError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path}: expected YAML: {' '.join(str(error).split())}") from error
+    if values is None:  # an empty file
+        return {}
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise SettingsError(f"{path}: expected a mapping of setting names to values, got {_shown(values)}")
     return values
@@ -113,7 +120,8 @@ def _origin(path: Path | None, where: str, flags: Mapping[str, Any]) -> str:
     variable = ENV_PREFIX + where.replace(".", ENV_DELIMITER).upper()
     over = "" if path is None else f" over {path}"
     if where.split(".")[0] in flags:
-        return f"flag --{where.split('.')[-1].replace('_', '-')}{over}"
+        flag = where.split(".")[-1].replace("_", "-")
+        return f"flag --{'model' if flag == 'path' else flag}{over}"
     if variable in os.environ:
         return f"environment variable {variable}{over}"
     return "command line" if path is None else str(path)

@@ -1,21 +1,27 @@
 """Numbers as people name them in settings: 3, 3-5, or 3-5,9."""
 
+import re
 from collections.abc import Iterable
 from typing import Annotated
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator
 
-_SPAN = r"\d{1,6}(-\d{1,6})?"
+_SPAN = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
 
 
 def numbers(spans: str) -> list[int]:
-    """What "3-5,9" names: 3, 4, 5, 9. Raises ValueError for a range that goes down."""
+    """What "3-5,9" names: 3, 4, 5, 9. Raises ValueError for anything of another form."""
     named: list[int] = []
-    for span in spans.split(","):
-        first, last = (int(bound) for bound in (span.split("-") * 2)[:2])
+    for text in spans.split(","):
+        span = _SPAN.fullmatch(text)
+        if span is None:
+            raise ValueError(f"numbers and ranges like 3, 3-5 or 3-5,9 are expected, got {spans!a:.80}")
+        first, last = int(span[1]), int(span[2] or span[1])
         if last < first:
-            raise ValueError(f"ranges from a lower to a higher number are expected, got {span}")
+            raise ValueError(f"ranges from a lower to a higher number are expected, got {text}")
         named.extend(range(first, last + 1))
+    if len(set(named)) < len(named):
+        raise ValueError(f"each number is expected once, got {spans:.80}")
     return named
 
 
@@ -40,7 +46,11 @@ def _checked(spans: str) -> str:
     return spans
 
 
-Span = Annotated[str, BeforeValidator(_to_text), Field(pattern=f"^{_SPAN}$"), AfterValidator(_checked)]
-Spans = Annotated[
-    str, BeforeValidator(_to_text), Field(pattern=f"^{_SPAN}(,{_SPAN})*$"), AfterValidator(_checked)
-]
+def _checked_one(span: str) -> str:
+    if "," in span:
+        raise ValueError(f"one range like 0-63 is expected, got {span:.80}")
+    return _checked(span)
+
+
+Span = Annotated[str, BeforeValidator(_to_text), AfterValidator(_checked_one)]
+Spans = Annotated[str, BeforeValidator(_to_text), AfterValidator(_checked)]

@@ -102,6 +102,7 @@ def test_the_changelogs_top_entry_is_the_projects_version() -> None:
     assert top == project["version"]
 
 
+@needs_curl
 def test_the_small_checkpoint_of_the_documentation(tmp_path: Path) -> None:
     text = block("docs/checkpoints.md", "sh", "tests.checkpoints.builders")
     make, serve = text.replace("/tmp/small", str(tmp_path / "small")).splitlines()
@@ -113,6 +114,10 @@ def test_the_small_checkpoint_of_the_documentation(tmp_path: Path) -> None:
     assert (program, command) == (".venv/bin/expertd", "serve")
     with serving(arguments, tmp_path) as server:
         assert server.get("/v2/models/small-deepseek-v3.layers.2/ready").status_code == 200
+        answer = run("bash", "-c", asking(server, block("docs/checkpoints.md", "sh", "/infer")))
+    assert answer.startswith(
+        '{"model_name":"small-deepseek-v3.layers.1","model_version":"1","outputs":[{"name":'
+    )
 
 
 def test_the_table_of_families_is_the_codes() -> None:

@@ -4,17 +4,16 @@ Nothing here reads a weight: `service.moe.checkpoint` does. Nothing anywhere rea
 """
 
 from service.checkpoints.config import CheckpointError
-from service.checkpoints.layer import LayerSource, Matrix, find_layer
+from service.checkpoints.expand import CheckpointModelSettings, models_of
+from service.checkpoints.layer import LayerSource, Matrix
 from service.checkpoints.model import MoEModel, read_model
-from service.checkpoints.models import models_of, source_of
 
 __all__ = [
     "CheckpointError",
+    "CheckpointModelSettings",
     "LayerSource",
     "Matrix",
     "MoEModel",
-    "find_layer",
     "models_of",
     "read_model",
-    "source_of",
 ]

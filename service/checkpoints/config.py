@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 _MOST = 1_000_000  # more than any size or count of a model
+SCALE_BLOCK = 128  # rows and columns of a weight to a scale
 
 
 class CheckpointError(ValueError):
@@ -16,52 +17,65 @@ class Config:
     """The values of a JSON object; `null` counts as not there.
 
     The readers take the first of `names` that is there, else `default`, and raise CheckpointError when there
-    is neither, or when the value is of another kind.
+    is neither, or when the value is of another kind or out of bounds.
     """
 
     def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
         self.path = path
         self._values = {name: value for name, value in values.items() if value is not None}
+        self._nulls = values.keys() - self._values.keys()
 
     @classmethod
     def read(cls, path: Path) -> "Config":
         """Raise CheckpointError unless `path` can be read and holds a JSON object."""
         return cls(path, read_json_object(path))
 
-    def integer(self, *names: str, default: int | None = None) -> int:
+    def integer(self, *names: str, default: int | None = None, least: int = 0, most: int = _MOST) -> int:
         name, value = self._get(names, default)
-        if type(value) is not int or not 0 <= value <= _MOST:
-            raise self.error(f"{name}: expected a whole number from 0 to {_MOST}, got {value!r:.80}")
+        if type(value) is not int or not least <= value <= most:
+            raise self.error(f"{name}: expected a whole number from {least} to {most}, got {shown(value)}")
+        return value
+
+    def size(self, *names: str) -> int:
+        """A whole number of scale blocks, at least one."""
+        value = self.integer(*names)
+        if value == 0 or value % SCALE_BLOCK:
+            name, _ = self._get(names, None)
+            raise self.error(f"{name}: expected a multiple of {SCALE_BLOCK}, got {value}")
         return value
 
     def number(self, *names: str, default: float | None = None) -> float:
         name, value = self._get(names, default)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise self.error(f"{name}: expected a number, got {value!r}")
+        if type(value) not in (int, float) or not abs(value) <= _MOST:
+            raise self.error(f"{name}: expected a number up to {_MOST}, got {shown(value)}")
         return float(value)
 
     def boolean(self, *names: str, default: bool | None = None) -> bool:
         name, value = self._get(names, default)
         if not isinstance(value, bool):
-            raise self.error(f"{name}: expected true or false, got {value!r}")
+            raise self.error(f"{name}: expected true or false, got {shown(value)}")
         return value
 
     def integers(self, *names: str) -> tuple[int, ...]:
         """A list of whole numbers, empty when there is none."""
         name, value = self._get(names, [])
         if not isinstance(value, list) or not all(type(item) is int for item in value):
-            raise self.error(f"{name}: expected a list of whole numbers, got {value!r}")
+            raise self.error(f"{name}: expected a list of whole numbers, got {shown(value)}")
         return tuple(value)
 
     def optional(self, name: str) -> Any:
         """The value, of whatever kind, or None."""
         return self._values.get(name)
 
-    def expect(self, name: str, expected: str) -> None:
+    def is_null(self, name: str) -> bool:
+        """Whether the value is there, and null."""
+        return name in self._nulls
+
+    def expect(self, name: str, expected: object) -> None:
         """Raise CheckpointError when `name` is there and says something else: code that is not written."""
         value = self._values.get(name, expected)
         if value != expected:
-            raise self.error(f"{name}: expected {expected!r}, got {value!r}")
+            raise self.error(f"{name}: expected {expected!r}, got {shown(value)}")
 
     def error(self, text: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {text}")
@@ -78,11 +92,24 @@ class Config:
 def read_json_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises CheckpointError."""
     try:
+        if path.exists() and not path.is_file():  # opening a pipe would wait for a writer
+            raise CheckpointError(f"{path}: expected a regular file")
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except CheckpointError:
+        raise
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: expected JSON: {error}") from error
+        raise CheckpointError(f"{path}: expected JSON: {shown(str(error))}") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{path}: expected a JSON object, got {type(values).__name__}")
     return values
+
+
+def shown(value: object) -> str:
+    """A value as a sentence can hold it: short, on one line, in characters that every terminal has."""
+    try:
+        text = ascii(value)
+    except ValueError:  # an int of more digits than Python turns into text
+        return "a number of thousands of digits"
+    return text if len(text) <= 80 else f"{text[:77]}..."

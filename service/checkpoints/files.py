@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from service.checkpoints.config import CheckpointError, read_json_object
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-_BESIDE = re.compile(r"[^/\\]+\.safetensors")
+_BESIDE = re.compile(r"[A-Za-z0-9_.-]+\.safetensors")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -48,6 +48,8 @@ class OpenFiles:
         """The file at `path`. Raises CheckpointError when it cannot be read, or ends before its tensors."""
         if path not in self._files:
             try:
+                if path.exists() and not path.is_file():  # opening a pipe would wait for a writer
+                    raise CheckpointError(f"{path}: expected a regular file")
                 self._files[path] = safe_open(path, framework=self._framework)
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{path}: expected a safetensors file, got: {error}") from error
@@ -71,8 +73,13 @@ class TensorFiles:
             raise CheckpointError(f"{path}: expected tensor {name}, got none of that name") from error
         return Stored(path, name, tensor.get_dtype(), tuple(tensor.get_shape()))
 
-    def close(self) -> None:
-        self._open.__exit__(None, None, None)
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.__exit__(kind, error, trace)
 
     def _path(self, name: str) -> Path:
         if self._index is None:
@@ -82,13 +89,15 @@ class TensorFiles:
             raise CheckpointError(f"{index}: expected tensor {name}, got none of that name")
         # A link in the directory may lead elsewhere (the hub's cache is made of them); a path may not.
         if not isinstance(file, str) or not _BESIDE.fullmatch(file):
-            raise CheckpointError(f"{index}: {name}: expected a .safetensors file beside it, got {file!r}")
+            raise CheckpointError(
+                f"{index}: {name}: expected a .safetensors file beside it, got {file!a:.80}"
+            )
         return self._directory / file
 
     @cached_property
     def _index(self) -> Mapping[str, Any] | None:
         path = self._directory / INDEX
-        if not path.exists():
+        if not _is_there(path):
             return None
         weight_map = read_json_object(path).get("weight_map")
         if not isinstance(weight_map, dict):
@@ -98,8 +107,16 @@ class TensorFiles:
     @cached_property
     def _single(self) -> Path:
         path = self._directory / SINGLE
-        if not path.exists():
+        if not _is_there(path):
             pickles = sorted(file.name for pattern in _PICKLES for file in self._directory.glob(pattern))
             got = f"pickles, which are never loaded ({pickles[0]})" if pickles else "neither"
             raise CheckpointError(f"{self._directory}: expected {INDEX} or {SINGLE}, got {got}")
         return path
+
+
+def _is_there(path: Path) -> bool:
+    """Whether the directory has an entry of that name, wherever it may lead."""
+    try:
+        return path.is_symlink() or path.exists()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error

@@ -1,14 +1,12 @@
 """The tensors of one MoE layer of a checkpoint: where they are, and that they are what they should be."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
-from service.checkpoints.config import CheckpointError
+from service.checkpoints.config import SCALE_BLOCK, CheckpointError
 from service.checkpoints.files import Stored, TensorFiles
 from service.checkpoints.model import MoEModel
 
 FP8 = "F8_E4M3"
-_BLOCK = 128
 _FLOATS = ("BF16", "F16", "F32")
 _SCALES = (*_FLOATS, "F8_E8M0")
 _BYTES = {FP8: 1, "F8_E8M0": 1, "BF16": 2, "F16": 2, "F32": 4}
@@ -43,18 +41,14 @@ class LayerSource:
 
 
 def find_layer(
-    directory: Path, model: MoEModel, layer: int, experts: range, num_shared_experts: int
+    files: TensorFiles, model: MoEModel, layer: int, experts: range, num_shared_experts: int
 ) -> LayerSource:
     """Find the tensors of layer `layer` with the routed `experts` and the first `num_shared_experts`.
 
     Reads headers, no weights. Raises CheckpointError for a tensor that is missing, or of another shape or
     type than the layer's.
     """
-    files = TensorFiles(directory)
-    try:
-        return _Finder(files, model, layer).find(experts, num_shared_experts)
-    finally:
-        files.close()
+    return _Finder(files, model, layer).find(experts, num_shared_experts)
 
 
 class _Finder:
@@ -69,7 +63,7 @@ class _Finder:
         groups = [self._expert(f"experts.{expert}", range(intermediate), intermediate) for expert in experts]
         for shared in range(num_shared_experts):
             part = range(shared * intermediate, (shared + 1) * intermediate)
-            groups.append(self._expert(f"{names.shared}", part, model.num_shared_experts * intermediate))
+            groups.append(self._expert(names.shared, part, model.num_shared_experts * intermediate))
         bias = None
         if names.router_bias is not None:
             bias = self._plain(names.router_bias, (model.num_experts,))
@@ -90,7 +84,7 @@ class _Finder:
         if weight.dtype != FP8:
             return Matrix(weight, None, rows, columns)
         scales = self._files.find(f"{self._prefix}.{name}.weight_scale_inv")
-        _check(scales, (-(-shape[0] // _BLOCK), -(-shape[1] // _BLOCK)), _SCALES)
+        _check(scales, (-(-shape[0] // SCALE_BLOCK), -(-shape[1] // SCALE_BLOCK)), _SCALES)
         return Matrix(weight, scales, rows, columns)
 
     def _plain(self, name: str, shape: tuple[int, ...]) -> Stored:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from service.checkpoints.config import Config
+from service.checkpoints.config import SCALE_BLOCK, Config, shown
 
-SCALE_BLOCK = [128, 128]
+MAX_EXPERTS = 1024
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Names:
 
     gate, up, down  the projections of an expert, under block.experts.E
     router_bias     the tensor that is added to the scores that choose, under block; None: there is none
-    shared          the shared expert, under block; None: there is none
+    shared          the shared expert, under block, where a model has one
     """
 
     block: str
@@ -24,7 +24,7 @@ class Names:
     up: str = "up_proj"
     down: str = "down_proj"
     router_bias: str | None = None
-    shared: str | None = None
+    shared: str = ""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,9 @@ def read_model(directory: Path) -> MoEModel:
     model_type = config.optional("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
-        raise config.error(f"model_type: expected one of {', '.join(sorted(FAMILIES))}, got {model_type!r}")
+        raise config.error(
+            f"model_type: expected one of {', '.join(sorted(FAMILIES))}, got {model_type!r:.80}"
+        )
     config.expect("hidden_act", "silu")
     _check_quantization(config)
     return family(config)
@@ -66,15 +68,14 @@ def read_model(directory: Path) -> MoEModel:
 def _check_quantization(config: Config) -> None:
     """FP8 with a scale per 128x128 block, or weights that are not quantised."""
     for name in ("quantization_config", "compression_config"):
-        value = config.optional(name)
-        if value is None:
+        given = config.optional(name)
+        if given is None:
             continue
-        method, block = (value.get(key) if isinstance(value, dict) else value for key in _METHOD_AND_BLOCK)
-        if method != "fp8" or block != SCALE_BLOCK:
-            raise config.error(
-                f"{name}: expected quant_method 'fp8' with weight_block_size {SCALE_BLOCK}, or none, "
-                f"got {method!r} with {block!r}"
-            )
-
-
-_METHOD_AND_BLOCK = ("quant_method", "weight_block_size")
+        if not isinstance(given, dict):
+            raise config.error(f"{name}: expected an object, got {type(given).__name__}")
+        method, block = given.get("quant_method"), given.get("weight_block_size")
+        scheme = given.get("activation_scheme", "dynamic")
+        expected, got = ("fp8", [SCALE_BLOCK, SCALE_BLOCK], "dynamic"), (method, block, scheme)
+        if got != expected:
+            keys = "(quant_method, weight_block_size, activation_scheme)"
+            raise config.error(f"{name} {keys}: expected {expected} or no such object, got {shown(got)}")

@@ -3,9 +3,9 @@
 `python -m tests.checkpoints.builders FAMILY DIRECTORY` makes one, in FP8.
 """
 
+import argparse
 import json
 import shutil
-import sys
 import tempfile
 from dataclasses import dataclass
 from importlib import import_module
@@ -66,6 +66,17 @@ CASES = {
     "mixtral": FamilyCase(
         "Mixtral", {"intermediate_size": INTERMEDIATE, "num_local_experts": EXPERTS}, "mixtral"
     ),
+    "qwen3-dense": FamilyCase(  # weights as they are, and a dense layer that is not the first
+        "Qwen3Moe",
+        {"moe_intermediate_size": INTERMEDIATE, "num_experts": EXPERTS, "norm_topk_prob": False,
+         "mlp_only_layers": [0]},
+        "qwen3_moe",
+    ),
+    "deepseek-v3-plain": FamilyCase(
+        "DeepseekV3",
+        _DEEPSEEK | {"n_group": 2, "topk_group": 2, "n_shared_experts": 1, "norm_topk_prob": False},
+        "deepseek_v3",
+    ),
     "qwen3": FamilyCase(
         "Qwen3Moe",
         {"moe_intermediate_size": INTERMEDIATE, "num_experts": EXPERTS, "norm_topk_prob": True},
@@ -77,8 +88,15 @@ CASES = {
 class Checkpoint:
     """A family's checkpoint in `directory`, and `oracle`, transformers' float32 model of the same numbers."""
 
-    def __init__(self, family: str, directory: Path, scales_dtype: torch.dtype | None = None) -> None:
-        """bf16 weights, or (scales_dtype given) the experts' in FP8."""
+    def __init__(
+        self,
+        family: str,
+        directory: Path,
+        scales_dtype: torch.dtype | None = None,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        """Weights of `dtype`, or (scales_dtype given) the experts' in FP8."""
         self.family, self.directory, self._case = family, directory, CASES[family]
         with quiet_transformers(), tempfile.TemporaryDirectory() as temporary:
             transformers = import_module("transformers")
@@ -87,7 +105,7 @@ class Checkpoint:
             model_class = getattr(transformers, f"{self._case.prefix}ForCausalLM")
             model = model_class(config)
             _randomize(model)
-            model.to(torch.bfloat16).save_pretrained(plain, max_shard_size="600KB")
+            model.to(dtype).save_pretrained(plain, max_shard_size="600KB")
             shutil.copytree(plain, directory)
             if scales_dtype is not None:
                 _to_fp8(directory, plain, scales_dtype)
@@ -181,8 +199,13 @@ def _blocks(scales: Tensor, shape: torch.Size) -> Tensor:
 
 
 def main() -> None:
-    family, directory = sys.argv[1:]
-    Checkpoint(family, Path(directory), torch.float32)
+    parser = argparse.ArgumentParser(description="Make a small checkpoint of random FP8 experts.")
+    parser.add_argument("family", choices=CASES)
+    parser.add_argument("directory", type=Path)
+    arguments = parser.parse_args()
+    if arguments.directory.exists():
+        parser.error(f"a directory that is not there yet is expected, got {arguments.directory}")
+    Checkpoint(arguments.family, arguments.directory, torch.float32)
 
 
 if __name__ == "__main__":

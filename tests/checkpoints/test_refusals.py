@@ -1,7 +1,7 @@
 """What cannot be served is said in one sentence, before anything is loaded."""
 
 import json
-import re
+import os
 import shutil
 import subprocess
 import sys
@@ -62,6 +62,17 @@ def no_header(directory: Path) -> None:
     shard_of(directory, f"{EXPERT}.up_proj.weight").write_bytes(b"\xff" * 64)
 
 
+def pipe(directory: Path) -> None:
+    file = shard_of(directory, f"{EXPERT}.up_proj.weight")
+    file.unlink()
+    os.mkfifo(file)
+
+
+def config_pipe(directory: Path) -> None:
+    (directory / "config.json").unlink()
+    os.mkfifo(directory / "config.json")
+
+
 def only_pickles(directory: Path) -> None:
     for file in (*directory.glob("*.safetensors"), directory / INDEX):
         file.unlink()
@@ -98,28 +109,43 @@ def test_what_is_not_damaged_is_served(directory: Path) -> None:
         (config(hidden_size=2.5), r"hidden_size: expected a whole number from 0 to 1000000, got 2\.5"),
         (config(num_hidden_layers=10**12), r"num_hidden_layers: expected .* to 1000000, got 1000000000000"),
         (config(n_shared_experts=10**6), r"at most 1024 experts are expected, got 8 and 1000000 shared ones"),
-        (config(n_group=0), r"routing\.groups: .*greater than or equal to 1, got 0"),
-        (config(num_experts_per_tok=0), r"top_k: .*greater than or equal to 1, got 0"),
+        (config(n_group=0), r"n_group: expected a whole number from 1 to 1000000, got 0"),
+        (config(num_experts_per_tok=0), r"num_experts_per_tok: expected a whole .* from 1 to 1000000, got 0"),
         (config(norm_topk_prob=1), r"norm_topk_prob: expected true or false, got 1"),
-        (config(routed_scaling_factor="2"), r"routed_scaling_factor: expected a number, got '2'"),
-        (config(routed_scaling_factor=-1), r"config\.json: routing\.scale: .*greater than 0, got -1"),
-        (config(moe_intermediate_size=192), r"intermediate_size: .*multiple of 128, got 192"),
-        (config(hidden_size=320), r"hidden_size: .*multiple of 128, got 320"),
-        (config(num_experts_per_tok=9), r"top_k is expected to be at most num_experts, which is 8, got 9"),
-        (config(n_group=3), r"num_experts is expected to be a multiple of groups, 3, got 8"),
+        (config(routed_scaling_factor="2"), r"scaling_factor: expected a number up to 1000000, got '2'"),
+        (config(routed_scaling_factor=10**400), r"scaling_factor: expected a number .*, got 1000.*\.\.\."),
+        (config(routed_scaling_factor=float("nan")), r"scaling_factor: expected a number .*, got nan"),
+        (config(routed_scaling_factor=-1), r"config\.json: routing: scale: .*greater than 0, got -1"),
+        (config(moe_intermediate_size=192), r"json: moe_intermediate_size: .* multiple of 128, got 192"),
+        (config(hidden_size=320), r"json: hidden_size: expected a multiple of 128, got 320"),
+        (config(num_experts_per_tok=9), r"config\.json: top_k is expected to be at most .* 8, got 9"),
+        (config(n_routed_experts=1025), r"n_routed_experts: expected .* from 1 to 1024, got 1025"),
+        (config(moe_layer_freq=0), r"moe_layer_freq: expected a whole number from 1 to"),
+        (config(hidden_size=10**30), r"hidden_size: expected a whole number .*, got 1000000"),
+        (config(n_group=3), r"config\.json: num_experts is expected to be a multiple of groups, 3, got 8"),
         (
             config(quantization_config={"quant_method": "compressed-tensors", "config_groups": {}}),
-            r"quantization_config: expected .*'fp8' .*\[128, 128\], or none, got 'compressed-tensors'",
+            r"quantization_config .*: expected \('fp8', \[128, 128\], 'dynamic'\) .* got \('compressed-",
         ),
         (
             config(quantization_config={"quant_method": "mxfp4"}),
-            r"quantization_config: expected .* got 'mxfp4'",
+            r"quantization_config .*: expected .* got \('mxfp4', None",
         ),
         (
             config(quantization_config={"quant_method": "fp8", "weight_block_size": None}),
-            r"quantization_config: expected .* got 'fp8' with None",
+            r"quantization_config .*: expected .* got \('fp8', None",
         ),
-        (config(quantization_config="fp8"), r"quantization_config: expected .* got 'fp8' with 'fp8'"),
+        (
+            config(
+                quantization_config={
+                    "quant_method": "fp8",
+                    "weight_block_size": [128, 128],
+                    "activation_scheme": "static",
+                }
+            ),
+            r"quantization_config .*: expected .* got .*'static'",
+        ),
+        (config(quantization_config="fp8"), r"quantization_config: expected an object, got str"),
         (config(hidden_size=384), r"gate_proj\.weight shape: expected \(128, 384\), got \(128, 256\)"),
         (config(n_routed_experts=12), r"expected tensor model\.layers\.1\.mlp\.experts\.8\.gate_proj\."),
         (
@@ -167,6 +193,10 @@ def test_what_is_not_damaged_is_served(directory: Path) -> None:
         ),
         (in_index(f"{EXPERT}.up_proj.weight", "/etc/passwd"), r"expected a .* file beside it, got '/etc/pa"),
         (in_index(f"{EXPERT}.up_proj.weight", ".."), r"expected a .safetensors file beside it, got '\.\.'"),
+        (in_index(f"{EXPERT}.up_proj.weight", "\ud800.safetensors"), r"it, got '\\ud800\.safetensors'"),
+        (in_index(f"{EXPERT}.up_proj.weight", "a\nb.safetensors"), r"it, got 'a\\nb\.safetensors'"),
+        (pipe, r"\d\.safetensors: expected a regular file"),
+        (config_pipe, r"config\.json: expected a regular file"),
         (in_index(f"{EXPERT}.up_proj.weight", 7), r"expected a .safetensors file beside it, got 7"),
         (lambda d: edit_json(d / INDEX, weight_map=[]), r"weight_map: expected an object, got list"),
         (only_pickles, r"expected .*, got pickles, which are never loaded \(pytorch_model\.bin\)"),
@@ -187,7 +217,7 @@ def test_a_damaged_checkpoint_is_refused(directory: Path, damage: Damage, messag
         ("0-1", None, r"layers: expected MoE layers \(1-3\), got 0"),
         ("1,9", None, r"layers: expected MoE layers \(1-3\), got 9"),
         ("3", None, r"expected tensor model\.layers\.3\..* got none"),  # prediction of more tokens: not saved
-        ("1", "5-8", r"local_experts are expected to be of 0 to 7, got 5-8"),
+        ("1", "5-8", r"experts: expected a range of 0 to 7, got 5-8"),
     ],
 )
 def test_what_a_checkpoint_does_not_have_is_refused(
@@ -227,6 +257,29 @@ def test_a_shard_has_the_shared_expert_only_with_expert_0(directory: Path) -> No
     assert [shared(experts) for experts in ("0-7", "0-3", "4-7", "1")] == [1, 1, 0, 0]
 
 
+def test_a_model_of_the_hubs_cache_is_called_by_its_name(made: Path, tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--deepseek-ai--DeepSeek-V3" / "snapshots" / "0a1b2c"
+    shutil.copytree(made, snapshot)
+    assert find(snapshot, "1") == ["DeepSeek-V3.layers.1"]
+    (tmp_path / "current").symlink_to(snapshot)
+    assert find(tmp_path / "current", "1") == ["current.layers.1"]
+
+
+def test_a_directory_whose_name_is_no_models_needs_one(made: Path, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(made, tmp_path / "my model"))
+    with pytest.raises(CheckpointError, match=r"my model: name: expected one \(--name, or name in"):
+        find(directory)
+    settings = CheckpointSettings(path=directory, layers="1", name="mine")
+    assert [model.name for model in models_of(settings)] == ["mine.layers.1"]
+
+
+def test_a_shared_expert_that_config_json_does_not_tell_of_is_one(directory: Path) -> None:
+    edit_json(directory / "config.json", n_shared_experts=...)
+    assert models_of(CheckpointSettings(path=directory, layers="1"))[0].num_shared_experts == 1
+    edit_json(directory / "config.json", n_shared_experts=None)
+    assert models_of(CheckpointSettings(path=directory, layers="1"))[0].num_shared_experts == 0
+
+
 def test_looking_at_a_checkpoint_does_not_wait_for_torch(directory: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from service.settings_loader import load_settings\n"
@@ -242,4 +295,3 @@ def test_every_family_has_a_case() -> None:
     from tests.checkpoints.builders import CASES
 
     assert {case.model_type for case in CASES.values()} == set(FAMILIES)
-    assert all(re.fullmatch(r"[a-z0-9_]+", name) for name in FAMILIES)

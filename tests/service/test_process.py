@@ -20,11 +20,11 @@ from tests.service.processes import EXPERTD, ServerProcess, clean_environment, s
 
 INFER = "/v2/models/tiny/infer"
 DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
-# A step of 2048 tokens is some 50 GFLOP: long enough to send a signal while others wait.
+# A step of 2048 tokens is some 400 GFLOP: even at 1 TFLOPS long enough for others to come and wait.
 SLOW = {
     "name": "slow",
     "hidden_size": 1024,
-    "intermediate_size": 1024,
+    "intermediate_size": 8192,
     "num_experts": 4,
     "top_k": 4,
     "datatype": "FP32",

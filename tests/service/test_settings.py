@@ -1,10 +1,12 @@
 """Settings: file, environment and flags over each other, and one sentence for everything impossible."""
 
+import json
 import re
 from pathlib import Path
 from typing import get_args
 
 import pytest
+import yaml
 
 from kernels import backend_names
 from service.settings import ENV_PREFIX, Settings
@@ -93,26 +95,37 @@ def test_settings_are_frozen(config: Path) -> None:
         (f"models: [{MODEL[:-1]}, routing: {{groups: 3}}}}]", r"num_experts .*multiple of .*3, got 4"),
         (f"models: [{MODEL[:-1]}, routing: {{groups: 4}}}}]", r"top_groups .*in them, 2, got 1 with 1"),
         (f"models: [{MODEL[:-1]}, routing: {{top_groups: 2}}}}]", r"top_groups .* 1 to groups, 1, .*got 2"),
-        (f"models: [{MODEL[:-1]}, routing: {{scale: .inf}}}}]", r"routing\.scale: .*finite number, got inf"),
+        (
+            f"models: [{MODEL[:-1]}, routing: {{scale: .inf}}}}]",
+            r"routing\.scale: .*equal to 1000000, got inf",
+        ),
         (f"models: [{MODEL}, {MODEL}]", r"model names are expected to differ, got 'm' 2 times"),
         (
             f"models: [{MODEL[:-1]}, partition: p}}]",
             r"partition of model 'm' .*partitions \(none\), got 'p'",
         ),
-        (f"models: [{MODEL[:-1]}, weights: {{}}}}]", r"models\.0\.weights: exactly one of seed, path and"),
+        (f"models: [{MODEL[:-1]}, weights: {{}}}}]", r"models\.0\.weights: exactly one of seed and path"),
         (
             f"models: [{MODEL[:-1]}, weights: {{seed: 1, layer: 3}}}}]",
-            r"checkpoint and layer are expected tog",
+            r"weights\.layer: unknown setting",
         ),
         (f"models: [{MODEL[:-1]}, local_experts: 2-4}}]", r"local_experts .* of 0 to 3, got 2-4"),
         (f"models: [{MODEL[:-1]}, local_experts: 3-2}}]", r"local_experts: ranges from a lower .*, got 3-2"),
-        (f"models: [{MODEL[:-1]}, local_experts: '0-1,3'}}]", r"local_experts: .*got '0-1,3'"),
+        (
+            f"models: [{MODEL[:-1]}, local_experts: '0-1,3'}}]",
+            r"one range like 0-63 is expected, got 0-1,3",
+        ),
         (
             f"models: [{MODEL[:-1]}, local_experts: 1, masked_max_tokens: 2}}]",
             r"masked_max_tokens .* 0 or null",
         ),
         (f"models: [{MODEL[:-1]}, num_shared_experts: 1021}}]", r"at most 1024 .*, got 4 and 1021 shared"),
-        ("checkpoints: [{path: /none, layers: 3-x}]", r"checkpoints\.0\.layers: .*got '3-x'"),
+        (
+            "checkpoints: [{path: /none, layers: 3-x}]",
+            r"\.layers: numbers and ranges .*, got '3-x'",
+        ),
+        ("checkpoints: [{path: /none, layers: '1,3,1'}]", r"layers: each number is expected once, got 1,3,1"),
+        ("checkpoints: [{path: /none, layers: '\uff11'}]", r"layers: numbers and ranges .*, got '.uff11'"),
         ("checkpoints: [{path: /none, layer: 3}]", r"checkpoints\.0\.layer: unknown .*known: path, layers,"),
         (
             f"models: [{MODEL[:-1]}, weights: {{seed: 9223372036854775808}}}}]",
@@ -126,7 +139,7 @@ def test_settings_are_frozen(config: Path) -> None:
         ("models: []", r"models or checkpoints: at least one layer to serve is expected, got none"),
         ("port: 1", r"models or checkpoints: at least one layer to serve is expected, got none"),
         ("- a\n- b", r"expected a mapping of setting names to values, got \['a', 'b'\]"),
-        ("", r"expected a mapping of setting names to values, got None"),
+        ("", r"models or checkpoints: at least one layer to serve is expected, got none"),
         ("models: [", r"expected YAML"),
     ],
 )
@@ -160,6 +173,16 @@ def test_a_wrong_flag_for_a_checkpoint_is_said_to_be_one(
 ) -> None:
     with pytest.raises(SettingsError, match=message):
         load_settings(config, {"models": [], "checkpoints": [{"path": Path("/none"), **layers}]})
+
+
+def test_the_environment_alone_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SettingsError, match=r"^a configuration file is expected"):
+        load_settings(None)
+    monkeypatch.setenv("EXPERTD_MODELS", json.dumps([yaml.safe_load(MODEL)]))
+    assert [model.name for model in load_settings(None).models] == ["m"]
+    monkeypatch.setenv("EXPERTD_CHECKPOINTS", '[{"path": "/none", "layers": 3}]')
+    with pytest.raises(SettingsError, match=r"^/none/config\.json: cannot be read"):
+        load_settings(None)
 
 
 def test_numbers_and_spans_are_inverse() -> None:

@@ -5,7 +5,7 @@ layers of multi-token prediction, which follow the others.
 """
 
 from service.checkpoints.config import Config
-from service.checkpoints.model import MoEModel, Names
+from service.checkpoints.model import MAX_EXPERTS, MoEModel, Names
 
 
 def read(
@@ -16,25 +16,21 @@ def read(
     config.expect("topk_method", "noaux_tc")
     begin = config.integer("first_k_dense_replace", default=dense)
     end = config.integer("num_hidden_layers") + config.integer("num_nextn_predict_layers", default=0)
-    every = max(1, config.integer("moe_layer_freq", default=1))
-    shared = config.integer("n_shared_experts", default=0)
+    every = config.integer("moe_layer_freq", default=1, least=1)
+    shared = 0 if config.is_null("n_shared_experts") else config.integer("n_shared_experts", default=1)
     return MoEModel(
         layers=tuple(layer for layer in range(begin, end) if layer % every == 0),
-        hidden_size=config.integer("hidden_size"),
-        intermediate_size=config.integer("moe_intermediate_size"),
-        num_experts=config.integer("n_routed_experts", "num_local_experts"),
-        top_k=config.integer("num_experts_per_tok"),
+        hidden_size=config.size("hidden_size"),
+        intermediate_size=config.size("moe_intermediate_size"),
+        num_experts=config.integer("n_routed_experts", "num_local_experts", least=1, most=MAX_EXPERTS),
+        top_k=config.integer("num_experts_per_tok", least=1),
         num_shared_experts=shared,
         routing={
             "scoring": "sigmoid",
             "renormalize": config.boolean("norm_topk_prob", default=True),
             "scale": config.number("routed_scaling_factor", default=scale),
-            "groups": config.integer("n_group", default=groups),
-            "top_groups": config.integer("topk_group", default=top_groups),
+            "groups": config.integer("n_group", default=groups, least=1),
+            "top_groups": config.integer("topk_group", default=top_groups, least=1),
         },
-        names=Names(
-            block="mlp",
-            router_bias="gate.e_score_correction_bias",
-            shared="shared_experts" if shared else None,
-        ),
+        names=Names("mlp", router_bias="gate.e_score_correction_bias", shared="shared_experts"),
     )

@@ -1,24 +1,22 @@
 """Qwen3-MoE: softmax over all experts, some layers may be dense. Source: transformers 5.23, qwen3_moe."""
 
 from service.checkpoints.config import Config
-from service.checkpoints.model import MoEModel, Names
+from service.checkpoints.model import MAX_EXPERTS, MoEModel, Names
 
 
 def read(config: Config) -> MoEModel:
-    every, dense = (
-        max(1, config.integer("decoder_sparse_step", default=1)),
-        config.integers("mlp_only_layers"),
-    )
+    every = config.integer("decoder_sparse_step", default=1, least=1)
+    dense = set(config.integers("mlp_only_layers"))
     return MoEModel(
         layers=tuple(
             layer
             for layer in range(config.integer("num_hidden_layers"))
             if (layer + 1) % every == 0 and layer not in dense
         ),
-        hidden_size=config.integer("hidden_size"),
-        intermediate_size=config.integer("moe_intermediate_size"),
-        num_experts=config.integer("num_experts", "num_local_experts"),
-        top_k=config.integer("num_experts_per_tok"),
+        hidden_size=config.size("hidden_size"),
+        intermediate_size=config.size("moe_intermediate_size"),
+        num_experts=config.integer("num_experts", "num_local_experts", least=1, most=MAX_EXPERTS),
+        top_k=config.integer("num_experts_per_tok", least=1),
         routing={"scoring": "softmax", "renormalize": config.boolean("norm_topk_prob", default=False)},
         names=Names("mlp"),
     )

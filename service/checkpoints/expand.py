@@ -1,0 +1,88 @@
+"""Makes a model of the service out of every layer that is asked of a checkpoint."""
+
+from pathlib import Path
+
+from pydantic import InstanceOf, ValidationError
+
+from service.checkpoints.config import CheckpointError
+from service.checkpoints.files import TensorFiles
+from service.checkpoints.layer import LayerSource, find_layer
+from service.checkpoints.model import MoEModel, read_model
+from service.settings import CheckpointSettings, ModelSettings
+from service.spans import numbers, spans
+
+
+class CheckpointModelSettings(ModelSettings):
+    """A layer whose weights are in a checkpoint: no setting, since sizes and rule are the checkpoint's."""
+
+    source: InstanceOf[LayerSource]
+
+
+def models_of(checkpoint: CheckpointSettings) -> list[CheckpointModelSettings]:
+    """The checkpoint's layers, each under its name and with its sizes and rule; headers are read and checked.
+
+    Raises CheckpointError for what cannot be served.
+    """
+    directory = checkpoint.path.expanduser()
+    model = read_model(directory)
+    held = range(model.num_experts)
+    if checkpoint.experts is not None:
+        asked = numbers(checkpoint.experts)
+        if asked[-1] not in held:
+            raise CheckpointError(
+                f"{directory}: experts: expected a range of 0 to {held[-1]}, got {checkpoint.experts}"
+            )
+        held = range(asked[0], asked[-1] + 1)
+    models = []
+    with TensorFiles(directory) as files:
+        for layer in numbers(checkpoint.layers):
+            if layer not in model.layers:
+                known = spans(model.layers) or "none"
+                raise CheckpointError(f"{directory}: layers: expected MoE layers ({known}), got {layer}")
+            # With expert 0 and nowhere else, so that the parts of a layer add up to it.
+            num_shared_experts = model.num_shared_experts if 0 in held else 0
+            settings = _settings(checkpoint, directory, model, layer, num_shared_experts)
+            source = find_layer(files, model, layer, held, num_shared_experts)
+            models.append(CheckpointModelSettings.model_validate({**settings, "source": source}))
+    return models
+
+
+def _settings(
+    checkpoint: CheckpointSettings, directory: Path, model: MoEModel, layer: int, num_shared_experts: int
+) -> dict[str, object]:
+    """Checked as other models are, before any tensor is looked for."""
+    settings: dict[str, object] = {
+        "name": f"{checkpoint.name or _name(directory)}.layers.{layer}",
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_experts": model.num_experts,
+        "top_k": model.top_k,
+        "local_experts": checkpoint.experts,
+        "num_shared_experts": num_shared_experts,
+        "routing": model.routing,
+        "datatype": checkpoint.datatype,
+        "masked_max_tokens": checkpoint.masked_max_tokens,
+        "partition": checkpoint.partition,
+    }
+    try:
+        ModelSettings.model_validate(settings)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        if first["loc"] == ("name",):
+            raise CheckpointError(
+                f"{directory}: name: expected one (--name, or name in the file), for the directory's own is "
+                f"not made of letters, digits, dots, dashes and underscores alone"
+            ) from error
+        where = "".join(f"{part}: " for part in first["loc"])
+        message = first["ctx"]["error"] if first["type"] == "value_error" else first["msg"]
+        got = "" if first["type"] == "value_error" else f", got {first['input']}"
+        raise CheckpointError(f"{directory / 'config.json'}: {where}{message}{got}") from error
+    return settings
+
+
+def _name(directory: Path) -> str:
+    """The directory's name; in the hub's cache, models--ORGANISATION--MODEL/snapshots/HASH, the model's."""
+    path = directory.absolute()  # not resolved: a link is called what it is called
+    if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
+        return path.parent.parent.name.rsplit("--", 1)[-1]
+    return path.name

@@ -1,0 +1,73 @@
+"""Which layers of a family are MoE layers, and what its rule is where config.json leaves it out."""
+
+import json
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.families import quiet_transformers
+from service.checkpoints import read_model
+from tests.checkpoints.builders import CASES
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("deepseek-v3", {"first_k_dense_replace": 3}),
+        ("glm-4.5", {"first_k_dense_replace": 2}),
+        ("minimax-m2", {}),
+        ("mixtral", {}),
+        ("qwen3", {"decoder_sparse_step": 3}),
+        ("qwen3", {"decoder_sparse_step": 2, "mlp_only_layers": [1, 4]}),
+        ("qwen3", {"mlp_only_layers": [0, 6]}),
+    ],
+)
+def test_moe_layers_are_those_of_transformers(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    case = CASES[family]
+    sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 8}
+    with quiet_transformers(), torch.device("meta"):
+        transformers = import_module("transformers")
+        given = case.settings | sizes | {"num_hidden_layers": 7} | settings
+        config = getattr(transformers, f"{case.prefix}Config")(**given)
+        model = getattr(transformers, f"{case.prefix}Model")(config)
+        config.save_pretrained(tmp_path)
+    theirs = [index for index, layer in enumerate(model.layers) if hasattr(layer.mlp, "experts")]
+    ours = [layer for layer in read_model(tmp_path).layers if layer < 7]
+    assert ours == theirs
+    assert 0 < len(ours) <= 7
+
+
+@pytest.mark.parametrize(
+    ("model_type", "routing", "shared"),
+    [
+        ("deepseek_v3", ("sigmoid", True, 2.5, 8, 4), 1),
+        ("glm4_moe", ("sigmoid", True, 1.0, 1, 1), 1),
+        ("minimax_m2", ("sigmoid", True), 0),
+        ("mixtral", ("softmax", True), 0),
+        ("qwen3_moe", ("softmax", False), 0),
+    ],
+)
+def test_what_a_config_means_where_it_says_nothing(
+    model_type: str, routing: tuple[object, ...], shared: int, tmp_path: Path
+) -> None:
+    config = {
+        "model_type": model_type, "num_hidden_layers": 5, "hidden_size": 256, "moe_intermediate_size": 128,
+        "intermediate_size": 128, "num_local_experts": 8, "num_experts_per_tok": 2,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = read_model(tmp_path)
+    assert tuple(model.routing.values()) == routing
+    assert model.num_shared_experts == shared
+
+
+def test_every_second_layer_of_deepseek_and_those_of_prediction(tmp_path: Path) -> None:
+    config = {
+        "model_type": "deepseek_v3", "num_hidden_layers": 8, "num_nextn_predict_layers": 3,
+        "moe_layer_freq": 2, "hidden_size": 256, "moe_intermediate_size": 128, "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_model(tmp_path).layers == (4, 6, 8, 10)
