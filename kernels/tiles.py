@@ -28,6 +28,7 @@ class TileConfig:
     stages    K blocks of both operands in flight
     cluster   CTAs that take neighbouring columns and load the tokens together
     box_m     rows one TMA load brings
+    swiglu    out is silu(gate) * up in FP8 with scales, b has the gates' rows and after them the ups'
     """
 
     swapped: bool
@@ -35,24 +36,46 @@ class TileConfig:
     stages: int
     cluster: int
     box_m: int
+    swiglu: bool = False
 
     @property
     def name(self) -> str:
         """Short and unique among the variants of a layout."""
-        return f"{'swapped' if self.swapped else 'straight'}_m{self.block_m}_c{self.cluster}"
+        swiglu = "_swiglu" if self.swiglu else ""
+        return f"{'swapped' if self.swapped else 'straight'}_m{self.block_m}_c{self.cluster}{swiglu}"
+
+    @property
+    def weight_rows(self) -> int:
+        """Rows of b in a tile."""
+        return 256 if self.swapped and self.swiglu else 128
+
+    @property
+    def box_n(self) -> int:
+        """Rows of b that one TMA load brings."""
+        return 64 if self.swiglu else 128
+
+    @property
+    def block_n(self) -> int:
+        """Columns of out in a CTA's tile."""
+        return self.weight_rows // 2 if self.swiglu else self.weight_rows
 
     @property
     def threads(self) -> int:
         """A producer warpgroup, and a consumer warpgroup for every 64 of the tensor cores' M side."""
-        return 128 * (1 + (BLOCK_N if self.swapped else self.block_m) // 64)
+        return 128 * (1 + (2 if self.swapped else self.block_m // 64))
 
     @property
     def storage_bytes(self) -> int:
         """Size of SharedStorage in storage.cuh; the compiler checks it."""
-        stage = (BLOCK_N + self.block_m) * BLOCK_K + self.block_m * 4 + 2 * 8
-        staging = (self.threads // 128 - 1) * (4096 if self.swapped else 64 * BLOCK_N * 2)
+        groups = self.threads // 128 - 1
+        scales = self.block_m * 4 * (2 if self.swiglu else 1)
+        stage = (self.weight_rows + self.block_m) * BLOCK_K + scales + 2 * 8
+        staging = groups * (4096 if self.swapped or self.swiglu else 64 * BLOCK_N * 2)
+        largest = 0
+        if self.swiglu:  # Largest
+            largest = 9 * self.block_m * 4 if self.swapped else 2 * 4 * groups * (64 + 8)
         tiles = (self.stages + 3) * (16 + 8)  # kTiles records, each with its barrier
-        return -(-(self.stages * stage + staging + tiles) // 16) * 16
+        return -(-(self.stages * stage + staging + largest + tiles) // 16) * 16
 
     def shared_bytes(self, num_groups: int, passes: int = 1) -> int:
         """Dynamic shared memory of a CTA: the storage, and the scheduler's table."""
@@ -75,6 +98,9 @@ SHORT = TileConfig(swapped=True, block_m=64, stages=8, cluster=1, box_m=16)
 TALL = TileConfig(swapped=False, block_m=192, stages=4, cluster=1, box_m=64)
 TALL_PAIR = TileConfig(swapped=False, block_m=192, stages=4, cluster=2, box_m=32)
 CONFIGS = (SHORT, TALL, TALL_PAIR)
+# The same with SwiGLU: a scale of its result has 128 columns, so one CTA has 256 rows of weights, or a pair has.
+SHORT_SWIGLU = TileConfig(swapped=True, block_m=64, stages=5, cluster=1, box_m=16, swiglu=True)
+PAIR_SWIGLU = TileConfig(swapped=False, block_m=192, stages=4, cluster=2, box_m=32, swiglu=True)
 
 # All measured on an H200, see kernels/README.md.
 _SHORT_ROWS = {Layout.CONTIGUOUS: 24, Layout.MASKED: 48}  # at most; contiguous groups are less even
@@ -154,9 +180,13 @@ def source(layout: Layout, config: TileConfig) -> Source:
             ("STAGES", str(config.stages)),
             ("CLUSTER", str(config.cluster)),
             ("BOX_M", str(config.box_m)),
+            ("SWIGLU", str(int(config.swiglu))),
             ("STORAGE_BYTES", str(config.storage_bytes)),
         ),
     )
 
 
-VARIANTS = tuple((layout, config) for layout in Layout for config in CONFIGS)
+VARIANTS = (
+    *((layout, config) for layout in Layout for config in CONFIGS),
+    *((Layout.CONTIGUOUS, config) for config in (SHORT_SWIGLU, PAIR_SWIGLU)),
+)

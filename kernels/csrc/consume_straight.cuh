@@ -8,7 +8,7 @@
 
 namespace straight {
 
-constexpr int kAccumulators = kBlockN / 2;
+constexpr int kAccumulators = kWeightRows / 2;
 
 // A warpgroup's way through all tiles. Rounds of the ring are unrolled: with every address known, the four wgmma of a
 // K block follow each other closely enough to keep the warpgroups out of each other's way.
@@ -22,8 +22,10 @@ class Consumer {
           first_row_(warpgroup * 64) {}
 
     __device__ __forceinline__ void run(const Output& output, int k_blocks) {
-        float acc[kAccumulators] = {};
         Pipeline pipeline;
+#if SWIGLU
+        u32 turn = 0;  // tiles whose rows' largest numbers were exchanged
+#endif
         for (Walk walk;; walk.advance()) {
             ptx::mbarrier_wait(&shared_.announced[walk.index], walk.phase);
             const Tile tile = part_of(shared_.tiles[walk.index], output.rank);
@@ -36,7 +38,7 @@ class Consumer {
                 }
                 continue;
             }
-            float sum[kAccumulators] = {};
+            float sum[kAccumulators] = {}, acc[kAccumulators] = {};
             while (left > 0) {
                 if (pipeline.index == 0 && left >= kStages) {
 #pragma unroll
@@ -49,10 +51,15 @@ class Consumer {
                     --left;
                 }
             }
-            store_rows(sum, ptx::shared_address(shared_.staging) + row_ * kBlockN * 2, output, output.row(tile) + row_,
-                       tile.rows - row_, tile.column);
+            const u32 staging = ptx::shared_address(shared_.staging) + row_ * (kStagingBytes / 64);
+#if SWIGLU
+            store_activated(sum, shared_.largest, turn, staging, output, output.row(tile) + row_, tile.rows - row_, tile.column);
+        }
+#else
+            store_rows(sum, staging, output, output.row(tile) + row_, tile.rows - row_, tile.column);
         }
         ptx::wait_bulk_stores();  // they read shared memory that ends with the CTA
+#endif
     }
 
   private:
@@ -60,17 +67,24 @@ class Consumer {
     __device__ __forceinline__ void accumulate(float (&sum)[kAccumulators], float (&acc)[kAccumulators], int stage,
                                                u32 phase) {
         ptx::mbarrier_wait(&shared_.full[stage], phase);
-        wgmma::multiply_block<kBlockN, true>(acc, tokens_ + stage * kBlockM * kBlockK, weights_ + stage * kBlockN * kBlockK);
-        const float* scales = shared_.scales[stage] + row_ + threadIdx.x % 32 / 4;
-        const float low = scales[0], high = scales[8];
+        wgmma::multiply_block<kWeightRows, true>(acc, tokens_ + stage * kBlockM * kBlockK, weights_ + stage * kWeightRows * kBlockK);
+        const float* scales = shared_.scales[stage][0] + row_ + threadIdx.x % 32 / 4;
+        float low[kScaleParts], high[kScaleParts];
+        low[0] = scales[0];
+        high[0] = scales[8];
         wgmma::wait(acc);
+        if constexpr (kScaleParts == 2) {  // not before: there are no registers for them
+            low[1] = scales[kBlockM];
+            high[1] = scales[kBlockM + 8];
+        }
         release(&shared_.empty[stage]);
 #pragma unroll
         for (int i = 0; i < kAccumulators; i += 4) {
-            sum[i + 0] += acc[i + 0] * low;
-            sum[i + 1] += acc[i + 1] * low;
-            sum[i + 2] += acc[i + 2] * high;
-            sum[i + 3] += acc[i + 3] * high;
+            const int part = i * kScaleParts / kAccumulators;
+            sum[i + 0] += acc[i + 0] * low[part];
+            sum[i + 1] += acc[i + 1] * low[part];
+            sum[i + 2] += acc[i + 2] * high[part];
+            sum[i + 3] += acc[i + 3] * high[part];
         }
     }
 

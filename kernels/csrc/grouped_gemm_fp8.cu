@@ -3,21 +3,32 @@
 // A CTA is persistent and walks tiles of all groups. One producer warpgroup (a warp for TMA, three for scales) feeds
 // the consumer warpgroups through a ring of stages; with CLUSTER 2 a pair of CTAs takes neighbouring columns
 // of the same rows, and each loads half of the tokens for both.
-#include "consume_straight.cuh"
-#include "consume_swapped.cuh"
+#include "activation.cuh"
 #include "scheduler.cuh"
 #include "storage.cuh"
+#include "wgmma.cuh"
+#if SWAPPED  // after the headers that both use: a header is put in place where it is first asked for
+#include "consume_swapped.cuh"
+#else
+#include "consume_straight.cuh"
+#endif
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     grouped_gemm_fp8(const __grid_constant__ ptx::TensorMap a_map,  // [rows, k], box kBoxM x 128, 128-byte swizzle
-                     const __grid_constant__ ptx::TensorMap b_map,  // [num_groups * n, k], box kBlockN x 128
-#if !SWAPPED
+                     const __grid_constant__ ptx::TensorMap b_map,  // [num_groups * rows of b, k], box kBoxN x 128
+#if !SWAPPED && !SWIGLU
                      const __grid_constant__ ptx::TensorMap out_map,  // [rows, n], box 16 x 64, 128-byte swizzle
 #endif
                      const float* __restrict__ a_scales, u32 scale_stride_group, u32 scale_stride_m, u32 scale_stride_k,
-                     const float* __restrict__ b_scales,  // [num_groups, ceil(n / 128), k / 128]
+                     const float* __restrict__ b_scales,  // [num_groups, ceil(rows of b / 128), k / 128]
                      const int* __restrict__ extents,     // offsets [num_groups + 1] or counts [num_groups]
+#if SWIGLU
+                     u8* __restrict__ out,  // e4m3 [rows, n], from 2 n rows of b: gates, then ups
+                     float* __restrict__ out_scales, u32 out_scale_stride,  // [n / 128, out_scale_stride]
+                     float alpha, float activation_limit,
+#else
                      u16* __restrict__ out,               // bf16 [rows, n]
+#endif
                      int num_groups, int n, int k, int limit,  // limit: M, or max_m
                      int rows_per_group,  // max_m, or 0 where rows are not laid out by group
                      int tile_steps, int passes,  // how groups are cut into tiles: see Cut
@@ -30,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (warp == 0 && ptx::elect_one()) {
         ptx::prefetch_tensor_map(&a_map);
         ptx::prefetch_tensor_map(&b_map);
-#if !SWAPPED
+#if !SWAPPED && !SWIGLU
         ptx::prefetch_tensor_map(&out_map);
 #endif
         for (int stage = 0; stage < kStages; ++stage) {
@@ -38,6 +49,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             ptx::mbarrier_init(&shared.empty[stage], kConsumerWarps * kArrivals * kCluster);
         }
         for (int i = 0; i < kTiles; ++i) ptx::mbarrier_init(&shared.announced[i], 1);
+#if SWIGLU && !SWAPPED
+        for (int i = 0; i < 2 * kConsumerWarps; ++i) ptx::mbarrier_init(&shared.largest.there[0][i], 1);
+#endif
         ptx::fence_mbarrier_init();
     }
     kCluster > 1 ? ptx::cluster_sync() : __syncthreads();
@@ -56,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 const Tile tile = part_of(announce(shared, walk, rank, [&] { return scheduler.tile(number); }), rank);
                 if (tile.rows < 0) break;
                 const int boxes = (tile.rows + kBoxM - 1) / kBoxM;
-                const int row = tile.group * rows_per_group + tile.row, column = tile.group * n + tile.column;
+                const int row = tile.group * rows_per_group + tile.row, column = tile.group * n * kScaleParts + tile.column;
                 int claimed = 0;
                 for (int kb = 0; kb < k_blocks; ++kb, pipeline.advance()) {
                     const int stage = pipeline.index;
@@ -65,8 +79,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                     ptx::mbarrier_wait(&shared.empty[stage], pipeline.phase ^ 1);
                     if (ptx::elect_one()) {
                         u64* full = &shared.full[stage];
-                        ptx::mbarrier_arrive_expect_bytes(full, (kBlockN + boxes * kBoxM) * kBlockK);
-                        ptx::tma_load(&b_map, full, shared.weights[stage], kb * kBlockK, column);
+                        ptx::mbarrier_arrive_expect_bytes(full, (kWeightRows + boxes * kBoxM) * kBlockK);
+#pragma unroll
+                        for (int part = 0; part < kWeightRows / kBoxN; ++part)  // with ups: 64 gates, their ups, and so on
+                            ptx::tma_load(&b_map, full, shared.weights[stage] + part * kBoxN * kBlockK, kb * kBlockK,
+                                          column + part / 2 * kBoxN + part % 2 * n);
                         for (int box = rank; box < boxes; box += kCluster) {
                             ptx::tma_load_to_cluster<kCluster>(&a_map, full, shared.tokens[stage] + box * kBoxM * kBlockK,
                                                                kb * kBlockK, row + box * kBoxM);
@@ -80,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         } else if (warp > kConsumerWarps) {
             // ---- scales: the product of both, so that a consumer multiplies once. The warps take stages in turn and
             // load before their stage is free: consumers wait for a stage's slowest load, and these come a long way.
-            const int blocks_n = (n + kBlockN - 1) / kBlockN;
+            const int blocks_n = (n + 127) / 128;  // of gates, where there are ups too
             int next = warp - kConsumerWarps - 1;  // this warp's next K block, counted from the tile's first
             Pipeline pipeline;
             pipeline.advance(next);
@@ -88,8 +105,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 ptx::mbarrier_wait(&shared.announced[walk.index], walk.phase);
                 const Tile tile = part_of(shared.tiles[walk.index], rank);
                 if (tile.rows < 0) break;
-                const int block_n = min(tile.column / kBlockN, blocks_n - 1);
-                const float* b_scale = b_scales + (static_cast<i64>(tile.group) * blocks_n + block_n) * k_blocks;
+                const int block_n = min(tile.column / 128, blocks_n - 1);
+                const float* b_scale = b_scales + (static_cast<i64>(tile.group) * blocks_n * kScaleParts + block_n) * k_blocks;
                 const int last = tile.row + tile.rows - 1;
                 u32 a_scale[kBlockM / 32];  // rows past the tile's end repeat its last one: nobody reads the result
 #pragma unroll
@@ -99,11 +116,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                     float a_value[kBlockM / 32];
 #pragma unroll
                     for (int i = 0; i < kBlockM / 32; ++i) a_value[i] = __ldg(a_scales + (a_scale[i] + next * scale_stride_k));
-                    const float b_value = __ldg(b_scale + next);
+                    float b_value[kScaleParts];
+#pragma unroll
+                    for (int part = 0; part < kScaleParts; ++part)
+                        b_value[part] = __ldg(b_scale + part * blocks_n * k_blocks + next);
                     ptx::mbarrier_wait(&shared.empty[pipeline.index], pipeline.phase ^ 1);
 #pragma unroll
-                    for (int i = 0; i < kBlockM / 32; ++i)
-                        shared.scales[pipeline.index][i * 32 + lane] = a_value[i] * b_value;
+                    for (int part = 0; part < kScaleParts; ++part)
+#pragma unroll
+                        for (int i = 0; i < kBlockM / 32; ++i)
+                            shared.scales[pipeline.index][part][i * 32 + lane] = a_value[i] * b_value[part];
                     publish(&shared.full[pipeline.index]);
                 }
                 next -= k_blocks;
@@ -112,16 +134,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     } else {
         // ---- consumers
         ptx::grow_registers<kConsumerGroups == 2 ? 232 : 152>();
-#if SWAPPED
+#if SWIGLU
+        const Output output{out, out_scales, out_scale_stride, alpha, activation_limit, n, rows_per_group, rank};
+#elif SWAPPED
         const Output output{out, nullptr, n, rows_per_group, rank};
 #else
         const Output output{out, &out_map, n, rows_per_group, rank};
 #endif
-        if constexpr (kSwapped) {
-            swapped::consume_all(shared, warp / 4, output, k_blocks);
-        } else {
-            straight::Consumer(shared, warp / 4).run(output, k_blocks);
-        }
+#if SWAPPED
+        swapped::consume_all(shared, warp / 4, output, k_blocks);
+#else
+        straight::Consumer(shared, warp / 4).run(output, k_blocks);
+#endif
     }
     if constexpr (kCluster > 1) ptx::cluster_sync();  // a CTA must outlive the other's arrivals and copies into it
 }

@@ -99,6 +99,18 @@ __device__ __forceinline__ void store_to_cta(void* place, int4 value, u64* barri
         : "memory");
 }
 
+// The same with 8 bytes.
+__device__ __forceinline__ void store_to_cta(void* place, float2 value, u64* barrier, u32 rank) {
+    asm volatile(
+        "{ .reg .b32 to, done;\n"
+        "mapa.shared::cluster.u32 to, %0, %2;\n"
+        "mapa.shared::cluster.u32 done, %1, %2;\n"
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [to], {%3, %4}, [done]; }" ::"r"(
+            shared_address(place)),
+        "r"(shared_address(barrier)), "r"(rank), "r"(__float_as_uint(value.x)), "r"(__float_as_uint(value.y))
+        : "memory");
+}
+
 __device__ __forceinline__ void mbarrier_wait(u64* barrier, u32 parity) {
     asm volatile(
         "{ .reg .pred done;\n"
@@ -159,6 +171,25 @@ __device__ __forceinline__ u32 pack_bf16(float low, float high) {
     return packed;
 }
 
+// Two fp32 to a pair of e4m3, `low` in the lower byte; round to nearest even.
+__device__ __forceinline__ u16 pack_e4m3(float low, float high) {
+    u16 packed;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+// fmaxf and fminf drop a NaN; these hand it on.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+    float result;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
+}
+__device__ __forceinline__ float min_or_nan(float a, float b) {
+    float result;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
+}
+
 // Stores four 8x8 matrices of 16-bit elements; lane l gives the address of the 16-byte row l % 8 of matrix l / 8.
 __device__ __forceinline__ void stmatrix(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m0), "r"(m1),
@@ -191,6 +222,13 @@ __device__ __forceinline__ void wait_bulk_stores_read() {
 }
 __device__ __forceinline__ void wait_bulk_stores() {
     asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+__device__ __forceinline__ void store_shared(u32 address, u16 value) {
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(value) : "memory");
+}
+__device__ __forceinline__ void store_shared(u32 address, u8 value) {
+    asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "h"(static_cast<u16>(value)) : "memory");
 }
 
 __device__ __forceinline__ uint4 load_shared(u32 address) {

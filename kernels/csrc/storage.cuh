@@ -10,20 +10,25 @@ constexpr Layout kLayout = Layout::kMasked;
 constexpr Layout kLayout = Layout::kContiguous;
 #endif
 constexpr bool kSwapped = SWAPPED;  // weights instead of tokens on wgmma's M side
+constexpr bool kSwiglu = SWIGLU;    // out is silu(gate) * up in FP8, with a scale per row and 128 columns
 constexpr int kBlockM = BLOCK_M;    // most rows of a in a tile
-constexpr int kBlockN = 128;        // columns of out (rows of b) in a tile: one block of weight scales
+constexpr int kWeightRows = kSwiglu && kSwapped ? 256 : 128;        // rows of b in a tile
+constexpr int kBlockN = kSwiglu ? kWeightRows / 2 : kWeightRows;  // columns of out in a tile
+constexpr int kBoxN = kSwiglu ? 64 : 128;  // rows of b that one TMA load brings
 constexpr int kBlockK = 128;        // one scale of a; bytes of a swizzled row
 constexpr int kStages = STAGES;
 constexpr int kCluster = CLUSTER;  // CTAs with neighbouring columns that load the tokens together
 constexpr int kBoxM = BOX_M;       // rows of a that one TMA load brings
 
-constexpr int kConsumerGroups = kSwapped ? kBlockN / 64 : kBlockM / 64;  // warpgroups, 64 rows of wgmma's M each
+constexpr int kConsumerGroups = kSwapped ? 2 : kBlockM / 64;  // warpgroups
 constexpr int kConsumerWarps = kConsumerGroups * 4;
 constexpr int kScaleWarps = 3;
 static_assert(kStages >= kScaleWarps, "a scale warp tells two rounds of the ring apart by one phase bit");
 constexpr int kThreads = (kConsumerGroups + 1) * 128;
 constexpr int kHeightStep = kSwapped ? 16 : 64;  // what a tile's height is rounded up to
-constexpr u32 kStagingBytes = kSwapped ? 2 * 16 * 128 : 64 * kBlockN * 2;  // of a warpgroup's results on their way out
+// Of a warpgroup's results on their way out.
+constexpr u32 kStagingBytes = kSwiglu ? 4096 : kSwapped ? 2 * 16 * 128 : 64 * kBlockN * 2;
+constexpr int kScaleParts = kSwiglu ? 2 : 1;  // gate and up have weight scales of their own
 
 // Tiles whose records somebody may still read: with one K block a tile, a scale warp's next block can be the oldest of
 // a full ring, it has the tiles of the other warps' blocks before that to go through, and one more is announced ahead.
@@ -36,12 +41,28 @@ constexpr int kClaimAhead = 4;  // K blocks before its last loads a cluster asks
 #endif
 constexpr int kArrivals = EVERY_LANE_ARRIVES ? 32 : 1;  // of a warp
 
+// What the 128 columns of a scale tell each other of their rows' largest numbers.
+#if SWIGLU && SWAPPED
+struct Largest {  // the consumer warps of a CTA
+    float of_warp[8][kBlockM];
+    float scale[kBlockM];
+};
+#elif SWIGLU
+struct Largest {  // both CTAs of a pair, warp to warp; a tile's must be read before the next but one's comes
+    float2 theirs[2][kConsumerWarps][8];  // rows r and r + 8 of the warp's 16
+    u64 there[2][kConsumerWarps];
+};
+#endif
+
 // Starts on 1024 bytes, as the swizzle of the stages asks; the scheduler's table follows, sized by the launch.
 struct SharedStorage {
-    u8 weights[kStages][kBlockN * kBlockK];
+    u8 weights[kStages][kWeightRows * kBlockK];
     u8 tokens[kStages][kBlockM * kBlockK];
     u8 staging[kConsumerGroups][kStagingBytes];
-    float scales[kStages][kBlockM];  // of a's row times of b's block
+    float scales[kStages][kScaleParts][kBlockM];  // of a's row times of b's block
+#if SWIGLU
+    Largest largest;
+#endif
     Tile tiles[kTiles];
     u64 announced[kTiles];  // tiles[i] is there
     u64 full[kStages];
@@ -88,10 +109,17 @@ __device__ __forceinline__ Tile part_of(Tile tile, int rank) {
     return tile;
 }
 
-// Where results go: out [rows, n].
+// Where results go.
 struct Output {
-    u16* const out;
+#if SWIGLU
+    u8* const out;                    // e4m3 [rows, n]
+    float* const scales;              // [n / 128, scale_stride], a column for each row of out
+    const u32 scale_stride;
+    const float alpha, limit;         // of the activation
+#else
+    u16* const out;                   // bf16 [rows, n]
     const ptx::TensorMap* const map;  // of out, box 16 x 64, 128-byte swizzle
+#endif
     const int n, rows_per_group, rank;
 
     __device__ __forceinline__ int row(const Tile& part) const { return part.group * rows_per_group + part.row; }
