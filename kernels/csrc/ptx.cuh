@@ -171,6 +171,15 @@ __device__ __forceinline__ u32 pack_bf16(float low, float high) {
     return packed;
 }
 
+// The 16-bit float in the lower half of a word: bf16, or fp16.
+template <bool kBf16>
+__device__ __forceinline__ float to_float(u32 word) {
+    if constexpr (kBf16) return __uint_as_float(word << 16);
+    float value;
+    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, low; }" : "=f"(value) : "r"(word));
+    return value;
+}
+
 // Two fp32 to a pair of e4m3, `low` in the lower byte; round to nearest even.
 __device__ __forceinline__ u16 pack_e4m3(float low, float high) {
     u16 packed;
