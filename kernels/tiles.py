@@ -139,6 +139,14 @@ def choose(layout: Layout, n: int, k: int, num_groups: int, expected_rows: float
 
 
 @lru_cache(maxsize=4096)
+def choose_swiglu(num_groups: int, expected_rows: float, num_sms: int) -> Plan:
+    """The plan for SwiGLU in the epilogue, for the contiguous layout; all give the same bits."""
+    if expected_rows <= _SHORT_ROWS[Layout.CONTIGUOUS] or num_sms == 1:
+        return Plan(SHORT_SWIGLU, 16 * SHORT_SWIGLU.steps)
+    return Plan(PAIR_SWIGLU, 16 * PAIR_SWIGLU.steps)
+
+
+@lru_cache(maxsize=4096)
 def _tile_steps(columns: int, steps: int, num_sms: int) -> int:
     """The cut of a group's `steps` steps, over `columns` columns of tiles, that is finished soonest."""
 

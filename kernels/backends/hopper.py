@@ -13,8 +13,10 @@ from torch import Tensor
 
 from kernels import jit, tiles
 from kernels.backends.base import Backend, Progress
+from kernels.backends.hopper_layer import LayerKernels
 from kernels.claims import ClaimCounters
 from kernels.descriptors import DescriptorCache, Rows
+from kernels.quantize import Quantized
 from kernels.tiles import Layout, TileConfig
 
 # Arguments of 32 bits are NumPy's numbers to cuda.core; the same few come again and again.
@@ -33,6 +35,7 @@ class HopperBackend(Backend):
         self._descriptors = DescriptorCache(_describe)
         self._out_descriptors = DescriptorCache(_describe_out)
         self._claims = ClaimCounters()
+        self._layer = LayerKernels()
         self._sms: dict[int, int] = {}
         self._streams: dict[tuple[int, int], Stream] = {}
         self._grids: dict[tuple[TileConfig, int, int, int], LaunchConfig] = {}
@@ -141,6 +144,61 @@ class HopperBackend(Backend):
             _int32(plan.passes),
             self._claims.get(device, stream),
         )
+
+    def experts(
+        self,
+        hidden_states: Tensor,
+        group_ids: Tensor,
+        weights: Tensor,
+        gate_up: Quantized,
+        down: Quantized,
+        num_sms: int | None,
+    ) -> Tensor:
+        """The weighted sum of each token's experts, fp32 [T, H]; group_ids and weights [T, S]."""
+        device = hidden_states.get_device()
+        handle = torch._C._cuda_getCurrentRawStream(device)
+        stream = self._stream(device, handle)
+        num_groups, _, i = down.data.shape
+        rows, offsets = self._layer.sort(stream, group_ids, num_groups)
+        a = self._layer.quantize(stream, hidden_states, rows)
+        activated = self._swiglu(device, handle, a, gate_up, offsets, num_sms)
+        out = torch.empty(
+            (rows.numel(), hidden_states.shape[1]), dtype=torch.bfloat16, device=hidden_states.device
+        )
+        self.contiguous(*activated, *down, offsets, out, num_sms)
+        return self._layer.combine(stream, out, rows, weights)
+
+    def _swiglu(
+        self, device: int, handle: int, a: Quantized, b: Quantized, offsets: Tensor, num_sms: int | None
+    ) -> Quantized:
+        """silu(gate) * up of a's rows, quantised."""
+        (num_groups, n2, k), m = b.data.shape, a.data.shape[0]
+        n = n2 // 2
+        all_sms = self._sm_count(device)
+        sms = min(num_sms or all_sms, all_sms)
+        plan = tiles.choose_swiglu(num_groups, m / num_groups, sms)
+        config = plan.config
+        data = torch.empty((m, n), dtype=torch.float8_e4m3fn, device=a.data.device)
+        scales = torch.empty((n // 128, m), device=a.data.device)
+        launch(
+            self._stream(device, handle),
+            self._grid(config, num_groups, plan.passes, sms),
+            self._kernel(device, Layout.CONTIGUOUS, config),
+            self._descriptors.get(a.data, config.box_m),
+            self._descriptors.get(b.data, config.box_n),
+            a.scales.data_ptr(),
+            *map(_uint32, (0, *a.scales.stride())),
+            b.scales.data_ptr(),
+            offsets.data_ptr(),
+            data.data_ptr(),
+            scales.data_ptr(),
+            _uint32(m),
+            np.float32(1.0),
+            np.float32(np.inf),
+            *map(_int32, (num_groups, n, k, m, 0, plan.tile_steps, plan.passes)),
+            self._claims.get(device, handle),
+        )
+        return Quantized(data, scales.t())
 
     def _stream(self, device: int, handle: int) -> Stream:
         """cuda.core's stream of a handle; kept, for from_handle defines a class each time."""

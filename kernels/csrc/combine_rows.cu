@@ -7,8 +7,8 @@ extern "C" __global__ void __launch_bounds__(256)
                  const float* __restrict__ weights,  // [num_tokens, slots]
                  int slots, int n,
                  float* __restrict__ out) {        // [num_tokens, n]
-    const int column = (blockIdx.x * 256 + threadIdx.x) * 8;
-    const i64 token = blockIdx.y;
+    const int column = (blockIdx.y * 256 + threadIdx.x) * 8;
+    const i64 token = blockIdx.x;
     if (column >= n) return;
     float sum[8] = {};
 #pragma unroll 4

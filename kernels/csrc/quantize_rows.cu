@@ -26,8 +26,8 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32)
                   int slots, int k,
                   u8* __restrict__ data,                   // e4m3 [rows, k]
                   float* __restrict__ scales, u32 scale_stride) {  // [k / 128, scale_stride]
-    const int lane = threadIdx.x % 32, block = blockIdx.x * kWarps + threadIdx.x / 32;
-    const i64 token = blockIdx.y;
+    const int lane = threadIdx.x % 32, block = blockIdx.y * kWarps + threadIdx.x / 32;
+    const i64 token = blockIdx.x;
     if (block * 128 >= k) return;
     const int column = block * 128 + lane * 4;
     const float4 x = load(hidden_states, token * k + column);

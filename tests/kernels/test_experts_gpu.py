@@ -1,0 +1,105 @@
+"""The layer's own kernels on Hopper, each against PyTorch, and all together against float64."""
+
+import pytest
+import torch
+
+from kernels import quantize_blocks, quantize_rows, resolve_backend
+from service.moe.order import sort_by_group
+from service.moe.router import Routing, choose_experts
+from tests.kernels.helpers import diff, forbid_host_sync, fresh_generator
+
+pytestmark = pytest.mark.gpu
+
+
+def _stream():
+    backend = resolve_backend("hopper")
+    return backend, backend._stream(0, torch._C._cuda_getCurrentRawStream(0))
+
+
+@pytest.mark.parametrize("num_groups", [1, 8, 256, 1024])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 8), (3, 5), (64, 9), (1000, 8), (4096, 9)])
+def test_sort(shape, num_groups):
+    backend, stream = _stream()
+    group_ids = torch.randint(
+        0, num_groups + 1, shape, generator=fresh_generator("cuda"), device="cuda", dtype=torch.int32
+    )
+    rows, offsets = backend._layer.sort(stream, group_ids, num_groups)
+    order = sort_by_group(group_ids, num_groups)
+    assert torch.equal(offsets, order.offsets)
+    there = group_ids < num_groups
+    assert torch.equal(rows[there].long(), order.rows[there])
+    assert (rows[~there] == -1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("k", [128, 1024, 7168])
+def test_quantize(k, dtype):
+    backend, stream = _stream()
+    x = torch.randn(37, k, generator=fresh_generator("cuda"), device="cuda").mul_(10).to(dtype)
+    x[3, 5], x[4] = torch.nan, 0
+    rows = (
+        torch.randperm(37 * 3, generator=fresh_generator("cuda"), device="cuda").to(torch.int32).view(37, 3)
+    )
+    out, expected = backend._layer.quantize(stream, x, rows), quantize_rows(x)
+    for slot in range(3):
+        index = rows[:, slot].long()
+        assert torch.equal(out.data.view(torch.uint8)[index], expected.data.view(torch.uint8))
+        assert torch.equal(
+            out.scales[index].view(torch.int32), expected.scales.contiguous().view(torch.int32)
+        )
+
+
+@pytest.mark.parametrize(
+    "routing",
+    [
+        Routing(),
+        Routing(renormalize=False),
+        Routing("sigmoid", scale=2.5),
+        Routing("sigmoid", True, 2.5, 8, 4),
+    ],
+)
+@pytest.mark.parametrize("num_experts", [8, 160, 256, 384, 1024])
+def test_route(num_experts, routing):
+    backend, stream = _stream()
+    generator = fresh_generator("cuda")
+    logits = torch.randn(777, num_experts, generator=generator, device="cuda").round(decimals=2)  # with ties
+    bias = (
+        torch.randn(num_experts, generator=generator, device="cuda") if routing.scoring == "sigmoid" else None
+    )
+    top_k = min(8, num_experts // 2)
+    ids, weights = backend._layer.route(
+        stream,
+        logits,
+        bias,
+        top_k,
+        softmax=routing.scoring == "softmax",
+        renormalize=routing.renormalize,
+        scale=routing.scale,
+        groups=routing.groups,
+        top_groups=routing.top_groups,
+    )
+    expected_ids, expected_weights = choose_experts(logits, bias, top_k, routing)
+    same = (ids == expected_ids).all(1)
+    assert same.float().mean() > 0.99  # expf and torch's exp differ in the last bit, which can part a tie
+    torch.testing.assert_close(weights[same], expected_weights[same], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 64, 300, 2000])
+@pytest.mark.parametrize("sizes", [(1024, 384, 24, 4), (2048, 768, 128, 8), (7168, 2048, 16, 8)])
+def test_experts(sizes, tokens):
+    h, i, e, k = sizes
+    backend = resolve_backend("hopper")
+    generator = fresh_generator("cuda")
+    gate_up = quantize_blocks(torch.randn(e, 2 * i, h, generator=generator, device="cuda").mul_(h**-0.5))
+    down = quantize_blocks(torch.randn(e, h, i, generator=generator, device="cuda").mul_(i**-0.5))
+    x = torch.randn(tokens, h, generator=generator, device="cuda").to(torch.bfloat16)
+    ids = torch.rand(tokens, e, generator=generator, device="cuda").argsort(1)[:, :k].to(torch.int32)
+    weights = torch.rand(tokens, k, generator=generator, device="cuda")
+    out = backend.experts(x, ids, weights, gate_up, down, None)
+    with forbid_host_sync():
+        again = backend.experts(x, ids, weights, gate_up, down, None)
+    assert torch.equal(out, again)
+    order = sort_by_group(ids, e)
+    rows = backend.ffn(x, order.tokens, gate_up, down, order.offsets, None)
+    expected = (rows[order.rows].double() * weights[:, :, None]).sum(1)
+    assert diff(out, expected) < (2e-4 if tokens * k > 64 else 2e-3)
