@@ -139,9 +139,11 @@ def choose(layout: Layout, n: int, k: int, num_groups: int, expected_rows: float
 
 
 @lru_cache(maxsize=4096)
-def choose_swiglu(num_groups: int, expected_rows: float, num_sms: int) -> Plan:
-    """The plan for SwiGLU in the epilogue, for the contiguous layout; all give the same bits."""
-    if expected_rows <= _SHORT_ROWS[Layout.CONTIGUOUS] or num_sms == 1:
+def choose_swiglu(
+    layout: Layout, n: int, k: int, num_groups: int, expected_rows: float, num_sms: int
+) -> Plan:
+    """The plan for SwiGLU in the epilogue; all give the same bits."""
+    if expected_rows <= _SHORT_ROWS[layout] or num_sms == 1:
         return Plan(SHORT_SWIGLU, 16 * SHORT_SWIGLU.steps)
     return Plan(PAIR_SWIGLU, 16 * PAIR_SWIGLU.steps)
 

@@ -1,7 +1,8 @@
 """The Hopper backend: picks a variant, builds its TMA descriptors and launches it through cuda.core."""
 
 import functools
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +25,20 @@ _int32 = functools.lru_cache(np.int32)
 _uint32 = functools.lru_cache(np.uint32)
 
 
+_LAUNCHES_KEPT = 4096
+
+
+class _Launch(NamedTuple):
+    """What stays the same from call to call of the same sizes."""
+
+    kernel: Any
+    grid: LaunchConfig
+    box_m: int
+    stores_boxes: bool
+    sizes: tuple[np.int32, ...]  # num_groups, n, k
+    cut: tuple[np.int32, ...]  # tile_steps, passes
+
+
 class HopperBackend(Backend):
     """Grouped FP8 GEMMs on a Hopper GPU; kernels are compiled by `warm_up`, else on first use."""
 
@@ -36,9 +51,8 @@ class HopperBackend(Backend):
         self._out_descriptors = DescriptorCache(_describe_out)
         self._claims = ClaimCounters()
         self._layer = LayerKernels()
-        self._sms: dict[int, int] = {}
         self._streams: dict[tuple[int, int], Stream] = {}
-        self._grids: dict[tuple[TileConfig, int, int, int], LaunchConfig] = {}
+        self._launches: dict[tuple[object, ...], _Launch] = {}
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile (or fetch) every variant, in parallel, and load it on the current device."""
@@ -118,30 +132,24 @@ class HopperBackend(Backend):
                 f"a device: expected the current one, cuda:{torch.cuda.current_device()}, got {a.device}"
             )
         num_groups, n, k = b.shape
-        all_sms = self._sm_count(device)
-        sms = min(num_sms or all_sms, all_sms)
-        plan = tiles.choose(layout, n, k, num_groups, expected_rows, sms)
-        config = plan.config
+        launched = self._launch(tiles.choose, device, layout, n, k, num_groups, expected_rows, num_sms)
         stream = torch._C._cuda_getCurrentRawStream(device)  # what torch.cuda.current_stream makes objects of
         launch(
             self._stream(device, stream),
-            self._grid(config, num_groups, plan.passes, sms),
-            self._kernel(device, layout, config),
-            self._descriptors.get(a, config.box_m),
+            launched.grid,
+            launched.kernel,
+            self._descriptors.get(a, launched.box_m),
             self._descriptors.get(b, tiles.BLOCK_N),
-            *(() if config.swapped else (self._out_descriptors.get(out, STORE_BOX),)),
+            *((self._out_descriptors.get(out, STORE_BOX),) if launched.stores_boxes else ()),
             a_scales.data_ptr(),
             *map(_uint32, scale_strides),
             b_scales.data_ptr(),
             extents.data_ptr(),
             out.data_ptr(),
-            _int32(num_groups),
-            _int32(n),
-            _int32(k),
+            *launched.sizes,
             _int32(limit),
             _int32(rows_per_group),
-            _int32(plan.tile_steps),
-            _int32(plan.passes),
+            *launched.cut,
             self._claims.get(device, stream),
         )
 
@@ -174,18 +182,17 @@ class HopperBackend(Backend):
         """silu(gate) * up of a's rows, quantised."""
         (num_groups, n2, k), m = b.data.shape, a.data.shape[0]
         n = n2 // 2
-        all_sms = self._sm_count(device)
-        sms = min(num_sms or all_sms, all_sms)
-        plan = tiles.choose_swiglu(num_groups, m / num_groups, sms)
-        config = plan.config
+        launched = self._launch(
+            tiles.choose_swiglu, device, Layout.CONTIGUOUS, n, k, num_groups, m / num_groups, num_sms
+        )
         data = torch.empty((m, n), dtype=torch.float8_e4m3fn, device=a.data.device)
         scales = torch.empty((n // 128, m), device=a.data.device)
         launch(
             self._stream(device, handle),
-            self._grid(config, num_groups, plan.passes, sms),
-            self._kernel(device, Layout.CONTIGUOUS, config),
-            self._descriptors.get(a.data, config.box_m),
-            self._descriptors.get(b.data, config.box_n),
+            launched.grid,
+            launched.kernel,
+            self._descriptors.get(a.data, launched.box_m),
+            self._descriptors.get(b.data, 64),
             a.scales.data_ptr(),
             *map(_uint32, (0, *a.scales.stride())),
             b.scales.data_ptr(),
@@ -195,10 +202,47 @@ class HopperBackend(Backend):
             _uint32(m),
             np.float32(1.0),
             np.float32(np.inf),
-            *map(_int32, (num_groups, n, k, m, 0, plan.tile_steps, plan.passes)),
+            *launched.sizes,
+            _int32(m),
+            _int32(0),
+            *launched.cut,
             self._claims.get(device, handle),
         )
         return Quantized(data, scales.t())
+
+    def _launch(
+        self,
+        choose: Callable[..., tiles.Plan],
+        device: int,
+        layout: Layout,
+        n: int,
+        k: int,
+        num_groups: int,
+        expected_rows: float,
+        num_sms: int | None,
+    ) -> _Launch:
+        """What a call's sizes settle, kept; who chooses is in the key, since another would choose otherwise."""
+        key = (choose, device, layout is Layout.MASKED, n, k, num_groups, expected_rows, num_sms)
+        kept = self._launches.get(key)
+        if kept is None:
+            all_sms = torch.cuda.get_device_properties(device).multi_processor_count
+            sms = min(num_sms or all_sms, all_sms)
+            plan = choose(layout, n, k, num_groups, expected_rows, sms)
+            config = plan.config
+            grid = LaunchConfig(
+                grid=sms // config.cluster,
+                cluster=config.cluster if config.cluster > 1 else None,
+                block=config.threads,
+                shmem_size=config.shared_bytes(num_groups, plan.passes),
+            )
+            sizes = (np.int32(num_groups), np.int32(n), np.int32(k))
+            cut = (np.int32(plan.tile_steps), np.int32(plan.passes))
+            kernel = self._kernel(device, layout, config)
+            kept = _Launch(kernel, grid, config.box_m, not config.swapped, sizes, cut)
+            if len(self._launches) >= _LAUNCHES_KEPT:
+                self._launches.clear()
+            self._launches[key] = kept
+        return kept
 
     def _stream(self, device: int, handle: int) -> Stream:
         """cuda.core's stream of a handle; kept, for from_handle defines a class each time."""
@@ -206,19 +250,6 @@ class HopperBackend(Backend):
         if stream is None:
             stream = self._streams[device, handle] = Stream.from_handle(handle)
         return stream
-
-    def _grid(self, config: TileConfig, num_groups: int, passes: int, sms: int) -> LaunchConfig:
-        """How to launch `config`; kept, for making it asks the driver what the device can do."""
-        key = (config, num_groups, passes, sms)
-        grid = self._grids.get(key)
-        if grid is None:
-            grid = self._grids[key] = LaunchConfig(
-                grid=sms // config.cluster,
-                cluster=config.cluster if config.cluster > 1 else None,
-                block=config.threads,
-                shmem_size=config.shared_bytes(num_groups, passes),
-            )
-        return grid
 
     def _kernel(self, device: int, layout: Layout, config: TileConfig) -> Any:
         kernel = self._kernels.get((device, layout, config))
@@ -242,11 +273,6 @@ class HopperBackend(Backend):
         self._kernels[device, layout, config] = kernel
         self._claims.prepare(device)
         return kernel
-
-    def _sm_count(self, device: int) -> int:
-        if device not in self._sms:
-            self._sms[device] = torch.cuda.get_device_properties(device).multi_processor_count
-        return self._sms[device]
 
 
 STORE_BOX = 16  # rows of out that one TMA store writes
