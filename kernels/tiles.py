@@ -98,7 +98,7 @@ SHORT = TileConfig(swapped=True, block_m=64, stages=8, cluster=1, box_m=16)
 TALL = TileConfig(swapped=False, block_m=192, stages=4, cluster=1, box_m=64)
 TALL_PAIR = TileConfig(swapped=False, block_m=192, stages=4, cluster=2, box_m=32)
 CONFIGS = (SHORT, TALL, TALL_PAIR)
-# The same with SwiGLU: a scale of its result has 128 columns, so one CTA has 256 rows of weights, or a pair has.
+# With SwiGLU: a scale of its result has 128 columns, so one CTA has 256 rows of weights, or a pair has.
 SHORT_SWIGLU = TileConfig(swapped=True, block_m=64, stages=5, cluster=1, box_m=16, swiglu=True)
 PAIR_SWIGLU = TileConfig(swapped=False, block_m=192, stages=4, cluster=2, box_m=32, swiglu=True)
 

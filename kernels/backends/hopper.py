@@ -166,7 +166,7 @@ class HopperBackend(Backend):
         device = hidden_states.get_device()
         handle = torch._C._cuda_getCurrentRawStream(device)
         stream = self._stream(device, handle)
-        num_groups, _, i = down.data.shape
+        num_groups = down.data.shape[0]
         rows, offsets = self._layer.sort(stream, group_ids, num_groups)
         a = self._layer.quantize(stream, hidden_states, rows)
         activated = self._swiglu(device, handle, a, gate_up, offsets, num_sms)
@@ -221,7 +221,7 @@ class HopperBackend(Backend):
         expected_rows: float,
         num_sms: int | None,
     ) -> _Launch:
-        """What a call's sizes settle, kept; who chooses is in the key, since another would choose otherwise."""
+        """What a call's sizes settle, kept."""
         key = (choose, device, layout is Layout.MASKED, n, k, num_groups, expected_rows, num_sms)
         kept = self._launches.get(key)
         if kept is None:

@@ -79,7 +79,8 @@ class LayerKernels:
             stream, layer_kernels.ROUTE[8 if num_experts <= 256 else 32],
             LaunchConfig(grid=math.ceil(num_tokens / 4), block=128),
             logits, bias, np.int32(num_tokens), np.int32(num_experts), np.int32(top_k), np.int32(softmax),
-            np.int32(renormalize), np.float32(scale), np.int32(groups), np.int32(top_groups), topk_ids, topk_weights,
+            np.int32(renormalize), np.float32(scale), np.int32(groups), np.int32(top_groups),
+            topk_ids, topk_weights,
         )  # fmt: skip
         return topk_ids, topk_weights
 

@@ -1,5 +1,7 @@
 """The layer's own kernels on Hopper, each against PyTorch, and all together against float64."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -11,14 +13,14 @@ from tests.kernels.helpers import diff, forbid_host_sync, fresh_generator
 pytestmark = pytest.mark.gpu
 
 
-def _stream():
-    backend = resolve_backend("hopper")
+def _stream() -> tuple[Any, Any]:
+    backend: Any = resolve_backend("hopper")
     return backend, backend._stream(0, torch._C._cuda_getCurrentRawStream(0))
 
 
 @pytest.mark.parametrize("num_groups", [1, 8, 256, 1024])
 @pytest.mark.parametrize("shape", [(1, 1), (1, 8), (3, 5), (64, 9), (1000, 8), (4096, 9)])
-def test_sort(shape, num_groups):
+def test_sort(shape: tuple[int, int], num_groups: int) -> None:
     backend, stream = _stream()
     group_ids = torch.randint(
         0, num_groups + 1, shape, generator=fresh_generator("cuda"), device="cuda", dtype=torch.int32
@@ -33,7 +35,7 @@ def test_sort(shape, num_groups):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("k", [128, 1024, 7168])
-def test_quantize(k, dtype):
+def test_quantize(k: int, dtype: torch.dtype) -> None:
     backend, stream = _stream()
     x = torch.randn(37, k, generator=fresh_generator("cuda"), device="cuda").mul_(10).to(dtype)
     x[3, 5], x[4] = torch.nan, 0
@@ -59,7 +61,7 @@ def test_quantize(k, dtype):
     ],
 )
 @pytest.mark.parametrize("num_experts", [8, 160, 256, 384, 1024])
-def test_route(num_experts, routing):
+def test_route(num_experts: int, routing: Routing) -> None:
     backend, stream = _stream()
     generator = fresh_generator("cuda")
     logits = torch.randn(777, num_experts, generator=generator, device="cuda").round(decimals=2)  # with ties
@@ -86,9 +88,9 @@ def test_route(num_experts, routing):
 
 @pytest.mark.parametrize("tokens", [1, 5, 64, 300, 2000])
 @pytest.mark.parametrize("sizes", [(1024, 384, 24, 4), (2048, 768, 128, 8), (7168, 2048, 16, 8)])
-def test_experts(sizes, tokens):
+def test_experts(sizes: tuple[int, int, int, int], tokens: int) -> None:
     h, i, e, k = sizes
-    backend = resolve_backend("hopper")
+    backend: Any = resolve_backend("hopper")
     generator = fresh_generator("cuda")
     gate_up = quantize_blocks(torch.randn(e, 2 * i, h, generator=generator, device="cuda").mul_(h**-0.5))
     down = quantize_blocks(torch.randn(e, h, i, generator=generator, device="cuda").mul_(i**-0.5))

@@ -222,7 +222,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"hidden_states": torch.zeros(4, 256).double()}, "hidden_states dtype: expected torch.bfloat16 or .*64"),
     ({"hidden_states": torch.zeros(4, 200)}, "H: expected a multiple of 128, at least 128, got 200"),
     ({"hidden_states": torch.zeros(4, 128)}, r"gate_up shape: expected \(2, 256, 128\), got \(2, 256, 256\)"),
-    ({"hidden_states": _meta(4, 256)}, "tokens device: expected meta as hidden_states, got cpu"),
+    ({"hidden_states": _meta(4, 256)}, "gate_up device: expected meta as hidden_states, got cpu"),
     ({"tokens": torch.zeros(4, 2).long()}, r"tokens shape: expected 1 dimensions \[R\], got \(4, 2\)"),
     ({"tokens": torch.zeros(8).int()}, "tokens dtype: expected torch.int64, got torch.int32"),
     ({"tokens": torch.zeros(16).long()[::2]}, r"tokens strides: expected contiguous, got \(2,\)"),
@@ -244,7 +244,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"gate_up": (_e4m3(2, 256, 256), torch.ones(2, 2, 2).half())},
         "gate_up scales dtype: expected .*32, got",
     ),
-    ({"gate_up": (_e4m3(2, 256, 256), torch.ones(2, 2, 2).mT)}, "gate_up scales strides: expected row-major"),
+    (
+        {"gate_up": (_e4m3(2, 256, 256), torch.ones(2, 2, 2).mT)},
+        "gate_up scales strides: expected contiguous",
+    ),
     (
         {"gate_up": (_e4m3(2, 256, 256), _meta(2, 2, 2))},
         "gate_up scales device: expected cpu as hidden_states",
