@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from service.moe import LayerShape, Routing
+from kernels import Routing
+from service.moe import LayerShape
 
 
 @dataclass(frozen=True)

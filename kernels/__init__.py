@@ -1,10 +1,11 @@
-"""FP8 quantisation and grouped GEMMs for expert layers; knows nothing of HTTP, YAML or metrics."""
+"""FP8 quantisation, grouped GEMMs and routing for expert layers; knows nothing of HTTP, YAML or metrics."""
 
 from kernels.activation import swiglu
 from kernels.backends import Backend, backend_names, resolve_backend
-from kernels.chunks import row_chunks
+from kernels.combine import combine_rows
 from kernels.grouped_ffn import grouped_ffn
 from kernels.grouped_gemm import grouped_gemm_contiguous, grouped_gemm_masked
+from kernels.order import GroupOrder, sort_by_group
 from kernels.quantize import (
     Quantized,
     dequantize_blocks,
@@ -13,11 +14,16 @@ from kernels.quantize import (
     quantize_blocks,
     quantize_rows,
 )
+from kernels.router import Routing, choose_experts
 
 __all__ = [
     "Backend",
+    "GroupOrder",
     "Quantized",
+    "Routing",
     "backend_names",
+    "choose_experts",
+    "combine_rows",
     "dequantize_blocks",
     "dequantize_rows",
     "gather_rows",
@@ -27,6 +33,6 @@ __all__ = [
     "quantize_blocks",
     "quantize_rows",
     "resolve_backend",
-    "row_chunks",
+    "sort_by_group",
     "swiglu",
 ]

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from tqdm import tqdm
 
-from kernels import Backend, resolve_backend
+from kernels import Backend, Routing, resolve_backend
 from service.batching import Runner
 from service.checkpoints import CheckpointModelSettings
 from service.moe import (
@@ -17,7 +17,6 @@ from service.moe import (
     LayerRunner,
     LayerShape,
     MoELayer,
-    Routing,
     load_weights,
     random_weights,
     zero_request,

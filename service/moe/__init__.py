@@ -1,7 +1,6 @@
-"""The MoE layer on top of `kernels`: weights, routing, the layer and the runner that feeds it bytes."""
+"""The MoE layer on top of `kernels`: weights, the layer and the runner that feeds it bytes."""
 
 from service.moe.layer import MoELayer
-from service.moe.router import Routing
 from service.moe.runner import LayerRequest, LayerRunner, StepResult, zero_request
 from service.moe.shape import LayerShape
 from service.moe.weights import ExpertWeights, load_weights, random_weights, save_weights
@@ -12,7 +11,6 @@ __all__ = [
     "LayerRunner",
     "LayerShape",
     "MoELayer",
-    "Routing",
     "StepResult",
     "load_weights",
     "random_weights",

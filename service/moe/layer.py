@@ -5,16 +5,18 @@ from torch import Tensor
 
 from kernels import (
     Backend,
+    GroupOrder,
     Quantized,
+    Routing,
+    choose_experts,
+    combine_rows,
     gather_rows,
     grouped_ffn,
     grouped_gemm_masked,
     quantize_rows,
-    row_chunks,
+    sort_by_group,
     swiglu,
 )
-from service.moe.order import GroupOrder, sort_by_group
-from service.moe.router import Routing, choose_experts
 from service.moe.shape import LayerShape
 from service.moe.weights import ExpertWeights, check_weights
 
@@ -23,7 +25,6 @@ MASKED_MAX_TOKENS = {"reference": 0, "hopper": 0}
 1.02 to 1.4 times the contiguous layout's time on an H200, 1.4 to 2.4 times on a CPU (benchmarks/results)."""
 
 _HIDDEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_COMBINE_ELEMENTS = 1 << 18  # of the output, on a CPU: a slot's rows and their sum stay in L2
 
 
 class MoELayer:
@@ -101,7 +102,9 @@ class MoELayer:
         group_ids, weights = self._groups(topk_ids, topk_weights)
         order = sort_by_group(group_ids, self.shape.num_groups)
         experts = self._masked if self.layout(hidden_states.shape[0]) == "masked" else self._contiguous
-        return _combine(experts(hidden_states, order, num_sms), order.rows, weights, self._absent(group_ids))
+        return combine_rows(
+            experts(hidden_states, order, num_sms), order.rows, weights, self._absent(group_ids)
+        )
 
     def _groups(self, topk_ids: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor]:
         """Group and weight of each (token, slot), the shared experts in slots after the routed ones."""
@@ -178,17 +181,3 @@ def _spread(rows: Quantized, groups: Tensor, positions: Tensor, num_groups: int,
     scales = torch.empty((num_groups, rows.scales.shape[1], max_m), device=rows.data.device).mT
     scales[groups, positions] = rows.scales
     return Quantized(data, scales)
-
-
-def _combine(rows: Tensor, row_of_pair: Tensor, weights: Tensor, absent: Tensor | None) -> Tensor:
-    """The weighted sum of each token's rows, in float32 and in the order of its slots; absent ones are 0."""
-    num_tokens, num_slots = weights.shape
-    out = torch.zeros((num_tokens, rows.shape[1]), dtype=torch.float32, device=rows.device)
-    parts = [out, row_of_pair, weights] if absent is None else [out, row_of_pair, weights, absent]
-    for out_part, row_part, weights_part, *absent_part in row_chunks(*parts, elements=_COMBINE_ELEMENTS):
-        for slot in range(num_slots):
-            picked = rows.index_select(0, row_part[:, slot]).to(torch.float32)
-            if absent_part:  # never computed: what lies there may be NaN, which a weight of 0 would keep
-                picked.masked_fill_(absent_part[0][:, slot, None], 0.0)
-            out_part.addcmul_(picked, weights_part[:, slot, None])
-    return out

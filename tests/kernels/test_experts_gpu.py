@@ -5,9 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import quantize_blocks, quantize_rows, resolve_backend
-from service.moe.order import sort_by_group
-from service.moe.router import Routing, choose_experts
+from kernels import Routing, choose_experts, quantize_blocks, quantize_rows, resolve_backend, sort_by_group
 from tests.kernels.helpers import diff, forbid_host_sync, fresh_generator
 
 pytestmark = pytest.mark.gpu

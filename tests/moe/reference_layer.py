@@ -6,6 +6,7 @@ from torch import Tensor
 from kernels import dequantize_blocks
 from service.moe import ExpertWeights
 from tests.kernels.helpers import diff
+from tests.kernels.reference_routing import reference_routing
 
 
 def assert_close(out: Tensor, expected: Tensor) -> None:
@@ -49,15 +50,6 @@ def reference_layer(
             total += _expert(hidden, weights, group)
         outputs.append(total)
     return torch.stack(outputs)
-
-
-def reference_routing(hidden: Tensor, router: Tensor, top_k: int, renormalize: bool) -> dict[int, float]:
-    """Expert to weight of one token [H]: softmax over all experts, the best top_k of them."""
-    exponentials = torch.exp(router.double() @ hidden.double())
-    probabilities = (exponentials / exponentials.sum()).tolist()
-    best = sorted(range(len(probabilities)), key=lambda e: (-probabilities[e], e))[:top_k]
-    total = sum(probabilities[e] for e in best) if renormalize else 1.0
-    return {e: probabilities[e] / total for e in best}
 
 
 def _expert(hidden: Tensor, weights: ExpertWeights, group: int) -> Tensor:

@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import Quantized, resolve_backend
-from service.moe import ExpertWeights, LayerShape, MoELayer, Routing, random_weights
+from kernels import Quantized, Routing, choose_experts, resolve_backend
+from service.moe import ExpertWeights, LayerShape, MoELayer, random_weights
 from service.moe.layer import MASKED_MAX_TOKENS
-from service.moe.router import choose_experts
 from tests.kernels.helpers import diff, fresh_generator
 from tests.moe.reference_layer import assert_close, reference_layer
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from service.moe import Routing
-from service.moe.router import choose_experts
+from kernels import Routing, choose_experts
 from tests.kernels.helpers import fresh_generator
-from tests.moe.reference_layer import reference_routing
+from tests.kernels.reference_routing import reference_routing
 
 HIDDEN, EXPERTS, TOP_K = 96, 32, 4
 DEEPSEEK = {"n_routed_experts": EXPERTS, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 3}

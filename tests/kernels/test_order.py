@@ -2,7 +2,7 @@
 
 import torch
 
-from service.moe.order import sort_by_group
+from kernels import sort_by_group
 from tests.kernels.helpers import fresh_generator
 
 
