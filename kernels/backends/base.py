@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernels.activation import swiglu
 from kernels.quantize import Quantized, gather_rows, quantize_rows
+from kernels.router import Routing, choose_experts
 
 Progress = Callable[[int, int, str], None]
 """Called with (steps done, steps in all, what was just done)."""
@@ -64,6 +65,12 @@ class Backend(ABC):
         a = gather_rows(quantize_rows(hidden_states), tokens)  # quantised once per token, not once per row
         activated = quantize_rows(swiglu(self._multiply(a, gate_up, offsets, num_sms)))
         return self._multiply(activated, down, offsets, num_sms)
+
+    def choose_experts(
+        self, logits: Tensor, bias: Tensor | None, top_k: int, routing: Routing
+    ) -> tuple[Tensor, Tensor]:
+        """(topk_ids int32 [T, k], topk_weights fp32 [T, k]); see `kernels.choose_experts`."""
+        return choose_experts(logits, bias, top_k, routing)
 
     def _multiply(self, a: Quantized, b: Quantized, offsets: Tensor, num_sms: int | None) -> Tensor:
         size = (a.data.shape[0], b.data.shape[1])

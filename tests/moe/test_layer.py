@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels import Quantized, Routing, choose_experts, resolve_backend
+from kernels.backends.reference import ReferenceBackend
 from service.moe import ExpertWeights, LayerShape, MoELayer, random_weights
 from service.moe.layer import MASKED_MAX_TOKENS
 from tests.kernels.helpers import diff, fresh_generator
@@ -182,6 +183,25 @@ def test_a_bad_token_stays_in_its_own_row(weights: ExpertWeights, layout: str, b
     others = torch.arange(20) != 7
     assert out[others].isfinite().all()
     assert diff(out[others], clean[others]) < SAME
+
+
+def test_the_backend_chooses_the_experts(weights: ExpertWeights) -> None:
+    class LastExperts(ReferenceBackend):
+        def choose_experts(
+            self, logits: Tensor, bias: Tensor | None, top_k: int, routing: Routing
+        ) -> tuple[Tensor, Tensor]:
+            ids, topk_weights = super().choose_experts(logits, bias, top_k, routing)
+            return torch.arange(9, 12, dtype=torch.int32).expand_as(ids).contiguous(), topk_weights
+
+    topk_ids, topk_weights = MoELayer(SHAPE, weights, LastExperts()).route(_hidden_states(4))
+    assert topk_ids.tolist() == [[9, 10, 11]] * 4
+    torch.testing.assert_close(topk_weights.sum(1), torch.ones(4))
+
+
+def test_no_tokens_are_routed_nowhere(weights: ExpertWeights) -> None:
+    topk_ids, topk_weights = _layer(weights, "contiguous").route(torch.zeros(0, SHAPE.hidden_size))
+    assert (topk_ids.shape, topk_ids.dtype) == ((0, SHAPE.top_k), torch.int32)
+    assert (topk_weights.shape, topk_weights.dtype) == ((0, SHAPE.top_k), torch.float32)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

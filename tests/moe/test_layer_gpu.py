@@ -1,7 +1,11 @@
 """The layer on the Hopper backend against the float64 reference, and its promise never to wait."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 from kernels import resolve_backend
 from service.moe import LayerRequest, LayerRunner, LayerShape, MoELayer, random_weights
@@ -41,6 +45,30 @@ def test_a_bad_token_stays_in_its_own_row(layout: str) -> None:
     others = torch.arange(20, device="cuda") != 7
     assert out[7].isnan().all()
     assert diff(out[others], clean[others]) < 1e-4
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_logits_are_float32_sums_of_exact_products(dtype: torch.dtype, exact: bool) -> None:
+    """Rounding states, router or sums to bf16 on the way would cost 1.6e-3."""
+    weights = random_weights(SHAPE, fresh_generator().initial_seed(), "cuda")
+    generator = fresh_generator("cuda")
+    router = (
+        weights.router if exact else torch.randn(weights.router.shape, device="cuda", generator=generator)
+    )
+    logits: list[Tensor] = []
+
+    class Listening(type(resolve_backend("hopper"))):  # type: ignore[misc]
+        def choose_experts(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+            logits.append(arguments[0])
+            chosen: tuple[Tensor, Tensor] = super().choose_experts(*arguments)
+            return chosen
+
+    hidden_states = torch.randn(65, SHAPE.hidden_size, device="cuda", generator=generator).to(dtype)
+    MoELayer(SHAPE, replace(weights, router=router), Listening()).route(hidden_states)
+    expected = hidden_states.double() @ router.double().t()
+    assert logits[0].dtype == torch.float32
+    assert (logits[0] - expected).norm() < 1e-4 * expected.norm()
 
 
 def test_the_runner_brings_bytes_there_and_back() -> None:
