@@ -1,9 +1,9 @@
-"""FP8 quantisation, grouped GEMMs and routing for expert layers; knows nothing of HTTP, YAML or metrics."""
+"""FP8 quantisation, routing, experts and their grouped GEMMs; knows nothing of HTTP, YAML or metrics."""
 
 from kernels.activation import swiglu
 from kernels.backends import Backend, backend_names, resolve_backend
 from kernels.combine import combine_rows
-from kernels.grouped_ffn import grouped_ffn
+from kernels.fused_experts import fused_experts
 from kernels.grouped_gemm import grouped_gemm_contiguous, grouped_gemm_masked
 from kernels.order import GroupOrder, sort_by_group
 from kernels.quantize import (
@@ -26,8 +26,8 @@ __all__ = [
     "combine_rows",
     "dequantize_blocks",
     "dequantize_rows",
+    "fused_experts",
     "gather_rows",
-    "grouped_ffn",
     "grouped_gemm_contiguous",
     "grouped_gemm_masked",
     "quantize_blocks",

@@ -1,4 +1,4 @@
-"""The checks on the arguments of grouped GEMMs and FFNs: metadata only, nothing here reads elements."""
+"""The checks on the arguments of grouped GEMMs and of experts: metadata only, nothing here reads elements."""
 
 from typing import NamedTuple
 
@@ -86,15 +86,15 @@ def check_masked(
     return Problem(num_groups, max_m, n, k)
 
 
-def check_ffn(
+def check_experts(
     hidden_states: Tensor,
-    tokens: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
     gate_up: tuple[Tensor, Tensor],
     down: tuple[Tensor, Tensor],
-    offsets: Tensor,
     num_sms: int | None,
 ) -> None:
-    """Raise ValueError (name, expected, got) unless `grouped_ffn` can serve these arguments."""
+    """Raise ValueError (name, expected, got) unless `fused_experts` can serve these arguments."""
     if hidden_states.ndim != 2:
         raise _refusal("hidden_states shape", "2 dimensions [T, H]", tuple(hidden_states.shape))
     if hidden_states.dtype not in _HIDDEN_DTYPES:
@@ -102,7 +102,7 @@ def check_ffn(
     if down[0].ndim != 3:
         raise _refusal("down shape", "3 dimensions [G, H, I]", tuple(down[0].shape))
     device, like = hidden_states.device, "hidden_states"
-    h, (num_groups, _, i) = hidden_states.shape[1], down[0].shape
+    (num_tokens, h), (num_groups, _, i) = hidden_states.shape, down[0].shape
     for name, size in (("H", h), ("I", i)):
         if size < BLOCK or size % BLOCK != 0:
             raise _refusal(name, f"a multiple of {BLOCK}, at least {BLOCK}", size)
@@ -112,12 +112,15 @@ def check_ffn(
         _check(name, data, (num_groups, n, k), _E4M3, device, like)
         _check_address(name, data)
         _check(f"{name} scales", scales, (num_groups, n // BLOCK, k // BLOCK), _FP32, device, like)
-    if tokens.ndim != 1:
-        raise _refusal("tokens shape", "1 dimensions [R]", tuple(tokens.shape))
-    if tokens.shape[0] > MAX_ROWS:
-        raise _refusal("tokens rows", f"at most {MAX_ROWS}", tokens.shape[0])
-    _check("tokens", tokens, tokens.shape, torch.int64, device, like)
-    _check("offsets", offsets, (num_groups + 1,), _INT32, device, like)
+    if topk_ids.ndim != 2:
+        raise _refusal("topk_ids shape", "2 dimensions [T, S]", tuple(topk_ids.shape))
+    num_slots = topk_ids.shape[1]
+    if num_slots < 1:
+        raise _refusal("topk_ids slots", "at least 1", num_slots)
+    if num_tokens * num_slots > MAX_ROWS:
+        raise _refusal("topk_ids rows", f"at most {MAX_ROWS}", num_tokens * num_slots)
+    _check("topk_ids", topk_ids, (num_tokens, num_slots), _INT32, device, like)
+    _check("topk_weights", topk_weights, (num_tokens, num_slots), _FP32, device, like)
     if num_sms is not None and num_sms < 1:
         raise _refusal("num_sms", "None or at least 1", num_sms)
 

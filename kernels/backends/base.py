@@ -1,4 +1,4 @@
-"""The interface every backend of the grouped GEMMs and FFNs implements."""
+"""The interface every backend of grouped GEMMs and experts implements."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from kernels.activation import swiglu
+from kernels.combine import combine_rows
+from kernels.order import sort_by_group
 from kernels.quantize import Quantized, gather_rows, quantize_rows
 from kernels.router import Routing, choose_experts
 
@@ -16,7 +18,7 @@ Progress = Callable[[int, int, str], None]
 
 
 class Backend(ABC):
-    """Computes the grouped GEMMs and FFNs; arguments arrive checked (see kernels/checks.py), non-empty."""
+    """Computes grouped GEMMs and experts; arguments arrive checked (see kernels/checks.py), non-empty."""
 
     name: ClassVar[str]
     device_type: ClassVar[str | None] = None
@@ -52,6 +54,25 @@ class Backend(ABC):
     ) -> None:
         """Write the first counts[g] rows of each out[g] [max_m, N]; never touch a row past them."""
 
+    def experts(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        gate_up: Quantized,
+        down: Quantized,
+        num_sms: int | None,
+    ) -> Tensor:
+        """See `fused_experts`; here rows are sorted by group, go through `ffn` and are summed."""
+        num_groups, absent = down.data.shape[0], None
+        # Usually none is: on a CPU a look is cheaper than masks, a GPU would have to be waited for.
+        if not topk_ids.is_cpu or int(topk_ids.min()) < 0 or int(topk_ids.max()) >= num_groups:
+            absent = (topk_ids < 0) | (topk_ids >= num_groups)
+            topk_ids = topk_ids.masked_fill(absent, num_groups)
+        order = sort_by_group(topk_ids, num_groups)
+        rows = self.ffn(hidden_states, order.tokens, gate_up, down, order.offsets, num_sms)
+        return combine_rows(rows, order.rows, topk_weights, absent)
+
     def ffn(
         self,
         hidden_states: Tensor,
@@ -61,7 +82,11 @@ class Backend(ABC):
         offsets: Tensor,
         num_sms: int | None,
     ) -> Tensor:
-        """See `grouped_ffn`; here with activations rounded to FP8 before each of two contiguous GEMMs."""
+        """bf16 [R, H]: the FFN of each row's group on hidden_states[tokens[r]]; a step of `experts`.
+
+        tokens int64 [R], sorted by group; offsets int32 [G+1]. Rows from offsets[G] on hold anything. Here
+        activations are rounded to FP8 before each of two contiguous GEMMs.
+        """
         a = gather_rows(quantize_rows(hidden_states), tokens)  # quantised once per token, not once per row
         activated = quantize_rows(swiglu(self._multiply(a, gate_up, offsets, num_sms)))
         return self._multiply(activated, down, offsets, num_sms)

@@ -27,7 +27,7 @@ class _Piece(NamedTuple):
 def ffn(
     hidden_states: Tensor, tokens: Tensor, gate_up: Matrices, down: Matrices, bounds: Sequence[int]
 ) -> Tensor:
-    """`grouped_ffn` of CPU tensors, offsets being a list here, with activations rounded to bf16 only."""
+    """`Backend.ffn` of CPU tensors, offsets being a list here, with activations rounded to bf16 only."""
     x = hidden_states.detach().to(torch.bfloat16)
     out = torch.empty((tokens.numel(), x.shape[1]), dtype=torch.bfloat16)
     step = _HEIGHT_STEP

@@ -63,7 +63,7 @@ class ReferenceBackend(Backend):
         offsets: Tensor,
         num_sms: int | None,
     ) -> Tensor:
-        """See `grouped_ffn`; activations stay bf16 on a CPU, where nothing multiplies FP8."""
+        """See `Backend.ffn`; activations stay bf16 on a CPU, where nothing multiplies FP8."""
         if hidden_states.device.type != "cpu":
             return super().ffn(hidden_states, tokens, gate_up, down, offsets, num_sms)
         matrices = self._weights.get(*gate_up), self._weights.get(*down)

@@ -1,16 +1,15 @@
-"""The MoE layer: routing, two grouped GEMMs with SwiGLU between them, and the weighted combine."""
+"""The MoE layer: its router, and its experts in one of two layouts."""
 
 import torch
 from torch import Tensor
 
 from kernels import (
     Backend,
-    GroupOrder,
     Quantized,
     Routing,
     combine_rows,
+    fused_experts,
     gather_rows,
-    grouped_ffn,
     grouped_gemm_masked,
     quantize_rows,
     sort_by_group,
@@ -109,38 +108,30 @@ class MoELayer:
         if hidden_states.shape[0] == 0:
             return torch.empty(hidden_states.shape, dtype=torch.float32, device=hidden_states.device)
         group_ids, weights = self._groups(topk_ids, topk_weights)
-        order = sort_by_group(group_ids, self.shape.num_groups)
-        experts = self._masked if self.layout(hidden_states.shape[0]) == "masked" else self._contiguous
-        return combine_rows(
-            experts(hidden_states, order, num_sms), order.rows, weights, self._absent(group_ids)
+        if self.layout(hidden_states.shape[0]) == "masked":
+            return self._masked(hidden_states, group_ids, weights, num_sms)
+        gate_up, down = self.weights.gate_up, self.weights.down
+        return fused_experts(
+            hidden_states, group_ids, weights, gate_up, down, backend=self.backend, num_sms=num_sms
         )
 
     def _groups(self, topk_ids: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Group and weight of each (token, slot), the shared experts in slots after the routed ones."""
+        """Group (-1: none here) and weight of each (token, slot), shared experts after the routed ones."""
         held, num_groups = self.shape.held_experts, self.shape.num_groups
         if len(held) < self.shape.num_experts:
             inside = (topk_ids >= held.start) & (topk_ids < held.stop)
-            topk_ids = torch.where(inside, topk_ids - held.start, num_groups)
+            topk_ids = torch.where(inside, topk_ids - held.start, -1)
         if self.shape.num_shared_experts == 0:
-            return topk_ids, topk_weights
+            return topk_ids.contiguous(), topk_weights.contiguous()
         shared = torch.arange(len(held), num_groups, dtype=torch.int32, device=topk_ids.device)
         shared = shared.expand(topk_ids.shape[0], -1)
         ones = topk_weights.new_ones(()).expand(shared.shape)
         return torch.cat([topk_ids, shared], dim=1), torch.cat([topk_weights, ones], dim=1)
 
-    def _absent(self, group_ids: Tensor) -> Tensor | None:
-        """bool [T, slots], where no group here has the row; None when every row has one."""
-        if len(self.shape.held_experts) == self.shape.num_experts:
-            return None
-        return group_ids == self.shape.num_groups
-
-    def _contiguous(self, hidden_states: Tensor, order: GroupOrder, num_sms: int | None) -> Tensor:
-        gate_up, down = self.weights.gate_up, self.weights.down
-        return grouped_ffn(
-            hidden_states, order.tokens, gate_up, down, order.offsets, backend=self.backend, num_sms=num_sms
-        )
-
-    def _masked(self, hidden_states: Tensor, order: GroupOrder, num_sms: int | None) -> Tensor:
+    def _masked(
+        self, hidden_states: Tensor, group_ids: Tensor, weights: Tensor, num_sms: int | None
+    ) -> Tensor:
+        order = sort_by_group(group_ids, self.shape.num_groups)
         max_m = hidden_states.shape[0]  # an expert gets a token once at most
         num_groups, counts, positions = self.shape.num_groups, order.counts, order.positions
         expected_m = -(-order.tokens.numel() // num_groups)
@@ -155,7 +146,7 @@ class MoELayer:
         down = grouped_gemm_masked(
             *a, *self.weights.down, counts, expected_m=expected_m, backend=self.backend, num_sms=num_sms
         )
-        return down[order.groups, positions]
+        return combine_rows(down[order.groups, positions], order.rows, weights)
 
     def _check_hidden_states(self, hidden_states: Tensor) -> None:
         if hidden_states.ndim != 2 or hidden_states.shape[1] != self.shape.hidden_size:

@@ -71,6 +71,13 @@ def test_given_routing_is_used(weights: ExpertWeights, layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_given_routing_may_have_any_strides(weights: ExpertWeights, layout: str) -> None:
+    layer, hidden_states, routing = _layer(weights, layout), _hidden_states(17), _routing(17)
+    ids, topk_weights = (tensor.t().contiguous().t() for tensor in routing)
+    assert torch.equal(layer(hidden_states, ids, topk_weights), layer(hidden_states, *routing))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_weights_are_used_as_they_are_without_renormalize(weights: ExpertWeights, layout: str) -> None:
     hidden_states = _hidden_states(5)
     out = _layer(weights, layout, renormalize=False)(hidden_states)

@@ -1,0 +1,48 @@
+"""The public function for all experts of a layer: check, hand to a backend."""
+
+import torch
+from torch import Tensor
+
+from kernels.backends import Backend
+from kernels.checks import check_experts
+from kernels.grouped_gemm import backend_for
+from kernels.quantize import Quantized
+
+
+def fused_experts(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    gate_up: Quantized,
+    down: Quantized,
+    *,
+    backend: Backend | str | None = None,
+    num_sms: int | None = None,
+) -> Tensor:
+    """Each token's experts, weighed: out[t] = sum over s of topk_weights[t, s] * ffn(topk_ids[t, s], t).
+
+    ffn(g, t) is the SwiGLU FFN (silu(gate) * up) @ down[g].T, where gate and up are the halves of
+    hidden_states[t] @ gate_up[g].T.
+
+    hidden_states  bfloat16, float16 or float32 [T, H], any strides; H a multiple of 128
+    topk_ids       int32 [T, S] on the same device, contiguous; S at least 1, T * S below 2**31. An expert may
+                   come twice in a token, and a number outside 0 to G - 1 is no expert of these: its slot adds
+                   nothing, whatever its weight
+    topk_weights   fp32 [T, S], contiguous
+    gate_up        e4m3 [G, 2I, H], the gate's rows first, with fp32 scales [G, 2I/128, H/128] (one per
+                   128x128 block, `quantize_blocks`); I a multiple of 128, G from 1 to 1024
+    down           e4m3 [G, H, I] with fp32 scales [G, H/128, I/128]; data of both contiguous and 16-byte
+                   aligned, scales contiguous
+    backend        a Backend, its name, or None for the best one for the device
+    num_sms        SMs for the GEMMs; None: all of them
+
+    Returns fp32 [T, H], summed in the order of slots. Activations are rounded to FP8 before each GEMM
+    (`quantize_rows`), but for backend "reference" on a CPU, which rounds them to bf16; what an expert makes
+    is rounded to bf16 before it is weighed. NaN in a token stays in its own row. Raises ValueError naming
+    expected and got, before anything is launched.
+    """
+    check_experts(hidden_states, topk_ids, topk_weights, gate_up, down, num_sms)
+    chosen = backend_for(backend, hidden_states, "hidden_states")
+    if hidden_states.shape[0] == 0:
+        return torch.empty(hidden_states.shape, dtype=torch.float32, device=hidden_states.device)
+    return chosen.experts(hidden_states, topk_ids, topk_weights, gate_up, down, num_sms)

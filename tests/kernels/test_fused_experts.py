@@ -1,0 +1,353 @@
+"""A layer's experts on a CPU against float64, by the backend's own way and by the default composition."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import Backend, Quantized, dequantize_blocks, fused_experts, quantize_blocks
+from kernels.backends import cpu_ffn, matrices
+from kernels.backends.reference import ReferenceBackend
+from tests.kernels.helpers import diff, fresh_generator, random_rows, random_weights
+
+# What rounding hidden states, activations and rows cost in 10662 draws of 1 to 1025 rows, as a
+# `diff`: to bf16 1.2e-5 on average and 4.7e-5 at most, to FP8 1.0e-3 and 4.3e-3.
+BF16_TOLERANCE = 2e-4
+FP8_TOLERANCE = 1e-2
+
+H, I = 256, 128  # noqa: E741
+
+
+class Composed(ReferenceBackend):
+    """The default composition on this backend's GEMMs."""
+
+    ffn = Backend.ffn
+
+
+class Poisoned(ReferenceBackend):
+    """Rows of no group hold NaN, as memory that nobody wrote may."""
+
+    def ffn(self, *arguments: Any) -> Tensor:
+        rows, offsets = super().ffn(*arguments), arguments[4]
+        self.rows_computed = int(offsets[-1])
+        rows[self.rows_computed :] = torch.nan
+        return rows
+
+
+@dataclass(frozen=True)
+class Case:
+    """Arguments of `fused_experts`."""
+
+    hidden_states: Tensor
+    topk_ids: Tensor
+    topk_weights: Tensor
+    gate_up: Quantized
+    down: Quantized
+
+    def tokens(self, part: slice) -> "Case":
+        parts = self.hidden_states[part], self.topk_ids[part], self.topk_weights[part]
+        return Case(*parts, self.gate_up, self.down)
+
+    def run(self, backend: Backend | None = None) -> Tensor:
+        arguments = self.hidden_states, self.topk_ids, self.topk_weights, self.gate_up, self.down
+        return fused_experts(*arguments, backend=backend or ReferenceBackend())
+
+    def expected(self) -> Tensor:
+        """float64 [T, H], an expert at a time."""
+        out = torch.zeros(self.hidden_states.shape, dtype=torch.float64)
+        for group in range(self.down.data.shape[0]):
+            tokens, slots = (self.topk_ids == group).nonzero(as_tuple=True)
+            rows = self._expert(group, tokens) * self.topk_weights[tokens, slots].double()[:, None]
+            out.index_add_(0, tokens, rows)
+        return out
+
+    def _expert(self, group: int, tokens: Tensor) -> Tensor:
+        gate_up, down = (
+            dequantize_blocks(w.data[group], w.scales[group]).double() for w in (self.gate_up, self.down)
+        )
+        gate, up = (self.hidden_states[tokens].double() @ gate_up.t()).chunk(2, dim=1)
+        return (gate / (1 + torch.exp(-gate)) * up) @ down.t()
+
+
+def _case(
+    rows_per_group: Sequence[int],
+    *,
+    slots: int = 1,
+    outside: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    h: int = H,
+    i: int = I,
+    seed: int | None = None,
+) -> Case:
+    """Random arguments: ids in any order, rows_per_group[g] of them g and the rest, `outside`, no group's.
+
+    An expert may come twice in a token.
+    """
+    generator = fresh_generator(seed=seed)
+    num_groups = len(rows_per_group)
+    ids = torch.arange(num_groups).repeat_interleave(torch.tensor(rows_per_group))
+    no_groups = torch.tensor([-1, num_groups, -(2**31), 2**31 - 1, num_groups + 1, -num_groups])
+    ids = torch.cat([ids, no_groups[torch.arange(outside) % len(no_groups)]])
+    ids = ids[torch.randperm(len(ids), generator=generator)].to(torch.int32).view(-1, slots)
+    gate_up = quantize_blocks(random_weights(num_groups, 2 * i, h, generator) * h**-0.5)
+    down = quantize_blocks(random_weights(num_groups, h, i, generator) * i**-0.5)
+    hidden_states = random_rows((len(ids), h), generator).to(dtype)
+    return Case(hidden_states, ids, torch.randn(ids.shape, generator=generator), gate_up, down)
+
+
+def _slots(num_rows: int) -> int:
+    """The most slots up to 8 that num_rows make whole tokens of."""
+    return max(slots for slots in range(1, 9) if num_rows % slots == 0)
+
+
+ROWS = [
+    [1],
+    [0, 3, 0],
+    [16, 0, 17, 15],
+    [15, 0, 1],
+    [20, 1],  # the first one's GEMM needs rows past the last
+    [1] * 40,
+    [255, 1, 256, 300],  # runs end between groups
+    [700, 5],  # and inside of one
+    [0, 0, 1025],
+]
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(
+    ("backend", "tolerance"), [(ReferenceBackend, BF16_TOLERANCE), (Composed, FP8_TOLERANCE)]
+)
+def test_experts_are_right(rows: list[int], backend: type[Backend], tolerance: float) -> None:
+    case = _case(rows, slots=_slots(sum(rows)))
+    out = case.run(backend())
+    assert out.dtype == torch.float32
+    assert out.is_contiguous()
+    assert diff(out, case.expected()) < tolerance
+
+
+@pytest.mark.parametrize("h", [128, 384])
+@pytest.mark.parametrize("i", [128, 640])
+def test_sizes(h: int, i: int) -> None:
+    case = _case([4, 0, 20], slots=3, h=h, i=i)
+    assert diff(case.run(), case.expected()) < BF16_TOLERANCE
+
+
+@pytest.mark.parametrize("slots", [1, 2, 9, 96])
+def test_any_number_of_slots(slots: int) -> None:
+    case = _case([2 * slots, slots, 0, 2 * slots], slots=slots)
+    assert diff(case.run(), case.expected()) < BF16_TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    case = _case([6, 30], slots=2, dtype=dtype)
+    assert diff(case.run(), case.expected()) < BF16_TOLERANCE
+
+
+@pytest.mark.parametrize("backend", [ReferenceBackend, Composed])
+def test_hidden_states_may_have_any_strides(backend: type[Backend]) -> None:
+    case = _case([6, 30], slots=2)
+    strided = replace(case, hidden_states=case.hidden_states.t().contiguous().t())
+    assert torch.equal(strided.run(backend()), case.run(backend()))
+
+
+@pytest.mark.parametrize(("backend", "tolerance"), [(Poisoned, BF16_TOLERANCE), (Composed, FP8_TOLERANCE)])
+@pytest.mark.parametrize("rows", [[4, 20], [300, 0, 2], [1, 0, 0]])
+def test_slots_of_no_expert_add_nothing(rows: list[int], backend: type[Backend], tolerance: float) -> None:
+    case = _case(rows, slots=2, outside=24 + sum(rows) % 2)
+    outside = (case.topk_ids < 0) | (case.topk_ids >= len(rows))
+    case.topk_weights[outside] = torch.nan
+    out = case.run(backend())
+    assert out.isfinite().all()
+    assert diff(out, case.expected()) < tolerance
+    assert not out[outside.all(1)].any()
+    # They leave the others' results as they are, to the bit.
+    absent = replace(case, topk_ids=case.topk_ids.masked_fill(outside, -1))
+    assert torch.equal(absent.run(backend()), out)
+
+
+@pytest.mark.parametrize("number", [-1, 3, -(2**31), 2**31 - 1])
+def test_slots_of_no_expert_are_neither_computed_nor_read(number: int) -> None:
+    case, backend = _case([4, 0, 20], slots=3), Poisoned()
+    case.topk_ids[5, 1] = number
+    assert diff(case.run(backend), case.expected()) < BF16_TOLERANCE
+    assert backend.rows_computed == 23
+
+
+@pytest.mark.parametrize("backend", [Poisoned, Composed])
+def test_without_any_expert_there_are_zeros(backend: type[Backend]) -> None:
+    out = _case([0, 0], slots=3, outside=12).run(backend())
+    assert torch.equal(out, torch.zeros(4, H))
+
+
+def test_rows_are_summed_in_the_order_of_slots() -> None:
+    """2**30 and -2**30 times one expert cancel out, and lose what was added before the second of them."""
+    case, big = _case([2, 1], slots=3), float(2**30)
+    ids = torch.tensor([[0, 0, 1], [0, 1, 0], [1, 0, 0]], dtype=torch.int32)
+    weights = torch.tensor([[big, -big, 1], [big, 1, -big], [1, big, -big]])
+    tokens = replace(case, hidden_states=case.hidden_states.expand(3, H), topk_ids=ids, topk_weights=weights)
+    out, alone = tokens.run(), replace(tokens, topk_weights=(weights == 1).float()).run()
+    assert [torch.equal(*rows) for rows in zip(out, alone, strict=True)] == [True, False, False]
+
+
+@pytest.mark.parametrize("backend", [ReferenceBackend, Composed])
+def test_an_expert_may_come_twice_in_a_token(backend: type[Backend]) -> None:
+    case = _case([0, 4, 2])
+    ids, weights = case.topk_ids.repeat(1, 2), case.topk_weights.repeat(1, 2)
+    twice = replace(case, topk_ids=ids, topk_weights=weights)
+    assert diff(twice.run(backend()), 2 * case.run(backend())) < 1e-6
+
+
+def test_no_tokens_give_nothing() -> None:
+    case = _case([2, 2], slots=2)
+    out = case.tokens(slice(0)).run()
+    assert (out.shape, out.dtype) == ((0, H), torch.float32)
+
+
+def test_a_bad_token_stays_in_its_own_row() -> None:
+    case = _case([5, 0, 40, 300], slots=3)
+    clean = case.run()
+    case.hidden_states[2, 100] = torch.nan
+    out, bad = case.run(), torch.arange(len(clean)) == 2
+    assert out[bad].isnan().all()
+    assert torch.equal(out[~bad], clean[~bad])
+
+
+def test_a_token_does_not_depend_on_its_company() -> None:
+    case = _case([5, 0, 40, 300], slots=3)
+    together = case.run()
+    for token in (0, 50, 114):
+        alone = case.tokens(slice(token, token + 1)).run()
+        assert diff(alone[0], together[token]) < BF16_TOLERANCE
+
+
+def test_without_packing_it_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = _case([2, 40, 0, 300], slots=3)
+    out = case.run()
+    monkeypatch.setattr(matrices, "can_pack", lambda: False)
+    backend = ReferenceBackend()
+    plain = case.run(backend)
+    assert not any(matrix.is_mkldnn for matrix in backend._weights.get(*case.gate_up))
+    assert diff(plain, out) < BF16_TOLERANCE
+    assert diff(plain, case.expected()) < BF16_TOLERANCE
+
+
+def test_weights_written_to_are_seen() -> None:
+    case, backend = _case([4, 4], slots=2), ReferenceBackend()
+    before = case.run(backend)
+    case.down.scales.mul_(2)
+    assert torch.equal(case.run(backend), 2 * before)
+    case.gate_up.data.copy_(quantize_blocks(torch.zeros(2, 2 * I, H)).data)
+    assert not case.run(backend).any()
+
+
+def test_it_works_in_inference_mode_and_after() -> None:
+    case, backend = _case([4, 20], slots=2), ReferenceBackend()
+    with torch.inference_mode():
+        inside = case.run(backend)
+    case.hidden_states.requires_grad_()
+    outside = case.run(backend)
+    assert not outside.requires_grad
+    assert torch.equal(inside, outside)
+
+
+@pytest.mark.parametrize("step", [1, 16])
+@pytest.mark.parametrize("bounds", [[0], [0, 0], [0, 5, 5, 17], [0, 512, 1025, 1026], [0, 100, 5000, 5300]])
+def test_runs_cover_each_row_once(bounds: list[int], step: int) -> None:
+    pieces = [piece for run in cpu_ffn._runs(bounds, step) for piece in run]
+    rows = [row for piece in pieces for row in range(piece.start, piece.end)]
+    assert rows == list(range(bounds[-1]))
+    for piece in pieces:
+        assert bounds[piece.group] <= piece.start < piece.end <= bounds[piece.group + 1]
+        assert 0 <= piece.padded_end - piece.end < step
+        assert (piece.padded_end - piece.start) % step == 0
+        assert piece.end - piece.start <= 512
+
+
+def _e4m3(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"hidden_states": torch.zeros(4)}, r"hidden_states shape: expected 2 dimensions \[T, H\], got \(4,\)"),
+    ({"hidden_states": torch.zeros(4, 256).double()}, "hidden_states dtype: expected torch.bfloat16 or .*64"),
+    ({"hidden_states": torch.zeros(4, 200)}, "H: expected a multiple of 128, at least 128, got 200"),
+    ({"hidden_states": torch.zeros(4, 128)}, r"gate_up shape: expected \(2, 256, 128\), got \(2, 256, 256\)"),
+    ({"hidden_states": _meta(4, 256)}, "gate_up device: expected meta as hidden_states, got cpu"),
+    ({"topk_ids": torch.zeros(4).int()}, r"topk_ids shape: expected 2 dimensions \[T, S\], got \(4,\)"),
+    ({"topk_ids": torch.zeros(4, 0).int()}, "topk_ids slots: expected at least 1, got 0"),
+    ({"topk_ids": torch.zeros(3, 2).int()}, r"topk_ids shape: expected \(4, 2\), got \(3, 2\)"),
+    ({"topk_ids": torch.zeros(4, 2).long()}, "topk_ids dtype: expected torch.int32, got torch.int64"),
+    ({"topk_ids": torch.zeros(2, 4).int().t()}, r"topk_ids strides: expected contiguous, got \(1, 4\)"),
+    (
+        {"topk_ids": _meta(4, 2, dtype=torch.int32)},
+        "topk_ids device: expected cpu as hidden_states, got meta",
+    ),
+    (
+        {"topk_ids": torch.zeros(1, dtype=torch.int32).expand(4, 2**29)},
+        "topk_ids rows: expected at most 2147483647, got 2147483648",
+    ),
+    ({"topk_weights": torch.zeros(4, 3)}, r"topk_weights shape: expected \(4, 2\), got \(4, 3\)"),
+    ({"topk_weights": torch.zeros(4, 2).half()}, "topk_weights dtype: expected torch.float32, got .*16"),
+    ({"topk_weights": torch.zeros(2, 4).t()}, r"topk_weights strides: expected contiguous, got \(1, 4\)"),
+    ({"topk_weights": _meta(4, 2)}, "topk_weights device: expected cpu as hidden_states, got meta"),
+    ({"down": (_e4m3(256, 128), torch.ones(2, 1))}, r"down shape: expected 3 dimensions \[G, H, I\], got"),
+    (
+        {"down": (_e4m3(2, 256, 64), torch.ones(2, 2, 1))},
+        "I: expected a multiple of 128, at least .*, got 64",
+    ),
+    ({"down": (_e4m3(0, 256, 128), torch.ones(0, 2, 1))}, "down groups: expected 1 to 1024, got 0"),
+    ({"down": (_e4m3(2, 384, 128), torch.ones(2, 3, 1))}, r"down shape: expected \(2, 256, 128\), got"),
+    (
+        {"down": (_e4m3(2, 256, 128), torch.ones(2, 1))},
+        r"down scales shape: expected \(2, 2, 1\), got \(2, 1\)",
+    ),
+    ({"gate_up": (_e4m3(2, 512, 256), torch.ones(2, 4, 2))}, r"gate_up shape: expected \(2, 256, 256\), got"),
+    ({"gate_up": (torch.zeros(2, 256, 256), torch.ones(2, 2, 2))}, "gate_up dtype: expected .*e4m3fn, got"),
+    ({"gate_up": (_e4m3(2, 256, 256).mT, torch.ones(2, 2, 2))}, "gate_up strides: expected contiguous, got"),
+    (
+        {"gate_up": (_e4m3(2, 256, 256), torch.ones(2, 2, 2).half())},
+        "gate_up scales dtype: expected .*32, got",
+    ),
+    (
+        {"gate_up": (_e4m3(2, 256, 256), torch.ones(2, 2, 2).mT)},
+        "gate_up scales strides: expected contiguous",
+    ),
+    (
+        {"gate_up": (_e4m3(2, 256, 256), _meta(2, 2, 2))},
+        "gate_up scales device: expected cpu as hidden_states",
+    ),
+    ({"num_sms": 0}, "num_sms: expected None or at least 1, got 0"),
+    ({"backend": "metal"}, r"backend: expected one of .*'hopper', 'reference'.*, got 'metal'"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED)
+def test_wrong_arguments_are_refused(change: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {
+        "hidden_states": torch.zeros(4, 256),
+        "topk_ids": torch.zeros(4, 2, dtype=torch.int32),
+        "topk_weights": torch.zeros(4, 2),
+        "gate_up": Quantized(_e4m3(2, 256, 256), torch.ones(2, 2, 2)),
+        "down": Quantized(_e4m3(2, 256, 128), torch.ones(2, 2, 1)),
+        "backend": "reference",
+    }
+    with pytest.raises(ValueError, match=message):
+        fused_experts(**(arguments | change))
+
+
+def test_a_backend_of_another_device_is_refused() -> None:
+    class OnlyCuda(ReferenceBackend):
+        device_type = "cuda"
+
+    with pytest.raises(
+        ValueError, match="hidden_states device: expected cuda for backend 'reference', got cpu"
+    ):
+        _case([1]).run(OnlyCuda())
