@@ -10,14 +10,21 @@ def _source(file: str, **defines: object) -> Source:
     return Source(name, f"{file}.cu", file, tuple((key, str(value)) for key, value in defines.items()))
 
 
+MAX_GROUPS = 1024
+THREADS = {"sort_rows": 1024, "quantize_rows": 128, "combine_rows": 256, "route_tokens": 128}
+"""Of a CTA, by entry."""
+_FLOATS = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
+
 SORT = _source("sort_rows")
-QUANTIZE = {
-    torch.bfloat16: _source("quantize_rows", DATATYPE="BF16"),
-    torch.float16: _source("quantize_rows", DATATYPE="FP16"),
-    torch.float32: _source("quantize_rows", DATATYPE="FP32"),
-}
-COMBINE = _source("combine_rows")
+QUANTIZE = {dtype: _source("quantize_rows", DATATYPE=name) for dtype, name in _FLOATS.items()}
+COMBINE = {dtype: _source("combine_rows", DATATYPE=name) for dtype, name in _FLOATS.items()}
+"""By the tokens' dtype, and by the output's."""
 ROUTE = {8: _source("route_tokens", PER_LANE=8), 32: _source("route_tokens", PER_LANE=32)}
 """By the experts a lane looks at: up to 256 and up to 1024 of them."""
 
-SOURCES = (SORT, *QUANTIZE.values(), COMBINE, *ROUTE.values())
+SOURCES = (SORT, *QUANTIZE.values(), *COMBINE.values(), *ROUTE.values())
+
+
+def shared_bytes(source: Source, num_groups: int) -> int:
+    """Dynamic shared memory of a CTA."""
+    return 33 * num_groups * 4 if source is SORT else 0

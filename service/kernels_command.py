@@ -87,13 +87,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _list(build: bool, as_json: bool) -> None:
     from kernels.jit import cache_directory, find
-    from kernels.tiles import VARIANTS, source
+    from kernels.variants import VARIANTS
 
     report = _build_all() if build else None
-    rows = []
-    for layout, config in VARIANTS:
-        variant = source(layout, config)
-        rows.append(_row(variant.name, config.shared_bytes(_NUM_GROUPS), find(variant)))
+    rows = [_row(v.source.name, v.shared_bytes(_NUM_GROUPS), find(v.source)) for v in VARIANTS]
     if as_json:
         about = {
             "cache_directory": str(cache_directory()),
@@ -114,9 +111,9 @@ def _list(build: bool, as_json: bool) -> None:
 
 def _build_all() -> BuildReport:
     from kernels.jit import build_all
-    from kernels.tiles import VARIANTS, source
+    from kernels.variants import VARIANTS
 
-    sources = [source(*variant) for variant in VARIANTS]
+    sources = [variant.source for variant in VARIANTS]
     start = time.perf_counter()
     compiled = 0
     with tqdm(total=len(sources), desc="kernels", unit="kernel", disable=None) as bar:
@@ -154,9 +151,9 @@ def _print_table(rows: list[Row]) -> None:
 
 def _dump(name: str, form: str) -> bytes:
     from kernels.jit import build, to_ptx
-    from kernels.tiles import VARIANTS, source
+    from kernels.variants import VARIANTS
 
-    variants = {made.name: made for made in (source(*variant) for variant in VARIANTS)}
+    variants = {variant.source.name: variant.source for variant in VARIANTS}
     variant = variants.get(name)
     if variant is None:
         raise KernelsCommandError(f"--dump is expected to be one of {', '.join(variants)}, got {name!r}")

@@ -1,66 +1,79 @@
-"""A layer's experts on Hopper: sort, quantise, GEMM with SwiGLU, GEMM, combine, in five launches."""
+"""The kernels of a layer around its GEMMs on Hopper: route, sort, quantise, combine."""
 
 import math
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from cuda.core import Device, LaunchConfig, ObjectCode, Stream, launch
+from cuda.core import LaunchConfig, launch
 from torch import Tensor
 
 from kernels import jit, layer_kernels
-from kernels.jit import Source
+from kernels.backends.hopper_kernels import LoadedKernels, OnStream
 from kernels.quantize import Quantized
+
+_SORT_ALONE = 1024  # pairs that one CTA sorts sooner than a cluster does
+_SORT_CTAS = 8
+_SORT_CTAS_FROM = 64  # SMs, among which there are surely so many neighbours as a cluster wants
+
+
+class _Grid(NamedTuple):
+    size: int | tuple[int, int]  # in clusters
+    cluster: int = 1
+    shared_bytes: int = 0
 
 
 class LayerKernels:
-    """The small kernels of one process, loaded on the devices where they were used."""
+    """The small kernels, on the devices where they were used."""
 
-    def __init__(self) -> None:
-        self._kernels: dict[tuple[int, Source], Any] = {}
+    def __init__(self, kernels: LoadedKernels) -> None:
+        self._kernels = kernels
 
-    def load(self, device: int, source: Source, binary: jit.Binary) -> Any:
-        Device(device).set_current()  # the context that torch uses too
-        kernel = ObjectCode.from_cubin(binary.cubin).get_kernel(source.entry)
-        self._kernels[device, source] = kernel
-        return kernel
+    def load(self, device: int, source: jit.Source, binary: jit.Binary) -> None:
+        """Bring a kernel onto a device."""
+        self._kernels.load(
+            device, source, binary, layer_kernels.shared_bytes(source, layer_kernels.MAX_GROUPS)
+        )
 
-    def sort(self, stream: Stream, group_ids: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
-        """(rows int32 [T, S], offsets int32 [G+1]) of group_ids int32 [T, S]."""
-        rows = torch.empty_like(group_ids)
-        offsets = torch.empty(num_groups + 1, dtype=torch.int32, device=group_ids.device)
+    def sort(
+        self, on: OnStream, topk_ids: Tensor, num_groups: int, num_sms: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """(rows int32 [T, S], -1 for no group's; offsets int32 [G+1]) of topk_ids int32 [T, S]."""
+        rows = torch.empty_like(topk_ids)
+        offsets = torch.empty(num_groups + 1, dtype=torch.int32, device=topk_ids.device)
+        alone = topk_ids.numel() <= _SORT_ALONE or (num_sms is not None and num_sms < _SORT_CTAS_FROM)
+        shared_bytes = layer_kernels.shared_bytes(layer_kernels.SORT, num_groups)
         self._launch(
-            stream, layer_kernels.SORT, LaunchConfig(grid=1, block=1024, shmem_size=32 * num_groups * 4),
-            group_ids, np.int32(group_ids.numel()), np.int32(num_groups), rows, offsets,
+            on, layer_kernels.SORT, _Grid(1, 1 if alone else _SORT_CTAS, shared_bytes),
+            topk_ids, np.int32(topk_ids.numel()), np.int32(num_groups), rows, offsets,
         )  # fmt: skip
         return rows, offsets
 
-    def quantize(self, stream: Stream, hidden_states: Tensor, rows: Tensor) -> Quantized:
+    def quantize(self, on: OnStream, hidden_states: Tensor, rows: Tensor) -> Quantized:
         """Each token quantised once and written to all of its rows."""
         (num_tokens, k), num_rows = hidden_states.shape, rows.numel()
         data = torch.empty((num_rows, k), dtype=torch.float8_e4m3fn, device=rows.device)
         scales = torch.empty((k // 128, num_rows), device=rows.device)
         self._launch(
-            stream, layer_kernels.QUANTIZE[hidden_states.dtype],
-            LaunchConfig(grid=(num_tokens, math.ceil(k / 512)), block=128),
+            on, layer_kernels.QUANTIZE[hidden_states.dtype], _Grid((num_tokens, math.ceil(k / 2048))),
             hidden_states, rows, np.int32(rows.shape[1]), np.int32(k), data, scales, np.uint32(num_rows),
         )  # fmt: skip
         return Quantized(data, scales.t())
 
-    def combine(self, stream: Stream, values: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
+    def combine(self, on: OnStream, values: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
         """The weighted sums fp32 [T, N] of values bf16 [R, N]."""
-        num_tokens, slots = rows.shape
-        n = values.shape[1]
+        (num_tokens, slots), n = rows.shape, values.shape[1]
         out = torch.empty((num_tokens, n), device=values.device)
         self._launch(
-            stream, layer_kernels.COMBINE, LaunchConfig(grid=(num_tokens, math.ceil(n / 2048)), block=256),
+            on, layer_kernels.COMBINE[out.dtype], _Grid((num_tokens, math.ceil(n / 2048))),
             values, rows, weights, np.int32(slots), np.int32(n), out,
         )  # fmt: skip
         return out
 
     def route(
         self,
-        stream: Stream,
+        on: OnStream,
         logits: Tensor,
         bias: Tensor | None,
         top_k: int,
@@ -76,16 +89,28 @@ class LayerKernels:
         topk_ids = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits.device)
         topk_weights = torch.empty((num_tokens, top_k), device=logits.device)
         self._launch(
-            stream, layer_kernels.ROUTE[8 if num_experts <= 256 else 32],
-            LaunchConfig(grid=math.ceil(num_tokens / 4), block=128),
+            on, layer_kernels.ROUTE[8 if num_experts <= 256 else 32], _Grid(math.ceil(num_tokens / 4)),
             logits, bias, np.int32(num_tokens), np.int32(num_experts), np.int32(top_k), np.int32(softmax),
             np.int32(renormalize), np.float32(scale), np.int32(groups), np.int32(top_groups),
             topk_ids, topk_weights,
         )  # fmt: skip
         return topk_ids, topk_weights
 
-    def _launch(self, stream: Stream, source: Source, config: LaunchConfig, *arguments: Any) -> None:
-        device = torch.cuda.current_device()
-        kernel = self._kernels.get((device, source)) or self.load(device, source, jit.build(source))
+    def _launch(self, on: OnStream, source: jit.Source, grid: _Grid, *arguments: Any) -> None:
+        device, _, stream = on
+        if not self._kernels.loaded(device, source):
+            self.load(device, source, jit.build(source))
         values = (a.data_ptr() if isinstance(a, Tensor) else 0 if a is None else a for a in arguments)
-        launch(stream, config, kernel, *values)
+        config = _config(grid, layer_kernels.THREADS[source.entry])
+        launch(stream, config, self._kernels.get(device, source), *values)
+
+
+@lru_cache(maxsize=4096)
+def _config(grid: _Grid, threads: int) -> LaunchConfig:
+    return LaunchConfig(
+        grid=grid.size,
+        cluster=grid.cluster,
+        block=threads,
+        shmem_size=grid.shared_bytes,
+        programmatic_stream_serialization=True,
+    )

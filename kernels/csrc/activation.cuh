@@ -6,11 +6,22 @@
 #if SWIGLU
 namespace activation {
 
-// gate * sigmoid(alpha * gate) * up, gate cut at limit and up at both; alpha 1 and no limit for most families.
-__device__ __forceinline__ float swiglu(float gate, float up, const Output& output) {
-    gate = ptx::min_or_nan(gate, output.limit);
-    up = ptx::max_or_nan(ptx::min_or_nan(up, output.limit), -output.limit);
-    return __fdividef(gate, 1.0f + __expf(-output.alpha * gate)) * up;
+constexpr float kLargest = 3.40282347e38f;
+
+// gate = gate * sigmoid(alpha * gate) * up, gates cut at limit and ups at both; alpha 1 and no limit for most families.
+template <int kCount>
+__device__ __forceinline__ void swiglu(float* gate, float* up, const Output& output) {
+    if (output.limit < kLargest) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            gate[i] = ptx::min_or_nan(gate[i], output.limit);
+            up[i] = ptx::max_or_nan(ptx::min_or_nan(up[i], output.limit), -output.limit);
+        }
+    }
+    const float to_exponent = -1.44269504f * output.alpha;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+        gate[i] = gate[i] * ptx::approximate_reciprocal(1.0f + ptx::approximate_exp2(gate[i] * to_exponent)) * up[i];
 }
 
 // The scale of 128 columns, as kernels/quantize.py says; never zero or subnormal.

@@ -1,30 +1,45 @@
 // The weighted sum of a token's rows, in fp32 and in the order of its slots.
-#include "ptx.cuh"
+#include "floats.cuh"
+
+constexpr int kAtOnce = 8;  // slots whose loads are under way
 
 extern "C" __global__ void __launch_bounds__(256)
-    combine_rows(const u16* __restrict__ values,   // bf16 [rows, n]
-                 const int* __restrict__ rows,     // [num_tokens, slots], -1: nothing to add
+    combine_rows(const u16* values,                  // bf16 [rows, n]
+                 const int* __restrict__ rows,       // [num_tokens, slots], -1: nothing to add
                  const float* __restrict__ weights,  // [num_tokens, slots]
                  int slots, int n,
-                 float* __restrict__ out) {        // [num_tokens, n]
+                 void* __restrict__ out) {           // DATATYPE [num_tokens, n]
     const int column = (blockIdx.y * 256 + threadIdx.x) * 8;
     const i64 token = blockIdx.x;
-    if (column >= n) return;
     float sum[8] = {};
-#pragma unroll 4
-    for (int slot = 0; slot < slots; ++slot) {
-        const i64 row = rows[token * slots + slot];
-        if (row < 0) continue;
-        const float weight = weights[token * slots + slot];
-        const uint4 packed = *reinterpret_cast<const uint4*>(values + row * n + column);
-        const u32 words[4] = {packed.x, packed.y, packed.z, packed.w};
+    rows += token * slots;
+    weights += token * slots;
+    for (int first = 0; first < slots; first += kAtOnce) {
+        i64 row[kAtOnce];
+        float weight[kAtOnce];
+        uint4 packed[kAtOnce];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            sum[2 * i] += weight * ptx::to_float<true>(words[i]);
-            sum[2 * i + 1] += weight * ptx::to_float<true>(words[i] >> 16);
+        for (int i = 0; i < kAtOnce; ++i) {
+            const bool there = first + i < slots && column < n;
+            row[i] = there ? rows[first + i] : -1;
+            weight[i] = row[i] >= 0 ? weights[first + i] : 0.0f;
+        }
+        if (first == 0) {  // rows and weights are older than the launch before, values are not
+            ptx::wait_for_launches_before();
+            ptx::let_next_launch_begin();
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            packed[i] = {0, 0, 0, 0};
+            if (row[i] >= 0) packed[i] = *reinterpret_cast<const uint4*>(values + row[i] * n + column);
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            float value[8];
+            floats::unpack<true>(value, packed[i]);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) sum[j] += weight[i] * value[j];
         }
     }
-    float4* const to = reinterpret_cast<float4*>(out + token * n + column);
-    to[0] = {sum[0], sum[1], sum[2], sum[3]};
-    to[1] = {sum[4], sum[5], sum[6], sum[7]};
+    if (column < n) floats::store<DATATYPE>(out, token * n + column, sum);
 }

@@ -17,8 +17,7 @@ template <int kSlices>
 __device__ __forceinline__ void store(float (&sum)[2][kSlices * 8], Largest& largest, u32 staging, u32 warpgroup,
                                       const Output& output, const Tile& tile) {
     const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32, r = lane / 4, c = lane % 4;
-#pragma unroll
-    for (int i = 0; i < kSlices * 8; ++i) sum[0][i] = activation::swiglu(sum[0][i], sum[1][i], output);
+    activation::swiglu<kSlices * 8>(sum[0], sum[1], output);
 #pragma unroll
     for (int i = 0; i < kSlices * 8; i += 4) {  // two tokens, and of each the columns r and r + 8 of the warp's
         float2 most = {ptx::max_or_nan(fabsf(sum[0][i]), fabsf(sum[0][i + 2])),

@@ -50,9 +50,9 @@ __device__ __forceinline__ void store_activated(float (&sum)[64], Largest& large
                                                 const Output& output, int row, int rows, int column) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r = lane / 4, c = lane % 4;
     float low = 0.0f, high = 0.0f;  // rows r and r + 8
+    activation::swiglu<32>(sum, sum + 32, output);
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
-        sum[i] = activation::swiglu(sum[i], sum[i + 32], output);
         float& most = i % 4 < 2 ? low : high;
         most = ptx::max_or_nan(most, fabsf(sum[i]));
     }

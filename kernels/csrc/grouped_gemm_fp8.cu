@@ -19,9 +19,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #if !SWAPPED && !SWIGLU
                      const __grid_constant__ ptx::TensorMap out_map,  // [rows, n], box 16 x 64, 128-byte swizzle
 #endif
-                     const float* __restrict__ a_scales, u32 scale_stride_group, u32 scale_stride_m, u32 scale_stride_k,
+                     const float* a_scales, u32 scale_stride_group, u32 scale_stride_m, u32 scale_stride_k,
                      const float* __restrict__ b_scales,  // [num_groups, ceil(rows of b / 128), k / 128]
-                     const int* __restrict__ extents,     // offsets [num_groups + 1] or counts [num_groups]
+                     const int* extents,                  // offsets [num_groups + 1] or counts [num_groups]
 #if SWIGLU
                      u8* __restrict__ out,  // e4m3 [rows, n], from 2 n rows of b: gates, then ups
                      float* __restrict__ out_scales, u32 out_scale_stride,  // [n / 128, out_scale_stride]
@@ -32,6 +32,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                      int num_groups, int n, int k, int limit,  // limit: M, or max_m
                      int rows_per_group,  // max_m, or 0 where rows are not laid out by group
                      int tile_steps, int passes,  // how groups are cut into tiles: see Cut
+                     int extents_are_older,  // than the launch before this one: they may be read before that is complete
                      int* claims) {  // [2]: tiles taken beyond everybody's first, clusters done; both 0
     extern __shared__ __align__(1024) u8 raw[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(raw);
@@ -62,7 +63,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         ptx::shrink_registers<40>();
         if (warp == kConsumerWarps) {
             // ---- TMA: this CTA's weights, and its share of the tokens for the whole cluster
+            if (!extents_are_older) ptx::wait_for_launches_before();
             const Scheduler scheduler(table, extents, num_groups, n, {tile_steps, passes}, limit);
+            const auto load_weights = [&](const Tile& tile, int kb, int stage) {
+                const int column = tile.group * n * kScaleParts + tile.column;
+                const int boxes = (tile.rows + kBoxM - 1) / kBoxM;
+                ptx::mbarrier_arrive_expect_bytes(&shared.full[stage], (kWeightRows + boxes * kBoxM) * kBlockK);
+#pragma unroll
+                for (int part = 0; part < kWeightRows / kBoxN; ++part)  // with ups: 64 gates, their ups, and so on
+                    ptx::tma_load(&b_map, &shared.full[stage], shared.weights[stage] + part * kBoxN * kBlockK, kb * kBlockK,
+                                  column + part / 2 * kBoxN + part % 2 * n);
+            };
+            int ahead = -1;  // K blocks of the first tile whose weights are on their way already
             Pipeline pipeline;
             Walk walk;
             // Everybody's first tile is its own number; for later ones the first cluster that is nearly done comes first.
@@ -70,33 +82,38 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 const Tile tile = part_of(announce(shared, walk, rank, [&] { return scheduler.tile(number); }), rank);
                 if (tile.rows < 0) break;
                 const int boxes = (tile.rows + kBoxM - 1) / kBoxM;
-                const int row = tile.group * rows_per_group + tile.row, column = tile.group * n * kScaleParts + tile.column;
+                const int row = tile.group * rows_per_group + tile.row;
                 int claimed = 0;
+                if (ahead < 0) {  // weights do not depend on the launch before
+                    for (ahead = 0; ahead < min(kStages, k_blocks); ++ahead)
+                        if (ptx::elect_one()) load_weights(tile, ahead, ahead);
+                    __syncwarp();
+                    ptx::wait_for_launches_before();
+                    ptx::let_next_launch_begin();
+                }
                 for (int kb = 0; kb < k_blocks; ++kb, pipeline.advance()) {
                     const int stage = pipeline.index;
                     // Early enough to be back in time, late enough for the order to be that of finishing.
                     if (kb == max(k_blocks - kClaimAhead, 0) && rank == 0 && lane == 0) claimed = atomicAdd(claims, 1);
                     ptx::mbarrier_wait(&shared.empty[stage], pipeline.phase ^ 1);
                     if (ptx::elect_one()) {
-                        u64* full = &shared.full[stage];
-                        ptx::mbarrier_arrive_expect_bytes(full, (kWeightRows + boxes * kBoxM) * kBlockK);
-#pragma unroll
-                        for (int part = 0; part < kWeightRows / kBoxN; ++part)  // with ups: 64 gates, their ups, and so on
-                            ptx::tma_load(&b_map, full, shared.weights[stage] + part * kBoxN * kBlockK, kb * kBlockK,
-                                          column + part / 2 * kBoxN + part % 2 * n);
+                        if (kb >= ahead) load_weights(tile, kb, stage);
                         for (int box = rank; box < boxes; box += kCluster) {
-                            ptx::tma_load_to_cluster<kCluster>(&a_map, full, shared.tokens[stage] + box * kBoxM * kBlockK,
+                            ptx::tma_load_to_cluster<kCluster>(&a_map, &shared.full[stage], shared.tokens[stage] + box * kBoxM * kBlockK,
                                                                kb * kBlockK, row + box * kBoxM);
                         }
                     }
                     __syncwarp();
                 }
+                ahead = 0;
                 number = gridDim.x / kCluster + __shfl_sync(0xffffffff, claimed, 0);
             }
+            ptx::wait_for_launches_before();  // also where there was no tile
             if (rank == 0 && lane == 0) leave(claims, gridDim.x / kCluster);
         } else if (warp > kConsumerWarps) {
             // ---- scales: the product of both, so that a consumer multiplies once. The warps take stages in turn and
             // load before their stage is free: consumers wait for a stage's slowest load, and these come a long way.
+            ptx::wait_for_launches_before();
             const int blocks_n = (n + 127) / 128;  // of gates, where there are ups too
             int next = warp - kConsumerWarps - 1;  // this warp's next K block, counted from the tile's first
             Pipeline pipeline;
@@ -115,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 for (; next < k_blocks; next += kScaleWarps, pipeline.advance(kScaleWarps)) {
                     float a_value[kBlockM / 32];
 #pragma unroll
-                    for (int i = 0; i < kBlockM / 32; ++i) a_value[i] = __ldg(a_scales + (a_scale[i] + next * scale_stride_k));
+                    for (int i = 0; i < kBlockM / 32; ++i) a_value[i] = a_scales[a_scale[i] + next * scale_stride_k];
                     float b_value[kScaleParts];
 #pragma unroll
                     for (int part = 0; part < kScaleParts; ++part)

@@ -27,6 +27,12 @@ __device__ __forceinline__ bool elect_one() {
     return elected != 0;
 }
 
+// Programmatic dependent launch. Returns when all launches before this one are complete and their writes visible. What
+// they wrote must not be read through const __restrict__: such a load may be moved up, past this.
+__device__ __forceinline__ void wait_for_launches_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// Lets the next launch begin once every CTA of this one has said so; it waits itself before it touches our results.
+__device__ __forceinline__ void let_next_launch_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 __device__ __forceinline__ u32 cluster_rank() {
     u32 rank;
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -35,6 +41,22 @@ __device__ __forceinline__ u32 cluster_rank() {
 
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ u32 cluster_size() {
+    u32 size;
+    asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+    return size;
+}
+
+// What CTA `rank` of this cluster has in the same place of its shared memory.
+__device__ __forceinline__ int load_from_cta(const int* place, u32 rank) {
+    int value;
+    asm volatile("{ .reg .b32 from; mapa.shared::cluster.u32 from, %1, %2; ld.shared::cluster.s32 %0, [from]; }"
+                 : "=r"(value)
+                 : "r"(shared_address(place)), "r"(rank)
+                 : "memory");
+    return value;
 }
 
 template <u32 kThreads>
@@ -171,6 +193,15 @@ __device__ __forceinline__ u32 pack_bf16(float low, float high) {
     return packed;
 }
 
+// The same, or a pair of fp16.
+template <bool kBf16>
+__device__ __forceinline__ u32 pack(float low, float high) {
+    if constexpr (kBf16) return pack_bf16(low, high);
+    u32 packed;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
 // The 16-bit float in the lower half of a word: bf16, or fp16.
 template <bool kBf16>
 __device__ __forceinline__ float to_float(u32 word) {
@@ -185,6 +216,18 @@ __device__ __forceinline__ u16 pack_e4m3(float low, float high) {
     u16 packed;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
     return packed;
+}
+
+// Within 2 and 1 units in the last place; subnormal results are 0.
+__device__ __forceinline__ float approximate_exp2(float x) {
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+}
+__device__ __forceinline__ float approximate_reciprocal(float x) {
+    float result;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
 }
 
 // fmaxf and fminf drop a NaN; these hand it on.

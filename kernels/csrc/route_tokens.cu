@@ -33,13 +33,15 @@ __device__ __forceinline__ float sum_of_warp(float value) {
 }
 
 extern "C" __global__ void __launch_bounds__(kWarps * 32)
-    route_tokens(const float* __restrict__ logits,  // [num_tokens, num_experts]
+    route_tokens(const float* logits,               // [num_tokens, num_experts]
                  const float* __restrict__ bias,    // [num_experts], added to what chooses; null: nothing
                  int num_tokens, int num_experts, int top_k,
                  int softmax, int renormalize, float scale, int groups, int top_groups,
                  int* __restrict__ topk_ids, float* __restrict__ topk_weights) {  // [num_tokens, top_k]
     __shared__ float choices[kWarps][kPerLane * 32];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = blockIdx.x * kWarps + warp;
+    ptx::wait_for_launches_before();
+    ptx::let_next_launch_begin();
     if (token >= num_tokens) return;
     logits += static_cast<i64>(token) * num_experts;
 

@@ -39,8 +39,8 @@ class TileScheduler {
 #pragma unroll
                 for (int i = 0; i < kAtOnce; ++i) {
                     const int group = min(base + i * 32 + lane, num_groups - 1);
-                    begin[i] = extents[group];
-                    end[i] = kLayout == Layout::kContiguous ? extents[group + 1] : 0;
+                    begin[i] = __ldcg(extents + group);
+                    end[i] = kLayout == Layout::kContiguous ? __ldcg(extents + group + 1) : 0;
                 }
 #pragma unroll
                 for (int i = 0; i < kAtOnce; ++i) {

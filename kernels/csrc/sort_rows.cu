@@ -1,48 +1,80 @@
 // Where the rows of (token, slot) pairs go: sorted by group, pairs of one group in their order.
 //
-// One CTA. A warp has a stretch of the pairs and counts its groups; from the counts of all warps before it follows where
-// its own begin. Groups beyond the last one have no rows: their pairs are told -1.
+// One cluster. A warp has a stretch of the pairs and counts its groups; from the counts of all warps before it, in its
+// CTA and in those before, follows where its own begin. Pairs of other groups than these have no row: they are told -1.
 #include "ptx.cuh"
 
 constexpr int kWarps = 32;
+constexpr int kAtOnce = 4;  // loads a lane has under way
+constexpr int kChunk = kAtOnce * 32;
+
+// The groups of a chunk of pairs from i on; -1 for none of ours.
+struct Groups {
+    int of[kAtOnce];
+    __device__ __forceinline__ void load(const int* group_ids, int i, int end, int num_groups) {
+#pragma unroll
+        for (int part = 0; part < kAtOnce; ++part) {
+            const int pair = i + part * 32 + static_cast<int>(threadIdx.x % 32);
+            of[part] = pair < end ? group_ids[pair] : -1;
+            if (static_cast<u32>(of[part]) >= static_cast<u32>(num_groups)) of[part] = -1;
+        }
+    }
+};
 
 // The group's counter of this warp, raised by the pairs of the warp's 32 that are of the same group; where each goes.
-__device__ __forceinline__ int take(int* counters, int group, bool there) {
-    const u32 same = __match_any_sync(0xffffffff, there ? group : -1);
+__device__ __forceinline__ int take(int* counters, int group) {
+    const u32 same = __match_any_sync(0xffffffff, group);
     const int lane = threadIdx.x % 32, before = __popc(same & ((1u << lane) - 1));
-    const int first = there ? counters[group] : 0;
+    const int first = group >= 0 ? counters[group] : 0;
     __syncwarp();
-    if (there && before == 0) counters[group] = first + __popc(same);
+    if (group >= 0 && before == 0) counters[group] = first + __popc(same);
     __syncwarp();
     return first + before;
 }
 
 extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
-    sort_rows(const int* __restrict__ group_ids,  // [num_pairs]; num_groups and more: no group
+    sort_rows(const int* group_ids,  // [num_pairs]; 0 .. num_groups - 1, or no group
               int num_pairs, int num_groups,
-              int* __restrict__ rows,      // [num_pairs], the sorted row of each pair, -1 for none
+              int* __restrict__ rows,       // [num_pairs], the sorted row of each pair, -1 for none
               int* __restrict__ offsets) {  // [num_groups + 1]
-    extern __shared__ int counters[];  // [kWarps][num_groups]
+    extern __shared__ int counters[];  // [kWarps][num_groups], then totals [num_groups] of this CTA
     __shared__ int sums[kWarps];
+    int* const totals = counters + kWarps * num_groups;
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    const int ctas = static_cast<int>(ptx::cluster_size()), rank = static_cast<int>(ptx::cluster_rank());
     int* const own = counters + warp * num_groups;
-    const int each = (num_pairs + kWarps * 32 - 1) / (kWarps * 32) * 32;
-    const int begin = min(warp * each, num_pairs), end = min(begin + each, num_pairs);
+    const int each = (num_pairs + ctas * kWarps * kChunk - 1) / (ctas * kWarps * kChunk) * kChunk;
+    const int begin = min((rank * kWarps + warp) * each, num_pairs), end = min(begin + each, num_pairs);
+    const int warps = min(max((num_pairs - rank * kWarps * each + each - 1) / each, 0), kWarps);  // that have pairs
 
-    for (int i = thread; i < kWarps * num_groups; i += blockDim.x) counters[i] = 0;
+    for (int i = thread; i < warps * num_groups; i += blockDim.x) counters[i] = 0;
     __syncthreads();
-    for (int i = begin; i < end; i += 32) {
-        const int pair = i + lane, group = pair < end ? group_ids[pair] : num_groups;
-        take(own, group, static_cast<u32>(group) < static_cast<u32>(num_groups));
+    ptx::wait_for_launches_before();
+    ptx::let_next_launch_begin();
+    Groups group;
+    for (int i = begin; i < end; i += kChunk) {
+        group.load(group_ids, i, end, num_groups);
+#pragma unroll
+        for (int part = 0; part < kAtOnce; ++part) take(own, group.of[part]);
     }
     __syncthreads();
 
-    // A thread has one group (there are 1024 at most): its rows in every warp, then those of the groups before it.
-    int total = 0;
+    // A thread has one group (there are 1024 at most): its rows in every warp, then in every CTA, then those of the
+    // groups before it.
+    int here = 0, total = 0, earlier = 0;  // of this CTA, of all, of those before this one
     if (thread < num_groups) {
-        for (int w = 0; w < kWarps; ++w) {
+        for (int w = 0; w < warps; ++w) {
             const int count = counters[w * num_groups + thread];
-            counters[w * num_groups + thread] = total;
+            counters[w * num_groups + thread] = here;
+            here += count;
+        }
+        totals[thread] = here;
+    }
+    ptx::cluster_sync();
+    if (thread < num_groups) {
+        for (int r = 0; r < ctas; ++r) {
+            const int count = ptx::load_from_cta(totals + thread, r);
+            if (r < rank) earlier += count;
             total += count;
         }
     }
@@ -56,16 +88,20 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
     int before = sum - total;
     for (int w = 0; w < warp; ++w) before += sums[w];
     if (thread < num_groups) {
-        offsets[thread] = before;
-        if (thread == num_groups - 1) offsets[num_groups] = before + total;
-        for (int w = 0; w < kWarps; ++w) counters[w * num_groups + thread] += before;
+        if (rank == 0) {
+            offsets[thread] = before;
+            if (thread == num_groups - 1) offsets[num_groups] = before + total;
+        }
+        for (int w = 0; w < warps; ++w) counters[w * num_groups + thread] += before + earlier;
     }
-    __syncthreads();
+    ptx::cluster_sync();  // every CTA has read the others' totals
 
-    for (int i = begin; i < end; i += 32) {
-        const int pair = i + lane, group = pair < end ? group_ids[pair] : num_groups;
-        const bool there = static_cast<u32>(group) < static_cast<u32>(num_groups);
-        const int row = take(own, group, there);
-        if (pair < end) rows[pair] = there ? row : -1;
+    for (int i = begin; i < end; i += kChunk) {
+        if (each > kChunk) group.load(group_ids, i, end, num_groups);  // else it still is the only one
+#pragma unroll
+        for (int part = 0; part < kAtOnce; ++part) {
+            const int row = take(own, group.of[part]), pair = i + part * 32 + lane;
+            if (pair < end) rows[pair] = group.of[part] >= 0 ? row : -1;
+        }
     }
 }

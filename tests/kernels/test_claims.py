@@ -49,7 +49,7 @@ def test_launches_leave_zeros() -> None:
     torch.cuda.synchronize()
     backend = resolve_backend("hopper")
     assert isinstance(backend, HopperBackend)
-    assert not backend._claims._slabs[torch.cuda.current_device()].any()
+    assert not backend._gemm._claims._slabs[torch.cuda.current_device()].any()
 
 
 @pytest.mark.gpu

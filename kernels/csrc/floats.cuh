@@ -1,0 +1,55 @@
+// Rows of bf16, fp16 or fp32 in and out of fp32 registers.
+#pragma once
+
+#include "ptx.cuh"
+
+#define BF16 0
+#define FP16 1
+#define FP32 2
+
+namespace floats {
+
+// Eight numbers of 16 bits.
+template <bool kBf16>
+__device__ __forceinline__ void unpack(float* to, uint4 eight) {
+    const u32 words[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+    for (int pair = 0; pair < 4; ++pair) {
+        to[2 * pair] = ptx::to_float<kBf16>(words[pair]);
+        to[2 * pair + 1] = ptx::to_float<kBf16>(words[pair] >> 16);
+    }
+}
+
+// kCount consecutive numbers from `index` on, a multiple of eight of them and aligned like that.
+template <int kDatatype, int kCount>
+__device__ __forceinline__ void load(float (&to)[kCount], const void* from, i64 index) {
+    if constexpr (kDatatype == FP32) {
+#pragma unroll
+        for (int i = 0; i < kCount; i += 4) {
+            const float4 four = *reinterpret_cast<const float4*>(static_cast<const float*>(from) + index + i);
+            to[i] = four.x, to[i + 1] = four.y, to[i + 2] = four.z, to[i + 3] = four.w;
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < kCount; i += 8) {
+            unpack<kDatatype == BF16>(to + i, *reinterpret_cast<const uint4*>(static_cast<const u16*>(from) + index + i));
+        }
+    }
+}
+
+// Eight of them.
+template <int kDatatype>
+__device__ __forceinline__ void store(void* to, i64 index, const float (&from)[8]) {
+    if constexpr (kDatatype == FP32) {
+        float4* const out = reinterpret_cast<float4*>(static_cast<float*>(to) + index);
+        out[0] = {from[0], from[1], from[2], from[3]};
+        out[1] = {from[4], from[5], from[6], from[7]};
+    } else {
+        constexpr bool kBf16 = kDatatype == BF16;
+        *reinterpret_cast<uint4*>(static_cast<u16*>(to) + index) = {
+            ptx::pack<kBf16>(from[0], from[1]), ptx::pack<kBf16>(from[2], from[3]), ptx::pack<kBf16>(from[4], from[5]),
+            ptx::pack<kBf16>(from[6], from[7])};
+    }
+}
+
+}  // namespace floats
