@@ -105,7 +105,9 @@ PAIR_SWIGLU = TileConfig(swapped=False, block_m=192, stages=4, cluster=2, box_m=
 # All measured on an H200, see kernels/README.md.
 _SHORT_ROWS = {Layout.CONTIGUOUS: 24, Layout.MASKED: 48}  # at most; contiguous groups are less even
 _PAIR_ROWS, _PAIR_K, _PAIR_WAVES = 192, 3072, 6  # at least; below, pairs are level or slower
-_SORTED_WAVES = 4  # at most; in more, tiles of any height fill the gaps
+_PLANNED_WAVES = 4  # at most; in more, tiles of any height fill the gaps
+# How far two groups may be from the rows that are expected of each: one has what the other lacks.
+_UNEVEN = (0.0, 0.1, -0.1, 0.2, -0.2)
 _TIME = {3: 1.0, 2: 0.76, 1: 0.58}  # of a tile of TALL by its steps of 64 rows
 
 
@@ -132,9 +134,10 @@ def choose(layout: Layout, n: int, k: int, num_groups: int, expected_rows: float
     waves = num_groups * expected_rows / TALL.block_m * columns / num_sms
     if num_sms > 1 and k >= _PAIR_K and expected_rows >= _PAIR_ROWS and waves >= _PAIR_WAVES:
         return Plan(TALL_PAIR, 16 * TALL_PAIR.steps)
-    if num_groups == 1 and waves <= _SORTED_WAVES:
-        steps = math.ceil(expected_rows / TALL.step)
-        return Plan(TALL, _tile_steps(columns, steps, num_sms), passes=TALL.steps)
+    if waves <= _PLANNED_WAVES and num_groups <= 2:
+        passes = TALL.steps if num_groups == 1 else 1
+        rows = math.ceil(expected_rows / 16) * 16  # a plan takes a millisecond: not one for each number
+        return Plan(TALL, _tile_steps(columns, rows, num_groups, num_sms), passes)
     return Plan(TALL, 16 * TALL.steps)
 
 
@@ -149,22 +152,41 @@ def choose_swiglu(
 
 
 @lru_cache(maxsize=4096)
-def _tile_steps(columns: int, steps: int, num_sms: int) -> int:
-    """The cut of a group's `steps` steps, over `columns` columns of tiles, that is finished soonest."""
+def _tile_steps(columns: int, expected_rows: int, num_groups: int, num_sms: int) -> int:
+    """The cut of one or two groups, over `columns` columns of tiles, that is finished soonest on average."""
+    cases = _cases(expected_rows, num_groups)
 
     def finished(tile_steps: int) -> float:
-        tiles = -(-16 * steps // tile_steps)
-        height, taller = divmod(steps, tiles)
-        return _makespan({height + 1: taller * columns, height: (tiles - taller) * columns}, num_sms)
+        return sum(_makespan(_tiles(steps, tile_steps, columns), num_sms) for steps in cases)
 
     return min(range(16 * TALL.steps, 15, -1), key=finished)
 
 
-def _makespan(counts: dict[int, int], num_sms: int) -> float:
-    """When the last of num_sms CTAs is done, each taking the tallest tile left when it is free."""
+def _cases(expected_rows: int, num_groups: int) -> list[list[int]]:
+    """Steps of each group: as expected, and where there are two, as uneven as they may be."""
+    if num_groups == 1:
+        return [[math.ceil(expected_rows / TALL.step)]]
+    return [
+        [math.ceil(expected_rows * (1 + part) / TALL.step), math.ceil(expected_rows * (1 - part) / TALL.step)]
+        for part in _UNEVEN
+    ]
+
+
+def _tiles(steps: list[int], tile_steps: int, columns: int) -> list[tuple[int, int]]:
+    """(height, how many) as the device cuts groups of so many steps, in the order in which they begin."""
+    tiles = []
+    for of_group in steps:
+        count = max(-(-16 * of_group // tile_steps), -(-of_group // TALL.steps))
+        height, taller = divmod(of_group, count)
+        tiles += [(height + 1, taller * columns), (height, (count - taller) * columns)]
+    return tiles
+
+
+def _makespan(tiles: list[tuple[int, int]], num_sms: int) -> float:
+    """When the last of num_sms CTAs is done, each taking the next tile when it is free."""
     free = {0.0: num_sms}  # time -> CTAs free from then on
-    for height in sorted(counts, reverse=True):
-        left = counts[height]
+    for height, count in tiles:
+        left = count
         while left > 0:
             time = min(free)
             taken = min(left, free[time])

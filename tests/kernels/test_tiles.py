@@ -53,7 +53,10 @@ TABLE = [
     (C, 7168, 7168, 4, 8192, 1, Plan(TALL, 48)),
     (M, 6144, 7168, 1, 928, 132, Plan(TALL, 48, passes=3)),
     (M, 4096, 7168, 1, 1161, 132, Plan(TALL, 43, passes=3)),
-    (M, 4096, 2048, 2, 512, 132, Plan(TALL, 48)),
+    (M, 4096, 2048, 2, 512, 132, Plan(TALL, 42)),
+    (M, 4096, 2048, 2, 468, 132, Plan(TALL, 37)),
+    (M, 7168, 2048, 2, 565, 132, Plan(TALL, 48)),
+    (M, 4096, 2048, 3, 512, 132, Plan(TALL, 48)),
 ]
 
 
@@ -92,21 +95,29 @@ def test_a_cluster_never_needs_more_sms_than_there_are(rows: int) -> None:
         assert choose(Layout.CONTIGUOUS, 4096, 7168, 8, rows, num_sms).config.cluster <= num_sms
 
 
+@pytest.mark.parametrize("num_groups", [1, 2])
 @pytest.mark.parametrize("steps", range(1, 40))
-def test_a_cut_is_never_slower_than_the_tallest_tiles(steps: int) -> None:
-    """Cut as the device cuts, by the makespan that the plan is made with."""
+def test_a_cut_is_never_slower_than_the_tallest_tiles(steps: int, num_groups: int) -> None:
+    """By the makespan that the plan is made with."""
     columns, num_sms = 32, 132
+    planned = choose(Layout.MASKED, columns * 128, 7168, num_groups, steps * 64, num_sms)
+    cases = tiles._cases(steps * 64, num_groups)
 
     def finished(tile_steps: int) -> float:
-        count = max(-(-16 * steps // tile_steps), -(-steps // TALL.steps))
-        height, taller = divmod(steps, count)
-        return tiles._makespan({height + 1: taller * columns, height: (count - taller) * columns}, num_sms)
+        return sum(tiles._makespan(tiles._tiles(case, tile_steps, columns), num_sms) for case in cases)
 
-    planned = choose(Layout.MASKED, columns * 128, 7168, 1, steps * 64, num_sms)
     assert finished(planned.tile_steps) <= finished(16 * TALL.steps)
 
 
 def test_the_makespan_of_a_few_tiles() -> None:
-    """Two CTAs, tallest first: 3 and 3 steps, then 2 and 1."""
-    assert tiles._makespan({3: 2, 2: 1, 1: 1}, 2) == pytest.approx(tiles._TIME[3] + tiles._TIME[2])
-    assert tiles._makespan({3: 0, 2: 5, 1: 0}, 2) == pytest.approx(3 * tiles._TIME[2])
+    """Two CTAs: 3 and 3 steps, then 2 and 1."""
+    time = tiles._TIME
+    assert tiles._makespan([(3, 2), (2, 1), (1, 1)], 2) == pytest.approx(time[3] + time[2])
+    assert tiles._makespan([(3, 0), (2, 5), (1, 0)], 2) == pytest.approx(3 * time[2])
+    assert tiles._makespan([(1, 1), (3, 2)], 2) == pytest.approx(time[1] + time[3])
+
+
+def test_tiles_are_cut_as_on_the_device() -> None:
+    """600 rows in tiles of three steps at most, then in tiles of two and a half on average."""
+    assert tiles._tiles([10], 48, 1) == [(3, 2), (2, 2)]
+    assert tiles._tiles([10, 2], 40, 5) == [(3, 10), (2, 10), (3, 0), (2, 5)]
