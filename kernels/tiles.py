@@ -104,7 +104,7 @@ PAIR_SWIGLU = TileConfig(swapped=False, block_m=192, stages=4, cluster=2, box_m=
 
 # All measured on an H200, see kernels/README.md.
 _SHORT_ROWS = {Layout.CONTIGUOUS: 24, Layout.MASKED: 48}  # at most; contiguous groups are less even
-_PAIR_ROWS, _PAIR_K, _PAIR_WAVES = 192, 3072, 6  # at least; below, pairs are level or slower
+_PAIR_ROWS, _PAIR_K, _PAIR_WAVES = 224, 3072, 6  # at least; below, pairs are level or slower
 _PLANNED_WAVES = 4  # at most; in more, tiles of any height fill the gaps
 # How far two groups may be from the rows that are expected of each: one has what the other lacks.
 _UNEVEN = (0.0, 0.1, -0.1, 0.2, -0.2)
