@@ -92,6 +92,7 @@ def check_experts(
     topk_weights: Tensor,
     gate_up: tuple[Tensor, Tensor],
     down: tuple[Tensor, Tensor],
+    out: Tensor | None,
     num_sms: int | None,
 ) -> None:
     """Raise ValueError (name, expected, got) unless `fused_experts` can serve these arguments."""
@@ -123,6 +124,11 @@ def check_experts(
     _check("topk_weights", topk_weights, (num_tokens, num_slots), _FP32, device, like)
     if num_sms is not None and num_sms < 1:
         raise _refusal("num_sms", "None or at least 1", num_sms)
+    if out is not None:
+        if out.dtype not in _HIDDEN_DTYPES:
+            raise _refusal("out dtype", " or ".join(map(str, _HIDDEN_DTYPES)), out.dtype)
+        _check("out", out, (num_tokens, h), out.dtype, device, like)
+        _check_address("out", out)
 
 
 def _check_weights(b: Tensor, b_scales: Tensor, a_k: int, device: torch.device) -> tuple[int, int, int]:

@@ -8,14 +8,24 @@ from kernels.chunks import row_chunks
 _CHUNK_ELEMENTS = 1 << 18  # of the output, on a CPU: a slot's rows and their sum stay in L2
 
 
-def combine_rows(rows: Tensor, row_of_pair: Tensor, weights: Tensor, absent: Tensor | None = None) -> Tensor:
-    """fp32 [T, H]: out[t] = sum over s of weights[t, s] * rows[row_of_pair[t, s]], in the order of slots.
+def combine_rows(
+    rows: Tensor,
+    row_of_pair: Tensor,
+    weights: Tensor,
+    absent: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """out[t] = sum over s of weights[t, s] * rows[row_of_pair[t, s]], in the order of slots.
 
     rows [R, H]; row_of_pair int64 and weights fp32 [T, S]; absent bool [T, S], the pairs left out, whatever
-    their rows and weights hold (None: none).
+    their rows and weights hold (None: none). out [T, H], summed in fp32 (None: a new one of fp32).
     """
     num_tokens, num_slots = weights.shape
-    out = torch.zeros((num_tokens, rows.shape[1]), dtype=torch.float32, device=rows.device)
+    if out is None:
+        out = torch.empty((num_tokens, rows.shape[1]), device=rows.device)
+    if out.dtype != torch.float32:
+        return out.copy_(combine_rows(rows, row_of_pair, weights, absent))
+    out.zero_()
     if absent is not None:
         weights = weights.masked_fill(absent, 0.0)
     parts = [out, row_of_pair, weights] if absent is None else [out, row_of_pair, weights, absent]

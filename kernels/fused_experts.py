@@ -16,6 +16,7 @@ def fused_experts(
     gate_up: Quantized,
     down: Quantized,
     *,
+    out: Tensor | None = None,
     backend: Backend | str | None = None,
     num_sms: int | None = None,
 ) -> Tensor:
@@ -33,16 +34,20 @@ def fused_experts(
                    128x128 block, `quantize_blocks`); I a multiple of 128, G from 1 to 1024
     down           e4m3 [G, H, I] with fp32 scales [G, H/128, I/128]; data of both contiguous and 16-byte
                    aligned, scales contiguous
+    out            float32, bfloat16 or float16 [T, H], contiguous and 16-byte aligned, to write to; None: a
+                   new one of float32
     backend        a Backend, its name, or None for the best one for the device
     num_sms        SMs for the GEMMs; None: all of them
 
-    Returns fp32 [T, H], summed in the order of slots. Activations are rounded to FP8 before each GEMM
+    Returns out, summed in fp32 in the order of slots. Activations are rounded to FP8 before each GEMM
     (`quantize_rows`), but for backend "reference" on a CPU, which rounds them to bf16; what an expert makes
     is rounded to bf16 before it is weighed. NaN in a token stays in its own row. Raises ValueError naming
     expected and got, before anything is launched.
     """
-    check_experts(hidden_states, topk_ids, topk_weights, gate_up, down, num_sms)
+    check_experts(hidden_states, topk_ids, topk_weights, gate_up, down, out, num_sms)
     chosen = backend_for(backend, hidden_states, "hidden_states")
-    if hidden_states.shape[0] == 0:
-        return torch.empty(hidden_states.shape, dtype=torch.float32, device=hidden_states.device)
-    return chosen.experts(hidden_states, topk_ids, topk_weights, gate_up, down, num_sms)
+    if out is None:
+        out = torch.empty(hidden_states.shape, dtype=torch.float32, device=hidden_states.device)
+    if hidden_states.shape[0] > 0:
+        chosen.experts(hidden_states, topk_ids, topk_weights, gate_up, down, out, num_sms)
+    return out

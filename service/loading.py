@@ -106,6 +106,7 @@ def load(settings: Settings, cancelled: Cancelled) -> Loaded:
         layer = layer_of(model, backend, device, cancelled)
         runner = LayerRunner(layer, device, partitions, model.partition)
         _first_steps(runner, layer, settings.limits.max_request_tokens)
+        runner.capture()
         runners[model.name] = runner
     return Loaded(backend.name, device_name(device), runners, partitions, lambda: device_memory(device))
 

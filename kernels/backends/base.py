@@ -61,8 +61,9 @@ class Backend(ABC):
         topk_weights: Tensor,
         gate_up: Quantized,
         down: Quantized,
+        out: Tensor,
         num_sms: int | None,
-    ) -> Tensor:
+    ) -> None:
         """See `fused_experts`; here rows are sorted by group, go through `ffn` and are summed."""
         num_groups, absent = down.data.shape[0], None
         # Usually none is: on a CPU a look is cheaper than masks, a GPU would have to be waited for.
@@ -71,7 +72,7 @@ class Backend(ABC):
             topk_ids = topk_ids.masked_fill(absent, num_groups)
         order = sort_by_group(topk_ids, num_groups)
         rows = self.ffn(hidden_states, order.tokens, gate_up, down, order.offsets, num_sms)
-        return combine_rows(rows, order.rows, topk_weights, absent)
+        combine_rows(rows, order.rows, topk_weights, absent, out)
 
     def ffn(
         self,

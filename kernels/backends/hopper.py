@@ -11,7 +11,10 @@ from kernels.backends.hopper_gemm import GroupedGemm
 from kernels.backends.hopper_kernels import LoadedKernels, current_stream
 from kernels.backends.hopper_layer import LayerKernels
 from kernels.quantize import Quantized
+from kernels.router import Routing
 from kernels.tiles import Layout
+
+WARP = 32
 
 
 class HopperBackend(Backend):
@@ -76,20 +79,36 @@ class HopperBackend(Backend):
         topk_weights: Tensor,
         gate_up: Quantized,
         down: Quantized,
+        out: Tensor,
         num_sms: int | None,
-    ) -> Tensor:
+    ) -> None:
         """See `fused_experts`; five launches, each begun while the one before it ends."""
         on = current_stream(_current(hidden_states, "hidden_states"))
         num_groups, h, _ = down.data.shape
         rows, offsets = self._layer.sort(on, topk_ids, num_groups, num_sms)
-        a = self._layer.quantize(on, hidden_states.contiguous(), rows)
+        a = self._layer.quantize(on, _aligned(hidden_states), rows)
         activated = self._gemm.swiglu(on, a, gate_up, offsets, num_sms)
-        out = torch.empty((rows.numel(), h), dtype=torch.bfloat16, device=rows.device)
+        values = torch.empty((rows.numel(), h), dtype=torch.bfloat16, device=rows.device)
         self._gemm.multiply(
-            on, Layout.CONTIGUOUS, activated, down, offsets, out, rows.numel() / num_groups, num_sms,
+            on, Layout.CONTIGUOUS, activated, down, offsets, values, rows.numel() / num_groups, num_sms,
             extents_are_older=True,
         )  # fmt: skip
-        return self._layer.combine(on, out, rows, topk_weights)
+        self._layer.combine(on, values, rows, topk_weights, out)
+
+    def choose_experts(
+        self, logits: Tensor, bias: Tensor | None, top_k: int, routing: Routing
+    ) -> tuple[Tensor, Tensor]:
+        """See `kernels.choose_experts`; one launch, but for rules that are wider than a warp."""
+        if max(top_k, routing.groups) > WARP or logits.shape[1] > layer_kernels.MAX_EXPERTS:
+            return super().choose_experts(logits, bias, top_k, routing)
+        on = current_stream(_current(logits, "logits"))
+        return self._layer.route(on, logits.contiguous(), bias, top_k, routing)
+
+
+def _aligned(hidden_states: Tensor) -> Tensor:
+    """Contiguous, and where 16 bytes can be loaded at a time."""
+    hidden_states = hidden_states.contiguous()
+    return hidden_states if hidden_states.data_ptr() % 16 == 0 else hidden_states.clone()
 
 
 def _current(tensor: Tensor, name: str) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor
 from kernels import jit, layer_kernels
 from kernels.backends.hopper_kernels import LoadedKernels, OnStream
 from kernels.quantize import Quantized
+from kernels.router import Routing
 
 _SORT_ALONE = 1024  # pairs that one CTA sorts sooner than a cluster does
 _SORT_CTAS = 8
@@ -61,38 +62,27 @@ class LayerKernels:
         )  # fmt: skip
         return Quantized(data, scales.t())
 
-    def combine(self, on: OnStream, values: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
-        """The weighted sums fp32 [T, N] of values bf16 [R, N]."""
+    def combine(self, on: OnStream, values: Tensor, rows: Tensor, weights: Tensor, out: Tensor) -> None:
+        """The weighted sums of values bf16 [R, N] into out [T, N]."""
         (num_tokens, slots), n = rows.shape, values.shape[1]
-        out = torch.empty((num_tokens, n), device=values.device)
         self._launch(
             on, layer_kernels.COMBINE[out.dtype], _Grid((num_tokens, math.ceil(n / 2048))),
             values, rows, weights, np.int32(slots), np.int32(n), out,
         )  # fmt: skip
-        return out
 
     def route(
-        self,
-        on: OnStream,
-        logits: Tensor,
-        bias: Tensor | None,
-        top_k: int,
-        *,
-        softmax: bool,
-        renormalize: bool,
-        scale: float,
-        groups: int,
-        top_groups: int,
+        self, on: OnStream, logits: Tensor, bias: Tensor | None, top_k: int, routing: Routing
     ) -> tuple[Tensor, Tensor]:
-        """(topk_ids, topk_weights) of logits fp32 [T, E]."""
+        """(topk_ids int32 [T, k], topk_weights fp32 [T, k]) of logits fp32 [T, E]."""
         num_tokens, num_experts = logits.shape
         topk_ids = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits.device)
         topk_weights = torch.empty((num_tokens, top_k), device=logits.device)
+        per_lane = next(each for each in layer_kernels.ROUTE if num_experts <= 32 * each)
         self._launch(
-            on, layer_kernels.ROUTE[8 if num_experts <= 256 else 32], _Grid(math.ceil(num_tokens / 4)),
-            logits, bias, np.int32(num_tokens), np.int32(num_experts), np.int32(top_k), np.int32(softmax),
-            np.int32(renormalize), np.float32(scale), np.int32(groups), np.int32(top_groups),
-            topk_ids, topk_weights,
+            on, layer_kernels.ROUTE[per_lane], _Grid(math.ceil(num_tokens / 4)),
+            logits, bias, np.int32(num_tokens), np.int32(num_experts), np.int32(top_k),
+            np.int32(routing.scoring == "softmax"), np.int32(routing.renormalize), np.float32(routing.scale),
+            np.int32(routing.groups), np.int32(routing.top_groups), topk_ids, topk_weights,
         )  # fmt: skip
         return topk_ids, topk_weights
 

@@ -1,4 +1,4 @@
-// A token's experts and their weights out of its logits: the rules of service/moe/router.py, a warp for each token.
+// A token's experts and their weights out of its logits: the rules of kernels/router.py, a warp for each token.
 #include "ptx.cuh"
 
 constexpr int kWarps = 4;

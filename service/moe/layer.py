@@ -88,14 +88,17 @@ class MoELayer:
         topk_ids: Tensor | None = None,
         topk_weights: Tensor | None = None,
         num_sms: int | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """The layer's output, float32 [T, H].
+        """The layer's output [T, H], summed in float32.
 
         hidden_states  bfloat16, float16 or float32 [T, H]
-        topk_ids       int32 [T, k], each from 0 to E - 1 and no two alike in a row: not checked, since that
-                       would read the device (`LayerRunner.validate` does)
+        topk_ids       int32 [T, k], each from 0 to E - 1 (or -1: no expert; not in the masked layout) and no
+                       two alike in a row: not checked, since that would read the device
+                       (`LayerRunner.validate` does)
         topk_weights   fp32 [T, k]; both or neither are given, neither: `route`
         num_sms        SMs for the GEMMs; None: all
+        out            float32, bfloat16 or float16 [T, H] to write to; None: a new one of float32
 
         Raises ValueError (name, expected, got).
         """
@@ -105,15 +108,15 @@ class MoELayer:
         if topk_ids is None or topk_weights is None:
             raise ValueError("topk_ids and topk_weights: expected both or neither, got one of them")
         self._check_routing(hidden_states.shape[0], topk_ids, topk_weights)
-        if hidden_states.shape[0] == 0:
-            return torch.empty(hidden_states.shape, dtype=torch.float32, device=hidden_states.device)
         group_ids, weights = self._groups(topk_ids, topk_weights)
-        if self.layout(hidden_states.shape[0]) == "masked":
-            return self._masked(hidden_states, group_ids, weights, num_sms)
+        if hidden_states.shape[0] > 0 and self.layout(hidden_states.shape[0]) == "masked":
+            result = self._masked(hidden_states, group_ids, weights, num_sms)
+            return result if out is None else out.copy_(result)
         gate_up, down = self.weights.gate_up, self.weights.down
         return fused_experts(
-            hidden_states, group_ids, weights, gate_up, down, backend=self.backend, num_sms=num_sms
-        )
+            hidden_states, group_ids, weights, gate_up, down,
+            out=out, backend=self.backend, num_sms=num_sms,
+        )  # fmt: skip
 
     def _groups(self, topk_ids: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor]:
         """Group (-1: none here) and weight of each (token, slot), shared experts after the routed ones."""

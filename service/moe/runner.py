@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from service.moe.graphs import StepGraphs, tokens_per_expert
 from service.moe.layer import MoELayer
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class LayerRunner:
         self._on_gpu = self._device.type == "cuda"
         self._partitions = partitions
         self._partition = partition
+        self._graphs: StepGraphs | None = None
         if self._on_gpu:
             # The weights may still be on their way on another stream than the partition's.
             torch.cuda.synchronize(self._device)
@@ -97,10 +99,8 @@ class LayerRunner:
         bounds = list(accumulate((request.num_tokens for request in requests), initial=0))
         parts = [slice(begin, end) for begin, end in pairwise(bounds)]
         with torch.inference_mode(), self._stream():
-            hidden_states = self._hidden_states(requests, parts)
-            topk_ids, topk_weights = self._given_or_routed(requests, parts, hidden_states)
-            out = self.layer(hidden_states, topk_ids, topk_weights, self._num_sms())
-            counts = self._to_host(self._count(topk_ids))
+            out, loads = self._step(requests, parts)
+            counts = self._to_host(loads)
             datatypes = {request.output_datatype for request in requests}
             by_datatype = {datatype: self._to_host(out.to(_FLOATS[datatype])) for datatype in datatypes}
             if self._on_gpu:
@@ -115,6 +115,25 @@ class LayerRunner:
             tokens_per_expert=counts.tolist(),
             compute_seconds=time.perf_counter() - start,
         )
+
+    def capture(self) -> None:
+        """Capture CUDA graphs for small steps, where there is a GPU; `run` uses them from then on."""
+        if self._on_gpu:
+            with torch.inference_mode(), self._stream():
+                self._graphs = StepGraphs(self.layer, self._device)
+                self._graphs.capture(self._num_sms())
+
+    def _step(self, requests: Sequence[LayerRequest], parts: Sequence[slice]) -> tuple[Tensor, Tensor]:
+        """(out fp32 [T, H], tokens_per_expert int64 [E]) on the device."""
+        hidden_states = self._hidden_states(requests, parts)
+        given = [request.topk_ids is not None for request in requests]
+        if self._graphs is not None and self._graphs.fits(hidden_states) and any(given) == all(given):
+            topk_ids, topk_weights = self._given(requests, parts) if given[0] else (None, None)
+            return self._graphs.run(hidden_states, topk_ids, topk_weights, self._num_sms())
+        hidden_states = hidden_states.to(self._device, non_blocking=True)
+        ids, weights = self._given_or_routed(requests, parts, hidden_states)
+        out = self.layer(hidden_states, ids, weights, self._num_sms())
+        return out, tokens_per_expert(ids, self.layer.shape.num_experts)
 
     def _stream(self) -> AbstractContextManager[object]:
         if self._partitions is None or not self._on_gpu:
@@ -154,36 +173,35 @@ class LayerRunner:
                 rows = torch.empty(staged[part].shape, dtype=_FLOATS[request.datatype])
                 _fill(rows, request.hidden_states)
                 staged[part] = rows
-        return staged.to(self._device, non_blocking=True)
+        return staged
+
+    def _given(self, requests: Sequence[LayerRequest], parts: Sequence[slice]) -> tuple[Tensor, Tensor]:
+        """The routing that requests brought, on the host; nothing where they brought none."""
+        shape = (parts[-1].stop, self.layer.shape.top_k)
+        staged_ids, staged_weights = self._host(shape, torch.int32), self._host(shape, torch.float32)
+        for request, part in zip(requests, parts, strict=True):
+            if request.topk_ids is not None and request.topk_weights is not None:
+                ids = self._routing(request.topk_ids, _INTEGERS[request.topk_ids_datatype])
+                np.copyto(staged_ids[part].numpy(), ids, casting="same_kind")
+                _fill(staged_weights[part], request.topk_weights)
+        return staged_ids, staged_weights
 
     def _given_or_routed(
         self, requests: Sequence[LayerRequest], parts: Sequence[slice], hidden_states: Tensor
     ) -> tuple[Tensor, Tensor]:
-        given = [(r, part) for r, part in zip(requests, parts, strict=True) if r.topk_ids is not None]
+        given = [part for request, part in zip(requests, parts, strict=True) if request.topk_ids is not None]
         if not given:
             return self.layer.route(hidden_states)
-        shape = (hidden_states.shape[0], self.layer.shape.top_k)
-        staged_ids, staged_weights = self._host(shape, torch.int32), self._host(shape, torch.float32)
-        for request, part in given:
-            assert request.topk_ids is not None
-            assert request.topk_weights is not None
-            ids = self._routing(request.topk_ids, _INTEGERS[request.topk_ids_datatype])
-            np.copyto(staged_ids[part].numpy(), ids, casting="same_kind")
-            _fill(staged_weights[part], request.topk_weights)
-        ids_in = staged_ids.to(self._device, non_blocking=True)
-        weights_in = staged_weights.to(self._device, non_blocking=True)
+        ids_in, weights_in = (
+            staged.to(self._device, non_blocking=True) for staged in self._given(requests, parts)
+        )
         if len(given) == len(requests):
             return ids_in, weights_in
         topk_ids, topk_weights = self.layer.route(hidden_states)
-        for _, part in given:
+        for part in given:
             topk_ids[part] = ids_in[part]
             topk_weights[part] = weights_in[part]
         return topk_ids, topk_weights
-
-    def _count(self, topk_ids: Tensor) -> Tensor:
-        ids = topk_ids.flatten().to(torch.int64)
-        counts = torch.zeros(self.layer.shape.num_experts, dtype=torch.int64, device=ids.device)
-        return counts.scatter_add_(0, ids, torch.ones_like(ids))  # bincount would wait for the device
 
     def _host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=self._on_gpu)

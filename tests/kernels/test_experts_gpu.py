@@ -5,7 +5,15 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import Routing, choose_experts, quantize_blocks, quantize_rows, resolve_backend, sort_by_group
+from kernels import (
+    Routing,
+    choose_experts,
+    fused_experts,
+    quantize_blocks,
+    quantize_rows,
+    resolve_backend,
+    sort_by_group,
+)
 from kernels.backends.hopper_kernels import current_stream
 from tests.kernels.helpers import diff, forbid_host_sync, fresh_generator
 
@@ -61,24 +69,14 @@ def test_quantize(k: int, dtype: torch.dtype) -> None:
 )
 @pytest.mark.parametrize("num_experts", [8, 160, 256, 384, 1024])
 def test_route(num_experts: int, routing: Routing) -> None:
-    backend, stream = _stream()
+    backend = resolve_backend("hopper")
     generator = fresh_generator("cuda")
     logits = torch.randn(777, num_experts, generator=generator, device="cuda").round(decimals=2)  # with ties
     bias = (
         torch.randn(num_experts, generator=generator, device="cuda") if routing.scoring == "sigmoid" else None
     )
     top_k = min(8, num_experts // 2)
-    ids, weights = backend._layer.route(
-        stream,
-        logits,
-        bias,
-        top_k,
-        softmax=routing.scoring == "softmax",
-        renormalize=routing.renormalize,
-        scale=routing.scale,
-        groups=routing.groups,
-        top_groups=routing.top_groups,
-    )
+    ids, weights = backend.choose_experts(logits, bias, top_k, routing)
     expected_ids, expected_weights = choose_experts(logits, bias, top_k, routing)
     same = (ids == expected_ids).all(1)
     assert same.float().mean() > 0.99  # expf and torch's exp differ in the last bit, which can part a tie
@@ -89,18 +87,42 @@ def test_route(num_experts: int, routing: Routing) -> None:
 @pytest.mark.parametrize("sizes", [(1024, 384, 24, 4), (2048, 768, 128, 8), (7168, 2048, 16, 8)])
 def test_experts(sizes: tuple[int, int, int, int], tokens: int) -> None:
     h, i, e, k = sizes
-    backend: Any = resolve_backend("hopper")
+    backend = resolve_backend("hopper")
     generator = fresh_generator("cuda")
     gate_up = quantize_blocks(torch.randn(e, 2 * i, h, generator=generator, device="cuda").mul_(h**-0.5))
     down = quantize_blocks(torch.randn(e, h, i, generator=generator, device="cuda").mul_(i**-0.5))
     x = torch.randn(tokens, h, generator=generator, device="cuda").to(torch.bfloat16)
     ids = torch.rand(tokens, e, generator=generator, device="cuda").argsort(1)[:, :k].to(torch.int32)
     weights = torch.rand(tokens, k, generator=generator, device="cuda")
-    out = backend.experts(x, ids, weights, gate_up, down, None)
+    arguments = (x, ids, weights, gate_up, down)
+    out = fused_experts(*arguments)
     with forbid_host_sync():
-        again = backend.experts(x, ids, weights, gate_up, down, None)
+        again = fused_experts(*arguments)
     assert torch.equal(out, again)
+    for dtype in (torch.bfloat16, torch.float16):
+        rounded = torch.full((tokens, h), torch.nan, dtype=dtype, device="cuda")
+        assert fused_experts(*arguments, out=rounded) is rounded
+        assert torch.equal(rounded, out.to(dtype))
     order = sort_by_group(ids, e)
     rows = backend.ffn(x, order.tokens, gate_up, down, order.offsets, None)
     expected = (rows[order.rows].double() * weights[:, :, None]).sum(1)
     assert diff(out, expected) < (2e-4 if tokens * k > 64 else 2e-3)
+
+
+def test_experts_that_are_not_here_add_nothing() -> None:
+    """Nor do they cost rows; hidden states may lie anywhere."""
+    h, i, e, k, tokens = 512, 256, 8, 3, 100
+    generator = fresh_generator("cuda")
+    gate_up = quantize_blocks(torch.randn(e, 2 * i, h, generator=generator, device="cuda").mul_(h**-0.5))
+    down = quantize_blocks(torch.randn(e, h, i, generator=generator, device="cuda").mul_(i**-0.5))
+    memory = torch.randn(tokens * h + 1, generator=generator, device="cuda").to(torch.bfloat16)
+    x = memory[1:].view(tokens, h)  # two bytes past an aligned address
+    ids = torch.randint(-2, e + 3, (tokens, k), generator=generator, device="cuda", dtype=torch.int32)
+    weights = torch.rand(tokens, k, generator=generator, device="cuda")
+    absent = (ids < 0) | (ids >= e)
+    weights[absent] = torch.nan
+    out = fused_experts(x, ids, weights, gate_up, down)
+    some = fused_experts(x, ids.masked_fill(absent, 0), weights.masked_fill(absent, 0), gate_up, down)
+    assert diff(out, some.double()) < 1e-6
+    assert (out[absent.all(1)] == 0).all()
+    assert torch.equal(fused_experts(x.t().contiguous().t(), ids, weights, gate_up, down), out)

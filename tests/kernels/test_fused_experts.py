@@ -141,6 +141,18 @@ def test_any_number_of_slots(slots: int) -> None:
     assert diff(case.run(), case.expected()) < BF16_TOLERANCE
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_out_is_written_to(dtype: torch.dtype) -> None:
+    case = _case([6, 30], slots=2)
+    out = torch.full(case.hidden_states.shape, torch.nan, dtype=dtype)
+    result = fused_experts(
+        case.hidden_states, case.topk_ids, case.topk_weights, case.gate_up, case.down,
+        out=out, backend="reference",
+    )  # fmt: skip
+    assert result is out
+    assert torch.equal(out, case.run().to(dtype))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_other_dtypes(dtype: torch.dtype) -> None:
     case = _case([6, 30], slots=2, dtype=dtype)
@@ -326,6 +338,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"num_sms": 0}, "num_sms: expected None or at least 1, got 0"),
     ({"backend": "metal"}, r"backend: expected one of .*'hopper', 'reference'.*, got 'metal'"),
+]
+
+
+REFUSED += [
+    ({"out": torch.zeros(4, 128)}, r"out shape: expected \(4, 256\), got \(4, 128\)"),
+    ({"out": torch.zeros(4, 256).double()}, "out dtype: expected torch.bfloat16 or .*, got torch.float64"),
+    ({"out": torch.zeros(256, 4).t()}, r"out strides: expected contiguous, got \(1, 4\)"),
+    ({"out": torch.zeros(4 * 256 + 1)[1:].view(4, 256)}, "out address: expected a multiple of 16 bytes"),
+    ({"out": _meta(4, 256)}, "out device: expected cpu as hidden_states, got meta"),
 ]
 
 
