@@ -92,12 +92,13 @@ def load(settings: Settings, cancelled: Cancelled) -> Loaded:
 
         partitions = SMPartitions(device.index or 0)
         partitions.apply(settings.partitions)
+        pool = torch.cuda.MemPool()
     elif settings.partitions:
         raise ValueError(
             f"partitions are expected with the hopper backend only, got backend {backend.name!r}"
         )
     else:
-        partitions = None
+        partitions = pool = None
 
     runners: dict[str, Runner] = {}
     for model in tqdm(settings.models, desc="layers", unit="layer", disable=None):
@@ -106,7 +107,8 @@ def load(settings: Settings, cancelled: Cancelled) -> Loaded:
         layer = layer_of(model, backend, device, cancelled)
         runner = LayerRunner(layer, device, partitions, model.partition)
         _first_steps(runner, layer, settings.limits.max_request_tokens)
-        runner.capture()
+        if pool is not None:
+            runner.capture(pool)
         runners[model.name] = runner
     return Loaded(backend.name, device_name(device), runners, partitions, lambda: device_memory(device))
 

@@ -1,7 +1,6 @@
 """Small steps as CUDA graphs: captured for a short list of token counts, padded inside, replayed."""
 
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,13 +23,16 @@ class StepGraphs:
 
     Steps are bfloat16 hidden states with routing given for all tokens, or for none. Tokens of padding have
     no expert, so that they cost no rows and change nothing. A graph belongs to the stream and the SMs that it
-    was captured with: after these have changed, it is captured anew when it is next needed.
+    was captured with: after these have changed, it is captured anew when it is next needed. Layers whose
+    steps never overlap may have one pool, in which their graphs keep what they need inside.
     """
 
-    def __init__(self, layer: MoELayer, device: torch.device) -> None:
+    def __init__(self, layer: MoELayer, device: torch.device, pool: torch.cuda.MemPool) -> None:
         most, shape = TOKEN_COUNTS[-1], layer.shape
         self._layer = layer
         self._device = device
+        self._pool = pool
+        self._side_stream = torch.cuda.Stream(device)
         self._hidden_states = torch.zeros(most, shape.hidden_size, dtype=torch.bfloat16, device=device)
         self._topk_ids = torch.zeros(most, shape.top_k, dtype=torch.int32, device=device)
         self._topk_weights = torch.zeros(most, shape.top_k, device=device)
@@ -83,13 +85,16 @@ class StepGraphs:
         if graph is None:
             self._step(count, routed, num_sms)  # what is made at a first use cannot be made in a capture
             stream.synchronize()
+            # The default stream cannot be captured; a partition's must be, for the graph to stay inside.
+            on = self._side_stream if stream == torch.cuda.default_stream(self._device) else stream
             graph = torch.cuda.CUDAGraph()
-            # Other threads may go on using the device meanwhile.
-            graph.capture_begin(pool=_pool(self._device), capture_error_mode="thread_local")
-            try:
-                self._step(count, routed, num_sms)
-            finally:
-                graph.capture_end()
+            with torch.cuda.stream(on):
+                # Other threads may go on using the device meanwhile.
+                graph.capture_begin(pool=self._pool.id, capture_error_mode="thread_local")
+                try:
+                    self._step(count, routed, num_sms)
+                finally:
+                    graph.capture_end()
             self._graphs[count, routed] = graph
         return graph
 
@@ -112,9 +117,3 @@ def tokens_per_expert(topk_ids: Tensor, num_experts: int) -> Tensor:
 
 def _padded(num_tokens: int) -> int:
     return next(count for count in TOKEN_COUNTS if num_tokens <= count)
-
-
-@cache
-def _pool(device: torch.device) -> Any:
-    """One for all layers, whose steps never overlap: what a graph needs inside, it shares with the others."""
-    return torch.cuda.graph_pool_handle()

@@ -116,12 +116,11 @@ class LayerRunner:
             compute_seconds=time.perf_counter() - start,
         )
 
-    def capture(self) -> None:
-        """Capture CUDA graphs for small steps, where there is a GPU; `run` uses them from then on."""
-        if self._on_gpu:
-            with torch.inference_mode(), self._stream():
-                self._graphs = StepGraphs(self.layer, self._device)
-                self._graphs.capture(self._num_sms())
+    def capture(self, pool: torch.cuda.MemPool) -> None:
+        """Capture CUDA graphs for small steps; `run` uses them from then on. See `StepGraphs`."""
+        with torch.inference_mode(), self._stream():
+            self._graphs = StepGraphs(self.layer, self._device, pool)
+            self._graphs.capture(self._num_sms())
 
     def _step(self, requests: Sequence[LayerRequest], parts: Sequence[slice]) -> tuple[Tensor, Tensor]:
         """(out fp32 [T, H], tokens_per_expert int64 [E]) on the device."""
