@@ -1,6 +1,6 @@
 """FP8 quantisation, routing, experts and their grouped GEMMs; knows nothing of HTTP, YAML or metrics."""
 
-from kernels.activation import swiglu
+from kernels.activation import Swiglu, swiglu
 from kernels.backends import Backend, backend_names, resolve_backend
 from kernels.combine import combine_rows
 from kernels.fused_experts import fused_experts
@@ -21,6 +21,7 @@ __all__ = [
     "GroupOrder",
     "Quantized",
     "Routing",
+    "Swiglu",
     "backend_names",
     "choose_experts",
     "combine_rows",

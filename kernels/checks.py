@@ -1,9 +1,12 @@
 """The checks on the arguments of grouped GEMMs and of experts: metadata only, nothing here reads elements."""
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from kernels.activation import Swiglu
 
 BLOCK = 128  # elements of K (and rows of a weight) that share one scale
 MIN_N_STEP = 8  # one 16-byte store of bf16
@@ -93,6 +96,7 @@ def check_experts(
     gate_up: tuple[Tensor, Tensor],
     down: tuple[Tensor, Tensor],
     out: Tensor | None,
+    activation: Swiglu,
     num_sms: int | None,
 ) -> None:
     """Raise ValueError (name, expected, got) unless `fused_experts` can serve these arguments."""
@@ -124,6 +128,10 @@ def check_experts(
     _check("topk_weights", topk_weights, (num_tokens, num_slots), _FP32, device, like)
     if num_sms is not None and num_sms < 1:
         raise _refusal("num_sms", "None or at least 1", num_sms)
+    if not math.isfinite(activation.alpha):
+        raise _refusal("activation alpha", "a finite number", activation.alpha)
+    if not activation.limit > 0:
+        raise _refusal("activation limit", "above 0", activation.limit)
     if out is not None:
         if out.dtype not in _HIDDEN_DTYPES:
             raise _refusal("out dtype", " or ".join(map(str, _HIDDEN_DTYPES)), out.dtype)

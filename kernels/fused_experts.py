@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from kernels.activation import SILU, Swiglu
 from kernels.backends import Backend
 from kernels.checks import check_experts
 from kernels.grouped_gemm import backend_for
@@ -17,13 +18,14 @@ def fused_experts(
     down: Quantized,
     *,
     out: Tensor | None = None,
+    activation: Swiglu = SILU,
     backend: Backend | str | None = None,
     num_sms: int | None = None,
 ) -> Tensor:
     """Each token's experts, weighed: out[t] = sum over s of topk_weights[t, s] * ffn(topk_ids[t, s], t).
 
     ffn(g, t) is the SwiGLU FFN (silu(gate) * up) @ down[g].T, where gate and up are the halves of
-    hidden_states[t] @ gate_up[g].T.
+    hidden_states[t] @ gate_up[g].T; with another `activation`, that instead of silu(gate) * up.
 
     hidden_states  bfloat16, float16 or float32 [T, H], any strides; H a multiple of 128
     topk_ids       int32 [T, S] on the same device, contiguous; S at least 1, T * S below 2**31. An expert may
@@ -36,6 +38,7 @@ def fused_experts(
                    aligned, scales contiguous
     out            float32, bfloat16 or float16 [T, H], contiguous and 16-byte aligned, to write to; None: a
                    new one of float32
+    activation     a Swiglu: alpha finite, limit above 0
     backend        a Backend, its name, or None for the best one for the device
     num_sms        SMs for the GEMMs; None: all of them
 
@@ -44,10 +47,10 @@ def fused_experts(
     is rounded to bf16 before it is weighed. NaN in a token stays in its own row. Raises ValueError naming
     expected and got, before anything is launched.
     """
-    check_experts(hidden_states, topk_ids, topk_weights, gate_up, down, out, num_sms)
+    check_experts(hidden_states, topk_ids, topk_weights, gate_up, down, out, activation, num_sms)
     chosen = backend_for(backend, hidden_states, "hidden_states")
     if out is None:
         out = torch.empty(hidden_states.shape, dtype=torch.float32, device=hidden_states.device)
     if hidden_states.shape[0] > 0:
-        chosen.experts(hidden_states, topk_ids, topk_weights, gate_up, down, out, num_sms)
+        chosen.experts(hidden_states, topk_ids, topk_weights, gate_up, down, out, activation, num_sms)
     return out

@@ -23,6 +23,7 @@ from service.moe import (
 )
 from service.moe.checkpoint import read_layer
 from service.moe.device import device_memory, device_name, device_of
+from service.moe.graphs import GraphPool
 from service.moe.weights import check_weights
 from service.settings import ModelSettings, Settings
 
@@ -92,13 +93,13 @@ def load(settings: Settings, cancelled: Cancelled) -> Loaded:
 
         partitions = SMPartitions(device.index or 0)
         partitions.apply(settings.partitions)
-        pool = torch.cuda.MemPool()
+        pool = GraphPool(device)
     elif settings.partitions:
         raise ValueError(
             f"partitions are expected with the hopper backend only, got backend {backend.name!r}"
         )
     else:
-        partitions = pool = None
+        partitions, pool = None, None
 
     runners: dict[str, Runner] = {}
     for model in tqdm(settings.models, desc="layers", unit="layer", disable=None):

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kernels.activation import swiglu
+from kernels.activation import Swiglu, swiglu
 from kernels.combine import combine_rows
 from kernels.order import sort_by_group
 from kernels.quantize import Quantized, gather_rows, quantize_rows
@@ -62,6 +62,7 @@ class Backend(ABC):
         gate_up: Quantized,
         down: Quantized,
         out: Tensor,
+        activation: Swiglu,
         num_sms: int | None,
     ) -> None:
         """See `fused_experts`; here rows are sorted by group, go through `ffn` and are summed."""
@@ -71,7 +72,7 @@ class Backend(ABC):
             absent = (topk_ids < 0) | (topk_ids >= num_groups)
             topk_ids = topk_ids.masked_fill(absent, num_groups)
         order = sort_by_group(topk_ids, num_groups)
-        rows = self.ffn(hidden_states, order.tokens, gate_up, down, order.offsets, num_sms)
+        rows = self.ffn(hidden_states, order.tokens, gate_up, down, order.offsets, activation, num_sms)
         combine_rows(rows, order.rows, topk_weights, absent, out)
 
     def ffn(
@@ -81,6 +82,7 @@ class Backend(ABC):
         gate_up: Quantized,
         down: Quantized,
         offsets: Tensor,
+        activation: Swiglu,
         num_sms: int | None,
     ) -> Tensor:
         """bf16 [R, H]: the FFN of each row's group on hidden_states[tokens[r]]; a step of `experts`.
@@ -89,7 +91,7 @@ class Backend(ABC):
         activations are rounded to FP8 before each of two contiguous GEMMs.
         """
         a = gather_rows(quantize_rows(hidden_states), tokens)  # quantised once per token, not once per row
-        activated = quantize_rows(swiglu(self._multiply(a, gate_up, offsets, num_sms)))
+        activated = quantize_rows(swiglu(self._multiply(a, gate_up, offsets, num_sms), activation))
         return self._multiply(activated, down, offsets, num_sms)
 
     def choose_experts(

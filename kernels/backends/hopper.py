@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels import jit, layer_kernels, tiles
+from kernels.activation import Swiglu
 from kernels.backends.base import Backend, Progress
 from kernels.backends.hopper_gemm import GroupedGemm
 from kernels.backends.hopper_kernels import LoadedKernels, current_stream
@@ -80,6 +81,7 @@ class HopperBackend(Backend):
         gate_up: Quantized,
         down: Quantized,
         out: Tensor,
+        activation: Swiglu,
         num_sms: int | None,
     ) -> None:
         """See `fused_experts`; five launches, each begun while the one before it ends."""
@@ -87,7 +89,7 @@ class HopperBackend(Backend):
         num_groups, h, _ = down.data.shape
         rows, offsets = self._layer.sort(on, topk_ids, num_groups, num_sms)
         a = self._layer.quantize(on, _aligned(hidden_states), rows)
-        activated = self._gemm.swiglu(on, a, gate_up, offsets, num_sms)
+        activated = self._gemm.swiglu(on, a, gate_up, offsets, activation, num_sms)
         values = torch.empty((rows.numel(), h), dtype=torch.bfloat16, device=rows.device)
         self._gemm.multiply(
             on, Layout.CONTIGUOUS, activated, down, offsets, values, rows.numel() / num_groups, num_sms,

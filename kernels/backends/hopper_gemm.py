@@ -12,6 +12,7 @@ from cuda.core.utils import StridedMemoryView
 from torch import Tensor
 
 from kernels import jit, tiles
+from kernels.activation import Swiglu
 from kernels.backends.hopper_kernels import LoadedKernels, OnStream
 from kernels.claims import ClaimCounters
 from kernels.descriptors import DescriptorCache, Rows
@@ -21,6 +22,7 @@ from kernels.tiles import Layout, Plan
 # Arguments of 32 bits are NumPy's numbers to cuda.core; the same few come again and again.
 _int32 = functools.lru_cache(np.int32)
 _uint32 = functools.lru_cache(np.uint32)
+_float32 = functools.lru_cache(np.float32)
 
 _STORE_BOX = 16  # rows of out that one TMA store writes
 _LAUNCHES_KEPT = 4096
@@ -97,9 +99,10 @@ class GroupedGemm:
         a: Quantized,
         b: Quantized,
         offsets: Tensor,
+        activation: Swiglu,
         num_sms: int | None,
     ) -> Quantized:
-        """silu(gate) * up of a's sorted rows, quantised; offsets are older than the launch before."""
+        """What is activated of a's sorted rows, quantised; offsets are older than the launch before."""
         device, handle, stream = on
         (num_groups, n2, k), m = b.data.shape, a.data.shape[0]
         n = n2 // 2
@@ -121,8 +124,7 @@ class GroupedGemm:
             data.data_ptr(),
             scales.data_ptr(),
             _uint32(m),
-            np.float32(1.0),
-            np.float32(np.inf),
+            *map(_float32, activation),
             *launched.sizes,
             _int32(m),
             _int32(0),

@@ -6,6 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kernels.activation import Swiglu
 from kernels.backends import cpu_ffn
 from kernels.backends.base import Backend
 from kernels.backends.matrices import WeightCache, multiply
@@ -61,10 +62,11 @@ class ReferenceBackend(Backend):
         gate_up: Quantized,
         down: Quantized,
         offsets: Tensor,
+        activation: Swiglu,
         num_sms: int | None,
     ) -> Tensor:
         """See `Backend.ffn`; activations stay bf16 on a CPU, where nothing multiplies FP8."""
         if hidden_states.device.type != "cpu":
-            return super().ffn(hidden_states, tokens, gate_up, down, offsets, num_sms)
+            return super().ffn(hidden_states, tokens, gate_up, down, offsets, activation, num_sms)
         matrices = self._weights.get(*gate_up), self._weights.get(*down)
-        return cpu_ffn.ffn(hidden_states, tokens, *matrices, offsets.tolist())
+        return cpu_ffn.ffn(hidden_states, tokens, *matrices, offsets.tolist(), activation)

@@ -1,6 +1,6 @@
 """Small steps as CUDA graphs: captured for a short list of token counts, padded inside, replayed."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,22 @@ class Step(NamedTuple):
     tokens_per_expert: Tensor
 
 
+class GraphPool:
+    """Memory shared by graphs that never run at the same time; torch ends a pool with its last graph."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._anchor, nothing = torch.cuda.CUDAGraph(), torch.zeros((), device=device)
+        with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+            self._anchor.capture_begin(capture_error_mode="thread_local")
+            nothing.zero_()
+            self._anchor.capture_end()
+
+    @property
+    def handle(self) -> Any:
+        """For `capture_begin`."""
+        return self._anchor.pool()
+
+
 class StepGraphs:
     """The graphs of one layer on one device; for one thread, which reads a step's results before the next.
 
@@ -27,12 +43,12 @@ class StepGraphs:
     steps never overlap may have one pool, in which their graphs keep what they need inside.
     """
 
-    def __init__(self, layer: MoELayer, device: torch.device, pool: torch.cuda.MemPool) -> None:
+    def __init__(self, layer: MoELayer, device: torch.device, pool: GraphPool) -> None:
         most, shape = TOKEN_COUNTS[-1], layer.shape
         self._layer = layer
         self._device = device
         self._pool = pool
-        self._side_stream = torch.cuda.Stream(device)
+        self._side_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._hidden_states = torch.zeros(most, shape.hidden_size, dtype=torch.bfloat16, device=device)
         self._topk_ids = torch.zeros(most, shape.top_k, dtype=torch.int32, device=device)
         self._topk_weights = torch.zeros(most, shape.top_k, device=device)
@@ -90,7 +106,7 @@ class StepGraphs:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.stream(on):
                 # Other threads may go on using the device meanwhile.
-                graph.capture_begin(pool=self._pool.id, capture_error_mode="thread_local")
+                graph.capture_begin(pool=self._pool.handle, capture_error_mode="thread_local")
                 try:
                     self._step(count, routed, num_sms)
                 finally:

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from service.moe.graphs import StepGraphs, tokens_per_expert
+from service.moe.graphs import GraphPool, StepGraphs, tokens_per_expert
 from service.moe.layer import MoELayer
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class LayerRunner:
             compute_seconds=time.perf_counter() - start,
         )
 
-    def capture(self, pool: torch.cuda.MemPool) -> None:
+    def capture(self, pool: GraphPool) -> None:
         """Capture CUDA graphs for small steps; `run` uses them from then on. See `StepGraphs`."""
         with torch.inference_mode(), self._stream():
             self._graphs = StepGraphs(self.layer, self._device, pool)

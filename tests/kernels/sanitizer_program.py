@@ -2,9 +2,28 @@
 
 import torch
 
-from kernels import grouped_gemm_contiguous, grouped_gemm_masked, jit, tiles
+from kernels import (
+    Backend,
+    Routing,
+    Swiglu,
+    fused_experts,
+    grouped_gemm_contiguous,
+    grouped_gemm_masked,
+    jit,
+    quantize_blocks,
+    resolve_backend,
+    tiles,
+)
 from kernels.tiles import Layout, TileConfig
-from tests.kernels.helpers import expect_contiguous, expect_masked, poisoned, random_contiguous, random_masked
+from tests.kernels.helpers import (
+    diff,
+    expect_contiguous,
+    expect_masked,
+    fresh_generator,
+    poisoned,
+    random_contiguous,
+    random_masked,
+)
 
 SHAPES = (([3, 0, 70, 1, 200], 264, 384), ([1], 8, 128), ([0, 0], 136, 256))
 _source = tiles.source
@@ -15,6 +34,24 @@ def every_lane_arrives(layout: Layout, config: TileConfig) -> jit.Source:
     source = _source(layout, config)
     defines = (*source.defines, ("EVERY_LANE_ARRIVES", "1"))
     return jit.Source(source.name, source.file, source.entry, defines)
+
+
+def whole_layer(tokens: int) -> None:
+    """Sort, quantise, both GEMMs and combine, against the composition of single steps."""
+    h, i, e, k = 256, 384, 5, 3
+    generator = fresh_generator("cuda")
+    gate_up = quantize_blocks(torch.randn(e, 2 * i, h, generator=generator, device="cuda").mul_(h**-0.5))
+    down = quantize_blocks(torch.randn(e, h, i, generator=generator, device="cuda").mul_(i**-0.5))
+    x = torch.randn(tokens, h, generator=generator, device="cuda")
+    ids = torch.randint(-1, e, (tokens, k), generator=generator, device="cuda", dtype=torch.int32)
+    weights = torch.rand(tokens, k, generator=generator, device="cuda")
+    backend = resolve_backend("hopper")
+    logits = torch.randn(tokens, e, generator=generator, device="cuda")
+    backend.choose_experts(logits, None, k, Routing())
+    out, expected = (torch.full((tokens, h), torch.nan, device="cuda") for _ in range(2))
+    fused_experts(x, ids, weights, gate_up, down, out=out, num_sms=4)
+    Backend.experts(backend, x, ids, weights, gate_up, down, expected, Swiglu(), 4)
+    assert diff(out, expected.double()) < 1e-2
 
 
 def main() -> None:
@@ -32,6 +69,11 @@ def main() -> None:
             buffer, out = poisoned(len(rows), max_m, n, device="cuda")
             grouped_gemm_masked(*masked.a, *masked.b, masked.counts, out=out, backend="hopper", num_sms=4)
             expect_masked(masked, buffer, out)
+    for config in (tiles.SHORT_SWIGLU, tiles.PAIR_SWIGLU):
+        plan = tiles.Plan(config, 16 * config.steps)
+        tiles.choose_swiglu = lambda *_, plan=plan: plan  # type: ignore[assignment]
+        for tokens in (1, 90):
+            whole_layer(tokens)
     torch.cuda.synchronize()
     print("every variant ran")
 

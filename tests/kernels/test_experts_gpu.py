@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from kernels import (
+    Backend,
     Routing,
+    Swiglu,
     choose_experts,
     fused_experts,
     quantize_blocks,
@@ -104,7 +106,7 @@ def test_experts(sizes: tuple[int, int, int, int], tokens: int) -> None:
         assert fused_experts(*arguments, out=rounded) is rounded
         assert torch.equal(rounded, out.to(dtype))
     order = sort_by_group(ids, e)
-    rows = backend.ffn(x, order.tokens, gate_up, down, order.offsets, None)
+    rows = backend.ffn(x, order.tokens, gate_up, down, order.offsets, Swiglu(), None)
     expected = (rows[order.rows].double() * weights[:, :, None]).sum(1)
     assert diff(out, expected) < (2e-4 if tokens * k > 64 else 2e-3)
 
@@ -126,3 +128,21 @@ def test_experts_that_are_not_here_add_nothing() -> None:
     assert diff(out, some.double()) < 1e-6
     assert (out[absent.all(1)] == 0).all()
     assert torch.equal(fused_experts(x.t().contiguous().t(), ids, weights, gate_up, down), out)
+
+
+@pytest.mark.parametrize("tokens", [3, 200])
+def test_other_activations(tokens: int) -> None:
+    """Gates and ups beyond the limit are many here; the composition of single steps is the yardstick."""
+    h, i, e, k = 512, 256, 4, 2
+    backend, activation = resolve_backend("hopper"), Swiglu(alpha=1.702, limit=1.5)
+    generator = fresh_generator("cuda")
+    gate_up = quantize_blocks(torch.randn(e, 2 * i, h, generator=generator, device="cuda").mul_(2 * h**-0.5))
+    down = quantize_blocks(torch.randn(e, h, i, generator=generator, device="cuda").mul_(i**-0.5))
+    x = torch.randn(tokens, h, generator=generator, device="cuda").to(torch.bfloat16)
+    ids = torch.rand(tokens, e, generator=generator, device="cuda").argsort(1)[:, :k].to(torch.int32)
+    weights = torch.rand(tokens, k, generator=generator, device="cuda")
+    out = fused_experts(x, ids, weights, gate_up, down, activation=activation)
+    expected = torch.empty_like(out)
+    Backend.experts(backend, x, ids, weights, gate_up, down, expected, activation, None)
+    assert diff(out, expected.double()) < 1e-3
+    assert diff(out, fused_experts(x, ids, weights, gate_up, down).double()) > 1e-2

@@ -1,5 +1,6 @@
 """A layer's experts on a CPU against float64, by the backend's own way and by the default composition."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels import Backend, Quantized, dequantize_blocks, fused_experts, quantize_blocks
+from kernels.activation import SILU, Swiglu
 from kernels.backends import cpu_ffn, matrices
 from kernels.backends.reference import ReferenceBackend
 from tests.kernels.helpers import diff, fresh_generator, random_rows, random_weights
@@ -55,21 +57,25 @@ class Case:
         arguments = self.hidden_states, self.topk_ids, self.topk_weights, self.gate_up, self.down
         return fused_experts(*arguments, backend=backend or ReferenceBackend())
 
-    def expected(self) -> Tensor:
+    def expected(self, activation: Swiglu = SILU) -> Tensor:
         """float64 [T, H], an expert at a time."""
         out = torch.zeros(self.hidden_states.shape, dtype=torch.float64)
         for group in range(self.down.data.shape[0]):
             tokens, slots = (self.topk_ids == group).nonzero(as_tuple=True)
-            rows = self._expert(group, tokens) * self.topk_weights[tokens, slots].double()[:, None]
+            rows = (
+                self._expert(group, tokens, activation) * self.topk_weights[tokens, slots].double()[:, None]
+            )
             out.index_add_(0, tokens, rows)
         return out
 
-    def _expert(self, group: int, tokens: Tensor) -> Tensor:
+    def _expert(self, group: int, tokens: Tensor, activation: Swiglu) -> Tensor:
         gate_up, down = (
             dequantize_blocks(w.data[group], w.scales[group]).double() for w in (self.gate_up, self.down)
         )
         gate, up = (self.hidden_states[tokens].double() @ gate_up.t()).chunk(2, dim=1)
-        return (gate / (1 + torch.exp(-gate)) * up) @ down.t()
+        alpha, limit = activation
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return (gate / (1 + torch.exp(-alpha * gate)) * up) @ down.t()
 
 
 def _case(
@@ -151,6 +157,17 @@ def test_out_is_written_to(dtype: torch.dtype) -> None:
     )  # fmt: skip
     assert result is out
     assert torch.equal(out, case.run().to(dtype))
+
+
+@pytest.mark.parametrize("backend", [ReferenceBackend, Composed])
+def test_other_activations(backend: type[Backend]) -> None:
+    case, activation = _case([6, 30], slots=2), Swiglu(alpha=1.702, limit=0.7)
+    out = fused_experts(
+        case.hidden_states, case.topk_ids, case.topk_weights, case.gate_up, case.down,
+        activation=activation, backend=backend(),
+    )  # fmt: skip
+    assert diff(out, case.expected(activation)) < FP8_TOLERANCE
+    assert diff(out, case.expected()) > 1e-2
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -342,6 +359,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 REFUSED += [
+    ({"activation": Swiglu(alpha=math.nan)}, "activation alpha: expected a finite number, got nan"),
+    ({"activation": Swiglu(limit=0.0)}, "activation limit: expected above 0, got 0.0"),
     ({"out": torch.zeros(4, 128)}, r"out shape: expected \(4, 256\), got \(4, 128\)"),
     ({"out": torch.zeros(4, 256).double()}, "out dtype: expected torch.bfloat16 or .*, got torch.float64"),
     ({"out": torch.zeros(256, 4).t()}, r"out strides: expected contiguous, got \(1, 4\)"),

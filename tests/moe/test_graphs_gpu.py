@@ -7,7 +7,7 @@ import torch
 from kernels import Routing, resolve_backend
 from kernels.partitions import SMPartitions
 from service.moe import LayerRequest, LayerRunner, LayerShape, MoELayer, random_weights
-from service.moe.graphs import TOKEN_COUNTS, StepGraphs
+from service.moe.graphs import TOKEN_COUNTS, GraphPool, StepGraphs
 from tests.kernels.helpers import forbid_host_sync, fresh_generator
 from tests.moe.reference_layer import assert_close, reference_layer
 
@@ -31,7 +31,7 @@ def _tokens(count: int, hidden_size: int = SHAPE.hidden_size) -> torch.Tensor:
 def graphs() -> StepGraphs:
     layer = _layer()
     layer(_tokens(1).cuda())
-    made = StepGraphs(layer, DEVICE, torch.cuda.MemPool())
+    made = StepGraphs(layer, DEVICE, GraphPool(DEVICE))
     made.capture(None)
     return made
 
@@ -72,7 +72,7 @@ def test_shared_experts_and_a_part_of_the_layer() -> None:
         layer = _layer(shape, Routing("sigmoid", scale=2.5))
         tokens = _tokens(5)
         expected = layer(tokens.cuda())
-        out, _ = StepGraphs(layer, DEVICE, torch.cuda.MemPool()).run(tokens, None, None, None)
+        out, _ = StepGraphs(layer, DEVICE, GraphPool(DEVICE)).run(tokens, None, None, None)
         assert torch.equal(out, expected)
 
 
@@ -85,7 +85,7 @@ def _request(tokens: torch.Tensor, routing: tuple[torch.Tensor, torch.Tensor] | 
 def test_a_runner_with_graphs_answers_like_one_without() -> None:
     layer = _layer()
     plain, quick = LayerRunner(layer, "cuda"), LayerRunner(layer, "cuda")
-    quick.capture(torch.cuda.MemPool())
+    quick.capture(GraphPool(DEVICE))
     steps = [[_request(_tokens(n))] for n in (1, 5, 300)] + [[_request(_tokens(2)), _request(_tokens(9))]]
     ids = torch.rand(7, SHAPE.num_experts).argsort(1)[:, : SHAPE.top_k].to(torch.int32)
     steps.append([_request(_tokens(7), (ids, torch.rand(7, SHAPE.top_k)))])
@@ -101,7 +101,7 @@ def test_in_a_partition_and_after_its_change() -> None:
     layer, partitions = _layer(), SMPartitions(0)
     partitions.apply({"compute": 64, "rest": 24})
     runner = LayerRunner(layer, "cuda", partitions, "compute")
-    runner.capture(torch.cuda.MemPool())
+    runner.capture(GraphPool(DEVICE))
     tokens = _tokens(30)
     expected = reference_layer(tokens.cuda(), layer.weights, SHAPE.top_k).cpu()
     for sizes in ({"compute": 64, "rest": 24}, {"compute": 24, "rest": 64}, {"compute": 8}):
