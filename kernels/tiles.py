@@ -45,19 +45,14 @@ class TileConfig:
         return f"{'swapped' if self.swapped else 'straight'}_m{self.block_m}_c{self.cluster}{swiglu}"
 
     @property
-    def weight_rows(self) -> int:
-        """Rows of b in a tile."""
-        return 256 if self.swapped and self.swiglu else 128
-
-    @property
     def box_n(self) -> int:
         """Rows of b that one TMA load brings."""
-        return 64 if self.swiglu else 128
+        return self.block_n  # gates and ups lie apart
 
     @property
     def block_n(self) -> int:
         """Columns of out in a CTA's tile."""
-        return self.weight_rows // 2 if self.swiglu else self.weight_rows
+        return BLOCK_N // 2 if self.swiglu else BLOCK_N
 
     @property
     def threads(self) -> int:
@@ -69,11 +64,9 @@ class TileConfig:
         """Size of SharedStorage in storage.cuh; the compiler checks it."""
         groups = self.threads // 128 - 1
         scales = self.block_m * 4 * (2 if self.swiglu else 1)
-        stage = (self.weight_rows + self.block_m) * BLOCK_K + scales + 2 * 8
+        stage = (BLOCK_N + self.block_m) * BLOCK_K + scales + 2 * 8
         staging = groups * (4096 if self.swapped or self.swiglu else 64 * BLOCK_N * 2)
-        largest = 0
-        if self.swiglu:  # Largest
-            largest = 9 * self.block_m * 4 if self.swapped else 2 * 4 * groups * (64 + 8)
+        largest = 2 * 4 * groups * (64 + 8) if self.swiglu else 0
         tiles = (self.stages + 3) * (16 + 8)  # kTiles records, each with its barrier
         return -(-(self.stages * stage + staging + largest + tiles) // 16) * 16
 
@@ -98,8 +91,7 @@ SHORT = TileConfig(swapped=True, block_m=64, stages=8, cluster=1, box_m=16)
 TALL = TileConfig(swapped=False, block_m=192, stages=4, cluster=1, box_m=64)
 TALL_PAIR = TileConfig(swapped=False, block_m=192, stages=4, cluster=2, box_m=32)
 CONFIGS = (SHORT, TALL, TALL_PAIR)
-# With SwiGLU: a scale of its result has 128 columns, so one CTA has 256 rows of weights, or a pair has.
-SHORT_SWIGLU = TileConfig(swapped=True, block_m=64, stages=5, cluster=1, box_m=16, swiglu=True)
+# With SwiGLU: a scale of its result has 128 columns, 64 in each of a pair.
 PAIR_SWIGLU = TileConfig(swapped=False, block_m=192, stages=4, cluster=2, box_m=32, swiglu=True)
 
 # All measured on an H200, see kernels/README.md.
@@ -125,6 +117,10 @@ class Plan:
     passes: int = 1
 
 
+SWIGLU = Plan(PAIR_SWIGLU, 16 * PAIR_SWIGLU.steps)
+"""With SwiGLU behind the GEMM: one plan for all sizes, on two SMs at least."""
+
+
 @lru_cache(maxsize=4096)
 def choose(layout: Layout, n: int, k: int, num_groups: int, expected_rows: float, num_sms: int) -> Plan:
     """The plan for num_groups groups of about expected_rows rows against [n, k]; all give the same bits."""
@@ -139,16 +135,6 @@ def choose(layout: Layout, n: int, k: int, num_groups: int, expected_rows: float
         rows = math.ceil(expected_rows / 16) * 16  # a plan takes a millisecond: not one for each number
         return Plan(TALL, _tile_steps(columns, rows, num_groups, num_sms), passes)
     return Plan(TALL, 16 * TALL.steps)
-
-
-@lru_cache(maxsize=4096)
-def choose_swiglu(
-    layout: Layout, n: int, k: int, num_groups: int, expected_rows: float, num_sms: int
-) -> Plan:
-    """The plan for SwiGLU in the epilogue; all give the same bits."""
-    if expected_rows <= _SHORT_ROWS[layout] or num_sms == 1:
-        return Plan(SHORT_SWIGLU, 16 * SHORT_SWIGLU.steps)
-    return Plan(PAIR_SWIGLU, 16 * PAIR_SWIGLU.steps)
 
 
 @lru_cache(maxsize=4096)
@@ -220,5 +206,5 @@ def source(layout: Layout, config: TileConfig) -> Source:
 
 VARIANTS = (
     *((layout, config) for layout in Layout for config in CONFIGS),
-    *((Layout.CONTIGUOUS, config) for config in (SHORT_SWIGLU, PAIR_SWIGLU)),
+    (Layout.CONTIGUOUS, PAIR_SWIGLU),
 )

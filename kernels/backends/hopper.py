@@ -84,7 +84,13 @@ class HopperBackend(Backend):
         activation: Swiglu,
         num_sms: int | None,
     ) -> None:
-        """See `fused_experts`; five launches, each begun while the one before it ends."""
+        """See `fused_experts`; five launches, each begun while the one before it ends.
+
+        On a single SM, which has no pair of CTAs, the composition of single steps.
+        """
+        if num_sms == 1:
+            super().experts(hidden_states, topk_ids, topk_weights, gate_up, down, out, activation, num_sms)
+            return
         on = current_stream(_current(hidden_states, "hidden_states"))
         num_groups, h, _ = down.data.shape
         rows, offsets = self._layer.sort(on, topk_ids, num_groups, num_sms)

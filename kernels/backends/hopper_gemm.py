@@ -1,7 +1,6 @@
 """Launches the grouped GEMM on Hopper: picks a variant, builds descriptors, keeps what does not change."""
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +16,7 @@ from kernels.backends.hopper_kernels import LoadedKernels, OnStream
 from kernels.claims import ClaimCounters
 from kernels.descriptors import DescriptorCache, Rows
 from kernels.quantize import Quantized
-from kernels.tiles import Layout, Plan
+from kernels.tiles import Layout
 
 # Arguments of 32 bits are NumPy's numbers to cuda.core; the same few come again and again.
 _int32 = functools.lru_cache(np.int32)
@@ -72,7 +71,7 @@ class GroupedGemm:
         device, handle, stream = on
         num_groups, n, k = b.data.shape
         masked = layout is Layout.MASKED
-        launched = self._launch(tiles.choose, device, layout, n, k, num_groups, expected_rows, num_sms)
+        launched = self._launch(device, layout, n, k, num_groups, expected_rows, num_sms)
         launch(
             stream,
             launched.grid,
@@ -106,9 +105,7 @@ class GroupedGemm:
         device, handle, stream = on
         (num_groups, n2, k), m = b.data.shape, a.data.shape[0]
         n = n2 // 2
-        launched = self._launch(
-            tiles.choose_swiglu, device, Layout.CONTIGUOUS, n, k, num_groups, m / num_groups, num_sms
-        )
+        launched = self._launch(device, Layout.CONTIGUOUS, n, k, num_groups, None, num_sms)
         data = torch.empty((m, n), dtype=torch.float8_e4m3fn, device=a.data.device)
         scales = torch.empty((n // tiles.BLOCK_N, m), device=a.data.device)
         launch(
@@ -136,21 +133,25 @@ class GroupedGemm:
 
     def _launch(
         self,
-        choose: Callable[..., Plan],
         device: int,
         layout: Layout,
         n: int,
         k: int,
         num_groups: int,
-        expected_rows: float,
+        expected_rows: float | None,
         num_sms: int | None,
     ) -> _Launch:
+        """For SwiGLU behind the GEMM where no number of rows is expected."""
+        choose = tiles.choose  # in the key, since one that was put in its place chooses otherwise
         key = (choose, device, layout is Layout.MASKED, n, k, num_groups, expected_rows, num_sms)
         kept = self._launches.get(key)
         if kept is None:
             all_sms = torch.cuda.get_device_properties(device).multi_processor_count
             sms = min(num_sms or all_sms, all_sms)
-            plan = choose(layout, n, k, num_groups, expected_rows, sms)
+            if expected_rows is None:
+                plan = tiles.SWIGLU
+            else:
+                plan = choose(layout, n, k, num_groups, expected_rows, sms)
             config, source = plan.config, tiles.source(layout, plan.config)
             if not self._kernels.loaded(device, source):
                 self.load(device, source, jit.build(source))

@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             ptx::mbarrier_init(&shared.empty[stage], kConsumerWarps * kArrivals * kCluster);
         }
         for (int i = 0; i < kTiles; ++i) ptx::mbarrier_init(&shared.announced[i], 1);
-#if SWIGLU && !SWAPPED
+#if SWIGLU
         for (int i = 0; i < 2 * kConsumerWarps; ++i) ptx::mbarrier_init(&shared.largest.there[0][i], 1);
 #endif
         ptx::fence_mbarrier_init();
@@ -70,9 +70,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 const int boxes = (tile.rows + kBoxM - 1) / kBoxM;
                 ptx::mbarrier_arrive_expect_bytes(&shared.full[stage], (kWeightRows + boxes * kBoxM) * kBlockK);
 #pragma unroll
-                for (int part = 0; part < kWeightRows / kBoxN; ++part)  // with ups: 64 gates, their ups, and so on
+                for (int part = 0; part < kScaleParts; ++part)  // gates, and their ups n rows on
                     ptx::tma_load(&b_map, &shared.full[stage], shared.weights[stage] + part * kBoxN * kBlockK, kb * kBlockK,
-                                  column + part / 2 * kBoxN + part % 2 * n);
+                                  column + part * n);
             };
             int ahead = -1;  // K blocks of the first tile whose weights are on their way already
             Pipeline pipeline;

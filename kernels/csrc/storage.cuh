@@ -12,8 +12,8 @@ constexpr Layout kLayout = Layout::kContiguous;
 constexpr bool kSwapped = SWAPPED;  // weights instead of tokens on wgmma's M side
 constexpr bool kSwiglu = SWIGLU;    // out is silu(gate) * up in FP8, with a scale per row and 128 columns
 constexpr int kBlockM = BLOCK_M;    // most rows of a in a tile
-constexpr int kWeightRows = kSwiglu && kSwapped ? 256 : 128;        // rows of b in a tile
-constexpr int kBlockN = kSwiglu ? kWeightRows / 2 : kWeightRows;  // columns of out in a tile
+constexpr int kWeightRows = 128;    // rows of b in a tile; with SwiGLU 64 gates, then their ups
+constexpr int kBlockN = kSwiglu ? 64 : kWeightRows;  // columns of out in a tile
 constexpr int kBoxN = kSwiglu ? 64 : 128;  // rows of b that one TMA load brings
 constexpr int kBlockK = 128;        // one scale of a; bytes of a swizzled row
 constexpr int kStages = STAGES;
@@ -42,12 +42,7 @@ constexpr int kClaimAhead = 4;  // K blocks before its last loads a cluster asks
 constexpr int kArrivals = EVERY_LANE_ARRIVES ? 32 : 1;  // of a warp
 
 // What the 128 columns of a scale tell each other of their rows' largest numbers.
-#if SWIGLU && SWAPPED
-struct Largest {  // the consumer warps of a CTA
-    float of_warp[8][kBlockM];
-    float scale[kBlockM];
-};
-#elif SWIGLU
+#if SWIGLU
 struct Largest {  // both CTAs of a pair, warp to warp; a tile's must be read before the next but one's comes
     float2 theirs[2][kConsumerWarps][8];  // rows r and r + 8 of the warp's 16
     u64 there[2][kConsumerWarps];

@@ -146,3 +146,20 @@ def test_other_activations(tokens: int) -> None:
     Backend.experts(backend, x, ids, weights, gate_up, down, expected, activation, None)
     assert diff(out, expected.double()) < 1e-3
     assert diff(out, fused_experts(x, ids, weights, gate_up, down).double()) > 1e-2
+
+
+@pytest.mark.parametrize("num_sms", [1, 2, 3, 20])
+def test_any_sm_count(num_sms: int) -> None:
+    h, i, e, k, tokens = 512, 256, 8, 2, 50
+    generator = fresh_generator("cuda")
+    gate_up = quantize_blocks(torch.randn(e, 2 * i, h, generator=generator, device="cuda").mul_(h**-0.5))
+    down = quantize_blocks(torch.randn(e, h, i, generator=generator, device="cuda").mul_(i**-0.5))
+    x = torch.randn(tokens, h, generator=generator, device="cuda").to(torch.bfloat16)
+    ids = torch.rand(tokens, e, generator=generator, device="cuda").argsort(1)[:, :k].to(torch.int32)
+    weights = torch.rand(tokens, k, generator=generator, device="cuda")
+    everywhere = fused_experts(x, ids, weights, gate_up, down)
+    out = fused_experts(x, ids, weights, gate_up, down, num_sms=num_sms)
+    if num_sms == 1:
+        assert diff(out, everywhere.double()) < 2e-3
+    else:
+        assert torch.equal(out, everywhere)

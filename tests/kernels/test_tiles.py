@@ -9,19 +9,17 @@ from kernels.tiles import (
     CONFIGS,
     PAIR_SWIGLU,
     SHORT,
-    SHORT_SWIGLU,
     TALL,
     TALL_PAIR,
     Layout,
     Plan,
     TileConfig,
     choose,
-    choose_swiglu,
     source,
 )
 
 
-@pytest.mark.parametrize("config", [*CONFIGS, SHORT_SWIGLU, PAIR_SWIGLU], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [*CONFIGS, PAIR_SWIGLU], ids=lambda config: config.name)
 def test_host_and_device_agree_on_the_storage(config: TileConfig) -> None:
     """What the launch asks for is what the kernel lays out; else it would write past its shared memory."""
     variant = source(Layout.CONTIGUOUS, config)
@@ -68,25 +66,8 @@ def test_the_plan_for_these_shapes_stays(
     assert choose(layout, n, k, num_groups, rows, num_sms) == expected
 
 
-# The same for SwiGLU behind the GEMM
-SWIGLU_TABLE = [
-    (C, 2048, 7168, 32, 0.25, 132, Plan(SHORT_SWIGLU, 64)),
-    (C, 768, 2048, 128, 24, 132, Plan(SHORT_SWIGLU, 64)),
-    (C, 768, 2048, 128, 25, 132, Plan(PAIR_SWIGLU, 48)),
-    (C, 2048, 7168, 32, 1024, 132, Plan(PAIR_SWIGLU, 48)),
-    (C, 2048, 7168, 32, 1024, 1, Plan(SHORT_SWIGLU, 64)),
-]
-
-
-@pytest.mark.parametrize(("layout", "n", "k", "num_groups", "rows", "num_sms", "expected"), SWIGLU_TABLE)
-def test_the_plan_for_these_shapes_with_swiglu_stays(
-    layout: Layout, n: int, k: int, num_groups: int, rows: float, num_sms: int, expected: Plan
-) -> None:
-    assert choose_swiglu(layout, n, k, num_groups, rows, num_sms) == expected
-
-
 def test_every_variant_is_chosen_for_something() -> None:
-    chosen = {row[-1].config for row in (*TABLE, *SWIGLU_TABLE)}
+    chosen = {row[-1].config for row in TABLE} | {tiles.SWIGLU.config}
     assert chosen == {config for _, config in tiles.VARIANTS}
 
 
