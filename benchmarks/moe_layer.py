@@ -1,98 +1,242 @@
-"""Times the MoE layer in both layouts over token counts, to find where the layout should change."""
+"""Layer benchmark: `python -m benchmarks.moe_layer [--layer WORD] [--tokens N ...] [--json FILE]`.
+
+One row a layer and number of tokens, routing given: the whole of our layer, replayed as a CUDA graph and
+called from Python, beside DeepGEMM's two grouped GEMMs on the same rows with nothing else of the layer, and
+beside its SM90 Mega MoE, where its wheel is installed. CUDA events around the whole; L2 is flushed by a 1 GB
+fill before each call; median of 20. The contenders take turns, and each call comes after a pause, so that
+none runs on what another has heated. Then how long each stage of ours takes (CUPTI: launches overlap, so a
+stage lasts from the end of the one before to its own), and what the router in front costs.
+"""
 
 import argparse
-import platform
+import json
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.timing import cpu_name
-from kernels import resolve_backend
-from service.moe import LayerShape, MoELayer, random_weights
+from benchmarks import deep_gemm_peer, layer_peers
+from benchmarks.layer_problem import LAYERS, Layer, LayerProblem, make_problem, make_weights
+from benchmarks.timing import copy_bandwidth, expect_gpu, header
+from kernels import Routing, resolve_backend
+from service.moe import LayerShape, MoELayer
+from service.moe.weights import ExpertWeights
 
-SHAPES = {
-    "demo": LayerShape(512, 256, 16, 4),
-    "qwen3-30b-a3b": LayerShape(2048, 768, 128, 8),
-    "deepseek-v3": LayerShape(7168, 2048, 256, 8),
+Row = dict[str, Any]
+TOKENS = (1, 16, 64, 256, 1024, 4096)
+BANDS = {"1 to 64": range(1, 65), "256 to 1024": range(256, 1025), "4096": range(4096, 4097)}
+STAGES = {  # by the kernels of a call in their order
+    "sort": "sort_rows",
+    "quantize": "quantize_rows",
+    "gate_up": "grouped_gemm_fp8",
+    "down": "grouped_gemm_fp8",
+    "combine": "combine_rows",
 }
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+ROUTED = Layer("deepseek-v3", 7168, 2048, 256, 8)
+ROUTED_TOKENS = (1, 16, 64, 256)
+FLUSH_BYTES = 1 << 30
+REPEATS, PAUSE_SECONDS = 20, 0.02
+
+
+def measure(problem: LayerProblem, with_peer: bool) -> Row:
+    """One row of the table."""
+    graph = _graph(problem.run)
+    calls: dict[str, Callable[[], object]] = {"us": graph, "eager_us": problem.run}
+    if with_peer:
+        calls["two_gemms_us"] = layer_peers.two_gemms(problem)
+        calls["mega_moe_us"] = mega_moe = layer_peers.mega_moe(problem)
+    row: Row = {"layer": problem.layer.name, "tokens": problem.hidden_states.shape[0]}
+    row |= dict(zip(calls, microseconds(list(calls.values())), strict=True))
+    if with_peer:
+        row["over_two_gemms"] = row["us"] / row["two_gemms_us"]
+        row["over_mega_moe"] = row["us"] / row["mega_moe_us"]
+        problem.out.fill_(torch.nan)
+        x, y = problem.run().double(), mega_moe().double()
+        row["diff"] = float(1 - 2 * (x * y).sum() / (x.square().sum() + y.square().sum()))
+    row["stages_us"] = _stages(problem.run)
+    return row
+
+
+def measure_router() -> list[Row]:
+    """What choosing 8 of 256 experts by 4 of 8 groups adds to a layer whose routing is given."""
+    weights = make_weights(ROUTED)
+    router = torch.randn(ROUTED.num_experts, ROUTED.hidden_size, device="cuda") * ROUTED.hidden_size**-0.5
+    bias = torch.rand(ROUTED.num_experts, device="cuda")
+    shape = LayerShape(ROUTED.hidden_size, ROUTED.intermediate_size, ROUTED.num_experts, ROUTED.top_k)
+    experts = ExpertWeights(router.to(torch.bfloat16), weights.gate_up, weights.down, bias)
+    layer = MoELayer(
+        shape,
+        experts,
+        resolve_backend("hopper"),
+        routing=Routing("sigmoid", True, 2.5, groups=8, top_groups=4),
+    )
+    rows = []
+    for num_tokens in ROUTED_TOKENS:
+        hidden_states = torch.randn(num_tokens, ROUTED.hidden_size, device="cuda").to(torch.bfloat16)
+        routing = [tensor.clone() for tensor in layer.route(hidden_states)]
+        calls = (
+            _graph(lambda h=hidden_states, r=routing: layer(h, *r)),  # type: ignore[misc]
+            _graph(lambda h=hidden_states: layer(h)),  # type: ignore[misc]
+        )
+        given, routed = microseconds(calls)
+        rows.append(
+            {"tokens": num_tokens, "given_us": given, "routed_us": routed, "router_us": routed - given}
+        )
+    return rows
+
+
+def microseconds(calls: Sequence[Callable[[], object]], repeats: int = REPEATS) -> list[float]:
+    """Median time of each call."""
+    flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+    for call in calls:
+        call()
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(repeats):
+        for call, taken in zip(calls, times, strict=True):
+            torch.cuda.synchronize()
+            time.sleep(PAUSE_SECONDS)
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            flush.fill_(1)
+            start.record()
+            call()
+            end.record()
+            end.synchronize()
+            taken.append(1e3 * start.elapsed_time(end))
+    return [statistics.median(taken) for taken in times]
+
+
+def stage_times(kernels: Iterable[tuple[str, float, float]]) -> list[dict[str, float]]:
+    """Each call's time by stage, from (name, start, end) of kernels in the order of their start.
+
+    Raises RuntimeError unless they are those of whole calls.
+    """
+    calls: list[dict[str, float]] = []
+    last = 0.0
+    expected = list(STAGES.items())
+    events = list(kernels)
+    for index, (name, start, end) in enumerate(events):
+        stage, kernel = expected[index % len(expected)]
+        if kernel not in name:
+            raise RuntimeError(f"expected kernel {kernel} for stage {stage}, got {name}")
+        if index % len(expected) == 0:
+            calls.append({})
+            last = start
+        calls[-1][stage] = end - last
+        last = end
+    if len(events) % len(expected) != 0:
+        raise RuntimeError(f"expected whole calls of {len(expected)} kernels, got {len(events)} kernels")
+    return calls
+
+
+def means(rows: Sequence[Row], key: str) -> dict[str, float]:
+    """The geometric mean of a ratio in each band of tokens that has rows."""
+    bands = {name: [row[key] for row in rows if row["tokens"] in band] for name, band in BANDS.items()}
+    return {name: statistics.geometric_mean(ratios) for name, ratios in bands.items() if ratios}
+
+
+def print_row(row: Row) -> None:
+    line = "{layer:<16} {tokens:>5} tokens {us:>8.1f} us (eager {eager_us:>7.1f})".format(**row)
+    if "over_two_gemms" in row:
+        line += (
+            "  two GEMMs {two_gemms_us:>7.1f} us x{over_two_gemms:.3f}"
+            "  Mega MoE {mega_moe_us:>7.1f} us x{over_mega_moe:.3f}  diff {diff:.1e}"
+        ).format(**row)
+    print(line + "  " + " ".join(f"{stage} {us:.1f}" for stage, us in row["stages_us"].items()), flush=True)
 
 
 def main() -> None:
-    """Print the machine, the method and one row per number of tokens."""
-    arguments = _arguments()
-    shape, backend = SHAPES[arguments.shape], resolve_backend(arguments.backend)
-    device = torch.device("cuda" if backend.name == "hopper" else "cpu")
-    print(f"{_machine(device)}; torch {torch.__version__}, Python {platform.python_version()}")
-    print(f"{arguments.shape}: {shape}; backend {backend.name}; bfloat16 in, routed by the layer's router")
-    print(
-        f"milliseconds per {'graph replay' if arguments.graph else 'call'} on the host's clock, "
-        f"device idle before and after: median of {arguments.runs}"
-    )
-    backend.warm_up()
-    weights = random_weights(shape, 0, device)
-    masked, contiguous = (
-        MoELayer(shape, weights, backend, masked_max_tokens=most) for most in (max(arguments.tokens), 0)
-    )
-    generator = torch.Generator(device).manual_seed(0)
-    print(f"{'tokens':>8}{'masked':>12}{'contiguous':>12}{'ratio':>8}")
-    for num_tokens in arguments.tokens:
-        size = (num_tokens, shape.hidden_size)
-        hidden_states = torch.randn(size, device=device, generator=generator).to(torch.bfloat16)
-        times = _interleaved(
-            [_call(layer, hidden_states, arguments.graph) for layer in (masked, contiguous)],
-            arguments.runs,
-            device,
+    """Run the benchmark as the command line asks."""
+    options = _options()
+    expect_gpu("benchmarks.moe_layer")
+    layers = [layer for layer in LAYERS if options.layer in layer.name]
+    if not layers:
+        sys.exit(f"--layer: expected a part of {', '.join(x.name for x in LAYERS)}, got {options.layer!r}")
+    with_peer = not options.no_peer and deep_gemm_peer.available()
+    if with_peer:
+        _compile_peers(layers, options.tokens)
+    resolve_backend("hopper").warm_up()
+    about = header() | {"copy_tbps": copy_bandwidth(), "repeats": REPEATS, "pause_seconds": PAUSE_SECONDS}
+    print("  ".join(f"{key}: {value}" for key, value in about.items()))
+    rows = []
+    for layer in layers:
+        weights = make_weights(layer)
+        for num_tokens in options.tokens:
+            rows.append(measure(make_problem(layer, weights, num_tokens), with_peer))
+            print_row(rows[-1])
+        del weights
+    if with_peer:
+        for key in ("over_two_gemms", "over_mega_moe"):
+            cells = ", ".join(f"{band} tokens x{mean:.3f}" for band, mean in means(rows, key).items())
+            print(f"{key}, geometric mean: {cells}")
+    router = [] if options.no_router else measure_router()
+    for row in router:
+        print(
+            "router in front, {tokens:>4} tokens: {router_us:.1f} us more than {given_us:.1f}".format(**row)
         )
-        print(f"{num_tokens:>8}{times[0]:>12.3f}{times[1]:>12.3f}{times[0] / times[1]:>8.2f}", flush=True)
+    if options.json:
+        content = {"about": about, "rows": rows, "router": router}
+        options.json.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def _call(layer: MoELayer, hidden_states: Tensor, graph: bool) -> Callable[[], object]:
-    if not graph:
-        return lambda: layer(hidden_states)
-    with torch.inference_mode():
-        layer(hidden_states)
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            layer(hidden_states)
-    return captured.replay
+def _graph(call: Callable[[], object]) -> Callable[[], object]:
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
 
 
-def _interleaved(calls: list[Callable[[], object]], runs: int, device: torch.device) -> list[float]:
-    """Median milliseconds of each call, taken in turns so that a busy moment hits all of them."""
-    seconds: list[list[float]] = [[] for _ in calls]
-    with torch.inference_mode():
-        for run in range(runs + 3):
-            for call, taken in zip(calls, seconds, strict=True):
-                start = _now(device)
-                call()
-                if run >= 3:
-                    taken.append(_now(device) - start)
-    return [1e3 * statistics.median(taken) for taken in seconds]
+def _stages(call: Callable[[], object], repeats: int = 10) -> dict[str, float]:
+    flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+    call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(repeats):
+            flush.fill_(1)
+            call()
+        torch.cuda.synchronize()
+    kernels = [
+        (event.name, float(event.time_range.start), float(event.time_range.end))
+        for event in profiler.events() or []
+        if event.device_type == DeviceType.CUDA and "FillFunctor" not in event.name
+    ]
+    calls = stage_times(sorted(kernels, key=lambda kernel: kernel[1]))
+    return {stage: statistics.median(call[stage] for call in calls) for stage in STAGES}
 
 
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+def _compile_peers(layers: Sequence[Layer], tokens: Sequence[int]) -> None:
+    """DeepGEMM compiles a kernel a shape with nvcc: do it in parallel processes before anything is timed."""
+    with ProcessPoolExecutor(len(layers), mp_context=get_context("spawn")) as pool:
+        list(pool.map(_compile_peers_of, layers, [tokens] * len(layers)))
 
 
-def _machine(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{cpu_name()}, {torch.get_num_threads()} threads"
+def _compile_peers_of(layer: Layer, tokens: Sequence[int]) -> None:
+    weights = make_weights(layer)
+    for num_tokens in tokens:
+        layer_peers.two_gemms(make_problem(layer, weights, num_tokens))()
+    torch.cuda.synchronize()
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--backend", default="auto", help="auto, hopper or reference")
-    parser.add_argument("--shape", default="qwen3-30b-a3b", choices=SHAPES)
-    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
-    parser.add_argument("--graph", action="store_true", help="GPU: replay a CUDA graph, without launch costs")
-    parser.add_argument("--runs", type=int, default=15)
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layer", default="", help="only layers whose name contains this")
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="default: %(default)s")
+    parser.add_argument("--json", type=Path, help="write header and rows here")
+    parser.add_argument("--no-peer", action="store_true", help="leave DeepGEMM out")
+    parser.add_argument(
+        "--no-router", action="store_true", help="leave the router's rows out (11 GB of weights)"
+    )
     return parser.parse_args()
 
 

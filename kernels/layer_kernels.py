@@ -20,10 +20,9 @@ SORT = _source("sort_rows")
 QUANTIZE = {dtype: _source("quantize_rows", DATATYPE=name) for dtype, name in _FLOATS.items()}
 COMBINE = {dtype: _source("combine_rows", DATATYPE=name) for dtype, name in _FLOATS.items()}
 """By the tokens' dtype, and by the output's."""
-ROUTE = {8: _source("route_tokens", PER_LANE=8), 32: _source("route_tokens", PER_LANE=32)}
-"""By the experts a lane looks at: up to 256 and up to 1024 of them."""
+ROUTE = _source("route_tokens")
 
-SOURCES = (SORT, *QUANTIZE.values(), *COMBINE.values(), *ROUTE.values())
+SOURCES = (SORT, *QUANTIZE.values(), *COMBINE.values(), ROUTE)
 
 
 def shared_bytes(source: Source, num_groups: int) -> int:

@@ -13,7 +13,9 @@ import torch
 
 import benchmarks.grouped_gemm
 import benchmarks.host_cost
+import benchmarks.moe_layer
 import benchmarks.numerics
+import benchmarks.plot_layer
 import benchmarks.sm_counts
 from benchmarks.families import FAMILIES
 from benchmarks.plot import draw
@@ -96,7 +98,9 @@ def test_roundings_cost_what_they_should(family: str) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
-@pytest.mark.parametrize("benchmark", [benchmarks.grouped_gemm, benchmarks.host_cost, benchmarks.sm_counts])
+@pytest.mark.parametrize(
+    "benchmark", [benchmarks.grouped_gemm, benchmarks.host_cost, benchmarks.moe_layer, benchmarks.sm_counts]
+)
 def test_no_gpu_is_said_in_a_sentence(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", [benchmark.__name__])
     with pytest.raises(SystemExit, match=f"{benchmark.__name__}: expected a Hopper GPU, got no CUDA device"):
@@ -151,3 +155,47 @@ def _on_the_cpu(shape: Shape) -> Problem:
     masked = random_masked(shape.rows, shape.max_m, shape.n, shape.k)
     out = torch.empty(shape.num_groups, shape.max_m, shape.n, dtype=torch.bfloat16)
     return Problem(shape, *masked.a, *masked.b, masked.counts, out)
+
+
+KERNELS = ("sort_rows", "quantize_rows", "grouped_gemm_fp8", "grouped_gemm_fp8", "combine_rows")
+
+
+def _call(start: float) -> list[tuple[str, float, float]]:
+    """Kernels that overlap: each begins two before the one before it ends, and ends three after that."""
+    return [(name, start + 3 * i - 2 * (i > 0), start + 3 * i + 3) for i, name in enumerate(KERNELS)]
+
+
+def test_a_stage_lasts_from_the_end_of_the_one_before() -> None:
+    times = benchmarks.moe_layer.stage_times([*_call(10), *_call(100)])
+    assert times == [dict.fromkeys(benchmarks.moe_layer.STAGES, 3)] * 2
+
+
+@pytest.mark.parametrize(
+    ("kernels", "message"),
+    [
+        (_call(0)[1:], "expected kernel sort_rows for stage sort, got quantize_rows"),
+        (_call(0)[:-1], "expected whole calls of 5 kernels, got 4 kernels"),
+    ],
+)
+def test_other_kernels_are_no_stages(kernels: list[tuple[str, float, float]], message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        benchmarks.moe_layer.stage_times(kernels)
+
+
+def test_means_are_of_bands_of_tokens() -> None:
+    rows = [
+        {"tokens": tokens, "ratio": ratio} for tokens, ratio in ((1, 1.0), (64, 4.0), (256, 3.0), (512, 3.0))
+    ]
+    assert benchmarks.moe_layer.means(rows, "ratio") == pytest.approx({"1 to 64": 2, "256 to 1024": 3})
+
+
+@pytest.mark.parametrize("peer", [{"two_gemms_us": 10.0}, {}])
+def test_a_picture_shows_every_stage_of_every_row(peer: dict[str, float], tmp_path: Path) -> None:
+    stages = dict.fromkeys(benchmarks.moe_layer.STAGES, 2.0)
+    rows = [{"layer": f"layer{n}", "tokens": n, "us": 10.0, "stages_us": stages} | peer for n in (1, 16, 64)]
+    result = tmp_path / "result.json"
+    result.write_text(json.dumps({"about": {"gpu": "invented"}, "rows": rows}))
+    benchmarks.plot_layer.draw(result, tmp_path / "picture.svg")
+    picture = (tmp_path / "picture.svg").read_text()
+    for colour in benchmarks.plot_layer.COLOURS.values():
+        assert picture.count(f"fill: {colour}") == 3 + 1  # and one in the legend

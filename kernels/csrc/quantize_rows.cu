@@ -7,6 +7,16 @@ constexpr int kWarps = 4;
 constexpr int kEach = 16;   // columns of a lane
 constexpr int kAtOnce = 8;  // slots whose rows are looked up together
 
+// Division as IEEE 754 rounds it, but for quotients too small to be anything but zero in FP8 (Markstein's correction).
+struct Divider {
+    const float scale, reciprocal;
+    __device__ __forceinline__ explicit Divider(float by) : scale(by), reciprocal(__frcp_rn(by)) {}
+    __device__ __forceinline__ float operator()(float x) const {
+        const float quotient = x * reciprocal;
+        return reciprocal > 0.0f ? fmaf(fmaf(-quotient, scale, x), reciprocal, quotient) : quotient;
+    }
+};
+
 extern "C" __global__ void __launch_bounds__(kWarps * 32)
     quantize_rows(const void* __restrict__ hidden_states,  // [num_tokens, k], contiguous
                   const int* rows,                         // [num_tokens, slots], -1: nowhere
@@ -24,12 +34,13 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32)
     for (int distance = 1; distance < 8; distance *= 2)
         most = ptx::max_or_nan(most, __shfl_xor_sync(0xffffffff, most, distance));
     const float scale = ptx::max_or_nan(most, 448.0f * 1.17549435e-38f) * (1.0f / 448.0f);
+    const Divider divide(scale);
     u32 packed[kEach / 4];
 #pragma unroll
     for (int i = 0; i < kEach / 4; ++i) {
         const float* four = x + i * 4;
-        packed[i] = ptx::pack_e4m3(__fdiv_rn(four[0], scale), __fdiv_rn(four[1], scale)) |
-                    static_cast<u32>(ptx::pack_e4m3(__fdiv_rn(four[2], scale), __fdiv_rn(four[3], scale))) << 16;
+        packed[i] = ptx::pack_e4m3(divide(four[0]), divide(four[1])) |
+                    static_cast<u32>(ptx::pack_e4m3(divide(four[2]), divide(four[3]))) << 16;
     }
     ptx::wait_for_launches_before();  // for rows; the tokens are older
     ptx::let_next_launch_begin();

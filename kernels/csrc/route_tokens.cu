@@ -1,129 +1,128 @@
 // A token's experts and their weights out of its logits: the rules of kernels/router.py, a warp for each token.
+//
+// Loops stay loops: in a decode step the weights have pushed this code out of the L2 cache, and fetching it takes longer
+// than running it.
 #include "ptx.cuh"
 
 constexpr int kWarps = 4;
-constexpr int kPerLane = PER_LANE;  // experts a lane looks at: lane, lane + 32, ...
+constexpr int kMostExperts = 1024;
 
-__device__ __forceinline__ float lowest() { return __int_as_float(0xff800000); }  // minus infinity
+// Larger numbers have larger ones; zeros are alike, and NaN is larger than any, as in a sort. Never 0.
+__device__ __forceinline__ u32 order(float x) {
+    const u32 bits = __float_as_uint(x + 0.0f);
+    return x != x ? 0xffffffff : bits >> 31 ? ~bits : bits | 0x80000000;
+}
 
-// The largest of some numbers and where it was; of equal ones the lowest place. NaN is larger than any, as in a sort.
-struct Best {
-    float value;
-    int place;
-    __device__ __forceinline__ void see(float other, int at) {
-        const bool nan = value != value, other_nan = other != other;
-        const bool larger = other_nan ? !nan : other > value, same = other_nan ? nan : other == value;
-        if (larger || (same && at < place)) {
-            value = other;
-            place = at;
-        }
-    }
-    __device__ __forceinline__ void of_warp() {
-#pragma unroll
-        for (int distance = 16; distance > 0; distance /= 2)
-            see(__shfl_xor_sync(0xffffffff, value, distance), __shfl_xor_sync(0xffffffff, place, distance));
-    }
-};
-__device__ __forceinline__ Best none() { return {lowest(), 1 << 30}; }
+// The place of the largest of the lanes' keys, of equal ones the lowest.
+__device__ __forceinline__ int place_of_largest(u32 key, int place) {
+    const u32 most = __reduce_max_sync(0xffffffff, key);
+    return __reduce_min_sync(0xffffffff, key == most ? place : 1 << 30);
+}
 
 __device__ __forceinline__ float sum_of_warp(float value) {
-#pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(0xffffffff, value, distance);
     return value;
 }
 
+// A row of numbers to shared memory, zeros where there is none; a lane's e are lane, lane + 32, ...
+__device__ __forceinline__ void load_row(float* to, const float* row, int count) {
+    constexpr int kAtOnce = 8;  // loads a lane has under way
+#pragma unroll 1
+    for (int base = threadIdx.x % 32; base < count; base += 32 * kAtOnce) {
+        float value[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) value[i] = row != nullptr && base + i * 32 < count ? row[base + i * 32] : 0.0f;
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i)
+            if (base + i * 32 < count) to[base + i * 32] = value[i];
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(kWarps * 32)
     route_tokens(const float* logits,               // [num_tokens, num_experts]
-                 const float* __restrict__ bias,    // [num_experts], added to what chooses; null: nothing
+                 const float* bias,                 // [num_experts], added to what chooses; null: nothing
                  int num_tokens, int num_experts, int top_k,
                  int softmax, int renormalize, float scale, int groups, int top_groups,
                  int* __restrict__ topk_ids, float* __restrict__ topk_weights) {  // [num_tokens, top_k]
-    __shared__ float choices[kWarps][kPerLane * 32];
+    __shared__ float scores_of[kWarps][kMostExperts], choices_of[kWarps][kMostExperts];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = blockIdx.x * kWarps + warp;
+    float *const scores = scores_of[warp], *const choices = choices_of[warp];
+    const bool there = token < num_tokens;
+    if (there) load_row(choices, bias, num_experts);  // older than the launch before
     ptx::wait_for_launches_before();
     ptx::let_next_launch_begin();
-    if (token >= num_tokens) return;
-    logits += static_cast<i64>(token) * num_experts;
+    if (!there) return;
+    load_row(scores, logits + static_cast<i64>(token) * num_experts, num_experts);
 
-    float scores[kPerLane];
-    float most = lowest();
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-        const int expert = i * 32 + lane;
-        scores[i] = expert < num_experts ? logits[expert] : lowest();
-        most = ptx::max_or_nan(most, scores[i]);
-    }
+    float most = __int_as_float(0xff800000), sum = 0.0f;  // minus infinity
     if (softmax) {
-#pragma unroll
+#pragma unroll 2
+        for (int e = lane; e < num_experts; e += 32) most = ptx::max_or_nan(most, scores[e]);
         for (int distance = 16; distance > 0; distance /= 2)
             most = ptx::max_or_nan(most, __shfl_xor_sync(0xffffffff, most, distance));
-        float sum = 0.0f;
-#pragma unroll
-        for (int i = 0; i < kPerLane; ++i) sum += scores[i] = expf(scores[i] - most);
-        sum = sum_of_warp(sum);
-#pragma unroll
-        for (int i = 0; i < kPerLane; ++i) scores[i] = __fdiv_rn(scores[i], sum);
-    } else {
-#pragma unroll
-        for (int i = 0; i < kPerLane; ++i) scores[i] = __fdiv_rn(1.0f, 1.0f + expf(-scores[i]));
     }
-
-    u32 left = 0;  // bit i: this lane's expert i can be chosen
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-        const int expert = i * 32 + lane;
-        if (expert >= num_experts) continue;
-        left |= 1u << i;
-        choices[warp][expert] = scores[i] + (bias ? bias[expert] : 0.0f);
+#pragma unroll 2
+    for (int e = lane; e < num_experts; e += 32) {
+        const float exponential = expf(softmax ? scores[e] - most : -scores[e]);
+        sum += exponential;
+        scores[e] = softmax ? exponential : ptx::approximate_reciprocal(1.0f + exponential);
     }
+    const float share = softmax ? ptx::approximate_reciprocal(sum_of_warp(sum)) : 1.0f;
+#pragma unroll 2
+    for (int e = lane; e < num_experts; e += 32) choices[e] += scores[e] *= share;
     __syncwarp();
+
+    u32 open = 0xffffffff;  // bit g: group g's experts can be chosen; groups are 32 at most
+    const int size = num_experts / groups;
     if (top_groups < groups) {
-        const int size = num_experts / groups;
-        u32 chosen = 0;  // groups, 32 at most
-        Best best = {lowest(), lane};
+        u32 key = 0;  // a lane has a group
         if (lane < groups) {
-            float first = lowest(), second = first;
+            float first = __int_as_float(0xff800000), second = first;
+            int at = lane % size;  // each lane in another bank
+#pragma unroll 2
             for (int i = 0; i < size; ++i) {
-                const float value = choices[warp][lane * size + (i + lane) % size];  // each lane in another bank
+                const float value = choices[lane * size + at];
+                at = at + 1 < size ? at + 1 : 0;
                 second = ptx::max_or_nan(second, ptx::min_or_nan(first, value));
                 first = ptx::max_or_nan(first, value);
             }
-            best.value = size > 1 ? first + second : first;
+            key = order(size > 1 ? first + second : first);
         }
+        open = 0;
+#pragma unroll 1
         for (int i = 0; i < top_groups; ++i) {
-            Best now = lane < groups && !(chosen >> lane & 1) ? best : none();
-            now.of_warp();
-            chosen |= 1u << now.place;
+            const int group = place_of_largest(key, lane);
+            open |= 1u << group;
+            if (lane == group) key = 0;
         }
-#pragma unroll
-        for (int i = 0; i < kPerLane; ++i)
-            if (!(chosen >> (i * 32 + lane) / size & 1)) left &= ~(1u << i);
     }
+    u32* const keys = reinterpret_cast<u32*>(choices);
+#pragma unroll 1
+    for (int e = lane; e < num_experts; e += 32) keys[e] = open >> e / size & 1 ? order(choices[e]) : 0;
 
     int own_id = 0;
     float own_weight = 0.0f, total = 0.0f;  // lane s keeps slot s
+#pragma unroll 1
     for (int slot = 0; slot < top_k; ++slot) {
-        Best best = none();
-#pragma unroll
-        for (int i = 0; i < kPerLane; ++i)
-            if (left >> i & 1) best.see(choices[warp][i * 32 + lane], i * 32 + lane);
-        best.of_warp();
-        float score = 0.0f;
-#pragma unroll
-        for (int i = 0; i < kPerLane; ++i) {
-            if (best.place != i * 32 + lane) continue;
-            score = scores[i];
-            left &= ~(1u << i);
+        u32 key = 0;
+        int place = 0;
+#pragma unroll 4
+        for (int e = lane; e < num_experts; e += 32) {
+            const u32 other = keys[e];
+            place = other > key ? e : place;
+            key = max(key, other);
         }
-        score = __shfl_sync(0xffffffff, score, best.place % 32);
+        const int expert = place_of_largest(key, place);
+        if (expert % 32 == lane) keys[expert] = 0;
+        const float score = scores[expert];
         total += score;
         if (lane == slot) {
-            own_id = best.place;
+            own_id = expert;
             own_weight = score;
         }
     }
     if (lane < top_k) {
-        if (renormalize) own_weight = __fdiv_rn(own_weight, softmax ? total : total + 1e-20f);
+        if (renormalize) own_weight *= ptx::approximate_reciprocal(softmax ? total : total + 1e-20f);
         topk_ids[static_cast<i64>(token) * top_k + lane] = own_id;
         topk_weights[static_cast<i64>(token) * top_k + lane] = own_weight * scale;
     }

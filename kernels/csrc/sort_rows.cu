@@ -2,6 +2,7 @@
 //
 // One cluster. A warp has a stretch of the pairs and counts its groups; from the counts of all warps before it, in its
 // CTA and in those before, follows where its own begin. Pairs of other groups than these have no row: they are told -1.
+// Loops are hardly unrolled: see route_tokens.cu.
 #include "ptx.cuh"
 
 constexpr int kWarps = 32;
@@ -47,11 +48,13 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
     const int begin = min((rank * kWarps + warp) * each, num_pairs), end = min(begin + each, num_pairs);
     const int warps = min(max((num_pairs - rank * kWarps * each + each - 1) / each, 0), kWarps);  // that have pairs
 
+#pragma unroll 1
     for (int i = thread; i < warps * num_groups; i += blockDim.x) counters[i] = 0;
     __syncthreads();
     ptx::wait_for_launches_before();
     ptx::let_next_launch_begin();
     Groups group;
+#pragma unroll 1
     for (int i = begin; i < end; i += kChunk) {
         group.load(group_ids, i, end, num_groups);
 #pragma unroll
@@ -63,6 +66,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
     // groups before it.
     int here = 0, total = 0, earlier = 0;  // of this CTA, of all, of those before this one
     if (thread < num_groups) {
+#pragma unroll 2
         for (int w = 0; w < warps; ++w) {
             const int count = counters[w * num_groups + thread];
             counters[w * num_groups + thread] = here;
@@ -72,6 +76,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
     }
     ptx::cluster_sync();
     if (thread < num_groups) {
+#pragma unroll 2
         for (int r = 0; r < ctas; ++r) {
             const int count = ptx::load_from_cta(totals + thread, r);
             if (r < rank) earlier += count;
@@ -86,16 +91,19 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
     if (lane == 31) sums[warp] = sum;
     __syncthreads();
     int before = sum - total;
+#pragma unroll 1
     for (int w = 0; w < warp; ++w) before += sums[w];
     if (thread < num_groups) {
         if (rank == 0) {
             offsets[thread] = before;
             if (thread == num_groups - 1) offsets[num_groups] = before + total;
         }
+#pragma unroll 2
         for (int w = 0; w < warps; ++w) counters[w * num_groups + thread] += before + earlier;
     }
     ptx::cluster_sync();  // every CTA has read the others' totals
 
+#pragma unroll 1
     for (int i = begin; i < end; i += kChunk) {
         if (each > kChunk) group.load(group_ids, i, end, num_groups);  // else it still is the only one
 #pragma unroll
