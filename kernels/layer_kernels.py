@@ -12,7 +12,7 @@ def _source(file: str, **defines: object) -> Source:
 
 MAX_GROUPS = 1024
 MAX_EXPERTS = 1024  # that a token is routed among
-THREADS = {"sort_rows": 1024, "quantize_rows": 128, "combine_rows": 256, "route_tokens": 128}
+THREADS = {"sort_rows": 1024, "quantize_rows": 128, "combine_rows": 256, "route_tokens": 32}
 """Of a CTA, by entry."""
 _FLOATS = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
 

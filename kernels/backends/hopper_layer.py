@@ -78,8 +78,8 @@ class LayerKernels:
         topk_ids = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits.device)
         topk_weights = torch.empty((num_tokens, top_k), device=logits.device)
         self._launch(
-            on, layer_kernels.ROUTE, _Grid(math.ceil(num_tokens / 4)),
-            logits, bias, np.int32(num_tokens), np.int32(num_experts), np.int32(top_k),
+            on, layer_kernels.ROUTE, _Grid(num_tokens),
+            logits, bias, np.int32(num_experts), np.int32(top_k),
             np.int32(routing.scoring == "softmax"), np.int32(routing.renormalize), np.float32(routing.scale),
             np.int32(routing.groups), np.int32(routing.top_groups), topk_ids, topk_weights,
         )  # fmt: skip

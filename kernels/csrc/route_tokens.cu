@@ -1,10 +1,9 @@
-// A token's experts and their weights out of its logits: the rules of kernels/router.py, a warp for each token.
+// A token's experts and their weights out of its logits: the rules of kernels/router.py, a CTA of one warp for each.
 //
-// Loops stay loops: in a decode step the weights have pushed this code out of the L2 cache, and fetching it takes longer
-// than running it.
+// Loops are hardly unrolled: in a decode step the weights have pushed this code out of the L2 cache, and fetching it takes
+// as long as running it.
 #include "ptx.cuh"
 
-constexpr int kWarps = 4;
 constexpr int kMostExperts = 1024;
 
 // Larger numbers have larger ones; zeros are alike, and NaN is larger than any, as in a sort. Never 0.
@@ -28,7 +27,7 @@ __device__ __forceinline__ float sum_of_warp(float value) {
 __device__ __forceinline__ void load_row(float* to, const float* row, int count) {
     constexpr int kAtOnce = 8;  // loads a lane has under way
 #pragma unroll 1
-    for (int base = threadIdx.x % 32; base < count; base += 32 * kAtOnce) {
+    for (int base = threadIdx.x; base < count; base += 32 * kAtOnce) {
         float value[kAtOnce];
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) value[i] = row != nullptr && base + i * 32 < count ? row[base + i * 32] : 0.0f;
@@ -38,20 +37,17 @@ __device__ __forceinline__ void load_row(float* to, const float* row, int count)
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kWarps * 32)
+extern "C" __global__ void __launch_bounds__(32)
     route_tokens(const float* logits,               // [num_tokens, num_experts]
                  const float* bias,                 // [num_experts], added to what chooses; null: nothing
-                 int num_tokens, int num_experts, int top_k,
+                 int num_experts, int top_k,
                  int softmax, int renormalize, float scale, int groups, int top_groups,
                  int* __restrict__ topk_ids, float* __restrict__ topk_weights) {  // [num_tokens, top_k]
-    __shared__ float scores_of[kWarps][kMostExperts], choices_of[kWarps][kMostExperts];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = blockIdx.x * kWarps + warp;
-    float *const scores = scores_of[warp], *const choices = choices_of[warp];
-    const bool there = token < num_tokens;
-    if (there) load_row(choices, bias, num_experts);  // older than the launch before
+    __shared__ float scores[kMostExperts], choices[kMostExperts];
+    const int lane = threadIdx.x, token = blockIdx.x;
+    load_row(choices, bias, num_experts);  // older than the launch before
     ptx::wait_for_launches_before();
     ptx::let_next_launch_begin();
-    if (!there) return;
     load_row(scores, logits + static_cast<i64>(token) * num_experts, num_experts);
 
     float most = __int_as_float(0xff800000), sum = 0.0f;  // minus infinity

@@ -66,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
     // groups before it.
     int here = 0, total = 0, earlier = 0;  // of this CTA, of all, of those before this one
     if (thread < num_groups) {
-#pragma unroll 2
+#pragma unroll 4
         for (int w = 0; w < warps; ++w) {
             const int count = counters[w * num_groups + thread];
             counters[w * num_groups + thread] = here;
@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
     }
     ptx::cluster_sync();
     if (thread < num_groups) {
-#pragma unroll 2
+#pragma unroll 4
         for (int r = 0; r < ctas; ++r) {
             const int count = ptx::load_from_cta(totals + thread, r);
             if (r < rank) earlier += count;
@@ -98,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
             offsets[thread] = before;
             if (thread == num_groups - 1) offsets[num_groups] = before + total;
         }
-#pragma unroll 2
+#pragma unroll 4
         for (int w = 0; w < warps; ++w) counters[w * num_groups + thread] += before + earlier;
     }
     ptx::cluster_sync();  // every CTA has read the others' totals
