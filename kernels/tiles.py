@@ -131,9 +131,11 @@ def choose(layout: Layout, n: int, k: int, num_groups: int, expected_rows: float
     if num_sms > 1 and k >= _PAIR_K and expected_rows >= _PAIR_ROWS and waves >= _PAIR_WAVES:
         return Plan(TALL_PAIR, 16 * TALL_PAIR.steps)
     if waves <= _PLANNED_WAVES and num_groups <= 2:
-        passes = TALL.steps if num_groups == 1 else 1
         rows = math.ceil(expected_rows / 16) * 16  # a plan takes a millisecond: not one for each number
-        return Plan(TALL, _tile_steps(columns, rows, num_groups, num_sms), passes)
+        tile_steps = _tile_steps(columns, rows, num_groups, num_sms)
+        # Tall tiles first, where there are lower ones on purpose: else it only reads weights twice.
+        passes = TALL.steps if num_groups == 1 and tile_steps < 16 * TALL.steps else 1
+        return Plan(TALL, tile_steps, passes)
     return Plan(TALL, 16 * TALL.steps)
 
 

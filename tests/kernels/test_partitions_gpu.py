@@ -204,3 +204,23 @@ def test_an_unknown_partition(partitions: SMPartitions) -> None:
     partitions.apply({"a": 8, "b": 8})
     with pytest.raises(ValueError, match="expected one of a, b, got 'c'"):
         partitions.num_sms("c")
+
+
+def test_a_graph_stays_in_the_partition_it_was_captured_in(
+    partitions: SMPartitions, record: Callable[[int, int], torch.Tensor], smids: SMIDs
+) -> None:
+    partitions.apply({"small": 16, "rest": 96})
+    with torch.cuda.stream(partitions.stream("small")):
+        inside = smids()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin()
+        seen = record(_CTAS, 20_000)
+        graph.capture_end()
+        graph.replay()
+        torch.cuda.current_stream().synchronize()
+    assert set(seen.tolist()) == inside
+    seen.fill_(-1)
+    torch.cuda.synchronize()
+    graph.replay()  # on the whole device's stream
+    torch.cuda.synchronize()
+    assert set(seen.tolist()) == inside
