@@ -1,11 +1,11 @@
 """Layer benchmark: `python -m benchmarks.moe_layer [--layer WORD] [--tokens N ...] [--json FILE]`.
 
-One row a layer and number of tokens, routing given: the whole of our layer, replayed as a CUDA graph and
-called from Python, beside DeepGEMM's two grouped GEMMs on the same rows with nothing else of the layer, and
-beside its SM90 Mega MoE, where its wheel is installed. CUDA events around the whole; L2 is flushed by a 1 GB
-fill before each call; median of 20. The contenders take turns, and each call comes after a pause, so that
-none runs on what another has heated. Then how long each stage of ours takes (CUPTI: launches overlap, so a
-stage lasts from the end of the one before to its own), and what the router in front costs.
+One row a layer and number of tokens, routing given: the whole of our layer, beside DeepGEMM's two grouped
+GEMMs on the same rows with nothing else of the layer, and beside its SM90 Mega MoE, where its wheel is
+installed. All are replayed as CUDA graphs (ours is called from Python too). CUDA events around the whole; L2
+is flushed by a 1 GB fill before each call; median of 20. The contenders take turns, and each call comes after
+a pause, so that none runs on what another has heated. Then how long each stage of ours takes (CUPTI: launches
+overlap, so a stage lasts from the end of the one before to its own), and what the router in front costs.
 """
 
 import argparse
@@ -48,11 +48,11 @@ REPEATS, PAUSE_SECONDS = 20, 0.02
 
 def measure(problem: LayerProblem, with_peer: bool) -> Row:
     """One row of the table."""
-    graph = _graph(problem.run)
-    calls: dict[str, Callable[[], object]] = {"us": graph, "eager_us": problem.run}
+    calls: dict[str, Callable[[], object]] = {"us": graph_of(problem.run), "eager_us": problem.run}
     if with_peer:
-        calls["two_gemms_us"] = layer_peers.two_gemms(problem)
-        calls["mega_moe_us"] = mega_moe = layer_peers.mega_moe(problem)
+        mega_moe = layer_peers.mega_moe(problem)
+        calls["two_gemms_us"] = graph_of(layer_peers.two_gemms(problem))
+        calls["mega_moe_us"] = graph_of(mega_moe)
     row: Row = {"layer": problem.layer.name, "tokens": problem.hidden_states.shape[0]}
     row |= dict(zip(calls, microseconds(list(calls.values())), strict=True))
     if with_peer:
@@ -83,8 +83,8 @@ def measure_router() -> list[Row]:
         hidden_states = torch.randn(num_tokens, ROUTED.hidden_size, device="cuda").to(torch.bfloat16)
         routing = [tensor.clone() for tensor in layer.route(hidden_states)]
         calls = (
-            _graph(lambda h=hidden_states, r=routing: layer(h, *r)),  # type: ignore[misc]
-            _graph(lambda h=hidden_states: layer(h)),  # type: ignore[misc]
+            graph_of(lambda h=hidden_states, r=routing: layer(h, *r)),  # type: ignore[misc]
+            graph_of(lambda h=hidden_states: layer(h)),  # type: ignore[misc]
         )
         given, routed = microseconds(calls)
         rows.append(
@@ -102,7 +102,9 @@ def microseconds(calls: Sequence[Callable[[], object]], repeats: int = REPEATS) 
     for _ in range(repeats):
         for call, taken in zip(calls, times, strict=True):
             torch.cuda.synchronize()
-            time.sleep(PAUSE_SECONDS)
+            begin = time.perf_counter()
+            while time.perf_counter() < begin + PAUSE_SECONDS:
+                pass  # a thread that slept would launch late
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             flush.fill_(1)
             start.record()
@@ -186,13 +188,18 @@ def main() -> None:
         options.json.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def _graph(call: Callable[[], object]) -> Callable[[], object]:
+def graph_of(call: Callable[[], object]) -> Callable[[], object]:
+    """A replay of the call as a CUDA graph."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    return graph.replay
+
+    def replay(_: object = call) -> None:  # whose tensors the graph reads
+        graph.replay()
+
+    return replay
 
 
 def _stages(call: Callable[[], object], repeats: int = 10) -> dict[str, float]:

@@ -20,7 +20,7 @@ _SORT_CTAS_FROM = 64  # SMs, among which there are surely so many neighbours as 
 
 
 class _Grid(NamedTuple):
-    size: int | tuple[int, int]  # in clusters
+    size: int  # in clusters
     cluster: int = 1
     shared_bytes: int = 0
 
@@ -57,7 +57,7 @@ class LayerKernels:
         data = torch.empty((num_rows, k), dtype=torch.float8_e4m3fn, device=rows.device)
         scales = torch.empty((k // 128, num_rows), device=rows.device)
         self._launch(
-            on, layer_kernels.QUANTIZE[hidden_states.dtype], _Grid((num_tokens, math.ceil(k / 2048))),
+            on, layer_kernels.QUANTIZE[hidden_states.dtype], _Grid(num_tokens * math.ceil(k / 2048)),
             hidden_states, rows, np.int32(rows.shape[1]), np.int32(k), data, scales, np.uint32(num_rows),
         )  # fmt: skip
         return Quantized(data, scales.t())
@@ -66,7 +66,7 @@ class LayerKernels:
         """The weighted sums of values bf16 [R, N] into out [T, N]."""
         (num_tokens, slots), n = rows.shape, values.shape[1]
         self._launch(
-            on, layer_kernels.COMBINE[out.dtype], _Grid((num_tokens, math.ceil(n / 2048))),
+            on, layer_kernels.COMBINE[out.dtype], _Grid(num_tokens * math.ceil(n / 2048)),
             values, rows, weights, np.int32(slots), np.int32(n), out,
         )  # fmt: skip
 

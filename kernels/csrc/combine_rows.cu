@@ -9,8 +9,10 @@ extern "C" __global__ void __launch_bounds__(256)
                  const float* __restrict__ weights,  // [num_tokens, slots]
                  int slots, int n,
                  void* __restrict__ out) {           // DATATYPE [num_tokens, n]
-    const int column = (blockIdx.y * 256 + threadIdx.x) * 8;
-    const i64 token = blockIdx.x;
+    constexpr int kColumns = 256 * 8;  // of a CTA; those of a token follow each other
+    const int parts = (n + kColumns - 1) / kColumns;
+    const i64 token = blockIdx.x / parts;
+    const int column = blockIdx.x % parts * kColumns + threadIdx.x * 8;
     float sum[8] = {};
     rows += token * slots;
     weights += token * slots;

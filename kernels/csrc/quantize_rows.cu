@@ -23,8 +23,10 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32)
                   int slots, int k,
                   u8* __restrict__ data,                            // e4m3 [rows, k]
                   float* __restrict__ scales, u32 scale_stride) {  // [k / 128, scale_stride]
-    const int column = (blockIdx.y * kWarps * 32 + threadIdx.x) * kEach;
-    const i64 token = blockIdx.x;
+    constexpr int kColumns = kWarps * 32 * kEach;  // of a CTA; those of a token follow each other
+    const int parts = (k + kColumns - 1) / kColumns;
+    const i64 token = blockIdx.x / parts;
+    const int column = blockIdx.x % parts * kColumns + threadIdx.x * kEach;
     float x[kEach] = {};
     if (column < k) floats::load<DATATYPE>(x, hidden_states, token * k + column);
     float most = 0.0f;

@@ -8,6 +8,7 @@
 constexpr int kWarps = 32;
 constexpr int kAtOnce = 4;  // loads a lane has under way
 constexpr int kChunk = kAtOnce * 32;
+constexpr int kMostCtas = 8;
 
 // The groups of a chunk of pairs from i on; -1 for none of ours.
 struct Groups {
@@ -76,11 +77,13 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
     }
     ptx::cluster_sync();
     if (thread < num_groups) {
-#pragma unroll 4
-        for (int r = 0; r < ctas; ++r) {
-            const int count = ptx::load_from_cta(totals + thread, r);
-            if (r < rank) earlier += count;
-            total += count;
+        int count[kMostCtas];
+#pragma unroll
+        for (int r = 0; r < kMostCtas; ++r) count[r] = r < ctas ? ptx::load_from_cta(totals + thread, r) : 0;
+#pragma unroll
+        for (int r = 0; r < kMostCtas; ++r) {
+            if (r < rank) earlier += count[r];
+            total += count[r];
         }
     }
     int sum = total;
