@@ -23,17 +23,24 @@ __device__ __forceinline__ float sum_of_warp(float value) {
     return value;
 }
 
-// A row of numbers to shared memory, zeros where there is none; a lane's e are lane, lane + 32, ...
-__device__ __forceinline__ void load_row(float* to, const float* row, int count) {
-    constexpr int kAtOnce = 8;  // loads a lane has under way
+// A token's logits and the bias (zeros where there is none) to shared memory; a lane has lane, lane + 32, ...
+__device__ __forceinline__ void load(float* scores, const float* logits, float* choices, const float* bias, int count) {
+    constexpr int kAtOnce = 8;  // of each, loads a lane has under way
 #pragma unroll 1
     for (int base = threadIdx.x; base < count; base += 32 * kAtOnce) {
-        float value[kAtOnce];
+        float logit[kAtOnce], added[kAtOnce];
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) value[i] = row != nullptr && base + i * 32 < count ? row[base + i * 32] : 0.0f;
+        for (int i = 0; i < kAtOnce; ++i) {
+            const bool there = base + i * 32 < count;
+            logit[i] = there ? logits[base + i * 32] : 0.0f;
+            added[i] = there && bias != nullptr ? bias[base + i * 32] : 0.0f;
+        }
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i)
-            if (base + i * 32 < count) to[base + i * 32] = value[i];
+        for (int i = 0; i < kAtOnce; ++i) {
+            if (base + i * 32 >= count) break;
+            scores[base + i * 32] = logit[i];
+            choices[base + i * 32] = added[i];
+        }
     }
 }
 
@@ -45,10 +52,9 @@ extern "C" __global__ void __launch_bounds__(32)
                  int* __restrict__ topk_ids, float* __restrict__ topk_weights) {  // [num_tokens, top_k]
     __shared__ float scores[kMostExperts], choices[kMostExperts];
     const int lane = threadIdx.x, token = blockIdx.x;
-    load_row(choices, bias, num_experts);  // older than the launch before
     ptx::wait_for_launches_before();
     ptx::let_next_launch_begin();
-    load_row(scores, logits + static_cast<i64>(token) * num_experts, num_experts);
+    load(scores, logits + static_cast<i64>(token) * num_experts, choices, bias, num_experts);
 
     float most = __int_as_float(0xff800000), sum = 0.0f;  // minus infinity
     if (softmax) {
