@@ -59,6 +59,20 @@ def test_the_readme_tells_what_the_result_says() -> None:
         assert float(line[3]) == pytest.approx(max(speeds), abs=0.005)
 
 
+def test_the_readme_tells_what_a_layer_took() -> None:
+    text = (ROOT / "README.md").read_text()
+    result = json.loads((RESULT.parent / "moe_layer-h200.json").read_text())
+    for row in result["rows"]:
+        line = re.search(rf"^\| {row['layer']} \| {row['tokens']} \| (.*) \|$", text, re.MULTILINE)
+        assert line is not None, row
+        told = [float(cell) for cell in line[1].split("|")]
+        keys = ("us", "two_gemms_us", "over_two_gemms", "mega_moe_us", "over_mega_moe")
+        for cell, key in zip(told, keys, strict=True):
+            assert cell == pytest.approx(row[key], abs=0.005 if key.startswith("over") else 0.05)
+    added = ", ".join(f"{row['router_us']:.1f} ({row['tokens']})" for row in result["router"])
+    assert added in text.replace("\n", " ")
+
+
 def test_the_readme_tells_what_a_cpu_took() -> None:
     text = (ROOT / "README.md").read_text().replace("\n", " ")
     for name, pattern in (
