@@ -163,3 +163,22 @@ def test_any_sm_count(num_sms: int) -> None:
         assert diff(out, everywhere.double()) < 2e-3
     else:
         assert torch.equal(out, everywhere)
+
+
+def test_ten_runs_and_other_company_give_the_same_bits() -> None:
+    """A token's output depends on nothing but the token, its routing and the weights."""
+    h, i, e, k, tokens = 1024, 512, 16, 4, 700
+    generator = fresh_generator("cuda")
+    gate_up = quantize_blocks(torch.randn(e, 2 * i, h, generator=generator, device="cuda").mul_(h**-0.5))
+    down = quantize_blocks(torch.randn(e, h, i, generator=generator, device="cuda").mul_(i**-0.5))
+    x = torch.randn(tokens, h, generator=generator, device="cuda").to(torch.bfloat16)
+    ids = torch.rand(tokens, e, generator=generator, device="cuda").argsort(1)[:, :k].to(torch.int32)
+    weights = torch.rand(tokens, k, generator=generator, device="cuda")
+    out = fused_experts(x, ids, weights, gate_up, down)
+    for _ in range(10):
+        again = torch.full_like(out, torch.nan)
+        fused_experts(x, ids, weights, gate_up, down, out=again)
+        assert torch.equal(again, out)
+    for part in (slice(0, 1), slice(13, 20), slice(100, 400), slice(699, 700)):
+        alone = fused_experts(x[part], ids[part].clone(), weights[part].clone(), gate_up, down)
+        assert torch.equal(alone, out[part])
