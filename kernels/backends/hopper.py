@@ -93,8 +93,9 @@ class HopperBackend(Backend):
             return
         on = current_stream(_current(hidden_states, "hidden_states"))
         num_groups, h, _ = down.data.shape
+        hidden_states = _aligned(hidden_states)  # before the sort, for quantize reads it before it waits
         rows, offsets = self._layer.sort(on, topk_ids, num_groups, num_sms)
-        a = self._layer.quantize(on, _aligned(hidden_states), rows)
+        a = self._layer.quantize(on, hidden_states, rows)
         activated = self._gemm.swiglu(on, a, gate_up, offsets, activation, num_sms)
         values = torch.empty((rows.numel(), h), dtype=torch.bfloat16, device=rows.device)
         self._gemm.multiply(
