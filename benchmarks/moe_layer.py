@@ -157,10 +157,12 @@ def print_row(row: Row) -> None:
 def main() -> None:
     """Run the benchmark as the command line asks."""
     options = _options()
-    expect_gpu("benchmarks.moe_layer")
     layers = [layer for layer in LAYERS if options.layer in layer.name]
     if not layers:
         sys.exit(f"--layer: expected a part of {', '.join(x.name for x in LAYERS)}, got {options.layer!r}")
+    if min(options.tokens) < 1:
+        sys.exit(f"--tokens: expected numbers of at least 1, got {min(options.tokens)}")
+    expect_gpu("benchmarks.moe_layer")
     with_peer = not options.no_peer and deep_gemm_peer.available()
     if with_peer:
         _compile_peers(layers, options.tokens)

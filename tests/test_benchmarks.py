@@ -213,3 +213,18 @@ def test_a_picture_shows_every_stage_of_every_row(peer: dict[str, float], tmp_pa
     picture = (tmp_path / "picture.svg").read_text()
     for colour in benchmarks.plot_layer.COLOURS.values():
         assert picture.count(f"fill: {colour}") == 3 + 1  # and one in the legend
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokens", "16", "0"], "--tokens: expected numbers of at least 1, got 0"),
+        (["--layer", "gpt"], "--layer: expected a part of deepseek-v3/ep8, .*, got 'gpt'"),
+    ],
+)
+def test_what_no_layer_can_be_measured_with_is_refused(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["benchmarks.moe_layer", *arguments])
+    with pytest.raises(SystemExit, match=message):
+        benchmarks.moe_layer.main()
