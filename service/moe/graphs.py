@@ -37,10 +37,11 @@ class GraphPool:
 class StepGraphs:
     """The graphs of one layer on one device; for one thread, which reads a step's results before the next.
 
-    Steps are bfloat16 hidden states with routing given for all tokens, or for none. Tokens of padding have
-    no expert, so that they cost no rows and change nothing. A graph belongs to the stream and the SMs that it
-    was captured with: after these have changed, it is captured anew when it is next needed. Layers whose
-    steps never overlap may have one pool, in which their graphs keep what they need inside.
+    Steps are bfloat16 hidden states with routing given for all tokens, or for none. Tokens of padding have no
+    routed expert: they cost no rows but those of shared experts, and change nothing. A graph belongs to the
+    stream and the SMs that it was captured with: after these have changed, it is captured anew when it is
+    next needed. Layers whose steps never overlap may have one pool, in which their graphs keep what they need
+    inside.
     """
 
     def __init__(self, layer: MoELayer, device: torch.device, pool: GraphPool) -> None:
