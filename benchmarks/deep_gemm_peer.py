@@ -21,6 +21,13 @@ def available() -> bool:
     return True
 
 
+def version() -> str:
+    """As DeepGEMM tells it."""
+    import deep_gemm
+
+    return str(deep_gemm.__version__)
+
+
 def prepare(problem: Problem) -> tuple[Callable[[], object], Callable[[], Tensor]]:
     """(call, result): the kernel's call, and its output with our rows in our order."""
     import deep_gemm

@@ -29,6 +29,13 @@ def two_gemms(problem: LayerProblem) -> Callable[[], object]:
     return run
 
 
+def has_mega_moe() -> bool:
+    """Whether this DeepGEMM carries the SM90 Mega MoE: not every build of it does."""
+    import deep_gemm
+
+    return hasattr(deep_gemm, "get_symm_buffer_for_sm90_mega_moe")
+
+
 def mega_moe(problem: LayerProblem) -> Callable[[], Tensor]:
     """SM90 Mega MoE on one GPU, routing given: quantise and dispatch, then all the rest in one kernel."""
     import deep_gemm

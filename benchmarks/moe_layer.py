@@ -40,6 +40,7 @@ STAGES = {  # by the kernels of a call in their order
     "down": "grouped_gemm_fp8",
     "combine": "combine_rows",
 }
+PEERS = ("two_gemms", "mega_moe")
 ROUTED = Layer("deepseek-v3", 7168, 2048, 256, 8)
 ROUTED_TOKENS = (1, 16, 64, 256)
 FLUSH_BYTES = 1 << 30
@@ -49,18 +50,17 @@ REPEATS, PAUSE_SECONDS = 20, 0.02
 def measure(problem: LayerProblem, with_peer: bool) -> Row:
     """One row of the table."""
     calls: dict[str, Callable[[], object]] = {"us": graph_of(problem.run), "eager_us": problem.run}
+    mega_moe = layer_peers.mega_moe(problem) if with_peer and layer_peers.has_mega_moe() else None
     if with_peer:
-        mega_moe = layer_peers.mega_moe(problem)
         calls["two_gemms_us"] = graph_of(layer_peers.two_gemms(problem))
+    if mega_moe is not None:
         calls["mega_moe_us"] = graph_of(mega_moe)
     row: Row = {"layer": problem.layer.name, "tokens": problem.hidden_states.shape[0]}
     row |= dict(zip(calls, microseconds(list(calls.values())), strict=True))
-    if with_peer:
-        row["over_two_gemms"] = row["us"] / row["two_gemms_us"]
-        row["over_mega_moe"] = row["us"] / row["mega_moe_us"]
+    row |= ratios(row)
+    if mega_moe is not None:
         problem.out.fill_(torch.nan)
-        x, y = problem.run().double(), mega_moe().double()
-        row["diff"] = float(1 - 2 * (x * y).sum() / (x.square().sum() + y.square().sum()))
+        row["diff"] = difference(problem.run(), mega_moe())
     row["stages_us"] = _stages(problem.run)
     return row
 
@@ -138,6 +138,17 @@ def stage_times(kernels: Iterable[tuple[str, float, float]]) -> list[dict[str, f
     return calls
 
 
+def ratios(row: Row) -> dict[str, float]:
+    """Our time over that of each peer in the row."""
+    return {f"over_{peer}": row["us"] / row[f"{peer}_us"] for peer in PEERS if f"{peer}_us" in row}
+
+
+def difference(x: torch.Tensor, y: torch.Tensor) -> float:
+    """1 - 2<x,y> / (<x,x> + <y,y>), in float64: 0 where they are equal, NaN where either has NaN."""
+    x, y = x.double(), y.double()
+    return float(1 - 2 * (x * y).sum() / (x.square().sum() + y.square().sum()))
+
+
 def means(rows: Sequence[Row], key: str) -> dict[str, float]:
     """The geometric mean of a ratio in each band of tokens that has rows."""
     bands = {name: [row[key] for row in rows if row["tokens"] in band] for name, band in BANDS.items()}
@@ -147,10 +158,9 @@ def means(rows: Sequence[Row], key: str) -> dict[str, float]:
 def print_row(row: Row) -> None:
     line = "{layer:<16} {tokens:>5} tokens {us:>8.1f} us (eager {eager_us:>7.1f})".format(**row)
     if "over_two_gemms" in row:
-        line += (
-            "  two GEMMs {two_gemms_us:>7.1f} us x{over_two_gemms:.3f}"
-            "  Mega MoE {mega_moe_us:>7.1f} us x{over_mega_moe:.3f}  diff {diff:.1e}"
-        ).format(**row)
+        line += "  two GEMMs {two_gemms_us:>7.1f} us x{over_two_gemms:.3f}".format(**row)
+    if "over_mega_moe" in row:
+        line += "  Mega MoE {mega_moe_us:>7.1f} us x{over_mega_moe:.3f}  diff {diff:.1e}".format(**row)
     print(line + "  " + " ".join(f"{stage} {us:.1f}" for stage, us in row["stages_us"].items()), flush=True)
 
 
@@ -168,6 +178,8 @@ def main() -> None:
         _compile_peers(layers, options.tokens)
     resolve_backend("hopper").warm_up()
     about = header() | {"copy_tbps": copy_bandwidth(), "repeats": REPEATS, "pause_seconds": PAUSE_SECONDS}
+    if with_peer:
+        about["deep_gemm"] = deep_gemm_peer.version()
     print("  ".join(f"{key}: {value}" for key, value in about.items()))
     rows = []
     for layer in layers:
@@ -176,8 +188,8 @@ def main() -> None:
             rows.append(measure(make_problem(layer, weights, num_tokens), with_peer))
             print_row(rows[-1])
         del weights
-    if with_peer:
-        for key in ("over_two_gemms", "over_mega_moe"):
+    for key in (f"over_{peer}" for peer in PEERS):
+        if key in rows[0]:
             cells = ", ".join(f"{band} tokens x{mean:.3f}" for band, mean in means(rows, key).items())
             print(f"{key}, geometric mean: {cells}")
     router = [] if options.no_router else measure_router()

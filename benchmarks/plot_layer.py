@@ -14,6 +14,7 @@ import matplotlib.pyplot as plt
 from benchmarks.moe_layer import STAGES
 
 COLOURS = dict(zip(STAGES, ("#f2c14e", "#f78154", "#0b6e4f", "#5fad56", "#4d9078"), strict=True))
+MARK = "#555555"
 
 
 def draw(result: Path, picture: Path) -> None:
@@ -22,17 +23,20 @@ def draw(result: Path, picture: Path) -> None:
     rows = content["rows"]
     mpl.rcParams["svg.hashsalt"] = "expertd"  # the same rows give the same file
     figure, axes = plt.subplots(figsize=(8, 0.5 + 0.28 * len(rows)), layout="constrained")
-    whole = [row.get("two_gemms_us", row["us"]) for row in rows]
+    beside_peer = all("two_gemms_us" in row for row in rows)
+    whole = [row["two_gemms_us" if beside_peer else "us"] for row in rows]
     left = [0.0] * len(rows)
     places = range(len(rows))
     for stage, colour in COLOURS.items():
         shares = [row["stages_us"][stage] / of for row, of in zip(rows, whole, strict=True)]
         axes.barh(places, shares, left=left, color=colour, label=stage, height=0.7)
         left = [begin + share for begin, share in zip(left, shares, strict=True)]
-    axes.axvline(1, color="#555555", linewidth=1)
+    if beside_peer:
+        axes.axvline(1, color=MARK, linewidth=1)
     axes.set_yticks(places, [f"{row['layer']}, {row['tokens']}" for row in rows], fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlabel("time over that of DeepGEMM's two GEMMs alone", fontsize=9)
+    measure = "that of DeepGEMM's two GEMMs alone" if beside_peer else "the whole layer's"
+    axes.set_xlabel(f"time over {measure}", fontsize=9)
     axes.set_title(f"Stages of a layer by tokens, {content['about']['gpu'].split(',')[0]}", fontsize=10)
     axes.legend(frameon=False, fontsize=8, ncols=len(STAGES), loc="upper center", bbox_to_anchor=(0.5, -0.08))
     figure.savefig(picture, metadata={"Date": None} if picture.suffix == ".svg" else None)

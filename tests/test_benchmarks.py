@@ -13,6 +13,7 @@ import torch
 
 import benchmarks.grouped_gemm
 import benchmarks.host_cost
+import benchmarks.layer_peers
 import benchmarks.moe_layer
 import benchmarks.numerics
 import benchmarks.plot_layer
@@ -197,10 +198,11 @@ def test_other_kernels_are_no_stages(kernels: list[tuple[str, float, float]], me
 
 
 def test_means_are_of_bands_of_tokens() -> None:
-    rows = [
-        {"tokens": tokens, "ratio": ratio} for tokens, ratio in ((1, 1.0), (64, 4.0), (256, 3.0), (512, 3.0))
-    ]
-    assert benchmarks.moe_layer.means(rows, "ratio") == pytest.approx({"1 to 64": 2, "256 to 1024": 3})
+    ratios = {1: 1.0, 64: 4.0, 128: 99.0, 256: 2.0, 1024: 4.5, 2048: 99.0, 4096: 5.0}
+    rows = [{"tokens": tokens, "ratio": ratio} for tokens, ratio in ratios.items()]
+    expected = {"1 to 64": 2, "256 to 1024": 3, "4096": 5}
+    assert benchmarks.moe_layer.means(rows, "ratio") == pytest.approx(expected)
+    assert benchmarks.moe_layer.means(rows[:2], "ratio") == pytest.approx({"1 to 64": 2})
 
 
 @pytest.mark.parametrize("peer", [{"two_gemms_us": 10.0}, {}])
@@ -213,6 +215,79 @@ def test_a_picture_shows_every_stage_of_every_row(peer: dict[str, float], tmp_pa
     picture = (tmp_path / "picture.svg").read_text()
     for colour in benchmarks.plot_layer.COLOURS.values():
         assert picture.count(f"fill: {colour}") == 3 + 1  # and one in the legend
+    assert picture.count(f"stroke: {benchmarks.plot_layer.MARK}") == len(peer)
+    said = "time over that of DeepGEMM's two GEMMs alone" if peer else "time over the whole layer's"
+    assert f"<!-- {said} -->" in picture
+
+
+@pytest.mark.parametrize(
+    ("peers", "expected"),
+    [
+        ({"two_gemms_us": 8.0, "mega_moe_us": 20.0}, {"over_two_gemms": 1.25, "over_mega_moe": 0.5}),
+        ({"two_gemms_us": 8.0}, {"over_two_gemms": 1.25}),
+        ({}, {}),
+    ],
+)
+def test_ratios_are_over_the_peers_that_are_there(
+    peers: dict[str, float], expected: dict[str, float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    row: dict[str, Any] = {"us": 10.0} | peers
+    assert benchmarks.moe_layer.ratios(row) == expected
+    about = {"layer": "invented", "tokens": 1, "eager_us": 30.0, "stages_us": {"sort": 4.0}, "diff": 3e-4}
+    benchmarks.moe_layer.print_row(row | expected | about)
+    line = capsys.readouterr().out
+    assert ("two GEMMs     8.0 us x1.250" in line) == ("two_gemms_us" in peers)
+    assert ("Mega MoE    20.0 us x0.500  diff 3.0e-04" in line) == ("mega_moe_us" in peers)
+
+
+@pytest.mark.parametrize(("scale", "expected"), [(1, 0), (2, 0.2), (-1, 2), (float("nan"), float("nan"))])
+def test_a_difference_is_0_for_equal_outputs_only(scale: float, expected: float) -> None:
+    x = torch.tensor([[3.0, -4.0]], dtype=torch.bfloat16)
+    assert benchmarks.moe_layer.difference(x, scale * x) == pytest.approx(expected, nan_ok=True)
+
+
+def test_a_difference_is_summed_in_float64() -> None:
+    x = torch.ones(3, dtype=torch.float32)
+    y = torch.tensor([1, 1, 1 + 2**-20], dtype=torch.float32)
+    assert benchmarks.moe_layer.difference(x, y) == pytest.approx(2**-40 / 6, rel=1e-3)
+
+
+@pytest.mark.parametrize("mega_moe", [True, False])
+@pytest.mark.parametrize("with_peer", [True, False])
+def test_a_row_has_the_columns_of_the_peers_there_are(
+    with_peer: bool, mega_moe: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = torch.ones(16, 4)
+    problem: Any = SimpleNamespace(
+        layer=SimpleNamespace(name="invented"), hidden_states=out, out=out.clone(), run=lambda: out
+    )
+    monkeypatch.setattr(benchmarks.moe_layer, "graph_of", lambda call: call)
+    monkeypatch.setattr(benchmarks.moe_layer, "_stages", lambda call: {})
+    monkeypatch.setattr(
+        benchmarks.moe_layer, "microseconds", lambda calls: [10.0, 30.0, 8.0, 20.0][: len(calls)]
+    )
+    monkeypatch.setattr(benchmarks.layer_peers, "has_mega_moe", lambda: mega_moe)
+    monkeypatch.setattr(benchmarks.layer_peers, "two_gemms", lambda problem: lambda: None)
+    monkeypatch.setattr(benchmarks.layer_peers, "mega_moe", lambda problem: lambda: 2 * out)
+    expected = {"layer": "invented", "tokens": 16, "us": 10.0, "eager_us": 30.0, "stages_us": {}}
+    if with_peer:
+        expected |= {"two_gemms_us": 8.0, "over_two_gemms": 1.25}
+    if with_peer and mega_moe:
+        expected |= {"mega_moe_us": 20.0, "over_mega_moe": 0.5, "diff": pytest.approx(0.2)}
+    assert benchmarks.moe_layer.measure(problem, with_peer) == expected
+
+
+def test_a_layer_is_measured_with_what_the_command_line_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["benchmarks.moe_layer"])
+    assert vars(benchmarks.moe_layer._options()) == {
+        "layer": "", "tokens": (1, 16, 64, 256, 1024, 4096), "json": None,
+        "no_peer": False, "no_router": False,
+    }  # fmt: skip
+    arguments = ["--layer", "qwen3", "--tokens", "2", "300", "--json", "x.json", "--no-peer", "--no-router"]
+    monkeypatch.setattr("sys.argv", ["benchmarks.moe_layer", *arguments])
+    assert vars(benchmarks.moe_layer._options()) == {
+        "layer": "qwen3", "tokens": [2, 300], "json": Path("x.json"), "no_peer": True, "no_router": True
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
