@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator
 
 import torch
+from cuda.bindings import driver
 from torch import Tensor
 
 COUNTERS = 1 << 17  # a device; each is two int32, so 1 MB
@@ -12,14 +13,14 @@ COUNTERS = 1 << 17  # a device; each is two int32, so 1 MB
 class ClaimCounters:
     """A pair of zeros for every launch that may run at the same time as another.
 
-    Launches on one stream follow each other, and each leaves its pair at zero, so a stream needs one. A
-    captured launch has one to itself, for its graph may be replayed on any stream.
+    Launches on one stream follow each other, and each leaves its pair at zero, so a stream needs one; so does
+    what a stream adds to one CUDA graph, which may be replayed on any stream. None is ever given back.
     """
 
     def __init__(self) -> None:
         self._slabs: dict[int, Tensor] = {}
         self._free: dict[int, Iterator[int]] = {}
-        self._of_stream: dict[tuple[int, int], int] = {}
+        self._of_stream: dict[tuple[int, int, int], int] = {}
 
     def prepare(self, device: int) -> None:
         """Make the device's counters; not during a capture, where zeroing them would be captured too."""
@@ -35,17 +36,22 @@ class ClaimCounters:
 
     def get(self, device: int, stream: int) -> int:
         """The address of a launch's pair."""
-        if torch.cuda.is_current_stream_capturing():
-            return self._take(device)
-        pair = self._of_stream.get((device, stream))
+        key = device, stream, _capture_id(stream) if torch.cuda.is_current_stream_capturing() else 0
+        pair = self._of_stream.get(key)
         if pair is None:
-            pair = self._of_stream[device, stream] = self._take(device)
+            pair = self._of_stream[key] = self._take(device)
         return pair
 
     def _take(self, device: int) -> int:
         try:
             return next(self._free[device])
         except StopIteration:
-            raise RuntimeError(
-                f"expected at most {COUNTERS} streams and captured launches, got more"
-            ) from None
+            raise RuntimeError(f"expected at most {COUNTERS} streams and captured graphs, got more") from None
+
+
+def _capture_id(stream: int) -> int:
+    """Of the graph that the stream is adding to: no two captures of a process have the same, and none 0."""
+    status, _, number, *_ = driver.cuStreamGetCaptureInfo(stream)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"expected a stream that is capturing, got {status.name}")
+    return int(number)

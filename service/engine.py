@@ -148,7 +148,7 @@ class Engine:
                     f"partitions are expected to contain {model.partition!r}, where model {model.name} runs, "
                     f"got {', '.join(sizes) or 'none'}"
                 )
-        await self.scheduler.between_steps(lambda: partitions.apply(sizes))
+        await self.scheduler.between_steps(lambda: self._replace(partitions, sizes))
 
     def partitions(self) -> Partitions:
         """The device's partitions. Raises PartitionsUnavailableError where there can be none."""
@@ -159,6 +159,14 @@ class Engine:
                 f"SM partitions need the hopper backend, this server runs {self.loaded.backend!r}"
             )
         return self.loaded.partitions
+
+    def _replace(self, partitions: Partitions, sizes: Mapping[str, int]) -> None:
+        assert self.loaded is not None
+        partitions.apply(sizes)
+        try:
+            self.loaded.prepare_steps()
+        except RuntimeError:
+            logger.exception("partitions were replaced, but steps could not be prepared: they will be slower")
 
     async def _finish_loading(self) -> None:
         try:

@@ -64,13 +64,18 @@ class Partitions(Protocol):
 
 @dataclass(frozen=True)
 class Loaded:
-    """What loading leaves behind; `memory` gives (used, total) bytes of the device, None without a GPU."""
+    """What loading leaves behind.
+
+    memory gives (used, total) bytes of the device, None without a GPU. prepare_steps is for the worker
+    thread, when partitions have been replaced: steps find again what they had after loading.
+    """
 
     backend: str
     device: str
     runners: Mapping[str, Runner]
     partitions: Partitions | None
     memory: Callable[[], tuple[int, int] | None]
+    prepare_steps: Callable[[], None]
 
 
 Loader = Callable[[Settings, Cancelled], Loaded]
@@ -93,25 +98,31 @@ def load(settings: Settings, cancelled: Cancelled) -> Loaded:
 
         partitions = SMPartitions(device.index or 0)
         partitions.apply(settings.partitions)
-        pool = GraphPool(device)
     elif settings.partitions:
         raise ValueError(
             f"partitions are expected with the hopper backend only, got backend {backend.name!r}"
         )
     else:
-        partitions, pool = None, None
+        partitions = None
 
-    runners: dict[str, Runner] = {}
+    runners: dict[str, LayerRunner] = {}
     for model in tqdm(settings.models, desc="layers", unit="layer", disable=None):
         _stop_if(cancelled)
         logger.info("loading model %s", model.name)
         layer = layer_of(model, backend, device, cancelled)
         runner = LayerRunner(layer, device, partitions, model.partition)
         _first_steps(runner, layer, settings.limits.max_request_tokens)
-        if pool is not None:
-            runner.capture(pool)
         runners[model.name] = runner
-    return Loaded(backend.name, device_name(device), runners, partitions, lambda: device_memory(device))
+    on_gpu = list(runners.values()) if device.type == "cuda" else []
+    _capture(on_gpu, device, cancelled)
+    return Loaded(
+        backend.name,
+        device_name(device),
+        runners,
+        partitions,
+        lambda: device_memory(device),
+        lambda: _capture(on_gpu, device, lambda: False),
+    )
 
 
 def layer_of(model: ModelSettings, backend: Backend, device: torch.device, cancelled: Cancelled) -> MoELayer:
@@ -179,6 +190,19 @@ def _first_steps(runner: LayerRunner, layer: MoELayer, max_request_tokens: int) 
     """One step in each layout: a layer that cannot compute never becomes ready."""
     for num_tokens in sorted({1, min(layer.masked_max_tokens + 1, max_request_tokens)}):
         runner.run([zero_request(num_tokens, layer.shape.hidden_size)])
+
+
+def _capture(runners: Sequence[LayerRunner], device: torch.device, cancelled: Cancelled) -> None:
+    """CUDA graphs for all: in a new pool, for the old one's memory belongs to streams that may be gone."""
+    if not runners:
+        return
+    for runner in runners:
+        runner.release_graphs()
+    torch.cuda.empty_cache()
+    pool = GraphPool(device)
+    for runner in tqdm(runners, desc="graphs", unit="layer", disable=None):
+        _stop_if(cancelled)
+        runner.capture(pool)
 
 
 def _stop_if(cancelled: Cancelled) -> None:

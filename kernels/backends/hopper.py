@@ -94,13 +94,13 @@ class HopperBackend(Backend):
         on = current_stream(_current(hidden_states, "hidden_states"))
         num_groups, h, _ = down.data.shape
         hidden_states = _aligned(hidden_states)  # before the sort, for quantize reads it before it waits
-        rows, offsets = self._layer.sort(on, topk_ids, num_groups, num_sms)
+        rows, offsets, claims = self._layer.sort(on, topk_ids, num_groups, num_sms)
         a = self._layer.quantize(on, hidden_states, rows)
-        activated = self._gemm.swiglu(on, a, gate_up, offsets, activation, num_sms)
+        activated = self._gemm.swiglu(on, a, gate_up, offsets, claims[0], activation, num_sms)
         values = torch.empty((rows.numel(), h), dtype=torch.bfloat16, device=rows.device)
         self._gemm.multiply(
             on, Layout.CONTIGUOUS, activated, down, offsets, values, rows.numel() / num_groups, num_sms,
-            extents_are_older=True,
+            claims=claims[1], extents_are_older=True,
         )  # fmt: skip
         self._layer.combine(on, values, rows, topk_weights, out)
 

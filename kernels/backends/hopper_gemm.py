@@ -65,9 +65,13 @@ class GroupedGemm:
         expected_rows: float,
         num_sms: int | None,
         *,
+        claims: Tensor | None = None,
         extents_are_older: bool = False,
     ) -> None:
-        """Write out; extents are offsets or counts, and older than the launch before this one or not."""
+        """Write out; extents are offsets or counts, and older than the launch before this one or not.
+
+        claims int32 [2], zeros and as old as extents, is what CTAs share out tiles by; None: the stream's.
+        """
         device, handle, stream = on
         num_groups, n, k = b.data.shape
         masked = layout is Layout.MASKED
@@ -89,7 +93,7 @@ class GroupedGemm:
             _int32(a.data.shape[-2] if masked else 0),
             *launched.cut,
             _int32(extents_are_older),
-            self._claims.get(device, handle),
+            self._claims.get(device, handle) if claims is None else claims.data_ptr(),
         )
 
     def swiglu(
@@ -98,11 +102,12 @@ class GroupedGemm:
         a: Quantized,
         b: Quantized,
         offsets: Tensor,
+        claims: Tensor,
         activation: Swiglu,
         num_sms: int | None,
     ) -> Quantized:
-        """What is activated of a's sorted rows, quantised; offsets are older than the launch before."""
-        device, handle, stream = on
+        """What is activated of a's sorted rows, quantised; what `multiply` calls older is older."""
+        device, _, stream = on
         (num_groups, n2, k), m = b.data.shape, a.data.shape[0]
         n = n2 // 2
         launched = self._launch(device, Layout.CONTIGUOUS, n, k, num_groups, None, num_sms)
@@ -127,7 +132,7 @@ class GroupedGemm:
             _int32(0),
             *launched.cut,
             _int32(1),
-            self._claims.get(device, handle),
+            claims.data_ptr(),
         )
         return Quantized(data, scales.t())
 

@@ -25,6 +25,17 @@ class _Grid(NamedTuple):
     shared_bytes: int = 0
 
 
+class Sorted(NamedTuple):
+    """Where pairs go: rows int32 [T, S], -1 for no group's; offsets int32 [G+1].
+
+    claims int32 [2, 2] are zeros, by which the CTAs of two GEMMs share out their tiles.
+    """
+
+    rows: Tensor
+    offsets: Tensor
+    claims: Tensor
+
+
 class LayerKernels:
     """The small kernels, on the devices where they were used."""
 
@@ -37,19 +48,18 @@ class LayerKernels:
             device, source, binary, layer_kernels.shared_bytes(source, layer_kernels.MAX_GROUPS)
         )
 
-    def sort(
-        self, on: OnStream, topk_ids: Tensor, num_groups: int, num_sms: int | None
-    ) -> tuple[Tensor, Tensor]:
-        """(rows int32 [T, S], -1 for no group's; offsets int32 [G+1]) of topk_ids int32 [T, S]."""
+    def sort(self, on: OnStream, topk_ids: Tensor, num_groups: int, num_sms: int | None) -> Sorted:
+        """The order of topk_ids int32 [T, S]."""
         rows = torch.empty_like(topk_ids)
+        claims = torch.empty((2, 2), dtype=torch.int32, device=topk_ids.device)
         offsets = torch.empty(num_groups + 1, dtype=torch.int32, device=topk_ids.device)
         alone = topk_ids.numel() <= _SORT_ALONE or (num_sms is not None and num_sms < _SORT_CTAS_FROM)
         shared_bytes = layer_kernels.shared_bytes(layer_kernels.SORT, num_groups)
         self._launch(
             on, layer_kernels.SORT, _Grid(1, 1 if alone else _SORT_CTAS, shared_bytes),
-            topk_ids, np.int32(topk_ids.numel()), np.int32(num_groups), rows, offsets,
+            topk_ids, np.int32(topk_ids.numel()), np.int32(num_groups), rows, offsets, claims,
         )  # fmt: skip
-        return rows, offsets
+        return Sorted(rows, offsets, claims)
 
     def quantize(self, on: OnStream, hidden_states: Tensor, rows: Tensor) -> Quantized:
         """Each token quantised once and written to all of its rows."""

@@ -38,7 +38,8 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
     sort_rows(const int* group_ids,  // [num_pairs]; 0 .. num_groups - 1, or no group
               int num_pairs, int num_groups,
               int* __restrict__ rows,       // [num_pairs], the sorted row of each pair, -1 for none
-              int* __restrict__ offsets) {  // [num_groups + 1]
+              int* __restrict__ offsets,    // [num_groups + 1]
+              int* __restrict__ claims) {   // [4], made zeros: two GEMMs share out their tiles by them
     extern __shared__ int counters[];  // [kWarps][num_groups], then totals [num_groups] of this CTA
     __shared__ int sums[kWarps];
     int* const totals = counters + kWarps * num_groups;
@@ -96,6 +97,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
     int before = sum - total;
 #pragma unroll 1
     for (int w = 0; w < warp; ++w) before += sums[w];
+    if (rank == 0 && thread < 4) claims[thread] = 0;
     if (thread < num_groups) {
         if (rank == 0) {
             offsets[thread] = before;

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from service.moe.graphs import GraphPool, StepGraphs, tokens_per_expert
+from service.moe.graphs import GraphPool, StepGraphs
 from service.moe.layer import MoELayer
 
 if TYPE_CHECKING:
@@ -99,12 +99,13 @@ class LayerRunner:
         bounds = list(accumulate((request.num_tokens for request in requests), initial=0))
         parts = [slice(begin, end) for begin, end in pairwise(bounds)]
         with torch.inference_mode(), self._stream():
-            out, loads = self._step(requests, parts)
-            counts = self._to_host(loads)
+            out, topk_ids = self._step(requests, parts)
+            ids = self._to_host(topk_ids)
             datatypes = {request.output_datatype for request in requests}
             by_datatype = {datatype: self._to_host(out.to(_FLOATS[datatype])) for datatype in datatypes}
             if self._on_gpu:
                 torch.cuda.current_stream(self._device).synchronize()
+        num_experts = self.layer.shape.num_experts
         return StepResult(
             outputs=[
                 _bytes(by_datatype[request.output_datatype][part]).data
@@ -112,27 +113,34 @@ class LayerRunner:
             ],
             layout=self.layer.layout(bounds[-1]),
             num_tokens=bounds[-1],
-            tokens_per_expert=counts.tolist(),
+            tokens_per_expert=np.bincount(ids.numpy().ravel(), minlength=num_experts).tolist(),
             compute_seconds=time.perf_counter() - start,
         )
 
     def capture(self, pool: GraphPool) -> None:
-        """Capture CUDA graphs for small steps; `run` uses them from then on. See `StepGraphs`."""
-        with torch.inference_mode(), self._stream():
-            self._graphs = StepGraphs(self.layer, self._device, pool)
-            self._graphs.capture(self._num_sms())
+        """Capture CUDA graphs of small steps, for `run` to replay while the partition stays as it is."""
+        stream = torch.cuda.current_stream(self._device)
+        if self._partitions is not None:
+            stream = self._partitions.stream(self._partition)
+        with torch.inference_mode(), torch.cuda.stream(stream):
+            self._graphs = StepGraphs(self.layer, stream, self._num_sms(), pool)
+
+    def release_graphs(self) -> None:
+        """Do without graphs from now on."""
+        if self._graphs is not None:
+            self._graphs.release()
+            self._graphs = None
 
     def _step(self, requests: Sequence[LayerRequest], parts: Sequence[slice]) -> tuple[Tensor, Tensor]:
-        """(out fp32 [T, H], tokens_per_expert int64 [E]) on the device."""
+        """(out fp32 [T, H], topk_ids int32 [T, k]) on the device."""
         hidden_states = self._hidden_states(requests, parts)
         given = [request.topk_ids is not None for request in requests]
         if self._graphs is not None and self._graphs.fits(hidden_states) and any(given) == all(given):
             topk_ids, topk_weights = self._given(requests, parts) if given[0] else (None, None)
-            return self._graphs.run(hidden_states, topk_ids, topk_weights, self._num_sms())
+            return self._graphs.run(hidden_states, topk_ids, topk_weights)
         hidden_states = hidden_states.to(self._device, non_blocking=True)
         ids, weights = self._given_or_routed(requests, parts, hidden_states)
-        out = self.layer(hidden_states, ids, weights, self._num_sms())
-        return out, tokens_per_expert(ids, self.layer.shape.num_experts)
+        return self.layer(hidden_states, ids, weights, self._num_sms()), ids
 
     def _stream(self) -> AbstractContextManager[object]:
         if self._partitions is None or not self._on_gpu:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import grouped_gemm_contiguous, resolve_backend
+from kernels import claims, grouped_gemm_contiguous, resolve_backend
 from kernels.backends.hopper import HopperBackend
 from kernels.claims import ClaimCounters
 from tests.kernels.helpers import ContiguousCase, random_contiguous
@@ -25,15 +25,19 @@ def test_without_counters_left_a_launch_is_refused(monkeypatch: pytest.MonkeyPat
     counters = ClaimCounters()
     counters._free[0] = iter([64])
     assert [counters.get(0, stream=7), counters.get(0, stream=7)] == [64, 64]
-    with pytest.raises(RuntimeError, match="at most 131072 streams and captured launches"):
+    with pytest.raises(RuntimeError, match="at most 131072 streams and captured graphs"):
         counters.get(0, stream=8)
 
 
-def test_a_captured_launch_has_counters_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captured_graph_has_counters_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = {7: 1, 8: 1}  # two streams that add to one graph
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(claims, "_capture_id", numbers.__getitem__)
     counters = ClaimCounters()
-    counters._free[0] = iter([64, 72])
-    assert [counters.get(0, stream=7), counters.get(0, stream=7)] == [64, 72]
+    counters._free[0] = iter(range(64, 128, 8))
+    one = [counters.get(0, stream=stream) for stream in (7, 7, 8)]
+    numbers[7] = 2  # the stream's next graph
+    assert [*one, counters.get(0, stream=7), counters.get(0, stream=8)] == [64, 64, 72, 80, 72]
 
 
 def test_the_first_use_in_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,6 +54,24 @@ def test_launches_leave_zeros() -> None:
     backend = resolve_backend("hopper")
     assert isinstance(backend, HopperBackend)
     assert not backend._gemm._claims._slabs[torch.cuda.current_device()].any()
+
+
+@pytest.mark.gpu
+def test_capturing_again_and_again_uses_up_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = cases(1)[0]
+    run(case)
+    backend = resolve_backend("hopper")
+    assert isinstance(backend, HopperBackend)
+    counters, device = backend._gemm._claims, torch.cuda.current_device()
+    pairs = counters._slabs[device].data_ptr() + 8 * (claims.COUNTERS - 3)
+    monkeypatch.setitem(counters._free, device, iter(range(pairs, pairs + 24, 8)))
+    out = torch.empty(sum(ROWS), N, dtype=torch.bfloat16, device="cuda")
+    for _ in range(3):
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            for _ in range(5):
+                run(case, out)
+    with pytest.raises(RuntimeError, match="captured graphs"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        run(case, out)
 
 
 @pytest.mark.gpu

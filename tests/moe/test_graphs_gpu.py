@@ -7,7 +7,7 @@ import torch
 from kernels import Routing, resolve_backend
 from kernels.partitions import SMPartitions
 from service.moe import LayerRequest, LayerRunner, LayerShape, MoELayer, random_weights
-from service.moe.graphs import TOKEN_COUNTS, GraphPool, StepGraphs
+from service.moe.graphs import TOKEN_COUNTS, GraphPool, Step, StepGraphs
 from tests.kernels.helpers import forbid_host_sync, fresh_generator
 from tests.moe.reference_layer import assert_close, reference_layer
 
@@ -27,43 +27,58 @@ def _tokens(count: int, hidden_size: int = SHAPE.hidden_size) -> torch.Tensor:
     return torch.randn(count, hidden_size, generator=fresh_generator()).to(torch.bfloat16).pin_memory()
 
 
+def _graphs(layer: MoELayer, pool: GraphPool | None = None) -> StepGraphs:
+    return StepGraphs(layer, torch.cuda.current_stream(), None, pool or GraphPool(DEVICE))
+
+
 @pytest.fixture(scope="module")
 def graphs() -> StepGraphs:
     layer = _layer()
     layer(_tokens(1).cuda())
-    made = StepGraphs(layer, DEVICE, GraphPool(DEVICE))
-    made.capture(None)
-    return made
+    return _graphs(layer)
 
 
 @pytest.mark.parametrize("count", SIZES)
 def test_a_replay_gives_the_layers_bits(graphs: StepGraphs, count: int) -> None:
-    layer, tokens = graphs._layer, _tokens(count)
+    layer, tokens, outs = graphs._layer, _tokens(count), graphs._tensors.out
     ids, weights = layer.route(tokens.cuda())
-    graphs._out.fill_(torch.nan)
-    out, loads = graphs.run(tokens, None, None, None)
+    outs.fill_(torch.nan)
+    out, chosen = graphs.run(tokens, None, None)
     assert torch.equal(out, layer(tokens.cuda(), ids, weights))
-    assert loads.tolist() == torch.bincount(ids.flatten().long(), minlength=SHAPE.num_experts).tolist()
-    graphs._out.fill_(torch.nan)
-    swapped = ids.flip(0).contiguous().cpu(), weights.flip(0).contiguous().cpu()
-    out, _ = graphs.run(tokens, *swapped, None)
-    assert torch.equal(out, layer(tokens.cuda(), ids.flip(0).contiguous(), weights.flip(0).contiguous()))
-    assert graphs._out[count:].eq(0).sum() + graphs._out[count:].isnan().sum() == graphs._out[count:].numel()
+    assert torch.equal(chosen, ids)
+    outs.fill_(torch.nan)
+    swapped = ids.flip(0).contiguous(), weights.flip(0).contiguous()
+    out, given = graphs.run(tokens, *(values.cpu() for values in swapped))
+    assert torch.equal(out, layer(tokens.cuda(), *swapped))
+    assert torch.equal(given, swapped[0])
+    assert outs[count:].eq(0).sum() + outs[count:].isnan().sum() == outs[count:].numel()
+
+
+def test_steps_leave_nothing_to_the_next(graphs: StepGraphs) -> None:
+    """Sizes up and down, routed and given: padding never has an expert."""
+    for count in (250, 3, 250, 17, 20, 250):
+        tokens = _tokens(count)
+        _, ids = graphs.run(tokens, None, None)
+        assert graphs._tensors.topk_ids[count:].eq(-1).all()
+        graphs.run(tokens[: count // 2], ids[: count // 2].cpu(), torch.rand(count // 2, SHAPE.top_k))
+        assert graphs._tensors.topk_ids[count // 2 :].eq(-1).all()
 
 
 def test_a_replay_never_waits(graphs: StepGraphs) -> None:
     tokens = _tokens(20)
-    graphs.run(tokens, None, None, None)
+    graphs.run(tokens, None, None)
     with forbid_host_sync():
-        graphs.run(tokens, None, None, None)
+        graphs.run(tokens, None, None)
 
 
 def test_what_does_not_fit(graphs: StepGraphs) -> None:
     assert graphs.fits(_tokens(TOKEN_COUNTS[-1]))
     assert not graphs.fits(_tokens(TOKEN_COUNTS[-1] + 1))
     assert not graphs.fits(_tokens(4).float())
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        assert not graphs.fits(_tokens(4)), "captured on another stream"
     masked = MoELayer(SHAPE, graphs._layer.weights, graphs._layer.backend, masked_max_tokens=8)
-    assert not StepGraphs(masked, DEVICE, graphs._pool).fits(_tokens(8))
+    assert not _graphs(masked).fits(_tokens(8))
 
 
 def test_shared_experts_and_a_part_of_the_layer() -> None:
@@ -72,8 +87,21 @@ def test_shared_experts_and_a_part_of_the_layer() -> None:
         layer = _layer(shape, Routing("sigmoid", scale=2.5))
         tokens = _tokens(5)
         expected = layer(tokens.cuda())
-        out, _ = StepGraphs(layer, DEVICE, GraphPool(DEVICE)).run(tokens, None, None, None)
+        out, _ = _graphs(layer).run(tokens, None, None)
         assert torch.equal(out, expected)
+
+
+def test_layers_share_a_pool() -> None:
+    """A layer's graphs after the first cost what its graphs are, not what they compute in."""
+    pool, layers = GraphPool(DEVICE), [_layer() for _ in range(4)]
+    used, made = [], []
+    for layer in layers:
+        made.append(_graphs(layer, pool))
+        used.append(torch.cuda.memory_reserved())
+    assert used[-1] == used[0]
+    for step, layer in zip(made, layers, strict=True):
+        tokens = _tokens(9)
+        assert torch.equal(step.run(tokens, None, None).out, layer(tokens.cuda()))
 
 
 def _request(tokens: torch.Tensor, routing: tuple[torch.Tensor, torch.Tensor] | None = None) -> LayerRequest:
@@ -98,15 +126,69 @@ def test_a_runner_with_graphs_answers_like_one_without() -> None:
 
 
 def test_in_a_partition_and_after_its_change() -> None:
+    """Graphs of a partition that is gone are not replayed, be it twice gone; captured anew, they are."""
     layer, partitions = _layer(), SMPartitions(0)
     partitions.apply({"compute": 64, "rest": 24})
     runner = LayerRunner(layer, "cuda", partitions, "compute")
     runner.capture(GraphPool(DEVICE))
     tokens = _tokens(30)
     expected = reference_layer(tokens.cuda(), layer.weights, SHAPE.top_k).cpu()
-    for sizes in ({"compute": 64, "rest": 24}, {"compute": 24, "rest": 64}, {"compute": 8}):
-        partitions.apply(sizes)
-        for _ in range(3):
-            (output,) = runner.run([_request(tokens)]).outputs
-            rows = torch.frombuffer(bytearray(output), dtype=torch.float32).view(tokens.shape)
-            assert_close(rows, expected)
+    replays = _count_replays(runner)
+    for capture in (False, True):
+        for sizes in ({"compute": 64, "rest": 24}, {"compute": 24, "rest": 64}, {"compute": 8}):
+            partitions.apply(sizes)
+            partitions.apply(sizes)  # a step between would have noticed the first
+            if capture:
+                runner.release_graphs()
+                runner.capture(GraphPool(DEVICE))
+                replays = _count_replays(runner)
+            for _ in range(3):
+                (output,) = runner.run([_request(tokens)]).outputs
+                rows = torch.frombuffer(bytearray(output), dtype=torch.float32).view(tokens.shape)
+                assert_close(rows, expected)
+            assert len(replays) == (3 if capture else 0)
+
+
+def _count_replays(runner: LayerRunner) -> list[int]:
+    graphs, seen = runner._graphs, list[int]()
+    assert graphs is not None
+    run = graphs.run
+
+    def counted(hidden_states: torch.Tensor, *routing: torch.Tensor | None) -> Step:
+        seen.append(len(hidden_states))
+        return run(hidden_states, *routing)
+
+    graphs.run = counted  # type: ignore[assignment, method-assign]
+    return seen
+
+
+def test_a_capture_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = _layer()
+    _graphs(layer)
+    route = MoELayer.route
+
+    def refuse(layer: MoELayer, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("not in a capture")
+        return route(layer, hidden_states)
+
+    monkeypatch.setattr(MoELayer, "route", refuse)
+    with pytest.raises(RuntimeError, match="not in a capture"):
+        _graphs(layer)
+    monkeypatch.undo()
+    tokens = _tokens(4)
+    assert torch.equal(_graphs(layer).run(tokens, None, None).out, layer(tokens.cuda()))
+
+
+def test_changes_of_partitions_do_not_add_up() -> None:
+    layer, partitions = _layer(), SMPartitions(0)
+    runner = LayerRunner(layer, "cuda", partitions, "compute")
+    used = []
+    for _ in range(10):
+        partitions.apply({"compute": 64})
+        runner.release_graphs()
+        torch.cuda.empty_cache()
+        runner.capture(GraphPool(DEVICE))
+        used.append((torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0]))
+    assert used[-1][0] == used[1][0]
+    assert used[-1][1] > used[1][1] - (16 << 20), "what the driver keeps of a green context and its graphs"

@@ -1,7 +1,7 @@
 """Applications for tests: a tiny real layer or runners of a test's own, and clients in the same process."""
 
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -40,11 +40,16 @@ def tiny_settings(limits: Mapping[str, float] | None = None, **changes: Any) -> 
     return Settings.model_validate(values)
 
 
-def serving_runner(runner: Runner, partitions: Partitions | None = None) -> Loader:
+def serving_runner(
+    runner: Runner, partitions: Partitions | None = None, prepare_steps: Callable[[], None] = lambda: None
+) -> Loader:
     """A loader that loads nothing and serves every model with `runner`."""
-    return lambda settings, _: Loaded(
-        "reference", "test", {model.name: runner for model in settings.models}, partitions, lambda: None
-    )
+
+    def load(settings: Settings, _: Callable[[], bool]) -> Loaded:
+        runners = {model.name: runner for model in settings.models}
+        return Loaded("reference", "test", runners, partitions, lambda: None, prepare_steps)
+
+    return load
 
 
 @dataclass(frozen=True)

@@ -121,6 +121,23 @@ async def test_a_change_waits_for_the_step_in_flight_and_drops_nothing() -> None
     assert runner.steps == [[1], [1, 1, 1, 1]]
 
 
+async def test_steps_are_prepared_between_a_change_and_the_next_step() -> None:
+    device, seen = Device(), []
+
+    def prepare() -> None:
+        seen.append((device.partitions[0].num_sms, len(runner.steps)))
+        if len(seen) == 2:
+            raise RuntimeError("no memory for graphs")
+
+    runner = EchoRunner()
+    async with serving(tiny_settings(), serving_runner(runner, device, prepare)) as server:
+        for sizes in ({"a": 8}, {"a": 16}, {"a": 900}):
+            response = await server.http.put("/v1/partitions", json={"partitions": sizes})
+            assert response.status_code == (200 if sizes["a"] < TOTAL else 422)
+            output_of(await server.infer(*hidden_request(rows(1))))
+    assert seen == [(8, 0), (16, 1)], "a failure leaves the change as it is; what was refused changes nothing"
+
+
 async def test_without_a_gpu_it_is_409_with_the_reason() -> None:
     async with serving(tiny_settings()) as server:
         for response in (
