@@ -114,14 +114,14 @@ def load(settings: Settings, cancelled: Cancelled) -> Loaded:
         _first_steps(runner, layer, settings.limits.max_request_tokens)
         runners[model.name] = runner
     on_gpu = list(runners.values()) if device.type == "cuda" else []
-    _capture(on_gpu, device, cancelled)
+    capture_graphs(on_gpu, device, cancelled)
     return Loaded(
         backend.name,
         device_name(device),
         runners,
         partitions,
         lambda: device_memory(device),
-        lambda: _capture(on_gpu, device, lambda: False),
+        lambda: capture_graphs(on_gpu, device, lambda: False),
     )
 
 
@@ -192,12 +192,13 @@ def _first_steps(runner: LayerRunner, layer: MoELayer, max_request_tokens: int) 
         runner.run([zero_request(num_tokens, layer.shape.hidden_size)])
 
 
-def _capture(runners: Sequence[LayerRunner], device: torch.device, cancelled: Cancelled) -> None:
-    """CUDA graphs for all: in a new pool, for the old one's memory belongs to streams that may be gone."""
+def capture_graphs(runners: Sequence[LayerRunner], device: torch.device, cancelled: Cancelled) -> None:
+    """CUDA graphs for all, in a new pool: the old one's memory belongs to streams that may be gone."""
     if not runners:
         return
     for runner in runners:
         runner.release_graphs()
+    torch._C._cuda_clearCublasWorkspaces()  # 32 MiB that torch keeps for every stream it ever multiplied on
     torch.cuda.empty_cache()
     pool = GraphPool(device)
     for runner in tqdm(runners, desc="graphs", unit="layer", disable=None):

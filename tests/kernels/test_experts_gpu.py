@@ -38,7 +38,8 @@ def test_sort(shape: tuple[int, int], num_groups: int) -> None:
     group_ids = torch.randint(
         0, num_groups + 1, shape, generator=fresh_generator("cuda"), device="cuda", dtype=torch.int32
     )
-    rows, offsets = backend._layer.sort(stream, group_ids, num_groups, None)
+    rows, offsets, claims = backend._layer.sort(stream, group_ids, num_groups, None)
+    assert not claims.any()
     order = sort_by_group(group_ids, num_groups)
     assert torch.equal(offsets, order.offsets)
     there = group_ids < num_groups

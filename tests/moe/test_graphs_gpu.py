@@ -6,6 +6,7 @@ import torch
 
 from kernels import Routing, resolve_backend
 from kernels.partitions import SMPartitions
+from service.loading import capture_graphs
 from service.moe import LayerRequest, LayerRunner, LayerShape, MoELayer, random_weights
 from service.moe.graphs import TOKEN_COUNTS, GraphPool, Step, StepGraphs
 from tests.kernels.helpers import forbid_host_sync, fresh_generator
@@ -186,9 +187,7 @@ def test_changes_of_partitions_do_not_add_up() -> None:
     used = []
     for _ in range(10):
         partitions.apply({"compute": 64})
-        runner.release_graphs()
-        torch.cuda.empty_cache()
-        runner.capture(GraphPool(DEVICE))
+        capture_graphs([runner], DEVICE, lambda: False)
         used.append((torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0]))
     assert used[-1][0] == used[1][0]
     assert used[-1][1] > used[1][1] - (16 << 20), "what the driver keeps of a green context and its graphs"
