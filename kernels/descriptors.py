@@ -15,6 +15,7 @@ class Rows:
 
     def __init__(self, data: Tensor) -> None:
         k = data.shape[-1]
+        self.itemsize = data.itemsize
         self._memory = data.untyped_storage()
         self.__cuda_array_interface__ = {
             "version": 3,

@@ -12,7 +12,13 @@ def _source(file: str, **defines: object) -> Source:
 
 MAX_GROUPS = 1024
 MAX_EXPERTS = 1024  # that a token is routed among
-THREADS = {"sort_rows": 1024, "quantize_rows": 128, "combine_rows": 256, "route_tokens": 32}
+THREADS = {
+    "sort_rows": 1024,
+    "quantize_rows": 128,
+    "combine_rows": 256,
+    "router_logits": 128,
+    "route_tokens": 128,
+}
 """Of a CTA, by entry."""
 _FLOATS = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
 
@@ -20,11 +26,20 @@ SORT = _source("sort_rows")
 QUANTIZE = {dtype: _source("quantize_rows", DATATYPE=name) for dtype, name in _FLOATS.items()}
 COMBINE = {dtype: _source("combine_rows", DATATYPE=name) for dtype, name in _FLOATS.items()}
 """By the tokens' dtype, and by the output's."""
+LOGITS = _source("router_logits")
 ROUTE = _source("route_tokens")
 
-SOURCES = (SORT, *QUANTIZE.values(), *COMBINE.values(), ROUTE)
+SOURCES = (SORT, *QUANTIZE.values(), *COMBINE.values(), LOGITS, ROUTE)
+
+LOGITS_TOKENS, LOGITS_EXPERTS = 64, 128
+"""Of a CTA, and its boxes' rows."""
+LOGITS_SUMS, LOGITS_COLUMNS = 4, 256
+"""Sums of a part of K, and columns of each."""
 
 
 def shared_bytes(source: Source, num_groups: int) -> int:
     """Dynamic shared memory of a CTA."""
-    return 33 * num_groups * 4 if source is SORT else 0
+    if source is SORT:
+        return 33 * num_groups * 4
+    boxes = LOGITS_SUMS * ((LOGITS_TOKENS + LOGITS_EXPERTS) * 128 + 8)
+    return boxes if source is LOGITS else 0

@@ -100,6 +100,16 @@ class Backend(ABC):
         """(topk_ids int32 [T, k], topk_weights fp32 [T, k]); see `kernels.choose_experts`."""
         return choose_experts(logits, bias, top_k, routing)
 
+    def route(
+        self, hidden_states: Tensor, router: Tensor, bias: Tensor | None, top_k: int, routing: Routing
+    ) -> tuple[Tensor, Tensor]:
+        """(topk_ids int32 [T, k], topk_weights fp32 [T, k]) of hidden_states [T, H], by a router [E, H].
+
+        Logits are added up in fp32; the rest is `choose_experts`.
+        """
+        logits = hidden_states.to(torch.float32) @ router.to(torch.float32).t()
+        return self.choose_experts(logits, bias, top_k, routing)
+
     def _multiply(self, a: Quantized, b: Quantized, offsets: Tensor, num_sms: int | None) -> Tensor:
         size = (a.data.shape[0], b.data.shape[1])
         out = torch.empty(size, dtype=torch.bfloat16, device=a.data.device)

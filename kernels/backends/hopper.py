@@ -10,7 +10,7 @@ from kernels.activation import Swiglu
 from kernels.backends.base import Backend, Progress
 from kernels.backends.hopper_gemm import GroupedGemm
 from kernels.backends.hopper_kernels import LoadedKernels, current_stream
-from kernels.backends.hopper_layer import LayerKernels
+from kernels.backends.hopper_layer import LayerKernels, Logits
 from kernels.quantize import Quantized
 from kernels.router import Routing
 from kernels.tiles import Layout
@@ -108,16 +108,33 @@ class HopperBackend(Backend):
         self, logits: Tensor, bias: Tensor | None, top_k: int, routing: Routing
     ) -> tuple[Tensor, Tensor]:
         """See `kernels.choose_experts`; one launch, but for rules that are wider than a warp."""
-        if max(top_k, routing.groups) > WARP or logits.shape[1] > layer_kernels.MAX_EXPERTS:
+        if not _narrow(logits.shape[1], top_k, routing):
             return super().choose_experts(logits, bias, top_k, routing)
         on = current_stream(_current(logits, "logits"))
-        return self._layer.route(on, logits.contiguous(), bias, top_k, routing)
+        return self._layer.route(on, Logits(_aligned(logits)[None], 1), bias, top_k, routing)
+
+    def route(
+        self, hidden_states: Tensor, router: Tensor, bias: Tensor | None, top_k: int, routing: Routing
+    ) -> tuple[Tensor, Tensor]:
+        """See `Backend.route`; of bf16, by no wider rule, two launches, and the same bits in any company."""
+        num_experts, k = router.shape
+        in_bf16 = hidden_states.dtype == router.dtype == torch.bfloat16 and k % 8 == 0
+        if not in_bf16 or not _narrow(num_experts, top_k, routing):
+            return super().route(hidden_states, router, bias, top_k, routing)
+        on = current_stream(_current(hidden_states, "hidden_states"))
+        logits = self._layer.logits(on, _aligned(hidden_states), _aligned(router))
+        return self._layer.route(on, logits, bias, top_k, routing)
 
 
-def _aligned(hidden_states: Tensor) -> Tensor:
+def _narrow(num_experts: int, top_k: int, routing: Routing) -> bool:
+    """Whether a warp can have a token: a lane each slot, and each group."""
+    return max(top_k, routing.groups) <= WARP and num_experts <= layer_kernels.MAX_EXPERTS
+
+
+def _aligned(rows: Tensor) -> Tensor:
     """Contiguous, and where 16 bytes can be loaded at a time."""
-    hidden_states = hidden_states.contiguous()
-    return hidden_states if hidden_states.data_ptr() % 16 == 0 else hidden_states.clone()
+    rows = rows.contiguous()
+    return rows if rows.data_ptr() % 16 == 0 else rows.clone()
 
 
 def _current(tensor: Tensor, name: str) -> int:

@@ -5,14 +5,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from cuda.core import LaunchConfig, TensorMapDescriptorOptions, launch
-from cuda.core._tensor_map import TensorMapL2Promotion, TensorMapSwizzle  # cuda.core names them nowhere else
-from cuda.core.utils import StridedMemoryView
+from cuda.core import LaunchConfig, launch
+from cuda.core._tensor_map import TensorMapL2Promotion  # cuda.core names it nowhere else
 from torch import Tensor
 
 from kernels import jit, tiles
 from kernels.activation import Swiglu
-from kernels.backends.hopper_kernels import LoadedKernels, OnStream
+from kernels.backends.hopper_kernels import LoadedKernels, OnStream, describe_rows
 from kernels.claims import ClaimCounters
 from kernels.descriptors import DescriptorCache, Rows
 from kernels.quantize import Quantized
@@ -44,7 +43,7 @@ class GroupedGemm:
 
     def __init__(self, kernels: LoadedKernels) -> None:
         self._kernels = kernels
-        self._descriptors = DescriptorCache(_describe)
+        self._descriptors = DescriptorCache(describe_rows)
         self._out_descriptors = DescriptorCache(_describe_out)
         self._claims = ClaimCounters()
         self._launches: dict[tuple[object, ...], _Launch] = {}
@@ -184,18 +183,4 @@ class GroupedGemm:
 
 def _describe_out(rows: Rows, box_rows: int) -> Any:
     """The TMA descriptor of out, rows of N elements, stored box_rows x 64 at a time."""
-    view = StridedMemoryView.from_cuda_array_interface(rows, stream_ptr=-1)
-    return view.as_tensor_map(options=_options(box_rows, 64, TensorMapL2Promotion.NONE))
-
-
-def _describe(rows: Rows, box_rows: int) -> Any:
-    """The TMA descriptor of rows of K bytes, loaded box_rows x 128 at a time."""
-    view = StridedMemoryView.from_cuda_array_interface(rows, stream_ptr=-1)
-    return view.as_tensor_map(options=_options(box_rows, tiles.BLOCK_K, TensorMapL2Promotion.L2_256B))
-
-
-@functools.cache
-def _options(rows: int, columns: int, l2_promotion: TensorMapL2Promotion) -> TensorMapDescriptorOptions:
-    return TensorMapDescriptorOptions(
-        (rows, columns), swizzle=TensorMapSwizzle.SWIZZLE_128B, l2_promotion=l2_promotion
-    )
+    return describe_rows(rows, box_rows, l2_promotion=TensorMapL2Promotion.NONE)

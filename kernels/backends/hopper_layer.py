@@ -1,7 +1,7 @@
 """The kernels of a layer around its GEMMs on Hopper: route, sort, quantise, combine."""
 
+import functools
 import math
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,12 +10,16 @@ from cuda.core import LaunchConfig, launch
 from torch import Tensor
 
 from kernels import jit, layer_kernels
-from kernels.backends.hopper_kernels import LoadedKernels, OnStream
+from kernels.backends.hopper_kernels import LoadedKernels, OnStream, describe_rows
+from kernels.descriptors import DescriptorCache
 from kernels.quantize import Quantized
 from kernels.router import Routing
 
 _SORT_ALONE = 1024  # pairs that one CTA sorts sooner than a cluster does
 _SORT_CTAS = 8
+_FEW_TOKENS = (
+    256  # up to which the router's weights wait for CTAs, and those of both launches find room at once
+)
 _SORT_CTAS_FROM = 64  # SMs, among which there are surely so many neighbours as a cluster wants
 
 
@@ -36,11 +40,26 @@ class Sorted(NamedTuple):
     claims: Tensor
 
 
+class Logits(NamedTuple):
+    """data fp32 [N, T, E], to be added up over N: `sums` neighbours first, then these one after another."""
+
+    data: Tensor
+    sums: int
+
+    def added_up(self) -> Tensor:
+        """fp32 [T, E], as the kernel adds them up."""
+        total = torch.zeros_like(self.data[0])
+        for first in range(0, self.data.shape[0], self.sums):
+            total += functools.reduce(torch.add, self.data[first : first + self.sums])
+        return total
+
+
 class LayerKernels:
     """The small kernels, on the devices where they were used."""
 
     def __init__(self, kernels: LoadedKernels) -> None:
         self._kernels = kernels
+        self._descriptors = DescriptorCache(describe_rows)
 
     def load(self, device: int, source: jit.Source, binary: jit.Binary) -> None:
         """Bring a kernel onto a device."""
@@ -80,16 +99,37 @@ class LayerKernels:
             values, rows, weights, np.int32(slots), np.int32(n), out,
         )  # fmt: skip
 
+    def logits(self, on: OnStream, hidden_states: Tensor, router: Tensor) -> Logits:
+        """Of bf16 [T, H] and [E, H]: the same bits in any company, once they are added up."""
+        (num_tokens, k), num_experts = hidden_states.shape, router.shape[0]
+        sums = layer_kernels.LOGITS_SUMS
+        parts = math.ceil(k / (sums * layer_kernels.LOGITS_COLUMNS))
+        tiles = math.ceil(num_tokens / layer_kernels.LOGITS_TOKENS)
+        tiles *= math.ceil(num_experts / layer_kernels.LOGITS_EXPERTS)
+        left = sums if num_tokens <= _FEW_TOKENS else 1
+        logits = torch.empty((parts * left, num_tokens, num_experts), device=hidden_states.device)
+        self._launch(
+            on, layer_kernels.LOGITS,
+            _Grid(tiles * parts * left, shared_bytes=layer_kernels.shared_bytes(layer_kernels.LOGITS, 0)),
+            self._descriptors.get(hidden_states, layer_kernels.LOGITS_TOKENS),
+            self._descriptors.get(router, layer_kernels.LOGITS_EXPERTS),
+            np.int32(num_tokens), np.int32(num_experts),
+            np.int32(parts * left), np.int32(sums // left), logits,
+        )  # fmt: skip
+        return Logits(logits, left)
+
     def route(
-        self, on: OnStream, logits: Tensor, bias: Tensor | None, top_k: int, routing: Routing
+        self, on: OnStream, logits: Logits, bias: Tensor | None, top_k: int, routing: Routing
     ) -> tuple[Tensor, Tensor]:
-        """(topk_ids int32 [T, k], topk_weights fp32 [T, k]) of logits fp32 [T, E]."""
-        num_tokens, num_experts = logits.shape
-        topk_ids = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits.device)
-        topk_weights = torch.empty((num_tokens, top_k), device=logits.device)
+        """(topk_ids int32 [T, k], topk_weights fp32 [T, k]); see `kernels.choose_experts`."""
+        numbers, num_tokens, num_experts = logits.data.shape
+        topk_ids = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits.data.device)
+        topk_weights = torch.empty((num_tokens, top_k), device=logits.data.device)
         self._launch(
             on, layer_kernels.ROUTE, _Grid(num_tokens),
-            logits, bias, np.int32(num_experts), np.int32(top_k),
+            logits.data, np.int32(numbers // logits.sums), np.int32(logits.sums),
+            np.int32(num_tokens <= _FEW_TOKENS), bias,
+            np.int32(num_experts), np.int32(top_k),
             np.int32(routing.scoring == "softmax"), np.int32(routing.renormalize), np.float32(routing.scale),
             np.int32(routing.groups), np.int32(routing.top_groups), topk_ids, topk_weights,
         )  # fmt: skip
@@ -104,7 +144,7 @@ class LayerKernels:
         launch(stream, config, self._kernels.get(device, source), *values)
 
 
-@lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=4096)
 def _config(grid: _Grid, threads: int) -> LaunchConfig:
     return LaunchConfig(
         grid=grid.size,

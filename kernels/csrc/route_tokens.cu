@@ -1,9 +1,10 @@
-// A token's experts and their weights out of its logits: the rules of kernels/router.py, a CTA of one warp for each.
+// A token's experts and their weights out of its logits, by the rules of kernels/router.py: a CTA for each token.
 //
-// Loops are hardly unrolled: in a decode step the weights have pushed this code out of the L2 cache, and fetching it takes
-// as long as running it.
+// In a decode step the weights have pushed this code out of the L2 cache, and fetching it takes longer than running it:
+// a pass without logits fetches it while the launch before computes them. Loops are hardly unrolled for the same reason.
 #include "ptx.cuh"
 
+constexpr int kWarps = 4, kThreads = kWarps * 32;
 constexpr int kMostExperts = 1024;
 
 // Larger numbers have larger ones; zeros are alike, and NaN is larger than any, as in a sort. Never 0.
@@ -11,121 +12,192 @@ __device__ __forceinline__ u32 order(float x) {
     const u32 bits = __float_as_uint(x + 0.0f);
     return x != x ? 0xffffffff : bits >> 31 ? ~bits : bits | 0x80000000;
 }
-
-// The place of the largest of the lanes' keys, of equal ones the lowest.
-__device__ __forceinline__ int place_of_largest(u32 key, int place) {
-    const u32 most = __reduce_max_sync(0xffffffff, key);
-    return __reduce_min_sync(0xffffffff, key == most ? place : 1 << 30);
-}
+// The number that has it.
+__device__ __forceinline__ float number(u32 order) { return __uint_as_float(order >> 31 ? order ^ 0x80000000 : ~order); }
 
 __device__ __forceinline__ float sum_of_warp(float value) {
     for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(0xffffffff, value, distance);
     return value;
 }
+__device__ __forceinline__ float max_of_warp(float value) {
+    for (int distance = 16; distance > 0; distance /= 2)
+        value = ptx::max_or_nan(value, __shfl_xor_sync(0xffffffff, value, distance));
+    return value;
+}
 
-// A token's logits and the bias (zeros where there is none) to shared memory; a lane has lane, lane + 32, ...
-__device__ __forceinline__ void load(float* scores, const float* logits, float* choices, const float* bias, int count) {
-    constexpr int kAtOnce = 8;  // of each, loads a lane has under way
+// A token's logits: four sums or one for every part, added up as router_logits.cu does it for many tokens.
+__device__ __forceinline__ void add_up(float* scores, const float* logits, int parts, int sums, i64 stride, int count) {
+    constexpr int kParts = 8, kSums = 4;  // that a thread loads together
+    if (count % 2 == 0) {
 #pragma unroll 1
-    for (int base = threadIdx.x; base < count; base += 32 * kAtOnce) {
-        float logit[kAtOnce], added[kAtOnce];
+        for (int e = threadIdx.x * 2; e < count; e += kThreads * 2) {
+            const float* place = logits + e;
+            float2 total = {0.0f, 0.0f};
+#pragma unroll 1
+            for (int left = parts; left > 0; left -= kParts) {
+                float2 loaded[kParts][kSums] = {};
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-            const bool there = base + i * 32 < count;
-            logit[i] = there ? logits[base + i * 32] : 0.0f;
-            added[i] = there && bias != nullptr ? bias[base + i * 32] : 0.0f;
+                for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+                    for (int sum = 0; sum < kSums; ++sum) {
+                        if (part >= left || sum >= sums) continue;
+                        loaded[part][sum] = *reinterpret_cast<const float2*>(place);
+                        place += stride;
+                    }
+                }
+#pragma unroll
+                for (int part = 0; part < kParts; ++part) {
+                    const float2* const of = loaded[part];
+                    total.x += of[0].x + of[1].x + of[2].x + of[3].x;
+                    total.y += of[0].y + of[1].y + of[2].y + of[3].y;
+                }
+            }
+            *reinterpret_cast<float2*>(scores + e) = total;
         }
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-            if (base + i * 32 >= count) break;
-            scores[base + i * 32] = logit[i];
-            choices[base + i * 32] = added[i];
+    } else {
+#pragma unroll 1
+        for (int e = threadIdx.x; e < count; e += kThreads) {
+            const float* place = logits + e;
+            float total = 0.0f;
+#pragma unroll 1
+            for (int part = 0; part < parts; ++part) {
+                float sum = 0.0f;
+#pragma unroll 1
+                for (int i = 0; i < sums; ++i, place += stride) sum += *place;
+                total += sum;
+            }
+            scores[e] = total;
         }
     }
 }
 
-extern "C" __global__ void __launch_bounds__(32)
-    route_tokens(const float* logits,               // [num_tokens, num_experts]
-                 const float* bias,                 // [num_experts], added to what chooses; null: nothing
-                 int num_experts, int top_k,
-                 int softmax, int renormalize, float scale, int groups, int top_groups,
-                 int* __restrict__ topk_ids, float* __restrict__ topk_weights) {  // [num_tokens, top_k]
-    __shared__ float scores[kMostExperts], choices[kMostExperts];
-    const int lane = threadIdx.x, token = blockIdx.x;
-    ptx::wait_for_launches_before();
-    ptx::let_next_launch_begin();
-    load(scores, logits + static_cast<i64>(token) * num_experts, choices, bias, num_experts);
-
+// scores: logits on the way in, their softmax on the way out.
+__device__ __forceinline__ void softmax_of(float* scores, float (&of_warps)[2][kWarps], int count) {
+    const int warp = threadIdx.x / 32;
     float most = __int_as_float(0xff800000), sum = 0.0f;  // minus infinity
-    if (softmax) {
-#pragma unroll 2
-        for (int e = lane; e < num_experts; e += 32) most = ptx::max_or_nan(most, scores[e]);
-        for (int distance = 16; distance > 0; distance /= 2)
-            most = ptx::max_or_nan(most, __shfl_xor_sync(0xffffffff, most, distance));
-    }
-#pragma unroll 2
-    for (int e = lane; e < num_experts; e += 32) {
-        const float exponential = expf(softmax ? scores[e] - most : -scores[e]);
-        sum += exponential;
-        scores[e] = softmax ? exponential : ptx::approximate_reciprocal(1.0f + exponential);
-    }
-    const float share = softmax ? ptx::approximate_reciprocal(sum_of_warp(sum)) : 1.0f;
-#pragma unroll 2
-    for (int e = lane; e < num_experts; e += 32) choices[e] += scores[e] *= share;
-    __syncwarp();
-
-    u32 open = 0xffffffff;  // bit g: group g's experts can be chosen; groups are 32 at most
-    const int size = num_experts / groups;
-    if (top_groups < groups) {
-        u32 key = 0;  // a lane has a group
-        if (lane < groups) {
-            float first = __int_as_float(0xff800000), second = first;
-            int at = lane % size;  // each lane in another bank
-#pragma unroll 2
-            for (int i = 0; i < size; ++i) {
-                const float value = choices[lane * size + at];
-                at = at + 1 < size ? at + 1 : 0;
-                second = ptx::max_or_nan(second, ptx::min_or_nan(first, value));
-                first = ptx::max_or_nan(first, value);
-            }
-            key = order(size > 1 ? first + second : first);
-        }
-        open = 0;
 #pragma unroll 1
-        for (int i = 0; i < top_groups; ++i) {
-            const int group = place_of_largest(key, lane);
-            open |= 1u << group;
-            if (lane == group) key = 0;
-        }
-    }
-    u32* const keys = reinterpret_cast<u32*>(choices);
+    for (int e = threadIdx.x; e < count; e += kThreads) most = ptx::max_or_nan(most, scores[e]);
+    of_warps[0][warp] = max_of_warp(most);
+    __syncthreads();
+    for (int w = 0; w < kWarps; ++w) most = ptx::max_or_nan(most, of_warps[0][w]);
 #pragma unroll 1
-    for (int e = lane; e < num_experts; e += 32) keys[e] = open >> e / size & 1 ? order(choices[e]) : 0;
+    for (int e = threadIdx.x; e < count; e += kThreads) sum += scores[e] = expf(scores[e] - most);
+    of_warps[1][warp] = sum_of_warp(sum);
+    __syncthreads();
+    sum = 0.0f;
+    for (int w = 0; w < kWarps; ++w) sum += of_warps[1][w];
+    const float share = ptx::approximate_reciprocal(sum);
+#pragma unroll 1
+    for (int e = threadIdx.x; e < count; e += kThreads) scores[e] *= share;
+}
 
-    int own_id = 0;
-    float own_weight = 0.0f, total = 0.0f;  // lane s keeps slot s
+// A group is as good as its two best choices together; a warp takes a group at a time.
+__device__ __forceinline__ void rate_groups(u32* group_keys, const u32* keys, int size, int groups) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int group = threadIdx.x / 32; group < groups; group += kWarps) {
+        u32 first = 0, second = 0;  // a lane's own
+#pragma unroll 1
+        for (int i = lane; i < size; i += 32) {
+            const u32 key = keys[group * size + i];
+            second = max(second, min(first, key));
+            first = max(first, key);
+        }
+        const u32 best = __reduce_max_sync(0xffffffff, first);
+        const bool owner = lane == __ffs(static_cast<int>(__ballot_sync(0xffffffff, first == best))) - 1;
+        const u32 next = __reduce_max_sync(0xffffffff, owner ? second : first);
+        if (lane == 0) group_keys[group] = order(size > 1 ? number(best) + number(next) : number(best));
+    }
+}
+
+// Whether fewer than `most` groups are better than this one: have a larger key, or the same and come before it.
+__device__ __forceinline__ bool among_best(const u32* group_keys, int group, int groups, int most) {
+    int better = 0;
+#pragma unroll 4
+    for (int other = 0; other < groups; ++other)
+        better += group_keys[other] > group_keys[group] || (group_keys[other] == group_keys[group] && other < group);
+    return better < most;
+}
+
+// A warp takes the experts with the largest keys, of equal ones the lowest first; lane s gets slot s.
+__device__ __forceinline__ int choose(u32* keys, int count, int top_k) {
+    const int lane = threadIdx.x;
+    int chosen = 0, place = 0;
+    u32 largest = 0;  // of the lane's own: lane, lane + 32, ...
+    const auto look = [&] {
+        largest = 0;
+#pragma unroll 4
+        for (int e = lane; e < count; e += 32) {
+            const u32 key = keys[e];
+            place = key > largest ? e : place;
+            largest = max(largest, key);
+        }
+    };
+    look();
 #pragma unroll 1
     for (int slot = 0; slot < top_k; ++slot) {
-        u32 key = 0;
-        int place = 0;
-#pragma unroll 4
-        for (int e = lane; e < num_experts; e += 32) {
-            const u32 other = keys[e];
-            place = other > key ? e : place;
-            key = max(key, other);
+        const u32 most = __reduce_max_sync(0xffffffff, largest);
+        const int expert = __reduce_min_sync(0xffffffff, largest == most ? place : kMostExperts - 1);
+        if (lane == slot) chosen = expert;
+        if (lane == expert % 32) {
+            keys[expert] = 0;
+            look();
         }
-        const int expert = place_of_largest(key, place);
-        if (expert % 32 == lane) keys[expert] = 0;
-        const float score = scores[expert];
-        total += score;
-        if (lane == slot) {
-            own_id = expert;
-            own_weight = score;
-        }
+        __syncwarp();
     }
-    if (lane < top_k) {
-        if (renormalize) own_weight *= ptx::approximate_reciprocal(softmax ? total : total + 1e-20f);
-        topk_ids[static_cast<i64>(token) * top_k + lane] = own_id;
-        topk_weights[static_cast<i64>(token) * top_k + lane] = own_weight * scale;
+    return chosen;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    route_tokens(const float* logits,  // [parts * sums, num_tokens, num_experts], to be added up
+                 int parts, int sums, int rehearse,
+                 const float* bias,    // [num_experts], added to what chooses; null: nothing
+                 int all_experts, int top_k,
+                 int softmax, int renormalize, float scale, int groups, int top_groups,
+                 int* __restrict__ topk_ids, float* __restrict__ topk_weights) {  // [num_tokens, top_k]
+    __shared__ __align__(8) float scores[kMostExperts];
+    __shared__ float biases[kMostExperts], of_warps[2][kWarps];
+    __shared__ u32 keys[kMostExperts], group_keys[32];  // of what chooses; 0: cannot be chosen
+    const int thread = threadIdx.x, token = blockIdx.x;
+    logits += static_cast<i64>(token) * all_experts;
+#pragma unroll 1
+    for (int e = thread; e < all_experts; e += kThreads) biases[e] = bias != nullptr ? bias[e] : 0.0f;  // an older tensor
+#pragma unroll 1
+    for (bool last = !rehearse;; last = true) {
+        if (last) {
+            ptx::wait_for_launches_before();
+            ptx::let_next_launch_begin();
+        }
+        const int num_experts = last ? all_experts : min(all_experts, groups * 4), size = num_experts / groups;
+        add_up(scores, logits, last ? parts : 0, sums, static_cast<i64>(gridDim.x) * all_experts, num_experts);
+        __syncthreads();
+        if (softmax) softmax_of(scores, of_warps, num_experts);
+#pragma unroll 1
+        for (int e = thread; e < num_experts; e += kThreads) {
+            if (!softmax) scores[e] = ptx::approximate_reciprocal(1.0f + expf(-scores[e]));
+            keys[e] = order(scores[e] + biases[e]);
+        }
+        __syncthreads();
+        if (top_groups < groups) {
+            rate_groups(group_keys, keys, size, groups);
+            __syncthreads();
+#pragma unroll 1
+            for (int e = thread; e < num_experts; e += kThreads)
+                if (!among_best(group_keys, e / size, groups, top_groups)) keys[e] = 0;
+            __syncthreads();
+        }
+
+        if (thread < 32) {
+            const int expert = choose(keys, num_experts, last ? top_k : 1);
+            float weight = thread < top_k ? scores[expert] : 0.0f;
+            const float total = sum_of_warp(weight);
+            if (renormalize) weight *= ptx::approximate_reciprocal(softmax ? total : total + 1e-20f);
+            if (last && thread < top_k) {
+                topk_ids[static_cast<i64>(token) * top_k + thread] = expert;
+                topk_weights[static_cast<i64>(token) * top_k + thread] = weight * scale;
+            }
+        }
+        if (last) return;
+        __syncthreads();
     }
 }

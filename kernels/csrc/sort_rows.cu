@@ -10,29 +10,45 @@ constexpr int kAtOnce = 4;  // loads a lane has under way
 constexpr int kChunk = kAtOnce * 32;
 constexpr int kMostCtas = 8;
 
-// The groups of a chunk of pairs from i on; -1 for none of ours.
-struct Groups {
-    int of[kAtOnce];
+// A chunk of pairs from i on: a lane's groups, -1 for none of ours, and which of the warp's lanes have the same ones.
+struct Chunk {
+    int group[kAtOnce];
+    u32 alike[kAtOnce];
+
     __device__ __forceinline__ void load(const int* group_ids, int i, int end, int num_groups) {
 #pragma unroll
         for (int part = 0; part < kAtOnce; ++part) {
             const int pair = i + part * 32 + static_cast<int>(threadIdx.x % 32);
-            of[part] = pair < end ? group_ids[pair] : -1;
-            if (static_cast<u32>(of[part]) >= static_cast<u32>(num_groups)) of[part] = -1;
+            group[part] = pair < end ? group_ids[pair] : -1;
+            if (static_cast<u32>(group[part]) >= static_cast<u32>(num_groups)) group[part] = -1;
+        }
+#pragma unroll
+        for (int part = 0; part < kAtOnce; ++part) alike[part] = lanes_with(group[part] < 0);
+#pragma unroll 1
+        for (int bit = 1; bit < num_groups; bit *= 2) {  // __match_any_sync takes several times as long
+#pragma unroll
+            for (int part = 0; part < kAtOnce; ++part) alike[part] &= lanes_with((group[part] & bit) != 0);
         }
     }
-};
 
-// The group's counter of this warp, raised by the pairs of the warp's 32 that are of the same group; where each goes.
-__device__ __forceinline__ int take(int* counters, int group) {
-    const u32 same = __match_any_sync(0xffffffff, group);
-    const int lane = threadIdx.x % 32, before = __popc(same & ((1u << lane) - 1));
-    const int first = group >= 0 ? counters[group] : 0;
-    __syncwarp();
-    if (group >= 0 && before == 0) counters[group] = first + __popc(same);
-    __syncwarp();
-    return first + before;
-}
+    // The lanes that say the same as this one.
+    static __device__ __forceinline__ u32 lanes_with(bool what) {
+        const u32 lanes = __ballot_sync(0xffffffff, what);
+        return what ? lanes : ~lanes;
+    }
+
+    // Raises the warp's counter of each group by its pairs; gives where this lane's pair goes.
+    __device__ __forceinline__ int take(int* counters, int part) const {
+        const int lane = threadIdx.x % 32, first = __ffs(static_cast<int>(alike[part])) - 1;
+        int count = 0;
+        if (lane == first && group[part] >= 0) {
+            count = counters[group[part]];
+            counters[group[part]] = count + __popc(alike[part]);
+        }
+        __syncwarp();
+        return __shfl_sync(0xffffffff, count, first) + __popc(alike[part] & ((1u << lane) - 1));
+    }
+};
 
 extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
     sort_rows(const int* group_ids,  // [num_pairs]; 0 .. num_groups - 1, or no group
@@ -46,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int ctas = static_cast<int>(ptx::cluster_size()), rank = static_cast<int>(ptx::cluster_rank());
     int* const own = counters + warp * num_groups;
-    const int each = (num_pairs + ctas * kWarps * kChunk - 1) / (ctas * kWarps * kChunk) * kChunk;
+    const int each = (num_pairs + ctas * kWarps * 32 - 1) / (ctas * kWarps * 32) * 32;
     const int begin = min((rank * kWarps + warp) * each, num_pairs), end = min(begin + each, num_pairs);
     const int warps = min(max((num_pairs - rank * kWarps * each + each - 1) / each, 0), kWarps);  // that have pairs
 
@@ -55,12 +71,13 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
     __syncthreads();
     ptx::wait_for_launches_before();
     ptx::let_next_launch_begin();
-    Groups group;
+    Chunk chunk;
 #pragma unroll 1
     for (int i = begin; i < end; i += kChunk) {
-        group.load(group_ids, i, end, num_groups);
+        chunk.load(group_ids, i, end, num_groups);
 #pragma unroll
-        for (int part = 0; part < kAtOnce; ++part) take(own, group.of[part]);
+        for (int part = 0; part < kAtOnce; ++part)
+            if (i + part * 32 < end) chunk.take(own, part);
     }
     __syncthreads();
 
@@ -110,11 +127,13 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
 
 #pragma unroll 1
     for (int i = begin; i < end; i += kChunk) {
-        if (each > kChunk) group.load(group_ids, i, end, num_groups);  // else it still is the only one
+        if (each > kChunk) chunk.load(group_ids, i, end, num_groups);  // else it still is the only one
 #pragma unroll
         for (int part = 0; part < kAtOnce; ++part) {
-            const int row = take(own, group.of[part]), pair = i + part * 32 + lane;
-            if (pair < end) rows[pair] = group.of[part] >= 0 ? row : -1;
+            const int pair = i + part * 32 + lane;
+            if (i + part * 32 >= end) break;
+            const int row = chunk.take(own, part);
+            if (pair < end) rows[pair] = chunk.group[part] >= 0 ? row : -1;
         }
     }
 }

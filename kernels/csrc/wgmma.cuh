@@ -1,4 +1,4 @@
-// wgmma m64nNk32 with e4m3 operands in shared memory and fp32 accumulators, for every N the kernels use.
+// wgmma with e4m3 or bf16 operands in shared memory and fp32 accumulators, for every N the kernels use.
 // Source: PTX ISA 8.x, "Asynchronous Warpgroup Level Matrix Instructions".
 #pragma once
 
@@ -24,8 +24,9 @@ struct Descriptor {
     }
 };
 
-// Multiply<N>: d[64 x N] = A[64 x 32] * B[N x 32]^T (start, restart) or += (add); N / 2 registers a thread.
-template <int kN>
+// Multiply<N>: d[64 x N] = A[64 x 32] * B[N x 32]^T (start, restart) or += (add); N / 2 registers a thread. Of bf16, the
+// same 32 bytes of a row are 16 elements.
+template <int kN, bool kBf16 = false>
 struct Multiply;
 
 // Operands by blocks of eight registers: R(i, C) names eight accumulators, Si their positions in the instruction.
@@ -51,9 +52,11 @@ struct Multiply;
 #define R6(C) R5(C), R(6, C)
 #define R7(C) R6(C), R(7, C)
 
-#define INSTRUCTION(N, S, A, B, ACCUMULATE)                                                            \
-    "{ .reg .pred p; setp.ne.b32 p, " ACCUMULATE ", 0;\n"                                              \
-    "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" S "}, " A ", " B ", p, 1, 1; }"
+#define INSTRUCTION(N, TYPES, S, A, B, ACCUMULATE, MORE)                   \
+    "{ .reg .pred p; setp.ne.b32 p, " ACCUMULATE ", 0;\n"                  \
+    "wgmma.mma_async.sync.aligned.m64n" #N TYPES " {" S "}, " A ", " B ", p, 1, 1" MORE "; }"
+#define FP8(N, S, A, B, ACCUMULATE) INSTRUCTION(N, "k32.f32.e4m3.e4m3", S, A, B, ACCUMULATE, "")
+#define BF16(N, S, A, B, ACCUMULATE) INSTRUCTION(N, "k16.f32.bf16.bf16", S, A, B, ACCUMULATE, ", 0, 0")
 
 // `start` only writes its accumulators, so that none is alive between two K blocks: with tiles of many heights in one
 // kernel the compiler could not give them the same registers in each. `restart` ties them to the same registers, which
@@ -62,13 +65,13 @@ struct Multiply;
     template <>                                                                                         \
     struct Multiply<N> {                                                                                \
         static __device__ __forceinline__ void start(float* d, Descriptor a, Descriptor b) {            \
-            asm volatile(INSTRUCTION(N, S, A, B, "0") : R(WRITE) : "l"(a.bits()), "l"(b.bits()));        \
+            asm volatile(FP8(N, S, A, B, "0") : R(WRITE) : "l"(a.bits()), "l"(b.bits()));        \
         }                                                                                               \
         static __device__ __forceinline__ void restart(float* d, Descriptor a, Descriptor b) {          \
-            asm volatile(INSTRUCTION(N, S, A, B, "0") : R(UPDATE) : "l"(a.bits()), "l"(b.bits()));       \
+            asm volatile(FP8(N, S, A, B, "0") : R(UPDATE) : "l"(a.bits()), "l"(b.bits()));       \
         }                                                                                               \
         static __device__ __forceinline__ void add(float* d, Descriptor a, Descriptor b) {              \
-            asm volatile(INSTRUCTION(N, S, A, B, "1") : R(UPDATE) : "l"(a.bits()), "l"(b.bits()));       \
+            asm volatile(FP8(N, S, A, B, "1") : R(UPDATE) : "l"(a.bits()), "l"(b.bits()));       \
         }                                                                                               \
     };
 
@@ -77,6 +80,13 @@ WGMMA(32, S1, R1, "%16", "%17")
 WGMMA(48, S2, R2, "%24", "%25")
 WGMMA(64, S3, R3, "%32", "%33")
 WGMMA(128, S7, R7, "%64", "%65")
+
+template <>
+struct Multiply<128, true> {
+    static __device__ __forceinline__ void add(float* d, Descriptor a, Descriptor b) {
+        asm volatile(BF16(128, S7, "%64", "%65", "1") : R7(UPDATE) : "l"(a.bits()), "l"(b.bits()));
+    }
+};
 
 // d = A[64 x 128] * B[N x 128]^T: a K block of the ring's stage, committed as one group.
 template <int kN, bool kSameRegisters>
@@ -89,6 +99,15 @@ __device__ __forceinline__ void multiply_block(float (&d)[kN / 2], Descriptor a,
     ptx::wgmma_commit();
 }
 
+// d += A[64 x 64] * B[N x 64]^T of bf16, committed as one group.
+template <int kN>
+__device__ __forceinline__ void add_block(float (&d)[kN / 2], Descriptor a, Descriptor b) {
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int bytes = 0; bytes < 128; bytes += 32) Multiply<kN, true>::add(d, a + bytes, b + bytes);
+    ptx::wgmma_commit();
+}
+
 // Waits for the multiplications and only then lets the compiler read d.
 template <int kRegisters>
 __device__ __forceinline__ void wait(float (&d)[kRegisters]) {
@@ -98,6 +117,8 @@ __device__ __forceinline__ void wait(float (&d)[kRegisters]) {
 }
 
 #undef INSTRUCTION
+#undef FP8
+#undef BF16
 #undef WRITE
 #undef UPDATE
 #undef WGMMA

@@ -60,8 +60,8 @@ class MoELayer:
         self.weights = weights
         self.backend = backend
         self.masked_max_tokens = masked_max_tokens
-        self._router = weights.router.to(torch.float32).t()
-        in_bf16 = self._router.to(torch.bfloat16)
+        self._router = weights.router.to(torch.float32)
+        in_bf16 = weights.router.to(torch.bfloat16)
         exact = in_bf16.is_cuda and in_bf16.to(torch.float32).equal(self._router)
         self._bf16_router = in_bf16 if exact else None
 
@@ -70,17 +70,22 @@ class MoELayer:
         return "masked" if num_tokens <= self.masked_max_tokens else "contiguous"
 
     def route(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """(topk_ids int32 [T, k], topk_weights fp32 [T, k]) of hidden_states [T, H]; logits in float32."""
+        """(topk_ids int32 [T, k], topk_weights fp32 [T, k]) of hidden_states [T, H]; logits in float32.
+
+        On Hopper, of bfloat16 states and a router that bfloat16 can hold, they are the same bits in any
+        company; others come from a library, whose order of adding up may depend on T.
+        """
         self._check_hidden_states(hidden_states)
         if hidden_states.shape[0] == 0:
             nothing = torch.empty((0, self.shape.top_k), device=hidden_states.device)
             return nothing.to(torch.int32), nothing
+        # Products of bf16 are exact in float32, and multiplying them costs a fraction of float32.
+        router = self._router
         if self._bf16_router is not None and hidden_states.dtype == torch.bfloat16:
-            # Products of bf16 are exact in float32, and this GEMM costs a fraction of a float32 one.
-            logits = torch.mm(hidden_states, self._bf16_router, out_dtype=torch.float32)
-        else:
-            logits = hidden_states.to(torch.float32) @ self._router
-        return self.backend.choose_experts(logits, self.weights.router_bias, self.shape.top_k, self.routing)
+            router = self._bf16_router
+        return self.backend.route(
+            hidden_states, router, self.weights.router_bias, self.shape.top_k, self.routing
+        )
 
     def __call__(
         self,

@@ -48,6 +48,8 @@ def whole_layer(tokens: int) -> None:
     backend = resolve_backend("hopper")
     logits = torch.randn(tokens, e, generator=generator, device="cuda")
     backend.choose_experts(logits, None, k, Routing())
+    router = torch.randn(e, h, generator=generator, device="cuda")
+    backend.route(x.bfloat16(), router.bfloat16(), None, k, Routing())
     out, expected = (torch.full((tokens, h), torch.nan, device="cuda") for _ in range(2))
     fused_experts(x, ids, weights, gate_up, down, out=out, num_sms=4)
     Backend.experts(backend, x, ids, weights, gate_up, down, expected, Swiglu(), 4)

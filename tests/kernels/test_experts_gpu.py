@@ -90,6 +90,50 @@ def test_route(num_experts: int, routing: Routing) -> None:
     torch.testing.assert_close(weights[same], expected_weights[same], rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("tokens", [1, 63, 64, 200, 1000])
+@pytest.mark.parametrize(("num_experts", "k"), [(8, 4096), (60, 128), (128, 2048), (256, 7168), (1000, 1152)])
+def test_logits(num_experts: int, k: int, tokens: int) -> None:
+    """Their parts, added up, are fp32 sums of exact products, and a token's do not depend on the others."""
+    backend, stream = _stream()
+    generator = fresh_generator("cuda")
+    x, router = (
+        torch.randn(n, k, generator=generator, device="cuda").to(torch.bfloat16)
+        for n in (tokens, num_experts)
+    )
+    x[tokens // 2, 5] = torch.nan
+    logits = backend._layer.logits(stream, x, router).added_up()
+    expected = x.double() @ router.double().t()
+    others = torch.arange(tokens, device="cuda") != tokens // 2
+    assert logits[tokens // 2].isnan().all()
+    assert (logits - expected)[others].norm() <= 1e-6 * expected[others].norm()
+    for part in (slice(0, 1), slice(tokens // 3, tokens // 3 + 70)):
+        some = backend._layer.logits(stream, x[part].contiguous(), router).added_up()
+        assert torch.equal(some.nan_to_num(7), logits[part].nan_to_num(7))
+
+
+@pytest.mark.parametrize("tokens", [1, 17, 256, 257])
+def test_routing_is_choosing_by_the_logits(tokens: int) -> None:
+    """With the pass that fetches code (up to 256 tokens) and without, replayed again and again."""
+    backend, stream = _stream()
+    generator, routing = fresh_generator("cuda"), Routing("sigmoid", True, 2.5, 8, 4)
+    x, router = (torch.randn(n, 7168, generator=generator, device="cuda").bfloat16() for n in (tokens, 256))
+    bias = torch.rand(256, generator=generator, device="cuda")
+    router *= 7168**-0.5
+    logits = backend._layer.logits(stream, x, router).added_up()
+    expected_ids, expected_weights = choose_experts(logits, bias, 8, routing)
+    backend.route(x, router, bias, 8, routing)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            ids, weights = backend.route(x, router, bias, 8, routing)
+    for _ in range(5):
+        ids.fill_(-7)
+        weights.fill_(torch.nan)
+        graph.replay()
+        torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=0)
+        assert torch.equal(ids, expected_ids)
+
+
 class Layer(NamedTuple):
     """Arguments of `fused_experts` on the GPU."""
 
