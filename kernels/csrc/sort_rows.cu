@@ -9,6 +9,7 @@ constexpr int kWarps = 32;
 constexpr int kAtOnce = 4;  // loads a lane has under way
 constexpr int kChunk = kAtOnce * 32;
 constexpr int kMostCtas = 8;
+constexpr int kFew = 128;
 
 // A chunk of pairs from i on: a lane's groups, -1 for none of ours, and which of the warp's lanes have the same ones.
 struct Chunk {
@@ -50,12 +51,44 @@ struct Chunk {
     }
 };
 
+// For few pairs: each is compared with all others, each offset with all pairs.
+__device__ __forceinline__ void sort_few(const int* group_ids, int num_pairs, int num_groups, int* rows, int* offsets,
+                                         int* claims) {
+    __shared__ __align__(16) u32 groups[kFew];
+    const int thread = threadIdx.x;
+    const u32 none = static_cast<u32>(num_groups);
+    if (thread < kFew) groups[thread] = thread < num_pairs ? min(static_cast<u32>(group_ids[thread]), none) : none;
+    if (thread < 4) claims[thread] = 0;
+    __syncthreads();
+    const auto count = [&](u32 group, int pair) {  // of smaller groups, or of this one before `pair`
+        int before = 0;
+#pragma unroll 4
+        for (int i = 0; i < num_pairs; i += 4) {
+            const uint4 four = *reinterpret_cast<const uint4*>(groups + i);
+            before += four.x < group || (four.x == group && i + 0 < pair);
+            before += four.y < group || (four.y == group && i + 1 < pair);
+            before += four.z < group || (four.z == group && i + 2 < pair);
+            before += four.w < group || (four.w == group && i + 3 < pair);
+        }
+        return before;
+    };
+#pragma unroll 1
+    for (int group = thread; group <= num_groups; group += blockDim.x) offsets[group] = count(group, 0);
+    if (thread < num_pairs) rows[thread] = groups[thread] < none ? count(groups[thread], thread) : -1;
+}
+
 extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
     sort_rows(const int* group_ids,  // [num_pairs]; 0 .. num_groups - 1, or no group
               int num_pairs, int num_groups,
               int* __restrict__ rows,       // [num_pairs], the sorted row of each pair, -1 for none
               int* __restrict__ offsets,    // [num_groups + 1]
               int* __restrict__ claims) {   // [4], made zeros: two GEMMs share out their tiles by them
+    if (num_pairs <= kFew) {
+        ptx::wait_for_launches_before();
+        ptx::let_next_launch_begin();
+        sort_few(group_ids, num_pairs, num_groups, rows, offsets, claims);
+        return;
+    }
     extern __shared__ int counters[];  // [kWarps][num_groups], then totals [num_groups] of this CTA
     __shared__ int sums[kWarps];
     int* const totals = counters + kWarps * num_groups;

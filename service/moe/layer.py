@@ -60,6 +60,11 @@ class MoELayer:
         self.weights = weights
         self.backend = backend
         self.masked_max_tokens = masked_max_tokens
+        device = weights.router.device
+        self._shared_ids = torch.arange(
+            len(shape.held_experts), shape.num_groups, dtype=torch.int32, device=device
+        )
+        self._shared_weights = torch.ones(shape.num_shared_experts, device=device)
         self._router = weights.router.to(torch.float32)
         in_bf16 = weights.router.to(torch.bfloat16)
         exact = in_bf16.is_cuda and in_bf16.to(torch.float32).equal(self._router)
@@ -125,16 +130,14 @@ class MoELayer:
 
     def _groups(self, topk_ids: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor]:
         """Group (-1: none here) and weight of each (token, slot), shared experts after the routed ones."""
-        held, num_groups = self.shape.held_experts, self.shape.num_groups
+        held = self.shape.held_experts
         if len(held) < self.shape.num_experts:
             inside = (topk_ids >= held.start) & (topk_ids < held.stop)
             topk_ids = torch.where(inside, topk_ids - held.start, -1)
         if self.shape.num_shared_experts == 0:
             return topk_ids.contiguous(), topk_weights.contiguous()
-        shared = torch.arange(len(held), num_groups, dtype=torch.int32, device=topk_ids.device)
-        shared = shared.expand(topk_ids.shape[0], -1)
-        ones = topk_weights.new_ones(()).expand(shared.shape)
-        return torch.cat([topk_ids, shared], dim=1), torch.cat([topk_weights, ones], dim=1)
+        ids, ones = (x.expand(topk_ids.shape[0], -1) for x in (self._shared_ids, self._shared_weights))
+        return torch.cat([topk_ids, ids], dim=1), torch.cat([topk_weights, ones], dim=1)
 
     def _masked(
         self, hidden_states: Tensor, group_ids: Tensor, weights: Tensor, num_sms: int | None

@@ -32,7 +32,9 @@ def _stream() -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("num_groups", [1, 8, 256, 1024])
-@pytest.mark.parametrize("shape", [(1, 1), (1, 8), (3, 5), (64, 9), (1000, 8), (4096, 9)])
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (1, 8), (3, 5), (16, 8), (43, 3), (64, 9), (113, 9), (114, 9), (1000, 8), (4096, 9)]
+)
 def test_sort(shape: tuple[int, int], num_groups: int) -> None:
     backend, stream = _stream()
     group_ids = torch.randint(

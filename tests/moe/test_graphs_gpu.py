@@ -190,4 +190,4 @@ def test_changes_of_partitions_do_not_add_up() -> None:
         partitions.apply({"compute": 64})
         capture_graphs([runner], DEVICE, lambda: False)
         used.append(torch.cuda.memory_reserved())
-    assert used[-1] <= used[1]
+    assert used[-1] <= max(used[:5]), used
