@@ -80,6 +80,7 @@ def main() -> None:
     shape = LayerShape(arguments.hidden_size, arguments.intermediate_size, arguments.num_experts, 4)
     header = {
         "cpu": cpu_name(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "torch": torch.__version__,
         "transformers": import_module("transformers").__version__,
         "layer": f"hidden {shape.hidden_size}, intermediate {shape.intermediate_size}, {shape.num_experts} "

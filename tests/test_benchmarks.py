@@ -88,12 +88,17 @@ def test_the_readme_tells_what_a_cpu_took() -> None:
 
 
 def test_the_table_of_numbers_is_the_results() -> None:
-    families = json.loads((RESULT.parent / "numerics.json").read_text())["families"]
+    families, on_h200 = (
+        json.loads((RESULT.parent / name).read_text())["families"]
+        for name in ("numerics.json", "numerics-h200.json")
+    )
+    for family, figures in families.items():
+        figures["expertd on Hopper"] = on_h200[family]["expertd on Hopper"]
     table = (ROOT / "docs" / "numerics.md").read_text().split("<!-- numerics -->")[1]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if "|" in line]
     assert rows[0] == ["step", *families]
     told = {step: [float(cell) for cell in cells] for step, *cells in rows[2:]}
-    assert list(told) == list(next(iter(families.values())))
+    assert set(told) == set(next(iter(families.values())))
     for step, cells in told.items():
         assert cells == pytest.approx([figures[step] for figures in families.values()], abs=0.005)
 

@@ -1,5 +1,6 @@
 """Small steps as CUDA graphs: captured for a short list of token counts, padded inside, replayed."""
 
+import gc
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ class GraphPool:
     """Memory that graphs share which never run at the same time; torch ends a pool with its last graph."""
 
     def __init__(self, device: torch.device) -> None:
+        gc.collect()  # graphs and streams that are garbage may not be destroyed during a capture
         # The default stream cannot be captured. One other for all, since memory is not shared across streams.
         self.side_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._steps: dict[tuple[int, int], _Tensors] = {}

@@ -1,8 +1,10 @@
 """A server on the Hopper backend, asked by the real client: the same answers as the reference layer's."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -12,6 +14,7 @@ import tritonclient.http as triton
 from service.moe import LayerShape, random_weights, save_weights
 from service.settings import Settings
 from tests.kernels.helpers import Diff
+from tests.service.apps import binary_request
 from tests.service.processes import server_process
 
 pytestmark = pytest.mark.gpu
@@ -69,3 +72,35 @@ def test_both_backends_give_the_same_answers(tmp_path: Path) -> None:
         # The CPU rounds activations to bf16 and Hopper to FP8: 1e-3 on average, more or less of few tokens.
         bound = 2e-3 if len(ours) >= 16 else 1e-2
         assert difference.value < bound, difference.value
+
+
+def test_answers_stay_the_same_while_partitions_change(tmp_path: Path) -> None:
+    """Small steps are CUDA graphs, and every change of partitions ends those there are."""
+    weights = tmp_path / "weights.safetensors"
+    shape = LayerShape(hidden_size=HIDDEN, intermediate_size=256, num_experts=16, top_k=4)
+    save_weights(weights, random_weights(shape, 3, torch.device("cpu")))
+    tokens = torch.randn(300, HIDDEN).to(torch.bfloat16).view(torch.int16).numpy()
+    with (
+        server_process(settings("hopper", weights), tmp_path) as server,
+        httpx.Client(base_url=f"http://{server.url}", timeout=30) as http,
+        ThreadPoolExecutor(1) as pool,
+    ):
+
+        def answer(count: int) -> bytes:
+            tensor = ("BF16", [count, HIDDEN], tokens[:count].tobytes())
+            body, length = binary_request({"hidden_states": tensor}, parameters={"binary_data_output": True})
+            headers = {"Inference-Header-Content-Length": str(length)}
+            response = http.post("/v2/models/layer/infer", content=body, headers=headers)
+            assert response.status_code == 200, response.text
+            return response.content[int(response.headers["inference-header-content-length"]) :]
+
+        def change(sizes: dict[str, int]) -> int:
+            return httpx.put(f"http://{server.url}/v1/partitions", json={"partitions": sizes}).status_code
+
+        before = {count: answer(count) for count in TOKENS}
+        for compute in (64, 64, 8, 112, 24):
+            changes = [pool.submit(change, {"compute": compute}) for _ in range(3)]
+            while not all(done.done() for done in changes):
+                assert {count: answer(count) for count in TOKENS} == before
+            assert [done.result() for done in changes] == [200, 200, 200]
+            assert {count: answer(count) for count in TOKENS} == before
