@@ -20,12 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import deep_gemm_peer, layer_peers
 from benchmarks.layer_problem import LAYERS, Layer, LayerProblem, make_problem, make_weights
-from benchmarks.timing import copy_bandwidth, expect_gpu, header
+from benchmarks.timing import copy_bandwidth, expect_gpu, header, profiled
 from kernels import Routing, resolve_backend
 from service.moe import LayerShape, MoELayer
 from service.moe.weights import ExpertWeights
@@ -217,20 +215,7 @@ def graph_of(call: Callable[[], object]) -> Callable[[], object]:
 
 
 def _stages(call: Callable[[], object], repeats: int = 10) -> dict[str, float]:
-    flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
-    call()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(repeats):
-            flush.fill_(1)
-            call()
-        torch.cuda.synchronize()
-    kernels = [
-        (event.name, float(event.time_range.start), float(event.time_range.end))
-        for event in profiler.events() or []
-        if event.device_type == DeviceType.CUDA and "FillFunctor" not in event.name
-    ]
-    calls = stage_times(sorted(kernels, key=lambda kernel: kernel[1]))
+    calls = stage_times(profiled(call, repeats))
     return {stage: statistics.median(call[stage] for call in calls) for stage in STAGES}
 
 

@@ -16,6 +16,14 @@ FLUSH_BYTES = 512 << 20
 
 def kernel_microseconds(call: Callable[[], object], kernel: str, repeats: int = 20) -> float:
     """Median time in us of the kernel whose name contains `kernel`; L2 is flushed before each call."""
+    times = [end - start for name, start, end in profiled(call, repeats) if kernel in name]
+    if len(times) != repeats:
+        raise RuntimeError(f"expected {repeats} kernels named *{kernel}*, got {len(times)}")
+    return statistics.median(times)
+
+
+def profiled(call: Callable[[], object], repeats: int) -> list[tuple[str, float, float]]:
+    """Name, start and end in us of the kernels of so many calls, as they began; L2 is flushed before each."""
     flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
     for _ in range(2):
         call()
@@ -25,11 +33,12 @@ def kernel_microseconds(call: Callable[[], object], kernel: str, repeats: int = 
             flush.fill_(1)
             call()
         torch.cuda.synchronize()
-    events = profiler.events() or []
-    times = [float(e.device_time) for e in events if e.device_type == DeviceType.CUDA and kernel in e.name]
-    if len(times) != repeats:
-        raise RuntimeError(f"expected {repeats} kernels named *{kernel}*, got {len(times)}")
-    return statistics.median(times)
+    kernels = [
+        (event.name, float(event.time_range.start), float(event.time_range.end))
+        for event in profiler.events() or []
+        if event.device_type == DeviceType.CUDA and "FillFunctor" not in event.name
+    ]
+    return sorted(kernels, key=lambda kernel: kernel[1])
 
 
 def copy_bandwidth() -> float:

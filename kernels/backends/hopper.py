@@ -100,7 +100,7 @@ class HopperBackend(Backend):
         values = torch.empty((rows.numel(), h), dtype=torch.bfloat16, device=rows.device)
         self._gemm.multiply(
             on, Layout.CONTIGUOUS, activated, down, offsets, values, rows.numel() / num_groups, num_sms,
-            claims=claims[1], extents_are_older=True,
+            claims=claims[1],
         )  # fmt: skip
         self._layer.combine(on, values, rows, topk_weights, out)
 

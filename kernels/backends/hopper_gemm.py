@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from cuda.core import LaunchConfig, launch
+from cuda.core import LaunchConfig, Stream, launch
 from cuda.core._tensor_map import TensorMapL2Promotion  # cuda.core names it nowhere else
 from torch import Tensor
 
@@ -31,6 +31,7 @@ class _Launch(NamedTuple):
 
     kernel: Any
     grid: LaunchConfig
+    masked: bool
     box_m: int
     box_n: int
     stores_boxes: bool
@@ -65,35 +66,19 @@ class GroupedGemm:
         num_sms: int | None,
         *,
         claims: Tensor | None = None,
-        extents_are_older: bool = False,
     ) -> None:
-        """Write out; extents are offsets or counts, and older than the launch before this one or not.
+        """Write out; extents are offsets or counts.
 
-        claims int32 [2], zeros and as old as extents, is what CTAs share out tiles by; None: the stream's.
+        claims, int32 [2] of zeros, is what CTAs share out tiles by; extents are as old as it is, which is older
+        than the launch before this one. None: the stream has a pair, and extents may be new.
         """
         device, handle, stream = on
         num_groups, n, k = b.data.shape
-        masked = layout is Layout.MASKED
-        launched = self._launch(device, layout, n, k, num_groups, expected_rows, num_sms)
-        launch(
-            stream,
-            launched.grid,
-            launched.kernel,
-            self._descriptors.get(a.data, launched.box_m),
-            self._descriptors.get(b.data, launched.box_n),
-            *((self._out_descriptors.get(out, _STORE_BOX),) if launched.stores_boxes else ()),
-            a.scales.data_ptr(),
-            *map(_uint32, a.scales.stride() if masked else (0, *a.scales.stride())),
-            b.scales.data_ptr(),
-            extents.data_ptr(),
-            out.data_ptr(),
-            *launched.sizes,
-            _int32(a.data.shape[-2]),
-            _int32(a.data.shape[-2] if masked else 0),
-            *launched.cut,
-            _int32(extents_are_older),
-            self._claims.get(device, handle) if claims is None else claims.data_ptr(),
-        )
+        launched = self._launch(device, layout is Layout.MASKED, n, k, num_groups, expected_rows, num_sms)
+        maps = (self._out_descriptors.get(out, _STORE_BOX),) if launched.stores_boxes else ()
+        older = claims is not None
+        pair = self._claims.get(device, handle) if claims is None else claims.data_ptr()
+        self._start(stream, launched, a, b, extents, maps, (out.data_ptr(),), older, pair)
 
     def swiglu(
         self,
@@ -105,40 +90,54 @@ class GroupedGemm:
         activation: Swiglu,
         num_sms: int | None,
     ) -> Quantized:
-        """What is activated of a's sorted rows, quantised; what `multiply` calls older is older."""
+        """What is activated of a's sorted rows, quantised; offsets and claims as in `multiply`."""
         device, _, stream = on
         (num_groups, n2, k), m = b.data.shape, a.data.shape[0]
         n = n2 // 2
-        launched = self._launch(device, Layout.CONTIGUOUS, n, k, num_groups, None, num_sms)
+        launched = self._launch(device, False, n, k, num_groups, None, num_sms)
         data = torch.empty((m, n), dtype=torch.float8_e4m3fn, device=a.data.device)
         scales = torch.empty((n // tiles.BLOCK_N, m), device=a.data.device)
+        outputs = data.data_ptr(), scales.data_ptr(), _uint32(m), *map(_float32, activation)
+        self._start(stream, launched, a, b, offsets, (), outputs, True, claims.data_ptr())
+        return Quantized(data, scales.t())
+
+    def _start(
+        self,
+        stream: Stream,
+        launched: _Launch,
+        a: Quantized,
+        b: Quantized,
+        extents: Tensor,
+        out_maps: tuple[Any, ...],
+        outputs: tuple[Any, ...],
+        extents_are_older: bool,
+        claims: int,
+    ) -> None:
+        rows, *strides = a.data.shape[-2], *a.scales.stride()
         launch(
             stream,
             launched.grid,
             launched.kernel,
             self._descriptors.get(a.data, launched.box_m),
             self._descriptors.get(b.data, launched.box_n),
+            *out_maps,
             a.scales.data_ptr(),
-            *map(_uint32, (0, *a.scales.stride())),
+            *map(_uint32, strides if launched.masked else (0, *strides)),
             b.scales.data_ptr(),
-            offsets.data_ptr(),
-            data.data_ptr(),
-            scales.data_ptr(),
-            _uint32(m),
-            *map(_float32, activation),
+            extents.data_ptr(),
+            *outputs,
             *launched.sizes,
-            _int32(m),
-            _int32(0),
+            _int32(rows),
+            _int32(rows if launched.masked else 0),
             *launched.cut,
-            _int32(1),
-            claims.data_ptr(),
+            _int32(extents_are_older),
+            claims,
         )
-        return Quantized(data, scales.t())
 
     def _launch(
         self,
         device: int,
-        layout: Layout,
+        masked: bool,
         n: int,
         k: int,
         num_groups: int,
@@ -147,9 +146,10 @@ class GroupedGemm:
     ) -> _Launch:
         """For SwiGLU behind the GEMM where no number of rows is expected."""
         choose = tiles.choose  # in the key, since one that was put in its place chooses otherwise
-        key = (choose, device, layout is Layout.MASKED, n, k, num_groups, expected_rows, num_sms)
+        key = (choose, device, masked, n, k, num_groups, expected_rows, num_sms)
         kept = self._launches.get(key)
         if kept is None:
+            layout = Layout.MASKED if masked else Layout.CONTIGUOUS
             all_sms = torch.cuda.get_device_properties(device).multi_processor_count
             sms = min(num_sms or all_sms, all_sms)
             if expected_rows is None:
@@ -169,6 +169,7 @@ class GroupedGemm:
             kept = _Launch(
                 self._kernels.get(device, source),
                 grid,
+                masked,
                 config.box_m,
                 config.box_n,
                 not config.swapped and not config.swiglu,
