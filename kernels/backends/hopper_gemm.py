@@ -69,7 +69,7 @@ class GroupedGemm:
     ) -> None:
         """Write out; extents are offsets or counts.
 
-        claims, int32 [2] of zeros, is what CTAs share out tiles by; extents are as old as it is, which is older
+        claims, int32 [2] of zeros, is what CTAs share out tiles by; it and extents are older
         than the launch before this one. None: the stream has a pair, and extents may be new.
         """
         device, handle, stream = on
