@@ -92,6 +92,47 @@ def test_route(num_experts: int, routing: Routing) -> None:
     torch.testing.assert_close(weights[same], expected_weights[same], rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("num_experts", "top_k", "routing"),
+    [
+        (1, 1, Routing()),
+        (7, 7, Routing("sigmoid")),
+        (33, 32, Routing()),
+        (96, 32, Routing("sigmoid", groups=32, top_groups=11)),
+        (32, 3, Routing("sigmoid", groups=32, top_groups=3)),
+        (1023, 5, Routing(renormalize=False)),
+        (1024, 32, Routing("sigmoid", True, 2.5, 2, 1)),
+    ],
+)
+@pytest.mark.parametrize("tokens", [1, 300])
+def test_route_of_odd_sizes(num_experts: int, top_k: int, routing: Routing, tokens: int) -> None:
+    """Logits at any address; numbers far apart, so that all must agree. All alike, the lowest are chosen."""
+    backend, generator = resolve_backend("hopper"), fresh_generator("cuda")
+    order = torch.rand(tokens, num_experts, generator=generator, device="cuda").argsort(1)
+    logits = torch.empty(tokens * num_experts + 1, device="cuda")[1:].view(tokens, num_experts)
+    logits.copy_(order.float().mul_(6 / num_experts))
+    for values in (logits, torch.zeros_like(logits)):
+        ids, weights = backend.choose_experts(values, None, top_k, routing)
+        expected_ids, expected_weights = choose_experts(values, None, top_k, routing)
+        assert torch.equal(ids, expected_ids)
+        torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=0)
+
+
+def test_a_token_of_nan_or_infinity_is_routed_alone() -> None:
+    backend, generator = resolve_backend("hopper"), fresh_generator("cuda")
+    logits = torch.randn(20, 256, generator=generator, device="cuda")
+    logits[3], logits[4, 7], logits[5, 9], logits[6] = torch.nan, torch.nan, torch.inf, -torch.inf
+    for routing in (Routing(), Routing("sigmoid", True, 2.5, 8, 4)):
+        ids, weights = backend.choose_experts(logits, None, 8, routing)
+        expected_ids, expected_weights = choose_experts(logits, None, 8, routing)
+        others = torch.arange(20, device="cuda") > 6
+        assert torch.equal(ids[others], expected_ids[others])
+        torch.testing.assert_close(weights[others], expected_weights[others], rtol=1e-5, atol=0)
+        assert ((ids >= 0) & (ids < 256)).all()
+        assert torch.equal(weights.isnan().any(1), expected_weights.isnan().any(1))
+        assert (ids.sort(1).values.diff(dim=1) > 0).all(), "no expert comes twice"
+
+
 @pytest.mark.parametrize("tokens", [1, 63, 64, 200, 1000])
 @pytest.mark.parametrize(("num_experts", "k"), [(8, 4096), (60, 128), (128, 2048), (256, 7168), (1000, 1152)])
 def test_logits(num_experts: int, k: int, tokens: int) -> None:
