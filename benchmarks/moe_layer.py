@@ -40,7 +40,7 @@ STAGES = {  # by the kernels of a call in their order
 }
 PEERS = ("two_gemms", "mega_moe")
 ROUTED = Layer("deepseek-v3", 7168, 2048, 256, 8)
-ROUTED_TOKENS = (1, 16, 64, 256)
+ROUTED_TOKENS = (1, 16, 64, 256, 1024, 4096)
 FLUSH_BYTES = 1 << 30
 REPEATS, PAUSE_SECONDS = 20, 0.02
 

@@ -5,8 +5,8 @@ import torch
 from kernels.jit import Source
 
 
-def _source(file: str, **defines: object) -> Source:
-    name = "_".join([file, *(str(value).lower() for value in defines.values())])
+def _source(file: str, variant: str = "", **defines: object) -> Source:
+    name = f"{file}_{variant}" if variant else file
     return Source(name, f"{file}.cu", file, tuple((key, str(value)) for key, value in defines.items()))
 
 
@@ -22,24 +22,28 @@ THREADS = {
 """Of a CTA, by entry."""
 _FLOATS = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
 
-SORT = _source("sort_rows")
-QUANTIZE = {dtype: _source("quantize_rows", DATATYPE=name) for dtype, name in _FLOATS.items()}
-COMBINE = {dtype: _source("combine_rows", DATATYPE=name) for dtype, name in _FLOATS.items()}
+FEW_PAIRS = 128
+"""That are sorted by comparing each with all."""
+SORT = _source("sort_rows", FEW_PAIRS=FEW_PAIRS)
+QUANTIZE = {dtype: _source("quantize_rows", name.lower(), DATATYPE=name) for dtype, name in _FLOATS.items()}
+COMBINE = {dtype: _source("combine_rows", name.lower(), DATATYPE=name) for dtype, name in _FLOATS.items()}
 """By the tokens' dtype, and by the output's."""
-LOGITS = _source("router_logits")
-ROUTE = _source("route_tokens")
-
-SOURCES = (SORT, *QUANTIZE.values(), *COMBINE.values(), LOGITS, ROUTE)
-
 LOGITS_TOKENS, LOGITS_EXPERTS = 64, 128
 """Of a CTA, and its boxes' rows."""
 LOGITS_SUMS, LOGITS_COLUMNS = 4, 256
 """Sums of a part of K, and columns of each."""
+_LOGITS_BYTES = LOGITS_COLUMNS // 64 * ((LOGITS_TOKENS + LOGITS_EXPERTS) * 128 + 8)
+LOGITS = _source(
+    "router_logits", TOKENS=LOGITS_TOKENS, EXPERTS=LOGITS_EXPERTS, SUM_COLUMNS=LOGITS_COLUMNS,
+    STORAGE_BYTES=_LOGITS_BYTES,
+)  # fmt: skip
+ROUTE = _source("route_tokens", MAX_EXPERTS=MAX_EXPERTS, SUMS=LOGITS_SUMS)
+
+SOURCES = (SORT, *QUANTIZE.values(), *COMBINE.values(), LOGITS, ROUTE)
 
 
 def shared_bytes(source: Source, num_groups: int) -> int:
     """Dynamic shared memory of a CTA."""
     if source is SORT:
         return 33 * num_groups * 4
-    boxes = LOGITS_SUMS * ((LOGITS_TOKENS + LOGITS_EXPERTS) * 128 + 8)
-    return boxes if source is LOGITS else 0
+    return _LOGITS_BYTES if source is LOGITS else 0

@@ -164,8 +164,10 @@ class Engine:
         assert self.loaded is not None
         partitions.apply(sizes)
         try:
-            self.loaded.prepare_steps()
-        except RuntimeError:
+            self.loaded.prepare_steps(lambda: self.phase is not Phase.READY)
+        except LoadCancelledError:
+            return
+        except Exception:  # whatever it is, the partitions are the new ones, and steps can be computed
             logger.exception("partitions were replaced, but steps could not be prepared: they will be slower")
 
     async def _finish_loading(self) -> None:

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -67,7 +68,8 @@ class Loaded:
     """What loading leaves behind.
 
     memory gives (used, total) bytes of the device, None without a GPU. prepare_steps is for the worker
-    thread, when partitions have been replaced: steps find again what they had after loading.
+    thread, when partitions have been replaced: steps find again what they had after loading. It raises
+    LoadCancelledError as loading does; whatever it raises, steps can be computed.
     """
 
     backend: str
@@ -75,7 +77,7 @@ class Loaded:
     runners: Mapping[str, Runner]
     partitions: Partitions | None
     memory: Callable[[], tuple[int, int] | None]
-    prepare_steps: Callable[[], None]
+    prepare_steps: Callable[[Cancelled], None]
 
 
 Loader = Callable[[Settings, Cancelled], Loaded]
@@ -121,7 +123,7 @@ def load(settings: Settings, cancelled: Cancelled) -> Loaded:
         runners,
         partitions,
         lambda: device_memory(device),
-        lambda: capture_graphs(on_gpu, device, lambda: False),
+        partial(capture_graphs, on_gpu, device),
     )
 
 
@@ -198,7 +200,7 @@ def capture_graphs(runners: Sequence[LayerRunner], device: torch.device, cancell
         return
     for runner in runners:
         runner.release_graphs()
-    torch._C._cuda_clearCublasWorkspaces()  # 32 MiB that torch keeps for every stream it ever multiplied on
+    torch._C._cuda_clearCublasWorkspaces()  # 32 MiB that torch keeps of every stream where cuBLAS was
     torch.cuda.empty_cache()
     pool = GraphPool(device)
     for runner in tqdm(runners, desc="graphs", unit="layer", disable=None):

@@ -111,19 +111,27 @@ class HopperBackend(Backend):
         if not _narrow(logits.shape[1], top_k, routing):
             return super().choose_experts(logits, bias, top_k, routing)
         on = current_stream(_current(logits, "logits"))
+        bias = None if bias is None else bias.contiguous()
         return self._layer.route(on, Logits(_aligned(logits)[None], 1), bias, top_k, routing)
 
     def route(
         self, hidden_states: Tensor, router: Tensor, bias: Tensor | None, top_k: int, routing: Routing
     ) -> tuple[Tensor, Tensor]:
-        """See `Backend.route`; of bf16, by no wider rule, two launches, and the same bits in any company."""
-        num_experts, k = router.shape
-        in_bf16 = hidden_states.dtype == router.dtype == torch.bfloat16 and k % 8 == 0
-        if not in_bf16 or not _narrow(num_experts, top_k, routing):
+        """See `Backend.route`; two launches for bf16, and the same bits in any company.
+
+        router and bias must be contiguous then (router 16-byte aligned) and older than the launch before, for
+        they are read while it ends; else, and for wider rules, logits come from cuBLAS.
+        """
+        if not hidden_states.dtype == router.dtype == torch.bfloat16:
             return super().route(hidden_states, router, bias, top_k, routing)
         on = current_stream(_current(hidden_states, "hidden_states"))
-        logits = self._layer.logits(on, _aligned(hidden_states), _aligned(router))
-        return self._layer.route(on, logits, bias, top_k, routing)
+        as_they_are = _is_aligned(router) and (bias is None or bias.is_contiguous())
+        if not as_they_are or router.shape[1] % 8 != 0 or not _narrow(router.shape[0], top_k, routing):
+            logits = torch.mm(hidden_states, router.t(), out_dtype=torch.float32)
+            return self.choose_experts(logits, bias, top_k, routing)
+        return self._layer.route(
+            on, self._layer.logits(on, _aligned(hidden_states), router), bias, top_k, routing
+        )
 
 
 def _narrow(num_experts: int, top_k: int, routing: Routing) -> bool:
@@ -133,8 +141,11 @@ def _narrow(num_experts: int, top_k: int, routing: Routing) -> bool:
 
 def _aligned(rows: Tensor) -> Tensor:
     """Contiguous, and where 16 bytes can be loaded at a time."""
-    rows = rows.contiguous()
-    return rows if rows.data_ptr() % 16 == 0 else rows.clone()
+    return rows if _is_aligned(rows) else rows.clone(memory_format=torch.contiguous_format)
+
+
+def _is_aligned(rows: Tensor) -> bool:
+    return rows.is_contiguous() and rows.data_ptr() % 16 == 0
 
 
 def _current(tensor: Tensor, name: str) -> int:

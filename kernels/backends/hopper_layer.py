@@ -17,9 +17,8 @@ from kernels.router import Routing
 
 _SORT_ALONE = 1024  # pairs that one CTA sorts sooner than a cluster does
 _SORT_CTAS = 8
-_FEW_TOKENS = (
-    256  # up to which the router's weights wait for CTAs, and those of both launches find room at once
-)
+# Up to so many, the CTAs of both routing launches find room at once.
+_FEW_TOKENS = 256
 _SORT_CTAS_FROM = 64  # SMs, among which there are surely so many neighbours as a cluster wants
 
 
@@ -46,13 +45,6 @@ class Logits(NamedTuple):
     data: Tensor
     sums: int
 
-    def added_up(self) -> Tensor:
-        """fp32 [T, E], as the kernel adds them up."""
-        total = torch.zeros_like(self.data[0])
-        for first in range(0, self.data.shape[0], self.sums):
-            total += functools.reduce(torch.add, self.data[first : first + self.sums])
-        return total
-
 
 class LayerKernels:
     """The small kernels, on the devices where they were used."""
@@ -73,7 +65,8 @@ class LayerKernels:
         claims = torch.empty((2, 2), dtype=torch.int32, device=topk_ids.device)
         offsets = torch.empty(num_groups + 1, dtype=torch.int32, device=topk_ids.device)
         alone = topk_ids.numel() <= _SORT_ALONE or (num_sms is not None and num_sms < _SORT_CTAS_FROM)
-        shared_bytes = layer_kernels.shared_bytes(layer_kernels.SORT, num_groups)
+        few = topk_ids.numel() <= layer_kernels.FEW_PAIRS
+        shared_bytes = 0 if few else layer_kernels.shared_bytes(layer_kernels.SORT, num_groups)
         self._launch(
             on, layer_kernels.SORT, _Grid(1, 1 if alone else _SORT_CTAS, shared_bytes),
             topk_ids, np.int32(topk_ids.numel()), np.int32(num_groups), rows, offsets, claims,
@@ -121,14 +114,14 @@ class LayerKernels:
     def route(
         self, on: OnStream, logits: Logits, bias: Tensor | None, top_k: int, routing: Routing
     ) -> tuple[Tensor, Tensor]:
-        """(topk_ids int32 [T, k], topk_weights fp32 [T, k]); see `kernels.choose_experts`."""
+        """(topk_ids int32 [T, k], topk_weights fp32 [T, k]) of fresh logits; see `kernels.choose_experts`."""
         numbers, num_tokens, num_experts = logits.data.shape
         topk_ids = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits.data.device)
         topk_weights = torch.empty((num_tokens, top_k), device=logits.data.device)
         self._launch(
             on, layer_kernels.ROUTE, _Grid(num_tokens),
             logits.data, np.int32(numbers // logits.sums), np.int32(logits.sums),
-            np.int32(num_tokens <= _FEW_TOKENS), bias,
+            np.int32(logits.sums > 1), bias,
             np.int32(num_experts), np.int32(top_k),
             np.int32(routing.scoring == "softmax"), np.int32(routing.renormalize), np.float32(routing.scale),
             np.int32(routing.groups), np.int32(routing.top_groups), topk_ids, topk_weights,

@@ -5,7 +5,7 @@
 #include "ptx.cuh"
 
 constexpr int kWarps = 4, kThreads = kWarps * 32;
-constexpr int kMostExperts = 1024;
+constexpr int kMostExperts = MAX_EXPERTS;
 
 // Larger numbers have larger ones; zeros are alike, and NaN is larger than any, as in a sort. Never 0.
 __device__ __forceinline__ u32 order(float x) {
@@ -27,7 +27,8 @@ __device__ __forceinline__ float max_of_warp(float value) {
 
 // A token's logits: four sums or one for every part, added up as router_logits.cu does it for many tokens.
 __device__ __forceinline__ void add_up(float* scores, const float* logits, int parts, int sums, i64 stride, int count) {
-    constexpr int kParts = 8, kSums = 4;  // that a thread loads together
+    constexpr int kParts = 8, kSums = SUMS;  // that a thread loads together
+    static_assert(kSums == 4);
     if (count % 2 == 0) {
 #pragma unroll 1
         for (int e = threadIdx.x * 2; e < count; e += kThreads * 2) {
@@ -150,7 +151,8 @@ __device__ __forceinline__ int choose(u32* keys, int count, int top_k) {
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     route_tokens(const float* logits,  // [parts * sums, num_tokens, num_experts], to be added up
-                 int parts, int sums, int rehearse,
+                 int parts, int sums,
+                 int rehearse,         // first; then the bias is older than the launch before
                  const float* bias,    // [num_experts], added to what chooses; null: nothing
                  int all_experts, int top_k,
                  int softmax, int renormalize, float scale, int groups, int top_groups,
@@ -160,8 +162,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     __shared__ u32 keys[kMostExperts], group_keys[32];  // of what chooses; 0: cannot be chosen
     const int thread = threadIdx.x, token = blockIdx.x;
     logits += static_cast<i64>(token) * all_experts;
+    if (!rehearse) ptx::wait_for_launches_before();
 #pragma unroll 1
-    for (int e = thread; e < all_experts; e += kThreads) biases[e] = bias != nullptr ? bias[e] : 0.0f;  // an older tensor
+    for (int e = thread; e < all_experts; e += kThreads) biases[e] = bias != nullptr ? bias[e] : 0.0f;
 #pragma unroll 1
     for (bool last = !rehearse;; last = true) {
         if (last) {

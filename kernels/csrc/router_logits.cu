@@ -4,20 +4,21 @@
 // a sum each. Of many tokens a CTA has four sums in turn, and fewer numbers are left.
 #include "wgmma.cuh"
 
-constexpr int kTokens = 64, kExperts = 128;  // of a CTA; one warpgroup
-constexpr int kRowBytes = 128;               // of a swizzled box
+constexpr int kTokens = TOKENS, kExperts = EXPERTS;  // of a CTA; one warpgroup
+constexpr int kRowBytes = 128;                       // of a swizzled box
 constexpr int kColumns = kRowBytes / 2;
-constexpr int kBoxes = 4;  // of a sum, side by side
+constexpr int kBoxes = SUM_COLUMNS / kColumns;  // of a sum, side by side
 
 struct Storage {
     u8 weights[kBoxes][kExperts * kRowBytes];
     u8 tokens[kBoxes][kTokens * kRowBytes];
     u64 full[kBoxes];
 };
+static_assert(kTokens == 64 && sizeof(Storage) == STORAGE_BYTES);
 
 extern "C" __global__ void __launch_bounds__(128)
     router_logits(const __grid_constant__ ptx::TensorMap token_map,   // bf16 [num_tokens, k]
-                  const __grid_constant__ ptx::TensorMap weight_map,  // bf16 [num_experts, k]
+                  const __grid_constant__ ptx::TensorMap weight_map,  // bf16 [num_experts, k], older than the launch before
                   int num_tokens, int num_experts,
                   int parts, int sums,           // that there are of each logit, and sums in a part
                   float* __restrict__ logits) {  // [parts, num_tokens, num_experts]

@@ -1,6 +1,6 @@
 // Where the rows of (token, slot) pairs go: sorted by group, pairs of one group in their order.
 //
-// One cluster. A warp has a stretch of the pairs and counts its groups; from the counts of all warps before it, in its
+// Few pairs are compared with each other by one CTA. Else, one cluster: a warp has a stretch of the pairs and counts its groups; from the counts of all warps before it, in its
 // CTA and in those before, follows where its own begin. Pairs of other groups than these have no row: they are told -1.
 // Loops are hardly unrolled: see route_tokens.cu.
 #include "ptx.cuh"
@@ -9,7 +9,7 @@ constexpr int kWarps = 32;
 constexpr int kAtOnce = 4;  // loads a lane has under way
 constexpr int kChunk = kAtOnce * 32;
 constexpr int kMostCtas = 8;
-constexpr int kFew = 128;
+constexpr int kFew = FEW_PAIRS;
 
 // A chunk of pairs from i on: a lane's groups, -1 for none of ours, and which of the warp's lanes have the same ones.
 struct Chunk {

@@ -1,6 +1,7 @@
 """Small steps as CUDA graphs: captured for a short list of token counts, padded inside, replayed."""
 
 import gc
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -28,11 +29,8 @@ class GraphPool:
         # The default stream cannot be captured. One other for all, since memory is not shared across streams.
         self.side_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._steps: dict[tuple[int, int], _Tensors] = {}
-        self._anchor, nothing = torch.cuda.CUDAGraph(), torch.zeros((), device=device)
-        with torch.cuda.stream(self.side_stream):
-            self._anchor.capture_begin(capture_error_mode="thread_local")
-            nothing.zero_()
-            self._anchor.capture_end()
+        nothing = torch.zeros((), device=device)
+        self._anchor = _captured(nothing.zero_, self.side_stream)
 
     @property
     def handle(self) -> Any:
@@ -59,6 +57,7 @@ class _Tensors:
         self.no_expert = torch.tensor(-1, dtype=torch.int32, device=device)
         self.out = torch.empty(most, hidden_size, device=device)
         self._num_tokens = 0
+        torch.cuda.synchronize(device)  # other streams than this one will use them
 
     def fill(self, hidden_states: Tensor, topk_ids: Tensor | None, topk_weights: Tensor | None) -> None:
         """Bring a step of host tensors (pinned: without waiting) here."""
@@ -123,18 +122,8 @@ class StepGraphs:
         self._stream.synchronize()
         # A partition's own stream is captured, for the graph to stay inside.
         default = self._stream == torch.cuda.default_stream(self._stream.device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(pool.side_stream if default else self._stream):
-            # Other threads may go on using the device meanwhile.
-            graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
-            try:
-                self._step(count, routed)
-            except BaseException:
-                with suppress(RuntimeError):  # which would say only that the capture is void
-                    graph.capture_end()
-                raise
-            graph.capture_end()
-        return graph
+        stream = pool.side_stream if default else self._stream
+        return _captured(lambda: self._step(count, routed), stream, pool.handle)
 
     def _step(self, count: int, routed: bool) -> None:
         step = self._tensors
@@ -145,6 +134,23 @@ class StepGraphs:
             chosen, topk_weights = self._layer.route(hidden_states)
             torch.where(step.padding[:count], step.no_expert, chosen, out=topk_ids)
         self._layer(hidden_states, topk_ids, topk_weights, self._num_sms, step.out[:count])
+
+
+def _captured(
+    work: Callable[[], object], stream: torch.cuda.Stream, pool: Any = None
+) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        # Other threads may go on using the device meanwhile.
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            work()
+        except BaseException:
+            with suppress(RuntimeError):  # which would say only that the capture is void
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    return graph
 
 
 def _padded(num_tokens: int) -> int:

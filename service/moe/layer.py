@@ -65,8 +65,9 @@ class MoELayer:
             len(shape.held_experts), shape.num_groups, dtype=torch.int32, device=device
         )
         self._shared_weights = torch.ones(shape.num_shared_experts, device=device)
-        self._router = weights.router.to(torch.float32)
-        in_bf16 = weights.router.to(torch.bfloat16)
+        self._bias = None if weights.router_bias is None else weights.router_bias.contiguous()
+        self._router = weights.router.to(torch.float32).contiguous()
+        in_bf16 = weights.router.to(torch.bfloat16).contiguous()
         exact = in_bf16.is_cuda and in_bf16.to(torch.float32).equal(self._router)
         self._bf16_router = in_bf16 if exact else None
 
@@ -77,8 +78,9 @@ class MoELayer:
     def route(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """(topk_ids int32 [T, k], topk_weights fp32 [T, k]) of hidden_states [T, H]; logits in float32.
 
-        On Hopper, of bfloat16 states and a router that bfloat16 can hold, they are the same bits in any
-        company; others come from a library, whose order of adding up may depend on T.
+        On Hopper, of bfloat16 states, a router that bfloat16 can hold and at most 32 slots and groups, they
+        are the same bits in any company; others come from a library, where the order of adding up may depend
+        on T.
         """
         self._check_hidden_states(hidden_states)
         if hidden_states.shape[0] == 0:
@@ -88,9 +90,7 @@ class MoELayer:
         router = self._router
         if self._bf16_router is not None and hidden_states.dtype == torch.bfloat16:
             router = self._bf16_router
-        return self.backend.route(
-            hidden_states, router, self.weights.router_bias, self.shape.top_k, self.routing
-        )
+        return self.backend.route(hidden_states, router, self._bias, self.shape.top_k, self.routing)
 
     def __call__(
         self,

@@ -6,6 +6,7 @@ from kernels import (
     Backend,
     Routing,
     Swiglu,
+    choose_experts,
     fused_experts,
     grouped_gemm_contiguous,
     grouped_gemm_masked,
@@ -46,10 +47,11 @@ def whole_layer(tokens: int) -> None:
     ids = torch.randint(-1, e, (tokens, k), generator=generator, device="cuda", dtype=torch.int32)
     weights = torch.rand(tokens, k, generator=generator, device="cuda")
     backend = resolve_backend("hopper")
-    logits = torch.randn(tokens, e, generator=generator, device="cuda")
-    backend.choose_experts(logits, None, k, Routing())
-    router = torch.randn(e, h, generator=generator, device="cuda")
-    backend.route(x.bfloat16(), router.bfloat16(), None, k, Routing())
+    router = torch.randn(e, h, generator=generator, device="cuda").bfloat16()
+    torch.cuda.synchronize()
+    routed = backend.route(x.bfloat16(), router, None, k, Routing())
+    by_rule = choose_experts(x.bfloat16().float() @ router.float().t(), None, k, Routing())
+    torch.testing.assert_close(routed[1], by_rule[1], rtol=1e-3, atol=1e-5)
     out, expected = (torch.full((tokens, h), torch.nan, device="cuda") for _ in range(2))
     fused_experts(x, ids, weights, gate_up, down, out=out, num_sms=4)
     Backend.experts(backend, x, ids, weights, gate_up, down, expected, Swiglu(), 4)

@@ -1,5 +1,7 @@
 """Steps as CUDA graphs: the answers of the layer, whatever they are padded with, in a partition too."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -19,8 +21,11 @@ SIZES = (1, 3, 16, 17, 100, 256)
 DEVICE = torch.device("cuda")
 
 
-def _layer(shape: LayerShape = SHAPE, routing: Routing | None = None) -> MoELayer:
+def _layer(shape: LayerShape = SHAPE, routing: Routing | None = None, exact: bool = True) -> MoELayer:
+    """With a router that bf16 holds, or one that is left to cuBLAS."""
     weights = random_weights(shape, fresh_generator().initial_seed(), "cuda")
+    if not exact:
+        weights = replace(weights, router=torch.randn(weights.router.shape, device="cuda"))
     return MoELayer(shape, weights, resolve_backend("hopper"), routing=routing)
 
 
@@ -111,8 +116,9 @@ def _request(tokens: torch.Tensor, routing: tuple[torch.Tensor, torch.Tensor] | 
     return LayerRequest(len(tokens), data, "BF16", ids, "INT32", weights, "FP32")
 
 
-def test_a_runner_with_graphs_answers_like_one_without() -> None:
-    layer = _layer()
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_runner_with_graphs_answers_like_one_without(exact: bool) -> None:
+    layer = _layer(exact=exact)
     plain, quick = LayerRunner(layer, "cuda"), LayerRunner(layer, "cuda")
     quick.capture(GraphPool(DEVICE))
     steps = [[_request(_tokens(n))] for n in (1, 5, 300)] + [[_request(_tokens(2)), _request(_tokens(9))]]
@@ -122,45 +128,39 @@ def test_a_runner_with_graphs_answers_like_one_without() -> None:
     for step in steps:
         one, other = plain.run(step), quick.run(step)
         assert one.tokens_per_expert == other.tokens_per_expert
-        for a, b in zip(one.outputs, other.outputs, strict=True):
-            assert np.array_equal(np.frombuffer(a, np.float32), np.frombuffer(b, np.float32))
+        for buffers in zip(one.outputs, other.outputs, strict=True):
+            a, b = (np.frombuffer(buffer, np.float32) for buffer in buffers)
+            # cuBLAS adds up in another order for another number of tokens, and padding is tokens.
+            assert np.array_equal(a, b) if exact else np.allclose(a, b, rtol=1e-3, atol=1e-4)
 
 
-def test_in_a_partition_and_after_its_change() -> None:
+def test_in_a_partition_and_after_its_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs of a partition that is gone are not replayed, be it twice gone; captured anew, they are."""
-    layer, partitions = _layer(), SMPartitions(0)
+    layer, partitions, replays = _layer(), SMPartitions(0), list[int]()
+    run = StepGraphs.run
+
+    def counted(graphs: StepGraphs, hidden_states: torch.Tensor, *routing: torch.Tensor | None) -> Step:
+        replays.append(len(hidden_states))
+        return run(graphs, hidden_states, *routing)
+
+    monkeypatch.setattr(StepGraphs, "run", counted)
     partitions.apply({"compute": 64, "rest": 24})
     runner = LayerRunner(layer, "cuda", partitions, "compute")
     runner.capture(GraphPool(DEVICE))
     tokens = _tokens(30)
     expected = reference_layer(tokens.cuda(), layer.weights, SHAPE.top_k).cpu()
-    replays = _count_replays(runner)
     for capture in (False, True):
         for sizes in ({"compute": 64, "rest": 24}, {"compute": 24, "rest": 64}, {"compute": 8}):
             partitions.apply(sizes)
             partitions.apply(sizes)  # a step between would have noticed the first
             if capture:
-                runner.release_graphs()
-                runner.capture(GraphPool(DEVICE))
-                replays = _count_replays(runner)
+                capture_graphs([runner], DEVICE, lambda: False)
+            replays.clear()
             for _ in range(3):
                 (output,) = runner.run([_request(tokens)]).outputs
                 rows = torch.frombuffer(bytearray(output), dtype=torch.float32).view(tokens.shape)
                 assert_close(rows, expected)
             assert len(replays) == (3 if capture else 0)
-
-
-def _count_replays(runner: LayerRunner) -> list[int]:
-    graphs, seen = runner._graphs, list[int]()
-    assert graphs is not None
-    run = graphs.run
-
-    def counted(hidden_states: torch.Tensor, *routing: torch.Tensor | None) -> Step:
-        seen.append(len(hidden_states))
-        return run(hidden_states, *routing)
-
-    graphs.run = counted  # type: ignore[assignment, method-assign]
-    return seen
 
 
 def test_a_capture_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +183,7 @@ def test_a_capture_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_changes_of_partitions_do_not_add_up() -> None:
     """In torch's memory: the driver keeps 4 MB of each green context that ever was."""
-    layer, partitions = _layer(), SMPartitions(0)
+    layer, partitions = _layer(exact=False), SMPartitions(0)
     runner = LayerRunner(layer, "cuda", partitions, "compute")
     used = []
     for _ in range(10):

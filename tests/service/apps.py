@@ -41,13 +41,13 @@ def tiny_settings(limits: Mapping[str, float] | None = None, **changes: Any) -> 
 
 
 def serving_runner(
-    runner: Runner, partitions: Partitions | None = None, prepare_steps: Callable[[], None] = lambda: None
+    runner: Runner, partitions: Partitions | None = None, prepare: Callable[[], None] = lambda: None
 ) -> Loader:
     """A loader that loads nothing and serves every model with `runner`."""
 
     def load(settings: Settings, _: Callable[[], bool]) -> Loaded:
         runners = {model.name: runner for model in settings.models}
-        return Loaded("reference", "test", runners, partitions, lambda: None, prepare_steps)
+        return Loaded("reference", "test", runners, partitions, lambda: None, lambda _: prepare())
 
     return load
 

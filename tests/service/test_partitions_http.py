@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from service.loading import LoadCancelledError
 from tests.service.apps import (
     MODEL,
     error_of,
@@ -121,13 +122,14 @@ async def test_a_change_waits_for_the_step_in_flight_and_drops_nothing() -> None
     assert runner.steps == [[1], [1, 1, 1, 1]]
 
 
-async def test_steps_are_prepared_between_a_change_and_the_next_step() -> None:
+@pytest.mark.parametrize("failure", [RuntimeError, ValueError, LoadCancelledError, Exception])
+async def test_steps_are_prepared_between_a_change_and_the_next_step(failure: type[Exception]) -> None:
     device, seen = Device(), []
 
     def prepare() -> None:
         seen.append((device.partitions[0].num_sms, len(runner.steps)))
         if len(seen) == 2:
-            raise RuntimeError("no memory for graphs")
+            raise failure("no memory for graphs")
 
     runner = EchoRunner()
     async with serving(tiny_settings(), serving_runner(runner, device, prepare)) as server:
