@@ -105,8 +105,8 @@ class Backend(ABC):
     ) -> tuple[Tensor, Tensor]:
         """(topk_ids int32 [T, k], topk_weights fp32 [T, k]) of hidden_states [T, H], by a router [E, H].
 
-        Logits are added up in fp32; the rest is `choose_experts`. router and bias are a layer's: no launch just
-        before this one writes them.
+        Logits are added up in fp32; the rest is `choose_experts`. router and bias are a layer's: the launch
+        before does not write them.
         """
         logits = hidden_states.to(torch.float32) @ router.to(torch.float32).t()
         return self.choose_experts(logits, bias, top_k, routing)
