@@ -37,13 +37,15 @@ LOGITS = _source(
     "router_logits", TOKENS=LOGITS_TOKENS, EXPERTS=LOGITS_EXPERTS, SUM_COLUMNS=LOGITS_COLUMNS,
     STORAGE_BYTES=_LOGITS_BYTES,
 )  # fmt: skip
-ROUTE = _source("route_tokens", MAX_EXPERTS=MAX_EXPERTS, SUMS=LOGITS_SUMS)
+ROUTE = _source("route_tokens", SUMS=LOGITS_SUMS)
 
 SOURCES = (SORT, *QUANTIZE.values(), *COMBINE.values(), LOGITS, ROUTE)
 
 
 def shared_bytes(source: Source, num_groups: int) -> int:
-    """Dynamic shared memory of a CTA."""
+    """Dynamic shared memory of a CTA; for routing, groups are all experts."""
     if source is SORT:
         return 33 * num_groups * 4
+    if source is ROUTE:
+        return 3 * (num_groups + num_groups % 2) * 4
     return _LOGITS_BYTES if source is LOGITS else 0

@@ -118,8 +118,9 @@ class LayerKernels:
         numbers, num_tokens, num_experts = logits.data.shape
         topk_ids = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits.data.device)
         topk_weights = torch.empty((num_tokens, top_k), device=logits.data.device)
+        shared_bytes = layer_kernels.shared_bytes(layer_kernels.ROUTE, num_experts)
         self._launch(
-            on, layer_kernels.ROUTE, _Grid(num_tokens),
+            on, layer_kernels.ROUTE, _Grid(num_tokens, shared_bytes=shared_bytes),
             logits.data, np.int32(numbers // logits.sums), np.int32(logits.sums),
             np.int32(logits.sums > 1), bias,
             np.int32(num_experts), np.int32(top_k),

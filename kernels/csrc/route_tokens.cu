@@ -5,7 +5,6 @@
 #include "ptx.cuh"
 
 constexpr int kWarps = 4, kThreads = kWarps * 32;
-constexpr int kMostExperts = MAX_EXPERTS;
 
 // Larger numbers have larger ones; zeros are alike, and NaN is larger than any, as in a sort. Never 0.
 __device__ __forceinline__ u32 order(float x) {
@@ -138,7 +137,7 @@ __device__ __forceinline__ int choose(u32* keys, int count, int top_k) {
 #pragma unroll 1
     for (int slot = 0; slot < top_k; ++slot) {
         const u32 most = __reduce_max_sync(0xffffffff, largest);
-        const int expert = __reduce_min_sync(0xffffffff, largest == most ? place : kMostExperts - 1);
+        const int expert = __reduce_min_sync(0xffffffff, largest == most ? place : count - 1);
         if (lane == slot) chosen = expert;
         if (lane == expert % 32) {
             keys[expert] = 0;
@@ -157,10 +156,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                  int all_experts, int top_k,
                  int softmax, int renormalize, float scale, int groups, int top_groups,
                  int* __restrict__ topk_ids, float* __restrict__ topk_weights) {  // [num_tokens, top_k]
-    __shared__ __align__(8) float scores[kMostExperts];
-    __shared__ float biases[kMostExperts], of_warps[2][kWarps];
-    __shared__ u32 keys[kMostExperts], group_keys[32];  // of what chooses; 0: cannot be chosen
-    const int thread = threadIdx.x, token = blockIdx.x;
+    extern __shared__ __align__(16) float of_experts[];  // sized by them: CTAs shall find room beside the launch before
+    __shared__ float of_warps[2][kWarps];
+    __shared__ u32 group_keys[32];
+    const int thread = threadIdx.x, token = blockIdx.x, stride = (all_experts + 1) / 2 * 2;
+    float *const scores = of_experts, *const biases = scores + stride;
+    u32* const keys = reinterpret_cast<u32*>(biases + stride);  // of what chooses; 0: cannot be chosen
     logits += static_cast<i64>(token) * all_experts;
     if (!rehearse) ptx::wait_for_launches_before();
 #pragma unroll 1
