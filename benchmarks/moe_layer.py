@@ -59,7 +59,7 @@ def measure(problem: LayerProblem, with_peer: bool) -> Row:
     if mega_moe is not None:
         problem.out.fill_(torch.nan)
         row["diff"] = difference(problem.run(), mega_moe())
-    row["stages_us"] = _stages(problem.run)
+    row["stages_us"] = _stages(calls["us"])
     return row
 
 

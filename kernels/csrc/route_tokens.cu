@@ -122,15 +122,18 @@ __device__ __forceinline__ bool among_best(const u32* group_keys, int group, int
 // A warp takes the experts with the largest keys, of equal ones the lowest first; lane s gets slot s.
 __device__ __forceinline__ int choose(u32* keys, int count, int top_k) {
     const int lane = threadIdx.x;
-    int chosen = 0, place = 0;
-    u32 largest = 0;  // of the lane's own: lane, lane + 32, ...
+    int chosen = 0, place = 0, next_place = 0;
+    u32 largest = 0, next = 0;  // of the lane's own: lane, lane + 32, ...; 0: it has to look
     const auto look = [&] {
-        largest = 0;
+        largest = next = 0;
 #pragma unroll 4
         for (int e = lane; e < count; e += 32) {
             const u32 key = keys[e];
-            place = key > largest ? e : place;
-            largest = max(largest, key);
+            const bool first = key > largest, second = !first && key > next;
+            next_place = first ? place : second ? e : next_place;
+            next = first ? largest : second ? key : next;
+            place = first ? e : place;
+            largest = first ? key : largest;
         }
     };
     look();
@@ -141,7 +144,13 @@ __device__ __forceinline__ int choose(u32* keys, int count, int top_k) {
         if (lane == slot) chosen = expert;
         if (lane == expert % 32) {
             keys[expert] = 0;
-            look();
+            if (next > 0) {
+                largest = next;
+                place = next_place;
+                next = 0;
+            } else {
+                look();
+            }
         }
         __syncwarp();
     }
