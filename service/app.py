@@ -5,10 +5,12 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 from starlette.types import Message, Receive, Scope, Send
 
 from kernels.jit import stats as jit_stats
 from service import __version__
+from service.bodies import BodyReader, ClientGoneError
 from service.engine import Engine
 from service.infer import InferEndpoint
 from service.loading import Loader, load
@@ -37,23 +39,35 @@ class ExpertApp(FastAPI):
         self.metrics = Metrics(__version__)
         self.metrics.watch_jit(jit_stats)
         self.engine = Engine(settings, self.metrics, loader)
-        self._infer = InferEndpoint(self.engine, self.metrics)
+        self._bodies = BodyReader(settings.limits)
+        self._infer = InferEndpoint(self.engine, self.metrics, self._bodies)
         self._infer_paths = {
             path: name
             for name in self.engine.models
             for path in (f"/v2/models/{name}/infer", f"/v2/models/{name}/versions/{MODEL_VERSION}/infer")
         }
-        self.include_router(protocol_router(self.engine, self._infer))
-        self.include_router(partitions_router(self.engine))
-        self.include_router(metrics_router(self.metrics))
+        routers = (
+            protocol_router(self.engine, self._infer, self._bodies),
+            partitions_router(self.engine, self._bodies),
+            metrics_router(self.metrics),
+        )
+        self._own_routes = [route for router in routers for route in router.routes]
+        for router in routers:
+            self.include_router(router)
         self.add_exception_handler(OipError, _oip_error)
+        self.add_exception_handler(ClientGoneError, _client_gone)
         self.add_exception_handler(HTTPException, _http_error)
         self.add_exception_handler(Exception, _unexpected_error)
         document(self)
 
     def stop_reading(self) -> None:
-        """Refuse every infer request whose body is still on its way; for the end of a drain."""
-        self._infer.stop_reading()
+        """Refuse every request whose body is still on its way; for the end of a drain."""
+        self._bodies.stop()
+
+    def methods_of(self, scope: Scope) -> set[str]:
+        """What the paths of this API take where `scope` asks; a path may have several routes."""
+        routes = [route for route in self._own_routes if route.matches(scope)[0] is not Match.NONE]
+        return {method for route in routes for method in getattr(route, "methods", None) or ()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection's event; the infer routes take the same endpoint either way."""
@@ -94,15 +108,24 @@ async def _oip_error(request: Request, error: Exception) -> Response:
     return Response(error.body(), error.status, error.headers, "application/json")
 
 
+async def _client_gone(request: Request, error: Exception) -> Response:
+    return Response(
+        error_body("a whole body is expected, got a closed connection"), 400, None, "application/json"
+    )
+
+
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     text = str(error.detail)
     if error.status_code == 404:
         text = f"a path of this API is expected (see /docs), got {request.url.path}"
-    elif error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "")
+    headers = dict(error.headers or {})
+    if error.status_code == 405:
+        if methods := sorted(request.app.methods_of(request.scope)):
+            headers["Allow"] = ", ".join(methods)
+        allowed = headers.get("Allow", "").replace(", ", " or ")
         text = f"method {allowed} is expected at {request.url.path}, got {request.method}"
-    return Response(error_body(text), error.status_code, error.headers, "application/json")
+    return Response(error_body(text), error.status_code, headers, "application/json")
 
 
 async def _unexpected_error(request: Request, error: Exception) -> Response:

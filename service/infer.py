@@ -20,6 +20,7 @@ from service.batching import (
     SchedulerClosedError,
     StepFailedError,
 )
+from service.bodies import BodyReader, ClientGoneError, header_length
 from service.engine import Engine
 from service.metrics import Metrics
 from service.protocol import (
@@ -44,10 +45,6 @@ _WATCH_AFTER_SECONDS = 0.05
 _CLIENT_GONE = 499  # what proxies log for a caller that left; never sent
 
 
-class _ClientGoneError(Exception):
-    """The caller closed the connection before its answer."""
-
-
 @dataclass(slots=True)
 class _Headers:
     content_length: int | None = None
@@ -67,20 +64,12 @@ class _Answer:
 class InferEndpoint:
     """Answers infer requests with the layer's output, or with the one error that fits."""
 
-    def __init__(self, engine: Engine, metrics: Metrics) -> None:
+    def __init__(self, engine: Engine, metrics: Metrics, bodies: BodyReader) -> None:
         self._engine = engine
+        self._bodies = bodies
         self._metrics = metrics
         self._max_body_bytes = engine.settings.limits.max_body_bytes
         self._max_json_bytes = engine.settings.limits.max_json_bytes
-        self._body_timeout = engine.settings.limits.body_timeout_seconds
-        self._stopped = False
-        self._reading: set[asyncio.Timeout] = set()
-
-    def stop_reading(self) -> None:
-        """Answer 503 to every request whose body is still on its way: it was never accepted."""
-        self._stopped = True
-        for reading in self._reading:
-            reading.reschedule(0)
 
     async def __call__(
         self, scope: Scope, receive: Receive, send: Send, model: str, version: str = MODEL_VERSION
@@ -90,7 +79,7 @@ class InferEndpoint:
         known = model if model in self._engine.models else ""
         try:
             answer = await self._answer(scope, receive, model, version)
-        except _ClientGoneError:
+        except ClientGoneError:
             self._metrics.request_done(known, _CLIENT_GONE, time.perf_counter() - started)
             return
         except OipError as error:
@@ -108,7 +97,7 @@ class InferEndpoint:
         headers = _read_headers(scope)
         # A full queue is known before a byte of the body is read, let alone parsed.
         self._refuse_without_room(model)
-        body = await self._read_while_open(receive, headers.content_length)
+        body = await self._bodies.read(receive, headers.content_length)
         if headers.content_encoding is not None:
             encoding, limit = headers.content_encoding, self._max_body_bytes
             body = await _off_loop(len(body), lambda: decompress(body, encoding, limit))
@@ -133,43 +122,6 @@ class InferEndpoint:
             self._engine.scheduler.check_room(model)
         except (QueueFullError, SchedulerClosedError) as error:
             raise _unavailable(error) from error
-
-    async def _read_while_open(self, receive: Receive, content_length: int | None) -> bytes:
-        try:
-            async with asyncio.timeout(self._body_timeout) as reading:
-                self._reading.add(reading)
-                try:
-                    return await self._read_body(receive, content_length)
-                finally:
-                    self._reading.discard(reading)
-        except TimeoutError as error:
-            close = {"Connection": "close"}  # or the rest of the body would be taken for a request
-            if self._stopped:
-                sentence = "the server is shutting down, and the body had not come"
-                raise OipError(503, sentence, headers=close) from error
-            sentence = f"the body is expected within {self._body_timeout:g} s, and had not come"
-            raise OipError(408, sentence, headers=close) from error
-
-    async def _read_body(self, receive: Receive, content_length: int | None) -> bytes:
-        limit = self._max_body_bytes
-        if content_length is not None and content_length > limit:
-            raise OipError(413, f"the body is expected to hold at most {limit} bytes, got {content_length}")
-        message = await receive()
-        if message["type"] == "http.request" and not message.get("more_body", False):
-            return _checked(message.get("body", b""), limit)
-        chunks: list[bytes] = []
-        size = 0
-        while True:
-            if message["type"] != "http.request":
-                raise _ClientGoneError
-            chunk = message.get("body", b"")
-            chunks.append(chunk)
-            size += len(chunk)
-            if size > limit:
-                raise OipError(413, f"the body is expected to hold at most {limit} bytes, got more")
-            if not message.get("more_body", False):
-                return b"".join(chunks)
-            message = await receive()
 
     async def _compute(self, model: str, request: InferRequest, receive: Receive) -> memoryview | bytes:
         layer = request.layer
@@ -207,7 +159,7 @@ class InferEndpoint:
         async def watch() -> None:
             while (await receive())["type"] != "http.disconnect":
                 pass
-            self._engine.scheduler.give_up(pending, _ClientGoneError())
+            self._engine.scheduler.give_up(pending, ClientGoneError())
 
         task = asyncio.get_running_loop().create_task(watch())
         pending.answer.add_done_callback(lambda _: task.cancel())
@@ -232,28 +184,14 @@ def _read_headers(scope: Scope) -> _Headers:
     headers = _Headers()
     for name, value in scope["headers"]:
         if name == b"inference-header-content-length":
-            headers.header_length = _length(value, "Inference-Header-Content-Length")
+            headers.header_length = header_length(value, "Inference-Header-Content-Length")
         elif name == b"content-length":
-            headers.content_length = _length(value, "Content-Length")
+            headers.content_length = header_length(value, "Content-Length")
         elif name == b"content-encoding":
             headers.content_encoding = value.decode("latin-1")
         elif name == b"accept-encoding":
             headers.accept_encoding = value.decode("latin-1")
     return headers
-
-
-def _length(value: bytes, header: str) -> int:
-    if not (value.isdigit() and len(value) < 16):
-        raise OipError(
-            400, f"{header} is expected to be a number of bytes, got {value.decode('latin-1')[:40]!r}"
-        )
-    return int(value)
-
-
-def _checked(body: bytes, limit: int) -> bytes:
-    if len(body) > limit:
-        raise OipError(413, f"the body is expected to hold at most {limit} bytes, got {len(body)}")
-    return body
 
 
 async def _off_loop(size: int, work: Callable[[], T]) -> T:

@@ -184,10 +184,16 @@ class Settings(BaseSettings):
     limits: Limits = Limits()
     keep_alive_seconds: int = Field(default=75, ge=1, description="how long an idle connection stays open")
     shutdown_delay_seconds: float = Field(
-        default=0.0, ge=0, description="after SIGTERM, how long new requests are still taken while not ready"
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="after SIGTERM, how long new requests are still taken while not ready",
     )
     drain_timeout_seconds: float = Field(
-        default=30.0, gt=0, description="after that delay, how long accepted requests have to be answered"
+        default=30.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="after that delay, how long accepted requests have to be answered",
     )
     models: tuple[ModelSettings, ...] = ()
     checkpoints: tuple[CheckpointSettings, ...] = Field(

@@ -124,6 +124,8 @@ def _origin(path: Path | None, where: str, flags: Mapping[str, Any]) -> str:
         return f"flag --{'model' if flag == 'path' else flag}{over}"
     if variable in os.environ:
         return f"environment variable {variable}{over}"
+    if within := sorted(name for name in os.environ if where and name.startswith(variable + ENV_DELIMITER)):
+        return f"environment variable {', '.join(within)}{over}"  # the parts of what is wrong as a whole
     return "command line" if path is None else str(path)
 
 

@@ -1,17 +1,12 @@
-"""Reads the bodies of the routes that are not hot."""
+"""Reads the bodies of the routes that FastAPI serves."""
 
 from fastapi import Request
 
-from service.protocol import OipError
+from service.bodies import BodyReader, header_length
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The request's whole body. Raises OipError (413) as soon as more than `limit` bytes have come."""
-    chunks: list[bytes] = []
-    size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > limit:
-            raise OipError(413, f"the body is expected to hold at most {limit} bytes, got more")
-        chunks.append(chunk)
-    return b"".join(chunks)
+async def body_of(request: Request, bodies: BodyReader) -> bytes:
+    """The request's whole body. Raises as `BodyReader.read` does, and OipError (400)."""
+    length = request.headers.get("content-length")
+    told = None if length is None else header_length(length.encode("latin-1"), "Content-Length")
+    return await bodies.read(request.receive, told)

@@ -9,6 +9,7 @@ from service.routes.schemas import ErrorResponse, InferJsonRequest, InferJsonRes
 _STATUS_TEXTS = {
     400: "The request is not what was expected",
     404: "No such model or version",
+    408: "The body has not come within body_timeout_seconds; the connection is closed",
     409: "This server has no partitionable device",
     413: "The body is larger than max_body_bytes, or its JSON than max_json_bytes",
     415: "The body's Content-Encoding is not supported",

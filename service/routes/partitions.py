@@ -5,9 +5,10 @@ from typing import Any
 from fastapi import APIRouter, Request
 from pydantic import ValidationError
 
+from service.bodies import BodyReader
 from service.engine import Engine, PartitionsUnavailableError
 from service.protocol import OipError, shown
-from service.routes.bodies import read_body
+from service.routes.bodies import body_of
 from service.routes.documentation import errors
 from service.routes.schemas import PartitionsRequest, PartitionsResponse
 
@@ -24,7 +25,7 @@ _BODY: dict[str, Any] = {
 }
 
 
-def partitions_router(engine: Engine) -> APIRouter:
+def partitions_router(engine: Engine, bodies: BodyReader) -> APIRouter:
     """GET and PUT /v1/partitions."""
     router = APIRouter(prefix="/v1", tags=["SM partitions"])
 
@@ -36,12 +37,12 @@ def partitions_router(engine: Engine) -> APIRouter:
     @router.put(
         "/partitions",
         response_model=PartitionsResponse,
-        responses=errors(400, 409, 413, 422, 503),
+        responses=errors(400, 408, 409, 413, 422, 503),
         openapi_extra=_BODY,
     )
     async def put_partitions(request: Request) -> dict[str, Any]:
         """Replace all partitions between two steps: all or nothing, and no request is dropped."""
-        sizes = _sizes(await read_body(request, engine.settings.limits.max_body_bytes))
+        sizes = _sizes(await body_of(request, bodies))
         try:
             await engine.set_partitions(sizes)
         except PartitionsUnavailableError as error:

@@ -7,10 +7,11 @@ from fastapi import APIRouter, Path, Request, Response
 from starlette.types import Receive, Scope, Send
 
 from service import __version__
+from service.bodies import BodyReader
 from service.engine import Engine
 from service.infer import InferEndpoint
 from service.protocol import INPUT_DATATYPES, MODEL_VERSION, OUTPUT, LayerSpec, OipError, shown
-from service.routes.bodies import read_body
+from service.routes.bodies import body_of
 from service.routes.documentation import INFER_REQUEST, INFER_RESPONSE, errors
 from service.routes.schemas import (
     LiveResponse,
@@ -38,7 +39,7 @@ class _InferAnswer(Response):
         await self._endpoint(scope, receive, send, self._model, self._version)
 
 
-def protocol_router(engine: Engine, infer: InferEndpoint) -> APIRouter:
+def protocol_router(engine: Engine, infer: InferEndpoint, bodies: BodyReader) -> APIRouter:
     """Routes under /v2."""
     router = APIRouter(prefix="/v2", tags=["Open Inference Protocol"])
 
@@ -88,7 +89,7 @@ def protocol_router(engine: Engine, infer: InferEndpoint) -> APIRouter:
 
     infer_responses: dict[int | str, dict[str, Any]] = {
         200: INFER_RESPONSE,
-        **errors(400, 404, 413, 415, 500, 503),
+        **errors(400, 404, 408, 413, 415, 500, 503),
     }
 
     @router.post("/models/{model}/infer", responses=infer_responses, openapi_extra=INFER_REQUEST)
@@ -103,10 +104,12 @@ def protocol_router(engine: Engine, infer: InferEndpoint) -> APIRouter:
         """The layer's output for hidden states, routed by the layer or as topk_ids and topk_weights say."""
         return _InferAnswer(infer, model, version)
 
-    @router.post("/repository/index", response_model=list[ModelIndexEntry], responses=errors(400, 413))
+    @router.post(
+        "/repository/index", response_model=list[ModelIndexEntry], responses=errors(400, 408, 413, 503)
+    )
     async def repository_index(request: Request) -> list[dict[str, str]]:
         """The served models; with {"ready": true} in the body, only those that can be asked."""
-        only_ready = _only_ready(await read_body(request, engine.settings.limits.max_body_bytes))
+        only_ready = _only_ready(await body_of(request, bodies))
         reasons = {name: engine.why_not_ready(name) for name in engine.models}
         return [
             {
@@ -146,7 +149,7 @@ def _only_ready(body: bytes) -> bool:
         asked = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise OipError(400, "the body is expected to be JSON or empty") from error
-    ready = asked.get("ready", False) if isinstance(asked, dict) else None
-    if not isinstance(ready, bool):
-        raise OipError(400, f'the body is expected to be {{"ready": true or false}}, got {shown(asked)}')
+    ready = asked.get("ready", False) if isinstance(asked, dict) else asked
+    if not isinstance(asked, dict) or not isinstance(ready, bool):
+        raise OipError(400, f'the body is expected to be {{"ready": true or false}}, got {shown(ready)}')
     return ready

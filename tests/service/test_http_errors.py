@@ -60,6 +60,8 @@ async def test_routing_that_no_layer_can_follow(ids: list[int], weights: list[fl
         ("GET", "/v2/models/tiny/infer", 405, "method POST is expected"),
         ("PUT", "/v2/models/tiny/infer", 405, "got PUT"),
         ("POST", "/v2/health/live", 405, "method GET is expected at /v2/health/live, got POST"),
+        ("DELETE", "/v1/partitions", 405, "method GET or PUT is expected at /v1/partitions, got DELETE"),
+        ("GET", "/v2/repository/index", 405, "method POST is expected at /v2/repository/index, got GET"),
         ("POST", "/v2/models/tiny/infer", 400, "expected to be JSON"),
         ("GET", "/v1/partitions", 409, "SM partitions need the hopper backend"),
     ],

@@ -8,6 +8,7 @@ from fastapi.routing import APIRoute
 from starlette.routing import Route
 
 from service.app import create_app
+from service.bodies import BodyReader
 from service.infer import InferEndpoint
 from service.routes import metrics_router, partitions_router, protocol_router
 from tests.service.apps import hidden_request, json_input, json_request, rows, serving, tiny_settings
@@ -63,8 +64,13 @@ async def test_every_documented_route_is_served(document: dict[str, Any], method
 
 def test_no_route_is_served_without_being_documented(document: dict[str, Any]) -> None:
     app = create_app(tiny_settings())
-    infer = InferEndpoint(app.engine, app.metrics)
-    routers = [protocol_router(app.engine, infer), partitions_router(app.engine), metrics_router(app.metrics)]
+    bodies = BodyReader(app.engine.settings.limits)
+    infer = InferEndpoint(app.engine, app.metrics, bodies)
+    routers = [
+        protocol_router(app.engine, infer, bodies),
+        partitions_router(app.engine, bodies),
+        metrics_router(app.metrics),
+    ]
     routes = [route for router in routers for route in router.routes]
     assert all(isinstance(route, APIRoute) for route in routes)
     served = {(method, r.path) for r in routes if isinstance(r, APIRoute) for method in r.methods or ()}
@@ -100,7 +106,7 @@ def test_infer_is_documented_with_both_bodies_and_its_headers(document: dict[str
         assert body["content"]["application/octet-stream"]["schema"] == {"type": "string", "format": "binary"}
     names = {parameter["name"] for parameter in operation["parameters"]}
     assert names == {"model", "Inference-Header-Content-Length", "Content-Encoding", "Accept-Encoding"}
-    assert set(operation["responses"]) == {"200", "400", "404", "413", "415", "500", "503"}
+    assert set(operation["responses"]) == {"200", "400", "404", "408", "413", "415", "500", "503"}
 
 
 async def test_answers_fit_what_is_documented(document: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -123,6 +124,45 @@ def test_a_body_that_trickles_is_given_up(tmp_path: Path) -> None:
         assert b"the body is expected within 1 s, and had not come" in answer
         assert b"connection: close" in answer.lower()
         assert server.get("/v2/health/ready").status_code == 200
+
+
+BODIES = [f"POST {INFER}", "PUT /v1/partitions", "POST /v2/repository/index"]
+
+
+def half_a_body(server: ServerProcess, request: str) -> socket.socket:
+    sock = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+    sock.sendall(f"{request} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nabc".encode())
+    return sock
+
+
+def rest(sock: socket.socket) -> bytes:
+    answer = b""
+    with sock:
+        while data := sock.recv(65536):
+            answer += data
+    return answer
+
+
+def test_bodies_of_every_route_have_their_time(tmp_path: Path) -> None:
+    with server_process(tiny_settings({"body_timeout_seconds": 1}), tmp_path) as server:
+        for answer in [rest(sock) for sock in [half_a_body(server, request) for request in BODIES]]:
+            assert answer.startswith(b"HTTP/1.1 408 "), answer
+            assert b'{"error":"the body is expected within 1 s, and had not come"}' in answer.replace(
+                b": ", b":"
+            )
+
+
+def test_a_body_on_its_way_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    with server_process(tiny_settings(drain_timeout_seconds=20), tmp_path) as server:
+        socks = [half_a_body(server, request) for request in BODIES]
+        started = time.monotonic()
+        server.terminate()
+        for answer in map(rest, socks):
+            assert answer.startswith(b"HTTP/1.1 503 "), answer
+            assert b"the body had not come" in answer
+        assert server.process.wait(30) == 0
+        assert time.monotonic() - started < 10
+        assert "Traceback" not in server.log()
 
 
 def suppressed(work: Callable[[], None]) -> None:

@@ -135,6 +135,10 @@ def test_settings_are_frozen(config: Path) -> None:
             f"models: [{MODEL}]\nlimits: {{max_batch_tokens: 5}}",
             r"limits: max_request.* is 5, got 4096",
         ),
+        *(
+            (f"models: [{MODEL}]\n{name}: .inf", rf"{name}: the value should be a finite number, got inf")
+            for name in ("shutdown_delay_seconds", "drain_timeout_seconds")
+        ),
         (f"models: [{MODEL}]\npartitions: {{p: 0}}", r"partitions\.p is expected .*at least 1 SM, got 0"),
         ("models: []", r"models or checkpoints: at least one layer to serve is expected, got none"),
         ("port: 1", r"models or checkpoints: at least one layer to serve is expected, got none"),
@@ -202,6 +206,11 @@ def test_a_missing_file_is_said(tmp_path: Path) -> None:
         ("EXPERTD_PROT", "1", r"environment: EXPERTD_PROT: unknown setting; known: host"),
         ("EXPERTD_LIMITS__QUEUE", "1", r"limits\.queue: unknown setting"),
         ("EXPERTD_PORT", "x", r"environment variable EXPERTD_PORT over .*: port: .*got 'x'"),
+        (
+            "EXPERTD_LIMITS__MAX_BATCH_TOKENS",
+            "1",
+            r"environment variable EXPERTD_LIMITS__MAX_BATCH_TOKENS over .*: limits: max_request_tokens",
+        ),
         ("EXPERTD_MODELS", "[{", r"environment: .*models"),
     ],
 )
