@@ -71,7 +71,7 @@ class BodyReader:
             raise OipError(413, f"the body is expected to hold at most {self._limit} bytes, got {size}")
 
 
-def header_length(value: bytes, header: str) -> int:
+def number_of_bytes(value: bytes, header: str) -> int:
     """The number of bytes that a header tells. Raises OipError (400)."""
     if not (value.isdigit() and len(value) < 16):
         raise OipError(

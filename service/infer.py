@@ -20,7 +20,7 @@ from service.batching import (
     SchedulerClosedError,
     StepFailedError,
 )
-from service.bodies import BodyReader, ClientGoneError, header_length
+from service.bodies import BodyReader, ClientGoneError, number_of_bytes
 from service.engine import Engine
 from service.metrics import Metrics
 from service.protocol import (
@@ -184,9 +184,9 @@ def _read_headers(scope: Scope) -> _Headers:
     headers = _Headers()
     for name, value in scope["headers"]:
         if name == b"inference-header-content-length":
-            headers.header_length = header_length(value, "Inference-Header-Content-Length")
+            headers.header_length = number_of_bytes(value, "Inference-Header-Content-Length")
         elif name == b"content-length":
-            headers.content_length = header_length(value, "Content-Length")
+            headers.content_length = number_of_bytes(value, "Content-Length")
         elif name == b"content-encoding":
             headers.content_encoding = value.decode("latin-1")
         elif name == b"accept-encoding":

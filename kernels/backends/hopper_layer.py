@@ -17,9 +17,8 @@ from kernels.router import Routing
 
 _SORT_ALONE = 1024  # pairs that one CTA sorts sooner than a cluster does
 _SORT_CTAS = 8
-# Up to so many, the CTAs of both routing launches find room at once.
-_FEW_TOKENS = 256
 _SORT_CTAS_FROM = 64  # SMs, among which there are surely so many neighbours as a cluster wants
+_FEW_TOKENS = 256  # up to so many, the CTAs of both routing launches find room at once
 
 
 class _Grid(NamedTuple):

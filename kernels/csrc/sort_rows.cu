@@ -1,7 +1,8 @@
 // Where the rows of (token, slot) pairs go: sorted by group, pairs of one group in their order.
 //
-// Few pairs are compared with each other by one CTA. Else, one cluster: a warp has a stretch of the pairs and counts its groups; from the counts of all warps before it, in its
-// CTA and in those before, follows where its own begin. Pairs of other groups than these have no row: they are told -1.
+// Few pairs are each compared with all others, by one CTA. More are sorted by a cluster, or a CTA alone: a warp has a
+// stretch of the pairs and counts its groups; from the counts of all warps before it, in its CTA and in those before,
+// follows where its own begin. Pairs of other groups than these have no row: they are told -1.
 // Loops are hardly unrolled: see route_tokens.cu.
 #include "ptx.cuh"
 

@@ -65,13 +65,13 @@ struct Multiply;
     template <>                                                                                         \
     struct Multiply<N> {                                                                                \
         static __device__ __forceinline__ void start(float* d, Descriptor a, Descriptor b) {            \
-            asm volatile(FP8(N, S, A, B, "0") : R(WRITE) : "l"(a.bits()), "l"(b.bits()));        \
+            asm volatile(FP8(N, S, A, B, "0") : R(WRITE) : "l"(a.bits()), "l"(b.bits()));               \
         }                                                                                               \
         static __device__ __forceinline__ void restart(float* d, Descriptor a, Descriptor b) {          \
-            asm volatile(FP8(N, S, A, B, "0") : R(UPDATE) : "l"(a.bits()), "l"(b.bits()));       \
+            asm volatile(FP8(N, S, A, B, "0") : R(UPDATE) : "l"(a.bits()), "l"(b.bits()));              \
         }                                                                                               \
         static __device__ __forceinline__ void add(float* d, Descriptor a, Descriptor b) {              \
-            asm volatile(FP8(N, S, A, B, "1") : R(UPDATE) : "l"(a.bits()), "l"(b.bits()));       \
+            asm volatile(FP8(N, S, A, B, "1") : R(UPDATE) : "l"(a.bits()), "l"(b.bits()));              \
         }                                                                                               \
     };
 
