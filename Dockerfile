@@ -32,6 +32,7 @@ RUN --mount=type=secret,id=pip_conf,target=/etc/pip.conf --mount=type=secret,id=
 FROM tools AS wheel
 WORKDIR /build
 COPY pyproject.toml README.md LICENSE ./
+COPY expertd expertd
 COPY service service
 COPY kernels kernels
 RUN /opt/tools/bin/python -m pip wheel --no-deps --no-index --no-build-isolation -w /dist .

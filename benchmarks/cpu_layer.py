@@ -16,8 +16,8 @@ from torch import Tensor
 
 from benchmarks.families import FAMILIES, Family, transformers_block
 from benchmarks.timing import cpu_name
-from kernels import dequantize_blocks, quantize_blocks, resolve_backend
-from service.moe import ExpertWeights, LayerShape, MoELayer
+from expertd.kernels import dequantize_blocks, quantize_blocks, resolve_backend
+from expertd.service.moe import ExpertWeights, LayerShape, MoELayer
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 IMPLEMENTATIONS = ("eager", "grouped_mm")

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import Routing
-from service.moe import LayerShape
+from expertd.kernels import Routing
+from expertd.service.moe import LayerShape
 
 
 @dataclass(frozen=True)

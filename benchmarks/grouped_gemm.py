@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-import kernels
 from benchmarks import deep_gemm_peer
 from benchmarks.problem import Pool
 from benchmarks.shapes import SEED, Shape, all_shapes
 from benchmarks.timing import copy_bandwidth, cublas_fp8_tflops, expect_gpu, header, kernel_microseconds
+from expertd import kernels
 
 Row = dict[str, Any]
 PEAK_TFLOPS = 1480.0

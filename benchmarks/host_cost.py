@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import kernels
 from benchmarks.problem import Pool, Problem
 from benchmarks.shapes import Shape
 from benchmarks.timing import cpu_name, expect_gpu, header
-from kernels.tiles import Layout
+from expertd import kernels
+from expertd.kernels.backends.hopper.tiles import Layout
 
 Row = dict[str, Any]
 CALLS, BATCHES, WARM_UP = 200, 50, 5

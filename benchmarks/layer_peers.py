@@ -8,7 +8,7 @@ from torch import Tensor
 
 from benchmarks.layer_problem import LayerProblem
 from benchmarks.problem import ALIGNMENT
-from kernels import Quantized
+from expertd.kernels import Quantized
 
 MASKED_MAX_TOKENS = 256  # above, DeepGEMM's contiguous layout is the faster one
 

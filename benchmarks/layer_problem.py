@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels import Quantized, fused_experts, gather_rows, quantize_rows, sort_by_group, swiglu
-from kernels.backends import Backend, resolve_backend
+from expertd.kernels import Quantized, fused_experts, gather_rows, quantize_rows, sort_by_group, swiglu
+from expertd.kernels.backends import Backend, resolve_backend
 
 
 @dataclass(frozen=True)

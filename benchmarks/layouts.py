@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.timing import cpu_name
-from kernels import resolve_backend
-from service.moe import LayerShape, MoELayer, random_weights
+from expertd.kernels import resolve_backend
+from expertd.service.moe import LayerShape, MoELayer, random_weights
 
 SHAPES = {
     "demo": LayerShape(512, 256, 16, 4),

@@ -24,9 +24,9 @@ import torch
 from benchmarks import deep_gemm_peer, layer_peers
 from benchmarks.layer_problem import LAYERS, Layer, LayerProblem, make_problem, make_weights
 from benchmarks.timing import copy_bandwidth, expect_gpu, header, profiled
-from kernels import Routing, resolve_backend
-from service.moe import LayerShape, MoELayer
-from service.moe.weights import ExpertWeights
+from expertd.kernels import Routing, resolve_backend
+from expertd.service.moe import LayerShape, MoELayer
+from expertd.service.moe.weights import ExpertWeights
 
 Row = dict[str, Any]
 TOKENS = (1, 16, 64, 256, 1024, 4096)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.families import FAMILIES, Family, quiet_transformers, transformers_block
 from benchmarks.timing import cpu_name
-from kernels import (
+from expertd.kernels import (
     Backend,
     Quantized,
     dequantize_blocks,
@@ -22,7 +22,7 @@ from kernels import (
     quantize_rows,
     resolve_backend,
 )
-from service.moe import ExpertWeights, LayerShape, MoELayer
+from expertd.service.moe import ExpertWeights, LayerShape, MoELayer
 
 Round = Callable[[Tensor], Tensor]
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-import kernels
 from benchmarks.shapes import Shape
-from kernels.tiles import Layout
+from expertd import kernels
+from expertd.kernels.backends.hopper.tiles import Layout
 
 ALIGNMENT = 128  # rows of a group in DeepGEMM's contiguous layout
 

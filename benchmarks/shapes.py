@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kernels.tiles import Layout
+from expertd.kernels.backends.hopper.tiles import Layout
 
 SEED = 20
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-import kernels
 from benchmarks.grouped_gemm import KERNEL
 from benchmarks.problem import Pool
 from benchmarks.shapes import SEED, Shape, all_shapes
 from benchmarks.timing import expect_gpu, header, kernel_microseconds
+from expertd import kernels
 
 Row = dict[str, Any]
 BAND = "contiguous large"

@@ -1,12 +1,11 @@
 """FP8 quantisation, routing, experts and their grouped GEMMs; knows nothing of HTTP, YAML or metrics."""
 
-from kernels.activation import Swiglu, swiglu
-from kernels.backends import Backend, backend_names, resolve_backend
-from kernels.combine import combine_rows
-from kernels.fused_experts import fused_experts
-from kernels.grouped_gemm import grouped_gemm_contiguous, grouped_gemm_masked
-from kernels.order import GroupOrder, sort_by_group
-from kernels.quantize import (
+from expertd.kernels.backends import Backend, backend_names, resolve_backend
+from expertd.kernels.fused_experts import fused_experts
+from expertd.kernels.grouped_gemm import grouped_gemm_contiguous, grouped_gemm_masked
+from expertd.kernels.ops.activation import Swiglu, swiglu
+from expertd.kernels.ops.permute import GroupOrder, sort_by_group
+from expertd.kernels.ops.quantize import (
     Quantized,
     dequantize_blocks,
     dequantize_rows,
@@ -14,7 +13,8 @@ from kernels.quantize import (
     quantize_blocks,
     quantize_rows,
 )
-from kernels.router import Routing, choose_experts
+from expertd.kernels.ops.router import Routing, choose_experts
+from expertd.kernels.ops.unpermute import combine_rows
 
 __all__ = [
     "Backend",

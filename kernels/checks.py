@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.activation import Swiglu
+from expertd.kernels.ops.activation import Swiglu
 
 BLOCK = 128  # elements of K (and rows of a weight) that share one scale
 MIN_N_STEP = 8  # one 16-byte store of bf16

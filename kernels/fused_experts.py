@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from kernels.activation import SILU, Swiglu
-from kernels.backends import Backend
-from kernels.checks import check_experts
-from kernels.grouped_gemm import backend_for
-from kernels.quantize import Quantized
+from expertd.kernels.backends import Backend
+from expertd.kernels.checks import check_experts
+from expertd.kernels.grouped_gemm import backend_for
+from expertd.kernels.ops.activation import SILU, Swiglu
+from expertd.kernels.ops.quantize import Quantized
 
 
 def fused_experts(

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from kernels.backends import Backend, resolve_backend
-from kernels.checks import check_contiguous, check_masked
+from expertd.kernels.backends import Backend, resolve_backend
+from expertd.kernels.checks import check_contiguous, check_masked
 
 
 def grouped_gemm_contiguous(

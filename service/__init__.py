@@ -1,5 +1,1 @@
-"""The server: settings, protocol, batching, HTTP routes, metrics, and the MoE layer they serve."""
-
-from importlib.metadata import version
-
-__version__ = version("expertd")
+"""The server: settings, checkpoints, the MoE layer, the engine that batches for it, and HTTP."""

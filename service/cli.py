@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from service import __version__
-from service.kernels_command import add_parser as add_kernels_parser
+from expertd import __version__
+from expertd.service.kernels_command import add_parser as add_kernels_parser
 
 _FLAGS = ("host", "port", "backend", "log_level")
 
@@ -48,7 +48,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
     # Here, not above: imports take most of the time in which a signal could come too early.
-    from service.settings_loader import SettingsError, default_config, load_settings
+    from expertd.service.settings.loader import SettingsError, default_config, load_settings
 
     try:
         path, served = arguments.config or default_config(), _checkpoint(arguments)
@@ -56,7 +56,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     except SettingsError as error:
         return _refuse(error)
     # After the settings: torch and the web server take seconds to import, and a wrong setting should not.
-    from service.server import BindError, configure_logging, serve
+    from expertd.service.http.server import BindError, configure_logging, serve
 
     configure_logging(settings.log_level)
     try:
@@ -67,7 +67,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 def _checkpoint(arguments: argparse.Namespace) -> dict[str, object]:
     """The settings that --model and its companions stand for. Raises SettingsError."""
-    from service.settings_loader import SettingsError
+    from expertd.service.settings.loader import SettingsError
 
     given = {flag: getattr(arguments, flag) for flag in ("layers", "experts", "name")}
     given = {flag: value for flag, value in given.items() if value is not None}

@@ -16,7 +16,7 @@ from tqdm import tqdm
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from kernels.jit import Binary
+    from expertd.kernels.jit import Binary
 
 FORMATS = ("source", "ptx", "sass", "cubin")
 _NUM_GROUPS = 256  # what shared memory is told for; the scheduler's table grows with the groups
@@ -69,7 +69,7 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
 def run(arguments: argparse.Namespace) -> int:
     """Run the sub-command: 0; 2 for what cannot be done as asked; 1 when a kernel does not compile."""
     # Here, not above: torch takes seconds to import, and `expertd --version` should not.
-    from kernels.jit import CompileError, CompilerMissingError
+    from expertd.kernels.jit import CompileError, CompilerMissingError
 
     try:
         if arguments.dump is not None:
@@ -86,8 +86,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _list(build: bool, as_json: bool) -> None:
-    from kernels.jit import cache_directory, find
-    from kernels.variants import VARIANTS
+    from expertd.kernels.backends.hopper.variants import VARIANTS
+    from expertd.kernels.jit import cache_directory, find
 
     report = _build_all() if build else None
     rows = [_row(v.source.name, v.shared_bytes(_NUM_GROUPS), find(v.source)) for v in VARIANTS]
@@ -110,8 +110,8 @@ def _list(build: bool, as_json: bool) -> None:
 
 
 def _build_all() -> BuildReport:
-    from kernels.jit import build_all
-    from kernels.variants import VARIANTS
+    from expertd.kernels.backends.hopper.variants import VARIANTS
+    from expertd.kernels.jit import build_all
 
     sources = [variant.source for variant in VARIANTS]
     start = time.perf_counter()
@@ -150,8 +150,8 @@ def _print_table(rows: list[Row]) -> None:
 
 
 def _dump(name: str, form: str) -> bytes:
-    from kernels.jit import build, to_ptx
-    from kernels.variants import VARIANTS
+    from expertd.kernels.backends.hopper.variants import VARIANTS
+    from expertd.kernels.jit import build, to_ptx
 
     variants = {variant.source.name: variant.source for variant in VARIANTS}
     variant = variants.get(name)

@@ -22,8 +22,8 @@ from benchmarks.families import FAMILIES
 from benchmarks.plot import draw
 from benchmarks.problem import Problem
 from benchmarks.shapes import Shape, all_shapes
-from kernels.tiles import Layout
-from service.moe import LayerShape
+from expertd.kernels.backends.hopper.tiles import Layout
+from expertd.service.moe import LayerShape
 from tests.kernels.helpers import random_contiguous, random_masked
 
 ROOT = Path(__file__).parent.parent

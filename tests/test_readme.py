@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from starlette.routing import Route
 
-from service.app import create_app
-from service.checkpoints.families import FAMILIES
-from service.settings_loader import load_settings
+from expertd.service.checkpoints.families import FAMILIES
+from expertd.service.http.app import create_app
+from expertd.service.settings.loader import load_settings
 from tests.service.processes import ServerProcess, server_process, serving
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from kernels.backends.base import Backend, Progress
+from expertd.kernels.backends.base import Backend, Progress
 
 __all__ = ["Backend", "Progress", "backend_names", "resolve_backend"]
 
@@ -17,13 +17,13 @@ def _hopper() -> Backend:
     reason = _why_not_hopper(None)
     if reason is not None:
         raise RuntimeError(f"backend 'hopper': expected a usable Hopper GPU, got {reason}")
-    from kernels.backends.hopper import HopperBackend
+    from expertd.kernels.backends.hopper.backend import HopperBackend
 
     return HopperBackend()
 
 
 def _reference() -> Backend:
-    from kernels.backends.reference import ReferenceBackend
+    from expertd.kernels.backends.reference.backend import ReferenceBackend
 
     return ReferenceBackend()
 

@@ -7,11 +7,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kernels.activation import Swiglu, swiglu
-from kernels.combine import combine_rows
-from kernels.order import sort_by_group
-from kernels.quantize import Quantized, gather_rows, quantize_rows
-from kernels.router import Routing, choose_experts
+from expertd.kernels.ops.activation import Swiglu, swiglu
+from expertd.kernels.ops.permute import sort_by_group
+from expertd.kernels.ops.quantize import Quantized, gather_rows, quantize_rows
+from expertd.kernels.ops.router import Routing, choose_experts
+from expertd.kernels.ops.unpermute import combine_rows
 
 Progress = Callable[[int, int, str], None]
 """Called with (steps done, steps in all, what was just done)."""
@@ -97,7 +97,7 @@ class Backend(ABC):
     def choose_experts(
         self, logits: Tensor, bias: Tensor | None, top_k: int, routing: Routing
     ) -> tuple[Tensor, Tensor]:
-        """(topk_ids int32 [T, k], topk_weights fp32 [T, k]); see `kernels.choose_experts`."""
+        """(topk_ids int32 [T, k], topk_weights fp32 [T, k]); see `choose_experts`."""
         return choose_experts(logits, bias, top_k, routing)
 
     def route(

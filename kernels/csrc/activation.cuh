@@ -24,7 +24,7 @@ __device__ __forceinline__ void swiglu(float* gate, float* up, const Output& out
         gate[i] = gate[i] * ptx::approximate_reciprocal(1.0f + ptx::approximate_exp2(gate[i] * to_exponent)) * up[i];
 }
 
-// The scale of 128 columns, as kernels/quantize.py says; never zero or subnormal.
+// The scale of 128 columns, as kernels/ops/quantize.py says; never zero or subnormal.
 __device__ __forceinline__ float scale_of(float largest) {
     constexpr float kMost = 448.0f, kSmallestNormal = 1.17549435e-38f;
     return ptx::max_or_nan(largest, kMost * kSmallestNormal) * (1.0f / kMost);

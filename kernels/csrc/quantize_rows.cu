@@ -1,6 +1,6 @@
 // Quantises each token once, and writes it to all of its rows: e4m3 with an fp32 scale per row and 128 columns.
 //
-// Eight lanes have a scale's 128 columns of a token; the arithmetic is that of kernels/quantize.py, bit for bit.
+// Eight lanes have a scale's 128 columns of a token; the arithmetic is that of kernels/ops/quantize.py, bit for bit.
 #include "floats.cuh"
 
 constexpr int kWarps = 4;

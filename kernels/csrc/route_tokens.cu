@@ -1,4 +1,4 @@
-// A token's experts and their weights out of its logits, by the rules of kernels/router.py: a CTA for each token.
+// A token's experts and their weights out of its logits, by the rules of kernels/ops/router.py: a CTA for each token.
 //
 // In a decode step the weights have pushed this code out of the L2 cache, and fetching it takes longer than running it:
 // a pass without logits fetches it while the launch before computes them. Loops are hardly unrolled for the same reason.

@@ -63,7 +63,7 @@ struct SharedStorage {
     u64 full[kStages];
     u64 empty[kStages];
 };
-static_assert(sizeof(SharedStorage) == STORAGE_BYTES, "kernels/tiles.py computes another size");
+static_assert(sizeof(SharedStorage) == STORAGE_BYTES, "kernels/backends/hopper/tiles.py computes another size");
 
 // Position in a ring of stages or tiles; the phase bit flips each time around.
 template <int kLength>

@@ -1,8 +1,8 @@
 """Run-time compilation of the CUDA sources in kernels/csrc: knows files, options and a cache, but no GEMM."""
 
-from kernels.jit.build import build, build_all, find
-from kernels.jit.cache import CACHE_DIR_VARIABLE, cache_directory
-from kernels.jit.compiler import (
+from expertd.kernels.jit.build import build, build_all, find
+from expertd.kernels.jit.cache import CACHE_DIR_VARIABLE, cache_directory
+from expertd.kernels.jit.compiler import (
     Binary,
     CompileError,
     CompilerMissingError,
@@ -10,8 +10,8 @@ from kernels.jit.compiler import (
     compile_source,
     to_ptx,
 )
-from kernels.jit.source import Source
-from kernels.jit.statistics import JitStats, stats
+from expertd.kernels.jit.source import Source
+from expertd.kernels.jit.statistics import JitStats, stats
 
 __all__ = [
     "CACHE_DIR_VARIABLE",

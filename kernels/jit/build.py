@@ -5,10 +5,10 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
-from kernels.jit import statistics
-from kernels.jit.cache import DiskCache, cache_directory
-from kernels.jit.compiler import Binary, compile_source, compiler_version
-from kernels.jit.source import Source
+from expertd.kernels.jit import statistics
+from expertd.kernels.jit.cache import DiskCache, cache_directory
+from expertd.kernels.jit.compiler import Binary, compile_source, compiler_version
+from expertd.kernels.jit.source import Source
 
 _FORMAT = "1"  # of the entries: another one, and older entries are no longer found
 

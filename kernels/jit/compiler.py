@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
 
-from kernels.jit.source import Source
+from expertd.kernels.jit.source import Source
 
 ARCHITECTURE = "sm_90a"
 _OPTIONS: dict[str, Any] = {

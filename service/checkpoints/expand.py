@@ -4,12 +4,12 @@ from pathlib import Path
 
 from pydantic import InstanceOf, ValidationError
 
-from service.checkpoints.config import CheckpointError
-from service.checkpoints.files import TensorFiles
-from service.checkpoints.layer import LayerSource, find_layer
-from service.checkpoints.model import MoEModel, read_model
-from service.settings import CheckpointSettings, ModelSettings
-from service.spans import numbers, spans
+from expertd.service.checkpoints.config import CheckpointError
+from expertd.service.checkpoints.files import TensorFiles
+from expertd.service.checkpoints.layer import LayerSource, find_layer
+from expertd.service.checkpoints.model import MoEModel, read_model
+from expertd.service.settings.model import CheckpointSettings, ModelSettings
+from expertd.service.settings.spans import numbers, spans
 
 
 class CheckpointModelSettings(ModelSettings):

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from safetensors import SafetensorError, safe_open
 
-from service.checkpoints.config import CheckpointError, read_json_object
+from expertd.service.checkpoints.config import CheckpointError, read_json_object
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _BESIDE = re.compile(r"[A-Za-z0-9_.-]+\.safetensors")

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from service.checkpoints.config import SCALE_BLOCK, CheckpointError
-from service.checkpoints.files import Stored, TensorFiles
-from service.checkpoints.model import MoEModel
+from expertd.service.checkpoints.config import SCALE_BLOCK, CheckpointError
+from expertd.service.checkpoints.files import Stored, TensorFiles
+from expertd.service.checkpoints.model import MoEModel
 
 FP8 = "F8_E4M3"
 _FLOATS = ("BF16", "F16", "F32")

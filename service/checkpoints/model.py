@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from service.checkpoints.config import SCALE_BLOCK, Config, shown
+from expertd.service.checkpoints.config import SCALE_BLOCK, Config, shown
 
 MAX_EXPERTS = 1024
 
@@ -31,7 +31,7 @@ class Names:
 class MoEModel:
     """The MoE layers of one model: which there are, their sizes, the router's rule, and the tensors' names.
 
-    routing has the keys of `service.settings.RoutingSettings`. num_shared_experts counts experts of
+    routing has the keys of `RoutingSettings`. num_shared_experts counts experts of
     intermediate_size, which the checkpoint keeps as one expert of their sizes together.
     """
 
@@ -51,7 +51,7 @@ Family = Callable[[Config], MoEModel]
 def read_model(directory: Path) -> MoEModel:
     """What config.json in `directory` says. Raises CheckpointError for a model that cannot be served."""
     # Here, since every family is written in terms of this module.
-    from service.checkpoints.families import FAMILIES
+    from expertd.service.checkpoints.families import FAMILIES
 
     config = Config.read(directory / "config.json")
     model_type = config.optional("model_type")

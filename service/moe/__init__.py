@@ -1,9 +1,9 @@
 """The MoE layer on top of `kernels`: weights, the layer and the runner that feeds it bytes."""
 
-from service.moe.layer import MoELayer
-from service.moe.runner import LayerRequest, LayerRunner, StepResult, zero_request
-from service.moe.shape import LayerShape
-from service.moe.weights import ExpertWeights, load_weights, random_weights, save_weights
+from expertd.service.moe.layer import MoELayer
+from expertd.service.moe.runner import LayerRequest, LayerRunner, StepResult, zero_request
+from expertd.service.moe.shape import LayerShape
+from expertd.service.moe.weights import ExpertWeights, load_weights, random_weights, save_weights
 
 __all__ = [
     "ExpertWeights",

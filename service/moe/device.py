@@ -4,7 +4,7 @@ import platform
 
 import torch
 
-from kernels import Backend
+from expertd.kernels import Backend
 
 
 def device_of(backend: Backend) -> torch.device:

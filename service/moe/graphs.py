@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from service.moe.layer import MoELayer
+from expertd.service.moe.layer import MoELayer
 
 TOKEN_COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """What is captured; a step in between takes the next one. Larger steps take longer than their launches."""

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels import (
+from expertd.kernels import (
     Backend,
     Quantized,
     Routing,
@@ -15,8 +15,8 @@ from kernels import (
     sort_by_group,
     swiglu,
 )
-from service.moe.shape import LayerShape
-from service.moe.weights import ExpertWeights, check_weights
+from expertd.service.moe.shape import LayerShape
+from expertd.service.moe.weights import ExpertWeights, check_weights
 
 MASKED_MAX_TOKENS = {"reference": 0, "hopper": 0}
 """By backend, the most tokens for which the masked layout is the faster one; as measured, it nowhere is:

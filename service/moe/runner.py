@@ -12,11 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from service.moe.graphs import GraphPool, StepGraphs
-from service.moe.layer import MoELayer
+from expertd.service.moe.graphs import GraphPool, StepGraphs
+from expertd.service.moe.layer import MoELayer
 
 if TYPE_CHECKING:
-    from kernels.partitions import SMPartitions
+    from expertd.kernels.partitions import SMPartitions
 
 Buffer = bytes | bytearray | memoryview
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kernels.checks import BLOCK, MAX_GROUPS
+from expertd.kernels.checks import BLOCK, MAX_GROUPS
 
 SCALE_BLOCK = BLOCK  # elements of K to a scale; gate and up must not share a block of as many rows
 MAX_EXPERTS = MAX_GROUPS

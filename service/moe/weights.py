@@ -8,8 +8,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kernels import Quantized, quantize_blocks
-from service.moe.shape import SCALE_BLOCK, LayerShape
+from expertd.kernels import Quantized, quantize_blocks
+from expertd.service.moe.shape import SCALE_BLOCK, LayerShape
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.families import quiet_transformers
-from service.checkpoints import read_model
+from expertd.service.checkpoints import read_model
 from tests.checkpoints.builders import CASES
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from service.checkpoints import CheckpointError, models_of
-from service.settings import CheckpointSettings
+from expertd.service.checkpoints import CheckpointError, models_of
+from expertd.service.settings.model import CheckpointSettings
 from tests.checkpoints.builders import Checkpoint, edit_json, edit_tensors, shard_of
 
 EXPERT = "model.layers.1.mlp.experts.3"
@@ -282,7 +282,7 @@ def test_a_shared_expert_that_config_json_does_not_tell_of_is_one(directory: Pat
 
 def test_looking_at_a_checkpoint_does_not_wait_for_torch(directory: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from service.settings_loader import load_settings\n"
+        "import sys; from pathlib import Path; from expertd.service.settings.loader import load_settings\n"
         f"flags = {{'checkpoints': [{{'path': Path({str(directory)!r}), 'layers': '1-2'}}]}}\n"
         "assert len(load_settings(None, flags).models) == 2\n"
         "assert 'torch' not in sys.modules"
@@ -291,7 +291,7 @@ def test_looking_at_a_checkpoint_does_not_wait_for_torch(directory: Path) -> Non
 
 
 def test_every_family_has_a_case() -> None:
-    from service.checkpoints.families import FAMILIES
+    from expertd.service.checkpoints.families import FAMILIES
     from tests.checkpoints.builders import CASES
 
     assert {case.model_type for case in CASES.values()} == set(FAMILIES)

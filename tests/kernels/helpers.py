@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels import Quantized, dequantize_blocks, dequantize_rows, quantize_blocks, quantize_rows
+from expertd.kernels import Quantized, dequantize_blocks, dequantize_rows, quantize_blocks, quantize_rows
 
 DEQUANTISED_TOLERANCE = 1e-5
 UNQUANTISED_TOLERANCE = 1e-3

@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels import (
+from expertd.kernels import (
     Backend,
     Routing,
     Swiglu,
@@ -13,9 +13,9 @@ from kernels import (
     jit,
     quantize_blocks,
     resolve_backend,
-    tiles,
 )
-from kernels.tiles import Layout, TileConfig
+from expertd.kernels.backends.hopper import tiles
+from expertd.kernels.backends.hopper.tiles import Layout, TileConfig
 from tests.kernels.helpers import (
     diff,
     expect_contiguous,

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import Backend, grouped_gemm_contiguous, grouped_gemm_masked
-from kernels.backends import backend_names, resolve_backend
-from kernels.backends.reference import ReferenceBackend
+from expertd.kernels import Backend, grouped_gemm_contiguous, grouped_gemm_masked
+from expertd.kernels.backends import backend_names, resolve_backend
+from expertd.kernels.backends.reference.backend import ReferenceBackend
 
 G, M, N, K = 3, 6, 136, 256
 
@@ -178,8 +178,8 @@ def test_backends_are_found_by_name_and_shared() -> None:
 
 
 def test_auto_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kernels.backends._auto_choices", {})
-    with caplog.at_level("INFO", logger="kernels.backends"):
+    monkeypatch.setattr("expertd.kernels.backends._auto_choices", {})
+    with caplog.at_level("INFO", logger="expertd.kernels.backends"):
         resolve_backend("auto", "cpu")
         resolve_backend("auto", "cpu")
     assert [record.getMessage() for record in caplog.records] == [

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import (
+from expertd.kernels import (
     Backend,
     Quantized,
     Routing,
@@ -20,9 +20,9 @@ from kernels import (
     resolve_backend,
     sort_by_group,
 )
-from kernels.activation import SILU
-from kernels.backends.hopper_kernels import current_stream
-from kernels.backends.hopper_layer import Logits
+from expertd.kernels.backends.hopper.launch import current_stream
+from expertd.kernels.backends.hopper.layer import Logits
+from expertd.kernels.ops.activation import SILU
 from tests.kernels.helpers import diff, forbid_host_sync, fresh_generator
 
 pytestmark = pytest.mark.gpu

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import Backend, Quantized, dequantize_blocks, fused_experts, quantize_blocks
-from kernels.activation import SILU, Swiglu
-from kernels.backends import cpu_ffn, matrices
-from kernels.backends.reference import ReferenceBackend
+from expertd.kernels import Backend, Quantized, dequantize_blocks, fused_experts, quantize_blocks
+from expertd.kernels.backends.reference import cpu_ffn, matrices
+from expertd.kernels.backends.reference.backend import ReferenceBackend
+from expertd.kernels.ops.activation import SILU, Swiglu
 from tests.kernels.helpers import diff, fresh_generator, random_rows, random_weights
 
 # What rounding hidden states, activations and rows cost in 10662 draws of 1 to 1025 rows, as a

@@ -6,8 +6,9 @@ import secrets
 import pytest
 import torch
 
-from kernels import grouped_gemm_contiguous, grouped_gemm_masked, jit, tiles
-from kernels.tiles import CONFIGS, TileConfig
+from expertd.kernels import grouped_gemm_contiguous, grouped_gemm_masked, jit
+from expertd.kernels.backends.hopper import tiles
+from expertd.kernels.backends.hopper.tiles import CONFIGS, TileConfig
 from tests.kernels.helpers import (
     expect_contiguous,
     expect_masked,

@@ -14,10 +14,10 @@ import pytest
 from cuda.bindings import nvrtc
 from filelock import FileLock
 
-from kernels import jit
-from kernels.jit import Source, cache
-from kernels.jit import source as source_module
-from kernels.jit.build import cache_key
+from expertd.kernels import jit
+from expertd.kernels.jit import Source, cache
+from expertd.kernels.jit import source as source_module
+from expertd.kernels.jit.build import cache_key
 
 _HEADER = "#pragma once\nconstexpr float kScale = 2;\n"
 _OTHER = '#pragma once\n  #  include "scale.cuh"\nconstexpr float kTwice = kScale * 2;\n'
@@ -318,7 +318,8 @@ def test_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 def test_without_the_cuda_extra_the_error_says_so(missing: str) -> None:
     code = (
         f"import sys; sys.modules[{missing!r}] = None\n"
-        "from kernels import jit, tiles\n"
+        "from expertd.kernels import jit\n"
+        "from expertd.kernels.backends.hopper import tiles\n"
         "assert jit.stats() == (0, 0.0, 0)\n"
         "try: jit.find(tiles.source(*tiles.VARIANTS[0]))\n"
         "except jit.CompilerMissingError as error: print(error)\n"

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from kernels.partitions import Partition, Supply, plan
+from expertd.kernels.partitions import Partition, Supply, plan
 
 H200 = Supply(total_sms=132, unit_sms=8, units=16, spare_sms=4)
 EVEN = Supply(total_sms=128, unit_sms=8, units=16, spare_sms=0)
@@ -106,6 +106,6 @@ def test_wrong_sizes(name: str, size: int, expected: str) -> None:
 
 
 def test_importing_works_without_the_cuda_extra() -> None:
-    code = "import sys; sys.modules['cuda.core'] = None; import kernels.partitions; print('imported')"
+    code = "import sys; sys.modules['cuda.core'] = None; import expertd.kernels.partitions; print('imported')"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "imported\n"

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import grouped_gemm_contiguous
-from kernels.partitions import SMPartitions
+from expertd.kernels import grouped_gemm_contiguous
+from expertd.kernels.partitions import SMPartitions
 from tests.kernels.helpers import random_contiguous
 
 pytestmark = pytest.mark.gpu

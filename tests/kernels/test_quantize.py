@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels import dequantize_blocks, dequantize_rows, quantize_blocks, quantize_rows
+from expertd.kernels import dequantize_blocks, dequantize_rows, quantize_blocks, quantize_rows
 from tests.kernels.helpers import diff, fresh_generator, random_rows
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels import Quantized, dequantize_blocks, dequantize_rows, quantize_blocks, quantize_rows
+from expertd.kernels import Quantized, dequantize_blocks, dequantize_rows, quantize_blocks, quantize_rows
 from tests.kernels.helpers import forbid_host_sync, fresh_generator, random_rows
 
 pytestmark = pytest.mark.gpu

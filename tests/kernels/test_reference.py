@@ -6,9 +6,9 @@ import weakref
 import pytest
 import torch
 
-from kernels import dequantize_blocks, grouped_gemm_contiguous, grouped_gemm_masked, quantize_blocks
-from kernels.backends.matrices import Matrices
-from kernels.backends.reference import ReferenceBackend
+from expertd.kernels import dequantize_blocks, grouped_gemm_contiguous, grouped_gemm_masked, quantize_blocks
+from expertd.kernels.backends.reference.backend import ReferenceBackend
+from expertd.kernels.backends.reference.matrices import Matrices
 from tests.kernels.helpers import (
     diff,
     expect_contiguous,

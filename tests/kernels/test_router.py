@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import Routing, choose_experts
+from expertd.kernels import Routing, choose_experts
 from tests.kernels.helpers import fresh_generator
 from tests.kernels.reference_routing import reference_routing
 

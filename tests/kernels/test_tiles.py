@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from kernels import jit, tiles
-from kernels.tiles import (
+from expertd.kernels import jit
+from expertd.kernels.backends.hopper import tiles
+from expertd.kernels.backends.hopper.tiles import (
     CONFIGS,
     PAIR_SWIGLU,
     SHORT,

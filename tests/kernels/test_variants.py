@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from kernels import jit
-from kernels.layer_kernels import MAX_GROUPS
-from kernels.tiles import SHARED_BYTES_LIMIT
-from kernels.variants import VARIANTS, Variant
+from expertd.kernels import jit
+from expertd.kernels.backends.hopper.layer_kernels import MAX_GROUPS
+from expertd.kernels.backends.hopper.tiles import SHARED_BYTES_LIMIT
+from expertd.kernels.backends.hopper.variants import VARIANTS, Variant
 
 MAX_REGISTERS_OF_A_CTA = 65_536
 NAMES = [variant.source.name for variant in VARIANTS]

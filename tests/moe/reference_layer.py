@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from kernels import dequantize_blocks
-from service.moe import ExpertWeights
+from expertd.kernels import dequantize_blocks
+from expertd.service.moe import ExpertWeights
 from tests.kernels.helpers import diff
 from tests.kernels.reference_routing import reference_routing
 

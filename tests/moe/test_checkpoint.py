@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kernels import resolve_backend
-from service.checkpoints import CheckpointError, models_of
-from service.loading import LoadCancelledError, layer_of
-from service.moe import MoELayer
-from service.settings import CheckpointSettings
+from expertd.kernels import resolve_backend
+from expertd.service.checkpoints import CheckpointError, models_of
+from expertd.service.engine.loading import LoadCancelledError, layer_of
+from expertd.service.moe import MoELayer
+from expertd.service.settings.model import CheckpointSettings
 from tests.checkpoints.builders import (
     CASES,
     EXPERTS,

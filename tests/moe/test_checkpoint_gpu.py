@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kernels import quantize_blocks, resolve_backend
-from service.checkpoints import models_of
-from service.loading import layer_of
-from service.moe import MoELayer
-from service.settings import CheckpointSettings
+from expertd.kernels import quantize_blocks, resolve_backend
+from expertd.service.checkpoints import models_of
+from expertd.service.engine.loading import layer_of
+from expertd.service.moe import MoELayer
+from expertd.service.settings.model import CheckpointSettings
 from tests.kernels.helpers import fresh_generator
 from tests.moe.reference_layer import assert_close, reference_layer
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import Routing, resolve_backend
-from kernels.partitions import SMPartitions
-from service.loading import capture_graphs
-from service.moe import LayerRequest, LayerRunner, LayerShape, MoELayer, random_weights
-from service.moe.graphs import TOKEN_COUNTS, GraphPool, Step, StepGraphs
+from expertd.kernels import Routing, resolve_backend
+from expertd.kernels.partitions import SMPartitions
+from expertd.service.engine.loading import capture_graphs
+from expertd.service.moe import LayerRequest, LayerRunner, LayerShape, MoELayer, random_weights
+from expertd.service.moe.graphs import TOKEN_COUNTS, GraphPool, Step, StepGraphs
 from tests.kernels.helpers import forbid_host_sync, fresh_generator
 from tests.moe.reference_layer import assert_close, reference_layer
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import Quantized, Routing, choose_experts, resolve_backend
-from kernels.backends.reference import ReferenceBackend
-from service.moe import ExpertWeights, LayerShape, MoELayer, random_weights
-from service.moe.layer import MASKED_MAX_TOKENS
+from expertd.kernels import Quantized, Routing, choose_experts, resolve_backend
+from expertd.kernels.backends.reference.backend import ReferenceBackend
+from expertd.service.moe import ExpertWeights, LayerShape, MoELayer, random_weights
+from expertd.service.moe.layer import MASKED_MAX_TOKENS
 from tests.kernels.helpers import diff, fresh_generator
 from tests.moe.reference_layer import assert_close, reference_layer
 

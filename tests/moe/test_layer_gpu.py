@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import resolve_backend
-from service.moe import LayerRequest, LayerRunner, LayerShape, MoELayer, random_weights
+from expertd.kernels import resolve_backend
+from expertd.service.moe import LayerRequest, LayerRunner, LayerShape, MoELayer, random_weights
 from tests.kernels.helpers import diff, forbid_host_sync, fresh_generator
 from tests.moe.reference_layer import assert_close, reference_layer
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kernels import dequantize_blocks
-from service.moe import ExpertWeights, LayerShape, load_weights, random_weights, save_weights
+from expertd.kernels import dequantize_blocks
+from expertd.service.moe import ExpertWeights, LayerShape, load_weights, random_weights, save_weights
 
 SHAPE = LayerShape(hidden_size=256, intermediate_size=128, num_experts=3, top_k=2)
 

@@ -10,10 +10,10 @@ import httpx
 import numpy as np
 import numpy.typing as npt
 
-from service.app import ExpertApp, create_app
-from service.batching import Runner
-from service.loading import Loaded, Loader, Partitions, load
-from service.settings import Settings
+from expertd.service.engine.batching import Runner
+from expertd.service.engine.loading import Loaded, Loader, Partitions, load
+from expertd.service.http.app import ExpertApp, create_app
+from expertd.service.settings.model import Settings
 
 HIDDEN = 128
 TOP_K = 2

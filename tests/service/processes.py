@@ -14,7 +14,7 @@ from typing import TypeVar
 import httpx
 import yaml
 
-from service.settings import Settings
+from expertd.service.settings.model import Settings
 
 T = TypeVar("T")
 EXPERTD = Path(sys.executable).parent / "expertd"

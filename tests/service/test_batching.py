@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from service.batching import (
+from expertd.service.engine.batching import (
     Pending,
     QueueFullError,
     QueueTimeoutError,
@@ -18,8 +18,8 @@ from service.batching import (
     SchedulerClosedError,
     StepFailedError,
 )
-from service.moe import StepResult
-from service.settings import Limits
+from expertd.service.moe import StepResult
+from expertd.service.settings.model import Limits
 from tests.service.runners import EchoRunner, layer_request
 
 T = TypeVar("T")
@@ -174,7 +174,7 @@ async def test_a_request_given_up_while_waiting_is_never_computed() -> None:
 async def test_one_bad_request_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
     runner, observed = EchoRunner(poison=666.0), Observed()
     async with running(runner, observer=observed) as scheduler:
-        with caplog.at_level(logging.CRITICAL, "service.batching"):
+        with caplog.at_level(logging.CRITICAL, "expertd.service.engine.batching"):
             first = await held(runner, scheduler)
             good = [scheduler.submit("0", layer_request([1.0])) for _ in range(2)]
             bad = scheduler.submit("0", layer_request([666.0]))

@@ -9,7 +9,7 @@ import torch
 import tritonclient.http as triton
 from torch import Tensor
 
-from service.settings import CheckpointSettings, Settings
+from expertd.service.settings.model import CheckpointSettings, Settings
 from tests.checkpoints.builders import CASES, HIDDEN, Checkpoint
 from tests.kernels.helpers import diff, fresh_generator
 from tests.service.processes import ServerProcess, server_process, serving

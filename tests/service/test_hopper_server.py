@@ -11,8 +11,8 @@ import pytest
 import torch
 import tritonclient.http as triton
 
-from service.moe import LayerShape, random_weights, save_weights
-from service.settings import Settings
+from expertd.service.moe import LayerShape, random_weights, save_weights
+from expertd.service.settings.model import Settings
 from tests.kernels.helpers import Diff
 from tests.service.apps import binary_request
 from tests.service.processes import server_process

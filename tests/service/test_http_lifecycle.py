@@ -9,9 +9,9 @@ import httpx
 import numpy as np
 import pytest
 
-from service.app import create_app
-from service.loading import Cancelled, LoadCancelledError, Loaded
-from service.settings import Settings
+from expertd.service.engine.loading import Cancelled, LoadCancelledError, Loaded
+from expertd.service.http.app import create_app
+from expertd.service.settings.model import Settings
 from tests.service.apps import (
     HIDDEN,
     Serving,

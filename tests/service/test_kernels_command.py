@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kernels import jit
-from kernels.variants import VARIANTS
-from service.cli import main
+from expertd.kernels import jit
+from expertd.kernels.backends.hopper.variants import VARIANTS
+from expertd.service.cli import main
 
 NAMES = [variant.source.name for variant in VARIANTS]
 
@@ -125,7 +125,7 @@ def test_an_output_that_cannot_be_written(tmp_path: Path, capsys: pytest.Capture
 def test_without_the_cuda_extra_it_is_one_sentence_and_2() -> None:
     code = (
         "import sys; sys.modules['cuda.core'] = None\n"
-        "from service.cli import main\n"
+        "from expertd.service.cli import main\n"
         "sys.exit(main(['kernels']))\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -137,7 +137,7 @@ def test_without_the_cuda_extra_it_is_one_sentence_and_2() -> None:
 
 def test_as_a_process_with_a_pipe(full_cache: Path) -> None:
     environment = {**os.environ, jit.CACHE_DIR_VARIABLE: str(full_cache)}
-    command = [sys.executable, "-c", "import sys; from service.cli import main; sys.exit(main())"]
+    command = [sys.executable, "-c", "import sys; from expertd.service.cli import main; sys.exit(main())"]
     result = subprocess.run(
         [*command, "kernels", "--dump", NAMES[0], "--format", "cubin"],
         capture_output=True,

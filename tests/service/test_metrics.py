@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kernels.jit import stats as jit_stats
-from service.moe import StepResult
+from expertd.kernels.jit import stats as jit_stats
+from expertd.service.moe import StepResult
 from tests.service.apps import (
     NUM_EXPERTS,
     TOP_K,

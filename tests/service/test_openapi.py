@@ -7,10 +7,10 @@ import pytest
 from fastapi.routing import APIRoute
 from starlette.routing import Route
 
-from service.app import create_app
-from service.bodies import BodyReader
-from service.infer import InferEndpoint
-from service.routes import metrics_router, partitions_router, protocol_router
+from expertd.service.http.app import create_app
+from expertd.service.http.bodies import BodyReader
+from expertd.service.http.infer import InferEndpoint
+from expertd.service.http.routes import metrics_router, partitions_router, protocol_router
 from tests.service.apps import hidden_request, json_input, json_request, rows, serving, tiny_settings
 
 OWN = {"/openapi.json", "/docs"}

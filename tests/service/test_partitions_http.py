@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from service.loading import LoadCancelledError
+from expertd.service.engine.loading import LoadCancelledError
 from tests.service.apps import (
     MODEL,
     error_of,

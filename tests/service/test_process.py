@@ -15,7 +15,7 @@ import httpx
 import numpy as np
 import pytest
 
-from service import __version__
+from expertd import __version__
 from tests.service.apps import HIDDEN, hidden_request, rows, tiny_settings
 from tests.service.processes import EXPERTD, ServerProcess, clean_environment, server_process, until
 

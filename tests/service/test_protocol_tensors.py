@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.protocol import (
+from expertd.service.http.protocol import (
     LayerSpec,
     OipError,
     asked_encoding,
@@ -20,7 +20,7 @@ from service.protocol import (
     decompress,
     parse_request,
 )
-from service.protocol.datatypes import bytes_to_numbers, numbers_to_bytes
+from expertd.service.http.protocol.datatypes import bytes_to_numbers, numbers_to_bytes
 
 SPEC = LayerSpec(name="m", hidden_size=4, top_k=2, datatype="FP32", max_request_tokens=8)
 ONE_ROW = {"name": "hidden_states", "shape": [1, 4], "datatype": "FP32", "data": [1, 2.5, -3, 0]}

@@ -8,10 +8,10 @@ from typing import get_args
 import pytest
 import yaml
 
-from kernels import backend_names
-from service.settings import ENV_PREFIX, Settings
-from service.settings_loader import SettingsError, default_config, load_settings
-from service.spans import numbers, spans
+from expertd.kernels import backend_names
+from expertd.service.settings.loader import SettingsError, default_config, load_settings
+from expertd.service.settings.model import ENV_PREFIX, Settings
+from expertd.service.settings.spans import numbers, spans
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 MODEL = "{name: m, hidden_size: 256, intermediate_size: 128, num_experts: 4, top_k: 2}"
@@ -58,7 +58,7 @@ def test_settings_built_directly_do_not_read_the_environment(monkeypatch: pytest
 def test_only_the_loader_reads_the_environment() -> None:
     sources = (Path(__file__).parents[2] / "service").rglob("*.py")
     readers = {path.name for path in sources if re.search(r"\b(environ|getenv)\b", path.read_text())}
-    assert readers == {"settings_loader.py"}
+    assert readers == {"loader.py"}
 
 
 def test_the_backends_that_can_be_set_are_those_there_are() -> None:

@@ -11,9 +11,9 @@ import pytest
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
-from service.batching import Runner
-from service.loading import load
-from service.moe import LayerRequest
+from expertd.service.engine.batching import Runner
+from expertd.service.engine.loading import load
+from expertd.service.moe import LayerRequest
 from tests.service.apps import HIDDEN, NUM_EXPERTS, TOP_K, rows, tiny_settings
 from tests.service.processes import ServerProcess, server_process
 

@@ -3,8 +3,8 @@
 A new family is one such file, with `read`, and a line here.
 """
 
-from service.checkpoints.families import deepseek_v3, glm4_moe, minimax_m2, mixtral, qwen3_moe
-from service.checkpoints.model import Family
+from expertd.service.checkpoints.families import deepseek_v3, glm4_moe, minimax_m2, mixtral, qwen3_moe
+from expertd.service.checkpoints.model import Family
 
 FAMILIES: dict[str, Family] = {
     "deepseek_v3": deepseek_v3.read,

@@ -4,8 +4,8 @@ Source: transformers 5.23, deepseek_v3; the models' own modeling_deepseek.py for
 layers of multi-token prediction, which follow the others.
 """
 
-from service.checkpoints.config import Config
-from service.checkpoints.model import MAX_EXPERTS, MoEModel, Names
+from expertd.service.checkpoints.config import Config
+from expertd.service.checkpoints.model import MAX_EXPERTS, MoEModel, Names
 
 
 def read(

@@ -1,8 +1,8 @@
 """GLM-4.5 and GLM-4.5-Air: DeepSeek-V3's block, other defaults. Source: transformers 5.23, glm4_moe."""
 
-from service.checkpoints.config import Config
-from service.checkpoints.families import deepseek_v3
-from service.checkpoints.model import MoEModel
+from expertd.service.checkpoints.config import Config
+from expertd.service.checkpoints.families import deepseek_v3
+from expertd.service.checkpoints.model import MoEModel
 
 
 def read(config: Config) -> MoEModel:

@@ -1,7 +1,7 @@
 """MiniMax-M2: sigmoid scores, a bias, no groups, no shared expert. Source: transformers 5.23, minimax_m2."""
 
-from service.checkpoints.config import Config
-from service.checkpoints.model import MAX_EXPERTS, MoEModel, Names
+from expertd.service.checkpoints.config import Config
+from expertd.service.checkpoints.model import MAX_EXPERTS, MoEModel, Names
 
 
 def read(config: Config) -> MoEModel:

@@ -1,7 +1,7 @@
 """Mixtral: the softmax of the chosen experts' logits. Source: transformers 5.23, mixtral."""
 
-from service.checkpoints.config import Config
-from service.checkpoints.model import MAX_EXPERTS, MoEModel, Names
+from expertd.service.checkpoints.config import Config
+from expertd.service.checkpoints.model import MAX_EXPERTS, MoEModel, Names
 
 
 def read(config: Config) -> MoEModel:

@@ -1,7 +1,7 @@
 """Qwen3-MoE: softmax over all experts, some layers may be dense. Source: transformers 5.23, qwen3_moe."""
 
-from service.checkpoints.config import Config
-from service.checkpoints.model import MAX_EXPERTS, MoEModel, Names
+from expertd.service.checkpoints.config import Config
+from expertd.service.checkpoints.model import MAX_EXPERTS, MoEModel, Names
 
 
 def read(config: Config) -> MoEModel:

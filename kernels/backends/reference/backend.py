@@ -1,0 +1,72 @@
+"""The plain PyTorch backend: right on any device and quick on a CPU."""
+
+from itertools import pairwise
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from expertd.kernels.backends.base import Backend
+from expertd.kernels.backends.reference import cpu_ffn
+from expertd.kernels.backends.reference.matrices import WeightCache, multiply
+from expertd.kernels.ops.activation import Swiglu
+from expertd.kernels.ops.quantize import Quantized, dequantize_rows
+
+
+class ReferenceBackend(Backend):
+    """One bf16 matmul per non-empty group, on weights dequantised once and kept while the caller's live."""
+
+    name: ClassVar[str] = "reference"
+
+    def __init__(self) -> None:
+        self._weights = WeightCache()
+
+    def contiguous(
+        self,
+        a: Tensor,
+        a_scales: Tensor,
+        b: Tensor,
+        b_scales: Tensor,
+        offsets: Tensor,
+        out: Tensor,
+        num_sms: int | None,
+    ) -> None:
+        matrices = self._weights.get(b, b_scales)
+        rows = dequantize_rows(a, a_scales, torch.bfloat16)
+        bounds = offsets.tolist()
+        for group, (start, end) in enumerate(pairwise(bounds)):
+            if end > start:
+                out[start:end] = multiply(rows[start:end], matrices[group])
+
+    def masked(
+        self,
+        a: Tensor,
+        a_scales: Tensor,
+        b: Tensor,
+        b_scales: Tensor,
+        counts: Tensor,
+        expected_m: int | None,
+        out: Tensor,
+        num_sms: int | None,
+    ) -> None:
+        matrices = self._weights.get(b, b_scales)
+        for group, count in enumerate(counts.tolist()):
+            if count > 0:
+                rows = dequantize_rows(a[group, :count], a_scales[group, :count], torch.bfloat16)
+                out[group, :count] = multiply(rows, matrices[group])
+
+    def ffn(
+        self,
+        hidden_states: Tensor,
+        tokens: Tensor,
+        gate_up: Quantized,
+        down: Quantized,
+        offsets: Tensor,
+        activation: Swiglu,
+        num_sms: int | None,
+    ) -> Tensor:
+        """See `Backend.ffn`; activations stay bf16 on a CPU, where nothing multiplies FP8."""
+        if hidden_states.device.type != "cpu":
+            return super().ffn(hidden_states, tokens, gate_up, down, offsets, activation, num_sms)
+        matrices = self._weights.get(*gate_up), self._weights.get(*down)
+        return cpu_ffn.ffn(hidden_states, tokens, *matrices, offsets.tolist(), activation)

@@ -1,0 +1,71 @@
+"""The reference backend's weights: a bf16 matrix for each group, as the device multiplies it fastest."""
+
+import functools
+import platform
+import weakref
+from collections.abc import MutableMapping
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from expertd.kernels.ops.quantize import dequantize_blocks
+
+Matrices = tuple[Tensor, ...]  # [N, K] of each group, packed or plain
+
+_PACKED_ROWS = 64  # the height oneDNN packs for; it costs no other height from 1 to 512 rows
+
+
+@functools.cache
+def can_pack() -> bool:
+    """Whether oneDNN can multiply bf16 here with a weight that it has laid out in blocks of its own."""
+    return (
+        platform.machine() in ("x86_64", "AMD64")
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    )
+
+
+def multiply(rows: Tensor, matrix: Tensor) -> Tensor:
+    """rows bf16 [M, K] times a matrix [N, K] of `WeightCache`, transposed: bf16 [M, N]."""
+    if matrix.is_mkldnn:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise.default(rows, matrix, None, "none", [], "")
+        return out
+    return torch.nn.functional.linear(rows, matrix)
+
+
+_Entry = tuple[weakref.ref[Tensor], tuple[int, int], Matrices]  # scales, versions, matrices
+
+
+class WeightCache:
+    """Dequantised weights by the identity of the caller's tensors, forgotten when those are freed."""
+
+    def __init__(self) -> None:
+        self._entries: MutableMapping[Tensor, _Entry] = WeakTensorKeyDictionary()
+
+    def get(self, b: Tensor, b_scales: Tensor) -> Matrices:
+        """A matrix for each group of b; computed again when b or b_scales was written to or exchanged."""
+        if b.is_inference() or b_scales.is_inference():
+            return _matrices(b, b_scales)  # such tensors count no versions
+        versions = (b._version, b_scales._version)
+        entry = self._entries.get(b)
+        if entry is not None and entry[0]() is b_scales and entry[1] == versions:
+            return entry[2]
+        matrices = _matrices(b, b_scales)
+        self._entries[b] = (weakref.ref(b_scales), versions, matrices)
+        return matrices
+
+
+def _matrices(b: Tensor, b_scales: Tensor) -> Matrices:
+    # Group by group, so that no whole bf16 copy exists beside the packed one.
+    return tuple(_matrix(*group) for group in zip(b.unbind(), b_scales.unbind(), strict=True))
+
+
+def _matrix(data: Tensor, scales: Tensor) -> Tensor:
+    matrix = dequantize_blocks(data, scales, torch.bfloat16)
+    if matrix.device.type == "cpu" and can_pack():
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(matrix, _PACKED_ROWS)
+        return packed
+    return matrix

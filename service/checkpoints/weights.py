@@ -1,0 +1,90 @@
+"""Reads the weights of one MoE layer out of a checkpoint's memory-mapped files."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from expertd.kernels import Quantized, quantize_blocks
+from expertd.service.checkpoints import CheckpointError, LayerSource, Matrix
+from expertd.service.checkpoints.files import OpenFiles, Stored
+from expertd.service.moe.shape import SCALE_BLOCK
+from expertd.service.moe.weights import ExpertWeights
+
+Progress = Callable[[int], None]
+
+
+def read_layer(source: LayerSource, device: torch.device | str, progress: Progress) -> ExpertWeights:
+    """The layer's weights on `device`: FP8 ones bit for bit, others quantised there; gate and up fused.
+
+    `progress` is called with the bytes of each matrix that has been read, and may raise to stop. Needs
+    memory for the layer and one matrix. Raises CheckpointError for weights or scales that are not finite, and
+    when a file is not what it was when `source` was found.
+    """
+    gate, _, down = source.groups[0]
+    h, i, num_groups = len(gate.columns), len(gate.rows), len(source.groups)
+    gate_up_out, down_out = _empty(num_groups, 2 * i, h, device), _empty(num_groups, h, i, device)
+    with OpenFiles("pt") as files, _changes_told():
+        router = _plain(files, source.router).to(device)
+        bias = None if source.router_bias is None else _plain(files, source.router_bias).to(device)
+        for group, (gate, up, down) in enumerate(source.groups):
+            for matrix, out in (
+                (gate, _rows(gate_up_out, group, 0, i)),
+                (up, _rows(gate_up_out, group, i, i)),
+                (down, _rows(down_out, group, 0, h)),
+            ):
+                _read(files, matrix, out)
+                progress(matrix.num_bytes)
+    return ExpertWeights(router, gate_up_out, down_out, bias)
+
+
+@contextmanager
+def _changes_told() -> Iterator[None]:
+    try:
+        yield
+    except SafetensorError as error:
+        raise CheckpointError(f"a checkpoint that stays as it is was expected, got: {error}") from error
+
+
+def _read(files: OpenFiles, matrix: Matrix, out: Quantized) -> None:
+    rows, columns = _slice(matrix.rows), _slice(matrix.columns)
+    weight = files[matrix.weight.file].get_slice(matrix.weight.name)[rows, columns]
+    if matrix.scales is None:
+        data, scales = quantize_blocks(weight.to(out.data.device))
+    else:
+        data, scales = weight, files[matrix.scales.file].get_slice(matrix.scales.name)[:, :]
+        scales = scales[_slice(matrix.rows, SCALE_BLOCK), _slice(matrix.columns, SCALE_BLOCK)]
+    bits = out.data.view(torch.uint8)
+    bits.copy_(data.view(torch.uint8))
+    out.scales.copy_(scales.to(torch.float32))  # exact: bf16 and e8m0 scales are fp32 numbers too
+    if not out.scales.isfinite().all() or ((bits & 0x7F) == 0x7F).any():  # e4m3 has NaN, and no infinity
+        raise _not_finite(matrix.weight)
+    if (out.scales < 0).any():
+        raise CheckpointError(f"{matrix.weight.file}: {matrix.weight.name}: expected scales from 0 on")
+
+
+def _plain(files: OpenFiles, tensor: Stored) -> Tensor:
+    values: Tensor = files[tensor.file].get_tensor(tensor.name).to(torch.float32)
+    if not values.isfinite().all():
+        raise _not_finite(tensor)
+    return values
+
+
+def _not_finite(tensor: Stored) -> CheckpointError:
+    return CheckpointError(f"{tensor.file}: {tensor.name}: expected finite numbers, got some that are not")
+
+
+def _empty(num_groups: int, n: int, k: int, device: torch.device | str) -> Quantized:
+    data = torch.empty((num_groups, n, k), dtype=torch.float8_e4m3fn, device=device)
+    return Quantized(data, torch.empty((num_groups, n // SCALE_BLOCK, k // SCALE_BLOCK), device=device))
+
+
+def _rows(out: Quantized, group: int, first: int, count: int) -> Quantized:
+    blocks = slice(first // SCALE_BLOCK, (first + count) // SCALE_BLOCK)
+    return Quantized(out.data[group, first : first + count], out.scales[group, blocks])
+
+
+def _slice(part: range, unit: int = 1) -> slice:
+    return slice(part.start // unit, part.stop // unit)

@@ -1,0 +1,212 @@
+"""The server's life without HTTP: loading, ready, draining, stopped; owns the scheduler and what it runs."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from enum import Enum
+
+from expertd.service.engine.batching import QueueFullError, Scheduler, SchedulerClosedError, StepFailedError
+from expertd.service.engine.loading import LoadCancelledError, Loaded, Loader, Partitions
+from expertd.service.engine.metrics import Metrics
+from expertd.service.http.protocol import MODEL_VERSION, LayerSpec, OipError
+from expertd.service.moe import zero_request
+from expertd.service.settings.model import Settings
+
+logger = logging.getLogger(__name__)
+
+_STOP_SECONDS = 5.0
+# After so many failed steps in a row it is the device, not a request: callers should be sent elsewhere.
+_FAILING_STEPS = 5
+
+
+class Phase(Enum):
+    """Where a server is in its life; requests are answered in READY, and while draining until it closes."""
+
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+class PartitionsUnavailableError(Exception):
+    """There is no GPU whose SMs could be partitioned; the text says why."""
+
+
+class PartitionInUseError(ValueError):
+    """A new set of partitions lacks one that a model runs in."""
+
+
+class Engine:
+    """Loads the models of `settings` on the worker thread and runs requests on them."""
+
+    def __init__(self, settings: Settings, metrics: Metrics, load: Loader) -> None:
+        self.settings = settings
+        self.phase = Phase.LOADING
+        self.models = {
+            model.name: LayerSpec(
+                name=model.name,
+                hidden_size=model.hidden_size,
+                top_k=model.top_k,
+                datatype=model.datatype,
+                max_request_tokens=settings.limits.max_request_tokens,
+            )
+            for model in settings.models
+        }
+        self.scheduler = Scheduler(settings.limits, metrics)
+        self.loaded: Loaded | None = None
+        self._metrics = metrics
+        self._load = load
+        self._loading: asyncio.Task[None] | None = None
+        self._retries: dict[str, asyncio.Task[None]] = {}
+        metrics.watch_models(lambda: {name: self.why_not_ready(name) is None for name in self.models})
+        metrics.watch_queues(self._waiting)
+        metrics.watch_partitions(self._partition_sizes)
+        metrics.watch_device_memory(lambda: self.loaded.memory() if self.loaded else None)
+
+    def why_not_ready(self, *models: str) -> str | None:
+        """Why requests to `models` (none: all of them) should not be sent here now, None if they should.
+
+        Steps that keep failing are a reason; requests are still taken, and one good step ends it.
+        """
+        if self.phase is not Phase.READY:
+            return f"the server is {self.phase.value}"
+        if failing := self._failing(models):
+            return f"the last {_FAILING_STEPS} steps or more failed of model {', '.join(failing)}"
+        return None
+
+    def check_ready(self, *models: str) -> None:
+        """Raise OipError (503) unless ready; what fails is given a token, to see whether it still does."""
+        reason = self.why_not_ready(*models)
+        if reason is None:
+            return
+        if self.phase is Phase.READY:
+            for model in self._failing(models):
+                if model not in self._retries:
+                    self._retries[model] = asyncio.get_running_loop().create_task(self._retry(model))
+        raise OipError(503, reason)
+
+    @property
+    def draining(self) -> bool:
+        return self.phase is Phase.DRAINING
+
+    def model(self, name: str, version: str = MODEL_VERSION) -> LayerSpec:
+        """The served model called `name`, loaded or not. Raises OipError (404) if there is none."""
+        spec = self.models.get(name)
+        if spec is None:
+            raise OipError(404, f"a served model is expected ({', '.join(self.models)}), got {name!r}")
+        if version != MODEL_VERSION:
+            raise OipError(404, f"version {MODEL_VERSION} of model {name} is expected, got {version!r}")
+        return spec
+
+    def start(self) -> None:
+        """Start the worker thread and, on it, loading; returns at once."""
+        self.scheduler.start()
+        self._loading = asyncio.get_running_loop().create_task(self._finish_loading())
+
+    async def wait_loaded(self) -> None:
+        """Return when loading has ended, well or not."""
+        if self._loading is not None:
+            await asyncio.wait({self._loading})
+
+    def begin_drain(self) -> None:
+        """Be not ready from now on; safe in a signal handler."""
+        if self.phase is not Phase.FAILED:
+            self.phase = Phase.DRAINING
+
+    async def drain(self) -> bool:
+        """After the configured delay accept nothing more; True if all that was accepted got its answer."""
+        self.begin_drain()
+        await asyncio.sleep(self.settings.shutdown_delay_seconds)
+        self.scheduler.close()
+        try:
+            await asyncio.wait_for(self.scheduler.drained(), self.settings.drain_timeout_seconds)
+        except TimeoutError:
+            logger.error("requests are still unanswered after drain_timeout_seconds: giving up on them")
+            self.scheduler.give_up_all()
+            return False
+        return True
+
+    async def stop(self) -> None:
+        """End the worker thread. A step or a compilation in flight is waited for, but not for long."""
+        self.begin_drain()
+        if not await asyncio.to_thread(self.scheduler.stop, _STOP_SECONDS):
+            logger.warning("the worker thread is still busy: leaving it behind")
+        for task in (tasks := [*self._retries.values(), *([self._loading] if self._loading else [])]):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def set_partitions(self, sizes: Mapping[str, int]) -> None:
+        """Replace the SM partitions between two steps, all or nothing.
+
+        Raises PartitionsUnavailableError without a partitionable device, ValueError when they do not fit it.
+        """
+        partitions = self.partitions()
+        for model in self.settings.models:
+            if model.partition is not None and model.partition not in sizes:
+                raise PartitionInUseError(
+                    f"partitions are expected to contain {model.partition!r}, where model {model.name} runs, "
+                    f"got {', '.join(sizes) or 'none'}"
+                )
+        await self.scheduler.between_steps(lambda: self._replace(partitions, sizes))
+
+    def partitions(self) -> Partitions:
+        """The device's partitions. Raises PartitionsUnavailableError where there can be none."""
+        if self.loaded is None:
+            raise OipError(503, f"the server is {self.phase.value}")
+        if self.loaded.partitions is None:
+            raise PartitionsUnavailableError(
+                f"SM partitions need the hopper backend, this server runs {self.loaded.backend!r}"
+            )
+        return self.loaded.partitions
+
+    def _replace(self, partitions: Partitions, sizes: Mapping[str, int]) -> None:
+        assert self.loaded is not None
+        partitions.apply(sizes)
+        try:
+            self.loaded.prepare_steps(lambda: self.phase is not Phase.READY)
+        except LoadCancelledError:
+            return
+        except Exception:  # whatever it is, the partitions are the new ones, and steps can be computed
+            logger.exception("partitions were replaced, but steps could not be prepared: they will be slower")
+
+    async def _finish_loading(self) -> None:
+        try:
+            self.loaded = await self.scheduler.between_steps(
+                lambda: self._load(self.settings, lambda: self.phase is not Phase.LOADING)
+            )
+        except LoadCancelledError:
+            return
+        except Exception as error:
+            if self.phase is Phase.LOADING:
+                self.phase = Phase.FAILED
+            logger.error("loading failed: %s", error, exc_info=not isinstance(error, (ValueError, OSError)))
+            return
+        self.scheduler.set_runners(self.loaded.runners)
+        self._metrics.built(self.loaded.backend, self.loaded.device)
+        if self.phase is Phase.LOADING:
+            self.phase = Phase.READY
+            logger.info(
+                "ready: %s on %s, %s", ", ".join(self.models), self.loaded.device, self.loaded.backend
+            )
+
+    def _failing(self, models: tuple[str, ...]) -> list[str]:
+        asked = models or tuple(self.models)
+        return [model for model in asked if self.scheduler.failures(model) >= _FAILING_STEPS]
+
+    async def _retry(self, model: str) -> None:
+        request = zero_request(1, self.models[model].hidden_size)
+        try:
+            with suppress(StepFailedError, QueueFullError, SchedulerClosedError):
+                await self.scheduler.submit(model, request).answer
+        finally:
+            del self._retries[model]
+
+    def _waiting(self) -> dict[str, tuple[int, int]]:
+        return {name: self.scheduler.waiting(name) for name in self.models} if self.loaded else {}
+
+    def _partition_sizes(self) -> tuple[int, dict[str, int]] | None:
+        partitions = self.loaded.partitions if self.loaded else None
+        if partitions is None:
+            return None
+        return partitions.total_sms, {p.name: p.num_sms for p in partitions.partitions}

@@ -1,0 +1,213 @@
+"""Start-up: backend, SM partitions, weights, and one tiny step of every model before any request is taken."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from tqdm import tqdm
+
+from expertd.kernels import Backend, Routing, resolve_backend
+from expertd.service.checkpoints import CheckpointModelSettings
+from expertd.service.checkpoints.weights import read_layer
+from expertd.service.engine.batching import Runner
+from expertd.service.moe import (
+    ExpertWeights,
+    LayerRunner,
+    LayerShape,
+    MoELayer,
+    load_weights,
+    random_weights,
+    zero_request,
+)
+from expertd.service.moe.device import device_memory, device_name, device_of
+from expertd.service.moe.graphs import GraphPool
+from expertd.service.moe.weights import check_weights
+from expertd.service.settings.model import ModelSettings, Settings
+
+logger = logging.getLogger(__name__)
+
+Cancelled = Callable[[], bool]
+
+
+class LoadCancelledError(Exception):
+    """The server was told to stop while it was loading."""
+
+
+class Partition(Protocol):
+    """One named share of the device's SMs: how many were asked for, and how many it has."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def requested_sms(self) -> int: ...
+    @property
+    def num_sms(self) -> int: ...
+
+
+class Partitions(Protocol):
+    """`expertd.kernels.partitions.SMPartitions`, as far as the service needs it."""
+
+    @property
+    def device_name(self) -> str: ...
+    @property
+    def total_sms(self) -> int: ...
+    @property
+    def granularity(self) -> int: ...
+    @property
+    def partitions(self) -> Sequence[Partition]: ...
+
+    def apply(self, sizes: Mapping[str, int]) -> Sequence[Partition]: ...
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What loading leaves behind.
+
+    memory gives (used, total) bytes of the device, None without a GPU. prepare_steps is for the worker
+    thread, when partitions have been replaced: steps find again what they had after loading. It raises
+    LoadCancelledError as loading does; whatever it raises, steps can be computed.
+    """
+
+    backend: str
+    device: str
+    runners: Mapping[str, Runner]
+    partitions: Partitions | None
+    memory: Callable[[], tuple[int, int] | None]
+    prepare_steps: Callable[[Cancelled], None]
+
+
+Loader = Callable[[Settings, Cancelled], Loaded]
+
+
+def load(settings: Settings, cancelled: Cancelled) -> Loaded:
+    """Build everything `settings` ask for; runs on the worker thread, which will also run the steps.
+
+    Raises ValueError for what the device or a weights file does not allow, LoadCancelledError once
+    `cancelled` says so.
+    """
+    try:
+        backend = resolve_backend(settings.backend)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
+    device = device_of(backend)
+    _warm_up(backend, cancelled)
+    if backend.name == "hopper":
+        from expertd.kernels.partitions import SMPartitions
+
+        partitions = SMPartitions(device.index or 0)
+        partitions.apply(settings.partitions)
+    elif settings.partitions:
+        raise ValueError(
+            f"partitions are expected with the hopper backend only, got backend {backend.name!r}"
+        )
+    else:
+        partitions = None
+
+    runners: dict[str, LayerRunner] = {}
+    for model in tqdm(settings.models, desc="layers", unit="layer", disable=None):
+        _stop_if(cancelled)
+        logger.info("loading model %s", model.name)
+        layer = layer_of(model, backend, device, cancelled)
+        runner = LayerRunner(layer, device, partitions, model.partition)
+        _first_steps(runner, layer, settings.limits.max_request_tokens)
+        runners[model.name] = runner
+    on_gpu = list(runners.values()) if device.type == "cuda" else []
+    capture_graphs(on_gpu, device, cancelled)
+    return Loaded(
+        backend.name,
+        device_name(device),
+        runners,
+        partitions,
+        lambda: device_memory(device),
+        partial(capture_graphs, on_gpu, device),
+    )
+
+
+def layer_of(model: ModelSettings, backend: Backend, device: torch.device, cancelled: Cancelled) -> MoELayer:
+    """The layer that `model` describes, its weights on `device`. Raises as `load` does."""
+    shape = LayerShape(
+        model.hidden_size,
+        model.intermediate_size,
+        model.num_experts,
+        model.top_k,
+        model.num_shared_experts,
+        model.local_range,
+    )
+    return MoELayer(
+        shape,
+        _weights(model, shape, device, cancelled),
+        backend,
+        routing=Routing(**model.routing.model_dump()),
+        masked_max_tokens=model.masked_max_tokens,
+    )
+
+
+def _weights(
+    model: ModelSettings, shape: LayerShape, device: torch.device, cancelled: Cancelled
+) -> ExpertWeights:
+    if isinstance(model, CheckpointModelSettings):
+        return _from_checkpoint(model, shape, device, cancelled)
+    if model.weights.path is not None:
+        return load_weights(model.weights.path, shape, device)
+    return random_weights(shape, model.weights.seed or 0, device)
+
+
+def _from_checkpoint(
+    model: CheckpointModelSettings, shape: LayerShape, device: torch.device, cancelled: Cancelled
+) -> ExpertWeights:
+    source, start = model.source, time.perf_counter()
+    with tqdm(total=source.num_bytes, unit="B", unit_scale=True, desc=model.name, disable=None) as bar:
+
+        def progress(num_bytes: int) -> None:
+            _stop_if(cancelled)
+            bar.update(num_bytes)
+
+        weights = read_layer(source, device, progress)
+    check_weights(shape, weights)
+    seconds = time.perf_counter() - start
+    megabytes = source.num_bytes / 1e6
+    logger.info("read %.1f MB of %s, %.0f MB/s", megabytes, model.name, megabytes / seconds)
+    return weights
+
+
+def _warm_up(backend: Backend, cancelled: Cancelled) -> None:
+    with tqdm(desc="kernels", unit="kernel", disable=None) as bar:
+
+        def progress(done: int, total: int, what: str) -> None:
+            _stop_if(cancelled)
+            bar.total = total
+            bar.set_postfix_str(what, refresh=False)
+            bar.update(done - bar.n)
+            if bar.disable:  # no terminal, so lines for its log
+                logger.info("kernel %d of %d is ready: %s", done, total, what)
+
+        backend.warm_up(progress)
+
+
+def _first_steps(runner: LayerRunner, layer: MoELayer, max_request_tokens: int) -> None:
+    """One step in each layout: a layer that cannot compute never becomes ready."""
+    for num_tokens in sorted({1, min(layer.masked_max_tokens + 1, max_request_tokens)}):
+        runner.run([zero_request(num_tokens, layer.shape.hidden_size)])
+
+
+def capture_graphs(runners: Sequence[LayerRunner], device: torch.device, cancelled: Cancelled) -> None:
+    """CUDA graphs for all, in a new pool: the old one's memory belongs to streams that may be gone."""
+    if not runners:
+        return
+    for runner in runners:
+        runner.release_graphs()
+    torch._C._cuda_clearCublasWorkspaces()  # 32 MiB that torch keeps of every stream where cuBLAS was
+    torch.cuda.empty_cache()
+    pool = GraphPool(device)
+    for runner in tqdm(runners, desc="graphs", unit="layer", disable=None):
+        _stop_if(cancelled)
+        runner.capture(pool)
+
+
+def _stop_if(cancelled: Cancelled) -> None:
+    if cancelled():
+        raise LoadCancelledError

@@ -1,0 +1,228 @@
+"""Every metric of the server, in a registry of its own per application."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    Info,
+    ProcessCollector,
+    disable_created_metrics,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from expertd.service.moe import StepResult
+
+# An expert layer answers in a millisecond: a factor of 2 from 50 us to 26 s.
+SECONDS = tuple(50e-6 * 2**i for i in range(20))
+TOKENS = tuple(float(2**i) for i in range(16))
+REQUESTS = tuple(float(2**i) for i in range(11))
+IMBALANCE = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
+
+
+class JitStats(Protocol):
+    """What `expertd.kernels.jit.stats()` returns."""
+
+    @property
+    def compilations(self) -> int: ...
+    @property
+    def compile_seconds(self) -> float: ...
+    @property
+    def cache_hits(self) -> int: ...
+
+
+class _StepChildren(NamedTuple):
+    compute_seconds: Histogram
+    tokens: Counter
+    batch_tokens: Histogram
+    imbalance: Histogram
+    batch_requests: Histogram
+    queue_seconds: Histogram
+
+
+class Metrics:
+    """Records requests and steps; everything else is read from its owner when Prometheus scrapes."""
+
+    def __init__(self, version: str) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series beside each counter, which nothing here reads
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self._version = version
+        self._build = Info("expertd_build", "Version and backend of this server", registry=self.registry)
+        self._build.info({"version": version, "backend": "", "device": ""})
+        self._requests = self._counter("requests", "Infer requests answered", "model", "status")
+        self._request_seconds = self._histogram(
+            "request_seconds", "From an infer request's headers to the end of its answer", SECONDS, "model"
+        )
+        self._queue_seconds = self._histogram(
+            "queue_seconds", "From a request's acceptance to the start of its step", SECONDS, "model"
+        )
+        self._compute_seconds = self._histogram(
+            "compute_seconds", "Computation of one step", SECONDS, "model", "layout"
+        )
+        self._tokens = self._counter("tokens", "Tokens computed", "model", "layout")
+        self._batch_tokens = self._histogram("batch_tokens", "Tokens of one step", TOKENS, "model", "layout")
+        self._batch_requests = self._histogram("batch_requests", "Requests of one step", REQUESTS, "model")
+        self._imbalance = self._histogram(
+            "load_imbalance_ratio",
+            "Tokens of a step's busiest expert over the mean of all experts",
+            IMBALANCE,
+            "model",
+            "layout",
+        )
+        self._step_failures = self._counter("step_failures", "Steps that raised", "model")
+        self._expert_tokens = _ExpertTokens()
+        # Looking a child up by its labels costs more than counting: keep the ones in use.
+        self._request_children = cache(
+            lambda model, status: (
+                self._requests.labels(model, status),
+                self._request_seconds.labels(model),
+            )
+        )
+        self._step_children = cache(
+            lambda model, layout: _StepChildren(
+                self._compute_seconds.labels(model, layout),
+                self._tokens.labels(model, layout),
+                self._batch_tokens.labels(model, layout),
+                self._imbalance.labels(model, layout),
+                self._batch_requests.labels(model),
+                self._queue_seconds.labels(model),
+            )
+        )
+        self.registry.register(self._expert_tokens)
+
+    def built(self, backend: str, device: str) -> None:
+        """The backend and device that were chosen at start-up."""
+        self._build.info({"version": self._version, "backend": backend, "device": device})
+
+    def request_done(self, model: str, status: int, seconds: float) -> None:
+        """An infer request was answered; `model` is "" where no such model is served."""
+        count, duration = self._request_children(model, status)
+        count.inc()
+        duration.observe(seconds)
+
+    def step_done(self, model: str, result: StepResult, queue_seconds: Sequence[float]) -> None:
+        """A step was computed for requests that had waited `queue_seconds`."""
+        children = self._step_children(model, result.layout)
+        children.compute_seconds.observe(result.compute_seconds)
+        children.tokens.inc(result.num_tokens)
+        children.batch_tokens.observe(result.num_tokens)
+        children.batch_requests.observe(len(queue_seconds))
+        for seconds in queue_seconds:
+            children.queue_seconds.observe(seconds)
+        tokens = np.asarray(result.tokens_per_expert, dtype=np.int64)
+        if total := int(tokens.sum()):
+            children.imbalance.observe(int(tokens.max()) * tokens.size / total)
+        self._expert_tokens.add(model, tokens)
+
+    def step_failed(self, model: str, num_requests: int) -> None:
+        """A step of `num_requests` requests raised."""
+        self._step_failures.labels(model).inc()
+
+    def watch_queues(self, waiting: Callable[[], Mapping[str, tuple[int, int]]]) -> None:
+        """Report what `waiting` returns at a scrape: model -> (requests, tokens) in its queue."""
+
+        def collect() -> Iterator[Metric]:
+            requests = GaugeMetricFamily("expertd_queue_requests", "Requests waiting", labels=["model"])
+            tokens = GaugeMetricFamily("expertd_queue_tokens", "Tokens waiting", labels=["model"])
+            for model, (num_requests, num_tokens) in waiting().items():
+                requests.add_metric([model], num_requests)
+                tokens.add_metric([model], num_tokens)
+            yield from (requests, tokens)
+
+        self.registry.register(_Collected(collect))
+
+    def watch_models(self, ready: Callable[[], Mapping[str, bool]]) -> None:
+        """Report what `ready` returns at a scrape: model -> whether requests should be sent to it."""
+
+        def collect() -> Iterator[Metric]:
+            gauge = GaugeMetricFamily(
+                "expertd_model_ready", "1 when the model can be asked", labels=["model"]
+            )
+            for model, is_ready in ready().items():
+                gauge.add_metric([model], is_ready)
+            yield gauge
+
+        self.registry.register(_Collected(collect))
+
+    def watch_jit(self, stats: Callable[[], JitStats]) -> None:
+        """Report the kernel compiler's figures at a scrape."""
+
+        def collect() -> Iterator[Metric]:
+            now = stats()
+            yield _count("expertd_jit_compilations", "Kernels compiled", now.compilations)
+            yield _count("expertd_jit_compile_seconds", "Time spent compiling kernels", now.compile_seconds)
+            yield _count("expertd_jit_cache_hits", "Kernels found compiled in the cache", now.cache_hits)
+
+        self.registry.register(_Collected(collect))
+
+    def watch_partitions(self, sizes: Callable[[], tuple[int, Mapping[str, int]] | None]) -> None:
+        """Report SMs at a scrape: (SMs of the device, partition -> SMs granted), None without a GPU."""
+
+        def collect() -> Iterator[Metric]:
+            now = sizes()
+            if now is None:
+                return
+            yield GaugeMetricFamily("expertd_device_sms", "SMs of the device", value=now[0])
+            granted = GaugeMetricFamily("expertd_partition_sms", "SMs of a partition", labels=["partition"])
+            for name, num_sms in now[1].items():
+                granted.add_metric([name], num_sms)
+            yield granted
+
+        self.registry.register(_Collected(collect))
+
+    def watch_device_memory(self, memory: Callable[[], tuple[int, int] | None]) -> None:
+        """Report (used, total) bytes of the device at a scrape, None without a GPU."""
+
+        def collect() -> Iterator[Metric]:
+            now = memory()
+            if now is not None:
+                used, total = now
+                yield GaugeMetricFamily("expertd_device_memory_used_bytes", "Memory in use", value=used)
+                yield GaugeMetricFamily("expertd_device_memory_total_bytes", "Memory there is", value=total)
+
+        self.registry.register(_Collected(collect))
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"expertd_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
+        return Histogram(f"expertd_{name}", text, labels, buckets=buckets, registry=self.registry)
+
+
+class _Collected(Collector):
+    def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
+        self._collect = collect
+
+    def collect(self) -> Iterable[Metric]:
+        return self._collect()
+
+
+class _ExpertTokens(Collector):
+    """Tokens by model and expert: added up as arrays, for a step may touch a thousand experts."""
+
+    def __init__(self) -> None:
+        self._totals: dict[str, np.ndarray[tuple[int], np.dtype[np.int64]]] = {}
+
+    def add(self, model: str, tokens: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> None:
+        total = self._totals.get(model)
+        # A new array each time, so that a scrape on another thread never sees half a step.
+        self._totals[model] = tokens if total is None else total + tokens
+
+    def collect(self) -> Iterable[Metric]:
+        family = CounterMetricFamily(
+            "expertd_expert_tokens", "Tokens routed to an expert", labels=["model", "expert"]
+        )
+        for model, total in list(self._totals.items()):
+            for expert, tokens in enumerate(total.tolist()):
+                family.add_metric([model, str(expert)], tokens)
+        yield family
+
+
+def _count(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(name, text, value=value)

@@ -1,0 +1,134 @@
+"""The ASGI application: routes around one engine, and one form for every error."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.routing import Match
+from starlette.types import Message, Receive, Scope, Send
+
+from expertd import __version__
+from expertd.kernels.jit import stats as jit_stats
+from expertd.service.engine.engine import Engine
+from expertd.service.engine.loading import Loader, load
+from expertd.service.engine.metrics import Metrics
+from expertd.service.http.bodies import BodyReader, ClientGoneError
+from expertd.service.http.infer import InferEndpoint
+from expertd.service.http.protocol import MODEL_VERSION, OipError, error_body
+from expertd.service.http.routes import metrics_router, partitions_router, protocol_router
+from expertd.service.http.routes.documentation import document
+from expertd.service.settings.model import Settings
+
+_DESCRIPTION = "Expert layers of Mixture-of-Experts models over the Open Inference Protocol v2."
+
+
+class ExpertApp(FastAPI):
+    """FastAPI, with a short way in for infer requests to the models that are served."""
+
+    def __init__(self, settings: Settings, loader: Loader) -> None:
+        super().__init__(
+            title="expertd",
+            version=__version__,
+            description=_DESCRIPTION,
+            lifespan=_lifespan,
+            redirect_slashes=False,
+            redoc_url=None,
+            swagger_ui_oauth2_redirect_url=None,
+        )
+        self.metrics = Metrics(__version__)
+        self.metrics.watch_jit(jit_stats)
+        self.engine = Engine(settings, self.metrics, loader)
+        self._bodies = BodyReader(settings.limits)
+        self._infer = InferEndpoint(self.engine, self.metrics, self._bodies)
+        self._infer_paths = {
+            path: name
+            for name in self.engine.models
+            for path in (f"/v2/models/{name}/infer", f"/v2/models/{name}/versions/{MODEL_VERSION}/infer")
+        }
+        routers = (
+            protocol_router(self.engine, self._infer, self._bodies),
+            partitions_router(self.engine, self._bodies),
+            metrics_router(self.metrics),
+        )
+        self._own_routes = [route for router in routers for route in router.routes]
+        for router in routers:
+            self.include_router(router)
+        self.add_exception_handler(OipError, _oip_error)
+        self.add_exception_handler(ClientGoneError, _client_gone)
+        self.add_exception_handler(HTTPException, _http_error)
+        self.add_exception_handler(Exception, _unexpected_error)
+        document(self)
+
+    def stop_reading(self) -> None:
+        """Refuse every request whose body is still on its way; for the end of a drain."""
+        self._bodies.stop()
+
+    def methods_of(self, scope: Scope) -> set[str]:
+        """What the paths of this API take where `scope` asks; a path may have several routes."""
+        routes = [route for route in self._own_routes if route.matches(scope)[0] is not Match.NONE]
+        return {method for route in routes for method in getattr(route, "methods", None) or ()}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection's event; the infer routes take the same endpoint either way."""
+        if scope["type"] == "http":
+            if self.engine.draining:
+                send = _closing(send)
+            if scope["method"] == "POST" and (model := self._infer_paths.get(scope["path"])):
+                await self._infer(scope, receive, send, model)
+                return
+        await super().__call__(scope, receive, send)
+
+
+def create_app(settings: Settings, loader: Loader = load) -> ExpertApp:
+    """The application for `settings`; its lifespan starts loading and ends the worker thread."""
+    return ExpertApp(settings, loader)
+
+
+@asynccontextmanager
+async def _lifespan(app: ExpertApp) -> AsyncIterator[None]:
+    app.engine.start()
+    yield
+    await app.engine.stop()
+
+
+def _closing(send: Send) -> Send:
+    """`send`, telling callers not to reuse a connection to a server that is going away."""
+
+    async def closing(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", []), (b"connection", b"close")]}
+        await send(message)
+
+    return closing
+
+
+async def _oip_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, OipError)
+    return Response(error.body(), error.status, error.headers, "application/json")
+
+
+async def _client_gone(request: Request, error: Exception) -> Response:
+    return Response(
+        error_body("a whole body is expected, got a closed connection"), 400, None, "application/json"
+    )
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    text = str(error.detail)
+    if error.status_code == 404:
+        text = f"a path of this API is expected (see /docs), got {request.url.path}"
+    headers = dict(error.headers or {})
+    if error.status_code == 405:
+        if methods := sorted(request.app.methods_of(request.scope)):
+            headers["Allow"] = ", ".join(methods)
+        allowed = headers.get("Allow", "").replace(", ", " or ")
+        text = f"method {allowed} is expected at {request.url.path}, got {request.method}"
+    return Response(error_body(text), error.status_code, headers, "application/json")
+
+
+async def _unexpected_error(request: Request, error: Exception) -> Response:
+    return Response(
+        error_body("the server failed on this request: its log says why"), 500, None, "application/json"
+    )

@@ -1,0 +1,80 @@
+"""Reads requests' bodies: so many bytes, in so much time, and only until the server stops."""
+
+import asyncio
+
+from starlette.types import Receive
+
+from expertd.service.http.protocol import OipError
+from expertd.service.settings.model import Limits
+
+
+class ClientGoneError(Exception):
+    """The caller closed the connection before its answer."""
+
+
+class BodyReader:
+    """For all routes with a body, so that none holds up a shutdown or keeps a connection for nothing."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limit = limits.max_body_bytes
+        self._seconds = limits.body_timeout_seconds
+        self._stopped = False
+        self._reading: set[asyncio.Timeout] = set()
+
+    def stop(self) -> None:
+        """Answer 503 to every request whose body is still on its way: it was never accepted."""
+        self._stopped = True
+        for reading in self._reading:
+            reading.reschedule(0)
+
+    async def read(self, receive: Receive, content_length: int | None) -> bytes:
+        """The whole body. Raises OipError (408, 413 as soon as it is too long, 503), ClientGoneError."""
+        try:
+            async with asyncio.timeout(self._seconds) as reading:
+                self._reading.add(reading)
+                try:
+                    return await self._read(receive, content_length)
+                finally:
+                    self._reading.discard(reading)
+        except TimeoutError as error:
+            close = {"Connection": "close"}  # or the rest of the body would be taken for a request
+            if self._stopped:
+                sentence = "the server is shutting down, and the body had not come"
+                raise OipError(503, sentence, headers=close) from error
+            sentence = f"the body is expected within {self._seconds:g} s, and had not come"
+            raise OipError(408, sentence, headers=close) from error
+
+    async def _read(self, receive: Receive, content_length: int | None) -> bytes:
+        if content_length is not None:
+            self._check(content_length)
+        message = await receive()
+        if message["type"] == "http.request" and not message.get("more_body", False):
+            body: bytes = message.get("body", b"")
+            self._check(len(body))
+            return body
+        chunks: list[bytes] = []
+        size = 0
+        while True:
+            if message["type"] != "http.request":
+                raise ClientGoneError
+            chunk = message.get("body", b"")
+            chunks.append(chunk)
+            size += len(chunk)
+            if size > self._limit:
+                raise OipError(413, f"the body is expected to hold at most {self._limit} bytes, got more")
+            if not message.get("more_body", False):
+                return b"".join(chunks)
+            message = await receive()
+
+    def _check(self, size: int) -> None:
+        if size > self._limit:
+            raise OipError(413, f"the body is expected to hold at most {self._limit} bytes, got {size}")
+
+
+def number_of_bytes(value: bytes, header: str) -> int:
+    """The number of bytes that a header tells. Raises OipError (400)."""
+    if not (value.isdigit() and len(value) < 16):
+        raise OipError(
+            400, f"{header} is expected to be a number of bytes, got {value.decode('latin-1')[:40]!r}"
+        )
+    return int(value)

@@ -1,0 +1,224 @@
+"""POST /v2/models/{name}/infer as a bare ASGI endpoint: every microsecond here is paid by every request.
+
+Bodies stay bytes: read once, viewed by the request, sent as they come out of the step. Work that grows with
+the body (decompression, JSON tensors, checks of routing) leaves the event loop when the body is large.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from starlette.types import Message, Receive, Scope, Send
+
+from expertd.service.engine.batching import (
+    Pending,
+    QueueFullError,
+    QueueTimeoutError,
+    SchedulerClosedError,
+    StepFailedError,
+)
+from expertd.service.engine.engine import Engine
+from expertd.service.engine.metrics import Metrics
+from expertd.service.http.bodies import BodyReader, ClientGoneError, number_of_bytes
+from expertd.service.http.protocol import (
+    MODEL_VERSION,
+    InferRequest,
+    InferResponse,
+    OipError,
+    asked_encoding,
+    build_response,
+    compress,
+    decompress,
+    parse_request,
+)
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+# Below this many bytes a thread hop costs more than the work.
+_INLINE_BYTES = 64 * 1024
+# A wait shorter than this is not worth a task that watches whether the caller is still there.
+_WATCH_AFTER_SECONDS = 0.05
+_CLIENT_GONE = 499  # what proxies log for a caller that left; never sent
+
+
+@dataclass(slots=True)
+class _Headers:
+    content_length: int | None = None
+    header_length: int | None = None
+    content_encoding: str | None = None
+    accept_encoding: str = ""
+
+
+@dataclass(slots=True)
+class _Answer:
+    status: int
+    parts: list[bytes | memoryview]
+    content_type: bytes = b"application/json"
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+
+
+class InferEndpoint:
+    """Answers infer requests with the layer's output, or with the one error that fits."""
+
+    def __init__(self, engine: Engine, metrics: Metrics, bodies: BodyReader) -> None:
+        self._engine = engine
+        self._bodies = bodies
+        self._metrics = metrics
+        self._max_body_bytes = engine.settings.limits.max_body_bytes
+        self._max_json_bytes = engine.settings.limits.max_json_bytes
+
+    async def __call__(
+        self, scope: Scope, receive: Receive, send: Send, model: str, version: str = MODEL_VERSION
+    ) -> None:
+        """Answer one request to `model`, which may not exist."""
+        started = time.perf_counter()
+        known = model if model in self._engine.models else ""
+        try:
+            answer = await self._answer(scope, receive, model, version)
+        except ClientGoneError:
+            self._metrics.request_done(known, _CLIENT_GONE, time.perf_counter() - started)
+            return
+        except OipError as error:
+            answer = _error(error, scope)
+        except Exception:
+            logger.exception("an infer request to model %s failed", model)
+            answer = _error(OipError(500, "the server failed on this request: its log says why"), scope)
+        await self._send(send, answer)
+        self._metrics.request_done(known, answer.status, time.perf_counter() - started)
+
+    async def _answer(self, scope: Scope, receive: Receive, model: str, version: str) -> _Answer:
+        spec = self._engine.model(model, version)
+        if self._engine.loaded is None:
+            raise OipError(503, f"model {model} is not ready: the server is {self._engine.phase.value}")
+        headers = _read_headers(scope)
+        # A full queue is known before a byte of the body is read, let alone parsed.
+        self._refuse_without_room(model)
+        body = await self._bodies.read(receive, headers.content_length)
+        if headers.content_encoding is not None:
+            encoding, limit = headers.content_encoding, self._max_body_bytes
+            body = await _off_loop(len(body), lambda: decompress(body, encoding, limit))
+        json_bytes = len(body) if headers.header_length is None else min(headers.header_length, len(body))
+        if json_bytes > self._max_json_bytes:
+            limit = self._max_json_bytes
+            raise OipError(
+                413, f"the JSON is expected to hold at most {limit} bytes, got {json_bytes}: use binary"
+            )
+        request = await _off_loop(json_bytes, lambda: parse_request(body, headers.header_length, spec))
+        try:
+            output = await self._compute(model, request, receive)
+            size = 0 if request.binary_output else 8 * len(output)
+            response = await _off_loop(size, lambda: build_response(request, output, spec))
+        except OipError as error:
+            error.request_id = request.id
+            raise
+        return await _encoded(response, headers.accept_encoding)
+
+    def _refuse_without_room(self, model: str) -> None:
+        try:
+            self._engine.scheduler.check_room(model)
+        except (QueueFullError, SchedulerClosedError) as error:
+            raise _unavailable(error) from error
+
+    async def _compute(self, model: str, request: InferRequest, receive: Receive) -> memoryview | bytes:
+        layer = request.layer
+        scheduler = self._engine.scheduler
+        if layer.topk_ids is not None:
+            runner = scheduler.runner(model)
+            try:
+                await _off_loop(16 * len(memoryview(layer.topk_ids)), lambda: runner.validate(layer))
+            except ValueError as error:
+                raise OipError(400, str(error)) from error
+        if layer.num_tokens == 0:
+            return b""  # an empty batch is a batch: expert-parallel callers send them
+        loop = asyncio.get_running_loop()
+        try:
+            pending = scheduler.submit(model, layer)
+            timers = [loop.call_later(_WATCH_AFTER_SECONDS, self._watch, pending, receive)]
+            if request.timeout_seconds is not None:
+                expired = QueueTimeoutError(
+                    f"the request waited for its timeout of {request.timeout_seconds} s"
+                )
+                timers.append(loop.call_later(request.timeout_seconds, scheduler.give_up, pending, expired))
+            try:
+                return await pending.answer
+            finally:
+                for timer in timers:
+                    timer.cancel()
+        except (QueueFullError, SchedulerClosedError, QueueTimeoutError) as error:
+            raise _unavailable(error) from error
+        except StepFailedError as error:
+            raise OipError(500, str(error)) from error
+
+    def _watch(self, pending: Pending, receive: Receive) -> None:
+        """Give up on a waiting request as soon as its caller closes the connection."""
+
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            self._engine.scheduler.give_up(pending, ClientGoneError())
+
+        task = asyncio.get_running_loop().create_task(watch())
+        pending.answer.add_done_callback(lambda _: task.cancel())
+
+    async def _send(self, send: Send, answer: _Answer) -> None:
+        parts = answer.parts
+        length = sum(map(len, parts))
+        headers = [
+            (b"content-type", answer.content_type),
+            (b"content-length", str(length).encode()),
+            *answer.headers,
+        ]
+        await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+        if length <= _INLINE_BYTES:
+            parts = [b"".join(parts)]
+        for index, part in enumerate(parts, 1):
+            message: Message = {"type": "http.response.body", "body": part, "more_body": index < len(parts)}
+            await send(message)
+
+
+def _read_headers(scope: Scope) -> _Headers:
+    headers = _Headers()
+    for name, value in scope["headers"]:
+        if name == b"inference-header-content-length":
+            headers.header_length = number_of_bytes(value, "Inference-Header-Content-Length")
+        elif name == b"content-length":
+            headers.content_length = number_of_bytes(value, "Content-Length")
+        elif name == b"content-encoding":
+            headers.content_encoding = value.decode("latin-1")
+        elif name == b"accept-encoding":
+            headers.accept_encoding = value.decode("latin-1")
+    return headers
+
+
+async def _off_loop(size: int, work: Callable[[], T]) -> T:
+    """`work()`, in a thread if it is about `size` bytes of tensors or text."""
+    return work() if size <= _INLINE_BYTES else await asyncio.to_thread(work)
+
+
+async def _encoded(response: InferResponse, accept_encoding: str) -> _Answer:
+    answer = _Answer(200, response.parts)
+    if response.header_length is not None:
+        answer.content_type = b"application/octet-stream"
+        answer.headers.append((b"inference-header-content-length", str(response.header_length).encode()))
+    if encoding := asked_encoding(accept_encoding):
+        size = sum(map(len, response.parts))
+        answer.parts = [await _off_loop(size, lambda: compress(response.parts, encoding))]
+        answer.headers.append((b"content-encoding", encoding.encode()))
+    return answer
+
+
+def _unavailable(error: QueueFullError | SchedulerClosedError | QueueTimeoutError) -> OipError:
+    headers = {"Retry-After": str(error.retry_after)} if isinstance(error, QueueFullError) else {}
+    return OipError(503, str(error), headers=headers)
+
+
+def _error(error: OipError, scope: Scope) -> _Answer:
+    headers = [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
+    if any(name == b"expect" for name, _ in scope["headers"]):
+        # The body may never come, and the next request must not be taken for it.
+        headers.append((b"connection", b"close"))
+    return _Answer(error.status, [error.body()], headers=headers)

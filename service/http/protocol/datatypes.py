@@ -1,0 +1,89 @@
+"""The protocol's tensor types: their sizes, and numbers of a JSON request to little-endian bytes and back."""
+
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from expertd.service.http.protocol.errors import OipError, shown
+from expertd.service.moe.runner import Buffer
+
+ELEMENT_BYTES = {"BF16": 2, "FP16": 2, "FP32": 4, "INT32": 4, "INT64": 8}
+FLOATS = ("BF16", "FP16", "FP32")
+_NUMPY = {"FP16": "<f2", "FP32": "<f4", "INT32": "<i4", "INT64": "<i8"}
+
+
+def numbers_to_bytes(data: object, shape: list[int], datatype: str, where: str) -> bytes:
+    """Numbers from JSON, flat or nested row by row, as the bytes of a [rows, columns] tensor.
+
+    BF16 is given as numbers and rounded to nearest even. Raises OipError (400), its text naming `where`,
+    for another count, ragged rows, anything but numbers, and values the type cannot hold.
+    """
+    flat = _flatten(data, shape, where)
+    allowed = {int, float} if datatype in FLOATS else {int}
+    kinds = set(map(type, flat))
+    if not kinds <= allowed:
+        expected = "numbers" if datatype in FLOATS else "integers"
+        got = ", ".join(sorted(kind.__name__ for kind in kinds - allowed))
+        raise OipError(400, f"{where} is expected to hold {expected} for {datatype}, got {got}")
+    try:
+        if datatype in FLOATS:
+            return _floats_to_bytes(np.array(flat, dtype=np.float64), datatype, where)
+        return np.array(flat, dtype=_NUMPY[datatype]).tobytes()
+    except OverflowError as error:
+        raise OipError(400, f"{where} holds a number that does not fit {datatype}") from error
+
+
+def bytes_to_numbers(buffer: Buffer, datatype: str, where: str) -> list[float]:
+    """The numbers of a float tensor, flat and row-major, for a JSON response.
+
+    Raises OipError (400) when one is NaN or infinite: JSON has no word for them.
+    """
+    if datatype == "BF16":
+        values = (np.frombuffer(buffer, dtype="<u2").astype("<u4") << 16).view("<f4")
+    else:
+        values = np.frombuffer(buffer, dtype=_NUMPY[datatype])
+    wrong = np.flatnonzero(~np.isfinite(values))
+    if wrong.size:
+        raise OipError(
+            400,
+            f"{where} holds {wrong.size} values that are not finite (the first at {wrong[0]}: "
+            f"{values[wrong[0]]}), which JSON cannot carry: ask for it with binary_data",
+        )
+    numbers: list[float] = values.tolist()
+    return numbers
+
+
+def _flatten(data: object, shape: list[int], where: str) -> list[Any]:
+    rows, columns = shape
+    if not isinstance(data, list):
+        raise OipError(400, f"{where} is expected to be an array of numbers, got {shown(data)}")
+    if not any(type(row) is list for row in data):
+        if len(data) != rows * columns:
+            raise OipError(400, f"{where} is expected to hold {rows * columns} numbers, got {len(data)}")
+        return data
+    if len(data) != rows:
+        raise OipError(400, f"{where} is expected to hold {rows} rows for shape {shape}, got {len(data)}")
+    for index, row in enumerate(data):
+        if type(row) is not list or len(row) != columns:
+            got = f"{len(row)} numbers" if type(row) is list else shown(row)
+            raise OipError(400, f"row {index} of {where} is expected to hold {columns} numbers, got {got}")
+    return list(chain.from_iterable(data))
+
+
+def _floats_to_bytes(values: npt.NDArray[np.float64], datatype: str, where: str) -> bytes:
+    with np.errstate(over="ignore"):
+        narrow: npt.NDArray[Any] = values.astype(_NUMPY.get(datatype, "<f4"))
+    if datatype == "BF16":
+        bits = narrow.view("<u4")
+        # Half of the dropped part, less one where the kept part is even: ties go to even.
+        bits = bits + 0x7FFF + ((bits >> 16) & 1)
+        narrow = (bits >> 16).astype("<u2")
+        finite = (narrow & 0x7F80) != 0x7F80
+    else:
+        finite = np.isfinite(narrow)
+    if not finite.all():
+        index = int(np.flatnonzero(~finite)[0])
+        raise OipError(400, f"{where} holds {values[index]} at {index}, which does not fit {datatype}")
+    return narrow.tobytes()

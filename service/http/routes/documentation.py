@@ -1,0 +1,95 @@
+"""What FastAPI cannot derive of the API: the infer call's two bodies, and the error form of every status."""
+
+from typing import Any
+
+from fastapi import FastAPI
+
+from expertd.service.http.routes.schemas import ErrorResponse, InferJsonRequest, InferJsonResponse
+
+_STATUS_TEXTS = {
+    400: "The request is not what was expected",
+    404: "No such model or version",
+    408: "The body has not come within body_timeout_seconds; the connection is closed",
+    409: "This server has no partitionable device",
+    413: "The body is larger than max_body_bytes, or its JSON than max_json_bytes",
+    415: "The body's Content-Encoding is not supported",
+    422: "The partitions do not fit the device",
+    500: "The server failed",
+    503: "Not ready, the queue is full (then with Retry-After), or the request's timeout passed in it",
+}
+
+_REF = "#/components/schemas/{model}"
+_BINARY = {"schema": {"type": "string", "format": "binary"}}
+_HEADER_LENGTH = {
+    "description": "bytes of the JSON at the start of the body; 0 in a request: there is none, only rows",
+    "schema": {"type": "integer", "minimum": 0},
+}
+_ENCODING = {"schema": {"type": "string", "enum": ["gzip", "deflate"]}}
+
+INFER_REQUEST: dict[str, Any] = {
+    "parameters": [
+        {"name": "Inference-Header-Content-Length", "in": "header", "required": False, **_HEADER_LENGTH},
+        {"name": "Content-Encoding", "in": "header", "required": False, **_ENCODING},
+        {
+            "name": "Accept-Encoding",
+            "in": "header",
+            "required": False,
+            "description": "exactly one of gzip and deflate: the response comes compressed",
+            "schema": {"type": "string"},
+        },
+    ],
+    "requestBody": {
+        "required": True,
+        "description": "Inference-Header-Content-Length, not Content-Type, says what the body is.",
+        "content": {
+            "application/json": {"schema": InferJsonRequest.model_json_schema(ref_template=_REF)},
+            "application/octet-stream": _BINARY,
+        },
+    },
+}
+INFER_RESPONSE: dict[str, Any] = {
+    "description": "JSON, or JSON followed by tensors in binary where the request asked for it",
+    "headers": {
+        "Inference-Header-Content-Length": {**_HEADER_LENGTH, "required": False},
+        "Content-Encoding": {**_ENCODING, "required": False},
+    },
+    "content": {
+        "application/json": {"schema": InferJsonResponse.model_json_schema(ref_template=_REF)},
+        "application/octet-stream": _BINARY,
+    },
+}
+
+
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The `responses` of a route that can answer with these error statuses."""
+    return {status: {"model": ErrorResponse, "description": _STATUS_TEXTS[status]} for status in statuses}
+
+
+def document(app: FastAPI) -> None:
+    """Make `app`'s OpenAPI document true: bodies' definitions in, FastAPI's own 422 out."""
+    build = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            document = build()
+            components = document.setdefault("components", {}).setdefault("schemas", {})
+            for path in document["paths"].values():
+                for operation in path.values():
+                    _tidy(operation, components)
+            components.pop("HTTPValidationError", None)
+            components.pop("ValidationError", None)
+        assert app.openapi_schema is not None
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _tidy(operation: dict[str, Any], components: dict[str, Any]) -> None:
+    # FastAPI documents a 422 of its own for every route with parameters, and none of ours can give it.
+    invalid = operation["responses"].get("422", {}).get("content", {}).get("application/json", {})
+    if invalid.get("schema", {}).get("$ref", "").endswith("HTTPValidationError"):
+        del operation["responses"]["422"]
+    bodies = [operation.get("requestBody", {}), *operation["responses"].values()]
+    for body in bodies:
+        for content in body.get("content", {}).values():
+            components.update(content.get("schema", {}).pop("$defs", {}))

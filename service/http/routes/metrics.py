@@ -1,0 +1,23 @@
+"""/metrics: the registry in the text format Prometheus asks for."""
+
+from fastapi import APIRouter, Request, Response
+from prometheus_client.exposition import choose_encoder
+
+from expertd.service.engine.metrics import Metrics
+
+
+def metrics_router(metrics: Metrics) -> APIRouter:
+    """GET /metrics."""
+    router = APIRouter(tags=["Metrics"])
+
+    @router.get(
+        "/metrics",
+        response_class=Response,
+        responses={200: {"description": "Prometheus metrics", "content": {"text/plain": {}}}},
+    )
+    def get_metrics(request: Request) -> Response:  # not async: thousands of series are built in a thread
+        """Every metric of this server, in Prometheus or OpenMetrics text."""
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(metrics.registry), media_type=content_type)
+
+    return router

@@ -1,0 +1,155 @@
+"""The Open Inference Protocol's calls: server and model metadata, health, repository index, infer."""
+
+import json
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Request, Response
+from starlette.types import Receive, Scope, Send
+
+from expertd import __version__
+from expertd.service.engine.engine import Engine
+from expertd.service.http.bodies import BodyReader
+from expertd.service.http.infer import InferEndpoint
+from expertd.service.http.protocol import INPUT_DATATYPES, MODEL_VERSION, OUTPUT, LayerSpec, OipError, shown
+from expertd.service.http.routes.bodies import body_of
+from expertd.service.http.routes.documentation import INFER_REQUEST, INFER_RESPONSE, errors
+from expertd.service.http.routes.schemas import (
+    LiveResponse,
+    ModelIndexEntry,
+    ModelMetadata,
+    ReadyResponse,
+    ServerMetadata,
+    TensorMetadata,
+)
+
+SERVER_NAME = "expertd"
+
+ModelName = Annotated[str, Path(description="a served model's name")]
+Version = Annotated[str, Path(description=f"the only version of every model: {MODEL_VERSION}")]
+
+
+class _InferAnswer(Response):
+    """A response that the infer endpoint writes by itself, reading the request's body as it comes."""
+
+    def __init__(self, endpoint: InferEndpoint, model: str, version: str) -> None:
+        super().__init__()
+        self._endpoint, self._model, self._version = endpoint, model, version
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._endpoint(scope, receive, send, self._model, self._version)
+
+
+def protocol_router(engine: Engine, infer: InferEndpoint, bodies: BodyReader) -> APIRouter:
+    """Routes under /v2."""
+    router = APIRouter(prefix="/v2", tags=["Open Inference Protocol"])
+
+    @router.get("", response_model=ServerMetadata)
+    async def server_metadata() -> dict[str, Any]:
+        """Name, version and protocol extensions of this server."""
+        return {
+            "name": SERVER_NAME,
+            "version": __version__,
+            "extensions": ["binary_tensor_data", "parameters"],
+        }
+
+    @router.get("/health/live", response_model=LiveResponse)
+    async def server_live() -> dict[str, bool]:
+        """200 as long as the server answers at all, while loading and draining too."""
+        return {"live": True}
+
+    @router.get("/health/ready", response_model=ReadyResponse, responses=errors(503))
+    async def server_ready() -> dict[str, bool]:
+        """200 when every model can be asked and no shutdown has begun."""
+        engine.check_ready()
+        return {"ready": True}
+
+    @router.get("/models/{model}", response_model=ModelMetadata, responses=errors(404))
+    async def model_metadata(model: ModelName) -> dict[str, Any]:
+        """Inputs and outputs of a model."""
+        return _metadata(engine.model(model))
+
+    @router.get("/models/{model}/versions/{version}", response_model=ModelMetadata, responses=errors(404))
+    async def model_version_metadata(model: ModelName, version: Version) -> dict[str, Any]:
+        """Inputs and outputs of a model."""
+        return _metadata(engine.model(model, version))
+
+    @router.get("/models/{model}/ready", response_model=ReadyResponse, responses=errors(404, 503))
+    async def model_ready(model: ModelName) -> dict[str, bool]:
+        """200 when the model can be asked."""
+        engine.check_ready(engine.model(model).name)
+        return {"ready": True}
+
+    @router.get(
+        "/models/{model}/versions/{version}/ready", response_model=ReadyResponse, responses=errors(404, 503)
+    )
+    async def model_version_ready(model: ModelName, version: Version) -> dict[str, bool]:
+        """200 when the model can be asked."""
+        engine.check_ready(engine.model(model, version).name)
+        return {"ready": True}
+
+    infer_responses: dict[int | str, dict[str, Any]] = {
+        200: INFER_RESPONSE,
+        **errors(400, 404, 408, 413, 415, 500, 503),
+    }
+
+    @router.post("/models/{model}/infer", responses=infer_responses, openapi_extra=INFER_REQUEST)
+    async def model_infer(model: ModelName) -> Response:
+        """The layer's output for hidden states, routed by the layer or as topk_ids and topk_weights say."""
+        return _InferAnswer(infer, model, MODEL_VERSION)
+
+    @router.post(
+        "/models/{model}/versions/{version}/infer", responses=infer_responses, openapi_extra=INFER_REQUEST
+    )
+    async def model_version_infer(model: ModelName, version: Version) -> Response:
+        """The layer's output for hidden states, routed by the layer or as topk_ids and topk_weights say."""
+        return _InferAnswer(infer, model, version)
+
+    @router.post(
+        "/repository/index", response_model=list[ModelIndexEntry], responses=errors(400, 408, 413, 503)
+    )
+    async def repository_index(request: Request) -> list[dict[str, str]]:
+        """The served models; with {"ready": true} in the body, only those that can be asked."""
+        only_ready = _only_ready(await body_of(request, bodies))
+        reasons = {name: engine.why_not_ready(name) for name in engine.models}
+        return [
+            {
+                "name": name,
+                "version": MODEL_VERSION,
+                "state": "UNAVAILABLE" if reason else "READY",
+                "reason": reason or "",
+            }
+            for name, reason in reasons.items()
+            if not (only_ready and reason)
+        ]
+
+    return router
+
+
+def _metadata(spec: LayerSpec) -> dict[str, Any]:
+    def tensor(name: str, datatype: str, columns: int) -> TensorMetadata:
+        return TensorMetadata(name=name, datatype=datatype, shape=[-1, columns])
+
+    return {
+        "name": spec.name,
+        "versions": [MODEL_VERSION],
+        "platform": SERVER_NAME,
+        "inputs": [
+            tensor("hidden_states", spec.datatype, spec.hidden_size),
+            tensor("topk_ids", INPUT_DATATYPES["topk_ids"][0], spec.top_k),
+            tensor("topk_weights", INPUT_DATATYPES["topk_weights"][0], spec.top_k),
+        ],
+        "outputs": [tensor(OUTPUT, spec.datatype, spec.hidden_size)],
+    }
+
+
+def _only_ready(body: bytes) -> bool:
+    if not body:
+        return False
+    try:
+        asked = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise OipError(400, "the body is expected to be JSON or empty") from error
+    ready = asked.get("ready", False) if isinstance(asked, dict) else asked
+    if not isinstance(asked, dict) or not isinstance(ready, bool):
+        raise OipError(400, f'the body is expected to be {{"ready": true or false}}, got {shown(ready)}')
+    return ready

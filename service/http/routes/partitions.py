@@ -1,0 +1,81 @@
+"""/v1/partitions: the GPU's SM partitions, shown and replaced as a whole."""
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import ValidationError
+
+from expertd.service.engine.engine import Engine, PartitionsUnavailableError
+from expertd.service.http.bodies import BodyReader
+from expertd.service.http.protocol import OipError, shown
+from expertd.service.http.routes.bodies import body_of
+from expertd.service.http.routes.documentation import errors
+from expertd.service.http.routes.schemas import PartitionsRequest, PartitionsResponse
+
+_BODY: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {
+                "schema": PartitionsRequest.model_json_schema(),
+                "example": {"partitions": {"compute": 112, "communication": 20}},
+            }
+        },
+    }
+}
+
+
+def partitions_router(engine: Engine, bodies: BodyReader) -> APIRouter:
+    """GET and PUT /v1/partitions."""
+    router = APIRouter(prefix="/v1", tags=["SM partitions"])
+
+    @router.get("/partitions", response_model=PartitionsResponse, responses=errors(409, 503))
+    async def get_partitions() -> dict[str, Any]:
+        """The device, its SMs, and what each partition asked for and was granted."""
+        return _shown(engine)
+
+    @router.put(
+        "/partitions",
+        response_model=PartitionsResponse,
+        responses=errors(400, 408, 409, 413, 422, 503),
+        openapi_extra=_BODY,
+    )
+    async def put_partitions(request: Request) -> dict[str, Any]:
+        """Replace all partitions between two steps: all or nothing, and no request is dropped."""
+        sizes = _sizes(await body_of(request, bodies))
+        try:
+            await engine.set_partitions(sizes)
+        except PartitionsUnavailableError as error:
+            raise OipError(409, str(error)) from error
+        except ValueError as error:
+            raise OipError(422, str(error)) from error
+        return _shown(engine)
+
+    return router
+
+
+def _sizes(body: bytes) -> dict[str, int]:
+    try:
+        return dict(PartitionsRequest.model_validate_json(body).partitions)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the body"
+        status = 400 if first["type"] == "json_invalid" else 422
+        got = "" if status == 400 else f", got {shown(first['input'])}"
+        raise OipError(status, f"{where}: {first['msg']}{got}") from error
+
+
+def _shown(engine: Engine) -> dict[str, Any]:
+    try:
+        partitions = engine.partitions()
+    except PartitionsUnavailableError as error:
+        raise OipError(409, str(error)) from error
+    return {
+        "device": partitions.device_name,
+        "total_sms": partitions.total_sms,
+        "granularity": partitions.granularity,
+        "partitions": {
+            partition.name: {"requested_sms": partition.requested_sms, "num_sms": partition.num_sms}
+            for partition in partitions.partitions
+        },
+    }

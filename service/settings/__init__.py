@@ -1,0 +1,1 @@
+"""Settings: what can be set, and reading it from file, environment and flags."""
