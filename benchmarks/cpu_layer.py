@@ -17,7 +17,9 @@ from torch import Tensor
 from benchmarks.families import FAMILIES, Family, transformers_block
 from benchmarks.timing import cpu_name
 from expertd.kernels import dequantize_blocks, quantize_blocks, resolve_backend
-from expertd.service.moe import ExpertWeights, LayerShape, MoELayer
+from expertd.service.moe.layer import MoELayer
+from expertd.service.moe.shape import LayerShape
+from expertd.service.moe.weights import ExpertWeights
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 IMPLEMENTATIONS = ("eager", "grouped_mm")
@@ -94,7 +96,7 @@ def _layer(family: Family, shape: LayerShape, generator: torch.Generator) -> MoE
         for size in ((shape.num_groups, 2 * i, h), (shape.num_groups, h, i))
     )
     router = torch.randn((e, h), generator=generator).mul_(h**-0.5).to(torch.bfloat16)
-    bias = torch.randn(e, generator=generator).mul_(0.1) if family.routing.scoring == "sigmoid" else None
+    bias = torch.randn(e, generator=generator).mul_(0.1) if family.routing.scoring_func == "sigmoid" else None
     weights = ExpertWeights(router, gate_up, down, bias)
     return MoELayer(shape, weights, resolve_backend("reference"), routing=family.routing)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from expertd.kernels import Routing
-from expertd.service.moe import LayerShape
+from expertd.service.moe.shape import LayerShape
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def has_mega_moe() -> bool:
 
 
 def mega_moe(problem: LayerProblem) -> Callable[[], Tensor]:
-    """SM90 Mega MoE on one GPU, routing given: quantise and dispatch, then all the rest in one kernel."""
+    """SM90 Mega MoE on one GPU, routing given: quantize and dispatch, then all the rest in one kernel."""
     import deep_gemm
 
     (num_tokens, h), layer = problem.hidden_states.shape, problem.layer

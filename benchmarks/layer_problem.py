@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from expertd.kernels import Quantized, fused_experts, gather_rows, quantize_rows, sort_by_group, swiglu
+from expertd.kernels import Quantized, compute_permutation, fused_experts, permute_rows, quantize_rows, swiglu
 from expertd.kernels.backends import Backend, resolve_backend
 
 
@@ -54,16 +54,16 @@ class LayerProblem:
     def rows(self) -> tuple[Quantized, Quantized, list[int]]:
         """(rows of the first GEMM, rows of the second, rows of each expert), sorted by expert."""
         backend: Backend = resolve_backend("hopper")
-        order = sort_by_group(self.topk_ids, self.layer.num_experts)
-        first = gather_rows(quantize_rows(self.hidden_states), order.tokens)
-        size = (order.tokens.numel(), 2 * self.layer.intermediate_size)
+        permutation = compute_permutation(self.topk_ids, self.layer.num_experts)
+        first = permute_rows(quantize_rows(self.hidden_states), permutation.token_ids)
+        size = (permutation.token_ids.numel(), 2 * self.layer.intermediate_size)
         gate_up = torch.empty(size, dtype=torch.bfloat16, device="cuda")
-        backend.contiguous(*first, *self.weights.gate_up, order.offsets, gate_up, None)
-        return first, quantize_rows(swiglu(gate_up)), order.counts.tolist()
+        backend.contiguous(*first, *self.weights.gate_up, permutation.offsets, gate_up, None)
+        return first, quantize_rows(swiglu(gate_up)), permutation.counts.tolist()
 
 
 def make_weights(layer: Layer) -> LayerWeights:
-    """Random e4m3 as quantised normal data has it; scales keep the output as large as the input."""
+    """Random e4m3 as quantized normal data has it; scales keep the output as large as the input."""
     h, i = layer.hidden_size, layer.intermediate_size
     return LayerWeights(_weights(layer.num_experts, 2 * i, h), _weights(layer.num_experts, h, i))
 

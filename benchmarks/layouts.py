@@ -14,7 +14,9 @@ from torch import Tensor
 
 from benchmarks.timing import cpu_name
 from expertd.kernels import resolve_backend
-from expertd.service.moe import LayerShape, MoELayer, random_weights
+from expertd.service.moe.layer import MoELayer
+from expertd.service.moe.shape import LayerShape
+from expertd.service.moe.weights import random_weights
 
 SHAPES = {
     "demo": LayerShape(512, 256, 16, 4),
@@ -28,7 +30,7 @@ def main() -> None:
     """Print the machine, the method and one row per number of tokens."""
     arguments = _arguments()
     shape, backend = SHAPES[arguments.shape], resolve_backend(arguments.backend)
-    device = torch.device("cuda" if backend.name == "hopper" else "cpu")
+    device = backend.device
     print(f"{_machine(device)}; torch {torch.__version__}, Python {platform.python_version()}")
     print(f"{arguments.shape}: {shape}; backend {backend.name}; bfloat16 in, routed by the layer's router")
     print(

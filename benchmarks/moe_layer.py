@@ -25,7 +25,8 @@ from benchmarks import deep_gemm_peer, layer_peers
 from benchmarks.layer_problem import LAYERS, Layer, LayerProblem, make_problem, make_weights
 from benchmarks.timing import copy_bandwidth, expect_gpu, header, profiled
 from expertd.kernels import Routing, resolve_backend
-from expertd.service.moe import LayerShape, MoELayer
+from expertd.service.moe.layer import MoELayer
+from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import ExpertWeights
 
 Row = dict[str, Any]
@@ -74,7 +75,7 @@ def measure_router() -> list[Row]:
         shape,
         experts,
         resolve_backend("hopper"),
-        routing=Routing("sigmoid", True, 2.5, groups=8, top_groups=4),
+        routing=Routing("sigmoid", True, 2.5, num_expert_groups=8, topk_group=4),
     )
     rows = []
     for num_tokens in ROUTED_TOKENS:

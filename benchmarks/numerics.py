@@ -22,7 +22,9 @@ from expertd.kernels import (
     quantize_rows,
     resolve_backend,
 )
-from expertd.service.moe import ExpertWeights, LayerShape, MoELayer
+from expertd.service.moe.layer import MoELayer
+from expertd.service.moe.shape import LayerShape
+from expertd.service.moe.weights import ExpertWeights
 
 Round = Callable[[Tensor], Tensor]
 
@@ -108,7 +110,7 @@ def make_case(family: Family, shape: LayerShape, num_tokens: int) -> Case:
     h, i, e = shape.hidden_size, shape.intermediate_size, shape.num_experts
     shape = LayerShape(h, i, e, shape.top_k, family.num_shared_experts)
     gate_up, down, router = normal(shape.num_groups, 2 * i, h), normal(shape.num_groups, h, i), normal(e, h)
-    bias = torch.randn(e, generator=generator).mul_(0.1) if family.routing.scoring == "sigmoid" else None
+    bias = torch.randn(e, generator=generator).mul_(0.1) if family.routing.scoring_func == "sigmoid" else None
     hidden_states = torch.randn(num_tokens, h, generator=generator).to(torch.bfloat16)
     weights = ExpertWeights(router, quantize_blocks(gate_up), quantize_blocks(down), bias)
     layer = MoELayer(shape, weights, resolve_backend("reference"), routing=family.routing)
@@ -196,7 +198,7 @@ def _transformers_bf16(case: Case) -> Tensor:
 def _transformers_fp8(case: Case, gate_up: Quantized, down: Quantized) -> Tensor:
     """What transformers' FP8Experts computes around its kernel, which needs a GPU and a download.
 
-    The kernel's own step, to quantise rows to FP8 by 128 columns and to multiply, is done here, exactly, and
+    The kernel's own step, to quantize rows to FP8 by 128 columns and to multiply, is done here, exactly, and
     rounded to bf16.
     """
     with quiet_transformers():

@@ -40,7 +40,7 @@ class Problem:
 
 
 class Pool:
-    """Random e4m3 as quantised normal data has it, made once and cut to size for every shape."""
+    """Random e4m3 as quantized normal data has it, made once and cut to size for every shape."""
 
     def __init__(self, num_bytes: int) -> None:
         self.data = torch.empty(num_bytes, dtype=torch.float8_e4m3fn, device="cuda")

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from expertd.kernels.ops.activation import Swiglu
+from expertd.limits import MAX_GROUPS, SCALE_BLOCK
 
-BLOCK = 128  # elements of K (and rows of a weight) that share one scale
 MIN_N_STEP = 8  # one 16-byte store of bf16
-MAX_GROUPS = 1024
 MAX_ROWS = 2**31 - 1  # offsets and counts are int32
 _ALIGNMENT = 16  # bytes; what TMA asks of a base address
 _E4M3, _FP32, _BF16, _INT32 = torch.float8_e4m3fn, torch.float32, torch.bfloat16, torch.int32
@@ -44,7 +43,7 @@ def check_contiguous(
     if m > MAX_ROWS:
         raise _refusal("a rows", f"at most {MAX_ROWS}", m)
     _check_data("a", a)
-    _check_scales(a_scales, (m, k // BLOCK), device)
+    _check_scales(a_scales, (m, k // SCALE_BLOCK), device)
     _check("offsets", offsets, (num_groups + 1,), _INT32, device)
     if num_sms is not None and num_sms < 1:
         raise _refusal("num_sms", "None or at least 1", num_sms)
@@ -77,7 +76,7 @@ def check_masked(
     if num_groups * max_m > MAX_ROWS:
         raise _refusal("a rows", f"at most {MAX_ROWS}", num_groups * max_m)
     _check_data("a", a)
-    _check_scales(a_scales, (num_groups, max_m, k // BLOCK), device)
+    _check_scales(a_scales, (num_groups, max_m, k // SCALE_BLOCK), device)
     _check("counts", counts, (num_groups,), _INT32, device)
     if expected_m is not None and expected_m < 1:
         raise _refusal("expected_m", "None or at least 1", expected_m)
@@ -109,14 +108,16 @@ def check_experts(
     device, like = hidden_states.device, "hidden_states"
     (num_tokens, h), (num_groups, _, i) = hidden_states.shape, down[0].shape
     for name, size in (("H", h), ("I", i)):
-        if size < BLOCK or size % BLOCK != 0:
-            raise _refusal(name, f"a multiple of {BLOCK}, at least {BLOCK}", size)
+        if size < SCALE_BLOCK or size % SCALE_BLOCK != 0:
+            raise _refusal(name, f"a multiple of {SCALE_BLOCK}, at least {SCALE_BLOCK}", size)
     if not 1 <= num_groups <= MAX_GROUPS:
         raise _refusal("down groups", f"1 to {MAX_GROUPS}", num_groups)
     for name, (data, scales), n, k in (("gate_up", gate_up, 2 * i, h), ("down", down, h, i)):
         _check(name, data, (num_groups, n, k), _E4M3, device, like)
         _check_address(name, data)
-        _check(f"{name} scales", scales, (num_groups, n // BLOCK, k // BLOCK), _FP32, device, like)
+        _check(
+            f"{name} scales", scales, (num_groups, n // SCALE_BLOCK, k // SCALE_BLOCK), _FP32, device, like
+        )
     if topk_ids.ndim != 2:
         raise _refusal("topk_ids shape", "2 dimensions [T, S]", tuple(topk_ids.shape))
     num_slots = topk_ids.shape[1]
@@ -145,8 +146,8 @@ def _check_weights(b: Tensor, b_scales: Tensor, a_k: int, device: torch.device) 
     num_groups, n, k = b.shape
     if a_k != k:
         raise _refusal("a K", f"{k} as in b", a_k)
-    if k < BLOCK or k % BLOCK != 0:
-        raise _refusal("K", f"a multiple of {BLOCK}, at least {BLOCK}", k)
+    if k < SCALE_BLOCK or k % SCALE_BLOCK != 0:
+        raise _refusal("K", f"a multiple of {SCALE_BLOCK}, at least {SCALE_BLOCK}", k)
     if n < MIN_N_STEP or n % MIN_N_STEP != 0:
         raise _refusal("N", f"a multiple of {MIN_N_STEP}, at least {MIN_N_STEP}", n)
     if not 1 <= num_groups <= MAX_GROUPS:
@@ -154,7 +155,7 @@ def _check_weights(b: Tensor, b_scales: Tensor, a_k: int, device: torch.device) 
     _check_data("b", b)
     if b.device != device:
         raise _refusal("b device", f"{device} as a", b.device)
-    _check("b_scales", b_scales, (num_groups, -(-n // BLOCK), k // BLOCK), _FP32, device)
+    _check("b_scales", b_scales, (num_groups, -(-n // SCALE_BLOCK), k // SCALE_BLOCK), _FP32, device)
     return num_groups, n, k
 
 

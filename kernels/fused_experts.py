@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-from expertd.kernels.backends import Backend
+from expertd.kernels.backends import Backend, backend_for
 from expertd.kernels.checks import check_experts
-from expertd.kernels.grouped_gemm import backend_for
 from expertd.kernels.ops.activation import SILU, Swiglu
 from expertd.kernels.ops.quantize import Quantized
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from expertd.kernels.backends import Backend, resolve_backend
+from expertd.kernels.backends import Backend, backend_for
 from expertd.kernels.checks import check_contiguous, check_masked
 
 
@@ -34,7 +34,7 @@ def grouped_gemm_contiguous(
     Returns out. Raises ValueError naming expected and got, before anything is launched.
     """
     problem = check_contiguous(a, a_scales, b, b_scales, offsets, out, num_sms)
-    chosen = backend_for(backend, a)
+    chosen = backend_for(backend, a, "a")
     if out is None:
         out = torch.empty((problem.m, problem.n), dtype=torch.bfloat16, device=a.device)
     if problem.m > 0:
@@ -71,20 +71,9 @@ def grouped_gemm_masked(
     Returns out. Raises ValueError naming expected and got, before anything is launched.
     """
     problem = check_masked(a, a_scales, b, b_scales, counts, expected_m, out, num_sms)
-    chosen = backend_for(backend, a)
+    chosen = backend_for(backend, a, "a")
     if out is None:
         shape = (problem.num_groups, problem.m, problem.n)
         out = torch.empty(shape, dtype=torch.bfloat16, device=a.device)
     chosen.masked(a, a_scales, b, b_scales, counts, expected_m, out, num_sms)
     return out
-
-
-def backend_for(backend: Backend | str | None, a: Tensor, name: str = "a") -> Backend:
-    """The backend meant for tensor a, called `name`; raises ValueError where that cannot take a's device."""
-    if not isinstance(backend, Backend):
-        backend = resolve_backend("auto" if backend is None else backend, a.device)
-    if backend.device_type not in (None, a.device.type):
-        raise ValueError(
-            f"{name} device: expected {backend.device_type} for backend {backend.name!r}, got {a.device}"
-        )
-    return backend

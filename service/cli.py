@@ -9,6 +9,7 @@ from pathlib import Path
 from types import FrameType
 
 from expertd import __version__
+from expertd.backends import BACKENDS
 from expertd.service.kernels_command import add_parser as add_kernels_parser
 
 _FLAGS = ("host", "port", "backend", "log_level")
@@ -35,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--name", help="the layers are called NAME.layers.3 and so on (else as the directory)")
     serve.add_argument("--host", help="address to listen on")
     serve.add_argument("--port", help="port to listen on, 0 for any")
-    serve.add_argument("--backend", help="auto, hopper or reference")
+    serve.add_argument("--backend", help=f"auto, {' or '.join(BACKENDS)}")
     serve.add_argument("--log-level", help="debug, info, warning or error")
     serve.set_defaults(run=_serve)
     add_kernels_parser(subparsers)
@@ -48,12 +49,14 @@ def _serve(arguments: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
     # Here, not above: imports take most of the time in which a signal could come too early.
+    from expertd.service.checkpoints import CheckpointError, resolve_checkpoints
     from expertd.service.settings.loader import SettingsError, default_config, load_settings
 
     try:
         path, served = arguments.config or default_config(), _checkpoint(arguments)
         settings = load_settings(path, {flag: getattr(arguments, flag) for flag in _FLAGS} | served)
-    except SettingsError as error:
+        settings = resolve_checkpoints(settings)
+    except (SettingsError, CheckpointError) as error:
         return _refuse(error)
     # After the settings: torch and the web server take seconds to import, and a wrong setting should not.
     from expertd.service.http.server import BindError, configure_logging, serve

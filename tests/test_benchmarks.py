@@ -23,7 +23,7 @@ from benchmarks.plot import draw
 from benchmarks.problem import Problem
 from benchmarks.shapes import Shape, all_shapes
 from expertd.kernels.backends.hopper.tiles import Layout
-from expertd.service.moe import LayerShape
+from expertd.service.moe.shape import LayerShape
 from tests.kernels.helpers import random_contiguous, random_masked
 
 ROOT = Path(__file__).parent.parent

@@ -70,7 +70,10 @@ def test_the_python_request(server: ServerProcess) -> None:
 @needs_curl
 def test_the_partitions_request_is_understood(server: ServerProcess) -> None:
     answer = run("bash", "-c", asking(server, block("README.md", "sh", "/v1/partitions")))
-    assert answer == '{"error": "SM partitions need the hopper backend, this server runs \'reference\'"}'
+    assert (
+        answer
+        == '{"error": "partitions: expected a backend whose device has SMs to partition, got \'reference\'"}'
+    )
 
 
 def test_the_kernels_example() -> None:

@@ -2,16 +2,20 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from expertd.kernels.ops.activation import Swiglu, swiglu
-from expertd.kernels.ops.permute import sort_by_group
-from expertd.kernels.ops.quantize import Quantized, gather_rows, quantize_rows
-from expertd.kernels.ops.router import Routing, choose_experts
-from expertd.kernels.ops.unpermute import combine_rows
+from expertd.kernels.ops.permute import compute_permutation, permute_rows
+from expertd.kernels.ops.quantize import Quantized, quantize_rows
+from expertd.kernels.ops.router import choose_experts
+from expertd.kernels.ops.unpermute import unpermute_rows
+from expertd.routing import Routing
+
+if TYPE_CHECKING:
+    from expertd.kernels.partitions import SMPartitions
 
 Progress = Callable[[int, int, str], None]
 """Called with (steps done, steps in all, what was just done)."""
@@ -23,6 +27,15 @@ class Backend(ABC):
     name: ClassVar[str]
     device_type: ClassVar[str | None] = None
     """The only kind of device ("cpu", "cuda") whose tensors are accepted; None: any."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where a server keeps the tensors of its layers."""
+        return torch.device(self.device_type or "cpu", *([0] if self.device_type == "cuda" else []))
+
+    def partitions(self) -> "SMPartitions | None":
+        """Partitions of the device's SMs, whose counts become `num_sms`; None where there can be none."""
+        return None
 
     def warm_up(self, progress: Progress | None = None) -> None:  # noqa: B027  (a backend may have nothing to do)
         """Do everything that would otherwise happen lazily on a first call, compilation above all."""
@@ -71,9 +84,11 @@ class Backend(ABC):
         if not topk_ids.is_cpu or int(topk_ids.min()) < 0 or int(topk_ids.max()) >= num_groups:
             absent = (topk_ids < 0) | (topk_ids >= num_groups)
             topk_ids = topk_ids.masked_fill(absent, num_groups)
-        order = sort_by_group(topk_ids, num_groups)
-        rows = self.ffn(hidden_states, order.tokens, gate_up, down, order.offsets, activation, num_sms)
-        combine_rows(rows, order.rows, topk_weights, absent, out)
+        permutation = compute_permutation(topk_ids, num_groups)
+        rows = self.ffn(
+            hidden_states, permutation.token_ids, gate_up, down, permutation.offsets, activation, num_sms
+        )
+        unpermute_rows(rows, permutation.inverse, topk_weights, absent, out)
 
     def ffn(
         self,
@@ -90,7 +105,7 @@ class Backend(ABC):
         tokens int64 [R], sorted by group; offsets int32 [G+1]. Rows from offsets[G] on hold anything. Here
         activations are rounded to FP8 before each of two contiguous GEMMs.
         """
-        a = gather_rows(quantize_rows(hidden_states), tokens)  # quantised once per token, not once per row
+        a = permute_rows(quantize_rows(hidden_states), tokens)  # quantized once per token, not once per row
         activated = quantize_rows(swiglu(self._multiply(a, gate_up, offsets, num_sms), activation))
         return self._multiply(activated, down, offsets, num_sms)
 

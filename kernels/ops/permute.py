@@ -1,24 +1,27 @@
-"""The order that puts the rows of one expert together."""
+"""The permutation that brings the rows of each group together, and applying it."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from expertd.kernels.ops.quantize import Quantized
+
 
 @dataclass(frozen=True)
-class GroupOrder:
-    """The T*k (token, slot) pairs sorted by group, pairs of one group in the tokens' order.
+class Permutation:
+    """The T * top_k (token, slot) pairs sorted by group, those of one group in token order.
 
-    tokens   int64 [T*k], the token of each sorted row
-    groups   int32 [T*k], its group
-    rows     int64 [T, k], the sorted row of each pair
-    offsets  int32 [G+1], group g owning sorted rows offsets[g]:offsets[g+1]; those past the last, none
+    token_ids  int64 [T * top_k], the token of each permuted row
+    group_ids  int32 [T * top_k], its group
+    inverse    int64 [T, top_k], the permuted row of each pair
+    offsets    int32 [G + 1], group g owning permuted rows offsets[g]:offsets[g + 1]; rows past the last
+               offset belong to no group
     """
 
-    tokens: Tensor
-    groups: Tensor
-    rows: Tensor
+    token_ids: Tensor
+    group_ids: Tensor
+    inverse: Tensor
     offsets: Tensor
 
     @property
@@ -28,16 +31,24 @@ class GroupOrder:
 
     @property
     def positions(self) -> Tensor:
-        """int64 [T*k], the place of each sorted row among its group's."""
-        return torch.arange(self.tokens.numel(), device=self.tokens.device) - self.offsets[self.groups]
+        """int64 [T * top_k], the position of each permuted row within its group."""
+        rows = torch.arange(self.token_ids.numel(), device=self.token_ids.device)
+        return rows - self.offsets[self.group_ids]
 
 
-def sort_by_group(group_ids: Tensor, num_groups: int) -> GroupOrder:
-    """Order the pairs of group_ids int32 [T, k], 0 to num_groups (which is no group), without a host sync."""
+def compute_permutation(group_ids: Tensor, num_groups: int) -> Permutation:
+    """The permutation of group_ids int32 [T, top_k], each 0 to num_groups (no group); no host sync."""
     top_k = group_ids.shape[1]
-    groups, pairs = group_ids.flatten().sort(stable=True)
-    rows = torch.empty_like(pairs)
-    rows[pairs] = torch.arange(pairs.numel(), device=pairs.device)
-    bounds = torch.arange(num_groups + 1, dtype=torch.int32, device=groups.device)
-    offsets = torch.searchsorted(groups, bounds, out_int32=True)
-    return GroupOrder(pairs // top_k, groups, rows.view(group_ids.shape), offsets)
+    sorted_ids, pairs = group_ids.flatten().sort(stable=True)
+    inverse = torch.empty_like(pairs)
+    inverse[pairs] = torch.arange(pairs.numel(), device=pairs.device)
+    bounds = torch.arange(num_groups + 1, dtype=torch.int32, device=sorted_ids.device)
+    offsets = torch.searchsorted(sorted_ids, bounds, out_int32=True)
+    return Permutation(pairs // top_k, sorted_ids, inverse.view(group_ids.shape), offsets)
+
+
+def permute_rows(rows: Quantized, token_ids: Tensor) -> Quantized:
+    """The quantized rows [T, K] at token_ids, int64 [R]: [R, K], its scales column-major again."""
+    words = rows.data.view(torch.int64)  # copied eight elements at a time
+    data = words.index_select(0, token_ids).view(torch.float8_e4m3fn)
+    return Quantized(data, rows.scales.t().index_select(1, token_ids).t())

@@ -1,12 +1,12 @@
-"""Quantisation to FP8 (e4m3) with one fp32 scale per row and 128 columns, or per 128x128 block."""
+"""Quantization to FP8 (e4m3) with one fp32 scale per row and 128 columns, or per 128x128 block."""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from expertd.kernels.checks import BLOCK
 from expertd.kernels.ops.chunks import row_chunks
+from expertd.limits import SCALE_BLOCK
 
 E4M3_MAX = 448.0
 # Below this a scale would be subnormal, which a GPU may flush to zero: such blocks share the smallest scale.
@@ -21,7 +21,7 @@ class Quantized(NamedTuple):
 
 
 def quantize_rows(x: Tensor) -> Quantized:
-    """Quantise activations: one scale (amax/448) per row and 128 columns.
+    """Quantize activations: one scale (amax/448) per row and 128 columns.
 
     x [..., K], float32, bfloat16 or float16, any strides, K a multiple of 128. Returns e4m3 data [..., K],
     contiguous, and fp32 scales [..., K/128]; with two dimensions or more the scales lie column-major (stride
@@ -30,13 +30,15 @@ def quantize_rows(x: Tensor) -> Quantized:
     """
     _check_float("x", x)
     x = x.detach()
-    if x.ndim < 1 or x.shape[-1] % BLOCK != 0:
-        raise ValueError(f"x shape: expected [..., K] with K a multiple of {BLOCK}, got {tuple(x.shape)}")
+    if x.ndim < 1 or x.shape[-1] % SCALE_BLOCK != 0:
+        raise ValueError(
+            f"x shape: expected [..., K] with K a multiple of {SCALE_BLOCK}, got {tuple(x.shape)}"
+        )
     if x.ndim == 1:
         row = quantize_rows(x[None])
         return Quantized(row.data[0], row.scales[0])
     data = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = _empty_column_major((*x.shape[:-1], x.shape[-1] // BLOCK), x.device)
+    scales = _empty_column_major((*x.shape[:-1], x.shape[-1] // SCALE_BLOCK), x.device)
     for x_part, data_part, scales_part in row_chunks(x, data, scales):
         blocks = _split_columns(x_part)
         torch.mul(_amax(blocks, (-1,)), 1 / E4M3_MAX, out=scales_part)
@@ -45,7 +47,7 @@ def quantize_rows(x: Tensor) -> Quantized:
 
 
 def quantize_blocks(w: Tensor) -> Quantized:
-    """Quantise weights: one scale (amax/448) per block of 128x128; the last blocks may be ragged.
+    """Quantize weights: one scale (amax/448) per block of 128x128; the last blocks may be ragged.
 
     w [N, K] or [G, N, K], float32, bfloat16 or float16, any strides. Returns e4m3 data of w's shape and fp32
     scales [(G,) ceil(N/128), ceil(K/128)], both contiguous. Needs temporary memory for one group only.
@@ -64,24 +66,17 @@ def quantize_blocks(w: Tensor) -> Quantized:
     return Quantized(data, scales)
 
 
-def gather_rows(rows: Quantized, indices: Tensor) -> Quantized:
-    """The quantised rows [T, K] at `indices`, int64 [R], scales column-major again."""
-    words = rows.data.view(torch.int64)  # copied eight elements at a time
-    data = words.index_select(0, indices).view(torch.float8_e4m3fn)
-    return Quantized(data, rows.scales.t().index_select(1, indices).t())
-
-
 def dequantize_rows(data: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Undo `quantize_rows`: data e4m3 [..., K] times scales fp32 [..., K/128], as `dtype`, contiguous.
 
     Raises ValueError.
     """
     _check_quantized(data, scales)
-    if data.ndim < 1 or data.shape[-1] % BLOCK != 0:
+    if data.ndim < 1 or data.shape[-1] % SCALE_BLOCK != 0:
         raise ValueError(
-            f"data shape: expected [..., K] with K a multiple of {BLOCK}, got {tuple(data.shape)}"
+            f"data shape: expected [..., K] with K a multiple of {SCALE_BLOCK}, got {tuple(data.shape)}"
         )
-    expected = (*data.shape[:-1], data.shape[-1] // BLOCK)
+    expected = (*data.shape[:-1], data.shape[-1] // SCALE_BLOCK)
     if scales.shape != expected:
         raise ValueError(f"scales shape: expected {expected}, got {tuple(scales.shape)}")
     if data.ndim == 1:
@@ -130,7 +125,7 @@ def _decode(data: Tensor) -> Tensor:
 
 
 def _split_columns(x: Tensor) -> Tensor:
-    return x.view(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
+    return x.view(*x.shape[:-1], x.shape[-1] // SCALE_BLOCK, SCALE_BLOCK)
 
 
 def _empty_column_major(shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -143,15 +138,17 @@ def _groups(w: Tensor) -> tuple[Tensor, ...]:
 
 
 def _block_counts(shape: torch.Size) -> tuple[int, ...]:
-    return (*shape[:-2], -(-shape[-2] // BLOCK), -(-shape[-1] // BLOCK))
+    return (*shape[:-2], -(-shape[-2] // SCALE_BLOCK), -(-shape[-1] // SCALE_BLOCK))
 
 
 def _to_blocks(weight: Tensor) -> Tensor:
     """[N, K] as [ceil(N/128), 128, ceil(K/128), 128], ragged ends filled with zeros."""
     n, k = weight.shape
-    if n % BLOCK or k % BLOCK:
-        weight = torch.nn.functional.pad(weight, (0, -k % BLOCK, 0, -n % BLOCK))
-    return weight.view(weight.shape[0] // BLOCK, BLOCK, weight.shape[1] // BLOCK, BLOCK)
+    if n % SCALE_BLOCK or k % SCALE_BLOCK:
+        weight = torch.nn.functional.pad(weight, (0, -k % SCALE_BLOCK, 0, -n % SCALE_BLOCK))
+    return weight.view(
+        weight.shape[0] // SCALE_BLOCK, SCALE_BLOCK, weight.shape[1] // SCALE_BLOCK, SCALE_BLOCK
+    )
 
 
 def _from_blocks(blocks: Tensor, shape: torch.Size) -> Tensor:

@@ -4,9 +4,10 @@ Nothing here reads a weight: `expertd.service.checkpoints.weights` does. Nothing
 """
 
 from expertd.service.checkpoints.config import CheckpointError
-from expertd.service.checkpoints.expand import CheckpointModelSettings, models_of
+from expertd.service.checkpoints.expand import CheckpointModelSettings, models_of, resolve_checkpoints
 from expertd.service.checkpoints.layer import LayerSource, Matrix
-from expertd.service.checkpoints.model import MoEModel, read_model
+from expertd.service.checkpoints.model import MoEModel
+from expertd.service.checkpoints.read import read_model
 
 __all__ = [
     "CheckpointError",
@@ -16,4 +17,5 @@ __all__ = [
     "MoEModel",
     "models_of",
     "read_model",
+    "resolve_checkpoints",
 ]

@@ -5,8 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from expertd.limits import SCALE_BLOCK
+from expertd.service.sentences import shown
+
 _MOST = 1_000_000  # more than any size or count of a model
-SCALE_BLOCK = 128  # rows and columns of a weight to a scale
 
 
 class CheckpointError(ValueError):
@@ -104,12 +106,3 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise CheckpointError(f"{path}: expected a JSON object, got {type(values).__name__}")
     return values
-
-
-def shown(value: object) -> str:
-    """A value as a sentence can hold it: short, on one line, in characters that every terminal has."""
-    try:
-        text = ascii(value)
-    except ValueError:  # an int of more digits than Python turns into text
-        return "a number of thousands of digits"
-    return text if len(text) <= 80 else f"{text[:77]}..."

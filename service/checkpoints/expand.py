@@ -7,8 +7,10 @@ from pydantic import InstanceOf, ValidationError
 from expertd.service.checkpoints.config import CheckpointError
 from expertd.service.checkpoints.files import TensorFiles
 from expertd.service.checkpoints.layer import LayerSource, find_layer
-from expertd.service.checkpoints.model import MoEModel, read_model
-from expertd.service.settings.model import CheckpointSettings, ModelSettings
+from expertd.service.checkpoints.model import MoEModel
+from expertd.service.checkpoints.read import read_model
+from expertd.service.sentences import expected_and_got
+from expertd.service.settings.model import CheckpointSettings, ModelSettings, Settings
 from expertd.service.settings.spans import numbers, spans
 
 
@@ -16,6 +18,19 @@ class CheckpointModelSettings(ModelSettings):
     """A layer whose weights are in a checkpoint: no setting, since sizes and rule are the checkpoint's."""
 
     source: InstanceOf[LayerSource]
+
+
+def resolve_checkpoints(settings: Settings) -> Settings:
+    """The same settings with the layers of `checkpoints` as models.
+
+    Reads and checks headers, no weights. Raises CheckpointError for what cannot be served.
+    """
+    models = [model for checkpoint in settings.checkpoints for model in models_of(checkpoint)]
+    try:
+        return settings.with_models(models)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise CheckpointError(f"checkpoints: {expected_and_got(first)}") from error
 
 
 def models_of(checkpoint: CheckpointSettings) -> list[CheckpointModelSettings]:
@@ -74,9 +89,7 @@ def _settings(
                 f"not made of letters, digits, dots, dashes and underscores alone"
             ) from error
         where = "".join(f"{part}: " for part in first["loc"])
-        message = first["ctx"]["error"] if first["type"] == "value_error" else first["msg"]
-        got = "" if first["type"] == "value_error" else f", got {first['input']}"
-        raise CheckpointError(f"{directory / 'config.json'}: {where}{message}{got}") from error
+        raise CheckpointError(f"{directory / 'config.json'}: {where}{expected_and_got(first)}") from error
     return settings
 
 

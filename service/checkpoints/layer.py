@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from expertd.service.checkpoints.config import SCALE_BLOCK, CheckpointError
+from expertd.limits import SCALE_BLOCK
+from expertd.service.checkpoints.config import CheckpointError
 from expertd.service.checkpoints.files import Stored, TensorFiles
 from expertd.service.checkpoints.model import MoEModel
 

@@ -8,16 +8,16 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from expertd.kernels import Quantized, quantize_blocks
+from expertd.limits import SCALE_BLOCK
 from expertd.service.checkpoints import CheckpointError, LayerSource, Matrix
 from expertd.service.checkpoints.files import OpenFiles, Stored
-from expertd.service.moe.shape import SCALE_BLOCK
 from expertd.service.moe.weights import ExpertWeights
 
 Progress = Callable[[int], None]
 
 
 def read_layer(source: LayerSource, device: torch.device | str, progress: Progress) -> ExpertWeights:
-    """The layer's weights on `device`: FP8 ones bit for bit, others quantised there; gate and up fused.
+    """The layer's weights on `device`: FP8 ones bit for bit, others quantized there; gate and up fused.
 
     `progress` is called with the bytes of each matrix that has been read, and may raise to stop. Needs
     memory for the layer and one matrix. Raises CheckpointError for weights or scales that are not finite, and

@@ -18,7 +18,8 @@ from enum import Enum, auto
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from expertd.service.moe import LayerRequest, StepResult
+from expertd.service.engine.errors import QueueFullError, SchedulerClosedError, StepFailedError
+from expertd.service.moe.request import LayerRequest, StepResult
 from expertd.service.settings.model import Limits
 
 T = TypeVar("T")
@@ -39,26 +40,6 @@ class StepObserver(Protocol):
     def step_done(self, model: str, result: StepResult, queue_seconds: Sequence[float]) -> None: ...
 
     def step_failed(self, model: str, num_requests: int) -> None: ...
-
-
-class QueueFullError(Exception):
-    """No room for a request; worth another try in `retry_after` seconds."""
-
-    def __init__(self, message: str, retry_after: int) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
-
-
-class SchedulerClosedError(Exception):
-    """The server takes no more requests."""
-
-
-class QueueTimeoutError(Exception):
-    """The request's own timeout passed while it was waiting."""
-
-
-class StepFailedError(Exception):
-    """The step that held the request, and no other one, raised."""
 
 
 class _State(Enum):

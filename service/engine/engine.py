@@ -5,12 +5,22 @@ import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from enum import Enum
+from functools import partial
 
-from expertd.service.engine.batching import QueueFullError, Scheduler, SchedulerClosedError, StepFailedError
+from expertd.service.engine.batching import Scheduler
+from expertd.service.engine.errors import (
+    NotReadyError,
+    PartitionsRefusedError,
+    PartitionsUnavailableError,
+    QueueFullError,
+    SchedulerClosedError,
+    StepFailedError,
+    UnknownModelError,
+)
 from expertd.service.engine.loading import LoadCancelledError, Loaded, Loader, Partitions
 from expertd.service.engine.metrics import Metrics
-from expertd.service.http.protocol import MODEL_VERSION, LayerSpec, OipError
-from expertd.service.moe import zero_request
+from expertd.service.engine.spec import MODEL_VERSION, LayerSpec
+from expertd.service.moe.request import zero_request
 from expertd.service.settings.model import Settings
 
 logger = logging.getLogger(__name__)
@@ -27,14 +37,6 @@ class Phase(Enum):
     READY = "ready"
     DRAINING = "draining"
     FAILED = "failed"
-
-
-class PartitionsUnavailableError(Exception):
-    """There is no GPU whose SMs could be partitioned; the text says why."""
-
-
-class PartitionInUseError(ValueError):
-    """A new set of partitions lacks one that a model runs in."""
 
 
 class Engine:
@@ -76,7 +78,7 @@ class Engine:
         return None
 
     def check_ready(self, *models: str) -> None:
-        """Raise OipError (503) unless ready; what fails is given a token, to see whether it still does."""
+        """Raise NotReadyError unless ready; what fails is given a token, to see whether it still does."""
         reason = self.why_not_ready(*models)
         if reason is None:
             return
@@ -84,19 +86,19 @@ class Engine:
             for model in self._failing(models):
                 if model not in self._retries:
                     self._retries[model] = asyncio.get_running_loop().create_task(self._retry(model))
-        raise OipError(503, reason)
+        raise NotReadyError(reason)
 
     @property
     def draining(self) -> bool:
         return self.phase is Phase.DRAINING
 
     def model(self, name: str, version: str = MODEL_VERSION) -> LayerSpec:
-        """The served model called `name`, loaded or not. Raises OipError (404) if there is none."""
+        """The served model called `name`, loaded or not. Raises UnknownModelError if there is none."""
         spec = self.models.get(name)
         if spec is None:
-            raise OipError(404, f"a served model is expected ({', '.join(self.models)}), got {name!r}")
+            raise UnknownModelError(f"a served model is expected ({', '.join(self.models)}), got {name!r}")
         if version != MODEL_VERSION:
-            raise OipError(404, f"version {MODEL_VERSION} of model {name} is expected, got {version!r}")
+            raise UnknownModelError(f"version {MODEL_VERSION} of model {name} is expected, got {version!r}")
         return spec
 
     def start(self) -> None:
@@ -139,30 +141,33 @@ class Engine:
     async def set_partitions(self, sizes: Mapping[str, int]) -> None:
         """Replace the SM partitions between two steps, all or nothing.
 
-        Raises PartitionsUnavailableError without a partitionable device, ValueError when they do not fit it.
+        Raises PartitionsUnavailableError without a partitionable device, PartitionsRefusedError when they do
+        not fit it, NotReadyError while loading.
         """
         partitions = self.partitions()
         for model in self.settings.models:
             if model.partition is not None and model.partition not in sizes:
-                raise PartitionInUseError(
+                raise PartitionsRefusedError(
                     f"partitions are expected to contain {model.partition!r}, where model {model.name} runs, "
                     f"got {', '.join(sizes) or 'none'}"
                 )
-        await self.scheduler.between_steps(lambda: self._replace(partitions, sizes))
+        await self.scheduler.between_steps(partial(self._replace, partitions, sizes))
 
     def partitions(self) -> Partitions:
         """The device's partitions. Raises PartitionsUnavailableError where there can be none."""
         if self.loaded is None:
-            raise OipError(503, f"the server is {self.phase.value}")
+            raise NotReadyError(f"the server is {self.phase.value}")
         if self.loaded.partitions is None:
-            raise PartitionsUnavailableError(
-                f"SM partitions need the hopper backend, this server runs {self.loaded.backend!r}"
-            )
+            expected = "a backend whose device has SMs to partition"
+            raise PartitionsUnavailableError(f"partitions: expected {expected}, got {self.loaded.backend!r}")
         return self.loaded.partitions
 
     def _replace(self, partitions: Partitions, sizes: Mapping[str, int]) -> None:
         assert self.loaded is not None
-        partitions.apply(sizes)
+        try:
+            partitions.apply(sizes)
+        except ValueError as error:
+            raise PartitionsRefusedError(str(error)) from error
         try:
             self.loaded.prepare_steps(lambda: self.phase is not Phase.READY)
         except LoadCancelledError:

@@ -10,22 +10,17 @@ from typing import Protocol
 import torch
 from tqdm import tqdm
 
-from expertd.kernels import Backend, Routing, resolve_backend
+from expertd.kernels import Backend, resolve_backend
 from expertd.service.checkpoints import CheckpointModelSettings
 from expertd.service.checkpoints.weights import read_layer
 from expertd.service.engine.batching import Runner
-from expertd.service.moe import (
-    ExpertWeights,
-    LayerRunner,
-    LayerShape,
-    MoELayer,
-    load_weights,
-    random_weights,
-    zero_request,
-)
-from expertd.service.moe.device import device_memory, device_name, device_of
+from expertd.service.moe.device import device_memory, device_name
 from expertd.service.moe.graphs import GraphPool
-from expertd.service.moe.weights import check_weights
+from expertd.service.moe.layer import MoELayer
+from expertd.service.moe.request import zero_request
+from expertd.service.moe.runner import LayerRunner
+from expertd.service.moe.shape import LayerShape
+from expertd.service.moe.weights import ExpertWeights, check_weights, load_weights, random_weights
 from expertd.service.settings.model import ModelSettings, Settings
 
 logger = logging.getLogger(__name__)
@@ -93,19 +88,15 @@ def load(settings: Settings, cancelled: Cancelled) -> Loaded:
         backend = resolve_backend(settings.backend)
     except RuntimeError as error:
         raise ValueError(str(error)) from error
-    device = device_of(backend)
+    device = backend.device
     _warm_up(backend, cancelled)
-    if backend.name == "hopper":
-        from expertd.kernels.partitions import SMPartitions
-
-        partitions = SMPartitions(device.index or 0)
+    partitions = backend.partitions()
+    if partitions is not None:
         partitions.apply(settings.partitions)
     elif settings.partitions:
         raise ValueError(
-            f"partitions are expected with the hopper backend only, got backend {backend.name!r}"
+            f"partitions: expected a backend whose device has SMs to partition, got {backend.name!r}"
         )
-    else:
-        partitions = None
 
     runners: dict[str, LayerRunner] = {}
     for model in tqdm(settings.models, desc="layers", unit="layer", disable=None):
@@ -129,19 +120,11 @@ def load(settings: Settings, cancelled: Cancelled) -> Loaded:
 
 def layer_of(model: ModelSettings, backend: Backend, device: torch.device, cancelled: Cancelled) -> MoELayer:
     """The layer that `model` describes, its weights on `device`. Raises as `load` does."""
-    shape = LayerShape(
-        model.hidden_size,
-        model.intermediate_size,
-        model.num_experts,
-        model.top_k,
-        model.num_shared_experts,
-        model.local_range,
-    )
     return MoELayer(
-        shape,
-        _weights(model, shape, device, cancelled),
+        model.shape,
+        _weights(model, model.shape, device, cancelled),
         backend,
-        routing=Routing(**model.routing.model_dump()),
+        routing=model.routing.rule,
         masked_max_tokens=model.masked_max_tokens,
     )
 

@@ -16,7 +16,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from expertd.service.moe import StepResult
+from expertd.service.moe.request import StepResult
 
 # An expert layer answers in a millisecond: a factor of 2 from 50 us to 26 s.
 SECONDS = tuple(50e-6 * 2**i for i in range(20))

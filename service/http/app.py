@@ -11,11 +11,14 @@ from starlette.types import Message, Receive, Scope, Send
 from expertd import __version__
 from expertd.kernels.jit import stats as jit_stats
 from expertd.service.engine.engine import Engine
+from expertd.service.engine.errors import EngineError
 from expertd.service.engine.loading import Loader, load
 from expertd.service.engine.metrics import Metrics
+from expertd.service.engine.spec import MODEL_VERSION
 from expertd.service.http.bodies import BodyReader, ClientGoneError
+from expertd.service.http.errors import http_error
 from expertd.service.http.infer import InferEndpoint
-from expertd.service.http.protocol import MODEL_VERSION, OipError, error_body
+from expertd.service.http.protocol import OipError, error_body
 from expertd.service.http.routes import metrics_router, partitions_router, protocol_router
 from expertd.service.http.routes.documentation import document
 from expertd.service.settings.model import Settings
@@ -54,6 +57,7 @@ class ExpertApp(FastAPI):
         self._own_routes = [route for router in routers for route in router.routes]
         for router in routers:
             self.include_router(router)
+        self.add_exception_handler(EngineError, _engine_error)
         self.add_exception_handler(OipError, _oip_error)
         self.add_exception_handler(ClientGoneError, _client_gone)
         self.add_exception_handler(HTTPException, _http_error)
@@ -101,6 +105,11 @@ def _closing(send: Send) -> Send:
         await send(message)
 
     return closing
+
+
+async def _engine_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, EngineError)
+    return await _oip_error(request, http_error(error))
 
 
 async def _oip_error(request: Request, error: Exception) -> Response:

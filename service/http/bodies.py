@@ -2,6 +2,7 @@
 
 import asyncio
 
+from starlette.requests import Request
 from starlette.types import Receive
 
 from expertd.service.http.protocol import OipError
@@ -78,3 +79,10 @@ def number_of_bytes(value: bytes, header: str) -> int:
             400, f"{header} is expected to be a number of bytes, got {value.decode('latin-1')[:40]!r}"
         )
     return int(value)
+
+
+async def body_of(request: Request, bodies: BodyReader) -> bytes:
+    """The request's whole body. Raises as `BodyReader.read` does, and OipError (400)."""
+    length = request.headers.get("content-length")
+    told = None if length is None else number_of_bytes(length.encode("latin-1"), "Content-Length")
+    return await bodies.read(request.receive, told)

@@ -13,18 +13,14 @@ from typing import TypeVar
 
 from starlette.types import Message, Receive, Scope, Send
 
-from expertd.service.engine.batching import (
-    Pending,
-    QueueFullError,
-    QueueTimeoutError,
-    SchedulerClosedError,
-    StepFailedError,
-)
+from expertd.service.engine.batching import Pending
 from expertd.service.engine.engine import Engine
+from expertd.service.engine.errors import EngineError, NotReadyError, QueueTimeoutError
 from expertd.service.engine.metrics import Metrics
+from expertd.service.engine.spec import MODEL_VERSION
 from expertd.service.http.bodies import BodyReader, ClientGoneError, number_of_bytes
+from expertd.service.http.errors import http_error
 from expertd.service.http.protocol import (
-    MODEL_VERSION,
     InferRequest,
     InferResponse,
     OipError,
@@ -82,6 +78,8 @@ class InferEndpoint:
         except ClientGoneError:
             self._metrics.request_done(known, _CLIENT_GONE, time.perf_counter() - started)
             return
+        except EngineError as error:
+            answer = _error(http_error(error), scope)
         except OipError as error:
             answer = _error(error, scope)
         except Exception:
@@ -93,10 +91,10 @@ class InferEndpoint:
     async def _answer(self, scope: Scope, receive: Receive, model: str, version: str) -> _Answer:
         spec = self._engine.model(model, version)
         if self._engine.loaded is None:
-            raise OipError(503, f"model {model} is not ready: the server is {self._engine.phase.value}")
+            raise NotReadyError(f"model {model} is not ready: the server is {self._engine.phase.value}")
         headers = _read_headers(scope)
         # A full queue is known before a byte of the body is read, let alone parsed.
-        self._refuse_without_room(model)
+        self._engine.scheduler.check_room(model)
         body = await self._bodies.read(receive, headers.content_length)
         if headers.content_encoding is not None:
             encoding, limit = headers.content_encoding, self._max_body_bytes
@@ -112,16 +110,12 @@ class InferEndpoint:
             output = await self._compute(model, request, receive)
             size = 0 if request.binary_output else 8 * len(output)
             response = await _off_loop(size, lambda: build_response(request, output, spec))
+        except EngineError as error:
+            raise http_error(error, request.id) from error
         except OipError as error:
             error.request_id = request.id
             raise
         return await _encoded(response, headers.accept_encoding)
-
-    def _refuse_without_room(self, model: str) -> None:
-        try:
-            self._engine.scheduler.check_room(model)
-        except (QueueFullError, SchedulerClosedError) as error:
-            raise _unavailable(error) from error
 
     async def _compute(self, model: str, request: InferRequest, receive: Receive) -> memoryview | bytes:
         layer = request.layer
@@ -135,23 +129,16 @@ class InferEndpoint:
         if layer.num_tokens == 0:
             return b""  # an empty batch is a batch: expert-parallel callers send them
         loop = asyncio.get_running_loop()
+        pending = scheduler.submit(model, layer)
+        timers = [loop.call_later(_WATCH_AFTER_SECONDS, self._watch, pending, receive)]
+        if request.timeout_seconds is not None:
+            expired = QueueTimeoutError(f"the request waited for its timeout of {request.timeout_seconds} s")
+            timers.append(loop.call_later(request.timeout_seconds, scheduler.give_up, pending, expired))
         try:
-            pending = scheduler.submit(model, layer)
-            timers = [loop.call_later(_WATCH_AFTER_SECONDS, self._watch, pending, receive)]
-            if request.timeout_seconds is not None:
-                expired = QueueTimeoutError(
-                    f"the request waited for its timeout of {request.timeout_seconds} s"
-                )
-                timers.append(loop.call_later(request.timeout_seconds, scheduler.give_up, pending, expired))
-            try:
-                return await pending.answer
-            finally:
-                for timer in timers:
-                    timer.cancel()
-        except (QueueFullError, SchedulerClosedError, QueueTimeoutError) as error:
-            raise _unavailable(error) from error
-        except StepFailedError as error:
-            raise OipError(500, str(error)) from error
+            return await pending.answer
+        finally:
+            for timer in timers:
+                timer.cancel()
 
     def _watch(self, pending: Pending, receive: Receive) -> None:
         """Give up on a waiting request as soon as its caller closes the connection."""
@@ -209,11 +196,6 @@ async def _encoded(response: InferResponse, accept_encoding: str) -> _Answer:
         answer.parts = [await _off_loop(size, lambda: compress(response.parts, encoding))]
         answer.headers.append((b"content-encoding", encoding.encode()))
     return answer
-
-
-def _unavailable(error: QueueFullError | SchedulerClosedError | QueueTimeoutError) -> OipError:
-    headers = {"Retry-After": str(error.retry_after)} if isinstance(error, QueueFullError) else {}
-    return OipError(503, str(error), headers=headers)
 
 
 def _error(error: OipError, scope: Scope) -> _Answer:

@@ -1,15 +1,8 @@
-"""The device a backend computes on, and what the service reports of it."""
+"""What the service reports of the device that it computes on."""
 
 import platform
 
 import torch
-
-from expertd.kernels import Backend
-
-
-def device_of(backend: Backend) -> torch.device:
-    """The device that tensors of `backend` belong on: the first GPU for "hopper", else the CPU."""
-    return torch.device("cuda", 0) if backend.name == "hopper" else torch.device("cpu")
 
 
 def device_name(device: torch.device) -> str:

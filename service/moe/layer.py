@@ -5,22 +5,12 @@ from torch import Tensor
 
 from expertd.kernels import (
     Backend,
-    Quantized,
     Routing,
-    combine_rows,
     fused_experts,
-    gather_rows,
-    grouped_gemm_masked,
-    quantize_rows,
-    sort_by_group,
-    swiglu,
 )
+from expertd.service.moe.masked import masked_experts
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import ExpertWeights, check_weights
-
-MASKED_MAX_TOKENS = {"reference": 0, "hopper": 0}
-"""By backend, the most tokens for which the masked layout is the faster one; as measured, it nowhere is:
-1.02 to 1.4 times the contiguous layout's time on an H200, 1.4 to 2.4 times on a CPU (benchmarks/results)."""
 
 _HIDDEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -31,7 +21,7 @@ class MoELayer:
     routing is the router's rule (None: softmax, weights that add up to 1), weights.router_bias what it adds
     to the scores that choose.
 
-    Up to masked_max_tokens tokens (None: the backend's measured default) take the masked layout, more the
+    Steps of up to masked_max_tokens tokens take the masked layout (see `masked_experts`), larger ones the
     contiguous one; a layer that holds a part of its experts takes the contiguous one only. A token's result
     is the same whatever else is in the batch, within rounding (activations are rounded to FP8, but on a CPU
     in the contiguous layout to bf16); NaN in a token stays in its own row. Raises ValueError when weights
@@ -45,14 +35,12 @@ class MoELayer:
         backend: Backend,
         *,
         routing: Routing | None = None,
-        masked_max_tokens: int | None = None,
+        masked_max_tokens: int = 0,
     ) -> None:
         check_weights(shape, weights)
         self.routing = routing or Routing()
         self.routing.check(shape.num_experts, shape.top_k)
         part = len(shape.held_experts) < shape.num_experts
-        if masked_max_tokens is None:
-            masked_max_tokens = 0 if part else MASKED_MAX_TOKENS.get(backend.name, 0)
         if masked_max_tokens < 0 or (part and masked_max_tokens > 0):
             expected = "0 with local_experts" if part else "at least 0"
             raise ValueError(f"masked_max_tokens: expected {expected}, got {masked_max_tokens}")
@@ -119,10 +107,10 @@ class MoELayer:
             raise ValueError("topk_ids and topk_weights: expected both or neither, got one of them")
         self._check_routing(hidden_states.shape[0], topk_ids, topk_weights)
         group_ids, weights = self._groups(topk_ids, topk_weights)
-        if hidden_states.shape[0] > 0 and self.layout(hidden_states.shape[0]) == "masked":
-            result = self._masked(hidden_states, group_ids, weights, num_sms)
-            return result if out is None else out.copy_(result)
         gate_up, down = self.weights.gate_up, self.weights.down
+        if hidden_states.shape[0] > 0 and self.layout(hidden_states.shape[0]) == "masked":
+            result = masked_experts(hidden_states, group_ids, weights, gate_up, down, self.backend, num_sms)
+            return result if out is None else out.copy_(result)
         return fused_experts(
             hidden_states, group_ids, weights, gate_up, down,
             out=out, backend=self.backend, num_sms=num_sms,
@@ -138,26 +126,6 @@ class MoELayer:
             return topk_ids.contiguous(), topk_weights.contiguous()
         ids, ones = (x.expand(topk_ids.shape[0], -1) for x in (self._shared_ids, self._shared_weights))
         return torch.cat([topk_ids, ids], dim=1), torch.cat([topk_weights, ones], dim=1)
-
-    def _masked(
-        self, hidden_states: Tensor, group_ids: Tensor, weights: Tensor, num_sms: int | None
-    ) -> Tensor:
-        order = sort_by_group(group_ids, self.shape.num_groups)
-        max_m = hidden_states.shape[0]  # an expert gets a token once at most
-        num_groups, counts, positions = self.shape.num_groups, order.counts, order.positions
-        expected_m = -(-order.tokens.numel() // num_groups)
-        rows = gather_rows(quantize_rows(hidden_states), order.tokens)  # quantised once per token
-        a = _spread(rows, order.groups, positions, num_groups, max_m)
-        gate_up = grouped_gemm_masked(
-            *a, *self.weights.gate_up, counts, expected_m=expected_m, backend=self.backend, num_sms=num_sms
-        )
-        # Only the rows that exist go through the activation: [G, max_m] is mostly empty.
-        activated = quantize_rows(swiglu(gate_up[order.groups, positions]))
-        a = _spread(activated, order.groups, positions, num_groups, max_m)
-        down = grouped_gemm_masked(
-            *a, *self.weights.down, counts, expected_m=expected_m, backend=self.backend, num_sms=num_sms
-        )
-        return combine_rows(down[order.groups, positions], order.rows, weights)
 
     def _check_hidden_states(self, hidden_states: Tensor) -> None:
         if hidden_states.ndim != 2 or hidden_states.shape[1] != self.shape.hidden_size:
@@ -177,18 +145,3 @@ class MoELayer:
                 raise ValueError(f"{name} shape: expected {expected}, got {tuple(tensor.shape)}")
             if tensor.dtype != dtype:
                 raise ValueError(f"{name} dtype: expected {dtype}, got {tensor.dtype}")
-
-
-def _words(data: Tensor) -> Tensor:
-    """e4m3 rows as int64 words, to be copied eight elements at a time."""
-    return data.view(torch.int64)
-
-
-def _spread(rows: Quantized, groups: Tensor, positions: Tensor, num_groups: int, max_m: int) -> Quantized:
-    """The rows at [group, position] of [G, max_m, K], scales column-major; the rest is not written."""
-    k = rows.data.shape[1]
-    data = torch.empty((num_groups, max_m, k), dtype=torch.float8_e4m3fn, device=rows.data.device)
-    _words(data)[groups, positions] = _words(rows.data)
-    scales = torch.empty((num_groups, rows.scales.shape[1], max_m), device=rows.data.device).mT
-    scales[groups, positions] = rows.scales
-    return Quantized(data, scales)

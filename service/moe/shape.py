@@ -2,10 +2,7 @@
 
 from dataclasses import dataclass
 
-from expertd.kernels.checks import BLOCK, MAX_GROUPS
-
-SCALE_BLOCK = BLOCK  # elements of K to a scale; gate and up must not share a block of as many rows
-MAX_EXPERTS = MAX_GROUPS
+from expertd.limits import MAX_EXPERTS, MAX_GROUPS, SCALE_BLOCK
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,8 @@ class LayerShape:
             raise ValueError(f"num_shared_experts: expected at least 0, got {self.num_shared_experts}")
         held = self.held_experts
         if held.step != 1 or not 0 <= held.start < held.stop <= self.num_experts:
-            raise ValueError(f"local_experts: expected a range of 0 to {self.num_experts - 1}, got {held}")
+            got = f"{held.start}-{held.stop - 1}" if held.step == 1 and held else str(held)
+            raise ValueError(f"local_experts: expected a range of 0 to {self.num_experts - 1}, got {got}")
         if self.num_groups > MAX_GROUPS:
             expected = f"at most {MAX_GROUPS} experts together with those held"
             raise ValueError(f"num_shared_experts: expected {expected}, got {self.num_groups}")

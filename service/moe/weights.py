@@ -9,7 +9,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from expertd.kernels import Quantized, quantize_blocks
-from expertd.service.moe.shape import SCALE_BLOCK, LayerShape
+from expertd.limits import SCALE_BLOCK
+from expertd.service.moe.shape import LayerShape
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class ExpertWeights:
 
 
 def random_weights(shape: LayerShape, seed: int, device: torch.device | str) -> ExpertWeights:
-    """Normal numbers of variance 1/fan-in, quantised; one seed gives the same ones on one kind of device."""
+    """Normal numbers of variance 1/fan-in, quantized; one seed gives the same ones on one kind of device."""
     generator = torch.Generator(device).manual_seed(seed)
     router = _normal((shape.num_experts, shape.hidden_size), generator).to(torch.bfloat16)
     gate_up = _random_experts(shape.num_groups, 2 * shape.intermediate_size, shape.hidden_size, generator)
@@ -103,7 +104,7 @@ def _by_name(weights: ExpertWeights) -> dict[str, Tensor]:
 def _random_experts(num_groups: int, n: int, k: int, generator: torch.Generator) -> Quantized:
     data = torch.empty((num_groups, n, k), dtype=torch.float8_e4m3fn, device=generator.device)
     scales = torch.empty((num_groups, n // SCALE_BLOCK, k // SCALE_BLOCK), device=generator.device)
-    for group in range(num_groups):  # one at a time: a large layer would not fit unquantised
+    for group in range(num_groups):  # one at a time: a large layer would not fit unquantized
         group_data, group_scales = quantize_blocks(_normal((n, k), generator))
         data[group].copy_(group_data)
         scales[group].copy_(group_scales)

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_settings import EnvSettingsSource
 from pydantic_settings.exceptions import SettingsError as EnvSettingsError
 
-from expertd.service.checkpoints import CheckpointError, models_of
+from expertd.service.sentences import expected_and_got, shown
 from expertd.service.settings.model import (
     ENV_DELIMITER,
     ENV_PREFIX,
@@ -40,7 +40,7 @@ def default_config() -> Path | None:
 
 def load_settings(path: Path | None, flags: Mapping[str, Any] | None = None) -> Settings:
     """Settings from the YAML file at `path` (None: no file), EXPERTD_... over it, then `flags` (None: not
-    given). The layers of `checkpoints` have become models.
+    given).
 
     Raises SettingsError naming the key, what was expected and what came.
     """
@@ -52,13 +52,9 @@ def load_settings(path: Path | None, flags: Mapping[str, Any] | None = None) -> 
             "got neither"
         )
     try:
-        settings = Settings(**values)
-        models = [model for checkpoint in settings.checkpoints for model in models_of(checkpoint)]
-        return settings.with_models(models)
+        return Settings(**values)
     except ValidationError as error:
         raise SettingsError(_sentence(path, error, given)) from error
-    except CheckpointError as error:
-        raise SettingsError(str(error)) from error
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -71,7 +67,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if values is None:  # an empty file
         return {}
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise SettingsError(f"{path}: expected a mapping of setting names to values, got {_shown(values)}")
+        raise SettingsError(f"{path}: expected a mapping of setting names to values, got {shown(values)}")
     return values
 
 
@@ -109,13 +105,8 @@ def _sentence(path: Path | None, error: ValidationError, flags: Mapping[str, Any
     where = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         text = f"unknown setting; known: {_known(_owner(first['loc']))}"
-    elif first["type"] == "missing":
-        text = "a value is required, got none"
-    elif first["type"] == "value_error":
-        text = str(first["ctx"]["error"])
     else:
-        message = re.sub(r"^Input should", "the value should", first["msg"])
-        text = f"{message[0].lower()}{message[1:]}, got {_shown(first['input'])}"
+        text = expected_and_got(first)
     origin = _origin(path, where, flags)
     more = f" (and {len(details) - 1} more)" if len(details) > 1 else ""
     return f"{origin}: {where}: {text}{more}" if where else f"{origin}: {text}{more}"
@@ -150,8 +141,3 @@ def _owner(loc: tuple[int | str, ...]) -> type[BaseModel]:
 
 def _known(owner: type[BaseModel]) -> str:
     return ", ".join(owner.model_fields)
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -4,9 +4,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from expertd.backends import BACKENDS
+from expertd.limits import MAX_EXPERTS, SCALE_BLOCK
+from expertd.routing import Routing
+from expertd.service.moe.shape import LayerShape
+from expertd.service.sentences import shown
 from expertd.service.settings.spans import Span, Spans, numbers
 
 ENV_PREFIX = "EXPERTD_"
@@ -65,15 +70,25 @@ class WeightsSettings(_Frozen):
 
 
 class RoutingSettings(_Frozen):
-    """How a layer's router chooses experts and weighs them."""
+    """How a layer's router chooses experts and weighs them; see `Routing`."""
 
-    scoring: Literal["softmax", "sigmoid"] = Field(
+    scoring_func: Literal["softmax", "sigmoid"] = Field(
         default="softmax", description="of a token's logits: over all experts, or of each"
     )
-    renormalize: bool = Field(default=True, description="routing weights of a token are divided by their sum")
-    scale: float = Field(default=1.0, gt=0, le=1e6, description="and multiplied by this")
-    groups: int = Field(default=1, ge=1, description="equal groups that the experts stand in")
-    top_groups: int = Field(default=1, ge=1, description="of these, a token's experts are from its best")
+    renormalize: bool = Field(default=True, description="divide a token's routing weights by their sum")
+    routed_scaling_factor: float = Field(default=1.0, gt=0, le=1e6, description="then multiply them by this")
+    num_expert_groups: int = Field(default=1, ge=1, description="equal groups that the experts form")
+    topk_group: int = Field(default=1, ge=1, description="groups that a token's experts come from: its best")
+
+    @property
+    def rule(self) -> Routing:
+        """The same as the kernels take it. Raises ValueError for a rule that chooses from no group."""
+        return Routing(**self.model_dump())
+
+    @model_validator(mode="after")
+    def _rule_is_possible(self) -> Self:
+        assert self.rule
+        return self
 
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
@@ -84,9 +99,9 @@ class ModelSettings(_Frozen):
     """One MoE layer served under a name."""
 
     name: str = Field(pattern=_NAME)
-    hidden_size: int = Field(ge=128, multiple_of=128)
-    intermediate_size: int = Field(ge=128, multiple_of=128)
-    num_experts: int = Field(ge=1, le=1024)
+    hidden_size: int = Field(ge=SCALE_BLOCK, multiple_of=SCALE_BLOCK)
+    intermediate_size: int = Field(ge=SCALE_BLOCK, multiple_of=SCALE_BLOCK)
+    num_experts: int = Field(ge=1, le=MAX_EXPERTS)
     top_k: int = Field(ge=1)
     num_shared_experts: int = Field(
         default=0, ge=0, description="of intermediate_size each, that every token goes to"
@@ -100,51 +115,36 @@ class ModelSettings(_Frozen):
         default="BF16",
         description="named in the metadata, and assumed for requests without a JSON header",
     )
-    masked_max_tokens: int | None = Field(
-        default=None, ge=0, description="up to this many tokens in a step: masked layout; null: as measured"
+    masked_max_tokens: int = Field(
+        default=0, ge=0, description="steps of up to this many tokens take the masked layout; 0: none does"
     )
     partition: str | None = Field(
         default=None, description="SM partition the layer runs in; null: the whole device"
     )
 
     @property
-    def local_range(self) -> range | None:
-        """local_experts as `LayerShape` takes them."""
-        if self.local_experts is None:
-            return None
-        held = numbers(self.local_experts)
-        return range(held[0], held[-1] + 1)
+    def shape(self) -> LayerShape:
+        """The layer's sizes. Raises ValueError for sizes no layer can have here."""
+        local_experts = None
+        if self.local_experts is not None:
+            held = numbers(self.local_experts)
+            local_experts = range(held[0], held[-1] + 1)
+        return LayerShape(
+            self.hidden_size,
+            self.intermediate_size,
+            self.num_experts,
+            self.top_k,
+            self.num_shared_experts,
+            local_experts,
+        )
 
     @model_validator(mode="after")
-    def _experts_fit(self) -> Self:
-        held = self.local_range or range(self.num_experts)
-        if held.stop > self.num_experts:
+    def _layer_is_possible(self) -> Self:
+        shape = self.shape
+        self.routing.rule.check(self.num_experts, self.top_k)
+        if self.masked_max_tokens and len(shape.held_experts) < self.num_experts:
             raise ValueError(
-                f"local_experts are expected to be of 0 to {self.num_experts - 1}, got {self.local_experts}"
-            )
-        if len(held) + self.num_shared_experts > 1024:
-            shared = self.num_shared_experts
-            raise ValueError(f"at most 1024 experts are expected, got {len(held)} and {shared} shared ones")
-        if self.masked_max_tokens and len(held) < self.num_experts:
-            raise ValueError("masked_max_tokens is expected to be 0 or null with local_experts")
-        return self
-
-    @model_validator(mode="after")
-    def _top_k_fits(self) -> Self:
-        if self.top_k > self.num_experts:
-            raise ValueError(
-                f"top_k is expected to be at most num_experts, which is {self.num_experts}, got {self.top_k}"
-            )
-        groups, top_groups = self.routing.groups, self.routing.top_groups
-        if self.num_experts % groups != 0:
-            raise ValueError(
-                f"num_experts is expected to be a multiple of groups, {groups}, got {self.num_experts}"
-            )
-        eligible = self.num_experts // groups * min(top_groups, groups)
-        if top_groups > groups or self.top_k > eligible:
-            raise ValueError(
-                f"routing.top_groups is expected to be 1 to groups, {groups}, with top_k experts in them, "
-                f"{self.top_k}, got {top_groups} with {eligible}"
+                f"masked_max_tokens: expected 0 with local_experts, got {self.masked_max_tokens}"
             )
         return self
 
@@ -160,7 +160,7 @@ class CheckpointSettings(_Frozen):
     )
     name: str | None = Field(default=None, pattern=_NAME, description="null: the directory's")
     datatype: _Datatype = "BF16"
-    masked_max_tokens: int | None = Field(default=None, ge=0)
+    masked_max_tokens: int = Field(default=0, ge=0)
     partition: str | None = None
 
 
@@ -179,7 +179,7 @@ class Settings(BaseSettings):
     port: int = Field(default=8000, ge=0, le=65535, description="0: any free port")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     access_log: bool = False
-    backend: Literal["auto", "hopper", "reference"] = "auto"
+    backend: str = Field(default="auto", description=f"auto, {' or '.join(BACKENDS)}")
     partitions: dict[str, int] = Field(default_factory=dict, description="name of an SM partition -> SMs")
     limits: Limits = Limits()
     keep_alive_seconds: int = Field(default=75, ge=1, description="how long an idle connection stays open")
@@ -199,6 +199,13 @@ class Settings(BaseSettings):
     checkpoints: tuple[CheckpointSettings, ...] = Field(
         default=(), description="whose layers are served beside the models"
     )
+
+    @field_validator("backend")
+    @classmethod
+    def _backend_is_known(cls, name: str) -> str:
+        if name not in (names := ("auto", *BACKENDS)):
+            raise ValueError(f"expected one of {', '.join(names)}, got {shown(name)}")
+        return name
 
     @model_validator(mode="after")
     def _something_is_served(self) -> Self:

@@ -157,7 +157,7 @@ def _randomize(model: Any) -> None:
 
 
 def _to_fp8(directory: Path, plain: Path, scales_dtype: torch.dtype) -> None:
-    """Quantise the experts' weights in `directory`, and put what they then mean into `plain`."""
+    """Quantize the experts' weights in `directory`, and put what they then mean into `plain`."""
     index = json.loads((directory / "model.safetensors.index.json").read_text())
     for file in sorted(directory.glob("*.safetensors")):
         tensors = load_file(file)

@@ -108,21 +108,21 @@ def test_what_is_not_damaged_is_served(directory: Path) -> None:
         (config(hidden_size="256"), r"hidden_size: expected a whole number from 0 to 1000000, got '256'"),
         (config(hidden_size=2.5), r"hidden_size: expected a whole number from 0 to 1000000, got 2\.5"),
         (config(num_hidden_layers=10**12), r"num_hidden_layers: expected .* to 1000000, got 1000000000000"),
-        (config(n_shared_experts=10**6), r"at most 1024 experts are expected, got 8 and 1000000 shared ones"),
+        (config(n_shared_experts=10**6), r"num_shared_experts: expected at most 1024 .*, got 1000008"),
         (config(n_group=0), r"n_group: expected a whole number from 1 to 1000000, got 0"),
         (config(num_experts_per_tok=0), r"num_experts_per_tok: expected a whole .* from 1 to 1000000, got 0"),
         (config(norm_topk_prob=1), r"norm_topk_prob: expected true or false, got 1"),
         (config(routed_scaling_factor="2"), r"scaling_factor: expected a number up to 1000000, got '2'"),
-        (config(routed_scaling_factor=10**400), r"scaling_factor: expected a number .*, got 1000.*\.\.\."),
+        (config(routed_scaling_factor=10**400), r"scaling_factor: .*, got an integer of too many digits"),
         (config(routed_scaling_factor=float("nan")), r"scaling_factor: expected a number .*, got nan"),
-        (config(routed_scaling_factor=-1), r"config\.json: routing: scale: .*greater than 0, got -1"),
+        (config(routed_scaling_factor=-1), r"json: routing: routed_scaling_factor: .*than 0, got -1"),
         (config(moe_intermediate_size=192), r"json: moe_intermediate_size: .* multiple of 128, got 192"),
         (config(hidden_size=320), r"json: hidden_size: expected a multiple of 128, got 320"),
-        (config(num_experts_per_tok=9), r"config\.json: top_k is expected to be at most .* 8, got 9"),
+        (config(num_experts_per_tok=9), r"config\.json: top_k: expected 1 to num_experts .8., got 9"),
         (config(n_routed_experts=1025), r"n_routed_experts: expected .* from 1 to 1024, got 1025"),
         (config(moe_layer_freq=0), r"moe_layer_freq: expected a whole number from 1 to"),
         (config(hidden_size=10**30), r"hidden_size: expected a whole number .*, got 1000000"),
-        (config(n_group=3), r"config\.json: num_experts is expected to be a multiple of groups, 3, got 8"),
+        (config(n_group=3), r"json: num_experts: expected a multiple of num_expert_groups \(3\), got 8"),
         (
             config(quantization_config={"quant_method": "compressed-tensors", "config_groups": {}}),
             r"quantization_config .*: expected \('fp8', \[128, 128\], 'dynamic'\) .* got \('compressed-",
@@ -283,8 +283,9 @@ def test_a_shared_expert_that_config_json_does_not_tell_of_is_one(directory: Pat
 def test_looking_at_a_checkpoint_does_not_wait_for_torch(directory: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from expertd.service.settings.loader import load_settings\n"
+        "from expertd.service.checkpoints import resolve_checkpoints\n"
         f"flags = {{'checkpoints': [{{'path': Path({str(directory)!r}), 'layers': '1-2'}}]}}\n"
-        "assert len(load_settings(None, flags).models) == 2\n"
+        "assert len(resolve_checkpoints(load_settings(None, flags)).models) == 2\n"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -13,7 +13,7 @@ from expertd.kernels import Quantized, dequantize_blocks, dequantize_rows, quant
 
 DEQUANTISED_TOLERANCE = 1e-5
 UNQUANTISED_TOLERANCE = 1e-3
-# Quantisation costs about 7e-4 on average: with fewer outputs than this, chance alone can pass 1e-3.
+# Quantization costs about 7e-4 on average: with fewer outputs than this, chance alone can pass 1e-3.
 _ENOUGH_OUTPUTS = 2048
 # The reference backend rounds its operands to bf16: 8 outputs pass 1e-5 in 7 of 100 draws, 256 in none.
 _FEW_OUTPUTS = 256
@@ -24,7 +24,7 @@ _CHUNK = 1 << 24  # elements turned into float64 at a time
 
 @dataclass(frozen=True)
 class ContiguousCase:
-    """Inputs of `grouped_gemm_contiguous` and what they were quantised from; rows_per_group on the host."""
+    """Inputs of `grouped_gemm_contiguous` and what they were quantized from; rows_per_group on the host."""
 
     x: Tensor  # bf16 [M, K]
     w: Tensor  # bf16 [G, N, K]
@@ -49,7 +49,7 @@ class ContiguousCase:
 
 @dataclass(frozen=True)
 class MaskedCase:
-    """Inputs of `grouped_gemm_masked` and what they were quantised from; row_counts on the host."""
+    """Inputs of `grouped_gemm_masked` and what they were quantized from; row_counts on the host."""
 
     x: Tensor  # bf16 [G, max_m, K]
     w: Tensor  # bf16 [G, N, K]
@@ -173,27 +173,27 @@ def untouched(rows: Tensor) -> bool:
 def expect_contiguous(case: ContiguousCase, buffer: Tensor, out: Tensor) -> None:
     """Assert that out is right by both measures and that the guard rows of its buffer are untouched."""
     _expect_guards(buffer, case.label)
-    dequantised, unquantised = Diff(), Diff()
+    dequantized, unquantized = Diff(), Diff()
     rows = dequantize_rows(*case.a)
     for group, part in case.groups():
         weight = dequantize_blocks(case.b.data[group], case.b.scales[group])
-        dequantised.add(out[part], _product(rows[part], weight))
-        unquantised.add(out[part], _product(case.x[part], case.w[group]))
-    _expect_small(dequantised, unquantised, case.label)
+        dequantized.add(out[part], _product(rows[part], weight))
+        unquantized.add(out[part], _product(case.x[part], case.w[group]))
+    _expect_small(dequantized, unquantized, case.label)
 
 
 def expect_masked(case: MaskedCase, buffer: Tensor, out: Tensor) -> None:
     """Assert that out is right by both measures and that guard rows and rows past counts are untouched."""
     _expect_guards(buffer, case.label)
-    dequantised, unquantised = Diff(), Diff()
+    dequantized, unquantized = Diff(), Diff()
     for group, count in enumerate(case.row_counts):
         assert untouched(out[group, count:]), f"group {group}: rows past {count} were written; {case.label}"
         if count:
             rows = dequantize_rows(case.a.data[group, :count], case.a.scales[group, :count])
             weight = dequantize_blocks(case.b.data[group], case.b.scales[group])
-            dequantised.add(out[group, :count], _product(rows, weight))
-            unquantised.add(out[group, :count], _product(case.x[group, :count], case.w[group]))
-    _expect_small(dequantised, unquantised, case.label)
+            dequantized.add(out[group, :count], _product(rows, weight))
+            unquantized.add(out[group, :count], _product(case.x[group, :count], case.w[group]))
+    _expect_small(dequantized, unquantized, case.label)
 
 
 def _pieces(x: Tensor) -> tuple[Tensor, ...]:
@@ -214,12 +214,12 @@ def _expect_guards(buffer: Tensor, label: str) -> None:
     assert untouched(buffer[-_GUARD_ROWS:]), f"guard rows after out were written; {label}"
 
 
-def _expect_small(dequantised: Diff, unquantised: Diff, label: str) -> None:
-    few = dequantised.elements < _FEW_OUTPUTS
+def _expect_small(dequantized: Diff, unquantized: Diff, label: str) -> None:
+    few = dequantized.elements < _FEW_OUTPUTS
     tolerance = UNQUANTISED_TOLERANCE if few else DEQUANTISED_TOLERANCE
-    assert dequantised.value < tolerance, f"diff {dequantised.value:.3g}; {label}"
-    if unquantised.elements >= _ENOUGH_OUTPUTS:
-        assert unquantised.value < UNQUANTISED_TOLERANCE, f"unquantised {unquantised.value:.3g}; {label}"
+    assert dequantized.value < tolerance, f"diff {dequantized.value:.3g}; {label}"
+    if unquantized.elements >= _ENOUGH_OUTPUTS:
+        assert unquantized.value < UNQUANTISED_TOLERANCE, f"unquantized {unquantized.value:.3g}; {label}"
 
 
 def _shorten(numbers: tuple[int, ...]) -> str:

@@ -38,7 +38,7 @@ def every_lane_arrives(layout: Layout, config: TileConfig) -> jit.Source:
 
 
 def whole_layer(tokens: int) -> None:
-    """Sort, quantise, both GEMMs and combine, against the composition of single steps."""
+    """Sort, quantize, both GEMMs and combine, against the composition of single steps."""
     h, i, e, k = 256, 384, 5, 3
     generator = fresh_generator("cuda")
     gate_up = quantize_blocks(torch.randn(e, 2 * i, h, generator=generator, device="cuda").mul_(h**-0.5))

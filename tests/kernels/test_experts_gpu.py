@@ -13,12 +13,12 @@ from expertd.kernels import (
     Routing,
     Swiglu,
     choose_experts,
+    compute_permutation,
     dequantize_blocks,
     fused_experts,
     quantize_blocks,
     quantize_rows,
     resolve_backend,
-    sort_by_group,
 )
 from expertd.kernels.backends.hopper.launch import current_stream
 from expertd.kernels.backends.hopper.layer import Logits
@@ -48,10 +48,10 @@ def test_sort(shape: tuple[int, int], num_groups: int, num_sms: int | None) -> N
     del poison
     rows, offsets, claims = backend._layer.sort(stream, group_ids, num_groups, num_sms)
     assert not claims.any()
-    order = sort_by_group(group_ids, num_groups)
-    assert torch.equal(offsets, order.offsets)
+    permutation = compute_permutation(group_ids, num_groups)
+    assert torch.equal(offsets, permutation.offsets)
     there = group_ids < num_groups
-    assert torch.equal(rows[there].long(), order.rows[there])
+    assert torch.equal(rows[there].long(), permutation.inverse[there])
     assert (rows[~there] == -1).all()
 
 
@@ -78,7 +78,7 @@ def test_quantize(k: int, dtype: torch.dtype) -> None:
     [
         Routing(),
         Routing(renormalize=False),
-        Routing("sigmoid", scale=2.5),
+        Routing("sigmoid", routed_scaling_factor=2.5),
         Routing("sigmoid", True, 2.5, 8, 4),
     ],
 )
@@ -88,7 +88,9 @@ def test_route(num_experts: int, routing: Routing) -> None:
     generator = fresh_generator("cuda")
     logits = torch.randn(777, num_experts, generator=generator, device="cuda").round(decimals=2)  # with ties
     bias = (
-        torch.randn(num_experts, generator=generator, device="cuda") if routing.scoring == "sigmoid" else None
+        torch.randn(num_experts, generator=generator, device="cuda")
+        if routing.scoring_func == "sigmoid"
+        else None
     )
     top_k = min(8, num_experts // 2)
     ids, weights = backend.choose_experts(logits, bias, top_k, routing)
@@ -104,8 +106,8 @@ def test_route(num_experts: int, routing: Routing) -> None:
         (1, 1, Routing()),
         (7, 7, Routing("sigmoid")),
         (33, 32, Routing()),
-        (96, 32, Routing("sigmoid", groups=32, top_groups=11)),
-        (32, 3, Routing("sigmoid", groups=32, top_groups=3)),
+        (96, 32, Routing("sigmoid", num_expert_groups=32, topk_group=11)),
+        (32, 3, Routing("sigmoid", num_expert_groups=32, topk_group=3)),
         (1023, 5, Routing(renormalize=False)),
         (1024, 32, Routing("sigmoid", True, 2.5, 2, 1)),
     ],

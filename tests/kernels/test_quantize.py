@@ -1,4 +1,4 @@
-"""Quantisation: exactness of scales, hostile values, ragged blocks, strides and errors."""
+"""Quantization: exactness of scales, hostile values, ragged blocks, strides and errors."""
 
 import pytest
 import torch
@@ -131,7 +131,7 @@ def test_blocks_of_three_dimensions_are_those_of_each_group() -> None:
         assert torch.equal(back[group], dequantize_blocks(*alone).to(torch.bfloat16))
 
 
-def test_dequantising_knows_every_code() -> None:
+def test_dequantizing_knows_every_code() -> None:
     data = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(2, 128)
     finite = data.float().nan_to_num(0).to(torch.float8_e4m3fn)
     for codes in (data, finite):  # with NaN and without take different ways on a CPU
@@ -159,7 +159,7 @@ def test_blocks_refuse_other_shapes(shape: tuple[int, ...]) -> None:
         quantize_blocks(torch.zeros(shape))
 
 
-def test_dequantising_refuses_scales_of_another_shape() -> None:
+def test_dequantizing_refuses_scales_of_another_shape() -> None:
     data, scales = quantize_rows(torch.ones(4, 256))
     with pytest.raises(ValueError, match=r"expected \(4, 2\), got \(4, 1\)"):
         dequantize_rows(data, scales[:, :1])
@@ -168,18 +168,18 @@ def test_dequantising_refuses_scales_of_another_shape() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float8_e5m2])
-def test_dequantising_refuses_data_of_another_type(dtype: torch.dtype) -> None:
+def test_dequantizing_refuses_data_of_another_type(dtype: torch.dtype) -> None:
     for dequantize in (dequantize_rows, dequantize_blocks):
         with pytest.raises(ValueError, match=r"data dtype: expected torch.float8_e4m3fn, got"):
             dequantize(torch.ones(2, 128).to(dtype), torch.ones(2, 1))
 
 
-def test_dequantising_rows_refuses_a_ragged_k() -> None:
+def test_dequantizing_rows_refuses_a_ragged_k() -> None:
     with pytest.raises(ValueError, match="multiple of 128"):
         dequantize_rows(torch.ones(2, 130).to(torch.float8_e4m3fn), torch.ones(2, 1))
 
 
-def test_parameters_are_quantised_without_their_gradient() -> None:
+def test_parameters_are_quantized_without_their_gradient() -> None:
     weight = torch.nn.Parameter(torch.randn(128, 128))
     for quantize in (quantize_rows, quantize_blocks):
         assert torch.equal(

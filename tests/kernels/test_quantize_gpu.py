@@ -1,4 +1,4 @@
-"""Quantisation on a GPU: the bits of the CPU, and no wait for the device."""
+"""Quantization on a GPU: the bits of the CPU, and no wait for the device."""
 
 import pytest
 import torch

@@ -77,7 +77,7 @@ def test_a_bad_row_spoils_no_other() -> None:
     assert torch.equal(out[[0, 2, 3, 4]], clean[[0, 2, 3, 4]])
 
 
-def test_weights_written_to_are_dequantised_again() -> None:
+def test_weights_written_to_are_dequantized_again() -> None:
     backend = ReferenceBackend()
     case = random_contiguous([4, 4], 64, 128)
     before = grouped_gemm_contiguous(*case.a, *case.b, case.offsets, backend=backend)
@@ -93,7 +93,7 @@ def _plain(matrices: Matrices) -> torch.Tensor:
     return torch.stack([m.to_dense() if m.is_mkldnn else m for m in matrices])
 
 
-def test_weights_are_dequantised_once_and_freed_with_the_callers() -> None:
+def test_weights_are_dequantized_once_and_freed_with_the_callers() -> None:
     backend = ReferenceBackend()
     b, b_scales = quantize_blocks(torch.ones(2, 64, 128))
     kept = backend._weights.get(b, b_scales)

@@ -64,7 +64,7 @@ def test_a_family_routes_as_its_own_code_does(family: str) -> None:
     weight = torch.randn(EXPERTS, HIDDEN, generator=generator) / HIDDEN**0.5
     bias = torch.randn(EXPERTS, generator=generator) - 1  # large enough to choose, and mostly negative
     logits, their_weights, their_ids = theirs(module, prefix, settings)(hidden, weight, bias)
-    chosen_by_bias = bias if routing.scoring == "sigmoid" else None
+    chosen_by_bias = bias if routing.scoring_func == "sigmoid" else None
     ids, weights = choose_experts(logits, chosen_by_bias, TOP_K, routing)
     ours, expected = torch.zeros(500, EXPERTS), torch.zeros(500, EXPERTS)
     ours.scatter_(1, ids.long(), weights)
@@ -113,7 +113,9 @@ def test_a_token_of_nan_gets_different_experts_and_nan_weights() -> None:
 
 
 def test_equal_groups_go_to_the_lower_group() -> None:
-    ids, weights = choose_experts(torch.zeros(3, 12), None, 4, Routing("sigmoid", groups=4, top_groups=2))
+    ids, weights = choose_experts(
+        torch.zeros(3, 12), None, 4, Routing("sigmoid", num_expert_groups=4, topk_group=2)
+    )
     assert ids.tolist() == [[0, 1, 2, 3]] * 3
     assert weights.tolist() == [[0.25] * 4] * 3
 
@@ -122,20 +124,20 @@ def test_no_expert_of_another_group_is_chosen() -> None:
     """Expert 11 is the best of all, but alone in its group: two good ones together beat it."""
     logits = torch.full((1, 12), -5.0)
     logits[0, [0, 1, 4, 5]], logits[0, 11] = 1.0, 2.0
-    ids, _ = choose_experts(logits, None, 4, Routing("sigmoid", groups=3, top_groups=2))
+    ids, _ = choose_experts(logits, None, 4, Routing("sigmoid", num_expert_groups=3, topk_group=2))
     assert sorted(ids[0].tolist()) == [0, 1, 4, 5]
 
 
 def test_groups_of_one_expert() -> None:
     logits = torch.tensor([[3.0, 1.0, 2.0, 0.0]])
-    ids, _ = choose_experts(logits, None, 2, Routing("sigmoid", groups=4, top_groups=2))
+    ids, _ = choose_experts(logits, None, 2, Routing("sigmoid", num_expert_groups=4, topk_group=2))
     assert ids.tolist() == [[0, 2]]
 
 
 def test_the_bias_chooses_and_does_not_weigh() -> None:
     bias = torch.tensor([0.0, 0.0, 9.0])
     ids, weights = choose_experts(
-        torch.zeros(1, 3), bias, 1, Routing("sigmoid", renormalize=False, scale=3.0)
+        torch.zeros(1, 3), bias, 1, Routing("sigmoid", renormalize=False, routed_scaling_factor=3.0)
     )
     assert (ids.tolist(), weights.tolist()) == ([[2]], [[1.5]])
 
@@ -148,12 +150,18 @@ def test_scores_that_are_all_zero_give_zeros() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Routing("tanh"), "scoring: expected 'softmax' or 'sigmoid', got 'tanh'"),  # type: ignore[arg-type]
-        (lambda: Routing(groups=4, top_groups=5), r"top_groups: expected 1 to groups \(4\), got 5"),
-        (lambda: Routing(groups=0), r"top_groups: expected 1 to groups \(0\), got 1"),
-        (lambda: Routing(groups=3).check(8, 1), r"num_experts: expected a multiple of groups \(3\), got 8"),
+        (lambda: Routing("tanh"), "scoring_func: expected 'softmax' or 'sigmoid', got 'tanh'"),  # type: ignore[arg-type]
         (
-            lambda: Routing(groups=4, top_groups=2).check(8, 5),
+            lambda: Routing(num_expert_groups=4, topk_group=5),
+            r"topk_group: expected 1 to num_expert_groups \(4\), got 5",
+        ),
+        (lambda: Routing(num_expert_groups=0), r"topk_group: expected 1 to num_expert_groups \(0\), got 1"),
+        (
+            lambda: Routing(num_expert_groups=3).check(8, 1),
+            r"num_experts: expected a multiple of num_expert_groups \(3\), got 8",
+        ),
+        (
+            lambda: Routing(num_expert_groups=4, topk_group=2).check(8, 5),
             "top_k: expected at most the 4 experts of .*, got 5",
         ),
     ],

@@ -4,38 +4,38 @@ import pytest
 import torch
 from torch import Tensor
 
-from expertd.kernels import combine_rows
+from expertd.kernels import unpermute_rows
 from tests.kernels.helpers import fresh_generator
 
 
 def _case(num_tokens: int, num_slots: int, h: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Random rows bf16 [T * S, H], each in one place of row_of_pair [T, S], and weights [T, S]."""
+    """Random rows bf16 [T * S, H], each in one place of inverse_permutation [T, S], and weights [T, S]."""
     generator = fresh_generator()
     num_rows = num_tokens * num_slots
     rows = torch.randn(num_rows, h, generator=generator).to(torch.bfloat16)
-    row_of_pair = torch.randperm(num_rows, generator=generator).view(num_tokens, num_slots)
-    return rows, row_of_pair, torch.randn(num_tokens, num_slots, generator=generator)
+    inverse_permutation = torch.randperm(num_rows, generator=generator).view(num_tokens, num_slots)
+    return rows, inverse_permutation, torch.randn(num_tokens, num_slots, generator=generator)
 
 
 @pytest.mark.parametrize("size", [(1, 1, 128), (5, 4, 256), (700, 3, 1024)])  # the last in pieces
 def test_sums_are_weighted_and_in_the_order_of_slots(size: tuple[int, int, int]) -> None:
-    rows, row_of_pair, weights = _case(*size)
-    out, expected = combine_rows(rows, row_of_pair, weights), torch.zeros(size[0], size[2])
+    rows, inverse_permutation, weights = _case(*size)
+    out, expected = unpermute_rows(rows, inverse_permutation, weights), torch.zeros(size[0], size[2])
     for slot in range(size[1]):
-        expected = torch.addcmul(expected, rows[row_of_pair[:, slot]].float(), weights[:, slot, None])
+        expected = torch.addcmul(expected, rows[inverse_permutation[:, slot]].float(), weights[:, slot, None])
     assert out.dtype == torch.float32
     assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("size", [(5, 4, 256), (700, 3, 1024)])
 def test_absent_pairs_add_nothing_whatever_they_hold(size: tuple[int, int, int]) -> None:
-    rows, row_of_pair, weights = _case(*size)
+    rows, inverse_permutation, weights = _case(*size)
     absent = torch.rand(weights.shape, generator=fresh_generator()) < 0.5
     absent[0], absent[1] = True, False
     present = weights.masked_fill(absent, 0)
-    expected = combine_rows(rows, row_of_pair, present)
-    rows[row_of_pair[absent]] = torch.nan
-    out = combine_rows(rows, row_of_pair, weights.masked_fill(absent, torch.inf), absent)
+    expected = unpermute_rows(rows, inverse_permutation, present)
+    rows[inverse_permutation[absent]] = torch.nan
+    out = unpermute_rows(rows, inverse_permutation, weights.masked_fill(absent, torch.inf), absent)
     assert torch.equal(out, expected)
     assert not out[0].any()
     assert out[1].any()

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from expertd.kernels import dequantize_blocks
-from expertd.service.moe import ExpertWeights
+from expertd.service.moe.weights import ExpertWeights
 from tests.kernels.helpers import diff
 from tests.kernels.reference_routing import reference_routing
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from expertd.kernels import resolve_backend
 from expertd.service.checkpoints import CheckpointError, models_of
 from expertd.service.engine.loading import LoadCancelledError, layer_of
-from expertd.service.moe import MoELayer
+from expertd.service.moe.layer import MoELayer
 from expertd.service.settings.model import CheckpointSettings
 from tests.checkpoints.builders import (
     CASES,

@@ -9,8 +9,12 @@ import torch
 from expertd.kernels import Routing, resolve_backend
 from expertd.kernels.partitions import SMPartitions
 from expertd.service.engine.loading import capture_graphs
-from expertd.service.moe import LayerRequest, LayerRunner, LayerShape, MoELayer, random_weights
 from expertd.service.moe.graphs import TOKEN_COUNTS, GraphPool, Step, StepGraphs
+from expertd.service.moe.layer import MoELayer
+from expertd.service.moe.request import LayerRequest
+from expertd.service.moe.runner import LayerRunner
+from expertd.service.moe.shape import LayerShape
+from expertd.service.moe.weights import random_weights
 from tests.kernels.helpers import forbid_host_sync, fresh_generator
 from tests.moe.reference_layer import assert_close, reference_layer
 
@@ -90,7 +94,7 @@ def test_what_does_not_fit(graphs: StepGraphs) -> None:
 def test_shared_experts_and_a_part_of_the_layer() -> None:
     """The shared expert's group in slots of its own, and experts that are elsewhere."""
     for shape in (LayerShape(512, 256, 24, 4, 1), LayerShape(512, 256, 24, 4, 1, range(8, 16))):
-        layer = _layer(shape, Routing("sigmoid", scale=2.5))
+        layer = _layer(shape, Routing("sigmoid", routed_scaling_factor=2.5))
         tokens = _tokens(5)
         expected = layer(tokens.cuda())
         out, _ = _graphs(layer).run(tokens, None, None)

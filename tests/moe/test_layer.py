@@ -9,8 +9,9 @@ from torch import Tensor
 
 from expertd.kernels import Quantized, Routing, choose_experts, resolve_backend
 from expertd.kernels.backends.reference.backend import ReferenceBackend
-from expertd.service.moe import ExpertWeights, LayerShape, MoELayer, random_weights
-from expertd.service.moe.layer import MASKED_MAX_TOKENS
+from expertd.service.moe.layer import MoELayer
+from expertd.service.moe.shape import LayerShape
+from expertd.service.moe.weights import ExpertWeights, random_weights
 from tests.kernels.helpers import diff, fresh_generator
 from tests.moe.reference_layer import assert_close, reference_layer
 
@@ -89,7 +90,7 @@ def test_weights_are_used_as_they_are_without_renormalize(weights: ExpertWeights
 def test_another_rule_and_a_bias_are_used(weights: ExpertWeights, layout: str) -> None:
     bias = torch.randn(SHAPE.num_experts, generator=fresh_generator())
     biased = replace(weights, router_bias=bias)
-    routing = Routing("sigmoid", scale=2.5, groups=4, top_groups=2)
+    routing = Routing("sigmoid", routed_scaling_factor=2.5, num_expert_groups=4, topk_group=2)
     masked_max_tokens = LAYOUTS[layout]
     layer = MoELayer(
         SHAPE, biased, resolve_backend("reference"), routing=routing, masked_max_tokens=masked_max_tokens
@@ -154,8 +155,12 @@ def test_a_part_of_a_layer_takes_the_contiguous_layout_only(weights: ExpertWeigh
 
 
 def test_a_rule_that_does_not_fit_the_layer_is_refused(weights: ExpertWeights) -> None:
-    with pytest.raises(ValueError, match=r"num_experts: expected a multiple of groups \(5\), got 12"):
-        MoELayer(SHAPE, weights, resolve_backend("reference"), routing=Routing("sigmoid", groups=5))
+    with pytest.raises(
+        ValueError, match=r"num_experts: expected a multiple of num_expert_groups \(5\), got 12"
+    ):
+        MoELayer(
+            SHAPE, weights, resolve_backend("reference"), routing=Routing("sigmoid", num_expert_groups=5)
+        )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -226,9 +231,8 @@ def test_layout_changes_past_masked_max_tokens(weights: ExpertWeights) -> None:
     assert_close(layer(hidden_states)[:8], layer(hidden_states[:8]))
 
 
-def test_masked_max_tokens_is_the_backends_where_not_given(weights: ExpertWeights) -> None:
-    layer = MoELayer(SHAPE, weights, resolve_backend("reference"))
-    assert layer.masked_max_tokens == MASKED_MAX_TOKENS["reference"]
+def test_no_step_takes_the_masked_layout_unless_asked_to(weights: ExpertWeights) -> None:
+    assert MoELayer(SHAPE, weights, resolve_backend("reference")).layout(1) == "contiguous"
 
 
 def test_num_sms_reaches_the_gemms(weights: ExpertWeights) -> None:

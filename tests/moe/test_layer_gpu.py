@@ -8,7 +8,11 @@ import torch
 from torch import Tensor
 
 from expertd.kernels import resolve_backend
-from expertd.service.moe import LayerRequest, LayerRunner, LayerShape, MoELayer, random_weights
+from expertd.service.moe.layer import MoELayer
+from expertd.service.moe.request import LayerRequest
+from expertd.service.moe.runner import LayerRunner
+from expertd.service.moe.shape import LayerShape
+from expertd.service.moe.weights import random_weights
 from tests.kernels.helpers import diff, forbid_host_sync, fresh_generator
 from tests.moe.reference_layer import assert_close, reference_layer
 

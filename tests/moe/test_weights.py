@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from expertd.kernels import dequantize_blocks
-from expertd.service.moe import ExpertWeights, LayerShape, load_weights, random_weights, save_weights
+from expertd.service.moe.shape import LayerShape
+from expertd.service.moe.weights import ExpertWeights, load_weights, random_weights, save_weights
 
 SHAPE = LayerShape(hidden_size=256, intermediate_size=128, num_experts=3, top_k=2)
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from expertd.service.moe import LayerRequest, StepResult
+from expertd.service.moe.request import LayerRequest, StepResult
 
 
 class EchoRunner:

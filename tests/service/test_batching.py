@@ -10,15 +10,14 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from expertd.service.engine.batching import (
-    Pending,
+from expertd.service.engine.batching import Pending, Scheduler
+from expertd.service.engine.errors import (
     QueueFullError,
     QueueTimeoutError,
-    Scheduler,
     SchedulerClosedError,
     StepFailedError,
 )
-from expertd.service.moe import StepResult
+from expertd.service.moe.request import StepResult
 from expertd.service.settings.model import Limits
 from tests.service.runners import EchoRunner, layer_request
 

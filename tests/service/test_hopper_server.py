@@ -11,7 +11,8 @@ import pytest
 import torch
 import tritonclient.http as triton
 
-from expertd.service.moe import LayerShape, random_weights, save_weights
+from expertd.service.moe.shape import LayerShape
+from expertd.service.moe.weights import random_weights, save_weights
 from expertd.service.settings.model import Settings
 from tests.kernels.helpers import Diff
 from tests.service.apps import binary_request

@@ -63,7 +63,7 @@ async def test_routing_that_no_layer_can_follow(ids: list[int], weights: list[fl
         ("DELETE", "/v1/partitions", 405, "method GET or PUT is expected at /v1/partitions, got DELETE"),
         ("GET", "/v2/repository/index", 405, "method POST is expected at /v2/repository/index, got GET"),
         ("POST", "/v2/models/tiny/infer", 400, "expected to be JSON"),
-        ("GET", "/v1/partitions", 409, "SM partitions need the hopper backend"),
+        ("GET", "/v1/partitions", 409, "partitions: expected a backend whose device has SMs"),
     ],
 )
 async def test_errors_have_one_form(method: str, path: str, status: int, expected: str) -> None:

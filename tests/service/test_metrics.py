@@ -7,7 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from expertd.kernels.jit import stats as jit_stats
-from expertd.service.moe import StepResult
+from expertd.service.moe.request import StepResult
 from tests.service.apps import (
     NUM_EXPERTS,
     TOP_K,

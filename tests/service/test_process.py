@@ -306,12 +306,12 @@ def test_version() -> None:
 @pytest.mark.parametrize(
     ("arguments", "environment", "expected"),
     [
-        (("--port", "http"), {}, "port: the value should be a valid integer"),
-        (("--backend", "tpu"), {}, "backend: the value should be 'auto', 'hopper' or 'reference', got 'tpu'"),
+        (("--port", "http"), {}, "port: expected a valid integer"),
+        (("--backend", "tpu"), {}, "backend: expected one of auto, hopper, reference, got 'tpu'"),
         (
             (),
             {"EXPERTD_LIMITS__MAX_BATCH_TOKENS": "0"},
-            "limits.max_batch_tokens: the value should be greater",
+            "limits.max_batch_tokens: expected a number greater",
         ),
         ((), {"EXPERTD_COLOUR": "red"}, "EXPERTD_COLOUR: unknown setting"),
     ],
@@ -347,7 +347,7 @@ def test_no_config_and_a_taken_port_stop_with_one_sentence() -> None:
     ("arguments", "message"),
     [
         (("--layers", "3"), "--model is expected with --layers, got none"),
-        (("--model", "/none"), "flag --layers: checkpoints.0.layers: a value is required, got none"),
+        (("--model", "/none"), "flag --layers: checkpoints.0.layers: expected a value, got none"),
         (
             ("--model", "/none", "--layers", "3"),
             "/none/config.json: cannot be read: No such file or directory",
@@ -370,5 +370,8 @@ def test_a_backend_that_cannot_run_here_ends_the_server(tmp_path: Path) -> None:
     )
     result = expertd("serve", "--config", path, "--host", "127.0.0.1")
     assert result.returncode == 1
-    assert "loading failed: partitions are expected with the hopper backend only" in result.stderr
+    assert (
+        "loading failed: partitions: expected a backend whose device has SMs to partition, got 'reference'"
+        in result.stderr
+    )
     assert "Traceback" not in result.stderr

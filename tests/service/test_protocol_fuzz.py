@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertd.service.http.protocol import LayerSpec, OipError, decompress, parse_request
+from expertd.service.engine.spec import LayerSpec
+from expertd.service.http.protocol import OipError, decompress, parse_request
 
 SPEC = LayerSpec(name="m", hidden_size=4, top_k=2, datatype="FP32", max_request_tokens=8)
 

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from expertd.service.http.protocol import LayerSpec, OipError, parse_request
+from expertd.service.engine.spec import LayerSpec
+from expertd.service.http.protocol import OipError, parse_request
 
 SPEC = LayerSpec(name="m", hidden_size=4, top_k=2, datatype="FP32", max_request_tokens=8)
 ONE_ROW = {"name": "hidden_states", "shape": [1, 4], "datatype": "FP32", "data": [1, 2.5, -3, 0]}

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from expertd.service.engine.spec import LayerSpec
 from expertd.service.http.protocol import (
-    LayerSpec,
     OipError,
     asked_encoding,
     build_response,

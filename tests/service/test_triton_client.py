@@ -13,7 +13,7 @@ from tritonclient.utils import InferenceServerException
 
 from expertd.service.engine.batching import Runner
 from expertd.service.engine.loading import load
-from expertd.service.moe import LayerRequest
+from expertd.service.moe.request import LayerRequest
 from tests.service.apps import HIDDEN, NUM_EXPERTS, TOP_K, rows, tiny_settings
 from tests.service.processes import ServerProcess, server_process
 

@@ -1,1 +1,28 @@
-"""The Hopper backend: kernels compiled just in time, their variants and how they are launched."""
+"""The Hopper backend: kernels compiled just in time, their variants, and how they are launched."""
+
+import torch
+
+from expertd.kernels.backends.base import Backend
+
+
+def why_not(device: torch.device | None) -> str | None:
+    """None where this backend can run on `device` (None: the current CUDA device), else the reason."""
+    if device is not None and device.type != "cuda":
+        return f"a {device.type} device"
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    capability = torch.cuda.get_device_capability(device)
+    if capability != (9, 0):
+        return f"a GPU of compute capability {capability[0]}.{capability[1]} instead of 9.0"
+    try:
+        import cuda.core  # noqa: F401
+    except ImportError as error:
+        return f"cuda.core not importable ({error})"
+    return None
+
+
+def create() -> Backend:
+    """The backend; needs cuda.core."""
+    from expertd.kernels.backends.hopper.backend import HopperBackend
+
+    return HopperBackend()

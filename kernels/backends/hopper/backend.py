@@ -14,7 +14,8 @@ from expertd.kernels.backends.hopper.layer import LayerKernels, Logits
 from expertd.kernels.backends.hopper.tiles import Layout
 from expertd.kernels.ops.activation import Swiglu
 from expertd.kernels.ops.quantize import Quantized
-from expertd.kernels.ops.router import Routing
+from expertd.kernels.partitions import SMPartitions
+from expertd.routing import Routing
 
 WARP = 32
 
@@ -29,6 +30,10 @@ class HopperBackend(Backend):
         kernels = LoadedKernels()
         self._gemm = GroupedGemm(kernels)
         self._layer = LayerKernels(kernels)
+
+    def partitions(self) -> SMPartitions:
+        """Green contexts of the device."""
+        return SMPartitions(self.device.index)
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile (or fetch) every variant, in parallel, and load it on the current device."""
@@ -137,7 +142,7 @@ class HopperBackend(Backend):
 
 def _narrow(num_experts: int, top_k: int, routing: Routing) -> bool:
     """Whether a warp can have a token: a lane each slot, and each group."""
-    return max(top_k, routing.groups) <= WARP and num_experts <= layer_kernels.MAX_EXPERTS
+    return max(top_k, routing.num_expert_groups) <= WARP and num_experts <= layer_kernels.MAX_EXPERTS
 
 
 def _aligned(rows: Tensor) -> Tensor:

@@ -91,7 +91,7 @@ class GroupedGemm:
         activation: Swiglu,
         num_sms: int | None,
     ) -> Quantized:
-        """What is activated of a's sorted rows, quantised; offsets and claims as in `multiply`."""
+        """What is activated of a's sorted rows, quantized; offsets and claims as in `multiply`."""
         device, _, stream = on
         (num_groups, n2, k), m = b.data.shape, a.data.shape[0]
         n = n2 // 2

@@ -1,4 +1,4 @@
-"""The kernels of a layer around its GEMMs on Hopper: route, sort, quantise, combine."""
+"""The kernels of a layer around its GEMMs on Hopper: route, sort, quantize, combine."""
 
 import functools
 import math
@@ -14,7 +14,7 @@ from expertd.kernels.backends.hopper import layer_kernels
 from expertd.kernels.backends.hopper.launch import LoadedKernels, OnStream, describe_rows
 from expertd.kernels.backends.hopper.tensor_maps import DescriptorCache
 from expertd.kernels.ops.quantize import Quantized
-from expertd.kernels.ops.router import Routing
+from expertd.routing import Routing
 
 _SORT_ALONE = 1024  # pairs that one CTA sorts sooner than a cluster does
 _SORT_CTAS = 8
@@ -74,7 +74,7 @@ class LayerKernels:
         return Sorted(rows, offsets, claims)
 
     def quantize(self, on: OnStream, hidden_states: Tensor, rows: Tensor) -> Quantized:
-        """Each token quantised once and written to all of its rows."""
+        """Each token quantized once and written to all of its rows."""
         (num_tokens, k), num_rows = hidden_states.shape, rows.numel()
         data = torch.empty((num_rows, k), dtype=torch.float8_e4m3fn, device=rows.device)
         scales = torch.empty((k // 128, num_rows), device=rows.device)
@@ -124,8 +124,9 @@ class LayerKernels:
             logits.data, np.int32(numbers // logits.sums), np.int32(logits.sums),
             np.int32(logits.sums > 1), bias,
             np.int32(num_experts), np.int32(top_k),
-            np.int32(routing.scoring == "softmax"), np.int32(routing.renormalize), np.float32(routing.scale),
-            np.int32(routing.groups), np.int32(routing.top_groups), topk_ids, topk_weights,
+            np.int32(routing.scoring_func == "softmax"), np.int32(routing.renormalize),
+            np.float32(routing.routed_scaling_factor),
+            np.int32(routing.num_expert_groups), np.int32(routing.topk_group), topk_ids, topk_weights,
         )  # fmt: skip
         return topk_ids, topk_weights
 

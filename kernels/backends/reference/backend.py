@@ -14,7 +14,7 @@ from expertd.kernels.ops.quantize import Quantized, dequantize_rows
 
 
 class ReferenceBackend(Backend):
-    """One bf16 matmul per non-empty group, on weights dequantised once and kept while the caller's live."""
+    """One bf16 matmul per non-empty group, on weights dequantized once and kept while the caller's live."""
 
     name: ClassVar[str] = "reference"
 

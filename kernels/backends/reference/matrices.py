@@ -40,7 +40,7 @@ _Entry = tuple[weakref.ref[Tensor], tuple[int, int], Matrices]  # scales, versio
 
 
 class WeightCache:
-    """Dequantised weights by the identity of the caller's tensors, forgotten when those are freed."""
+    """Dequantized weights by the identity of the caller's tensors, forgotten when those are freed."""
 
     def __init__(self) -> None:
         self._entries: MutableMapping[Tensor, _Entry] = WeakTensorKeyDictionary()

@@ -4,17 +4,23 @@ Source: transformers 5.23, deepseek_v3; the models' own modeling_deepseek.py for
 layers of multi-token prediction, which follow the others.
 """
 
+from expertd.limits import MAX_EXPERTS
 from expertd.service.checkpoints.config import Config
-from expertd.service.checkpoints.model import MAX_EXPERTS, MoEModel, Names
+from expertd.service.checkpoints.model import MoEModel, Names
 
 
 def read(
-    config: Config, *, dense: int = 3, scale: float = 2.5, groups: int = 8, top_groups: int = 4
+    config: Config,
+    *,
+    first_k_dense_replace: int = 3,
+    routed_scaling_factor: float = 2.5,
+    n_group: int = 8,
+    topk_group: int = 4,
 ) -> MoEModel:
     """The keywords are what config.json means where it leaves them out."""
     config.expect("scoring_func", "sigmoid")
     config.expect("topk_method", "noaux_tc")
-    begin = config.integer("first_k_dense_replace", default=dense)
+    begin = config.integer("first_k_dense_replace", default=first_k_dense_replace)
     end = config.integer("num_hidden_layers") + config.integer("num_nextn_predict_layers", default=0)
     every = config.integer("moe_layer_freq", default=1, least=1)
     shared = 0 if config.is_null("n_shared_experts") else config.integer("n_shared_experts", default=1)
@@ -26,11 +32,11 @@ def read(
         top_k=config.integer("num_experts_per_tok", least=1),
         num_shared_experts=shared,
         routing={
-            "scoring": "sigmoid",
+            "scoring_func": "sigmoid",
             "renormalize": config.boolean("norm_topk_prob", default=True),
-            "scale": config.number("routed_scaling_factor", default=scale),
-            "groups": config.integer("n_group", default=groups, least=1),
-            "top_groups": config.integer("topk_group", default=top_groups, least=1),
+            "routed_scaling_factor": config.number("routed_scaling_factor", default=routed_scaling_factor),
+            "num_expert_groups": config.integer("n_group", default=n_group, least=1),
+            "topk_group": config.integer("topk_group", default=topk_group, least=1),
         },
         names=Names("mlp", router_bias="gate.e_score_correction_bias", shared="shared_experts"),
     )

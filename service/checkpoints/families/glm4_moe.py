@@ -6,4 +6,6 @@ from expertd.service.checkpoints.model import MoEModel
 
 
 def read(config: Config) -> MoEModel:
-    return deepseek_v3.read(config, dense=1, scale=1.0, groups=1, top_groups=1)
+    return deepseek_v3.read(
+        config, first_k_dense_replace=1, routed_scaling_factor=1.0, n_group=1, topk_group=1
+    )

@@ -1,7 +1,8 @@
 """MiniMax-M2: sigmoid scores, a bias, no groups, no shared expert. Source: transformers 5.23, minimax_m2."""
 
+from expertd.limits import MAX_EXPERTS
 from expertd.service.checkpoints.config import Config
-from expertd.service.checkpoints.model import MAX_EXPERTS, MoEModel, Names
+from expertd.service.checkpoints.model import MoEModel, Names
 
 
 def read(config: Config) -> MoEModel:
@@ -14,6 +15,6 @@ def read(config: Config) -> MoEModel:
         intermediate_size=config.size("intermediate_size"),
         num_experts=config.integer("num_local_experts", "num_experts", least=1, most=MAX_EXPERTS),
         top_k=config.integer("num_experts_per_tok", least=1),
-        routing={"scoring": "sigmoid", "renormalize": True},
+        routing={"scoring_func": "sigmoid", "renormalize": True},
         names=Names("block_sparse_moe", "w1", "w3", "w2", router_bias="e_score_correction_bias"),
     )

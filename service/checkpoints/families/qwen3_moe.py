@@ -1,7 +1,8 @@
 """Qwen3-MoE: softmax over all experts, some layers may be dense. Source: transformers 5.23, qwen3_moe."""
 
+from expertd.limits import MAX_EXPERTS
 from expertd.service.checkpoints.config import Config
-from expertd.service.checkpoints.model import MAX_EXPERTS, MoEModel, Names
+from expertd.service.checkpoints.model import MoEModel, Names
 
 
 def read(config: Config) -> MoEModel:
@@ -17,6 +18,6 @@ def read(config: Config) -> MoEModel:
         intermediate_size=config.size("moe_intermediate_size"),
         num_experts=config.integer("num_experts", "num_local_experts", least=1, most=MAX_EXPERTS),
         top_k=config.integer("num_experts_per_tok", least=1),
-        routing={"scoring": "softmax", "renormalize": config.boolean("norm_topk_prob", default=False)},
+        routing={"scoring_func": "softmax", "renormalize": config.boolean("norm_topk_prob", default=False)},
         names=Names("mlp"),
     )

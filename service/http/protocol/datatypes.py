@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from expertd.service.http.protocol.errors import OipError, shown
-from expertd.service.moe.runner import Buffer
+from expertd.service.http.protocol.errors import OipError
+from expertd.service.moe.request import Buffer
+from expertd.service.sentences import shown
 
 ELEMENT_BYTES = {"BF16": 2, "FP16": 2, "FP32": 4, "INT32": 4, "INT64": 8}
 FLOATS = ("BF16", "FP16", "FP32")

@@ -32,17 +32,3 @@ class OipError(Exception):
 def error_body(text: str) -> bytes:
     """`{"error": text}` in ASCII, so that a lone surrogate out of a caller's JSON can be answered too."""
     return json.dumps({"error": text}).encode("ascii")
-
-
-def shown(value: object, limit: int = 80) -> str:
-    """`value` out of a caller's JSON as it may stand in an error text: short, whatever came."""
-    if isinstance(value, dict):
-        return "an object"
-    if isinstance(value, list):
-        if len(value) > 8 or any(isinstance(item, (dict, list)) for item in value):
-            return f"an array of {len(value)}"
-        return f"[{', '.join(shown(item, limit // 8) for item in value)}]"
-    if isinstance(value, int) and abs(value) >= 10**limit:
-        return "an integer of too many digits"
-    text = repr(value[: limit + 1]) if isinstance(value, str) else repr(value)
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."

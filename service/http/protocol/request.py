@@ -4,10 +4,11 @@ import json
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeGuard
 
+from expertd.service.engine.spec import LayerSpec
 from expertd.service.http.protocol.datatypes import ELEMENT_BYTES, FLOATS, numbers_to_bytes
-from expertd.service.http.protocol.errors import OipError, shown
-from expertd.service.moe import LayerRequest
-from expertd.service.moe.runner import Buffer
+from expertd.service.http.protocol.errors import OipError
+from expertd.service.moe.request import Buffer, LayerRequest
+from expertd.service.sentences import shown
 
 INPUT_DATATYPES = {"hidden_states": FLOATS, "topk_ids": ("INT32", "INT64"), "topk_weights": ("FP32",)}
 OUTPUT = "hidden_states"
@@ -15,17 +16,6 @@ OUTPUT = "hidden_states"
 _UNSUPPORTED = frozenset(
     {"priority", "sequence_id", "sequence_start", "sequence_end", "shared_memory_region", "classification"}
 )
-
-
-@dataclass(frozen=True, slots=True)
-class LayerSpec:
-    """What the protocol has to know of a model; `datatype` is that of a request without a JSON header."""
-
-    name: str
-    hidden_size: int
-    top_k: int
-    datatype: str
-    max_request_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

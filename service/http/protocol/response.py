@@ -3,11 +3,10 @@
 import json
 from dataclasses import dataclass
 
+from expertd.service.engine.spec import MODEL_VERSION, LayerSpec
 from expertd.service.http.protocol.datatypes import bytes_to_numbers
-from expertd.service.http.protocol.request import OUTPUT, InferRequest, LayerSpec
-from expertd.service.moe.runner import Buffer
-
-MODEL_VERSION = "1"
+from expertd.service.http.protocol.request import OUTPUT, InferRequest
+from expertd.service.moe.request import Buffer
 
 
 @dataclass(frozen=True, slots=True)

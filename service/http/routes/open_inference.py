@@ -8,10 +8,10 @@ from starlette.types import Receive, Scope, Send
 
 from expertd import __version__
 from expertd.service.engine.engine import Engine
-from expertd.service.http.bodies import BodyReader
+from expertd.service.engine.spec import MODEL_VERSION, LayerSpec
+from expertd.service.http.bodies import BodyReader, body_of
 from expertd.service.http.infer import InferEndpoint
-from expertd.service.http.protocol import INPUT_DATATYPES, MODEL_VERSION, OUTPUT, LayerSpec, OipError, shown
-from expertd.service.http.routes.bodies import body_of
+from expertd.service.http.protocol import INPUT_DATATYPES, OUTPUT, OipError
 from expertd.service.http.routes.documentation import INFER_REQUEST, INFER_RESPONSE, errors
 from expertd.service.http.routes.schemas import (
     LiveResponse,
@@ -21,6 +21,7 @@ from expertd.service.http.routes.schemas import (
     ServerMetadata,
     TensorMetadata,
 )
+from expertd.service.sentences import shown
 
 SERVER_NAME = "expertd"
 

@@ -5,12 +5,12 @@ from typing import Any
 from fastapi import APIRouter, Request
 from pydantic import ValidationError
 
-from expertd.service.engine.engine import Engine, PartitionsUnavailableError
-from expertd.service.http.bodies import BodyReader
-from expertd.service.http.protocol import OipError, shown
-from expertd.service.http.routes.bodies import body_of
+from expertd.service.engine.engine import Engine
+from expertd.service.http.bodies import BodyReader, body_of
+from expertd.service.http.protocol import OipError
 from expertd.service.http.routes.documentation import errors
 from expertd.service.http.routes.schemas import PartitionsRequest, PartitionsResponse
+from expertd.service.sentences import expected_and_got
 
 _BODY: dict[str, Any] = {
     "requestBody": {
@@ -42,13 +42,7 @@ def partitions_router(engine: Engine, bodies: BodyReader) -> APIRouter:
     )
     async def put_partitions(request: Request) -> dict[str, Any]:
         """Replace all partitions between two steps: all or nothing, and no request is dropped."""
-        sizes = _sizes(await body_of(request, bodies))
-        try:
-            await engine.set_partitions(sizes)
-        except PartitionsUnavailableError as error:
-            raise OipError(409, str(error)) from error
-        except ValueError as error:
-            raise OipError(422, str(error)) from error
+        await engine.set_partitions(_sizes(await body_of(request, bodies)))
         return _shown(engine)
 
     return router
@@ -61,15 +55,11 @@ def _sizes(body: bytes) -> dict[str, int]:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "the body"
         status = 400 if first["type"] == "json_invalid" else 422
-        got = "" if status == 400 else f", got {shown(first['input'])}"
-        raise OipError(status, f"{where}: {first['msg']}{got}") from error
+        raise OipError(status, f"{where}: {expected_and_got(first)}") from error
 
 
 def _shown(engine: Engine) -> dict[str, Any]:
-    try:
-        partitions = engine.partitions()
-    except PartitionsUnavailableError as error:
-        raise OipError(409, str(error)) from error
+    partitions = engine.partitions()
     return {
         "device": partitions.device_name,
         "total_sms": partitions.total_sms,

@@ -1,0 +1,43 @@
+"""The rule by which a router chooses experts and weighs them."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Routing:
+    """A router's rule.
+
+    scoring_func           "softmax" over all experts (Mixtral, Qwen3-MoE) or "sigmoid" of each (DeepSeek-V3,
+                           Kimi-K2, GLM-4.5, MiniMax-M2)
+    renormalize            a token's weights are divided by their sum
+    routed_scaling_factor  then multiplied by this
+    num_expert_groups      the experts form this many equal groups
+    topk_group             a token's experts all come from its best topk_group groups; a group's score is the
+                           sum of its two best experts'
+
+    Source: the routers of transformers 5.23 (deepseek_v3, glm4_moe, minimax_m2, mixtral, qwen3_moe).
+    Raises ValueError (name, expected, got) for a rule that chooses from no group.
+    """
+
+    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
+    renormalize: bool = True
+    routed_scaling_factor: float = 1.0
+    num_expert_groups: int = 1
+    topk_group: int = 1
+
+    def __post_init__(self) -> None:
+        if self.scoring_func not in ("softmax", "sigmoid"):
+            raise ValueError(f"scoring_func: expected 'softmax' or 'sigmoid', got {self.scoring_func!r}")
+        if not 1 <= self.topk_group <= self.num_expert_groups:
+            expected = f"1 to num_expert_groups ({self.num_expert_groups})"
+            raise ValueError(f"topk_group: expected {expected}, got {self.topk_group}")
+
+    def check(self, num_experts: int, top_k: int) -> None:
+        """Raise ValueError unless the experts form equal groups, topk_group of which hold top_k experts."""
+        if num_experts % self.num_expert_groups != 0:
+            expected = f"a multiple of num_expert_groups ({self.num_expert_groups})"
+            raise ValueError(f"num_experts: expected {expected}, got {num_experts}")
+        eligible = num_experts // self.num_expert_groups * self.topk_group
+        if top_k > eligible:
+            raise ValueError(f"top_k: expected at most the {eligible} experts of topk_group, got {top_k}")

@@ -1,0 +1,38 @@
+"""Values and validation errors in the form that every error takes: `name: expected this, got that`."""
+
+import re
+
+from pydantic_core import ErrorDetails
+
+_SHOULD_BE = re.compile(r"^Input should (be )?")
+
+
+def shown(value: object, limit: int = 80) -> str:
+    """`value` as a sentence can hold it: short, on one line, in ASCII, whatever it is."""
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, list):
+        if len(value) > 8 or any(isinstance(item, (dict, list)) for item in value):
+            return f"an array of {len(value)}"
+        return f"[{', '.join(shown(item, limit // 8) for item in value)}]"
+    if isinstance(value, int) and abs(value) >= 10**limit:
+        return "an integer of too many digits"
+    text = ascii(value[: limit + 1]) if isinstance(value, str) else ascii(value)
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def expected_and_got(error: ErrorDetails) -> str:
+    """What a validation error says, without the name of the value."""
+    if error["type"] == "missing":
+        return "expected a value, got none"
+    if error["type"] == "extra_forbidden":
+        return f"expected no such key, got {shown(error['input'])}"
+    if error["type"] == "json_invalid":
+        return f"expected JSON, got an error in it: {error['ctx']['error']}"
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    message, replaced = _SHOULD_BE.subn("expected ", error["msg"])
+    if not replaced:
+        message = f"{message[0].lower()}{message[1:]}"
+    message = re.sub(r"^expected (greater|less)", r"expected a number \1", message)
+    return f"{message}, got {shown(error['input'])}"

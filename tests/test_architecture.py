@@ -1,0 +1,138 @@
+"""Arrows point one way: which part of the code may import which, and no circle of imports anywhere."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SERVICE = "expertd.service"
+# each room of the service, and those that it may import besides itself
+ROOMS = {
+    "moe": (),
+    "settings": ("moe", "sentences"),
+    "checkpoints": ("moe", "settings", "sentences"),
+    "engine": ("moe", "settings", "checkpoints"),
+    "http": ("moe", "settings", "engine", "sentences"),
+    "sentences": (),
+}
+TORCH_FREE = (
+    "expertd.backends",
+    "expertd.limits",
+    "expertd.routing",
+    "expertd.service.checkpoints",
+    "expertd.service.cli",
+    "expertd.service.engine.batching",
+    "expertd.service.engine.metrics",
+    "expertd.service.http.protocol",
+    "expertd.service.moe.request",
+    "expertd.service.moe.shape",
+    "expertd.service.settings.loader",
+)
+READ_THE_ENVIRONMENT = {"kernels/jit/cache.py", "service/settings/loader.py"}
+
+
+def _module(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    name = ".".join(parts if parts[0] == "expertd" else ("expertd", *parts))
+    return name.removesuffix(".__init__")
+
+
+FILES = {
+    _module(path): path
+    for path in (
+        *(ROOT / "expertd").glob("*.py"),
+        *(ROOT / "kernels").rglob("*.py"),
+        *(ROOT / "service").rglob("*.py"),
+    )
+}
+TREES = {module: ast.parse(path.read_text(), str(path)) for module, path in FILES.items()}
+
+
+def _imports(node: ast.AST, within_functions: bool) -> Iterator[str]:
+    """Modules that a tree imports when it runs; what only type checkers read does not count."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)) and not within_functions:
+            continue
+        if isinstance(child, ast.Import):
+            yield from (alias.name for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, f"expected absolute imports, got {ast.unparse(child)}"
+            of = child.module or ""
+            # A name may be a module of the package, or something in it.
+            yield from (name if (name := f"{of}.{alias.name}") in FILES else of for alias in child.names)
+        else:
+            yield from _imports(child, within_functions)
+
+
+def _room(module: str) -> str:
+    return module.removeprefix(f"{SERVICE}.").split(".")[0]
+
+
+def test_imports_name_the_package() -> None:
+    for module, tree in TREES.items():
+        tops = {name.split(".")[0] for name in _imports(tree, within_functions=True)}
+        assert not tops & {"kernels", "service"}, module
+
+
+def test_kernels_know_nothing_of_the_service() -> None:
+    foreign = (SERVICE, "fastapi", "starlette", "pydantic", "yaml", "prometheus_client", "uvicorn")
+    for module, tree in TREES.items():
+        if module.startswith("expertd.kernels"):
+            found = [name for name in _imports(tree, within_functions=True) if name.startswith(foreign)]
+            assert not found, module
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_of_the_service_import_only_those_below(room: str) -> None:
+    allowed = {room, *ROOMS[room]}
+    modules = [module for module in TREES if module.startswith(f"{SERVICE}.") and _room(module) == room]
+    assert modules
+    for module in modules:
+        names = [name for name in _imports(TREES[module], within_functions=True) if name.startswith(SERVICE)]
+        assert {_room(name) for name in names} <= allowed, module
+
+
+def test_only_http_knows_http() -> None:
+    for module, tree in TREES.items():
+        if not module.startswith(f"{SERVICE}.http"):
+            tops = {name.split(".")[0] for name in _imports(tree, within_functions=True)}
+            assert not tops & {"fastapi", "starlette", "uvicorn", "httptools", "h11"}, module
+
+
+def test_there_is_no_circle_of_imports() -> None:
+    graph = {
+        module: {name for name in _imports(tree, within_functions=True) if name in FILES and name != module}
+        for module, tree in TREES.items()
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+@pytest.mark.parametrize("module", TORCH_FREE)
+def test_what_runs_before_torch_does_not_load_it(module: str) -> None:
+    code = f"import sys, {module}; print('torch' in sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert result.stdout.strip() == "False"
+
+
+def test_only_the_loader_and_the_cache_read_the_environment() -> None:
+    readers = {
+        str(FILES[module].relative_to(ROOT))
+        for module, tree in TREES.items()
+        if any(
+            isinstance(node, (ast.Attribute, ast.Name)) and ast.unparse(node).endswith(("environ", "getenv"))
+            for node in ast.walk(tree)
+        )
+    }
+    assert readers == READ_THE_ENVIRONMENT
