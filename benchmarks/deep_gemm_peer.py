@@ -7,7 +7,7 @@ from torch import Tensor
 
 from benchmarks.problem import ALIGNMENT, Problem
 from benchmarks.shapes import Shape
-from expertd.kernels.backends.hopper.tiles import Layout
+from expertd.layout import Layout
 
 KERNEL = "sm90_fp8_gemm"
 

@@ -24,7 +24,7 @@ from benchmarks.problem import Pool, Problem
 from benchmarks.shapes import Shape
 from benchmarks.timing import cpu_name, expect_gpu, header
 from expertd import kernels
-from expertd.kernels.backends.hopper.tiles import Layout
+from expertd.layout import Layout
 
 Row = dict[str, Any]
 CALLS, BATCHES, WARM_UP = 200, 50, 5

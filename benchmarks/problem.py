@@ -7,7 +7,7 @@ from torch import Tensor
 
 from benchmarks.shapes import Shape
 from expertd import kernels
-from expertd.kernels.backends.hopper.tiles import Layout
+from expertd.layout import Layout
 
 ALIGNMENT = 128  # rows of a group in DeepGEMM's contiguous layout
 

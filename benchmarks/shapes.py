@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from expertd.kernels.backends.hopper.tiles import Layout
+from expertd.layout import Layout
 
 SEED = 20
 

@@ -22,7 +22,7 @@ from benchmarks.families import FAMILIES
 from benchmarks.plot import draw
 from benchmarks.problem import Problem
 from benchmarks.shapes import Shape, all_shapes
-from expertd.kernels.backends.hopper.tiles import Layout
+from expertd.layout import Layout
 from expertd.service.moe.shape import LayerShape
 from tests.kernels.helpers import random_contiguous, random_masked
 

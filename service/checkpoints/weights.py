@@ -13,10 +13,10 @@ from expertd.service.checkpoints import CheckpointError, LayerSource, Matrix
 from expertd.service.checkpoints.files import OpenFiles, Stored
 from expertd.service.moe.weights import ExpertWeights
 
-Progress = Callable[[int], None]
+BytesRead = Callable[[int], None]
 
 
-def read_layer(source: LayerSource, device: torch.device | str, progress: Progress) -> ExpertWeights:
+def read_layer(source: LayerSource, device: torch.device | str, progress: BytesRead) -> ExpertWeights:
     """The layer's weights on `device`: FP8 ones bit for bit, others quantized there; gate and up fused.
 
     `progress` is called with the bytes of each matrix that has been read, and may raise to stop. Needs

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from expertd.layout import Layout
 from expertd.service.moe.layer import MoELayer
 
 TOKEN_COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -92,7 +93,7 @@ class StepGraphs:
         self._tensors = pool.tensors(layer.shape.hidden_size, layer.shape.top_k, stream.device)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         for count in reversed(TOKEN_COUNTS):  # the largest first, for the others find its memory in the pool
-            if layer.layout(count) == "contiguous":
+            if layer.layout(count) is Layout.CONTIGUOUS:
                 for routed in (True, False):
                     self._graphs[count, routed] = self._capture(count, routed, pool)
 
@@ -146,6 +147,8 @@ def _captured(
         try:
             work()
         except BaseException:
+            with suppress(RuntimeError):  # the capture may be void already
+                torch.zeros((), device=stream.device)  # torch warns of a graph with nothing in it
             with suppress(RuntimeError):  # which would say only that the capture is void
                 graph.capture_end()
             raise

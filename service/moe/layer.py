@@ -8,6 +8,7 @@ from expertd.kernels import (
     Routing,
     fused_experts,
 )
+from expertd.layout import Layout
 from expertd.service.moe.masked import masked_experts
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import ExpertWeights, check_weights
@@ -59,9 +60,9 @@ class MoELayer:
         exact = in_bf16.is_cuda and in_bf16.to(torch.float32).equal(self._router)
         self._bf16_router = in_bf16 if exact else None
 
-    def layout(self, num_tokens: int) -> str:
-        """ "masked" or "contiguous": what a call with so many tokens takes."""
-        return "masked" if num_tokens <= self.masked_max_tokens else "contiguous"
+    def layout(self, num_tokens: int) -> Layout:
+        """The layout that a call with num_tokens tokens takes."""
+        return Layout.MASKED if num_tokens <= self.masked_max_tokens else Layout.CONTIGUOUS
 
     def route(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """(topk_ids int32 [T, k], topk_weights fp32 [T, k]) of hidden_states [T, H]; logits in float32.
@@ -108,7 +109,7 @@ class MoELayer:
         self._check_routing(hidden_states.shape[0], topk_ids, topk_weights)
         group_ids, weights = self._groups(topk_ids, topk_weights)
         gate_up, down = self.weights.gate_up, self.weights.down
-        if hidden_states.shape[0] > 0 and self.layout(hidden_states.shape[0]) == "masked":
+        if hidden_states.shape[0] > 0 and self.layout(hidden_states.shape[0]) is Layout.MASKED:
             result = masked_experts(hidden_states, group_ids, weights, gate_up, down, self.backend, num_sms)
             return result if out is None else out.copy_(result)
         return fused_experts(

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from expertd.layout import Layout
+
 Buffer = bytes | bytearray | memoryview
 
 
@@ -32,7 +34,7 @@ class StepResult:
     """What one step gave: each request's rows [num_tokens, H] in its output_datatype; facts for metrics."""
 
     outputs: list[memoryview | bytes]
-    layout: str
+    layout: Layout
     num_tokens: int
     tokens_per_expert: list[int]
     compute_seconds: float

@@ -15,7 +15,8 @@ from expertd.kernels import (
     resolve_backend,
 )
 from expertd.kernels.backends.hopper import tiles
-from expertd.kernels.backends.hopper.tiles import Layout, TileConfig
+from expertd.kernels.backends.hopper.tiles import TileConfig
+from expertd.layout import Layout
 from tests.kernels.helpers import (
     diff,
     expect_contiguous,

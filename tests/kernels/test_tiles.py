@@ -12,12 +12,12 @@ from expertd.kernels.backends.hopper.tiles import (
     SHORT,
     TALL,
     TALL_PAIR,
-    Layout,
     Plan,
     TileConfig,
     choose,
     source,
 )
+from expertd.layout import Layout
 
 
 @pytest.mark.parametrize("config", [*CONFIGS, PAIR_SWIGLU], ids=lambda config: config.name)

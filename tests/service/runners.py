@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from expertd.layout import Layout
 from expertd.service.moe.request import LayerRequest, StepResult
 
 
@@ -36,7 +37,7 @@ class EchoRunner:
         tokens = sum(request.num_tokens for request in requests)
         return StepResult(
             outputs=[memoryview(request.hidden_states) for request in requests],
-            layout="masked",
+            layout=Layout.MASKED,
             num_tokens=tokens,
             tokens_per_expert=[tokens, 0, 0, tokens],
             compute_seconds=0.001,

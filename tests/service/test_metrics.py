@@ -7,6 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from expertd.kernels.jit import stats as jit_stats
+from expertd.layout import Layout
 from expertd.service.moe.request import StepResult
 from tests.service.apps import (
     NUM_EXPERTS,
@@ -130,7 +131,7 @@ async def test_two_applications_do_not_share_metrics() -> None:
 
 async def test_a_step_of_no_tokens_has_no_imbalance() -> None:
     async with serving(tiny_settings()) as server:
-        empty = StepResult([], "contiguous", 0, [0] * NUM_EXPERTS, 0.001)
+        empty = StepResult([], Layout.CONTIGUOUS, 0, [0] * NUM_EXPERTS, 0.001)
         server.app.metrics.step_done("tiny", empty, [])
         assert server.metric("load_imbalance_ratio_count", model="tiny", layout="contiguous") == 0
 

@@ -11,10 +11,10 @@ from expertd.kernels.backends.hopper import layer_kernels, tiles
 from expertd.kernels.backends.hopper.grouped_gemm import GroupedGemm
 from expertd.kernels.backends.hopper.launch import LoadedKernels, current_stream
 from expertd.kernels.backends.hopper.layer import LayerKernels, Logits
-from expertd.kernels.backends.hopper.tiles import Layout
 from expertd.kernels.ops.activation import Swiglu
 from expertd.kernels.ops.quantize import Quantized
 from expertd.kernels.partitions import SMPartitions
+from expertd.layout import Layout
 from expertd.routing import Routing
 
 WARP = 32

@@ -14,9 +14,9 @@ from expertd.kernels.backends.hopper import tiles
 from expertd.kernels.backends.hopper.launch import LoadedKernels, OnStream, describe_rows
 from expertd.kernels.backends.hopper.tensor_maps import DescriptorCache, Rows
 from expertd.kernels.backends.hopper.tile_counters import ClaimCounters
-from expertd.kernels.backends.hopper.tiles import Layout
 from expertd.kernels.ops.activation import Swiglu
 from expertd.kernels.ops.quantize import Quantized
+from expertd.layout import Layout
 
 # Arguments of 32 bits are NumPy's numbers to cuda.core; the same few come again and again.
 _int32 = functools.lru_cache(np.int32)

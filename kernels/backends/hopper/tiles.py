@@ -2,21 +2,14 @@
 
 import math
 from dataclasses import dataclass
-from enum import Enum
 from functools import lru_cache
 
 from expertd.kernels.jit import Source
+from expertd.layout import Layout
 
 BLOCK_N = 128  # columns of a CTA's tile; one block of weight scales
 BLOCK_K = 128
 SHARED_BYTES_LIMIT = 232_448  # what a Hopper CTA can have
-
-
-class Layout(Enum):
-    """How rows lie: sorted by group without padding, or [groups, max_m] with a count for each group."""
-
-    CONTIGUOUS = "contiguous"
-    MASKED = "masked"
 
 
 @dataclass(frozen=True, eq=False)  # there is one of each, and a launch looks up by them
