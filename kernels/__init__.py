@@ -1,4 +1,4 @@
-"""FP8 quantization, routing, experts and their grouped GEMMs; knows nothing of HTTP, YAML or metrics."""
+"""FP8 quantization, routing, experts and their grouped GEMMs; independent of HTTP, YAML and metrics."""
 
 from expertd.kernels.backends import Backend, backend_names, resolve_backend
 from expertd.kernels.fused_experts import fused_experts

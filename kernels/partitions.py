@@ -18,9 +18,9 @@ class Partition:
 
 @dataclass(frozen=True)
 class Supply:
-    """What the driver gives out: `units` groups of `unit_sms` SMs, and `spare_sms` for one partition to add.
+    """What the driver offers: `units` groups of `unit_sms` SMs, and `spare_sms` that one partition may add.
 
-    132 SMs can be 16 groups of 8 and 4 to spare: groups lie within a GPC, and not every GPC divides evenly.
+    132 SMs can be 16 groups of 8 with 4 to spare: groups lie within a GPC, and not every GPC divides evenly.
     """
 
     total_sms: int
@@ -31,7 +31,7 @@ class Supply:
 
 @dataclass(frozen=True)
 class Share:
-    """A partition before it exists: the groups it takes, and whether the spare SMs go with them."""
+    """A planned partition: how many groups it takes, and whether it also takes the spare SMs."""
 
     partition: Partition
     units: int
@@ -39,9 +39,9 @@ class Share:
 
 
 def plan(sizes: Mapping[str, int], supply: Supply) -> tuple[Share, ...]:
-    """Round every size up to whole groups, giving the spare SMs to the partition where that saves most.
+    """Round every size up to whole groups, and give the spare SMs to the partition where they save most.
 
-    Each partition gets as many SMs as a group at least. Raises ValueError with the numbers on a misfit.
+    Every partition has at least one group's SMs. Raises ValueError with the numbers when they do not fit.
     """
     for name, size in sizes.items():
         if not name:
@@ -83,7 +83,7 @@ def _misfit(sizes: Mapping[str, int], supply: Supply, needed: int) -> str:
 class SMPartitions:
     """The partitions of one GPU: none at first, replaced as a whole by `apply`.
 
-    `apply` is for one thread, between steps; everything else may be read from any thread.
+    Call `apply` from one thread, between steps; everything else can be read from any thread.
     """
 
     def __init__(self, device: int = 0) -> None:
@@ -111,20 +111,20 @@ class SMPartitions:
 
     @property
     def granularity(self) -> int:
-        """SMs in the groups that partitions are made of, and the fewest that one can have."""
+        """SMs per group. Partitions are made of groups, so this is also the smallest partition."""
         return self._supply.unit_sms
 
     @property
     def partitions(self) -> tuple[Partition, ...]:
-        """The partitions in force, in the order in which they were asked for."""
+        """The current partitions, in the order of the request."""
         return tuple(partition for partition, _ in self._lanes.values())
 
     def apply(self, sizes: Mapping[str, int]) -> tuple[Partition, ...]:
         """Replace all partitions by `sizes` (name -> SMs), or change nothing and raise.
 
         Waits for the work in the old partitions' streams. An old green context lives as long as anyone holds
-        its stream; of each, the driver (580) keeps 4 MB of the GPU's memory for good. Tensors must not be
-        recorded (Tensor.record_stream) on a stream that is let go.
+        its stream, and the driver (580) never frees 4 MB of GPU memory per context. Tensors must not be
+        recorded (Tensor.record_stream) on a stream that is released.
         Raises ValueError with the numbers when the sizes do not fit.
         """
         shares = plan(sizes, self._supply)
@@ -140,7 +140,7 @@ class SMPartitions:
             old, self._lanes = self._lanes, lanes
             for _, stream in old.values():
                 stream.synchronize()
-            torch.cuda.empty_cache()  # else what was cached for the old streams stays with them for good
+            torch.cuda.empty_cache()  # else memory cached for the old streams is never reused
         return self.partitions
 
     def stream(self, name: str | None) -> torch.cuda.Stream:
@@ -161,7 +161,7 @@ class SMPartitions:
 
 
 class _PartitionStream(torch.cuda.ExternalStream):
-    """A green context's stream as torch sees it; whoever holds it keeps stream and context alive."""
+    """A green context's stream, for torch. It keeps the stream and the context alive."""
 
     owners: tuple[Any, Any]
 
@@ -188,12 +188,12 @@ def _open(device: Any, partition: Partition, resources: list[Any]) -> torch.cuda
         )
     inner = context.create_stream()
     stream = _PartitionStream(int(inner.handle), device.device_id)  # type: ignore[no-untyped-call]
-    stream.owners = (context, inner)  # a tuple lets go from its end: of the stream first
+    stream.owners = (context, inner)  # a tuple releases its last item first: the stream before its context
     return stream
 
 
 def _split(whole: Any) -> tuple[list[Any], Any]:
-    """The GPU as groups of the smallest size, as many as the driver makes, and the rest. Changes nothing."""
+    """The GPU's SMs as groups of the smallest size, as many as the driver makes, and the rest."""
     from cuda.core import SMResourceOptions
     from cuda.core._utils.cuda_utils import CUDAError  # cuda.core names it nowhere else
 
@@ -203,14 +203,14 @@ def _split(whole: Any) -> tuple[list[Any], Any]:
             units, rest = whole.split(SMResourceOptions(count=[size] * count))
             return list(units), rest
         except CUDAError:
-            # Drivers before 13.1 make as many groups as they can; later ones refuse more than they can.
+            # Drivers before 13.1 make as many groups as they can; later ones refuse a count that is too high.
             if count == 1:
                 raise
     raise RuntimeError(f"expected at least {size} SMs to make a partition of, got {whole.sm_count}")
 
 
 def _can_join(unit: Any, spare: Any) -> bool:
-    """Whether the driver lets a context have both; it may not where their guarantees differ."""
+    """Whether one context may have both; the driver refuses resources with different guarantees."""
     from cuda.bindings import driver
 
     if not spare.sm_count:

@@ -1,4 +1,4 @@
-"""Run-time compilation of the CUDA sources in kernels/csrc: knows files, options and a cache, but no GEMM."""
+"""Run-time compilation of the CUDA sources in kernels/csrc: files, options and a cache, but no GEMM."""
 
 from expertd.kernels.jit.build import build, build_all, find
 from expertd.kernels.jit.cache import CACHE_DIR_VARIABLE, cache_directory

@@ -1,4 +1,4 @@
-"""Variants to binaries by way of the disk cache: found there, else compiled once whoever asks."""
+"""Turns variants into binaries through the disk cache: read from it, else compiled once and stored."""
 
 import hashlib
 import os
@@ -10,26 +10,26 @@ from expertd.kernels.jit.cache import DiskCache, cache_directory
 from expertd.kernels.jit.compiler import Binary, compile_source, compiler_version
 from expertd.kernels.jit.source import Source
 
-_FORMAT = "1"  # of the entries: another one, and older entries are no longer found
+_FORMAT = "1"  # of the entries; a new one hides entries of the old format
 
 
 def cache_key(source: Source) -> str:
-    """Changes with the source, its headers, definitions and options, the compiler and the architecture."""
+    """Depends on the source, its headers, definitions and options, the compiler and the architecture."""
     return _key(source.text())
 
 
 def find(source: Source) -> Binary | None:
-    """The variant if the disk cache has it whole; compiles nothing. Raises CompilerMissingError."""
+    """The variant, if the disk cache has it; never compiles. Raises CompilerMissingError."""
     entry = DiskCache(cache_directory()).get(cache_key(source))
     return Binary.unpack(entry) if entry is not None else None
 
 
 def build(source: Source) -> Binary:
-    """The variant from the disk cache, else compiled and put there. Safe in several threads and processes.
+    """The variant from the disk cache, else compiled and stored there. Safe across threads and processes.
 
     Raises CompileError with options and log when the compiler refuses, CompilerMissingError without one.
     """
-    text = source.text()  # read once: what is hashed is what is compiled
+    text = source.text()  # read once, so that exactly what is hashed is compiled
     cache, key = DiskCache(cache_directory()), _key(text)
     entry = cache.get(key)
     if entry is None:
@@ -45,9 +45,9 @@ def build(source: Source) -> Binary:
 
 
 def build_all(sources: Sequence[Source]) -> Iterator[tuple[Source, Binary]]:
-    """Build all in parallel, a thread for each processor; yields each as soon as it is ready.
+    """Build all in parallel, one thread per processor; yields each as soon as it is ready.
 
-    An error ends it, and so does closing it early: what has not begun is not compiled.
+    An error, or closing the iterator early, cancels the builds that have not begun.
     """
     pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="jit")
     try:

@@ -1,4 +1,4 @@
-"""Compiled binaries on disk, shared by processes: each entry proves that it is whole, or is built again."""
+"""Compiled binaries on disk, shared by processes. An entry that fails its checksum is built again."""
 
 import hashlib
 import logging
@@ -11,14 +11,14 @@ from pathlib import Path
 from filelock import FileLock
 
 CACHE_DIR_VARIABLE = "EXPERTD_CACHE_DIR"
-LOCK_SECONDS = 120.0  # far longer than a compilation: whoever holds a lock for longer is stuck
+LOCK_SECONDS = 120.0  # far longer than a compilation: after that, the holder is stuck
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 logger = logging.getLogger(__name__)
 
 
 def cache_directory() -> Path:
-    """Where binaries are kept: $EXPERTD_CACHE_DIR, else the user's cache directory.
+    """$EXPERTD_CACHE_DIR, else expertd in the user's cache directory.
 
     Raises RuntimeError where neither is known (a user without a home).
     """
@@ -35,21 +35,21 @@ def cache_directory() -> Path:
 
 
 class DiskCache:
-    """Bytes by key, written whole or not at all; the last 32 bytes of a file are the SHA-256 of the others.
+    """Bytes by key, written atomically; the last 32 bytes of a file are the SHA-256 of the rest.
 
-    A directory that cannot be read or written costs time and a warning, never a failure: entries that can be
-    read are used, and what cannot be kept is only returned to the one who built it.
+    A directory that cannot be read or written costs time and logs a warning, but is never an error: readable
+    entries are used, and a binary that cannot be stored is still returned to the caller who built it.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     def path(self, key: str) -> Path:
-        """The file of an entry, whether it exists or not."""
+        """The entry's file, whether or not it exists."""
         return self.directory / f"{key}.bin"
 
     def get(self, key: str) -> bytes | None:
-        """The entry's bytes; None if there is none, or a damaged or unreadable one (which is logged)."""
+        """The entry's bytes; None if it is missing, damaged or unreadable (the last two are logged)."""
         try:
             content = self.path(key).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
@@ -66,7 +66,7 @@ class DiskCache:
         return body
 
     def put(self, key: str, body: bytes) -> None:
-        """Store an entry; a reader in another process sees all of it or none. Call it with the lock held."""
+        """Store an entry atomically: readers see all of it or none. Call with the lock held."""
         aside = self.directory / f"{key}.{uuid.uuid4().hex}.part"
         try:
             for left_behind in self.directory.glob(f"{key}.*.part"):
@@ -78,9 +78,9 @@ class DiskCache:
 
     @contextmanager
     def locked(self, key: str) -> Iterator[None]:
-        """Hold the entry against other threads and processes, so that one of them builds and the others read.
+        """Lock the entry, so that one thread or process builds it while the others wait.
 
-        Where that cannot be had it goes on without: work may be done twice, but entries stay whole.
+        Continues without a lock where none can be had: work may be done twice, but entries stay whole.
         """
         lock = FileLock(self.directory / f"{key}.lock", timeout=LOCK_SECONDS)
         try:

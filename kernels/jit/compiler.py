@@ -1,4 +1,4 @@
-"""Source to binary: NVRTC through cuda.core, without a cache; needs neither a GPU nor a driver."""
+"""Compiles a source: NVRTC through cuda.core, without a cache. Needs neither a GPU nor a driver."""
 
 import io
 import json
@@ -16,27 +16,27 @@ ARCHITECTURE = "sm_90a"
 _OPTIONS: dict[str, Any] = {
     "arch": ARCHITECTURE,
     "std": "c++17",
-    "lineinfo": True,  # else profilers cannot show the source
+    "lineinfo": True,  # lets profilers show the source
     "ptxas_options": ["-v"],
-    "no_cache": True,  # NVRTC's own cache in the driver's gives a binary without the report of its resources
+    "no_cache": True,  # a binary from NVRTC's own cache comes without the resource report
 }
 _LENGTH_BYTES = 4
-_importing = threading.Lock()  # threads that import cuda.core at the same time can see half of it
+_importing = threading.Lock()  # threads importing cuda.core concurrently can see it half initialized
 
 logger = logging.getLogger(__name__)
 
 
 class CompileError(RuntimeError):
-    """NVRTC refused a source; the message has the options and the compiler's log."""
+    """NVRTC rejected a source; the message has the options and the compiler's log."""
 
 
 class CompilerMissingError(RuntimeError):
-    """There is no NVRTC here, or no cuda.core; the message says what is missing."""
+    """NVRTC or cuda.core is missing; the message says which."""
 
 
 @dataclass(frozen=True)
 class ResourceUsage:
-    """What ptxas reports of a kernel; bytes are a thread's."""
+    """What ptxas reports for a kernel; bytes are per thread."""
 
     registers: int
     stack_bytes: int
@@ -46,7 +46,7 @@ class ResourceUsage:
 
 @dataclass(frozen=True)
 class Binary:
-    """A compiled variant; `cached` tells whether it was found on disk, `seconds` what compiling took then."""
+    """A compiled variant. `cached`: whether it came from disk; `seconds`: how long compiling it took."""
 
     cubin: bytes
     usage: ResourceUsage
@@ -55,14 +55,14 @@ class Binary:
     cached: bool
 
     def pack(self) -> bytes:
-        """As bytes, for a cache. The cubin comes first: tools that read ELF ignore what follows it."""
+        """As bytes, for a cache. The cubin comes first, since ELF tools ignore trailing bytes."""
         about = {"usage": asdict(self.usage), "log": self.log, "seconds": self.seconds}
         tail = json.dumps(about).encode()
         return self.cubin + tail + len(tail).to_bytes(_LENGTH_BYTES, "little")
 
     @staticmethod
     def unpack(packed: bytes) -> "Binary":
-        """What `pack` made, as something found in a cache."""
+        """The binary that `pack` packed, marked as cached."""
         end = len(packed) - _LENGTH_BYTES - int.from_bytes(packed[-_LENGTH_BYTES:], "little")
         about = json.loads(packed[end:-_LENGTH_BYTES])
         usage = ResourceUsage(**about["usage"])
@@ -70,14 +70,15 @@ class Binary:
 
 
 def compiler_version() -> str:
-    """NVRTC, its package if it has one, cuda.core, and the options: all a binary depends on but its source.
+    """The versions of NVRTC, of its package if any, and of cuda.core, with the options: all that a binary
+    depends on besides its source.
 
-    Raises CompilerMissingError where the cuda extra is not installed whole.
+    Raises CompilerMissingError where the cuda extra is not fully installed.
     """
     core, nvrtc = _cuda()
     status, major, minor = nvrtc.nvrtcVersion()
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        raise CompilerMissingError(f"expected NVRTC to tell its version, got {status.name}")
+        raise CompilerMissingError(f"NVRTC version: expected a number, got {status.name}")
     try:
         package = metadata.version("nvidia-cuda-nvrtc")
     except metadata.PackageNotFoundError:
@@ -86,19 +87,19 @@ def compiler_version() -> str:
 
 
 def compile_source(source: Source, text: str | None = None) -> Binary:
-    """Compile a variant whatever the cache holds; `text` if it was read before. Threads run in parallel.
+    """Compile a variant without the cache. `text` is the source's text if already read. Thread-safe.
 
     Raises CompileError with options and log when the compiler refuses.
     """
     core, _ = _cuda()
     text = source.text() if text is None else text
-    # With a name of its own, cuda.core puts no temporary file for debuggers into the line information.
+    # Named, so that cuda.core puts no temporary file name into the line information.
     options = core.ProgramOptions(name=f"{source.name}.cu", **_OPTIONS)
     written = io.StringIO()
     start = time.perf_counter()
     try:
         cubin = bytes(core.Program(text, "c++", options).compile("cubin", logs=written).code)
-    except Exception as error:  # cuda.core raises NVRTC's errors as a kind that it does not name in public
+    except Exception as error:  # cuda.core has no public class for NVRTC's errors
         raise CompileError(_refusal(source, f"{error}\n{written.getvalue()}")) from error
     seconds = time.perf_counter() - start
     log = written.getvalue()
@@ -109,7 +110,7 @@ def compile_source(source: Source, text: str | None = None) -> Binary:
 
 
 def to_ptx(source: Source) -> str:
-    """The variant's PTX, for reading. Raises CompileError."""
+    """The variant's PTX, for people to read. Raises CompileError."""
     _, nvrtc = _cuda()  # cuda.core makes PTX only where there is a driver
     options = [f"-arch={ARCHITECTURE}", f"-std={_OPTIONS['std']}", "-lineinfo"]
     _, program = nvrtc.nvrtcCreateProgram(source.text().encode(), source.name.encode(), 0, None, None)
@@ -136,7 +137,7 @@ def _cuda() -> tuple[Any, Any]:
             nvrtc.nvrtcVersion()
         except (ImportError, RuntimeError) as error:  # a package, or the library that it loads
             raise CompilerMissingError(
-                f"the CUDA compiler is expected to be installed (pip install 'expertd[cuda]'), got: {error}"
+                f"CUDA compiler: expected it to be installed (pip install 'expertd[cuda]'), got: {error}"
             ) from error
         return cuda.core, nvrtc
 
@@ -155,7 +156,7 @@ def _usage(source: Source, log: str) -> ResourceUsage:
         numbers = [int(number) for number in re.findall(pattern, log)]
         if not numbers:
             raise CompileError(f"{source.name}: expected ptxas to report /{pattern}/, got:\n{log}")
-        return max(numbers)  # a function that was not inlined has a line of its own
+        return max(numbers)  # a function that was not inlined has its own line
 
     return ResourceUsage(
         registers=most(r"Used (\d+) registers"),

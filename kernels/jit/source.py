@@ -1,4 +1,4 @@
-"""A variant of a kernel as one text: definitions, the file, and its headers in place."""
+"""A kernel variant as one text: definitions, then the file with its headers inlined."""
 
 import re
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ _ONCE = re.compile(r"[ \t]*#[ \t]*pragma[ \t]+once\b")
 
 @dataclass(frozen=True)
 class Source:
-    """A file of kernels/csrc with its macro definitions: one variant of a kernel."""
+    """A file in kernels/csrc and its macro definitions: one variant of a kernel."""
 
     name: str
     file: str
@@ -19,10 +19,10 @@ class Source:
     defines: tuple[tuple[str, str], ...]
 
     def text(self) -> str:
-        """What is compiled: the file with every header in place, once, so that it compiles alone.
+        """The text to compile: the file with every header inlined once, so that it needs no include path.
 
-        Line directives keep the names and line numbers of the files in messages and profiles.
-        Raises FileNotFoundError for a file that kernels/csrc lacks.
+        Line directives preserve file names and line numbers for messages and profiles.
+        Raises FileNotFoundError for a file that is not in kernels/csrc.
         """
         lines = [f"#define {name} {value}" for name, value in self.defines]
         self._append(lines, self.file, set())

@@ -1,11 +1,11 @@
-"""Counters of what the JIT did in this process."""
+"""Counts what the JIT did in this process."""
 
 import threading
 from typing import NamedTuple
 
 
 class JitStats(NamedTuple):
-    """Compilations done here, seconds spent in them (summed over threads), binaries found in the cache."""
+    """Compilations in this process, their seconds summed over threads, and binaries found in the cache."""
 
     compilations: int
     compile_seconds: float

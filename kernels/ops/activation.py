@@ -10,9 +10,9 @@ from expertd.kernels.ops.chunks import row_chunks
 
 
 class Swiglu(NamedTuple):
-    """gate * sigmoid(alpha * gate) * up, after gates are cut at limit, and ups at limit and -limit.
+    """gate * sigmoid(alpha * gate) * up, with gate clamped to at most limit and up to [-limit, limit].
 
-    alpha 1 and no limit are what most families have: silu(gate) * up.
+    Most families use alpha 1 and no limit, which is silu(gate) * up.
     """
 
     alpha: float = 1.0

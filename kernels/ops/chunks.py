@@ -1,18 +1,18 @@
-"""Splits element-wise work over rows into pieces that stay in a CPU's caches."""
+"""Splits element-wise work over rows into chunks that fit a CPU's caches."""
 
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-# Whole activations at once cost two to three times as much: every temporary is fresh memory to page in.
+# Processing whole activations costs two to three times as much: every temporary is new memory to page in.
 _CHUNK_ELEMENTS = 1 << 20
 
 
 def row_chunks(*tensors: Tensor, elements: int = _CHUNK_ELEMENTS) -> Iterator[tuple[Tensor, ...]]:
-    """The tensors cut alike along their first dimension, all rows at once on a GPU.
+    """The tensors, split along their first dimension into matching chunks; on a GPU, one chunk with all rows.
 
-    The tensors agree in that dimension; a piece has as many rows as make `elements` of the first one.
+    The tensors have the same first dimension. A chunk holds about `elements` elements of the first tensor.
     """
     first = tensors[0]
     if first.device.type != "cpu" or first.numel() <= elements:

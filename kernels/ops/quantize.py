@@ -9,12 +9,12 @@ from expertd.kernels.ops.chunks import row_chunks
 from expertd.limits import SCALE_BLOCK
 
 E4M3_MAX = 448.0
-# Below this a scale would be subnormal, which a GPU may flush to zero: such blocks share the smallest scale.
+# Below this a scale would be subnormal, which a GPU may flush to zero: such blocks get the smallest scale.
 _MIN_AMAX = E4M3_MAX * torch.finfo(torch.float32).tiny
 
 
 class Quantized(NamedTuple):
-    """FP8 data and the scales that multiply it back."""
+    """FP8 data, and the fp32 scales to multiply it by."""
 
     data: Tensor
     scales: Tensor
@@ -24,9 +24,9 @@ def quantize_rows(x: Tensor) -> Quantized:
     """Quantize activations: one scale (amax/448) per row and 128 columns.
 
     x [..., K], float32, bfloat16 or float16, any strides, K a multiple of 128. Returns e4m3 data [..., K],
-    contiguous, and fp32 scales [..., K/128]; with two dimensions or more the scales lie column-major (stride
-    1 along the rows), which the Hopper kernel loads coalesced. A block of zeros gets zeros and a positive
-    scale; NaN and infinity spoil their own row only. Raises ValueError. No host synchronisation.
+    contiguous, and fp32 scales [..., K/128]; with two dimensions or more the scales are column-major (stride
+    1 along the rows), so that the Hopper kernel's loads coalesce. A block of zeros gets zeros and a positive
+    scale; NaN and infinity affect their own row only. Raises ValueError. No host synchronisation.
     """
     _check_float("x", x)
     x = x.detach()
@@ -106,8 +106,8 @@ def dequantize_blocks(data: Tensor, scales: Tensor, dtype: torch.dtype = torch.f
 
 
 def _amax(blocks: Tensor, dim: tuple[int, ...]) -> Tensor:
-    # The caller multiplies by 1/448: a GPU does so even when told to divide, and bits should not differ.
-    # amax and clamp both hand NaN on, so a NaN spoils its own block's scale.
+    # The caller multiplies by 1/448: GPUs do so even for a division, and all devices should agree to the bit.
+    # amax and clamp both propagate NaN, so a NaN reaches its own block's scale.
     return blocks.abs().amax(dim).to(torch.float32).clamp_(min=_MIN_AMAX)
 
 
@@ -161,7 +161,7 @@ def _check_float(name: str, x: Tensor) -> None:
 
 
 def _check_quantized(data: Tensor, scales: Tensor) -> None:
-    # Bits of another type would be read as e4m3.
+    # Another type's bits would be read as e4m3.
     for name, tensor, dtype in (("data", data, torch.float8_e4m3fn), ("scales", scales, torch.float32)):
         if tensor.dtype != dtype:
             raise ValueError(f"{name} dtype: expected {dtype}, got {tensor.dtype}")

@@ -1,4 +1,4 @@
-"""How a token's experts are chosen and weighed: from logits to ids and weights, by the families' rules."""
+"""Chooses a token's experts and their weights from its logits, by the families' rules."""
 
 import torch
 from torch import Tensor
@@ -13,14 +13,14 @@ def choose_experts(
 ) -> tuple[Tensor, Tensor]:
     """(topk_ids int32 [T, k], topk_weights fp32 [T, k]) of fp32 logits [T, E], best first.
 
-    bias, fp32 [E], is added to the scores that choose, and never to the weights. Of equal experts, and of
-    equal groups, the lower is chosen, on every device.
+    bias, fp32 [E], is added to the scores that experts are chosen by, never to the weights. Ties between
+    experts and between groups go to the lower index, on every device.
     """
     scores = logits.softmax(dim=-1) if routing.scoring_func == "softmax" else logits.sigmoid()
     choice = scores if bias is None else scores + bias
     if routing.topk_group < routing.num_expert_groups:
         choice = _without_other_groups(choice, routing)
-    # A stable sort, because which of equal values topk takes differs between devices and sizes.
+    # A stable sort: which of several equal values topk returns differs between devices and sizes.
     ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = scores.gather(1, ids)
     if routing.renormalize:
@@ -30,7 +30,7 @@ def choose_experts(
 
 
 def _without_other_groups(choice: Tensor, routing: Routing) -> Tensor:
-    """choice [T, E] with minus infinity outside each token's best groups."""
+    """choice [T, E] with minus infinity outside each token's topk_group best groups."""
     num_tokens, num_experts = choice.shape
     grouped = choice.view(num_tokens, routing.num_expert_groups, num_experts // routing.num_expert_groups)
     best_two = grouped.topk(min(2, grouped.shape[2]), dim=-1).values.sum(dim=-1)

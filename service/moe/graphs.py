@@ -1,4 +1,4 @@
-"""Small steps as CUDA graphs: captured for a short list of token counts, padded inside, replayed."""
+"""Small steps as CUDA graphs: captured for a short list of token counts, padded to them, replayed."""
 
 import gc
 from collections.abc import Callable
@@ -12,22 +12,22 @@ from expertd.layout import Layout
 from expertd.service.moe.layer import MoELayer
 
 TOKEN_COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""What is captured; a step in between takes the next one. Larger steps take longer than their launches."""
+"""The captured token counts; steps in between are padded to the next one. Larger steps hide launches."""
 
 
 class Step(NamedTuple):
-    """What a replay left behind, until the next one: out fp32 [T, H], topk_ids int32 [T, k]."""
+    """A replay's result, valid until the next replay: out fp32 [T, H], topk_ids int32 [T, top_k]."""
 
     out: Tensor
     topk_ids: Tensor
 
 
 class GraphPool:
-    """Memory that graphs share which never run at the same time; torch ends a pool with its last graph."""
+    """Memory shared by graphs that never run at the same time; torch frees a pool with its last graph."""
 
     def __init__(self, device: torch.device) -> None:
-        gc.collect()  # graphs and streams that are garbage may not be destroyed during a capture
-        # The default stream cannot be captured. One other for all, since memory is not shared across streams.
+        gc.collect()  # destroying garbage graphs and streams during a capture would void it
+        # The default stream cannot be captured. One other for all: streams do not share the pool's memory.
         self.side_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._steps: dict[tuple[int, int], _Tensors] = {}
         nothing = torch.zeros((), device=device)
@@ -35,11 +35,11 @@ class GraphPool:
 
     @property
     def handle(self) -> Any:
-        """For `capture_begin`."""
+        """The pool argument of `capture_begin`."""
         return self._anchor.pool()
 
     def tensors(self, hidden_size: int, top_k: int, device: torch.device) -> "_Tensors":
-        """What the graphs of layers with these sizes read and write."""
+        """The tensors that graphs of layers with these sizes read and write."""
         sizes = hidden_size, top_k
         if sizes not in self._steps:
             self._steps[sizes] = _Tensors(*sizes, device)
@@ -47,7 +47,7 @@ class GraphPool:
 
 
 class _Tensors:
-    """A step's input and output, the longest there is. Rows past its tokens are padding, with no experts."""
+    """Input and output of the largest step. Rows past a step's tokens are padding, without experts."""
 
     def __init__(self, hidden_size: int, top_k: int, device: torch.device) -> None:
         most = TOKEN_COUNTS[-1]
@@ -58,10 +58,10 @@ class _Tensors:
         self.no_expert = torch.tensor(-1, dtype=torch.int32, device=device)
         self.out = torch.empty(most, hidden_size, device=device)
         self._num_tokens = 0
-        torch.cuda.synchronize(device)  # other streams than this one will use them
+        torch.cuda.synchronize(device)  # other streams will use them
 
     def fill(self, hidden_states: Tensor, topk_ids: Tensor | None, topk_weights: Tensor | None) -> None:
-        """Bring a step of host tensors (pinned: without waiting) here."""
+        """Copy a step's host tensors here; pinned ones without waiting."""
         num_tokens = hidden_states.shape[0]
         self.hidden_states[:num_tokens].copy_(hidden_states, non_blocking=True)
         if topk_ids is not None and topk_weights is not None:
@@ -75,13 +75,13 @@ class _Tensors:
 
 
 class StepGraphs:
-    """The graphs of one layer on one stream; for one thread, which reads a step's results before the next.
+    """The graphs of one layer on one stream, for one thread that reads a step's results before the next step.
 
-    Steps are bfloat16 hidden states with routing given for all tokens, or for none. Tokens of padding have no
-    routed expert: they cost no rows but those of shared experts, and change nothing. All that `fits` lets in
-    is captured when this is made. Layers whose steps never overlap may have one pool.
+    A step is bfloat16 hidden states with routing for all tokens, or for none. Padding tokens have no routed
+    expert: they cost only the shared experts' rows and do not change the result. Everything that `fits`
+    accepts is captured on construction. Layers whose steps never overlap can share a pool.
 
-    stream is held, and with it a partition's green context: a handle alone might come to mean another one.
+    Holds the stream, and with it a partition's green context: a bare handle could be reused for another one.
     """
 
     def __init__(
@@ -92,13 +92,13 @@ class StepGraphs:
         self._num_sms = num_sms
         self._tensors = pool.tensors(layer.shape.hidden_size, layer.shape.top_k, stream.device)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
-        for count in reversed(TOKEN_COUNTS):  # the largest first, for the others find its memory in the pool
+        for count in reversed(TOKEN_COUNTS):  # largest first: the others reuse its memory in the pool
             if layer.layout(count) is Layout.CONTIGUOUS:
                 for routed in (True, False):
                     self._graphs[count, routed] = self._capture(count, routed, pool)
 
     def fits(self, hidden_states: Tensor) -> bool:
-        """Whether `run` takes a step with these on the current stream."""
+        """Whether `run` can take a step with these hidden states on the current stream."""
         num_tokens = hidden_states.shape[0]
         return (
             hidden_states.dtype == torch.bfloat16
@@ -115,13 +115,13 @@ class StepGraphs:
         return Step(self._tensors.out[:num_tokens], self._tensors.topk_ids[:num_tokens])
 
     def release(self) -> None:
-        """Let go of the graphs, of their part in the pool, and then of the stream; nothing fits any more."""
+        """Free the graphs and their memory in the pool; nothing fits from then on."""
         self._graphs.clear()
 
     def _capture(self, count: int, routed: bool, pool: GraphPool) -> torch.cuda.CUDAGraph:
-        self._step(count, routed)  # what is made at a first use cannot be made in a capture
+        self._step(count, routed)  # whatever is created on first use cannot be created in a capture
         self._stream.synchronize()
-        # A partition's own stream is captured, for the graph to stay inside.
+        # A partition's own stream is captured, so that the graph stays inside the partition.
         default = self._stream == torch.cuda.default_stream(self._stream.device)
         stream = pool.side_stream if default else self._stream
         return _captured(lambda: self._step(count, routed), stream, pool.handle)
@@ -142,7 +142,7 @@ def _captured(
 ) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
-        # Other threads may go on using the device meanwhile.
+        # Other threads may keep using the device meanwhile.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             work()

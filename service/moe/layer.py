@@ -3,11 +3,7 @@
 import torch
 from torch import Tensor
 
-from expertd.kernels import (
-    Backend,
-    Routing,
-    fused_experts,
-)
+from expertd.kernels import Backend, Routing, fused_experts
 from expertd.layout import Layout
 from expertd.service.moe.masked import masked_experts
 from expertd.service.moe.shape import LayerShape
@@ -17,16 +13,16 @@ _HIDDEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class MoELayer:
-    """One layer of experts; calls neither wait for the device nor keep state between them.
+    """One layer of experts. Calls neither wait for the device nor leave state behind.
 
-    routing is the router's rule (None: softmax, weights that add up to 1), weights.router_bias what it adds
-    to the scores that choose.
+    routing            the router's rule; None: softmax, weights that add up to 1. weights.router_bias is
+                       added to the scores that experts are chosen by
+    masked_max_tokens  steps of up to this many tokens take the masked layout (see `masked_experts`), larger
+                       ones the contiguous layout; must be 0 for a layer that holds only some of its experts
 
-    Steps of up to masked_max_tokens tokens take the masked layout (see `masked_experts`), larger ones the
-    contiguous one; a layer that holds a part of its experts takes the contiguous one only. A token's result
-    is the same whatever else is in the batch, within rounding (activations are rounded to FP8, but on a CPU
-    in the contiguous layout to bf16); NaN in a token stays in its own row. Raises ValueError when weights
-    and shape disagree.
+    The layer is batch-invariant up to rounding: a token's result does not depend on the rest of the batch.
+    Activations are rounded to FP8, or to bf16 on a CPU in the contiguous layout. NaN in a token stays in its
+    own row. Raises ValueError when weights and shape disagree.
     """
 
     def __init__(
@@ -65,17 +61,17 @@ class MoELayer:
         return Layout.MASKED if num_tokens <= self.masked_max_tokens else Layout.CONTIGUOUS
 
     def route(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """(topk_ids int32 [T, k], topk_weights fp32 [T, k]) of hidden_states [T, H]; logits in float32.
+        """(topk_ids int32 [T, top_k], topk_weights fp32 [T, top_k]) of hidden_states [T, H]; fp32 logits.
 
-        On Hopper, of bfloat16 states, a router that bfloat16 can hold and at most 32 slots and groups, they
-        are the same bits in any company; others come from a library, where the order of adding up may depend
-        on T.
+        Batch-invariant on Hopper for bfloat16 hidden states, a router whose values bfloat16 can represent,
+        and at most 32 for both top_k and num_expert_groups. Otherwise a library computes the logits, and its
+        order of summation may depend on T.
         """
         self._check_hidden_states(hidden_states)
         if hidden_states.shape[0] == 0:
             nothing = torch.empty((0, self.shape.top_k), device=hidden_states.device)
             return nothing.to(torch.int32), nothing
-        # Products of bf16 are exact in float32, and multiplying them costs a fraction of float32.
+        # bf16 products are exact in float32, and cost a fraction of float32 products.
         router = self._router
         if self._bf16_router is not None and hidden_states.dtype == torch.bfloat16:
             router = self._bf16_router
@@ -92,12 +88,12 @@ class MoELayer:
         """The layer's output [T, H], summed in float32.
 
         hidden_states  bfloat16, float16 or float32 [T, H]
-        topk_ids       int32 [T, k], each from 0 to E - 1 (or -1: no expert; not in the masked layout) and no
-                       two alike in a row: not checked, since that would read the device
-                       (`LayerRunner.validate` does)
-        topk_weights   fp32 [T, k]; both or neither are given, neither: `route`
+        topk_ids       int32 [T, top_k], each from 0 to E - 1 (or -1: no expert; not in the masked layout), no
+                       expert twice in a row. Not checked, since that would read the device;
+                       `LayerRunner.validate` does
+        topk_weights   fp32 [T, top_k]. Pass both or neither; with neither, `route` chooses
         num_sms        SMs for the GEMMs; None: all
-        out            float32, bfloat16 or float16 [T, H] to write to; None: a new one of float32
+        out            float32, bfloat16 or float16 [T, H] to write to; None: a new float32 tensor
 
         Raises ValueError (name, expected, got).
         """

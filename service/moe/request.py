@@ -1,4 +1,4 @@
-"""What goes into a step of a layer and what comes out of it, as bytes; without torch."""
+"""The input and output of a layer's step, as bytes; imports no torch."""
 
 from dataclasses import dataclass
 
@@ -9,10 +9,10 @@ Buffer = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True)
 class LayerRequest:
-    """One caller's tensors: row-major bytes whose sizes were checked, and their Open Inference datatypes.
+    """One caller's tensors: row-major bytes of checked sizes, and their Open Inference Protocol datatypes.
 
-    hidden_states [num_tokens, H] of `datatype` (BF16, FP16, FP32); topk_ids [num_tokens, k] of
-    `topk_ids_datatype` (INT32, INT64) and topk_weights [num_tokens, k] FP32, both or neither.
+    hidden_states [num_tokens, H] of `datatype` (BF16, FP16, FP32); topk_ids [num_tokens, top_k] of
+    `topk_ids_datatype` (INT32, INT64) and topk_weights [num_tokens, top_k] FP32, both or neither.
     """
 
     num_tokens: int
@@ -25,13 +25,13 @@ class LayerRequest:
 
 
 def zero_request(num_tokens: int, hidden_size: int) -> LayerRequest:
-    """Tokens of zeros, to see whether a layer computes."""
+    """A request of zeros, for checking that a layer computes."""
     return LayerRequest(num_tokens, bytes(num_tokens * hidden_size * 4), "FP32", None, "INT32", None, "FP32")
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step gave: each request's rows [num_tokens, H] in its output_datatype; facts for metrics."""
+    """A step's result: each request's rows [num_tokens, H] in its output_datatype, and what metrics need."""
 
     outputs: list[memoryview | bytes]
     layout: Layout

@@ -1,4 +1,4 @@
-"""Turns the bytes of one step's requests into tensors, runs the layer, and turns its output into bytes."""
+"""Turns the bytes of a step's requests into tensors, runs the layer, and turns its output into bytes."""
 
 import time
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ _INTEGERS: dict[str, type[np.signedinteger]] = {"INT32": np.int32, "INT64": np.i
 
 
 class LayerRunner:
-    """Runs one layer for batches of requests; `run` is for one thread at a time, `validate` for any."""
+    """Runs one layer for batches of requests. Call `run` from one thread at a time, `validate` from any."""
 
     def __init__(
         self,
@@ -39,11 +39,11 @@ class LayerRunner:
         self._partition = partition
         self._graphs: StepGraphs | None = None
         if self._on_gpu:
-            # The weights may still be on their way on another stream than the partition's.
+            # The weights may still be in flight on another stream than the partition's.
             torch.cuda.synchronize(self._device)
 
     def validate(self, request: LayerRequest) -> None:
-        """Raise ValueError (name, expected, got) for routing the layer must not be given."""
+        """Raise ValueError (name, expected, got) for routing that the layer must not be given."""
         if request.topk_ids is None and request.topk_weights is None:
             return
         if request.topk_ids is None or request.topk_weights is None:
@@ -59,7 +59,7 @@ class LayerRunner:
             )
 
     def run(self, requests: Sequence[LayerRequest]) -> StepResult:
-        """Run all requests as one batch and wait for the result; they must have passed `validate`."""
+        """Run all requests as one batch and wait for the result. Requests must have passed `validate`."""
         start = time.perf_counter()
         bounds = list(accumulate((request.num_tokens for request in requests), initial=0))
         parts = [slice(begin, end) for begin, end in pairwise(bounds)]
@@ -83,7 +83,7 @@ class LayerRunner:
         )
 
     def capture(self, pool: GraphPool) -> None:
-        """Capture CUDA graphs of small steps, for `run` to replay while the partition stays as it is."""
+        """Capture CUDA graphs of small steps, which `run` replays until the partition changes."""
         stream = torch.cuda.current_stream(self._device)
         if self._partitions is not None:
             stream = self._partitions.stream(self._partition)
@@ -91,13 +91,13 @@ class LayerRunner:
             self._graphs = StepGraphs(self.layer, stream, self._num_sms(), pool)
 
     def release_graphs(self) -> None:
-        """Do without graphs from now on."""
+        """Run without graphs from now on."""
         if self._graphs is not None:
             self._graphs.release()
             self._graphs = None
 
     def _step(self, requests: Sequence[LayerRequest], parts: Sequence[slice]) -> tuple[Tensor, Tensor]:
-        """(out fp32 [T, H], topk_ids int32 [T, k]) on the device."""
+        """(out fp32 [T, H], topk_ids int32 [T, top_k]) on the device."""
         hidden_states = self._hidden_states(requests, parts)
         given = [request.topk_ids is not None for request in requests]
         if self._graphs is not None and self._graphs.fits(hidden_states) and any(given) == all(given):
@@ -131,7 +131,7 @@ class LayerRunner:
         if repeated.any():
             token = int(repeated.argmax())
             raise ValueError(
-                f"topk_ids: expected different experts, got {ids[token].tolist()} in token {token}"
+                f"topk_ids: expected distinct experts, got {ids[token].tolist()} in token {token}"
             )
 
     def _hidden_states(self, requests: Sequence[LayerRequest], parts: Sequence[slice]) -> Tensor:
@@ -148,7 +148,7 @@ class LayerRunner:
         return staged
 
     def _given(self, requests: Sequence[LayerRequest], parts: Sequence[slice]) -> tuple[Tensor, Tensor]:
-        """The routing that requests brought, on the host; nothing where they brought none."""
+        """The requests' own routing, on the host; rows of requests without one are not written."""
         shape = (parts[-1].stop, self.layer.shape.top_k)
         staged_ids, staged_weights = self._host(shape, torch.int32), self._host(shape, torch.float32)
         for request, part in zip(requests, parts, strict=True):
@@ -185,7 +185,7 @@ class LayerRunner:
 
 
 def _bytes(tensor: Tensor) -> NDArray[np.uint8]:
-    """The bytes of a contiguous host tensor, not copied."""
+    """The bytes of a contiguous host tensor, without a copy."""
     return tensor.view(torch.uint8).reshape(-1).numpy()
 
 

@@ -9,12 +9,12 @@ from expertd.limits import MAX_EXPERTS, MAX_GROUPS, SCALE_BLOCK
 class LayerShape:
     """Sizes of a layer: hidden_size H, intermediate_size I, num_experts E, experts per token top_k.
 
-    num_shared_experts  experts of size I that every token goes to, with weight 1; a model's one shared
-                        expert of size S*I is S of these, exactly
-    local_experts       which of the E are held here; None: all. The rest add nothing to the output, so that
-                        outputs of layers that hold one part each add up to the whole layer's
+    num_shared_experts  experts of size I that every token goes to, with weight 1; a model's single shared
+                        expert of size S*I equals S of these
+    local_experts       which of the E experts are held here; None: all. The others add nothing to the output,
+                        so the outputs of layers that hold disjoint parts sum to the whole layer's
 
-    Raises ValueError (name, expected, got) for sizes no layer can have here.
+    Raises ValueError (name, expected, got) for unsupported sizes.
     """
 
     hidden_size: int

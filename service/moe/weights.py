@@ -1,4 +1,4 @@
-"""The weights of one MoE layer: made by seed, written to and read from one safetensors file."""
+"""The weights of one MoE layer: random by seed, or read from a safetensors file."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +17,8 @@ from expertd.service.moe.shape import LayerShape
 class ExpertWeights:
     """router [E, H] float32 or bfloat16; gate_up [G, 2I, H], gate rows before up rows; down [G, H, I].
 
-    The G groups are the routed experts that are held, in their order, and after them the shared ones.
-    router_bias, float32 [E], is what `choose_experts` adds to the scores that choose; None: nothing.
+    The G groups are the held routed experts in order, followed by the shared experts. router_bias, float32
+    [E], is added to the scores that experts are chosen by; None: nothing.
     """
 
     router: Tensor
@@ -28,7 +28,7 @@ class ExpertWeights:
 
 
 def random_weights(shape: LayerShape, seed: int, device: torch.device | str) -> ExpertWeights:
-    """Normal numbers of variance 1/fan-in, quantized; one seed gives the same ones on one kind of device."""
+    """Normal with variance 1/fan-in, quantized; a seed gives the same weights on the same kind of device."""
     generator = torch.Generator(device).manual_seed(seed)
     router = _normal((shape.num_experts, shape.hidden_size), generator).to(torch.bfloat16)
     gate_up = _random_experts(shape.num_groups, 2 * shape.intermediate_size, shape.hidden_size, generator)

@@ -325,4 +325,4 @@ def test_without_the_cuda_extra_the_error_says_so(missing: str) -> None:
         "except jit.CompilerMissingError as error: print(error)\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "expected to be installed (pip install 'expertd[cuda]'), got: " in result.stdout
+    assert "expected it to be installed (pip install 'expertd[cuda]'), got: " in result.stdout

@@ -144,7 +144,7 @@ def test_routing_that_must_not_reach_the_layer_is_refused(runner: LayerRunner) -
     cases = [
         ([[0, 1], [8, 2]], weights, "topk_ids: expected 0 to 7, got 8 in token 1"),
         ([[0, -1], [3, 2]], weights, "topk_ids: expected 0 to 7, got -1 in token 0"),
-        ([[0, 1], [5, 5]], weights, r"topk_ids: expected different experts, got \[5, 5\] in token 1"),
+        ([[0, 1], [5, 5]], weights, r"topk_ids: expected distinct experts, got \[5, 5\] in token 1"),
         ([[0, 1], [2, 3]], infinite, "topk_weights: expected finite numbers, got inf in token 1"),
         ([[0, 1], [2, 3]], weights * math.nan, "topk_weights: expected finite numbers, got nan in token 0"),
         ([[0, 1], [2, 3]], None, "topk_ids and topk_weights: expected both or neither, got topk_ids alone"),

@@ -132,7 +132,7 @@ def test_without_the_cuda_extra_it_is_one_sentence_and_2() -> None:
     assert result.returncode == 2
     assert result.stdout == ""
     (line,) = result.stderr.splitlines()
-    assert line.startswith("expertd kernels: the CUDA compiler is expected to be installed")
+    assert line.startswith("expertd kernels: CUDA compiler: expected it to be installed")
 
 
 def test_as_a_process_with_a_pipe(full_cache: Path) -> None:
