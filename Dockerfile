@@ -5,37 +5,30 @@
 ARG PYTHON_IMAGE=python:3.12.13-slim-trixie
 ARG VARIANT=cpu
 
-# ---- tools: pip lives beside the server's environment, so that the image ships neither pip nor its cache
-FROM ${PYTHON_IMAGE} AS tools
-COPY requirements/constraints.txt /build/
-RUN --mount=type=secret,id=pip_conf,target=/etc/pip.conf --mount=type=secret,id=ca_bundle \
-    python3 -m venv /opt/tools \
-    && /opt/tools/bin/python -m pip install --no-cache-dir -c /build/constraints.txt setuptools
-
-# ---- dependencies: the biggest layer, rebuilt only when pyproject.toml or the constraints change
-FROM tools AS dependencies
+# ---- dependencies: the biggest layer, rebuilt only when the lock changes. pip lives beside the server's environment,
+# so that the image ships neither pip nor its cache.
+FROM ${PYTHON_IMAGE} AS dependencies
 ARG VARIANT
 ARG TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 WORKDIR /build
-COPY pyproject.toml ./
+COPY requirements/torch-cpu.txt requirements/${VARIANT}.txt requirements/
 RUN --mount=type=secret,id=pip_conf,target=/etc/pip.conf --mount=type=secret,id=ca_bundle \
-    if [ "${VARIANT}" = cpu ]; then torch="--index-url=${TORCH_CPU_INDEX} torch"; else torch=torch; fi \
-    && python3 -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-        print(*p['dependencies'], *p['optional-dependencies'].get('${VARIANT}', []), sep='\n')" > requirements.txt \
+    python3 -m venv /opt/tools \
     && python3 -m venv --without-pip /opt/expertd \
     && pip="/opt/tools/bin/python -m pip --python /opt/expertd/bin/python" \
-    && ${pip} install --no-cache-dir --no-deps -c constraints.txt ${torch} \
-    && ${pip} install --no-cache-dir -c constraints.txt -r requirements.txt \
+    && if [ "${VARIANT}" = cpu ]; then \
+        ${pip} install --no-cache-dir --no-deps --index-url=${TORCH_CPU_INDEX} -r requirements/torch-cpu.txt; fi \
+    && ${pip} install --no-cache-dir --require-hashes -r requirements/${VARIANT}.txt \
     && ${pip} check
 
-# ---- wheel: the server itself
-FROM tools AS wheel
-WORKDIR /build
+# ---- wheel: the server itself, built by the lock's setuptools
+FROM dependencies AS wheel
 COPY pyproject.toml README.md LICENSE ./
 COPY expertd expertd
 COPY service service
 COPY kernels kernels
-RUN /opt/tools/bin/python -m pip wheel --no-deps --no-index --no-build-isolation -w /dist .
+RUN /opt/tools/bin/python -m pip --python /opt/expertd/bin/python \
+    wheel --no-deps --no-index --no-build-isolation -w /dist .
 
 # ---- runtime: the Python base and one environment; no compiler, no pip of ours
 # Any other VARIANT ends the build here, before anything is fetched: there is no such stage.

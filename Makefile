@@ -1,4 +1,5 @@
-# One word per chore; each builds .venv by itself when it is missing or older than pyproject.toml.
+# One word for each chore: `make help` lists them. Each brings .venv up to the lock files by itself.
+.DEFAULT_GOAL := help
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -6,38 +7,80 @@ CONFIG ?= configs/demo.yaml
 PORT   ?= 8000
 
 # Without an NVIDIA GPU torch's CPU build will do, from PyTorch's own index: PyPI's brings gigabytes of CUDA.
-ifeq ($(shell nvidia-smi -L 2>/dev/null),)
-TORCH ?= --no-deps 'torch==2.13.0' --extra-index-url https://download.pytorch.org/whl/cpu
-else
-TORCH ?= 'torch>=2.11'
+ifndef VARIANT
+VARIANT := $(if $(shell nvidia-smi -L 2>/dev/null),cuda,cpu)
 endif
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+UV := uv==0.13.9
+PIP := -m pip --disable-pip-version-check
 
-.PHONY: install serve test test-gpu bench lint clean
+# Stamps in .venv: the locked packages of one variant, the project itself, and what development needs on top.
+LOCKED  := $(VENV)/.locked-$(VARIANT)
+RUNTIME := $(VENV)/.runtime
+DEV     := $(VENV)/.dev
 
-install: $(VENV)/.installed
+.PHONY: help install serve test test-fast test-gpu bench lint format check lock clean
 
-$(VENV)/.installed: pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
-	touch $@
+help: ## list the chores
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F '|' '{ printf "make %-10s %s\n", $$1, $$2 }'
 
-serve: install
+install: $(RUNTIME) ## build .venv with what the server needs, and nothing else
+	@echo "$(BIN)/expertd is installed ($(VARIANT))"
+
+serve: $(RUNTIME) ## serve CONFIG (the demo layer) on PORT (8000)
 	$(BIN)/expertd serve --config $(CONFIG) --port $(PORT)
 
-test: install
+test: $(RUNTIME) $(DEV) ## run every test that needs no GPU
 	$(BIN)/python -m pytest -m "not gpu"
 
-test-gpu: install
+test-fast: $(RUNTIME) $(DEV) ## run the quick ones among them
+	$(BIN)/python -m pytest -m "not gpu and not slow"
+
+test-gpu: $(RUNTIME) $(DEV) ## run the tests that need a Hopper GPU
 	$(BIN)/python -m pytest -m gpu
 
-bench: install
+bench: $(RUNTIME) $(DEV) ## time the grouped GEMMs on the GPU at hand
 	$(BIN)/python -m benchmarks.grouped_gemm
 
-lint: install
+lint: $(RUNTIME) $(DEV) ## check locks, style, format and types
+	$(BIN)/python -m requirements.lock --check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror kernels/csrc/*
 	$(BIN)/mypy
 
-clean:
+format: $(RUNTIME) $(DEV) ## rewrite Python and CUDA files in the project's style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i kernels/csrc/*
+
+check: lint test ## all that CI runs: lint, then test
+
+lock: ## renew the lock files after a change of requirements (UPGRADE=1: with the newest versions)
+	$(PYTHON) -m venv --clear build/lock
+	build/lock/bin/python $(PIP) install $(UV)
+	build/lock/bin/python -m requirements.lock $(if $(UPGRADE),--upgrade)
+
+clean: ## remove .venv and what was built
 	rm -rf $(VENV) build dist *.egg-info
+
+# From nothing, so that .venv holds what the lock says and no package of an older one.
+$(LOCKED): requirements/torch-cpu.txt requirements/$(VARIANT).txt
+	$(PYTHON) -m venv --clear $(VENV)
+ifeq ($(VARIANT),cpu)
+	$(BIN)/python $(PIP) install --no-deps --retries 2 --timeout 15 --extra-index-url $(TORCH_CPU_INDEX) \
+		-r requirements/torch-cpu.txt || { \
+		echo "No CPU build of torch was found for this Python: taking the one with CUDA, of several GB."; \
+		$(BIN)/python $(PIP) install --require-hashes -r requirements/cuda.txt; }
+endif
+	$(BIN)/python $(PIP) install --require-hashes -r requirements/$(VARIANT).txt
+	touch $@
+
+$(RUNTIME): $(LOCKED) pyproject.toml
+	$(BIN)/python $(PIP) install --no-deps --no-build-isolation -e .
+	touch $@
+
+$(DEV): $(LOCKED) requirements/dev.txt requirements/beside.txt
+	$(BIN)/python $(PIP) install --require-hashes -r requirements/dev.txt
+	$(BIN)/python $(PIP) download --require-hashes --no-deps -r requirements/beside.txt -d $(VENV)/beside
+	touch $@
