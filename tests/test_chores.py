@@ -1,0 +1,61 @@
+"""Makefile, workflow and hooks name the same chores."""
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.test_lock import PYTHONS
+
+ROOT = Path(__file__).resolve().parents[1]
+MAKEFILE = (ROOT / "Makefile").read_text()
+CHORES = re.findall(r"^\.PHONY: (.*)$", MAKEFILE, re.M)[0].split()
+
+
+def chores_run_by(text: str) -> set[str]:
+    """Every X of `make X` in a file's commands."""
+    commands = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    return set(re.findall(r"\bmake ([a-z-]+)", commands))
+
+
+def test_make_alone_lists_every_chore_in_one_line() -> None:
+    done = subprocess.run(
+        ["make", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    listed = [line.split(maxsplit=2) for line in done.stdout.splitlines()]
+    assert [(word, chore) for word, chore, _ in listed] == [("make", chore) for chore in CHORES]
+    assert all(len(line) <= 110 for line in done.stdout.splitlines())
+
+
+def test_every_way_to_check_runs_make_check() -> None:
+    assert "check" in CHORES
+    assert chores_run_by((ROOT / ".ci/run").read_text()) == {"check"}
+    assert chores_run_by((ROOT / ".github/workflows/check.yml").read_text()) == {"check"}
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    assert chores_run_by(hooks) == {"lint", "check"}
+    assert {repo["repo"] for repo in yaml.safe_load(hooks)["repos"]} == {"local"}
+
+
+def test_the_workflow_runs_on_every_supported_python() -> None:
+    workflow: dict[str, Any] = yaml.safe_load((ROOT / ".github/workflows/check.yml").read_text())
+    assert workflow["jobs"]["check"]["strategy"]["matrix"] == {"python": list(PYTHONS)}
+
+
+def test_contributing_names_chores_that_exist() -> None:
+    assert chores_run_by((ROOT / "CONTRIBUTING.md").read_text()) <= set(CHORES)
+
+
+def test_contributing_names_folders_that_exist() -> None:
+    layout = (ROOT / "CONTRIBUTING.md").read_text().partition("## Layout")[2]
+    named = re.findall(r"`((?:\w+/)+[\w*.]*)`", layout)
+    written = [name for name in named if "*" not in name and "NAME" not in name]
+    assert len(written) > 10
+    candidates = [("", "service/checkpoints/", "service/http/", "kernels/") for _ in written]
+    missing = [
+        name
+        for name, folders in zip(written, candidates, strict=True)
+        if not any((ROOT / folder / name).exists() for folder in folders)
+    ]
+    assert missing == []

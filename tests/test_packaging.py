@@ -1,0 +1,107 @@
+"""What is built from this tree: one package, which leaves the name `kernels` to Hugging Face's."""
+
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+VERSION: str = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+BESIDE = Path(sys.prefix) / "beside"
+INPUTS = ("pyproject.toml", "README.md", "LICENSE", "expertd", "kernels", "service")
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+
+
+def run(*command: str | Path, cwd: Path, **environment: str) -> str:
+    """Standard output of a command, which is expected to succeed."""
+    done = subprocess.run(
+        command, cwd=cwd, env={"PATH": "", **environment}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def wheel_of(source: Path, folder: Path) -> Path:
+    """The wheel of a source tree, built into `folder` without a network."""
+    run(*PIP, "wheel", "--no-deps", "--no-index", "--no-build-isolation", "-w", folder, source, cwd=folder)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def names_in(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what the build reads, links kept, so that nothing is written into the tree."""
+    copy = tmp_path_factory.mktemp("source")
+    for name in INPUTS:
+        if (ROOT / name).is_dir():
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignored)
+        else:
+            shutil.copy(ROOT / name, copy)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return wheel_of(source, tmp_path_factory.mktemp("wheel"))
+
+
+def test_the_wheel_holds_one_package_with_every_file_of_it(wheel: Path) -> None:
+    names = names_in(wheel)
+    assert {name.split("/")[0] for name in names} == {"expertd", f"expertd-{VERSION}.dist-info"}
+    expected = {
+        f"expertd/{path.relative_to(ROOT)}"
+        for folder in ("kernels", "service")
+        for pattern in ("*.py", "csrc/*.cu", "csrc/*.cuh")
+        for path in (ROOT / folder).rglob(pattern)
+    }
+    assert len([name for name in expected if "/csrc/" in name]) > 1
+    assert expected - names == set()
+
+
+def test_the_sdist_builds_the_same_wheel(source: Path, wheel: Path, tmp_path: Path) -> None:
+    program = f"import setuptools.build_meta as build; build.build_sdist({str(tmp_path)!r})"
+    run(sys.executable, "-c", program, cwd=source)
+    with tarfile.open(tmp_path / f"expertd-{VERSION}.tar.gz") as archive:
+        archive.extractall(tmp_path, filter="data")
+
+    assert names_in(wheel_of(tmp_path / f"expertd-{VERSION}", tmp_path)) == names_in(wheel)
+
+
+@pytest.fixture(scope="module")
+def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with our wheel and Hugging Face's `kernels`, installed side by side."""
+    others = list(BESIDE.glob("kernels-*.whl"))
+    assert others, f"a wheel of `kernels` is expected in {BESIDE}, where `make test` puts it"
+    folder = tmp_path_factory.mktemp("site")
+    run(*PIP, "install", "--no-deps", "--no-index", "--target", folder, wheel, *others, cwd=folder)
+    return folder
+
+
+def test_it_is_installed_beside_the_other_kernels(site: Path, tmp_path: Path) -> None:
+    program = (
+        "import kernels, expertd.kernels, expertd.service\n"
+        "for module in (kernels, expertd.kernels, expertd.service): print(module.__file__)\n"
+        "print(kernels.get_kernel.__module__)"
+    )
+    *files, function = run(sys.executable, "-c", program, cwd=tmp_path, PYTHONPATH=str(site)).splitlines()
+
+    folders = ("kernels", "expertd/kernels", "expertd/service")
+    assert files == [str(site / folder / "__init__.py") for folder in folders]
+    assert function.startswith("kernels.")
+    assert list(site.glob("service*")) == []
+
+
+def test_the_command_runs_from_the_wheel(site: Path, tmp_path: Path) -> None:
+    command = site / "bin" / "expertd"
+    assert run(command, "--version", cwd=tmp_path, PYTHONPATH=str(site)) == f"expertd {VERSION}\n"
