@@ -104,6 +104,7 @@ def test_the_table_of_numbers_is_the_results() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow
 def test_roundings_cost_what_they_should(family: str) -> None:
     case = benchmarks.numerics.make_case(FAMILIES[family], LayerShape(256, 128, 8, 2), 32)
     figures = benchmarks.numerics.measure(case)
@@ -156,6 +157,7 @@ def test_sm_counts_measure_every_compute_bound_shape() -> None:
 @pytest.mark.parametrize("shape", benchmarks.host_cost.SHAPES, ids=lambda shape: shape.label)
 @pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.slow
 def test_host_cost_takes_every_case(
     shape: Shape, given: bool, fresh: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

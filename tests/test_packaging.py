@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # wheels are built and installed
+
 ROOT = Path(__file__).resolve().parents[1]
 VERSION: str = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 BESIDE = Path(sys.prefix) / "beside"

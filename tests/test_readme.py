@@ -56,18 +56,21 @@ def run(*command: str) -> str:
 
 
 @needs_curl
+@pytest.mark.slow
 def test_the_curl_request(server: ServerProcess) -> None:
     answer = run("bash", "-c", asking(server, block("README.md", "sh", "/infer")))
     assert answer.startswith('{"model_name":"demo","model_version":"1","outputs":[{"name":"hidden_states"')
     assert answer.count(",") > 512
 
 
+@pytest.mark.slow
 def test_the_python_request(server: ServerProcess) -> None:
     answer = run(sys.executable, "-c", asking(server, block("README.md", "python", "tritonclient")))
     assert answer.startswith("(5, 512)\n[[")
 
 
 @needs_curl
+@pytest.mark.slow
 def test_the_partitions_request_is_understood(server: ServerProcess) -> None:
     answer = run("bash", "-c", asking(server, block("README.md", "sh", "/v1/partitions")))
     assert (
@@ -76,6 +79,7 @@ def test_the_partitions_request_is_understood(server: ServerProcess) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_kernels_example() -> None:
     example = block("kernels/README.md", "python", "grouped_gemm_contiguous")
     assert run(sys.executable, "-c", f"{example}\nprint(out.shape)") == "torch.Size([300, 256])\n"
@@ -106,6 +110,7 @@ def test_the_changelogs_top_entry_is_the_projects_version() -> None:
 
 
 @needs_curl
+@pytest.mark.slow
 def test_the_small_checkpoint_of_the_documentation(tmp_path: Path) -> None:
     text = block("docs/checkpoints.md", "sh", "tests.checkpoints.builders")
     make, serve = text.replace("/tmp/small", str(tmp_path / "small")).splitlines()

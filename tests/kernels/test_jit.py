@@ -267,6 +267,7 @@ def _build_at_once(csrc: Path, ready: Barrier, results: "Queue[tuple[int, int]]"
     results.put((jit.stats().compilations, jit.stats().cache_hits))
 
 
+@pytest.mark.slow
 def test_several_processes_compile_a_variant_once(csrc: Path, cache_dir: Path) -> None:
     (csrc / "scale.cuh").write_text(_HEADER + _slow_to_compile())
     context = multiprocessing.get_context("spawn")
@@ -315,6 +316,7 @@ def test_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("missing", ["cuda.core", "cuda.bindings"])
+@pytest.mark.slow
 def test_without_the_cuda_extra_the_error_says_so(missing: str) -> None:
     code = (
         f"import sys; sys.modules[{missing!r}] = None\n"

@@ -105,6 +105,7 @@ def test_wrong_sizes(name: str, size: int, expected: str) -> None:
     assert str(caught.value) == expected
 
 
+@pytest.mark.slow
 def test_importing_works_without_the_cuda_extra() -> None:
     code = "import sys; sys.modules['cuda.core'] = None; import expertd.kernels.partitions; print('imported')"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -47,6 +47,7 @@ def test_what_is_described_is_the_same_memory_as_rows(dtype: torch.dtype, seen_a
     assert torch.equal(described, data.view(seen_as).view(12, 128))
 
 
+@pytest.mark.slow
 def test_an_entry_goes_with_its_tensor() -> None:
     cache, weights = DescriptorCache(keep), e4m3(8, 128)
     cache.get(weights, 128)

@@ -14,6 +14,8 @@ from tests.checkpoints.builders import CASES, HIDDEN, Checkpoint
 from tests.kernels.helpers import diff, fresh_generator
 from tests.service.processes import ServerProcess, server_process, serving
 
+pytestmark = pytest.mark.slow  # checkpoints are written and served
+
 TOKENS = 64
 
 

@@ -48,6 +48,7 @@ def test_listing_compiles_nothing(empty_cache: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.usefixtures("use_full_cache")
+@pytest.mark.slow
 def test_the_table_tells_what_a_variant_uses(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["kernels"]) == 0
     for (source, _, shared_bytes), line in zip(
@@ -62,6 +63,7 @@ def test_the_table_tells_what_a_variant_uses(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.usefixtures("empty_cache")
+@pytest.mark.slow
 def test_build_fills_the_cache_and_tells_the_time(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["kernels", "--build", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -122,6 +124,7 @@ def test_an_output_that_cannot_be_written(tmp_path: Path, capsys: pytest.Capture
     assert str(tmp_path) in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_without_the_cuda_extra_it_is_one_sentence_and_2() -> None:
     code = (
         "import sys; sys.modules['cuda.core'] = None\n"
@@ -135,6 +138,7 @@ def test_without_the_cuda_extra_it_is_one_sentence_and_2() -> None:
     assert line.startswith("expertd kernels: CUDA compiler: expected it to be installed")
 
 
+@pytest.mark.slow
 def test_as_a_process_with_a_pipe(full_cache: Path) -> None:
     environment = {**os.environ, jit.CACHE_DIR_VARIABLE: str(full_cache)}
     command = [sys.executable, "-c", "import sys; from expertd.service.cli import main; sys.exit(main())"]

@@ -19,6 +19,8 @@ from expertd import __version__
 from tests.service.apps import HIDDEN, hidden_request, rows, tiny_settings
 from tests.service.processes import EXPERTD, ServerProcess, clean_environment, server_process, until
 
+pytestmark = pytest.mark.slow  # a server process each
+
 INFER = "/v2/models/tiny/infer"
 DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
 # A step of 2048 tokens is some 400 GFLOP: even at 1 TFLOPS long enough for others to come and wait.

@@ -114,6 +114,7 @@ def test_given_routing(client: Any) -> None:
     np.testing.assert_allclose(answer(2.0), 2 * answer(1.0), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_concurrent_requests_get_their_own_rows(client: Any, runner: Runner) -> None:
     sent = [rows(1 + i % 5, seed=i) for i in range(64)]
     waiting = [client.async_infer("tiny", [tensor(values)]) for values in sent]
