@@ -23,6 +23,8 @@ needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl
 DOCUMENTS = (
     "README.md",
     "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
     "docs/checkpoints.md",
     "docs/http.md",
     "docs/container.md",
