@@ -106,6 +106,14 @@ def test_only_http_knows_http() -> None:
             assert not tops & {"fastapi", "starlette", "uvicorn", "httptools", "h11"}, module
 
 
+def test_http_knows_no_kernels() -> None:
+    for module, tree in TREES.items():
+        if module.startswith(f"{SERVICE}.http"):
+            assert not [
+                n for n in _imports(tree, within_functions=True) if n.startswith("expertd.kernels")
+            ], module
+
+
 def test_there_is_no_circle_of_imports() -> None:
     graph = {
         module: {name for name in _imports(tree, within_functions=True) if name in FILES and name != module}

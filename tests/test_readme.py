@@ -13,7 +13,7 @@ import pytest
 from starlette.routing import Route
 
 from expertd.service.checkpoints.families import FAMILIES
-from expertd.service.http.app import create_app
+from expertd.service.http.app import ExpertApp
 from expertd.service.settings.loader import load_settings
 from tests.service.processes import ServerProcess, server_process, serving
 
@@ -88,7 +88,7 @@ def test_the_kernels_example() -> None:
 
 
 def test_the_api_table_is_the_apps() -> None:
-    app = create_app(load_settings(DEMO))
+    app = ExpertApp(load_settings(DEMO))
     documented = {
         f"{method.upper()} {path}" for path, calls in app.openapi()["paths"].items() for method in calls
     }

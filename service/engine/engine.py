@@ -7,6 +7,7 @@ from contextlib import suppress
 from enum import Enum
 from functools import partial
 
+from expertd.kernels.jit import stats as jit_stats
 from expertd.service.engine.batching import Scheduler
 from expertd.service.engine.errors import (
     NotReadyError,
@@ -61,6 +62,7 @@ class Engine:
         self._load = load
         self._loading: asyncio.Task[None] | None = None
         self._retries: dict[str, asyncio.Task[None]] = {}
+        metrics.watch_jit(jit_stats)
         metrics.watch_models(lambda: {name: self.why_not_ready(name) is None for name in self.models})
         metrics.watch_queues(self._waiting)
         metrics.watch_partitions(self._partition_sizes)

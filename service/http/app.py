@@ -9,7 +9,6 @@ from starlette.routing import Match
 from starlette.types import Message, Receive, Scope, Send
 
 from expertd import __version__
-from expertd.kernels.jit import stats as jit_stats
 from expertd.service.engine.engine import Engine
 from expertd.service.engine.errors import EngineError
 from expertd.service.engine.loading import Loader, load
@@ -27,9 +26,12 @@ _DESCRIPTION = "Expert layers of Mixture-of-Experts models over the Open Inferen
 
 
 class ExpertApp(FastAPI):
-    """FastAPI, with a short way in for infer requests to the models that are served."""
+    """FastAPI, with a short way in for infer requests to the models that are served.
 
-    def __init__(self, settings: Settings, loader: Loader) -> None:
+    Its lifespan starts loading and ends the worker thread.
+    """
+
+    def __init__(self, settings: Settings, loader: Loader = load) -> None:
         super().__init__(
             title="expertd",
             version=__version__,
@@ -40,7 +42,6 @@ class ExpertApp(FastAPI):
             swagger_ui_oauth2_redirect_url=None,
         )
         self.metrics = Metrics(__version__)
-        self.metrics.watch_jit(jit_stats)
         self.engine = Engine(settings, self.metrics, loader)
         self._bodies = BodyReader(settings.limits)
         self._infer = InferEndpoint(self.engine, self.metrics, self._bodies)
@@ -82,11 +83,6 @@ class ExpertApp(FastAPI):
                 await self._infer(scope, receive, send, model)
                 return
         await super().__call__(scope, receive, send)
-
-
-def create_app(settings: Settings, loader: Loader = load) -> ExpertApp:
-    """The application for `settings`; its lifespan starts loading and ends the worker thread."""
-    return ExpertApp(settings, loader)
 
 
 @asynccontextmanager

@@ -11,7 +11,7 @@ from types import FrameType
 import uvicorn
 
 from expertd.service.engine.engine import Phase
-from expertd.service.http.app import ExpertApp, create_app
+from expertd.service.http.app import ExpertApp
 from expertd.service.settings.model import Settings
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ def serve(settings: Settings) -> int:
     Raises BindError before anything is loaded when the port cannot be had.
     """
     listener = _listen(settings.host, settings.port)
-    app = create_app(settings)
+    app = ExpertApp(settings)
     config = uvicorn.Config(
         app,
         loop="uvloop",

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from expertd.service.engine.batching import Runner
 from expertd.service.engine.loading import Loaded, Loader, Partitions, load
-from expertd.service.http.app import ExpertApp, create_app
+from expertd.service.http.app import ExpertApp
 from expertd.service.settings.model import Settings
 
 HIDDEN = 128
@@ -74,7 +74,7 @@ class Serving:
 @asynccontextmanager
 async def serving(settings: Settings, loader: Loader = load) -> AsyncIterator[Serving]:
     """The application of `settings`, loaded, with its lifespan around the block."""
-    app = create_app(settings, loader)
+    app = ExpertApp(settings, loader)
     async with app.router.lifespan_context(app):
         await app.engine.wait_loaded()
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)

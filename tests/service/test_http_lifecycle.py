@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from expertd.service.engine.loading import Cancelled, LoadCancelledError, Loaded
-from expertd.service.http.app import create_app
+from expertd.service.http.app import ExpertApp
 from expertd.service.settings.model import Settings
 from tests.service.apps import (
     HIDDEN,
@@ -106,7 +106,7 @@ async def test_not_ready_while_loading_and_after_a_failure(caplog: pytest.LogCap
         asyncio.run_coroutine_threadsafe(release.wait(), loop).result(10)
         raise ValueError("no such weights")
 
-    app = create_app(tiny_settings(), failing)
+    app = ExpertApp(tiny_settings(), failing)
     client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
     async with app.router.lifespan_context(app), client as http:
         server = Serving(app, http)
@@ -219,7 +219,7 @@ async def test_a_server_stopped_while_loading_stops_loading(caplog: pytest.LogCa
             time.sleep(0.001)
         raise LoadCancelledError
 
-    app = create_app(tiny_settings(), endless)
+    app = ExpertApp(tiny_settings(), endless)
     async with app.router.lifespan_context(app):
         assert await asyncio.to_thread(started.wait, 10)
     assert "failed" not in caplog.text

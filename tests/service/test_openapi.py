@@ -7,7 +7,7 @@ import pytest
 from fastapi.routing import APIRoute
 from starlette.routing import Route
 
-from expertd.service.http.app import create_app
+from expertd.service.http.app import ExpertApp
 from expertd.service.http.bodies import BodyReader
 from expertd.service.http.infer import InferEndpoint
 from expertd.service.http.routes import metrics_router, partitions_router, protocol_router
@@ -18,7 +18,7 @@ OWN = {"/openapi.json", "/docs"}
 
 @pytest.fixture(scope="module")
 def document() -> dict[str, Any]:
-    return create_app(tiny_settings()).openapi()
+    return ExpertApp(tiny_settings()).openapi()
 
 
 def operations(document: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
@@ -63,7 +63,7 @@ async def test_every_documented_route_is_served(document: dict[str, Any], method
 
 
 def test_no_route_is_served_without_being_documented(document: dict[str, Any]) -> None:
-    app = create_app(tiny_settings())
+    app = ExpertApp(tiny_settings())
     bodies = BodyReader(app.engine.settings.limits)
     infer = InferEndpoint(app.engine, app.metrics, bodies)
     routers = [
