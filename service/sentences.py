@@ -1,9 +1,12 @@
 """Values and validation errors in the form that every error takes: `name: expected this, got that`."""
 
 import re
+from collections.abc import Collection
+from itertools import islice
 
 from pydantic_core import ErrorDetails
 
+_LISTED = 8  # names in a sentence
 _SHOULD_BE = re.compile(r"^Input should (be )?")
 
 
@@ -18,7 +21,7 @@ def shown(value: object, limit: int = 80) -> str:
     if isinstance(value, int) and abs(value) >= 10**limit:
         return "an integer of too many digits"
     text = ascii(value[: limit + 1]) if isinstance(value, str) else ascii(value)
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+    return shortened(text, limit)
 
 
 def expected_and_got(error: ErrorDetails) -> str:
@@ -36,3 +39,25 @@ def expected_and_got(error: ErrorDetails) -> str:
         message = f"{message[0].lower()}{message[1:]}"
     message = re.sub(r"^expected (greater|less)", r"expected a number \1", message)
     return f"{message}, got {shown(error['input'])}"
+
+
+def shortened(text: str, limit: int = 80) -> str:
+    """`text`, cut to `limit` characters: for what a caller wrote and wants to recognize."""
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def any_of(names: Collection[str]) -> str:
+    """The alternatives in `names`, "a, b or c": the first few by name, the others as a number."""
+    return _listed(names, "or")
+
+
+def all_of(names: Collection[str]) -> str:
+    """All `names`, "a, b and c": the first few by name, the others as a number."""
+    return _listed(names, "and")
+
+
+def _listed(names: Collection[str], last: str) -> str:
+    parts = [shortened(name) for name in islice(names, _LISTED)]
+    if len(names) > _LISTED:
+        parts.append(f"{len(names) - _LISTED} more")
+    return f" {last} ".join(filter(None, (", ".join(parts[:-1]), *parts[-1:])))

@@ -16,7 +16,7 @@ ROOMS = {
     "moe": (),
     "settings": ("moe", "sentences"),
     "checkpoints": ("moe", "settings", "sentences"),
-    "engine": ("moe", "settings", "checkpoints"),
+    "engine": ("moe", "settings", "checkpoints", "sentences"),
     "http": ("moe", "settings", "engine", "sentences"),
     "sentences": (),
 }

@@ -22,6 +22,7 @@ from expertd.service.engine.loading import LoadCancelledError, Loaded, Loader, P
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.spec import MODEL_VERSION, LayerSpec
 from expertd.service.moe.request import zero_request
+from expertd.service.sentences import all_of, any_of, shown
 from expertd.service.settings.model import Settings
 
 logger = logging.getLogger(__name__)
@@ -98,9 +99,11 @@ class Engine:
         """The served model called `name`, loaded or not. Raises UnknownModelError if there is none."""
         spec = self.models.get(name)
         if spec is None:
-            raise UnknownModelError(f"a served model is expected ({', '.join(self.models)}), got {name!r}")
+            raise UnknownModelError(f"model: expected {any_of(self.models)}, got {shown(name)}")
         if version != MODEL_VERSION:
-            raise UnknownModelError(f"version {MODEL_VERSION} of model {name} is expected, got {version!r}")
+            raise UnknownModelError(
+                f"version of model {name}: expected {MODEL_VERSION}, got {shown(version)}"
+            )
         return spec
 
     def start(self) -> None:
@@ -150,8 +153,8 @@ class Engine:
         for model in self.settings.models:
             if model.partition is not None and model.partition not in sizes:
                 raise PartitionsRefusedError(
-                    f"partitions are expected to contain {model.partition!r}, where model {model.name} runs, "
-                    f"got {', '.join(sizes) or 'none'}"
+                    f"partitions: expected {model.partition!r} among them, where model {model.name} runs, "
+                    f"got {all_of(sizes) or 'none'}"
                 )
         await self.scheduler.between_steps(partial(self._replace, partitions, sizes))
 

@@ -20,6 +20,7 @@ from expertd.service.http.infer import InferEndpoint
 from expertd.service.http.protocol import OipError, error_body
 from expertd.service.http.routes import metrics_router, partitions_router, protocol_router
 from expertd.service.http.routes.documentation import document
+from expertd.service.sentences import any_of, shown
 from expertd.service.settings.model import Settings
 
 _DESCRIPTION = "Expert layers of Mixture-of-Experts models over the Open Inference Protocol v2."
@@ -114,22 +115,21 @@ async def _oip_error(request: Request, error: Exception) -> Response:
 
 
 async def _client_gone(request: Request, error: Exception) -> Response:
-    return Response(
-        error_body("a whole body is expected, got a closed connection"), 400, None, "application/json"
-    )
+    text = "body: expected all of it, got a closed connection"
+    return Response(error_body(text), 400, None, "application/json")
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     text = str(error.detail)
     if error.status_code == 404:
-        text = f"a path of this API is expected (see /docs), got {request.url.path}"
+        text = f"path: expected one of this API (see /docs), got {shown(request.url.path)}"
     headers = dict(error.headers or {})
     if error.status_code == 405:
         if methods := sorted(request.app.methods_of(request.scope)):
             headers["Allow"] = ", ".join(methods)
-        allowed = headers.get("Allow", "").replace(", ", " or ")
-        text = f"method {allowed} is expected at {request.url.path}, got {request.method}"
+        allowed = any_of(headers.get("Allow", "").split(", "))
+        text = f"method: expected {allowed} at {shown(request.url.path)}, got {shown(request.method)}"
     return Response(error_body(text), error.status_code, headers, "application/json")
 
 

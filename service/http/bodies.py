@@ -6,6 +6,7 @@ from starlette.requests import Request
 from starlette.types import Receive
 
 from expertd.service.http.protocol import OipError
+from expertd.service.sentences import shown
 from expertd.service.settings.model import Limits
 
 
@@ -42,7 +43,7 @@ class BodyReader:
             if self._stopped:
                 sentence = "the server is shutting down, and the body had not come"
                 raise OipError(503, sentence, headers=close) from error
-            sentence = f"the body is expected within {self._seconds:g} s, and had not come"
+            sentence = f"body: expected all of it within {self._seconds:g} s, got a part of it"
             raise OipError(408, sentence, headers=close) from error
 
     async def _read(self, receive: Receive, content_length: int | None) -> bytes:
@@ -62,22 +63,20 @@ class BodyReader:
             chunks.append(chunk)
             size += len(chunk)
             if size > self._limit:
-                raise OipError(413, f"the body is expected to hold at most {self._limit} bytes, got more")
+                raise OipError(413, f"body: expected at most {self._limit} bytes, got more")
             if not message.get("more_body", False):
                 return b"".join(chunks)
             message = await receive()
 
     def _check(self, size: int) -> None:
         if size > self._limit:
-            raise OipError(413, f"the body is expected to hold at most {self._limit} bytes, got {size}")
+            raise OipError(413, f"body: expected at most {self._limit} bytes, got {size}")
 
 
 def number_of_bytes(value: bytes, header: str) -> int:
     """The number of bytes that a header tells. Raises OipError (400)."""
     if not (value.isdigit() and len(value) < 16):
-        raise OipError(
-            400, f"{header} is expected to be a number of bytes, got {value.decode('latin-1')[:40]!r}"
-        )
+        raise OipError(400, f"{header}: expected a number of bytes, got {shown(value.decode('latin-1'))}")
     return int(value)
 
 

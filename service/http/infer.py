@@ -102,9 +102,7 @@ class InferEndpoint:
         json_bytes = len(body) if headers.header_length is None else min(headers.header_length, len(body))
         if json_bytes > self._max_json_bytes:
             limit = self._max_json_bytes
-            raise OipError(
-                413, f"the JSON is expected to hold at most {limit} bytes, got {json_bytes}: use binary"
-            )
+            raise OipError(413, f"JSON: expected at most {limit} bytes, got {json_bytes}: use binary")
         request = await _off_loop(json_bytes, lambda: parse_request(body, headers.header_length, spec))
         try:
             output = await self._compute(model, request, receive)

@@ -10,6 +10,7 @@ import pytest
 
 from tests.service.apps import (
     HIDDEN,
+    MODEL,
     binary_request,
     error_of,
     hidden_request,
@@ -50,19 +51,19 @@ async def test_routing_that_no_layer_can_follow(ids: list[int], weights: list[fl
 @pytest.mark.parametrize(
     ("method", "path", "status", "expected"),
     [
-        ("GET", "/", 404, "got /"),
-        ("GET", "/v2/", 404, "got /v2/"),
-        ("GET", "/v2/models/other", 404, "a served model is expected (tiny), got 'other'"),
-        ("GET", "/v2/models/other/ready", 404, "got 'other'"),
-        ("GET", "/v2/models/tiny/versions/2", 404, "version 1 of model tiny is expected, got '2'"),
-        ("POST", "/v2/models/other/infer", 404, "a served model is expected (tiny), got 'other'"),
-        ("POST", "/v2/models/tiny/versions/2/infer", 404, "version 1 of model tiny is expected, got '2'"),
-        ("GET", "/v2/models/tiny/infer", 405, "method POST is expected"),
-        ("PUT", "/v2/models/tiny/infer", 405, "got PUT"),
-        ("POST", "/v2/health/live", 405, "method GET is expected at /v2/health/live, got POST"),
-        ("DELETE", "/v1/partitions", 405, "method GET or PUT is expected at /v1/partitions, got DELETE"),
-        ("GET", "/v2/repository/index", 405, "method POST is expected at /v2/repository/index, got GET"),
-        ("POST", "/v2/models/tiny/infer", 400, "expected to be JSON"),
+        ("GET", "/", 404, "path: expected one of this API (see /docs), got '/'"),
+        ("GET", "/v2/", 404, "path: expected one of this API (see /docs), got '/v2/'"),
+        ("GET", "/v2/models/other", 404, "model: expected tiny, got 'other'"),
+        ("GET", "/v2/models/other/ready", 404, "model: expected tiny, got 'other'"),
+        ("GET", "/v2/models/tiny/versions/2", 404, "version of model tiny: expected 1, got '2'"),
+        ("POST", "/v2/models/other/infer", 404, "model: expected tiny, got 'other'"),
+        ("POST", "/v2/models/tiny/versions/2/infer", 404, "version of model tiny: expected 1, got '2'"),
+        ("GET", "/v2/models/tiny/infer", 405, "method: expected POST at '/v2/models/tiny/infer', got 'GET'"),
+        ("PUT", "/v2/models/tiny/infer", 405, "method: expected POST at '/v2/models/tiny/infer', got 'PUT'"),
+        ("POST", "/v2/health/live", 405, "method: expected GET at '/v2/health/live', got 'POST'"),
+        ("DELETE", "/v1/partitions", 405, "method: expected GET or PUT at '/v1/partitions', got 'DELETE'"),
+        ("GET", "/v2/repository/index", 405, "method: expected POST at '/v2/repository/index', got 'GET'"),
+        ("POST", "/v2/models/tiny/infer", 400, "request: expected JSON, got an error in it: "),
         ("GET", "/v1/partitions", 409, "partitions: expected a backend whose device has SMs"),
     ],
 )
@@ -72,6 +73,44 @@ async def test_errors_have_one_form(method: str, path: str, status: int, expecte
         assert expected in error_of(response, status)
         if status == 405:
             assert response.headers["allow"]
+
+
+LONG = "x" * 60_000
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "body", "status"),
+    [
+        ("GET", f"/{LONG}", {}, b"", 404),
+        ("GET", f"/v2/models/{LONG}", {}, b"", 404),
+        ("POST", f"/v2/models/{LONG}/infer", {}, b"", 404),
+        ("GET", f"/v2/models/tiny/versions/{LONG}", {}, b"", 404),
+        ("DELETE", f"/v2/models/{LONG}/infer", {}, b"", 405),
+        (LONG, "/v1/partitions", {}, b"", 405),
+        ("POST", "/v2/models/tiny/infer", {"Content-Encoding": LONG}, b"", 415),
+        ("POST", "/v2/models/tiny/infer", {"Inference-Header-Content-Length": LONG}, b"", 400),
+        ("POST", "/v2/models/tiny/infer", {}, json.dumps({"id": LONG}).encode(), 400),
+        ("POST", "/v2/models/tiny/infer", {}, json.dumps({"inputs": [{"name": LONG}]}).encode(), 400),
+        ("POST", "/v2/repository/index", {}, json.dumps({"ready": LONG}).encode(), 400),
+        ("PUT", "/v1/partitions", {}, json.dumps({"partitions": {LONG: 8}}).encode(), 422),
+        ("PUT", "/v1/partitions", {}, json.dumps({"partitions": {}, LONG: 8}).encode(), 422),
+        ("PUT", "/v1/partitions", {}, json.dumps({"partitions": dict.fromkeys(range(999), 8)}).encode(), 422),
+    ],
+)
+async def test_no_error_repeats_what_is_long(
+    method: str, path: str, headers: dict[str, str], body: bytes, status: int
+) -> None:
+    async with serving(tiny_settings()) as server:
+        response = await server.http.request(method, path, headers=headers, content=body)
+        assert len(error_of(response, status)) < 400
+
+
+async def test_an_unknown_model_gets_the_first_names_of_many() -> None:
+    models = [{**MODEL, "name": f"layer_{i}"} for i in range(58)]
+    async with serving(tiny_settings(models=models), serving_runner(EchoRunner())) as server:
+        text = error_of(await server.http.get("/v2/models/other"), 404)
+    named = ", ".join(f"layer_{i}" for i in range(8))
+    assert text == f"model: expected {named} or 50 more, got 'other'"
 
 
 @pytest.mark.parametrize("body", [b"[]", b"{", b'{"ready": 1}'])
@@ -84,7 +123,8 @@ async def test_a_wrong_index_request(body: bytes) -> None:
 async def test_header_lengths_that_are_no_numbers(length: str) -> None:
     async with serving(tiny_settings()) as server:
         response = await server.infer(GOOD[0], Inference_Header_Content_Length=length)
-        assert "number of bytes" in error_of(response, 400)
+        text = f"Inference-Header-Content-Length: expected a number of bytes, got {length!r}"
+        assert error_of(response, 400) == text
 
 
 async def test_json_that_takes_long_to_parse_is_refused_and_binary_is_not() -> None:
@@ -98,7 +138,7 @@ async def test_json_that_takes_long_to_parse_is_refused_and_binary_is_not() -> N
         body = json.dumps({"inputs": [numbers]}).encode()
         assert len(body) > 2000
         text = error_of(await server.infer(body, None), 413)
-        assert f"at most 2000 bytes, got {len(body)}" in text
+        assert text == f"JSON: expected at most 2000 bytes, got {len(body)}: use binary"
         output_of(await server.infer(*hidden_request(rows(60))))
 
 
@@ -108,9 +148,12 @@ async def test_bodies_past_the_limit_are_refused_whatever_they_claim() -> None:
             yield bytes(1000)
 
     async with serving(tiny_settings(limits={"max_body_bytes": 10_000})) as server:
-        assert "at most 10000 bytes, got 10001" in error_of(await server.infer(bytes(10_001)), 413)
+        assert (
+            error_of(await server.infer(bytes(10_001)), 413)
+            == "body: expected at most 10000 bytes, got 10001"
+        )
         response = await server.http.post("/v2/models/tiny/infer", content=chunks())
-        assert "at most 10000 bytes, got more" in error_of(response, 413)
+        assert error_of(response, 413) == "body: expected at most 10000 bytes, got more"
         headers = {"Content-Length": "5"}
         response = await server.http.post("/v2/models/tiny/infer", content=bytes(10_001), headers=headers)
         error_of(response, 413)
@@ -120,7 +163,7 @@ async def test_bodies_past_the_limit_are_refused_whatever_they_claim() -> None:
 async def test_too_many_tokens() -> None:
     async with serving(tiny_settings()) as server:
         text = error_of(await server.infer(*hidden_request(rows(65), id="q")), 400)
-        assert text == "a request is expected to hold at most 64 tokens, got 65 (request id: q)"
+        assert text == "request: expected at most 64 tokens, got 65 (request id: q)"
 
 
 async def test_a_failing_step_is_a_500_and_the_next_request_works(caplog: pytest.LogCaptureFixture) -> None:

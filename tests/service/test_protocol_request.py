@@ -1,6 +1,7 @@
 """Parsing infer requests: what is taken, and the sentence for everything that is not."""
 
 import json
+import re
 from typing import Any
 
 import numpy as np
@@ -99,104 +100,184 @@ def test_parameters_of_the_callers_own_are_no_error() -> None:
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        (b"", "expected to be JSON"),
-        (b"{", "expected to be JSON"),
-        (b"\xff\xfe", "expected to be UTF-8"),
-        (b"[]", "expected to be a JSON object, got []"),
-        (b"[" * 100_000, "nested too deeply"),
-        (b'{"inputs": [' + b"1" * 5000 + b"]}", "expected to be JSON"),
-        (b'{"a": NaN}', "expected to be finite, got NaN: send the tensor in binary"),
-        (b'{"a": -Infinity}', "expected to be finite, got -Infinity"),
-        (b"{}", "inputs is expected to be an array of objects, got None"),
-        (b'{"inputs": [1]}', "inputs is expected to be an array of objects, got [1]"),
-        (request_body(), "input hidden_states is expected, got none"),
-        (request_body(ONE_ROW, id=3), "id is expected to be a string, got 3"),
-        (request_body(ONE_ROW, parameters=[]), "parameters of the request are expected to be an object"),
-        (request_body(ONE_ROW, parameters={"binary_data_output": 1}), "true or false, got 1"),
-        (request_body(ONE_ROW, parameters={"timeout": -1}), "number of microseconds, got -1"),
-        (request_body(ONE_ROW, parameters={"priority": 1}), "without the parameter priority"),
-        (request_body(ONE_ROW, parameters={"sequence_id": "s"}), "without the parameter sequence_id"),
-        (request_body(ONE_ROW, ONE_ROW), "input hidden_states is expected once"),
-        (request_body(ONE_ROW | {"name": "x"}), "named hidden_states, topk_ids, topk_weights, got 'x'"),
-        (request_body(ONE_ROW | {"name": ["x"]}), "named hidden_states, topk_ids, topk_weights, got ['x']"),
-        (request_body(ONE_ROW | {"datatype": "FP8"}), "expected to be BF16 or FP16 or FP32, got 'FP8'"),
-        (request_body(ONE_ROW | {"shape": [4]}), "expected to be two sizes, [tokens, columns], got [4]"),
-        (request_body(ONE_ROW | {"shape": [-1, 4]}), "expected to be two sizes"),
-        (request_body(ONE_ROW | {"shape": [True, 4]}), "expected to be two sizes"),
-        (request_body(ONE_ROW | {"shape": [10**30, 4]}), "expected to be two sizes"),
-        (request_body(ONE_ROW | {"shape": [2, 2]}), "hidden_states is expected to be [2, 4], got [2, 2]"),
-        (request_body(ONE_ROW | {"shape": [2, 4]}), "expected to hold 8 numbers, got 4"),
-        (request_body(ONE_ROW | {"data": 1}), "expected to be an array of numbers, got 1"),
+        (b"", "request: expected JSON, got an error in it: "),
+        (b"{", "request: expected JSON, got an error in it: "),
+        (b"\xff\xfe", "request: expected JSON in UTF-8, got invalid start byte"),
+        (b"[]", "request: expected a JSON object, got []"),
+        (b"[" * 100_000, "request: expected JSON, got arrays nested too deeply"),
+        (b'{"inputs": [' + b"1" * 5000 + b"]}", "request: expected JSON, got an error in it: "),
+        (b'{"a": NaN}', "request: expected finite numbers in JSON, got NaN: send the tensor in binary"),
+        (b'{"a": -Infinity}', "request: expected finite numbers in JSON, got -Infinity: "),
+        (b"{}", "inputs: expected an array of objects, got None"),
+        (b'{"inputs": [1]}', "inputs: expected an array of objects, got [1]"),
+        (request_body(), "inputs: expected hidden_states, got none"),
+        (request_body(IDS, WEIGHTS), "inputs: expected hidden_states, got topk_ids, topk_weights"),
+        (request_body(ONE_ROW, id=3), "id: expected a string, got 3"),
+        (request_body(ONE_ROW, parameters=[]), "parameters of the request: expected an object, got []"),
+        (
+            request_body(ONE_ROW, parameters={"binary_data_output": 1}),
+            "parameter binary_data_output: expected true or false, got 1",
+        ),
+        (
+            request_body(ONE_ROW, parameters={"timeout": -1}),
+            "parameter timeout: expected a number of microseconds, got -1",
+        ),
+        (
+            request_body(ONE_ROW, parameters={"priority": 1}),
+            "parameter priority of the request: expected none (not supported), got 1",
+        ),
+        (
+            request_body(ONE_ROW, parameters={"sequence_id": "s"}),
+            "parameter sequence_id of the request: expected none (not supported), got 's'",
+        ),
+        (request_body(ONE_ROW, ONE_ROW), "input hidden_states: expected once, got it twice"),
+        (
+            request_body(ONE_ROW | {"name": "x"}),
+            "name of an input: expected hidden_states, topk_ids or topk_weights, got 'x'",
+        ),
+        (
+            request_body(ONE_ROW | {"name": ["x"]}),
+            "name of an input: expected hidden_states, topk_ids or topk_weights, got ['x']",
+        ),
+        (
+            request_body(ONE_ROW | {"datatype": "FP8"}),
+            "datatype of input hidden_states: expected BF16, FP16 or FP32, got 'FP8'",
+        ),
+        (
+            request_body(ONE_ROW | {"shape": [4]}),
+            "shape of input hidden_states: expected two sizes, [tokens, columns], got [4]",
+        ),
+        (
+            request_body(ONE_ROW | {"shape": [-1, 4]}),
+            "shape of input hidden_states: expected two sizes, [tokens, columns], got [",
+        ),
+        (
+            request_body(ONE_ROW | {"shape": [True, 4]}),
+            "shape of input hidden_states: expected two sizes, [tokens, columns], got [",
+        ),
+        (
+            request_body(ONE_ROW | {"shape": [10**30, 4]}),
+            "shape of input hidden_states: expected two sizes, [tokens, columns], got [",
+        ),
+        (
+            request_body(ONE_ROW | {"shape": [2, 2]}),
+            "shape of input hidden_states: expected [2, 4], got [2, 2]",
+        ),
+        (request_body(ONE_ROW | {"shape": [2, 4]}), "data of input hidden_states: expected 8 numbers, got 4"),
+        (
+            request_body(ONE_ROW | {"data": 1}),
+            "data of input hidden_states: expected an array of numbers, got 1",
+        ),
         (
             request_body(ONE_ROW | {"data": [[1, 2, 3]]}),
-            "row 0 of data of input hidden_states is expected to hold 4",
+            "row 0 of data of input hidden_states: expected 4 numbers, got 3 numbers",
         ),
         (
             request_body(ONE_ROW | {"data": [[1, 2, 3, 4], 5]}),
-            "expected to hold 1 rows for shape [1, 4], got 2",
+            "data of input hidden_states: expected 1 rows for shape [1, 4], got 2",
         ),
-        (request_body(ONE_ROW | {"data": [1, 2, 3, True]}), "expected to hold numbers for FP32, got bool"),
+        (
+            request_body(ONE_ROW | {"data": [1, 2, 3, True]}),
+            "data of input hidden_states: expected numbers for FP32, got bool",
+        ),
         (
             request_body(ONE_ROW | {"data": [1, 2, 3, None]}),
-            "expected to hold numbers for FP32, got NoneType",
+            "data of input hidden_states: expected numbers for FP32, got NoneType",
         ),
-        (request_body(ONE_ROW | {"data": ["1", 2, 3, 4]}), "expected to hold numbers for FP32, got str"),
-        (request_body(ONE_ROW | {"data": [1e300, 0, 0, 0]}), "holds 1e+300 at 0, which does not fit FP32"),
-        (request_body(ONE_ROW | {"data": [10**400, 0, 0, 0]}), "holds a number that does not fit FP32"),
-        (request_body({k: v for k, v in ONE_ROW.items() if k != "data"}), "got neither"),
-        (request_body(ONE_ROW | {"parameters": {"binary_data_size": 16}}), "got both"),
+        (
+            request_body(ONE_ROW | {"data": ["1", 2, 3, 4]}),
+            "data of input hidden_states: expected numbers for FP32, got str",
+        ),
+        (
+            request_body(ONE_ROW | {"data": [1e300, 0, 0, 0]}),
+            "data of input hidden_states: expected numbers that fit FP32, got 1e+300 at 0",
+        ),
+        (
+            request_body(ONE_ROW | {"data": [10**400, 0, 0, 0]}),
+            "data of input hidden_states: expected numbers that fit FP32, got a larger one",
+        ),
+        (
+            request_body({k: v for k, v in ONE_ROW.items() if k != "data"}),
+            "input hidden_states: expected data or the parameter binary_data_size, got neither",
+        ),
+        (
+            request_body(ONE_ROW | {"parameters": {"binary_data_size": 16}}),
+            "input hidden_states: expected data or the parameter binary_data_size, got both",
+        ),
         (
             request_body(ONE_ROW | {"parameters": {"shared_memory_region": "r"}}),
-            "without the parameter shared",
+            "parameter shared_memory_region of input hidden_states: expected none (not supported), got 'r'",
         ),
-        (request_body(ONE_ROW, IDS), "expected together, got topk_ids without topk_weights"),
-        (request_body(ONE_ROW, WEIGHTS), "expected together, got topk_weights without topk_ids"),
-        (request_body(ONE_ROW, IDS | {"data": [0, 1.0]}, WEIGHTS), "hold integers for INT32, got float"),
-        (request_body(ONE_ROW, IDS | {"data": [0, 2**31]}, WEIGHTS), "a number that does not fit INT32"),
+        (
+            request_body(ONE_ROW, IDS),
+            "inputs topk_ids and topk_weights: expected both or neither, got topk_ids alone",
+        ),
+        (
+            request_body(ONE_ROW, WEIGHTS),
+            "inputs topk_ids and topk_weights: expected both or neither, got topk_weights alone",
+        ),
+        (
+            request_body(ONE_ROW, IDS | {"data": [0, 1.0]}, WEIGHTS),
+            "data of input topk_ids: expected integers for INT32, got float",
+        ),
+        (
+            request_body(ONE_ROW, IDS | {"data": [0, 2**31]}, WEIGHTS),
+            "data of input topk_ids: expected numbers that fit INT32, got a larger one",
+        ),
         (
             request_body(ONE_ROW, IDS | {"shape": [2, 1], "data": [0, 3]}, WEIGHTS),
-            "topk_ids is expected to be [1, 2], got [2, 1]",
+            "shape of input topk_ids: expected [1, 2], got [2, 1]",
         ),
-        (request_body(ONE_ROW, outputs=[{"name": "y"}]), "an output is expected to be named hidden_states"),
-        (request_body(ONE_ROW, outputs=[{"name": "hidden_states"}] * 2), "once, got it 2 times"),
+        (
+            request_body(ONE_ROW, outputs=[{"name": "y"}]),
+            "name of an output: expected hidden_states, got 'y'",
+        ),
+        (
+            request_body(ONE_ROW, outputs=[{"name": "hidden_states"}] * 2),
+            "output hidden_states: expected once, got it 2 times",
+        ),
         (
             request_body(ONE_ROW, outputs=[{"name": "hidden_states", "parameters": {"datatype": "INT8"}}]),
-            "datatype of output hidden_states is expected to be BF16 or FP16 or FP32, got 'INT8'",
+            "datatype of output hidden_states: expected BF16, FP16 or FP32, got 'INT8'",
         ),
         (
             request_body(ONE_ROW, outputs=[{"name": "hidden_states", "parameters": {"classification": 3}}]),
-            "without the parameter classification",
+            "parameter classification of output hidden_states: expected none (not supported), got 3",
         ),
-        (request_body(ONE_ROW | {"shape": [9, 4], "data": [0] * 36}), "at most 8 tokens, got 9"),
-        (request_body(BINARY_ROW), "expected to have 16 bytes after the JSON, got 0"),
+        (
+            request_body(ONE_ROW | {"shape": [9, 4], "data": [0] * 36}),
+            "request: expected at most 8 tokens, got 9",
+        ),
+        (request_body(BINARY_ROW), "input hidden_states: expected 16 bytes after the JSON, got 0"),
     ],
 )
 def test_what_is_wrong_is_said(body: bytes, expected: str) -> None:
     with pytest.raises(OipError) as caught:
         parse_request(body, None, SPEC)
     assert caught.value.status == 400
-    assert expected in caught.value.message
+    assert caught.value.message.startswith(expected)
+    assert re.fullmatch(r"[^:]+: expected .+, got .+", caught.value.message)
 
 
 @pytest.mark.parametrize(
     ("size", "tail", "expected"),
     [
-        (16, 15, "expected to have 16 bytes after the JSON, got 15"),
-        (16, 17, "expected to add up to the 17 bytes after the JSON, got 16"),
+        (16, 15, "input hidden_states: expected 16 bytes after the JSON, got 15"),
+        (16, 17, "binary_data_size of all inputs: expected to add up to the 17 bytes after the JSON, got 16"),
         (
             12,
             12,
-            "binary_data_size of input hidden_states is expected to be 16 for shape [1, 4] of FP32, got 12",
+            "binary_data_size of input hidden_states: expected 16 for shape [1, 4] of FP32, got 12",
         ),
-        (-16, 16, "expected to be 16"),
-        ("16", 16, "expected to be 16 for shape [1, 4] of FP32, got '16'"),
+        (-16, 16, "binary_data_size of input hidden_states: expected 16 for shape [1, 4] of FP32, got -16"),
+        ("16", 16, "binary_data_size of input hidden_states: expected 16 for shape [1, 4] of FP32, got '16'"),
     ],
 )
 def test_byte_counts_that_lie(size: Any, tail: int, expected: str) -> None:
     header = request_body(BINARY_ROW | {"parameters": {"binary_data_size": size}})
     with pytest.raises(OipError) as caught:
         parse_request(header + bytes(tail), len(header), SPEC)
-    assert expected in caught.value.message
+    assert caught.value.message == expected
 
 
 @pytest.mark.parametrize("length", [1, 10, 10**6])
@@ -208,8 +289,10 @@ def test_header_lengths_that_lie(length: int) -> None:
 
 
 def test_a_raw_body_of_half_a_row() -> None:
-    with pytest.raises(OipError, match=r"rows of 16 bytes \(4 FP32 values\), got 24 bytes"):
+    with pytest.raises(OipError) as caught:
         parse_request(bytes(24), 0, SPEC)
+    expected = "body: expected rows of 16 bytes (4 FP32 values), as there is no JSON header, got 24 bytes"
+    assert caught.value.message == expected
 
 
 def test_errors_after_the_id_carry_it() -> None:
@@ -217,3 +300,12 @@ def test_errors_after_the_id_carry_it() -> None:
         parse_request(request_body(ONE_ROW | {"shape": [1, 5]}, id="\ud800 seven"), None, SPEC)
     assert caught.value.request_id == "\ud800 seven"
     assert json.loads(caught.value.body())["error"].endswith("(request id: \ud800 seven)")
+
+
+def test_an_error_holds_no_more_of_the_id_than_finds_it() -> None:
+    with pytest.raises(OipError) as caught:
+        parse_request(request_body(ONE_ROW | {"shape": [1, 5]}, id="seven" * 10_000), None, SPEC)
+    assert re.fullmatch(
+        r".* \(request id: (seven)+[seven]*\.\.\.\)", json.loads(caught.value.body())["error"]
+    )
+    assert len(caught.value.body()) < 400

@@ -126,10 +126,20 @@ def test_concurrent_requests_get_their_own_rows(client: Any, runner: Runner) -> 
 @pytest.mark.parametrize(
     ("model", "make", "status", "text"),
     [
-        ("other", lambda: [tensor(rows(1))], "404", "a served model is expected"),
-        ("tiny", lambda: [tensor(rows(1), "input")], "400", "expected to be named hidden_states"),
-        ("tiny", lambda: [tensor(rows(1)[:, :5])], "400", f"expected to be [1, {HIDDEN}], got [1, 5]"),
-        ("tiny", lambda: [tensor(rows(1).astype(np.int32), datatype="INT32")], "400", "BF16 or FP16 or FP32"),
+        ("other", lambda: [tensor(rows(1))], "404", "model: expected tiny, got 'other'"),
+        ("tiny", lambda: [tensor(rows(1), "input")], "400", "name of an input: expected hidden_states"),
+        (
+            "tiny",
+            lambda: [tensor(rows(1)[:, :5])],
+            "400",
+            f"shape of input hidden_states: expected [1, {HIDDEN}], got [1, 5]",
+        ),
+        (
+            "tiny",
+            lambda: [tensor(rows(1).astype(np.int32), datatype="INT32")],
+            "400",
+            "datatype of input hidden_states: expected BF16, FP16 or FP32, got 'INT32'",
+        ),
         ("tiny", lambda: [tensor(rows(65))], "400", "at most 64 tokens, got 65"),
         ("tiny", lambda: [tensor(rows(4096))], "413", "at most 1048576 bytes"),
         (

@@ -3,6 +3,7 @@
 import zlib
 
 from expertd.service.http.protocol.errors import OipError
+from expertd.service.sentences import shown
 
 _WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 ENCODINGS = "gzip, deflate"
@@ -20,19 +21,19 @@ def decompress(body: bytes, encoding: str, limit: int) -> bytes:
     if name not in _WINDOW_BITS:
         raise OipError(
             415,
-            f"Content-Encoding is expected to be gzip, deflate or identity, got {encoding!r}",
+            f"Content-Encoding: expected gzip, deflate or identity, got {shown(encoding)}",
             headers={"Accept-Encoding": ENCODINGS},
         )
     decoder = zlib.decompressobj(_WINDOW_BITS[name])
     try:
         decoded = decoder.decompress(body, limit + 1)
     except zlib.error as error:
-        raise OipError(400, f"the body is expected to be {name} data, got {error}") from error
+        raise OipError(400, f"body: expected {name} data, got {error}") from error
     if len(decoded) > limit:
-        raise OipError(413, f"the body is expected to hold at most {limit} bytes when decompressed, got more")
+        raise OipError(413, f"body: expected at most {limit} bytes when decompressed, got more")
     if not decoder.eof or decoder.unused_data:
         got = "bytes after its end" if decoder.eof else "a part of it"
-        raise OipError(400, f"the body is expected to be one whole {name} stream, got {got}")
+        raise OipError(400, f"body: expected one whole {name} stream, got {got}")
     return decoded
 
 

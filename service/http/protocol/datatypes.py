@@ -27,13 +27,13 @@ def numbers_to_bytes(data: object, shape: list[int], datatype: str, where: str) 
     if not kinds <= allowed:
         expected = "numbers" if datatype in FLOATS else "integers"
         got = ", ".join(sorted(kind.__name__ for kind in kinds - allowed))
-        raise OipError(400, f"{where} is expected to hold {expected} for {datatype}, got {got}")
+        raise OipError(400, f"{where}: expected {expected} for {datatype}, got {got}")
     try:
         if datatype in FLOATS:
             return _floats_to_bytes(np.array(flat, dtype=np.float64), datatype, where)
         return np.array(flat, dtype=_NUMPY[datatype]).tobytes()
     except OverflowError as error:
-        raise OipError(400, f"{where} holds a number that does not fit {datatype}") from error
+        raise OipError(400, f"{where}: expected numbers that fit {datatype}, got a larger one") from error
 
 
 def bytes_to_numbers(buffer: Buffer, datatype: str, where: str) -> list[float]:
@@ -49,8 +49,8 @@ def bytes_to_numbers(buffer: Buffer, datatype: str, where: str) -> list[float]:
     if wrong.size:
         raise OipError(
             400,
-            f"{where} holds {wrong.size} values that are not finite (the first at {wrong[0]}: "
-            f"{values[wrong[0]]}), which JSON cannot carry: ask for it with binary_data",
+            f"{where}: expected finite values, as JSON has no others, got {wrong.size} values that are not "
+            f"finite (the first at {wrong[0]}: {values[wrong[0]]}): ask for it with binary_data",
         )
     numbers: list[float] = values.tolist()
     return numbers
@@ -59,17 +59,17 @@ def bytes_to_numbers(buffer: Buffer, datatype: str, where: str) -> list[float]:
 def _flatten(data: object, shape: list[int], where: str) -> list[Any]:
     rows, columns = shape
     if not isinstance(data, list):
-        raise OipError(400, f"{where} is expected to be an array of numbers, got {shown(data)}")
+        raise OipError(400, f"{where}: expected an array of numbers, got {shown(data)}")
     if not any(type(row) is list for row in data):
         if len(data) != rows * columns:
-            raise OipError(400, f"{where} is expected to hold {rows * columns} numbers, got {len(data)}")
+            raise OipError(400, f"{where}: expected {rows * columns} numbers, got {len(data)}")
         return data
     if len(data) != rows:
-        raise OipError(400, f"{where} is expected to hold {rows} rows for shape {shape}, got {len(data)}")
+        raise OipError(400, f"{where}: expected {rows} rows for shape {shape}, got {len(data)}")
     for index, row in enumerate(data):
         if type(row) is not list or len(row) != columns:
             got = f"{len(row)} numbers" if type(row) is list else shown(row)
-            raise OipError(400, f"row {index} of {where} is expected to hold {columns} numbers, got {got}")
+            raise OipError(400, f"row {index} of {where}: expected {columns} numbers, got {got}")
     return list(chain.from_iterable(data))
 
 
@@ -86,5 +86,5 @@ def _floats_to_bytes(values: npt.NDArray[np.float64], datatype: str, where: str)
         finite = np.isfinite(narrow)
     if not finite.all():
         index = int(np.flatnonzero(~finite)[0])
-        raise OipError(400, f"{where} holds {values[index]} at {index}, which does not fit {datatype}")
+        raise OipError(400, f"{where}: expected numbers that fit {datatype}, got {values[index]} at {index}")
     return narrow.tobytes()

@@ -2,6 +2,11 @@
 
 import json
 
+from expertd.service.sentences import shortened
+
+# An id of this length comes back whole: more than a UUID or a trace has.
+_ID_CHARACTERS = 200
+
 
 class OipError(Exception):
     """A request that gets `status` and a sentence saying what was expected.
@@ -25,8 +30,9 @@ class OipError(Exception):
 
     def body(self) -> bytes:
         """The protocol's error object, with the request's id in the text when there is one."""
-        text = self.message if self.request_id is None else f"{self.message} (request id: {self.request_id})"
-        return error_body(text)
+        if self.request_id is None:
+            return error_body(self.message)
+        return error_body(f"{self.message} (request id: {shortened(self.request_id, _ID_CHARACTERS)})")
 
 
 def error_body(text: str) -> bytes:

@@ -8,7 +8,7 @@ from expertd.service.engine.spec import LayerSpec
 from expertd.service.http.protocol.datatypes import ELEMENT_BYTES, FLOATS, numbers_to_bytes
 from expertd.service.http.protocol.errors import OipError
 from expertd.service.moe.request import Buffer, LayerRequest
-from expertd.service.sentences import shown
+from expertd.service.sentences import any_of, shown
 
 INPUT_DATATYPES = {"hidden_states": FLOATS, "topk_ids": ("INT32", "INT64"), "topk_weights": ("FP32",)}
 OUTPUT = "hidden_states"
@@ -44,7 +44,7 @@ def parse_request(body: bytes, header_length: int | None, spec: LayerSpec) -> In
         return _parse_raw(body, spec)
     if header_length is not None and header_length > len(body):
         _refuse(
-            f"Inference-Header-Content-Length is expected to be at most the body's {len(body)} bytes, "
+            f"Inference-Header-Content-Length: expected at most the body's {len(body)} bytes, "
             f"got {header_length}"
         )
     view = memoryview(body)
@@ -52,7 +52,7 @@ def parse_request(body: bytes, header_length: int | None, spec: LayerSpec) -> In
     header = _parse_json(view[:end])
     request_id = header.get("id")
     if request_id is not None and not isinstance(request_id, str):
-        _refuse(f"id is expected to be a string, got {shown(request_id)}")
+        _refuse(f"id: expected a string, got {shown(request_id)}")
     try:
         return _parse_header(header, view[end:], request_id, spec)
     except OipError as error:
@@ -64,8 +64,8 @@ def _parse_raw(body: bytes, spec: LayerSpec) -> InferRequest:
     row_bytes = spec.hidden_size * ELEMENT_BYTES[spec.datatype]
     if len(body) % row_bytes:
         _refuse(
-            f"a body without a JSON header is expected to hold rows of {row_bytes} bytes "
-            f"({spec.hidden_size} {spec.datatype} values), got {len(body)} bytes"
+            f"body: expected rows of {row_bytes} bytes ({spec.hidden_size} {spec.datatype} values), "
+            f"as there is no JSON header, got {len(body)} bytes"
         )
     tensor = _Tensor(spec.datatype, [len(body) // row_bytes, spec.hidden_size], memoryview(body))
     layer = _layer_request({"hidden_states": tensor}, spec.datatype, spec)
@@ -76,18 +76,18 @@ def _parse_json(text: memoryview) -> dict[str, Any]:
     try:
         header = _DECODER.decode(str(text, "utf-8"))
     except UnicodeDecodeError as error:
-        raise OipError(400, f"the request's JSON is expected to be UTF-8, got {error.reason}") from error
+        raise OipError(400, f"request: expected JSON in UTF-8, got {error.reason}") from error
     except ValueError as error:
-        raise OipError(400, f"the request is expected to be JSON, got an error in it: {error}") from error
+        raise OipError(400, f"request: expected JSON, got an error in it: {error}") from error
     except RecursionError as error:
-        raise OipError(400, "the request is expected to be JSON, got arrays nested too deeply") from error
+        raise OipError(400, "request: expected JSON, got arrays nested too deeply") from error
     if not isinstance(header, dict):
-        _refuse(f"the request is expected to be a JSON object, got {shown(header)}")
+        _refuse(f"request: expected a JSON object, got {shown(header)}")
     return header
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    _refuse(f"numbers in JSON are expected to be finite, got {name}: send the tensor in binary")
+    _refuse(f"request: expected finite numbers in JSON, got {name}: send the tensor in binary")
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
@@ -102,17 +102,17 @@ def _parse_header(
     for entry in _objects(header, "inputs"):
         name = entry.get("name")
         if not isinstance(name, str) or name not in INPUT_DATATYPES:
-            _refuse(f"an input is expected to be named {', '.join(INPUT_DATATYPES)}, got {shown(name)}")
+            _refuse(f"name of an input: expected {any_of(INPUT_DATATYPES)}, got {shown(name)}")
         if name in tensors:
-            _refuse(f"input {name} is expected once, got it twice")
+            _refuse(f"input {name}: expected once, got it twice")
         tensors[name], offset = _parse_input(name, entry, binary, offset)
     if offset != len(binary):
         _refuse(
-            f"the inputs' binary_data_size are expected to add up to the {len(binary)} bytes after the JSON, "
+            f"binary_data_size of all inputs: expected to add up to the {len(binary)} bytes after the JSON, "
             f"got {offset}"
         )
     if "hidden_states" not in tensors:
-        _refuse("input hidden_states is expected, got none")
+        _refuse(f"inputs: expected hidden_states, got {', '.join(tensors) or 'none'}")
     binary_output = _boolean(parameters, "binary_data_output", default=False)
     datatype = tensors["hidden_states"].datatype
     if outputs := _objects(header, "outputs", required=False):
@@ -125,43 +125,40 @@ def _parse_input(name: str, entry: dict[str, Any], binary: memoryview, offset: i
     where = f"input {name}"
     datatype = entry.get("datatype")
     if datatype not in INPUT_DATATYPES[name]:
-        allowed = " or ".join(INPUT_DATATYPES[name])
-        _refuse(f"datatype of {where} is expected to be {allowed}, got {shown(datatype)}")
+        _refuse(f"datatype of {where}: expected {any_of(INPUT_DATATYPES[name])}, got {shown(datatype)}")
     shape = entry.get("shape")
     if not _is_shape(shape):
-        _refuse(f"shape of {where} is expected to be two sizes, [tokens, columns], got {shown(shape)}")
+        _refuse(f"shape of {where}: expected two sizes, [tokens, columns], got {shown(shape)}")
     size = _parameters(entry, where).get("binary_data_size")
     if size is None:
         if "data" not in entry:
-            _refuse(f"{where} is expected to have data or the parameter binary_data_size, got neither")
+            _refuse(f"{where}: expected data or the parameter binary_data_size, got neither")
         data = numbers_to_bytes(entry["data"], shape, datatype, f"data of {where}")
         return _Tensor(datatype, shape, data), offset
     if "data" in entry:
-        _refuse(f"{where} is expected to have data or the parameter binary_data_size, got both")
+        _refuse(f"{where}: expected data or the parameter binary_data_size, got both")
     expected = shape[0] * shape[1] * ELEMENT_BYTES[datatype]
     if type(size) is not int or size != expected:
         _refuse(
-            f"binary_data_size of {where} is expected to be {expected} for shape {shape} of {datatype}, "
+            f"binary_data_size of {where}: expected {expected} for shape {shape} of {datatype}, "
             f"got {shown(size)}"
         )
     if offset + size > len(binary):
-        _refuse(f"{where} is expected to have {size} bytes after the JSON, got {len(binary) - offset}")
+        _refuse(f"{where}: expected {size} bytes after the JSON, got {len(binary) - offset}")
     return _Tensor(datatype, shape, binary[offset : offset + size]), offset + size
 
 
 def _parse_outputs(outputs: list[dict[str, Any]], datatype: str, binary: bool) -> tuple[str, bool]:
     if len(outputs) > 1 and all(entry.get("name") == OUTPUT for entry in outputs):
-        _refuse(f"output {OUTPUT} is expected once, got it {len(outputs)} times")
+        _refuse(f"output {OUTPUT}: expected once, got it {len(outputs)} times")
     for entry in outputs:
         if entry.get("name") != OUTPUT:
-            _refuse(f"an output is expected to be named {OUTPUT}, got {shown(entry.get('name'))}")
+            _refuse(f"name of an output: expected {OUTPUT}, got {shown(entry.get('name'))}")
         parameters = _parameters(entry, f"output {OUTPUT}")
         binary = _boolean(parameters, "binary_data", default=binary)
         datatype = parameters.get("datatype", datatype)
         if datatype not in FLOATS:
-            _refuse(
-                f"datatype of output {OUTPUT} is expected to be {' or '.join(FLOATS)}, got {shown(datatype)}"
-            )
+            _refuse(f"datatype of output {OUTPUT}: expected {any_of(FLOATS)}, got {shown(datatype)}")
     return datatype, binary
 
 
@@ -171,15 +168,13 @@ def _layer_request(tensors: dict[str, _Tensor], output_datatype: str, spec: Laye
     for name, tensor in tensors.items():
         expected = [num_tokens, spec.hidden_size if name == "hidden_states" else spec.top_k]
         if tensor.shape != expected:
-            _refuse(f"shape of input {name} is expected to be {expected}, got {tensor.shape}")
+            _refuse(f"shape of input {name}: expected {expected}, got {tensor.shape}")
     if num_tokens > spec.max_request_tokens:
-        _refuse(
-            f"a request is expected to hold at most {spec.max_request_tokens} tokens, got {shown(num_tokens)}"
-        )
+        _refuse(f"request: expected at most {spec.max_request_tokens} tokens, got {num_tokens}")
     ids, weights = tensors.get("topk_ids"), tensors.get("topk_weights")
     if (ids is None) != (weights is None):
-        given, missing = ("topk_weights", "topk_ids") if ids is None else ("topk_ids", "topk_weights")
-        _refuse(f"inputs topk_ids and topk_weights are expected together, got {given} without {missing}")
+        given = "topk_weights" if ids is None else "topk_ids"
+        _refuse(f"inputs topk_ids and topk_weights: expected both or neither, got {given} alone")
     return LayerRequest(
         num_tokens=num_tokens,
         hidden_states=hidden_states.data,
@@ -202,10 +197,11 @@ def _parameters(owner: dict[str, Any], where: str) -> dict[str, Any]:
     if parameters is None:
         return {}
     if not isinstance(parameters, dict):
-        _refuse(f"parameters of {where} are expected to be an object, got {shown(parameters)}")
+        _refuse(f"parameters of {where}: expected an object, got {shown(parameters)}")
     for name in _UNSUPPORTED & parameters.keys():
         if parameters[name]:
-            _refuse(f"{where} is expected without the parameter {name}, which is not supported")
+            got = shown(parameters[name])
+            _refuse(f"parameter {name} of {where}: expected none (not supported), got {got}")
     return parameters
 
 
@@ -214,14 +210,14 @@ def _objects(header: dict[str, Any], key: str, required: bool = True) -> list[di
     if entries is None and not required:
         return []
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        _refuse(f"{key} is expected to be an array of objects, got {shown(entries)}")
+        _refuse(f"{key}: expected an array of objects, got {shown(entries)}")
     return entries
 
 
 def _boolean(parameters: dict[str, Any], name: str, default: bool) -> bool:
     value = parameters.get(name, default)
     if not isinstance(value, bool):
-        _refuse(f"parameter {name} is expected to be true or false, got {shown(value)}")
+        _refuse(f"parameter {name}: expected true or false, got {shown(value)}")
     return value
 
 
@@ -229,7 +225,7 @@ def _timeout(parameters: dict[str, Any]) -> float | None:
     """The request's `timeout`, microseconds on the wire, 0 for none."""
     value = parameters.get("timeout", 0)
     if type(value) is not int or not 0 <= value < 2**63:
-        _refuse(f"parameter timeout is expected to be a number of microseconds, got {shown(value)}")
+        _refuse(f"parameter timeout: expected a number of microseconds, got {shown(value)}")
     return value / 1e6 if value else None
 
 

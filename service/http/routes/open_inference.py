@@ -149,8 +149,8 @@ def _only_ready(body: bytes) -> bool:
     try:
         asked = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise OipError(400, "the body is expected to be JSON or empty") from error
+        raise OipError(400, "body: expected JSON or nothing, got an error in it") from error
     ready = asked.get("ready", False) if isinstance(asked, dict) else asked
     if not isinstance(asked, dict) or not isinstance(ready, bool):
-        raise OipError(400, f'the body is expected to be {{"ready": true or false}}, got {shown(ready)}')
+        raise OipError(400, f'body: expected {{"ready": true or false}}, got {shown(ready)}')
     return ready

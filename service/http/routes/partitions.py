@@ -10,7 +10,7 @@ from expertd.service.http.bodies import BodyReader, body_of
 from expertd.service.http.protocol import OipError
 from expertd.service.http.routes.documentation import errors
 from expertd.service.http.routes.schemas import PartitionsRequest, PartitionsResponse
-from expertd.service.sentences import expected_and_got
+from expertd.service.sentences import expected_and_got, shortened
 
 _BODY: dict[str, Any] = {
     "requestBody": {
@@ -53,7 +53,7 @@ def _sizes(body: bytes) -> dict[str, int]:
         return dict(PartitionsRequest.model_validate_json(body).partitions)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"])) or "the body"
+        where = shortened(".".join(map(str, first["loc"]))) or "body"
         status = 400 if first["type"] == "json_invalid" else 422
         raise OipError(status, f"{where}: {expected_and_got(first)}") from error
 

@@ -1,6 +1,6 @@
 """The bodies of the API as the OpenAPI document shows them; the hot path builds its own from bytes."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
@@ -63,7 +63,7 @@ class PartitionsRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    partitions: dict[str, PositiveInt]
+    partitions: dict[Annotated[str, Field(max_length=64)], PositiveInt] = Field(max_length=32)
 
 
 class InferTensor(BaseModel):
