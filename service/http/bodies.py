@@ -9,6 +9,8 @@ from expertd.service.http.protocol import OipError
 from expertd.service.sentences import shown
 from expertd.service.settings.model import Limits
 
+CONTROL_BODY_BYTES = 64 * 1024
+
 
 class ClientGoneError(Exception):
     """The caller closed the connection before its answer."""
@@ -18,7 +20,6 @@ class BodyReader:
     """For all routes with a body, so that none holds up a shutdown or keeps a connection for nothing."""
 
     def __init__(self, limits: Limits) -> None:
-        self._limit = limits.max_body_bytes
         self._seconds = limits.body_timeout_seconds
         self._stopped = False
         self._reading: set[asyncio.Timeout] = set()
@@ -29,13 +30,16 @@ class BodyReader:
         for reading in self._reading:
             reading.reschedule(0)
 
-    async def read(self, receive: Receive, content_length: int | None) -> bytes:
-        """The whole body. Raises OipError (408, 413 as soon as it is too long, 503), ClientGoneError."""
+    async def read(self, receive: Receive, content_length: int | None, limit: int) -> bytes:
+        """The whole body, of `limit` bytes at most.
+
+        Raises OipError (408, 413 as soon as it is known to be too long, 503), ClientGoneError.
+        """
         try:
             async with asyncio.timeout(self._seconds) as reading:
                 self._reading.add(reading)
                 try:
-                    return await self._read(receive, content_length)
+                    return await _read(receive, content_length, limit)
                 finally:
                     self._reading.discard(reading)
         except TimeoutError as error:
@@ -46,42 +50,55 @@ class BodyReader:
             sentence = f"body: expected all of it within {self._seconds:g} s, got a part of it"
             raise OipError(408, sentence, headers=close) from error
 
-    async def _read(self, receive: Receive, content_length: int | None) -> bytes:
-        if content_length is not None:
-            self._check(content_length)
+
+async def _read(receive: Receive, content_length: int | None, limit: int) -> bytes:
+    if content_length is not None:
+        _check(content_length, limit)
+    message = await receive()
+    if message["type"] == "http.request" and not message.get("more_body", False):
+        body: bytes = message.get("body", b"")
+        _check(len(body), limit)
+        return body
+    chunks: list[bytes] = []
+    size = 0
+    while True:
+        if message["type"] != "http.request":
+            raise ClientGoneError
+        chunk = message.get("body", b"")
+        chunks.append(chunk)
+        size += len(chunk)
+        if size > limit:
+            raise OipError(413, f"body: expected at most {limit} bytes, got more")
+        if not message.get("more_body", False):
+            return b"".join(chunks)
         message = await receive()
-        if message["type"] == "http.request" and not message.get("more_body", False):
-            body: bytes = message.get("body", b"")
-            self._check(len(body))
-            return body
-        chunks: list[bytes] = []
-        size = 0
-        while True:
-            if message["type"] != "http.request":
-                raise ClientGoneError
-            chunk = message.get("body", b"")
-            chunks.append(chunk)
-            size += len(chunk)
-            if size > self._limit:
-                raise OipError(413, f"body: expected at most {self._limit} bytes, got more")
-            if not message.get("more_body", False):
-                return b"".join(chunks)
-            message = await receive()
-
-    def _check(self, size: int) -> None:
-        if size > self._limit:
-            raise OipError(413, f"body: expected at most {self._limit} bytes, got {size}")
 
 
-def number_of_bytes(value: bytes, header: str) -> int:
-    """The number of bytes that a header tells. Raises OipError (400)."""
+def _check(size: int, limit: int) -> None:
+    if size > limit:
+        raise OipError(413, f"body: expected at most {limit} bytes, got {size}")
+
+
+def number_of_bytes(value: bytes, header: str, earlier: int | None) -> int:
+    """The number of bytes in a header; `earlier` is that of the last one of the same name, if any.
+
+    Raises OipError (400) for anything but a number, and for two headers that disagree.
+    """
     if not (value.isdigit() and len(value) < 16):
         raise OipError(400, f"{header}: expected a number of bytes, got {shown(value.decode('latin-1'))}")
-    return int(value)
+    number = int(value)
+    if earlier not in (None, number):
+        raise OipError(400, f"{header}: expected one number of bytes, got {earlier} and {number}")
+    return number
 
 
-async def body_of(request: Request, bodies: BodyReader) -> bytes:
-    """The request's whole body. Raises as `BodyReader.read` does, and OipError (400)."""
-    length = request.headers.get("content-length")
-    told = None if length is None else number_of_bytes(length.encode("latin-1"), "Content-Length")
-    return await bodies.read(request.receive, told)
+async def control_body(request: Request, bodies: BodyReader) -> bytes:
+    """The body of a call that is not infer: small, as it is parsed on the event loop.
+
+    Raises as `BodyReader.read` does, and OipError (400).
+    """
+    length = None
+    for name, value in request.scope["headers"]:
+        if name == b"content-length":
+            length = number_of_bytes(value, "Content-Length", length)
+    return await bodies.read(request.receive, length, CONTROL_BODY_BYTES)

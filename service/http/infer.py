@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 _INLINE_BYTES = 64 * 1024
 # A wait shorter than this is not worth a task that watches whether the caller is still there.
 _WATCH_AFTER_SECONDS = 0.05
+_HEADER_LENGTH = "Inference-Header-Content-Length"
 _CLIENT_GONE = 499  # what proxies log for a caller that left; never sent
 
 
@@ -95,7 +96,7 @@ class InferEndpoint:
         headers = _read_headers(scope)
         # A full queue is known before a byte of the body is read, let alone parsed.
         self._engine.scheduler.check_room(model)
-        body = await self._bodies.read(receive, headers.content_length)
+        body = await self._bodies.read(receive, headers.content_length, self._max_body_bytes)
         if headers.content_encoding is not None:
             encoding, limit = headers.content_encoding, self._max_body_bytes
             body = await _off_loop(len(body), lambda: decompress(body, encoding, limit))
@@ -169,9 +170,9 @@ def _read_headers(scope: Scope) -> _Headers:
     headers = _Headers()
     for name, value in scope["headers"]:
         if name == b"inference-header-content-length":
-            headers.header_length = number_of_bytes(value, "Inference-Header-Content-Length")
+            headers.header_length = number_of_bytes(value, _HEADER_LENGTH, headers.header_length)
         elif name == b"content-length":
-            headers.content_length = number_of_bytes(value, "Content-Length")
+            headers.content_length = number_of_bytes(value, "Content-Length", headers.content_length)
         elif name == b"content-encoding":
             headers.content_encoding = value.decode("latin-1")
         elif name == b"accept-encoding":

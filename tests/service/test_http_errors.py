@@ -127,6 +127,19 @@ async def test_header_lengths_that_are_no_numbers(length: str) -> None:
         assert error_of(response, 400) == text
 
 
+@pytest.mark.parametrize("name", ["Inference-Header-Content-Length", "Content-Length"])
+async def test_a_length_may_come_twice_if_it_is_the_same(name: str) -> None:
+    right = {"Inference-Header-Content-Length": GOOD[1], "Content-Length": len(GOOD[0])}
+    once = [(header, str(length)) for header, length in right.items()]
+    path = "/v2/models/tiny/infer"
+    async with serving(tiny_settings()) as server:
+        same = [*once, (name, str(right[name]))]
+        output_of(await server.http.post(path, content=GOOD[0], headers=same))
+        other = [*once, (name, "11")]
+        text = error_of(await server.http.post(path, content=GOOD[0], headers=other), 400)
+        assert text == f"{name}: expected one number of bytes, got {right[name]} and 11"
+
+
 async def test_json_that_takes_long_to_parse_is_refused_and_binary_is_not() -> None:
     async with serving(tiny_settings(limits={"max_json_bytes": 2000})) as server:
         numbers = {

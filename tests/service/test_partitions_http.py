@@ -1,8 +1,9 @@
 """/v1/partitions over a device of arithmetic; the real one is tested on a GPU."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -92,9 +93,38 @@ async def test_wrong_bodies(body: bytes, status: int, expected: str) -> None:
 @pytest.mark.parametrize(("method", "path"), [("PUT", "/v1/partitions"), ("POST", "/v2/repository/index")])
 async def test_bodies_past_the_limit(method: str, path: str) -> None:
     async with serving(tiny_settings(), serving_runner(EchoRunner(), Device())) as server:
-        body = bytes(server.app.engine.settings.limits.max_body_bytes + 1)
-        response = await server.http.request(method, path, content=body)
-        assert "at most" in error_of(response, 413)
+        response = await server.http.request(method, path, content=bytes(64 * 1024 + 1))
+        assert error_of(response, 413) == "body: expected at most 65536 bytes, got 65537"
+        fits = b'{"partitions": {}}' if method == "PUT" else b"{}"
+        response = await server.http.request(method, path, content=fits.ljust(64 * 1024))
+        assert response.status_code == 200
+
+
+@pytest.mark.parametrize(("method", "path"), [("PUT", "/v1/partitions"), ("POST", "/v2/repository/index")])
+async def test_no_more_is_read_than_the_limit(method: str, path: str) -> None:
+    chunks_read = 0
+
+    async def receive() -> dict[str, object]:
+        nonlocal chunks_read
+        chunks_read += 1
+        return {"type": "http.request", "body": bytes(40_000), "more_body": True}
+
+    async def status(*headers: tuple[bytes, bytes]) -> int:
+        sent: list[MutableMapping[str, Any]] = []
+
+        async def send(message: MutableMapping[str, Any]) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": method, "path": path, "query_string": b"", "headers": headers}
+        await server.app(scope, receive, send)
+        return int(sent[0]["status"])
+
+    async with serving(tiny_settings(), serving_runner(EchoRunner(), Device())) as server:
+        assert await status((b"content-length", b"60000000")) == 413
+        assert chunks_read == 0
+        assert await status() == 413
+        assert chunks_read == 2
+        assert await status((b"content-length", b"1"), (b"content-length", b"2")) == 400
 
 
 async def test_a_partition_in_use_cannot_be_taken_away() -> None:

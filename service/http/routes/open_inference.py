@@ -9,7 +9,7 @@ from starlette.types import Receive, Scope, Send
 from expertd import __version__
 from expertd.service.engine.engine import Engine
 from expertd.service.engine.spec import MODEL_VERSION, LayerSpec
-from expertd.service.http.bodies import BodyReader, body_of
+from expertd.service.http.bodies import BodyReader, control_body
 from expertd.service.http.infer import InferEndpoint
 from expertd.service.http.protocol import INPUT_DATATYPES, OUTPUT, OipError
 from expertd.service.http.routes.documentation import INFER_REQUEST, INFER_RESPONSE, errors
@@ -110,7 +110,7 @@ def protocol_router(engine: Engine, infer: InferEndpoint, bodies: BodyReader) ->
     )
     async def repository_index(request: Request) -> list[dict[str, str]]:
         """The served models; with {"ready": true} in the body, only those that can be asked."""
-        only_ready = _only_ready(await body_of(request, bodies))
+        only_ready = _only_ready(await control_body(request, bodies))
         reasons = {name: engine.why_not_ready(name) for name in engine.models}
         return [
             {

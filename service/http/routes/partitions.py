@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 from pydantic import ValidationError
 
 from expertd.service.engine.engine import Engine
-from expertd.service.http.bodies import BodyReader, body_of
+from expertd.service.http.bodies import BodyReader, control_body
 from expertd.service.http.protocol import OipError
 from expertd.service.http.routes.documentation import errors
 from expertd.service.http.routes.schemas import PartitionsRequest, PartitionsResponse
@@ -42,7 +42,7 @@ def partitions_router(engine: Engine, bodies: BodyReader) -> APIRouter:
     )
     async def put_partitions(request: Request) -> dict[str, Any]:
         """Replace all partitions between two steps: all or nothing, and no request is dropped."""
-        await engine.set_partitions(_sizes(await body_of(request, bodies)))
+        await engine.set_partitions(_sizes(await control_body(request, bodies)))
         return _shown(engine)
 
     return router
