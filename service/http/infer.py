@@ -174,10 +174,16 @@ def _read_headers(scope: Scope) -> _Headers:
         elif name == b"content-length":
             headers.content_length = number_of_bytes(value, "Content-Length", headers.content_length)
         elif name == b"content-encoding":
-            headers.content_encoding = value.decode("latin-1")
+            headers.content_encoding = _joined(headers.content_encoding, value)
         elif name == b"accept-encoding":
-            headers.accept_encoding = value.decode("latin-1")
+            headers.accept_encoding = _joined(headers.accept_encoding, value)
     return headers
+
+
+def _joined(earlier: str | None, value: bytes) -> str:
+    """Headers of one name are one list (RFC 9110, 5.3)."""
+    text = value.decode("latin-1")
+    return f"{earlier}, {text}" if earlier else text
 
 
 async def _off_loop(size: int, work: Callable[[], T]) -> T:

@@ -136,6 +136,17 @@ async def test_bodies_may_be_compressed_either_way() -> None:
         assert error_of(response, 415) == "Content-Encoding: expected gzip, deflate or identity, got 'br'"
         assert response.headers["accept-encoding"] == "gzip, deflate"
         error_of(await server.infer(b"no gzip", 3, content_encoding="gzip"), 400)
+        halves = gzip.compress(body[:50]) + gzip.compress(body[50:])
+        np.testing.assert_array_equal(
+            output_of(await server.infer(halves, length, content_encoding="gzip")), plain
+        )
+        for one, other in (("gzip", "identity"), ("identity", "gzip")):
+            headers = [("Content-Encoding", one), ("Content-Encoding", other)]
+            headers.append(("Inference-Header-Content-Length", str(length)))
+            response = await server.http.post(
+                "/v2/models/tiny/infer", content=gzip.compress(body), headers=headers
+            )
+            np.testing.assert_array_equal(output_of(response), plain)
         error_of(await server.infer(gzip.compress(bytes(2 << 20)), 3, content_encoding="gzip"), 413)
         output_of(await server.infer(body, length))
 

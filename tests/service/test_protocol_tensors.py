@@ -87,9 +87,53 @@ def test_compression_there_and_back(encoding: str) -> None:
     with pytest.raises(OipError, match="at most 599 bytes when decompressed") as caught:
         decompress(packed, encoding, len(body) - 1)
     assert caught.value.status == 413
-    for broken, expected in ((packed[:-1], "a part of it"), (packed + b"x", "bytes after its end")):
+    after = "bytes after its end" if encoding == "deflate" else "expected gzip data"
+    for broken, expected in (
+        (b"", "a part of it"),
+        (packed[:-1], "a part of it"),
+        (packed + b"no gzip", after),
+    ):
         with pytest.raises(OipError, match=expected):
             decompress(broken, encoding, len(body))
+
+
+def test_gzip_may_come_in_several_members() -> None:
+    parts = [b"expert" * 30_000, b"", bytes(range(256)) * 500, b"x"]
+    packed = b"".join(map(gzip.compress, parts))
+    whole = b"".join(parts)
+    assert decompress(packed, "gzip", len(whole)) == whole
+    with pytest.raises(OipError, match=f"at most {len(whole) - 1} bytes") as caught:
+        decompress(packed, "gzip", len(whole) - 1)
+    assert caught.value.status == 413
+    for broken in (packed[:-1], packed + packed[:5]):
+        with pytest.raises(OipError, match="a part of it"):
+            decompress(broken, "gzip", 2 * len(whole))
+    with pytest.raises(OipError, match="bytes after its end"):
+        decompress(zlib.compress(b"x") * 2, "deflate", 2)
+
+
+def test_members_are_not_counted_for_ever() -> None:
+    empty = gzip.compress(b"")
+    assert decompress(empty * 4096, "gzip", 0) == b""
+    with pytest.raises(OipError, match="at most 4096 gzip members") as caught:
+        decompress(empty * 4097, "gzip", 0)
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("content_encoding", ["identity", "", " Identity ,, identity"])
+def test_identity_is_no_coding(content_encoding: str) -> None:
+    assert decompress(b"x", content_encoding, 0) == b"x"
+    packed = gzip.compress(b"x")
+    assert decompress(packed, f"{content_encoding}, X-GZip", 1) == b"x"
+
+
+@pytest.mark.parametrize("content_encoding", ["gzip, gzip", "deflate,gzip", "gzip, br", "br"])
+def test_several_codings_are_refused(content_encoding: str) -> None:
+    with pytest.raises(OipError) as caught:
+        decompress(gzip.compress(gzip.compress(b"x")), content_encoding, 1000)
+    assert caught.value.status == 415
+    expected = f"Content-Encoding: expected gzip, deflate or identity, got {content_encoding!r}"
+    assert caught.value.message == expected
 
 
 def test_a_bomb_is_not_unpacked() -> None:

@@ -6,35 +6,57 @@ from expertd.service.http.protocol.errors import OipError
 from expertd.service.sentences import shown
 
 _WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
+_PIECE_BYTES = 64 * 1024
+_MAX_MEMBERS = 4096  # 256 MiB in blocks of 64 KiB, as some tools write them; each costs time, however small
 ENCODINGS = "gzip, deflate"
 _FASTEST = 1  # tensors hardly shrink: a higher level buys time spent, not bytes saved
 
 
-def decompress(body: bytes, encoding: str, limit: int) -> bytes:
-    """`body` decoded by the Content-Encoding `encoding`.
+def decompress(body: bytes, content_encoding: str, limit: int) -> bytes:
+    """`body` decoded by its Content-Encoding, a list of one coding at most besides identity.
 
-    Raises OipError: 415 for another encoding, 400 for bytes that are not of it, 413 past `limit` bytes.
+    Raises OipError: 415 for another coding or several, 400 for bytes that are not of it, 413 past `limit`
+    bytes.
     """
-    name = encoding.strip().lower()
-    if name == "identity":
+    names = [name for item in content_encoding.split(",") if (name := item.strip().lower())]
+    codings = [name for name in names if name != "identity"]
+    if not codings:
         return body
-    if name not in _WINDOW_BITS:
+    if len(codings) > 1 or codings[0] not in _WINDOW_BITS:
         raise OipError(
             415,
-            f"Content-Encoding: expected gzip, deflate or identity, got {shown(encoding)}",
+            f"Content-Encoding: expected gzip, deflate or identity, got {shown(content_encoding)}",
             headers={"Accept-Encoding": ENCODINGS},
         )
-    decoder = zlib.decompressobj(_WINDOW_BITS[name])
     try:
-        decoded = decoder.decompress(body, limit + 1)
+        return _inflate(body, codings[0], limit)
     except zlib.error as error:
-        raise OipError(400, f"body: expected {name} data, got {error}") from error
-    if len(decoded) > limit:
-        raise OipError(413, f"body: expected at most {limit} bytes when decompressed, got more")
-    if not decoder.eof or decoder.unused_data:
-        got = "bytes after its end" if decoder.eof else "a part of it"
-        raise OipError(400, f"body: expected one whole {name} stream, got {got}")
-    return decoded
+        raise OipError(400, f"body: expected {codings[0]} data, got {error}") from error
+
+
+def _inflate(body: bytes, coding: str, limit: int) -> bytes:
+    """The members of `body`, one after the other (RFC 1952, 2.2); a deflate stream is a single one."""
+    chunks: list[bytes] = []
+    room, start, members = limit, 0, 0
+    while start < len(body) or not members:
+        if members and coding == "deflate":
+            raise OipError(400, "body: expected one whole deflate stream, got bytes after its end")
+        if members == _MAX_MEMBERS:
+            raise OipError(400, f"body: expected at most {_MAX_MEMBERS} gzip members, got more")
+        decoder = zlib.decompressobj(_WINDOW_BITS[coding])
+        # In pieces: what is left of one after the end of a member is copied, and members may be tiny.
+        while not decoder.eof:
+            if start >= len(body):
+                raise OipError(400, f"body: expected a whole {coding} stream, got a part of it")
+            chunk = decoder.decompress(body[start : start + _PIECE_BYTES], room + 1)
+            room -= len(chunk)
+            if room < 0:
+                raise OipError(413, f"body: expected at most {limit} bytes when decompressed, got more")
+            chunks.append(chunk)
+            start += _PIECE_BYTES
+        start = min(start, len(body)) - len(decoder.unused_data)
+        members += 1
+    return b"".join(chunks)
 
 
 def asked_encoding(accept_encoding: str) -> str | None:
