@@ -63,6 +63,7 @@ class Engine:
         self._load = load
         self._loading: asyncio.Task[None] | None = None
         self._retries: dict[str, asyncio.Task[None]] = {}
+        metrics.add_models({model.name: model.num_experts for model in settings.models})
         metrics.watch_jit(jit_stats)
         metrics.watch_models(lambda: {name: self.why_not_ready(name) is None for name in self.models})
         metrics.watch_queues(self._waiting)
@@ -213,7 +214,7 @@ class Engine:
             del self._retries[model]
 
     def _waiting(self) -> dict[str, tuple[int, int]]:
-        return {name: self.scheduler.waiting(name) for name in self.models} if self.loaded else {}
+        return {name: self.scheduler.waiting(name) if self.loaded else (0, 0) for name in self.models}
 
     def _partition_sizes(self) -> tuple[int, dict[str, int]] | None:
         partitions = self.loaded.partitions if self.loaded else None

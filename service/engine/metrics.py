@@ -1,6 +1,6 @@
 """Every metric of the server, in a registry of its own per application."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple, Protocol
 
@@ -13,10 +13,15 @@ from prometheus_client import (
     ProcessCollector,
     disable_created_metrics,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client.core import GaugeMetricFamily, Metric
 
+from expertd.layout import Layout
+from expertd.service.engine.collectors import Collected, ExpertTokens, count
+from expertd.service.engine.refusals import REASONS, Reason
 from expertd.service.moe.request import StepResult
+
+# Of every answer to an infer request; 499 stands for none, as the client had left.
+STATUSES = (200, 400, 404, 408, 413, 415, 499, 500, 503)
 
 # An expert layer answers in a millisecond: a factor of 2 from 50 us to 26 s.
 SECONDS = tuple(50e-6 * 2**i for i in range(20))
@@ -75,8 +80,11 @@ class Metrics:
             "model",
             "layout",
         )
+        self._refusals = self._counter(
+            "refusals", "Infer requests that got no output, by what was in the way", "model", "reason"
+        )
         self._step_failures = self._counter("step_failures", "Steps that raised", "model")
-        self._expert_tokens = _ExpertTokens()
+        self._expert_tokens = ExpertTokens()
         # Looking a child up by its labels costs more than counting: keep the ones in use.
         self._request_children = cache(
             lambda model, status: (
@@ -96,6 +104,20 @@ class Metrics:
         )
         self.registry.register(self._expert_tokens)
 
+    def add_models(self, num_experts: Mapping[str, int]) -> None:
+        """Start every series of these models (model -> its experts) at zero, for rates need a first value."""
+        for model, experts in num_experts.items():
+            for status in STATUSES:
+                self._request_children(model, status)
+            for reason in REASONS:
+                self._refusals.labels(model, reason)
+            for layout in Layout:
+                self._step_children(model, layout)
+            self._step_failures.labels(model)
+            self._expert_tokens.add(model, np.zeros(experts, dtype=np.int64))
+        self._request_children("", 404)
+        self._refusals.labels("", "unknown_model")
+
     def built(self, backend: str, device: str) -> None:
         """The backend and device that were chosen at start-up."""
         self._build.info({"version": self._version, "backend": backend, "device": device})
@@ -105,6 +127,10 @@ class Metrics:
         count, duration = self._request_children(model, status)
         count.inc()
         duration.observe(seconds)
+
+    def refused(self, model: str, reason: Reason) -> None:
+        """An infer request got no output; `model` is "" where no such model is served."""
+        self._refusals.labels(model, reason).inc()
 
     def step_done(self, model: str, result: StepResult, queue_seconds: Sequence[float]) -> None:
         """A step was computed for requests that had waited `queue_seconds`."""
@@ -135,7 +161,7 @@ class Metrics:
                 tokens.add_metric([model], num_tokens)
             yield from (requests, tokens)
 
-        self.registry.register(_Collected(collect))
+        self.registry.register(Collected(collect))
 
     def watch_models(self, ready: Callable[[], Mapping[str, bool]]) -> None:
         """Report what `ready` returns at a scrape: model -> whether requests should be sent to it."""
@@ -148,18 +174,18 @@ class Metrics:
                 gauge.add_metric([model], is_ready)
             yield gauge
 
-        self.registry.register(_Collected(collect))
+        self.registry.register(Collected(collect))
 
     def watch_jit(self, stats: Callable[[], JitStats]) -> None:
         """Report the kernel compiler's figures at a scrape."""
 
         def collect() -> Iterator[Metric]:
             now = stats()
-            yield _count("expertd_jit_compilations", "Kernels compiled", now.compilations)
-            yield _count("expertd_jit_compile_seconds", "Time spent compiling kernels", now.compile_seconds)
-            yield _count("expertd_jit_cache_hits", "Kernels found compiled in the cache", now.cache_hits)
+            yield count("expertd_jit_compilations", "Kernels compiled", now.compilations)
+            yield count("expertd_jit_compile_seconds", "Time spent compiling kernels", now.compile_seconds)
+            yield count("expertd_jit_cache_hits", "Kernels found compiled in the cache", now.cache_hits)
 
-        self.registry.register(_Collected(collect))
+        self.registry.register(Collected(collect))
 
     def watch_partitions(self, sizes: Callable[[], tuple[int, Mapping[str, int]] | None]) -> None:
         """Report SMs at a scrape: (SMs of the device, partition -> SMs granted), None without a GPU."""
@@ -174,7 +200,7 @@ class Metrics:
                 granted.add_metric([name], num_sms)
             yield granted
 
-        self.registry.register(_Collected(collect))
+        self.registry.register(Collected(collect))
 
     def watch_device_memory(self, memory: Callable[[], tuple[int, int] | None]) -> None:
         """Report (used, total) bytes of the device at a scrape, None without a GPU."""
@@ -186,43 +212,10 @@ class Metrics:
                 yield GaugeMetricFamily("expertd_device_memory_used_bytes", "Memory in use", value=used)
                 yield GaugeMetricFamily("expertd_device_memory_total_bytes", "Memory there is", value=total)
 
-        self.registry.register(_Collected(collect))
+        self.registry.register(Collected(collect))
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"expertd_{name}", text, labels, registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
         return Histogram(f"expertd_{name}", text, labels, buckets=buckets, registry=self.registry)
-
-
-class _Collected(Collector):
-    def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
-        self._collect = collect
-
-    def collect(self) -> Iterable[Metric]:
-        return self._collect()
-
-
-class _ExpertTokens(Collector):
-    """Tokens by model and expert: added up as arrays, for a step may touch a thousand experts."""
-
-    def __init__(self) -> None:
-        self._totals: dict[str, np.ndarray[tuple[int], np.dtype[np.int64]]] = {}
-
-    def add(self, model: str, tokens: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> None:
-        total = self._totals.get(model)
-        # A new array each time, so that a scrape on another thread never sees half a step.
-        self._totals[model] = tokens if total is None else total + tokens
-
-    def collect(self) -> Iterable[Metric]:
-        family = CounterMetricFamily(
-            "expertd_expert_tokens", "Tokens routed to an expert", labels=["model", "expert"]
-        )
-        for model, total in list(self._totals.items()):
-            for expert, tokens in enumerate(total.tolist()):
-                family.add_metric([model, str(expert)], tokens)
-        yield family
-
-
-def _count(name: str, text: str, value: float) -> Metric:
-    return CounterMetricFamily(name, text, value=value)

@@ -46,7 +46,7 @@ class BodyReader:
             close = {"Connection": "close"}  # or the rest of the body would be taken for a request
             if self._stopped:
                 sentence = "the server is shutting down, and the body had not come"
-                raise OipError(503, sentence, headers=close) from error
+                raise OipError(503, sentence, reason="shutting_down", headers=close) from error
             sentence = f"body: expected all of it within {self._seconds:g} s, got a part of it"
             raise OipError(408, sentence, headers=close) from error
 

@@ -1,4 +1,4 @@
-"""The status of each of the engine's errors, in one table."""
+"""The status of each of the engine's errors, and what metrics count it by, in one table."""
 
 from expertd.service.engine.errors import (
     EngineError,
@@ -11,23 +11,25 @@ from expertd.service.engine.errors import (
     StepFailedError,
     UnknownModelError,
 )
+from expertd.service.engine.refusals import Reason
 from expertd.service.http.protocol import OipError
 
-STATUS: dict[type[EngineError], int] = {
-    UnknownModelError: 404,
-    PartitionsUnavailableError: 409,
-    PartitionsRefusedError: 422,
-    StepFailedError: 500,
-    NotReadyError: 503,
-    QueueFullError: 503,
-    QueueTimeoutError: 503,
-    SchedulerClosedError: 503,
+ANSWERS: dict[type[EngineError], tuple[int, Reason]] = {
+    UnknownModelError: (404, "unknown_model"),
+    PartitionsUnavailableError: (409, "invalid_request"),
+    PartitionsRefusedError: (422, "invalid_request"),
+    StepFailedError: (500, "step_failed"),
+    NotReadyError: (503, "not_ready"),
+    QueueFullError: (503, "queue_full"),
+    QueueTimeoutError: (503, "queue_timeout"),
+    SchedulerClosedError: (503, "shutting_down"),
 }
 
 
-def http_error(error: EngineError, request_id: str | None = None) -> OipError:
-    """The engine's error as an answer, with the request's id in its text where there is one."""
+def http_error(error: EngineError) -> OipError:
+    """The engine's error as an answer."""
+    status, reason = ANSWERS[type(error)]
     headers = {"Retry-After": str(error.retry_after)} if isinstance(error, QueueFullError) else {}
-    answer = OipError(STATUS[type(error)], str(error), request_id=request_id, headers=headers)
+    answer = OipError(status, str(error), reason=reason, headers=headers)
     answer.__cause__ = error
     return answer

@@ -30,6 +30,7 @@ from expertd.service.http.protocol import (
     decompress,
     parse_request,
 )
+from expertd.service.sentences import shown
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -76,17 +77,16 @@ class InferEndpoint:
         known = model if model in self._engine.models else ""
         try:
             answer = await self._answer(scope, receive, model, version)
-        except ClientGoneError:
-            self._metrics.request_done(known, _CLIENT_GONE, time.perf_counter() - started)
-            return
-        except EngineError as error:
-            answer = _error(http_error(error), scope)
-        except OipError as error:
-            answer = _error(error, scope)
-        except Exception:
-            logger.exception("an infer request to model %s failed", model)
-            answer = _error(OipError(500, "the server failed on this request: its log says why"), scope)
-        await self._send(send, answer)
+        except Exception as error:
+            refusal = _refusal(error, model)
+            text, request_id = refusal.message, shown(refusal.request_id)
+            logger.debug(
+                "%d %s: model %s, id %s: %s", refusal.status, refusal.reason, shown(model), request_id, text
+            )
+            self._metrics.refused(known, refusal.reason)
+            answer = _error(refusal, scope)
+        if answer.status != _CLIENT_GONE:
+            await self._send(send, answer)
         self._metrics.request_done(known, answer.status, time.perf_counter() - started)
 
     async def _answer(self, scope: Scope, receive: Receive, model: str, version: str) -> _Answer:
@@ -103,17 +103,17 @@ class InferEndpoint:
         json_bytes = len(body) if headers.header_length is None else min(headers.header_length, len(body))
         if json_bytes > self._max_json_bytes:
             limit = self._max_json_bytes
-            raise OipError(413, f"JSON: expected at most {limit} bytes, got {json_bytes}: use binary")
+            text = f"JSON: expected at most {limit} bytes, got {json_bytes}: use binary"
+            raise OipError(413, text, reason="json_too_large")
         request = await _off_loop(json_bytes, lambda: parse_request(body, headers.header_length, spec))
         try:
             output = await self._compute(model, request, receive)
             size = 0 if request.binary_output else 8 * len(output)
             response = await _off_loop(size, lambda: build_response(request, output, spec))
-        except EngineError as error:
-            raise http_error(error, request.id) from error
-        except OipError as error:
-            error.request_id = request.id
-            raise
+        except Exception as error:
+            refusal = _refusal(error, model)
+            refusal.request_id = request.id
+            raise refusal from refusal.__cause__
         return await _encoded(response, headers.accept_encoding)
 
     async def _compute(self, model: str, request: InferRequest, receive: Receive) -> memoryview | bytes:
@@ -134,10 +134,13 @@ class InferEndpoint:
             expired = QueueTimeoutError(f"the request waited for its timeout of {request.timeout_seconds} s")
             timers.append(loop.call_later(request.timeout_seconds, scheduler.give_up, pending, expired))
         try:
-            return await pending.answer
+            output = await pending.answer
         finally:
             for timer in timers:
                 timer.cancel()
+        if _has_left(receive):
+            raise ClientGoneError
+        return output
 
     def _watch(self, pending: Pending, receive: Receive) -> None:
         """Give up on a waiting request as soon as its caller closes the connection."""
@@ -201,6 +204,31 @@ async def _encoded(response: InferResponse, accept_encoding: str) -> _Answer:
         answer.parts = [await _off_loop(size, lambda: compress(response.parts, encoding))]
         answer.headers.append((b"content-encoding", encoding.encode()))
     return answer
+
+
+def _has_left(receive: Receive) -> bool:
+    """Whether the caller has closed the connection: what `receive` says without waiting for anything."""
+    asking = receive().__await__()
+    try:
+        next(asking)
+    except StopIteration as said:
+        return bool(said.value["type"] == "http.disconnect")
+    asking.close()  # it would wait
+    return False
+
+
+def _refusal(error: Exception, model: str) -> OipError:
+    if isinstance(error, OipError):
+        return error
+    if isinstance(error, EngineError):
+        return http_error(error)
+    if isinstance(error, ClientGoneError):
+        refusal = OipError(_CLIENT_GONE, "the client closed the connection")
+    else:
+        logger.error("an infer request to model %s failed", shown(model), exc_info=error)
+        refusal = OipError(500, "the server failed on this request: its log says why")
+    refusal.__cause__ = error
+    return refusal
 
 
 def _error(error: OipError, scope: Scope) -> _Answer:

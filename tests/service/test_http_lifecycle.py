@@ -127,6 +127,7 @@ async def test_not_ready_while_loading_and_after_a_failure(caplog: pytest.LogCap
         release.set()
         await app.engine.wait_loaded()
         await check("failed")
+        assert server.metric("refusals_total", model="tiny", reason="not_ready") == 2
     assert "loading failed: no such weights" in caplog.text
 
 

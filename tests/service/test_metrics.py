@@ -8,6 +8,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from expertd.kernels.jit import stats as jit_stats
 from expertd.layout import Layout
+from expertd.service.engine.errors import EngineError
+from expertd.service.engine.metrics import STATUSES
+from expertd.service.engine.refusals import REASONS
+from expertd.service.http.app import ExpertApp
+from expertd.service.http.errors import ANSWERS
 from expertd.service.moe.request import StepResult
 from tests.service.apps import (
     NUM_EXPERTS,
@@ -50,10 +55,14 @@ async def test_requests_and_steps_are_counted() -> None:
         assert (await server.http.post("/v2/models/nobody/infer")).status_code == 404
         await steps_counted(server, 2)
         samples = await scrape(server)
-    assert samples["expertd_requests_total"] == {
+    assert {labels: value for labels, value in samples["expertd_requests_total"].items() if value} == {
         (("model", "tiny"), ("status", "200")): 2,
         (("model", "tiny"), ("status", "400")): 1,
         (("model", ""), ("status", "404")): 1,
+    }
+    assert {labels: value for labels, value in samples["expertd_refusals_total"].items() if value} == {
+        (("model", "tiny"), ("reason", "invalid_request")): 1,
+        (("model", ""), ("reason", "unknown_model")): 1,
     }
     model, layout = ("model", "tiny"), ("layout", "contiguous")
     assert samples["expertd_request_seconds_count"][model,] == 3
@@ -114,6 +123,49 @@ async def test_a_failed_step_is_counted(caplog: pytest.LogCaptureFixture) -> Non
         assert server.metric("requests_total", model="tiny", status="500") == 1
 
 
+async def test_every_series_is_there_from_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    poison = float(rows(1, seed=1)[0, 0])
+    async with serving(tiny_settings(), serving_runner(EchoRunner(poison))) as server:
+        first = await scrape(server)
+        output_of(await server.infer(*hidden_request(rows(3))))
+        await server.infer(*hidden_request(rows(1, seed=1)))
+        await server.infer(b"", content_encoding="br")
+        await server.http.post("/v2/models/nobody/infer")
+        async with asyncio.timeout(10):
+            while not server.metric("batch_requests_count", model="tiny"):
+                await asyncio.sleep(0)
+        last = await scrape(server)
+    assert {name: set(series) for name, series in first.items()} == {
+        name: set(series) for name, series in last.items() if name != "expertd_build_info"
+    } | {"expertd_build_info": set(first["expertd_build_info"])}
+    model = ("model", "tiny")
+    assert first["expertd_step_failures_total"] == {(model,): 0}
+    assert last["expertd_step_failures_total"] == {(model,): 1}
+    assert set(first["expertd_refusals_total"]) == {
+        *((model, ("reason", reason)) for reason in REASONS),
+        (("model", ""), ("reason", "unknown_model")),
+    }
+    assert set(first["expertd_requests_total"]) == {
+        *((model, ("status", str(status))) for status in STATUSES),
+        (("model", ""), ("status", "404")),
+    }
+
+
+async def test_the_series_are_there_while_models_are_loading() -> None:
+    app = ExpertApp(tiny_settings(), serving_runner(EchoRunner()))
+    value = app.metrics.registry.get_sample_value
+    assert value("expertd_queue_requests", {"model": "tiny"}) == 0
+    assert value("expertd_refusals_total", {"model": "tiny", "reason": "not_ready"}) == 0
+    assert value("expertd_expert_tokens_total", {"model": "tiny", "expert": "3"}) == 0
+
+
+def test_every_status_and_every_reason_is_known() -> None:
+    infer = ExpertApp(tiny_settings()).openapi()["paths"]["/v2/models/{model}/infer"]["post"]
+    assert {str(status) for status in STATUSES} == {*infer["responses"], "499"}
+    assert set(ANSWERS) == set(EngineError.__subclasses__())
+    assert {reason for _, reason in ANSWERS.values()} <= set(REASONS)
+
+
 async def test_openmetrics_is_given_to_who_asks_for_it() -> None:
     async with serving(tiny_settings()) as server:
         headers = {"Accept": "application/openmetrics-text; version=1.0.0"}
@@ -145,3 +197,5 @@ async def test_every_metric_is_documented() -> None:
     assert len(own) > 10
     for name in own:
         assert any(f"`{name}{suffix}`" in text for suffix in ("", "_total", "_info")), name
+    for reason in REASONS:
+        assert f"`{reason}`" in text, reason

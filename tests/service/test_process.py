@@ -149,9 +149,7 @@ def test_bodies_of_every_route_have_their_time(tmp_path: Path) -> None:
     with server_process(tiny_settings({"body_timeout_seconds": 1}), tmp_path) as server:
         for answer in [rest(sock) for sock in [half_a_body(server, request) for request in BODIES]]:
             assert answer.startswith(b"HTTP/1.1 408 "), answer
-            assert b'{"error":"body: expected all of it within 1 s, got a part of it"}' in answer.replace(
-                b": ", b":"
-            )
+            assert b'{"error": "body: expected all of it within 1 s, got a part of it"}' in answer
 
 
 def test_a_body_on_its_way_does_not_hold_up_the_end(tmp_path: Path) -> None:

@@ -170,7 +170,8 @@ def _layer_request(tensors: dict[str, _Tensor], output_datatype: str, spec: Laye
         if tensor.shape != expected:
             _refuse(f"shape of input {name}: expected {expected}, got {tensor.shape}")
     if num_tokens > spec.max_request_tokens:
-        _refuse(f"request: expected at most {spec.max_request_tokens} tokens, got {num_tokens}")
+        text = f"request: expected at most {spec.max_request_tokens} tokens, got {num_tokens}"
+        raise OipError(400, text, reason="too_many_tokens")
     ids, weights = tensors.get("topk_ids"), tensors.get("topk_weights")
     if (ids is None) != (weights is None):
         given = "topk_weights" if ids is None else "topk_ids"

@@ -1,0 +1,21 @@
+"""Why an infer request got no output: a closed set, so that a counter can have a series for each reason."""
+
+from typing import Literal, get_args
+
+Reason = Literal[
+    "body_timeout",
+    "body_too_large",
+    "client_gone",
+    "internal_error",
+    "invalid_request",
+    "json_too_large",
+    "not_ready",
+    "queue_full",
+    "queue_timeout",
+    "shutting_down",
+    "step_failed",
+    "too_many_tokens",
+    "unknown_model",
+    "unsupported_encoding",
+]
+REASONS: tuple[Reason, ...] = get_args(Reason)
