@@ -73,7 +73,8 @@ class ExpertApp(FastAPI):
     def methods_of(self, scope: Scope) -> set[str]:
         """What the paths of this API take where `scope` asks; a path may have several routes."""
         routes = [route for route in self._own_routes if route.matches(scope)[0] is not Match.NONE]
-        return {method for route in routes for method in getattr(route, "methods", None) or ()}
+        methods = {method for route in routes for method in getattr(route, "methods", None) or ()}
+        return methods | {"HEAD"} if "GET" in methods else methods
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection's event; the infer routes take the same endpoint either way."""
@@ -83,6 +84,8 @@ class ExpertApp(FastAPI):
             if scope["method"] == "POST" and (model := self._infer_paths.get(scope["path"])):
                 await self._infer(scope, receive, send, model)
                 return
+            if scope["method"] == "HEAD" and "GET" in self.methods_of(scope):
+                scope, send = {**scope, "method": "GET"}, _without_body(send)
         await super().__call__(scope, receive, send)
 
 
@@ -102,6 +105,15 @@ def _closing(send: Send) -> Send:
         await send(message)
 
     return closing
+
+
+def _without_body(send: Send) -> Send:
+    """`send` for HEAD: the same status and headers as for GET."""
+
+    async def headers_only(message: Message) -> None:
+        await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+    return headers_only
 
 
 async def _engine_error(request: Request, error: Exception) -> Response:

@@ -44,6 +44,40 @@ async def test_metadata_health_and_index() -> None:
             assert index == [{"name": "tiny", "version": "1", "state": "READY", "reason": ""}]
 
 
+GETS = (
+    "/v2",
+    "/v2/health/live",
+    "/v2/health/ready",
+    "/v2/models/tiny",
+    "/v2/models/tiny/ready",
+    "/v2/models/tiny/versions/1/ready",
+    "/v2/models/other",
+    "/v1/partitions",
+    "/openapi.json",
+    "/docs",
+)
+
+
+@pytest.mark.parametrize("path", GETS)
+async def test_head_is_get_without_a_body(path: str) -> None:
+    async with serving(tiny_settings()) as server:
+        get, head = await server.http.get(path), await server.http.head(path)
+        assert (head.status_code, head.headers) == (get.status_code, get.headers)
+        assert int(head.headers["content-length"]) == len(get.content) > 0
+        assert head.content == b""
+        assert (await server.http.head("/metrics")).status_code == 200
+        refused = await server.http.head("/v2/models/tiny/infer")
+        assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
+
+
+async def test_head_tells_whether_the_server_is_ready() -> None:
+    async with serving(tiny_settings()) as server:
+        server.app.engine.begin_drain()
+        assert (await server.http.head("/v2/health/live")).status_code == 200
+        for path in ("/v2/health/ready", "/v2/models/tiny/ready"):
+            assert (await server.http.head(path)).status_code == 503
+
+
 async def test_json_and_binary_give_the_same_answer() -> None:
     values = rows(5)
     async with serving(tiny_settings()) as server:

@@ -60,8 +60,13 @@ async def test_routing_that_no_layer_can_follow(ids: list[int], weights: list[fl
         ("POST", "/v2/models/tiny/versions/2/infer", 404, "version of model tiny: expected 1, got '2'"),
         ("GET", "/v2/models/tiny/infer", 405, "method: expected POST at '/v2/models/tiny/infer', got 'GET'"),
         ("PUT", "/v2/models/tiny/infer", 405, "method: expected POST at '/v2/models/tiny/infer', got 'PUT'"),
-        ("POST", "/v2/health/live", 405, "method: expected GET at '/v2/health/live', got 'POST'"),
-        ("DELETE", "/v1/partitions", 405, "method: expected GET or PUT at '/v1/partitions', got 'DELETE'"),
+        ("POST", "/v2/health/live", 405, "method: expected GET or HEAD at '/v2/health/live', got 'POST'"),
+        (
+            "DELETE",
+            "/v1/partitions",
+            405,
+            "method: expected GET, HEAD or PUT at '/v1/partitions', got 'DELETE'",
+        ),
         ("GET", "/v2/repository/index", 405, "method: expected POST at '/v2/repository/index', got 'GET'"),
         ("POST", "/v2/models/tiny/infer", 400, "request: expected JSON, got an error in it: "),
         ("GET", "/v1/partitions", 409, "partitions: expected a backend whose device has SMs"),
@@ -72,7 +77,9 @@ async def test_errors_have_one_form(method: str, path: str, status: int, expecte
         response = await server.http.request(method, path)
         assert expected in error_of(response, status)
         if status == 405:
-            assert response.headers["allow"]
+            allowed = response.headers["allow"].split(", ")
+            assert allowed
+            assert all(method in error_of(response, 405) for method in allowed)
 
 
 LONG = "x" * 60_000

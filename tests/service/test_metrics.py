@@ -174,6 +174,22 @@ async def test_openmetrics_is_given_to_who_asks_for_it() -> None:
     assert response.text.endswith("# EOF\n")
 
 
+async def test_metrics_come_compressed_where_that_is_accepted() -> None:
+    async with serving(tiny_settings()) as server:
+        packed = await server.http.get("/metrics", headers={"Accept-Encoding": "deflate, gzip;q=0.5"})
+        plain = await server.http.get("/metrics", headers={"Accept-Encoding": "identity"})
+    assert packed.headers["content-encoding"] == "gzip"
+    assert int(packed.headers["content-length"]) < len(plain.content) / 4
+    assert "content-encoding" not in plain.headers
+    assert "accept-encoding" in plain.headers["vary"].lower()
+    names = [
+        {line for line in response.text.splitlines() if line.startswith("# TYPE expertd_")}
+        for response in (packed, plain)
+    ]
+    assert names[0] == names[1]
+    assert len(names[0]) > 10
+
+
 async def test_two_applications_do_not_share_metrics() -> None:
     async with serving(tiny_settings()) as one, serving(tiny_settings()) as other:
         output_of(await one.infer(*hidden_request(rows(1))))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from expertd.service.engine.spec import LayerSpec
 from expertd.service.http.protocol import (
     OipError,
+    accepts_gzip,
     asked_encoding,
     build_response,
     compress,
@@ -149,3 +150,21 @@ def test_a_bomb_is_not_unpacked() -> None:
 )
 def test_only_a_single_named_encoding_is_taken_as_asked_for(header: str, encoding: str | None) -> None:
     assert asked_encoding(header) == encoding
+
+
+@pytest.mark.parametrize(
+    ("header", "accepted"),
+    [
+        ("gzip", True),
+        ("br, GZip ; q=0.5", True),
+        ("*", True),
+        ("gzip;q=0.001", True),
+        ("", False),
+        ("deflate", False),
+        ("gzip;q=0, *", False),
+        ("gzip; q=0.000", False),
+        ("*;q=0", False),
+    ],
+)
+def test_gzip_is_accepted_by_name_or_wildcard(header: str, accepted: bool) -> None:
+    assert accepts_gzip(header) is accepted

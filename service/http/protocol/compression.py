@@ -69,6 +69,15 @@ def asked_encoding(accept_encoding: str) -> str | None:
     return name if name in ("gzip", "deflate") else None
 
 
+def accepts_gzip(accept_encoding: str) -> bool:
+    """Whether an Accept-Encoding allows gzip: by its name, or else by `*`, and not with a weight of 0."""
+    allowed: dict[str, bool] = {}
+    for item in accept_encoding.lower().split(","):
+        name, *parameters = (part.strip() for part in item.split(";"))
+        allowed[name] = not any(part.startswith("q=") and not part[2:].strip("0.") for part in parameters)
+    return allowed.get("gzip", allowed.get("*", False))
+
+
 def compress(parts: list[bytes | memoryview], encoding: str) -> bytes:
     """The joined `parts`, encoded as `encoding` ("gzip" or "deflate")."""
     encoder = zlib.compressobj(_FASTEST, zlib.DEFLATED, _WINDOW_BITS[encoding])

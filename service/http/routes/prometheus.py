@@ -4,6 +4,7 @@ from fastapi import APIRouter, Request, Response
 from prometheus_client.exposition import choose_encoder
 
 from expertd.service.engine.metrics import Metrics
+from expertd.service.http.protocol import accepts_gzip, compress
 
 
 def metrics_router(metrics: Metrics) -> APIRouter:
@@ -16,8 +17,11 @@ def metrics_router(metrics: Metrics) -> APIRouter:
         responses={200: {"description": "Prometheus metrics", "content": {"text/plain": {}}}},
     )
     def get_metrics(request: Request) -> Response:  # not async: thousands of series are built in a thread
-        """Every metric of this server, in Prometheus or OpenMetrics text."""
+        """Every metric of this server, in Prometheus or OpenMetrics text, with gzip where it is accepted."""
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(metrics.registry), media_type=content_type)
+        text, headers = encode(metrics.registry), {"Vary": "Accept, Accept-Encoding"}
+        if accepts_gzip(", ".join(request.headers.getlist("accept-encoding"))):
+            text, headers["Content-Encoding"] = compress([text], "gzip"), "gzip"
+        return Response(text, headers=headers, media_type=content_type)
 
     return router
