@@ -18,7 +18,7 @@ from expertd.service.http.bodies import BodyReader, ClientGoneError
 from expertd.service.http.errors import http_error
 from expertd.service.http.infer import InferEndpoint
 from expertd.service.http.protocol import OipError, error_body
-from expertd.service.http.routes import metrics_router, partitions_router, protocol_router
+from expertd.service.http.routes import metrics_router, partitions_router, protocol_router, swagger_router
 from expertd.service.http.routes.documentation import document
 from expertd.service.sentences import any_of, shown
 from expertd.service.settings.model import Settings
@@ -39,6 +39,7 @@ class ExpertApp(FastAPI):
             description=_DESCRIPTION,
             lifespan=_lifespan,
             redirect_slashes=False,
+            docs_url=None,
             redoc_url=None,
             swagger_ui_oauth2_redirect_url=None,
         )
@@ -55,6 +56,7 @@ class ExpertApp(FastAPI):
             protocol_router(self.engine, self._infer, self._bodies),
             partitions_router(self.engine, self._bodies),
             metrics_router(self.metrics),
+            swagger_router(self.title),
         )
         self._own_routes = [route for router in routers for route in router.routes]
         for router in routers:
@@ -64,7 +66,7 @@ class ExpertApp(FastAPI):
         self.add_exception_handler(ClientGoneError, _client_gone)
         self.add_exception_handler(HTTPException, _http_error)
         self.add_exception_handler(Exception, _unexpected_error)
-        document(self)
+        document(self, next(iter(self.engine.models.values())))
 
     def stop_reading(self) -> None:
         """Refuse every request whose body is still on its way; for the end of a drain."""

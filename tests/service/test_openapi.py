@@ -1,6 +1,11 @@
 """The OpenAPI document: it names every route that is served, and what it says of them is so."""
 
+from collections.abc import Callable
+from functools import partial
+from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
+from urllib.parse import urljoin, urlsplit
 
 import httpx
 import pytest
@@ -10,10 +15,21 @@ from starlette.routing import Route
 from expertd.service.http.app import ExpertApp
 from expertd.service.http.bodies import BodyReader
 from expertd.service.http.infer import InferEndpoint
-from expertd.service.http.routes import metrics_router, partitions_router, protocol_router
-from tests.service.apps import hidden_request, json_input, json_request, rows, serving, tiny_settings
+from expertd.service.http.routes import metrics_router, partitions_router, protocol_router, swagger_router
+from expertd.service.settings.loader import load_settings
+from expertd.service.settings.model import Settings
+from tests.service.apps import (
+    hidden_request,
+    json_input,
+    json_request,
+    output_of,
+    rows,
+    serving,
+    tiny_settings,
+)
 
-OWN = {"/openapi.json", "/docs"}
+DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
+OWN = {"/openapi.json", "/docs", "/docs/{name}"}
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +92,7 @@ def test_no_route_is_served_without_being_documented(document: dict[str, Any]) -
     served = {(method, r.path) for r in routes if isinstance(r, APIRoute) for method in r.methods or ()}
     assert served == set(operations(document))
     own = {route.path for route in app.routes if isinstance(route, Route) and not isinstance(route, APIRoute)}
+    own |= {route.path for route in swagger_router("").routes if isinstance(route, APIRoute)}
     assert own == OWN, "besides the document itself and its page"
 
 
@@ -115,10 +132,53 @@ async def test_answers_fit_what_is_documented(document: dict[str, Any]) -> None:
     async with serving(tiny_settings()) as server:
         in_json = await server.infer(json_request(json_input(rows(1)), id="a"))
         in_binary = await server.infer(*hidden_request(rows(1)))
-        page = await server.http.get("/docs")
         served: httpx.Response = await server.http.get("/openapi.json")
     assert set(in_json.json()) <= set(schema["properties"])
     assert set(schema["required"]) <= set(in_json.json())
     assert in_binary.headers["content-type"] in response_schema["content"]
-    assert page.status_code == 200
     assert served.json() == document
+
+
+@pytest.mark.parametrize("path", ["/v2/models/{model}/infer", "/v2/models/{model}/versions/{version}/infer"])
+@pytest.mark.parametrize("read", [tiny_settings, partial(load_settings, DEMO)], ids=["tiny", "demo"])
+async def test_the_example_works_as_sent(read: Callable[[], Settings], path: str) -> None:
+    settings = read()
+    async with serving(settings) as server:
+        served = (await server.http.get("/openapi.json")).json()
+        operation = operations(served)["POST", path]
+        values = {p["name"]: p["example"] for p in operation["parameters"] if p["in"] == "path"}
+        example = operation["requestBody"]["content"]["application/json"]["example"]
+        response = await server.http.post(path.format(**values), json=example)
+    assert output_of(response).shape == (1, settings.models[0].hidden_size)
+
+
+class _Links(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found += [value for name, value in attrs if name in ("src", "href") and value]
+
+
+async def test_the_page_needs_no_other_host() -> None:
+    async with serving(tiny_settings()) as server:
+        page = await server.http.get("/docs")
+        assert page.status_code == 200
+        links = _Links()
+        links.feed(page.text)
+        types = {}
+        for link in links.found:
+            assert not urlsplit(link).netloc
+            answer = await server.http.get(urljoin("http://test/docs", link))
+            assert answer.status_code == 200
+            assert len(answer.content) > 1000
+            types[link.rpartition(".")[2]] = answer.headers["content-type"].split(";")[0]
+        assert types == {"js": "text/javascript", "css": "text/css", "png": "image/png"}
+        assert (await server.http.get("/docs/redoc.standalone.js")).status_code == 404
+    assert "://" not in page.text
+    assert "url: 'openapi.json'" in page.text
+    policy = page.headers["content-security-policy"]
+    assert policy == "default-src 'self' 'unsafe-inline'; img-src 'self' data:", (
+        "the browser asks nobody else"
+    )

@@ -1,7 +1,8 @@
-"""Every route but the hot one: protocol metadata, SM partitions, metrics."""
+"""Every route but the hot one: protocol metadata, SM partitions, metrics, the documentation page."""
 
 from expertd.service.http.routes.open_inference import protocol_router
 from expertd.service.http.routes.partitions import partitions_router
 from expertd.service.http.routes.prometheus import metrics_router
+from expertd.service.http.routes.swagger import swagger_router
 
-__all__ = ["metrics_router", "partitions_router", "protocol_router"]
+__all__ = ["metrics_router", "partitions_router", "protocol_router", "swagger_router"]

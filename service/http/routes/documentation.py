@@ -4,6 +4,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from expertd.service.engine.spec import MODEL_VERSION, LayerSpec
 from expertd.service.http.routes.schemas import ErrorResponse, InferJsonRequest, InferJsonResponse
 
 _STATUS_TEXTS = {
@@ -65,23 +66,44 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": ErrorResponse, "description": _STATUS_TEXTS[status]} for status in statuses}
 
 
-def document(app: FastAPI) -> None:
-    """Make `app`'s OpenAPI document true: bodies' definitions in, FastAPI's own 422 out."""
+def document(app: FastAPI, spec: LayerSpec) -> None:
+    """Make `app`'s OpenAPI document true: bodies' definitions in, FastAPI's own 422 out.
+
+    Its example of an infer request is for the served model `spec`, and works as sent.
+    """
     build = app.openapi
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             document = build()
             components = document.setdefault("components", {}).setdefault("schemas", {})
-            for path in document["paths"].values():
-                for operation in path.values():
+            for path, operations in document["paths"].items():
+                for operation in operations.values():
                     _tidy(operation, components)
+                    _name_served(operation, spec)
+                if path.endswith("/infer"):
+                    body = operations["post"]["requestBody"]["content"]["application/json"]
+                    body["example"] = _one_token(spec)
             components.pop("HTTPValidationError", None)
             components.pop("ValidationError", None)
         assert app.openapi_schema is not None
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _name_served(operation: dict[str, Any], spec: LayerSpec) -> None:
+    values = {"model": spec.name, "version": MODEL_VERSION}
+    for parameter in operation.get("parameters", ()):
+        if parameter["in"] == "path":
+            parameter["example"] = values[parameter["name"]]
+
+
+def _one_token(spec: LayerSpec) -> dict[str, Any]:
+    size = spec.hidden_size
+    data = [1 - index % 3 for index in range(size)]  # short numbers, and not all the same
+    tensor = {"name": "hidden_states", "shape": [1, size], "datatype": "FP32", "data": data}
+    return {"id": "one token", "inputs": [tensor]}
 
 
 def _tidy(operation: dict[str, Any], components: dict[str, Any]) -> None:
