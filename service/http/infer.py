@@ -75,18 +75,17 @@ class InferEndpoint:
         """Answer one request to `model`, which may not exist."""
         started = time.perf_counter()
         known = model if model in self._engine.models else ""
+        refusal: OipError | None = None
         try:
             answer = await self._answer(scope, receive, model, version)
         except Exception as error:
             refusal = _refusal(error, model)
-            text, request_id = refusal.message, shown(refusal.request_id)
-            logger.debug(
-                "%d %s: model %s, id %s: %s", refusal.status, refusal.reason, shown(model), request_id, text
-            )
-            self._metrics.refused(known, refusal.reason)
             answer = _error(refusal, scope)
         if answer.status != _CLIENT_GONE:
             await self._send(send, answer)
+        if refusal is not None:
+            self._metrics.refused(known, refusal.reason)
+            _log(refusal, model)
         self._metrics.request_done(known, answer.status, time.perf_counter() - started)
 
     async def _answer(self, scope: Scope, receive: Receive, model: str, version: str) -> _Answer:
@@ -229,6 +228,11 @@ def _refusal(error: Exception, model: str) -> OipError:
         refusal = OipError(500, "the server failed on this request: its log says why")
     refusal.__cause__ = error
     return refusal
+
+
+def _log(refusal: OipError, model: str) -> None:
+    what = (refusal.status, refusal.reason, shown(model), shown(refusal.request_id), refusal.message)
+    logger.debug("%d %s: model %s, id %s: %s", *what)
 
 
 def _error(error: OipError, scope: Scope) -> _Answer:
