@@ -1,4 +1,4 @@
-"""Reads requests' bodies: so many bytes, in so much time, and only until the server stops."""
+"""Reads requests' bodies: up to a size, within a time, and only until the server stops."""
 
 import asyncio
 

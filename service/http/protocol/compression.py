@@ -20,9 +20,9 @@ def decompress(body: bytes, content_encoding: str, limit: int) -> bytes:
     """
     names = [name for item in content_encoding.split(",") if (name := item.strip().lower())]
     codings = [name for name in names if name != "identity"]
-    if not codings:
+    if names and not codings:
         return body
-    if len(codings) > 1 or codings[0] not in _WINDOW_BITS:
+    if len(codings) != 1 or codings[0] not in _WINDOW_BITS:
         raise OipError(
             415,
             f"Content-Encoding: expected gzip, deflate or identity, got {shown(content_encoding)}",
