@@ -179,7 +179,7 @@ def _on_the_cpu(shape: Shape) -> Problem:
     return Problem(shape, *masked.a, *masked.b, masked.counts, out)
 
 
-KERNELS = ("sort_rows", "quantize_rows", "grouped_gemm_fp8", "grouped_gemm_fp8", "combine_rows")
+KERNELS = ("compute_permutation", "quantize_permute", "grouped_gemm", "grouped_gemm", "unpermute_rows")
 
 
 def _call(start: float) -> list[tuple[str, float, float]]:
@@ -195,7 +195,7 @@ def test_a_stage_lasts_from_the_end_of_the_one_before() -> None:
 @pytest.mark.parametrize(
     ("kernels", "message"),
     [
-        (_call(0)[1:], "expected kernel sort_rows for stage sort, got quantize_rows"),
+        (_call(0)[1:], "expected kernel compute_permutation for stage sort, got quantize_permute"),
         (_call(0)[:-1], "expected whole calls of 5 kernels, got 4 kernels"),
     ],
 )

@@ -13,9 +13,9 @@ def _source(file: str, variant: str = "", **defines: object) -> Source:
 MAX_GROUPS = 1024
 MAX_EXPERTS = 1024  # that a token is routed among
 THREADS = {
-    "sort_rows": 1024,
-    "quantize_rows": 128,
-    "combine_rows": 256,
+    "compute_permutation": 1024,
+    "quantize_permute": 128,
+    "unpermute_rows": 256,
     "router_logits": 128,
     "route_tokens": 128,
 }
@@ -24,9 +24,11 @@ _FLOATS = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
 
 FEW_PAIRS = 128
 """That are sorted by comparing each with all."""
-SORT = _source("sort_rows", FEW_PAIRS=FEW_PAIRS)
-QUANTIZE = {dtype: _source("quantize_rows", name.lower(), DATATYPE=name) for dtype, name in _FLOATS.items()}
-COMBINE = {dtype: _source("combine_rows", name.lower(), DATATYPE=name) for dtype, name in _FLOATS.items()}
+SORT = _source("compute_permutation", FEW_PAIRS=FEW_PAIRS)
+QUANTIZE = {
+    dtype: _source("quantize_permute", name.lower(), DATATYPE=name) for dtype, name in _FLOATS.items()
+}
+COMBINE = {dtype: _source("unpermute_rows", name.lower(), DATATYPE=name) for dtype, name in _FLOATS.items()}
 """By the tokens' dtype, and by the output's."""
 LOGITS_TOKENS, LOGITS_EXPERTS = 64, 128
 """Of a CTA, and its boxes' rows."""

@@ -184,11 +184,11 @@ def source(layout: Layout, config: TileConfig) -> Source:
     """The variant's source for the JIT."""
     return Source(
         name=f"{layout.value}_{config.name}",
-        file="grouped_gemm_fp8.cu",
-        entry="grouped_gemm_fp8",
+        file="grouped_gemm.cu",
+        entry="grouped_gemm",
         defines=(
             ("MASKED", str(int(layout is Layout.MASKED))),
-            ("SWAPPED", str(int(config.swapped))),
+            ("SWAP_AB", str(int(config.swapped))),
             ("BLOCK_M", str(config.block_m)),
             ("STAGES", str(config.stages)),
             ("CLUSTER", str(config.cluster)),
