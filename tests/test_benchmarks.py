@@ -173,10 +173,10 @@ def _on_the_cpu(shape: Shape) -> Problem:
     if shape.layout is Layout.CONTIGUOUS:
         packed = random_contiguous(shape.rows, shape.n, shape.k)
         out = torch.empty(sum(shape.rows), shape.n, dtype=torch.bfloat16)
-        return Problem(shape, *packed.a, *packed.b, packed.offsets, out)
+        return Problem(shape, packed.a, packed.b, packed.offsets, out)
     masked = random_masked(shape.rows, shape.max_m, shape.n, shape.k)
     out = torch.empty(shape.num_groups, shape.max_m, shape.n, dtype=torch.bfloat16)
-    return Problem(shape, *masked.a, *masked.b, masked.counts, out)
+    return Problem(shape, masked.a, masked.b, masked.counts, out)
 
 
 KERNELS = ("compute_permutation", "quantize_permute", "grouped_gemm", "grouped_gemm", "unpermute_rows")

@@ -327,30 +327,50 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"topk_weights": torch.zeros(4, 2).half()}, "topk_weights dtype: expected torch.float32, got .*16"),
     ({"topk_weights": torch.zeros(2, 4).t()}, r"topk_weights strides: expected contiguous, got \(1, 4\)"),
     ({"topk_weights": _meta(4, 2)}, "topk_weights device: expected cpu as hidden_states, got meta"),
-    ({"down": (_e4m3(256, 128), torch.ones(2, 1))}, r"down shape: expected 3 dimensions \[G, H, I\], got"),
     (
-        {"down": (_e4m3(2, 256, 64), torch.ones(2, 2, 1))},
+        {"down": (_e4m3(2, 256, 128), torch.ones(2, 2, 1))},
+        r"down: expected Quantized\(data, scales\), got tuple",
+    ),
+    ({"gate_up": _e4m3(2, 256, 256)}, r"gate_up: expected Quantized\(data, scales\), got Tensor"),
+    (
+        {"down": Quantized(_e4m3(256, 128), torch.ones(2, 1))},
+        r"down shape: expected 3 dimensions \[G, H, I\], got",
+    ),
+    (
+        {"down": Quantized(_e4m3(2, 256, 64), torch.ones(2, 2, 1))},
         "I: expected a multiple of 128, at least .*, got 64",
     ),
-    ({"down": (_e4m3(0, 256, 128), torch.ones(0, 2, 1))}, "down groups: expected 1 to 1024, got 0"),
-    ({"down": (_e4m3(2, 384, 128), torch.ones(2, 3, 1))}, r"down shape: expected \(2, 256, 128\), got"),
+    ({"down": Quantized(_e4m3(0, 256, 128), torch.ones(0, 2, 1))}, "down groups: expected 1 to 1024, got 0"),
     (
-        {"down": (_e4m3(2, 256, 128), torch.ones(2, 1))},
+        {"down": Quantized(_e4m3(2, 384, 128), torch.ones(2, 3, 1))},
+        r"down shape: expected \(2, 256, 128\), got",
+    ),
+    (
+        {"down": Quantized(_e4m3(2, 256, 128), torch.ones(2, 1))},
         r"down scales shape: expected \(2, 2, 1\), got \(2, 1\)",
     ),
-    ({"gate_up": (_e4m3(2, 512, 256), torch.ones(2, 4, 2))}, r"gate_up shape: expected \(2, 256, 256\), got"),
-    ({"gate_up": (torch.zeros(2, 256, 256), torch.ones(2, 2, 2))}, "gate_up dtype: expected .*e4m3fn, got"),
-    ({"gate_up": (_e4m3(2, 256, 256).mT, torch.ones(2, 2, 2))}, "gate_up strides: expected contiguous, got"),
     (
-        {"gate_up": (_e4m3(2, 256, 256), torch.ones(2, 2, 2).half())},
+        {"gate_up": Quantized(_e4m3(2, 512, 256), torch.ones(2, 4, 2))},
+        r"gate_up shape: expected \(2, 256, 256\), got",
+    ),
+    (
+        {"gate_up": Quantized(torch.zeros(2, 256, 256), torch.ones(2, 2, 2))},
+        "gate_up dtype: expected .*e4m3fn, got",
+    ),
+    (
+        {"gate_up": Quantized(_e4m3(2, 256, 256).mT, torch.ones(2, 2, 2))},
+        "gate_up strides: expected contiguous, got",
+    ),
+    (
+        {"gate_up": Quantized(_e4m3(2, 256, 256), torch.ones(2, 2, 2).half())},
         "gate_up scales dtype: expected .*32, got",
     ),
     (
-        {"gate_up": (_e4m3(2, 256, 256), torch.ones(2, 2, 2).mT)},
+        {"gate_up": Quantized(_e4m3(2, 256, 256), torch.ones(2, 2, 2).mT)},
         "gate_up scales strides: expected contiguous",
     ),
     (
-        {"gate_up": (_e4m3(2, 256, 256), _meta(2, 2, 2))},
+        {"gate_up": Quantized(_e4m3(2, 256, 256), _meta(2, 2, 2))},
         "gate_up scales device: expected cpu as hidden_states",
     ),
     ({"num_sms": 0}, "num_sms: expected None or at least 1, got 0"),

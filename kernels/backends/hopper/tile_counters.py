@@ -1,16 +1,15 @@
-"""Counters on the device by which the CTAs of a launch share out its tiles."""
+"""Tile counters on the device, from which the CTAs of a launch take its tiles."""
 
 import itertools
 from collections.abc import Iterator
 
 import torch
-from cuda.bindings import driver
 from torch import Tensor
 
-COUNTERS = 1 << 17  # a device; each is two int32, so 1 MB
+COUNTERS = 1 << 17  # per device; each is two int32, so 1 MB
 
 
-class ClaimCounters:
+class TileCounters:
     """A pair of zeros for every launch that may run at the same time as another.
 
     Launches on one stream follow each other, and each leaves its pair at zero, so a stream needs one; so does
@@ -51,6 +50,8 @@ class ClaimCounters:
 
 def _capture_id(stream: int) -> int:
     """Of the graph that the stream is adding to: no two captures of a process have the same, and none 0."""
+    from cuda.bindings import driver
+
     status, _, number, *_ = driver.cuStreamGetCaptureInfo(stream)
     if status != driver.CUresult.CUDA_SUCCESS:
         raise RuntimeError(f"expected a stream that is capturing, got {status.name}")
