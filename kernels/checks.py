@@ -115,14 +115,14 @@ def check_experts(
             f"{name} scales", scales, (num_groups, n // SCALE_BLOCK, k // SCALE_BLOCK), _FP32, device, like
         )
     if topk_ids.ndim != 2:
-        raise _refusal("topk_ids shape", "2 dimensions [T, S]", tuple(topk_ids.shape))
-    num_slots = topk_ids.shape[1]
-    if num_slots < 1:
-        raise _refusal("topk_ids slots", "at least 1", num_slots)
-    if num_tokens * num_slots > MAX_ROWS:
-        raise _refusal("topk_ids rows", f"at most {MAX_ROWS}", num_tokens * num_slots)
-    _check("topk_ids", topk_ids, (num_tokens, num_slots), _INT32, device, like)
-    _check("topk_weights", topk_weights, (num_tokens, num_slots), _FP32, device, like)
+        raise _refusal("topk_ids shape", "2 dimensions [T, top_k]", tuple(topk_ids.shape))
+    top_k = topk_ids.shape[1]
+    if top_k < 1:
+        raise _refusal("topk_ids top_k", "at least 1", top_k)
+    if num_tokens * top_k > MAX_ROWS:
+        raise _refusal("topk_ids rows", f"at most {MAX_ROWS}", num_tokens * top_k)
+    _check("topk_ids", topk_ids, (num_tokens, top_k), _INT32, device, like)
+    _check("topk_weights", topk_weights, (num_tokens, top_k), _FP32, device, like)
     if num_sms is not None and num_sms < 1:
         raise _refusal("num_sms", "None or at least 1", num_sms)
     if not math.isfinite(activation.alpha):

@@ -103,13 +103,13 @@ class Backend(ABC):
     def choose_experts(
         self, logits: Tensor, bias: Tensor | None, top_k: int, routing: Routing
     ) -> tuple[Tensor, Tensor]:
-        """(topk_ids int32 [T, k], topk_weights fp32 [T, k]); see `choose_experts`."""
+        """(topk_ids int32 [T, top_k], topk_weights fp32 [T, top_k]); see `choose_experts`."""
         return choose_experts(logits, bias, top_k, routing)
 
     def route(
         self, hidden_states: Tensor, router: Tensor, bias: Tensor | None, top_k: int, routing: Routing
     ) -> tuple[Tensor, Tensor]:
-        """(topk_ids int32 [T, k], topk_weights fp32 [T, k]) of hidden_states [T, H], by a router [E, H].
+        """(topk_ids int32 [T, top_k], topk_weights fp32 [T, top_k]) of hidden_states [T, H] by router [E, H].
 
         Logits are added up in fp32; the rest is `choose_experts`. router and bias are a layer's: the
         preceding launch does not write them.

@@ -98,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int ctas = static_cast<int>(ptx::cluster_size()), rank = static_cast<int>(ptx::cluster_rank());
     int* const own = counters + warp * num_groups;
-    const int each = (num_pairs + ctas * kWarps * 32 - 1) / (ctas * kWarps * 32) * 32;
+    const int each = (num_pairs + ctas * kWarps * 32 - 1) / (ctas * kWarps * 32) * 32;  // pairs per warp
     const int begin = min((rank * kWarps + warp) * each, num_pairs), end = min(begin + each, num_pairs);
     const int warps = min(max((num_pairs - rank * kWarps * each + each - 1) / each, 0), kWarps);  // that have pairs
 

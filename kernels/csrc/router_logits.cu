@@ -21,8 +21,9 @@ extern "C" __global__ void __launch_bounds__(128)
     router_logits(const __grid_constant__ ptx::TensorMap token_map,   // bf16 [num_tokens, k]
                   const __grid_constant__ ptx::TensorMap weight_map,  // bf16 [num_experts, k], not written by the
                                                                       // preceding launch
-                  int num_tokens, int num_experts, int parts,
-                  int sums,                   // partial sums of a logit, and sums of 256 columns in each
+                  int num_tokens, int num_experts,
+                  int parts,                  // partial sums of a logit
+                  int sums,                   // of kBoxes boxes, in each part
                   float* __restrict__ logits  // [parts, num_tokens, num_experts]
     ) {
     extern __shared__ __align__(1024) u8 raw[];
