@@ -26,7 +26,7 @@ class TileCounters:
         if device not in self._slabs:
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
-                    "expected warm_up() or a call before a CUDA graph is captured, got neither"
+                    "tile counters: expected warm_up() or a call before a CUDA graph is captured, got neither"
                 )
             slab = torch.zeros(COUNTERS, 2, dtype=torch.int32, device=f"cuda:{device}")
             torch.cuda.synchronize(device)  # launches on other streams must find zeros
@@ -45,7 +45,9 @@ class TileCounters:
         try:
             return next(self._free[device])
         except StopIteration:
-            raise RuntimeError(f"expected at most {COUNTERS} streams and captured graphs, got more") from None
+            raise RuntimeError(
+                f"tile counters: expected at most {COUNTERS} streams and captured graphs, got more"
+            ) from None
 
 
 def _capture_id(stream: int) -> int:
@@ -54,5 +56,5 @@ def _capture_id(stream: int) -> int:
 
     status, _, number, *_ = driver.cuStreamGetCaptureInfo(stream)
     if status != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"expected a stream that is capturing, got {status.name}")
+        raise RuntimeError(f"stream: expected one that is capturing, got {status.name}")
     return int(number)
