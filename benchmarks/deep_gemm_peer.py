@@ -33,19 +33,19 @@ def prepare(problem: Problem) -> tuple[Callable[[], object], Callable[[], Tensor
     import deep_gemm
 
     shape = problem.shape
-    b = (problem.b, problem.b_scales)
+    b = tuple(problem.b)
     if shape.layout is Layout.MASKED:
         out = torch.empty_like(problem.out)
-        a = (problem.a, problem.a_scales)
+        a = tuple(problem.a)
         mean = max(1, sum(shape.rows) // shape.num_groups)
         call = lambda: deep_gemm.fp8_m_grouped_gemm_nt_masked(a, b, out, problem.extents, mean)  # noqa: E731
         return call, lambda: problem.real_rows(out)
     index, rows = _padded(shape)
     m = index.numel()
     data = torch.zeros(m, shape.k, dtype=torch.uint8, device="cuda")
-    data[rows] = problem.a.view(torch.uint8)
+    data[rows] = problem.a.data.view(torch.uint8)
     scales = torch.ones(shape.k // 128, m, device="cuda").t()
-    scales[rows] = problem.a_scales
+    scales[rows] = problem.a.scales
     a = (data.view(torch.float8_e4m3fn), scales)
     out = torch.empty(m, shape.n, dtype=torch.bfloat16, device="cuda")
     call = lambda: deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, out, index)  # noqa: E731

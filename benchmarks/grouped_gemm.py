@@ -24,7 +24,7 @@ from expertd import kernels
 
 Row = dict[str, Any]
 PEAK_TFLOPS = 1480.0
-KERNEL = "grouped_gemm_fp8"
+KERNEL = "grouped_gemm"
 
 
 def measure(shape: Shape, pool: Pool, with_peer: bool, bandwidth: float) -> Row:

@@ -24,6 +24,7 @@ from benchmarks.problem import Pool, Problem
 from benchmarks.shapes import Shape
 from benchmarks.timing import cpu_name, expect_gpu, header
 from expertd import kernels
+from expertd.kernels import Quantized
 from expertd.layout import Layout
 
 Row = dict[str, Any]
@@ -37,10 +38,10 @@ SHAPES = tuple(  # few rows a group and more: the kernels for more also take a d
 
 def caller(problem: Problem, out: Tensor | None) -> Callable[[Tensor], Tensor]:
     """The public function on this problem as a function of the activations."""
-    rest = (problem.a_scales, problem.b, problem.b_scales, problem.extents)
+    scales, rest = problem.a.scales, (problem.b, problem.extents)
     if problem.shape.layout is Layout.CONTIGUOUS:
-        return lambda a: kernels.grouped_gemm_contiguous(a, *rest, out=out)
-    return lambda a: kernels.grouped_gemm_masked(a, *rest, out=out)
+        return lambda a: kernels.grouped_gemm_contiguous(Quantized(a, scales), *rest, out=out)
+    return lambda a: kernels.grouped_gemm_masked(Quantized(a, scales), *rest, out=out)
 
 
 def host_microseconds(
@@ -64,9 +65,9 @@ def measure(problem: Problem, given: bool, fresh: bool) -> Row:
     """One row of the table."""
     call = caller(problem, problem.out if given else None)
     if fresh:
-        batches = host_microseconds(call, lambda: [problem.a.clone() for _ in range(CALLS)])
+        batches = host_microseconds(call, lambda: [problem.a.data.clone() for _ in range(CALLS)])
     else:
-        batches = host_microseconds(call, lambda: [problem.a] * CALLS)
+        batches = host_microseconds(call, lambda: [problem.a.data] * CALLS)
     return {
         "shape": problem.shape.label, "layout": problem.shape.layout.value,
         "out": "given" if given else "allocated", "tensors": "fresh" if fresh else "reused",

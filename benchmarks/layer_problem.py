@@ -58,7 +58,7 @@ class LayerProblem:
         first = permute_rows(quantize_rows(self.hidden_states), permutation.token_ids)
         size = (permutation.token_ids.numel(), 2 * self.layer.intermediate_size)
         gate_up = torch.empty(size, dtype=torch.bfloat16, device="cuda")
-        backend.contiguous(*first, *self.weights.gate_up, permutation.offsets, gate_up, None)
+        backend.contiguous(first, self.weights.gate_up, permutation.offsets, gate_up, None)
         return first, quantize_rows(swiglu(gate_up)), permutation.counts.tolist()
 
 

@@ -33,11 +33,11 @@ Row = dict[str, Any]
 TOKENS = (1, 16, 64, 256, 1024, 4096)
 BANDS = {"1 to 64": range(1, 65), "256 to 1024": range(256, 1025), "4096": range(4096, 4097)}
 STAGES = {  # by the kernels of a call in their order
-    "sort": "sort_rows",
-    "quantize": "quantize_rows",
-    "gate_up": "grouped_gemm_fp8",
-    "down": "grouped_gemm_fp8",
-    "combine": "combine_rows",
+    "sort": "compute_permutation",
+    "quantize": "quantize_permute",
+    "gate_up": "grouped_gemm",
+    "down": "grouped_gemm",
+    "combine": "unpermute_rows",
 }
 PEERS = ("two_gemms", "mega_moe")
 ROUTED = Layer("deepseek-v3", 7168, 2048, 256, 8)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from benchmarks.shapes import Shape
 from expertd import kernels
+from expertd.kernels import Quantized
 from expertd.layout import Layout
 
 ALIGNMENT = 128  # rows of a group in DeepGEMM's contiguous layout
@@ -17,16 +18,14 @@ class Problem:
     """Inputs of one call; `extents` are offsets or counts."""
 
     shape: Shape
-    a: Tensor
-    a_scales: Tensor
-    b: Tensor
-    b_scales: Tensor
+    a: Quantized
+    b: Quantized
     extents: Tensor
     out: Tensor
 
     def run(self, num_sms: int | None = None) -> Tensor:
         """Our kernel, on num_sms SMs or all of them."""
-        arguments = (self.a, self.a_scales, self.b, self.b_scales, self.extents)
+        arguments = (self.a, self.b, self.extents)
         if self.shape.layout is Layout.CONTIGUOUS:
             return kernels.grouped_gemm_contiguous(*arguments, out=self.out, num_sms=num_sms)
         mean = max(1, sum(self.shape.rows) // self.shape.num_groups)
@@ -63,7 +62,7 @@ class Pool:
             a_scales = _scales(g, k // 128, shape.max_m).transpose(1, 2)
             extents = torch.tensor(shape.rows, dtype=torch.int32, device="cuda")
             out = torch.empty(g, shape.max_m, n, dtype=torch.bfloat16, device="cuda")
-        return Problem(shape, a, a_scales, b, b_scales, extents, out)
+        return Problem(shape, Quantized(a, a_scales), Quantized(b, b_scales), extents, out)
 
     def _rows(self, m: int, k: int) -> Tensor:
         start = torch.randint(0, (self.data.numel() - m * k) // 128, ()).item() * 128

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from expertd.kernels.ops.activation import Swiglu
+from expertd.kernels.ops.quantize import Quantized
 from expertd.limits import MAX_GROUPS, SCALE_BLOCK
 
 MIN_N_STEP = 8  # one 16-byte store of bf16
@@ -26,24 +27,19 @@ class Problem(NamedTuple):
 
 
 def check_contiguous(
-    a: Tensor,
-    a_scales: Tensor,
-    b: Tensor,
-    b_scales: Tensor,
-    offsets: Tensor,
-    out: Tensor | None,
-    num_sms: int | None,
+    a: Quantized, b: Quantized, offsets: Tensor, out: Tensor | None, num_sms: int | None
 ) -> Problem:
     """Raise ValueError (name, expected, got) unless `grouped_gemm_contiguous` can serve these arguments."""
-    if a.ndim != 2:
-        raise _refusal("a shape", "2 dimensions [M, K]", tuple(a.shape))
-    m, a_k = a.shape
-    device = a.device
-    num_groups, n, k = _check_weights(b, b_scales, a_k, device)
+    _check_quantized(a=a, b=b)
+    if a.data.ndim != 2:
+        raise _refusal("a shape", "2 dimensions [M, K]", tuple(a.data.shape))
+    m, a_k = a.data.shape
+    device = a.data.device
+    num_groups, n, k = _check_weights(b, a_k, device)
     if m > MAX_ROWS:
         raise _refusal("a rows", f"at most {MAX_ROWS}", m)
-    _check_data("a", a)
-    _check_scales(a_scales, (m, k // SCALE_BLOCK), device)
+    _check_data("a", a.data)
+    _check_scales(a.scales, (m, k // SCALE_BLOCK), device)
     _check("offsets", offsets, (num_groups + 1,), _INT32, device)
     if num_sms is not None and num_sms < 1:
         raise _refusal("num_sms", "None or at least 1", num_sms)
@@ -54,29 +50,28 @@ def check_contiguous(
 
 
 def check_masked(
-    a: Tensor,
-    a_scales: Tensor,
-    b: Tensor,
-    b_scales: Tensor,
+    a: Quantized,
+    b: Quantized,
     counts: Tensor,
     expected_m: int | None,
     out: Tensor | None,
     num_sms: int | None,
 ) -> Problem:
     """Raise ValueError (name, expected, got) unless `grouped_gemm_masked` can serve these arguments."""
-    if a.ndim != 3:
-        raise _refusal("a shape", "3 dimensions [G, max_m, K]", tuple(a.shape))
-    a_groups, max_m, a_k = a.shape
-    device = a.device
-    num_groups, n, k = _check_weights(b, b_scales, a_k, device)
+    _check_quantized(a=a, b=b)
+    if a.data.ndim != 3:
+        raise _refusal("a shape", "3 dimensions [G, max_m, K]", tuple(a.data.shape))
+    a_groups, max_m, a_k = a.data.shape
+    device = a.data.device
+    num_groups, n, k = _check_weights(b, a_k, device)
     if a_groups != num_groups:
         raise _refusal("a groups", f"{num_groups} as in b", a_groups)
     if max_m < 1:
         raise _refusal("a max_m", "at least 1", max_m)
     if num_groups * max_m > MAX_ROWS:
         raise _refusal("a rows", f"at most {MAX_ROWS}", num_groups * max_m)
-    _check_data("a", a)
-    _check_scales(a_scales, (num_groups, max_m, k // SCALE_BLOCK), device)
+    _check_data("a", a.data)
+    _check_scales(a.scales, (num_groups, max_m, k // SCALE_BLOCK), device)
     _check("counts", counts, (num_groups,), _INT32, device)
     if expected_m is not None and expected_m < 1:
         raise _refusal("expected_m", "None or at least 1", expected_m)
@@ -92,8 +87,8 @@ def check_experts(
     hidden_states: Tensor,
     topk_ids: Tensor,
     topk_weights: Tensor,
-    gate_up: tuple[Tensor, Tensor],
-    down: tuple[Tensor, Tensor],
+    gate_up: Quantized,
+    down: Quantized,
     out: Tensor | None,
     activation: Swiglu,
     num_sms: int | None,
@@ -103,10 +98,11 @@ def check_experts(
         raise _refusal("hidden_states shape", "2 dimensions [T, H]", tuple(hidden_states.shape))
     if hidden_states.dtype not in _HIDDEN_DTYPES:
         raise _refusal("hidden_states dtype", " or ".join(map(str, _HIDDEN_DTYPES)), hidden_states.dtype)
-    if down[0].ndim != 3:
-        raise _refusal("down shape", "3 dimensions [G, H, I]", tuple(down[0].shape))
+    _check_quantized(gate_up=gate_up, down=down)
+    if down.data.ndim != 3:
+        raise _refusal("down shape", "3 dimensions [G, H, I]", tuple(down.data.shape))
     device, like = hidden_states.device, "hidden_states"
-    (num_tokens, h), (num_groups, _, i) = hidden_states.shape, down[0].shape
+    (num_tokens, h), (num_groups, _, i) = hidden_states.shape, down.data.shape
     for name, size in (("H", h), ("I", i)):
         if size < SCALE_BLOCK or size % SCALE_BLOCK != 0:
             raise _refusal(name, f"a multiple of {SCALE_BLOCK}, at least {SCALE_BLOCK}", size)
@@ -119,14 +115,14 @@ def check_experts(
             f"{name} scales", scales, (num_groups, n // SCALE_BLOCK, k // SCALE_BLOCK), _FP32, device, like
         )
     if topk_ids.ndim != 2:
-        raise _refusal("topk_ids shape", "2 dimensions [T, S]", tuple(topk_ids.shape))
-    num_slots = topk_ids.shape[1]
-    if num_slots < 1:
-        raise _refusal("topk_ids slots", "at least 1", num_slots)
-    if num_tokens * num_slots > MAX_ROWS:
-        raise _refusal("topk_ids rows", f"at most {MAX_ROWS}", num_tokens * num_slots)
-    _check("topk_ids", topk_ids, (num_tokens, num_slots), _INT32, device, like)
-    _check("topk_weights", topk_weights, (num_tokens, num_slots), _FP32, device, like)
+        raise _refusal("topk_ids shape", "2 dimensions [T, top_k]", tuple(topk_ids.shape))
+    top_k = topk_ids.shape[1]
+    if top_k < 1:
+        raise _refusal("topk_ids top_k", "at least 1", top_k)
+    if num_tokens * top_k > MAX_ROWS:
+        raise _refusal("topk_ids rows", f"at most {MAX_ROWS}", num_tokens * top_k)
+    _check("topk_ids", topk_ids, (num_tokens, top_k), _INT32, device, like)
+    _check("topk_weights", topk_weights, (num_tokens, top_k), _FP32, device, like)
     if num_sms is not None and num_sms < 1:
         raise _refusal("num_sms", "None or at least 1", num_sms)
     if not math.isfinite(activation.alpha):
@@ -140,7 +136,14 @@ def check_experts(
         _check_address("out", out)
 
 
-def _check_weights(b: Tensor, b_scales: Tensor, a_k: int, device: torch.device) -> tuple[int, int, int]:
+def _check_quantized(**operands: object) -> None:
+    for name, operand in operands.items():
+        if not isinstance(operand, Quantized):
+            raise _refusal(name, "Quantized(data, scales)", type(operand).__name__)
+
+
+def _check_weights(weights: Quantized, a_k: int, device: torch.device) -> tuple[int, int, int]:
+    b, b_scales = weights
     if b.ndim != 3:
         raise _refusal("b shape", "3 dimensions [G, N, K]", tuple(b.shape))
     num_groups, n, k = b.shape
@@ -155,7 +158,7 @@ def _check_weights(b: Tensor, b_scales: Tensor, a_k: int, device: torch.device) 
     _check_data("b", b)
     if b.device != device:
         raise _refusal("b device", f"{device} as a", b.device)
-    _check("b_scales", b_scales, (num_groups, -(-n // SCALE_BLOCK), k // SCALE_BLOCK), _FP32, device)
+    _check("b scales", b_scales, (num_groups, -(-n // SCALE_BLOCK), k // SCALE_BLOCK), _FP32, device)
     return num_groups, n, k
 
 
@@ -169,14 +172,14 @@ def _check_data(name: str, data: Tensor) -> None:
 
 def _check_scales(scales: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
     if scales.shape != shape:
-        raise _refusal("a_scales shape", shape, tuple(scales.shape))
+        raise _refusal("a scales shape", shape, tuple(scales.shape))
     if scales.dtype != _FP32:
-        raise _refusal("a_scales dtype", _FP32, scales.dtype)
+        raise _refusal("a scales dtype", _FP32, scales.dtype)
     strides = scales.stride()
     if 1 not in strides[-2:]:
-        raise _refusal("a_scales strides", "row- or column-major (1 in one of the last two)", strides)
+        raise _refusal("a scales strides", "row- or column-major (1 in one of the last two)", strides)
     if scales.device != device:
-        raise _refusal("a_scales device", f"{device} as a", scales.device)
+        raise _refusal("a scales device", f"{device} as a", scales.device)
 
 
 def _check(

@@ -27,10 +27,11 @@ def fused_experts(
     hidden_states[t] @ gate_up[g].T; with another `activation`, that instead of silu(gate) * up.
 
     hidden_states  bfloat16, float16 or float32 [T, H], any strides; H a multiple of 128
-    topk_ids       int32 [T, S] on the same device, contiguous; S at least 1, T * S below 2**31. An expert may
-                   come twice in a token, and a number outside 0 to G - 1 is no expert of these: its slot adds
-                   nothing, whatever its weight
-    topk_weights   fp32 [T, S], contiguous
+    topk_ids       int32 [T, top_k] on the same device, contiguous; top_k at least 1 (with shared experts'
+                   columns, where they are experts of these), T * top_k below 2**31. An expert may come twice
+                   in a token, and an id outside 0 to G - 1 is no expert of these: its slot adds nothing,
+                   whatever its weight
+    topk_weights   fp32 [T, top_k], contiguous
     gate_up        e4m3 [G, 2I, H], the gate's rows first, with fp32 scales [G, 2I/128, H/128] (one per
                    128x128 block, `quantize_blocks`); I a multiple of 128, G from 1 to 1024
     down           e4m3 [G, H, I] with fp32 scales [G, H/128, I/128]; data of both contiguous and 16-byte
@@ -39,7 +40,8 @@ def fused_experts(
                    new one of float32
     activation     a Swiglu: alpha finite, limit above 0
     backend        a Backend, its name, or None for the best one for the device
-    num_sms        SMs for the GEMMs; None: all of them
+    num_sms        SMs for the GEMMs; None: all of them. From two on every count gives the same bits; on a
+                   single one backend "hopper" rounds to bf16 before the activation and gives others
 
     Returns out, summed in fp32 in the order of slots. Activations are rounded to FP8 before each GEMM
     (`quantize_rows`), but for backend "reference" on a CPU, which rounds them to bf16; what an expert makes

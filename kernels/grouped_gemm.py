@@ -5,13 +5,12 @@ from torch import Tensor
 
 from expertd.kernels.backends import Backend, backend_for
 from expertd.kernels.checks import check_contiguous, check_masked
+from expertd.kernels.ops.quantize import Quantized
 
 
 def grouped_gemm_contiguous(
-    a: Tensor,
-    a_scales: Tensor,
-    b: Tensor,
-    b_scales: Tensor,
+    a: Quantized,
+    b: Quantized,
     offsets: Tensor,
     *,
     out: Tensor | None = None,
@@ -20,10 +19,10 @@ def grouped_gemm_contiguous(
 ) -> Tensor:
     """Multiply rows sorted by group with their group's weight: out[r] = a[r] @ b[g].T for r in group g.
 
-    a          e4m3 [M, K], contiguous, 16-byte aligned; K a multiple of 128
-    a_scales   fp32 [M, K/128], one per row and 128 columns, row- or column-major (`quantize_rows`)
-    b          e4m3 [G, N, K], contiguous, 16-byte aligned; N a multiple of 8; G from 1 to 1024
-    b_scales   fp32 [G, ceil(N/128), K/128], one per 128x128 block, contiguous (`quantize_blocks`)
+    a          e4m3 data [M, K], contiguous, 16-byte aligned, K a multiple of 128; fp32 scales [M, K/128], one
+               per row and 128 columns, row- or column-major (`quantize_rows`)
+    b          e4m3 data [G, N, K], contiguous, 16-byte aligned, N a multiple of 8, G from 1 to 1024; fp32
+               scales [G, ceil(N/128), K/128], one per 128x128 block, contiguous (`quantize_blocks`)
     offsets    int32 [G+1] on the same device: group g owns rows offsets[g]:offsets[g+1], any heights, any
                starts. offsets[0] is 0, offsets[G] at most M and they never decrease: not checked, since that
                would read the device; rows that they leave out are not written
@@ -33,20 +32,18 @@ def grouped_gemm_contiguous(
 
     Returns out. Raises ValueError naming expected and got, before anything is launched.
     """
-    problem = check_contiguous(a, a_scales, b, b_scales, offsets, out, num_sms)
-    chosen = backend_for(backend, a, "a")
+    problem = check_contiguous(a, b, offsets, out, num_sms)
+    chosen = backend_for(backend, a.data, "a")
     if out is None:
-        out = torch.empty((problem.m, problem.n), dtype=torch.bfloat16, device=a.device)
+        out = torch.empty((problem.m, problem.n), dtype=torch.bfloat16, device=a.data.device)
     if problem.m > 0:
-        chosen.contiguous(a, a_scales, b, b_scales, offsets, out, num_sms)
+        chosen.contiguous(a, b, offsets, out, num_sms)
     return out
 
 
 def grouped_gemm_masked(
-    a: Tensor,
-    a_scales: Tensor,
-    b: Tensor,
-    b_scales: Tensor,
+    a: Quantized,
+    b: Quantized,
     counts: Tensor,
     *,
     expected_m: int | None = None,
@@ -56,10 +53,10 @@ def grouped_gemm_masked(
 ) -> Tensor:
     """Multiply the first counts[g] rows of each group: out[g, r] = a[g, r] @ b[g].T for r < counts[g].
 
-    a          e4m3 [G, max_m, K], contiguous, 16-byte aligned; max_m at least 1, K a multiple of 128
-    a_scales   fp32 [G, max_m, K/128], row- or column-major in its last two dimensions (`quantize_rows`)
-    b          e4m3 [G, N, K], contiguous, 16-byte aligned; N a multiple of 8; G from 1 to 1024
-    b_scales   fp32 [G, ceil(N/128), K/128], contiguous (`quantize_blocks`)
+    a          e4m3 data [G, max_m, K], contiguous, 16-byte aligned, max_m at least 1, K a multiple of 128;
+               fp32 scales [G, max_m, K/128], their last two dimensions row- or column-major (`quantize_rows`)
+    b          e4m3 data [G, N, K], contiguous, 16-byte aligned, N a multiple of 8, G from 1 to 1024; fp32
+               scales [G, ceil(N/128), K/128], contiguous (`quantize_blocks`)
     counts     int32 [G] on the same device, each from 0 to max_m: not checked, since that would read the
                device
     expected_m the rows a group is likely to have, for choosing a tile; never changes which rows are computed
@@ -70,10 +67,10 @@ def grouped_gemm_masked(
 
     Returns out. Raises ValueError naming expected and got, before anything is launched.
     """
-    problem = check_masked(a, a_scales, b, b_scales, counts, expected_m, out, num_sms)
-    chosen = backend_for(backend, a, "a")
+    problem = check_masked(a, b, counts, expected_m, out, num_sms)
+    chosen = backend_for(backend, a.data, "a")
     if out is None:
         shape = (problem.num_groups, problem.m, problem.n)
-        out = torch.empty(shape, dtype=torch.bfloat16, device=a.device)
-    chosen.masked(a, a_scales, b, b_scales, counts, expected_m, out, num_sms)
+        out = torch.empty(shape, dtype=torch.bfloat16, device=a.data.device)
+    chosen.masked(a, b, counts, expected_m, out, num_sms)
     return out

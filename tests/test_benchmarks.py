@@ -173,13 +173,13 @@ def _on_the_cpu(shape: Shape) -> Problem:
     if shape.layout is Layout.CONTIGUOUS:
         packed = random_contiguous(shape.rows, shape.n, shape.k)
         out = torch.empty(sum(shape.rows), shape.n, dtype=torch.bfloat16)
-        return Problem(shape, *packed.a, *packed.b, packed.offsets, out)
+        return Problem(shape, packed.a, packed.b, packed.offsets, out)
     masked = random_masked(shape.rows, shape.max_m, shape.n, shape.k)
     out = torch.empty(shape.num_groups, shape.max_m, shape.n, dtype=torch.bfloat16)
-    return Problem(shape, *masked.a, *masked.b, masked.counts, out)
+    return Problem(shape, masked.a, masked.b, masked.counts, out)
 
 
-KERNELS = ("sort_rows", "quantize_rows", "grouped_gemm_fp8", "grouped_gemm_fp8", "combine_rows")
+KERNELS = ("compute_permutation", "quantize_permute", "grouped_gemm", "grouped_gemm", "unpermute_rows")
 
 
 def _call(start: float) -> list[tuple[str, float, float]]:
@@ -195,7 +195,7 @@ def test_a_stage_lasts_from_the_end_of_the_one_before() -> None:
 @pytest.mark.parametrize(
     ("kernels", "message"),
     [
-        (_call(0)[1:], "expected kernel sort_rows for stage sort, got quantize_rows"),
+        (_call(0)[1:], "expected kernel compute_permutation for stage sort, got quantize_permute"),
         (_call(0)[:-1], "expected whole calls of 5 kernels, got 4 kernels"),
     ],
 )

@@ -42,24 +42,15 @@ class Backend(ABC):
 
     @abstractmethod
     def contiguous(
-        self,
-        a: Tensor,
-        a_scales: Tensor,
-        b: Tensor,
-        b_scales: Tensor,
-        offsets: Tensor,
-        out: Tensor,
-        num_sms: int | None,
+        self, a: Quantized, b: Quantized, offsets: Tensor, out: Tensor, num_sms: int | None
     ) -> None:
         """Write out [M, N]: rows offsets[g]:offsets[g+1] of a [M, K] times b[g] [N, K] transposed."""
 
     @abstractmethod
     def masked(
         self,
-        a: Tensor,
-        a_scales: Tensor,
-        b: Tensor,
-        b_scales: Tensor,
+        a: Quantized,
+        b: Quantized,
         counts: Tensor,
         expected_m: int | None,
         out: Tensor,
@@ -112,16 +103,16 @@ class Backend(ABC):
     def choose_experts(
         self, logits: Tensor, bias: Tensor | None, top_k: int, routing: Routing
     ) -> tuple[Tensor, Tensor]:
-        """(topk_ids int32 [T, k], topk_weights fp32 [T, k]); see `choose_experts`."""
+        """(topk_ids int32 [T, top_k], topk_weights fp32 [T, top_k]); see `choose_experts`."""
         return choose_experts(logits, bias, top_k, routing)
 
     def route(
         self, hidden_states: Tensor, router: Tensor, bias: Tensor | None, top_k: int, routing: Routing
     ) -> tuple[Tensor, Tensor]:
-        """(topk_ids int32 [T, k], topk_weights fp32 [T, k]) of hidden_states [T, H], by a router [E, H].
+        """(topk_ids int32 [T, top_k], topk_weights fp32 [T, top_k]) of hidden_states [T, H] by router [E, H].
 
-        Logits are added up in fp32; the rest is `choose_experts`. router and bias are a layer's: the launch
-        before does not write them.
+        Logits are added up in fp32; the rest is `choose_experts`. router and bias are a layer's: the
+        preceding launch does not write them.
         """
         logits = hidden_states.to(torch.float32) @ router.to(torch.float32).t()
         return self.choose_experts(logits, bias, top_k, routing)
@@ -129,5 +120,5 @@ class Backend(ABC):
     def _multiply(self, a: Quantized, b: Quantized, offsets: Tensor, num_sms: int | None) -> Tensor:
         size = (a.data.shape[0], b.data.shape[1])
         out = torch.empty(size, dtype=torch.bfloat16, device=a.data.device)
-        self.contiguous(*a, *b, offsets, out, num_sms)
+        self.contiguous(a, b, offsets, out, num_sms)
         return out

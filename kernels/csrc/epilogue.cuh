@@ -1,97 +1,249 @@
-// How a warp's 16 rows of results leave for memory where tokens are on wgmma's M side.
+// How results leave for memory: an Epilogue for each kind of output, all with the same interface.
+//
+//   Element              what out consists of
+//   Output               the kernel's parameters that say where results go
+//   Shared               the epilogue's part of the CTA's shared memory, with the barriers in it
+//   store(sum, tile)     what a warp, or with swap-AB a warpgroup, has accumulated for its part of the tile
+//   finish()             after the last tile
 #pragma once
 
-#include "activation.cuh"
-#include "storage.cuh"
+#include "config.cuh"
+#include "floats.cuh"
+#include "ptx.cuh"
 
-#if !SWIGLU
-// Writes them into the warp's staging, in boxes of 16 rows x 64 columns with the swizzle of the output's descriptor: a
-// box is a copy that goes on under the next tile's multiplications. Where the tile ends inside the 16 rows, the next
-// group's begin, and threads store the rows that are the tile's.
-template <int kAccumulators>
-__device__ __forceinline__ void store_rows(const float (&sum)[kAccumulators], u32 staging, const Output& output, int row,
-                                           int rows, int column) {
-    constexpr u32 kBoxBytes = 16 * 128;
-    const int lane = threadIdx.x % 32;
-    ptx::wait_bulk_stores_read();  // of the tile before: its results lie in the same place
-    __syncwarp();
-    const u32 to = staging + lane % 16 * 128;
-#pragma unroll
-    for (int i = 0; i < kAccumulators; i += 8) {
-        const u32 chunk = i / 4 % 8 + lane / 16;  // of 16 bytes in the row of a box
-        ptx::stmatrix(to + i / 32 * kBoxBytes + (chunk ^ lane % 8) * 16, ptx::pack_bf16(sum[i], sum[i + 1]),
-                      ptx::pack_bf16(sum[i + 2], sum[i + 3]), ptx::pack_bf16(sum[i + 4], sum[i + 5]),
-                      ptx::pack_bf16(sum[i + 6], sum[i + 7]));
-    }
-    if (rows >= 16) {
-        ptx::fence_writes_for_copies();
+template <bool kWithSwapAb, bool kWithSwiglu>
+class Epilogue;
+
+using TileEpilogue = Epilogue<kSwapAb, kSwiglu>;
+
+// ---------------------------------------------------------------- normal: 16 rows per warp, stored by TMA
+template <>
+class Epilogue<false, false> {
+  public:
+    using Element = u16;  // bf16
+    struct Output {
+        Element* const out;               // [rows, n]
+        const ptx::TensorMap* const map;  // of out, box 16 x 64, 128-byte swizzle
+
+        __device__ __forceinline__ void prefetch() const { ptx::prefetch_tensor_map(map); }
+    };
+    struct Shared {
+        u8 staging[kConsumerWarps][16 * kBlockN * 2];
+
+        __device__ __forceinline__ void init_barriers() {}
+    };
+
+    __device__ __forceinline__ Epilogue(Shared& shared, const Output& output, const Problem& problem)
+        : shared_(shared), output_(output), problem_(problem) {}
+
+    // Through the warp's staging, in boxes of 16 rows x 64 columns with the swizzle of the output's tensor map, so that
+    // the copy of a box overlaps the next tile's multiplications. Where the tile ends within the 16 rows, the next
+    // group's rows begin, and threads store only those of this tile.
+    __device__ __forceinline__ void store(const float (&sum)[kBlockN / 2], const Tile& tile) {
+        constexpr u32 kBoxBytes = 16 * 128;
+        const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * 16;
+        const int row = problem_.first_row(tile) + first, rows = tile.rows - first;
+        const u32 staging = ptx::shared_address(shared_.staging) + first * (kBlockN * 2);
+        ptx::wait_bulk_stores_read();  // of the previous tile, which was staged in the same place
         __syncwarp();
-        if (ptx::elect_one()) {
+        const u32 to = staging + lane % 16 * 128;
 #pragma unroll
-            for (int box = 0; box < kAccumulators / 32; ++box)
-                ptx::tma_store(output.map, staging + box * kBoxBytes, column + box * 64, row);
+        for (int i = 0; i < kBlockN / 2; i += 8) {
+            const u32 chunk = i / 4 % 8 + lane / 16;  // of 16 bytes in the row of a box
+            ptx::stmatrix(to + i / 32 * kBoxBytes + (chunk ^ lane % 8) * 16, ptx::pack_bf16(sum[i], sum[i + 1]),
+                          ptx::pack_bf16(sum[i + 2], sum[i + 3]), ptx::pack_bf16(sum[i + 4], sum[i + 5]),
+                          ptx::pack_bf16(sum[i + 6], sum[i + 7]));
         }
-    } else if (rows > 0) {
-        __syncwarp();
-        u16* const out = output.out + static_cast<i64>(row) * output.n + column;
-        for (int i = lane; i < rows * kAccumulators / 4; i += 32) {
-            const int r = i / (kAccumulators / 4), chunk = i % (kAccumulators / 4);
-            if (column + chunk * 8 < output.n) {
-                *reinterpret_cast<uint4*>(out + static_cast<i64>(r) * output.n + chunk * 8) =
-                    ptx::load_shared(staging + chunk / 8 * kBoxBytes + r * 128 + (chunk % 8 ^ r % 8) * 16);
+        if (rows >= 16) {
+            ptx::fence_proxy_async();
+            __syncwarp();
+            if (ptx::elect_one()) {
+#pragma unroll
+                for (int box = 0; box < kBlockN / 64; ++box)
+                    ptx::tma_store(output_.map, staging + box * kBoxBytes, tile.column + box * 64, row);
+            }
+        } else if (rows > 0) {
+            __syncwarp();
+            u16* const out = output_.out + static_cast<i64>(row) * problem_.n + tile.column;
+            for (int i = lane; i < rows * kBlockN / 8; i += 32) {
+                const int r = i / (kBlockN / 8), chunk = i % (kBlockN / 8);
+                if (tile.column + chunk * 8 < problem_.n) {
+                    *reinterpret_cast<uint4*>(out + static_cast<i64>(r) * problem_.n + chunk * 8) =
+                        ptx::load_shared(staging + chunk / 8 * kBoxBytes + r * 128 + (chunk % 8 ^ r % 8) * 16);
+                }
             }
         }
     }
-}
-#else
-// sum: a gate in its first half, an up in its second. Each CTA of a pair has 64 of a scale's 128 columns, so the warps
-// that have the same rows tell each other the largest number of each.
-__device__ __forceinline__ void store_activated(float (&sum)[64], Largest& largest, u32& turn, u32 staging,
-                                                const Output& output, int row, int rows, int column) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r = lane / 4, c = lane % 4;
-    float low = 0.0f, high = 0.0f;  // rows r and r + 8
-    activation::swiglu<32>(sum, sum + 32, output);
+
+    __device__ __forceinline__ void finish() { ptx::wait_bulk_stores(); }  // they read the CTA's shared memory
+
+  private:
+    Shared& shared_;
+    const Output output_;
+    const Problem problem_;
+};
+
+// ---------------------------------------------------------------- swap-AB: 64 columns per warpgroup, 16 rows at a time
+template <>
+class Epilogue<true, false> {
+  public:
+    using Element = u16;  // bf16
+    struct Output {
+        Element* const out;  // [rows, n]
+
+        __device__ __forceinline__ void prefetch() const {}
+    };
+    struct Shared {
+        u8 staging[kConsumerGroups][2][16 * 128];
+
+        __device__ __forceinline__ void init_barriers() {}
+    };
+
+    __device__ __forceinline__ Epilogue(Shared& shared, const Output& output, const Problem& problem)
+        : shared_(shared), output_(output), problem_(problem) {}
+
+    // Through a swizzled buffer; only rows of the tile are stored.
+    template <int kSlices>
+    __device__ __forceinline__ void store(const float (&sum)[kSlices * 8], const Tile& tile, u32 warpgroup) {
+        const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+        const int n = problem_.n, first_column = tile.column + warpgroup * 64, columns = n - first_column;
+        const u32 staging = ptx::shared_address(shared_.staging[warpgroup]);
+        const int row_in = lane / 16 * 8 + lane % 8, chunk_in = warp * 2 + lane / 8 % 2;
+        const int row_out = thread / 8, chunk_out = thread % 8;
+        const u32 to = staging + row_in * 128 + ((chunk_in ^ (row_in % 8)) * 16);
+        const u32 from = staging + row_out * 128 + ((chunk_out ^ (row_out % 8)) * 16);
+        u16* out = output_.out + static_cast<i64>(problem_.first_row(tile)) * n + first_column;
+        out += static_cast<i64>(row_out) * n + chunk_out * 8;
 #pragma unroll
-    for (int i = 0; i < 32; ++i) {
-        float& most = i % 4 < 2 ? low : high;
-        most = ptx::max_or_nan(most, fabsf(sum[i]));
+        for (int slice = 0; slice < kSlices; ++slice) {
+            const float* s = sum + slice * 8;
+            const u32 buffer = slice % 2 * (16 * 128);  // the other one was read before the barrier just passed
+            ptx::stmatrix_transposed(to + buffer, ptx::pack_bf16(s[0], s[1]), ptx::pack_bf16(s[2], s[3]),
+                                     ptx::pack_bf16(s[4], s[5]), ptx::pack_bf16(s[6], s[7]));
+            ptx::named_barrier<128>(1 + warpgroup);
+            if (slice * 16 + row_out < tile.rows && chunk_out * 8 < columns)
+                *reinterpret_cast<uint4*>(out + static_cast<i64>(slice) * 16 * n) = ptx::load_shared(from + buffer);
+        }
+        ptx::named_barrier<128>(1 + warpgroup);
     }
+
+    __device__ __forceinline__ void finish() {}
+
+  private:
+    Shared& shared_;
+    const Output output_;
+    const Problem problem_;
+};
+
+// ---------------------------------------------------------------- SwiGLU: 16 rows per warp, quantized to FP8
+template <>
+class Epilogue<false, true> {
+  public:
+    using Element = u8;  // e4m3, from 2 n rows of b: gates, then ups
+    struct Output {
+        Element* const out;   // [rows, n]
+        float* const scales;  // [n / 128, scale_stride], a column for each row of out
+        const u32 scale_stride;
+        const float alpha, limit;  // of the activation
+
+        __device__ __forceinline__ void prefetch() const {}
+    };
+    // Each CTA of a pair has 64 of the 128 columns that share a scale, so the two warps with the same rows exchange the
+    // largest magnitude of each. An exchange must be read before the next but one overwrites it.
+    struct Shared {
+        u8 staging[kConsumerWarps][16 * 64];
+        float2 received_amax[2][kConsumerWarps][8];  // rows r and r + 8 of the warp's 16
+        u64 received[2][kConsumerWarps];             // barriers
+
+        __device__ __forceinline__ void init_barriers() {
+            for (int i = 0; i < 2 * kConsumerWarps; ++i) ptx::mbarrier_init(&received[0][i], 1);
+        }
+    };
+
+    __device__ __forceinline__ Epilogue(Shared& shared, const Output& output, const Problem& problem)
+        : shared_(shared), output_(output), problem_(problem) {}
+
+    // sum: gates in its first half, ups in its second.
+    __device__ __forceinline__ void store(float (&sum)[64], const Tile& tile) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r = lane / 4, c = lane % 4;
+        const int row = problem_.first_row(tile) + warp * 16, rows = tile.rows - warp * 16;
+        const u32 staging = ptx::shared_address(shared_.staging) + warp * (16 * 64);
+        activate(sum, sum + 32);
+        float low = 0.0f, high = 0.0f;  // largest magnitudes of rows r and r + 8, then their scales
 #pragma unroll
-    for (int distance = 1; distance < 4; distance *= 2) {
-        low = ptx::max_or_nan(low, __shfl_xor_sync(0xffffffff, low, distance));
-        high = ptx::max_or_nan(high, __shfl_xor_sync(0xffffffff, high, distance));
-    }
-    u64* const there = &largest.there[turn % 2][warp];
-    float2* const theirs = &largest.theirs[turn % 2][warp][r];
-    if (c == 0) ptx::store_to_cta(theirs, float2{low, high}, there, output.rank ^ 1);
-    if (ptx::elect_one()) ptx::mbarrier_arrive_expect_bytes(there, 8 * sizeof(float2));
-    __syncwarp();
-    ptx::mbarrier_wait(there, turn / 2 % 2);
-    ++turn;
-    low = activation::scale_of(ptx::max_or_nan(low, theirs->x));
-    high = activation::scale_of(ptx::max_or_nan(high, theirs->y));
-    if (c == 0 && output.rank == 0) {
-        float* const scales = output.scales + static_cast<i64>(column / 128) * output.scale_stride + row + r;
-        if (r < rows) scales[0] = low;
-        if (r + 8 < rows) scales[8] = high;
-    }
-    const float by_low = __frcp_rn(low), by_high = __frcp_rn(high);
-    const u32 to = staging + r * 64 + c * 2, swizzle = r / 2 % 4;  // rows r and r + 8 have the same
+        for (int i = 0; i < 32; ++i) {
+            float& amax = i % 4 < 2 ? low : high;
+            amax = ptx::max_or_nan(amax, fabsf(sum[i]));
+        }
 #pragma unroll
-    for (int i = 0; i < 32; i += 4) {
-        const u32 place = to + ((i / 8 ^ swizzle) * 16) + i / 4 % 2 * 8;
-        ptx::store_shared(place, ptx::pack_e4m3(sum[i] * by_low, sum[i + 1] * by_low));
-        ptx::store_shared(place + 8 * 64, ptx::pack_e4m3(sum[i + 2] * by_high, sum[i + 3] * by_high));
-    }
-    __syncwarp();
-    u8* const out = output.out + static_cast<i64>(row) * output.n + column;
+        for (int distance = 1; distance < 4; distance *= 2) {
+            low = ptx::max_or_nan(low, __shfl_xor_sync(0xffffffff, low, distance));
+            high = ptx::max_or_nan(high, __shfl_xor_sync(0xffffffff, high, distance));
+        }
+        exchange(low, high, warp, r, c);
+        low = floats::e4m3_scale(low);
+        high = floats::e4m3_scale(high);
+        if (c == 0 && problem_.rank == 0) {
+            float* const scales = output_.scales + static_cast<i64>(tile.column / 128) * output_.scale_stride + row + r;
+            if (r < rows) scales[0] = low;
+            if (r + 8 < rows) scales[8] = high;
+        }
+        const float by_low = __frcp_rn(low), by_high = __frcp_rn(high);
+        const u32 to = staging + r * 64 + c * 2, swizzle = r / 2 % 4;  // the same for rows r and r + 8
 #pragma unroll
-    for (int i = lane; i < 64; i += 32) {
-        const int of = i / 4, chunk = i % 4;
-        if (of < rows)
-            *reinterpret_cast<uint4*>(out + static_cast<i64>(of) * output.n + chunk * 16) =
-                ptx::load_shared(staging + of * 64 + (chunk ^ of / 2 % 4) * 16);
+        for (int i = 0; i < 32; i += 4) {
+            const u32 place = to + ((i / 8 ^ swizzle) * 16) + i / 4 % 2 * 8;
+            ptx::store_shared(place, ptx::pack_e4m3(sum[i] * by_low, sum[i + 1] * by_low));
+            ptx::store_shared(place + 8 * 64, ptx::pack_e4m3(sum[i + 2] * by_high, sum[i + 3] * by_high));
+        }
+        __syncwarp();
+        u8* const out = output_.out + static_cast<i64>(row) * problem_.n + tile.column;
+#pragma unroll
+        for (int i = lane; i < 64; i += 32) {
+            const int of = i / 4, chunk = i % 4;
+            if (of < rows)
+                *reinterpret_cast<uint4*>(out + static_cast<i64>(of) * problem_.n + chunk * 16) =
+                    ptx::load_shared(staging + of * 64 + (chunk ^ of / 2 % 4) * 16);
+        }
+        __syncwarp();
     }
-    __syncwarp();
-}
-#endif
+
+    __device__ __forceinline__ void finish() {}
+
+  private:
+    // gate = gate * sigmoid(alpha * gate) * up, gates clamped to at most limit and ups to +-limit; for most families
+    // alpha is 1 and limit infinite.
+    __device__ __forceinline__ void activate(float* gate, float* up) const {
+        constexpr float kLargestFloat = 3.40282347e38f;
+        if (output_.limit < kLargestFloat) {
+#pragma unroll
+            for (int i = 0; i < 32; ++i) {
+                gate[i] = ptx::min_or_nan(gate[i], output_.limit);
+                up[i] = ptx::max_or_nan(ptx::min_or_nan(up[i], output_.limit), -output_.limit);
+            }
+        }
+        const float to_exponent = -1.44269504f * output_.alpha;
+#pragma unroll
+        for (int i = 0; i < 32; ++i)
+            gate[i] =
+                gate[i] * ptx::approximate_reciprocal(1.0f + ptx::approximate_exp2(gate[i] * to_exponent)) * up[i];
+    }
+
+    // Makes the largest magnitudes those of both CTAs.
+    __device__ __forceinline__ void exchange(float& low, float& high, int warp, int r, int c) {
+        u64* const received = &shared_.received[exchanges_ % 2][warp];
+        float2* const amax = &shared_.received_amax[exchanges_ % 2][warp][r];
+        if (c == 0) ptx::store_to_cta(amax, float2{low, high}, received, problem_.rank ^ 1);
+        if (ptx::elect_one()) ptx::mbarrier_arrive_expect_bytes(received, 8 * sizeof(float2));
+        __syncwarp();
+        ptx::mbarrier_wait(received, exchanges_ / 2 % 2);
+        ++exchanges_;
+        low = ptx::max_or_nan(low, amax->x);
+        high = ptx::max_or_nan(high, amax->y);
+    }
+
+    Shared& shared_;
+    const Output output_;
+    const Problem problem_;
+    u32 exchanges_ = 0;  // tiles so far
+};

@@ -3,11 +3,9 @@
 
 #include "ptx.cuh"
 
-#define BF16 0
-#define FP16 1
-#define FP32 2
-
 namespace floats {
+
+enum Datatype { BF16, FP16, FP32 };
 
 // Eight numbers of 16 bits.
 template <bool kBf16>
@@ -21,7 +19,7 @@ __device__ __forceinline__ void unpack(float* to, uint4 eight) {
 }
 
 // kCount consecutive numbers from `index` on, a multiple of eight of them and aligned like that.
-template <int kDatatype, int kCount>
+template <Datatype kDatatype, int kCount>
 __device__ __forceinline__ void load(float (&to)[kCount], const void* from, i64 index) {
     if constexpr (kDatatype == FP32) {
 #pragma unroll
@@ -32,13 +30,14 @@ __device__ __forceinline__ void load(float (&to)[kCount], const void* from, i64 
     } else {
 #pragma unroll
         for (int i = 0; i < kCount; i += 8) {
-            unpack<kDatatype == BF16>(to + i, *reinterpret_cast<const uint4*>(static_cast<const u16*>(from) + index + i));
+            unpack<kDatatype == BF16>(to + i,
+                                      *reinterpret_cast<const uint4*>(static_cast<const u16*>(from) + index + i));
         }
     }
 }
 
 // Eight of them.
-template <int kDatatype>
+template <Datatype kDatatype>
 __device__ __forceinline__ void store(void* to, i64 index, const float (&from)[8]) {
     if constexpr (kDatatype == FP32) {
         float4* const out = reinterpret_cast<float4*>(static_cast<float*>(to) + index);
@@ -50,6 +49,13 @@ __device__ __forceinline__ void store(void* to, i64 index, const float (&from)[8
             ptx::pack<kBf16>(from[0], from[1]), ptx::pack<kBf16>(from[2], from[3]), ptx::pack<kBf16>(from[4], from[5]),
             ptx::pack<kBf16>(from[6], from[7])};
     }
+}
+
+// The scale of a block whose largest magnitude is amax, as kernels/ops/quantize.py computes it; never zero or
+// subnormal.
+__device__ __forceinline__ float e4m3_scale(float amax) {
+    constexpr float kE4m3Max = 448.0f, kSmallestNormal = 1.17549435e-38f;
+    return ptx::max_or_nan(amax, kE4m3Max * kSmallestNormal) * (1.0f / kE4m3Max);
 }
 
 }  // namespace floats

@@ -27,11 +27,11 @@ __device__ __forceinline__ bool elect_one() {
     return elected != 0;
 }
 
-// Programmatic dependent launch. Returns when all launches before this one are complete and their writes visible. What
-// they wrote must not be read through const __restrict__: such a load may be moved up, past this.
-__device__ __forceinline__ void wait_for_launches_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-// Lets the next launch begin once every CTA of this one has said so; it waits itself before it touches our results.
-__device__ __forceinline__ void let_next_launch_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+// Programmatic dependent launch (PDL). Returns when all preceding launches are complete and their writes visible. What
+// they wrote must not be read through const __restrict__: the compiler may move such a load up, past this.
+__device__ __forceinline__ void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// Lets the next launch begin once every CTA of this one has called this; its own wait protects our results.
+__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 __device__ __forceinline__ u32 cluster_rank() {
     u32 rank;
@@ -56,6 +56,16 @@ __device__ __forceinline__ int load_from_cta(const int* place, u32 rank) {
                  : "=r"(value)
                  : "r"(shared_address(place)), "r"(rank)
                  : "memory");
+    return value;
+}
+
+// The sum of the values of this lane and those below it.
+__device__ __forceinline__ int warp_prefix_sum(int value) {
+    const int lane = threadIdx.x % 32;
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const int below = __shfl_up_sync(0xffffffff, value, distance);
+        if (lane >= distance) value += below;
+    }
     return value;
 }
 
@@ -161,7 +171,8 @@ __device__ __forceinline__ void tma_load(const TensorMap* map, u64* barrier, voi
 
 // The same box into the same place of every CTA of a cluster of kCluster, completing on each one's own barrier.
 template <int kCluster>
-__device__ __forceinline__ void tma_load_to_cluster(const TensorMap* map, u64* barrier, void* destination, int x, int y) {
+__device__ __forceinline__ void tma_load_to_cluster(const TensorMap* map, u64* barrier, void* destination, int x,
+                                                    int y) {
     if constexpr (kCluster == 1) {
         tma_load(map, barrier, destination, x, y);
     } else {
@@ -244,8 +255,8 @@ __device__ __forceinline__ float min_or_nan(float a, float b) {
 
 // Stores four 8x8 matrices of 16-bit elements; lane l gives the address of the 16-byte row l % 8 of matrix l / 8.
 __device__ __forceinline__ void stmatrix(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m0), "r"(m1),
-                 "r"(m2), "r"(m3)
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m0),
+                 "r"(m1), "r"(m2), "r"(m3)
                  : "memory");
 }
 
@@ -257,14 +268,12 @@ __device__ __forceinline__ void stmatrix_transposed(u32 address, u32 m0, u32 m1,
 }
 
 // Makes this thread's ordinary writes to shared memory visible to the copy engine.
-__device__ __forceinline__ void fence_writes_for_copies() {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Starts copying the map's box from shared memory to column x, row y; what lies outside the tensor is not written.
 __device__ __forceinline__ void tma_store(const TensorMap* map, u32 source, int x, int y) {
-    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map), "r"(x), "r"(y),
-                 "r"(source)
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map), "r"(x),
+                 "r"(y), "r"(source)
                  : "memory");
 }
 
@@ -278,9 +287,6 @@ __device__ __forceinline__ void wait_bulk_stores() {
 
 __device__ __forceinline__ void store_shared(u32 address, u16 value) {
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(value) : "memory");
-}
-__device__ __forceinline__ void store_shared(u32 address, u8 value) {
-    asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "h"(static_cast<u16>(value)) : "memory");
 }
 
 __device__ __forceinline__ uint4 load_shared(u32 address) {

@@ -1,32 +1,33 @@
-// A token's experts and their weights out of its logits, by the rules of kernels/ops/router.py: a CTA for each token.
+// A token's experts and their weights from its logits, by the rules of kernels/ops/router.py: one CTA per token.
 //
-// In a decode step the weights have pushed this code out of the L2 cache, and fetching it takes longer than running it:
-// a pass without logits fetches it while the launch before computes them. Loops are hardly unrolled for the same reason.
+// In a decode step the layer's weights have pushed this code out of the L2 cache, and fetching it takes longer than
+// running it: a dry run without logits fetches it while the preceding launch computes them. Loops are kept rolled for
+// the same reason.
 #include "ptx.cuh"
 
 constexpr int kWarps = 4, kThreads = kWarps * 32;
 
-// Larger numbers have larger ones; zeros are alike, and NaN is larger than any, as in a sort. Never 0.
-__device__ __forceinline__ u32 order(float x) {
+// A key that sorts as x does: both zeros have the same, and NaN the largest, as in torch.sort. Never 0.
+__device__ __forceinline__ u32 key_of(float x) {
     const u32 bits = __float_as_uint(x + 0.0f);
     return x != x ? 0xffffffff : bits >> 31 ? ~bits : bits | 0x80000000;
 }
-// The number that has it.
-__device__ __forceinline__ float number(u32 order) { return __uint_as_float(order >> 31 ? order ^ 0x80000000 : ~order); }
+// The number with this key.
+__device__ __forceinline__ float from_key(u32 key) { return __uint_as_float(key >> 31 ? key ^ 0x80000000 : ~key); }
 
-__device__ __forceinline__ float sum_of_warp(float value) {
+__device__ __forceinline__ float warp_sum(float value) {
     for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(0xffffffff, value, distance);
     return value;
 }
-__device__ __forceinline__ float max_of_warp(float value) {
+__device__ __forceinline__ float warp_max(float value) {
     for (int distance = 16; distance > 0; distance /= 2)
         value = ptx::max_or_nan(value, __shfl_xor_sync(0xffffffff, value, distance));
     return value;
 }
 
-// A token's logits: four sums or one for every part, added up as router_logits.cu does it for many tokens.
+// A token's logits, with four sums or one per part, added up in the order router_logits.cu uses for many tokens.
 __device__ __forceinline__ void add_up(float* scores, const float* logits, int parts, int sums, i64 stride, int count) {
-    constexpr int kParts = 8, kSums = SUMS;  // that a thread loads together
+    constexpr int kParts = 8, kSums = SUMS;  // loaded together by a thread
     static_assert(kSums == 4);
     if (count % 2 == 0) {
 #pragma unroll 1
@@ -71,32 +72,32 @@ __device__ __forceinline__ void add_up(float* scores, const float* logits, int p
     }
 }
 
-// scores: logits on the way in, their softmax on the way out.
-__device__ __forceinline__ void softmax_of(float* scores, float (&of_warps)[2][kWarps], int count) {
+// Replaces logits by their softmax.
+__device__ __forceinline__ void softmax(float* scores, float (&per_warp)[2][kWarps], int count) {
     const int warp = threadIdx.x / 32;
     float most = __int_as_float(0xff800000), sum = 0.0f;  // minus infinity
 #pragma unroll 1
     for (int e = threadIdx.x; e < count; e += kThreads) most = ptx::max_or_nan(most, scores[e]);
-    of_warps[0][warp] = max_of_warp(most);
+    per_warp[0][warp] = warp_max(most);
     __syncthreads();
-    for (int w = 0; w < kWarps; ++w) most = ptx::max_or_nan(most, of_warps[0][w]);
+    for (int w = 0; w < kWarps; ++w) most = ptx::max_or_nan(most, per_warp[0][w]);
 #pragma unroll 1
     for (int e = threadIdx.x; e < count; e += kThreads) sum += scores[e] = expf(scores[e] - most);
-    of_warps[1][warp] = sum_of_warp(sum);
+    per_warp[1][warp] = warp_sum(sum);
     __syncthreads();
     sum = 0.0f;
-    for (int w = 0; w < kWarps; ++w) sum += of_warps[1][w];
+    for (int w = 0; w < kWarps; ++w) sum += per_warp[1][w];
     const float share = ptx::approximate_reciprocal(sum);
 #pragma unroll 1
     for (int e = threadIdx.x; e < count; e += kThreads) scores[e] *= share;
 }
 
-// A group is as good as its two best choices together; a warp takes a group at a time.
-__device__ __forceinline__ void rate_groups(u32* group_keys, const u32* keys, int size, int groups) {
+// A group's score is the sum of its two best experts'; a warp takes a group at a time.
+__device__ __forceinline__ void score_groups(u32* group_keys, const u32* keys, int size, int num_expert_groups) {
     const int lane = threadIdx.x % 32;
 #pragma unroll 1
-    for (int group = threadIdx.x / 32; group < groups; group += kWarps) {
-        u32 first = 0, second = 0;  // a lane's own
+    for (int group = threadIdx.x / 32; group < num_expert_groups; group += kWarps) {
+        u32 first = 0, second = 0;  // of this lane
 #pragma unroll 1
         for (int i = lane; i < size; i += 32) {
             const u32 key = keys[group * size + i];
@@ -106,25 +107,25 @@ __device__ __forceinline__ void rate_groups(u32* group_keys, const u32* keys, in
         const u32 best = __reduce_max_sync(0xffffffff, first);
         const bool owner = lane == __ffs(static_cast<int>(__ballot_sync(0xffffffff, first == best))) - 1;
         const u32 next = __reduce_max_sync(0xffffffff, owner ? second : first);
-        if (lane == 0) group_keys[group] = order(size > 1 ? number(best) + number(next) : number(best));
+        if (lane == 0) group_keys[group] = key_of(size > 1 ? from_key(best) + from_key(next) : from_key(best));
     }
 }
 
-// Whether fewer than `most` groups are better than this one: have a larger key, or the same and come before it.
-__device__ __forceinline__ bool among_best(const u32* group_keys, int group, int groups, int most) {
+// Whether fewer than topk_group groups are better than this one: have a larger key, or the same and a lower index.
+__device__ __forceinline__ bool is_chosen(const u32* group_keys, int group, int num_expert_groups, int topk_group) {
     int better = 0;
 #pragma unroll 4
-    for (int other = 0; other < groups; ++other)
+    for (int other = 0; other < num_expert_groups; ++other)
         better += group_keys[other] > group_keys[group] || (group_keys[other] == group_keys[group] && other < group);
-    return better < most;
+    return better < topk_group;
 }
 
-// A warp takes the experts with the largest keys, of equal ones the lowest first; lane s gets slot s.
+// A warp takes the experts with the largest keys, the lowest index first among equals; lane s returns slot s.
 __device__ __forceinline__ int choose(u32* keys, int count, int top_k) {
     const int lane = threadIdx.x;
     int chosen = 0, place = 0, next_place = 0;
-    u32 largest = 0, next = 0;  // of the lane's own: lane, lane + 32, ...; 0: it has to look
-    const auto look = [&] {
+    u32 largest = 0, next = 0;  // of this lane's experts: lane, lane + 32, ...; 0: to be searched again
+    const auto search = [&] {
         largest = next = 0;
 #pragma unroll 4
         for (int e = lane; e < count; e += 32) {
@@ -136,7 +137,7 @@ __device__ __forceinline__ int choose(u32* keys, int count, int top_k) {
             largest = first ? key : largest;
         }
     };
-    look();
+    search();
 #pragma unroll 1
     for (int slot = 0; slot < top_k; ++slot) {
         const u32 most = __reduce_max_sync(0xffffffff, largest);
@@ -149,7 +150,7 @@ __device__ __forceinline__ int choose(u32* keys, int count, int top_k) {
                 place = next_place;
                 next = 0;
             } else {
-                look();
+                search();
             }
         }
         __syncwarp();
@@ -160,54 +161,57 @@ __device__ __forceinline__ int choose(u32* keys, int count, int top_k) {
 extern "C" __global__ void __launch_bounds__(kThreads)
     route_tokens(const float* logits,  // [parts * sums, num_tokens, num_experts], to be added up
                  int parts, int sums,
-                 int rehearse,         // first; then the bias is older than the launch before
-                 const float* bias,    // [num_experts], added to what chooses; null: nothing
+                 int dry_run,               // first; router_bias must then not be written by the preceding launch
+                 const float* router_bias,  // [num_experts], added to the scores that choose; null: none
                  int all_experts, int top_k,
-                 int softmax, int renormalize, float scale, int groups, int top_groups,
-                 int* __restrict__ topk_ids, float* __restrict__ topk_weights) {  // [num_tokens, top_k]
-    extern __shared__ __align__(16) float of_experts[];  // sized by them: CTAs shall find room beside the launch before
-    __shared__ float of_warps[2][kWarps];
+                 int use_softmax,  // else sigmoid
+                 int renormalize, float routed_scaling_factor, int num_expert_groups, int topk_group,
+                 int* __restrict__ topk_ids, float* __restrict__ topk_weights  // [num_tokens, top_k]
+    ) {
+    extern __shared__ __align__(16) float per_expert[];  // no larger than needed, to fit beside the preceding launch
+    __shared__ float per_warp[2][kWarps];
     __shared__ u32 group_keys[32];
     const int thread = threadIdx.x, token = blockIdx.x, stride = (all_experts + 1) / 2 * 2;
-    float *const scores = of_experts, *const biases = scores + stride;
-    u32* const keys = reinterpret_cast<u32*>(biases + stride);  // of what chooses; 0: cannot be chosen
+    float *const scores = per_expert, *const biases = scores + stride;
+    u32* const keys = reinterpret_cast<u32*>(biases + stride);  // of the scores that choose; 0: cannot be chosen
     logits += static_cast<i64>(token) * all_experts;
-    if (!rehearse) ptx::wait_for_launches_before();
+    if (!dry_run) ptx::grid_dependency_wait();
 #pragma unroll 1
-    for (int e = thread; e < all_experts; e += kThreads) biases[e] = bias != nullptr ? bias[e] : 0.0f;
+    for (int e = thread; e < all_experts; e += kThreads) biases[e] = router_bias != nullptr ? router_bias[e] : 0.0f;
 #pragma unroll 1
-    for (bool last = !rehearse;; last = true) {
+    for (bool last = !dry_run;; last = true) {
         if (last) {
-            ptx::wait_for_launches_before();
-            ptx::let_next_launch_begin();
+            ptx::grid_dependency_wait();
+            ptx::launch_dependents();
         }
-        const int num_experts = last ? all_experts : min(all_experts, groups * 4), size = num_experts / groups;
+        const int num_experts = last ? all_experts : min(all_experts, num_expert_groups * 4);
+        const int size = num_experts / num_expert_groups;  // of an expert group
         add_up(scores, logits, last ? parts : 0, sums, static_cast<i64>(gridDim.x) * all_experts, num_experts);
         __syncthreads();
-        if (softmax) softmax_of(scores, of_warps, num_experts);
+        if (use_softmax) softmax(scores, per_warp, num_experts);
 #pragma unroll 1
         for (int e = thread; e < num_experts; e += kThreads) {
-            if (!softmax) scores[e] = ptx::approximate_reciprocal(1.0f + expf(-scores[e]));
-            keys[e] = order(scores[e] + biases[e]);
+            if (!use_softmax) scores[e] = ptx::approximate_reciprocal(1.0f + expf(-scores[e]));
+            keys[e] = key_of(scores[e] + biases[e]);
         }
         __syncthreads();
-        if (top_groups < groups) {
-            rate_groups(group_keys, keys, size, groups);
+        if (topk_group < num_expert_groups) {
+            score_groups(group_keys, keys, size, num_expert_groups);
             __syncthreads();
 #pragma unroll 1
             for (int e = thread; e < num_experts; e += kThreads)
-                if (!among_best(group_keys, e / size, groups, top_groups)) keys[e] = 0;
+                if (!is_chosen(group_keys, e / size, num_expert_groups, topk_group)) keys[e] = 0;
             __syncthreads();
         }
 
         if (thread < 32) {
             const int expert = choose(keys, num_experts, last ? top_k : 1);
             float weight = thread < top_k ? scores[expert] : 0.0f;
-            const float total = sum_of_warp(weight);
-            if (renormalize) weight *= ptx::approximate_reciprocal(softmax ? total : total + 1e-20f);
+            const float total = warp_sum(weight);
+            if (renormalize) weight *= ptx::approximate_reciprocal(use_softmax ? total : total + 1e-20f);
             if (last && thread < top_k) {
                 topk_ids[static_cast<i64>(token) * top_k + thread] = expert;
-                topk_weights[static_cast<i64>(token) * top_k + thread] = weight * scale;
+                topk_weights[static_cast<i64>(token) * top_k + thread] = weight * routed_scaling_factor;
             }
         }
         if (last) return;

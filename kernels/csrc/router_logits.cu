@@ -1,13 +1,14 @@
-// A router's logits: bf16 tokens times bf16 weights, added up in fp32 in an order that depends on K alone: 256 columns in
-// the tensor cores, four such sums one after another, then what there is for every 1024 (route_tokens.cu adds up what is
-// left). In a decode step the weights are cold and no other launch overlaps with fetching them, so that many CTAs have to:
-// a sum each. Of many tokens a CTA has four sums in turn, and fewer numbers are left.
+// A router's logits: bf16 tokens times bf16 weights, summed in fp32 in an order that depends on K alone, so they are
+// batch-invariant: 256 columns in the tensor cores, four such sums one after another, then the partial sums of every
+// 1024 columns. route_tokens.cu adds up whatever this kernel leaves. In a decode step the weights are cold and no other
+// launch overlaps with fetching them, so many CTAs fetch: one sum each. With many tokens a CTA computes four sums in
+// turn and leaves fewer partial sums.
 #include "wgmma.cuh"
 
-constexpr int kTokens = TOKENS, kExperts = EXPERTS;  // of a CTA; one warpgroup
+constexpr int kTokens = TOKENS, kExperts = EXPERTS;  // per CTA, which is one warpgroup
 constexpr int kRowBytes = 128;                       // of a swizzled box
-constexpr int kColumns = kRowBytes / 2;
-constexpr int kBoxes = SUM_COLUMNS / kColumns;  // of a sum, side by side
+constexpr int kColumns = kRowBytes / 2;              // of a box
+constexpr int kBoxes = SUM_COLUMNS / kColumns;       // side by side in a sum
 
 struct Storage {
     u8 weights[kBoxes][kExperts * kRowBytes];
@@ -18,31 +19,35 @@ static_assert(kTokens == 64 && sizeof(Storage) == STORAGE_BYTES);
 
 extern "C" __global__ void __launch_bounds__(128)
     router_logits(const __grid_constant__ ptx::TensorMap token_map,   // bf16 [num_tokens, k]
-                  const __grid_constant__ ptx::TensorMap weight_map,  // bf16 [num_experts, k], older than the launch before
+                  const __grid_constant__ ptx::TensorMap weight_map,  // bf16 [num_experts, k], not written by the
+                                                                      // preceding launch
                   int num_tokens, int num_experts,
-                  int parts, int sums,           // that there are of each logit, and sums in a part
-                  float* __restrict__ logits) {  // [parts, num_tokens, num_experts]
+                  int parts,                  // partial sums of a logit
+                  int sums,                   // of kBoxes boxes, in each part
+                  float* __restrict__ logits  // [parts, num_tokens, num_experts]
+    ) {
     extern __shared__ __align__(1024) u8 raw[];
     Storage& shared = *reinterpret_cast<Storage*>(raw);
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int columns = (num_experts + kExperts - 1) / kExperts, part = blockIdx.x % parts;
     const int expert = blockIdx.x / parts % columns * kExperts, token = blockIdx.x / parts / columns * kTokens;
     const int boxes = sums * kBoxes;
-    const auto load_weights = [&](int box) {  // what lies outside arrives as zeros
+    const auto load_weights = [&](int box) {  // out of bounds: zeros
         u64* const full = &shared.full[box % kBoxes];
         ptx::mbarrier_arrive_expect_bytes(full, (kExperts + kTokens) * kRowBytes);
         ptx::tma_load(&weight_map, full, shared.weights[box % kBoxes], (part * boxes + box) * kColumns, expert);
     };
     const auto load_tokens = [&](int box) {
-        ptx::tma_load(&token_map, &shared.full[box % kBoxes], shared.tokens[box % kBoxes], (part * boxes + box) * kColumns, token);
+        ptx::tma_load(&token_map, &shared.full[box % kBoxes], shared.tokens[box % kBoxes],
+                      (part * boxes + box) * kColumns, token);
     };
     if (thread == 0) {
         for (u64& full : shared.full) ptx::mbarrier_init(&full, 1);
         ptx::fence_mbarrier_init();
         for (int box = 0; box < kBoxes; ++box) load_weights(box);
     }
-    ptx::wait_for_launches_before();
-    ptx::let_next_launch_begin();
+    ptx::grid_dependency_wait();
+    ptx::launch_dependents();
     if (thread == 0)
         for (int box = 0; box < kBoxes; ++box) load_tokens(box);
     __syncthreads();

@@ -1,4 +1,4 @@
-// Which tile comes next: one persistent walk for both layouts, driven by offsets or counts that stay on the device.
+// Dynamic persistent scheduling: which tile has which number, for both layouts, from offsets or counts on the device.
 #pragma once
 
 #include "ptx.cuh"
@@ -9,14 +9,14 @@ enum class Layout { kContiguous, kMasked };
 struct alignas(16) Tile {
     int group;
     int row;     // first row: in all of `a` (contiguous) or within its group (masked)
-    int rows;    // 1 .. kTileM, all of this group; -1: there are no more tiles
+    int rows;    // 1 .. kTileM, all of this group; -1: no more tiles
     int column;  // first output column of the cluster's tile
 };
 
-// How rows are cut into tiles, as the host plans it from the rows it expects.
+// How rows are cut into tiles, as the host plans it from the number of rows it expects.
 struct Cut {
-    int tile_steps;  // height of a tile on average, in sixteenths of a step
-    int passes;      // 1: group after group; or one for each height, tall tiles of all groups first
+    int tile_steps;  // average height of a tile, in sixteenths of a step
+    int passes;      // 1: group after group; more: one per height, the tall tiles of all groups first
 };
 
 // What the scheduler keeps in shared memory behind the pipeline: offsets [num_groups + 1] or counts [num_groups], then
@@ -24,11 +24,11 @@ struct Cut {
 template <Layout kLayout, int kTileM, int kTileN, int kHeightStep>
 class TileScheduler {
   public:
-    // A whole warp makes it, in `table`. Extents outside [0, limit] are clamped: they must not become stores outside
+    // Built by a whole warp, in `table`. Extents outside [0, max_rows] are clamped: they must not become stores outside
     // `out`.
-    __device__ TileScheduler(int* table, const int* extents, int num_groups, int n, Cut cut, int limit)
+    __device__ TileScheduler(int* table, const int* group_extents, int num_groups, int n, Cut cut, int max_rows)
         : extents_(table), first_tile_(table + num_groups + 1), num_groups_(num_groups), n_(n), cut_(cut) {
-        constexpr int kAtOnce = 8;  // loads a lane has under way
+        constexpr int kAtOnce = 8;  // loads per lane in flight
         const int lane = threadIdx.x % 32, tiles_n = (n + kTileN - 1) / kTileN;
         int *const table_extents = table, *first_tile = table + num_groups + 1;
         int before = 0;
@@ -39,23 +39,22 @@ class TileScheduler {
 #pragma unroll
                 for (int i = 0; i < kAtOnce; ++i) {
                     const int group = min(base + i * 32 + lane, num_groups - 1);
-                    begin[i] = __ldcg(extents + group);
-                    end[i] = kLayout == Layout::kContiguous ? __ldcg(extents + group + 1) : 0;
+                    begin[i] = __ldcg(group_extents + group);
+                    end[i] = kLayout == Layout::kContiguous ? __ldcg(group_extents + group + 1) : 0;
                 }
 #pragma unroll
                 for (int i = 0; i < kAtOnce; ++i) {
                     const int group = base + i * 32 + lane;
                     if (base + i * 32 >= num_groups) break;
-                    int rows = begin[i] = min(max(begin[i], 0), limit);
-                    if constexpr (kLayout == Layout::kContiguous) rows = min(max(end[i], begin[i]), limit) - begin[i];
-                    int sum = group < num_groups ? Group(rows, cut).tiles(pass, cut) * tiles_n : 0;
-                    for (int distance = 1; distance < 32; distance *= 2) {
-                        const int below = __shfl_up_sync(0xffffffff, sum, distance);
-                        if (lane >= distance) sum += below;
-                    }
+                    int rows = begin[i] = min(max(begin[i], 0), max_rows);
+                    if constexpr (kLayout == Layout::kContiguous)
+                        rows = min(max(end[i], begin[i]), max_rows) - begin[i];
+                    const int sum =
+                        ptx::warp_prefix_sum(group < num_groups ? Group(rows, cut).tiles(pass, cut) * tiles_n : 0);
                     if (group < num_groups) {
                         table_extents[group] = begin[i];
-                        if (kLayout == Layout::kContiguous && group == num_groups - 1) table_extents[num_groups] = begin[i] + rows;
+                        if (kLayout == Layout::kContiguous && group == num_groups - 1)
+                            table_extents[num_groups] = begin[i] + rows;
                         first_tile[pass * num_groups + group + 1] = before + sum;
                     }
                     before += __shfl_sync(0xffffffff, sum, 31);
@@ -65,7 +64,7 @@ class TileScheduler {
         __syncwarp();
     }
 
-    // The tile of this number, from 0 on. A whole warp calls this together.
+    // The tile with this number, from 0 on. Called by a whole warp.
     __device__ Tile tile(int number) const {
         const int entries = cut_.passes * num_groups_;
         if (number >= first_tile_[entries]) return {0, 0, -1, 0};
@@ -79,7 +78,7 @@ class TileScheduler {
         }
         const Group cut(rows, cut_);
 
-        // Bands of kBand row tiles, columns outside rows: what runs at once shares both operands in L2.
+        // Bands of kBand row tiles, columns outside rows: tiles that run at once share both operands in L2.
         const int tiles_m = cut.tiles(pass, cut_), tiles_n = (n_ + kTileN - 1) / kTileN;
         const int local = number - first_tile_[entry];
         const int band = tiles_m > kBand ? local / (kBand * tiles_n) : 0;
@@ -88,40 +87,43 @@ class TileScheduler {
         const int column = quotient(within, width);
         const int index = band * kBand + within - column * width + cut.before(pass, cut_);
         const int first = (index * cut.height + min(index, cut.taller)) * kHeightStep;
-        return {group, row + first, min((cut.height + (index < cut.taller)) * kHeightStep, rows - first), column * kTileN};
+        return {group, row + first, min((cut.height + (index < cut.taller)) * kHeightStep, rows - first),
+                column * kTileN};
     }
 
   private:
     static constexpr int kBand = 8;
-    static constexpr int kMostSteps = kTileM / kHeightStep;
+    static constexpr int kMaxSteps = kTileM / kHeightStep;
 
-    // a / b for 0 <= a < 2^24 and b > 0, in a tenth of the time: it stands between a launch and its first load.
+    // a / b for 0 <= a < 2^24 and b > 0, in a tenth of the time: the first load of a launch waits for it.
     static __device__ __forceinline__ int quotient(int a, int b) {
         int q = static_cast<int>(__fdividef(static_cast<float>(a), static_cast<float>(b)));
         const int rest = a - q * b;
         return q + (rest >= b) - (rest < 0);
     }
 
-    // A group's rows in tiles whose heights differ by one step at most: 600 rows are 192 + 192 + 128 + 88, for three
-    // steps a tile, and not 3 * 192 + 24.
+    // A group's rows in tiles whose heights differ by one step at most: with three steps per tile, 600 rows become
+    // 192 + 192 + 128 + 88 and not 3 * 192 + 24.
     struct Group {
-        int count, height, taller;  // tiles; steps of the lower ones; how many are a step taller, and come first
+        int count, height, taller;  // tiles; steps of the lower ones; how many are a step taller, which come first
 
         __device__ Group(int rows, Cut cut) {
             const int steps = (rows + kHeightStep - 1) / kHeightStep;
-            count = max(quotient(16 * steps + cut.tile_steps - 1, cut.tile_steps), (steps + kMostSteps - 1) / kMostSteps);
+            count = max(quotient(16 * steps + cut.tile_steps - 1, cut.tile_steps), (steps + kMaxSteps - 1) / kMaxSteps);
             height = quotient(steps, max(count, 1));
             taller = steps - height * count;
         }
-        // Tiles that belong to a pass: all, or those of its height.
+        // Tiles of a pass: all, or those of its height.
         __device__ int tiles(int pass, Cut cut) const {
             if (cut.passes == 1) return count;
-            return kMostSteps - pass == height + 1 ? taller : kMostSteps - pass == height ? count - taller : 0;
+            return kMaxSteps - pass == height + 1 ? taller : kMaxSteps - pass == height ? count - taller : 0;
         }
-        __device__ int before(int pass, Cut cut) const { return cut.passes > 1 && kMostSteps - pass == height ? taller : 0; }
+        __device__ int before(int pass, Cut cut) const {
+            return cut.passes > 1 && kMaxSteps - pass == height ? taller : 0;
+        }
     };
 
-    // The entry of a tile, by two ballots over the running sums (at most 1024).
+    // The entry that a tile belongs to, by two ballots over the running sums (at most 1024).
     __device__ int find_entry(int number, int entries) const {
         const int lane = threadIdx.x % 32;
         const int coarse = 32 * (lane + 1);

@@ -24,13 +24,13 @@ struct Descriptor {
     }
 };
 
-// Multiply<N>: d[64 x N] = A[64 x 32] * B[N x 32]^T (start, restart) or += (add); N / 2 registers a thread. Of bf16, the
-// same 32 bytes of a row are 16 elements.
+// Multiply<N>: d[64 x N] = A[64 x 32] * B[N x 32]^T (start, restart) or += (add); N / 2 registers per thread. In
+// bf16, the same 32 bytes of a row are 16 elements.
 template <int kN, bool kBf16 = false>
 struct Multiply;
 
 // Operands by blocks of eight registers: R(i, C) names eight accumulators, Si their positions in the instruction.
-#define R(i, C)                                                                                               \
+#define R(i, C)                                                                                                        \
     C(d[8 * i]), C(d[8 * i + 1]), C(d[8 * i + 2]), C(d[8 * i + 3]), C(d[8 * i + 4]), C(d[8 * i + 5]), C(d[8 * i + 6]), \
         C(d[8 * i + 7])
 #define WRITE(x) "=f"(x)
@@ -52,27 +52,27 @@ struct Multiply;
 #define R6(C) R5(C), R(6, C)
 #define R7(C) R6(C), R(7, C)
 
-#define INSTRUCTION(N, TYPES, S, A, B, ACCUMULATE, MORE)                   \
-    "{ .reg .pred p; setp.ne.b32 p, " ACCUMULATE ", 0;\n"                  \
-    "wgmma.mma_async.sync.aligned.m64n" #N TYPES " {" S "}, " A ", " B ", p, 1, 1" MORE "; }"
+#define INSTRUCTION(N, TYPES, S, A, B, ACCUMULATE, MORE)                                                          \
+    "{ .reg .pred p; setp.ne.b32 p, " ACCUMULATE ", 0; wgmma.mma_async.sync.aligned.m64n" #N TYPES " {" S "}, " A \
+    ", " B ", p, 1, 1" MORE "; }"
 #define FP8(N, S, A, B, ACCUMULATE) INSTRUCTION(N, "k32.f32.e4m3.e4m3", S, A, B, ACCUMULATE, "")
 #define BF16(N, S, A, B, ACCUMULATE) INSTRUCTION(N, "k16.f32.bf16.bf16", S, A, B, ACCUMULATE, ", 0, 0")
 
 // `start` only writes its accumulators, so that none is alive between two K blocks: with tiles of many heights in one
 // kernel the compiler could not give them the same registers in each. `restart` ties them to the same registers, which
 // an unrolled loop needs: there it would otherwise keep the accumulators of two K blocks.
-#define WGMMA(N, S, R, A, B)                                                                            \
-    template <>                                                                                         \
-    struct Multiply<N> {                                                                                \
-        static __device__ __forceinline__ void start(float* d, Descriptor a, Descriptor b) {            \
-            asm volatile(FP8(N, S, A, B, "0") : R(WRITE) : "l"(a.bits()), "l"(b.bits()));               \
-        }                                                                                               \
-        static __device__ __forceinline__ void restart(float* d, Descriptor a, Descriptor b) {          \
-            asm volatile(FP8(N, S, A, B, "0") : R(UPDATE) : "l"(a.bits()), "l"(b.bits()));              \
-        }                                                                                               \
-        static __device__ __forceinline__ void add(float* d, Descriptor a, Descriptor b) {              \
-            asm volatile(FP8(N, S, A, B, "1") : R(UPDATE) : "l"(a.bits()), "l"(b.bits()));              \
-        }                                                                                               \
+#define WGMMA(N, S, R, A, B)                                                                   \
+    template <>                                                                                \
+    struct Multiply<N> {                                                                       \
+        static __device__ __forceinline__ void start(float* d, Descriptor a, Descriptor b) {   \
+            asm volatile(FP8(N, S, A, B, "0") : R(WRITE) : "l"(a.bits()), "l"(b.bits()));      \
+        }                                                                                      \
+        static __device__ __forceinline__ void restart(float* d, Descriptor a, Descriptor b) { \
+            asm volatile(FP8(N, S, A, B, "0") : R(UPDATE) : "l"(a.bits()), "l"(b.bits()));     \
+        }                                                                                      \
+        static __device__ __forceinline__ void add(float* d, Descriptor a, Descriptor b) {     \
+            asm volatile(FP8(N, S, A, B, "1") : R(UPDATE) : "l"(a.bits()), "l"(b.bits()));     \
+        }                                                                                      \
     };
 
 WGMMA(16, S0, R0, "%8", "%9")

@@ -11,7 +11,7 @@ _LEAST_SUM = 1e-20  # added to a sum of sigmoids, which may all be zero, before 
 def choose_experts(
     logits: Tensor, bias: Tensor | None, top_k: int, routing: Routing
 ) -> tuple[Tensor, Tensor]:
-    """(topk_ids int32 [T, k], topk_weights fp32 [T, k]) of fp32 logits [T, E], best first.
+    """(topk_ids int32 [T, top_k], topk_weights fp32 [T, top_k]) of fp32 logits [T, E], best first.
 
     bias, fp32 [E], is added to the scores that experts are chosen by, never to the weights. Ties between
     experts and between groups go to the lower index, on every device.

@@ -39,7 +39,7 @@ def masked_experts(
         """Of permuted rows [R, K]: bf16 [R, N]."""
         a = _spread(rows, permutation, num_groups, max_m)
         out = grouped_gemm_masked(
-            *a, *b, permutation.counts, expected_m=expected_m, backend=backend, num_sms=num_sms
+            a, b, permutation.counts, expected_m=expected_m, backend=backend, num_sms=num_sms
         )
         return out[permutation.group_ids, permutation.positions]
 

@@ -1,5 +1,7 @@
 """What the sanitizers run: every variant on small awkward shapes, each result checked."""
 
+from dataclasses import replace
+
 import torch
 
 from expertd.kernels import (
@@ -10,13 +12,13 @@ from expertd.kernels import (
     fused_experts,
     grouped_gemm_contiguous,
     grouped_gemm_masked,
-    jit,
     quantize_blocks,
     resolve_backend,
 )
-from expertd.kernels.backends.hopper import tiles
-from expertd.kernels.backends.hopper.tiles import TileConfig
-from expertd.layout import Layout
+from expertd.kernels.backends.hopper import grouped_gemm
+from expertd.kernels.backends.hopper.backend import HopperBackend
+from expertd.kernels.backends.hopper.launch import Variant
+from expertd.kernels.backends.hopper.tiles import CONFIGS, Plan
 from tests.kernels.helpers import (
     diff,
     expect_contiguous,
@@ -28,18 +30,16 @@ from tests.kernels.helpers import (
 )
 
 SHAPES = (([3, 0, 70, 1, 200], 264, 384), ([1], 8, 128), ([0, 0], 136, 256))
-_source = tiles.source
 
 
-def every_lane_arrives(layout: Layout, config: TileConfig) -> jit.Source:
+def every_lane_arrives(variant: Variant) -> Variant:
     """racecheck does not follow one lane's arrival at a barrier for its warp: here every lane arrives."""
-    source = _source(layout, config)
-    defines = (*source.defines, ("EVERY_LANE_ARRIVES", "1"))
-    return jit.Source(source.name, source.file, source.entry, defines)
+    source = variant.source
+    return variant._replace(source=replace(source, defines=(*source.defines, ("EVERY_LANE_ARRIVES", "1"))))
 
 
 def whole_layer(tokens: int) -> None:
-    """Sort, quantize, both GEMMs and combine, against the composition of single steps."""
+    """Routing and the five launches of experts, against the composition of single steps."""
     h, i, e, k = 256, 384, 5, 3
     generator = fresh_generator("cuda")
     gate_up = quantize_blocks(torch.randn(e, 2 * i, h, generator=generator, device="cuda").mul_(h**-0.5))
@@ -61,18 +61,19 @@ def whole_layer(tokens: int) -> None:
 
 def main() -> None:
     """Run all; the persistent grid is small, so that every CTA walks several tiles."""
-    tiles.source = every_lane_arrives
-    for config in tiles.CONFIGS:
-        tiles.choose = lambda *_, chosen=config: tiles.Plan(chosen, 16 * chosen.steps)  # type: ignore[assignment]
+    for key, variant in grouped_gemm.VARIANTS.items():
+        grouped_gemm.VARIANTS[key] = every_lane_arrives(variant)
+    for plan in [Plan(config, 16 * config.steps) for config in CONFIGS]:
+        backend = HopperBackend(choose=lambda *_, plan=plan: plan)
         for rows, n, k in SHAPES:
             case = random_contiguous(rows, n, k, "cuda")
             buffer, out = poisoned(sum(rows), n, device="cuda")
-            grouped_gemm_contiguous(*case.a, *case.b, case.offsets, out=out, backend="hopper", num_sms=4)
+            grouped_gemm_contiguous(case.a, case.b, case.offsets, out=out, backend=backend, num_sms=4)
             expect_contiguous(case, buffer, out)
             max_m = max(*rows, 1)
             masked = random_masked(rows, max_m, n, k, "cuda")
             buffer, out = poisoned(len(rows), max_m, n, device="cuda")
-            grouped_gemm_masked(*masked.a, *masked.b, masked.counts, out=out, backend="hopper", num_sms=4)
+            grouped_gemm_masked(masked.a, masked.b, masked.counts, out=out, backend=backend, num_sms=4)
             expect_masked(masked, buffer, out)
     for tokens in (1, 90):
         whole_layer(tokens)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from expertd.kernels import Backend, grouped_gemm_contiguous, grouped_gemm_masked
+from expertd.kernels import Backend, Quantized, grouped_gemm_contiguous, grouped_gemm_masked
 from expertd.kernels.backends import backend_names, resolve_backend
 from expertd.kernels.backends.reference.backend import ReferenceBackend
 
@@ -44,6 +44,13 @@ def _masked_arguments() -> dict[str, Any]:
     }
 
 
+def _quantized(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same with a and b in the form that the functions take."""
+    rest = dict(arguments)
+    pairs = {name: Quantized(rest.pop(name), rest.pop(f"{name}_scales")) for name in ("a", "b")}
+    return pairs | rest
+
+
 def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
@@ -56,13 +63,13 @@ SHARED: list[tuple[dict[str, Any], str]] = [
     ({"b": torch.zeros(G, N, K)}, "b dtype: expected torch.float8_e4m3fn, got torch.float32"),
     ({"b": _e4m3(G, K, N).transpose(1, 2)}, r"b strides: expected contiguous, got \(34816, 1, 136\)"),
     ({"b": _unaligned(_e4m3(G, N, K))}, "b address: expected a multiple of 16 bytes, got 1 bytes past one"),
-    ({"b_scales": torch.ones(G, 1, 2)}, r"b_scales shape: expected \(3, 2, 2\), got \(3, 1, 2\)"),
-    ({"b_scales": torch.ones(G, 2, 2).double()}, "b_scales dtype: expected torch.float32, got torch.float64"),
+    ({"b_scales": torch.ones(G, 1, 2)}, r"b scales shape: expected \(3, 2, 2\), got \(3, 1, 2\)"),
+    ({"b_scales": torch.ones(G, 2, 2).double()}, "b scales dtype: expected torch.float32, got torch.float64"),
     (
         {"b_scales": torch.ones(G, 2, 2).mT},
-        r"b_scales strides: expected contiguous, got \(4, 1, 2\)",
+        r"b scales strides: expected contiguous, got \(4, 1, 2\)",
     ),
-    ({"b_scales": _meta(G, 2, 2)}, "b_scales device: expected cpu as a, got meta"),
+    ({"b_scales": _meta(G, 2, 2)}, "b scales device: expected cpu as a, got meta"),
     ({"b": _meta(G, N, K, dtype=torch.float8_e4m3fn)}, "b device: expected cpu as a, got meta"),
     ({"num_sms": 0}, "num_sms: expected None or at least 1, got 0"),
     ({"backend": "metal"}, r"backend: expected one of .*'hopper', 'reference'.*, got 'metal'"),
@@ -75,10 +82,10 @@ CONTIGUOUS: list[tuple[dict[str, Any], str]] = [
     ({"a": torch.zeros(M, K)}, "a dtype: expected torch.float8_e4m3fn, got torch.float32"),
     ({"a": _e4m3(K, M).t()}, r"a strides: expected contiguous, got \(1, 6\)"),
     ({"a": _unaligned(_e4m3(M, K))}, "a address: expected a multiple of 16 bytes, got 1 bytes past one"),
-    ({"a_scales": torch.ones(M, 1)}, r"a_scales shape: expected \(6, 2\), got \(6, 1\)"),
-    ({"a_scales": torch.ones(M, 2).half()}, "a_scales dtype: expected torch.float32, got torch.float16"),
-    ({"a_scales": torch.ones(M, 4)[:, ::2]}, r"a_scales strides: expected row- or .*, got \(4, 2\)"),
-    ({"a_scales": _meta(M, 2)}, "a_scales device: expected cpu as a, got meta"),
+    ({"a_scales": torch.ones(M, 1)}, r"a scales shape: expected \(6, 2\), got \(6, 1\)"),
+    ({"a_scales": torch.ones(M, 2).half()}, "a scales dtype: expected torch.float32, got torch.float16"),
+    ({"a_scales": torch.ones(M, 4)[:, ::2]}, r"a scales strides: expected row- or .*, got \(4, 2\)"),
+    ({"a_scales": _meta(M, 2)}, "a scales device: expected cpu as a, got meta"),
     ({"offsets": torch.zeros(G, dtype=torch.int32)}, r"offsets shape: expected \(4,\), got \(3,\)"),
     (
         {"offsets": torch.zeros(G + 1, dtype=torch.int64)},
@@ -108,8 +115,8 @@ MASKED: list[tuple[dict[str, Any], str]] = [
     ({"a": _e4m3(M, K)}, r"a shape: expected 3 dimensions \[G, max_m, K\], got \(6, 256\)"),
     ({"a": _e4m3(2, M, K)}, "a groups: expected 3 as in b, got 2"),
     ({"a": _e4m3(G, 0, K)}, "a max_m: expected at least 1, got 0"),
-    ({"a_scales": torch.ones(M, G, 2)}, r"a_scales shape: expected \(3, 6, 2\), got \(6, 3, 2\)"),
-    ({"a_scales": torch.ones(G, M, 4)[..., ::2]}, r"a_scales strides: expected row- or .*, got \(24, 4, 2\)"),
+    ({"a_scales": torch.ones(M, G, 2)}, r"a scales shape: expected \(3, 6, 2\), got \(6, 3, 2\)"),
+    ({"a_scales": torch.ones(G, M, 4)[..., ::2]}, r"a scales strides: expected row- or .*, got \(24, 4, 2\)"),
     ({"counts": torch.zeros(G + 1, dtype=torch.int32)}, r"counts shape: expected \(3,\), got \(4,\)"),
     ({"counts": torch.zeros(G)}, "counts dtype: expected torch.int32, got torch.float32"),
     ({"counts": _meta(G, dtype=torch.int32)}, "counts device: expected cpu as a, got meta"),
@@ -124,28 +131,38 @@ MASKED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("changes", "message"), SHARED + CONTIGUOUS)
 def test_contiguous_refuses(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        grouped_gemm_contiguous(**_contiguous_arguments() | changes)
+        grouped_gemm_contiguous(**_quantized(_contiguous_arguments() | changes))
 
 
 @pytest.mark.parametrize(("changes", "message"), SHARED + MASKED)
 def test_masked_refuses(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        grouped_gemm_masked(**_masked_arguments() | changes)
+        grouped_gemm_masked(**_quantized(_masked_arguments() | changes))
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_operands_without_their_scales_are_refused(name: str) -> None:
+    for function, arguments in (
+        (grouped_gemm_contiguous, _contiguous_arguments()),
+        (grouped_gemm_masked, _masked_arguments()),
+    ):
+        with pytest.raises(ValueError, match=rf"^{name}: expected Quantized\(data, scales\), got Tensor"):
+            function(**_quantized(arguments) | {name: arguments[name]})
 
 
 def test_scales_may_be_row_or_column_major() -> None:
     arguments = _contiguous_arguments()
     column_major = torch.ones(2, M).t()
     assert torch.equal(
-        grouped_gemm_contiguous(**arguments),
-        grouped_gemm_contiguous(**arguments | {"a_scales": column_major}),
+        grouped_gemm_contiguous(**_quantized(arguments)),
+        grouped_gemm_contiguous(**_quantized(arguments | {"a_scales": column_major})),
     )
 
 
 def test_out_is_returned_and_allocated_when_not_given() -> None:
     arguments = _contiguous_arguments()
-    assert grouped_gemm_contiguous(**arguments) is arguments["out"]
-    allocated = grouped_gemm_contiguous(**arguments | {"out": None})
+    assert grouped_gemm_contiguous(**_quantized(arguments)) is arguments["out"]
+    allocated = grouped_gemm_contiguous(**_quantized(arguments | {"out": None}))
     assert allocated.shape == (M, N)
     assert allocated.dtype == torch.bfloat16
 
@@ -157,7 +174,7 @@ def test_no_rows_return_at_once() -> None:
         "offsets": torch.zeros(G + 1, dtype=torch.int32),
         "out": None,
     }
-    assert grouped_gemm_contiguous(**arguments).shape == (0, N)
+    assert grouped_gemm_contiguous(**_quantized(arguments)).shape == (0, N)
 
 
 def test_a_backend_for_another_device_is_refused() -> None:
@@ -166,7 +183,7 @@ def test_a_backend_for_another_device_is_refused() -> None:
         device_type = "cuda"
 
     with pytest.raises(ValueError, match="a device: expected cuda for backend 'elsewhere', got cpu"):
-        grouped_gemm_contiguous(**_contiguous_arguments() | {"backend": ElsewhereBackend()})
+        grouped_gemm_contiguous(**_quantized(_contiguous_arguments() | {"backend": ElsewhereBackend()}))
 
 
 def test_backends_are_found_by_name_and_shared() -> None:

@@ -20,17 +20,28 @@ from expertd.kernels import (
     quantize_rows,
     resolve_backend,
 )
-from expertd.kernels.backends.hopper.launch import current_stream
-from expertd.kernels.backends.hopper.layer import Logits
+from expertd.kernels.backends.hopper import compute_permutation as on_hopper
+from expertd.kernels.backends.hopper.launch import Kernels, OnStream, current_stream
+from expertd.kernels.backends.hopper.quantize_permute import quantize_permute
+from expertd.kernels.backends.hopper.router_logits import router_logits
+from expertd.kernels.backends.hopper.tensor_maps import TensorMapCache, describe_rows
 from expertd.kernels.ops.activation import SILU
 from tests.kernels.helpers import diff, forbid_host_sync, fresh_generator
 
 pytestmark = pytest.mark.gpu
 
 
-def _stream() -> tuple[Any, Any]:
-    backend: Any = resolve_backend("hopper")
-    return backend, current_stream(0)
+def _kernels() -> tuple[Kernels, OnStream]:
+    return Kernels(), current_stream(0)
+
+
+def _logits(x: Tensor, router: Tensor) -> Tensor:
+    """fp32 [T, E], its partial sums added up in the order of the kernel."""
+    logits = router_logits(*_kernels(), TensorMapCache(describe_rows), x, router)
+    total = torch.zeros_like(logits.data[0])
+    for first in range(0, len(logits.data), logits.sums):
+        total += reduce(torch.add, logits.data[first : first + logits.sums])
+    return total
 
 
 @pytest.mark.parametrize("num_sms", [None, 8])
@@ -38,16 +49,15 @@ def _stream() -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     "shape", [(1, 1), (1, 8), (3, 5), (16, 8), (43, 3), (64, 9), (113, 9), (114, 9), (1000, 8), (4096, 9)]
 )
-def test_sort(shape: tuple[int, int], num_groups: int, num_sms: int | None) -> None:
-    backend, stream = _stream()
+def test_compute_permutation(shape: tuple[int, int], num_groups: int, num_sms: int | None) -> None:
     group_ids = torch.randint(
         0, num_groups + 1, shape, generator=fresh_generator("cuda"), device="cuda", dtype=torch.int32
     )
-    # Small blocks of memory come again: what the sort leaves as it was is not zero.
+    # Small blocks of memory are reused: what the kernel does not write is not zero.
     poison = [torch.full((2, 2), 0x7F7F7F7F, dtype=torch.int32, device="cuda") for _ in range(64)]
     del poison
-    rows, offsets, claims = backend._layer.sort(stream, group_ids, num_groups, num_sms)
-    assert not claims.any()
+    rows, offsets, tile_counters = on_hopper.compute_permutation(*_kernels(), group_ids, num_groups, num_sms)
+    assert not tile_counters.any()
     permutation = compute_permutation(group_ids, num_groups)
     assert torch.equal(offsets, permutation.offsets)
     there = group_ids < num_groups
@@ -57,14 +67,13 @@ def test_sort(shape: tuple[int, int], num_groups: int, num_sms: int | None) -> N
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("k", [128, 1024, 7168])
-def test_quantize(k: int, dtype: torch.dtype) -> None:
-    backend, stream = _stream()
+def test_quantize_permute(k: int, dtype: torch.dtype) -> None:
     x = torch.randn(37, k, generator=fresh_generator("cuda"), device="cuda").mul_(10).to(dtype)
     x[3, 5], x[4] = torch.nan, 0
     rows = (
         torch.randperm(37 * 3, generator=fresh_generator("cuda"), device="cuda").to(torch.int32).view(37, 3)
     )
-    out, expected = backend._layer.quantize(stream, x, rows), quantize_rows(x)
+    out, expected = quantize_permute(*_kernels(), x, rows), quantize_rows(x)
     for slot in range(3):
         index = rows[:, slot].long()
         assert torch.equal(out.data.view(torch.uint8)[index], expected.data.view(torch.uint8))
@@ -141,46 +150,37 @@ def test_a_token_of_nan_or_infinity_is_routed_alone() -> None:
         assert (ids.sort(1).values.diff(dim=1) > 0).all(), "no expert comes twice"
 
 
-def _added_up(logits: Logits) -> Tensor:
-    """fp32 [T, E], in the order of the kernel."""
-    total = torch.zeros_like(logits.data[0])
-    for first in range(0, len(logits.data), logits.sums):
-        total += reduce(torch.add, logits.data[first : first + logits.sums])
-    return total
-
-
 @pytest.mark.parametrize("tokens", [1, 63, 64, 200, 1000])
 @pytest.mark.parametrize(
     ("num_experts", "k"), [(1, 256), (8, 4096), (33, 1408), (60, 128), (128, 2048), (256, 7168), (1000, 1152)]
 )
 def test_logits(num_experts: int, k: int, tokens: int) -> None:
     """Their parts, added up, are fp32 sums of exact products, and a token's do not depend on the others."""
-    backend, stream = _stream()
     generator = fresh_generator("cuda")
     x, router = (
         torch.randn(n, k, generator=generator, device="cuda").to(torch.bfloat16)
         for n in (tokens, num_experts)
     )
     x[tokens // 2, 5] = torch.nan
-    logits = _added_up(backend._layer.logits(stream, x, router))
+    logits = _logits(x, router)
     expected = x.double() @ router.double().t()
     others = torch.arange(tokens, device="cuda") != tokens // 2
     assert logits[tokens // 2].isnan().all()
     assert (logits - expected)[others].norm() <= 1e-6 * expected[others].norm()
     for part in (slice(0, 1), slice(tokens // 3, tokens // 3 + 70)):
-        some = _added_up(backend._layer.logits(stream, x[part].contiguous(), router))
+        some = _logits(x[part].contiguous(), router)
         assert torch.equal(some.nan_to_num(7), logits[part].nan_to_num(7))
 
 
 @pytest.mark.parametrize("tokens", [1, 17, 256, 257])
 def test_routing_is_choosing_by_the_logits(tokens: int) -> None:
     """With the pass that fetches code (up to 256 tokens) and without, replayed again and again."""
-    backend, stream = _stream()
+    backend = resolve_backend("hopper")
     generator, routing = fresh_generator("cuda"), Routing("sigmoid", True, 2.5, 8, 4)
     x, router = (torch.randn(n, 7168, generator=generator, device="cuda").bfloat16() for n in (tokens, 256))
     bias = torch.rand(256, generator=generator, device="cuda")
     router *= 7168**-0.5
-    logits = _added_up(backend._layer.logits(stream, x, router))
+    logits = _logits(x, router)
     expected_ids, expected_weights = choose_experts(logits, bias, 8, routing)
     backend.route(x, router, bias, 8, routing)
     graph = torch.cuda.CUDAGraph()

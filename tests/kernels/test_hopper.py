@@ -6,9 +6,9 @@ import secrets
 import pytest
 import torch
 
-from expertd.kernels import grouped_gemm_contiguous, grouped_gemm_masked, jit
-from expertd.kernels.backends.hopper import tiles
-from expertd.kernels.backends.hopper.tiles import CONFIGS, TileConfig
+from expertd.kernels import Backend, Quantized, grouped_gemm_contiguous, grouped_gemm_masked, jit
+from expertd.kernels.backends.hopper.tiles import CONFIGS, NORMAL, Plan, TileConfig
+from expertd.kernels.backends.hopper.variants import VARIANTS
 from tests.kernels.helpers import (
     expect_contiguous,
     expect_masked,
@@ -26,17 +26,34 @@ def skewed(num_groups: int, total: int) -> list[int]:
     return [int(x) for x in shares / shares.sum() * total]
 
 
-def run_contiguous(rows: list[int], n: int, k: int, num_sms: int | None = None) -> None:
+def planned(config: TileConfig, tile_steps: int | None = None, passes: int = 1) -> Backend:
+    """A backend whose GEMMs all run with this tile."""
+    from expertd.kernels.backends.hopper.backend import HopperBackend
+
+    plan = Plan(config, 16 * config.steps if tile_steps is None else tile_steps, passes)
+    return HopperBackend(choose=lambda *_: plan)
+
+
+def run_contiguous(
+    rows: list[int], n: int, k: int, num_sms: int | None = None, backend: Backend | str = "hopper"
+) -> None:
     case = random_contiguous(rows, n, k, "cuda")
     buffer, out = poisoned(sum(rows), n, device="cuda")
-    grouped_gemm_contiguous(*case.a, *case.b, case.offsets, out=out, backend="hopper", num_sms=num_sms)
+    grouped_gemm_contiguous(case.a, case.b, case.offsets, out=out, backend=backend, num_sms=num_sms)
     expect_contiguous(case, buffer, out)
 
 
-def run_masked(counts: list[int], max_m: int, n: int, k: int, expected_m: int | None = None) -> None:
+def run_masked(
+    counts: list[int],
+    max_m: int,
+    n: int,
+    k: int,
+    expected_m: int | None = None,
+    backend: Backend | str = "hopper",
+) -> None:
     case = random_masked(counts, max_m, n, k, "cuda")
     buffer, out = poisoned(len(counts), max_m, n, device="cuda")
-    grouped_gemm_masked(*case.a, *case.b, case.counts, expected_m=expected_m, out=out, backend="hopper")
+    grouped_gemm_masked(case.a, case.b, case.counts, expected_m=expected_m, out=out, backend=backend)
     expect_masked(case, buffer, out)
 
 
@@ -95,28 +112,27 @@ def test_max_m(max_m: int) -> None:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
-def test_every_tile_on_the_same_rows(config: TileConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_tile_on_the_same_rows(config: TileConfig) -> None:
     """Each variant is right wherever it is chosen, also where another would be."""
-    monkeypatch.setattr(tiles, "choose", lambda *_: tiles.Plan(config, 16 * config.steps))
-    rows = [0, 1, 64, 65, 191, 192, 193, 400, 1000]
-    run_contiguous(rows, 1160, 640)
-    run_masked(rows, 1000, 1160, 640)
+    rows, backend = [0, 1, 64, 65, 191, 192, 193, 400, 1000], planned(config)
+    run_contiguous(rows, 1160, 640, backend=backend)
+    run_masked(rows, 1000, 1160, 640, backend=backend)
 
 
 @pytest.mark.parametrize("passes", [1, 3])
 @pytest.mark.parametrize("tile_steps", [16, 23, 32, 41, 48])
-def test_every_cut_covers_every_row(tile_steps: int, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "choose", lambda *_: tiles.Plan(tiles.TALL, tile_steps, passes))
-    run_contiguous([0, 1, 64, 65, 191, 192, 193, 400, 3000], 1160, 384)
-    run_masked([700], 701, 520, 256)
+def test_every_cut_covers_every_row(tile_steps: int, passes: int) -> None:
+    backend = planned(NORMAL, tile_steps, passes)
+    run_contiguous([0, 1, 64, 65, 191, 192, 193, 400, 3000], 1160, 384, backend=backend)
+    run_masked([700], 701, 520, 256, backend=backend)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
-def test_one_k_block_a_tile(config: TileConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_k_block_per_tile(config: TileConfig) -> None:
     """Tiles so short that every ring of the kernel is full of them."""
-    monkeypatch.setattr(tiles, "choose", lambda *_: tiles.Plan(config, 16 * config.steps))
+    backend = planned(config)
     for num_sms in (2, 132):
-        run_contiguous([1, 300, 0, 7000, 64], 2048, 128, num_sms)
+        run_contiguous([1, 300, 0, 7000, 64], 2048, 128, num_sms, backend)
 
 
 def test_more_outputs_than_an_int_counts() -> None:
@@ -129,18 +145,20 @@ def test_more_outputs_than_an_int_counts() -> None:
 
 def test_row_major_scales() -> None:
     case = random_contiguous([40, 300, 5], 512, 1024, "cuda")
-    column_major = grouped_gemm_contiguous(*case.a, *case.b, case.offsets, backend="hopper")
+    column_major = grouped_gemm_contiguous(case.a, case.b, case.offsets, backend="hopper")
     scales = case.a.scales.contiguous()
     assert scales.stride() != case.a.scales.stride()
-    row_major = grouped_gemm_contiguous(case.a.data, scales, *case.b, case.offsets, backend="hopper")
+    row_major = grouped_gemm_contiguous(
+        Quantized(case.a.data, scales), case.b, case.offsets, backend="hopper"
+    )
     assert torch.equal(column_major, row_major)
 
 
 @pytest.mark.parametrize("num_sms", [1, 2, 3, 20, 66, 131, 132, 1000])
 def test_any_sm_count_gives_the_same_bits(num_sms: int) -> None:
     case = random_contiguous([40, 300, 0, 5, 700], 640, 512, "cuda", seed=num_sms)
-    every = grouped_gemm_contiguous(*case.a, *case.b, case.offsets, backend="hopper")
-    some = grouped_gemm_contiguous(*case.a, *case.b, case.offsets, backend="hopper", num_sms=num_sms)
+    every = grouped_gemm_contiguous(case.a, case.b, case.offsets, backend="hopper")
+    some = grouped_gemm_contiguous(case.a, case.b, case.offsets, backend="hopper", num_sms=num_sms)
     assert torch.equal(every, some)
 
 
@@ -148,13 +166,13 @@ def test_layouts_and_tiles_give_the_same_bits() -> None:
     """A row's result depends on the row and the weight alone: not on layout, tile or neighbours."""
     counts, max_m = [17, 64, 33], 64
     case = random_masked(counts, max_m, 512, 1024, "cuda")
-    short = grouped_gemm_masked(*case.a, *case.b, case.counts, expected_m=8, backend="hopper")
-    tall = grouped_gemm_masked(*case.a, *case.b, case.counts, expected_m=max_m, backend="hopper")
+    short = grouped_gemm_masked(case.a, case.b, case.counts, expected_m=8, backend="hopper")
+    tall = grouped_gemm_masked(case.a, case.b, case.counts, expected_m=max_m, backend="hopper")
     data = torch.cat([case.a.data.view(torch.uint8)[g, :c] for g, c in enumerate(counts)])
     scales = torch.cat([case.a.scales[g, :c] for g, c in enumerate(counts)])
     offsets = torch.tensor([0, 17, 81, 114], dtype=torch.int32, device="cuda")
     packed = grouped_gemm_contiguous(
-        data.view(torch.float8_e4m3fn), scales, *case.b, offsets, backend="hopper"
+        Quantized(data.view(torch.float8_e4m3fn), scales), case.b, offsets, backend="hopper"
     )
     for g, count in enumerate(counts):
         assert torch.equal(short[g, :count], tall[g, :count])
@@ -164,19 +182,19 @@ def test_layouts_and_tiles_give_the_same_bits() -> None:
 @pytest.mark.parametrize("rows", [[700, 1300, 2], [9, 0, 30, 4]])
 def test_ten_runs_give_the_same_bits(rows: list[int]) -> None:
     case = random_contiguous(rows, 1536, 2048, "cuda")
-    first = grouped_gemm_contiguous(*case.a, *case.b, case.offsets, backend="hopper")
+    first = grouped_gemm_contiguous(case.a, case.b, case.offsets, backend="hopper")
     for _ in range(10):
         _, out = poisoned(sum(rows), 1536, device="cuda")
-        grouped_gemm_contiguous(*case.a, *case.b, case.offsets, out=out, backend="hopper")
+        grouped_gemm_contiguous(case.a, case.b, case.offsets, out=out, backend="hopper")
         assert torch.equal(first, out)
 
 
 def test_nan_stays_in_its_row() -> None:
     case = random_contiguous([40, 300], 512, 512, "cuda")
-    clean = grouped_gemm_contiguous(*case.a, *case.b, case.offsets, backend="hopper")
+    clean = grouped_gemm_contiguous(case.a, case.b, case.offsets, backend="hopper")
     spoiled = case.a.scales.clone(memory_format=torch.preserve_format)
     spoiled[39] = math.nan
-    out = grouped_gemm_contiguous(case.a.data, spoiled, *case.b, case.offsets, backend="hopper")
+    out = grouped_gemm_contiguous(Quantized(case.a.data, spoiled), case.b, case.offsets, backend="hopper")
     assert out[39].isnan().all()
     keep = torch.arange(340, device="cuda") != 39
     assert torch.equal(out[keep], clean[keep])
@@ -186,10 +204,10 @@ def test_captured_in_a_cuda_graph_with_counts_changed_later() -> None:
     case = random_masked([20, 3, 0, 64], 64, 512, 512, "cuda")
     _, out = poisoned(4, 64, 512, device="cuda")
     counts = torch.zeros_like(case.counts)
-    grouped_gemm_masked(*case.a, *case.b, counts, out=out, backend="hopper")  # compiled and described
+    grouped_gemm_masked(case.a, case.b, counts, out=out, backend="hopper")  # compiled and described
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        grouped_gemm_masked(*case.a, *case.b, counts, out=out, backend="hopper")
+        grouped_gemm_masked(case.a, case.b, counts, out=out, backend="hopper")
     counts.copy_(case.counts)
     buffer, fresh = poisoned(4, 64, 512, device="cuda")
     out.copy_(fresh)
@@ -200,11 +218,11 @@ def test_captured_in_a_cuda_graph_with_counts_changed_later() -> None:
 
 def test_other_streams() -> None:
     case = random_contiguous([40, 300], 512, 512, "cuda")
-    expected = grouped_gemm_contiguous(*case.a, *case.b, case.offsets, backend="hopper")
+    expected = grouped_gemm_contiguous(case.a, case.b, case.offsets, backend="hopper")
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        out = grouped_gemm_contiguous(*case.a, *case.b, case.offsets, backend="hopper")
+        out = grouped_gemm_contiguous(case.a, case.b, case.offsets, backend="hopper")
     stream.synchronize()
     assert torch.equal(expected, out)
 
@@ -227,5 +245,5 @@ def test_random_problems() -> None:
 
 def test_every_compilation_tells_its_resources() -> None:
     """NVRTC keeps a cache of its own where there is a driver; what comes from there has no report."""
-    source = tiles.source(*tiles.VARIANTS[0])
+    source = VARIANTS[0].source
     assert jit.compile_source(source).usage == jit.compile_source(source).usage

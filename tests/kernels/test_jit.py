@@ -321,9 +321,9 @@ def test_without_the_cuda_extra_the_error_says_so(missing: str) -> None:
     code = (
         f"import sys; sys.modules[{missing!r}] = None\n"
         "from expertd.kernels import jit\n"
-        "from expertd.kernels.backends.hopper import tiles\n"
+        "from expertd.kernels.backends.hopper.variants import VARIANTS\n"
         "assert jit.stats() == (0, 0.0, 0)\n"
-        "try: jit.find(tiles.source(*tiles.VARIANTS[0]))\n"
+        "try: jit.find(VARIANTS[0].source)\n"
         "except jit.CompilerMissingError as error: print(error)\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -143,12 +143,12 @@ def test_torch_work_is_slower_in_a_small_partition(partitions: SMPartitions) -> 
 @pytest.mark.parametrize("rows", [[3, 0, 130, 77, 1], [900, 300, 1500]])
 def test_a_gemm_gives_the_same_bits_in_a_partition(partitions: SMPartitions, rows: list[int]) -> None:
     case = random_contiguous(rows, 1536, 1024, "cuda")
-    whole = grouped_gemm_contiguous(*case.a, *case.b, case.offsets, backend="hopper")
+    whole = grouped_gemm_contiguous(case.a, case.b, case.offsets, backend="hopper")
     torch.cuda.synchronize()
     for partition in partitions.apply({"compute": 112, "communication": 20}):
         with torch.cuda.stream(partitions.stream(partition.name)):
             out = grouped_gemm_contiguous(
-                *case.a, *case.b, case.offsets, backend="hopper", num_sms=partition.num_sms
+                case.a, case.b, case.offsets, backend="hopper", num_sms=partition.num_sms
             )
         partitions.stream(partition.name).synchronize()
         assert torch.equal(out.view(torch.int16), whole.view(torch.int16)), partition

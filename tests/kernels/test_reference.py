@@ -41,7 +41,7 @@ MASKED = [
 def test_contiguous_is_right(rows_per_group: list[int], n: int, k: int) -> None:
     case = random_contiguous(rows_per_group, n, k)
     buffer, out = poisoned(sum(rows_per_group), n)
-    grouped_gemm_contiguous(*case.a, *case.b, case.offsets, out=out, backend=ReferenceBackend())
+    grouped_gemm_contiguous(case.a, case.b, case.offsets, out=out, backend=ReferenceBackend())
     expect_contiguous(case, buffer, out)
 
 
@@ -49,30 +49,31 @@ def test_contiguous_is_right(rows_per_group: list[int], n: int, k: int) -> None:
 def test_masked_is_right(counts: list[int], max_m: int, n: int, k: int) -> None:
     case = random_masked(counts, max_m, n, k)
     buffer, out = poisoned(len(counts), max_m, n)
-    grouped_gemm_masked(*case.a, *case.b, case.counts, out=out, backend=ReferenceBackend())
+    grouped_gemm_masked(case.a, case.b, case.counts, out=out, backend=ReferenceBackend())
     expect_masked(case, buffer, out)
 
 
 def test_masked_without_rows_writes_nothing() -> None:
     case = random_masked([0, 0], 4, 8, 128)
     buffer, out = poisoned(2, 4, 8)
-    grouped_gemm_masked(*case.a, *case.b, case.counts, expected_m=3, out=out, backend="reference")
+    grouped_gemm_masked(case.a, case.b, case.counts, expected_m=3, out=out, backend="reference")
     assert untouched(buffer)
 
 
 def test_row_major_scales_give_the_same_bits() -> None:
     case = random_contiguous([3, 4], 64, 256)
-    a, a_scales = case.a
-    column_major = grouped_gemm_contiguous(a, a_scales, *case.b, case.offsets)
-    row_major = grouped_gemm_contiguous(a, a_scales.contiguous(), *case.b, case.offsets)
+    column_major = grouped_gemm_contiguous(case.a, case.b, case.offsets)
+    row_major = grouped_gemm_contiguous(
+        case.a._replace(scales=case.a.scales.contiguous()), case.b, case.offsets
+    )
     assert torch.equal(column_major, row_major)
 
 
 def test_a_bad_row_spoils_no_other() -> None:
     case = random_contiguous([2, 3], 64, 256)
-    clean = grouped_gemm_contiguous(*case.a, *case.b, case.offsets)
+    clean = grouped_gemm_contiguous(case.a, case.b, case.offsets)
     case.a.scales[1] = torch.nan
-    out = grouped_gemm_contiguous(*case.a, *case.b, case.offsets)
+    out = grouped_gemm_contiguous(case.a, case.b, case.offsets)
     assert out[1].isnan().all()
     assert torch.equal(out[[0, 2, 3, 4]], clean[[0, 2, 3, 4]])
 
@@ -80,12 +81,12 @@ def test_a_bad_row_spoils_no_other() -> None:
 def test_weights_written_to_are_dequantized_again() -> None:
     backend = ReferenceBackend()
     case = random_contiguous([4, 4], 64, 128)
-    before = grouped_gemm_contiguous(*case.a, *case.b, case.offsets, backend=backend)
+    before = grouped_gemm_contiguous(case.a, case.b, case.offsets, backend=backend)
     case.b.scales.mul_(2)
-    doubled = grouped_gemm_contiguous(*case.a, *case.b, case.offsets, backend=backend)
+    doubled = grouped_gemm_contiguous(case.a, case.b, case.offsets, backend=backend)
     assert diff(doubled, 2 * before) < 1e-12
     case.b.data.copy_(quantize_blocks(torch.zeros(2, 64, 128)).data)
-    assert not grouped_gemm_contiguous(*case.a, *case.b, case.offsets, backend=backend).any()
+    assert not grouped_gemm_contiguous(case.a, case.b, case.offsets, backend=backend).any()
 
 
 def _plain(matrices: Matrices) -> torch.Tensor:
@@ -114,5 +115,5 @@ def test_weights_made_in_inference_mode_work() -> None:
     with torch.inference_mode():
         case = random_contiguous([4, 0], 64, 128)
         buffer, out = poisoned(4, 64)
-        grouped_gemm_contiguous(*case.a, *case.b, case.offsets, out=out)
+        grouped_gemm_contiguous(case.a, case.b, case.offsets, out=out)
     expect_contiguous(case, buffer, out)

@@ -1,4 +1,4 @@
-"""Descriptors are made once a tensor and go with it, memory and all."""
+"""Tensor maps are made once per tensor and go with it, memory and all."""
 
 import gc
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from expertd.kernels.backends.hopper.tensor_maps import DescriptorCache, Rows
+from expertd.kernels.backends.hopper.tensor_maps import Rows, TensorMapCache
 
 
 def e4m3(*shape: int) -> Tensor:
@@ -27,7 +27,7 @@ def seen(rows: Rows) -> Tensor:
 
 
 def test_a_tensor_is_described_once_for_each_box() -> None:
-    cache, data = DescriptorCache(keep), e4m3(4, 128)
+    cache, data = TensorMapCache(keep), e4m3(4, 128)
     first = cache.get(data, 16)
     assert cache.get(data, 16) is first
     assert cache.get(data, 64) is not first
@@ -39,7 +39,7 @@ def test_a_tensor_is_described_once_for_each_box() -> None:
 )
 def test_what_is_described_is_the_same_memory_as_rows(dtype: torch.dtype, seen_as: torch.dtype) -> None:
     data = torch.randn(6, 4, 128).to(dtype)[2:5]
-    rows, _ = DescriptorCache(keep).get(data, 16)
+    rows, _ = TensorMapCache(keep).get(data, 16)
     described = seen(rows)
     assert described.dtype == seen_as
     assert described.shape == (12, 128)
@@ -49,7 +49,7 @@ def test_what_is_described_is_the_same_memory_as_rows(dtype: torch.dtype, seen_a
 
 @pytest.mark.slow
 def test_an_entry_goes_with_its_tensor() -> None:
-    cache, weights = DescriptorCache(keep), e4m3(8, 128)
+    cache, weights = TensorMapCache(keep), e4m3(8, 128)
     cache.get(weights, 128)
     for _ in range(50):
         cache.get(e4m3(4, 128), 16)
@@ -59,7 +59,7 @@ def test_an_entry_goes_with_its_tensor() -> None:
 
 def test_memory_is_not_reused_while_it_is_described() -> None:
     """Two tensors alive at once never share an entry, whatever the allocator does."""
-    cache = DescriptorCache(keep)
+    cache = TensorMapCache(keep)
     tensors = [e4m3(4, 128) for _ in range(20)]
     described = [seen(cache.get(tensor, 16)[0]) for tensor in tensors]
     assert len({data.data_ptr() for data in described}) == len(cache) == len(tensors)
@@ -68,7 +68,7 @@ def test_memory_is_not_reused_while_it_is_described() -> None:
 def test_memory_outlives_its_tensor_with_what_was_made() -> None:
     data = e4m3(4, 128)
     expected = data.view(torch.uint8).clone()
-    rows, _ = DescriptorCache(keep).get(data, 16)
+    rows, _ = TensorMapCache(keep).get(data, 16)
     del data
     gc.collect()
     others = [e4m3(4, 128) for _ in range(20)]
@@ -84,8 +84,8 @@ def test_a_server_keeps_no_activations() -> None:
     case = random_contiguous([300, 200], 256, 512, "cuda")
 
     def call() -> None:
-        fresh = case.a.data.clone()
-        grouped_gemm_contiguous(fresh, case.a.scales, *case.b, case.offsets, backend="hopper")
+        fresh = case.a._replace(data=case.a.data.clone())
+        grouped_gemm_contiguous(fresh, case.b, case.offsets, backend="hopper")
 
     call()
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Launches share out their tiles by counters on the device: none sees another's, and each leaves zeros."""
+"""CTAs take tiles from counters on the device: no launch sees another's, and each leaves zeros."""
 
 import pytest
 import torch
@@ -7,14 +7,14 @@ from torch import Tensor
 from expertd.kernels import grouped_gemm_contiguous, resolve_backend
 from expertd.kernels.backends.hopper import tile_counters
 from expertd.kernels.backends.hopper.backend import HopperBackend
-from expertd.kernels.backends.hopper.tile_counters import ClaimCounters
+from expertd.kernels.backends.hopper.tile_counters import TileCounters
 from tests.kernels.helpers import ContiguousCase, random_contiguous
 
 ROWS, N, K = [700, 3, 0, 1900, 64], 2048, 256
 
 
 def run(case: ContiguousCase, out: Tensor | None = None) -> Tensor:
-    return grouped_gemm_contiguous(*case.a, *case.b, case.offsets, out=out, backend="hopper")
+    return grouped_gemm_contiguous(case.a, case.b, case.offsets, out=out, backend="hopper")
 
 
 def cases(count: int) -> list[ContiguousCase]:
@@ -23,7 +23,7 @@ def cases(count: int) -> list[ContiguousCase]:
 
 def test_without_counters_left_a_launch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    counters = ClaimCounters()
+    counters = TileCounters()
     counters._free[0] = iter([64])
     assert [counters.get(0, stream=7), counters.get(0, stream=7)] == [64, 64]
     with pytest.raises(RuntimeError, match="at most 131072 streams and captured graphs"):
@@ -34,7 +34,7 @@ def test_a_captured_graph_has_counters_of_its_own(monkeypatch: pytest.MonkeyPatc
     numbers = {7: 1, 8: 1}  # two streams that add to one graph
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(tile_counters, "_capture_id", numbers.__getitem__)
-    counters = ClaimCounters()
+    counters = TileCounters()
     counters._free[0] = iter(range(64, 128, 8))
     one = [counters.get(0, stream=stream) for stream in (7, 7, 8)]
     numbers[7] = 2  # the stream's next graph
@@ -44,7 +44,7 @@ def test_a_captured_graph_has_counters_of_its_own(monkeypatch: pytest.MonkeyPatc
 def test_the_first_use_in_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match=r"warm_up\(\) or a call before a CUDA graph is captured"):
-        ClaimCounters().prepare(0)
+        TileCounters().prepare(0)
 
 
 @pytest.mark.gpu
@@ -54,7 +54,7 @@ def test_launches_leave_zeros() -> None:
     torch.cuda.synchronize()
     backend = resolve_backend("hopper")
     assert isinstance(backend, HopperBackend)
-    assert not backend._gemm._claims._slabs[torch.cuda.current_device()].any()
+    assert not backend._gemm.tile_counters._slabs[torch.cuda.current_device()].any()
 
 
 @pytest.mark.gpu
@@ -63,7 +63,7 @@ def test_capturing_again_and_again_uses_up_little(monkeypatch: pytest.MonkeyPatc
     run(case)
     backend = resolve_backend("hopper")
     assert isinstance(backend, HopperBackend)
-    counters, device = backend._gemm._claims, torch.cuda.current_device()
+    counters, device = backend._gemm.tile_counters, torch.cuda.current_device()
     pairs = counters._slabs[device].data_ptr() + 8 * (tile_counters.COUNTERS - 3)
     monkeypatch.setitem(counters._free, device, iter(range(pairs, pairs + 24, 8)))
     out = torch.empty(sum(ROWS), N, dtype=torch.bfloat16, device="cuda")

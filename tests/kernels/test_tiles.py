@@ -1,4 +1,4 @@
-"""The list of kernel variants: each compiles for sm_90a as it should, and the choice between them is pure."""
+"""The tiles of the GEMM: host and device agree on each, and the choice between them is pure."""
 
 from dataclasses import replace
 
@@ -6,29 +6,33 @@ import pytest
 
 from expertd.kernels import jit
 from expertd.kernels.backends.hopper import tiles
+from expertd.kernels.backends.hopper.grouped_gemm import VARIANTS
 from expertd.kernels.backends.hopper.tiles import (
     CONFIGS,
-    PAIR_SWIGLU,
-    SHORT,
-    TALL,
-    TALL_PAIR,
+    NORMAL,
+    NORMAL_CLUSTER2,
+    SWAP_AB,
+    SWIGLU,
     Plan,
     TileConfig,
     choose,
-    source,
 )
 from expertd.layout import Layout
 
 
-@pytest.mark.parametrize("config", [*CONFIGS, PAIR_SWIGLU], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [*CONFIGS, SWIGLU], ids=lambda config: config.name)
 def test_host_and_device_agree_on_the_storage(config: TileConfig) -> None:
     """What the launch asks for is what the kernel lays out; else it would write past its shared memory."""
-    variant = source(Layout.CONTIGUOUS, config)
+    variant = VARIANTS[Layout.CONTIGUOUS, config].source
     wrong = str(config.storage_bytes + 8)
     defines = tuple((name, wrong if name == "STORAGE_BYTES" else value) for name, value in variant.defines)
     with pytest.raises(jit.CompileError, match="computes another size"):
         jit.compile_source(replace(variant, defines=defines))
-    checks = f"static_assert(kThreads == {config.threads});\n"
+    checks = (
+        f"static_assert(kThreads == {config.threads} && kBlockN == {tiles.BLOCK_N}"
+        f" && kBlockK == {tiles.BLOCK_K} && kOutBlockN == {config.out_block_n}"
+        f" && kHeightStep == {config.step});\n"
+    )
     jit.compile_source(variant, variant.text() + checks)
 
 
@@ -36,28 +40,28 @@ C, M = Layout.CONTIGUOUS, Layout.MASKED
 
 # (layout, n, k, num_groups, expected rows, SMs) and the plan for it: no later change moves one unseen
 TABLE = [
-    (M, 4096, 7168, 32, 20, 132, Plan(SHORT, 64)),
-    (M, 6144, 7168, 6, 20, 132, Plan(SHORT, 64)),
-    (M, 4096, 7168, 32, 48, 132, Plan(SHORT, 64)),
-    (M, 4096, 7168, 32, 49, 132, Plan(TALL, 48)),
-    (C, 1536, 2048, 128, 24, 132, Plan(SHORT, 64)),
-    (C, 1536, 2048, 128, 32, 132, Plan(TALL, 48)),
-    (C, 7168, 2048, 48, 128, 132, Plan(TALL, 48)),
-    (M, 4096, 2048, 32, 192, 132, Plan(TALL, 48)),
-    (M, 6144, 7168, 32, 197, 132, Plan(TALL, 48)),
-    (C, 4096, 7168, 32, 256, 132, Plan(TALL_PAIR, 48)),
-    (C, 1536, 2048, 128, 256, 132, Plan(TALL, 48)),
-    (C, 4096, 7168, 16, 512, 132, Plan(TALL_PAIR, 48)),
-    (C, 4096, 7168, 8, 4096, 132, Plan(TALL_PAIR, 48)),
-    (C, 7168, 2048, 4, 8192, 132, Plan(TALL, 48)),
-    (C, 7168, 7168, 4, 8192, 1, Plan(TALL, 48)),
-    (M, 6144, 7168, 1, 928, 132, Plan(TALL, 48)),
-    (M, 7168, 3072, 1, 1282, 132, Plan(TALL, 48)),
-    (M, 4096, 7168, 1, 1161, 132, Plan(TALL, 43, passes=3)),
-    (M, 4096, 2048, 2, 512, 132, Plan(TALL, 42)),
-    (M, 4096, 2048, 2, 468, 132, Plan(TALL, 37)),
-    (M, 7168, 2048, 2, 565, 132, Plan(TALL, 48)),
-    (M, 4096, 2048, 3, 512, 132, Plan(TALL, 48)),
+    (M, 4096, 7168, 32, 20, 132, Plan(SWAP_AB, 64)),
+    (M, 6144, 7168, 6, 20, 132, Plan(SWAP_AB, 64)),
+    (M, 4096, 7168, 32, 48, 132, Plan(SWAP_AB, 64)),
+    (M, 4096, 7168, 32, 49, 132, Plan(NORMAL, 48)),
+    (C, 1536, 2048, 128, 24, 132, Plan(SWAP_AB, 64)),
+    (C, 1536, 2048, 128, 32, 132, Plan(NORMAL, 48)),
+    (C, 7168, 2048, 48, 128, 132, Plan(NORMAL, 48)),
+    (M, 4096, 2048, 32, 192, 132, Plan(NORMAL, 48)),
+    (M, 6144, 7168, 32, 197, 132, Plan(NORMAL, 48)),
+    (C, 4096, 7168, 32, 256, 132, Plan(NORMAL_CLUSTER2, 48)),
+    (C, 1536, 2048, 128, 256, 132, Plan(NORMAL, 48)),
+    (C, 4096, 7168, 16, 512, 132, Plan(NORMAL_CLUSTER2, 48)),
+    (C, 4096, 7168, 8, 4096, 132, Plan(NORMAL_CLUSTER2, 48)),
+    (C, 7168, 2048, 4, 8192, 132, Plan(NORMAL, 48)),
+    (C, 7168, 7168, 4, 8192, 1, Plan(NORMAL, 48)),
+    (M, 6144, 7168, 1, 928, 132, Plan(NORMAL, 48)),
+    (M, 7168, 3072, 1, 1282, 132, Plan(NORMAL, 48)),
+    (M, 4096, 7168, 1, 1161, 132, Plan(NORMAL, 43, passes=3)),
+    (M, 4096, 2048, 2, 512, 132, Plan(NORMAL, 42)),
+    (M, 4096, 2048, 2, 468, 132, Plan(NORMAL, 37)),
+    (M, 7168, 2048, 2, 565, 132, Plan(NORMAL, 48)),
+    (M, 4096, 2048, 3, 512, 132, Plan(NORMAL, 48)),
 ]
 
 
@@ -69,8 +73,8 @@ def test_the_plan_for_these_shapes_stays(
 
 
 def test_every_variant_is_chosen_for_something() -> None:
-    chosen = {row[-1].config for row in TABLE} | {tiles.SWIGLU.config}
-    assert chosen == {config for _, config in tiles.VARIANTS}
+    chosen = {row[-1].config for row in TABLE} | {tiles.SWIGLU_PLAN.config}
+    assert chosen == {config for _, config in VARIANTS}
 
 
 @pytest.mark.parametrize("rows", [1, 64, 192, 8192])
@@ -90,7 +94,7 @@ def test_a_cut_is_never_slower_than_the_tallest_tiles(steps: int, num_groups: in
     def finished(tile_steps: int) -> float:
         return sum(tiles._makespan(tiles._tiles(case, tile_steps, columns), num_sms) for case in cases)
 
-    assert finished(planned.tile_steps) <= finished(16 * TALL.steps)
+    assert finished(planned.tile_steps) <= finished(16 * NORMAL.steps)
 
 
 def test_the_makespan_of_a_few_tiles() -> None:

@@ -9,7 +9,7 @@ from tests.kernels.helpers import fresh_generator
 
 
 def _case(num_tokens: int, num_slots: int, h: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Random rows bf16 [T * S, H], each in one place of inverse_permutation [T, S], and weights [T, S]."""
+    """Random rows bf16 [T * top_k, H], an inverse permutation [T, top_k] of them, and weights [T, top_k]."""
     generator = fresh_generator()
     num_rows = num_tokens * num_slots
     rows = torch.randn(num_rows, h, generator=generator).to(torch.bfloat16)

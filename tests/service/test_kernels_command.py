@@ -81,8 +81,8 @@ def test_build_fills_the_cache_and_tells_the_time(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("form", "expected"),
     [
-        ("source", b'#line 1 "kernels/csrc/grouped_gemm_fp8.cu"'),
-        ("ptx", b".visible .entry grouped_gemm_fp8("),
+        ("source", b'#line 1 "kernels/csrc/grouped_gemm.cu"'),
+        ("ptx", b".visible .entry grouped_gemm("),
         ("sass", b"QGMMA"),
         ("cubin", b"\x7fELF"),
     ],

@@ -1,59 +1,97 @@
-"""Launches the grouped GEMM on Hopper: picks a variant, builds descriptors, keeps what does not change."""
+"""Launches csrc/grouped_gemm.cu as planned, with tensor maps and a tile counter."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from cuda.core import LaunchConfig, Stream, launch
-from cuda.core._tensor_map import TensorMapL2Promotion  # cuda.core names it nowhere else
 from torch import Tensor
 
-from expertd.kernels import jit
 from expertd.kernels.backends.hopper import tiles
-from expertd.kernels.backends.hopper.launch import LoadedKernels, OnStream, describe_rows
-from expertd.kernels.backends.hopper.tensor_maps import DescriptorCache, Rows
-from expertd.kernels.backends.hopper.tile_counters import ClaimCounters
+from expertd.kernels.backends.hopper.launch import Kernels, OnStream, Variant, cuda_core
+from expertd.kernels.backends.hopper.tensor_maps import TensorMapCache, describe_rows
+from expertd.kernels.backends.hopper.tile_counters import TileCounters
+from expertd.kernels.backends.hopper.tiles import Plan, TileConfig
+from expertd.kernels.jit import Source
 from expertd.kernels.ops.activation import Swiglu
 from expertd.kernels.ops.quantize import Quantized
 from expertd.layout import Layout
+from expertd.limits import SCALE_BLOCK
 
 # Arguments of 32 bits are NumPy's numbers to cuda.core; the same few come again and again.
 _int32 = functools.lru_cache(np.int32)
 _uint32 = functools.lru_cache(np.uint32)
 _float32 = functools.lru_cache(np.float32)
 
-_STORE_BOX = 16  # rows of out that one TMA store writes
-_LAUNCHES_KEPT = 4096
+_STORE_BOX = 16  # rows of out per TMA store
+_KEPT = 4096
+
+Choose = Callable[[Layout, int, int, int, float, int], Plan]
+"""`tiles.choose`, or another with its arguments."""
 
 
-class _Launch(NamedTuple):
-    """What stays the same from call to call of the same sizes."""
+def _variant(layout: Layout, config: TileConfig) -> Variant:
+    defines = {
+        "MASKED": int(layout is Layout.MASKED),
+        "SWAP_AB": int(config.swap_ab),
+        "BLOCK_M": config.block_m,
+        "STAGES": config.stages,
+        "CLUSTER": config.cluster,
+        "BOX_M": config.box_m,
+        "SWIGLU": int(config.swiglu),
+        "STORAGE_BYTES": config.storage_bytes,
+    }
+    named = tuple((name, str(value)) for name, value in defines.items())
+    source = Source(f"{layout.value}_{config.name}", "grouped_gemm.cu", "grouped_gemm", named)
+    return Variant(source, config.threads, config.shared_bytes)
+
+
+VARIANTS = {
+    (layout, config): _variant(layout, config)
+    for layout, config in (
+        *((layout, config) for layout in Layout for config in tiles.CONFIGS),
+        (Layout.CONTIGUOUS, tiles.SWIGLU),
+    )
+}
+"""By layout and tile."""
+
+
+class Groups(NamedTuple):
+    """Which rows belong to which group, and what a launch may assume about that.
+
+    extents       int32: offsets [G + 1] (contiguous) or counts [G] (masked)
+    ready         extents were complete before the preceding launch began, so they are read without waiting
+    tile_counter  int32 [2] of zeros for this launch alone; None: the stream's own
+    """
+
+    extents: Tensor
+    ready: bool = False
+    tile_counter: Tensor | None = None
+
+
+class _Prepared(NamedTuple):
+    """What stays the same from launch to launch with the same sizes and plan."""
 
     kernel: Any
-    grid: LaunchConfig
+    launch_config: Any
+    config: TileConfig
     masked: bool
-    box_m: int
-    box_n: int
-    stores_boxes: bool
     sizes: tuple[np.int32, ...]  # num_groups, n, k
     cut: tuple[np.int32, ...]  # tile_steps, passes
 
 
 class GroupedGemm:
-    """Both layouts' GEMM, and the one with SwiGLU behind it, on the devices where they were used."""
+    """The GEMM of both layouts, and the one with SwiGLU behind it, on the devices where they are used."""
 
-    def __init__(self, kernels: LoadedKernels) -> None:
+    def __init__(self, kernels: Kernels, choose: Choose = tiles.choose) -> None:
+        self.tile_counters = TileCounters()
         self._kernels = kernels
-        self._descriptors = DescriptorCache(describe_rows)
-        self._out_descriptors = DescriptorCache(_describe_out)
-        self._claims = ClaimCounters()
-        self._launches: dict[tuple[object, ...], _Launch] = {}
-
-    def load(self, device: int, source: jit.Source, binary: jit.Binary) -> None:
-        """Bring a variant onto a device, with what its launches count by."""
-        self._kernels.load(device, source, binary, tiles.SHARED_BYTES_LIMIT)
-        self._claims.prepare(device)
+        self._choose = choose
+        self._tensor_maps = TensorMapCache(describe_rows)
+        self._out_tensor_maps = TensorMapCache(functools.partial(describe_rows, l2_promotion=False))
+        self._chosen = functools.lru_cache(_KEPT)(self._choose_and_prepare)
+        self._planned = functools.lru_cache(_KEPT)(self._prepare)
 
     def multiply(
         self,
@@ -61,128 +99,94 @@ class GroupedGemm:
         layout: Layout,
         a: Quantized,
         b: Quantized,
-        extents: Tensor,
+        groups: Groups,
         out: Tensor,
-        expected_rows: float,
+        expected_m: float,
         num_sms: int | None,
-        *,
-        claims: Tensor | None = None,
     ) -> None:
-        """Write out; extents are offsets or counts.
-
-        claims, int32 [2] of zeros, is what CTAs share out tiles by; it and extents are older
-        than the launch before this one. None: the stream has a pair, and extents may be new.
-        """
-        device, handle, stream = on
+        """Write out, bf16: each group's rows of a times its b; expected_m rows are likely in a group."""
         num_groups, n, k = b.data.shape
-        launched = self._launch(device, layout is Layout.MASKED, n, k, num_groups, expected_rows, num_sms)
-        maps = (self._out_descriptors.get(out, _STORE_BOX),) if launched.stores_boxes else ()
-        older = claims is not None
-        pair = self._claims.get(device, handle) if claims is None else claims.data_ptr()
-        self._start(stream, launched, a, b, extents, maps, (out.data_ptr(),), older, pair)
+        prepared = self._chosen(on.device, layout, n, k, num_groups, expected_m, num_sms)
+        out_map = () if prepared.config.swap_ab else (self._out_tensor_maps.get(out, _STORE_BOX),)
+        self._launch(on, prepared, a, b, groups, out.data_ptr(), *out_map)
 
-    def swiglu(
+    def multiply_swiglu(
         self,
         on: OnStream,
         a: Quantized,
         b: Quantized,
-        offsets: Tensor,
-        claims: Tensor,
+        groups: Groups,
         activation: Swiglu,
         num_sms: int | None,
     ) -> Quantized:
-        """What is activated of a's sorted rows, quantized; offsets and claims as in `multiply`."""
-        device, _, stream = on
+        """Permuted rows [M, I], activated and quantized: a [M, K], b [G, 2I, K] with the gate rows first."""
         (num_groups, n2, k), m = b.data.shape, a.data.shape[0]
         n = n2 // 2
-        launched = self._launch(device, False, n, k, num_groups, None, num_sms)
+        prepared = self._planned(on.device, Layout.CONTIGUOUS, n, k, num_groups, tiles.SWIGLU_PLAN, num_sms)
         data = torch.empty((m, n), dtype=torch.float8_e4m3fn, device=a.data.device)
-        scales = torch.empty((n // tiles.BLOCK_N, m), device=a.data.device)
-        outputs = data.data_ptr(), scales.data_ptr(), _uint32(m), *map(_float32, activation)
-        self._start(stream, launched, a, b, offsets, (), outputs, True, claims.data_ptr())
+        scales = torch.empty((n // SCALE_BLOCK, m), device=a.data.device)
+        self._launch(
+            on, prepared, a, b, groups,
+            data.data_ptr(), scales.data_ptr(), _uint32(m), *map(_float32, activation),
+        )  # fmt: skip
         return Quantized(data, scales.t())
 
-    def _start(
-        self,
-        stream: Stream,
-        launched: _Launch,
-        a: Quantized,
-        b: Quantized,
-        extents: Tensor,
-        out_maps: tuple[Any, ...],
-        outputs: tuple[Any, ...],
-        extents_are_older: bool,
-        claims: int,
-    ) -> None:
-        rows, *strides = a.data.shape[-2], *a.scales.stride()
-        launch(
-            stream,
-            launched.grid,
-            launched.kernel,
-            self._descriptors.get(a.data, launched.box_m),
-            self._descriptors.get(b.data, launched.box_n),
-            *out_maps,
-            a.scales.data_ptr(),
-            *map(_uint32, strides if launched.masked else (0, *strides)),
-            b.scales.data_ptr(),
-            extents.data_ptr(),
-            *outputs,
-            *launched.sizes,
-            _int32(rows),
-            _int32(rows if launched.masked else 0),
-            *launched.cut,
-            _int32(extents_are_older),
-            claims,
-        )
-
-    def _launch(
+    def _choose_and_prepare(
         self,
         device: int,
-        masked: bool,
+        layout: Layout,
         n: int,
         k: int,
         num_groups: int,
-        expected_rows: float | None,
+        expected_m: float,
         num_sms: int | None,
-    ) -> _Launch:
-        """For SwiGLU behind the GEMM where no number of rows is expected."""
-        choose = tiles.choose  # in the key, since one that was put in its place chooses otherwise
-        key = (choose, device, masked, n, k, num_groups, expected_rows, num_sms)
-        kept = self._launches.get(key)
-        if kept is None:
-            layout = Layout.MASKED if masked else Layout.CONTIGUOUS
-            all_sms = torch.cuda.get_device_properties(device).multi_processor_count
-            sms = min(num_sms or all_sms, all_sms)
-            if expected_rows is None:
-                plan = tiles.SWIGLU
-            else:
-                plan = choose(layout, n, k, num_groups, expected_rows, sms)
-            config, source = plan.config, tiles.source(layout, plan.config)
-            if not self._kernels.loaded(device, source):
-                self.load(device, source, jit.build(source))
-            grid = LaunchConfig(
-                grid=sms // config.cluster,
-                cluster=config.cluster if config.cluster > 1 else None,
-                block=config.threads,
-                shmem_size=config.shared_bytes(num_groups, plan.passes),
-                programmatic_stream_serialization=True,
-            )
-            kept = _Launch(
-                self._kernels.get(device, source),
-                grid,
-                masked,
-                config.box_m,
-                config.box_n,
-                not config.swapped and not config.swiglu,
-                (np.int32(num_groups), np.int32(n), np.int32(k)),
-                (np.int32(plan.tile_steps), np.int32(plan.passes)),
-            )
-            if len(self._launches) >= _LAUNCHES_KEPT:
-                self._launches.clear()
-            self._launches[key] = kept
-        return kept
+    ) -> _Prepared:
+        plan = self._choose(layout, n, k, num_groups, expected_m, _sms(device, num_sms))
+        return self._prepare(device, layout, n, k, num_groups, plan, num_sms)
+
+    def _prepare(
+        self, device: int, layout: Layout, n: int, k: int, num_groups: int, plan: Plan, num_sms: int | None
+    ) -> _Prepared:
+        config, variant = plan.config, VARIANTS[layout, plan.config]
+        kernel = self._kernels.get(device, variant)
+        self.tile_counters.prepare(device)
+        launch_config = cuda_core().LaunchConfig(
+            grid=_sms(device, num_sms) // config.cluster,
+            cluster=config.cluster if config.cluster > 1 else None,
+            block=variant.threads,
+            shmem_size=config.shared_bytes(num_groups, plan.passes),
+            programmatic_stream_serialization=True,
+        )
+        sizes = (np.int32(num_groups), np.int32(n), np.int32(k))
+        cut = (np.int32(plan.tile_steps), np.int32(plan.passes))
+        return _Prepared(kernel, launch_config, config, layout is Layout.MASKED, sizes, cut)
+
+    def _launch(
+        self, on: OnStream, prepared: _Prepared, a: Quantized, b: Quantized, groups: Groups, *outputs: Any
+    ) -> None:
+        kernel, launch_config, config, masked, sizes, cut = prepared
+        rows, *strides = a.data.shape[-2], *a.scales.stride()
+        counter = groups.tile_counter
+        cuda_core().launch(
+            on.stream,
+            launch_config,
+            kernel,
+            self._tensor_maps.get(a.data, config.box_m),
+            self._tensor_maps.get(b.data, config.out_block_n),
+            a.scales.data_ptr(),
+            *map(_uint32, strides if masked else (0, *strides)),
+            b.scales.data_ptr(),
+            groups.extents.data_ptr(),
+            *sizes,
+            _int32(rows),
+            _int32(rows if masked else 0),
+            *cut,
+            _int32(groups.ready),
+            *outputs,
+            self.tile_counters.get(on.device, on.handle) if counter is None else counter.data_ptr(),
+        )
 
 
-def _describe_out(rows: Rows, box_rows: int) -> Any:
-    """The TMA descriptor of out, rows of N elements, stored box_rows x 64 at a time."""
-    return describe_rows(rows, box_rows, l2_promotion=TensorMapL2Promotion.NONE)
+def _sms(device: int, num_sms: int | None) -> int:
+    every: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return every if num_sms is None else min(num_sms, every)

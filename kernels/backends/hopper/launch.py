@@ -1,41 +1,76 @@
-"""Compiled kernels loaded on devices, the stream that torch is on, and rows, as cuda.core wants them."""
+"""What all launches share: kernels loaded on devices, torch's stream, and how a grid is configured."""
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
-from cuda.bindings import driver
-from cuda.core import Device, ObjectCode, Stream, TensorMapDescriptorOptions
-from cuda.core._tensor_map import TensorMapL2Promotion, TensorMapSwizzle  # cuda.core names them nowhere else
-from cuda.core.utils import StridedMemoryView
+from torch import Tensor
 
 from expertd.kernels import jit
-from expertd.kernels.backends.hopper.tensor_maps import Rows
-
-_BOX_BYTES = 128  # of a row, as wide as the swizzle
-
-OnStream = tuple[int, int, Stream]
-"""Where to launch: device, handle of the stream, and cuda.core's stream."""
+from expertd.limits import MAX_EXPERTS, MAX_GROUPS
 
 
-class LoadedKernels:
-    """The kernels of one process, by device and source."""
+class Variant(NamedTuple):
+    """A kernel as it is compiled and launched.
+
+    source        what is compiled
+    threads       of a CTA
+    shared_bytes  the dynamic shared memory of a CTA for a number of groups (of experts for `route_tokens`)
+    """
+
+    source: jit.Source
+    threads: int
+    shared_bytes: Callable[[int], int]
+
+
+class Grid(NamedTuple):
+    """How many clusters a launch has, how many CTAs are in each, and the dynamic shared memory of a CTA."""
+
+    clusters: int
+    cluster: int = 1
+    shared_bytes: int = 0
+
+
+class OnStream(NamedTuple):
+    """Where to launch: the device, the stream's handle, and cuda.core's stream."""
+
+    device: int
+    handle: int
+    stream: Any
+
+
+def no_shared_bytes(num_groups: int) -> int:
+    """Of a kernel without dynamic shared memory."""
+    return 0
+
+
+def named_source(stem: str, suffix: str = "", **defines: object) -> jit.Source:
+    """The source of csrc/<stem>.cu, whose entry has the same name; a suffix tells its variants apart."""
+    name = f"{stem}_{suffix}" if suffix else stem
+    return jit.Source(name, f"{stem}.cu", stem, tuple((key, str(value)) for key, value in defines.items()))
+
+
+class Kernels:
+    """The kernels of one process, each loaded on the devices where it is used."""
 
     def __init__(self) -> None:
-        self._kernels: dict[tuple[int, str], Any] = {}
+        self._loaded: dict[tuple[int, str], Any] = {}
 
-    def loaded(self, device: int, source: jit.Source) -> bool:
-        """Whether `get` finds it there."""
-        return (device, source.name) in self._kernels
+    def get(self, device: int, variant: Variant) -> Any:
+        """The kernel on the device; on first use it is compiled (or fetched from the cache) and loaded."""
+        key = device, variant.source.name
+        if key not in self._loaded:
+            self.load(device, variant, jit.build(variant.source))
+        return self._loaded[key]
 
-    def get(self, device: int, source: jit.Source) -> Any:
-        """The kernel, which must have been loaded."""
-        return self._kernels[device, source.name]
+    def load(self, device: int, variant: Variant, binary: jit.Binary) -> None:
+        """Load a kernel, and allow it the shared memory that it can need."""
+        from cuda.bindings import driver
 
-    def load(self, device: int, source: jit.Source, binary: jit.Binary, shared_bytes: int = 0) -> None:
-        """Load it, with leave to use so many bytes of dynamic shared memory where they are many."""
-        Device(device).set_current()  # the context that torch uses too
-        kernel = ObjectCode.from_cubin(binary.cubin).get_kernel(source.entry)
+        core, shared_bytes = cuda_core(), variant.shared_bytes(max(MAX_GROUPS, MAX_EXPERTS))
+        core.Device(device).set_current()  # the context that torch uses too
+        kernel = core.ObjectCode.from_cubin(binary.cubin).get_kernel(variant.source.entry)
         if shared_bytes > 0:
             of = driver.CUfunction_attribute
             for attribute, value in (
@@ -44,32 +79,46 @@ class LoadedKernels:
             ):
                 (status,) = driver.cuKernelSetAttribute(attribute, value, kernel.handle, device)
                 if status != driver.CUresult.CUDA_SUCCESS:
-                    raise RuntimeError(f"expected {shared_bytes} bytes of shared memory, got {status.name}")
-        self._kernels[device, source.name] = kernel
+                    raise RuntimeError(
+                        f"shared memory: expected {shared_bytes} bytes per CTA, got {status.name}"
+                    )
+        self._loaded[device, variant.source.name] = kernel
+
+    def launch(self, on: OnStream, variant: Variant, grid: Grid, *arguments: Any) -> None:
+        """Launch a kernel; tensors are passed as their addresses, None as a null pointer."""
+        kernel = self.get(on.device, variant)
+        values = (a.data_ptr() if isinstance(a, Tensor) else 0 if a is None else a for a in arguments)
+        cuda_core().launch(on.stream, launch_config(grid, variant.threads), kernel, *values)
+
+
+@functools.lru_cache(maxsize=4096)
+def launch_config(grid: Grid, threads: int) -> Any:
+    """cuda.core's configuration of a launch that may begin while the preceding one ends."""
+    return cuda_core().LaunchConfig(
+        grid=grid.clusters,
+        cluster=grid.cluster,
+        block=threads,
+        shmem_size=grid.shared_bytes,
+        programmatic_stream_serialization=True,
+    )
 
 
 def current_stream(device: int) -> OnStream:
     """Torch's current stream."""
-    handle = torch._C._cuda_getCurrentRawStream(device)  # what torch.cuda.current_stream makes objects of
-    return device, handle, _stream(device, handle)
-
-
-@functools.lru_cache(maxsize=4096)
-def _stream(device: int, handle: int) -> Stream:
-    """Kept, for from_handle defines a class each time; the default stream's handle is the same everywhere."""
-    return Stream.from_handle(handle)
-
-
-def describe_rows(
-    rows: Rows, box_rows: int, l2_promotion: TensorMapL2Promotion = TensorMapL2Promotion.L2_256B
-) -> Any:
-    """The TMA descriptor of rows, which come and go box_rows x 128 bytes at a time."""
-    view = StridedMemoryView.from_cuda_array_interface(rows, stream_ptr=-1)
-    return view.as_tensor_map(options=_options(box_rows, _BOX_BYTES // rows.itemsize, l2_promotion))
+    handle = torch._C._cuda_getCurrentRawStream(device)  # torch.cuda.current_stream makes an object each time
+    return OnStream(device, handle, _stream(device, handle))
 
 
 @functools.cache
-def _options(rows: int, columns: int, l2_promotion: TensorMapL2Promotion) -> TensorMapDescriptorOptions:
-    return TensorMapDescriptorOptions(
-        (rows, columns), swizzle=TensorMapSwizzle.SWIZZLE_128B, l2_promotion=l2_promotion
-    )
+def cuda_core() -> Any:
+    """cuda.core, which only launches need: the list of variants is read without it."""
+    import cuda.core
+    import cuda.core.utils
+
+    return cuda.core
+
+
+@functools.lru_cache(maxsize=4096)
+def _stream(device: int, handle: int) -> Any:
+    """Kept, since from_handle defines a class; the default stream has the same handle on every device."""
+    return cuda_core().Stream.from_handle(handle)

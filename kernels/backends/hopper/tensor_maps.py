@@ -1,10 +1,15 @@
-"""TMA descriptors kept for as long as the tensors that they describe."""
+"""Tensor maps, which describe tensors to TMA, kept for as long as their tensors."""
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+
+from expertd.kernels.backends.hopper.launch import cuda_core
+
+_BOX_BYTES = 128  # of a row, as wide as the swizzle
 
 
 class Rows:
@@ -25,11 +30,11 @@ class Rows:
         }
 
 
-class DescriptorCache:
-    """What `make(rows, box_rows)` gave for a tensor, until the caller's tensor goes.
+class TensorMapCache:
+    """What `make(rows, box_rows)` returned for a tensor, until the caller's tensor is gone.
 
-    A descriptor holds on to its memory, so that an entry can never describe memory that is somebody else's by
-    now; and it must not outlive the tensor, or a server would keep the activations of every step.
+    A tensor map holds on to its memory, so an entry can never describe memory that has been reused; and it
+    must not outlive the tensor, or a server would keep the activations of every step.
     """
 
     def __init__(self, make: Callable[[Rows, int], Any]) -> None:
@@ -40,10 +45,27 @@ class DescriptorCache:
         return len(self._made)
 
     def get(self, data: Tensor, box_rows: int) -> Any:
-        """The descriptor of contiguous data [.., K], seen as rows of K."""
+        """The tensor map of contiguous data [.., K], seen as rows of K."""
         key = (data.data_ptr(), data.shape, data.dtype, box_rows)
         entry = self._made.get(key)
         if entry is None:
             end = weakref.ref(data, lambda _: self._made.pop(key, None))
             entry = self._made[key] = (self._make(Rows(data), box_rows), end)
         return entry[0]
+
+
+def describe_rows(rows: Rows, box_rows: int, l2_promotion: bool = True) -> Any:
+    """The tensor map of rows, which TMA copies in boxes of box_rows x 128 bytes."""
+    view = cuda_core().utils.StridedMemoryView.from_cuda_array_interface(rows, stream_ptr=-1)
+    return view.as_tensor_map(options=_options(box_rows, _BOX_BYTES // rows.itemsize, l2_promotion))
+
+
+@functools.cache
+def _options(rows: int, columns: int, l2_promotion: bool) -> Any:
+    from cuda.core._tensor_map import TensorMapL2Promotion, TensorMapSwizzle  # named nowhere else
+
+    return cuda_core().TensorMapDescriptorOptions(
+        (rows, columns),
+        swizzle=TensorMapSwizzle.SWIZZLE_128B,
+        l2_promotion=TensorMapL2Promotion.L2_256B if l2_promotion else TensorMapL2Promotion.NONE,
+    )

@@ -1,16 +1,15 @@
-"""Counters on the device by which the CTAs of a launch share out its tiles."""
+"""Tile counters on the device, from which the CTAs of a launch take its tiles."""
 
 import itertools
 from collections.abc import Iterator
 
 import torch
-from cuda.bindings import driver
 from torch import Tensor
 
-COUNTERS = 1 << 17  # a device; each is two int32, so 1 MB
+COUNTERS = 1 << 17  # per device; each is two int32, so 1 MB
 
 
-class ClaimCounters:
+class TileCounters:
     """A pair of zeros for every launch that may run at the same time as another.
 
     Launches on one stream follow each other, and each leaves its pair at zero, so a stream needs one; so does
@@ -27,7 +26,7 @@ class ClaimCounters:
         if device not in self._slabs:
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
-                    "expected warm_up() or a call before a CUDA graph is captured, got neither"
+                    "tile counters: expected warm_up() or a call before a CUDA graph is captured, got neither"
                 )
             slab = torch.zeros(COUNTERS, 2, dtype=torch.int32, device=f"cuda:{device}")
             torch.cuda.synchronize(device)  # launches on other streams must find zeros
@@ -46,12 +45,16 @@ class ClaimCounters:
         try:
             return next(self._free[device])
         except StopIteration:
-            raise RuntimeError(f"expected at most {COUNTERS} streams and captured graphs, got more") from None
+            raise RuntimeError(
+                f"tile counters: expected at most {COUNTERS} streams and captured graphs, got more"
+            ) from None
 
 
 def _capture_id(stream: int) -> int:
     """Of the graph that the stream is adding to: no two captures of a process have the same, and none 0."""
+    from cuda.bindings import driver
+
     status, _, number, *_ = driver.cuStreamGetCaptureInfo(stream)
     if status != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"expected a stream that is capturing, got {status.name}")
+        raise RuntimeError(f"stream: expected one that is capturing, got {status.name}")
     return int(number)

@@ -22,17 +22,10 @@ class ReferenceBackend(Backend):
         self._weights = WeightCache()
 
     def contiguous(
-        self,
-        a: Tensor,
-        a_scales: Tensor,
-        b: Tensor,
-        b_scales: Tensor,
-        offsets: Tensor,
-        out: Tensor,
-        num_sms: int | None,
+        self, a: Quantized, b: Quantized, offsets: Tensor, out: Tensor, num_sms: int | None
     ) -> None:
-        matrices = self._weights.get(b, b_scales)
-        rows = dequantize_rows(a, a_scales, torch.bfloat16)
+        matrices = self._weights.get(*b)
+        rows = dequantize_rows(*a, torch.bfloat16)
         bounds = offsets.tolist()
         for group, (start, end) in enumerate(pairwise(bounds)):
             if end > start:
@@ -40,19 +33,17 @@ class ReferenceBackend(Backend):
 
     def masked(
         self,
-        a: Tensor,
-        a_scales: Tensor,
-        b: Tensor,
-        b_scales: Tensor,
+        a: Quantized,
+        b: Quantized,
         counts: Tensor,
         expected_m: int | None,
         out: Tensor,
         num_sms: int | None,
     ) -> None:
-        matrices = self._weights.get(b, b_scales)
+        matrices = self._weights.get(*b)
         for group, count in enumerate(counts.tolist()):
             if count > 0:
-                rows = dequantize_rows(a[group, :count], a_scales[group, :count], torch.bfloat16)
+                rows = dequantize_rows(a.data[group, :count], a.scales[group, :count], torch.bfloat16)
                 out[group, :count] = multiply(rows, matrices[group])
 
     def ffn(

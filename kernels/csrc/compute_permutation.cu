@@ -1,21 +1,22 @@
-// Where the rows of (token, slot) pairs go: sorted by group, pairs of one group in their order.
+// The permutation that sorts (token, slot) pairs by group, stable: the permuted row of each pair, and the groups'
+// offsets.
 //
-// Few pairs are each compared with all others, by one CTA. More are sorted by a cluster, or a CTA alone: a warp has a
-// stretch of the pairs and counts its groups; from the counts of all warps before it, in its CTA and in those before,
-// follows where its own begin. Pairs of other groups than these have no row: they are told -1.
-// Loops are hardly unrolled: see route_tokens.cu.
+// Few pairs are compared each with all others, by one CTA. More are sorted by a cluster, or by one CTA: a warp has a
+// stretch of the pairs and counts its groups; the counts of all warps before it, in its CTA and in earlier ones, say
+// where its own rows begin. A pair whose id is no group's gets -1 for a row.
+// Loops are kept rolled: instruction fetch dominates, see route_tokens.cu.
 #include "ptx.cuh"
 
 constexpr int kWarps = 32;
-constexpr int kAtOnce = 4;  // loads a lane has under way
+constexpr int kAtOnce = 4;  // loads per lane in flight
 constexpr int kChunk = kAtOnce * 32;
-constexpr int kMostCtas = 8;
-constexpr int kFew = FEW_PAIRS;
+constexpr int kMaxCtas = 8;
+constexpr int kFewPairs = FEW_PAIRS;
 
-// A chunk of pairs from i on: a lane's groups, -1 for none of ours, and which of the warp's lanes have the same ones.
+// A chunk of pairs from i on: a lane's groups, -1 for none, and the warp's lanes that have the same group.
 struct Chunk {
     int group[kAtOnce];
-    u32 alike[kAtOnce];
+    u32 same_group[kAtOnce];
 
     __device__ __forceinline__ void load(const int* group_ids, int i, int end, int num_groups) {
 #pragma unroll
@@ -25,43 +26,43 @@ struct Chunk {
             if (static_cast<u32>(group[part]) >= static_cast<u32>(num_groups)) group[part] = -1;
         }
 #pragma unroll
-        for (int part = 0; part < kAtOnce; ++part) alike[part] = lanes_with(group[part] < 0);
+        for (int part = 0; part < kAtOnce; ++part) same_group[part] = lanes_with(group[part] < 0);
 #pragma unroll 1
         for (int bit = 1; bit < num_groups; bit *= 2) {  // __match_any_sync takes several times as long
 #pragma unroll
-            for (int part = 0; part < kAtOnce; ++part) alike[part] &= lanes_with((group[part] & bit) != 0);
+            for (int part = 0; part < kAtOnce; ++part) same_group[part] &= lanes_with((group[part] & bit) != 0);
         }
     }
 
-    // The lanes that say the same as this one.
-    static __device__ __forceinline__ u32 lanes_with(bool what) {
-        const u32 lanes = __ballot_sync(0xffffffff, what);
-        return what ? lanes : ~lanes;
+    // The lanes with the same value as this one.
+    static __device__ __forceinline__ u32 lanes_with(bool value) {
+        const u32 lanes = __ballot_sync(0xffffffff, value);
+        return value ? lanes : ~lanes;
     }
 
-    // Raises the warp's counter of each group by its pairs; gives where this lane's pair goes.
+    // Adds the pairs of each group to the warp's counter of it; returns the row of this lane's pair.
     __device__ __forceinline__ int take(int* counters, int part) const {
-        const int lane = threadIdx.x % 32, first = __ffs(static_cast<int>(alike[part])) - 1;
+        const int lane = threadIdx.x % 32, first = __ffs(static_cast<int>(same_group[part])) - 1;
         int count = 0;
         if (lane == first && group[part] >= 0) {
             count = counters[group[part]];
-            counters[group[part]] = count + __popc(alike[part]);
+            counters[group[part]] = count + __popc(same_group[part]);
         }
         __syncwarp();
-        return __shfl_sync(0xffffffff, count, first) + __popc(alike[part] & ((1u << lane) - 1));
+        return __shfl_sync(0xffffffff, count, first) + __popc(same_group[part] & ((1u << lane) - 1));
     }
 };
 
 // For few pairs: each is compared with all others, each offset with all pairs.
-__device__ __forceinline__ void sort_few(const int* group_ids, int num_pairs, int num_groups, int* rows, int* offsets,
-                                         int* claims) {
-    __shared__ __align__(16) u32 groups[kFew];
+__device__ __forceinline__ void compare_all(const int* group_ids, int num_pairs, int num_groups,
+                                            int* inverse_permutation, int* offsets, int* tile_counters) {
+    __shared__ __align__(16) u32 groups[kFewPairs];
     const int thread = threadIdx.x;
     const u32 none = static_cast<u32>(num_groups);
-    if (thread < kFew) groups[thread] = thread < num_pairs ? min(static_cast<u32>(group_ids[thread]), none) : none;
-    if (thread < 4) claims[thread] = 0;
+    if (thread < kFewPairs) groups[thread] = thread < num_pairs ? min(static_cast<u32>(group_ids[thread]), none) : none;
+    if (thread < 4) tile_counters[thread] = 0;
     __syncthreads();
-    const auto count = [&](u32 group, int pair) {  // of smaller groups, or of this one before `pair`
+    const auto count = [&](u32 group, int pair) {  // pairs of lower groups, and those of this one before `pair`
         int before = 0;
 #pragma unroll 4
         for (int i = 0; i < num_pairs; i += 4) {
@@ -75,19 +76,20 @@ __device__ __forceinline__ void sort_few(const int* group_ids, int num_pairs, in
     };
 #pragma unroll 1
     for (int group = thread; group <= num_groups; group += blockDim.x) offsets[group] = count(group, 0);
-    if (thread < num_pairs) rows[thread] = groups[thread] < none ? count(groups[thread], thread) : -1;
+    if (thread < num_pairs) inverse_permutation[thread] = groups[thread] < none ? count(groups[thread], thread) : -1;
 }
 
 extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
-    sort_rows(const int* group_ids,  // [num_pairs]; 0 .. num_groups - 1, or no group
-              int num_pairs, int num_groups,
-              int* __restrict__ rows,       // [num_pairs], the sorted row of each pair, -1 for none
-              int* __restrict__ offsets,    // [num_groups + 1]
-              int* __restrict__ claims) {   // [4], made zeros: two GEMMs share out their tiles by them
-    if (num_pairs <= kFew) {
-        ptx::wait_for_launches_before();
-        ptx::let_next_launch_begin();
-        sort_few(group_ids, num_pairs, num_groups, rows, offsets, claims);
+    compute_permutation(const int* group_ids,  // [num_pairs]; 0 .. num_groups - 1, or no group
+                        int num_pairs, int num_groups,
+                        int* __restrict__ inverse_permutation,  // [num_pairs], the permuted row of each pair, -1: none
+                        int* __restrict__ offsets,              // [num_groups + 1]
+                        int* __restrict__ tile_counters         // [2, 2], zeroed for the two GEMMs that follow
+    ) {
+    if (num_pairs <= kFewPairs) {
+        ptx::grid_dependency_wait();
+        ptx::launch_dependents();
+        compare_all(group_ids, num_pairs, num_groups, inverse_permutation, offsets, tile_counters);
         return;
     }
     extern __shared__ int counters[];  // [kWarps][num_groups], then totals [num_groups] of this CTA
@@ -96,15 +98,15 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int ctas = static_cast<int>(ptx::cluster_size()), rank = static_cast<int>(ptx::cluster_rank());
     int* const own = counters + warp * num_groups;
-    const int each = (num_pairs + ctas * kWarps * 32 - 1) / (ctas * kWarps * 32) * 32;
+    const int each = (num_pairs + ctas * kWarps * 32 - 1) / (ctas * kWarps * 32) * 32;  // pairs per warp
     const int begin = min((rank * kWarps + warp) * each, num_pairs), end = min(begin + each, num_pairs);
     const int warps = min(max((num_pairs - rank * kWarps * each + each - 1) / each, 0), kWarps);  // that have pairs
 
 #pragma unroll 1
     for (int i = thread; i < warps * num_groups; i += blockDim.x) counters[i] = 0;
     __syncthreads();
-    ptx::wait_for_launches_before();
-    ptx::let_next_launch_begin();
+    ptx::grid_dependency_wait();
+    ptx::launch_dependents();
     Chunk chunk;
 #pragma unroll 1
     for (int i = begin; i < end; i += kChunk) {
@@ -115,9 +117,9 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
     }
     __syncthreads();
 
-    // A thread has one group (there are 1024 at most): its rows in every warp, then in every CTA, then those of the
+    // A thread has one group (there are 1024 at most): its rows in every warp, then in every CTA, then the rows of the
     // groups before it.
-    int here = 0, total = 0, earlier = 0;  // of this CTA, of all, of those before this one
+    int here = 0, total = 0, earlier = 0;  // in this CTA, in all, in those before this one
     if (thread < num_groups) {
 #pragma unroll 4
         for (int w = 0; w < warps; ++w) {
@@ -129,26 +131,22 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
     }
     ptx::cluster_sync();
     if (thread < num_groups) {
-        int count[kMostCtas];
+        int count[kMaxCtas];
 #pragma unroll
-        for (int r = 0; r < kMostCtas; ++r) count[r] = r < ctas ? ptx::load_from_cta(totals + thread, r) : 0;
+        for (int r = 0; r < kMaxCtas; ++r) count[r] = r < ctas ? ptx::load_from_cta(totals + thread, r) : 0;
 #pragma unroll
-        for (int r = 0; r < kMostCtas; ++r) {
+        for (int r = 0; r < kMaxCtas; ++r) {
             if (r < rank) earlier += count[r];
             total += count[r];
         }
     }
-    int sum = total;
-    for (int distance = 1; distance < 32; distance *= 2) {
-        const int below = __shfl_up_sync(0xffffffff, sum, distance);
-        if (lane >= distance) sum += below;
-    }
+    const int sum = ptx::warp_prefix_sum(total);
     if (lane == 31) sums[warp] = sum;
     __syncthreads();
     int before = sum - total;
 #pragma unroll 1
     for (int w = 0; w < warp; ++w) before += sums[w];
-    if (rank == 0 && thread < 4) claims[thread] = 0;
+    if (rank == 0 && thread < 4) tile_counters[thread] = 0;
     if (thread < num_groups) {
         if (rank == 0) {
             offsets[thread] = before;
@@ -161,13 +159,13 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
 
 #pragma unroll 1
     for (int i = begin; i < end; i += kChunk) {
-        if (each > kChunk) chunk.load(group_ids, i, end, num_groups);  // else it still is the only one
+        if (each > kChunk) chunk.load(group_ids, i, end, num_groups);  // else the only one is still loaded
 #pragma unroll
         for (int part = 0; part < kAtOnce; ++part) {
             const int pair = i + part * 32 + lane;
             if (i + part * 32 >= end) break;
             const int row = chunk.take(own, part);
-            if (pair < end) rows[pair] = chunk.group[part] >= 0 ? row : -1;
+            if (pair < end) inverse_permutation[pair] = chunk.group[part] >= 0 ? row : -1;
         }
     }
 }

@@ -1,14 +1,14 @@
-// Consumers for tall groups: 64 tokens a warpgroup are wgmma's M and the tile's 128 columns its N. A thread needs two
-// scales a K block, so promotion costs the shared memory next to nothing.
+// The consumer of tall groups: 64 rows of a per warpgroup are wgmma's M and the tile's 128 rows of b its N. A thread
+// needs two scales per K block, so promotion costs the shared memory next to nothing.
 #pragma once
 
-#include "epilogue.cuh"
+#include "config.cuh"
 #include "storage.cuh"
 #include "wgmma.cuh"
 
-namespace straight {
+namespace normal {
 
-constexpr int kAccumulators = kWeightRows / 2;
+constexpr int kAccumulators = kBlockN / 2;
 
 // A warpgroup's way through all tiles. Rounds of the ring are unrolled: with every address known, the four wgmma of a
 // K block follow each other closely enough to keep the warpgroups out of each other's way.
@@ -16,22 +16,19 @@ class Consumer {
   public:
     __device__ __forceinline__ Consumer(SharedStorage& shared, u32 warpgroup)
         : shared_(shared),
-          tokens_(wgmma::Descriptor::of(shared.tokens[0] + warpgroup * 64 * kBlockK)),
-          weights_(wgmma::Descriptor::of(shared.weights[0])),
+          a_(wgmma::Descriptor::of(shared.a[0] + warpgroup * 64 * kBlockK)),
+          b_(wgmma::Descriptor::of(shared.b[0])),
           row_(threadIdx.x / 32 * 16),
           first_row_(warpgroup * 64) {}
 
-    __device__ __forceinline__ void run(const Output& output, int k_blocks) {
+    template <typename Epilogue>
+    __device__ __forceinline__ void run(Epilogue& epilogue, const Problem& problem) {
         Pipeline pipeline;
-#if SWIGLU
-        u32 turn = 0;  // tiles whose rows' largest numbers were exchanged
-#endif
         for (Walk walk;; walk.advance()) {
-            ptx::mbarrier_wait(&shared_.announced[walk.index], walk.phase);
-            const Tile tile = part_of(shared_.tiles[walk.index], output.rank);
+            const Tile tile = announced_tile(shared_, walk, problem);
             if (tile.rows < 0) break;
-            int left = k_blocks;
-            if (tile.rows <= first_row_ || tile.column >= output.n) {  // nothing here: let the stages go
+            int left = problem.k_blocks;
+            if (tile.rows <= first_row_ || tile.column >= problem.n) {  // nothing here: only release the stages
                 for (; left > 0; --left, pipeline.advance()) {
                     ptx::mbarrier_wait(&shared_.full[pipeline.index], pipeline.phase);
                     release(&shared_.empty[pipeline.index]);
@@ -51,15 +48,9 @@ class Consumer {
                     --left;
                 }
             }
-            const u32 staging = ptx::shared_address(shared_.staging) + row_ * (kStagingBytes / 64);
-#if SWIGLU
-            store_activated(sum, shared_.largest, turn, staging, output, output.row(tile) + row_, tile.rows - row_, tile.column);
+            epilogue.store(sum, tile);
         }
-#else
-            store_rows(sum, staging, output, output.row(tile) + row_, tile.rows - row_, tile.column);
-        }
-        ptx::wait_bulk_stores();  // they read shared memory that ends with the CTA
-#endif
+        epilogue.finish();
     }
 
   private:
@@ -67,7 +58,7 @@ class Consumer {
     __device__ __forceinline__ void accumulate(float (&sum)[kAccumulators], float (&acc)[kAccumulators], int stage,
                                                u32 phase) {
         ptx::mbarrier_wait(&shared_.full[stage], phase);
-        wgmma::multiply_block<kWeightRows, true>(acc, tokens_ + stage * kBlockM * kBlockK, weights_ + stage * kWeightRows * kBlockK);
+        wgmma::multiply_block<kBlockN, true>(acc, a_ + stage * kBlockM * kBlockK, b_ + stage * kBlockN * kBlockK);
         const float* scales = shared_.scales[stage][0] + row_ + threadIdx.x % 32 / 4;
         float low[kScaleParts], high[kScaleParts];
         low[0] = scales[0];
@@ -89,8 +80,8 @@ class Consumer {
     }
 
     SharedStorage& shared_;
-    const wgmma::Descriptor tokens_, weights_;
+    const wgmma::Descriptor a_, b_;
     const int row_, first_row_;  // of the warp and of the warpgroup in the tile
 };
 
-}  // namespace straight
+}  // namespace normal

@@ -1,0 +1,54 @@
+"""Launches csrc/compute_permutation.cu: where the rows of (token, slot) pairs go when sorted by group."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, Variant, named_source
+
+FEW_PAIRS = 128
+"""Up to this many pairs, each is compared with all others."""
+_ONE_CTA_PAIRS = 1024  # up to this many, one CTA is faster than a cluster
+_CLUSTER = 8
+_CLUSTER_SMS = 64  # from this many SMs on, enough of them are neighbours for a cluster
+
+
+def _shared_bytes(num_groups: int) -> int:
+    return 33 * num_groups * 4  # a counter per group for each of 32 warps, and for their sum
+
+
+VARIANT = Variant(named_source("compute_permutation", FEW_PAIRS=FEW_PAIRS), 1024, _shared_bytes)
+
+
+class Placement(NamedTuple):
+    """Where the rows of pairs go, and the counters of the GEMMs on them.
+
+    inverse        int32 [T, top_k], the permuted row of each pair, -1 for a pair without a group
+    offsets        int32 [G + 1], group g owning permuted rows offsets[g]:offsets[g + 1]
+    tile_counters  int32 [2, 2] of zeros, for two GEMMs
+    """
+
+    inverse: Tensor
+    offsets: Tensor
+    tile_counters: Tensor
+
+
+def compute_permutation(
+    kernels: Kernels, on: OnStream, group_ids: Tensor, num_groups: int, num_sms: int | None
+) -> Placement:
+    """The placement of group_ids int32 [T, top_k]; an id outside 0 to num_groups - 1 is no group's."""
+    device, num_pairs = group_ids.device, group_ids.numel()
+    placement = Placement(
+        torch.empty_like(group_ids),
+        torch.empty(num_groups + 1, dtype=torch.int32, device=device),
+        torch.empty((2, 2), dtype=torch.int32, device=device),
+    )
+    one_cta = num_pairs <= _ONE_CTA_PAIRS or (num_sms is not None and num_sms < _CLUSTER_SMS)
+    shared_bytes = 0 if num_pairs <= FEW_PAIRS else VARIANT.shared_bytes(num_groups)
+    kernels.launch(
+        on, VARIANT, Grid(1, 1 if one_cta else _CLUSTER, shared_bytes),
+        group_ids, np.int32(num_pairs), np.int32(num_groups), *placement,
+    )  # fmt: skip
+    return placement

@@ -1,0 +1,45 @@
+"""Launches csrc/quantize_permute.cu: tokens quantized once each and written to their permuted rows."""
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from expertd.kernels.backends.hopper.launch import (
+    Grid,
+    Kernels,
+    OnStream,
+    Variant,
+    named_source,
+    no_shared_bytes,
+)
+from expertd.kernels.ops.quantize import Quantized
+from expertd.limits import SCALE_BLOCK
+
+_THREADS, _COLUMNS = 128, 2048  # of a CTA
+
+
+def _variant(datatype: str) -> Variant:
+    source = named_source("quantize_permute", datatype.lower(), DATATYPE=datatype)
+    return Variant(source, _THREADS, no_shared_bytes)
+
+
+VARIANTS = {
+    torch.bfloat16: _variant("BF16"),
+    torch.float16: _variant("FP16"),
+    torch.float32: _variant("FP32"),
+}
+"""By the dtype of the tokens."""
+
+
+def quantize_permute(kernels: Kernels, on: OnStream, hidden_states: Tensor, inverse: Tensor) -> Quantized:
+    """hidden_states [T, K] as rows [T * top_k, K]; inverse int32 [T, top_k], -1 for no row."""
+    (num_tokens, k), num_rows = hidden_states.shape, inverse.numel()
+    data = torch.empty((num_rows, k), dtype=torch.float8_e4m3fn, device=inverse.device)
+    scales = torch.empty((k // SCALE_BLOCK, num_rows), device=inverse.device)
+    kernels.launch(
+        on, VARIANTS[hidden_states.dtype], Grid(num_tokens * math.ceil(k / _COLUMNS)),
+        hidden_states, inverse, np.int32(inverse.shape[1]), np.int32(k), data, scales, np.uint32(num_rows),
+    )  # fmt: skip
+    return Quantized(data, scales.t())

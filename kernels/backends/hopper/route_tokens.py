@@ -1,0 +1,47 @@
+"""Launches csrc/route_tokens.cu: each token's experts and their weights from its logits."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from expertd.kernels.backends.hopper import router_logits
+from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, Variant, named_source
+from expertd.kernels.backends.hopper.router_logits import Logits
+from expertd.limits import MAX_EXPERTS
+from expertd.routing import Routing
+
+_WARP = 32
+
+
+def _shared_bytes(num_experts: int) -> int:
+    return 3 * (num_experts + num_experts % 2) * 4  # scores, biases and keys
+
+
+VARIANT = Variant(named_source("route_tokens", SUMS=router_logits.SUMS), 128, _shared_bytes)
+
+
+def can_route(num_experts: int, top_k: int, routing: Routing) -> bool:
+    """Whether the kernel can: a warp has a lane for each slot of a token and for each group of experts."""
+    return max(top_k, routing.num_expert_groups) <= _WARP and num_experts <= MAX_EXPERTS
+
+
+def route_tokens(
+    kernels: Kernels, on: OnStream, logits: Logits, router_bias: Tensor | None, top_k: int, routing: Routing
+) -> tuple[Tensor, Tensor]:
+    """(topk_ids int32 [T, top_k], topk_weights fp32 [T, top_k]); see `choose_experts`.
+
+    With more than one sum per part the preceding launch must not write router_bias: it is read while that
+    ends.
+    """
+    partial_sums, num_tokens, num_experts = logits.data.shape
+    topk_ids = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits.data.device)
+    topk_weights = torch.empty((num_tokens, top_k), device=logits.data.device)
+    kernels.launch(
+        on, VARIANT, Grid(num_tokens, shared_bytes=_shared_bytes(num_experts)),
+        logits.data, np.int32(partial_sums // logits.sums), np.int32(logits.sums),
+        np.int32(logits.sums > 1), router_bias, np.int32(num_experts), np.int32(top_k),
+        np.int32(routing.scoring_func == "softmax"), np.int32(routing.renormalize),
+        np.float32(routing.routed_scaling_factor),
+        np.int32(routing.num_expert_groups), np.int32(routing.topk_group), topk_ids, topk_weights,
+    )  # fmt: skip
+    return topk_ids, topk_weights

@@ -1,0 +1,74 @@
+// The consumer of short groups: the tile's 128 rows of b are wgmma's M (64 per warpgroup) and its rows of a the N, in
+// steps of 16. A group of 20 rows costs the tensor cores 32 and the epilogue 20; promotion reads a scale per column.
+#pragma once
+
+#include "config.cuh"
+#include "storage.cuh"
+#include "wgmma.cuh"
+
+namespace swap_ab {
+
+static_assert(!kSwapAb || (kBlockM == 64 && kCluster == 1 && !kSwiglu),
+              "there is code for heights up to 64, none for a CTA without columns and none for SwiGLU");
+
+// A warpgroup's way through all tiles.
+class Consumer {
+  public:
+    __device__ __forceinline__ Consumer(SharedStorage& shared, u32 warpgroup)
+        : shared_(shared), warpgroup_(warpgroup) {}
+
+    template <typename Epilogue>
+    __device__ __forceinline__ void run(Epilogue& epilogue, const Problem& problem) {
+        Pipeline pipeline;
+        for (Walk walk;; walk.advance()) {
+            const Tile tile = announced_tile(shared_, walk, problem);
+            if (tile.rows < 0) break;
+            switch ((tile.rows + 15) / 16) {
+                case 1: multiply<1>(epilogue, pipeline, tile, problem.k_blocks); break;
+                case 2: multiply<2>(epilogue, pipeline, tile, problem.k_blocks); break;
+                case 3: multiply<3>(epilogue, pipeline, tile, problem.k_blocks); break;
+                case 4: multiply<4>(epilogue, pipeline, tile, problem.k_blocks); break;
+            }
+        }
+        epilogue.finish();
+    }
+
+  private:
+    // One tile of up to 16 * kSlices rows: all of K, then the epilogue. Each height has its own code, so that a short
+    // tile has few accumulators and a narrow wgmma.
+    template <int kSlices, typename Epilogue>
+    __device__ __forceinline__ void multiply(Epilogue& epilogue, Pipeline& pipeline, const Tile& tile, int k_blocks) {
+        const auto b = wgmma::Descriptor::of(shared_.b[0] + warpgroup_ * 64 * kBlockK);
+        const auto a = wgmma::Descriptor::of(shared_.a[0]);
+        const int lane = threadIdx.x % 32;
+        float sum[kSlices * 8] = {};
+#pragma unroll 1  // unrolled, the accumulators of two K blocks would be alive at once
+        for (int kb = 0; kb < k_blocks; ++kb, pipeline.advance()) {
+            const int stage = pipeline.index;
+            float acc[kSlices * 8];
+            ptx::mbarrier_wait(&shared_.full[stage], pipeline.phase);
+            wgmma::multiply_block<16 * kSlices, false>(acc, b + stage * kBlockN * kBlockK,
+                                                       a + stage * kBlockM * kBlockK);
+            wgmma::wait(acc);
+
+            // Promotion: the tensor cores keep about 14 bits, so every 128 of K is added up in fp32. A column of the
+            // fragment is a row of a; its scale is already multiplied by that of b.
+            const float* scales = shared_.scales[stage][0] + lane % 4 * 2;
+#pragma unroll
+            for (int i = 0; i < kSlices * 8; i += 4) {
+                const float2 scale = *reinterpret_cast<const float2*>(scales + i * 2);
+                sum[i + 0] += acc[i + 0] * scale.x;
+                sum[i + 1] += acc[i + 1] * scale.y;
+                sum[i + 2] += acc[i + 2] * scale.x;
+                sum[i + 3] += acc[i + 3] * scale.y;
+            }
+            release(&shared_.empty[stage]);
+        }
+        epilogue.template store<kSlices>(sum, tile, warpgroup_);
+    }
+
+    SharedStorage& shared_;
+    const u32 warpgroup_;
+};
+
+}  // namespace swap_ab

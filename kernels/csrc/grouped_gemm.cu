@@ -1,0 +1,193 @@
+// Grouped FP8 GEMM for Hopper: out[rows of g] = a[rows of g] * b[g]^T with 1x128 scales on a and 128x128 on b.
+//
+// A CTA is persistent and takes tiles of all groups from a tile counter. One producer warpgroup (a warp for TMA, three
+// for scales) feeds the consumer warpgroups through a ring of stages; with CLUSTER 2 a pair of CTAs takes neighbouring
+// columns of the same rows, and each loads half of the rows of a for both.
+#include "config.cuh"
+#include "consumer_normal.cuh"
+#include "consumer_swap_ab.cuh"
+#include "epilogue.cuh"
+#include "scheduler.cuh"
+#include "storage.cuh"
+
+// What producers read.
+struct Operands {
+    const ptx::TensorMap &a_map, &b_map;
+    const float* const a_scales;
+    const u32 scale_stride_group, scale_stride_m, scale_stride_k;
+    const float* const b_scales;
+};
+
+// The TMA warp: takes tiles, announces them, and loads this CTA's b and its share of the cluster's a.
+__device__ __forceinline__ void load_tiles(SharedStorage& shared, const Operands& operands, const Problem& problem,
+                                           const Scheduler& scheduler, int* tile_counter, int lane) {
+    const auto boxes_of = [](const Tile& tile) { return (tile.rows + kBoxM - 1) / kBoxM; };
+    const auto load_b = [&](const Tile& tile, int kb, int stage) {
+        const int row = tile.group * problem.n * kScaleParts + tile.column;
+        ptx::mbarrier_arrive_expect_bytes(&shared.full[stage], (kBlockN + boxes_of(tile) * kBoxM) * kBlockK);
+#pragma unroll
+        for (int part = 0; part < kScaleParts; ++part)  // gates, and n rows further their ups
+            ptx::tma_load(&operands.b_map, &shared.full[stage], shared.b[stage] + part * kOutBlockN * kBlockK,
+                          kb * kBlockK, row + part * problem.n);
+    };
+    int loaded_ahead = -1;  // K blocks of the first tile whose b was loaded before the preceding launch was complete
+    Pipeline pipeline;
+    Walk walk;
+    // A cluster's first tile is the one with its index; later ones go to whichever cluster asks first.
+    for (int number = blockIdx.x / kCluster;; walk.advance()) {
+        // -- announce the tile
+        const Tile tile = problem.part_of(announce(shared, walk, problem.rank, [&] { return scheduler.tile(number); }));
+        if (tile.rows < 0) break;
+        const int boxes = boxes_of(tile), row = problem.first_row(tile);
+        int taken = 0;
+
+        // -- ahead of the first tile: b does not depend on the preceding launch, so its loads go out before the wait
+        if (loaded_ahead < 0) {
+            for (loaded_ahead = 0; loaded_ahead < min(kStages, problem.k_blocks); ++loaded_ahead)
+                if (ptx::elect_one()) load_b(tile, loaded_ahead, loaded_ahead);
+            __syncwarp();
+            ptx::grid_dependency_wait();
+            ptx::launch_dependents();
+        }
+
+        // -- load the tile, a K block per stage
+        for (int kb = 0; kb < problem.k_blocks; ++kb, pipeline.advance()) {
+            const int stage = pipeline.index;
+            // -- take the next tile: early enough for the answer to be back in time, late enough for clusters to ask in
+            // the order in which they finish
+            if (kb == max(problem.k_blocks - kTakeAhead, 0) && problem.rank == 0 && lane == 0)
+                taken = atomicAdd(tile_counter, 1);
+            ptx::mbarrier_wait(&shared.empty[stage], pipeline.phase ^ 1);
+            if (ptx::elect_one()) {
+                if (kb >= loaded_ahead) load_b(tile, kb, stage);
+                for (int box = problem.rank; box < boxes; box += kCluster) {
+                    ptx::tma_load_to_cluster<kCluster>(&operands.a_map, &shared.full[stage],
+                                                       shared.a[stage] + box * kBoxM * kBlockK, kb * kBlockK,
+                                                       row + box * kBoxM);
+                }
+            }
+            __syncwarp();
+        }
+        loaded_ahead = 0;
+        number = gridDim.x / kCluster + __shfl_sync(0xffffffff, taken, 0);
+    }
+    ptx::grid_dependency_wait();  // a cluster without a tile has not waited yet
+    if (problem.rank == 0 && lane == 0) finish(tile_counter, gridDim.x / kCluster);
+}
+
+// A scale warp: writes the product of both operands' scales, so that a consumer multiplies once. The warps take stages
+// in turn and load before their stage is free: consumers wait for a stage's slowest load, and these have a long way.
+__device__ __forceinline__ void load_scales(SharedStorage& shared, const Operands& operands, const Problem& problem,
+                                            int scale_warp, int lane) {
+    const int k_blocks = problem.k_blocks;
+    const int blocks_n = (problem.n + 127) / 128;  // with SwiGLU, of the gates alone
+    int next = scale_warp;                         // this warp's next K block, counted from the tile's first
+    Pipeline pipeline;
+    pipeline.advance(next);
+    for (Walk walk;; walk.advance()) {
+        const Tile tile = announced_tile(shared, walk, problem);
+        if (tile.rows < 0) break;
+
+        // -- where the tile's scales are
+        const int block_n = min(tile.column / 128, blocks_n - 1);
+        const i64 b_block = static_cast<i64>(tile.group) * blocks_n * kScaleParts + block_n;
+        const float* const b_scale = operands.b_scales + b_block * k_blocks;
+        const int last = tile.row + tile.rows - 1;
+        u32 a_scale[kBlockM / 32];  // rows past the tile's end repeat its last one: nobody reads the result
+#pragma unroll
+        for (int i = 0; i < kBlockM / 32; ++i)
+            a_scale[i] = tile.group * operands.scale_stride_group +
+                         min(tile.row + i * 32 + lane, last) * operands.scale_stride_m;
+
+        // -- this warp's K blocks of the tile
+        for (; next < k_blocks; next += kScaleWarps, pipeline.advance(kScaleWarps)) {
+            float a_value[kBlockM / 32], b_value[kScaleParts];
+#pragma unroll
+            for (int i = 0; i < kBlockM / 32; ++i)
+                a_value[i] = operands.a_scales[a_scale[i] + next * operands.scale_stride_k];
+#pragma unroll
+            for (int part = 0; part < kScaleParts; ++part)
+                b_value[part] = __ldg(b_scale + part * blocks_n * k_blocks + next);
+            ptx::mbarrier_wait(&shared.empty[pipeline.index], pipeline.phase ^ 1);
+#pragma unroll
+            for (int part = 0; part < kScaleParts; ++part)
+#pragma unroll
+                for (int i = 0; i < kBlockM / 32; ++i)
+                    shared.scales[pipeline.index][part][i * 32 + lane] = a_value[i] * b_value[part];
+            publish(&shared.full[pipeline.index]);
+        }
+        next -= k_blocks;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    grouped_gemm(const __grid_constant__ ptx::TensorMap a_map,  // [rows, k], box kBoxM x 128, 128-byte swizzle
+                 const __grid_constant__ ptx::TensorMap b_map,  // [num_groups * rows of b, k], box kOutBlockN x 128
+                 const float* a_scales, u32 scale_stride_group, u32 scale_stride_m, u32 scale_stride_k,
+                 const float* __restrict__ b_scales,  // [num_groups, ceil(rows of b / 128), k / 128]
+                 const int* group_extents,            // offsets [num_groups + 1] or counts [num_groups]
+                 int num_groups, int n, int k,
+                 int max_rows,                // M, or max_m; group_extents beyond it are clamped
+                 int rows_per_group,          // max_m, or 0 in the contiguous layout
+                 int tile_steps, int passes,  // how groups are cut into tiles: see Cut
+                 int extents_ready,           // complete before the preceding launch began: read without waiting for it
+                 TileEpilogue::Element* __restrict__ out,  // [rows, n]
+#if SWIGLU
+                 float* __restrict__ out_scales, u32 out_scale_stride,  // [n / 128, out_scale_stride]
+                 float alpha, float limit,                              // of the activation
+#elif !SWAP_AB
+                 const __grid_constant__ ptx::TensorMap out_map,  // [rows, n], box 16 x 64, 128-byte swizzle
+#endif
+                 int* tile_counter) {  // [2]: tiles taken beyond each cluster's first, clusters done; both 0
+#if SWIGLU
+    const TileEpilogue::Output output{out, out_scales, out_scale_stride, alpha, limit};
+#elif SWAP_AB
+    const TileEpilogue::Output output{out};
+#else
+    const TileEpilogue::Output output{out, &out_map};
+#endif
+    extern __shared__ __align__(1024) u8 raw[];
+    SharedStorage& shared = *reinterpret_cast<SharedStorage*>(raw);
+    int* const table = reinterpret_cast<int*>(raw + sizeof(SharedStorage));
+    const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // so the compiler knows that it is uniform
+    const int lane = threadIdx.x % 32;
+
+    // ---- barriers
+    if (warp == 0 && ptx::elect_one()) {
+        ptx::prefetch_tensor_map(&a_map);
+        ptx::prefetch_tensor_map(&b_map);
+        output.prefetch();
+        for (int stage = 0; stage < kStages; ++stage) {
+            ptx::mbarrier_init(&shared.full[stage], 1 + kArrivals);  // the TMA warp's leader, a scale warp
+            ptx::mbarrier_init(&shared.empty[stage], kConsumerWarps * kArrivals * kCluster);
+        }
+        for (int i = 0; i < kTiles; ++i) ptx::mbarrier_init(&shared.announced[i], 1);
+        shared.epilogue.init_barriers();
+        ptx::fence_mbarrier_init();
+    }
+    kCluster > 1 ? ptx::cluster_sync() : __syncthreads();
+
+    // ---- roles
+    const int rank = kCluster > 1 ? static_cast<int>(ptx::cluster_rank()) : 0;
+    const Problem problem{n, k / kBlockK, rows_per_group, rank};
+    const Operands operands{a_map, b_map, a_scales, scale_stride_group, scale_stride_m, scale_stride_k, b_scales};
+    if (warp >= kConsumerWarps) {
+        ptx::shrink_registers<kProducerRegisters>();
+        if (warp == kConsumerWarps) {
+            if (!extents_ready) ptx::grid_dependency_wait();
+            const Scheduler scheduler(table, group_extents, num_groups, n, {tile_steps, passes}, max_rows);
+            load_tiles(shared, operands, problem, scheduler, tile_counter, lane);
+        } else {
+            ptx::grid_dependency_wait();
+            load_scales(shared, operands, problem, warp - kConsumerWarps - 1, lane);
+        }
+    } else {
+        ptx::grow_registers<kConsumerRegisters>();
+        TileEpilogue epilogue(shared.epilogue, output, problem);
+        if constexpr (kSwapAb)
+            swap_ab::Consumer(shared, warp / 4).run(epilogue, problem);
+        else
+            normal::Consumer(shared, warp / 4).run(epilogue, problem);
+    }
+    if constexpr (kCluster > 1) ptx::cluster_sync();  // a CTA must outlive the other's arrivals and copies into it
+}

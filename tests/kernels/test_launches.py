@@ -1,0 +1,150 @@
+"""What host files pass is what device files take: number, order and width of every kernel's parameters."""
+
+import re
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from expertd.kernels import Quantized, Routing, Swiglu, jit
+from expertd.kernels.backends.hopper import grouped_gemm, launch, layer, tensor_maps, tiles
+from expertd.kernels.backends.hopper.compute_permutation import compute_permutation
+from expertd.kernels.backends.hopper.grouped_gemm import GroupedGemm, Groups
+from expertd.kernels.backends.hopper.launch import Kernels, OnStream, Variant
+from expertd.kernels.backends.hopper.layer import Layer
+from expertd.kernels.backends.hopper.tile_counters import TileCounters
+from expertd.kernels.backends.hopper.tiles import Plan, TileConfig
+from expertd.kernels.backends.hopper.variants import VARIANTS
+from expertd.kernels.jit.source import CSRC
+from expertd.layout import Layout
+
+ON = OnStream(0, 7, None)
+H, N, G, T, TOP_K = 256, 128, 4, 6, 2
+COUNTER = 0x1234
+
+
+class TensorMap:
+    """Stands for cuda.core's."""
+
+
+class RecordingKernels(Kernels):
+    """Loads nothing: a kernel is its variant."""
+
+    def get(self, device: int, variant: Variant) -> Variant:
+        return variant
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Variant, list[Any]]]]:
+    """Each launch as (variant, arguments)."""
+    made: list[tuple[Variant, list[Any]]] = []
+
+    def record(stream: object, config: object, kernel: Variant, *arguments: Any) -> None:
+        made.append((kernel, list(arguments)))
+
+    core = SimpleNamespace(launch=record, LaunchConfig=SimpleNamespace)
+    launch.launch_config.cache_clear()
+    for module in (launch, grouped_gemm, tensor_maps):
+        monkeypatch.setattr(module, "cuda_core", lambda: core)
+    for module in (grouped_gemm, layer):
+        monkeypatch.setattr(module, "describe_rows", lambda rows, box_rows, l2_promotion=True: TensorMap())
+    monkeypatch.setattr(TileCounters, "prepare", lambda self, device: None)
+    monkeypatch.setattr(TileCounters, "get", lambda self, device, stream: COUNTER)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132)
+    )
+    yield made
+    launch.launch_config.cache_clear()
+
+
+def width(argument: Any) -> int:
+    """Bytes that cuda.core passes: an int is a pointer."""
+    if isinstance(argument, TensorMap):
+        return 128
+    if isinstance(argument, np.generic):
+        return argument.itemsize
+    assert type(argument) is int
+    return 8
+
+
+def parameters(variant: Variant) -> list[int]:
+    """Bytes of each parameter of the kernel's entry."""
+    entry = re.search(r"\.visible \.entry \w+\((.*?)\)", jit.to_ptx(variant.source), re.DOTALL)
+    assert entry
+    declared = re.findall(r"\.param (?:\.align \d+ )?\.[a-z](\d+) \w+(?:\[(\d+)\])?", entry[1])
+    return [int(bits) // 8 * int(count or 1) for bits, count in declared]
+
+
+def quantized(*shape: int, block: int) -> Quantized:
+    scales = torch.ones(*shape[:-2], -(-shape[-2] // block), shape[-1] // 128)
+    return Quantized(torch.zeros(shape).to(torch.float8_e4m3fn), scales)
+
+
+@pytest.mark.parametrize("config", tiles.CONFIGS, ids=lambda config: config.name)
+@pytest.mark.parametrize("layout", Layout)
+def test_the_gemm(layout: Layout, config: TileConfig, launches: list[tuple[Variant, list[Any]]]) -> None:
+    gemm = GroupedGemm(RecordingKernels(), choose=lambda *_: Plan(config, 16, passes=2))
+    shape = (T, H) if layout is Layout.CONTIGUOUS else (G, T, H)
+    extents = torch.zeros(G + 1, dtype=torch.int32)
+    out = torch.empty(*shape[:-1], N, dtype=torch.bfloat16)
+    gemm.multiply(
+        ON, layout, quantized(*shape, block=1), quantized(G, N, H, block=128), Groups(extents), out, T, None
+    )
+    ((variant, arguments),) = launches
+    assert variant is grouped_gemm.VARIANTS[layout, config]
+    assert [width(argument) for argument in arguments] == parameters(variant)
+    numbers = [int(argument) for argument in arguments if isinstance(argument, np.integer)]
+    max_m = 0 if layout is Layout.CONTIGUOUS else T
+    strides = [0, 2, 1] if layout is Layout.CONTIGUOUS else [2 * T, 2, 1]
+    assert numbers == [*strides, G, N, H, T, max_m, 16, 2, 0]
+    assert arguments[-1] == COUNTER
+
+
+def test_a_layer(launches: list[tuple[Variant, list[Any]]]) -> None:
+    """Five launches; the GEMMs may read the offsets early and have a tile counter each."""
+    kernels = RecordingKernels()
+    Layer(kernels, GroupedGemm(kernels)).experts(
+        ON, torch.zeros(T, H, dtype=torch.bfloat16), torch.zeros(T, TOP_K, dtype=torch.int32),
+        torch.zeros(T, TOP_K), quantized(G, 2 * N, H, block=128), quantized(G, H, N, block=128),
+        torch.empty(T, H), Swiglu(), None,
+    )  # fmt: skip
+    entries = [variant.source.entry for variant, _ in launches]
+    assert entries == (
+        ["compute_permutation", "quantize_permute", "grouped_gemm", "grouped_gemm", "unpermute_rows"]
+    )  # fmt: skip
+    for variant, arguments in launches:
+        assert [width(argument) for argument in arguments] == parameters(variant), variant.source.name
+    (_, permutation), (_, _), (swiglu, first), (_, second), (_, _) = launches
+    assert swiglu is grouped_gemm.VARIANTS[Layout.CONTIGUOUS, tiles.SWIGLU]
+    assert second[-1] - first[-1] == 8  # two int32
+    assert first[-1] == permutation[-1]
+    assert [first[15], second[15]] == [1, 1]
+
+
+def test_routing(launches: list[tuple[Variant, list[Any]]]) -> None:
+    kernels = RecordingKernels()
+    x, router = torch.zeros(T, H, dtype=torch.bfloat16), torch.zeros(8, H, dtype=torch.bfloat16)
+    Layer(kernels, GroupedGemm(kernels)).route(ON, x, router, None, TOP_K, Routing())
+    assert [variant.source.entry for variant, _ in launches] == ["router_logits", "route_tokens"]
+    for variant, arguments in launches:
+        assert [width(argument) for argument in arguments] == parameters(variant), variant.source.name
+
+
+@pytest.mark.parametrize(("pairs", "num_sms", "cluster"), [(1024, None, 1), (1025, None, 8), (1025, 63, 1)])
+def test_many_pairs_are_sorted_by_a_cluster(
+    pairs: int, num_sms: int | None, cluster: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grids = []
+    monkeypatch.setattr(Kernels, "launch", lambda self, on, variant, grid, *arguments: grids.append(grid))
+    compute_permutation(Kernels(), ON, torch.zeros(pairs, 1, dtype=torch.int32), G, num_sms)
+    assert [grid.cluster for grid in grids] == [cluster]
+
+
+def test_every_kernel_has_a_host_file_and_a_device_file_of_its_name() -> None:
+    stems = {path.stem for path in CSRC.glob("*.cu")}
+    assert stems == {variant.source.entry for variant in VARIANTS}
+    hosts = {path.stem for path in (CSRC.parent / "backends" / "hopper").glob("*.py")}
+    assert stems <= hosts
