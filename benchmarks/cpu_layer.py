@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.families import FAMILIES, Family, transformers_block
+from benchmarks.families import FAMILIES, Family, make_family, transformers_block
 from benchmarks.timing import cpu_name
 from expertd.kernels import dequantize_blocks, quantize_blocks, resolve_backend
 from expertd.service.moe.layer import MoELayer
@@ -67,9 +67,9 @@ def main() -> None:
 
 
 def _time_family(name: str, shape: LayerShape, tokens: list[int], method: Method) -> list[dict[str, float]]:
-    family = FAMILIES[name]
+    family = make_family(name, shape)
     generator = torch.Generator().manual_seed(0)
-    layer = _layer(family, shape, generator)
+    layer = _layer(family, generator)
     calls: dict[str, Callable[[Tensor], Tensor]] = {"ours": layer}
     for implementation in IMPLEMENTATIONS:
         calls[implementation] = _theirs(family, layer, implementation)
@@ -87,10 +87,10 @@ def _time_family(name: str, shape: LayerShape, tokens: list[int], method: Method
     return rows
 
 
-def _layer(family: Family, shape: LayerShape, generator: torch.Generator) -> MoELayer:
+def _layer(family: Family, generator: torch.Generator) -> MoELayer:
     """Our layer of random weights, its shared expert the last group."""
+    shape = family.shape
     h, i, e = shape.hidden_size, shape.intermediate_size, shape.num_experts
-    shape = LayerShape(h, i, e, shape.top_k, family.num_shared_experts)
     gate_up, down = (
         quantize_blocks(torch.randn(size, generator=generator).mul_(size[2] ** -0.5).to(torch.bfloat16))
         for size in ((shape.num_groups, 2 * i, h), (shape.num_groups, h, i))
@@ -105,9 +105,7 @@ def _theirs(family: Family, layer: MoELayer, implementation: str) -> Callable[[T
     """The family's block with a bf16 copy of the layer's weights, from bf16 [T, H] to [T, H]."""
     weights = layer.weights
     gate_up, down = (dequantize_blocks(*w, torch.bfloat16) for w in (weights.gate_up, weights.down))
-    block = transformers_block(
-        family, layer.shape, implementation, gate_up, down, weights.router, weights.router_bias
-    )
+    block = transformers_block(family, implementation, gate_up, down, weights.router, weights.router_bias)
 
     def call(hidden_states: Tensor) -> Tensor:
         out: Tensor = block(hidden_states[None])

@@ -1,57 +1,43 @@
-"""The model families: their MoE blocks in transformers, and our rules for their routers."""
+"""The model families as transformers builds them, and as the service reads their configuration."""
 
 import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from expertd.kernels import Routing
+from expertd.service.checkpoints.config import Config
+from expertd.service.checkpoints.families import FAMILIES as SERVED
 from expertd.service.moe.shape import LayerShape
+
+FAMILIES = tuple(name for name in SERVED if name != "kimi_k2")  # its code in transformers is deepseek_v3's
+_SHIPPED = {
+    "qwen3_moe": {"norm_topk_prob": True}
+}  # in config.json of checkpoints, unlike the class's default
 
 
 @dataclass(frozen=True)
 class Family:
-    """A family's block in transformers, the names of its sizes there, and our rule for its router."""
+    """A family with the sizes of one layer.
 
-    module: str
-    config: str
-    block: str
-    num_experts: str
-    intermediate_size: str
+    config   transformers' configuration
+    block    transformers' class of the MoE block
+    shape    the layer's sizes, shared experts included, and
+    routing  its router's rule, both as the service reads them from `config`
+    """
+
+    name: str
+    config: Any
+    block: Any
+    shape: LayerShape
     routing: Routing
-    settings: dict[str, Any] = field(default_factory=dict)
-    num_shared_experts: int = 0
-
-
-FAMILIES = {
-    "qwen3_moe": Family(
-        "qwen3_moe", "Qwen3MoeConfig", "Qwen3MoeSparseMoeBlock", "num_experts", "moe_intermediate_size",
-        Routing("softmax"), {"norm_topk_prob": True},
-    ),
-    "mixtral": Family(
-        "mixtral", "MixtralConfig", "MixtralSparseMoeBlock", "num_local_experts", "intermediate_size",
-        Routing("softmax"),
-    ),
-    "deepseek_v3": Family(
-        "deepseek_v3", "DeepseekV3Config", "DeepseekV3MoE", "n_routed_experts", "moe_intermediate_size",
-        Routing("sigmoid", True, 2.5, 8, 4),
-        {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "n_shared_experts": 1}, 1,
-    ),
-    "glm4_moe": Family(
-        "glm4_moe", "Glm4MoeConfig", "Glm4MoeMoE", "n_routed_experts", "moe_intermediate_size",
-        Routing("sigmoid"), {"n_shared_experts": 1}, 1,
-    ),
-    "minimax_m2": Family(
-        "minimax_m2", "MiniMaxM2Config", "MiniMaxM2SparseMoeBlock", "num_local_experts", "intermediate_size",
-        Routing("sigmoid"),
-    ),
-}  # fmt: skip
 
 
 @contextmanager
@@ -66,10 +52,28 @@ def quiet_transformers() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
+def make_family(name: str, sizes: LayerShape) -> Family:
+    """The family `name` with the sizes of a layer; shared experts are the family's own."""
+    with quiet_transformers(), torch.device("meta"):
+        transformers = import_module("transformers")
+        config = transformers.AutoConfig.for_model(name, **_SHIPPED.get(name, {}))
+        experts = {"moe_intermediate_size"} & config.to_dict().keys() or {"intermediate_size"}
+        config.update(dict.fromkeys(experts, sizes.intermediate_size))
+        config.hidden_size, config.num_local_experts = sizes.hidden_size, sizes.num_experts
+        config.num_experts_per_tok = sizes.top_k
+        model = SERVED[name](Config(Path("config.json"), config.to_dict()))
+        first = model.layers[0]
+        config.num_hidden_layers = first + 1
+        block = type(transformers.AutoModel.from_config(config).layers[first].mlp)
+    shape = LayerShape(
+        model.hidden_size, model.intermediate_size, model.num_experts, model.top_k, model.num_shared_experts
+    )
+    return Family(name, config, block, shape, Routing(**model.routing))
+
+
 @torch.no_grad()
 def transformers_block(
     family: Family,
-    shape: LayerShape,
     implementation: str,
     gate_up: Tensor,
     down: Tensor,
@@ -81,25 +85,16 @@ def transformers_block(
     implementation  what transformers calls experts_implementation: "eager", "grouped_mm"
     gate_up, down   bf16 [G, 2I, H] and [G, H, I], the shared expert's last where there is one
     """
+    family.config._experts_implementation = implementation
     with quiet_transformers():
-        config_class = getattr(import_module("transformers"), family.config)
-        modeling = import_module(f"transformers.models.{family.module}.modeling_{family.module}")
-    sizes = {
-        "hidden_size": shape.hidden_size,
-        family.intermediate_size: shape.intermediate_size,
-        family.num_experts: shape.num_experts,
-        "num_experts_per_tok": shape.top_k,
-    }
-    config = config_class(**sizes, **family.settings)
-    config._experts_implementation = implementation
-    block = getattr(modeling, family.block)(config).to(torch.bfloat16).eval()
-    routed = slice(0, shape.num_experts)
+        block = family.block(family.config).to(torch.bfloat16).eval()
+    routed = slice(0, family.shape.num_experts)
     values = {
         "gate.weight": router,
         "experts.gate_up_proj": gate_up[routed],
         "experts.down_proj": down[routed],
     }
-    if shape.num_shared_experts:
+    if family.shape.num_shared_experts:
         gate, up = gate_up[-1].chunk(2)
         values |= {
             f"shared_experts.{n}_proj.weight": w for n, w in (("gate", gate), ("up", up), ("down", down[-1]))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.families import FAMILIES, Family, quiet_transformers, transformers_block
+from benchmarks.families import FAMILIES, Family, make_family, quiet_transformers, transformers_block
 from benchmarks.timing import cpu_name
 from expertd.kernels import (
     Backend,
@@ -66,7 +66,6 @@ class Case:
     """A layer of a family: bf16 weights [G, 2I, H] and [G, H, I], tokens, and where these go."""
 
     family: Family
-    shape: LayerShape
     gate_up: Tensor
     down: Tensor
     router: Tensor
@@ -92,7 +91,7 @@ def main() -> None:
     }
     for name, value in header.items():
         print(f"{name}: {value}")
-    results = {name: measure(make_case(FAMILIES[name], shape, arguments.tokens)) for name in FAMILIES}
+    results = {name: measure(make_case(make_family(name, shape), arguments.tokens)) for name in FAMILIES}
     print(f"\n{'':<52}" + "".join(f"{name:>13}" for name in results))
     for row in next(iter(results.values())):
         print(f"{row:<52}" + "".join(f"{figures[row]:>13.4f}" for figures in results.values()))
@@ -100,22 +99,22 @@ def main() -> None:
         arguments.json.write_text(json.dumps({"header": header, "families": results}, indent=1) + "\n")
 
 
-def make_case(family: Family, shape: LayerShape, num_tokens: int) -> Case:
+def make_case(family: Family, num_tokens: int) -> Case:
     """Random weights, tokens and their routing, the same in each run."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*size: int) -> Tensor:
         return torch.randn(size, generator=generator).mul_(size[-1] ** -0.5).to(torch.bfloat16)
 
+    shape = family.shape
     h, i, e = shape.hidden_size, shape.intermediate_size, shape.num_experts
-    shape = LayerShape(h, i, e, shape.top_k, family.num_shared_experts)
     gate_up, down, router = normal(shape.num_groups, 2 * i, h), normal(shape.num_groups, h, i), normal(e, h)
     bias = torch.randn(e, generator=generator).mul_(0.1) if family.routing.scoring_func == "sigmoid" else None
     hidden_states = torch.randn(num_tokens, h, generator=generator).to(torch.bfloat16)
     weights = ExpertWeights(router, quantize_blocks(gate_up), quantize_blocks(down), bias)
     layer = MoELayer(shape, weights, resolve_backend("reference"), routing=family.routing)
     topk_ids, topk_weights = layer.route(hidden_states)
-    return Case(family, shape, gate_up, down, router, bias, hidden_states, topk_ids, topk_weights)
+    return Case(family, gate_up, down, router, bias, hidden_states, topk_ids, topk_weights)
 
 
 @torch.no_grad()
@@ -144,8 +143,8 @@ def _layer64(case: Case, gate_up: Tensor, down: Tensor, rounding: Rounding) -> T
     """The layer in float64 but for what `rounding` says."""
     x = rounding.hidden_states(case.hidden_states.double())
     out = torch.zeros_like(x)
-    for group in range(case.shape.num_groups):
-        if group < case.shape.num_experts:
+    for group in range(case.family.shape.num_groups):
+        if group < case.family.shape.num_experts:
             tokens, slots = (case.topk_ids == group).nonzero(as_tuple=True)
             weights = case.topk_weights[tokens, slots].double()
         else:
@@ -169,7 +168,7 @@ def _ours(case: Case, gate_up: Quantized, down: Quantized) -> dict[str, Tensor]:
         first, second = (Quantized(w.data.to(device), w.scales.to(device)) for w in (gate_up, down))
         bias = None if case.bias is None else case.bias.to(device)
         weights = ExpertWeights(case.router.to(device), first, second, bias)
-        layer = MoELayer(case.shape, weights, backend, routing=case.family.routing)
+        layer = MoELayer(case.family.shape, weights, backend, routing=case.family.routing)
         routing = case.topk_ids.to(device), case.topk_weights.to(device)
         return layer(case.hidden_states.to(device), *routing).cpu()
 
@@ -185,12 +184,10 @@ def _ours(case: Case, gate_up: Quantized, down: Quantized) -> dict[str, Tensor]:
 def _transformers_bf16(case: Case) -> Tensor:
     """The family's block in bf16, given the routing."""
     with quiet_transformers():
-        block = transformers_block(
-            case.family, case.shape, "eager", case.gate_up, case.down, case.router, case.bias
-        )
+        block = transformers_block(case.family, "eager", case.gate_up, case.down, case.router, case.bias)
         x = case.hidden_states
         out: Tensor = block.experts(x, case.topk_ids.long(), case.topk_weights.to(torch.bfloat16))
-        if case.shape.num_shared_experts:
+        if case.family.shape.num_shared_experts:
             out = out + block.shared_experts(x)
         return out
 
@@ -210,17 +207,15 @@ def _transformers_fp8(case: Case, gate_up: Quantized, down: Quantized) -> Tensor
             ) -> Tensor:
                 return (_fp8(x.double()) @ dequantize_blocks(weight, scale).double().t()).to(torch.bfloat16)
 
-        block = transformers_block(
-            case.family, case.shape, "eager", case.gate_up, case.down, case.router, case.bias
-        )
+        block = transformers_block(case.family, "eager", case.gate_up, case.down, case.router, case.bias)
         experts = Experts(block.experts.config, (128, 128))
-    groups = slice(0, case.shape.num_experts)
+    groups = slice(0, case.family.shape.num_experts)
     for name, weights in (("gate_up_proj", gate_up), ("down_proj", down)):
         setattr(experts, name, torch.nn.Parameter(weights.data[groups], requires_grad=False))
         setattr(experts, f"{name}_scale_inv", torch.nn.Parameter(weights.scales[groups], requires_grad=False))
     x = case.hidden_states
     out: Tensor = experts(x, case.topk_ids.long(), case.topk_weights)
-    for group in range(case.shape.num_experts, case.shape.num_groups):
+    for group in range(case.family.shape.num_experts, case.family.shape.num_groups):
         gate, up = experts.linear(x, gate_up.data[group], gate_up.scales[group]).chunk(2, dim=1)
         activated = torch.nn.functional.silu(gate) * up
         out = out + experts.linear(activated, down.data[group], down.scales[group])

@@ -144,3 +144,12 @@ def test_only_the_loader_and_the_cache_read_the_environment() -> None:
         )
     }
     assert readers == READ_THE_ENVIRONMENT
+
+
+def test_tests_of_the_product_import_no_benchmarks_and_benchmarks_no_tests() -> None:
+    of_benchmarks = {"tests/test_benchmarks.py", "tests/test_report.py", "tests/test_make_checkpoint.py"}
+    for path in (*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")):
+        name = str(path.relative_to(ROOT))
+        other = "benchmarks" if name.startswith("tests/") else "tests"
+        tops = {used.split(".")[0] for used in _imports(ast.parse(path.read_text()), within_functions=True)}
+        assert other not in tops or name in of_benchmarks, name

@@ -18,7 +18,7 @@ import benchmarks.moe_layer
 import benchmarks.numerics
 import benchmarks.plot_layer
 import benchmarks.sm_counts
-from benchmarks.families import FAMILIES
+from benchmarks.families import FAMILIES, make_family
 from benchmarks.plot import draw
 from benchmarks.problem import Problem
 from benchmarks.shapes import Shape, all_shapes
@@ -106,7 +106,7 @@ def test_the_table_of_numbers_is_the_results() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.slow
 def test_roundings_cost_what_they_should(family: str) -> None:
-    case = benchmarks.numerics.make_case(FAMILIES[family], LayerShape(256, 128, 8, 2), 32)
+    case = benchmarks.numerics.make_case(make_family(family, LayerShape(256, 128, 8, 2)), 32)
     figures = benchmarks.numerics.measure(case)
     assert 1 < figures["activated to FP8"] < figures["hidden states to FP8"] < 6
     steps = ("hidden states to FP8", "GEMM 1 to bf16", "activated to FP8", "GEMM 2 to bf16")

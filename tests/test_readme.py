@@ -116,7 +116,7 @@ def test_the_changelogs_top_entry_is_the_projects_version() -> None:
 @needs_curl
 @pytest.mark.slow
 def test_the_small_checkpoint_of_the_documentation(tmp_path: Path) -> None:
-    text = block("docs/checkpoints.md", "sh", "tests.checkpoints.builders")
+    text = block("docs/checkpoints.md", "sh", "benchmarks.make_checkpoint")
     make, serve = text.replace("/tmp/small", str(tmp_path / "small")).splitlines()
     made = subprocess.run(
         [sys.executable, *shlex.split(make)[1:]], cwd=ROOT, capture_output=True, check=False

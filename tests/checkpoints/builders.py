@@ -1,13 +1,8 @@
-"""Small checkpoints of every family: built and saved by transformers, turned into FP8 block by block.
+"""Small checkpoints of every family: built and saved by transformers, turned into FP8 block by block."""
 
-`python -m tests.checkpoints.builders FAMILY DIRECTORY` makes one, in FP8.
-"""
-
-import argparse
 import json
 import shutil
 import tempfile
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,73 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from benchmarks.families import quiet_transformers
+from tests.families import FAMILIES, quiet_transformers
 from tests.kernels.helpers import fresh_generator
-
-HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, LAYERS = 256, 128, 8, 3, 3
-
-_SIZES = {
-    "hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_experts_per_tok": TOP_K, "vocab_size": 64,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64,
-    "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
-}  # fmt: skip
-_DEEPSEEK = {
-    "moe_intermediate_size": INTERMEDIATE, "intermediate_size": 384, "n_routed_experts": EXPERTS,
-    "first_k_dense_replace": 1, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16,
-    "v_head_dim": 16, "qk_nope_head_dim": 16,
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class FamilyCase:
-    """A family's class prefix in transformers, what is set in its config, and config.json's model_type."""
-
-    prefix: str
-    settings: dict[str, Any]
-    model_type: str
-
-
-CASES = {
-    "deepseek-v3": FamilyCase(
-        "DeepseekV3", _DEEPSEEK | {"n_group": 4, "topk_group": 2, "n_shared_experts": 1}, "deepseek_v3"
-    ),
-    "kimi-k2": FamilyCase(
-        "DeepseekV3",
-        _DEEPSEEK
-        | {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827, "n_shared_experts": 2},
-        "kimi_k2",
-    ),
-    "glm-4.5": FamilyCase(
-        "Glm4Moe",
-        {"moe_intermediate_size": INTERMEDIATE, "n_routed_experts": EXPERTS, "first_k_dense_replace": 1,
-         "routed_scaling_factor": 2.5, "n_shared_experts": 1, "head_dim": 32},
-        "glm4_moe",
-    ),
-    "minimax-m2": FamilyCase(
-        "MiniMaxM2",
-        {"intermediate_size": INTERMEDIATE, "num_local_experts": EXPERTS, "head_dim": 32},
-        "minimax_m2",
-    ),
-    "mixtral": FamilyCase(
-        "Mixtral", {"intermediate_size": INTERMEDIATE, "num_local_experts": EXPERTS}, "mixtral"
-    ),
-    "qwen3-dense": FamilyCase(  # weights as they are, and a dense layer that is not the first
-        "Qwen3Moe",
-        {"moe_intermediate_size": INTERMEDIATE, "num_experts": EXPERTS, "norm_topk_prob": False,
-         "mlp_only_layers": [0]},
-        "qwen3_moe",
-    ),
-    "deepseek-v3-plain": FamilyCase(
-        "DeepseekV3",
-        _DEEPSEEK | {"n_group": 2, "topk_group": 2, "n_shared_experts": 1, "norm_topk_prob": False},
-        "deepseek_v3",
-    ),
-    "qwen3": FamilyCase(
-        "Qwen3Moe",
-        {"moe_intermediate_size": INTERMEDIATE, "num_experts": EXPERTS, "norm_topk_prob": True},
-        "qwen3_moe",
-    ),
-}  # fmt: skip
 
 
 class Checkpoint:
@@ -97,20 +27,20 @@ class Checkpoint:
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         """Weights of `dtype`, or (scales_dtype given) the experts' in FP8."""
-        self.family, self.directory, self._case = family, directory, CASES[family]
+        case = FAMILIES[family]
+        self.family, self.directory = family, directory
         with quiet_transformers(), tempfile.TemporaryDirectory() as temporary:
             transformers = import_module("transformers")
             plain = Path(temporary) / "plain"
-            config = getattr(transformers, f"{self._case.prefix}Config")(**_SIZES | self._case.settings)
-            model_class = getattr(transformers, f"{self._case.prefix}ForCausalLM")
-            model = model_class(config)
+            model_class = getattr(transformers, f"{case.prefix}ForCausalLM")
+            model = model_class(case.config())
             _randomize(model)
             model.to(dtype).save_pretrained(plain, max_shard_size="600KB")
             shutil.copytree(plain, directory)
             if scales_dtype is not None:
                 _to_fp8(directory, plain, scales_dtype)
             self.oracle = model_class.from_pretrained(plain, dtype=torch.float32).eval()
-        edit_json(directory / "config.json", model_type=self._case.model_type)
+        edit_json(directory / "config.json", model_type=case.model_type)
 
     def block(self, layer: int) -> Any:
         """The MoE block of a layer, as transformers has it."""
@@ -196,17 +126,3 @@ def _quantize(weight: Tensor, scales_dtype: torch.dtype) -> tuple[Tensor, Tensor
 
 def _blocks(scales: Tensor, shape: torch.Size) -> Tensor:
     return scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: shape[0], : shape[1]]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Make a small checkpoint of random FP8 experts.")
-    parser.add_argument("family", choices=CASES)
-    parser.add_argument("directory", type=Path)
-    arguments = parser.parse_args()
-    if arguments.directory.exists():
-        parser.error(f"a directory that is not there yet is expected, got {arguments.directory}")
-    Checkpoint(arguments.family, arguments.directory, torch.float32)
-
-
-if __name__ == "__main__":
-    main()

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.families import quiet_transformers
+from expertd.kernels import Routing
 from expertd.service.checkpoints import read_model
-from tests.checkpoints.builders import CASES
+from tests.checkpoints.builders import edit_json
+from tests.families import FAMILIES, quiet_transformers
 
 
 @pytest.mark.parametrize(
@@ -26,18 +27,24 @@ from tests.checkpoints.builders import CASES
     ],
 )
 def test_moe_layers_are_those_of_transformers(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    case = CASES[family]
-    sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 8}
+    case = FAMILIES[family]
     with quiet_transformers(), torch.device("meta"):
-        transformers = import_module("transformers")
-        given = case.settings | sizes | {"num_hidden_layers": 7} | settings
-        config = getattr(transformers, f"{case.prefix}Config")(**given)
-        model = getattr(transformers, f"{case.prefix}Model")(config)
+        config = case.config(num_hidden_layers=7, **settings)
+        model = getattr(import_module("transformers"), f"{case.prefix}Model")(config)
         config.save_pretrained(tmp_path)
     theirs = [index for index, layer in enumerate(model.layers) if hasattr(layer.mlp, "experts")]
     ours = [layer for layer in read_model(tmp_path).layers if layer < 7]
     assert ours == theirs
     assert 0 < len(ours) <= 7
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_rule_is_read_from_the_config(family: str, tmp_path: Path) -> None:
+    case = FAMILIES[family]
+    with quiet_transformers():
+        case.config().save_pretrained(tmp_path)
+    edit_json(tmp_path / "config.json", model_type=case.model_type)
+    assert Routing(**read_model(tmp_path).routing) == case.routing
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from expertd.service.checkpoints import CheckpointError, models_of
+from expertd.service.checkpoints.families import FAMILIES as SERVED
 from expertd.service.settings.model import CheckpointSettings
 from tests.checkpoints.builders import Checkpoint, edit_json, edit_tensors, shard_of
+from tests.families import FAMILIES
 
 EXPERT = "model.layers.1.mlp.experts.3"
 INDEX = "model.safetensors.index.json"
@@ -292,7 +294,4 @@ def test_looking_at_a_checkpoint_does_not_wait_for_torch(directory: Path) -> Non
 
 
 def test_every_family_has_a_case() -> None:
-    from expertd.service.checkpoints.families import FAMILIES
-    from tests.checkpoints.builders import CASES
-
-    assert {case.model_type for case in CASES.values()} == set(FAMILIES)
+    assert {case.model_type for case in FAMILIES.values()} == set(SERVED)

@@ -1,6 +1,5 @@
 """The routing rules against the families' own routers in transformers, and where these leave a choice."""
 
-import warnings
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -10,39 +9,30 @@ import torch
 from torch import Tensor
 
 from expertd.kernels import Routing, choose_experts
+from tests.families import FAMILIES, FamilyCase, quiet_transformers
 from tests.kernels.helpers import fresh_generator
 from tests.kernels.reference_routing import reference_routing
 
 HIDDEN, EXPERTS, TOP_K = 96, 32, 4
-DEEPSEEK = {"n_routed_experts": EXPERTS, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 3}
-KIMI = DEEPSEEK | {"routed_scaling_factor": 2.827, "n_group": 1, "topk_group": 1}
-
-# the family's module and config in transformers, what is set there, and the rule that it makes
-FAMILIES: dict[str, tuple[str, str, dict[str, Any], Routing]] = {
-    "deepseek-v3": ("deepseek_v3", "DeepseekV3", DEEPSEEK, Routing("sigmoid", True, 2.5, 8, 3)),
-    "deepseek-v3, as they are": (
-        "deepseek_v3", "DeepseekV3", DEEPSEEK | {"norm_topk_prob": False},
-        Routing("sigmoid", False, 2.5, 8, 3),
+CASES = FAMILIES | {
+    "deepseek-v3, eight groups": FAMILIES["deepseek-v3"].with_settings(
+        Routing("sigmoid", True, 2.5, 8, 3), n_group=8, topk_group=3
     ),
-    "kimi-k2": ("deepseek_v3", "DeepseekV3", KIMI, Routing("sigmoid", True, 2.827)),
-    "glm-4.5": ("glm4_moe", "Glm4Moe", {"n_routed_experts": EXPERTS}, Routing("sigmoid", True, 1.0)),
-    "minimax-m2": ("minimax_m2", "MiniMaxM2", {"num_local_experts": EXPERTS}, Routing("sigmoid")),
-    "mixtral": ("mixtral", "Mixtral", {"num_local_experts": EXPERTS}, Routing("softmax")),
-    "qwen3": ("qwen3_moe", "Qwen3Moe", {"num_experts": EXPERTS, "norm_topk_prob": True}, Routing("softmax")),
-    "qwen3, as they are": (
-        "qwen3_moe", "Qwen3Moe", {"num_experts": EXPERTS, "norm_topk_prob": False}, Routing("softmax", False)
+    "deepseek-v3, eight groups, as they are": FAMILIES["deepseek-v3"].with_settings(
+        Routing("sigmoid", False, 2.5, 8, 3), n_group=8, topk_group=3, norm_topk_prob=False
     ),
-}  # fmt: skip
+    "glm-4.5-air": FAMILIES["glm-4.5"].with_settings(Routing("sigmoid"), routed_scaling_factor=1.0),
+}
 
 
-def theirs(module: str, prefix: str, settings: dict[str, Any]) -> Callable[[Tensor, Tensor, Tensor], Any]:
+def theirs(case: FamilyCase) -> Callable[[Tensor, Tensor, Tensor], Any]:
     """The family's router: (hidden, weight, bias) to (logits, weights, ids)."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        config = getattr(import_module("transformers"), f"{prefix}Config")
+    with quiet_transformers():
+        config = case.config(hidden_size=HIDDEN, num_local_experts=EXPERTS, num_experts_per_tok=TOP_K)
+        module = config.model_type
         modeling = import_module(f"transformers.models.{module}.modeling_{module}")
-    name = next(name for name in vars(modeling) if name.lower() == f"{prefix}TopKRouter".lower())
-    router = getattr(modeling, name)(config(hidden_size=HIDDEN, num_experts_per_tok=TOP_K, **settings))
+    name = next(name for name in vars(modeling) if name.lower() == f"{case.prefix}TopKRouter".lower())
+    router = getattr(modeling, name)(config)
 
     def run(hidden: Tensor, weight: Tensor, bias: Tensor) -> Any:
         router.weight.data = weight
@@ -56,16 +46,17 @@ def theirs(module: str, prefix: str, settings: dict[str, Any]) -> Callable[[Tens
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CASES)
 def test_a_family_routes_as_its_own_code_does(family: str) -> None:
-    module, prefix, settings, routing = FAMILIES[family]
+    case = CASES[family]
     generator = fresh_generator()
     hidden = torch.randn(500, HIDDEN, generator=generator)
     weight = torch.randn(EXPERTS, HIDDEN, generator=generator) / HIDDEN**0.5
     bias = torch.randn(EXPERTS, generator=generator) - 1  # large enough to choose, and mostly negative
-    logits, their_weights, their_ids = theirs(module, prefix, settings)(hidden, weight, bias)
-    chosen_by_bias = bias if routing.scoring_func == "sigmoid" else None
-    ids, weights = choose_experts(logits, chosen_by_bias, TOP_K, routing)
+    logits, their_weights, their_ids = theirs(case)(hidden, weight, bias)
+    assert logits.shape == (500, EXPERTS)
+    chosen_by_bias = bias if case.routing.scoring_func == "sigmoid" else None
+    ids, weights = choose_experts(logits, chosen_by_bias, TOP_K, case.routing)
     ours, expected = torch.zeros(500, EXPERTS), torch.zeros(500, EXPERTS)
     ours.scatter_(1, ids.long(), weights)
     expected.scatter_(1, their_ids, their_weights)
@@ -76,8 +67,7 @@ def test_a_family_routes_as_its_own_code_does(family: str) -> None:
 def test_transformers_is_not_misled_by_our_package() -> None:
     """It looks for Hugging Face's `kernels` by the import name, which is ours too."""
     assert import_module("kernels").__file__ is not None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet_transformers():
         assert not import_module("transformers.utils").is_kernels_available()
 
 

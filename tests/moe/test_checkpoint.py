@@ -13,15 +13,8 @@ from expertd.service.checkpoints import CheckpointError, models_of
 from expertd.service.engine.loading import LoadCancelledError, layer_of
 from expertd.service.moe.layer import MoELayer
 from expertd.service.settings.model import CheckpointSettings
-from tests.checkpoints.builders import (
-    CASES,
-    EXPERTS,
-    HIDDEN,
-    INTERMEDIATE,
-    Checkpoint,
-    edit_tensors,
-    shard_of,
-)
+from tests.checkpoints.builders import Checkpoint, edit_tensors, shard_of
+from tests.families import EXPERTS, FAMILIES, HIDDEN, INTERMEDIATE
 from tests.kernels.helpers import diff, fresh_generator
 
 TOKENS = 64
@@ -52,7 +45,7 @@ def check_layer(checkpoint: Checkpoint, index: int, layer: MoELayer, most: float
     assert diff(layer(tokens), expected) < most
 
 
-@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_bf16_checkpoint_gives_what_transformers_gives(family: str, tmp_path: Path) -> None:
     checkpoint = Checkpoint(family, tmp_path / family)
     for index, layer in zip((1, 2), load(checkpoint.directory, "1-2"), strict=True):
@@ -60,7 +53,7 @@ def test_a_bf16_checkpoint_gives_what_transformers_gives(family: str, tmp_path: 
 
 
 @pytest.mark.parametrize("scales", SCALES)
-@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_an_fp8_checkpoint_gives_what_its_weights_mean(family: str, scales: str, tmp_path: Path) -> None:
     checkpoint = Checkpoint(family, tmp_path / family, SCALES[scales])
     for index, layer in zip((1, 2), load(checkpoint.directory, "1-2"), strict=True):

@@ -10,7 +10,8 @@ import tritonclient.http as triton
 from torch import Tensor
 
 from expertd.service.settings.model import CheckpointSettings, Settings
-from tests.checkpoints.builders import CASES, HIDDEN, Checkpoint
+from tests.checkpoints.builders import Checkpoint
+from tests.families import FAMILIES, HIDDEN
 from tests.kernels.helpers import diff, fresh_generator
 from tests.service.processes import ServerProcess, server_process, serving
 
@@ -22,7 +23,7 @@ TOKENS = 64
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Checkpoint]:
     directory = tmp_path_factory.mktemp("checkpoints")
-    return {family: Checkpoint(family, directory / family, torch.float32) for family in CASES}
+    return {family: Checkpoint(family, directory / family, torch.float32) for family in FAMILIES}
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def tokens() -> Tensor:
 
 
 @pytest.mark.parametrize("layer", [1, 2])
-@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_answers_as_its_own_code_does(
     server: ServerProcess, checkpoints: Mapping[str, Checkpoint], family: str, layer: int
 ) -> None:

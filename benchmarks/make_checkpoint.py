@@ -1,0 +1,119 @@
+"""Makes a checkpoint of random weights: `python -m benchmarks.make_checkpoint DIRECTORY [--like MODEL]`.
+
+The MoE layers of a model, under the names and in the FP8 form of its family's checkpoints: a stand-in with
+which a server can be tried or timed without downloading weights. MODEL is a directory with a config.json,
+whose sizes are taken; without it, the model is a DeepSeek-V3 of small sizes. Each layer is one file, made in
+memory.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from expertd.kernels import quantize_blocks
+from expertd.service.checkpoints import CheckpointError, MoEModel, read_model
+from expertd.service.settings.spans import numbers
+
+SMALL = {
+    "model_type": "deepseek_v3", "num_hidden_layers": 3, "first_k_dense_replace": 1, "hidden_size": 256,
+    "moe_intermediate_size": 128, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 3,
+    "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
+    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+}  # fmt: skip
+
+
+def make_checkpoint(directory: Path, like: Path | None = None, layers: str | None = None) -> list[int]:
+    """Write `directory`, which must not exist; returns the layers in it. Raises CheckpointError, ValueError.
+
+    like    a directory with a config.json; None: `SMALL`
+    layers  MoE layers of it, as in 3-5,9; None: all
+    """
+    with tempfile.TemporaryDirectory(dir=directory.parent) as temporary:
+        made = Path(temporary) / directory.name
+        made.mkdir()
+        model = _configure(made, like)
+        chosen = list(model.layers) if layers is None else numbers(layers)
+        if missing := set(chosen) - set(model.layers):
+            raise ValueError(f"layers: expected MoE layers of the model, got {min(missing)}")
+        weight_map: dict[str, str] = {}
+        for layer in chosen:
+            tensors = _layer(model, layer)
+            file = f"layer-{layer}.safetensors"
+            save_file(tensors, made / file)
+            weight_map |= dict.fromkeys(tensors, file)
+        (made / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}) + "\n")
+        made.rename(directory)
+    return chosen
+
+
+def _configure(made: Path, like: Path | None) -> MoEModel:
+    """Write config.json, and return what it says."""
+    if like is None:
+        (made / "config.json").write_text(json.dumps(SMALL, indent=1) + "\n")
+        return read_model(made)
+    model = read_model(like)
+    shutil.copy(like / "config.json", made)
+    return model
+
+
+def _layer(model: MoEModel, layer: int) -> dict[str, Tensor]:
+    """The tensors of one layer by name; the same numbers in every run."""
+    generator, names, tensors = torch.Generator().manual_seed(layer), model.names, {}
+    prefix = f"model.layers.{layer}.{names.block}"
+
+    def expert(name: str, intermediate: int) -> None:
+        sizes = (intermediate, model.hidden_size), (model.hidden_size, intermediate)
+        for part, size in ((names.gate, sizes[0]), (names.up, sizes[0]), (names.down, sizes[1])):
+            data, scales = quantize_blocks(_normal(size, generator))
+            tensors[f"{prefix}.{name}.{part}.weight"] = data
+            tensors[f"{prefix}.{name}.{part}.weight_scale_inv"] = scales
+
+    router = _normal((model.num_experts, model.hidden_size), generator)
+    tensors[f"{prefix}.gate.weight"] = router.to(torch.bfloat16)
+    if names.router_bias is not None:
+        bias = torch.randn(model.num_experts, generator=generator) * 0.1
+        tensors[f"{prefix}.{names.router_bias}"] = bias
+    for index in range(model.num_experts):
+        expert(f"experts.{index}", model.intermediate_size)
+    if model.num_shared_experts:
+        expert(names.shared, model.num_shared_experts * model.intermediate_size)
+    return tensors
+
+
+def _normal(size: tuple[int, int], generator: torch.Generator) -> Tensor:
+    """Variance 1 / columns, so that a product keeps the size of its input."""
+    return torch.randn(size, generator=generator).mul_(size[1] ** -0.5)
+
+
+def main() -> None:
+    """Make what the command line names."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("directory", type=Path, help="to be made")
+    parser.add_argument(
+        "--like",
+        type=Path,
+        metavar="MODEL",
+        help="directory with a config.json (default: a small DeepSeek-V3)",
+    )
+    parser.add_argument("--layers", help="MoE layers to make, as in 3-5,9 (default: all)")
+    options = parser.parse_args()
+    if options.directory.exists():
+        parser.error(f"a directory that does not exist yet is expected, got {options.directory}")
+    try:
+        layers = make_checkpoint(options.directory, options.like, options.layers)
+    except (CheckpointError, ValueError, OSError) as error:
+        sys.exit(f"benchmarks.make_checkpoint: {error}")
+    print(f"{options.directory}: MoE layers {', '.join(map(str, layers))}")
+
+
+if __name__ == "__main__":
+    main()

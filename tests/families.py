@@ -1,0 +1,105 @@
+"""The families of models as the tests build them: small, by the classes that transformers has for them.
+
+The one table of them: the routing rules, the checkpoints and their readers are all tested with it.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any
+
+from expertd.kernels import Routing
+
+HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, LAYERS = 256, 128, 8, 3, 3
+
+_SIZES = {
+    "hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_experts_per_tok": TOP_K, "vocab_size": 64,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+_DEEPSEEK = {
+    "moe_intermediate_size": INTERMEDIATE, "intermediate_size": 384, "n_routed_experts": EXPERTS,
+    "first_k_dense_replace": 1, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16,
+    "v_head_dim": 16, "qk_nope_head_dim": 16,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FamilyCase:
+    """A family, or a way of using one.
+
+    model_type  of config.json: what the service knows the family by
+    prefix      of the classes in transformers
+    settings    what the configuration has beside `_SIZES`
+    routing     the rule that they make
+    """
+
+    model_type: str
+    prefix: str
+    settings: dict[str, Any]
+    routing: Routing
+
+    def config(self, **changes: Any) -> Any:
+        """transformers' configuration, with these values changed."""
+        config_class = getattr(import_module("transformers"), f"{self.prefix}Config")
+        return config_class(**_SIZES | self.settings | changes)
+
+    def with_settings(self, routing: Routing, **settings: Any) -> "FamilyCase":
+        """The same with other settings, and the rule that they make."""
+        return replace(self, settings=self.settings | settings, routing=routing)
+
+
+_DEEPSEEK_V3 = FamilyCase(
+    "deepseek_v3", "DeepseekV3",
+    _DEEPSEEK | {"n_group": 4, "topk_group": 2, "n_shared_experts": 1},
+    Routing("sigmoid", True, 2.5, 4, 2),
+)  # fmt: skip
+_QWEN3 = FamilyCase(
+    "qwen3_moe", "Qwen3Moe",
+    {"moe_intermediate_size": INTERMEDIATE, "num_experts": EXPERTS, "norm_topk_prob": True},
+    Routing("softmax"),
+)  # fmt: skip
+
+FAMILIES = {
+    "deepseek-v3": _DEEPSEEK_V3,
+    "deepseek-v3-plain": _DEEPSEEK_V3.with_settings(  # weights that are not normalized, every group chosen
+        Routing("sigmoid", False, 2.5, 2, 2), n_group=2, topk_group=2, norm_topk_prob=False
+    ),
+    "kimi-k2": replace(
+        _DEEPSEEK_V3.with_settings(
+            Routing("sigmoid", True, 2.827),
+            n_group=1, topk_group=1, routed_scaling_factor=2.827, n_shared_experts=2,
+        ),
+        model_type="kimi_k2",
+    ),
+    "glm-4.5": FamilyCase(
+        "glm4_moe", "Glm4Moe",
+        {"moe_intermediate_size": INTERMEDIATE, "n_routed_experts": EXPERTS, "first_k_dense_replace": 1,
+         "routed_scaling_factor": 2.5, "n_shared_experts": 1, "head_dim": 32},
+        Routing("sigmoid", True, 2.5),
+    ),
+    "minimax-m2": FamilyCase(
+        "minimax_m2", "MiniMaxM2",
+        {"intermediate_size": INTERMEDIATE, "num_local_experts": EXPERTS, "head_dim": 32},
+        Routing("sigmoid"),
+    ),
+    "mixtral": FamilyCase(
+        "mixtral", "Mixtral",
+        {"intermediate_size": INTERMEDIATE, "num_local_experts": EXPERTS},
+        Routing("softmax"),
+    ),
+    "qwen3": _QWEN3,
+    "qwen3-dense": _QWEN3.with_settings(  # weights that are not normalized, and a dense layer
+        Routing("softmax", False), norm_topk_prob=False, mlp_only_layers=[0]
+    ),
+}  # fmt: skip
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Without its warnings on whatever else is not installed, which would fail a test."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
