@@ -1,0 +1,123 @@
+"""Draws results as pictures; `python -m benchmarks.report --pictures` draws those of the documents."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+
+from benchmarks.grouped_gemm import PEAK_TFLOPS
+from benchmarks.moe_layer import STAGES
+
+OURS, THEIRS, ROOF = "#0b6e4f", "#c1666b", "#555555"
+COLOURS = dict(zip(STAGES, ("#f2c14e", "#f78154", "#0b6e4f", "#5fad56", "#4d9078"), strict=True))
+MARK = "#555555"
+Draw = Callable[[Path, Path], None]
+
+
+def draw_speed(result: Path, picture: Path) -> None:
+    """A layer's time over Mega MoE's by tokens, a panel for each layer; beside it the two GEMMs alone."""
+    content = json.loads(result.read_text())
+    layers = list(dict.fromkeys(row["layer"] for row in content["rows"]))
+    figure, panels = plt.subplots(
+        1, len(layers), figsize=(9, 3), sharey=True, squeeze=False, layout="constrained"
+    )
+    for axes, layer in zip(panels[0], layers, strict=True):
+        rows = [row for row in content["rows"] if row["layer"] == layer]
+        places = range(len(rows))
+        ours = [row["over_mega_moe"] for row in rows]
+        bare = [row["two_gemms_us"] / row["mega_moe_us"] for row in rows]
+        axes.bar(places, ours, width=0.7, color=OURS, label="expertd, the whole layer")
+        axes.scatter(
+            places, bare, marker="_", s=260, color="#f2c14e", zorder=3, label="DeepGEMM's two GEMMs alone"
+        )
+        axes.axhline(1, color=THEIRS, linewidth=1.5, label="DeepGEMM's SM90 Mega MoE = 1")
+        for place, over in zip(places, ours, strict=True):
+            axes.annotate(f"{over:.2f}", (place, 0.03), color="white", fontsize=8, ha="center")
+        axes.set_xticks(places, [str(row["tokens"]) for row in rows], fontsize=8)
+        axes.set_title(layer, fontsize=9)
+        axes.set_xlabel("tokens", fontsize=8)
+    panels[0][0].set_ylabel("time over Mega MoE's", fontsize=8)
+    figure.suptitle(f"A whole MoE layer on one {_gpu(content)}, lower is faster", fontsize=10)
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, fontsize=8, ncols=3, loc="outside lower center")
+    _save(figure, result, picture)
+
+
+def draw_stages(result: Path, picture: Path) -> None:
+    """A bar for every layer and number of tokens, cut into the stages.
+
+    As shares of what DeepGEMM's two GEMMs alone take on the same rows (without DeepGEMM in the result: of the
+    whole).
+    """
+    content = json.loads(result.read_text())
+    rows = content["rows"]
+    figure, axes = plt.subplots(figsize=(8, 0.5 + 0.28 * len(rows)), layout="constrained")
+    beside_peer = all("two_gemms_us" in row for row in rows)
+    whole = [row["two_gemms_us" if beside_peer else "us"] for row in rows]
+    left = [0.0] * len(rows)
+    places = range(len(rows))
+    for stage, colour in COLOURS.items():
+        shares = [row["stages_us"][stage] / of for row, of in zip(rows, whole, strict=True)]
+        axes.barh(places, shares, left=left, color=colour, label=stage, height=0.7)
+        left = [begin + share for begin, share in zip(left, shares, strict=True)]
+    if beside_peer:
+        axes.axvline(1, color=MARK, linewidth=1)
+    axes.set_yticks(places, [f"{row['layer']}, {row['tokens']}" for row in rows], fontsize=8)
+    axes.invert_yaxis()
+    measure = "that of DeepGEMM's two GEMMs alone" if beside_peer else "the whole layer's"
+    axes.set_xlabel(f"time over {measure}", fontsize=9)
+    axes.set_title(f"Stages of a layer by tokens, {_gpu(content)}", fontsize=10)
+    axes.legend(frameon=False, fontsize=8, ncols=len(STAGES), loc="upper center", bbox_to_anchor=(0.5, -0.08))
+    _save(figure, result, picture)
+
+
+def draw_roofline(result: Path, picture: Path) -> None:
+    """Operations a byte against TFLOPS of grouped GEMMs, ours and DeepGEMM's, under the machine's limits."""
+    content = json.loads(result.read_text())
+    rows, bandwidth = content["rows"], content["about"]["copy_tbps"]
+    intensity = [row["tflops"] / row["tbps"] for row in rows]
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    knee = PEAK_TFLOPS / bandwidth
+    ends = [min(intensity) / 1.3, knee, max(intensity) * 1.3]
+    axes.plot(ends, [min(x * bandwidth, PEAK_TFLOPS) for x in ends], color=ROOF, linewidth=1)
+    axes.annotate(
+        f"{bandwidth:.2f} TB/s", (knee / 4, knee / 4 * bandwidth * 1.35), color=ROOF, fontsize=8, ha="right"
+    )
+    axes.annotate(f"{PEAK_TFLOPS:.0f} TFLOPS", (knee * 3, PEAK_TFLOPS * 1.05), color=ROOF, fontsize=8)
+    if all("deep_gemm_us" in row for row in rows):
+        theirs = [row["tflops"] * row["us"] / row["deep_gemm_us"] for row in rows]
+        axes.scatter(intensity, theirs, s=16, color=THEIRS, marker="x", linewidths=1, label="DeepGEMM")
+    axes.scatter(intensity, [row["tflops"] for row in rows], s=14, color=OURS, label="expertd")
+    axes.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="TFLOPS over real rows")
+    axes.set_title(f"Grouped FP8 GEMMs, {_gpu(content)}, {len(rows)} shapes", fontsize=10)
+    axes.grid(which="both", linewidth=0.3)
+    axes.legend(frameon=False)
+    _save(figure, result, picture)
+
+
+PICTURES: dict[str, tuple[str, Draw]] = {
+    "docs/moe_layer_speed-h200.svg": ("moe_layer-h200.json", draw_speed),
+    "docs/moe_layer-h200.svg": ("moe_layer-h200.json", draw_stages),
+    "docs/grouped_gemm-h200.svg": ("grouped_gemm-h200.json", draw_roofline),
+}
+"""Pictures of the documents, by path: the result, and what draws it."""
+
+
+def digest(result: Path) -> str:
+    """What a picture of this result bears: its bytes' SHA-256, since pixels differ by library version."""
+    return f"{result.name} sha256:{hashlib.sha256(result.read_bytes()).hexdigest()}"
+
+
+def _save(figure: Any, result: Path, picture: Path) -> None:
+    """Write `picture` as SVG; the same result gives the same file."""
+    with mpl.rc_context({"svg.hashsalt": "expertd"}):
+        figure.savefig(picture, format="svg", metadata={"Date": None, "Source": digest(result)})
+    plt.close(figure)
+
+
+def _gpu(content: dict[str, Any]) -> str:
+    return str(content["about"]["gpu"]).split(",")[0]

@@ -1,0 +1,66 @@
+"""Writes the figures in the documents: `python -m benchmarks.report [--check] [--pictures]`.
+
+What stands in a document between `<!-- report:NAME -->` and `<!-- /report -->` is a section of
+benchmarks/report_sections.py, made from benchmarks/results. --check writes nothing, and fails where a
+document says something else or a picture was drawn from another result; --pictures draws the pictures too.
+"""
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from benchmarks import pictures
+from benchmarks.report_sections import SECTIONS
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+DOCUMENTS = ("README.md", "docs/benchmarks.md", "docs/numerics.md")
+_OPEN, _CLOSE = "<!-- report:", "<!-- /report -->"
+_SECTION = re.compile(rf"({_OPEN}([\w-]+) -->\n).*?({_CLOSE})", re.S)
+
+
+def render(text: str, results: Path = RESULTS) -> str:
+    """`text` with every section as the results say it. Raises ValueError for markers that do not fit."""
+    names = [name for _, name, _ in _SECTION.findall(text)]
+    if not len(names) == text.count(_OPEN) == text.count(_CLOSE):
+        raise ValueError(f"report markers: expected {_OPEN}NAME --> and {_CLOSE} in turn, got others")
+    if unknown := set(names) - SECTIONS.keys():
+        raise ValueError(f"report section: expected one of {', '.join(SECTIONS)}, got {min(unknown)!r}")
+    return _SECTION.sub(lambda found: f"{found[1]}{SECTIONS[found[2]](results)}\n{found[3]}", text)
+
+
+def stale(root: Path = ROOT) -> list[str]:
+    """The documents and pictures that do not show what the results say."""
+    results = root / "benchmarks" / "results"
+    documents = [name for name in DOCUMENTS if (text := (root / name).read_text()) != render(text, results)]
+    drawn = [
+        name
+        for name, (result, _) in pictures.PICTURES.items()
+        if pictures.digest(results / result) not in (root / name).read_text()
+    ]
+    return documents + drawn
+
+
+def main() -> None:
+    """Write, or check, as the command line asks."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing; fail where something differs")
+    parser.add_argument("--pictures", action="store_true", help="draw the pictures too")
+    options = parser.parse_args()
+    if options.check:
+        if found := stale():
+            sys.exit(f"benchmarks.report: run it (with --pictures for pictures): {', '.join(found)}")
+        return
+    for name in DOCUMENTS:
+        path = ROOT / name
+        path.write_text(render(path.read_text()))
+    if options.pictures:
+        for name, (result, draw) in pictures.PICTURES.items():
+            draw(RESULTS / result, ROOT / name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""What benchmarks/results say, as Markdown: one function for each section of the documents."""
+
+import json
+import re
+import statistics
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.layer_problem import LAYERS, Layer
+from benchmarks.markdown import paragraph, percent, span, table
+from benchmarks.moe_layer import BANDS, means
+
+_PEERS = {"over_two_gemms": "DeepGEMM's two GEMMs alone", "over_mega_moe": "SM90 Mega MoE"}
+Section = Callable[[Path], str]
+
+
+def headline(results: Path) -> str:
+    """The whole layer beside Mega MoE, in a sentence."""
+    about, rows = _layer(results)
+    speeds = [1 / row["over_mega_moe"] for row in rows]
+    mean, faster = statistics.geometric_mean(speeds), sum(speed > 1 for speed in speeds)
+    tokens, layers = [row["tokens"] for row in rows], len({row["layer"] for row in rows})
+    return paragraph(
+        f"On one {_gpu(about)}, a whole MoE layer runs **{mean:.2f} times as fast as DeepGEMM's SM90 Mega "
+        f"MoE**: the geometric mean of {len(rows)} cases ({layers} models' layers, {min(tokens)} to "
+        f"{max(tokens)} tokens), {span(speeds)} times, and faster in "
+        f"{'every one' if faster == len(rows) else f'{faster} of them'}. It takes "
+        f"{_mean(rows, 'over_two_gemms'):.2f} times as long as DeepGEMM's two grouped GEMMs do with nothing "
+        "else of the layer around them."
+    )
+
+
+def layer_machine(results: Path) -> str:
+    """What the layer was measured on."""
+    about, _ = _layer(results)
+    return paragraph(f"{_machine(about)}; DeepGEMM: sgl-deep-gemm {about['deep_gemm']}.")
+
+
+def layer(results: Path) -> str:
+    """Every row of the layer's benchmark."""
+    _, rows = _layer(results)
+    columns = ("layer", "tokens", "ours", "two GEMMs alone", "ours over them", "Mega MoE", "ours over it")
+    return table(
+        columns,
+        [
+            (
+                row["layer"], row["tokens"], f"{row['us']:.1f}",
+                f"{row['two_gemms_us']:.1f}", f"{row['over_two_gemms']:.2f}",
+                f"{row['mega_moe_us']:.1f}", f"{row['over_mega_moe']:.2f}",
+            )
+            for row in rows
+        ],
+    )  # fmt: skip
+
+
+def layer_means(results: Path) -> str:
+    """The same as geometric means over bands of tokens."""
+    _, rows = _layer(results)
+    cells = [
+        (name, *(f"{mean:.2f}" for mean in means(rows, key).values()), f"{_mean(rows, key):.2f}")
+        for key, name in _PEERS.items()
+    ]
+    return table(("ours over", *(f"{band} tokens" for band in BANDS), "all"), cells)
+
+
+def layer_around(results: Path) -> str:
+    """What permuting and the weighted sum take of long steps."""
+    about, rows = _layer(results)
+    long = [row for row in rows if row["tokens"] >= 1024]
+    shares = [(row["stages_us"]["quantize"] + row["stages_us"]["combine"]) / row["us"] for row in long]
+    sizes = {layer.name: layer for layer in LAYERS}
+    rates = [
+        moved / row["stages_us"][stage] / 1e6 / about["copy_tbps"]
+        for row in long
+        for stage, moved in _moved(sizes[row["layer"]], row["tokens"]).items()
+    ]
+    return paragraph(
+        "From 1024 tokens on, writing each token's permuted rows and the weighted sum take "
+        f"{percent(shares)} of the whole, at {percent(rates)} of the copy's bandwidth."
+    )
+
+
+def router(results: Path) -> str:
+    """What a router in front adds."""
+    content = json.loads((results / "moe_layer-h200.json").read_text())
+    rows = content["router"]
+    return table(
+        ("tokens", *(str(row["tokens"]) for row in rows)),
+        [("µs more", *(f"{row['router_us']:.1f}" for row in rows))],
+    )
+
+
+def grouped_gemm_machine(results: Path) -> str:
+    """What the grouped GEMMs were measured on."""
+    about = json.loads((results / "grouped_gemm-h200.json").read_text())["about"]
+    return paragraph(
+        f"{_machine(about)}; cuBLAS FP8 reached {about['cublas_fp8_tflops']:.0f} TFLOPS in the same run."
+    )
+
+
+def grouped_gemm(results: Path) -> str:
+    """The grouped GEMMs by bands of shapes."""
+    rows = json.loads((results / "grouped_gemm-h200.json").read_text())["rows"]
+    cells = []
+    for band in dict.fromkeys(row["band"] for row in rows):
+        of_band = [row for row in rows if row["band"] == band]
+        speeds = [row["speed"] for row in of_band]
+        cells.append(
+            (
+                band, len(of_band), f"{_mean(of_band, 'speed'):.2f}", span(speeds),
+                f"{_mean(of_band, 'over_floor'):.2f}",
+                f"{max(row['tflops'] for row in of_band):.0f}", f"{max(row['tbps'] for row in of_band):.2f}",
+            )
+        )  # fmt: skip
+    columns = (
+        "band", "shapes", "speed, geometric mean", "worst to best", "time over the floor", "best TFLOPS",
+        "best TB/s",
+    )  # fmt: skip
+    return table(columns, cells)
+
+
+def host_cost(results: Path) -> str:
+    """What a call costs the host."""
+    rows = json.loads((results / "host_cost-h200.json").read_text())["rows"]
+    cases = [(tensors, out) for tensors in ("reused", "fresh") for out in ("given", "allocated")]
+    cells = []
+    for shape in dict.fromkeys(row["shape"] for row in rows):
+        of_shape = {(row["tensors"], row["out"]): f"{row['us']:.1f}" for row in rows if row["shape"] == shape}
+        cells.append((shape, *(of_shape[case] for case in cases)))
+    return table(("µs a call", *(f"{tensors}, `out` {out}" for tensors, out in cases)), cells)
+
+
+def sm_counts(results: Path) -> str:
+    """How time follows the number of SMs."""
+    rows = json.loads((results / "sm_counts-h200.json").read_text())["rows"]
+    cells = []
+    for count in dict.fromkeys(row["num_sms"] for row in rows):
+        of_count = [row for row in rows if row["num_sms"] == count]
+        ratios = [row["ratio"] for row in of_count]
+        cells.append((count, len(ratios), f"{_mean(of_count, 'ratio'):.2f}", span(ratios)))
+    return table(("SMs", "shapes", "time, with 1 for inverse to SMs: geometric mean", "least to most"), cells)
+
+
+def cpu_layer_machine(results: Path) -> str:
+    """What the layer on a CPU was measured on, and how."""
+    header = json.loads((results / "cpu_layer.json").read_text())["header"]
+    return paragraph(f"{header['machine']}; {header['versions']}; {header['layer']}.")
+
+
+def cpu_layer(results: Path) -> str:
+    """Our time over the better of transformers', by tokens and family; new hidden states in every turn."""
+    return _cpu_layer(results / "cpu_layer.json")
+
+
+def cpu_layer_same_input(results: Path) -> str:
+    """The same with the same hidden states in every turn."""
+    return _cpu_layer(results / "cpu_layer-same_input.json")
+
+
+def layouts(results: Path) -> str:
+    """The masked layout's time over the contiguous one's in a layer."""
+    h200, cpu = (
+        [float(ratio) for ratio in re.findall(r"^ +\d+ +[\d.]+ +[\d.]+ +([\d.]+)$", path.read_text(), re.M)]
+        for path in (results / "layouts-h200.txt", results / "layouts-cpu.txt")
+    )
+    return paragraph(
+        f"A layer in the masked layout took {span(h200)} times as long as in the contiguous one on an H200 "
+        f"({len(h200)} cases), and {span(cpu)} times on a CPU ({len(cpu)} cases)."
+    )
+
+
+def numerics_machine(results: Path) -> str:
+    """What the errors were measured on."""
+    on_cpu, on_h200 = (_numerics(results, name)["header"] for name in ("numerics", "numerics-h200"))
+    return paragraph(
+        f"{on_cpu['cpu']}, torch {on_cpu['torch']}, transformers {on_cpu['transformers']}; the row on "
+        f"Hopper: {on_h200['gpu']}, torch {on_h200['torch']}. The layer: {on_cpu['layer']}; {on_cpu['data']}."
+    )
+
+
+def numerics(results: Path) -> str:
+    """The error of every step, by family."""
+    families, on_h200 = (_numerics(results, name)["families"] for name in ("numerics", "numerics-h200"))
+    hopper = "expertd on Hopper"
+    steps = list(next(iter(families.values())))
+    steps.insert(steps.index("expertd, Hopper's steps in PyTorch") + 1, hopper)
+    cells = [
+        (
+            step,
+            *(
+                f"{(on_h200[name] if step == hopper else figures)[step]:.2f}"
+                for name, figures in families.items()
+            ),
+        )
+        for step in steps
+    ]
+    return table(("step", *families), cells)
+
+
+SECTIONS: dict[str, Section] = {
+    function.__name__.replace("_", "-"): function
+    for function in (
+        headline, layer_machine, layer, layer_means, layer_around, router, grouped_gemm_machine, grouped_gemm,
+        host_cost, sm_counts, cpu_layer_machine, cpu_layer, cpu_layer_same_input, layouts, numerics_machine,
+        numerics,
+    )
+}  # fmt: skip
+"""By the name in the documents' markers."""
+
+
+def _layer(results: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    content = json.loads((results / "moe_layer-h200.json").read_text())
+    return content["about"], content["rows"]
+
+
+def _numerics(results: Path, name: str) -> Any:
+    return json.loads((results / f"{name}.json").read_text())
+
+
+def _cpu_layer(result: Path) -> str:
+    families = json.loads(result.read_text())["families"]
+    ratios = {name: {row["tokens"]: row["ratio"] for row in rows} for name, rows in families.items()}
+    tokens = next(iter(ratios.values()))
+    cells = [(count, *(f"{of_family[count]:.2f}" for of_family in ratios.values())) for count in tokens]
+    return table(("tokens", *families), cells)
+
+
+def _moved(layer: Layer, tokens: int) -> dict[str, int]:
+    """Bytes that the stages around the GEMMs read and write: bf16 tokens, FP8 rows with scales, bf16 rows."""
+    pairs, h = tokens * layer.top_k, layer.hidden_size
+    return {
+        "quantize": 2 * tokens * h + pairs * (h + h // 128 * 4),
+        "combine": 2 * pairs * h + 2 * tokens * h,
+    }
+
+
+def _machine(about: dict[str, Any]) -> str:
+    _, driver, *_ = str(about["gpu"]).split(", ")
+    return (
+        f"{_gpu(about)}, driver {driver}, NVRTC {about['nvrtc']}, torch {about['torch']}; "
+        f"a copy moved {about['copy_tbps']:.2f} TB/s"
+    )
+
+
+def _gpu(about: dict[str, Any]) -> str:
+    return str(about["gpu"]).split(",")[0]
+
+
+def _mean(rows: Iterable[dict[str, Any]], key: str) -> float:
+    return statistics.geometric_mean(row[key] for row in rows)
