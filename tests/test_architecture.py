@@ -1,6 +1,7 @@
 """Arrows point one way: which part of the code may import which, and no circle of imports anywhere."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -153,3 +154,11 @@ def test_tests_of_the_product_import_no_benchmarks_and_benchmarks_no_tests() -> 
         other = "benchmarks" if name.startswith("tests/") else "tests"
         tops = {used.split(".")[0] for used in _imports(ast.parse(path.read_text()), within_functions=True)}
         assert other not in tops or name in of_benchmarks, name
+
+
+def test_the_document_has_the_same_rooms() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]*)\|$", text, re.M)
+    assert {room: set(re.findall(r"`(\w+)`", allowed)) for room, allowed in rows} == {
+        room: set(allowed) for room, allowed in ROOMS.items()
+    }

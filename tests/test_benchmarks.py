@@ -1,4 +1,4 @@
-"""What benchmarks do without a GPU: their shapes, their picture, and the results that the README tells."""
+"""What benchmarks do without a GPU: their shapes, their pictures, their command lines."""
 
 import json
 import re
@@ -16,10 +16,9 @@ import benchmarks.host_cost
 import benchmarks.layer_peers
 import benchmarks.moe_layer
 import benchmarks.numerics
-import benchmarks.plot_layer
 import benchmarks.sm_counts
+from benchmarks import pictures
 from benchmarks.families import FAMILIES, make_family
-from benchmarks.plot import draw
 from benchmarks.problem import Problem
 from benchmarks.shapes import Shape, all_shapes
 from expertd.layout import Layout
@@ -43,64 +42,26 @@ def test_bytes_leave_out_groups_without_rows() -> None:
 
 
 def test_a_picture_shows_every_shape_twice(tmp_path: Path) -> None:
-    draw(RESULT, tmp_path / "picture.svg")
+    pictures.draw_roofline(RESULT, tmp_path / "picture.svg")
     points = re.findall("<use ", (tmp_path / "picture.svg").read_text())
     assert len(points) >= 2 * len(json.loads(RESULT.read_text())["rows"])
 
 
-def test_the_readme_tells_what_the_result_says() -> None:
-    rows = json.loads(RESULT.read_text())["rows"]
-    table = (ROOT / "README.md").read_text()
-    for band in dict.fromkeys(row["band"] for row in rows):
-        speeds = [row["speed"] for row in rows if row["band"] == band]
-        line = re.search(rf"^\| {band} \| (\d+) \| [\d.]+ \| ([\d.]+) to ([\d.]+) \|", table, re.MULTILINE)
-        assert line is not None, band
-        assert int(line[1]) == len(speeds)
-        assert float(line[2]) == pytest.approx(min(speeds), abs=0.005)
-        assert float(line[3]) == pytest.approx(max(speeds), abs=0.005)
+def test_a_picture_names_its_result_and_is_drawn_alike_twice(tmp_path: Path) -> None:
+    for name in ("first.svg", "second.svg"):
+        pictures.draw_roofline(RESULT, tmp_path / name)
+    drawn = (tmp_path / "first.svg").read_text()
+    assert pictures.digest(RESULT) in drawn
+    assert drawn == (tmp_path / "second.svg").read_text()
 
 
-def test_the_readme_tells_what_a_layer_took() -> None:
-    text = (ROOT / "README.md").read_text()
-    result = json.loads((RESULT.parent / "moe_layer-h200.json").read_text())
-    for row in result["rows"]:
-        line = re.search(rf"^\| {row['layer']} \| {row['tokens']} \| (.*) \|$", text, re.MULTILINE)
-        assert line is not None, row
-        told = [float(cell) for cell in line[1].split("|")]
-        keys = ("us", "two_gemms_us", "over_two_gemms", "mega_moe_us", "over_mega_moe")
-        for cell, key in zip(told, keys, strict=True):
-            assert cell == pytest.approx(row[key], abs=0.005 if key.startswith("over") else 0.05)
-    added = ", ".join(f"{row['router_us']:.1f} ({row['tokens']})" for row in result["router"])
-    assert added in text.replace("\n", " ")
-
-
-def test_the_readme_tells_what_a_cpu_took() -> None:
-    text = (ROOT / "README.md").read_text().replace("\n", " ")
-    for name, pattern in (
-        ("cpu_layer", r"it took ([\d.]+) to ([\d.]+) times as long"),
-        ("cpu_layer-same_input", r"and ([\d.]+) to ([\d.]+) times with hidden states it had computed before"),
-    ):
-        families = json.loads((RESULT.parent / f"{name}.json").read_text())["families"]
-        ratios = [row["ratio"] for rows in families.values() for row in rows]
-        told = re.search(pattern, text)
-        assert told is not None
-        assert [float(told[1]), float(told[2])] == pytest.approx([min(ratios), max(ratios)], abs=0.005)
-
-
-def test_the_table_of_numbers_is_the_results() -> None:
-    families, on_h200 = (
-        json.loads((RESULT.parent / name).read_text())["families"]
-        for name in ("numerics.json", "numerics-h200.json")
-    )
-    for family, figures in families.items():
-        figures["expertd on Hopper"] = on_h200[family]["expertd on Hopper"]
-    table = (ROOT / "docs" / "numerics.md").read_text().split("<!-- numerics -->")[1]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if "|" in line]
-    assert rows[0] == ["step", *families]
-    told = {step: [float(cell) for cell in cells] for step, *cells in rows[2:]}
-    assert set(told) == set(next(iter(families.values())))
-    for step, cells in told.items():
-        assert cells == pytest.approx([figures[step] for figures in families.values()], abs=0.005)
+def test_the_picture_of_speeds_has_a_bar_for_every_row(tmp_path: Path) -> None:
+    result = RESULT.parent / "moe_layer-h200.json"
+    pictures.draw_speed(result, tmp_path / "picture.svg")
+    drawn = (tmp_path / "picture.svg").read_text()
+    for row in json.loads(result.read_text())["rows"]:
+        assert f"<!-- {row['over_mega_moe']:.2f} -->" in drawn
+        assert f"<!-- {row['layer']} -->" in drawn
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -218,11 +179,11 @@ def test_a_picture_shows_every_stage_of_every_row(peer: dict[str, float], tmp_pa
     rows = [{"layer": f"layer{n}", "tokens": n, "us": 10.0, "stages_us": stages} | peer for n in (1, 16, 64)]
     result = tmp_path / "result.json"
     result.write_text(json.dumps({"about": {"gpu": "invented"}, "rows": rows}))
-    benchmarks.plot_layer.draw(result, tmp_path / "picture.svg")
+    pictures.draw_stages(result, tmp_path / "picture.svg")
     picture = (tmp_path / "picture.svg").read_text()
-    for colour in benchmarks.plot_layer.COLOURS.values():
+    for colour in pictures.COLOURS.values():
         assert picture.count(f"fill: {colour}") == 3 + 1  # and one in the legend
-    assert picture.count(f"stroke: {benchmarks.plot_layer.MARK}") == len(peer)
+    assert picture.count(f"stroke: {pictures.MARK}") == len(peer)
     said = "time over that of DeepGEMM's two GEMMs alone" if peer else "time over the whole layer's"
     assert f"<!-- {said} -->" in picture
 

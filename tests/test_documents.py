@@ -1,0 +1,113 @@
+"""The documents are true: links lead somewhere, tables are the code's, commands exist."""
+
+import re
+import tomllib
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import yaml
+from starlette.routing import Route
+
+from expertd.service.checkpoints.families import FAMILIES
+from expertd.service.http.app import ExpertApp
+from expertd.service.http.routes import swagger_router
+from expertd.service.settings.loader import load_settings
+from expertd.service.settings.model import Settings
+from tests.test_chores import CHORES
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = sorted(
+    str(path.relative_to(ROOT))
+    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "kernels/README.md")
+)
+_CODE = re.compile(r"^```.*?^```$", re.M | re.S)
+
+
+def text_of(document: str) -> str:
+    return (ROOT / document).read_text()
+
+
+def anchors(document: str) -> set[str]:
+    """What a link may name after #, as GitHub makes it of a heading."""
+    headings = re.findall(r"^#+ (.+)$", _CODE.sub("", text_of(document)), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_document_is_found() -> None:
+    assert {"README.md", "docs/glossary.md", "kernels/README.md"} <= set(DOCUMENTS)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_lead_somewhere(document: str) -> None:
+    folder = (ROOT / document).parent
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)", _CODE.sub("", text_of(document))):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (folder / path).resolve() if path else ROOT / document
+        if not target.exists() or (anchor and anchor not in anchors(str(target.relative_to(ROOT)))):
+            broken.append(link)
+    assert broken == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_modules_and_chores_that_are_named_exist(document: str) -> None:
+    # The changelog also names what has been removed.
+    text = re.sub(r"^### Removed$.*?(?=^##|\Z)", "", text_of(document), flags=re.M | re.S)
+    modules = set(re.findall(r"python\s+-m\s+([a-z_.]*[a-z_])", text))
+    assert [name for name in modules if find_spec(name) is None] == []
+    chores = set(re.findall(r"(?:`|^)make ([a-z-]+)", text, re.M))
+    assert sorted(chores - set(CHORES)) == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_yaml_blocks_are_settings(document: str) -> None:
+    for block in re.findall(r"^```yaml\n(.*?)^```$", text_of(document), re.M | re.S):
+        assert Settings.model_validate(yaml.safe_load(block)).checkpoints
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_environment_variables_that_are_named_are_settings(document: str) -> None:
+    beside = {"EXPERTD_CACHE_DIR", "EXPERTD_CONFIG"}
+    named = set(re.findall(r"\bEXPERTD_\w+[A-Z]", text_of(document))) - beside
+    fields = {name.removeprefix("EXPERTD_").lower().split("__")[0] for name in named}
+    assert fields <= set(Settings.model_fields)
+
+
+def test_every_document_is_linked_from_the_readme() -> None:
+    linked = set(re.findall(r"\]\(([^)#]+)", text_of("README.md")))
+    assert set(DOCUMENTS) - {"README.md"} <= linked
+
+
+@pytest.mark.parametrize("document", ["README.md", "kernels/README.md", "CONTRIBUTING.md"])
+def test_the_glossary_is_linked(document: str) -> None:
+    assert "docs/glossary.md)" in text_of(document)
+
+
+def test_the_readme_is_short() -> None:
+    assert len(text_of("README.md").splitlines()) <= 170
+
+
+def test_the_api_table_is_the_apps() -> None:
+    app = ExpertApp(load_settings(ROOT / "configs" / "demo.yaml"))
+    documented = {
+        f"{method.upper()} {path}" for path, calls in app.openapi()["paths"].items() for method in calls
+    }
+    pages = [*app.routes, *swagger_router("").routes]
+    beside = {f"GET {route.path}" for route in pages if isinstance(route, Route) and "{" not in route.path}
+    table = re.findall(r"^\| `([A-Z]+ [^`]+)` \|", text_of("docs/http.md"), re.M)
+    assert sorted(table) == sorted(documented | beside)
+
+
+def test_the_table_of_families_is_the_codes() -> None:
+    table = re.findall(r"^\|.*\| `(\w+)` \|", text_of("docs/checkpoints.md"), re.M)
+    assert sorted(name for name in table if name != "model_type") == sorted(FAMILIES)
+
+
+def test_the_changelogs_newest_release_is_the_projects_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    entries = re.findall(r"^## (\S+)$", text_of("CHANGELOG.md"), re.M)
+    assert entries.count("Unreleased") <= 1
+    assert entries[entries[0] == "Unreleased"] == project["version"]

@@ -1,0 +1,176 @@
+"""The documents show what the results say, and a changed result is noticed."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import pictures, report
+from benchmarks.moe_layer import STAGES
+from benchmarks.report_sections import SECTIONS
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = sorted(path.name for path in (ROOT / "benchmarks" / "results").iterdir())
+
+
+def halved(value: Any) -> Any:
+    """Every float of a JSON value by half, unless it is a setting of the run."""
+    if isinstance(value, dict):
+        return {key: halved(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [halved(item) for item in value]
+    return value / 2 if isinstance(value, float) else value
+
+
+def write(directory: Path, name: str, content: object) -> Path:
+    (directory / name).write_text(json.dumps(content))
+    return directory
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The documents and results, to be changed."""
+    for name in (*report.DOCUMENTS, *pictures.PICTURES):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    shutil.copytree(ROOT / "benchmarks" / "results", tmp_path / "benchmarks" / "results")
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_documents_show_the_results() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.report", "--check"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_changed_result_is_noticed(name: str, copy: Path) -> None:
+    assert report.stale(copy) == []
+    path = copy / "benchmarks" / "results" / name
+    if path.suffix == ".json":
+        path.write_text(json.dumps(halved(json.loads(path.read_text()))))
+    else:
+        path.write_text(re.sub(r"[\d.]+$", "9.99", path.read_text(), flags=re.M))
+    assert report.stale(copy)
+
+
+@pytest.mark.parametrize("document", report.DOCUMENTS)
+def test_a_changed_figure_is_noticed(document: str, copy: Path) -> None:
+    path = copy / document
+    before, mark, after = path.read_text().partition("<!-- report:")
+    path.write_text(before + mark + re.sub(r"\d\.\d\d", "7.77", after, count=1))
+    assert report.stale(copy) == [document]
+
+
+def test_every_section_is_in_a_document() -> None:
+    texts = "".join((ROOT / name).read_text() for name in report.DOCUMENTS)
+    assert set(re.findall(r"<!-- report:([\w-]+) -->", texts)) == set(SECTIONS)
+
+
+def test_the_readme_has_no_other_figures() -> None:
+    text = (ROOT / "README.md").read_text()
+    text = re.sub(r"<!-- (report|first-run).*?<!-- /\1 -->|^```.*?^```$", "", text, flags=re.M | re.S)
+    assert re.findall(r"\d[\d.]*\s*(?:%|µs|ms|TFLOPS|TB/s|times\b)", text) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "<!-- report:speed -->\n<!-- /report -->",
+            "report section: expected one of headline, .*, got 'speed'",
+        ),
+        ("<!-- report:layer -->\n", "report markers: expected"),
+        ("<!-- report:layer -->\n<!-- report:router -->\n<!-- /report -->", "report markers: expected"),
+        ("<!-- /report -->", "report markers: expected"),
+    ],
+)
+def test_markers_that_do_not_fit_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        report.render(text)
+
+
+def layer_result(tmp_path: Path) -> Path:
+    """Two rows of a layer, with round figures."""
+    about = {"gpu": "GPU, 1.2, x", "nvrtc": "13.0", "torch": "2", "copy_tbps": 4.0, "deep_gemm": "0.1"}
+    stages = dict.fromkeys(STAGES, 10.0) | {"quantize": 40.0, "combine": 60.0}
+    row = {"layer": "qwen3-30b-a3b", "us": 500.0, "stages_us": stages}
+    rows = [
+        row | {"tokens": 1, "two_gemms_us": 1000.0, "over_two_gemms": 0.5, "mega_moe_us": 2000.0,
+               "over_mega_moe": 0.25},
+        row | {"tokens": 4096, "two_gemms_us": 250.0, "over_two_gemms": 2.0, "mega_moe_us": 500.0,
+               "over_mega_moe": 1.0},
+    ]  # fmt: skip
+    router = [{"tokens": 1, "router_us": 7.25}, {"tokens": 16, "router_us": 8.0}]
+    return write(tmp_path, "moe_layer-h200.json", {"about": about, "rows": rows, "router": router})
+
+
+def test_the_headline_counts_only_what_is_faster(tmp_path: Path) -> None:
+    text = SECTIONS["headline"](layer_result(tmp_path)).replace("\n", " ")
+    assert "runs **2.00 times as fast" in text
+    assert "2 cases (1 models' layers, 1 to 4096 tokens), 1.00 to 4.00 times, and faster in 1 of them" in text
+    assert "It takes 1.00 times as long" in text
+
+
+def test_the_layers_tables(tmp_path: Path) -> None:
+    results = layer_result(tmp_path)
+    assert SECTIONS["layer"](results).splitlines()[2:] == [
+        "| qwen3-30b-a3b | 1 | 500.0 | 1000.0 | 0.50 | 2000.0 | 0.25 |",
+        "| qwen3-30b-a3b | 4096 | 500.0 | 250.0 | 2.00 | 500.0 | 1.00 |",
+    ]
+    assert SECTIONS["router"](results) == "| tokens | 1 | 16 |\n|---|---|---|\n| µs more | 7.2 | 8.0 |"
+    # 4096 tokens, 2048 columns, top 8: 16.8 MB read and 69.2 MB written, then 134.2 MB and 16.8 MB
+    around = SECTIONS["layer-around"](results).replace("\n", " ")
+    assert "take 20 to 20% of the whole, at 54 to 63% of the copy's bandwidth" in around
+
+
+def test_grouped_gemms_are_told_by_band(tmp_path: Path) -> None:
+    rows = [
+        {"band": "large", "speed": 0.5, "over_floor": 1.0, "tflops": 1000.0, "tbps": 1.0},
+        {"band": "large", "speed": 2.0, "over_floor": 4.0, "tflops": 900.0, "tbps": 3.0},
+        {"band": "small", "speed": 1.1, "over_floor": 1.5, "tflops": 10.0, "tbps": 4.2},
+    ]
+    text = SECTIONS["grouped-gemm"](write(tmp_path, "grouped_gemm-h200.json", {"rows": rows}))
+    assert text.splitlines()[2:] == [
+        "| large | 2 | 1.00 | 0.50 to 2.00 | 2.00 | 1000 | 3.00 |",
+        "| small | 1 | 1.10 | 1.10 to 1.10 | 1.50 | 10 | 4.20 |",
+    ]
+
+
+def test_sm_counts_and_host_costs(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"num_sms": 66, "ratio": 0.5}, {"num_sms": 66, "ratio": 2.0}]
+    text = SECTIONS["sm-counts"](write(tmp_path, "sm_counts-h200.json", {"rows": rows}))
+    assert text.splitlines()[2:] == ["| 66 | 2 | 1.00 | 0.50 to 2.00 |"]
+    rows = [
+        {"shape": "s", "tensors": tensors, "out": out, "us": us}
+        for tensors, out, us in (
+            ("fresh", "allocated", 4.0), ("fresh", "given", 3.0),
+            ("reused", "allocated", 2.0), ("reused", "given", 1.0),
+        )
+    ]  # fmt: skip
+    text = SECTIONS["host-cost"](write(tmp_path, "host_cost-h200.json", {"rows": rows}))
+    assert text.splitlines()[2:] == ["| s | 1.0 | 2.0 | 3.0 | 4.0 |"]
+
+
+def test_families_are_columns(tmp_path: Path) -> None:
+    families = {"a": [{"tokens": 1, "ratio": 0.5}, {"tokens": 2, "ratio": 0.75}], "b": [
+        {"tokens": 1, "ratio": 1.0}, {"tokens": 2, "ratio": 1.25}]}  # fmt: skip
+    text = SECTIONS["cpu-layer"](write(tmp_path, "cpu_layer.json", {"families": families}))
+    assert text == "| tokens | a | b |\n|---|---|---|\n| 1 | 0.50 | 1.00 |\n| 2 | 0.75 | 1.25 |"
+
+
+def test_numerics_have_a_row_from_the_gpu(tmp_path: Path) -> None:
+    in_pytorch, on_hopper = "expertd, Hopper's steps in PyTorch", "expertd on Hopper"
+    write(tmp_path, "numerics.json", {"families": {"a": {"x": 1.0, in_pytorch: 2.0, "y": 3.0}}})
+    write(tmp_path, "numerics-h200.json", {"families": {"a": {in_pytorch: 8.0, on_hopper: 9.0}}})
+    assert SECTIONS["numerics"](tmp_path).splitlines()[2:] == [
+        "| x | 1.00 |", f"| {in_pytorch} | 2.00 |", f"| {on_hopper} | 9.00 |", "| y | 3.00 |"
+    ]  # fmt: skip
