@@ -83,7 +83,7 @@ CONFIGS = (SWAP_AB, NORMAL, NORMAL_CLUSTER2)
 # With SwiGLU: a scale of its result has 128 columns, 64 in each CTA of a pair.
 SWIGLU = TileConfig(swap_ab=False, block_m=192, stages=4, cluster=2, box_m=32, swiglu=True)
 
-# All measured on an H200, see kernels/README.md.
+# All measured on an H200, see docs/kernel-log.md.
 _SWAP_AB_M = {Layout.CONTIGUOUS: 24, Layout.MASKED: 48}  # at most; contiguous groups are less even
 _CLUSTER_M, _CLUSTER_K, _CLUSTER_WAVES = 224, 3072, 6  # at least; below, pairs are level or slower
 _PLANNED_WAVES = 4  # at most; in more, tiles of any height fill the gaps
