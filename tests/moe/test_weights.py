@@ -71,16 +71,16 @@ def test_a_file_with_other_tensors_is_refused(tmp_path: Path) -> None:
     save_weights(path, random_weights(SHAPE, 1, "cpu"))
     tensors = load_file(path)
     save_file({**tensors, "bias": torch.zeros(1)}, path)
-    with pytest.raises(ValueError, match=r"expected tensors \['down', .*, got \['bias', 'down'"):
+    with pytest.raises(ValueError, match=r"expected tensors down, .*, got 1 unknown: bias$"):
         load_weights(path, SHAPE, "cpu")
     save_file({**tensors, "down_scale": tensors["down_scale"].half()}, path)
-    with pytest.raises(ValueError, match=r"down_scale dtype: expected torch.float32, got torch.float16"):
+    with pytest.raises(ValueError, match=r"down_scale dtype: expected F32, got F16"):
         load_weights(path, SHAPE, "cpu")
 
 
 def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "layer.safetensors"
-    with pytest.raises(ValueError, match="expected a safetensors file, got"):
+    with pytest.raises(ValueError, match=r"layer\.safetensors: cannot be read: No such file"):
         load_weights(path, SHAPE, "cpu")
     path.write_bytes(b"not tensors")
     with pytest.raises(ValueError, match="expected a safetensors file, got"):

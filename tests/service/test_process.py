@@ -313,7 +313,11 @@ def test_version() -> None:
             {"EXPERTD_LIMITS__MAX_BATCH_TOKENS": "0"},
             "limits.max_batch_tokens: expected a number greater",
         ),
-        ((), {"EXPERTD_COLOUR": "red"}, "EXPERTD_COLOUR: unknown setting"),
+        (
+            (),
+            {"EXPERTD_COLOUR": "red"},
+            "environment variable EXPERTD_COLOUR: colour: expected one of host, ",
+        ),
     ],
 )
 def test_wrong_settings_stop_with_one_sentence(
@@ -330,7 +334,7 @@ def test_no_config_and_a_taken_port_stop_with_one_sentence() -> None:
     result = expertd("serve")
     assert result.returncode == 2
     assert result.stderr == (
-        "expertd: a configuration file is expected in --config or EXPERTD_CONFIG, "
+        "expertd: config: expected a file in --config or EXPERTD_CONFIG, "
         "or a checkpoint in --model, got neither\n"
     )
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -339,15 +343,15 @@ def test_no_config_and_a_taken_port_stop_with_one_sentence() -> None:
     assert result.returncode == 2
     assert (
         result.stderr
-        == f"expertd: a free address is expected, got 127.0.0.1:{port}: Address already in use\n"
+        == f"expertd: port: expected a free address, got 127.0.0.1:{port}: Address already in use\n"
     )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--layers", "3"), "--model is expected with --layers, got none"),
-        (("--model", "/none"), "flag --layers: checkpoints.0.layers: expected a value, got none"),
+        (("--layers", "3"), "model: expected --model with --layers, got none"),
+        (("--model", "/none"), "layers: expected --layers with --model, as in 3, 3-5,9 or all, got none"),
         (
             ("--model", "/none", "--layers", "3"),
             "/none/config.json: cannot be read: No such file or directory",
