@@ -39,8 +39,8 @@ def from_file(path: Path) -> list[Assignment]:
     try:
         parsed = parse(read_text(path))
     except YamlTextError as error:
-        place = path if error.line is None else f"{path}:{error.line}"
-        raise SettingsError(f"{place}: {error}") from error
+        place = str(path) if error.line is None else f"{path}:{error.line}"
+        raise SettingsError(_sentence(place, error.key, error)) from error
     except ValueError as error:
         raise SettingsError(str(error)) from error
     values = {} if parsed.value is None else parsed.value  # None: an empty file
@@ -97,4 +97,8 @@ def _value(key: Key, text: str, origin: str) -> Any:
     try:
         return parse(text.replace("\t", " ")).value  # JSON may have tabs, YAML not
     except YamlTextError as error:
-        raise SettingsError(f"{origin}: {'.'.join(key)}: {error}") from error
+        raise SettingsError(_sentence(origin, (*key, *error.key), error)) from error
+
+
+def _sentence(origin: str, key: Key, error: Exception) -> str:
+    return ": ".join(filter(None, (origin, ".".join(key), str(error))))

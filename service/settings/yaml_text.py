@@ -18,11 +18,12 @@ class Parsed(NamedTuple):
 
 
 class YamlTextError(ValueError):
-    """What cannot be used, in line `line` if that is known."""
+    """What cannot be used of the part at `key`, in line `line` if that is known."""
 
-    def __init__(self, text: str, line: int | None = None) -> None:
+    def __init__(self, text: str, line: int | None = None, key: Key = ()) -> None:
         super().__init__(text)
         self.line = line
+        self.key = key
 
 
 def parse(text: str) -> Parsed:
@@ -52,7 +53,7 @@ def _lines(node: yaml.Node, key: Key) -> Iterator[tuple[Key, int]]:
                 continue
             within, line = (*key, str(name.value)), name.start_mark.line + 1
             if (first := seen.get((name.tag, name.value))) is not None:
-                raise YamlTextError(f"{'.'.join(within)}: expected once, got again after line {first}", line)
+                raise YamlTextError(f"expected once, got again (first in line {first})", line, within)
             seen[name.tag, name.value] = line
             yield within, line
             yield from _lines(value, within)
