@@ -2,6 +2,7 @@
 log lines only."""
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +23,8 @@ def configure_logging(level: str) -> None:
 
 def shows_bars() -> bool:
     """Whether there is a terminal to draw bars on; what they show goes to the log where there is none."""
-    return sys.stderr.isatty()
+    # One without a size (a container's, before anybody attaches) shows nothing of them.
+    return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
 
 
 @contextmanager
