@@ -17,7 +17,7 @@ import pytest
 
 from expertd import __version__
 from tests.service.apps import HIDDEN, hidden_request, rows, tiny_settings
-from tests.service.processes import EXPERTD, ServerProcess, clean_environment, server_process, until
+from tests.service.processes import EXPERTD, ServerProcess, clean_environment, expertd, server_process, until
 
 pytestmark = pytest.mark.slow  # a server process each
 
@@ -284,18 +284,6 @@ def test_sigterm_while_still_importing_exits_with_0() -> None:
         process.kill()
         process.wait()
     assert (process.returncode, log) == (0, ""), "before a line was logged"
-
-
-def expertd(*arguments: str | Path, **environment: str) -> "subprocess.CompletedProcess[str]":
-    command = [EXPERTD, *arguments]
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=clean_environment(**environment),
-        check=False,
-    )
 
 
 def test_version() -> None:

@@ -68,6 +68,11 @@ def config(tmp_path: Path) -> Path:
             r"^environment variable EXPERTD_PARTITIONS: partitions\.q: expected once, got again .*1\)$",
         ),
         (
+            {"EXPERTD_MODELS__0__WEIGHTS": "{seed: 1, path: /none}"},
+            r"^environment variable EXPERTD_MODELS__0__WEIGHTS: models\.0\.weights: "
+            r"expected exactly one of seed and path, got both$",
+        ),
+        (
             {"EXPERTD_MODELS": "{}"},
             r"^environment variable EXPERTD_MODELS: models: expected a list, got an object$",
         ),
