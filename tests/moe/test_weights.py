@@ -1,15 +1,21 @@
 """Weights by seed and in files."""
 
+import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 from expertd.kernels import dequantize_blocks
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import ExpertWeights, load_weights, random_weights, save_weights
+from expertd.service.moe.weights_file import OPTIONAL, tensor_specs
+from expertd.service.settings.model import Settings
 
 SHAPE = LayerShape(hidden_size=256, intermediate_size=128, num_experts=3, top_k=2)
 
@@ -96,3 +102,37 @@ def test_tensors_lie_where_the_kernels_can_read_them(tmp_path: Path, padding: in
     weights = load_weights(path, SHAPE, "cpu")
     for tensor in (weights.router, *weights.gate_up, *weights.down):
         assert tensor.data_ptr() % 16 == 0
+
+
+def test_an_error_about_a_foreign_file_stays_short(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    foreign = {f"model.layers.{n}.mlp.{'x' * 200}": torch.zeros(1) for n in range(500)}
+    save_file({**foreign, "router": torch.zeros(1)}, path)
+    with pytest.raises(ValueError, match=r"got no down, down_scale, gate_up and 1 more, and 500 unknown: "):
+        load_weights(path, SHAPE, "cpu")
+    with pytest.raises(ValueError, match=r" and 497 more$") as refused:
+        load_weights(path, SHAPE, "cpu")
+    assert len(str(refused.value)) < 500 + len(str(path))
+
+
+def test_the_example_of_the_documentation_writes_a_file_that_is_served(tmp_path: Path) -> None:
+    document = (Path(__file__).parents[2] / "docs" / "weights.md").read_text()
+    (example,) = re.findall(r"^```python\n(.*?)^```$", document, re.M | re.S)
+    subprocess.run([sys.executable, "-c", example], check=True, cwd=tmp_path)
+    (settings,) = re.findall(r"^```yaml\n(.*?)^```$", document, re.M | re.S)
+    (model,) = Settings.model_validate(yaml.safe_load(settings)).models
+    assert model.weights.path is not None
+    weights = load_weights(tmp_path / model.weights.path, model.shape, "cpu")
+    assert weights.router_bias is not None
+
+
+def test_the_documented_tensors_are_the_ones_that_are_read() -> None:
+    document = (Path(__file__).parents[2] / "docs" / "weights.md").read_text()
+    table = re.findall(r"^\| `(\w+)`( \(optional\))? \| `(\[.*?\])` \| (.*?) \|", document, re.M)
+    shape = LayerShape(1024, 384, 5, 2)
+    sizes = {"E": 5, "G": 5, "H": 1024, "I": 384}
+    documented = {
+        name: (tuple(eval(size, sizes)), tuple(dtypes.split(" or "))) for name, _, size, dtypes in table
+    }
+    assert documented == {name: tuple(spec) for name, spec in tensor_specs(shape).items()}
+    assert {name for name, optional, _, _ in table if optional} == OPTIONAL
