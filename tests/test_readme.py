@@ -29,6 +29,8 @@ DOCUMENTS = (
     "docs/checkpoints.md",
     "docs/http.md",
     "docs/container.md",
+    "docs/settings.md",
+    "docs/weights.md",
     "kernels/README.md",
 )
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from expertd.kernels.jit import Binary
 
 FORMATS = ("source", "ptx", "sass", "cubin")
-_NUM_GROUPS = 256  # what shared memory is told for; the scheduler's table grows with the groups
+_NUM_GROUPS = 256  # that shared memory is given for; the scheduler's table grows with the groups
 
 
 class KernelsCommandError(Exception):
@@ -55,7 +55,7 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
         description="List the GPU kernels' variants. Compiles nothing unless asked to, and needs no GPU.",
     )
     parser.add_argument(
-        "--build", action="store_true", help="compile what the cache lacks, and tell the time"
+        "--build", action="store_true", help="compile what the cache lacks, and print how long it took"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--dump", metavar="NAME", help="print one variant instead of the list")
@@ -99,7 +99,7 @@ def _list(build: bool, as_json: bool) -> None:
         print(json.dumps(about, indent=2))
         return
     _print_table(rows)
-    print(f"cache: {cache_directory()}; shared memory is told for {_NUM_GROUPS} groups")
+    print(f"cache: {cache_directory()}; shared memory is for {_NUM_GROUPS} groups")
     if report is not None:
         print(
             f"built all in {report.seconds:.3f} s ({report.compiled} compiled), "

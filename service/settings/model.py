@@ -62,7 +62,12 @@ class Limits(_Frozen):
 class WeightsSettings(_Frozen):
     """Where a layer's weights come from: drawn at random from a seed, or read from a safetensors file."""
 
-    seed: int | None = Field(default=None, ge=0, lt=2**63, description="draw them, the same ones each time")
+    seed: int | None = Field(
+        default=None,
+        ge=0,
+        lt=2**63,
+        description="draw them at random, the same each time; 0 where weights is left out",
+    )
     path: Path | None = Field(default=None, description="a safetensors file as docs/weights.md describes it")
 
     @model_validator(mode="after")
@@ -166,10 +171,14 @@ class CheckpointSettings(_Frozen):
         default=None,
         description="routed experts held here, as in 0-63; null: all. The shared ones go with expert 0",
     )
-    name: str | None = Field(default=None, pattern=_NAME, description="null: the directory's")
-    datatype: _Datatype = Field(default="BF16", description="as of a model")
-    masked_max_tokens: int = Field(default=0, ge=0, description="as of a model")
-    partition: str | None = Field(default=None, description="as of a model")
+    name: str | None = Field(
+        default=None,
+        pattern=_NAME,
+        description="what layers are called before .layers.N; null: as the directory",
+    )
+    datatype: _Datatype = Field(default="BF16", description="as in models")
+    masked_max_tokens: int = Field(default=0, ge=0, description="as in models")
+    partition: str | None = Field(default=None, description="as in models")
 
 
 class Settings(_Frozen):
@@ -180,13 +189,13 @@ class Settings(_Frozen):
         min_length=1,
         description="address to listen on; there is no authentication, so by default this machine's alone",
     )
-    port: int = Field(default=8000, ge=0, le=65535, description="0: any free port")
+    port: int = Field(default=8000, ge=0, le=65535, description="port to listen on; 0: any free one")
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)] = Field(
         default="info", description="the least that is logged, in capitals or not"
     )
     access_log: bool = Field(default=False, description="a log line for each request")
-    backend: str = Field(default="auto", description=f"auto, {' or '.join(BACKENDS)}")
-    partitions: dict[str, int] = Field(default_factory=dict, description="name of an SM partition -> SMs")
+    backend: str = Field(default="auto", description=f"{' or '.join(BACKENDS)}; auto: the first that can run")
+    partitions: dict[str, int] = Field(default={}, description="SM partitions: name -> SMs")
     limits: Limits = Field(default=Limits(), description="how much is taken at a time")
     keep_alive_seconds: int = Field(default=75, ge=1, description="how long an idle connection stays open")
     shutdown_delay_seconds: float = Field(
@@ -203,7 +212,7 @@ class Settings(_Frozen):
     )
     models: tuple[ModelSettings, ...] = Field(default=(), description="layers that are served")
     checkpoints: tuple[CheckpointSettings, ...] = Field(
-        default=(), description="whose layers are served beside the models"
+        default=(), description="checkpoint directories, whose layers are served beside the models"
     )
 
     @field_validator("backend")

@@ -266,3 +266,10 @@ def test_a_cuda_installation_that_falls_back_to_a_cpu_warns(
         "(hopper: no CUDA device)"
     )
     assert [record.getMessage() for record in caplog.records] == ([expected] if warns else [])
+
+
+def test_the_documented_list_is_what_layers_prints(checkpoint: Path, capsys: Output) -> None:
+    document = (ROOT / "docs" / "checkpoints.md").read_text()
+    (documented,) = re.findall(r"^```\n(/tmp/.*?)^```$", document, re.M | re.S)
+    assert main(["layers", str(checkpoint)]) == 0
+    assert capsys.readouterr().out.replace(str(checkpoint), "/tmp/small-deepseek-v3") == documented
