@@ -115,6 +115,7 @@ def test_an_error_about_a_foreign_file_stays_short(tmp_path: Path) -> None:
     assert len(str(refused.value)) < 500 + len(str(path))
 
 
+@pytest.mark.slow
 def test_the_example_of_the_documentation_writes_a_file_that_is_served(tmp_path: Path) -> None:
     document = (Path(__file__).parents[2] / "docs" / "weights.md").read_text()
     (example,) = re.findall(r"^```python\n(.*?)^```$", document, re.M | re.S)

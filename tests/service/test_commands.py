@@ -159,6 +159,7 @@ def test_layers_lists_what_a_checkpoint_has(checkpoint: Path, capsys: Output) ->
     ]
 
 
+@pytest.mark.slow
 def test_layers_that_are_not_quantized(tmp_path: Path, capsys: Output) -> None:
     directory = Checkpoint("qwen3-dense", tmp_path / "model").directory
     capsys.readouterr()
@@ -175,6 +176,7 @@ def test_layers_of_what_cannot_be_served(tmp_path: Path, capsys: Output) -> None
     assert captured.err.startswith(f"expertd layers: {tmp_path}/config.json: model_type: expected one of ")
 
 
+@pytest.mark.slow
 def test_all_layers_are_served(checkpoint: Path, tmp_path: Path) -> None:
     with serving(["--model", checkpoint, "--layers", "all"], tmp_path) as server:
         served = {
@@ -223,6 +225,7 @@ def test_listening_wider_says_what_is_open(host: str) -> None:
         assert word in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_a_server_that_listens_wider_logs_a_warning(host: str, config: Path) -> None:
     command: list[str | Path] = [EXPERTD, "serve", "--config", config]

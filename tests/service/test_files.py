@@ -49,6 +49,7 @@ def as_nobody(code: str) -> str:
     return result.stdout.strip()
 
 
+@pytest.mark.slow
 def test_an_unreadable_weights_file(open_directory: Path) -> None:
     path = open_directory / "layer.safetensors"
     save_weights(path, random_weights(SHAPE, 0, "cpu"))
@@ -58,6 +59,7 @@ def test_an_unreadable_weights_file(open_directory: Path) -> None:
     assert "--user in a container" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["config.json", "model.safetensors.index.json", "model-00002-*"])
 def test_an_unreadable_file_of_a_checkpoint(open_directory: Path, pattern: str) -> None:
     directory = Checkpoint("qwen3", open_directory / "model", torch.float32).directory
@@ -70,6 +72,7 @@ def test_an_unreadable_file_of_a_checkpoint(open_directory: Path, pattern: str) 
     assert said.startswith(f"{path}: {DENIED}; ")
 
 
+@pytest.mark.slow
 def test_an_unreadable_directory(open_directory: Path) -> None:
     directory = open_directory / "model"
     directory.mkdir()
@@ -82,6 +85,7 @@ def test_an_unreadable_directory(open_directory: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_an_unreadable_configuration_file(open_directory: Path) -> None:
     path = open_directory / "config.yaml"
     path.write_text("port: 1")

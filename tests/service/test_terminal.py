@@ -113,6 +113,7 @@ logging.info("the end")
     assert shown == [*expected, "a warning", "the end"]
 
 
+@pytest.mark.slow
 def test_a_server_shows_bars_while_it_loads(checkpoint: Path) -> None:
     written = serve_on_a_terminal("--model", checkpoint, "--layers", "all", "--log-level", "debug")
     assert "layers: " in written
@@ -120,6 +121,7 @@ def test_a_server_shows_bars_while_it_loads(checkpoint: Path) -> None:
     assert any("listening on http://" in line for line in whole_lines(written))
 
 
+@pytest.mark.slow
 def test_on_a_terminal_there_are_no_lines_for_what_a_bar_shows(checkpoint: Path) -> None:
     written = serve_on_a_terminal("--model", checkpoint, "--layers", "0-1")
     assert "loading model" not in written
@@ -127,12 +129,14 @@ def test_on_a_terminal_there_are_no_lines_for_what_a_bar_shows(checkpoint: Path)
     assert "kernels: " not in written, "nothing is compiled for a CPU"
 
 
+@pytest.mark.slow
 def test_a_terminal_without_a_size_gets_lines(checkpoint: Path) -> None:
     written = serve_on_a_terminal("--model", checkpoint, "--layers", "0", columns=0)
     assert "loading model model.layers.0" in written
     assert "layers: " not in written
 
 
+@pytest.mark.slow
 def test_without_a_terminal_there_are_lines_only(checkpoint: Path, tmp_path: Path) -> None:
     with serving(["--model", checkpoint, "--layers", "0-1"], tmp_path) as server:
         log = lines_of(server)
