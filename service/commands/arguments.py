@@ -56,7 +56,7 @@ def flags_of(arguments: argparse.Namespace) -> list["Flag"]:
         key, equals, value = text.partition("=")
         if not key or not equals:
             raise SettingsError(f"flag --set: expected KEY=VALUE, got {text!a:.80}")
-        flags.append(Flag(f"--set {key}", key, value))
+        flags.append(Flag(f"--set {key:.60}", key, value))
     return flags
 
 

@@ -8,7 +8,7 @@ from pydantic_core import ErrorDetails
 
 from expertd.service.sentences import expected_and_got
 from expertd.service.settings.schema import annotation_at, model_at
-from expertd.service.settings.values import Key, Values
+from expertd.service.settings.values import Key, Values, dotted
 
 _NAMED = re.compile(r"([a-z_]\w*(?:\.\w+)*): (.*)", re.DOTALL)
 _WORD = re.compile(r"[a-z_]\w*(?:\.\w+)*")
@@ -32,7 +32,7 @@ def sentence(error: ValidationError, values: Values, otherwise: str) -> str:
 
 
 def _name_and_text(error: ErrorDetails, key: Key) -> tuple[str, str]:
-    name = ".".join(key)
+    name = dotted(key)
     if error["type"] == "extra_forbidden":
         owner = model_at(key[:-1])
         known = ", ".join(owner.model_fields) if owner else ""
@@ -41,7 +41,7 @@ def _name_and_text(error: ErrorDetails, key: Key) -> tuple[str, str]:
     if error["type"] == "value_error" and (named := _NAMED.fullmatch(text)):
         within = (*key, *named[1].split("."))  # a check of several values names the one that it is about
         if annotation_at(within) is not None:
-            return ".".join(within), named[2]
+            return dotted(within), named[2]
     return name, text
 
 

@@ -11,7 +11,7 @@ from expertd.service.files import read_text
 from expertd.service.sentences import shown
 from expertd.service.settings.model import ENV_DELIMITER, ENV_PREFIX, Settings
 from expertd.service.settings.schema import is_optional, is_structured
-from expertd.service.settings.values import Assignment, Key, SettingsError
+from expertd.service.settings.values import Assignment, Key, SettingsError, dotted
 from expertd.service.settings.yaml_text import YamlTextError, parse
 
 # Read elsewhere (the kernel cache) or before the settings themselves (the file's place).
@@ -73,8 +73,8 @@ def from_environment() -> list[Assignment]:
 def from_flags(flags: Sequence[Flag]) -> list[Assignment]:
     """The settings of the command line, in its order; texts that stand for lists or mappings are YAML."""
     assignments = []
-    for name, dotted, value in flags:
-        key, origin = tuple(dotted.split(".")), f"flag {name}"
+    for name, path, value in flags:
+        key, origin = tuple(path.split(".")), f"flag {name}"
         if isinstance(value, str):
             assignments.append(_assignment(key, value, origin))
         else:
@@ -101,4 +101,4 @@ def _value(key: Key, text: str, origin: str) -> Any:
 
 
 def _sentence(origin: str, key: Key, error: Exception) -> str:
-    return ": ".join(filter(None, (origin, ".".join(key), str(error))))
+    return ": ".join(filter(None, (origin, dotted(key), str(error))))

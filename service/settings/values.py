@@ -1,12 +1,19 @@
 """Nested values laid over each other, with where each of them came from."""
 
 import copy
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+_PLAIN = re.compile(r"[\w-]{1,60}")
 Key = tuple[str, ...]
 """The way to a value: ("limits", "max_batch_tokens"), or ("models", "0", "name") through a list."""
+
+
+def dotted(key: Key) -> str:
+    """The key as a sentence can hold it: in one line and short, whatever it is."""
+    return ".".join(part if _PLAIN.fullmatch(part) else f"{part!a:.60}" for part in _text(key))
 
 
 class SettingsError(Exception):
@@ -69,7 +76,7 @@ class Values:
         for depth, part in enumerate(key):
             if isinstance(container, list) and not (part.isdecimal() and int(part) < len(container)):
                 raise SettingsError(
-                    f"{origin(key)}: {'.'.join(key[:depth])}: expected the number of one of its "
+                    f"{origin(key)}: {dotted(key[:depth])}: expected the number of one of its "
                     f"{len(container)} entries, from 0 on, got {part!a:.80}"
                 )
             if depth == len(key) - 1:

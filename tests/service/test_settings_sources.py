@@ -109,6 +109,8 @@ def test_a_file_is_blamed_for_its_own_values_only(config: Path, monkeypatch: pyt
         ("a: [\nb: 1", r"bad\.yaml:2: expected YAML, got "),
         ("limits: &a [*a]", r"bad\.yaml: expected YAML, got values within each other without end$"),
         ("port: 2024-99-99", r"bad\.yaml: expected YAML, got month must be in 1\.\.12"),
+        (f'"{"x" * 500}": 1', r"bad\.yaml:1: 'x{59}: expected one of host, .*, got an unknown setting$"),
+        ('"a\\nb": 1', r"bad\.yaml:1: 'a\\nb': expected one of host, .*, got an unknown setting$"),
         ("port: \x07", r"bad\.yaml: expected YAML, got "),
     ],
 )
