@@ -8,6 +8,7 @@ from pydantic_core import ErrorDetails
 
 _LISTED = 8  # names in a sentence
 _SHOULD_BE = re.compile(r"^Input should (be )?")
+_KINDS = {"model_type": "a mapping", "tuple_type": "a list"}  # else they are called as in Python
 
 
 def shown(value: object, limit: int = 80) -> str:
@@ -34,6 +35,8 @@ def expected_and_got(error: ErrorDetails) -> str:
         return f"expected JSON, got an error in it: {error['ctx']['error']}"
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
+    if error["type"] in _KINDS:
+        return f"expected {_KINDS[error['type']]}, got {shown(error['input'])}"
     message, replaced = _SHOULD_BE.subn("expected ", error["msg"])
     if not replaced:
         message = f"{message[0].lower()}{message[1:]}"

@@ -14,27 +14,33 @@ ROOT = Path(__file__).resolve().parents[1]
 SERVICE = "expertd.service"
 # each room of the service, and those that it may import besides itself
 ROOMS = {
-    "moe": (),
-    "settings": ("moe", "sentences"),
-    "checkpoints": ("moe", "settings", "sentences"),
-    "engine": ("moe", "settings", "checkpoints", "sentences"),
+    "moe": ("files",),
+    "settings": ("moe", "files", "sentences"),
+    "checkpoints": ("moe", "settings", "files", "sentences"),
+    "engine": ("moe", "settings", "checkpoints", "sentences", "terminal"),
     "http": ("moe", "settings", "engine", "sentences"),
+    "commands": ("moe", "settings", "checkpoints", "http", "terminal"),
+    "cli": ("commands",),
+    "files": (),
     "sentences": (),
+    "terminal": (),
 }
 TORCH_FREE = (
     "expertd.backends",
     "expertd.limits",
     "expertd.routing",
     "expertd.service.checkpoints",
+    "expertd.service.checkpoints.listing",
     "expertd.service.cli",
     "expertd.service.engine.batching",
     "expertd.service.engine.metrics",
     "expertd.service.http.protocol",
     "expertd.service.moe.request",
     "expertd.service.moe.shape",
+    "expertd.service.moe.weights_file",
     "expertd.service.settings.loader",
 )
-READ_THE_ENVIRONMENT = {"kernels/jit/cache.py", "service/settings/loader.py"}
+READ_THE_ENVIRONMENT = {"kernels/jit/cache.py", "service/settings/sources.py"}
 
 
 def _module(path: Path) -> str:

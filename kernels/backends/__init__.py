@@ -14,7 +14,7 @@ import torch
 from expertd.backends import BACKENDS
 from expertd.kernels.backends.base import Backend, Progress
 
-__all__ = ["Backend", "Progress", "backend_for", "backend_names", "resolve_backend"]
+__all__ = ["Backend", "Progress", "backend_for", "backend_names", "resolve_backend", "why_not"]
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +49,12 @@ def resolve_backend(name: str = "auto", device: torch.device | str | None = None
                 raise RuntimeError(f"backend {name!r}: expected a device that it can run on, got {reason}")
             _instances[name] = _package(name).create()
         return _instances[name]
+
+
+def why_not(name: str, device: torch.device | None = None) -> str | None:
+    """Why the backend called `name` cannot run on `device` (None: the current CUDA device); None: it can."""
+    reason: str | None = _package(name).why_not(device)
+    return reason
 
 
 def backend_for(backend: Backend | str | None, tensor: torch.Tensor, name: str) -> Backend:

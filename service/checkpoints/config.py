@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from expertd.limits import SCALE_BLOCK
+from expertd.service.files import check_readable, read_text
 from expertd.service.sentences import shown
 
 _MOST = 1_000_000  # more than any size or count of a model
@@ -87,20 +88,19 @@ class Config:
             if name in self._values:
                 return name, self._values[name]
         if default is None:
-            raise self.error(f"{' or '.join(names)}: a value is required, got none")
+            raise self.error(f"{' or '.join(names)}: expected a value, got none")
         return names[0], default
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises CheckpointError."""
     try:
-        if path.exists() and not path.is_file():  # opening a pipe would wait for a writer
-            raise CheckpointError(f"{path}: expected a regular file")
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except CheckpointError:
-        raise
+        check_readable(path)
+        text = read_text(path)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    try:
+        values = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: expected JSON: {shown(str(error))}") from error
     if not isinstance(values, dict):

@@ -6,12 +6,12 @@ from pydantic import InstanceOf, ValidationError
 
 from expertd.service.checkpoints.config import CheckpointError
 from expertd.service.checkpoints.files import TensorFiles
-from expertd.service.checkpoints.layer import LayerSource, find_layer
+from expertd.service.checkpoints.layer import LayerSource, find_layer, present_layers
 from expertd.service.checkpoints.model import MoEModel
 from expertd.service.checkpoints.read import read_model
-from expertd.service.sentences import expected_and_got
+from expertd.service.sentences import expected_and_got, shown
 from expertd.service.settings.model import CheckpointSettings, ModelSettings, Settings
-from expertd.service.settings.spans import numbers, spans
+from expertd.service.settings.spans import ALL, numbers, spans
 
 
 class CheckpointModelSettings(ModelSettings):
@@ -50,16 +50,24 @@ def models_of(checkpoint: CheckpointSettings) -> list[CheckpointModelSettings]:
         held = range(asked[0], asked[-1] + 1)
     models = []
     with TensorFiles(directory) as files:
-        for layer in numbers(checkpoint.layers):
-            if layer not in model.layers:
-                known = spans(model.layers) or "none"
-                raise CheckpointError(f"{directory}: layers: expected MoE layers ({known}), got {layer}")
+        for layer in _layers(checkpoint.layers, directory, files, model):
             # With expert 0 and nowhere else, so that the parts of a layer add up to it.
             num_shared_experts = model.num_shared_experts if 0 in held else 0
             settings = _settings(checkpoint, directory, model, layer, num_shared_experts)
             source = find_layer(files, model, layer, held, num_shared_experts)
             models.append(CheckpointModelSettings.model_validate({**settings, "source": source}))
     return models
+
+
+def _layers(asked: str, directory: Path, files: TensorFiles, model: MoEModel) -> list[int]:
+    known = spans(model.layers) or "none"
+    layers = present_layers(files, model) if asked == ALL else numbers(asked)
+    if not layers:
+        raise CheckpointError(f"{directory}: layers: expected a model with MoE layers, got none")
+    for layer in layers:
+        if layer not in model.layers:
+            raise CheckpointError(f"{directory}: layers: expected MoE layers ({known}), got {layer}")
+    return layers
 
 
 def _settings(
@@ -85,11 +93,12 @@ def _settings(
         first = error.errors(include_url=False)[0]
         if first["loc"] == ("name",):
             raise CheckpointError(
-                f"{directory}: name: expected one (--name, or name in the file), for the directory's own is "
-                f"not made of letters, digits, dots, dashes and underscores alone"
+                f"{directory}: name: expected --name (name in a file) with letters, digits, dots, dashes and "
+                f"underscores alone, got {shown(checkpoint.name or _name(directory))}"
             ) from error
-        where = "".join(f"{part}: " for part in first["loc"])
-        raise CheckpointError(f"{directory / 'config.json'}: {where}{expected_and_got(first)}") from error
+        where = ".".join(map(str, first["loc"]))
+        text = f"{where}: {expected_and_got(first)}" if where else expected_and_got(first)
+        raise CheckpointError(f"{directory / 'config.json'}: {text}") from error
     return settings
 
 

@@ -11,6 +11,7 @@ from typing import Any, Self
 from safetensors import SafetensorError, safe_open
 
 from expertd.service.checkpoints.config import CheckpointError, read_json_object
+from expertd.service.files import check_readable, why_unreadable
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _BESIDE = re.compile(r"[A-Za-z0-9_.-]+\.safetensors")
@@ -48,8 +49,10 @@ class OpenFiles:
         """The file at `path`. Raises CheckpointError when it cannot be read, or ends before its tensors."""
         if path not in self._files:
             try:
-                if path.exists() and not path.is_file():  # opening a pipe would wait for a writer
-                    raise CheckpointError(f"{path}: expected a regular file")
+                check_readable(path)
+            except ValueError as error:
+                raise CheckpointError(str(error)) from error
+            try:
                 self._files[path] = safe_open(path, framework=self._framework)
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{path}: expected a safetensors file, got: {error}") from error
@@ -72,6 +75,10 @@ class TensorFiles:
         except SafetensorError as error:
             raise CheckpointError(f"{path}: expected tensor {name}, got none of that name") from error
         return Stored(path, name, tensor.get_dtype(), tuple(tensor.get_shape()))
+
+    def has(self, name: str) -> bool:
+        """Whether the index, or the one file, has a tensor of that name. Raises CheckpointError."""
+        return name in (self._open[self._single].keys() if self._index is None else self._index)
 
     def __enter__(self) -> Self:
         return self
@@ -119,4 +126,4 @@ def _is_there(path: Path) -> bool:
     try:
         return path.is_symlink() or path.exists()
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+        raise CheckpointError(f"{path}: {why_unreadable(path, error)}") from error

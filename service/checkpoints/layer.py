@@ -40,6 +40,24 @@ class LayerSource:
         """Bytes of the experts' weights, as they are stored."""
         return sum(matrix.num_bytes for group in self.groups for matrix in group)
 
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """The dtypes that the experts' weights are stored in, as safetensors calls them."""
+        return tuple(sorted({matrix.weight.dtype for group in self.groups for matrix in group}))
+
+
+def present_layers(files: TensorFiles, model: MoEModel) -> list[int]:
+    """The MoE layers that the files have to have: all but those of next_token_layers that are left out.
+
+    Raises CheckpointError when the files cannot be read.
+    """
+    router = f"{model.names.block}.gate.weight"
+    return [
+        layer
+        for layer in model.layers
+        if layer not in model.next_token_layers or files.has(f"model.layers.{layer}.{router}")
+    ]
+
 
 def find_layer(
     files: TensorFiles, model: MoEModel, layer: int, experts: range, num_shared_experts: int

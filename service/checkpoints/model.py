@@ -29,7 +29,9 @@ class MoEModel:
     """The MoE layers of one model: which there are, their sizes, the router's rule, and the tensors' names.
 
     routing has the keys of `RoutingSettings`. num_shared_experts counts experts of
-    intermediate_size, which the checkpoint keeps as one expert of their sizes together.
+    intermediate_size, which the checkpoint keeps as one expert of their sizes together. next_token_layers
+    are those of `layers` that predict further tokens: many checkpoints leave them out. family is the
+    model_type of config.json.
     """
 
     layers: tuple[int, ...]
@@ -40,6 +42,8 @@ class MoEModel:
     routing: dict[str, Any]
     names: Names
     num_shared_experts: int = 0
+    next_token_layers: range = range(0)
+    family: str = ""
 
 
 Family = Callable[[Config], MoEModel]

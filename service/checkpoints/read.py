@@ -1,16 +1,25 @@
 """Reads a checkpoint's config.json by the rules of its family."""
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 from expertd.limits import SCALE_BLOCK
-from expertd.service.checkpoints.config import Config
+from expertd.service.checkpoints.config import CheckpointError, Config
 from expertd.service.checkpoints.families import FAMILIES
 from expertd.service.checkpoints.model import MoEModel
 from expertd.service.sentences import shown
 
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
 
 def read_model(directory: Path) -> MoEModel:
     """What config.json in `directory` says. Raises CheckpointError for a model that cannot be served."""
+    if not directory.is_absolute() and not directory.exists() and _HUB_ID.fullmatch(str(directory)):
+        raise CheckpointError(
+            f"{directory}: expected a directory with a checkpoint, got none of that name; for a model "
+            f"of the Hugging Face hub: hf download {directory} --local-dir {directory}"
+        )
     config = Config.read(directory / "config.json")
     model_type = config.optional("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
@@ -20,7 +29,7 @@ def read_model(directory: Path) -> MoEModel:
         )
     config.expect("hidden_act", "silu")
     _check_quantization(config)
-    return family(config)
+    return replace(family(config), family=model_type)
 
 
 def _check_quantization(config: Config) -> None:

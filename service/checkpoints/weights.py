@@ -26,7 +26,7 @@ def read_layer(source: LayerSource, device: torch.device | str, progress: BytesR
     gate, _, down = source.groups[0]
     h, i, num_groups = len(gate.columns), len(gate.rows), len(source.groups)
     gate_up_out, down_out = _empty(num_groups, 2 * i, h, device), _empty(num_groups, h, i, device)
-    with OpenFiles("pt") as files, _changes_told():
+    with OpenFiles("pt") as files, _changes_refused():
         router = _plain(files, source.router).to(device)
         bias = None if source.router_bias is None else _plain(files, source.router_bias).to(device)
         for group, (gate, up, down) in enumerate(source.groups):
@@ -41,11 +41,11 @@ def read_layer(source: LayerSource, device: torch.device | str, progress: BytesR
 
 
 @contextmanager
-def _changes_told() -> Iterator[None]:
+def _changes_refused() -> Iterator[None]:
     try:
         yield
     except SafetensorError as error:
-        raise CheckpointError(f"a checkpoint that stays as it is was expected, got: {error}") from error
+        raise CheckpointError(f"checkpoint: expected files that do not change, got: {error}") from error
 
 
 def _read(files: OpenFiles, matrix: Matrix, out: Quantized) -> None:
@@ -62,7 +62,9 @@ def _read(files: OpenFiles, matrix: Matrix, out: Quantized) -> None:
     if not out.scales.isfinite().all() or ((bits & 0x7F) == 0x7F).any():  # e4m3 has NaN, and no infinity
         raise _not_finite(matrix.weight)
     if (out.scales < 0).any():
-        raise CheckpointError(f"{matrix.weight.file}: {matrix.weight.name}: expected scales from 0 on")
+        raise CheckpointError(
+            f"{matrix.weight.file}: {matrix.weight.name}: expected scales from 0 on, got negative"
+        )
 
 
 def _plain(files: OpenFiles, tensor: Stored) -> Tensor:

@@ -3,14 +3,16 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-from tqdm import tqdm
 
+from expertd.backends import BACKENDS
 from expertd.kernels import Backend, resolve_backend
+from expertd.kernels.backends import why_not
 from expertd.service.checkpoints import CheckpointModelSettings
 from expertd.service.checkpoints.weights import read_layer
 from expertd.service.engine.batching import Runner
@@ -22,6 +24,10 @@ from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import ExpertWeights, check_weights, load_weights, random_weights
 from expertd.service.settings.model import ModelSettings, Settings
+from expertd.service.terminal import progress_bar, shows_bars
+
+if TYPE_CHECKING:
+    from expertd.kernels.partitions import SMPartitions
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +95,8 @@ def load(settings: Settings, cancelled: Cancelled) -> Loaded:
     except RuntimeError as error:
         raise ValueError(str(error)) from error
     device = backend.device
+    if settings.backend == "auto" and device.type == "cpu":
+        _warn_of_cpu(backend)
     _warm_up(backend, cancelled)
     partitions = backend.partitions()
     if partitions is not None:
@@ -98,14 +106,7 @@ def load(settings: Settings, cancelled: Cancelled) -> Loaded:
             f"partitions: expected a backend whose device has SMs to partition, got {backend.name!r}"
         )
 
-    runners: dict[str, LayerRunner] = {}
-    for model in tqdm(settings.models, desc="layers", unit="layer", disable=None):
-        _stop_if(cancelled)
-        logger.info("loading model %s", model.name)
-        layer = layer_of(model, backend, device, cancelled)
-        runner = LayerRunner(layer, device, partitions, model.partition)
-        _first_steps(runner, layer, settings.limits.max_request_tokens)
-        runners[model.name] = runner
+    runners = _load_models(settings, backend, partitions, cancelled)
     on_gpu = list(runners.values()) if device.type == "cuda" else []
     capture_graphs(on_gpu, device, cancelled)
     return Loaded(
@@ -116,6 +117,24 @@ def load(settings: Settings, cancelled: Cancelled) -> Loaded:
         lambda: device_memory(device),
         partial(capture_graphs, on_gpu, device),
     )
+
+
+def _load_models(
+    settings: Settings, backend: Backend, partitions: "SMPartitions | None", cancelled: Cancelled
+) -> dict[str, LayerRunner]:
+    runners: dict[str, LayerRunner] = {}
+    with progress_bar("layers", len(settings.models), "layer") as advance:
+        for model in settings.models:
+            _stop_if(cancelled)
+            if not shows_bars():
+                logger.info("loading model %s", model.name)
+            advance(0, model.name)
+            layer = layer_of(model, backend, backend.device, cancelled)
+            runner = LayerRunner(layer, backend.device, partitions, model.partition)
+            _first_steps(runner, layer, settings.limits.max_request_tokens)
+            runners[model.name] = runner
+            advance(1, model.name)
+    return runners
 
 
 def layer_of(model: ModelSettings, backend: Backend, device: torch.device, cancelled: Cancelled) -> MoELayer:
@@ -143,29 +162,44 @@ def _from_checkpoint(
     model: CheckpointModelSettings, shape: LayerShape, device: torch.device, cancelled: Cancelled
 ) -> ExpertWeights:
     source, start = model.source, time.perf_counter()
-    with tqdm(total=source.num_bytes, unit="B", unit_scale=True, desc=model.name, disable=None) as bar:
+    with progress_bar(model.name, source.num_bytes, "B") as advance:
 
         def progress(num_bytes: int) -> None:
             _stop_if(cancelled)
-            bar.update(num_bytes)
+            advance(num_bytes, "")
 
         weights = read_layer(source, device, progress)
     check_weights(shape, weights)
-    seconds = time.perf_counter() - start
-    megabytes = source.num_bytes / 1e6
-    logger.info("read %.1f MB of %s, %.0f MB/s", megabytes, model.name, megabytes / seconds)
+    if not shows_bars():
+        seconds, megabytes = time.perf_counter() - start, source.num_bytes / 1e6
+        logger.info("read %.1f MB of %s, %.0f MB/s", megabytes, model.name, megabytes / seconds)
     return weights
 
 
+def _warn_of_cpu(backend: Backend) -> None:
+    """A CPU where a GPU was probably meant: this PyTorch was installed for one."""
+    if torch.version.cuda is None:
+        return
+    reasons = [f"{name}: {reason}" for name in BACKENDS if (reason := why_not(name)) is not None]
+    logger.warning(
+        "backend auto: expected a GPU, for PyTorch is built for CUDA %s, got a CPU and backend %r (%s)",
+        torch.version.cuda,
+        backend.name,
+        "; ".join(reasons),
+    )
+
+
 def _warm_up(backend: Backend, cancelled: Cancelled) -> None:
-    with tqdm(desc="kernels", unit="kernel", disable=None) as bar:
+    with ExitStack() as stack:
+        advance: Callable[[int, str], None] | None = None
 
         def progress(done: int, total: int, what: str) -> None:
+            nonlocal advance
             _stop_if(cancelled)
-            bar.total = total
-            bar.set_postfix_str(what, refresh=False)
-            bar.update(done - bar.n)
-            if bar.disable:  # no terminal, so lines for its log
+            if advance is None:  # not before: there may be nothing to compile
+                advance = stack.enter_context(progress_bar("kernels", total, "kernel"))
+            advance(1, what)
+            if not shows_bars():
                 logger.info("kernel %d of %d is ready: %s", done, total, what)
 
         backend.warm_up(progress)
@@ -186,9 +220,11 @@ def capture_graphs(runners: Sequence[LayerRunner], device: torch.device, cancell
     torch._C._cuda_clearCublasWorkspaces()  # 32 MiB that torch keeps of every stream where cuBLAS was
     torch.cuda.empty_cache()
     pool = GraphPool(device)
-    for runner in tqdm(runners, desc="graphs", unit="layer", disable=None):
-        _stop_if(cancelled)
-        runner.capture(pool)
+    with progress_bar("graphs", len(runners), "layer") as advance:
+        for runner in runners:
+            _stop_if(cancelled)
+            runner.capture(pool)
+            advance(1, "")
 
 
 def _stop_if(cancelled: Cancelled) -> None:

@@ -5,7 +5,6 @@ import errno
 import logging
 import os
 import socket
-import sys
 from types import FrameType
 
 import uvicorn
@@ -28,7 +27,7 @@ def serve(settings: Settings) -> int:
 
     Raises BindError before anything is loaded when the port cannot be had.
     """
-    listener = _listen(settings.host, settings.port)
+    listener = listen(settings.host, settings.port)
     app = ExpertApp(settings)
     config = uvicorn.Config(
         app,
@@ -88,7 +87,8 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens there. Raises BindError."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
@@ -96,15 +96,6 @@ def _listen(host: str, port: int) -> socket.socket:
         # asyncio and socket wrap the reason in their own words; the number says it plainly.
         known = error.errno in errno.errorcode
         reason = os.strerror(error.errno or 0) if known else error.strerror
-        raise BindError(f"a free address is expected, got {host}:{port}: {reason}") from error
+        raise BindError(f"port: expected a free address, got {host}:{port}: {reason}") from error
     listener.set_inheritable(False)
     return listener
-
-
-def configure_logging(level: str) -> None:
-    """Log lines with time, level and module on stderr, for this process and the libraries in it."""
-    logging.basicConfig(
-        level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    if level != "debug":
-        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # its life is told in our own words

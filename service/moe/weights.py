@@ -11,6 +11,15 @@ from torch import Tensor
 from expertd.kernels import Quantized, quantize_blocks
 from expertd.limits import SCALE_BLOCK
 from expertd.service.moe.shape import LayerShape
+from expertd.service.moe.weights_file import TensorSpec, check_tensor, check_weights_file, tensor_specs
+
+# As safetensors calls them: errors speak of files and of tensors in the same words.
+_DTYPES = {
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float32: "F32",
+}
 
 
 @dataclass(frozen=True)
@@ -47,22 +56,18 @@ def load_weights(path: Path | str, shape: LayerShape, device: torch.device | str
     Raises ValueError when the file cannot be read, or a tensor is missing, unknown, or of another shape or
     dtype than the layer's.
     """
+    check_weights_file(Path(path), shape)
     try:
         with safe_open(str(path), framework="pt", device=str(device)) as file:
             tensors = {name: _aligned(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118  (no mapping)
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"weights {path}: expected a safetensors file, got: {error}") from error
-    expected = {"router", "gate_up", "gate_up_scale", "down", "down_scale"}
-    if tensors.keys() - {"router_bias"} != expected:
-        raise ValueError(f"weights {path}: expected tensors {sorted(expected)}, got {sorted(tensors)}")
-    weights = ExpertWeights(
+        raise ValueError(f"{path}: expected a safetensors file, got: {error}") from error
+    return ExpertWeights(
         tensors["router"],
         Quantized(tensors["gate_up"], tensors["gate_up_scale"]),
         Quantized(tensors["down"], tensors["down_scale"]),
         tensors.get("router_bias"),
     )
-    check_weights(shape, weights)
-    return weights
 
 
 def _aligned(tensor: Tensor) -> Tensor:
@@ -72,22 +77,10 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 def check_weights(shape: LayerShape, weights: ExpertWeights) -> None:
     """Raise ValueError (name, expected, got) unless every tensor has the layer's shape and its dtype."""
-    e, g, h, i = shape.num_experts, shape.num_groups, shape.hidden_size, shape.intermediate_size
-    fp8, fp32 = (torch.float8_e4m3fn,), (torch.float32,)
-    expected = {
-        "router": ((e, h), (torch.float32, torch.bfloat16)),
-        "router_bias": ((e,), fp32),
-        "gate_up": ((g, 2 * i, h), fp8),
-        "gate_up_scale": ((g, 2 * i // SCALE_BLOCK, h // SCALE_BLOCK), fp32),
-        "down": ((g, h, i), fp8),
-        "down_scale": ((g, h // SCALE_BLOCK, i // SCALE_BLOCK), fp32),
-    }
+    specs = tensor_specs(shape)
     for name, tensor in _by_name(weights).items():
-        size, dtypes = expected[name]
-        if tensor.shape != size:
-            raise ValueError(f"{name} shape: expected {size}, got {tuple(tensor.shape)}")
-        if tensor.dtype not in dtypes:
-            raise ValueError(f"{name} dtype: expected {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
+        dtype = _DTYPES.get(tensor.dtype, str(tensor.dtype))
+        check_tensor(name, specs[name], TensorSpec(tuple(tensor.shape), (dtype,)))
 
 
 def _by_name(weights: ExpertWeights) -> dict[str, Tensor]:

@@ -2,22 +2,25 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from expertd.backends import BACKENDS
 from expertd.limits import MAX_EXPERTS, SCALE_BLOCK
 from expertd.routing import Routing
 from expertd.service.moe.shape import LayerShape
 from expertd.service.sentences import shown
-from expertd.service.settings.spans import Span, Spans, numbers
+from expertd.service.settings.spans import Layers, Span, numbers
 
 ENV_PREFIX = "EXPERTD_"
 ENV_DELIMITER = "__"
 
 MIB = 1024 * 1024
+
+
+def _lower(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
 
 
 class _Frozen(BaseModel):
@@ -50,7 +53,7 @@ class Limits(_Frozen):
         for name in ("max_batch_tokens", "max_queue_tokens"):
             if self.max_request_tokens > getattr(self, name):
                 raise ValueError(
-                    f"max_request_tokens is expected to be at most {name}, which is {getattr(self, name)}, "
+                    f"max_request_tokens: expected at most {name} ({getattr(self, name)}), "
                     f"got {self.max_request_tokens}"
                 )
         return self
@@ -59,13 +62,19 @@ class Limits(_Frozen):
 class WeightsSettings(_Frozen):
     """Where a layer's weights come from: drawn at random from a seed, or read from a safetensors file."""
 
-    seed: int | None = Field(default=None, ge=0, lt=2**63)
-    path: Path | None = None
+    seed: int | None = Field(
+        default=None,
+        ge=0,
+        lt=2**63,
+        description="draw them at random, the same each time; 0 where weights is left out",
+    )
+    path: Path | None = Field(default=None, description="a safetensors file as docs/weights.md describes it")
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:
         if (self.seed is None) == (self.path is None):
-            raise ValueError("exactly one of seed and path is expected")
+            got = "neither" if self.seed is None else "both"
+            raise ValueError(f"expected exactly one of seed and path, got {got}")
         return self
 
 
@@ -98,19 +107,23 @@ _Datatype = Literal["BF16", "FP16", "FP32"]
 class ModelSettings(_Frozen):
     """One MoE layer served under a name."""
 
-    name: str = Field(pattern=_NAME)
-    hidden_size: int = Field(ge=SCALE_BLOCK, multiple_of=SCALE_BLOCK)
-    intermediate_size: int = Field(ge=SCALE_BLOCK, multiple_of=SCALE_BLOCK)
-    num_experts: int = Field(ge=1, le=MAX_EXPERTS)
-    top_k: int = Field(ge=1)
+    name: str = Field(pattern=_NAME, description="what requests call the layer")
+    hidden_size: int = Field(
+        ge=SCALE_BLOCK, multiple_of=SCALE_BLOCK, description="numbers of a token's hidden state"
+    )
+    intermediate_size: int = Field(
+        ge=SCALE_BLOCK, multiple_of=SCALE_BLOCK, description="of each expert, between up and down"
+    )
+    num_experts: int = Field(ge=1, le=MAX_EXPERTS, description="experts that a token is routed among")
+    top_k: int = Field(ge=1, description="experts of each token")
     num_shared_experts: int = Field(
         default=0, ge=0, description="of intermediate_size each, that every token goes to"
     )
     local_experts: Span | None = Field(
         default=None, description="of num_experts, those held here, as in 0-63; null: all"
     )
-    routing: RoutingSettings = RoutingSettings()
-    weights: WeightsSettings = WeightsSettings(seed=0)
+    routing: RoutingSettings = Field(default=RoutingSettings(), description="the router's rule")
+    weights: WeightsSettings = Field(default=WeightsSettings(seed=0), description="seed or path")
     datatype: _Datatype = Field(
         default="BF16",
         description="named in the metadata, and assumed for requests without a JSON header",
@@ -152,36 +165,38 @@ class ModelSettings(_Frozen):
 class CheckpointSettings(_Frozen):
     """MoE layers of a Hugging Face checkpoint directory, each served as {name}.layers.{layer}."""
 
-    path: Path
-    layers: Spans = Field(description="as in 3, 3-5 or 3-5,9")
+    path: Path = Field(description="the directory with config.json and safetensors files")
+    layers: Layers = Field(description="MoE layers to serve, as in 3, 3-5 or 3-5,9, or all")
     experts: Span | None = Field(
         default=None,
         description="routed experts held here, as in 0-63; null: all. The shared ones go with expert 0",
     )
-    name: str | None = Field(default=None, pattern=_NAME, description="null: the directory's")
-    datatype: _Datatype = "BF16"
-    masked_max_tokens: int = Field(default=0, ge=0)
-    partition: str | None = None
+    name: str | None = Field(
+        default=None,
+        pattern=_NAME,
+        description="what layers are called before .layers.N; null: as the directory",
+    )
+    datatype: _Datatype = Field(default="BF16", description="as in models")
+    masked_max_tokens: int = Field(default=0, ge=0, description="as in models")
+    partition: str | None = Field(default=None, description="as in models")
 
 
-class Settings(BaseSettings):
+class Settings(_Frozen):
     """Everything a server is started with. Built directly, it reads neither files nor the environment."""
 
-    model_config = SettingsConfigDict(
-        frozen=True,
-        extra="forbid",
-        env_prefix=ENV_PREFIX,
-        env_nested_delimiter=ENV_DELIMITER,
-        env_ignore_empty=True,
+    host: str = Field(
+        default="127.0.0.1",
+        min_length=1,
+        description="address to listen on; there is no authentication, so by default this machine's alone",
     )
-
-    host: str = Field(default="127.0.0.1", min_length=1)
-    port: int = Field(default=8000, ge=0, le=65535, description="0: any free port")
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    access_log: bool = False
-    backend: str = Field(default="auto", description=f"auto, {' or '.join(BACKENDS)}")
-    partitions: dict[str, int] = Field(default_factory=dict, description="name of an SM partition -> SMs")
-    limits: Limits = Limits()
+    port: int = Field(default=8000, ge=0, le=65535, description="port to listen on; 0: any free one")
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)] = Field(
+        default="info", description="the least that is logged, in capitals or not"
+    )
+    access_log: bool = Field(default=False, description="a log line for each request")
+    backend: str = Field(default="auto", description=f"{' or '.join(BACKENDS)}; auto: the first that can run")
+    partitions: dict[str, int] = Field(default={}, description="SM partitions: name -> SMs")
+    limits: Limits = Field(default=Limits(), description="how much is taken at a time")
     keep_alive_seconds: int = Field(default=75, ge=1, description="how long an idle connection stays open")
     shutdown_delay_seconds: float = Field(
         default=0.0,
@@ -195,9 +210,9 @@ class Settings(BaseSettings):
         allow_inf_nan=False,
         description="after that delay, how long accepted requests have to be answered",
     )
-    models: tuple[ModelSettings, ...] = ()
+    models: tuple[ModelSettings, ...] = Field(default=(), description="layers that are served")
     checkpoints: tuple[CheckpointSettings, ...] = Field(
-        default=(), description="whose layers are served beside the models"
+        default=(), description="checkpoint directories, whose layers are served beside the models"
     )
 
     @field_validator("backend")
@@ -210,7 +225,7 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _something_is_served(self) -> Self:
         if not self.models and not self.checkpoints:
-            raise ValueError("models or checkpoints: at least one layer to serve is expected, got none")
+            raise ValueError("models or checkpoints: expected at least one layer to serve, got none")
         return self
 
     @model_validator(mode="after")
@@ -218,33 +233,23 @@ class Settings(BaseSettings):
         names = [model.name for model in self.models]
         for name in names:
             if names.count(name) > 1:
-                raise ValueError(
-                    f"model names are expected to differ, got {name!r} {names.count(name)} times"
-                )
+                raise ValueError(f"models: expected different names, got {name!r} {names.count(name)} times")
         for partition, sms in self.partitions.items():
             if sms < 1:
-                raise ValueError(f"partitions.{partition} is expected to have at least 1 SM, got {sms}")
-        for model in self.models:
-            if model.partition is not None and model.partition not in self.partitions:
+                raise ValueError(f"partitions.{partition}: expected at least 1 SM, got {sms}")
+        self._check_partitions("models", self.models)
+        self._check_partitions("checkpoints", self.checkpoints)
+        return self
+
+    def _check_partitions(self, key: str, served: Sequence[ModelSettings | CheckpointSettings]) -> None:
+        for number, entry in enumerate(served):
+            if entry.partition is not None and entry.partition not in self.partitions:
                 known = ", ".join(self.partitions) or "none"
                 raise ValueError(
-                    f"partition of model {model.name!r} is expected to be one of partitions ({known}), "
-                    f"got {model.partition!r}"
+                    f"{key}.{number}.partition: expected one of partitions ({known}), got {entry.partition!r}"
                 )
-        return self
 
     def with_models(self, models: Sequence[ModelSettings]) -> Self:
         """These settings with the layers of `checkpoints` in their place, checked again."""
         values = {name: getattr(self, name) for name in type(self).model_fields}
         return self.model_validate(values | {"models": (*self.models, *models), "checkpoints": ()})
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return (init_settings,)

@@ -6,6 +6,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator
 
+ALL = "all"
+
 _SPAN = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
 
 
@@ -15,13 +17,13 @@ def numbers(spans: str) -> list[int]:
     for text in spans.split(","):
         span = _SPAN.fullmatch(text)
         if span is None:
-            raise ValueError(f"numbers and ranges like 3, 3-5 or 3-5,9 are expected, got {spans!a:.80}")
+            raise ValueError(f"expected numbers and ranges like 3, 3-5 or 3-5,9, got {spans!a:.80}")
         first, last = int(span[1]), int(span[2] or span[1])
         if last < first:
-            raise ValueError(f"ranges from a lower to a higher number are expected, got {text}")
+            raise ValueError(f"expected ranges from a lower to a higher number, got {text}")
         named.extend(range(first, last + 1))
     if len(set(named)) < len(named):
-        raise ValueError(f"each number is expected once, got {spans:.80}")
+        raise ValueError(f"expected each number once, got {spans:.80}")
     return named
 
 
@@ -48,9 +50,13 @@ def _checked(spans: str) -> str:
 
 def _checked_one(span: str) -> str:
     if "," in span:
-        raise ValueError(f"one range like 0-63 is expected, got {span:.80}")
+        raise ValueError(f"expected one range like 0-63, got {span:.80}")
     return _checked(span)
 
 
+def _checked_layers(layers: str) -> str:
+    return layers if layers == ALL else _checked(layers)
+
+
 Span = Annotated[str, BeforeValidator(_to_text), AfterValidator(_checked_one)]
-Spans = Annotated[str, BeforeValidator(_to_text), AfterValidator(_checked)]
+Layers = Annotated[str, BeforeValidator(_to_text), AfterValidator(_checked_layers)]

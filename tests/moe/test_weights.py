@@ -1,15 +1,21 @@
 """Weights by seed and in files."""
 
+import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 from expertd.kernels import dequantize_blocks
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import ExpertWeights, load_weights, random_weights, save_weights
+from expertd.service.moe.weights_file import OPTIONAL, tensor_specs
+from expertd.service.settings.model import Settings
 
 SHAPE = LayerShape(hidden_size=256, intermediate_size=128, num_experts=3, top_k=2)
 
@@ -71,16 +77,16 @@ def test_a_file_with_other_tensors_is_refused(tmp_path: Path) -> None:
     save_weights(path, random_weights(SHAPE, 1, "cpu"))
     tensors = load_file(path)
     save_file({**tensors, "bias": torch.zeros(1)}, path)
-    with pytest.raises(ValueError, match=r"expected tensors \['down', .*, got \['bias', 'down'"):
+    with pytest.raises(ValueError, match=r"expected tensors down, .*, got 1 unknown: bias$"):
         load_weights(path, SHAPE, "cpu")
     save_file({**tensors, "down_scale": tensors["down_scale"].half()}, path)
-    with pytest.raises(ValueError, match=r"down_scale dtype: expected torch.float32, got torch.float16"):
+    with pytest.raises(ValueError, match=r"down_scale dtype: expected F32, got F16"):
         load_weights(path, SHAPE, "cpu")
 
 
 def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "layer.safetensors"
-    with pytest.raises(ValueError, match="expected a safetensors file, got"):
+    with pytest.raises(ValueError, match=r"layer\.safetensors: cannot be read: No such file"):
         load_weights(path, SHAPE, "cpu")
     path.write_bytes(b"not tensors")
     with pytest.raises(ValueError, match="expected a safetensors file, got"):
@@ -96,3 +102,38 @@ def test_tensors_lie_where_the_kernels_can_read_them(tmp_path: Path, padding: in
     weights = load_weights(path, SHAPE, "cpu")
     for tensor in (weights.router, *weights.gate_up, *weights.down):
         assert tensor.data_ptr() % 16 == 0
+
+
+def test_an_error_about_a_foreign_file_stays_short(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    foreign = {f"model.layers.{n}.mlp.{'x' * 200}": torch.zeros(1) for n in range(500)}
+    save_file({**foreign, "router": torch.zeros(1)}, path)
+    with pytest.raises(ValueError, match=r"got no down, down_scale, gate_up and 1 more, and 500 unknown: "):
+        load_weights(path, SHAPE, "cpu")
+    with pytest.raises(ValueError, match=r" and 497 more$") as refused:
+        load_weights(path, SHAPE, "cpu")
+    assert len(str(refused.value)) < 500 + len(str(path))
+
+
+@pytest.mark.slow
+def test_the_example_of_the_documentation_writes_a_file_that_is_served(tmp_path: Path) -> None:
+    document = (Path(__file__).parents[2] / "docs" / "weights.md").read_text()
+    (example,) = re.findall(r"^```python\n(.*?)^```$", document, re.M | re.S)
+    subprocess.run([sys.executable, "-c", example], check=True, cwd=tmp_path)
+    (settings,) = re.findall(r"^```yaml\n(.*?)^```$", document, re.M | re.S)
+    (model,) = Settings.model_validate(yaml.safe_load(settings)).models
+    assert model.weights.path is not None
+    weights = load_weights(tmp_path / model.weights.path, model.shape, "cpu")
+    assert weights.router_bias is not None
+
+
+def test_the_documented_tensors_are_the_ones_that_are_read() -> None:
+    document = (Path(__file__).parents[2] / "docs" / "weights.md").read_text()
+    table = re.findall(r"^\| `(\w+)`( \(optional\))? \| `(\[.*?\])` \| (.*?) \|", document, re.M)
+    shape = LayerShape(1024, 384, 5, 2)
+    sizes = {"E": 5, "G": 5, "H": 1024, "I": 384}
+    documented = {
+        name: (tuple(eval(size, sizes)), tuple(dtypes.split(" or "))) for name, _, size, dtypes in table
+    }
+    assert documented == {name: tuple(spec) for name, spec in tensor_specs(shape).items()}
+    assert {name for name, optional, _, _ in table if optional} == OPTIONAL

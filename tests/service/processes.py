@@ -101,3 +101,16 @@ def serving(arguments: Sequence[str | Path], directory: Path) -> Iterator[Server
     finally:
         process.kill()
         process.wait()
+
+
+def expertd(*arguments: str | Path, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """`expertd` with these arguments and variables, run to its end."""
+    command = [EXPERTD, *arguments]
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=clean_environment(**environment),
+        check=False,
+    )

@@ -106,7 +106,7 @@ def test_a_dumped_source_compiles_alone(
 def test_an_unknown_variant(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["kernels", "--dump", "nothing"]) == 2
     error = capsys.readouterr().err
-    assert f"--dump is expected to be one of {', '.join(NAMES)}, got 'nothing'" in error
+    assert f"dump: expected one of {', '.join(NAMES)}, got 'nothing'" in error
 
 
 @pytest.mark.usefixtures("use_full_cache")
@@ -116,7 +116,7 @@ def test_a_missing_disassembler_is_told_of(
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr("cuda.pathfinder.find_nvidia_binary_utility", lambda name: None)
     assert main(["kernels", "--dump", NAMES[0], "--format", "sass"]) == 2
-    assert "nvdisasm is expected on PATH or installed" in capsys.readouterr().err
+    assert "nvdisasm: expected on PATH or installed" in capsys.readouterr().err
 
 
 def test_an_output_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from expertd import __version__
 from tests.service.apps import HIDDEN, hidden_request, rows, tiny_settings
-from tests.service.processes import EXPERTD, ServerProcess, clean_environment, server_process, until
+from tests.service.processes import EXPERTD, ServerProcess, clean_environment, expertd, server_process, until
 
 pytestmark = pytest.mark.slow  # a server process each
 
@@ -286,18 +286,6 @@ def test_sigterm_while_still_importing_exits_with_0() -> None:
     assert (process.returncode, log) == (0, ""), "before a line was logged"
 
 
-def expertd(*arguments: str | Path, **environment: str) -> "subprocess.CompletedProcess[str]":
-    command = [EXPERTD, *arguments]
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=clean_environment(**environment),
-        check=False,
-    )
-
-
 def test_version() -> None:
     result = expertd("--version")
     assert (result.returncode, result.stdout) == (0, f"expertd {__version__}\n")
@@ -313,7 +301,11 @@ def test_version() -> None:
             {"EXPERTD_LIMITS__MAX_BATCH_TOKENS": "0"},
             "limits.max_batch_tokens: expected a number greater",
         ),
-        ((), {"EXPERTD_COLOUR": "red"}, "EXPERTD_COLOUR: unknown setting"),
+        (
+            (),
+            {"EXPERTD_COLOUR": "red"},
+            "environment variable EXPERTD_COLOUR: colour: expected one of host, ",
+        ),
     ],
 )
 def test_wrong_settings_stop_with_one_sentence(
@@ -330,7 +322,7 @@ def test_no_config_and_a_taken_port_stop_with_one_sentence() -> None:
     result = expertd("serve")
     assert result.returncode == 2
     assert result.stderr == (
-        "expertd: a configuration file is expected in --config or EXPERTD_CONFIG, "
+        "expertd: config: expected a file in --config or EXPERTD_CONFIG, "
         "or a checkpoint in --model, got neither\n"
     )
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -339,15 +331,15 @@ def test_no_config_and_a_taken_port_stop_with_one_sentence() -> None:
     assert result.returncode == 2
     assert (
         result.stderr
-        == f"expertd: a free address is expected, got 127.0.0.1:{port}: Address already in use\n"
+        == f"expertd: port: expected a free address, got 127.0.0.1:{port}: Address already in use\n"
     )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--layers", "3"), "--model is expected with --layers, got none"),
-        (("--model", "/none"), "flag --layers: checkpoints.0.layers: expected a value, got none"),
+        (("--layers", "3"), "model: expected --model with --layers, got none"),
+        (("--model", "/none"), "layers: expected --layers with --model, as in 3, 3-5,9 or all, got none"),
         (
             ("--model", "/none", "--layers", "3"),
             "/none/config.json: cannot be read: No such file or directory",

@@ -8,7 +8,7 @@ import yaml
 
 from expertd.kernels import backend_names
 from expertd.service.checkpoints import CheckpointError, resolve_checkpoints
-from expertd.service.settings.loader import SettingsError, default_config, load_settings
+from expertd.service.settings.loader import Flag, SettingsError, default_config, load_settings
 from expertd.service.settings.model import ENV_PREFIX, Settings
 from expertd.service.settings.spans import numbers, spans
 
@@ -45,7 +45,7 @@ def test_environment_lies_over_the_file_and_flags_over_both(
     assert settings.port == 2000
     assert settings.limits.max_queue_tokens == 7000
     assert settings.limits.max_batch_tokens == 5000, "nested values of the file stay"
-    assert load_settings(config, {"port": 3000, "host": None}).port == 3000
+    assert load_settings(config, [Flag("--port", "port", "3000")]).port == 3000
 
 
 def test_settings_built_directly_do_not_read_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +56,7 @@ def test_settings_built_directly_do_not_read_the_environment(monkeypatch: pytest
 
 @pytest.mark.parametrize("name", ["auto", *backend_names()])
 def test_every_backend_can_be_set(config: Path, name: str) -> None:
-    assert load_settings(config, {"backend": name}).backend == name
+    assert load_settings(config, [Flag("--backend", "backend", name)]).backend == name
 
 
 def test_settings_are_frozen(config: Path) -> None:
@@ -67,12 +67,18 @@ def test_settings_are_frozen(config: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (f"models: [{MODEL}]\ncolour: red", r"colour: unknown setting; known: host, port, .*models"),
+        (
+            f"models: [{MODEL}]\ncolour: red",
+            r"bad\.yaml:2: colour: expected one of host, port, .*models.*, got an unknown setting",
+        ),
         (
             f"models: [{MODEL}]\nlimits: {{batch: 1}}",
-            r"limits\.batch: unknown setting; known: max_batch",
+            r"limits\.batch: expected one of max_batch.*, got an unknown setting",
         ),
-        (f"models: [{MODEL[:-1]}, k: 3}}]", r"models\.0\.k: unknown setting; known: name, hidden_size"),
+        (
+            f"models: [{MODEL[:-1]}, k: 3}}]",
+            r"models\.0\.k: expected one of name, hidden_size.*, got an unknown setting",
+        ),
         (
             f"models: [{MODEL}]\nport: 70000",
             r"port: .* less than or equal to 65535, got 70000",
@@ -82,7 +88,7 @@ def test_settings_are_frozen(config: Path) -> None:
         (f"models: [{MODEL.replace('256', '200')}]", r"models\.0\.hidden_size: .*multiple of 128, got 200"),
         (
             f"models: [{MODEL.replace('top_k: 2', 'top_k: 9')}]",
-            r"models\.0: top_k: expected 1 to num_experts .4., got 9",
+            r"models\.0\.top_k: expected 1 to num_experts .4., got 9",
         ),
         (
             f"models: [{MODEL[:-1]}, routing: {{scoring_func: tanh}}}}]",
@@ -104,24 +110,30 @@ def test_settings_are_frozen(config: Path) -> None:
             f"models: [{MODEL[:-1]}, routing: {{routed_scaling_factor: .inf}}}}]",
             r"routing\.routed_scaling_factor: .*equal to 1000000, got inf",
         ),
-        (f"models: [{MODEL}, {MODEL}]", r"model names are expected to differ, got 'm' 2 times"),
+        (f"models: [{MODEL}, {MODEL}]", r"models: expected different names, got 'm' 2 times"),
         (
             f"models: [{MODEL[:-1]}, partition: p}}]",
-            r"partition of model 'm' .*partitions \(none\), got 'p'",
+            r"models\.0\.partition: expected one of partitions \(none\), got 'p'",
         ),
-        (f"models: [{MODEL[:-1]}, weights: {{}}}}]", r"models\.0\.weights: exactly one of seed and path"),
+        (
+            f"models: [{MODEL[:-1]}, weights: {{}}}}]",
+            r"models\.0\.weights: expected exactly one of seed and path, got neither",
+        ),
         (
             f"models: [{MODEL[:-1]}, weights: {{seed: 1, layer: 3}}}}]",
-            r"weights\.layer: unknown setting",
+            r"weights\.layer: expected one of seed, path, got an unknown setting",
         ),
         (
             f"models: [{MODEL[:-1]}, local_experts: 2-4}}]",
             r"local_experts: expected a range of 0 to 3, got 2-4",
         ),
-        (f"models: [{MODEL[:-1]}, local_experts: 3-2}}]", r"local_experts: ranges from a lower .*, got 3-2"),
+        (
+            f"models: [{MODEL[:-1]}, local_experts: 3-2}}]",
+            r"local_experts: expected ranges from a lower .*, got 3-2",
+        ),
         (
             f"models: [{MODEL[:-1]}, local_experts: '0-1,3'}}]",
-            r"one range like 0-63 is expected, got 0-1,3",
+            r"local_experts: expected one range like 0-63, got 0-1,3",
         ),
         (
             f"models: [{MODEL[:-1]}, local_experts: 1, masked_max_tokens: 2}}]",
@@ -133,28 +145,34 @@ def test_settings_are_frozen(config: Path) -> None:
         ),
         (
             "checkpoints: [{path: /none, layers: 3-x}]",
-            r"\.layers: numbers and ranges .*, got '3-x'",
+            r"\.layers: expected numbers and ranges .*, got '3-x'",
         ),
-        ("checkpoints: [{path: /none, layers: '1,3,1'}]", r"layers: each number is expected once, got 1,3,1"),
-        ("checkpoints: [{path: /none, layers: '\uff11'}]", r"layers: numbers and ranges .*, got '.uff11'"),
-        ("checkpoints: [{path: /none, layer: 3}]", r"checkpoints\.0\.layer: unknown .*known: path, layers,"),
+        ("checkpoints: [{path: /none, layers: '1,3,1'}]", r"layers: expected each number once, got 1,3,1"),
+        (
+            "checkpoints: [{path: /none, layers: '\uff11'}]",
+            r"layers: expected numbers and ranges .*, got '.uff11'",
+        ),
+        (
+            "checkpoints: [{path: /none, layer: 3}]",
+            r"checkpoints\.0\.layer: expected one of path, layers,.* unknown",
+        ),
         (
             f"models: [{MODEL[:-1]}, weights: {{seed: 9223372036854775808}}}}]",
             r"models\.0\.weights\.seed: .*less than 9223372036854775808, got 9223372036854775808",
         ),
         (
             f"models: [{MODEL}]\nlimits: {{max_batch_tokens: 5}}",
-            r"limits: max_request.* is 5, got 4096",
+            r"limits\.max_request_tokens: expected at most max_batch_tokens \(5\), got 4096",
         ),
         *(
             (f"models: [{MODEL}]\n{name}: .inf", rf"{name}: expected a finite number, got inf")
             for name in ("shutdown_delay_seconds", "drain_timeout_seconds")
         ),
-        (f"models: [{MODEL}]\npartitions: {{p: 0}}", r"partitions\.p is expected .*at least 1 SM, got 0"),
-        ("models: []", r"models or checkpoints: at least one layer to serve is expected, got none"),
-        ("port: 1", r"models or checkpoints: at least one layer to serve is expected, got none"),
+        (f"models: [{MODEL}]\npartitions: {{p: 0}}", r"partitions\.p: expected at least 1 SM, got 0"),
+        ("models: []", r"models or checkpoints: expected at least one layer to serve, got none"),
+        ("port: 1", r"models or checkpoints: expected at least one layer to serve, got none"),
         ("- a\n- b", r"expected a mapping of setting names to values, got \['a', 'b'\]"),
-        ("", r"models or checkpoints: at least one layer to serve is expected, got none"),
+        ("", r"models or checkpoints: expected at least one layer to serve, got none"),
         ("models: [", r"expected YAML"),
     ],
 )
@@ -169,28 +187,33 @@ def test_what_cannot_be_used_is_said_in_one_sentence(tmp_path: Path, text: str, 
 
 def test_a_wrong_flag_is_said_to_be_one(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EXPERTD_PORT", "9000")
-    with pytest.raises(SettingsError, match=r"^flag --port over .*: port: .*65535, got '99999'"):
-        load_settings(config, {"port": "99999", "log_level": None})
-    with pytest.raises(SettingsError, match=r"^flag --log-level over .*: log_level: .*got 'loud'"):
-        load_settings(config, {"port": None, "log_level": "loud"})
+    with pytest.raises(SettingsError, match=r"^flag --port: port: .*65535, got '99999'"):
+        load_settings(config, [Flag("--port", "port", "99999")])
+    with pytest.raises(SettingsError, match=r"^flag --log-level: log_level: .*got 'loud'"):
+        load_settings(config, [Flag("--log-level", "log_level", "loud")])
+
+
+def checkpoint_flags(*layers: str) -> list[Flag]:
+    model = [Flag("--model", "models", []), Flag("--model", "checkpoints", [{"path": Path("/none")}])]
+    return model + [Flag("--layers", "checkpoints.0.layers", text) for text in layers]
 
 
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        ({}, r"^flag --layers over .*: checkpoints\.0\.layers: expected a value, got none"),
-        ({"layers": "5-3"}, r"^flag --layers over .*: ranges from a lower .*, got 5-3"),
+        ([], r"^flag --model: checkpoints\.0\.layers: expected a value, got none"),
+        (["5-3"], r"^flag --layers: checkpoints\.0\.layers: expected ranges from a lower .*, got 5-3"),
     ],
 )
 def test_a_wrong_flag_for_a_checkpoint_is_said_to_be_one(
-    config: Path, layers: dict[str, str], message: str
+    config: Path, layers: list[str], message: str
 ) -> None:
     with pytest.raises(SettingsError, match=message):
-        load_settings(config, {"models": [], "checkpoints": [{"path": Path("/none"), **layers}]})
+        load_settings(config, checkpoint_flags(*layers))
 
 
 def test_the_environment_alone_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SettingsError, match=r"^a configuration file is expected"):
+    with pytest.raises(SettingsError, match=r"^config: expected a file in --config or EXPERTD_CONFIG, or"):
         load_settings(None)
     monkeypatch.setenv("EXPERTD_MODELS", json.dumps([yaml.safe_load(MODEL)]))
     assert [model.name for model in load_settings(None).models] == ["m"]
@@ -213,15 +236,23 @@ def test_a_missing_file_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("EXPERTD_PROT", "1", r"environment: EXPERTD_PROT: unknown setting; known: host"),
-        ("EXPERTD_LIMITS__QUEUE", "1", r"limits\.queue: unknown setting"),
-        ("EXPERTD_PORT", "x", r"environment variable EXPERTD_PORT over .*: port: .*got 'x'"),
+        (
+            "EXPERTD_PROT",
+            "1",
+            r"^environment variable EXPERTD_PROT: prot: expected one of host, .*, got an unknown setting",
+        ),
+        (
+            "EXPERTD_LIMITS__QUEUE",
+            "1",
+            r"^environment variable EXPERTD_LIMITS__QUEUE: limits\.queue: expected one of max_",
+        ),
+        ("EXPERTD_PORT", "x", r"^environment variable EXPERTD_PORT: port: .*got 'x'"),
         (
             "EXPERTD_LIMITS__MAX_BATCH_TOKENS",
             "1",
-            r"environment variable EXPERTD_LIMITS__MAX_BATCH_TOKENS over .*: limits: max_request_tokens",
+            r"^environment variable EXPERTD_LIMITS__MAX_BATCH_TOKENS: limits\.max_request_tokens: .* 4096",
         ),
-        ("EXPERTD_MODELS", "[{", r"environment: .*models"),
+        ("EXPERTD_MODELS", "[{", r"^environment variable EXPERTD_MODELS: models: expected YAML, got "),
     ],
 )
 def test_a_wrong_variable_is_named(

@@ -21,7 +21,8 @@ def read(
     config.expect("scoring_func", "sigmoid")
     config.expect("topk_method", "noaux_tc")
     begin = config.integer("first_k_dense_replace", default=first_k_dense_replace)
-    end = config.integer("num_hidden_layers") + config.integer("num_nextn_predict_layers", default=0)
+    num_layers = config.integer("num_hidden_layers")
+    end = num_layers + config.integer("num_nextn_predict_layers", default=0)
     every = config.integer("moe_layer_freq", default=1, least=1)
     shared = 0 if config.is_null("n_shared_experts") else config.integer("n_shared_experts", default=1)
     return MoEModel(
@@ -38,5 +39,6 @@ def read(
             "num_expert_groups": config.integer("n_group", default=n_group, least=1),
             "topk_group": config.integer("topk_group", default=topk_group, least=1),
         },
+        next_token_layers=range(num_layers, end),
         names=Names("mlp", router_bias="gate.e_score_correction_bias", shared="shared_experts"),
     )

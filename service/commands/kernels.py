@@ -11,15 +11,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tqdm import tqdm
-
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
     from expertd.kernels.jit import Binary
 
 FORMATS = ("source", "ptx", "sass", "cubin")
-_NUM_GROUPS = 256  # what shared memory is told for; the scheduler's table grows with the groups
+_NUM_GROUPS = 256  # that shared memory is given for; the scheduler's table grows with the groups
 
 
 class KernelsCommandError(Exception):
@@ -57,7 +55,7 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
         description="List the GPU kernels' variants. Compiles nothing unless asked to, and needs no GPU.",
     )
     parser.add_argument(
-        "--build", action="store_true", help="compile what the cache lacks, and tell the time"
+        "--build", action="store_true", help="compile what the cache lacks, and print how long it took"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--dump", metavar="NAME", help="print one variant instead of the list")
@@ -101,7 +99,7 @@ def _list(build: bool, as_json: bool) -> None:
         print(json.dumps(about, indent=2))
         return
     _print_table(rows)
-    print(f"cache: {cache_directory()}; shared memory is told for {_NUM_GROUPS} groups")
+    print(f"cache: {cache_directory()}; shared memory is for {_NUM_GROUPS} groups")
     if report is not None:
         print(
             f"built all in {report.seconds:.3f} s ({report.compiled} compiled), "
@@ -112,15 +110,15 @@ def _list(build: bool, as_json: bool) -> None:
 def _build_all() -> BuildReport:
     from expertd.kernels.backends.hopper.variants import VARIANTS
     from expertd.kernels.jit import build_all
+    from expertd.service.terminal import progress_bar
 
     sources = [variant.source for variant in VARIANTS]
     start = time.perf_counter()
     compiled = 0
-    with tqdm(total=len(sources), desc="kernels", unit="kernel", disable=None) as bar:
+    with progress_bar("kernels", len(sources), "kernel") as advance:
         for built, binary in build_all(sources):
             compiled += not binary.cached
-            bar.set_postfix_str(built.name, refresh=False)
-            bar.update()
+            advance(1, built.name)
     middle = time.perf_counter()
     from_cache = sum(binary.cached for _, binary in build_all(sources))
     return BuildReport(compiled, middle - start, from_cache, time.perf_counter() - middle)
@@ -156,7 +154,7 @@ def _dump(name: str, form: str) -> bytes:
     variants = {variant.source.name: variant.source for variant in VARIANTS}
     variant = variants.get(name)
     if variant is None:
-        raise KernelsCommandError(f"--dump is expected to be one of {', '.join(variants)}, got {name!r}")
+        raise KernelsCommandError(f"dump: expected one of {', '.join(variants)}, got {name!r}")
     if form == "source":
         return variant.text().encode()
     if form == "ptx":
@@ -185,7 +183,7 @@ def _disassembler() -> str:
         found = find_nvidia_binary_utility("nvdisasm")
     if found is None:
         raise KernelsCommandError(
-            "nvdisasm is expected on PATH or installed (pip install 'expertd[cuda]'), got neither"
+            "nvdisasm: expected on PATH or installed (pip install 'expertd[cuda]'), got neither"
         )
     return str(found)
 
@@ -195,6 +193,6 @@ def _write(content: bytes, output: Path | None) -> None:
         output.write_bytes(content)
         return
     if sys.stdout.isatty() and b"\0" in content:
-        raise KernelsCommandError("a cubin is expected to go to a file (-o FILE), got a terminal")
+        raise KernelsCommandError("output: expected a file for a cubin (-o FILE), got a terminal")
     sys.stdout.buffer.write(content)
     sys.stdout.buffer.flush()

@@ -1,0 +1,35 @@
+"""What a checkpoint has to serve: its MoE layers, with their sizes and the form of their weights."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from expertd.service.checkpoints.files import TensorFiles
+from expertd.service.checkpoints.layer import FP8, find_layer, present_layers
+from expertd.service.checkpoints.model import MoEModel
+from expertd.service.checkpoints.read import read_model
+
+_FORMATS = {FP8: "FP8, a scale per 128x128", "BF16": "bf16", "F16": "fp16", "F32": "fp32"}
+
+
+@dataclass(frozen=True)
+class ListedLayer:
+    """A layer; num_bytes are those of its experts' weights, shared ones included, as they are stored."""
+
+    layer: int
+    format: str
+    num_bytes: int
+
+
+def list_layers(directory: Path) -> tuple[MoEModel, list[ListedLayer]]:
+    """The checkpoint's sizes and MoE layers. Reads headers.
+
+    Raises CheckpointError for what cannot be served.
+    """
+    model = read_model(directory)
+    layers = []
+    with TensorFiles(directory) as files:
+        for layer in present_layers(files, model):
+            source = find_layer(files, model, layer, range(model.num_experts), model.num_shared_experts)
+            form = " and ".join(_FORMATS[dtype] for dtype in source.formats)
+            layers.append(ListedLayer(layer, form, source.num_bytes))
+    return model, layers

@@ -1,0 +1,157 @@
+"""`expertd check`: the settings in force, where each comes from, and whether a server would start."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from expertd.service.commands.arguments import add_serve_arguments, read_arguments
+from expertd.service.commands.serve import check_weights, exposure
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+    from expertd.service.settings.model import Settings
+    from expertd.service.settings.values import Values
+
+
+@dataclass(frozen=True)
+class Row:
+    """A setting: its key with dots, its value as JSON has it, and where it was written, or "default"."""
+
+    key: str
+    value: Any
+    origin: str
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one check found; `detail` is the error, or a remark, or empty."""
+
+    name: str
+    ok: bool
+    detail: str = ""
+
+
+def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the sub-command to `subparsers`."""
+    parser = subparsers.add_parser(
+        "check",
+        help="print the settings in force and whether serve would start with them",
+        description="Print the settings in force, where each comes from, and whether `expertd serve` would "
+        "start with the same arguments. Loads no weights, and changes nothing on a GPU.",
+    )
+    add_serve_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print what was found: 0 if the server would start, else 2."""
+    from expertd.service.settings.loader import SettingsError
+
+    rows: list[Row] = []
+    try:
+        settings, values = read_arguments(arguments)
+    except SettingsError as error:
+        results = [Result("settings", False, str(error))]
+    else:
+        rows = list(_rows(settings.model_dump(mode="json"), values, ()))
+        results = [Result("settings", True), *_checks(settings)]
+    would_start = all(result.ok for result in results)
+    if arguments.json:
+        about = {"would_start": would_start, "settings": rows, "checks": results}
+        print(json.dumps(about, indent=2, default=asdict))
+    else:
+        _print_tables(rows, results, would_start)
+    return 0 if would_start else 2
+
+
+def _rows(value: Any, values: "Values", key: tuple[str, ...]) -> Iterator[Row]:
+    if value and isinstance(value, dict):
+        for name, item in value.items():
+            yield from _rows(item, values, (*key, name))
+    elif value and isinstance(value, list):
+        for number, item in enumerate(value):
+            yield from _rows(item, values, (*key, str(number)))
+    else:
+        origins = list(dict.fromkeys(values.origins(key)))
+        yield Row(".".join(key), value, ", ".join(origins) or "default")
+
+
+def _checks(settings: "Settings") -> Iterator[Result]:
+    from expertd.service.checkpoints import resolve_checkpoints
+
+    def checkpoints() -> str:
+        nonlocal settings
+        settings = resolve_checkpoints(settings)
+        return f"layers to serve: {', '.join(model.name for model in settings.models)}"
+
+    yield _result("checkpoints", checkpoints)
+    yield _result("weights", lambda: check_weights(settings))
+    yield _result("address", lambda: _address(settings))
+    yield _result("backend", lambda: _backend(settings))
+    yield _result("partitions", lambda: _partitions(settings))
+
+
+def _result(name: str, check: Callable[[], str | None]) -> Result:
+    try:
+        return Result(name, True, check() or "")
+    except (ValueError, RuntimeError, OSError) as error:
+        return Result(name, False, str(error))
+
+
+def _address(settings: "Settings") -> str:
+    from expertd.service.http.server import BindError, listen
+
+    try:
+        listen(settings.host, settings.port).close()
+    except BindError as error:
+        raise ValueError(str(error)) from error
+    return exposure(settings.host, settings.port) or f"{settings.host}:{settings.port} is free"
+
+
+def _backend(settings: "Settings") -> str:
+    from expertd.kernels import resolve_backend
+
+    backend = resolve_backend(settings.backend)
+    return f"{backend.name} on {backend.device}"
+
+
+def _partitions(settings: "Settings") -> str | None:
+    """Sizes against the SMs that there are; how the driver rounds them shows only when they are made."""
+    import torch
+
+    from expertd.kernels import resolve_backend
+
+    backend, asked = resolve_backend(settings.backend), sum(settings.partitions.values())
+    if not asked:
+        return "none"
+    if backend.device.type != "cuda":
+        raise ValueError(
+            f"partitions: expected a backend whose device has SMs to partition, got {backend.name!r}"
+        )
+    total = torch.cuda.get_device_properties(backend.device).multi_processor_count
+    if asked > total:
+        raise ValueError(f"partitions: expected at most the {total} SMs of the GPU, got {asked}")
+    return f"{asked} of {total} SMs"
+
+
+def _print_tables(rows: list[Row], results: list[Result], would_start: bool) -> None:
+    if rows:
+        _print_columns(
+            [("setting", "value", "origin"), *((row.key, json.dumps(row.value), row.origin) for row in rows)]
+        )
+        print()
+    found = ((result.name, "ok" if result.ok else "error", result.detail) for result in results)
+    _print_columns([("check", "result", ""), *found])
+    if not would_start:
+        print("expertd check: a server would not start", file=sys.stderr)
+
+
+def _print_columns(rows: list[tuple[str, str, str]]) -> None:
+    first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
+    for row in rows:
+        print(f"{row[0]:{first}}  {row[1]:{second}}  {row[2]}".rstrip())

@@ -1,0 +1,67 @@
+"""`expertd layers`: which MoE layers a checkpoint has, and what each of them takes."""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+    from expertd.service.checkpoints.listing import ListedLayer
+    from expertd.service.checkpoints.model import MoEModel
+
+_SIZES = ("hidden_size", "intermediate_size", "num_experts", "num_shared_experts", "top_k")
+
+
+def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the sub-command to `subparsers`."""
+    parser = subparsers.add_parser(
+        "layers",
+        help="list the MoE layers of a checkpoint",
+        description="List the MoE layers of a checkpoint directory. Reads headers, no weights.",
+    )
+    parser.add_argument("path", type=Path, help="the directory, as of serve --model")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the list: 0; 2 for a checkpoint that cannot be served."""
+    from expertd.service.checkpoints import CheckpointError
+    from expertd.service.checkpoints.listing import list_layers
+
+    path = arguments.path.expanduser()
+    try:
+        model, layers = list_layers(path)
+    except CheckpointError as error:
+        print(f"expertd layers: {error}", file=sys.stderr)
+        return 2
+    if arguments.json:
+        _print_json(path, model, layers)
+    else:
+        _print_table(path, model, layers)
+    return 0
+
+
+def _print_json(path: Path, model: "MoEModel", layers: list["ListedLayer"]) -> None:
+    sizes = {name: getattr(model, name) for name in _SIZES}
+    listed = [asdict(layer) for layer in layers]
+    about = {"path": str(path), "family": model.family, **sizes, "routing": model.routing, "layers": listed}
+    print(json.dumps(about, indent=2))
+
+
+def _print_table(path: Path, model: "MoEModel", layers: list["ListedLayer"]) -> None:
+    from expertd.service.settings.spans import spans
+
+    print(f"{path}: {model.family}, {len(layers)} MoE layers")
+    print(", ".join(f"{name} {getattr(model, name)}" for name in _SIZES))
+    rows = [("layers", "weights", "bytes a layer")]
+    for (form, num_bytes), alike in groupby(layers, key=lambda layer: (layer.format, layer.num_bytes)):
+        rows.append((spans(layer.layer for layer in alike), form, f"{num_bytes:,}"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print(f"{row[0]:{widths[0]}}  {row[1]:{widths[1]}}  {row[2]:>{widths[2]}}")

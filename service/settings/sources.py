@@ -1,0 +1,104 @@
+"""The places that settings are written in: a YAML file, the environment, and the command line."""
+
+import os
+import re
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from expertd.service.files import read_text
+from expertd.service.sentences import shown
+from expertd.service.settings.model import ENV_DELIMITER, ENV_PREFIX, Settings
+from expertd.service.settings.schema import is_optional, is_structured
+from expertd.service.settings.values import Assignment, Key, SettingsError, dotted
+from expertd.service.settings.yaml_text import YamlTextError, parse
+
+# Read elsewhere (the kernel cache) or before the settings themselves (the file's place).
+_OTHER_VARIABLES = {f"{ENV_PREFIX}CACHE_DIR", f"{ENV_PREFIX}CONFIG"}
+# Kubernetes describes a Service called "expertd" to every pod in variables of this form.
+_SERVICE_LINK = re.compile(rf"{ENV_PREFIX}(SERVICE_(HOST|PORT).*|PORT_\d+_(TCP|UDP).*)")
+
+
+class Flag(NamedTuple):
+    """A flag as it was written, the key that it stands for (with dots), and the value."""
+
+    name: str
+    key: str
+    value: Any
+
+
+def default_config() -> Path | None:
+    """The file named by EXPERTD_CONFIG, used when the command line names none."""
+    value = os.environ.get(f"{ENV_PREFIX}CONFIG")
+    return Path(value) if value else None
+
+
+def from_file(path: Path) -> list[Assignment]:
+    """The settings in a YAML file. Raises SettingsError."""
+    try:
+        parsed = parse(read_text(path))
+    except YamlTextError as error:
+        place = str(path) if error.line is None else f"{path}:{error.line}"
+        raise SettingsError(_sentence(place, error.key, error)) from error
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+    values = {} if parsed.value is None else parsed.value  # None: an empty file
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise SettingsError(f"{path}: expected a mapping of setting names to values, got {shown(values)}")
+
+    def origin(key: Key) -> str:
+        while key and key not in parsed.lines:  # merged in by <<
+            key = key[:-1]
+        return f"{path}:{parsed.lines[key]}" if key else str(path)
+
+    return [Assignment((name,), value, origin) for name, value in values.items()]
+
+
+def from_environment() -> list[Assignment]:
+    """The settings in EXPERTD_... variables, parts after what they are parts of. Raises SettingsError."""
+    assignments = []
+    for name, text in sorted(os.environ.items()):
+        if not name.startswith(ENV_PREFIX) or name in _OTHER_VARIABLES or _SERVICE_LINK.fullmatch(name):
+            continue
+        key = tuple(name.removeprefix(ENV_PREFIX).lower().split(ENV_DELIMITER))
+        if not text and key[0] in Settings.model_fields:
+            continue
+        if key == ("port",) and text.startswith(("tcp://", "udp://")):  # a service link, too
+            continue
+        assignments.append(_assignment(key, text, f"environment variable {name}"))
+    return sorted(assignments, key=lambda assignment: len(assignment.key))
+
+
+def from_flags(flags: Sequence[Flag]) -> list[Assignment]:
+    """The settings of the command line, in its order; texts that stand for lists or mappings are YAML."""
+    assignments = []
+    for name, path, value in flags:
+        key, origin = tuple(path.split(".")), f"flag {name}"
+        if isinstance(value, str):
+            assignments.append(_assignment(key, value, origin))
+        else:
+            assignments.append(Assignment(key, value, partial(_always, origin)))
+    return assignments
+
+
+def _always(origin: str, _: Key) -> str:
+    return origin
+
+
+def _assignment(key: Key, text: str, origin: str) -> Assignment:
+    return Assignment(key, _value(key, text, origin), partial(_always, origin))
+
+
+def _value(key: Key, text: str, origin: str) -> Any:
+    """What a text means for the setting at `key`: YAML for a mapping or a list, else the text itself."""
+    if not is_structured(key):
+        return None if text == "null" and is_optional(key) else text
+    try:
+        return parse(text.replace("\t", " ")).value  # JSON may have tabs, YAML not
+    except YamlTextError as error:
+        raise SettingsError(_sentence(origin, (*key, *error.key), error)) from error
+
+
+def _sentence(origin: str, key: Key, error: Exception) -> str:
+    return ": ".join(filter(None, (origin, dotted(key), str(error))))

@@ -1,0 +1,109 @@
+"""Nested values laid over each other, with where each of them came from."""
+
+import copy
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_PLAIN = re.compile(r"[\w-]{1,60}")
+Key = tuple[str, ...]
+"""The way to a value: ("limits", "max_batch_tokens"), or ("models", "0", "name") through a list."""
+
+
+def dotted(key: Key) -> str:
+    """The key as a sentence can hold it: in one line and short, whatever it is."""
+    return ".".join(part if _PLAIN.fullmatch(part) else f"{part!a:.60}" for part in _text(key))
+
+
+class SettingsError(Exception):
+    """Settings that cannot be used; the text is one sentence for the person who wrote them."""
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A value for `key`; `origin` gives the place that each part of it, by its whole key, was written in."""
+
+    key: Key
+    value: Any
+    origin: Callable[[Key], str]
+
+
+@dataclass
+class Values:
+    """What the sources put together so far: `tree` as the settings are built from it."""
+
+    tree: dict[str, Any] = field(default_factory=dict)
+    _origins: dict[Key, str] = field(default_factory=dict)
+
+    def put(self, assignment: Assignment) -> None:
+        """Lay a value over what there is: mappings are merged, anything else is replaced.
+
+        A number steps into a list that is there. Raises SettingsError for a number past its end.
+        """
+        key, value, origin = assignment.key, assignment.value, assignment.origin
+        container = self._container(key, origin)
+        below = container.get(key[-1]) if isinstance(container, dict) else container[int(key[-1])]
+        if isinstance(value, Mapping) and isinstance(below, dict):
+            for name, item in value.items():
+                self.put(Assignment((*key, name), item, origin))
+            return
+        self._forget(key)
+        if isinstance(container, dict):
+            container[key[-1]] = copy.deepcopy(value)
+        else:
+            container[int(key[-1])] = copy.deepcopy(value)
+        for part in _parts(key, value):
+            self._origins[part] = origin(part)
+
+    def origins(self, key: Key) -> list[str]:
+        """Where the value at `key` came from, else where its parts did; none for a default."""
+        key = _text(key)
+        if key in self._origins:
+            return [self._origins[key]]
+        return [origin for part, origin in self._origins.items() if part[: len(key)] == key]
+
+    def nearest(self, key: Key) -> list[str]:
+        """The same; for what is missing, where the value that lacks it came from."""
+        for end in range(len(key), 0, -1):
+            if found := self.origins(key[:end]):
+                return found
+        return []
+
+    def _container(self, key: Key, origin: Callable[[Key], str]) -> Any:
+        """The mapping or list that has, or is to have, the last part of `key`."""
+        container: Any = self.tree
+        for depth, part in enumerate(key):
+            if isinstance(container, list) and not (part.isdecimal() and int(part) < len(container)):
+                raise SettingsError(
+                    f"{origin(key)}: {dotted(key[:depth])}: expected the number of one of its "
+                    f"{len(container)} entries, from 0 on, got {part!a:.80}"
+                )
+            if depth == len(key) - 1:
+                break
+            below = container[int(part)] if isinstance(container, list) else container.get(part)
+            if not isinstance(below, (dict, list)):
+                self._forget(key[: depth + 1])
+                below = container[int(part) if isinstance(container, list) else part] = {}
+            container = below
+        return container
+
+    def _forget(self, key: Key) -> None:
+        for part in [part for part in self._origins if part[: len(key)] == _text(key)]:
+            del self._origins[part]
+
+
+def _parts(key: Key, value: Any) -> Iterator[Key]:
+    yield _text(key)
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if _is_list(value) else ()
+    for name, item in items:
+        yield from _parts((*key, str(name)), item)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple))
+
+
+def _text(key: Key) -> Key:
+    """YAML has keys that are no strings; they are refused later, with their origin."""
+    return tuple(map(str, key))

@@ -1,0 +1,64 @@
+"""YAML with the line of every key, and no key twice."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import yaml
+
+from expertd.service.settings.values import Key
+
+_MERGE = "tag:yaml.org,2002:merge"
+
+
+class Parsed(NamedTuple):
+    """A value, and the line (from 1) in which each of its parts begins."""
+
+    value: Any
+    lines: dict[Key, int]
+
+
+class YamlTextError(ValueError):
+    """What cannot be used of the part at `key`, in line `line` if that is known."""
+
+    def __init__(self, text: str, line: int | None = None, key: Key = ()) -> None:
+        super().__init__(text)
+        self.line = line
+        self.key = key
+
+
+def parse(text: str) -> Parsed:
+    """Parse a YAML (or JSON) document. Raises YamlTextError, for a key that comes twice too."""
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        lines: dict[Key, int] = {} if node is None else dict(_lines(node, ()))
+        return Parsed(yaml.safe_load(text), lines)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        problem = " ".join(f"{error.problem}".split())
+        raise YamlTextError(f"expected YAML, got {problem:.200}", mark.line + 1 if mark else None) from error
+    except RecursionError as error:
+        raise YamlTextError("expected YAML, got values within each other without end") from error
+    except YamlTextError:
+        raise
+    except (yaml.YAMLError, ValueError) as error:
+        problem = " ".join(str(error).split())
+        raise YamlTextError(f"expected YAML, got {problem:.200}") from error
+
+
+def _lines(node: yaml.Node, key: Key) -> Iterator[tuple[Key, int]]:
+    if isinstance(node, yaml.MappingNode):
+        seen: dict[tuple[str, str], int] = {}
+        for name, value in node.value:
+            if not isinstance(name, yaml.ScalarNode) or name.tag == _MERGE:
+                continue
+            within, line = (*key, str(name.value)), name.start_mark.line + 1
+            if (first := seen.get((name.tag, name.value))) is not None:
+                raise YamlTextError(f"expected once, got again (first in line {first})", line, within)
+            seen[name.tag, name.value] = line
+            yield within, line
+            yield from _lines(value, within)
+    elif isinstance(node, yaml.SequenceNode):
+        for number, value in enumerate(node.value):
+            within = (*key, str(number))
+            yield within, value.start_mark.line + 1
+            yield from _lines(value, within)

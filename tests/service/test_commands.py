@@ -1,0 +1,278 @@
+"""`expertd check` and `expertd layers`, and what `serve` says of where it listens and what it runs on."""
+
+import json
+import logging
+import re
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from expertd.service.checkpoints import CheckpointError, models_of
+from expertd.service.cli import main
+from expertd.service.commands.serve import exposure
+from expertd.service.engine.loading import load
+from expertd.service.moe.weights import random_weights, save_weights
+from expertd.service.settings.model import CheckpointSettings
+from tests.checkpoints.builders import Checkpoint, edit_json
+from tests.moe.test_weights import SHAPE
+from tests.service.apps import MODEL, tiny_settings
+from tests.service.processes import EXPERTD, clean_environment, expertd, serving
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "configs" / "demo.yaml"
+Output = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("EXPERTD_CONFIG", raising=False)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a GPU, where no backend has been asked for yet."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("expertd.kernels.backends._instances", {})
+    monkeypatch.setattr("expertd.kernels.backends._auto_choices", {})
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Checkpoint("deepseek-v3", tmp_path_factory.mktemp("made") / "model", torch.float32).directory
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.yaml"
+    model = {"name": "m", "hidden_size": 256, "intermediate_size": 128, "num_experts": 3, "top_k": 2}
+    path.write_text(yaml.safe_dump({"port": 0, "backend": "reference", "models": [model]}))
+    return path
+
+
+def check(capsys: Output, *arguments: str | Path) -> tuple[int, dict[str, Any]]:
+    code = main(["check", "--json", *map(str, arguments)])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def failed(about: dict[str, Any]) -> dict[str, str]:
+    return {result["name"]: result["detail"] for result in about["checks"] if not result["ok"]}
+
+
+def test_check_prints_every_setting_with_its_origin(
+    config: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EXPERTD_LIMITS__MAX_QUEUE_TOKENS", "7000")
+    code, about = check(
+        capsys, "--config", config, "--log-level", "INFO", "--set", "limits.max_json_bytes=99"
+    )
+    assert (code, about["would_start"], failed(about)) == (0, True, {})
+    rows = {row["key"]: (row["value"], row["origin"]) for row in about["settings"]}
+    assert rows["log_level"] == ("info", "flag --log-level")
+    assert rows["limits.max_queue_tokens"] == (7000, "environment variable EXPERTD_LIMITS__MAX_QUEUE_TOKENS")
+    assert rows["limits.max_json_bytes"] == (99, "flag --set limits.max_json_bytes")
+    assert rows["models.0.top_k"][0] == 2
+    line = int(rows["models.0.top_k"][1].removeprefix(f"{config}:"))
+    assert config.read_text().splitlines()[line - 1].split() == ["top_k:", "2"]
+    assert rows["host"] == ("127.0.0.1", "default")
+    assert [result["name"] for result in about["checks"]] == [
+        "settings", "checkpoints", "weights", "address", "backend", "partitions",
+    ]  # fmt: skip
+
+
+def test_check_as_a_table(config: Path, capsys: Output) -> None:
+    assert main(["check", "--config", str(config)]) == 0
+    out = capsys.readouterr().out
+    assert re.search(rf"^port +0 +{re.escape(str(config))}:\d+$", out, re.M)
+    assert re.search(r"^backend +ok +reference on cpu$", out, re.M)
+    assert main(["check", "--config", str(config), "--set", "port=x"]) == 2
+    captured = capsys.readouterr()
+    assert re.search(r"^settings +error +flag --set port: port: expected a valid integer", captured.out, re.M)
+    assert captured.err == "expertd check: a server would not start\n"
+
+
+def test_check_finds_what_would_stop_a_server(config: Path, capsys: Output, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, about = check(capsys, "--config", config, "--port", str(port))
+    assert code == 2
+    assert failed(about) == {
+        "address": f"port: expected a free address, got 127.0.0.1:{port}: Address already in use"
+    }
+    _, about = check(capsys, "--config", config, "--set", "partitions={p: 8}")
+    assert failed(about)["partitions"].startswith("partitions: expected a backend whose device has SMs")
+    _, about = check(capsys, "--model", tmp_path, "--layers", "all", "--port", "0")
+    assert failed(about) == {
+        "checkpoints": f"{tmp_path}/config.json: cannot be read: No such file or directory"
+    }
+    _, about = check(capsys)
+    assert failed(about).keys() == {"settings"}
+    assert about["settings"] == []
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_check_finds_a_backend_that_cannot_run(config: Path, capsys: Output) -> None:
+    code, about = check(capsys, "--config", config, "--backend", "hopper")
+    assert code == 2
+    assert "no CUDA device" in failed(about)["backend"]
+
+
+def test_check_reads_the_headers_of_weights(config: Path, capsys: Output, tmp_path: Path) -> None:
+    path = tmp_path / "layer.safetensors"
+    given = ("--config", config, "--set", f"models.0.weights={{path: {path}}}")
+    save_weights(path, random_weights(SHAPE, 0, "cpu"))
+    assert check(capsys, *given)[0] == 0
+    save_file({"other": torch.zeros(1)} | load_file(path), path)
+    code, about = check(capsys, *given)
+    assert code == 2
+    assert failed(about)["weights"].endswith("got 1 unknown: other")
+
+
+def test_serve_refuses_a_weights_file_before_it_listens(config: Path, tmp_path: Path) -> None:
+    path = tmp_path / "none.safetensors"
+    result = expertd("serve", "--config", config, "--set", f"models.0.weights={{path: {path}}}")
+    assert result.returncode == 2
+    assert result.stderr == f"expertd: {path}: cannot be read: No such file or directory\n"
+
+
+def test_layers_lists_what_a_checkpoint_has(checkpoint: Path, capsys: Output) -> None:
+    assert main(["layers", "--json", str(checkpoint)]) == 0
+    about = json.loads(capsys.readouterr().out)
+    assert (about["family"], about["hidden_size"], about["intermediate_size"]) == ("deepseek_v3", 256, 128)
+    assert (about["num_experts"], about["num_shared_experts"], about["top_k"]) == (8, 1, 3)
+    num_bytes = (8 + 1) * 3 * 256 * 128
+    assert about["layers"] == [
+        {"layer": layer, "format": "FP8, a scale per 128x128", "num_bytes": num_bytes} for layer in (1, 2)
+    ], "3 predicts further tokens, and this checkpoint does not have it"
+    assert main(["layers", str(checkpoint)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{checkpoint}: deepseek_v3, 2 MoE layers",
+        "hidden_size 256, intermediate_size 128, num_experts 8, num_shared_experts 1, top_k 3",
+        "layers  weights                   bytes a layer",
+        f"1-2     FP8, a scale per 128x128        {num_bytes:,}",
+    ]
+
+
+@pytest.mark.slow
+def test_layers_that_are_not_quantized(tmp_path: Path, capsys: Output) -> None:
+    directory = Checkpoint("qwen3-dense", tmp_path / "model").directory
+    capsys.readouterr()
+    assert main(["layers", "--json", str(directory)]) == 0
+    layers = json.loads(capsys.readouterr().out)["layers"]
+    assert [(entry["layer"], entry["format"]) for entry in layers] == [(1, "bf16"), (2, "bf16")]
+
+
+def test_layers_of_what_cannot_be_served(tmp_path: Path, capsys: Output) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    assert main(["layers", str(tmp_path)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"expertd layers: {tmp_path}/config.json: model_type: expected one of ")
+
+
+@pytest.mark.slow
+def test_all_layers_are_served(checkpoint: Path, tmp_path: Path) -> None:
+    with serving(["--model", checkpoint, "--layers", "all"], tmp_path) as server:
+        served = {
+            layer: server.get(f"/v2/models/model.layers.{layer}/ready").status_code for layer in range(4)
+        }
+    assert served == {0: 404, 1: 200, 2: 200, 3: 404}
+
+
+def test_all_layers_of_a_checkpoint_without_any(checkpoint: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(checkpoint, tmp_path / "model"))
+    edit_json(path / "config.json", first_k_dense_replace=9)
+    with pytest.raises(CheckpointError, match=r"layers: expected a model with MoE layers, got none$"):
+        models_of(CheckpointSettings(path=path, layers="all"))
+
+
+def test_a_hub_id_gets_the_line_that_downloads_it() -> None:
+    result = expertd("serve", "--model", "Qwen/Qwen3-30B-A3B-FP8", "--layers", "0")
+    assert result.returncode == 2
+    assert result.stderr == (
+        "expertd: Qwen/Qwen3-30B-A3B-FP8: expected a directory with a checkpoint, got none of that name; "
+        "for a model of the Hugging Face hub: "
+        "hf download Qwen/Qwen3-30B-A3B-FP8 --local-dir Qwen/Qwen3-30B-A3B-FP8\n"
+    )
+
+
+def test_a_flag_that_is_no_assignment(config: Path, capsys: Output) -> None:
+    _, about = check(capsys, "--config", config, "--set", "port")
+    assert failed(about) == {"settings": "flag --set: expected KEY=VALUE, got 'port'"}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_config_listens_on_this_machine_alone(path: Path) -> None:
+    assert exposure(yaml.safe_load(path.read_text())["host"], 8000) is None
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.9.9.9", "::1", "no such host"])
+def test_loopback_opens_nothing(host: str) -> None:
+    assert exposure(host, 8000) is None
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3"])
+def test_listening_wider_says_what_is_open(host: str) -> None:
+    said = exposure(host, 8123)
+    assert said is not None
+    for word in (f"host {host} opens port 8123", "without authentication or TLS", "inference", "partitions"):
+        assert word in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_a_server_that_listens_wider_logs_a_warning(host: str, config: Path) -> None:
+    command: list[str | Path] = [EXPERTD, "serve", "--config", config]
+    environment = clean_environment(EXPERTD_HOST=host)  # as the image sets it
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stderr is not None
+            log = []
+            while "listening on http://" not in (line := process.stderr.readline()):
+                assert line, "the server has ended"
+                log.append(line)
+        finally:
+            process.kill()
+    warnings = [line.partition(": ")[2].rstrip() for line in log if " WARNING " in line]
+    assert warnings == ([] if host == "127.0.0.1" else [exposure(host, 0)])
+
+
+def test_check_says_what_is_open(config: Path, capsys: Output) -> None:
+    code, about = check(capsys, "--config", config, "--host", "0.0.0.0", "--port", "0")
+    (detail,) = [result["detail"] for result in about["checks"] if result["name"] == "address"]
+    assert (code, detail) == (0, exposure("0.0.0.0", 0))
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize(
+    ("version", "backend", "warns"),
+    [("13.0", "auto", True), ("13.0", "reference", False), (None, "auto", False)],
+)
+def test_a_cuda_installation_that_falls_back_to_a_cpu_warns(
+    version: str | None,
+    backend: str,
+    warns: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", version)
+    with caplog.at_level(logging.WARNING):
+        load(tiny_settings(backend=backend, models=[MODEL]), lambda: False)
+    expected = (
+        "backend auto: expected a GPU, for PyTorch is built for CUDA 13.0, got a CPU and backend 'reference' "
+        "(hopper: no CUDA device)"
+    )
+    assert [record.getMessage() for record in caplog.records] == ([expected] if warns else [])
+
+
+def test_the_documented_list_is_what_layers_prints(checkpoint: Path, capsys: Output) -> None:
+    document = (ROOT / "docs" / "checkpoints.md").read_text()
+    (documented,) = re.findall(r"^```\n(/tmp/.*?)^```$", document, re.M | re.S)
+    assert main(["layers", str(checkpoint)]) == 0
+    assert capsys.readouterr().out.replace(str(checkpoint), "/tmp/small-deepseek-v3") == documented

@@ -1,0 +1,103 @@
+"""What cannot be read is said to be so, with its path, and its owner where permissions are the reason."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from expertd.service.files import check_readable, read_text
+from expertd.service.moe.weights import random_weights, save_weights
+from tests.checkpoints.builders import Checkpoint
+from tests.moe.test_weights import SHAPE
+
+UID = 65534 if os.geteuid() == 0 else os.geteuid()
+DENIED = (
+    f"cannot be read: Permission denied to uid {UID}, and it belongs to uid {os.geteuid()} with mode 0000"
+)
+
+
+@pytest.fixture
+def open_directory() -> Iterator[Path]:
+    """A directory that everybody may enter, as those of tmp_path are not."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+def as_nobody(code: str) -> str:
+    """What `code` prints in a process that may not read what belongs to root.
+
+    Its imports come first: whoever it becomes may not read the code.
+    """
+    program = (
+        "import os\nfrom pathlib import Path\n"
+        "from expertd.service.checkpoints import CheckpointError, models_of\n"
+        "from expertd.service.moe.weights import load_weights\n"
+        "from expertd.service.moe.shape import LayerShape\n"
+        "from expertd.service.settings.loader import SettingsError, load_settings\n"
+        "from expertd.service.settings.model import CheckpointSettings\n"
+        f"if os.geteuid() == 0: os.setuid({UID})\n"
+        f"try: {code}\n"
+        "except (ValueError, SettingsError) as error: print(error)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return result.stdout.strip()
+
+
+@pytest.mark.slow
+def test_an_unreadable_weights_file(open_directory: Path) -> None:
+    path = open_directory / "layer.safetensors"
+    save_weights(path, random_weights(SHAPE, 0, "cpu"))
+    path.chmod(0)
+    said = as_nobody(f"load_weights({str(path)!r}, LayerShape(256, 128, 3, 2), 'cpu')")
+    assert said.startswith(f"{path}: {DENIED}; make it readable (chmod a+r")
+    assert "--user in a container" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", ["config.json", "model.safetensors.index.json", "model-00002-*"])
+def test_an_unreadable_file_of_a_checkpoint(open_directory: Path, pattern: str) -> None:
+    directory = Checkpoint("qwen3", open_directory / "model", torch.float32).directory
+    directory.chmod(0o755)
+    for file in directory.iterdir():
+        file.chmod(0o644)
+    (path,) = directory.glob(pattern)
+    path.chmod(0)
+    said = as_nobody(f"models_of(CheckpointSettings(path={str(directory)!r}, layers='all'))")
+    assert said.startswith(f"{path}: {DENIED}; ")
+
+
+@pytest.mark.slow
+def test_an_unreadable_directory(open_directory: Path) -> None:
+    directory = open_directory / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    directory.chmod(0)
+    said = as_nobody(f"models_of(CheckpointSettings(path={str(directory)!r}, layers='all'))")
+    directory.chmod(0o700)
+    assert said.startswith(
+        f"{directory}/config.json: cannot be read: Permission denied to uid {UID}; make it"
+    )
+
+
+@pytest.mark.slow
+def test_an_unreadable_configuration_file(open_directory: Path) -> None:
+    path = open_directory / "config.yaml"
+    path.write_text("port: 1")
+    path.chmod(0)
+    assert as_nobody(f"load_settings(Path({str(path)!r}))").startswith(f"{path}: {DENIED}; ")
+
+
+def test_what_is_no_file_or_no_text(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"expected a regular file, got a directory$"):
+        check_readable(tmp_path)
+    with pytest.raises(ValueError, match=r"none: cannot be read: No such file or directory$"):
+        check_readable(tmp_path / "none")
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    with pytest.raises(ValueError, match=r"latin: expected UTF-8, got .* at byte 3$"):
+        read_text(tmp_path / "latin")

@@ -1,0 +1,184 @@
+"""Which source gave a wrong value: the file and its line, the variable, or the flag, and no other."""
+
+from pathlib import Path
+
+import pytest
+
+from expertd.service.settings.loader import Flag, SettingsError, load_settings, read_settings
+
+MODEL = "{name: m, hidden_size: 256, intermediate_size: 128, num_experts: 4, top_k: 2}"
+JSON_MODEL = (
+    '{"name": "m", "hidden_size": 256, "intermediate_size": 128, "num_experts": 4,\t"top_k": 2, '
+    '"datatype": "%s"}'
+)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"port: 1000\nlimits:\n  max_batch_tokens: 5000\nmodels:\n  - {MODEL}\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        (
+            {"EXPERTD_LIMITS": '{"max_batch_tokens": 0}', "EXPERTD_LIMITS__MAX_QUEUE_TOKENS": "9000"},
+            r"^environment variable EXPERTD_LIMITS: limits\.max_batch_tokens: .*, got 0$",
+        ),
+        (
+            {"EXPERTD_LIMITS": '{"max_batch_tokens": 9000}', "EXPERTD_LIMITS__MAX_BATCH_TOKENS": "0"},
+            r"^environment variable EXPERTD_LIMITS__MAX_BATCH_TOKENS: limits\.max_batch_tokens: .*, got '0'$",
+        ),
+        (
+            {"EXPERTD_LIMITS__MAX_REQUEST_TOKENS": "6000", "EXPERTD_LIMITS__MAX_QUEUE_TOKENS": "9000"},
+            r"^environment variable EXPERTD_LIMITS__MAX_REQUEST_TOKENS, /.*config\.yaml:3: "
+            r"limits\.max_request_tokens: expected at most max_batch_tokens \(5000\), got 6000$",
+        ),
+        (
+            {"EXPERTD_LIMITS": "7"},
+            r"^environment variable EXPERTD_LIMITS: limits: expected a mapping, got 7$",
+        ),
+        (
+            {"EXPERTD_PORT__X": "7"},
+            r"^environment variable EXPERTD_PORT__X: port: expected a valid integer, got an object$",
+        ),
+        (
+            {"EXPERTD_MODELS": f"[{JSON_MODEL % 'FP8'}]", "EXPERTD_PORT": "1"},
+            r"^environment variable EXPERTD_MODELS: models\.0\.datatype: expected 'BF16'.*, got 'FP8'$",
+        ),
+        (
+            {"EXPERTD_MODELS__0__ROUTING__NUM_EXPERT_GROUPS": "3", "EXPERTD_MODELS__0__DATATYPE": "FP16"},
+            r"^/.*config\.yaml:5, environment variable EXPERTD_MODELS__0__ROUTING__NUM_EXPERT_GROUPS: "
+            r"models\.0\.num_experts: expected a multiple of num_expert_groups \(3\), got 4$",
+        ),
+        (
+            {"EXPERTD_MODELS__1__NAME": "n"},
+            r"^environment variable EXPERTD_MODELS__1__NAME: models: expected the number of one of its 1 "
+            r"entries, from 0 on, got '1'$",
+        ),
+        (
+            {"EXPERTD_MODELS__0__PARTITION": "p", "EXPERTD_PARTITIONS": "{q: 8}"},
+            r"^environment variable EXPERTD_MODELS__0__PARTITION, environment variable EXPERTD_PARTITIONS: "
+            r"models\.0\.partition: expected one of partitions \(q\), got 'p'$",
+        ),
+        (
+            {"EXPERTD_PARTITIONS": "{q: 8, q: 9}"},
+            r"^environment variable EXPERTD_PARTITIONS: partitions\.q: expected once, got again .*1\)$",
+        ),
+        (
+            {"EXPERTD_MODELS__0__WEIGHTS": "{seed: 1, path: /none}"},
+            r"^environment variable EXPERTD_MODELS__0__WEIGHTS: models\.0\.weights: "
+            r"expected exactly one of seed and path, got both$",
+        ),
+        (
+            {"EXPERTD_MODELS": "{}"},
+            r"^environment variable EXPERTD_MODELS: models: expected a list, got an object$",
+        ),
+    ],
+)  # fmt: skip
+def test_the_variable_that_gave_a_wrong_value_is_named(
+    config: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: str
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SettingsError, match=expected):
+        load_settings(config)
+
+
+def test_a_file_is_blamed_for_its_own_values_only(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EXPERTD_LIMITS__MAX_QUEUE_TOKENS", "9000")
+    config.write_text(config.read_text().replace("5000", "0"))
+    with pytest.raises(SettingsError, match=r"^/.*config\.yaml:3: limits\.max_batch_tokens: .*, got 0$"):
+        load_settings(config)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("port: 1\nhost: a\nport: 2\n", r"bad\.yaml:3: port: expected once, got again \(first in line 1\)$"),
+        (
+            "limits:\n  max_batch_tokens: 1\n  max_batch_tokens: 2\n",
+            r"bad\.yaml:3: limits\.max_batch_tokens: expected once, got again \(first in line 2\)$",
+        ),
+        (
+            "models:\n  - name: a\n    top_k: 1\n    name: b\n",
+            r"bad\.yaml:4: models\.0\.name: expected once, got again \(first in line 2\)$",
+        ),
+        ("a: [\nb: 1", r"bad\.yaml:2: expected YAML, got "),
+        ("limits: &a [*a]", r"bad\.yaml: expected YAML, got values within each other without end$"),
+        ("port: 2024-99-99", r"bad\.yaml: expected YAML, got month must be in 1\.\.12"),
+        (f'"{"x" * 500}": 1', r"bad\.yaml:1: 'x{59}: expected one of host, .*, got an unknown setting$"),
+        ('"a\\nb": 1', r"bad\.yaml:1: 'a\\nb': expected one of host, .*, got an unknown setting$"),
+        ("port: \x07", r"bad\.yaml: expected YAML, got "),
+    ],
+)
+def test_what_is_no_yaml_or_has_a_key_twice_is_refused(tmp_path: Path, text: str, expected: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(SettingsError, match=expected) as caught:
+        load_settings(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_anchor_may_be_overridden_where_it_is_merged(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"models:\n  - &first {MODEL}\n  - <<: *first\n    name: n\n    top_k: 9\n")
+    with pytest.raises(SettingsError, match=r"config\.yaml:5.*: models\.1\.top_k: expected 1 to num_exp"):
+        load_settings(path)
+    path.write_text(path.read_text().replace("9", "1"))
+    assert [(model.name, model.top_k) for model in load_settings(path).models] == [("m", 2), ("n", 1)]
+
+
+def test_the_environment_steps_into_a_list(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EXPERTD_MODELS__0__LOCAL_EXPERTS", "0-1")
+    monkeypatch.setenv("EXPERTD_MODELS__0__WEIGHTS__SEED", "")  # empty: as if it were not there
+    (model,) = load_settings(config).models
+    assert (model.name, model.local_experts, model.weights.seed) == ("m", "0-1", 0)
+
+
+def test_any_setting_can_be_a_flag(config: Path) -> None:
+    flags = {
+        "limits.max_batch_tokens": "8192",
+        "limits.body_timeout_seconds": "2.5",
+        "partitions": "{compute: 112}",
+        "partitions.copy": "20",
+        "models.0.partition": "compute",
+        "models.0.name": "123",  # text stays text
+        "access_log": "true",
+    }
+    settings = load_settings(config, [Flag(f"--set {key}", key, value) for key, value in flags.items()])
+    assert settings.limits.max_batch_tokens == 8192
+    assert settings.limits.body_timeout_seconds == 2.5
+    assert settings.partitions == {"compute": 112, "copy": 20}
+    assert (settings.models[0].name, settings.models[0].partition) == ("123", "compute")
+    assert settings.access_log
+    back = Flag("--set models.0.partition", "models.0.partition", "null")
+    assert load_settings(config, [*(Flag("", key, value) for key, value in flags.items()), back]).models[
+        0
+    ].partition is None  # fmt: skip
+
+
+def test_a_wrong_flag_names_its_key(config: Path) -> None:
+    with pytest.raises(SettingsError, match=r"^flag --set limits\.queue: limits\.queue: expected one of "):
+        load_settings(config, [Flag("--set limits.queue", "limits.queue", "1")])
+    with pytest.raises(SettingsError, match=r"^flag --set models: models: expected YAML, got "):
+        load_settings(config, [Flag("--set models", "models", "[")])
+
+
+@pytest.mark.parametrize("text", ["INFO", "Info", "info"])
+def test_a_log_level_may_be_in_capitals(config: Path, text: str) -> None:
+    assert load_settings(config, [Flag("--log-level", "log_level", text)]).log_level == "info"
+
+
+def test_every_value_knows_where_it_came_from(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EXPERTD_LIMITS__MAX_QUEUE_TOKENS", "7000")
+    _, values = read_settings(config, [Flag("--port", "port", "3000")])
+    assert values.origins(("port",)) == ["flag --port"]
+    assert values.origins(("limits", "max_queue_tokens")) == [
+        "environment variable EXPERTD_LIMITS__MAX_QUEUE_TOKENS"
+    ]
+    assert values.origins(("limits", "max_batch_tokens")) == [f"{config}:3"]
+    assert values.origins(("models", "0", "top_k")) == [f"{config}:5"]
+    assert values.origins(("host",)) == []

@@ -1,0 +1,150 @@
+"""Bars and log lines on a terminal, where neither overwrites the other, and log lines only without one."""
+
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoints.builders import Checkpoint
+from tests.service.processes import EXPERTD, ServerProcess, clean_environment, serving
+
+LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (INFO|WARNING|ERROR) [\w.]+: .+")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Checkpoint("qwen3", tmp_path_factory.mktemp("made") / "model", torch.float32).directory
+
+
+class Screen:
+    """What a terminal shows after all that was written to it: lines that never wrap, and a cursor."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = [""]
+        self._row = self._column = 0
+
+    def write(self, text: str) -> None:
+        for token in re.findall(r"\x1b\[[0-9;]*[A-Za-z]|[\s\S]", text):
+            if token == "\r":
+                self._column = 0
+            elif token == "\n":
+                self._row += 1
+                if self._row == len(self.lines):
+                    self.lines.append("")
+            elif token == "\x1b[A":
+                self._row -= 1
+            elif token == "\x1b[K":
+                self.lines[self._row] = self.lines[self._row][: self._column]
+            else:
+                assert not token.startswith("\x1b"), (
+                    f"a sequence that this screen knows is expected: {token!r}"
+                )
+                line = self.lines[self._row].ljust(self._column)
+                self.lines[self._row] = line[: self._column] + token + line[self._column + 1 :]
+                self._column += 1
+
+
+def serve_on_a_terminal(*arguments: str | Path, columns: int = 200) -> str:
+    """All that `expertd serve` writes to a terminal until it is ready."""
+    command = [str(EXPERTD), "serve", *map(str, arguments), "--host", "127.0.0.1", "--port", "0"]
+    return on_a_terminal(command, ": ready: ", columns)
+
+
+def on_a_terminal(command: list[str], end: str, columns: int = 200) -> str:
+    """All that a command writes to a terminal until it has written `end`."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (50, columns))
+    environment = clean_environment(TERM="xterm")
+    process = subprocess.Popen(command, stdout=theirs, stderr=theirs, stdin=theirs, env=environment)
+    os.close(theirs)
+    written = b""
+    try:
+        while end.encode() not in written:
+            assert select.select([ours], [], [], 60)[0], written.decode()
+            written += os.read(ours, 65536)
+    finally:
+        process.terminate()
+        process.wait()
+        os.close(ours)
+    return written.decode()
+
+
+def whole_lines(written: str) -> list[str]:
+    """What is left on the screen, after checking that it is log lines and nothing else."""
+    screen = Screen()
+    screen.write(written)
+    shown = [line.rstrip() for line in screen.lines if line.strip()]
+    assert [line for line in shown if not LINE.fullmatch(line)] == []
+    return shown
+
+
+def test_bars_and_log_lines_do_not_overwrite_each_other() -> None:
+    program = """
+import logging, warnings
+from expertd.service.terminal import configure_logging, progress_bar
+configure_logging("info")
+with progress_bar("outer", 3, "layer") as outer:
+    for number in range(3):
+        logging.info("before %d", number)
+        with progress_bar("inner", 20, "B") as inner:
+            for part in range(20):
+                inner(1, "part")
+                logging.info("within %d.%d", number, part)
+        outer(1, "done")
+with progress_bar("empty", 0, "layer"):
+    warnings.warn("a warning")
+logging.info("the end")
+"""
+    written = on_a_terminal([sys.executable, "-c", program], "the end\r\n")
+    assert "outer: " in written
+    assert "inner: " in written
+    assert "empty: " not in written
+    shown = [line.rpartition(": ")[2] for line in whole_lines(written)]
+    expected = [
+        text for n in range(3) for text in (f"before {n}", *(f"within {n}.{part}" for part in range(20)))
+    ]
+    assert shown == [*expected, "a warning", "the end"]
+
+
+@pytest.mark.slow
+def test_a_server_shows_bars_while_it_loads(checkpoint: Path) -> None:
+    written = serve_on_a_terminal("--model", checkpoint, "--layers", "all", "--log-level", "debug")
+    assert "layers: " in written
+    assert "model.layers.2: " in written, "a bar of bytes"
+    assert any("listening on http://" in line for line in whole_lines(written))
+
+
+@pytest.mark.slow
+def test_on_a_terminal_there_are_no_lines_for_what_a_bar_shows(checkpoint: Path) -> None:
+    written = serve_on_a_terminal("--model", checkpoint, "--layers", "0-1")
+    assert "loading model" not in written
+    assert "INFO expertd.service.engine.loading" not in written
+    assert "kernels: " not in written, "nothing is compiled for a CPU"
+
+
+@pytest.mark.slow
+def test_a_terminal_without_a_size_gets_lines(checkpoint: Path) -> None:
+    written = serve_on_a_terminal("--model", checkpoint, "--layers", "0", columns=0)
+    assert "loading model model.layers.0" in written
+    assert "layers: " not in written
+
+
+@pytest.mark.slow
+def test_without_a_terminal_there_are_lines_only(checkpoint: Path, tmp_path: Path) -> None:
+    with serving(["--model", checkpoint, "--layers", "0-1"], tmp_path) as server:
+        log = lines_of(server)
+    assert [line for line in log if not LINE.fullmatch(line)] == []
+    for layer in (0, 1):
+        assert any(f"loading model model.layers.{layer}" in line for line in log)
+        assert any(f"MB of model.layers.{layer}, " in line for line in log)
+
+
+def lines_of(server: ServerProcess) -> list[str]:
+    return server.log().splitlines()
