@@ -17,6 +17,7 @@ from expertd.service.settings.model import Settings
 from tests.test_chores import CHORES
 
 ROOT = Path(__file__).resolve().parents[1]
+DEMO = ROOT / "configs" / "demo.yaml"
 DOCUMENTS = sorted(
     str(path.relative_to(ROOT))
     for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "kernels/README.md")
@@ -64,13 +65,16 @@ def test_modules_and_chores_that_are_named_exist(document: str) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_yaml_blocks_are_settings(document: str) -> None:
+    served = yaml.safe_load(DEMO.read_text())
     for block in re.findall(r"^```yaml\n(.*?)^```$", text_of(document), re.M | re.S):
-        assert Settings.model_validate(yaml.safe_load(block)).checkpoints
+        given = yaml.safe_load(block)
+        settings = Settings.model_validate(served | given)
+        assert given.keys() <= settings.model_fields_set
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_environment_variables_that_are_named_are_settings(document: str) -> None:
-    beside = {"EXPERTD_CACHE_DIR", "EXPERTD_CONFIG"}
+    beside = {"EXPERTD_CACHE_DIR", "EXPERTD_CONFIG", "EXPERTD_SERVICE_HOST"}  # the last is Kubernetes'
     named = set(re.findall(r"\bEXPERTD_\w+[A-Z]", text_of(document))) - beside
     fields = {name.removeprefix("EXPERTD_").lower().split("__")[0] for name in named}
     assert fields <= set(Settings.model_fields)
@@ -91,7 +95,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_the_api_table_is_the_apps() -> None:
-    app = ExpertApp(load_settings(ROOT / "configs" / "demo.yaml"))
+    app = ExpertApp(load_settings(DEMO))
     documented = {
         f"{method.upper()} {path}" for path, calls in app.openapi()["paths"].items() for method in calls
     }
