@@ -7,7 +7,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from expertd.service.sentences import expected_and_got
-from expertd.service.settings.schema import annotation_at, model_at
+from expertd.service.settings.schema import is_setting, model_at
 from expertd.service.settings.values import Key, Values, dotted
 
 _NAMED = re.compile(r"([a-z_]\w*(?:\.\w+)*): (.*)", re.DOTALL)
@@ -40,7 +40,7 @@ def _name_and_text(error: ErrorDetails, key: Key) -> tuple[str, str]:
     text = expected_and_got(error)
     if error["type"] == "value_error" and (named := _NAMED.fullmatch(text)):
         within = (*key, *named[1].split("."))  # a check of several values names the one that it is about
-        if annotation_at(within) is not None:
+        if is_setting(within):
             return dotted(within), named[2]
     return name, text
 
@@ -57,7 +57,7 @@ def _about(error: ErrorDetails, key: Key) -> Iterator[Key]:
 
 
 def _named(key: Key, model: type[BaseModel], word: Key) -> Iterator[Key]:
-    if annotation_at((*key, *word)) is not None:
+    if is_setting((*key, *word)):
         yield (*key, *word)
     for name in model.model_fields:
         if (within := model_at((*key, name))) is not None:

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from expertd.backends import BACKENDS
 from expertd.limits import MAX_EXPERTS, SCALE_BLOCK
@@ -181,8 +182,17 @@ class CheckpointSettings(_Frozen):
     partition: str | None = Field(default=None, description="as in models")
 
 
-class Settings(_Frozen):
-    """Everything a server is started with. Built directly, it reads neither files nor the environment."""
+class Settings(BaseSettings):
+    """All settings of a server. Built directly, it reads neither files nor the environment."""
+
+    model_config = SettingsConfigDict(
+        frozen=True,
+        extra="forbid",
+        env_prefix=ENV_PREFIX,
+        env_nested_delimiter=ENV_DELIMITER,
+        env_parse_none_str="null",
+        case_sensitive=True,  # else pydantic-settings fails on keys that are not strings
+    )
 
     host: str = Field(
         default="127.0.0.1",
@@ -214,6 +224,10 @@ class Settings(_Frozen):
     checkpoints: tuple[CheckpointSettings, ...] = Field(
         default=(), description="checkpoint directories, whose layers are served beside the models"
     )
+
+    def __init__(self, /, **values: Any) -> None:
+        # BaseSettings.__init__ would read the environment, and take _env_file and the like as options.
+        BaseModel.__init__(self, **values)
 
     @field_validator("backend")
     @classmethod

@@ -3,15 +3,16 @@
 import os
 import re
 from collections.abc import Sequence
-from functools import partial
+from functools import partial, reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from expertd.service.files import read_text
 from expertd.service.sentences import shown
 from expertd.service.settings.model import ENV_DELIMITER, ENV_PREFIX, Settings
-from expertd.service.settings.schema import is_optional, is_structured
 from expertd.service.settings.values import Assignment, Key, SettingsError, dotted
+from expertd.service.settings.variables import VariableSource
 from expertd.service.settings.yaml_text import YamlTextError, parse
 
 # Read elsewhere (the kernel cache) or before the settings themselves (the file's place).
@@ -56,48 +57,45 @@ def from_file(path: Path) -> list[Assignment]:
 
 
 def from_environment() -> list[Assignment]:
-    """The settings in EXPERTD_... variables, parts after what they are parts of. Raises SettingsError."""
-    assignments = []
+    """The settings in EXPERTD_... variables, shorter keys first. Raises SettingsError."""
+    source, assignments = VariableSource(Settings), []
     for name, text in sorted(os.environ.items()):
         if not name.startswith(ENV_PREFIX) or name in _OTHER_VARIABLES or _SERVICE_LINK.fullmatch(name):
             continue
-        key = tuple(name.removeprefix(ENV_PREFIX).lower().split(ENV_DELIMITER))
+        path = name.removeprefix(ENV_PREFIX).lower()
+        key = tuple(path.split(ENV_DELIMITER))
         if not text and key[0] in Settings.model_fields:
             continue
         if key == ("port",) and text.startswith(("tcp://", "udp://")):  # a service link, too
             continue
-        assignments.append(_assignment(key, text, f"environment variable {name}"))
+        assignments.append(_read(source, f"{ENV_PREFIX}{path}", key, text, f"environment variable {name}"))
     return sorted(assignments, key=lambda assignment: len(assignment.key))
 
 
 def from_flags(flags: Sequence[Flag]) -> list[Assignment]:
-    """The settings of the command line, in its order; texts that stand for lists or mappings are YAML."""
+    """The settings of the command line, in its order. Raises SettingsError."""
+    source = VariableSource(Settings, env_prefix="", env_nested_delimiter=".")
     assignments = []
     for name, path, value in flags:
         key, origin = tuple(path.split(".")), f"flag {name}"
         if isinstance(value, str):
-            assignments.append(_assignment(key, value, origin))
+            assignments.append(_read(source, path, key, value, origin))
         else:
             assignments.append(Assignment(key, value, partial(_always, origin)))
     return assignments
 
 
-def _always(origin: str, _: Key) -> str:
-    return origin
-
-
-def _assignment(key: Key, text: str, origin: str) -> Assignment:
-    return Assignment(key, _value(key, text, origin), partial(_always, origin))
-
-
-def _value(key: Key, text: str, origin: str) -> Any:
-    """What a text means for the setting at `key`: YAML for a mapping or a list, else the text itself."""
-    if not is_structured(key):
-        return None if text == "null" and is_optional(key) else text
+def _read(source: VariableSource, name: str, key: Key, text: str, origin: str) -> Assignment:
     try:
-        return parse(text.replace("\t", " ")).value  # JSON may have tabs, YAML not
+        tree = source.read(name, text)
     except YamlTextError as error:
         raise SettingsError(_sentence(origin, (*key, *error.key), error)) from error
+    value = reduce(getitem, key, tree) if tree else text  # empty: no setting, which is refused later
+    return Assignment(key, value, partial(_always, origin))
+
+
+def _always(origin: str, _: Key) -> str:
+    return origin
 
 
 def _sentence(origin: str, key: Key, error: Exception) -> str:

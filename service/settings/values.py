@@ -42,17 +42,14 @@ class Values:
         A number steps into a list that is there. Raises SettingsError for a number past its end.
         """
         key, value, origin = assignment.key, assignment.value, assignment.origin
-        container = self._container(key, origin)
-        below = container.get(key[-1]) if isinstance(container, dict) else container[int(key[-1])]
+        container, last = self._place(key, origin)
+        below = container.get(last) if isinstance(container, dict) else container[last]
         if isinstance(value, Mapping) and isinstance(below, dict):
             for name, item in value.items():
                 self.put(Assignment((*key, name), item, origin))
             return
         self._forget(key)
-        if isinstance(container, dict):
-            container[key[-1]] = copy.deepcopy(value)
-        else:
-            container[int(key[-1])] = copy.deepcopy(value)
+        container[last] = copy.deepcopy(value)
         for part in _parts(key, value):
             self._origins[part] = origin(part)
 
@@ -70,27 +67,34 @@ class Values:
                 return found
         return []
 
-    def _container(self, key: Key, origin: Callable[[Key], str]) -> Any:
-        """The mapping or list that has, or is to have, the last part of `key`."""
+    def _place(self, key: Key, origin: Callable[[Key], str]) -> tuple[Any, str | int]:
+        """The mapping or list that holds, or will hold, the value at `key`, and its key or index in there."""
         container: Any = self.tree
-        for depth, part in enumerate(key):
-            if isinstance(container, list) and not (part.isdecimal() and int(part) < len(container)):
-                raise SettingsError(
-                    f"{origin(key)}: {dotted(key[:depth])}: expected the number of one of its "
-                    f"{len(container)} entries, from 0 on, got {part!a:.80}"
-                )
-            if depth == len(key) - 1:
-                break
-            below = container[int(part)] if isinstance(container, list) else container.get(part)
+        for depth, part in enumerate(key[:-1], 1):
+            index = _index(container, key[:depth], origin)
+            below = container.get(part) if isinstance(container, dict) else container[index]
             if not isinstance(below, (dict, list)):
-                self._forget(key[: depth + 1])
-                below = container[int(part) if isinstance(container, list) else part] = {}
+                self._forget(key[:depth])
+                below = container[index] = {}
             container = below
-        return container
+        return container, _index(container, key, origin)
 
     def _forget(self, key: Key) -> None:
         for part in [part for part in self._origins if part[: len(key)] == _text(key)]:
             del self._origins[part]
+
+
+def _index(container: Any, key: Key, origin: Callable[[Key], str]) -> str | int:
+    """The last part of `key`, as the index of an entry where `container` is a list."""
+    part = key[-1]
+    if not isinstance(container, list):
+        return part
+    if not (part.isdecimal() and int(part) < len(container)):
+        raise SettingsError(
+            f"{origin(key)}: {dotted(key[:-1])}: expected the number of one of its "
+            f"{len(container)} entries, from 0 on, got {part!a:.80}"
+        )
+    return int(part)
 
 
 def _parts(key: Key, value: Any) -> Iterator[Key]:

@@ -17,8 +17,11 @@ class Parsed(NamedTuple):
     lines: dict[Key, int]
 
 
-class YamlTextError(ValueError):
-    """What cannot be used of the part at `key`, in line `line` if that is known."""
+class YamlTextError(Exception):
+    """A part that cannot be used, at `key` and, if known, in line `line` (from 1).
+
+    Not a ValueError: pydantic-settings takes those as a reason to keep the text undecoded.
+    """
 
     def __init__(self, text: str, line: int | None = None, key: Key = ()) -> None:
         super().__init__(text)
@@ -38,8 +41,6 @@ def parse(text: str) -> Parsed:
         raise YamlTextError(f"expected YAML, got {problem:.200}", mark.line + 1 if mark else None) from error
     except RecursionError as error:
         raise YamlTextError("expected YAML, got values within each other without end") from error
-    except YamlTextError:
-        raise
     except (yaml.YAMLError, ValueError) as error:
         problem = " ".join(str(error).split())
         raise YamlTextError(f"expected YAML, got {problem:.200}") from error

@@ -41,6 +41,10 @@ def config(tmp_path: Path) -> Path:
             r"^environment variable EXPERTD_LIMITS: limits: expected a mapping, got 7$",
         ),
         (
+            {"EXPERTD_LIMITS": "{1: 2}"},
+            r"^environment variable EXPERTD_LIMITS: limits\.1: keys should be strings, got 1$",
+        ),
+        (
             {"EXPERTD_PORT__X": "7"},
             r"^environment variable EXPERTD_PORT__X: port: expected a valid integer, got an object$",
         ),
@@ -122,6 +126,17 @@ def test_what_is_no_yaml_or_has_a_key_twice_is_refused(tmp_path: Path, text: str
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "name", ["_env_file", "_secrets_dir", "_cli_parse_args", "_build_sources", "self", "__pydantic_self__"]
+)
+def test_an_option_of_pydantic_settings_is_no_setting(config: Path, name: str) -> None:
+    config.write_text(f"{name}: [x]\n{config.read_text()}")
+    with pytest.raises(
+        SettingsError, match=rf"config\.yaml:1: {name}: expected one of .* an unknown setting$"
+    ):
+        load_settings(config)
+
+
 def test_an_anchor_may_be_overridden_where_it_is_merged(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(f"models:\n  - &first {MODEL}\n  - <<: *first\n    name: n\n    top_k: 9\n")
@@ -136,6 +151,34 @@ def test_the_environment_steps_into_a_list(config: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("EXPERTD_MODELS__0__WEIGHTS__SEED", "")  # empty: as if it were not there
     (model,) = load_settings(config).models
     assert (model.name, model.local_experts, model.weights.seed) == ("m", "0-1", 0)
+
+
+def test_the_environment_steps_into_lists_and_mappings_with_yaml(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EXPERTD_MODELS__0", "{name: n, weights: {seed: 7}}")
+    monkeypatch.setenv("EXPERTD_MODELS__0__PARTITION", "copy")
+    monkeypatch.setenv("EXPERTD_PARTITIONS__COPY", "8")
+    settings = load_settings(config)
+    (model,) = settings.models
+    assert (model.name, model.top_k, model.weights.seed) == ("n", 2, 7)
+    assert (model.partition, settings.partitions) == ("copy", {"copy": 8})
+    monkeypatch.setenv("EXPERTD_MODELS__0__PARTITION", "null")
+    assert load_settings(config).models[0].partition is None
+    monkeypatch.setenv("EXPERTD_MODELS__0", "{name: n")
+    with pytest.raises(
+        SettingsError, match=r"^environment variable EXPERTD_MODELS__0: models\.0: expected YAML"
+    ):
+        load_settings(config)
+
+
+def test_a_flag_keeps_capitals_and_underscores_in_names(config: Path) -> None:
+    flag = Flag("--set partitions.Copy__2", "partitions.Copy__2", "8")
+    assert load_settings(config, [flag]).partitions == {"Copy__2": 8}
+    with pytest.raises(
+        SettingsError, match=r"^flag --set Port: Port: expected one of .* an unknown setting$"
+    ):
+        load_settings(config, [Flag("--set Port", "Port", "1")])
 
 
 def test_any_setting_can_be_a_flag(config: Path) -> None:
