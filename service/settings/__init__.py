@@ -1,1 +1,1 @@
-"""Settings: what can be set, and reading it from file, environment and flags."""
+"""Settings: their definitions, and how they are read from a file, the environment and flags."""

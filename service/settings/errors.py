@@ -1,4 +1,4 @@
-"""What a validation error says of the settings, in one sentence that begins with the source to be mended."""
+"""Turns a validation error into one sentence that begins with the origin of the invalid value."""
 
 import re
 from collections.abc import Iterator
@@ -18,11 +18,10 @@ _MOST_ORIGINS = 3
 def sentence(error: ValidationError, values: Values, otherwise: str) -> str:
     """`origin: name: expected this, got that` for the first error.
 
-    The origins are those of the values that it is about, defaults left out, or `otherwise` if it is about
-    none that was given.
+    The origins are those of the values the error concerns, or `otherwise` if all of them are defaults.
     """
     details = error.errors(include_url=False)
-    # A misspelt key is why another is missing.
+    # A misspelled key often explains why another one is missing.
     first = min(details, key=lambda detail: detail["type"] != "extra_forbidden")
     key = tuple(str(part) for part in first["loc"])
     name, text = _name_and_text(first, key)
@@ -39,14 +38,14 @@ def _name_and_text(error: ErrorDetails, key: Key) -> tuple[str, str]:
         return name, f"expected one of {known}, got an unknown setting"
     text = expected_and_got(error)
     if error["type"] == "value_error" and (named := _NAMED.fullmatch(text)):
-        within = (*key, *named[1].split("."))  # a check of several values names the one that it is about
+        within = (*key, *named[1].split("."))  # a check of several values names the invalid one
         if is_setting(within):
             return dotted(within), named[2]
     return name, text
 
 
 def _about(error: ErrorDetails, key: Key) -> Iterator[Key]:
-    """The settings that an error is about: its own, or all that a check of several values names."""
+    """The keys an error concerns: its own, or all settings that a check of several values names."""
     model = model_at(key)
     if error["type"] != "value_error" or model is None:
         yield key

@@ -1,4 +1,4 @@
-"""Loads settings: one YAML file, the environment over it, flags over that; one sentence on what is wrong."""
+"""Loads settings: flags override the environment, which overrides one YAML file. Errors are one sentence."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,15 +14,16 @@ __all__ = ["Flag", "SettingsError", "default_config", "load_settings", "read_set
 
 
 def load_settings(path: Path | None, flags: Sequence[Flag] = ()) -> Settings:
-    """Settings from the YAML file at `path` (None: no file), EXPERTD_... over it, then `flags` in order.
+    """Load settings from the YAML file at `path` (None: no file), EXPERTD_... variables, and `flags`.
 
-    Raises SettingsError naming the place to mend, the key, what was expected and what came.
+    Later sources and flags override earlier ones. Raises SettingsError with the origin, the key, the expected
+    value and the actual one.
     """
     return read_settings(path, flags)[0]
 
 
 def read_settings(path: Path | None, flags: Sequence[Flag] = ()) -> tuple[Settings, Values]:
-    """The same, and the values that were given, which know where each came from."""
+    """Load settings as `load_settings` does; also return the given values, which know their origins."""
     values = Values()
     for assignment in (*(from_file(path) if path else ()), *from_environment(), *from_flags(flags)):
         values.put(assignment)

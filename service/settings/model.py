@@ -1,4 +1,4 @@
-"""What can be set, with defaults, limits and meaning. Loading lives in `expertd.service.settings.loader`."""
+"""All settings with their defaults, bounds and meanings. `expertd.service.settings.loader` loads them."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,24 +29,26 @@ class _Frozen(BaseModel):
 
 
 class Limits(_Frozen):
-    """How much one request, one step and one model's queue may hold."""
+    """Limits on one request, one step and one model's queue."""
 
-    max_batch_tokens: int = Field(default=4096, ge=1, description="tokens of one step, at most")
-    max_request_tokens: int = Field(default=4096, ge=1, description="tokens of one request, at most")
-    max_queue_tokens: int = Field(default=65536, ge=1, description="tokens waiting per model, at most")
-    max_queue_requests: int = Field(default=4096, ge=1, description="requests waiting per model, at most")
+    max_batch_tokens: int = Field(default=4096, ge=1, description="maximum tokens per step")
+    max_request_tokens: int = Field(default=4096, ge=1, description="maximum tokens per request")
+    max_queue_tokens: int = Field(default=65536, ge=1, description="maximum queued tokens per model")
+    max_queue_requests: int = Field(default=4096, ge=1, description="maximum queued requests per model")
     max_body_bytes: int = Field(
-        default=64 * MIB, ge=1, description="request body, before and after decompression"
+        default=64 * MIB, ge=1, description="maximum bytes of a request body, compressed and decompressed"
     )
     max_json_bytes: int = Field(
-        default=8 * MIB, ge=1, description="JSON part of an infer request: parsing holds up the event loop"
+        default=8 * MIB,
+        ge=1,
+        description="maximum bytes of JSON in an infer request; parsing blocks the event loop",
     )
 
     body_timeout_seconds: float = Field(
         default=60,
         gt=0,
         allow_inf_nan=False,
-        description="for a request's body to arrive, from its headers on",
+        description="seconds for a request's body to arrive after its headers",
     )
 
     @model_validator(mode="after")
@@ -61,15 +63,15 @@ class Limits(_Frozen):
 
 
 class WeightsSettings(_Frozen):
-    """Where a layer's weights come from: drawn at random from a seed, or read from a safetensors file."""
+    """The source of a layer's weights: a random seed or a safetensors file."""
 
     seed: int | None = Field(
         default=None,
         ge=0,
         lt=2**63,
-        description="draw them at random, the same each time; 0 where weights is left out",
+        description="seed of reproducible random weights; 0 if `weights` is omitted",
     )
-    path: Path | None = Field(default=None, description="a safetensors file as docs/weights.md describes it")
+    path: Path | None = Field(default=None, description="safetensors file in the format of docs/weights.md")
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:
@@ -80,19 +82,28 @@ class WeightsSettings(_Frozen):
 
 
 class RoutingSettings(_Frozen):
-    """How a layer's router chooses experts and weighs them; see `Routing`."""
+    """The router's scoring function and its selection of experts; see `Routing`."""
 
     scoring_func: Literal["softmax", "sigmoid"] = Field(
-        default="softmax", description="of a token's logits: over all experts, or of each"
+        default="softmax",
+        description="scoring of router logits: softmax over all experts, or sigmoid of each",
     )
-    renormalize: bool = Field(default=True, description="divide a token's routing weights by their sum")
-    routed_scaling_factor: float = Field(default=1.0, gt=0, le=1e6, description="then multiply them by this")
-    num_expert_groups: int = Field(default=1, ge=1, description="equal groups that the experts form")
-    topk_group: int = Field(default=1, ge=1, description="groups that a token's experts come from: its best")
+    renormalize: bool = Field(
+        default=True, description="whether a token's routing weights are divided by their sum"
+    )
+    routed_scaling_factor: float = Field(
+        default=1.0, gt=0, le=1e6, description="factor on the routing weights, after renormalization"
+    )
+    num_expert_groups: int = Field(
+        default=1, ge=1, description="number of equal groups the experts are divided into"
+    )
+    topk_group: int = Field(
+        default=1, ge=1, description="number of best groups a token's experts are chosen from"
+    )
 
     @property
     def rule(self) -> Routing:
-        """The same as the kernels take it. Raises ValueError for a rule that chooses from no group."""
+        """The rule as the kernels take it. Raises ValueError for an impossible one."""
         return Routing(**self.model_dump())
 
     @model_validator(mode="after")
@@ -108,37 +119,43 @@ _Datatype = Literal["BF16", "FP16", "FP32"]
 class ModelSettings(_Frozen):
     """One MoE layer served under a name."""
 
-    name: str = Field(pattern=_NAME, description="what requests call the layer")
+    name: str = Field(pattern=_NAME, description="name of the layer in requests")
     hidden_size: int = Field(
-        ge=SCALE_BLOCK, multiple_of=SCALE_BLOCK, description="numbers of a token's hidden state"
+        ge=SCALE_BLOCK, multiple_of=SCALE_BLOCK, description="elements of a token's hidden state"
     )
     intermediate_size: int = Field(
-        ge=SCALE_BLOCK, multiple_of=SCALE_BLOCK, description="of each expert, between up and down"
+        ge=SCALE_BLOCK,
+        multiple_of=SCALE_BLOCK,
+        description="elements of an expert's activation between up and down projection",
     )
-    num_experts: int = Field(ge=1, le=MAX_EXPERTS, description="experts that a token is routed among")
-    top_k: int = Field(ge=1, description="experts of each token")
+    num_experts: int = Field(ge=1, le=MAX_EXPERTS, description="number of routed experts")
+    top_k: int = Field(ge=1, description="number of routed experts per token")
     num_shared_experts: int = Field(
-        default=0, ge=0, description="of intermediate_size each, that every token goes to"
+        default=0,
+        ge=0,
+        description="number of shared experts, each of `intermediate_size`; every token uses all of them",
     )
     local_experts: Span | None = Field(
-        default=None, description="of num_experts, those held here, as in 0-63; null: all"
+        default=None, description="routed experts held here, e.g. `0-63`; null: all"
     )
-    routing: RoutingSettings = Field(default=RoutingSettings(), description="the router's rule")
-    weights: WeightsSettings = Field(default=WeightsSettings(seed=0), description="seed or path")
+    routing: RoutingSettings = Field(default=RoutingSettings(), description="routing rule")
+    weights: WeightsSettings = Field(default=WeightsSettings(seed=0), description="source of the weights")
     datatype: _Datatype = Field(
         default="BF16",
-        description="named in the metadata, and assumed for requests without a JSON header",
+        description="datatype in the metadata, and of requests without a JSON header",
     )
     masked_max_tokens: int = Field(
-        default=0, ge=0, description="steps of up to this many tokens take the masked layout; 0: none does"
+        default=0,
+        ge=0,
+        description="maximum tokens of a step that uses the masked layout; 0: no step uses it",
     )
     partition: str | None = Field(
-        default=None, description="SM partition the layer runs in; null: the whole device"
+        default=None, description="name of the SM partition the layer runs in; null: the whole device"
     )
 
     @property
     def shape(self) -> LayerShape:
-        """The layer's sizes. Raises ValueError for sizes no layer can have here."""
+        """The layer's sizes. Raises ValueError for unsupported sizes."""
         local_experts = None
         if self.local_experts is not None:
             held = numbers(self.local_experts)
@@ -166,20 +183,20 @@ class ModelSettings(_Frozen):
 class CheckpointSettings(_Frozen):
     """MoE layers of a Hugging Face checkpoint directory, each served as {name}.layers.{layer}."""
 
-    path: Path = Field(description="the directory with config.json and safetensors files")
-    layers: Layers = Field(description="MoE layers to serve, as in 3, 3-5 or 3-5,9, or all")
+    path: Path = Field(description="directory with config.json and safetensors files")
+    layers: Layers = Field(description="MoE layers to serve, e.g. `3`, `3-5`, `3-5,9` or `all`")
     experts: Span | None = Field(
         default=None,
-        description="routed experts held here, as in 0-63; null: all. The shared ones go with expert 0",
+        description="routed experts held here, e.g. `0-63`; null: all; shared experts go with expert 0",
     )
     name: str | None = Field(
         default=None,
         pattern=_NAME,
-        description="what layers are called before .layers.N; null: as the directory",
+        description="prefix of the layers' names, before `.layers.N`; null: the directory's name",
     )
-    datatype: _Datatype = Field(default="BF16", description="as in models")
-    masked_max_tokens: int = Field(default=0, ge=0, description="as in models")
-    partition: str | None = Field(default=None, description="as in models")
+    datatype: _Datatype = Field(default="BF16", description="see `models.N.datatype`")
+    masked_max_tokens: int = Field(default=0, ge=0, description="see `models.N.masked_max_tokens`")
+    partition: str | None = Field(default=None, description="see `models.N.partition`")
 
 
 class Settings(BaseSettings):
@@ -197,32 +214,34 @@ class Settings(BaseSettings):
     host: str = Field(
         default="127.0.0.1",
         min_length=1,
-        description="address to listen on; there is no authentication, so by default this machine's alone",
+        description="address to listen on; loopback by default, because there is no authentication",
     )
     port: int = Field(default=8000, ge=0, le=65535, description="port to listen on; 0: any free one")
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)] = Field(
-        default="info", description="the least that is logged, in capitals or not"
+        default="info", description="minimum level of log lines, in any case"
     )
-    access_log: bool = Field(default=False, description="a log line for each request")
-    backend: str = Field(default="auto", description=f"{' or '.join(BACKENDS)}; auto: the first that can run")
-    partitions: dict[str, int] = Field(default={}, description="SM partitions: name -> SMs")
-    limits: Limits = Field(default=Limits(), description="how much is taken at a time")
-    keep_alive_seconds: int = Field(default=75, ge=1, description="how long an idle connection stays open")
+    access_log: bool = Field(default=False, description="whether each request is logged")
+    backend: str = Field(
+        default="auto", description=f"{' or '.join(BACKENDS)}; auto: the first one that can run"
+    )
+    partitions: dict[str, int] = Field(default={}, description="number of SMs of each SM partition, by name")
+    limits: Limits = Field(default=Limits(), description="limits on requests, steps and queues")
+    keep_alive_seconds: int = Field(default=75, ge=1, description="seconds an idle connection stays open")
     shutdown_delay_seconds: float = Field(
         default=0.0,
         ge=0,
         allow_inf_nan=False,
-        description="after SIGTERM, how long new requests are still taken while not ready",
+        description="seconds new requests are still accepted after SIGTERM, while not ready",
     )
     drain_timeout_seconds: float = Field(
         default=30.0,
         gt=0,
         allow_inf_nan=False,
-        description="after that delay, how long accepted requests have to be answered",
+        description="seconds for accepted requests to finish after that delay",
     )
-    models: tuple[ModelSettings, ...] = Field(default=(), description="layers that are served")
+    models: tuple[ModelSettings, ...] = Field(default=(), description="layers to serve")
     checkpoints: tuple[CheckpointSettings, ...] = Field(
-        default=(), description="checkpoint directories, whose layers are served beside the models"
+        default=(), description="checkpoint directories whose layers are served in addition to `models`"
     )
 
     def __init__(self, /, **values: Any) -> None:
@@ -264,6 +283,6 @@ class Settings(BaseSettings):
                 )
 
     def with_models(self, models: Sequence[ModelSettings]) -> Self:
-        """These settings with the layers of `checkpoints` in their place, checked again."""
+        """These settings with `checkpoints` replaced by their layers in `models`, validated again."""
         values = {name: getattr(self, name) for name in type(self).model_fields}
         return self.model_validate(values | {"models": (*self.models, *models), "checkpoints": ()})

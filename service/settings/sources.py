@@ -1,4 +1,4 @@
-"""The places that settings are written in: a YAML file, the environment, and the command line."""
+"""The sources of settings: a YAML file, the environment, and the command line."""
 
 import os
 import re
@@ -15,14 +15,14 @@ from expertd.service.settings.values import Assignment, Key, SettingsError, dott
 from expertd.service.settings.variables import VariableSource
 from expertd.service.settings.yaml_text import YamlTextError, parse
 
-# Read elsewhere (the kernel cache) or before the settings themselves (the file's place).
+# Not settings: the kernel cache reads the first, `default_config` the second.
 _OTHER_VARIABLES = {f"{ENV_PREFIX}CACHE_DIR", f"{ENV_PREFIX}CONFIG"}
-# Kubernetes describes a Service called "expertd" to every pod in variables of this form.
+# Kubernetes sets such variables in every pod for a Service named "expertd".
 _SERVICE_LINK = re.compile(rf"{ENV_PREFIX}(SERVICE_(HOST|PORT).*|PORT_\d+_(TCP|UDP).*)")
 
 
 class Flag(NamedTuple):
-    """A flag as it was written, the key that it stands for (with dots), and the value."""
+    """A flag as written on the command line, the dotted key it sets, and the value."""
 
     name: str
     key: str
@@ -30,7 +30,7 @@ class Flag(NamedTuple):
 
 
 def default_config() -> Path | None:
-    """The file named by EXPERTD_CONFIG, used when the command line names none."""
+    """The path in EXPERTD_CONFIG, used if the command line has no --config; None if it is unset or empty."""
     value = os.environ.get(f"{ENV_PREFIX}CONFIG")
     return Path(value) if value else None
 
@@ -49,7 +49,7 @@ def from_file(path: Path) -> list[Assignment]:
         raise SettingsError(f"{path}: expected a mapping of setting names to values, got {shown(values)}")
 
     def origin(key: Key) -> str:
-        while key and key not in parsed.lines:  # merged in by <<
+        while key and key not in parsed.lines:  # merged by <<
             key = key[:-1]
         return f"{path}:{parsed.lines[key]}" if key else str(path)
 
@@ -57,7 +57,7 @@ def from_file(path: Path) -> list[Assignment]:
 
 
 def from_environment() -> list[Assignment]:
-    """The settings in EXPERTD_... variables, shorter keys first. Raises SettingsError."""
+    """The settings in EXPERTD_... variables; nested keys come last and override. Raises SettingsError."""
     source, assignments = VariableSource(Settings), []
     for name, text in sorted(os.environ.items()):
         if not name.startswith(ENV_PREFIX) or name in _OTHER_VARIABLES or _SERVICE_LINK.fullmatch(name):
@@ -66,14 +66,14 @@ def from_environment() -> list[Assignment]:
         key = tuple(path.split(ENV_DELIMITER))
         if not text and key[0] in Settings.model_fields:
             continue
-        if key == ("port",) and text.startswith(("tcp://", "udp://")):  # a service link, too
+        if key == ("port",) and text.startswith(("tcp://", "udp://")):  # also a service link
             continue
         assignments.append(_read(source, f"{ENV_PREFIX}{path}", key, text, f"environment variable {name}"))
     return sorted(assignments, key=lambda assignment: len(assignment.key))
 
 
 def from_flags(flags: Sequence[Flag]) -> list[Assignment]:
-    """The settings of the command line, in its order. Raises SettingsError."""
+    """The settings in flags, in the given order. Raises SettingsError."""
     source = VariableSource(Settings, env_prefix="", env_nested_delimiter=".")
     assignments = []
     for name, path, value in flags:
@@ -90,7 +90,7 @@ def _read(source: VariableSource, name: str, key: Key, text: str, origin: str) -
         tree = source.read(name, text)
     except YamlTextError as error:
         raise SettingsError(_sentence(origin, (*key, *error.key), error)) from error
-    value = reduce(getitem, key, tree) if tree else text  # empty: no setting, which is refused later
+    value = reduce(getitem, key, tree) if tree else text  # empty: unknown, or null; both are refused later
     return Assignment(key, value, partial(_always, origin))
 
 

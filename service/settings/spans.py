@@ -1,4 +1,4 @@
-"""Numbers as people name them in settings: 3, 3-5, or 3-5,9."""
+"""Numbers and ranges in settings: 3, 3-5, or 3-5,9."""
 
 import re
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ _SPAN = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
 
 
 def numbers(spans: str) -> list[int]:
-    """What "3-5,9" names: 3, 4, 5, 9. Raises ValueError for anything of another form."""
+    """The numbers in a text: 3, 4, 5, 9 for "3-5,9". Raises ValueError for any other form."""
     named: list[int] = []
     for text in spans.split(","):
         span = _SPAN.fullmatch(text)
@@ -28,7 +28,7 @@ def numbers(spans: str) -> list[int]:
 
 
 def spans(named: Iterable[int]) -> str:
-    """ "3-5,9" for 3, 4, 5, 9: the other way round."""
+    """The inverse of `numbers`: "3-5,9" for 3, 4, 5, 9."""
     runs: list[list[int]] = []
     for number in sorted(named):
         if runs and number == runs[-1][-1] + 1:
@@ -39,7 +39,7 @@ def spans(named: Iterable[int]) -> str:
 
 
 def _to_text(value: object) -> object:
-    """YAML and the environment make a number of 3."""
+    """YAML parses 3 as a number."""
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 

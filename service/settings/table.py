@@ -1,7 +1,7 @@
-"""The table of all settings in docs/settings.md, made from `Settings`.
+"""Generates the table of all settings in docs/settings.md from `Settings`.
 
-`python -m expertd.service.settings.table docs/settings.md` writes it between its marks, and with `--check`
-only compares.
+`python -m expertd.service.settings.table docs/settings.md` writes it between the markers;
+`--check` only compares.
 """
 
 import argparse
@@ -26,14 +26,14 @@ _Schema = dict[str, Any]
 
 
 def settings_table() -> str:
-    """A Markdown table with a line for each setting: name, type, default, meaning."""
+    """A Markdown table with one row per setting: name, type, default, meaning."""
     schema = Settings.model_json_schema()
     rows = "".join(f"| {' | '.join(row)} |\n" for row in _rows(schema, schema.get("$defs", {}), ""))
     return f"| setting | type | default | meaning |\n|---|---|---|---|\n{rows}"
 
 
 def replaced(document: str) -> str:
-    """`document` with the table as it has to be. Raises ValueError where the marks are missing."""
+    """`document` with the current table. Raises ValueError if the markers are missing."""
     before, begin, rest = document.partition(f"{BEGIN}\n")
     _, end, after = rest.partition(END)
     if not begin or not end:
@@ -57,7 +57,7 @@ def _rows(schema: _Schema, definitions: _Schema, prefix: str) -> Iterator[tuple[
 
 
 def _nested(field: _Schema, definitions: _Schema) -> _Schema | None:
-    """The schema of the settings within, of a mapping or of each entry of a list."""
+    """The schema of the nested settings, of a mapping or of each entry of a list; None if there are none."""
     reference = field.get("items", field).get("$ref", "")
     found: _Schema | None = definitions.get(reference.rpartition("/")[2])
     return found

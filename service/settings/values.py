@@ -1,4 +1,4 @@
-"""Nested values laid over each other, with where each of them came from."""
+"""Nested values merged from several sources, with the origin of each."""
 
 import copy
 import re
@@ -8,21 +8,21 @@ from typing import Any
 
 _PLAIN = re.compile(r"[\w-]{1,60}")
 Key = tuple[str, ...]
-"""The way to a value: ("limits", "max_batch_tokens"), or ("models", "0", "name") through a list."""
+"""The path to a value: ("limits", "max_batch_tokens"), or ("models", "0", "name") through a list."""
 
 
 def dotted(key: Key) -> str:
-    """The key as a sentence can hold it: in one line and short, whatever it is."""
+    """The key with dots between its parts; unusual parts are quoted, and long ones cut."""
     return ".".join(part if _PLAIN.fullmatch(part) else f"{part!a:.60}" for part in _text(key))
 
 
 class SettingsError(Exception):
-    """Settings that cannot be used; the text is one sentence for the person who wrote them."""
+    """Invalid settings; the message is one sentence for the user."""
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """A value for `key`; `origin` gives the place that each part of it, by its whole key, was written in."""
+    """A value for `key`; `origin` maps the full key of each of its parts to the part's origin."""
 
     key: Key
     value: Any
@@ -31,15 +31,15 @@ class Assignment:
 
 @dataclass
 class Values:
-    """What the sources put together so far: `tree` as the settings are built from it."""
+    """The merged values: `tree` holds them as nested mappings and lists."""
 
     tree: dict[str, Any] = field(default_factory=dict)
     _origins: dict[Key, str] = field(default_factory=dict)
 
     def put(self, assignment: Assignment) -> None:
-        """Lay a value over what there is: mappings are merged, anything else is replaced.
+        """Add a value: mappings are merged with the present ones, anything else replaces the present value.
 
-        A number steps into a list that is there. Raises SettingsError for a number past its end.
+        A number in the key selects an entry of a list. Raises SettingsError if the list has no such entry.
         """
         key, value, origin = assignment.key, assignment.value, assignment.origin
         container, last = self._place(key, origin)
@@ -54,21 +54,21 @@ class Values:
             self._origins[part] = origin(part)
 
     def origins(self, key: Key) -> list[str]:
-        """Where the value at `key` came from, else where its parts did; none for a default."""
+        """The origin of the value at `key`, or else the origins of its parts; empty for a default."""
         key = _text(key)
         if key in self._origins:
             return [self._origins[key]]
         return [origin for part, origin in self._origins.items() if part[: len(key)] == key]
 
     def nearest(self, key: Key) -> list[str]:
-        """The same; for what is missing, where the value that lacks it came from."""
+        """The origins of `key`, or else of the innermost enclosing value that has any."""
         for end in range(len(key), 0, -1):
             if found := self.origins(key[:end]):
                 return found
         return []
 
     def _place(self, key: Key, origin: Callable[[Key], str]) -> tuple[Any, str | int]:
-        """The mapping or list that holds, or will hold, the value at `key`, and its key or index in there."""
+        """The mapping or list that is to hold the value at `key`, and the value's key or index in it."""
         container: Any = self.tree
         for depth, part in enumerate(key[:-1], 1):
             index = _index(container, key[:depth], origin)
@@ -85,7 +85,7 @@ class Values:
 
 
 def _index(container: Any, key: Key, origin: Callable[[Key], str]) -> str | int:
-    """The last part of `key`, as the index of an entry where `container` is a list."""
+    """The last part of `key`, converted to an index if `container` is a list."""
     part = key[-1]
     if not isinstance(container, list):
         return part
@@ -109,5 +109,5 @@ def _is_list(value: Any) -> bool:
 
 
 def _text(key: Key) -> Key:
-    """YAML has keys that are no strings; they are refused later, with their origin."""
+    """`key` as strings: YAML keys can be of other types, which validation refuses later."""
     return tuple(map(str, key))

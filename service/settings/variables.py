@@ -1,4 +1,4 @@
-"""Environment variables and flags as pydantic-settings reads them, with YAML and with list indices."""
+"""Reads environment variables and flags with pydantic-settings, extended by YAML and list indices."""
 
 from typing import Any, get_args, get_origin
 
@@ -10,10 +10,10 @@ from expertd.service.settings.yaml_text import parse
 
 
 class VariableSource(EnvSettingsSource):
-    """Reads one variable at a time, so that every value keeps its exact origin."""
+    """Reads one variable at a time, so that each value keeps its exact origin."""
 
     def read(self, name: str, text: str) -> dict[str, Any]:
-        """The settings that one variable gives: nested mappings, empty for a name that is no setting.
+        """The settings in one variable, as nested mappings; empty if `name` is not a setting.
 
         Raises YamlTextError for a list or mapping that is not valid YAML.
         """
@@ -28,9 +28,9 @@ class VariableSource(EnvSettingsSource):
     def next_field(
         self, field: FieldInfo | Any | None, key: str, case_sensitive: bool | None = None
     ) -> FieldInfo | None:
-        """The field that `key` leads to; in a list, a number leads to the type of its entries."""
+        """The field or type at `key` below `field`; in a list, a number selects the type of its entries."""
         annotation = field.annotation if isinstance(field, FieldInfo) else field
         if get_origin(annotation) is tuple:
             entry: FieldInfo | None = get_args(annotation)[0] if key.isdecimal() else None
-            return entry  # in truth a type: the base class returns those for the values of a mapping, too
+            return entry  # really a type, as the base class returns for values of a mapping
         return super().next_field(field, key, case_sensitive)

@@ -1,4 +1,4 @@
-"""YAML with the line of every key, and no key twice."""
+"""Parses YAML, with the line of every key, and refuses duplicate keys."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -11,16 +11,16 @@ _MERGE = "tag:yaml.org,2002:merge"
 
 
 class Parsed(NamedTuple):
-    """A value, and the line (from 1) in which each of its parts begins."""
+    """A value, and the line (from 1) on which each of its parts begins."""
 
     value: Any
     lines: dict[Key, int]
 
 
 class YamlTextError(Exception):
-    """A part that cannot be used, at `key` and, if known, in line `line` (from 1).
+    """Invalid YAML, at `key` and, if known, on line `line` (from 1).
 
-    Not a ValueError: pydantic-settings takes those as a reason to keep the text undecoded.
+    Not a ValueError: pydantic-settings would wrap it, or keep the text undecoded.
     """
 
     def __init__(self, text: str, line: int | None = None, key: Key = ()) -> None:
@@ -30,7 +30,7 @@ class YamlTextError(Exception):
 
 
 def parse(text: str) -> Parsed:
-    """Parse a YAML (or JSON) document. Raises YamlTextError, for a key that comes twice too."""
+    """Parse a YAML (or JSON) document. Raises YamlTextError for invalid YAML and duplicate keys."""
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         lines: dict[Key, int] = {} if node is None else dict(_lines(node, ()))
