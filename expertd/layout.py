@@ -8,3 +8,5 @@ class Layout(StrEnum):
 
     CONTIGUOUS = "contiguous"
     MASKED = "masked"
+
+    __hash__ = str.__hash__  # Enum's is slower, and every launch looks up by it

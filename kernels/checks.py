@@ -30,7 +30,8 @@ def check_contiguous(
     a: Quantized, b: Quantized, offsets: Tensor, out: Tensor | None, num_sms: int | None
 ) -> Problem:
     """Raise ValueError (name, expected, got) unless `grouped_gemm_contiguous` can serve these arguments."""
-    _check_quantized(a=a, b=b)
+    _check_quantized("a", a)
+    _check_quantized("b", b)
     if a.data.ndim != 2:
         raise _refusal("a shape", "2 dimensions [M, K]", tuple(a.data.shape))
     m, a_k = a.data.shape
@@ -58,7 +59,8 @@ def check_masked(
     num_sms: int | None,
 ) -> Problem:
     """Raise ValueError (name, expected, got) unless `grouped_gemm_masked` can serve these arguments."""
-    _check_quantized(a=a, b=b)
+    _check_quantized("a", a)
+    _check_quantized("b", b)
     if a.data.ndim != 3:
         raise _refusal("a shape", "3 dimensions [G, max_m, K]", tuple(a.data.shape))
     a_groups, max_m, a_k = a.data.shape
@@ -98,7 +100,8 @@ def check_experts(
         raise _refusal("hidden_states shape", "2 dimensions [T, H]", tuple(hidden_states.shape))
     if hidden_states.dtype not in _HIDDEN_DTYPES:
         raise _refusal("hidden_states dtype", " or ".join(map(str, _HIDDEN_DTYPES)), hidden_states.dtype)
-    _check_quantized(gate_up=gate_up, down=down)
+    _check_quantized("gate_up", gate_up)
+    _check_quantized("down", down)
     if down.data.ndim != 3:
         raise _refusal("down shape", "3 dimensions [G, H, I]", tuple(down.data.shape))
     device, like = hidden_states.device, "hidden_states"
@@ -136,10 +139,9 @@ def check_experts(
         _check_address("out", out)
 
 
-def _check_quantized(**operands: object) -> None:
-    for name, operand in operands.items():
-        if not isinstance(operand, Quantized):
-            raise _refusal(name, "Quantized(data, scales)", type(operand).__name__)
+def _check_quantized(name: str, operand: object) -> None:
+    if not isinstance(operand, Quantized):
+        raise _refusal(name, "Quantized(data, scales)", type(operand).__name__)
 
 
 def _check_weights(weights: Quantized, a_k: int, device: torch.device) -> tuple[int, int, int]:

@@ -75,7 +75,9 @@ class _Prepared(NamedTuple):
 
     kernel: Any
     launch_config: Any
-    config: TileConfig
+    box_m: int
+    box_n: int
+    stores_boxes: bool  # of out, through a tensor map
     masked: bool
     sizes: tuple[np.int32, ...]  # num_groups, n, k
     cut: tuple[np.int32, ...]  # tile_steps, passes
@@ -107,7 +109,7 @@ class GroupedGemm:
         """Write out, bf16: each group's rows of a times its b; expected_m rows are likely in a group."""
         num_groups, n, k = b.data.shape
         prepared = self._chosen(on.device, layout, n, k, num_groups, expected_m, num_sms)
-        out_map = () if prepared.config.swap_ab else (self._out_tensor_maps.get(out, _STORE_BOX),)
+        out_map = (self._out_tensor_maps.get(out, _STORE_BOX),) if prepared.stores_boxes else ()
         self._launch(on, prepared, a, b, groups, out.data_ptr(), *out_map)
 
     def multiply_swiglu(
@@ -159,20 +161,23 @@ class GroupedGemm:
         )
         sizes = (np.int32(num_groups), np.int32(n), np.int32(k))
         cut = (np.int32(plan.tile_steps), np.int32(plan.passes))
-        return _Prepared(kernel, launch_config, config, layout is Layout.MASKED, sizes, cut)
+        stores_boxes, masked = not config.swap_ab and not config.swiglu, layout is Layout.MASKED
+        return _Prepared(
+            kernel, launch_config, config.box_m, config.out_block_n, stores_boxes, masked, sizes, cut
+        )
 
     def _launch(
         self, on: OnStream, prepared: _Prepared, a: Quantized, b: Quantized, groups: Groups, *outputs: Any
     ) -> None:
-        kernel, launch_config, config, masked, sizes, cut = prepared
+        kernel, launch_config, box_m, box_n, _, masked, sizes, cut = prepared
         rows, *strides = a.data.shape[-2], *a.scales.stride()
         counter = groups.tile_counter
         cuda_core().launch(
             on.stream,
             launch_config,
             kernel,
-            self._tensor_maps.get(a.data, config.box_m),
-            self._tensor_maps.get(b.data, config.out_block_n),
+            self._tensor_maps.get(a.data, box_m),
+            self._tensor_maps.get(b.data, box_n),
             a.scales.data_ptr(),
             *map(_uint32, strides if masked else (0, *strides)),
             b.scales.data_ptr(),

@@ -105,8 +105,8 @@ def launch_config(grid: Grid, threads: int) -> Any:
 
 def current_stream(device: int) -> OnStream:
     """Torch's current stream."""
-    handle = torch._C._cuda_getCurrentRawStream(device)  # torch.cuda.current_stream makes an object each time
-    return OnStream(device, handle, _stream(device, handle))
+    # torch.cuda.current_stream makes an object each time
+    return _on_stream(device, torch._C._cuda_getCurrentRawStream(device))
 
 
 @functools.cache
@@ -119,6 +119,6 @@ def cuda_core() -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
-def _stream(device: int, handle: int) -> Any:
+def _on_stream(device: int, handle: int) -> OnStream:
     """Kept, since from_handle defines a class; the default stream has the same handle on every device."""
-    return cuda_core().Stream.from_handle(handle)
+    return OnStream(device, handle, cuda_core().Stream.from_handle(handle))
