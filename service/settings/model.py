@@ -47,6 +47,19 @@ class Limits(_Frozen):
         allow_inf_nan=False,
         description="for a request's body to arrive, from its headers on",
     )
+    max_header_bytes: int = Field(
+        default=64 * 1024, ge=1024, description="request line and headers together, at most"
+    )
+    max_headers: int = Field(default=100, ge=1, description="headers of one request, at most")
+    header_timeout_seconds: float = Field(
+        default=10,
+        gt=0,
+        allow_inf_nan=False,
+        description="for a request's headers to arrive, from its first byte on",
+    )
+    max_connections: int = Field(
+        default=4096, ge=1, description="open connections; beyond them one is answered 503 and closed"
+    )
 
     @model_validator(mode="after")
     def _one_request_fits(self) -> Self:

@@ -1,0 +1,107 @@
+"""What a request's line and headers may be before the application sees them, and two rewritings of them."""
+
+import logging
+from collections.abc import Sequence
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+
+from expertd.service.http.protocol import error_body
+from expertd.service.settings.model import Limits
+
+logger = logging.getLogger(__name__)
+
+Headers = Sequence[tuple[bytes, bytes]]
+_LINE_BYTES = len(b"  HTTP/1.1\r\n\r\n")
+_HEADER_BYTES = len(b": \r\n")
+
+
+class RefusedError(Exception):
+    """A request that is answered with `status` and this text, and its connection closed."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+    def response(self, default_headers: Headers, with_body: bool = True) -> bytes:
+        """The whole answer; to HEAD it has no body."""
+        body = error_body(str(self))
+        headers = [
+            *default_headers,
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        if self.status == 503:
+            headers.append((b"retry-after", b"1"))
+        lines = [b"%s: %s\r\n" % header for header in headers]
+        return b"".join([STATUS_LINE[self.status], *lines, b"\r\n", body if with_body else b""])
+
+
+def check_head(parser: httptools.HttpRequestParser, target: bytes, headers: Headers, limits: Limits) -> None:
+    """Raise RefusedError for another version of HTTP, too large a head, or one that is ambiguous.
+
+    Content-Length is the parser's to check: it takes one, a number, and none beside Transfer-Encoding.
+    """
+    version = parser.get_http_version()
+    if version not in ("1.1", "1.0"):
+        raise RefusedError(505, f"HTTP/1.1 or HTTP/1.0 is expected, got HTTP/{version}")
+    if len(headers) > limits.max_headers:
+        raise RefusedError(431, f"at most {limits.max_headers} headers are expected, got {len(headers)}")
+    method = parser.get_method()
+    size = len(method) + len(target) + _LINE_BYTES + _HEADER_BYTES * len(headers)
+    hosts = 0
+    for name, value in headers:
+        size += len(name) + len(value)
+        if name == b"host":
+            hosts += 1
+        elif name == b"transfer-encoding":
+            _check_transfer_encoding(value, version)
+    if size > limits.max_header_bytes:
+        raise RefusedError(431, f"{_WHAT} at most {limits.max_header_bytes} bytes, got {size}")
+    if hosts != 1 and (hosts or version == "1.1"):
+        raise RefusedError(400, f"one Host header is expected, got {hosts or 'none'}")
+    if method == b"CONNECT":
+        raise RefusedError(501, "a method of this API is expected, got CONNECT")
+
+
+def refusal_of(error: httptools.HttpParserError, parser: httptools.HttpRequestParser) -> RefusedError:
+    """What to answer for bytes that the parser, or one of its callbacks, did not take."""
+    if isinstance(error.__context__, RefusedError):
+        return error.__context__
+    if isinstance(error, httptools.HttpParserCallbackError):
+        logger.error("a request's head could not be handled", exc_info=error.__context__)
+        return RefusedError(500, "the server failed on this request: its log says why")
+    if parser.get_method() == b"PRI":
+        return RefusedError(505, "HTTP/1.1 or HTTP/1.0 is expected, got HTTP/2")
+    return RefusedError(400, f"an HTTP/1.1 request is expected: {error}")
+
+
+def head_without_upgrade(parser: httptools.HttpRequestParser, target: bytes, headers: Headers) -> bytes:
+    """The head that `parser` has just read, as bytes, without its Upgrade headers."""
+    lines = [
+        b"%s %s HTTP/%s" % (parser.get_method(), target, parser.get_http_version().encode()),
+        *(b"%s: %s" % header for header in headers if header[0] != b"upgrade"),
+    ]
+    return b"\r\n".join([*lines, b"", b""])
+
+
+def origin_form(target: bytes) -> bytes:
+    """Path and query of a target that does not begin with its path: https://host/path?query, or *."""
+    try:
+        url = httptools.parse_url(target)
+    except httptools.HttpParserInvalidURLError:
+        raise RefusedError(400, "a target with a path is expected") from None
+    return (url.path or b"/") + (b"?" + url.query if url.query else b"")
+
+
+_WHAT = "the request line and headers are expected to hold"
+
+
+def _check_transfer_encoding(value: bytes, version: str) -> None:
+    if version == "1.0":
+        raise RefusedError(400, "Transfer-Encoding is expected in HTTP/1.1 only")
+    if value.lower() != b"chunked":
+        raise RefusedError(
+            501, f"Transfer-Encoding is expected to be chunked, got {value.decode('latin-1')[:40]!r}"
+        )
