@@ -1,7 +1,9 @@
 """The ASGI application: routes around one engine, and one form for every error."""
 
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from urllib.parse import unquote
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
@@ -83,6 +85,8 @@ class ExpertApp(FastAPI):
         if scope["type"] == "http":
             if self.engine.draining:
                 send = _closing(send)
+            if b"%2" in scope.get("raw_path", b""):
+                _keep_encoded_slashes(scope)
             if scope["method"] == "POST" and (model := self._infer_paths.get(scope["path"])):
                 await self._infer(scope, receive, send, model)
                 return
@@ -116,6 +120,12 @@ def _without_body(send: Send) -> Send:
         await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
 
     return headers_only
+
+
+def _keep_encoded_slashes(scope: Scope) -> None:
+    """%2F is no separator (RFC 3986, 2.2): `path` keeps it encoded, and no route matches by accident."""
+    raw_path = scope["raw_path"].decode("ascii")
+    scope["path"] = unquote(re.sub("%2f", "%252F", raw_path, flags=re.IGNORECASE))
 
 
 async def _engine_error(request: Request, error: Exception) -> Response:
