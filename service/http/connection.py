@@ -63,7 +63,9 @@ class Connection(TimedProtocol):
         self._in_head = self._in_body = False
         self._began = False  # a request did, in the bytes just parsed
         self._body_came = False  # likewise
-        self._unfinished_bytes = 0  # of a head or of trailers that are still coming
+        self._unfinished_bytes = 0  # of a head or of trailers that are still coming, at least
+        self._head_bytes = 0  # of a head, at most: the reads that it came in
+        self._read_bytes = 0  # by the read that is being parsed
         self._deaf = False  # nothing more is parsed: refused, or the client's last request is here
         self._refusal: RefusedError | None = None  # to be sent when its turn comes
         self._lingering = False
@@ -141,6 +143,8 @@ class Connection(TimedProtocol):
         if self._deaf:
             return
         self._body_came = False
+        self._read_bytes = len(data)
+        self._head_bytes += self._read_bytes
         try:
             self._parse(data)
         except httptools.HttpParserError as error:
@@ -159,9 +163,10 @@ class Connection(TimedProtocol):
             raise RefusedError(400, "nothing is expected after the last request of a connection")
         super().on_message_begin()
         self._in_head = self._began = True
+        self._head_bytes = self._read_bytes
 
     def on_headers_complete(self) -> None:
-        check_head(self.parser, self.url, self.headers, self._limits)
+        check_head(self.parser, self.url, self.headers, self._limits, self._head_bytes)
         if self.parser.should_upgrade():
             return  # _parse gives it to another parser, without its Upgrade
         if self.url[:1] != b"/":

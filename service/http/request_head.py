@@ -38,30 +38,28 @@ class RefusedError(Exception):
         return b"".join([STATUS_LINE[self.status], *lines, b"\r\n", body if with_body else b""])
 
 
-def check_head(parser: httptools.HttpRequestParser, target: bytes, headers: Headers, limits: Limits) -> None:
+def check_head(
+    parser: httptools.HttpRequestParser, target: bytes, headers: Headers, limits: Limits, at_most: int
+) -> None:
     """Raise RefusedError for another version of HTTP, too large a head, or one that is ambiguous.
 
-    Content-Length is the parser's to check: it takes one, a number, and none beside Transfer-Encoding.
+    `at_most`: bytes that the head may have; they are counted only if that is beyond the limit. Content-Length
+    is checked by the parser, which takes one, and none beside Transfer-Encoding.
     """
     version = parser.get_http_version()
     if version not in ("1.1", "1.0"):
         raise RefusedError(505, f"HTTP/1.1 or HTTP/1.0 is expected, got HTTP/{version}")
     if len(headers) > limits.max_headers:
         raise RefusedError(431, f"at most {limits.max_headers} headers are expected, got {len(headers)}")
-    method = parser.get_method()
-    size = len(method) + len(target) + _LINE_BYTES + _HEADER_BYTES * len(headers)
-    hosts = 0
-    for name, value in headers:
-        size += len(name) + len(value)
-        if name == b"host":
-            hosts += 1
-        elif name == b"transfer-encoding":
-            _check_transfer_encoding(value, version)
-    if size > limits.max_header_bytes:
-        raise RefusedError(431, f"{_WHAT} at most {limits.max_header_bytes} bytes, got {size}")
+    if at_most > limits.max_header_bytes:
+        _check_size(parser.get_method(), target, headers, limits.max_header_bytes)
+    names = [name for name, _ in headers]
+    hosts = names.count(b"host")
     if hosts != 1 and (hosts or version == "1.1"):
         raise RefusedError(400, f"one Host header is expected, got {hosts or 'none'}")
-    if method == b"CONNECT":
+    if b"transfer-encoding" in names:
+        _check_transfer_encoding(headers, version)
+    if parser.should_upgrade() and parser.get_method() == b"CONNECT":
         raise RefusedError(501, "a method of this API is expected, got CONNECT")
 
 
@@ -95,13 +93,18 @@ def origin_form(target: bytes) -> bytes:
     return (url.path or b"/") + (b"?" + url.query if url.query else b"")
 
 
-_WHAT = "the request line and headers are expected to hold"
+def _check_size(method: bytes, target: bytes, headers: Headers, limit: int) -> None:
+    size = len(method) + len(target) + _LINE_BYTES
+    size += sum(len(name) + len(value) + _HEADER_BYTES for name, value in headers)
+    if size > limit:
+        what = "the request line and headers are expected to hold"
+        raise RefusedError(431, f"{what} at most {limit} bytes, got {size}")
 
 
-def _check_transfer_encoding(value: bytes, version: str) -> None:
+def _check_transfer_encoding(headers: Headers, version: str) -> None:
     if version == "1.0":
         raise RefusedError(400, "Transfer-Encoding is expected in HTTP/1.1 only")
-    if value.lower() != b"chunked":
-        raise RefusedError(
-            501, f"Transfer-Encoding is expected to be chunked, got {value.decode('latin-1')[:40]!r}"
-        )
+    codings = b", ".join(value for name, value in headers if name == b"transfer-encoding")
+    if codings.lower() != b"chunked":
+        got = codings.decode("latin-1")[:40]
+        raise RefusedError(501, f"Transfer-Encoding is expected to be chunked, got {got!r}")

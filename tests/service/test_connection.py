@@ -98,6 +98,11 @@ def test_other_versions_get_505(server: ServerProcess, line: str, version: str) 
             "Transfer-Encoding is expected in HTTP/1.1",
         ),
         (head("POST /v2 HTTP/1.1", "Transfer-Encoding: gzip, chunked"), 501, "chunked, got 'gzip, chunked'"),
+        (
+            head("POST /v2 HTTP/1.1", "Transfer-Encoding: gzip", "Transfer-Encoding: chunked"),
+            501,
+            "chunked, got 'gzip, chunked'",
+        ),
         (head("GET http://x:99999/ HTTP/1.1"), 400, "a target with a path is expected"),
         (b"\x16\x03\x01\x02\x00\x01", 400, "an HTTP/1.1 request is expected: "),
     ],
@@ -197,14 +202,17 @@ def test_limits_of_a_head_are_settings() -> None:
         def get_method(self) -> bytes:
             return b"GET"
 
+        def should_upgrade(self) -> bool:
+            return False
+
     limits = Limits(max_header_bytes=1024, max_headers=2)
     line = len(b"GET / HTTP/1.1\r\nHost: x\r\nA: \r\n\r\n")
     whole = [(b"host", b"x"), (b"a", b"y" * (1024 - line))]
-    check_head(Parser(), b"/", whole, limits)  # type: ignore[arg-type]
+    check_head(Parser(), b"/", whole, limits, 1025)  # type: ignore[arg-type]
     with pytest.raises(RefusedError, match="at most 1024 bytes, got 1025"):
-        check_head(Parser(), b"/y", whole, limits)  # type: ignore[arg-type]
+        check_head(Parser(), b"/y", whole, limits, 1025)  # type: ignore[arg-type]
     with pytest.raises(RefusedError, match="at most 2 headers are expected, got 3"):
-        check_head(Parser(), b"/", [*whole, (b"b", b"")], limits)  # type: ignore[arg-type]
+        check_head(Parser(), b"/", [*whole, (b"b", b"")], limits, 1025)  # type: ignore[arg-type]
 
 
 def test_nothing_is_run_after_the_last_request(server: ServerProcess) -> None:
