@@ -110,7 +110,7 @@ class Connection(TimedProtocol):
         self._shared.lingering += 1
         self._counted = True
         bound = self._limits.max_connections
-        self._refuse(RefusedError(503, f"at most {bound} connections are expected, and all are in use"))
+        self._refuse(RefusedError(503, f"connections: expected at most {bound}, got one more"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._gone = self._gone or exc is not None or bool(self._due)
@@ -235,9 +235,9 @@ class Connection(TimedProtocol):
             return
         self._unfinished_bytes += size
         if self._unfinished_bytes > self._limits.max_header_bytes:
-            what = "the request line and headers" if self._in_head else "trailers"
+            what = "request line and headers" if self._in_head else "trailers"
             bound = self._limits.max_header_bytes
-            self._refuse(RefusedError(431, f"{what} are expected to hold at most {bound} bytes, got more"))
+            self._refuse(RefusedError(431, f"{what}: expected at most {bound} bytes, got more"))
 
     def _drop_incomplete(self, status: int = CLIENT_GONE) -> None:
         """Tell the newest request, if its body is still coming, that it never will, and what it ends in."""
@@ -296,7 +296,7 @@ class Connection(TimedProtocol):
     def _refuse_late_head(self) -> None:
         seconds = self._limits.header_timeout_seconds
         self._refuse(
-            RefusedError(408, f"a request's headers are expected within {seconds:g} s, and had not come")
+            RefusedError(408, f"headers: expected all of them within {seconds:g} s, got a part of them")
         )
 
     def _may_probe(self) -> bool:

@@ -7,6 +7,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from expertd.service.http.protocol import error_body
+from expertd.service.sentences import shown
 from expertd.service.settings.model import Limits
 
 logger = logging.getLogger(__name__)
@@ -48,19 +49,19 @@ def check_head(
     """
     version = parser.get_http_version()
     if version not in ("1.1", "1.0"):
-        raise RefusedError(505, f"HTTP/1.1 or HTTP/1.0 is expected, got HTTP/{version}")
+        raise RefusedError(505, f"HTTP version: expected 1.1 or 1.0, got {version}")
     if len(headers) > limits.max_headers:
-        raise RefusedError(431, f"at most {limits.max_headers} headers are expected, got {len(headers)}")
+        raise RefusedError(431, f"headers: expected at most {limits.max_headers}, got {len(headers)}")
     if at_most > limits.max_header_bytes:
         _check_size(parser.get_method(), target, headers, limits.max_header_bytes)
     names = [name for name, _ in headers]
     hosts = names.count(b"host")
     if hosts != 1 and (hosts or version == "1.1"):
-        raise RefusedError(400, f"one Host header is expected, got {hosts or 'none'}")
+        raise RefusedError(400, f"Host: expected one header, got {hosts or 'none'}")
     if b"transfer-encoding" in names:
         _check_transfer_encoding(headers, version)
     if parser.should_upgrade() and parser.get_method() == b"CONNECT":
-        raise RefusedError(501, "a method of this API is expected, got CONNECT")
+        raise RefusedError(501, "method: expected one of this API, got CONNECT")
 
 
 def refusal_of(error: httptools.HttpParserError, parser: httptools.HttpRequestParser) -> RefusedError:
@@ -71,8 +72,8 @@ def refusal_of(error: httptools.HttpParserError, parser: httptools.HttpRequestPa
         logger.error("a request's head could not be handled", exc_info=error.__context__)
         return RefusedError(500, "the server failed on this request: its log says why")
     if parser.get_method() == b"PRI":
-        return RefusedError(505, "HTTP/1.1 or HTTP/1.0 is expected, got HTTP/2")
-    return RefusedError(400, f"an HTTP/1.1 request is expected: {error}")
+        return RefusedError(505, "HTTP version: expected 1.1 or 1.0, got 2.0")
+    return RefusedError(400, f"request: expected HTTP/1.1, got an error in it: {error}")
 
 
 def head_without_upgrade(parser: httptools.HttpRequestParser, target: bytes, headers: Headers) -> bytes:
@@ -89,7 +90,9 @@ def origin_form(target: bytes) -> bytes:
     try:
         url = httptools.parse_url(target)
     except httptools.HttpParserInvalidURLError:
-        raise RefusedError(400, "a target with a path is expected") from None
+        raise RefusedError(
+            400, f"target: expected a path or a URL, got {shown(target.decode('latin-1'))}"
+        ) from None
     return (url.path or b"/") + (b"?" + url.query if url.query else b"")
 
 
@@ -97,14 +100,13 @@ def _check_size(method: bytes, target: bytes, headers: Headers, limit: int) -> N
     size = len(method) + len(target) + _LINE_BYTES
     size += sum(len(name) + len(value) + _HEADER_BYTES for name, value in headers)
     if size > limit:
-        what = "the request line and headers are expected to hold"
-        raise RefusedError(431, f"{what} at most {limit} bytes, got {size}")
+        raise RefusedError(431, f"request line and headers: expected at most {limit} bytes, got {size}")
 
 
 def _check_transfer_encoding(headers: Headers, version: str) -> None:
     if version == "1.0":
-        raise RefusedError(400, "Transfer-Encoding is expected in HTTP/1.1 only")
+        raise RefusedError(400, "HTTP version: expected 1.1 with Transfer-Encoding, got 1.0")
     codings = b", ".join(value for name, value in headers if name == b"transfer-encoding")
     if codings.lower() != b"chunked":
-        got = codings.decode("latin-1")[:40]
-        raise RefusedError(501, f"Transfer-Encoding is expected to be chunked, got {got!r}")
+        got = shown(codings.decode("latin-1"))
+        raise RefusedError(501, f"Transfer-Encoding: expected chunked, got {got}")
