@@ -14,6 +14,8 @@ from tests.service.apps import HIDDEN, Serving, hidden_request, rows, serving, s
 from tests.service.runners import EchoRunner
 from tests.service.sockets import answers, connect, head, infer, listening, read_to_end
 
+pytestmark = pytest.mark.slow  # an interim response takes a second
+
 REQUEST = infer(*hidden_request(rows(1)))
 LAST = infer(*hidden_request(rows(1)), "Connection: close")
 TEN = infer(*hidden_request(rows(1)), "X: 1").replace(b"HTTP/1.1", b"HTTP/1.0", 1)

@@ -13,6 +13,8 @@ from tests.service.apps import HIDDEN, hidden_request, rows, tiny_settings
 from tests.service.processes import ServerProcess, server_process, until
 from tests.service.sockets import INFER, ask, connect, head, infer, read_answer, read_to_end
 
+pytestmark = pytest.mark.slow  # a server process
+
 LIVE = head("GET /v2/health/live HTTP/1.1")
 LAST = head("GET /v2/health/live HTTP/1.1", "Connection: close")
 

@@ -12,6 +12,8 @@ from tests.service.apps import hidden_request, rows, tiny_settings
 from tests.service.processes import ServerProcess, server_process, until
 from tests.service.sockets import INFER, ask, connect, head, infer, read_answer, read_to_end
 
+pytestmark = pytest.mark.slow  # times are seconds
+
 LIVE = head("GET /v2/health/live HTTP/1.1")
 LAST = head("GET /v2/health/live HTTP/1.1", "Connection: close")
 

@@ -16,6 +16,8 @@ from tests.service.apps import HIDDEN, hidden_request, tiny_settings
 from tests.service.processes import EXPERTD, ServerProcess, clean_environment, server_process, until
 from tests.service.sockets import Answer, connect, head, infer, read_answer, read_to_end
 
+pytestmark = pytest.mark.slow  # a server process each
+
 DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
 # A step of these tokens takes seconds on any CPU.
 SLOW_TOKENS = 2048
