@@ -17,6 +17,7 @@ from expertd.service.engine.loading import Loader, load
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.spec import MODEL_VERSION
 from expertd.service.http.bodies import BodyReader, ClientGoneError
+from expertd.service.http.delivery import delivery
 from expertd.service.http.errors import http_error
 from expertd.service.http.infer import InferEndpoint
 from expertd.service.http.protocol import OipError, error_body
@@ -84,7 +85,7 @@ class ExpertApp(FastAPI):
         """Serve one connection's event; the infer routes take the same endpoint either way."""
         if scope["type"] == "http":
             if self.engine.draining:
-                send = _closing(send)
+                send = _closing(scope, send)
             if b"%2" in scope.get("raw_path", b""):
                 _keep_encoded_slashes(scope)
             if scope["method"] == "POST" and (model := self._infer_paths.get(scope["path"])):
@@ -102,11 +103,17 @@ async def _lifespan(app: ExpertApp) -> AsyncIterator[None]:
     await app.engine.stop()
 
 
-def _closing(send: Send) -> Send:
-    """`send`, telling callers not to reuse a connection to a server that is going away."""
+def _closing(scope: Scope, send: Send) -> Send:
+    """`send`, telling callers not to reuse a connection to a server that is going away.
+
+    It is told with the last of pipelined requests: those after it would not be answered.
+    """
+
+    connection = delivery(scope)
 
     async def closing(message: Message) -> None:
-        if message["type"] == "http.response.start":
+        more_due = connection is not None and connection.more_due
+        if message["type"] == "http.response.start" and not more_due:
             message = {**message, "headers": [*message.get("headers", []), (b"connection", b"close")]}
         await send(message)
 

@@ -15,7 +15,7 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from expertd.service.http.delivery import CLIENT_GONE, DELIVERED, LOST_STATUS
+from expertd.service.http.delivery import CLIENT_GONE, CONNECTION, LOST_STATUS
 from expertd.service.http.half_closed import HalfClosed
 from expertd.service.http.request_head import (
     RefusedError,
@@ -74,9 +74,24 @@ class Connection(TimedProtocol):
         self.parser = self._new_parser()
 
     @property
+    def gone(self) -> bool:
+        """Whether the client is known to have left."""
+        return self._gone
+
+    @property
+    def sent(self) -> bool:
+        """Whether the answer has left this process for a client still there, known without waiting."""
+        return not (self._gone or self.flow.write_paused or self._half_closed is not None)
+
+    @property
     def owes(self) -> bool:
         """Whether an answer is not computed or not sent yet."""
         return bool(self._due) or self.transport.get_write_buffer_size() > 0
+
+    @property
+    def more_due(self) -> bool:
+        """Whether pipelined requests wait behind the one in turn."""
+        return len(self._due) > 1
 
     async def delivered(self) -> bool:
         """Return once the answer just sent has been handed on; False if the client has left."""
@@ -146,7 +161,10 @@ class Connection(TimedProtocol):
         self._read_bytes = len(data)
         self._head_bytes += self._read_bytes
         try:
-            self._parse(data)
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                self._parse_after_upgrade(data, upgrade)
         except httptools.HttpParserError as error:
             if not self._deaf:
                 self._refuse(refusal_of(error, self.parser))
@@ -171,7 +189,7 @@ class Connection(TimedProtocol):
             return  # _parse gives it to another parser, without its Upgrade
         if self.url[:1] != b"/":
             self.url = origin_form(self.url)
-        self.scope["state"][DELIVERED] = self.delivered
+        self.scope["state"][CONNECTION] = self
         super().on_headers_complete()
         if not self.parser.should_keep_alive():
             self.cycle.keep_alive = False
@@ -179,7 +197,8 @@ class Connection(TimedProtocol):
         self.headers = []  # trailers are not the request's headers
         self._in_head, self._in_body = False, True
         self._unfinished_bytes = 0
-        self._unset_timer()
+        if self._timer is not None:
+            self._unset_timer()
         self._unset_keepalive_if_required()
 
     def on_body(self, body: bytes) -> None:
@@ -214,19 +233,22 @@ class Connection(TimedProtocol):
         parser.set_dangerous_leniencies(lenient_data_after_close=True, lenient_version=True)
         return parser
 
-    def _parse(self, data: bytes | memoryview) -> None:
+    def _parse_after_upgrade(self, data: bytes, upgrade: httptools.HttpParserUpgrade) -> None:
+        """Go on where the parser has stopped, after a head, as it takes the rest for another protocol.
+
+        Without its Upgrade, which may be ignored (RFC 9110, 7.8), the rest is a body and further requests.
+        """
+        rest = memoryview(data)
         while True:
+            head = head_without_upgrade(self.parser, self.url, self.headers)
+            rest = rest[upgrade.args[0] :]
+            self.parser = self._new_parser()
+            self.parser.feed_data(head)
             try:
-                self.parser.feed_data(data)
-            except httptools.HttpParserUpgrade as upgrade:
-                # The parser has stopped after the head, and takes the rest for another protocol. Without its
-                # Upgrade, which may be ignored (RFC 9110, 7.8), the rest is a body and further requests.
-                head = head_without_upgrade(self.parser, self.url, self.headers)
-                self.parser = self._new_parser()
-                self.parser.feed_data(head)
-                data = memoryview(data)[upgrade.args[0] :]
-            else:
+                self.parser.feed_data(rest)
                 return
+            except httptools.HttpParserUpgrade as another:
+                upgrade = another
 
     def _count_unfinished(self, size: int) -> None:
         if self._began or self._body_came:

@@ -19,7 +19,7 @@ from expertd.service.engine.errors import EngineError, NotReadyError, QueueTimeo
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.spec import MODEL_VERSION
 from expertd.service.http.bodies import BodyReader, ClientGoneError, number_of_bytes
-from expertd.service.http.delivery import lost_request, was_delivered
+from expertd.service.http.delivery import delivery, lost_request
 from expertd.service.http.errors import http_error
 from expertd.service.http.protocol import (
     InferRequest,
@@ -83,7 +83,8 @@ class InferEndpoint:
             answer = _error(refusal, scope)
         if refusal is None or not isinstance(refusal.__cause__, ClientGoneError):
             await self._send(send, answer)
-            if not await was_delivered(scope):
+            connection = delivery(scope)
+            if connection is not None and not connection.sent and not await connection.delivered():
                 refusal = _refusal(ClientGoneError(), model, scope)
         status = answer.status
         if refusal is not None:
@@ -110,7 +111,7 @@ class InferEndpoint:
             raise OipError(413, text, reason="json_too_large")
         request = await _off_loop(json_bytes, lambda: parse_request(body, headers.header_length, spec))
         try:
-            output = await self._compute(model, request, receive)
+            output = await self._compute(model, request, scope, receive)
             size = 0 if request.binary_output else 8 * len(output)
             response = await _off_loop(size, lambda: build_response(request, output, spec))
         except Exception as error:
@@ -119,7 +120,9 @@ class InferEndpoint:
             raise refusal from refusal.__cause__
         return await _encoded(response, headers.accept_encoding)
 
-    async def _compute(self, model: str, request: InferRequest, receive: Receive) -> memoryview | bytes:
+    async def _compute(
+        self, model: str, request: InferRequest, scope: Scope, receive: Receive
+    ) -> memoryview | bytes:
         layer = request.layer
         scheduler = self._engine.scheduler
         if layer.topk_ids is not None:
@@ -141,7 +144,7 @@ class InferEndpoint:
         finally:
             for timer in timers:
                 timer.cancel()
-        if _has_left(receive):
+        if _has_left(scope, receive):
             raise ClientGoneError
         return output
 
@@ -209,8 +212,10 @@ async def _encoded(response: InferResponse, accept_encoding: str) -> _Answer:
     return answer
 
 
-def _has_left(receive: Receive) -> bool:
-    """Whether the caller has closed the connection: what `receive` says without waiting for anything."""
+def _has_left(scope: Scope, receive: Receive) -> bool:
+    """Whether the caller has closed the connection: what is known without waiting for anything."""
+    if (connection := delivery(scope)) is not None:
+        return connection.gone
     asking = receive().__await__()
     try:
         next(asking)

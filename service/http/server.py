@@ -51,7 +51,7 @@ def serve(settings: Settings) -> int:
         proxy_headers=False,
         timeout_keep_alive=settings.keep_alive_seconds,
     )
-    _allow_files(settings.limits.max_connections + _OTHER_FILES)
+    allow_files(settings.limits.max_connections + _OTHER_FILES)
     server = _Server(config, app)
     host, port = listener.getsockname()[:2]
     logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
@@ -143,7 +143,8 @@ def _exit(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _allow_files(count: int) -> None:
+def allow_files(count: int) -> None:
+    """Let this process open so many files, or as many as it may, with a warning."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= count:
         return
@@ -151,7 +152,7 @@ def _allow_files(count: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     if allowed < count:
         logger.warning(
-            "limits.max_connections: %d open files are expected to be allowed, got %d (ulimit -n)",
+            "limits.max_connections: expected %d open files to be allowed, got %d (ulimit -n)",
             count,
             allowed,
         )

@@ -130,6 +130,20 @@ def test_one_that_stops_sending_is_told_that_its_request_goes_on_and_answered() 
     held(check)
 
 
+def test_a_drain_answers_pipelined_requests_too() -> None:
+    async def check(this: Held) -> None:
+        with connect(this.port) as sock:
+            sock.sendall(3 * REQUEST)
+            await this.in_step()
+            this.server.app.engine.begin_drain()
+            this.runner.gate.set()
+            got = await asyncio.to_thread(read_to_end, sock)
+        assert [answer.status for answer in got] == [200] * 3
+        assert [answer.headers.get("connection") for answer in got] == [None, None, "close"]
+
+    held(check)
+
+
 def all_of(sock: socket.socket) -> bytes:
     data = b""
     while received := sock.recv(65536):

@@ -1,5 +1,6 @@
 """How long a connection may be silent or slow, and how many there may be: over raw sockets."""
 
+import resource
 import socket
 import threading
 import time
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from expertd.service.http.server import allow_files
 from tests.service.apps import hidden_request, rows, tiny_settings
 from tests.service.processes import ServerProcess, server_process, until
 from tests.service.sockets import INFER, ask, connect, head, infer, read_answer, read_to_end
@@ -135,3 +137,22 @@ def test_many_silent_connections_beyond_the_bound_leave(tmp_path: Path) -> None:
         for sock in socks:
             sock.close()
         until(lambda: ask(server.port, LAST)[0].status == 200, "there is a place again")
+
+
+@pytest.mark.parametrize(
+    ("limits", "count", "expected"),
+    [((100, 1000), 500, 500), ((100, 1000), 2000, 1000), ((500, 1000), 500, None), ((-1, -1), 500, None)],
+)
+def test_the_bound_on_open_files_is_raised(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    limits: tuple[int, int],
+    count: int,
+    expected: int | None,
+) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda which, pair: asked.append(pair))
+    allow_files(count)
+    assert asked == ([] if expected is None else [(expected, limits[1])])
+    assert ("got 1000 (ulimit -n)" in caplog.text) == (count == 2000)

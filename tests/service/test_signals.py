@@ -19,8 +19,8 @@ from tests.service.sockets import Answer, connect, head, infer, read_answer, rea
 pytestmark = pytest.mark.slow  # a server process each
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
-# A step of these tokens takes seconds on any CPU.
-SLOW_TOKENS = 2048
+# With the two threads that a server gets here, a step of so many tokens (1.6 TFLOP) takes seconds on any CPU.
+SLOW_TOKENS = 8192
 SLOW = {
     "name": "tiny",
     "hidden_size": 1024,
@@ -32,15 +32,17 @@ SLOW = {
 LIMITS = {
     "max_request_tokens": SLOW_TOKENS,
     "max_batch_tokens": SLOW_TOKENS,
-    "max_queue_tokens": 64 * SLOW_TOKENS,
+    "max_queue_tokens": 4 * SLOW_TOKENS,
     "max_body_bytes": 64 << 20,
 }
 
 
 @contextmanager
-def in_a_slow_step(directory: Path, **settings: float) -> Iterator[tuple[ServerProcess, list[socket.socket]]]:
+def in_a_slow_step(
+    directory: Path, tokens: int = SLOW_TOKENS, **settings: float
+) -> Iterator[tuple[ServerProcess, list[socket.socket]]]:
     """A server in a step for its first client; the next waits, one has sent half, and the last nothing."""
-    values = np.ones((SLOW_TOKENS, 1024), np.float32)
+    values = np.ones((tokens, 1024), np.float32)
     request = infer(*hidden_request(values))
     with server_process(tiny_settings(models=[SLOW], limits=LIMITS, **settings), directory) as server:
         socks = [connect(server.port) for _ in range(4)]
@@ -139,7 +141,7 @@ def test_clients_that_do_not_read_their_answers_make_it_exit_with_1(tmp_path: Pa
 
 
 def test_clients_that_left_their_answers_do_not_hold_up_the_end(tmp_path: Path) -> None:
-    with in_a_slow_step(tmp_path, drain_timeout_seconds=60) as (server, socks):
+    with in_a_slow_step(tmp_path, SLOW_TOKENS // 4, drain_timeout_seconds=60) as (server, socks):
         for sock in socks[1:]:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             sock.close()
