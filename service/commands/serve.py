@@ -29,10 +29,11 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal: 0 after a full drain, else 1; 2 for settings that cannot be served."""
-    # Until uvicorn sets its own: the kernel ignores both signals for a process 1 without a handler, and a
+    # Until uvicorn sets its own: the kernel ignores these signals for a process 1 without a handler, and a
     # container that is stopped while Python imports would wait for its time-out.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _leave)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays in force
+            signal.signal(number, _leave)
     # Here, not above: imports take most of the time in which a signal could come too early.
     from expertd.service.checkpoints import resolve_checkpoints
     from expertd.service.settings.loader import SettingsError

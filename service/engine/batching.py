@@ -182,6 +182,11 @@ class Scheduler:
         """Return once every accepted request has its answer."""
         await self._idle.wait()
 
+    @property
+    def running(self) -> bool:
+        """Whether the worker thread is there, be it in a step that outlasted `stop`."""
+        return self._thread.is_alive()
+
     def stop(self, timeout: float) -> bool:
         """End the worker thread after the step it is in; True if it ended within `timeout` seconds."""
         with self._wake:

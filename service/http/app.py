@@ -1,7 +1,9 @@
 """The ASGI application: routes around one engine, and one form for every error."""
 
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from urllib.parse import unquote
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
@@ -15,6 +17,7 @@ from expertd.service.engine.loading import Loader, load
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.spec import MODEL_VERSION
 from expertd.service.http.bodies import BodyReader, ClientGoneError
+from expertd.service.http.delivery import delivery
 from expertd.service.http.errors import http_error
 from expertd.service.http.infer import InferEndpoint
 from expertd.service.http.protocol import OipError, error_body
@@ -82,7 +85,9 @@ class ExpertApp(FastAPI):
         """Serve one connection's event; the infer routes take the same endpoint either way."""
         if scope["type"] == "http":
             if self.engine.draining:
-                send = _closing(send)
+                send = _closing(scope, send)
+            if b"%2" in scope.get("raw_path", b""):
+                _keep_encoded_slashes(scope)
             if scope["method"] == "POST" and (model := self._infer_paths.get(scope["path"])):
                 await self._infer(scope, receive, send, model)
                 return
@@ -98,11 +103,17 @@ async def _lifespan(app: ExpertApp) -> AsyncIterator[None]:
     await app.engine.stop()
 
 
-def _closing(send: Send) -> Send:
-    """`send`, telling callers not to reuse a connection to a server that is going away."""
+def _closing(scope: Scope, send: Send) -> Send:
+    """`send`, telling callers not to reuse a connection to a server that is going away.
+
+    It is told with the last of pipelined requests: those after it would not be answered.
+    """
+
+    connection = delivery(scope)
 
     async def closing(message: Message) -> None:
-        if message["type"] == "http.response.start":
+        more_due = connection is not None and connection.more_due
+        if message["type"] == "http.response.start" and not more_due:
             message = {**message, "headers": [*message.get("headers", []), (b"connection", b"close")]}
         await send(message)
 
@@ -116,6 +127,12 @@ def _without_body(send: Send) -> Send:
         await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
 
     return headers_only
+
+
+def _keep_encoded_slashes(scope: Scope) -> None:
+    """%2F is no separator (RFC 3986, 2.2): `path` keeps it encoded, and no route matches by accident."""
+    raw_path = scope["raw_path"].decode("ascii")
+    scope["path"] = unquote(re.sub("%2f", "%252F", raw_path, flags=re.IGNORECASE))
 
 
 async def _engine_error(request: Request, error: Exception) -> Response:

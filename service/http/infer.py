@@ -19,6 +19,7 @@ from expertd.service.engine.errors import EngineError, NotReadyError, QueueTimeo
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.spec import MODEL_VERSION
 from expertd.service.http.bodies import BodyReader, ClientGoneError, number_of_bytes
+from expertd.service.http.delivery import delivery, lost_request
 from expertd.service.http.errors import http_error
 from expertd.service.http.protocol import (
     InferRequest,
@@ -40,7 +41,6 @@ _INLINE_BYTES = 64 * 1024
 # A wait shorter than this is not worth a task that watches whether the caller is still there.
 _WATCH_AFTER_SECONDS = 0.05
 _HEADER_LENGTH = "Inference-Header-Content-Length"
-_CLIENT_GONE = 499  # what proxies log for a caller that left; never sent
 
 
 @dataclass(slots=True)
@@ -79,14 +79,19 @@ class InferEndpoint:
         try:
             answer = await self._answer(scope, receive, model, version)
         except Exception as error:
-            refusal = _refusal(error, model)
+            refusal = _refusal(error, model, scope)
             answer = _error(refusal, scope)
-        if answer.status != _CLIENT_GONE:
+        if refusal is None or not isinstance(refusal.__cause__, ClientGoneError):
             await self._send(send, answer)
+            connection = delivery(scope)
+            if connection is not None and not connection.sent and not await connection.delivered():
+                refusal = _refusal(ClientGoneError(), model, scope)
+        status = answer.status
         if refusal is not None:
+            status = refusal.status
             self._metrics.refused(known, refusal.reason)
             _log(refusal, model)
-        self._metrics.request_done(known, answer.status, time.perf_counter() - started)
+        self._metrics.request_done(known, status, time.perf_counter() - started)
 
     async def _answer(self, scope: Scope, receive: Receive, model: str, version: str) -> _Answer:
         spec = self._engine.model(model, version)
@@ -106,16 +111,18 @@ class InferEndpoint:
             raise OipError(413, text, reason="json_too_large")
         request = await _off_loop(json_bytes, lambda: parse_request(body, headers.header_length, spec))
         try:
-            output = await self._compute(model, request, receive)
+            output = await self._compute(model, request, scope, receive)
             size = 0 if request.binary_output else 8 * len(output)
             response = await _off_loop(size, lambda: build_response(request, output, spec))
         except Exception as error:
-            refusal = _refusal(error, model)
+            refusal = _refusal(error, model, scope)
             refusal.request_id = request.id
             raise refusal from refusal.__cause__
         return await _encoded(response, headers.accept_encoding)
 
-    async def _compute(self, model: str, request: InferRequest, receive: Receive) -> memoryview | bytes:
+    async def _compute(
+        self, model: str, request: InferRequest, scope: Scope, receive: Receive
+    ) -> memoryview | bytes:
         layer = request.layer
         scheduler = self._engine.scheduler
         if layer.topk_ids is not None:
@@ -137,7 +144,7 @@ class InferEndpoint:
         finally:
             for timer in timers:
                 timer.cancel()
-        if _has_left(receive):
+        if _has_left(scope, receive):
             raise ClientGoneError
         return output
 
@@ -205,8 +212,10 @@ async def _encoded(response: InferResponse, accept_encoding: str) -> _Answer:
     return answer
 
 
-def _has_left(receive: Receive) -> bool:
-    """Whether the caller has closed the connection: what `receive` says without waiting for anything."""
+def _has_left(scope: Scope, receive: Receive) -> bool:
+    """Whether the caller has closed the connection: what is known without waiting for anything."""
+    if (connection := delivery(scope)) is not None:
+        return connection.gone
     asking = receive().__await__()
     try:
         next(asking)
@@ -216,13 +225,13 @@ def _has_left(receive: Receive) -> bool:
     return False
 
 
-def _refusal(error: Exception, model: str) -> OipError:
+def _refusal(error: Exception, model: str, scope: Scope) -> OipError:
     if isinstance(error, OipError):
         return error
     if isinstance(error, EngineError):
         return http_error(error)
     if isinstance(error, ClientGoneError):
-        refusal = OipError(_CLIENT_GONE, "the client closed the connection")
+        refusal = lost_request(scope)
     else:
         logger.error("an infer request to model %s failed", shown(model), exc_info=error)
         refusal = OipError(500, "the server failed on this request: its log says why")

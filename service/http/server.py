@@ -4,18 +4,28 @@ import asyncio
 import errno
 import logging
 import os
+import resource
+import signal
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from types import FrameType
+from typing import NoReturn
 
 import uvicorn
 
 from expertd.service.engine.engine import Phase
 from expertd.service.http.app import ExpertApp
+from expertd.service.http.connection import Connection, Shared
+from expertd.service.http.request_head import RefusedError
 from expertd.service.settings.model import Settings
 
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 2048
+_OTHER_FILES = 256  # beside connections: those that linger, libraries, devices
+_FLUSH_SECONDS = 0.1  # for last answers to leave, when the process ends at once
 
 
 class BindError(Exception):
@@ -23,7 +33,7 @@ class BindError(Exception):
 
 
 def serve(settings: Settings) -> int:
-    """Serve until SIGTERM or SIGINT. Returns the exit code: 0 after a full drain, else 1.
+    """Serve until SIGTERM, SIGINT or SIGHUP. Returns the exit code: 0 after a full drain, else 1.
 
     Raises BindError before anything is loaded when the port cannot be had.
     """
@@ -32,7 +42,7 @@ def serve(settings: Settings) -> int:
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        http="httptools",
+        http=partial(Connection, shared=Shared(settings.limits)),  # type: ignore[arg-type]
         ws="none",
         lifespan="on",
         log_config=None,
@@ -40,12 +50,14 @@ def serve(settings: Settings) -> int:
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=settings.keep_alive_seconds,
-        timeout_graceful_shutdown=max(1, round(settings.drain_timeout_seconds)),
     )
+    allow_files(settings.limits.max_connections + _OTHER_FILES)
     server = _Server(config, app)
     host, port = listener.getsockname()[:2]
     logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
     server.run(sockets=[listener])
+    if app.engine.scheduler.running:
+        _exit(server.exit_code)  # a thread in native code aborts a process whose interpreter is finalized
     return server.exit_code
 
 
@@ -58,33 +70,92 @@ class _Server(uvicorn.Server):
         self._app = app
         self._engine = app.engine
         self._signals = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._drain: asyncio.Task[bool] | None = None
         self._drain_by = 0.0  # the event loop's time by which drain_timeout_seconds are over
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        self._loop = asyncio.get_running_loop()
+        hangup = signal.getsignal(signal.SIGHUP)
+        if hangup is not signal.SIG_IGN:  # nohup stays in force
+            signal.signal(signal.SIGHUP, self.handle_exit)
+        try:
+            with super().capture_signals():
+                yield
+        finally:
+            signal.signal(signal.SIGHUP, hangup)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # Not uvicorn's: it raises the signal again after its shutdown, and the exit code would not be 0.
         self._signals += 1
         self._engine.begin_drain()
-        if self._signals > 1:
-            self.should_exit = self.force_exit = True
+        if self._signals == 2:
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(
+                self._end_now, "the server was stopped before the answer was ready"
+            )
+        elif self._signals > 2:
+            _exit(1)
 
     async def on_tick(self, counter: int) -> bool:
+        settings = self._engine.settings
+        now = asyncio.get_running_loop().time()
         if self._engine.phase is Phase.FAILED:
-            return True
+            return self._finish(settings.drain_timeout_seconds)
         if self._signals and self._drain is None:
             logger.info("shutting down: accepted requests are answered first")
-            settings = self._engine.settings
-            wait = settings.shutdown_delay_seconds + settings.drain_timeout_seconds
-            self._drain_by = asyncio.get_running_loop().time() + wait
+            self._drain_by = now + settings.shutdown_delay_seconds + settings.drain_timeout_seconds
             self._drain = asyncio.create_task(self._engine.drain())
         if self._drain is not None and self._drain.done():
             self.exit_code = 0 if self._drain.result() else 1
-            self._app.stop_reading()
             # What is left is to send the answers, in the same time: not in as much again.
-            left = self._drain_by - asyncio.get_running_loop().time()
-            self.config.timeout_graceful_shutdown = max(1, round(left))
-            return True
+            return self._finish(self._drain_by - now)
         return await super().on_tick(counter)
+
+    def _finish(self, seconds: float) -> bool:
+        """Let connections close, in so much time but at least a second; always True."""
+        self._app.stop_reading()
+        asyncio.get_running_loop().call_later(max(1.0, seconds), self._end_late)
+        return True
+
+    def _end_late(self) -> None:
+        if not (self.server_state.connections or self.server_state.tasks):
+            return
+        owing = sum(connection.owes for connection in self._connections())
+        logger.error("%d clients have not got, or not read, their answers in time: leaving them", owing)
+        self._end_now("the server is shutting down")
+
+    def _end_now(self, text: str) -> None:
+        for connection in self._connections():
+            connection.stop(RefusedError(503, text))
+        asyncio.get_running_loop().call_later(_FLUSH_SECONDS, _exit, 1)
+
+    def _connections(self) -> list[Connection]:
+        return [
+            connection for connection in self.server_state.connections if isinstance(connection, Connection)
+        ]
+
+
+def _exit(code: int) -> NoReturn:
+    """End at once, without waiting for a thread that is in a step."""
+    logging.shutdown()
+    os._exit(code)
+
+
+def allow_files(count: int) -> None:
+    """Let this process open so many files, or as many as it may, with a warning."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= count:
+        return
+    allowed = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < count:
+        logger.warning(
+            "limits.max_connections: expected %d open files to be allowed, got %d (ulimit -n)",
+            count,
+            allowed,
+        )
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -50,6 +50,19 @@ class Limits(_Frozen):
         allow_inf_nan=False,
         description="seconds for a request's body to arrive after its headers",
     )
+    max_header_bytes: int = Field(
+        default=64 * 1024, ge=1024, description="maximum bytes of the request line and headers"
+    )
+    max_headers: int = Field(default=100, ge=1, description="maximum headers per request")
+    header_timeout_seconds: float = Field(
+        default=10,
+        gt=0,
+        allow_inf_nan=False,
+        description="seconds for a request's headers to arrive after its first byte",
+    )
+    max_connections: int = Field(
+        default=4096, ge=1, description="maximum open connections; further ones are answered 503 and closed"
+    )
 
     @model_validator(mode="after")
     def _one_request_fits(self) -> Self:

@@ -261,3 +261,14 @@ async def test_many_callers_get_their_own_rows() -> None:
         await soon(asyncio.gather(*(call(i) for i in range(500))))
     assert sum(map(sum, runner.steps)) == sum(1 + i % 8 for i in range(500))
     assert len(runner.steps) < 500, "some of them shared a step"
+
+
+async def test_a_step_that_outlasts_the_end_leaves_a_thread_that_can_be_seen() -> None:
+    runner = EchoRunner()
+    async with running(runner) as scheduler:
+        pending = await held(runner, scheduler)
+        assert not scheduler.stop(timeout=0.01)
+        assert scheduler.running
+        runner.gate.set()
+        await soon(pending.answer)
+    assert not scheduler.running

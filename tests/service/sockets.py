@@ -1,0 +1,120 @@
+"""Raw HTTP: bytes sent as they are, and the answers taken apart."""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import uvicorn
+from uvicorn.server import ServerState
+
+from expertd.service.http.connection import Connection, Shared
+from tests.service.apps import Serving
+
+INFER = "/v2/models/tiny/infer"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One response; header names in lower case."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def error(self) -> str:
+        """The text of an error in the one form there is."""
+        assert self.headers["content-type"] == "application/json"
+        body = json.loads(self.body)
+        assert list(body) == ["error"]
+        return str(body["error"])
+
+
+def head(line: str, *headers: str, host: str | None = "x") -> bytes:
+    """A request's head: its line, Host, other headers, blank line."""
+    lines = [line, *([f"Host: {host}"] if host is not None else []), *headers, "", ""]
+    return "\r\n".join(lines).encode("latin-1")
+
+
+def infer(body: bytes, length: int, *headers: str) -> bytes:
+    """A whole infer request to the model "tiny"."""
+    more = (f"Content-Length: {len(body)}", f"Inference-Header-Content-Length: {length}", *headers)
+    return head(f"POST {INFER} HTTP/1.1", *more) + body
+
+
+def answers(data: bytes) -> list[Answer]:
+    """All responses in `data`, which has to end with the last one."""
+    found = []
+    while data:
+        top, _, data = data.partition(b"\r\n\r\n")
+        line, *lines = top.decode("latin-1").split("\r\n")
+        headers = dict(header.lower().split(": ", 1) for header in lines)
+        length = int(headers.get("content-length", 0))
+        assert len(data) >= length, "the last answer is whole"
+        found.append(Answer(int(line.split(" ")[1]), headers, data[:length]))
+        data = data[length:]
+    return found
+
+
+def connect(port: int) -> socket.socket:
+    """A connection to the loopback interface."""
+    return socket.create_connection(("127.0.0.1", port), timeout=30)
+
+
+def read_to_end(sock: socket.socket) -> list[Answer]:
+    """Every answer until the server closes the connection."""
+    data = b""
+    while received := sock.recv(1 << 20):
+        data += received
+    return answers(data)
+
+
+def read_answer(sock: socket.socket) -> Answer:
+    """The next answer, of a server that keeps the connection open."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        received = sock.recv(1 << 20)
+        assert received, f"an answer is expected, got {data!r}"
+        data += received
+    top, _, body = data.partition(b"\r\n\r\n")
+    length = next(
+        int(line[15:]) for line in top.lower().split(b"\r\n") if line.startswith(b"content-length:")
+    )
+    while len(body) < length:
+        body += sock.recv(1 << 20)
+    (answer,) = answers(top + b"\r\n\r\n" + body)
+    return answer
+
+
+def ask(port: int, data: bytes, half_close: bool = False) -> list[Answer]:
+    """Send `data` on a connection of its own and read until the server closes it."""
+    with connect(port) as sock:
+        sock.sendall(data)
+        if half_close:
+            sock.shutdown(socket.SHUT_WR)
+        return read_to_end(sock)
+
+
+@asynccontextmanager
+async def listening(server: Serving) -> AsyncIterator[int]:
+    """The port of a socket in this process on which the running application answers."""
+    settings = server.app.engine.settings
+    config = uvicorn.Config(
+        server.app, ws="none", log_config=None, timeout_keep_alive=settings.keep_alive_seconds
+    )
+    config.load()
+    make = partial(Connection, shared=Shared(settings.limits))
+    state = ServerState()
+    loop = asyncio.get_running_loop()
+    listener = await loop.create_server(lambda: make(config, state, {}), "127.0.0.1", 0)
+    try:
+        yield listener.sockets[0].getsockname()[1]
+    finally:
+        listener.close()
+        for connection in list(state.connections):
+            connection.transport.abort()
+        await asyncio.gather(*state.tasks)

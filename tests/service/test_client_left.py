@@ -1,0 +1,191 @@
+"""Clients that stop sending, stop reading or leave, before, during and after their step; steps are held."""
+
+import asyncio
+import socket
+import struct
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import numpy as np
+import pytest
+import uvloop
+
+from tests.service.apps import HIDDEN, Serving, hidden_request, rows, serving, serving_runner, tiny_settings
+from tests.service.runners import EchoRunner
+from tests.service.sockets import answers, connect, head, infer, listening, read_to_end
+
+pytestmark = pytest.mark.slow  # an interim response takes a second
+
+REQUEST = infer(*hidden_request(rows(1)))
+LAST = infer(*hidden_request(rows(1)), "Connection: close")
+TEN = infer(*hidden_request(rows(1)), "X: 1").replace(b"HTTP/1.1", b"HTTP/1.0", 1)
+
+
+class Held:
+    """A server in this process, whose steps wait for `runner.gate`, and a client's socket."""
+
+    def __init__(self, server: Serving, runner: EchoRunner, port: int) -> None:
+        self.server, self.runner, self.port = server, runner, port
+
+    def counted(self, status: int) -> float:
+        return self.server.metric("requests_total", model="tiny", status=str(status))
+
+    async def until(self, check: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not check():
+                await asyncio.sleep(0.001)
+
+    async def in_step(self) -> None:
+        assert await asyncio.to_thread(self.runner.entered.acquire, True, 10)
+
+    async def waiting(self, number: int) -> None:
+        await self.until(lambda: self.server.metric("queue_requests", model="tiny") == number)
+
+
+def held(check: Callable[[Held], Coroutine[Any, Any, None]], settings: dict[str, Any] | None = None) -> None:
+    """Run `check` on uvloop, which the server runs on, with a server whose gate is closed."""
+
+    async def run() -> None:
+        runner = EchoRunner()
+        async with (
+            serving(tiny_settings(**(settings or {})), serving_runner(runner)) as server,
+            listening(server) as port,
+        ):
+            runner.gate.clear()
+            try:
+                await check(Held(server, runner, port))
+            finally:
+                runner.gate.set()
+
+    uvloop.run(run())
+
+
+def leave(sock: socket.socket, reset: bool) -> None:
+    if reset:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    sock.close()
+
+
+@pytest.mark.parametrize("reset", [True, False])
+@pytest.mark.parametrize("request_bytes", [REQUEST, LAST], ids=["keep-alive", "close"])
+def test_one_that_leaves_while_waiting_is_taken_out_of_the_queue(reset: bool, request_bytes: bytes) -> None:
+    async def check(this: Held) -> None:
+        with connect(this.port) as first, connect(this.port) as sock:
+            first.sendall(REQUEST)
+            await this.in_step()
+            sock.sendall(request_bytes)
+            await this.waiting(1)
+            leave(sock, reset)
+            await this.waiting(0)
+            await this.until(lambda: this.counted(499) == 1)
+            this.runner.gate.set()
+            await this.until(lambda: this.counted(200) == 1)
+        assert this.runner.steps == [[1]]
+
+    held(check)
+
+
+@pytest.mark.parametrize("reset", [True, False])
+@pytest.mark.parametrize("request_bytes", [REQUEST, LAST, TEN], ids=["keep-alive", "close", "1.0"])
+def test_one_that_leaves_during_its_step_is_counted_as_gone(reset: bool, request_bytes: bytes) -> None:
+    async def check(this: Held) -> None:
+        sock = connect(this.port)
+        sock.sendall(request_bytes)
+        await this.in_step()
+        leave(sock, reset)
+        this.runner.gate.set()
+        await this.until(lambda: this.counted(499) + this.counted(200) == 1)
+        assert this.counted(499) == 1
+
+    held(check)
+
+
+@pytest.mark.parametrize("reset", [True, False])
+def test_pipelined_requests_of_one_that_left_are_each_counted(reset: bool) -> None:
+    async def check(this: Held) -> None:
+        sock = connect(this.port)
+        sock.sendall(5 * REQUEST)
+        await this.in_step()
+        leave(sock, reset)
+        await this.until(lambda: reset is False or this.counted(499) == 4)
+        this.runner.gate.set()
+        await this.until(lambda: this.counted(499) + this.counted(200) == 5)
+        assert this.counted(499) == 5
+
+    held(check)
+
+
+def test_one_that_stops_sending_is_told_that_its_request_goes_on_and_answered() -> None:
+    async def check(this: Held) -> None:
+        with connect(this.port) as sock:
+            sock.sendall(REQUEST + REQUEST)
+            await this.in_step()
+            sock.shutdown(socket.SHUT_WR)
+            assert await asyncio.to_thread(sock.recv, 1000) == b"HTTP/1.1 100 Continue\r\n\r\n"
+            this.runner.gate.set()
+            received = answers(await asyncio.to_thread(all_of, sock))
+            assert [answer.status for answer in received if answer.status != 100] == [200, 200]
+        await this.until(lambda: this.counted(200) == 2)
+
+    held(check)
+
+
+def test_a_drain_answers_pipelined_requests_too() -> None:
+    async def check(this: Held) -> None:
+        with connect(this.port) as sock:
+            sock.sendall(3 * REQUEST)
+            await this.in_step()
+            this.server.app.engine.begin_drain()
+            this.runner.gate.set()
+            got = await asyncio.to_thread(read_to_end, sock)
+        assert [answer.status for answer in got] == [200] * 3
+        assert [answer.headers.get("connection") for answer in got] == [None, None, "close"]
+
+    held(check)
+
+
+def all_of(sock: socket.socket) -> bytes:
+    data = b""
+    while received := sock.recv(65536):
+        data += received
+    return data
+
+
+def test_http_1_0_gets_no_interim_response() -> None:
+    async def check(this: Held) -> None:
+        with connect(this.port) as old, connect(this.port) as new:
+            for sock, request in ((old, TEN), (new, REQUEST)):
+                sock.sendall(request)
+                await this.in_step() if sock is old else await this.waiting(1)
+                sock.shutdown(socket.SHUT_WR)
+            # The later of the two has had its interim response.
+            assert await asyncio.to_thread(new.recv, 1000) == b"HTTP/1.1 100 Continue\r\n\r\n"
+            this.runner.gate.set()
+            (answer,) = await asyncio.to_thread(read_to_end, old)
+            assert answer.status == 200
+
+    held(check)
+
+
+def test_an_answer_that_is_never_read_is_dropped_and_counted() -> None:
+    tokens = 32768
+    limits = {
+        "max_request_tokens": tokens,
+        "max_batch_tokens": tokens,
+        "max_queue_tokens": 2 * tokens,
+        "max_body_bytes": 8 * tokens * HIDDEN,
+    }
+
+    async def check(this: Held) -> None:
+        this.runner.gate.set()
+        body, length = hidden_request(np.ones((tokens, HIDDEN), np.float32))
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.connect(("127.0.0.1", this.port))
+            await asyncio.to_thread(sock.sendall, infer(body, length))
+            await this.until(lambda: this.counted(499) == 1)
+        with connect(this.port) as sock:
+            sock.sendall(head("GET /v2 HTTP/1.1", "Connection: close"))
+            assert (await asyncio.to_thread(read_to_end, sock))[0].status == 200
+
+    held(check, {"limits": limits, "keep_alive_seconds": 1})

@@ -1,0 +1,270 @@
+"""What a connection takes for a request, in which order it answers, and what it refuses: over raw sockets."""
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from expertd.service.http.request_head import RefusedError, check_head
+from expertd.service.settings.model import Limits
+from tests.service.apps import HIDDEN, hidden_request, rows, tiny_settings
+from tests.service.processes import ServerProcess, server_process, until
+from tests.service.sockets import INFER, ask, connect, head, infer, read_answer, read_to_end
+
+pytestmark = pytest.mark.slow  # a server process
+
+LIVE = head("GET /v2/health/live HTTP/1.1")
+LAST = head("GET /v2/health/live HTTP/1.1", "Connection: close")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with server_process(tiny_settings(), tmp_path_factory.mktemp("server")) as process:
+        yield process
+        log = process.log()
+        for word in ("Traceback", "WebSocket", "upgrade", "Invalid HTTP"):
+            assert word not in log
+
+
+@pytest.mark.parametrize("protocol", ["h2c", "websocket", "TLS/1.0, other"])
+@pytest.mark.parametrize("pieces", [1, 2, 3])
+def test_an_upgrade_is_ignored(server: ServerProcess, protocol: str, pieces: int) -> None:
+    body, length = hidden_request(rows(1))
+    request = infer(body, length, "Connection: Upgrade, HTTP2-Settings", f"Upgrade: {protocol}")
+    with connect(server.port) as sock:
+        cut = {1: [], 2: [len(request) - len(body)], 3: [40, len(request) - 7]}[pieces]
+        for begin, end in zip([0, *cut], [*cut, len(request)], strict=True):
+            sock.sendall(request[begin:end])
+            server.get("/v2/health/live")  # by its answer the server has read the piece
+        answer = read_answer(sock)
+        assert answer.status == 200
+        assert len(answer.body) - int(answer.headers["inference-header-content-length"]) == 4 * HIDDEN
+        sock.sendall(LAST)
+        assert [after.status for after in read_to_end(sock)] == [200], "the same connection"
+
+
+def test_a_body_after_an_upgrade_is_no_request(server: ServerProcess) -> None:
+    inside = head("PUT /v1/partitions HTTP/1.1", "Content-Length: 2") + b"{}"
+    upgrade = ("Connection: Upgrade", "Upgrade: h2c", f"Content-Length: {len(inside)}")
+    request = head(f"POST {INFER} HTTP/1.1", *upgrade) + inside
+    first, second, third = ask(server.port, request + request + LAST)
+    assert "JSON" in first.error
+    assert (first.status, second.status) == (400, 400)
+    assert json.loads(third.body) == {"live": True}
+
+
+def test_thousands_of_upgrades_at_once(server: ServerProcess) -> None:
+    one = head("GET /v2/health/live HTTP/1.1", "Connection: Upgrade", "Upgrade: h2c")
+    got = ask(server.port, 3000 * one + LAST)
+    assert [answer.status for answer in got] == [200] * 3001
+
+
+def test_connect_is_refused_and_nothing_after_it_is_run(server: ServerProcess) -> None:
+    (answer,) = ask(server.port, head("CONNECT other:80 HTTP/1.1") + LAST)
+    assert (answer.status, answer.error) == (501, "method: expected one of this API, got CONNECT")
+    assert answer.headers["connection"] == "close"
+
+
+@pytest.mark.parametrize(
+    ("line", "version"),
+    [
+        ("GET / HTTP/0.9", "0.9"),
+        ("GET /", "0.9"),
+        ("GET / HTTP/1.2", "1.2"),
+        ("GET / HTTP/2.0", "2.0"),
+        ("PRI * HTTP/2.0", "2.0"),
+    ],
+)
+def test_other_versions_get_505(server: ServerProcess, line: str, version: str) -> None:
+    host = None if line.startswith("PRI") else "x"
+    (answer,) = ask(server.port, head(line, host=host) + b"SM\r\n\r\n")
+    assert answer.status == 505
+    assert answer.error == f"HTTP version: expected 1.1 or 1.0, got {version}"
+    assert answer.headers["connection"] == "close"
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "text"),
+    [
+        (head("GET /v2 HTTP/1.1", host=None), 400, "Host: expected one header, got none"),
+        (head("GET /v2 HTTP/1.1", "Host: y"), 400, "Host: expected one header, got 2"),
+        (head("GET /v2 HTTP/1.0", "Host: y"), 400, "Host: expected one header, got 2"),
+        (head("POST /v2 HTTP/1.1", "Transfer-Encoding: chunked", "Content-Length: 5"), 400, "Content-Length"),
+        (head("POST /v2 HTTP/1.1", "Content-Length: 5", "Transfer-Encoding: chunked"), 400, "Content-Length"),
+        (head("POST /v2 HTTP/1.1", "Content-Length: 5", "Content-Length: 5"), 400, "Content-Length"),
+        (
+            head("POST /v2 HTTP/1.0", "Transfer-Encoding: chunked"),
+            400,
+            "HTTP version: expected 1.1 with Transfer",
+        ),
+        (head("POST /v2 HTTP/1.1", "Transfer-Encoding: gzip, chunked"), 501, "chunked, got 'gzip, chunked'"),
+        (
+            head("POST /v2 HTTP/1.1", "Transfer-Encoding: gzip", "Transfer-Encoding: chunked"),
+            501,
+            "chunked, got 'gzip, chunked'",
+        ),
+        (
+            head("GET http://x:99999/ HTTP/1.1"),
+            400,
+            "target: expected a path or a URL, got 'http://x:99999/'",
+        ),
+        (b"\x16\x03\x01\x02\x00\x01", 400, "request: expected HTTP/1.1, got an error in it: "),
+    ],
+)
+def test_what_is_ambiguous_or_no_request_is_refused(
+    server: ServerProcess, data: bytes, status: int, text: str
+) -> None:
+    (answer,) = ask(server.port, data + b"0\r\n\r\n" + LIVE)
+    assert answer.status == status
+    assert text in answer.error
+    assert answer.headers["connection"] == "close"
+    assert server.get("/v2/health/live").status_code == 200
+
+
+def test_http_1_0_without_host_is_answered_and_closed(server: ServerProcess) -> None:
+    (answer,) = ask(server.port, head("GET /v2/health/live HTTP/1.0", host=None))
+    assert answer.status == 200
+
+
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        ("http://x/v2/health/live", 200),
+        ("http://x/v2/health/live?a=b", 200),
+        ("http://x", 404),
+        ("*", 404),
+        ("/v2/health/l%69ve", 200),
+        ("/v2%2Fhealth/live", 404),
+        ("/v2%2fhealth/live", 404),
+        ("/v1%2Fpartitions", 404),
+        ("/v1/partitions", 409),
+    ],
+)
+def test_targets(server: ServerProcess, target: str, status: int) -> None:
+    (answer,) = ask(server.port, head(f"GET {target} HTTP/1.1", "Connection: close"))
+    assert answer.status == status
+    if status == 404 and "%" in target:
+        assert answer.error.lower().endswith(f"got '{target.lower()}'")
+
+
+def test_an_encoded_slash_stays_in_a_model_name(server: ServerProcess) -> None:
+    (answer,) = ask(server.port, head("GET /v2/models/ti%2Fny HTTP/1.1", "Connection: close"))
+    assert "got 'ti%2Fny'" in answer.error
+
+
+def test_heads_beyond_the_limits_get_431(server: ServerProcess) -> None:
+    many = [f"X-{i}: y" for i in range(99)]
+    assert ask(server.port, head("GET /v2 HTTP/1.1", "Connection: close", *many[1:]))[0].status == 200
+    (answer,) = ask(server.port, head("GET /v2 HTTP/1.1", "Connection: close", *many))
+    assert (answer.status, answer.error) == (431, "headers: expected at most 100, got 101")
+    for request in (head("GET /v2 HTTP/1.1", f"X: {'y' * 65536}"), head(f"GET /{'y' * 65536} HTTP/1.1")):
+        (answer,) = ask(server.port, request)
+        assert answer.status == 431
+        assert answer.error.startswith("request line and headers: expected at most 65536 bytes, got 65")
+        assert answer.headers["connection"] == "close"
+
+
+@pytest.mark.parametrize("piece", [b"y" * 4096, b"a: b\r\n" * 50], ids=["one", "many"])
+@pytest.mark.parametrize(
+    "before",
+    [
+        b"GET /v2 HTTP/1.1\r\nX: z",
+        head(f"POST {INFER} HTTP/1.1", "Transfer-Encoding: chunked") + b"0\r\nX: z",
+    ],
+    ids=["headers", "trailers"],
+)
+def test_headers_without_end_are_refused_while_they_come(
+    server: ServerProcess, before: bytes, piece: bytes
+) -> None:
+    with connect(server.port) as sock:
+        sock.sendall(before)
+        sent = 0
+        sock.setblocking(False)
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            with contextlib.suppress(BlockingIOError):
+                sent += sock.send(piece)
+            try:
+                data = sock.recv(65536)
+                break
+            except BlockingIOError:
+                pass
+        assert data.startswith(b"HTTP/1.1 431 ")
+        assert b'{"error"' in data
+        assert sent < 16 << 20
+        sock.settimeout(30)
+        assert sock.recv(65536) == b"", "and no more is said"
+
+
+def test_limits_of_a_head_are_settings() -> None:
+    class Parser:
+        def get_http_version(self) -> str:
+            return "1.1"
+
+        def get_method(self) -> bytes:
+            return b"GET"
+
+        def should_upgrade(self) -> bool:
+            return False
+
+    limits = Limits(max_header_bytes=1024, max_headers=2)
+    line = len(b"GET / HTTP/1.1\r\nHost: x\r\nA: \r\n\r\n")
+    whole = [(b"host", b"x"), (b"a", b"y" * (1024 - line))]
+    check_head(Parser(), b"/", whole, limits, 1025)  # type: ignore[arg-type]
+    with pytest.raises(RefusedError, match="at most 1024 bytes, got 1025"):
+        check_head(Parser(), b"/y", whole, limits, 1025)  # type: ignore[arg-type]
+    with pytest.raises(RefusedError, match="headers: expected at most 2, got 3"):
+        check_head(Parser(), b"/", [*whole, (b"b", b"")], limits, 1025)  # type: ignore[arg-type]
+
+
+def test_nothing_is_run_after_the_last_request(server: ServerProcess) -> None:
+    assert [answer.status for answer in ask(server.port, LAST + LIVE + LIVE)] == [200]
+
+
+def test_a_refusal_waits_for_its_turn(server: ServerProcess) -> None:
+    request = infer(*hidden_request(rows(1)))
+    got = ask(server.port, request + LIVE + request + b"nonsense\r\n\r\n" + LIVE)
+    assert [answer.status for answer in got] == [200, 200, 200, 400]
+
+
+def test_a_refused_head_gets_no_body(server: ServerProcess) -> None:
+    with connect(server.port) as sock:
+        sock.sendall(head("HEAD /v2 HTTP/3.0"))
+        data = sock.recv(65536)
+        assert data.startswith(b"HTTP/1.1 505 ")
+        assert data.endswith(b"\r\n\r\n")
+        assert sock.recv(65536) == b""
+
+
+def counted(server: ServerProcess, status: int) -> float:
+    name = f'expertd_requests_total{{model="tiny",status="{status}"}} '
+    lines = server.get("/metrics").text.splitlines()
+    return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))
+
+
+def test_a_broken_body_is_refused_and_counted_as_what_it_is(server: ServerProcess) -> None:
+    before = counted(server, 400)
+    request = head(f"POST {INFER} HTTP/1.1", "Transfer-Encoding: chunked") + b"4\r\nabcd\r\nnonsense\r\n"
+    (answer,) = ask(server.port, request)
+    assert answer.status == 400
+    assert answer.error.startswith("request: expected HTTP/1.1, got an error in it: ")
+    until(lambda: counted(server, 400) == before + 1, "it is counted")
+
+
+def test_a_client_that_stops_sending_gets_its_answers(server: ServerProcess) -> None:
+    request = infer(*hidden_request(rows(1)))
+    for data, number in ((request, 1), (request + LIVE + request, 3), (request + LIVE[:20], 1)):
+        got = ask(server.port, data, half_close=True)
+        assert [answer.status for answer in got] == [200] * number
+    assert ask(server.port, LAST, half_close=True)[0].status == 200
+    assert ask(server.port, b"", half_close=True) == []
+
+
+def test_half_a_body_before_the_end_is_no_request(server: ServerProcess) -> None:
+    before = counted(server, 499)
+    request = infer(*hidden_request(rows(1)))
+    assert ask(server.port, request[:-1], half_close=True) == []
+    assert [answer.status for answer in ask(server.port, request + request[:-1], half_close=True)] == [200]
+    until(lambda: counted(server, 499) == before + 2, "both are counted")

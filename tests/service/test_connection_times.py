@@ -1,0 +1,158 @@
+"""How long a connection may be silent or slow, and how many there may be: over raw sockets."""
+
+import resource
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from expertd.service.http.server import allow_files
+from tests.service.apps import hidden_request, rows, tiny_settings
+from tests.service.processes import ServerProcess, server_process, until
+from tests.service.sockets import INFER, ask, connect, head, infer, read_answer, read_to_end
+
+pytestmark = pytest.mark.slow  # times are seconds
+
+LIVE = head("GET /v2/health/live HTTP/1.1")
+LAST = head("GET /v2/health/live HTTP/1.1", "Connection: close")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    limits = {"header_timeout_seconds": 1.5, "body_timeout_seconds": 3}
+    settings = tiny_settings(limits, keep_alive_seconds=1)
+    with server_process(settings, tmp_path_factory.mktemp("server")) as process:
+        yield process
+        assert "Traceback" not in process.log()
+
+
+class Dribble(threading.Thread):
+    """Sends `piece` again and again until the server has closed the connection."""
+
+    def __init__(self, sock: socket.socket, piece: bytes) -> None:
+        super().__init__()
+        self._sock, self._piece = sock, piece
+        self.start()
+
+    def run(self) -> None:
+        try:
+            while True:
+                self._sock.sendall(self._piece)
+                time.sleep(0.05)
+        except OSError:
+            pass
+
+
+def test_a_silent_connection_is_closed(server: ServerProcess) -> None:
+    started = time.monotonic()
+    with connect(server.port) as sock:
+        assert read_to_end(sock) == []
+    assert 0.9 < time.monotonic() - started < 10
+
+
+def test_an_idle_connection_is_closed(server: ServerProcess) -> None:
+    with connect(server.port) as sock:
+        sock.sendall(LIVE)
+        assert read_answer(sock).status == 200
+        assert read_to_end(sock) == []
+
+
+@pytest.mark.parametrize("sent", [b"G", LIVE[:-2], LIVE + LIVE[:-2]], ids=["byte", "most", "after another"])
+def test_half_a_head_and_then_silence(server: ServerProcess, sent: bytes) -> None:
+    got = ask(server.port, sent)
+    if len(sent) > len(LIVE):
+        assert got.pop(0).status == 200
+    for answer in got:
+        assert answer.status == 408
+        assert answer.error == "headers: expected all of them within 1.5 s, got a part of them"
+        assert answer.headers["connection"] == "close"
+    assert got or len(sent) > len(LIVE), "after another request it is idleness, too"
+
+
+@pytest.mark.parametrize("piece", [b"x", b"\r\n"], ids=["head", "blank lines"])
+@pytest.mark.parametrize("before", [b"", LIVE], ids=["first", "second"])
+def test_a_head_that_trickles_is_given_up(server: ServerProcess, piece: bytes, before: bytes) -> None:
+    begin = b"" if piece == b"\r\n" else b"GET /v2 HTTP/1.1\r\nX: "
+    with connect(server.port) as sock:
+        if before:
+            sock.sendall(before)
+            assert read_answer(sock).status == 200
+        sock.sendall(begin)
+        dribble = Dribble(sock, piece)
+        answer = read_answer(sock)
+        assert sock.recv(1000) == b""
+        sock.shutdown(socket.SHUT_RDWR)
+        dribble.join(30)
+    assert answer.status == 408
+
+
+def test_a_body_that_trickles_after_its_answer_is_given_up(server: ServerProcess) -> None:
+    with connect(server.port) as sock:
+        sock.sendall(head(f"POST {INFER} HTTP/1.1", f"Content-Length: {2 << 20}"))
+        assert read_answer(sock).status == 413
+        dribble = Dribble(sock, b"x")
+        dribble.join(30)
+        assert not dribble.is_alive()
+
+
+def test_a_body_after_its_answer_keeps_the_connection(server: ServerProcess) -> None:
+    with connect(server.port) as sock:
+        sock.sendall(head(f"POST {INFER} HTTP/1.1", f"Content-Length: {2 << 20}"))
+        assert read_answer(sock).status == 413
+        sock.sendall(bytes(2 << 20))
+        sock.sendall(infer(*hidden_request(rows(1))))
+        assert read_answer(sock).status == 200
+        assert read_to_end(sock) == [], "idle again"
+
+
+def test_connections_beyond_the_bound_get_503(tmp_path: Path) -> None:
+    with server_process(tiny_settings({"max_connections": 2}), tmp_path) as server:
+        until(lambda: ask(server.port, LAST)[0].status == 200, "the health check's connection is closed")
+        socks = [connect(server.port) for _ in range(2)]
+        for sock in socks:
+            sock.sendall(LIVE)
+            assert read_answer(sock).status == 200
+        for data in (b"", LIVE, infer(*hidden_request(rows(64)))):
+            (answer,) = ask(server.port, data)
+            assert answer.status == 503
+            assert answer.error == "connections: expected at most 2, got one more"
+            assert (answer.headers["connection"], answer.headers["retry-after"]) == ("close", "1")
+        for sock in socks:
+            sock.sendall(LIVE)
+            assert read_answer(sock).status == 200, "nobody lost a place"
+        socks[0].close()
+        until(lambda: ask(server.port, LAST)[0].status == 200, "there is a place again")
+        socks[1].close()
+        assert server.log().count("limits.max_connections: 2 are open, and more are refused") == 1
+
+
+def test_many_silent_connections_beyond_the_bound_leave(tmp_path: Path) -> None:
+    with server_process(tiny_settings({"max_connections": 1}), tmp_path) as server:
+        socks = [connect(server.port) for _ in range(600)]
+        ends = [sock.recv(4096)[:12] for sock in socks[1:]]
+        assert set(ends) == {b"HTTP/1.1 503", b""}, "when too many linger, they are just closed"
+        for sock in socks:
+            sock.close()
+        until(lambda: ask(server.port, LAST)[0].status == 200, "there is a place again")
+
+
+@pytest.mark.parametrize(
+    ("limits", "count", "expected"),
+    [((100, 1000), 500, 500), ((100, 1000), 2000, 1000), ((500, 1000), 500, None), ((-1, -1), 500, None)],
+)
+def test_the_bound_on_open_files_is_raised(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    limits: tuple[int, int],
+    count: int,
+    expected: int | None,
+) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda which, pair: asked.append(pair))
+    allow_files(count)
+    assert asked == ([] if expected is None else [(expected, limits[1])])
+    assert ("got 1000 (ulimit -n)" in caplog.text) == (count == 2000)

@@ -1,0 +1,178 @@
+"""The end of the process: which signals, how fast, with what code, and what clients see."""
+
+import signal
+import socket
+import struct
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.service.apps import HIDDEN, hidden_request, tiny_settings
+from tests.service.processes import EXPERTD, ServerProcess, clean_environment, server_process, until
+from tests.service.sockets import Answer, connect, head, infer, read_answer, read_to_end
+
+pytestmark = pytest.mark.slow  # a server process each
+
+DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
+# With the two threads that a server gets here, a step of so many tokens (1.6 TFLOP) takes seconds on any CPU.
+SLOW_TOKENS = 8192
+SLOW = {
+    "name": "tiny",
+    "hidden_size": 1024,
+    "intermediate_size": 8192,
+    "num_experts": 4,
+    "top_k": 4,
+    "datatype": "FP32",
+}
+LIMITS = {
+    "max_request_tokens": SLOW_TOKENS,
+    "max_batch_tokens": SLOW_TOKENS,
+    "max_queue_tokens": 4 * SLOW_TOKENS,
+    "max_body_bytes": 64 << 20,
+}
+
+
+@contextmanager
+def in_a_slow_step(
+    directory: Path, tokens: int = SLOW_TOKENS, **settings: float
+) -> Iterator[tuple[ServerProcess, list[socket.socket]]]:
+    """A server in a step for its first client; the next waits, one has sent half, and the last nothing."""
+    values = np.ones((tokens, 1024), np.float32)
+    request = infer(*hidden_request(values))
+    with server_process(tiny_settings(models=[SLOW], limits=LIMITS, **settings), directory) as server:
+        socks = [connect(server.port) for _ in range(4)]
+        for sock in socks[:2]:
+            sock.sendall(request)
+        socks[2].sendall(request[:1000])
+        waiting = 'expertd_queue_requests{model="tiny"} 1.0'
+        until(lambda: waiting in server.get("/metrics").text, "one is in the step, one waits")
+        try:
+            yield server, socks
+        finally:
+            for sock in socks:
+                sock.close()
+
+
+def ended(sock: socket.socket) -> list[Answer]:
+    try:
+        return read_to_end(sock)
+    except ConnectionResetError:  # bytes of its request were still on their way
+        return []
+
+
+@pytest.mark.parametrize(
+    "signals",
+    [
+        (signal.SIGTERM, signal.SIGTERM),
+        (signal.SIGHUP, signal.SIGINT),
+    ],
+    ids=lambda signals: "+".join(number.name for number in signals),
+)
+def test_a_second_signal_ends_it_at_once(tmp_path: Path, signals: tuple[signal.Signals, ...]) -> None:
+    with in_a_slow_step(tmp_path) as (server, socks):
+        server.process.send_signal(signals[0])
+        until(lambda: "shutting down" in server.log(), "the first signal took effect")
+        started = time.monotonic()
+        server.process.send_signal(signals[1])
+        for sock in socks[:2]:
+            (answer,) = read_to_end(sock)
+            assert answer.status == 503
+            assert answer.error == "the server was stopped before the answer was ready"
+            assert answer.headers["connection"] == "close"
+        assert ended(socks[2])[0].status == 503
+        assert ended(socks[3]) == []
+        assert server.process.wait(30) == 1
+        assert time.monotonic() - started < 5, "no step is waited for"
+        log = server.log()
+        for word in ("Traceback", "Error", "ERROR", "terminate"):
+            assert word not in log
+
+
+def test_a_step_longer_than_the_drain_ends_with_1_and_json(tmp_path: Path) -> None:
+    with in_a_slow_step(tmp_path, drain_timeout_seconds=0.2) as (server, socks):
+        server.terminate()
+        for sock in socks[:2]:
+            (answer,) = read_to_end(sock)
+            assert answer.status == 503
+            assert "shutting down" in answer.error
+        assert server.process.wait(30) == 1
+        assert "Traceback" not in server.log()
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM])
+def test_one_signal_drains(tmp_path: Path, number: signal.Signals) -> None:
+    with server_process(tiny_settings(shutdown_delay_seconds=1), tmp_path) as server:
+        with connect(server.port) as sock:
+            server.process.send_signal(number)
+            until(lambda: server.get("/v2/health/ready").status_code == 503, "it is not ready")
+            sock.sendall(head("GET /v2/health/live HTTP/1.1"))
+            assert read_answer(sock).status == 200
+        assert server.process.wait(30) == 0
+        assert "shutting down" in server.log()
+
+
+def test_clients_that_do_not_read_their_answers_make_it_exit_with_1(tmp_path: Path) -> None:
+    tokens = 32768
+    limits = {
+        "max_request_tokens": tokens,
+        "max_batch_tokens": tokens,
+        "max_queue_tokens": 4 * tokens,
+        "max_body_bytes": 8 * tokens * HIDDEN,
+    }
+    request = infer(*hidden_request(np.ones((tokens, HIDDEN), np.float32)))
+    settings = tiny_settings(limits=limits, drain_timeout_seconds=1)
+    with server_process(settings, tmp_path) as server, socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", server.port))
+        sock.sendall(request)
+        computed = f'expertd_batch_tokens_sum{{layout="contiguous",model="tiny"}} {float(tokens)}'
+        until(lambda: computed in server.get("/metrics").text, "the answer is computed")
+        started = time.monotonic()
+        server.terminate()
+        assert server.process.wait(30) == 1
+        assert time.monotonic() - started < 10
+        assert "1 clients have not got, or not read, their answers in time" in server.log()
+        assert "Traceback" not in server.log()
+
+
+def test_clients_that_left_their_answers_do_not_hold_up_the_end(tmp_path: Path) -> None:
+    with in_a_slow_step(tmp_path, SLOW_TOKENS // 4, drain_timeout_seconds=60) as (server, socks):
+        for sock in socks[1:]:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            sock.close()
+        server.terminate()
+        (answer,) = read_to_end(socks[0])
+        assert answer.status == 200
+        assert server.process.wait(30) == 0
+
+
+def test_nohup_stays_in_force(tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    command: list[str | Path] = [
+        "nohup",
+        EXPERTD,
+        "serve",
+        "--config",
+        DEMO,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "0",
+    ]
+    with log.open("wb") as stderr:
+        process = subprocess.Popen(command, stderr=stderr, stdout=stderr, env=clean_environment())
+    try:
+        server = ServerProcess(process, log)
+        server.wait_ready()
+        process.send_signal(signal.SIGHUP)
+        process.terminate()
+        assert process.wait(30) == 0, "of two signals one counts"
+        assert log.read_text().count("shutting down") == 1
+    finally:
+        process.kill()
+        process.wait()
