@@ -1,7 +1,7 @@
 """expertd: a server for the expert layers of Mixture-of-Experts models.
 
-`kernels` and `service` are links to the folders beside this one. The files here are what both use; they
-import no torch, so that settings and checkpoints can be checked before torch is loaded.
+`kernels` and `service` are links to the folders beside this one. Both use the files here, which do not
+import torch, so that settings and checkpoints can be checked before torch is loaded.
 """
 
 from importlib.metadata import version

@@ -1,4 +1,4 @@
-"""The registry of backends. Each is a folder of `kernels/backends` with this name."""
+"""The registry of backends. Each names a folder of `kernels/backends`."""
 
 BACKENDS = ("hopper", "reference")
-"""In the order in which "auto" looks for one that can run."""
+"""The order in which "auto" tries them."""

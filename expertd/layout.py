@@ -4,7 +4,7 @@ from enum import StrEnum
 
 
 class Layout(StrEnum):
-    """Sorted by group without padding, or [groups, max_m] with a count for each group."""
+    """Contiguous: rows sorted by group, without padding. Masked: [groups, max_m] with a count per group."""
 
     CONTIGUOUS = "contiguous"
     MASKED = "masked"

@@ -1,8 +1,8 @@
-"""The limits of kernels and layers, each written once."""
+"""The limits of kernels and layers, each defined once."""
 
 SCALE_BLOCK = 128
-"""Columns of K that share a scale; of a weight, rows and columns."""
+"""Columns of K that share a scale; in a weight, rows and columns of a block."""
 MAX_GROUPS = 1024
-"""Groups of a grouped GEMM: the experts that are held here, shared ones included."""
+"""Groups of a grouped GEMM: the local experts, shared ones included."""
 MAX_EXPERTS = 1024
-"""Experts that a token is routed among."""
+"""Experts that a router chooses among."""

@@ -1,4 +1,4 @@
-"""The rule by which a router chooses experts and weighs them."""
+"""The rule by which a router chooses experts and their weights."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,10 +14,11 @@ class Routing:
     routed_scaling_factor  then multiplied by this
     num_expert_groups      the experts form this many equal groups
     topk_group             a token's experts all come from its best topk_group groups; a group's score is the
-                           sum of its two best experts'
+                           sum of its two best experts' scores
 
     Source: the routers of transformers 5.23 (deepseek_v3, glm4_moe, minimax_m2, mixtral, qwen3_moe).
-    Raises ValueError (name, expected, got) for a rule that chooses from no group.
+    Raises ValueError (name, expected, got) for an unknown scoring_func, or a topk_group that is not between 1
+    and num_expert_groups.
     """
 
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"

@@ -1,4 +1,4 @@
-"""The checks on the arguments of grouped GEMMs and of experts: metadata only, nothing here reads elements."""
+"""Checks the arguments of grouped GEMMs and of experts: metadata only, nothing here reads elements."""
 
 import math
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from expertd.limits import MAX_GROUPS, SCALE_BLOCK
 
 MIN_N_STEP = 8  # one 16-byte store of bf16
 MAX_ROWS = 2**31 - 1  # offsets and counts are int32
-_ALIGNMENT = 16  # bytes; what TMA asks of a base address
+_ALIGNMENT = 16  # bytes; TMA requires it of a base address
 _E4M3, _FP32, _BF16, _INT32 = torch.float8_e4m3fn, torch.float32, torch.bfloat16, torch.int32
 _HIDDEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -209,5 +209,5 @@ def _check_address(name: str, tensor: Tensor) -> None:
 
 
 def _refusal(what: str, expected: object, got: object) -> ValueError:
-    """Made only when it is raised: on every call the words would cost more than the checks."""
+    """Built only when it is raised: formatting it on every call would cost more than the checks."""
     return ValueError(f"{what}: expected {expected}, got {got}")

@@ -1,4 +1,4 @@
-"""The public function for all experts of a layer: check, hand to a backend."""
+"""The public function for all experts of a layer: checks arguments and calls a backend."""
 
 import torch
 from torch import Tensor
@@ -21,16 +21,15 @@ def fused_experts(
     backend: Backend | str | None = None,
     num_sms: int | None = None,
 ) -> Tensor:
-    """Each token's experts, weighed: out[t] = sum over s of topk_weights[t, s] * ffn(topk_ids[t, s], t).
+    """Sum each token's experts: out[t] = sum over s of topk_weights[t, s] * ffn(topk_ids[t, s], t).
 
     ffn(g, t) is the SwiGLU FFN (silu(gate) * up) @ down[g].T, where gate and up are the halves of
-    hidden_states[t] @ gate_up[g].T; with another `activation`, that instead of silu(gate) * up.
+    hidden_states[t] @ gate_up[g].T; another `activation` replaces silu(gate) * up.
 
     hidden_states  bfloat16, float16 or float32 [T, H], any strides; H a multiple of 128
-    topk_ids       int32 [T, top_k] on the same device, contiguous; top_k at least 1 (with shared experts'
-                   columns, where they are experts of these), T * top_k below 2**31. An expert may come twice
-                   in a token, and an id outside 0 to G - 1 is no expert of these: its slot adds nothing,
-                   whatever its weight
+    topk_ids       int32 [T, top_k] on the same device, contiguous; top_k at least 1 (with a column for each
+                   shared expert among the G), T * top_k below 2**31. A token may name an expert twice. An id
+                   outside 0 to G - 1 names no expert held here: its slot adds nothing, whatever its weight
     topk_weights   fp32 [T, top_k], contiguous
     gate_up        e4m3 [G, 2I, H], the gate's rows first, with fp32 scales [G, 2I/128, H/128] (one per
                    128x128 block, `quantize_blocks`); I a multiple of 128, G from 1 to 1024
@@ -40,13 +39,13 @@ def fused_experts(
                    new one of float32
     activation     a Swiglu: alpha finite, limit above 0
     backend        a Backend, its name, or None for the best one for the device
-    num_sms        SMs for the GEMMs; None: all of them. From two on every count gives the same bits; on a
-                   single one backend "hopper" rounds to bf16 before the activation and gives others
+    num_sms        SMs for the GEMMs; None: all of them. Every count from 2 on gives the same bits; with 1,
+                   backend "hopper" rounds to bf16 before the activation and gives different bits
 
     Returns out, summed in fp32 in the order of slots. Activations are rounded to FP8 before each GEMM
-    (`quantize_rows`), but for backend "reference" on a CPU, which rounds them to bf16; what an expert makes
-    is rounded to bf16 before it is weighed. NaN in a token stays in its own row. Raises ValueError naming
-    expected and got, before anything is launched.
+    (`quantize_rows`), except by backend "reference" on a CPU, which rounds them to bf16. An expert's output
+    is rounded to bf16 before it is weighted. NaN in a token stays in its own row. Raises ValueError (name,
+    expected, got) before anything is launched.
     """
     check_experts(hidden_states, topk_ids, topk_weights, gate_up, down, out, activation, num_sms)
     chosen = backend_for(backend, hidden_states, "hidden_states")

@@ -1,4 +1,4 @@
-"""The two public grouped GEMMs: check, allocate, hand to a backend."""
+"""The two public grouped GEMMs: check arguments, allocate the output, call a backend."""
 
 import torch
 from torch import Tensor
@@ -23,9 +23,9 @@ def grouped_gemm_contiguous(
                per row and 128 columns, row- or column-major (`quantize_rows`)
     b          e4m3 data [G, N, K], contiguous, 16-byte aligned, N a multiple of 8, G from 1 to 1024; fp32
                scales [G, ceil(N/128), K/128], one per 128x128 block, contiguous (`quantize_blocks`)
-    offsets    int32 [G+1] on the same device: group g owns rows offsets[g]:offsets[g+1], any heights, any
-               starts. offsets[0] is 0, offsets[G] at most M and they never decrease: not checked, since that
-               would read the device; rows that they leave out are not written
+    offsets    int32 [G+1] on the same device: group g owns rows offsets[g]:offsets[g+1], with any height and
+               any start. offsets[0] is 0, offsets[G] is at most M, and offsets never decrease; not checked,
+               since that would read the device. Rows from offsets[G] on are not written
     out        bf16 [M, N], contiguous, 16-byte aligned; None: allocated
     backend    a Backend, its name, or None for the best one for a's device
     num_sms    size of the persistent grid in SMs; None: all of them; any count gives the same bits
@@ -57,9 +57,9 @@ def grouped_gemm_masked(
                fp32 scales [G, max_m, K/128], their last two dimensions row- or column-major (`quantize_rows`)
     b          e4m3 data [G, N, K], contiguous, 16-byte aligned, N a multiple of 8, G from 1 to 1024; fp32
                scales [G, ceil(N/128), K/128], contiguous (`quantize_blocks`)
-    counts     int32 [G] on the same device, each from 0 to max_m: not checked, since that would read the
+    counts     int32 [G] on the same device, each from 0 to max_m; not checked, since that would read the
                device
-    expected_m the rows a group is likely to have, for choosing a tile; never changes which rows are computed
+    expected_m the likely number of rows per group, for choosing a tile; never changes which rows are computed
     out        bf16 [G, max_m, N], contiguous, 16-byte aligned; None: allocated. Rows from counts[g] on are
                never written
     backend    a Backend, its name, or None for the best one for a's device

@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class Partition:
-    """One named share of the SMs: how many were asked for, and how many it has."""
+    """One named share of the SMs: the number requested, and the number it has."""
 
     name: str
     requested_sms: int
@@ -18,7 +18,7 @@ class Partition:
 
 @dataclass(frozen=True)
 class Supply:
-    """What the driver offers: `units` groups of `unit_sms` SMs, and `spare_sms` that one partition may add.
+    """The SMs the driver offers: `units` groups of `unit_sms`, and `spare_sms` that one partition may add.
 
     132 SMs can be 16 groups of 8 with 4 to spare: groups lie within a GPC, and not every GPC divides evenly.
     """
@@ -39,9 +39,9 @@ class Share:
 
 
 def plan(sizes: Mapping[str, int], supply: Supply) -> tuple[Share, ...]:
-    """Round every size up to whole groups, and give the spare SMs to the partition where they save most.
+    """Round every size up to whole groups, and give the spare SMs to the partition where they save the most.
 
-    Every partition has at least one group's SMs. Raises ValueError with the numbers when they do not fit.
+    Every partition has at least one group. Raises ValueError with the numbers when they do not fit.
     """
     for name, size in sizes.items():
         if not name:
@@ -122,8 +122,8 @@ class SMPartitions:
     def apply(self, sizes: Mapping[str, int]) -> tuple[Partition, ...]:
         """Replace all partitions by `sizes` (name -> SMs), or change nothing and raise.
 
-        Waits for the work in the old partitions' streams. An old green context lives as long as anyone holds
-        its stream, and the driver (580) never frees 4 MB of GPU memory per context. Tensors must not be
+        Waits for the work in the old partitions' streams. An old green context lives as long as its stream is
+        referenced, and the driver (580) never frees 4 MB of GPU memory per context. Tensors must not be
         recorded (Tensor.record_stream) on a stream that is released.
         Raises ValueError with the numbers when the sizes do not fit.
         """
@@ -167,10 +167,10 @@ class _PartitionStream(torch.cuda.ExternalStream):
 
 
 def _current_device(index: int) -> Any:
-    """cuda.core's device, with the context that torch uses current in this thread."""
+    """cuda.core's device, with torch's context current in this thread."""
     from cuda.core import Device
 
-    torch.cuda.synchronize(index)  # makes torch's context if there is none yet
+    torch.cuda.synchronize(index)  # creates torch's context if there is none yet
     device = Device(index)
     device.set_current()
     return device
@@ -193,9 +193,9 @@ def _open(device: Any, partition: Partition, resources: list[Any]) -> torch.cuda
 
 
 def _split(whole: Any) -> tuple[list[Any], Any]:
-    """The GPU's SMs as groups of the smallest size, as many as the driver makes, and the rest."""
+    """The GPU's SMs as groups of the smallest size, as many as the driver can make, and the remainder."""
     from cuda.core import SMResourceOptions
-    from cuda.core._utils.cuda_utils import CUDAError  # cuda.core names it nowhere else
+    from cuda.core._utils.cuda_utils import CUDAError  # cuda.core exports it nowhere else
 
     size = whole.min_partition_size
     for count in range(whole.sm_count // size, 0, -1):
@@ -210,7 +210,7 @@ def _split(whole: Any) -> tuple[list[Any], Any]:
 
 
 def _can_join(unit: Any, spare: Any) -> bool:
-    """Whether one context may have both; the driver refuses resources with different guarantees."""
+    """Whether one context may hold both; the driver rejects resources with different guarantees."""
     from cuda.bindings import driver
 
     if not spare.sm_count:

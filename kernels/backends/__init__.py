@@ -1,7 +1,8 @@
-"""Finds backends by name, builds them on first use, and makes the choice of "auto".
+"""Finds backends by name, builds them on first use, and resolves "auto".
 
 A backend is a folder here, named in `expertd.backends.BACKENDS`, whose package has two functions:
-`why_not(device)`, None where it can run on `device` (None: the current one), else the reason; and `create()`.
+`why_not(device)` returns None if it can run on `device` (None: the current one), else the reason; `create()`
+returns the backend.
 """
 
 import logging
@@ -24,7 +25,7 @@ _lock = threading.Lock()
 
 
 def backend_names() -> tuple[str, ...]:
-    """The names `resolve_backend` takes besides "auto"."""
+    """The names that `resolve_backend` accepts besides "auto"."""
     return BACKENDS
 
 
@@ -33,12 +34,12 @@ def resolve_backend(name: str = "auto", device: torch.device | str | None = None
 
     "auto" is the first of `backend_names` that can run on `device` (None: the current CUDA device, if there
     is one): "hopper" on a GPU of compute capability 9.0 where cuda.core can be imported, else "reference".
-    The choice is logged once per device. Raises ValueError for an unknown name, RuntimeError when a backend
-    is asked for by name and cannot run.
+    The choice is logged once per device. Raises ValueError for an unknown name, RuntimeError for a backend
+    that is requested by name and cannot run.
     """
     if name == "auto":
         name = _auto(torch.device(device) if isinstance(device, str) else device)
-    if name in _instances:  # without the lock: a grouped GEMM comes here on every call
+    if name in _instances:  # without the lock: every grouped GEMM call comes here
         return _instances[name]
     if name not in BACKENDS:
         raise ValueError(f"backend: expected one of {('auto', *BACKENDS)}, got {name!r}")
@@ -52,13 +53,13 @@ def resolve_backend(name: str = "auto", device: torch.device | str | None = None
 
 
 def why_not(name: str, device: torch.device | None = None) -> str | None:
-    """Why the backend called `name` cannot run on `device` (None: the current CUDA device); None: it can."""
+    """Why the backend `name` cannot run on `device` (None: the current CUDA device); None if it can."""
     reason: str | None = _package(name).why_not(device)
     return reason
 
 
 def backend_for(backend: Backend | str | None, tensor: torch.Tensor, name: str) -> Backend:
-    """The backend for `tensor`, an argument called `name`; ValueError where it cannot take its device."""
+    """The backend for `tensor`, an argument called `name`; ValueError if it does not accept that device."""
     if not isinstance(backend, Backend):
         backend = resolve_backend("auto" if backend is None else backend, tensor.device)
     if backend.device_type not in (None, tensor.device.type):

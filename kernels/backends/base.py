@@ -18,27 +18,27 @@ if TYPE_CHECKING:
     from expertd.kernels.partitions import SMPartitions
 
 Progress = Callable[[int, int, str], None]
-"""Called with (steps done, steps in all, what was just done)."""
+"""Called with (steps done, total steps, name of the step just done)."""
 
 
 class Backend(ABC):
-    """Computes grouped GEMMs and experts; arguments arrive checked (see kernels/checks.py), non-empty."""
+    """Computes grouped GEMMs and experts; arguments arrive checked (see kernels/checks.py) and non-empty."""
 
     name: ClassVar[str]
     device_type: ClassVar[str | None] = None
-    """The only kind of device ("cpu", "cuda") whose tensors are accepted; None: any."""
+    """The only device type ("cpu", "cuda") whose tensors are accepted; None: any."""
 
     @property
     def device(self) -> torch.device:
-        """Where a server keeps the tensors of its layers."""
+        """The device on which a server keeps the tensors of its layers."""
         return torch.device(self.device_type or "cpu", *([0] if self.device_type == "cuda" else []))
 
     def partitions(self) -> "SMPartitions | None":
-        """Partitions of the device's SMs, whose counts become `num_sms`; None where there can be none."""
+        """Partitions of the device's SMs, whose counts become `num_sms`; None if it cannot be partitioned."""
         return None
 
     def warm_up(self, progress: Progress | None = None) -> None:  # noqa: B027  (a backend may have nothing to do)
-        """Do everything that would otherwise happen lazily on a first call, compilation above all."""
+        """Do everything that a first call would otherwise do lazily, above all compilation."""
 
     @abstractmethod
     def contiguous(
@@ -56,7 +56,7 @@ class Backend(ABC):
         out: Tensor,
         num_sms: int | None,
     ) -> None:
-        """Write the first counts[g] rows of each out[g] [max_m, N]; never touch a row past them."""
+        """Write the first counts[g] rows of each out[g] [max_m, N], and nothing past them."""
 
     def experts(
         self,
@@ -69,9 +69,9 @@ class Backend(ABC):
         activation: Swiglu,
         num_sms: int | None,
     ) -> None:
-        """See `fused_experts`; here rows are sorted by group, go through `ffn` and are summed."""
+        """See `fused_experts`. This default permutes rows by group, calls `ffn` and sums the results."""
         num_groups, absent = down.data.shape[0], None
-        # Usually none is: on a CPU a look is cheaper than masks, a GPU would have to be waited for.
+        # Usually none is. On a CPU checking is cheaper than masking; on a GPU it would wait for the device.
         if not topk_ids.is_cpu or int(topk_ids.min()) < 0 or int(topk_ids.max()) >= num_groups:
             absent = (topk_ids < 0) | (topk_ids >= num_groups)
             topk_ids = topk_ids.masked_fill(absent, num_groups)
@@ -93,8 +93,8 @@ class Backend(ABC):
     ) -> Tensor:
         """bf16 [R, H]: the FFN of each row's group on hidden_states[tokens[r]]; a step of `experts`.
 
-        tokens int64 [R], sorted by group; offsets int32 [G+1]. Rows from offsets[G] on hold anything. Here
-        activations are rounded to FP8 before each of two contiguous GEMMs.
+        tokens int64 [R], sorted by group; offsets int32 [G+1]. Rows from offsets[G] on are undefined. This
+        default rounds activations to FP8 before each of two contiguous GEMMs.
         """
         a = permute_rows(quantize_rows(hidden_states), tokens)  # quantized once per token, not once per row
         activated = quantize_rows(swiglu(self._multiply(a, gate_up, offsets, num_sms), activation))
@@ -111,8 +111,8 @@ class Backend(ABC):
     ) -> tuple[Tensor, Tensor]:
         """(topk_ids int32 [T, top_k], topk_weights fp32 [T, top_k]) of hidden_states [T, H] by router [E, H].
 
-        Logits are added up in fp32; the rest is `choose_experts`. router and bias are a layer's: the
-        preceding launch does not write them.
+        Logits are summed in fp32; the rest is `choose_experts`. router and bias belong to a layer: the
+        preceding launch must not write them.
         """
         logits = hidden_states.to(torch.float32) @ router.to(torch.float32).t()
         return self.choose_experts(logits, bias, top_k, routing)

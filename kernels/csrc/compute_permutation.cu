@@ -1,9 +1,9 @@
-// The permutation that sorts (token, slot) pairs by group, stable: the permuted row of each pair, and the groups'
-// offsets.
+// The stable permutation that sorts (token, slot) pairs by group: the permuted row of each pair, and the offsets of the
+// groups.
 //
-// Few pairs are compared each with all others, by one CTA. More are sorted by a cluster, or by one CTA: a warp has a
-// stretch of the pairs and counts its groups; the counts of all warps before it, in its CTA and in earlier ones, say
-// where its own rows begin. A pair whose id is no group's gets -1 for a row.
+// With few pairs, one CTA compares each pair with all others. With more, one CTA or a cluster sorts them: each warp
+// counts the groups in its own stretch of pairs, and the counts of all earlier warps, in its CTA and in earlier CTAs,
+// give its first row in each group. A pair whose id names no group gets row -1.
 // Loops are kept rolled: instruction fetch dominates, see route_tokens.cu.
 #include "ptx.cuh"
 
@@ -13,7 +13,7 @@ constexpr int kChunk = kAtOnce * 32;
 constexpr int kMaxCtas = 8;
 constexpr int kFewPairs = FEW_PAIRS;
 
-// A chunk of pairs from i on: a lane's groups, -1 for none, and the warp's lanes that have the same group.
+// A chunk of pairs from i on: this lane's groups, -1 for none, and the lanes of the warp with the same group.
 struct Chunk {
     int group[kAtOnce];
     u32 same_group[kAtOnce];
@@ -40,7 +40,7 @@ struct Chunk {
         return value ? lanes : ~lanes;
     }
 
-    // Adds the pairs of each group to the warp's counter of it; returns the row of this lane's pair.
+    // Adds the pairs of each group to the warp's counter for it; returns the row of this lane's pair.
     __device__ __forceinline__ int take(int* counters, int part) const {
         const int lane = threadIdx.x % 32, first = __ffs(static_cast<int>(same_group[part])) - 1;
         int count = 0;
@@ -53,7 +53,7 @@ struct Chunk {
     }
 };
 
-// For few pairs: each is compared with all others, each offset with all pairs.
+// Few pairs: compares each pair with all others, and each offset with all pairs.
 __device__ __forceinline__ void compare_all(const int* group_ids, int num_pairs, int num_groups,
                                             int* inverse_permutation, int* offsets, int* tile_counters) {
     __shared__ __align__(16) u32 groups[kFewPairs];
@@ -62,7 +62,7 @@ __device__ __forceinline__ void compare_all(const int* group_ids, int num_pairs,
     if (thread < kFewPairs) groups[thread] = thread < num_pairs ? min(static_cast<u32>(group_ids[thread]), none) : none;
     if (thread < 4) tile_counters[thread] = 0;
     __syncthreads();
-    const auto count = [&](u32 group, int pair) {  // pairs of lower groups, and those of this one before `pair`
+    const auto count = [&](u32 group, int pair) {  // pairs of lower groups, and earlier pairs of this one
         int before = 0;
 #pragma unroll 4
         for (int i = 0; i < num_pairs; i += 4) {
@@ -100,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
     int* const own = counters + warp * num_groups;
     const int each = (num_pairs + ctas * kWarps * 32 - 1) / (ctas * kWarps * 32) * 32;  // pairs per warp
     const int begin = min((rank * kWarps + warp) * each, num_pairs), end = min(begin + each, num_pairs);
-    const int warps = min(max((num_pairs - rank * kWarps * each + each - 1) / each, 0), kWarps);  // that have pairs
+    const int warps = min(max((num_pairs - rank * kWarps * each + each - 1) / each, 0), kWarps);  // warps with pairs
 
 #pragma unroll 1
     for (int i = thread; i < warps * num_groups; i += blockDim.x) counters[i] = 0;
@@ -117,9 +117,9 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
     }
     __syncthreads();
 
-    // A thread has one group (there are 1024 at most): its rows in every warp, then in every CTA, then the rows of the
-    // groups before it.
-    int here = 0, total = 0, earlier = 0;  // in this CTA, in all, in those before this one
+    // One thread per group (at most 1024): adds up the group's rows over the warps, then over the CTAs, then the rows
+    // of all earlier groups.
+    int here = 0, total = 0, earlier = 0;  // rows in this CTA, in all CTAs, in earlier CTAs
     if (thread < num_groups) {
 #pragma unroll 4
         for (int w = 0; w < warps; ++w) {
@@ -159,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
 
 #pragma unroll 1
     for (int i = begin; i < end; i += kChunk) {
-        if (each > kChunk) chunk.load(group_ids, i, end, num_groups);  // else the only one is still loaded
+        if (each > kChunk) chunk.load(group_ids, i, end, num_groups);  // a warp's only chunk is still loaded
 #pragma unroll
         for (int part = 0; part < kAtOnce; ++part) {
             const int pair = i + part * 32 + lane;

@@ -1,5 +1,5 @@
-// The consumer of tall groups: 64 rows of a per warpgroup are wgmma's M and the tile's 128 rows of b its N. A thread
-// needs two scales per K block, so promotion costs the shared memory next to nothing.
+// The consumer for tall groups: 64 rows of a per warpgroup are wgmma's M and the tile's 128 rows of b its N. A thread
+// needs two scales per K block, so promotion hardly loads shared memory.
 #pragma once
 
 #include "config.cuh"
@@ -10,8 +10,8 @@ namespace normal {
 
 constexpr int kAccumulators = kBlockN / 2;
 
-// A warpgroup's way through all tiles. Rounds of the ring are unrolled: with every address known, the four wgmma of a
-// K block follow each other closely enough to keep the warpgroups out of each other's way.
+// A warpgroup's loop over all tiles. A round of the ring is unrolled: with every address known, the four wgmma of a K
+// block follow each other closely enough to keep the warpgroups out of each other's way.
 class Consumer {
   public:
     __device__ __forceinline__ Consumer(SharedStorage& shared, u32 warpgroup)
@@ -28,7 +28,7 @@ class Consumer {
             const Tile tile = announced_tile(shared_, walk, problem);
             if (tile.rows < 0) break;
             int left = problem.k_blocks;
-            if (tile.rows <= first_row_ || tile.column >= problem.n) {  // nothing here: only release the stages
+            if (tile.rows <= first_row_ || tile.column >= problem.n) {  // nothing to compute: only release the stages
                 for (; left > 0; --left, pipeline.advance()) {
                     ptx::mbarrier_wait(&shared_.full[pipeline.index], pipeline.phase);
                     release(&shared_.empty[pipeline.index]);
@@ -64,7 +64,7 @@ class Consumer {
         low[0] = scales[0];
         high[0] = scales[8];
         wgmma::wait(acc);
-        if constexpr (kScaleParts == 2) {  // not before: there are no registers for them
+        if constexpr (kScaleParts == 2) {  // no earlier: there are no registers for them
             low[1] = scales[kBlockM];
             high[1] = scales[kBlockM + 8];
         }
@@ -81,7 +81,7 @@ class Consumer {
 
     SharedStorage& shared_;
     const wgmma::Descriptor a_, b_;
-    const int row_, first_row_;  // of the warp and of the warpgroup in the tile
+    const int row_, first_row_;  // where the warp and the warpgroup start in the tile
 };
 
 }  // namespace normal

@@ -1,4 +1,4 @@
-// The consumer of short groups: the tile's 128 rows of b are wgmma's M (64 per warpgroup) and its rows of a the N, in
+// The consumer for short groups: the tile's 128 rows of b are wgmma's M (64 per warpgroup) and its rows of a the N, in
 // steps of 16. A group of 20 rows costs the tensor cores 32 and the epilogue 20; promotion reads a scale per column.
 #pragma once
 
@@ -11,7 +11,7 @@ namespace swap_ab {
 static_assert(!kSwapAb || (kBlockM == 64 && kCluster == 1 && !kSwiglu),
               "there is code for heights up to 64, none for a CTA without columns and none for SwiGLU");
 
-// A warpgroup's way through all tiles.
+// A warpgroup's loop over all tiles.
 class Consumer {
   public:
     __device__ __forceinline__ Consumer(SharedStorage& shared, u32 warpgroup)
@@ -42,7 +42,7 @@ class Consumer {
         const auto a = wgmma::Descriptor::of(shared_.a[0]);
         const int lane = threadIdx.x % 32;
         float sum[kSlices * 8] = {};
-#pragma unroll 1  // unrolled, the accumulators of two K blocks would be alive at once
+#pragma unroll 1  // unrolled, the accumulators of two K blocks would be live at once
         for (int kb = 0; kb < k_blocks; ++kb, pipeline.advance()) {
             const int stage = pipeline.index;
             float acc[kSlices * 8];

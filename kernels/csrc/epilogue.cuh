@@ -1,10 +1,10 @@
-// How results leave for memory: an Epilogue for each kind of output, all with the same interface.
+// Writes results to memory: one Epilogue per kind of output, all with the same interface.
 //
-//   Element              what out consists of
-//   Output               the kernel's parameters that say where results go
-//   Shared               the epilogue's part of the CTA's shared memory, with the barriers in it
-//   store(sum, tile)     what a warp, or with swap-AB a warpgroup, has accumulated for its part of the tile
-//   finish()             after the last tile
+//   Element              element type of out
+//   Output               kernel parameters that describe the destination
+//   Shared               the epilogue's part of the CTA's shared memory, barriers included
+//   store(sum, tile)     stores what a warp, or with swap-AB a warpgroup, has accumulated for its part of the tile
+//   finish()             is called after the last tile
 #pragma once
 
 #include "config.cuh"
@@ -36,9 +36,9 @@ class Epilogue<false, false> {
     __device__ __forceinline__ Epilogue(Shared& shared, const Output& output, const Problem& problem)
         : shared_(shared), output_(output), problem_(problem) {}
 
-    // Through the warp's staging, in boxes of 16 rows x 64 columns with the swizzle of the output's tensor map, so that
-    // the copy of a box overlaps the next tile's multiplications. Where the tile ends within the 16 rows, the next
-    // group's rows begin, and threads store only those of this tile.
+    // Stages boxes of 16 rows x 64 columns in shared memory, swizzled as in the output's tensor map, so that the copy
+    // of a box overlaps the next tile's multiplications. If the tile ends within the 16 rows, the rest belong to the
+    // next group; then threads store the tile's rows themselves.
     __device__ __forceinline__ void store(const float (&sum)[kBlockN / 2], const Tile& tile) {
         constexpr u32 kBoxBytes = 16 * 128;
         const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * 16;
@@ -49,7 +49,7 @@ class Epilogue<false, false> {
         const u32 to = staging + lane % 16 * 128;
 #pragma unroll
         for (int i = 0; i < kBlockN / 2; i += 8) {
-            const u32 chunk = i / 4 % 8 + lane / 16;  // of 16 bytes in the row of a box
+            const u32 chunk = i / 4 % 8 + lane / 16;  // 16-byte chunk in the row of a box
             ptx::stmatrix(to + i / 32 * kBoxBytes + (chunk ^ lane % 8) * 16, ptx::pack_bf16(sum[i], sum[i + 1]),
                           ptx::pack_bf16(sum[i + 2], sum[i + 3]), ptx::pack_bf16(sum[i + 4], sum[i + 5]),
                           ptx::pack_bf16(sum[i + 6], sum[i + 7]));
@@ -75,7 +75,7 @@ class Epilogue<false, false> {
         }
     }
 
-    __device__ __forceinline__ void finish() { ptx::wait_bulk_stores(); }  // they read the CTA's shared memory
+    __device__ __forceinline__ void finish() { ptx::wait_bulk_stores(); }  // the stores read the CTA's shared memory
 
   private:
     Shared& shared_;
@@ -102,7 +102,7 @@ class Epilogue<true, false> {
     __device__ __forceinline__ Epilogue(Shared& shared, const Output& output, const Problem& problem)
         : shared_(shared), output_(output), problem_(problem) {}
 
-    // Through a swizzled buffer; only rows of the tile are stored.
+    // Stages rows in a swizzled buffer; only the tile's own rows are stored.
     template <int kSlices>
     __device__ __forceinline__ void store(const float (&sum)[kSlices * 8], const Tile& tile, u32 warpgroup) {
         const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
@@ -149,7 +149,7 @@ class Epilogue<false, true> {
         __device__ __forceinline__ void prefetch() const {}
     };
     // Each CTA of a pair has 64 of the 128 columns that share a scale, so the two warps with the same rows exchange the
-    // largest magnitude of each. An exchange must be read before the next but one overwrites it.
+    // largest magnitude of each row. An exchange must be read before the one after next overwrites it.
     struct Shared {
         u8 staging[kConsumerWarps][16 * 64];
         float2 received_amax[2][kConsumerWarps][8];  // rows r and r + 8 of the warp's 16
@@ -163,7 +163,7 @@ class Epilogue<false, true> {
     __device__ __forceinline__ Epilogue(Shared& shared, const Output& output, const Problem& problem)
         : shared_(shared), output_(output), problem_(problem) {}
 
-    // sum: gates in its first half, ups in its second.
+    // The first half of sum has the gates, the second half the ups.
     __device__ __forceinline__ void store(float (&sum)[64], const Tile& tile) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r = lane / 4, c = lane % 4;
         const int row = problem_.first_row(tile) + warp * 16, rows = tile.rows - warp * 16;
@@ -229,7 +229,7 @@ class Epilogue<false, true> {
                 gate[i] * ptx::approximate_reciprocal(1.0f + ptx::approximate_exp2(gate[i] * to_exponent)) * up[i];
     }
 
-    // Makes the largest magnitudes those of both CTAs.
+    // Takes the maximum over both CTAs.
     __device__ __forceinline__ void exchange(float& low, float& high, int warp, int r, int c) {
         u64* const received = &shared_.received[exchanges_ % 2][warp];
         float2* const amax = &shared_.received_amax[exchanges_ % 2][warp][r];

@@ -1,4 +1,4 @@
-// Rows of bf16, fp16 or fp32 in and out of fp32 registers.
+// Moves rows of bf16, fp16 or fp32 into and out of fp32 registers.
 #pragma once
 
 #include "ptx.cuh"
@@ -7,7 +7,7 @@ namespace floats {
 
 enum Datatype { BF16, FP16, FP32 };
 
-// Eight numbers of 16 bits.
+// Converts eight 16-bit floats to fp32.
 template <bool kBf16>
 __device__ __forceinline__ void unpack(float* to, uint4 eight) {
     const u32 words[4] = {eight.x, eight.y, eight.z, eight.w};
@@ -18,7 +18,7 @@ __device__ __forceinline__ void unpack(float* to, uint4 eight) {
     }
 }
 
-// kCount consecutive numbers from `index` on, a multiple of eight of them and aligned like that.
+// Loads kCount consecutive numbers from `index` on; kCount is a multiple of eight, and eight numbers are aligned.
 template <Datatype kDatatype, int kCount>
 __device__ __forceinline__ void load(float (&to)[kCount], const void* from, i64 index) {
     if constexpr (kDatatype == FP32) {
@@ -36,7 +36,7 @@ __device__ __forceinline__ void load(float (&to)[kCount], const void* from, i64 
     }
 }
 
-// Eight of them.
+// Stores eight numbers, aligned in the same way.
 template <Datatype kDatatype>
 __device__ __forceinline__ void store(void* to, i64 index, const float (&from)[8]) {
     if constexpr (kDatatype == FP32) {

@@ -1,8 +1,8 @@
 // Grouped FP8 GEMM for Hopper: out[rows of g] = a[rows of g] * b[g]^T with 1x128 scales on a and 128x128 on b.
 //
 // A CTA is persistent and takes tiles of all groups from a tile counter. One producer warpgroup (a warp for TMA, three
-// for scales) feeds the consumer warpgroups through a ring of stages; with CLUSTER 2 a pair of CTAs takes neighbouring
-// columns of the same rows, and each loads half of the rows of a for both.
+// for scales) feeds the consumer warpgroups through a ring of stages; with CLUSTER 2 a pair of CTAs takes neighboring
+// columns of the same rows, and each CTA loads half of the rows of a for both.
 #include "config.cuh"
 #include "consumer_normal.cuh"
 #include "consumer_swap_ab.cuh"
@@ -10,7 +10,7 @@
 #include "scheduler.cuh"
 #include "storage.cuh"
 
-// What producers read.
+// The producers' inputs.
 struct Operands {
     const ptx::TensorMap &a_map, &b_map;
     const float* const a_scales;
@@ -26,7 +26,7 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Operands
         const int row = tile.group * problem.n * kScaleParts + tile.column;
         ptx::mbarrier_arrive_expect_bytes(&shared.full[stage], (kBlockN + boxes_of(tile) * kBoxM) * kBlockK);
 #pragma unroll
-        for (int part = 0; part < kScaleParts; ++part)  // gates, and n rows further their ups
+        for (int part = 0; part < kScaleParts; ++part)  // gates, then the matching ups n rows further on
             ptx::tma_load(&operands.b_map, &shared.full[stage], shared.b[stage] + part * kOutBlockN * kBlockK,
                           kb * kBlockK, row + part * problem.n);
     };
@@ -76,11 +76,11 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Operands
 }
 
 // A scale warp: writes the product of both operands' scales, so that a consumer multiplies once. The warps take stages
-// in turn and load before their stage is free: consumers wait for a stage's slowest load, and these have a long way.
+// in turn and load before their stage is free: consumers wait for a stage's slowest load, and scales take the longest.
 __device__ __forceinline__ void load_scales(SharedStorage& shared, const Operands& operands, const Problem& problem,
                                             int scale_warp, int lane) {
     const int k_blocks = problem.k_blocks;
-    const int blocks_n = (problem.n + 127) / 128;  // with SwiGLU, of the gates alone
+    const int blocks_n = (problem.n + 127) / 128;  // with SwiGLU, those of the gates alone
     int next = scale_warp;                         // this warp's next K block, counted from the tile's first
     Pipeline pipeline;
     pipeline.advance(next);
@@ -88,18 +88,18 @@ __device__ __forceinline__ void load_scales(SharedStorage& shared, const Operand
         const Tile tile = announced_tile(shared, walk, problem);
         if (tile.rows < 0) break;
 
-        // -- where the tile's scales are
+        // -- locate the tile's scales
         const int block_n = min(tile.column / 128, blocks_n - 1);
         const i64 b_block = static_cast<i64>(tile.group) * blocks_n * kScaleParts + block_n;
         const float* const b_scale = operands.b_scales + b_block * k_blocks;
         const int last = tile.row + tile.rows - 1;
-        u32 a_scale[kBlockM / 32];  // rows past the tile's end repeat its last one: nobody reads the result
+        u32 a_scale[kBlockM / 32];  // rows past the tile's end repeat its last row; their results are never read
 #pragma unroll
         for (int i = 0; i < kBlockM / 32; ++i)
             a_scale[i] = tile.group * operands.scale_stride_group +
                          min(tile.row + i * 32 + lane, last) * operands.scale_stride_m;
 
-        // -- this warp's K blocks of the tile
+        // -- load this warp's K blocks of the tile
         for (; next < k_blocks; next += kScaleWarps, pipeline.advance(kScaleWarps)) {
             float a_value[kBlockM / 32], b_value[kScaleParts];
 #pragma unroll
@@ -129,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                  int num_groups, int n, int k,
                  int max_rows,                // M, or max_m; group_extents beyond it are clamped
                  int rows_per_group,          // max_m, or 0 in the contiguous layout
-                 int tile_steps, int passes,  // how groups are cut into tiles: see Cut
+                 int tile_steps, int passes,  // how groups are cut into tiles, see Cut
                  int extents_ready,           // complete before the preceding launch began: read without waiting for it
                  TileEpilogue::Element* __restrict__ out,  // [rows, n]
 #if SWIGLU

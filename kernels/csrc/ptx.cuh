@@ -1,4 +1,4 @@
-// PTX of sm_90a behind plain functions: barriers, bulk tensor copies, warpgroup state. No GEMM lives here.
+// PTX of sm_90a behind plain functions: barriers, bulk tensor copies, warpgroup state. Nothing here is about GEMMs.
 // Source: PTX ISA 8.x, sections on mbarrier, cp.async.bulk.tensor, wgmma, stmatrix and setmaxnreg.
 #pragma once
 
@@ -28,7 +28,7 @@ __device__ __forceinline__ bool elect_one() {
 }
 
 // Programmatic dependent launch (PDL). Returns when all preceding launches are complete and their writes visible. What
-// they wrote must not be read through const __restrict__: the compiler may move such a load up, past this.
+// they wrote must not be read through const __restrict__: the compiler may hoist such a load above this call.
 __device__ __forceinline__ void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 // Lets the next launch begin once every CTA of this one has called this; its own wait protects our results.
 __device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
@@ -49,7 +49,7 @@ __device__ __forceinline__ u32 cluster_size() {
     return size;
 }
 
-// What CTA `rank` of this cluster has in the same place of its shared memory.
+// Loads from the same place in the shared memory of CTA `rank` of this cluster.
 __device__ __forceinline__ int load_from_cta(const int* place, u32 rank) {
     int value;
     asm volatile("{ .reg .b32 from; mapa.shared::cluster.u32 from, %1, %2; ld.shared::cluster.s32 %0, [from]; }"
@@ -59,7 +59,7 @@ __device__ __forceinline__ int load_from_cta(const int* place, u32 rank) {
     return value;
 }
 
-// The sum of the values of this lane and those below it.
+// The sum over this lane and all lower lanes.
 __device__ __forceinline__ int warp_prefix_sum(int value) {
     const int lane = threadIdx.x % 32;
     for (int distance = 1; distance < 32; distance *= 2) {
@@ -90,7 +90,7 @@ __device__ __forceinline__ void mbarrier_init(u64* barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 
-// Makes initialised barriers visible to the copy engine and to the other CTAs of the cluster.
+// Makes initialized barriers visible to the copy engine and to the other CTAs of the cluster.
 __device__ __forceinline__ void fence_mbarrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -119,7 +119,7 @@ __device__ __forceinline__ void mbarrier_arrive_at(u64* barrier, u32 rank) {
     }
 }
 
-// Writes 16 bytes into the same place of CTA `rank` of this cluster; they complete on its own barrier at that place.
+// Writes 16 bytes to the same place in CTA `rank` of this cluster; they complete on that CTA's copy of the barrier.
 __device__ __forceinline__ void store_to_cta(void* place, int4 value, u64* barrier, u32 rank) {
     asm volatile(
         "{ .reg .b32 to, done;\n"
@@ -169,7 +169,7 @@ __device__ __forceinline__ void tma_load(const TensorMap* map, u64* barrier, voi
         : "memory");
 }
 
-// The same box into the same place of every CTA of a cluster of kCluster, completing on each one's own barrier.
+// Loads the same box into the same place in every CTA of a cluster of kCluster; it completes on each CTA's own barrier.
 template <int kCluster>
 __device__ __forceinline__ void tma_load_to_cluster(const TensorMap* map, u64* barrier, void* destination, int x,
                                                     int y) {
@@ -197,14 +197,14 @@ __device__ __forceinline__ void wgmma_wait() {
 
 // ---------------------------------------------------------------- epilogue
 
-// Two fp32 to one register of bf16 pair, `low` in the lower half; round to nearest even.
+// Converts two fp32 to a pair of bf16, `low` in the lower half; rounds to nearest even.
 __device__ __forceinline__ u32 pack_bf16(float low, float high) {
     u32 packed;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
     return packed;
 }
 
-// The same, or a pair of fp16.
+// The same, to a pair of bf16 or of fp16.
 template <bool kBf16>
 __device__ __forceinline__ u32 pack(float low, float high) {
     if constexpr (kBf16) return pack_bf16(low, high);
@@ -222,14 +222,14 @@ __device__ __forceinline__ float to_float(u32 word) {
     return value;
 }
 
-// Two fp32 to a pair of e4m3, `low` in the lower byte; round to nearest even.
+// Converts two fp32 to a pair of e4m3, `low` in the lower byte; rounds to nearest even.
 __device__ __forceinline__ u16 pack_e4m3(float low, float high) {
     u16 packed;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
     return packed;
 }
 
-// Within 2 and 1 units in the last place; subnormal results are 0.
+// Accurate to 2 ulp (exp2) and 1 ulp (reciprocal); subnormal results are 0.
 __device__ __forceinline__ float approximate_exp2(float x) {
     float result;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
@@ -241,7 +241,7 @@ __device__ __forceinline__ float approximate_reciprocal(float x) {
     return result;
 }
 
-// fmaxf and fminf drop a NaN; these hand it on.
+// fmaxf and fminf drop a NaN; these propagate it.
 __device__ __forceinline__ float max_or_nan(float a, float b) {
     float result;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
@@ -277,7 +277,7 @@ __device__ __forceinline__ void tma_store(const TensorMap* map, u32 source, int 
                  : "memory");
 }
 
-// This thread's copies so far: waits until they have read shared memory, or until they have landed.
+// Wait until this thread's copies so far have read shared memory, or until they are complete.
 __device__ __forceinline__ void wait_bulk_stores_read() {
     asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
 }

@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32)
                      u8* __restrict__ data,                        // e4m3 [rows, k]
                      float* __restrict__ scales, u32 scale_stride  // [k / 128, scale_stride]
     ) {
-    constexpr int kColumns = kWarps * 32 * kEach;  // per CTA; the CTAs of a token are neighbours
+    constexpr int kColumns = kWarps * 32 * kEach;  // per CTA; the CTAs of a token are neighbors
     const int parts = (k + kColumns - 1) / kColumns;
     const i64 token = blockIdx.x / parts;
     const int column = blockIdx.x % parts * kColumns + threadIdx.x * kEach;
@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32)
         packed[i] = ptx::pack_e4m3(divide(four[0]), divide(four[1])) |
                     static_cast<u32>(ptx::pack_e4m3(divide(four[2]), divide(four[3]))) << 16;
     }
-    ptx::grid_dependency_wait();  // for inverse_permutation; the tokens were complete before
+    ptx::grid_dependency_wait();  // inverse_permutation may not be complete yet; the tokens are
     ptx::launch_dependents();
     if (column >= k) return;
     inverse_permutation += token * top_k;

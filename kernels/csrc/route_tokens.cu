@@ -7,12 +7,12 @@
 
 constexpr int kWarps = 4, kThreads = kWarps * 32;
 
-// A key that sorts as x does: both zeros have the same, and NaN the largest, as in torch.sort. Never 0.
+// A key that sorts as x does: both zeros have the same key and NaN has the largest, as in torch.sort. Never 0.
 __device__ __forceinline__ u32 key_of(float x) {
     const u32 bits = __float_as_uint(x + 0.0f);
     return x != x ? 0xffffffff : bits >> 31 ? ~bits : bits | 0x80000000;
 }
-// The number with this key.
+// The inverse: the number with this key.
 __device__ __forceinline__ float from_key(u32 key) { return __uint_as_float(key >> 31 ? key ^ 0x80000000 : ~key); }
 
 __device__ __forceinline__ float warp_sum(float value) {
@@ -25,7 +25,7 @@ __device__ __forceinline__ float warp_max(float value) {
     return value;
 }
 
-// A token's logits, with four sums or one per part, added up in the order router_logits.cu uses for many tokens.
+// Loads a token's logits, four sums or one per part, and adds them up in router_logits.cu's order for many tokens.
 __device__ __forceinline__ void add_up(float* scores, const float* logits, int parts, int sums, i64 stride, int count) {
     constexpr int kParts = 8, kSums = SUMS;  // loaded together by a thread
     static_assert(kSums == 4);
@@ -92,7 +92,7 @@ __device__ __forceinline__ void softmax(float* scores, float (&per_warp)[2][kWar
     for (int e = threadIdx.x; e < count; e += kThreads) scores[e] *= share;
 }
 
-// A group's score is the sum of its two best experts'; a warp takes a group at a time.
+// A group's score is the sum of its two best experts' scores; each warp handles one group at a time.
 __device__ __forceinline__ void score_groups(u32* group_keys, const u32* keys, int size, int num_expert_groups) {
     const int lane = threadIdx.x % 32;
 #pragma unroll 1
@@ -111,7 +111,7 @@ __device__ __forceinline__ void score_groups(u32* group_keys, const u32* keys, i
     }
 }
 
-// Whether fewer than topk_group groups are better than this one: have a larger key, or the same and a lower index.
+// Whether fewer than topk_group groups beat this one, with a larger key or with the same key and a lower index.
 __device__ __forceinline__ bool is_chosen(const u32* group_keys, int group, int num_expert_groups, int topk_group) {
     int better = 0;
 #pragma unroll 4
@@ -120,11 +120,11 @@ __device__ __forceinline__ bool is_chosen(const u32* group_keys, int group, int 
     return better < topk_group;
 }
 
-// A warp takes the experts with the largest keys, the lowest index first among equals; lane s returns slot s.
+// One warp takes the experts with the largest keys, ties going to the lower index; lane s returns slot s.
 __device__ __forceinline__ int choose(u32* keys, int count, int top_k) {
     const int lane = threadIdx.x;
     int chosen = 0, place = 0, next_place = 0;
-    u32 largest = 0, next = 0;  // of this lane's experts: lane, lane + 32, ...; 0: to be searched again
+    u32 largest = 0, next = 0;  // among this lane's experts: lane, lane + 32, ...; 0: search again
     const auto search = [&] {
         largest = next = 0;
 #pragma unroll 4
@@ -161,8 +161,8 @@ __device__ __forceinline__ int choose(u32* keys, int count, int top_k) {
 extern "C" __global__ void __launch_bounds__(kThreads)
     route_tokens(const float* logits,  // [parts * sums, num_tokens, num_experts], to be added up
                  int parts, int sums,
-                 int dry_run,               // first; router_bias must then not be written by the preceding launch
-                 const float* router_bias,  // [num_experts], added to the scores that choose; null: none
+                 int dry_run,               // do one first; the preceding launch must then not write router_bias
+                 const float* router_bias,  // [num_experts], added to the scores to choose by; null: none
                  int all_experts, int top_k,
                  int use_softmax,  // else sigmoid
                  int renormalize, float routed_scaling_factor, int num_expert_groups, int topk_group,
@@ -173,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     __shared__ u32 group_keys[32];
     const int thread = threadIdx.x, token = blockIdx.x, stride = (all_experts + 1) / 2 * 2;
     float *const scores = per_expert, *const biases = scores + stride;
-    u32* const keys = reinterpret_cast<u32*>(biases + stride);  // of the scores that choose; 0: cannot be chosen
+    u32* const keys = reinterpret_cast<u32*>(biases + stride);  // of the scores to choose by; 0: cannot be chosen
     logits += static_cast<i64>(token) * all_experts;
     if (!dry_run) ptx::grid_dependency_wait();
 #pragma unroll 1

@@ -1,4 +1,4 @@
-// Dynamic persistent scheduling: which tile has which number, for both layouts, from offsets or counts on the device.
+// Dynamic persistent scheduling: maps tile numbers to tiles in both layouts, from offsets or counts on the device.
 #pragma once
 
 #include "ptx.cuh"
@@ -13,13 +13,13 @@ struct alignas(16) Tile {
     int column;  // first output column of the cluster's tile
 };
 
-// How rows are cut into tiles, as the host plans it from the number of rows it expects.
+// How rows are cut into tiles; the host plans it from the expected number of rows.
 struct Cut {
     int tile_steps;  // average height of a tile, in sixteenths of a step
     int passes;      // 1: group after group; more: one per height, the tall tiles of all groups first
 };
 
-// What the scheduler keeps in shared memory behind the pipeline: offsets [num_groups + 1] or counts [num_groups], then
+// The scheduler's table in shared memory, behind the pipeline: offsets [num_groups + 1] or counts [num_groups], then
 // the number of tiles before each group of each pass [passes * num_groups + 1].
 template <Layout kLayout, int kTileM, int kTileN, int kHeightStep>
 class TileScheduler {
@@ -78,7 +78,7 @@ class TileScheduler {
         }
         const Group cut(rows, cut_);
 
-        // Bands of kBand row tiles, columns outside rows: tiles that run at once share both operands in L2.
+        // Bands of kBand row tiles, each band column by column: tiles that run at once share both operands in L2.
         const int tiles_m = cut.tiles(pass, cut_), tiles_n = (n_ + kTileN - 1) / kTileN;
         const int local = number - first_tile_[entry];
         const int band = tiles_m > kBand ? local / (kBand * tiles_n) : 0;
@@ -95,17 +95,17 @@ class TileScheduler {
     static constexpr int kBand = 8;
     static constexpr int kMaxSteps = kTileM / kHeightStep;
 
-    // a / b for 0 <= a < 2^24 and b > 0, in a tenth of the time: the first load of a launch waits for it.
+    // a / b for 0 <= a < 2^24 and b > 0, in a tenth of the time of `/`: the first load of a launch waits for it.
     static __device__ __forceinline__ int quotient(int a, int b) {
         int q = static_cast<int>(__fdividef(static_cast<float>(a), static_cast<float>(b)));
         const int rest = a - q * b;
         return q + (rest >= b) - (rest < 0);
     }
 
-    // A group's rows in tiles whose heights differ by one step at most: with three steps per tile, 600 rows become
-    // 192 + 192 + 128 + 88 and not 3 * 192 + 24.
+    // Cuts a group's rows into tiles whose heights differ by at most one step: with three steps per tile, 600 rows
+    // become 192 + 192 + 128 + 88, not 3 * 192 + 24.
     struct Group {
-        int count, height, taller;  // tiles; steps of the lower ones; how many are a step taller, which come first
+        int count, height, taller;  // tiles; steps of a shorter one; tiles that are one step taller, which come first
 
         __device__ Group(int rows, Cut cut) {
             const int steps = (rows + kHeightStep - 1) / kHeightStep;
@@ -113,7 +113,7 @@ class TileScheduler {
             height = quotient(steps, max(count, 1));
             taller = steps - height * count;
         }
-        // Tiles of a pass: all, or those of its height.
+        // Tiles of a pass: all of them, or those of its height.
         __device__ int tiles(int pass, Cut cut) const {
             if (cut.passes == 1) return count;
             return kMaxSteps - pass == height + 1 ? taller : kMaxSteps - pass == height ? count - taller : 0;

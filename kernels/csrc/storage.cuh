@@ -1,16 +1,16 @@
-// How a CTA's shared memory is laid out, and how its warps hand stages and tiles to each other.
+// The layout of a CTA's shared memory, and how its warps hand stages and tiles to each other.
 #pragma once
 
 #include "config.cuh"
 #include "epilogue.cuh"
 #include "ptx.cuh"
 
-// Starts on a multiple of 1024 bytes, which the swizzle of the stages needs; the scheduler's table follows it.
+// Aligned to 1024 bytes, which the swizzle of the stages needs; the scheduler's table follows it.
 struct SharedStorage {
     u8 b[kStages][kBlockN * kBlockK];
     u8 a[kStages][kBlockM * kBlockK];
     TileEpilogue::Shared epilogue;
-    float scales[kStages][kScaleParts][kBlockM];  // of a's row times that of b's block
+    float scales[kStages][kScaleParts][kBlockM];  // a row's scale of a times its block's scale of b
     Tile tiles[kTiles];
     u64 announced[kTiles];  // barriers: tiles[i] has been written
     u64 full[kStages];      // barriers: the stage has been loaded
@@ -51,7 +51,7 @@ __device__ __forceinline__ void release(u64* empty) {
     }
 }
 
-// The TMA warp's next tile of the cluster: the first CTA finds it and announces it to every warp that waits for it.
+// The cluster's next tile, for the TMA warp: the first CTA finds it and announces it to every waiting warp.
 template <typename Find>
 __device__ __forceinline__ Tile announce(SharedStorage& shared, const Walk& walk, int rank, Find find) {
     u64* announced = &shared.announced[walk.index];
@@ -80,7 +80,7 @@ __device__ __forceinline__ Tile announce(SharedStorage& shared, const Walk& walk
     return tile;
 }
 
-// The tile announced at this position, for the other warps.
+// The tile announced at this position, for all other warps.
 __device__ __forceinline__ Tile announced_tile(SharedStorage& shared, const Walk& walk, const Problem& problem) {
     ptx::mbarrier_wait(&shared.announced[walk.index], walk.phase);
     return problem.part_of(shared.tiles[walk.index]);

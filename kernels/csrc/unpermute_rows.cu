@@ -11,7 +11,7 @@ extern "C" __global__ void __launch_bounds__(256)
                    int top_k, int n,
                    void* __restrict__ out  // kDatatype [num_tokens, n]
     ) {
-    constexpr int kColumns = 256 * 8;  // per CTA; the CTAs of a token are neighbours
+    constexpr int kColumns = 256 * 8;  // per CTA; the CTAs of a token are neighbors
     const int parts = (n + kColumns - 1) / kColumns;
     const i64 token = blockIdx.x / parts;
     const int column = blockIdx.x % parts * kColumns + threadIdx.x * 8;

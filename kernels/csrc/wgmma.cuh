@@ -58,9 +58,9 @@ struct Multiply;
 #define FP8(N, S, A, B, ACCUMULATE) INSTRUCTION(N, "k32.f32.e4m3.e4m3", S, A, B, ACCUMULATE, "")
 #define BF16(N, S, A, B, ACCUMULATE) INSTRUCTION(N, "k16.f32.bf16.bf16", S, A, B, ACCUMULATE, ", 0, 0")
 
-// `start` only writes its accumulators, so that none is alive between two K blocks: with tiles of many heights in one
-// kernel the compiler could not give them the same registers in each. `restart` ties them to the same registers, which
-// an unrolled loop needs: there it would otherwise keep the accumulators of two K blocks.
+// `start` only writes its accumulators, so that none is live between two K blocks: with tiles of many heights in one
+// kernel the compiler could not keep them in the same registers throughout. `restart` does tie them to the same
+// registers, which an unrolled loop needs: otherwise the compiler would keep the accumulators of two K blocks there.
 #define WGMMA(N, S, R, A, B)                                                                   \
     template <>                                                                                \
     struct Multiply<N> {                                                                       \

@@ -1,4 +1,4 @@
-"""Turns variants into binaries through the disk cache: read from it, else compiled once and stored."""
+"""Turns variants into binaries: from the disk cache, else compiled once and stored there."""
 
 import hashlib
 import os
@@ -10,11 +10,11 @@ from expertd.kernels.jit.cache import DiskCache, cache_directory
 from expertd.kernels.jit.compiler import Binary, compile_source, compiler_version
 from expertd.kernels.jit.source import Source
 
-_FORMAT = "1"  # of the entries; a new one hides entries of the old format
+_FORMAT = "1"  # of cache entries; a new format hides entries of the old one
 
 
 def cache_key(source: Source) -> str:
-    """Depends on the source, its headers, definitions and options, the compiler and the architecture."""
+    """A hash of the source, its headers, definitions and options, the compiler and the architecture."""
     return _key(source.text())
 
 
@@ -25,9 +25,10 @@ def find(source: Source) -> Binary | None:
 
 
 def build(source: Source) -> Binary:
-    """The variant from the disk cache, else compiled and stored there. Safe across threads and processes.
+    """The variant from the disk cache, else compiled and stored there. Thread- and process-safe.
 
-    Raises CompileError with options and log when the compiler refuses, CompilerMissingError without one.
+    Raises CompileError (with options and log) if the source does not compile, CompilerMissingError if there
+    is no compiler.
     """
     text = source.text()  # read once, so that exactly what is hashed is compiled
     cache, key = DiskCache(cache_directory()), _key(text)

@@ -1,4 +1,4 @@
-"""Compiled binaries on disk, shared by processes. An entry that fails its checksum is built again."""
+"""Compiled binaries on disk, shared by processes. An entry that fails its checksum is rebuilt."""
 
 import hashlib
 import logging
@@ -11,7 +11,7 @@ from pathlib import Path
 from filelock import FileLock
 
 CACHE_DIR_VARIABLE = "EXPERTD_CACHE_DIR"
-LOCK_SECONDS = 120.0  # far longer than a compilation: after that, the holder is stuck
+LOCK_SECONDS = 120.0  # far longer than a compilation: a lock held longer is stuck
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 logger = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 def cache_directory() -> Path:
     """$EXPERTD_CACHE_DIR, else expertd in the user's cache directory.
 
-    Raises RuntimeError where neither is known (a user without a home).
+    Raises RuntimeError if neither is known (a user without a home directory).
     """
     configured = os.environ.get(CACHE_DIR_VARIABLE)
     if configured:
@@ -35,10 +35,10 @@ def cache_directory() -> Path:
 
 
 class DiskCache:
-    """Bytes by key, written atomically; the last 32 bytes of a file are the SHA-256 of the rest.
+    """Maps keys to bytes; files are written atomically, and their last 32 bytes are the SHA-256 of the rest.
 
     A directory that cannot be read or written costs time and logs a warning, but is never an error: readable
-    entries are used, and a binary that cannot be stored is still returned to the caller who built it.
+    entries are used, and a binary that cannot be stored is still returned to the caller that built it.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -80,7 +80,7 @@ class DiskCache:
     def locked(self, key: str) -> Iterator[None]:
         """Lock the entry, so that one thread or process builds it while the others wait.
 
-        Continues without a lock where none can be had: work may be done twice, but entries stay whole.
+        Continues without a lock if none is available: work may be done twice, but entries stay whole.
         """
         lock = FileLock(self.directory / f"{key}.lock", timeout=LOCK_SECONDS)
         try:

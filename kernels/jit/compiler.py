@@ -46,7 +46,7 @@ class ResourceUsage:
 
 @dataclass(frozen=True)
 class Binary:
-    """A compiled variant. `cached`: whether it came from disk; `seconds`: how long compiling it took."""
+    """A compiled variant. `cached`: whether it came from disk; `seconds`: its compile time."""
 
     cubin: bytes
     usage: ResourceUsage
@@ -55,7 +55,7 @@ class Binary:
     cached: bool
 
     def pack(self) -> bytes:
-        """As bytes, for a cache. The cubin comes first, since ELF tools ignore trailing bytes."""
+        """Serialize for a cache. The cubin comes first, since ELF tools ignore trailing bytes."""
         about = {"usage": asdict(self.usage), "log": self.log, "seconds": self.seconds}
         tail = json.dumps(about).encode()
         return self.cubin + tail + len(tail).to_bytes(_LENGTH_BYTES, "little")
@@ -70,10 +70,9 @@ class Binary:
 
 
 def compiler_version() -> str:
-    """The versions of NVRTC, of its package if any, and of cuda.core, with the options: all that a binary
-    depends on besides its source.
+    """The versions of NVRTC, its package and cuda.core, and the options: a binary's inputs beside its source.
 
-    Raises CompilerMissingError where the cuda extra is not fully installed.
+    Raises CompilerMissingError if the cuda extra is not fully installed.
     """
     core, nvrtc = _cuda()
     status, major, minor = nvrtc.nvrtcVersion()
@@ -89,11 +88,11 @@ def compiler_version() -> str:
 def compile_source(source: Source, text: str | None = None) -> Binary:
     """Compile a variant without the cache. `text` is the source's text if already read. Thread-safe.
 
-    Raises CompileError with options and log when the compiler refuses.
+    Raises CompileError (with options and log) if the source does not compile.
     """
     core, _ = _cuda()
     text = source.text() if text is None else text
-    # Named, so that cuda.core puts no temporary file name into the line information.
+    # Named, so that cuda.core does not put a temporary file name into the line information.
     options = core.ProgramOptions(name=f"{source.name}.cu", **_OPTIONS)
     written = io.StringIO()
     start = time.perf_counter()
@@ -111,7 +110,7 @@ def compile_source(source: Source, text: str | None = None) -> Binary:
 
 def to_ptx(source: Source) -> str:
     """The variant's PTX, for people to read. Raises CompileError."""
-    _, nvrtc = _cuda()  # cuda.core makes PTX only where there is a driver
+    _, nvrtc = _cuda()  # cuda.core makes PTX only if there is a driver
     options = [f"-arch={ARCHITECTURE}", f"-std={_OPTIONS['std']}", "-lineinfo"]
     _, program = nvrtc.nvrtcCreateProgram(source.text().encode(), source.name.encode(), 0, None, None)
     try:
@@ -135,7 +134,7 @@ def _cuda() -> tuple[Any, Any]:
             from cuda.bindings import nvrtc
 
             nvrtc.nvrtcVersion()
-        except (ImportError, RuntimeError) as error:  # a package, or the library that it loads
+        except (ImportError, RuntimeError) as error:  # the package is missing, or the library that it loads
             raise CompilerMissingError(
                 f"CUDA compiler: expected it to be installed (pip install 'expertd[cuda]'), got: {error}"
             ) from error

@@ -1,4 +1,4 @@
-"""Counts what the JIT did in this process."""
+"""Counts the JIT's compilations and cache hits in this process."""
 
 import threading
 from typing import NamedTuple

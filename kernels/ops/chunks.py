@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# Processing whole activations costs two to three times as much: every temporary is new memory to page in.
+# Processing whole activations takes two to three times as long: every temporary is new memory to page in.
 _CHUNK_ELEMENTS = 1 << 20
 
 

@@ -1,4 +1,4 @@
-"""The permutation that brings the rows of each group together, and applying it."""
+"""Computes and applies the permutation that brings the rows of each group together."""
 
 from dataclasses import dataclass
 
@@ -10,13 +10,13 @@ from expertd.kernels.ops.quantize import Quantized
 
 @dataclass(frozen=True)
 class Permutation:
-    """The T * top_k (token, slot) pairs sorted by group, those of one group in token order.
+    """The T * top_k (token, slot) pairs sorted by group, and by token within a group.
 
     token_ids  int64 [T * top_k], the token of each permuted row
     group_ids  int32 [T * top_k], its group
     inverse    int64 [T, top_k], the permuted row of each pair
-    offsets    int32 [G + 1], group g owning permuted rows offsets[g]:offsets[g + 1]; rows past the last
-               offset belong to no group
+    offsets    int32 [G + 1]: group g owns permuted rows offsets[g]:offsets[g + 1]; rows past the last offset
+               belong to no group
     """
 
     token_ids: Tensor

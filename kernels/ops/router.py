@@ -1,11 +1,11 @@
-"""Chooses a token's experts and their weights from its logits, by the families' rules."""
+"""Chooses each token's experts and their weights from its logits, by the families' rules."""
 
 import torch
 from torch import Tensor
 
 from expertd.routing import Routing
 
-_LEAST_SUM = 1e-20  # added to a sum of sigmoids, which may all be zero, before it divides
+_LEAST_SUM = 1e-20  # added to a sum of sigmoids before dividing by it: all of them may be zero
 
 
 def choose_experts(
@@ -13,14 +13,14 @@ def choose_experts(
 ) -> tuple[Tensor, Tensor]:
     """(topk_ids int32 [T, top_k], topk_weights fp32 [T, top_k]) of fp32 logits [T, E], best first.
 
-    bias, fp32 [E], is added to the scores that experts are chosen by, never to the weights. Ties between
-    experts and between groups go to the lower index, on every device.
+    bias, fp32 [E], is added to the scores that choose experts, never to the weights. Ties between experts
+    and between groups go to the lower index, on every device.
     """
     scores = logits.softmax(dim=-1) if routing.scoring_func == "softmax" else logits.sigmoid()
     choice = scores if bias is None else scores + bias
     if routing.topk_group < routing.num_expert_groups:
         choice = _without_other_groups(choice, routing)
-    # A stable sort: which of several equal values topk returns differs between devices and sizes.
+    # A stable sort, because topk breaks ties differently on different devices and for different sizes.
     ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = scores.gather(1, ids)
     if routing.renormalize:

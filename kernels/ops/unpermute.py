@@ -20,7 +20,7 @@ def unpermute_rows(
     rows                 [R, H]
     inverse_permutation  int64 [T, top_k], see `Permutation`
     topk_weights         fp32 [T, top_k]
-    absent               bool [T, top_k], pairs to leave out, whatever their rows and weights hold; None: none
+    absent               bool [T, top_k], pairs to leave out, whatever their rows and weights are; None: none
     out                  [T, H], summed in fp32; None: a new one of fp32
     """
     num_tokens, top_k = topk_weights.shape
@@ -35,7 +35,7 @@ def unpermute_rows(
     for out_part, inverse_part, weights_part, *absent_part in row_chunks(*parts, elements=_CHUNK_ELEMENTS):
         for slot in range(top_k):
             picked = rows.index_select(0, inverse_part[:, slot]).to(torch.float32)
-            if absent_part:  # never computed: what lies there may be NaN, which a weight of 0 would keep
+            if absent_part:  # never computed: the memory may hold NaN, which a weight of 0 would keep
                 picked.masked_fill_(absent_part[0][:, slot, None], 0.0)
             out_part.addcmul_(picked, weights_part[:, slot, None])
     return out

@@ -1,4 +1,4 @@
-"""The Hopper backend: kernels compiled just in time, their variants, and how they are launched."""
+"""The Hopper backend: kernels compiled just in time, their variants and their launches."""
 
 import torch
 
@@ -6,7 +6,7 @@ from expertd.kernels.backends.base import Backend
 
 
 def why_not(device: torch.device | None) -> str | None:
-    """None where this backend can run on `device` (None: the current CUDA device), else the reason."""
+    """None if this backend can run on `device` (None: the current CUDA device), else the reason."""
     if device is not None and device.type != "cuda":
         return f"a {device.type} device"
     if not torch.cuda.is_available():

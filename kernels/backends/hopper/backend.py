@@ -24,7 +24,7 @@ from expertd.routing import Routing
 class HopperBackend(Backend):
     """Grouped FP8 GEMMs on a Hopper GPU; kernels are compiled by `warm_up`, else on first use.
 
-    choose  which tile a GEMM runs with
+    choose  the function that plans a GEMM (its tile, and how groups are cut)
     """
 
     name: ClassVar[str] = "hopper"
@@ -83,7 +83,7 @@ class HopperBackend(Backend):
         activation: Swiglu,
         num_sms: int | None,
     ) -> None:
-        """See `fused_experts`; on a single SM, which has no pair of CTAs, the composition of single steps."""
+        """See `fused_experts`. One SM cannot run a pair of CTAs, so num_sms=1 runs each step separately."""
         if num_sms == 1:
             super().experts(hidden_states, topk_ids, topk_weights, gate_up, down, out, activation, num_sms)
             return
@@ -108,7 +108,8 @@ class HopperBackend(Backend):
         """See `Backend.route`; in bf16 two launches, and batch-invariant.
 
         router and bias must then be contiguous (router 16-byte aligned), and the preceding launch must not
-        write them: they are read while it ends. Otherwise, and for wider rules, logits come from cuBLAS.
+        write them: they are read before it ends. In other dtypes, and for wider rules, logits come from
+        cuBLAS.
         """
         if not hidden_states.dtype == router.dtype == torch.bfloat16:
             return super().route(hidden_states, router, bias, top_k, routing)
@@ -121,7 +122,7 @@ class HopperBackend(Backend):
 
 
 def _aligned(rows: Tensor) -> Tensor:
-    """Contiguous, at an address where 16 bytes can be loaded at a time."""
+    """Contiguous, at a 16-byte aligned address; copied only if necessary."""
     return rows if _is_aligned(rows) else rows.clone(memory_format=torch.contiguous_format)
 
 
@@ -130,7 +131,7 @@ def _is_aligned(rows: Tensor) -> bool:
 
 
 def _current(tensor: Tensor, name: str) -> int:
-    """The tensor's device, which has to be the current one: launches go where torch's stream is."""
+    """The tensor's device, which must be the current one: launches go to torch's current stream."""
     device, current = tensor.get_device(), torch.cuda.current_device()
     if device != current:
         raise ValueError(f"{name} device: expected the current one, cuda:{current}, got {tensor.device}")

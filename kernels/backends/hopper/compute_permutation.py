@@ -1,4 +1,4 @@
-"""Launches csrc/compute_permutation.cu: where the rows of (token, slot) pairs go when sorted by group."""
+"""Launches csrc/compute_permutation.cu: the permutation that sorts (token, slot) pairs by group."""
 
 from typing import NamedTuple
 
@@ -10,9 +10,9 @@ from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, Vari
 
 FEW_PAIRS = 128
 """Up to this many pairs, each is compared with all others."""
-_ONE_CTA_PAIRS = 1024  # up to this many, one CTA is faster than a cluster
+_ONE_CTA_PAIRS = 1024  # up to this many pairs, one CTA is faster than a cluster
 _CLUSTER = 8
-_CLUSTER_SMS = 64  # from this many SMs on, enough of them are neighbours for a cluster
+_CLUSTER_SMS = 64  # from this many SMs on, enough of them share a GPC for a cluster
 
 
 def _shared_bytes(num_groups: int) -> int:
@@ -23,10 +23,10 @@ VARIANT = Variant(named_source("compute_permutation", FEW_PAIRS=FEW_PAIRS), 1024
 
 
 class Placement(NamedTuple):
-    """Where the rows of pairs go, and the counters of the GEMMs on them.
+    """The permutation as kernels need it, and the tile counters of the GEMMs on the permuted rows.
 
     inverse        int32 [T, top_k], the permuted row of each pair, -1 for a pair without a group
-    offsets        int32 [G + 1], group g owning permuted rows offsets[g]:offsets[g + 1]
+    offsets        int32 [G + 1]: group g owns permuted rows offsets[g]:offsets[g + 1]
     tile_counters  int32 [2, 2] of zeros, for two GEMMs
     """
 
@@ -38,7 +38,7 @@ class Placement(NamedTuple):
 def compute_permutation(
     kernels: Kernels, on: OnStream, group_ids: Tensor, num_groups: int, num_sms: int | None
 ) -> Placement:
-    """The placement of group_ids int32 [T, top_k]; an id outside 0 to num_groups - 1 is no group's."""
+    """The placement of group_ids int32 [T, top_k]; an id outside 0 to num_groups - 1 names no group."""
     device, num_pairs = group_ids.device, group_ids.numel()
     placement = Placement(
         torch.empty_like(group_ids),

@@ -19,7 +19,7 @@ from expertd.kernels.ops.quantize import Quantized
 from expertd.layout import Layout
 from expertd.limits import SCALE_BLOCK
 
-# Arguments of 32 bits are NumPy's numbers to cuda.core; the same few come again and again.
+# cuda.core takes 32-bit arguments as NumPy scalars; the same few values recur.
 _int32 = functools.lru_cache(np.int32)
 _uint32 = functools.lru_cache(np.uint32)
 _float32 = functools.lru_cache(np.float32)
@@ -28,7 +28,7 @@ _STORE_BOX = 16  # rows of out per TMA store
 _KEPT = 4096
 
 Choose = Callable[[Layout, int, int, int, float, int], Plan]
-"""`tiles.choose`, or another with its arguments."""
+"""`tiles.choose`, or another function with its signature."""
 
 
 def _variant(layout: Layout, config: TileConfig) -> Variant:
@@ -54,15 +54,15 @@ VARIANTS = {
         (Layout.CONTIGUOUS, tiles.SWIGLU),
     )
 }
-"""By layout and tile."""
+"""Variants by layout and tile."""
 
 
 class Groups(NamedTuple):
-    """Which rows belong to which group, and what a launch may assume about that.
+    """The rows of each group, and what a launch may assume about them.
 
     extents       int32: offsets [G + 1] (contiguous) or counts [G] (masked)
     ready         extents were complete before the preceding launch began, so they are read without waiting
-    tile_counter  int32 [2] of zeros for this launch alone; None: the stream's own
+    tile_counter  int32 [2], zero, for this launch alone; None: the stream's own
     """
 
     extents: Tensor
@@ -71,7 +71,7 @@ class Groups(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """What stays the same from launch to launch with the same sizes and plan."""
+    """The part of a launch that depends only on its sizes and plan."""
 
     kernel: Any
     launch_config: Any
@@ -84,7 +84,7 @@ class _Prepared(NamedTuple):
 
 
 class GroupedGemm:
-    """The GEMM of both layouts, and the one with SwiGLU behind it, on the devices where they are used."""
+    """The GEMM of both layouts, and the GEMM with SwiGLU in its epilogue, on every device."""
 
     def __init__(self, kernels: Kernels, choose: Choose = tiles.choose) -> None:
         self.tile_counters = TileCounters()
@@ -106,7 +106,7 @@ class GroupedGemm:
         expected_m: float,
         num_sms: int | None,
     ) -> None:
-        """Write out, bf16: each group's rows of a times its b; expected_m rows are likely in a group."""
+        """Write out, bf16: each group's rows of a times its b. A group is likely to have expected_m rows."""
         num_groups, n, k = b.data.shape
         prepared = self._chosen(on.device, layout, n, k, num_groups, expected_m, num_sms)
         out_map = (self._out_tensor_maps.get(out, _STORE_BOX),) if prepared.stores_boxes else ()
@@ -121,7 +121,7 @@ class GroupedGemm:
         activation: Swiglu,
         num_sms: int | None,
     ) -> Quantized:
-        """Permuted rows [M, I], activated and quantized: a [M, K], b [G, 2I, K] with the gate rows first."""
+        """Permuted rows [M, I], activated and quantized: a [M, K] times b [G, 2I, K], gate rows first."""
         (num_groups, n2, k), m = b.data.shape, a.data.shape[0]
         n = n2 // 2
         prepared = self._planned(on.device, Layout.CONTIGUOUS, n, k, num_groups, tiles.SWIGLU_PLAN, num_sms)

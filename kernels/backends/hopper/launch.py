@@ -1,4 +1,4 @@
-"""What all launches share: kernels loaded on devices, torch's stream, and how a grid is configured."""
+"""Shared by all launches: kernels loaded on devices, torch's stream, the configuration of a grid."""
 
 import functools
 from collections.abc import Callable
@@ -12,11 +12,11 @@ from expertd.limits import MAX_EXPERTS, MAX_GROUPS
 
 
 class Variant(NamedTuple):
-    """A kernel as it is compiled and launched.
+    """How to compile and launch a kernel.
 
-    source        what is compiled
-    threads       of a CTA
-    shared_bytes  the dynamic shared memory of a CTA for a number of groups (of experts for `route_tokens`)
+    source        the file to compile, with its definitions
+    threads       threads per CTA
+    shared_bytes  dynamic shared memory per CTA, by the number of groups (for `route_tokens`, of experts)
     """
 
     source: jit.Source
@@ -25,7 +25,7 @@ class Variant(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """How many clusters a launch has, how many CTAs are in each, and the dynamic shared memory of a CTA."""
+    """The number of clusters of a launch, the CTAs per cluster, and the dynamic shared memory per CTA."""
 
     clusters: int
     cluster: int = 1
@@ -33,7 +33,7 @@ class Grid(NamedTuple):
 
 
 class OnStream(NamedTuple):
-    """Where to launch: the device, the stream's handle, and cuda.core's stream."""
+    """Where to launch: the device, the stream's handle, and cuda.core's object for it."""
 
     device: int
     handle: int
@@ -41,12 +41,12 @@ class OnStream(NamedTuple):
 
 
 def no_shared_bytes(num_groups: int) -> int:
-    """Of a kernel without dynamic shared memory."""
+    """For kernels without dynamic shared memory."""
     return 0
 
 
 def named_source(stem: str, suffix: str = "", **defines: object) -> jit.Source:
-    """The source of csrc/<stem>.cu, whose entry has the same name; a suffix tells its variants apart."""
+    """The source of csrc/<stem>.cu, whose entry has the same name; the suffix distinguishes its variants."""
     name = f"{stem}_{suffix}" if suffix else stem
     return jit.Source(name, f"{stem}.cu", stem, tuple((key, str(value)) for key, value in defines.items()))
 
@@ -65,7 +65,7 @@ class Kernels:
         return self._loaded[key]
 
     def load(self, device: int, variant: Variant, binary: jit.Binary) -> None:
-        """Load a kernel, and allow it the shared memory that it can need."""
+        """Load a kernel, and let it use as much shared memory as it can need."""
         from cuda.bindings import driver
 
         core, shared_bytes = cuda_core(), variant.shared_bytes(max(MAX_GROUPS, MAX_EXPERTS))
@@ -75,7 +75,7 @@ class Kernels:
             of = driver.CUfunction_attribute
             for attribute, value in (
                 (of.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes),
-                (of.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100),  # per cent
+                (of.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100),  # percent
             ):
                 (status,) = driver.cuKernelSetAttribute(attribute, value, kernel.handle, device)
                 if status != driver.CUresult.CUDA_SUCCESS:
@@ -111,7 +111,7 @@ def current_stream(device: int) -> OnStream:
 
 @functools.cache
 def cuda_core() -> Any:
-    """cuda.core, which only launches need: the list of variants is read without it."""
+    """cuda.core, imported late: only launches need it, and the list of variants is read without it."""
     import cuda.core
     import cuda.core.utils
 
@@ -120,5 +120,5 @@ def cuda_core() -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _on_stream(device: int, handle: int) -> OnStream:
-    """Kept, since from_handle defines a class; the default stream has the same handle on every device."""
+    """Cached, since from_handle defines a class; by device, since default streams share a handle."""
     return OnStream(device, handle, cuda_core().Stream.from_handle(handle))

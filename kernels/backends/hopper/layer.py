@@ -1,4 +1,4 @@
-"""A layer on Hopper: its kernels strung together, each of which may begin while the preceding one ends."""
+"""A layer on Hopper: a sequence of launches, each of which may begin before the preceding one ends."""
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ class Layer:
         """(topk_ids, topk_weights) of bf16 [T, H] by a bf16 router [E, H]; two launches, batch-invariant.
 
         hidden_states and router are contiguous and 16-byte aligned. The preceding launch must not write
-        router and router_bias, which are read while it ends.
+        router and router_bias, which are read before it ends.
         """
         logits = router_logits(self._kernels, on, self._tensor_maps, hidden_states, router)
         return route_tokens(self._kernels, on, logits, router_bias, top_k, routing)
@@ -54,7 +54,7 @@ class Layer:
         activation: Swiglu,
         num_sms: int | None,
     ) -> None:
-        """Write out; see `fused_experts`. Five launches, on two SMs at least.
+        """Write out; see `fused_experts`. Five launches, on at least two SMs.
 
         hidden_states is contiguous and 16-byte aligned.
         """

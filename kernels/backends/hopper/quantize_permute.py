@@ -1,4 +1,4 @@
-"""Launches csrc/quantize_permute.cu: tokens quantized once each and written to their permuted rows."""
+"""Launches csrc/quantize_permute.cu: quantizes each token once and writes it to its permuted rows."""
 
 import math
 
@@ -17,7 +17,7 @@ from expertd.kernels.backends.hopper.launch import (
 from expertd.kernels.ops.quantize import Quantized
 from expertd.limits import SCALE_BLOCK
 
-_THREADS, _COLUMNS = 128, 2048  # of a CTA
+_THREADS, _COLUMNS = 128, 2048  # per CTA
 
 
 def _variant(datatype: str) -> Variant:
@@ -30,11 +30,11 @@ VARIANTS = {
     torch.float16: _variant("FP16"),
     torch.float32: _variant("FP32"),
 }
-"""By the dtype of the tokens."""
+"""Variants by the dtype of the tokens."""
 
 
 def quantize_permute(kernels: Kernels, on: OnStream, hidden_states: Tensor, inverse: Tensor) -> Quantized:
-    """hidden_states [T, K] as rows [T * top_k, K]; inverse int32 [T, top_k], -1 for no row."""
+    """hidden_states [T, K] as permuted rows [T * top_k, K]; inverse int32 [T, top_k], -1: no row."""
     (num_tokens, k), num_rows = hidden_states.shape, inverse.numel()
     data = torch.empty((num_rows, k), dtype=torch.float8_e4m3fn, device=inverse.device)
     scales = torch.empty((k // SCALE_BLOCK, num_rows), device=inverse.device)

@@ -21,7 +21,7 @@ VARIANT = Variant(named_source("route_tokens", SUMS=router_logits.SUMS), 128, _s
 
 
 def can_route(num_experts: int, top_k: int, routing: Routing) -> bool:
-    """Whether the kernel can: a warp has a lane for each slot of a token and for each group of experts."""
+    """Whether the kernel supports this rule: a warp needs a lane for each slot and for each expert group."""
     return max(top_k, routing.num_expert_groups) <= _WARP and num_experts <= MAX_EXPERTS
 
 
@@ -30,8 +30,8 @@ def route_tokens(
 ) -> tuple[Tensor, Tensor]:
     """(topk_ids int32 [T, top_k], topk_weights fp32 [T, top_k]); see `choose_experts`.
 
-    With more than one sum per part the preceding launch must not write router_bias: it is read while that
-    ends.
+    With more than one sum per part, the preceding launch must not write router_bias: it is read before that
+    launch ends.
     """
     partial_sums, num_tokens, num_experts = logits.data.shape
     topk_ids = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits.data.device)

@@ -11,9 +11,9 @@ from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, Vari
 from expertd.kernels.backends.hopper.tensor_maps import TensorMapCache
 
 TOKENS, EXPERTS = 64, 128
-"""Per CTA, and rows of its TMA boxes."""
+"""Tokens and experts per CTA, which are also the rows of its TMA boxes."""
 SUMS, SUM_COLUMNS = 4, 256
-"""Sums in a part of K, and columns of each."""
+"""Sums per part of K, and columns per sum."""
 _FEW_TOKENS = 256  # up to this many, the CTAs of both routing launches fit on the device together
 _STORAGE_BYTES = SUM_COLUMNS // 64 * ((TOKENS + EXPERTS) * 128 + 8)
 
@@ -32,7 +32,7 @@ VARIANT = Variant(
 
 
 class Logits(NamedTuple):
-    """data fp32 [N, T, E], to be added up over N: each `sums` neighbours first, then those one by one."""
+    """data fp32 [N, T, E], to be added up over N: first each `sums` neighbors, then their sums in turn."""
 
     data: Tensor
     sums: int
@@ -41,7 +41,7 @@ class Logits(NamedTuple):
 def router_logits(
     kernels: Kernels, on: OnStream, tensor_maps: TensorMapCache, hidden_states: Tensor, router: Tensor
 ) -> Logits:
-    """The logits of bf16 [T, H] and [E, H], batch-invariant once they are added up."""
+    """The logits of bf16 tokens [T, H] by a router [E, H]; batch-invariant once added up."""
     (num_tokens, k), num_experts = hidden_states.shape, router.shape[0]
     parts = math.ceil(k / (SUMS * SUM_COLUMNS))
     tiles = math.ceil(num_tokens / TOKENS) * math.ceil(num_experts / EXPERTS)

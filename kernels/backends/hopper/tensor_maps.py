@@ -1,4 +1,4 @@
-"""Tensor maps, which describe tensors to TMA, kept for as long as their tensors."""
+"""Tensor maps, which describe tensors to TMA, cached for as long as their tensors live."""
 
 import functools
 import weakref
@@ -13,9 +13,9 @@ _BOX_BYTES = 128  # of a row, as wide as the swizzle
 
 
 class Rows:
-    """Contiguous data [.., K] as rows of K unsigned numbers of its width, in a form that cuda.core reads.
+    """Contiguous data [.., K] as rows of K unsigned integers of its width, in a form that cuda.core reads.
 
-    It keeps the memory and not the tensor; a view would keep the tensor that it is of.
+    It keeps the memory alive but not the tensor; a view would keep its base tensor alive.
     """
 
     def __init__(self, data: Tensor) -> None:
@@ -31,10 +31,10 @@ class Rows:
 
 
 class TensorMapCache:
-    """What `make(rows, box_rows)` returned for a tensor, until the caller's tensor is gone.
+    """Caches the results of `make(rows, box_rows)` by tensor, until the caller's tensor is freed.
 
-    A tensor map holds on to its memory, so an entry can never describe memory that has been reused; and it
-    must not outlive the tensor, or a server would keep the activations of every step.
+    A tensor map keeps its memory alive, so an entry never describes memory that has been reused; and entries
+    must not outlive their tensors, or a server would keep the activations of every step.
     """
 
     def __init__(self, make: Callable[[Rows, int], Any]) -> None:
@@ -62,7 +62,7 @@ def describe_rows(rows: Rows, box_rows: int, l2_promotion: bool = True) -> Any:
 
 @functools.cache
 def _options(rows: int, columns: int, l2_promotion: bool) -> Any:
-    from cuda.core._tensor_map import TensorMapL2Promotion, TensorMapSwizzle  # named nowhere else
+    from cuda.core._tensor_map import TensorMapL2Promotion, TensorMapSwizzle  # exported nowhere else
 
     return cuda_core().TensorMapDescriptorOptions(
         (rows, columns),

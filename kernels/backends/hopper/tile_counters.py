@@ -10,10 +10,10 @@ COUNTERS = 1 << 17  # per device; each is two int32, so 1 MB
 
 
 class TileCounters:
-    """A pair of zeros for every launch that may run at the same time as another.
+    """A pair of zeros for every launch that may run concurrently with another.
 
-    Launches on one stream follow each other, and each leaves its pair at zero, so a stream needs one; so does
-    what a stream adds to one CUDA graph, which may be replayed on any stream. None is ever given back.
+    Launches on one stream run in order, and each leaves its pair at zero, so a stream needs one pair. A CUDA
+    graph may be replayed on any stream, so each stream captured into it needs another. Pairs are never freed.
     """
 
     def __init__(self) -> None:
@@ -22,14 +22,14 @@ class TileCounters:
         self._of_stream: dict[tuple[int, int, int], int] = {}
 
     def prepare(self, device: int) -> None:
-        """Make the device's counters; not during a capture, where zeroing them would be captured too."""
+        """Allocate the device's counters; not during a capture, which would capture the zeroing too."""
         if device not in self._slabs:
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
                     "tile counters: expected warm_up() or a call before a CUDA graph is captured, got neither"
                 )
             slab = torch.zeros(COUNTERS, 2, dtype=torch.int32, device=f"cuda:{device}")
-            torch.cuda.synchronize(device)  # launches on other streams must find zeros
+            torch.cuda.synchronize(device)  # launches on other streams must see zeros
             self._slabs[device] = slab
             self._free[device] = itertools.islice(itertools.count(slab.data_ptr(), 8), COUNTERS)
 
@@ -51,7 +51,7 @@ class TileCounters:
 
 
 def _capture_id(stream: int) -> int:
-    """Of the graph that the stream is adding to: no two captures of a process have the same, and none 0."""
+    """The id of the stream's capture: never 0, and unique in the process."""
     from cuda.bindings import driver
 
     status, _, number, *_ = driver.cuStreamGetCaptureInfo(stream)

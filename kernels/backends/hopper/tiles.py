@@ -1,4 +1,4 @@
-"""Which tile a grouped GEMM runs with: the closed list of configurations and the pure choice between them."""
+"""The tiles of the grouped GEMM: the closed list of configurations, and a pure function that chooses one."""
 
 import math
 from dataclasses import dataclass
@@ -9,19 +9,19 @@ from expertd.limits import SCALE_BLOCK
 
 BLOCK_N = SCALE_BLOCK  # rows of b in a CTA's tile; a K block needs one scale of b
 BLOCK_K = SCALE_BLOCK
-SHARED_BYTES_LIMIT = 232_448  # what a Hopper CTA can have
+SHARED_BYTES_LIMIT = 232_448  # the most a Hopper CTA can have
 
 
-@dataclass(frozen=True, eq=False)  # there is one of each, and a launch looks up by them
+@dataclass(frozen=True, eq=False)  # one instance per configuration, used as a dictionary key by every launch
 class TileConfig:
-    """What is compiled in.
+    """Compile-time parameters.
 
     swap_ab   b on the tensor cores' M side and a on the N side (tile heights in steps of 16, not 64)
     block_m   rows of a in a CTA's tile, at most
     stages    K blocks of both operands in flight
-    cluster   CTAs with neighbouring columns that load the rows of a together
+    cluster   CTAs with neighboring columns that load the rows of a together
     box_m     rows of a per TMA load
-    swiglu    out is silu(gate) * up in FP8 with scales; b has the gate rows and after them the up rows
+    swiglu    out is silu(gate) * up in FP8 with scales; b has the gate rows first, then the up rows
     """
 
     swap_ab: bool
@@ -33,7 +33,7 @@ class TileConfig:
 
     @property
     def name(self) -> str:
-        """Short and unique among the variants of a layout."""
+        """The name of its variants: short, and unique within a layout."""
         swap_ab = "swap_ab_" if self.swap_ab else ""
         cluster = f"_cluster{self.cluster}" if self.cluster > 1 else ""
         return f"{swap_ab}m{self.block_m}{cluster}{'_swiglu' if self.swiglu else ''}"
@@ -45,12 +45,12 @@ class TileConfig:
 
     @property
     def threads(self) -> int:
-        """One producer warpgroup, and a consumer warpgroup for every 64 of the tensor cores' M side."""
+        """Threads per CTA: a producer warpgroup, and a consumer warpgroup for every 64 rows on the M side."""
         return 128 * (1 + (2 if self.swap_ab else self.block_m // 64))
 
     @property
     def storage_bytes(self) -> int:
-        """Size of SharedStorage in csrc/storage.cuh; the compiler checks it."""
+        """Size of SharedStorage in csrc/storage.cuh, which asserts it."""
         groups = self.threads // 128 - 1
         scales = self.block_m * 4 * (2 if self.swiglu else 1)
         stage = (BLOCK_N + self.block_m) * BLOCK_K + scales + 2 * 8
@@ -60,12 +60,12 @@ class TileConfig:
         return -(-(self.stages * stage + staging + exchange + tiles) // 16) * 16
 
     def shared_bytes(self, num_groups: int, passes: int = 1) -> int:
-        """Dynamic shared memory of a CTA in bytes: the storage, and the scheduler's table."""
+        """Dynamic shared memory per CTA in bytes: the storage and the scheduler's table."""
         return self.storage_bytes + (num_groups + 1 + passes * num_groups + 1) * 4
 
     @property
     def step(self) -> int:
-        """A tile's height is a multiple of this many rows."""
+        """Rows per step; a tile's height is a whole number of steps."""
         return 16 if self.swap_ab else 64
 
     @property
@@ -74,27 +74,27 @@ class TileConfig:
         return self.block_m // self.step
 
 
-# Few rows per group: weights stream past once through a deep ring. Many: three warpgroups of 64 rows each;
-# with enough work for many waves, two CTAs load the rows of a together.
+# Few rows per group: weights stream once through a deep ring. Many: three warpgroups of 64 rows each; with
+# enough work for many waves, two CTAs load the rows of a together.
 SWAP_AB = TileConfig(swap_ab=True, block_m=64, stages=8, cluster=1, box_m=16)
 NORMAL = TileConfig(swap_ab=False, block_m=192, stages=4, cluster=1, box_m=64)
 NORMAL_CLUSTER2 = TileConfig(swap_ab=False, block_m=192, stages=4, cluster=2, box_m=32)
 CONFIGS = (SWAP_AB, NORMAL, NORMAL_CLUSTER2)
-# With SwiGLU: a scale of its result has 128 columns, 64 in each CTA of a pair.
+# With SwiGLU: a scale of the result covers 128 columns, 64 from each CTA of a pair.
 SWIGLU = TileConfig(swap_ab=False, block_m=192, stages=4, cluster=2, box_m=32, swiglu=True)
 
 # All measured on an H200, see docs/kernel-log.md.
-_SWAP_AB_M = {Layout.CONTIGUOUS: 24, Layout.MASKED: 48}  # at most; contiguous groups are less even
-_CLUSTER_M, _CLUSTER_K, _CLUSTER_WAVES = 224, 3072, 6  # at least; below, pairs are level or slower
-_PLANNED_WAVES = 4  # at most; in more, tiles of any height fill the gaps
-# How far two groups may be from the expected rows: what one has more, the other has less.
+_SWAP_AB_M = {Layout.CONTIGUOUS: 24, Layout.MASKED: 48}  # upper bounds; contiguous groups are less even
+_CLUSTER_M, _CLUSTER_K, _CLUSTER_WAVES = 224, 3072, 6  # lower bounds; below them, pairs of CTAs are no faster
+_PLANNED_WAVES = 4  # upper bound; with more waves, tiles of any height fill the gaps
+# How far two groups may deviate from the expected rows, in opposite directions.
 _UNEVEN = (0.0, 0.1, -0.1, 0.2, -0.2)
-_TIME = {3: 1.0, 2: 0.76, 1: 0.58}  # of a tile of NORMAL by its steps of 64 rows
+_TIME = {3: 1.0, 2: 0.76, 1: 0.58}  # relative time of a NORMAL tile, by its steps of 64 rows
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a launch runs with.
+    """The launch plan of a GEMM.
 
     config      the tile
     tile_steps  average height of a tile, in sixteenths of a step; the device cuts each group by it
@@ -107,7 +107,7 @@ class Plan:
 
 
 SWIGLU_PLAN = Plan(SWIGLU, 16 * SWIGLU.steps)
-"""With SwiGLU behind the GEMM: one plan for all sizes, on two SMs at least."""
+"""The GEMM with SwiGLU in its epilogue: one plan for all sizes, on at least two SMs."""
 
 
 @lru_cache(maxsize=4096)
@@ -120,9 +120,9 @@ def choose(layout: Layout, n: int, k: int, num_groups: int, expected_m: float, n
     if num_sms > 1 and k >= _CLUSTER_K and expected_m >= _CLUSTER_M and waves >= _CLUSTER_WAVES:
         return Plan(NORMAL_CLUSTER2, 16 * NORMAL_CLUSTER2.steps)
     if waves <= _PLANNED_WAVES and num_groups <= 2:
-        rows = math.ceil(expected_m / 16) * 16  # a plan takes a millisecond: not one for each number
+        rows = math.ceil(expected_m / 16) * 16  # rounded, since each new plan takes a millisecond
         tile_steps = _tile_steps(columns, rows, num_groups, num_sms)
-        # Tall tiles first if lower ones are planned: otherwise that only reads weights twice.
+        # Tall tiles first only if shorter ones are planned; otherwise a second pass just reads weights twice.
         passes = NORMAL.steps if num_groups == 1 and tile_steps < 16 * NORMAL.steps else 1
         return Plan(NORMAL, tile_steps, passes)
     return Plan(NORMAL, 16 * NORMAL.steps)
@@ -130,7 +130,7 @@ def choose(layout: Layout, n: int, k: int, num_groups: int, expected_m: float, n
 
 @lru_cache(maxsize=4096)
 def _tile_steps(columns: int, expected_m: int, num_groups: int, num_sms: int) -> int:
-    """The cut of one or two groups, over `columns` columns of tiles, that finishes soonest on average."""
+    """The cut of one or two groups, over `columns` columns of tiles, that finishes earliest on average."""
     cases = _cases(expected_m, num_groups)
 
     def finished(tile_steps: int) -> float:
@@ -140,7 +140,7 @@ def _tile_steps(columns: int, expected_m: int, num_groups: int, num_sms: int) ->
 
 
 def _cases(expected_m: int, num_groups: int) -> list[list[int]]:
-    """Steps of each group: as expected, and with two groups as uneven as they may be."""
+    """Steps of each group: as expected, and for two groups every unevenness in _UNEVEN."""
     if num_groups == 1:
         return [[math.ceil(expected_m / NORMAL.step)]]
     return [
@@ -150,7 +150,7 @@ def _cases(expected_m: int, num_groups: int) -> list[list[int]]:
 
 
 def _tiles(steps: list[int], tile_steps: int, columns: int) -> list[tuple[int, int]]:
-    """(height, how many) as the device cuts groups of these steps, in the order in which they begin."""
+    """(height, count) of the tiles that the device cuts from groups of these steps, in starting order."""
     tiles = []
     for of_group in steps:
         count = max(-(-16 * of_group // tile_steps), -(-of_group // NORMAL.steps))
@@ -160,7 +160,7 @@ def _tiles(steps: list[int], tile_steps: int, columns: int) -> list[tuple[int, i
 
 
 def _makespan(tiles: list[tuple[int, int]], num_sms: int) -> float:
-    """When the last of num_sms CTAs is done, each taking the next tile when it is free."""
+    """When the last of num_sms CTAs finishes, if each takes the next tile as soon as it is free."""
     free = {0.0: num_sms}  # time -> CTAs free from then on
     for height, count in tiles:
         left = count

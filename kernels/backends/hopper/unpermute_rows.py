@@ -15,7 +15,7 @@ from expertd.kernels.backends.hopper.launch import (
     no_shared_bytes,
 )
 
-_THREADS, _COLUMNS = 256, 2048  # of a CTA
+_THREADS, _COLUMNS = 256, 2048  # per CTA
 
 
 def _variant(datatype: str) -> Variant:
@@ -28,13 +28,13 @@ VARIANTS = {
     torch.float16: _variant("FP16"),
     torch.float32: _variant("FP32"),
 }
-"""By the dtype of the output."""
+"""Variants by the dtype of the output."""
 
 
 def unpermute_rows(
     kernels: Kernels, on: OnStream, rows: Tensor, inverse: Tensor, topk_weights: Tensor, out: Tensor
 ) -> None:
-    """Write out [T, N]: rows bf16 [R, N] at inverse int32 [T, top_k] (-1: none), weighted and added up."""
+    """Write out [T, N]: the weighted sum of rows bf16 [R, N] at inverse int32 [T, top_k] (-1: none)."""
     (num_tokens, top_k), n = inverse.shape, rows.shape[1]
     kernels.launch(
         on, VARIANTS[out.dtype], Grid(num_tokens * math.ceil(n / _COLUMNS)),

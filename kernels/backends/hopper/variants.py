@@ -1,4 +1,4 @@
-"""Everything that is ever compiled: the closed list, for warm-up, `expertd kernels` and the tests."""
+"""The closed list of all variants, used by warm-up, `expertd kernels` and the tests."""
 
 from expertd.kernels.backends.hopper import (
     compute_permutation,

@@ -1,4 +1,4 @@
-"""The reference backend: plain PyTorch, right on any device and quick on a CPU."""
+"""The reference backend: plain PyTorch, correct on any device and fast on a CPU."""
 
 import torch
 

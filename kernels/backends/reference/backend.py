@@ -1,4 +1,4 @@
-"""The plain PyTorch backend: right on any device and quick on a CPU."""
+"""The reference backend: plain PyTorch, correct on any device and fast on a CPU."""
 
 from itertools import pairwise
 from typing import ClassVar
@@ -14,7 +14,7 @@ from expertd.kernels.ops.quantize import Quantized, dequantize_rows
 
 
 class ReferenceBackend(Backend):
-    """One bf16 matmul per non-empty group, on weights dequantized once and kept while the caller's live."""
+    """One bf16 matmul per non-empty group, with dequantized weights cached while the caller's live."""
 
     name: ClassVar[str] = "reference"
 
@@ -56,7 +56,7 @@ class ReferenceBackend(Backend):
         activation: Swiglu,
         num_sms: int | None,
     ) -> Tensor:
-        """See `Backend.ffn`; activations stay bf16 on a CPU, where nothing multiplies FP8."""
+        """See `Backend.ffn`; on a CPU, which has no FP8 arithmetic, activations stay bf16."""
         if hidden_states.device.type != "cpu":
             return super().ffn(hidden_states, tokens, gate_up, down, offsets, activation, num_sms)
         matrices = self._weights.get(*gate_up), self._weights.get(*down)

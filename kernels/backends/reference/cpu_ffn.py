@@ -1,4 +1,4 @@
-"""The FFNs of experts on a CPU: bf16 throughout, in runs of rows that stay in the caches."""
+"""The FFNs of experts on a CPU: bf16 throughout, in runs of rows that fit the caches."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -10,19 +10,19 @@ from torch import Tensor
 from expertd.kernels.backends.reference.matrices import Matrices, multiply
 from expertd.kernels.ops.activation import Swiglu, gated
 
-# oneDNN compiles a kernel for each height it meets, for 0.5 to 6 ms; within 16 rows all run equally long.
+# oneDNN compiles a kernel for each new height, in 0.5 to 6 ms; all heights within 16 rows run equally fast.
 _HEIGHT_STEP = 16
-_MAX_HEIGHT = 512  # rows of one GEMM; with more, what lies between the GEMMs leaves the L2 cache
-_RUN_ROWS = 256  # groups of fewer rows share what is done between the GEMMs
+_MAX_HEIGHT = 512  # rows per GEMM; with more, the intermediate results do not fit the L2 cache
+_RUN_ROWS = 256  # groups of fewer rows share the work between the GEMMs
 
 
 class _Piece(NamedTuple):
-    """Rows start:end of those sorted by group, all of one group, to be multiplied at once."""
+    """Permuted rows start:end, all of one group, to be multiplied at once."""
 
     group: int
     start: int
     end: int
-    padded_end: int  # the GEMM computes the rows up to here, and those past end are dropped
+    padded_end: int  # the GEMM computes rows up to here; those past end are dropped
 
 
 def ffn(
@@ -33,14 +33,14 @@ def ffn(
     bounds: Sequence[int],
     activation: Swiglu,
 ) -> Tensor:
-    """`Backend.ffn` of CPU tensors, offsets being a list here, with activations rounded to bf16 only."""
+    """`Backend.ffn` on CPU tensors, with offsets as a list and activations rounded only to bf16."""
     x = hidden_states.detach().to(torch.bfloat16)
     out = torch.empty((tokens.numel(), x.shape[1]), dtype=torch.bfloat16)
     step = _HEIGHT_STEP
     if all(end - start < step for start, end in pairwise(bounds)):
-        step = 1  # so few heights that each may be compiled, for a call in which every small operation tells
+        step = 1  # few heights to compile kernels for, in a call where every small operation counts
     else:
-        tokens = torch.nn.functional.pad(tokens, (0, step))  # rows for the last GEMM to compute too
+        tokens = torch.nn.functional.pad(tokens, (0, step))  # padding rows of the last GEMM
     for run in _runs(bounds, step):
         start, end = run[0].start, run[-1].end
         a = x.index_select(0, tokens[start : run[-1].padded_end])
@@ -54,7 +54,7 @@ def ffn(
 
 
 def _runs(bounds: Sequence[int], step: int) -> Iterator[list[_Piece]]:
-    """The groups' rows in pieces, as many together as make a run of rows; heights are multiples of step."""
+    """The groups' rows in runs of pieces, about _RUN_ROWS rows each; padded heights are multiples of step."""
     run: list[_Piece] = []
     for group, (start, end) in enumerate(pairwise(bounds)):
         num_pieces = -(-(end - start) // _MAX_HEIGHT)
@@ -69,7 +69,7 @@ def _runs(bounds: Sequence[int], step: int) -> Iterator[list[_Piece]]:
 
 
 def _multiply(rows: Tensor, matrices: Matrices, run: list[_Piece]) -> list[Tensor]:
-    """Each piece's rows of its product, the last with the rows past its end: so many the others read too."""
+    """Each piece's rows of its product; the last keeps its padding rows, which the second GEMM reads."""
     first, parts = run[0].start, list[Tensor]()
     for group, start, end, padded_end in run:
         part = multiply(rows[start - first : padded_end - first], matrices[group])
@@ -78,7 +78,7 @@ def _multiply(rows: Tensor, matrices: Matrices, run: list[_Piece]) -> list[Tenso
 
 
 def _swiglu(gate_up: Tensor, activation: Swiglu) -> Tensor:
-    """The activation of bf16 [rows, 2I], rounded after each step: in float32 a layer takes 5 to 10 % more."""
+    """The activation of bf16 [rows, 2I], rounded after each step; float32 makes a layer 5 to 10% slower."""
     gate, up = gate_up.chunk(2, dim=1)
     gate, up = gated(gate, up, activation)
     return gate.mul_(up)

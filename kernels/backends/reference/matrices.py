@@ -1,4 +1,4 @@
-"""The reference backend's weights: a bf16 matrix for each group, as the device multiplies it fastest."""
+"""The reference backend's weights: a bf16 matrix per group, in the layout that multiplies fastest."""
 
 import functools
 import platform
@@ -13,12 +13,12 @@ from expertd.kernels.ops.quantize import dequantize_blocks
 
 Matrices = tuple[Tensor, ...]  # [N, K] of each group, packed or plain
 
-_PACKED_ROWS = 64  # the height oneDNN packs for; it costs no other height from 1 to 512 rows
+_PACKED_ROWS = 64  # the height that oneDNN packs for; all others from 1 to 512 rows are as fast
 
 
 @functools.cache
 def can_pack() -> bool:
-    """Whether oneDNN can multiply bf16 here with a weight that it has laid out in blocks of its own."""
+    """Whether oneDNN can multiply bf16 here by a weight packed in its own blocked layout."""
     return (
         platform.machine() in ("x86_64", "AMD64")
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
@@ -40,15 +40,15 @@ _Entry = tuple[weakref.ref[Tensor], tuple[int, int], Matrices]  # scales, versio
 
 
 class WeightCache:
-    """Dequantized weights by the identity of the caller's tensors, forgotten when those are freed."""
+    """Dequantized weights by the identity of the caller's tensors, dropped when those are freed."""
 
     def __init__(self) -> None:
         self._entries: MutableMapping[Tensor, _Entry] = WeakTensorKeyDictionary()
 
     def get(self, b: Tensor, b_scales: Tensor) -> Matrices:
-        """A matrix for each group of b; computed again when b or b_scales was written to or exchanged."""
+        """A matrix for each group of b, recomputed if b or b_scales has been modified or replaced."""
         if b.is_inference() or b_scales.is_inference():
-            return _matrices(b, b_scales)  # such tensors count no versions
+            return _matrices(b, b_scales)  # inference tensors have no version counter
         versions = (b._version, b_scales._version)
         entry = self._entries.get(b)
         if entry is not None and entry[0]() is b_scales and entry[1] == versions:
@@ -59,7 +59,7 @@ class WeightCache:
 
 
 def _matrices(b: Tensor, b_scales: Tensor) -> Matrices:
-    # Group by group, so that no whole bf16 copy exists beside the packed one.
+    # Group by group, so that there is never a whole bf16 copy beside the packed one.
     return tuple(_matrix(*group) for group in zip(b.unbind(), b_scales.unbind(), strict=True))
 
 
