@@ -1,4 +1,4 @@
-"""Times the MoE layer on a CPU beside the block of the same family in transformers, on the same weights."""
+"""Times the MoE layer on a CPU against transformers' block of the same family, on the same weights."""
 
 import argparse
 import json
@@ -24,30 +24,30 @@ from expertd.service.moe.weights import ExpertWeights
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 IMPLEMENTATIONS = ("eager", "grouped_mm")
 _WARM_UP_TURNS, _LEAST_TURNS = 3, 15
-_MOST_DIFF = 1e-2  # theirs rounds the logits of three families to bf16, which changes some choices
+_MOST_DIFF = 1e-2  # transformers rounds the logits of three families to bf16, which changes some choices
 
 
 @dataclass(frozen=True)
 class Method:
-    """How long each number of tokens is timed, and whether every turn has the same hidden states."""
+    """The time spent on each number of tokens, and whether every turn has the same hidden states."""
 
     seconds: float
     same_input: bool
 
     def __str__(self) -> str:
         states = (
-            "the same hidden states in every turn (oneDNN has met every height of a GEMM before)"
+            "the same hidden states in every turn (oneDNN has compiled for every GEMM height before)"
             if self.same_input
-            else "new hidden states in every turn (oneDNN compiles for heights it has not met)"
+            else "new hidden states in every turn (oneDNN compiles for every new GEMM height)"
         )
         return (
-            f"median milliseconds of calls taken in turns for {self.seconds} s and {_LEAST_TURNS} turns at "
-            f"least, the first {_WARM_UP_TURNS} left out; {states}; bf16 weights for theirs, FP8 for ours"
+            f"median milliseconds of calls taken in turns for at least {self.seconds} s and {_LEAST_TURNS} "
+            f"turns, the first {_WARM_UP_TURNS} left out; {states}; bf16 weights for theirs, FP8 for ours"
         )
 
 
 def main() -> None:
-    """Print the machine, the method, and a table of each family."""
+    """Print the machine, the method, and a table for each family."""
     arguments = _arguments()
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
@@ -59,7 +59,7 @@ def main() -> None:
     for name, value in header.items():
         print(f"{name}: {value}")
     results = {}
-    with torch.no_grad():  # weights made in inference mode would be packed anew in each call
+    with torch.no_grad():  # weights made in inference mode would be packed again in every call
         for name in arguments.families:
             results[name] = _time_family(name, shape, arguments.tokens, method)
     if arguments.json is not None:
@@ -74,7 +74,7 @@ def _time_family(name: str, shape: LayerShape, tokens: list[int], method: Method
     for implementation in IMPLEMENTATIONS:
         calls[implementation] = _theirs(family, layer, implementation)
     difference = _check(name, calls, shape.hidden_size, generator)
-    print(f"\n{name}: outputs differ by {difference:.1e} at most (1 - 2xy / (xx + yy)); milliseconds")
+    print(f"\n{name}: outputs differ by at most {difference:.1e} (1 - 2xy / (xx + yy)); milliseconds")
     columns = [*calls, "ours / best of theirs"]
     print(f"{'tokens':>8}" + "".join(f"{column:>{max(12, len(column) + 3)}}" for column in columns))
     rows = []
@@ -88,7 +88,7 @@ def _time_family(name: str, shape: LayerShape, tokens: list[int], method: Method
 
 
 def _layer(family: Family, generator: torch.Generator) -> MoELayer:
-    """Our layer of random weights, its shared expert the last group."""
+    """Our layer with random weights; the shared expert is the last group."""
     shape = family.shape
     h, i, e = shape.hidden_size, shape.intermediate_size, shape.num_experts
     gate_up, down = (
@@ -117,7 +117,7 @@ def _theirs(family: Family, layer: MoELayer, implementation: str) -> Callable[[T
 def _check(
     name: str, calls: dict[str, Callable[[Tensor], Tensor]], hidden_size: int, generator: torch.Generator
 ) -> float:
-    """The most that theirs and ours differ on 256 tokens; ends the process where that is too much."""
+    """The largest difference between theirs and ours on 256 tokens; exits if it is too large."""
     hidden_states = torch.randn((256, hidden_size), generator=generator).to(torch.bfloat16)
     ours = calls["ours"](hidden_states).double().flatten()
     worst = 0.0
@@ -137,7 +137,7 @@ def _interleaved(
     method: Method,
     generator: torch.Generator,
 ) -> dict[str, float]:
-    """Median milliseconds of each call, in turns, on hidden states that all get alike."""
+    """Median milliseconds of each call, in turns, on the same hidden states for all."""
     taken: dict[str, list[float]] = {name: [] for name in calls}
     size = (num_tokens, hidden_size)
     hidden_states = torch.randn(size, generator=generator).to(torch.bfloat16)
@@ -175,8 +175,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--num-experts", type=int, default=32)
     parser.add_argument("--top-k", type=int, default=4)
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
-    parser.add_argument("--threads", type=int, help="torch's threads; its own choice where not given")
-    parser.add_argument("--seconds", type=float, default=4.0, help="for each number of tokens")
+    parser.add_argument("--threads", type=int, help="torch's threads (default: torch's choice)")
+    parser.add_argument("--seconds", type=float, default=4.0, help="time for each number of tokens")
     parser.add_argument("--same-input", action="store_true", help="the same hidden states in every turn")
     parser.add_argument("--json", type=Path, metavar="FILE")
     return parser.parse_args()

@@ -1,4 +1,4 @@
-"""DeepGEMM on the same rows: padding, index and scale layout as it wants them; needs its wheel and nvcc."""
+"""DeepGEMM on the same rows, with its own padding, index and scale layout; needs its wheel and nvcc."""
 
 from collections.abc import Callable
 
@@ -22,14 +22,14 @@ def available() -> bool:
 
 
 def version() -> str:
-    """As DeepGEMM tells it."""
+    """The version that DeepGEMM reports."""
     import deep_gemm
 
     return str(deep_gemm.__version__)
 
 
 def prepare(problem: Problem) -> tuple[Callable[[], object], Callable[[], Tensor]]:
-    """(call, result): the kernel's call, and its output with our rows in our order."""
+    """(call, result): the kernel's call, and a function that returns its output for our rows in order."""
     import deep_gemm
 
     shape = problem.shape
@@ -53,7 +53,7 @@ def prepare(problem: Problem) -> tuple[Callable[[], object], Callable[[], Tensor
 
 
 def _padded(shape: Shape) -> tuple[Tensor, Tensor]:
-    """(group of every padded row or -1, where our rows lie among them)."""
+    """(the group of every padded row or -1, the indices of our rows among them)."""
     index, rows, start = [], [], 0
     for group, height in enumerate(shape.rows):
         padded = -(-height // ALIGNMENT) * ALIGNMENT

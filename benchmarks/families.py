@@ -1,4 +1,4 @@
-"""The model families as transformers builds them, and as the service reads their configuration."""
+"""The model families, built by transformers, with configurations read by the service."""
 
 import logging
 import warnings
@@ -17,10 +17,10 @@ from expertd.service.checkpoints.config import Config
 from expertd.service.checkpoints.families import FAMILIES as SERVED
 from expertd.service.moe.shape import LayerShape
 
-FAMILIES = tuple(name for name in SERVED if name != "kimi_k2")  # its code in transformers is deepseek_v3's
+FAMILIES = tuple(name for name in SERVED if name != "kimi_k2")  # transformers uses deepseek_v3's code for it
 _SHIPPED = {
     "qwen3_moe": {"norm_topk_prob": True}
-}  # in config.json of checkpoints, unlike the class's default
+}  # as in the checkpoints' config.json; the class's defaults differ
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Family:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Without its warnings and log lines on whatever else is not installed."""
+    """Silence its warnings and log lines about optional packages that are not installed."""
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
@@ -82,8 +82,8 @@ def transformers_block(
 ) -> Any:
     """The family's block in bf16 with copies of these weights.
 
-    implementation  what transformers calls experts_implementation: "eager", "grouped_mm"
-    gate_up, down   bf16 [G, 2I, H] and [G, H, I], the shared expert's last where there is one
+    implementation  transformers' experts_implementation: "eager" or "grouped_mm"
+    gate_up, down   bf16 [G, 2I, H] and [G, H, I]; a shared expert comes last
     """
     family.config._experts_implementation = implementation
     with quiet_transformers():

@@ -1,8 +1,8 @@
 """Grouped GEMM benchmark: `python -m benchmarks.grouped_gemm [--json FILE] [--band WORD] [--no-peer]`.
 
-One row a shape: kernel time (CUPTI, L2 flushed by a 512 MB fill before each call, median of 20), TFLOPS and
-TB/s over the rows that exist, time over the floor max(bytes / copy bandwidth, operations / 1480 TFLOPS), and
-the speed over DeepGEMM on the same rows in the same run where its wheel is installed.
+One row per shape: kernel time (CUPTI, L2 flushed by a 512 MB fill before each call, median of 20), TFLOPS and
+TB/s over the real rows, time over the floor max(bytes / copy bandwidth, operations / 1480 TFLOPS), and, if
+DeepGEMM's wheel is installed, the speed relative to DeepGEMM on the same rows in the same run.
 """
 
 import argparse
@@ -69,14 +69,16 @@ def print_means(rows: list[Row]) -> None:
 
 
 def main() -> None:
-    """Run the benchmark as the command line asks."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, help="write header and rows here")
     parser.add_argument("--band", default="", help="only bands whose name contains this")
-    parser.add_argument("--no-peer", action="store_true", help="leave DeepGEMM out")
-    parser.add_argument("--seed", type=int, default=SEED, help="of the expert loads (default: %(default)s)")
+    parser.add_argument("--no-peer", action="store_true", help="skip DeepGEMM")
+    parser.add_argument(
+        "--seed", type=int, default=SEED, help="seed of the expert loads (default: %(default)s)"
+    )
     options = parser.parse_args()
     expect_gpu("benchmarks.grouped_gemm")
     shapes = [shape for shape in all_shapes(options.seed) if options.band in shape.band]
@@ -101,7 +103,7 @@ def main() -> None:
 
 
 def _compile_peer(shapes: list[Shape]) -> None:
-    """DeepGEMM compiles a kernel a shape with nvcc: do it in parallel processes before anything is timed."""
+    """Compile DeepGEMM's kernels, one per shape, with nvcc in parallel processes before anything is timed."""
     workers = min(12, os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         list(pool.map(_compile_peer_one, shapes))

@@ -1,11 +1,11 @@
 """Host cost benchmark: `python -m benchmarks.host_cost [--json FILE]`.
 
-One row a case: microseconds for which one Python call of a grouped GEMM keeps its thread, outside a CUDA
-graph. The host's clock over 200 calls, begun with the device idle and ended without waiting for it; median of
-50 such batches. The problem is tiny and 200 launches fit in the driver's queue: none waits for the GPU.
-Reused: the same tensors in every call, whose descriptors are kept. Fresh: activations that no call has seen;
-each costs a descriptor and goes after its call (making their memory is not counted). Out, where it is not
-given, is made and goes in every call.
+One row per case: the microseconds that one Python call of a grouped GEMM occupies its thread, outside a CUDA
+graph. Host clock over 200 calls, started with the device idle and stopped without waiting for it; median of
+50 such batches. The problem is tiny and 200 launches fit in the driver's queue, so none waits for the GPU.
+Reused: the same tensors in every call, whose descriptors are cached. Fresh: new activations in every call;
+each call builds a descriptor and then frees its activations (allocating them is not counted). If out is not
+given, every call allocates and frees it.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from expertd.layout import Layout
 
 Row = dict[str, Any]
 CALLS, BATCHES, WARM_UP = 200, 50, 5
-SHAPES = tuple(  # few rows a group and more: the kernels for more also take a descriptor of out
+SHAPES = tuple(  # few rows per group, and more: the kernels for more also take a descriptor of out
     Shape(layout.value, layout, (rows,) * 4, 512, 512, max_m=rows if layout is Layout.MASKED else 0)
     for layout in Layout
     for rows in (8, 128)
@@ -37,7 +37,7 @@ SHAPES = tuple(  # few rows a group and more: the kernels for more also take a d
 
 
 def caller(problem: Problem, out: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """The public function on this problem as a function of the activations."""
+    """The public function on this problem, as a function of the activations."""
     scales, rest = problem.a.scales, (problem.b, problem.extents)
     if problem.shape.layout is Layout.CONTIGUOUS:
         return lambda a: kernels.grouped_gemm_contiguous(Quantized(a, scales), *rest, out=out)
@@ -47,7 +47,7 @@ def caller(problem: Problem, out: Tensor | None) -> Callable[[Tensor], Tensor]:
 def host_microseconds(
     call: Callable[[Tensor], object], activations: Callable[[], list[Tensor]]
 ) -> list[float]:
-    """The host's time for one call, in each batch; every batch empties a list that `activations` makes."""
+    """The host's time per call in each batch; every batch uses up a list made by `activations`."""
     batches = []
     for _ in range(WARM_UP + BATCHES):
         left = activations()
@@ -81,7 +81,7 @@ def print_row(row: Row) -> None:
 
 
 def main() -> None:
-    """Run the benchmark as the command line asks."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -92,7 +92,7 @@ def main() -> None:
     about: Row = header() | {
         "cpu": cpu_name(),
         "python": platform.python_version(),
-        "method": f"host's clock, median of {BATCHES} batches of {CALLS} calls",
+        "method": f"host clock, median of {BATCHES} batches of {CALLS} calls",
     }
     print("  ".join(f"{key}: {value}" for key, value in about.items()))
     pool = Pool(1 << 24)

@@ -1,4 +1,4 @@
-"""What a layer is measured against: DeepGEMM's two GEMMs alone and its SM90 Mega MoE, from its wheel."""
+"""The peers of a layer, from DeepGEMM's wheel: its two GEMMs alone, and its SM90 Mega MoE."""
 
 import os
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from benchmarks.layer_problem import LayerProblem
 from benchmarks.problem import ALIGNMENT
 from expertd.kernels import Quantized
 
-MASKED_MAX_TOKENS = 256  # above, DeepGEMM's contiguous layout is the faster one
+MASKED_MAX_TOKENS = 256  # above this, DeepGEMM's contiguous layout is faster
 
 
 def two_gemms(problem: LayerProblem) -> Callable[[], object]:
@@ -30,7 +30,7 @@ def two_gemms(problem: LayerProblem) -> Callable[[], object]:
 
 
 def has_mega_moe() -> bool:
-    """Whether this DeepGEMM carries the SM90 Mega MoE: not every build of it does."""
+    """Whether this build of DeepGEMM has the SM90 Mega MoE; not every build does."""
     import deep_gemm
 
     return hasattr(deep_gemm, "get_symm_buffer_for_sm90_mega_moe")
@@ -97,7 +97,7 @@ def _contiguous(a: Quantized, b: Quantized, rows: list[int]) -> Callable[[], obj
 
 
 def _group() -> object:
-    """The process group that Mega MoE wants, of this process alone."""
+    """The process group that Mega MoE needs, with only this process in it."""
     import torch.distributed as dist
 
     if not dist.is_initialized():

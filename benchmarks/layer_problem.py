@@ -1,4 +1,4 @@
-"""One layer's tensors on the GPU: what our layer takes, and the same rows as its peers want them."""
+"""One layer's tensors on the GPU: the inputs of our layer, and the same rows in the form its peers need."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from expertd.kernels.backends import Backend, resolve_backend
 
 @dataclass(frozen=True)
 class Layer:
-    """The experts that one GPU has of a layer, and how many of them a token goes to."""
+    """The experts of a layer on one GPU, and the number of them that each token goes to."""
 
     name: str
     hidden_size: int
@@ -63,7 +63,7 @@ class LayerProblem:
 
 
 def make_weights(layer: Layer) -> LayerWeights:
-    """Random e4m3 as quantized normal data has it; scales keep the output as large as the input."""
+    """Random e4m3, distributed like quantized normal data; scales keep the output as large as the input."""
     h, i = layer.hidden_size, layer.intermediate_size
     return LayerWeights(_weights(layer.num_experts, 2 * i, h), _weights(layer.num_experts, h, i))
 

@@ -1,4 +1,4 @@
-"""Times the MoE layer in both layouts over token counts, to find where the layout should change.
+"""Times the MoE layer in both layouts over token counts, to find where to switch layouts.
 
 `python -m benchmarks.layouts [--backend NAME] [--shape NAME] [--tokens N ...] [--graph] [--runs N]`.
 """
@@ -34,7 +34,7 @@ def main() -> None:
     print(f"{_machine(device)}; torch {torch.__version__}, Python {platform.python_version()}")
     print(f"{arguments.shape}: {shape}; backend {backend.name}; bfloat16 in, routed by the layer's router")
     print(
-        f"milliseconds per {'graph replay' if arguments.graph else 'call'} on the host's clock, "
+        f"milliseconds per {'graph replay' if arguments.graph else 'call'} on the host clock, "
         f"device idle before and after: median of {arguments.runs}"
     )
     backend.warm_up()
@@ -67,7 +67,7 @@ def _call(layer: MoELayer, hidden_states: Tensor, graph: bool) -> Callable[[], o
 
 
 def _interleaved(calls: list[Callable[[], object]], runs: int, device: torch.device) -> list[float]:
-    """Median milliseconds of each call, taken in turns so that a busy moment hits all of them."""
+    """Median milliseconds of each call, taken in turns so that a busy moment affects all of them."""
     seconds: list[list[float]] = [[] for _ in calls]
     with torch.inference_mode():
         for run in range(runs + 3):

@@ -1,9 +1,8 @@
 """Makes a checkpoint of random weights: `python -m benchmarks.make_checkpoint DIRECTORY [--like MODEL]`.
 
-The MoE layers of a model, under the names and in the FP8 form of its family's checkpoints: a stand-in with
-which a server can be tried or timed without downloading weights. MODEL is a directory with a config.json,
-whose sizes are taken; without it, the model is a DeepSeek-V3 of small sizes. Each layer is one file, made in
-memory.
+Writes the MoE layers of a model, with the tensor names and the FP8 form of its family's checkpoints: a
+stand-in to try or time a server without downloading weights. MODEL is a directory with a config.json, which
+gives the sizes; without it, the model is a small DeepSeek-V3. Each layer is one file, made in memory.
 """
 
 import argparse
@@ -54,7 +53,7 @@ def make_checkpoint(directory: Path, like: Path | None = None, layers: str | Non
 
 
 def _configure(made: Path, like: Path | None) -> MoEModel:
-    """Write config.json, and return what it says."""
+    """Write config.json, and return the model it describes."""
     if like is None:
         (made / "config.json").write_text(json.dumps(SMALL, indent=1) + "\n")
         return read_model(made)
@@ -93,11 +92,11 @@ def _normal(size: tuple[int, int], generator: torch.Generator) -> Tensor:
 
 
 def main() -> None:
-    """Make what the command line names."""
+    """Make the checkpoint."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("directory", type=Path, help="to be made")
+    parser.add_argument("directory", type=Path, help="directory to create")
     parser.add_argument(
         "--like",
         type=Path,

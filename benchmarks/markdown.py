@@ -1,4 +1,4 @@
-"""Paragraphs and tables as the documents have them."""
+"""Formats paragraphs and tables for the documents."""
 
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -7,12 +7,12 @@ _LINE = 118
 
 
 def paragraph(text: str) -> str:
-    """`text` in lines of the documents' length."""
+    """`text`, wrapped at the documents' line length."""
     return textwrap.fill(text, _LINE, break_long_words=False, break_on_hyphens=False)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A line for the columns' names and one for each row."""
+    """A header line with the columns' names, and a line for each row."""
     lines = [f"| {' | '.join(map(str, cells))} |" for cells in (columns, *rows)]
     return "\n".join([lines[0], "|" + "---|" * len(columns), *lines[1:]])
 

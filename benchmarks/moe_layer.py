@@ -1,11 +1,11 @@
 """Layer benchmark: `python -m benchmarks.moe_layer [--layer WORD] [--tokens N ...] [--json FILE]`.
 
-One row a layer and number of tokens, routing given: the whole of our layer, beside DeepGEMM's two grouped
-GEMMs on the same rows with nothing else of the layer, and beside its SM90 Mega MoE, where its wheel is
-installed. All are replayed as CUDA graphs (ours is called from Python too). CUDA events around the whole; L2
-is flushed by a 1 GB fill before each call; median of 20. The contenders take turns, and each call comes after
-a pause, so that none runs on what another has heated. Then how long each stage of ours takes (CUPTI: launches
-overlap, so a stage lasts from the end of the one before to its own), and what the router in front costs.
+One row per layer and number of tokens, routing given: our whole layer and, if DeepGEMM's wheel is installed,
+its two grouped GEMMs alone on the same rows and its SM90 Mega MoE. All are replayed as CUDA graphs (ours is
+also called from Python). Times are from CUDA events around the whole call; L2 is flushed by a 1 GB fill
+before each call; median of 20. The contenders take turns, and each call comes after a pause, so that none
+runs on a GPU that another has heated. Then the time of each of our stages (CUPTI: launches overlap, so a
+stage lasts from the end of the preceding one to its own), and the time that a router in front adds.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from expertd.service.moe.weights import ExpertWeights
 Row = dict[str, Any]
 TOKENS = (1, 16, 64, 256, 1024, 4096)
 BANDS = {"1 to 64": range(1, 65), "256 to 1024": range(256, 1025), "4096": range(4096, 4097)}
-STAGES = {  # by the kernels of a call in their order
+STAGES = {  # by the kernels of a call, in order
     "sort": "compute_permutation",
     "quantize": "quantize_permute",
     "gate_up": "grouped_gemm",
@@ -65,7 +65,7 @@ def measure(problem: LayerProblem, with_peer: bool) -> Row:
 
 
 def measure_router() -> list[Row]:
-    """What choosing 8 of 256 experts by 4 of 8 groups adds to a layer whose routing is given."""
+    """The time that choosing 8 of 256 experts by 4 of 8 groups adds to a layer whose routing is given."""
     weights = make_weights(ROUTED)
     router = torch.randn(ROUTED.num_experts, ROUTED.hidden_size, device="cuda") * ROUTED.hidden_size**-0.5
     bias = torch.rand(ROUTED.num_experts, device="cuda")
@@ -103,7 +103,7 @@ def microseconds(calls: Sequence[Callable[[], object]], repeats: int = REPEATS) 
             torch.cuda.synchronize()
             begin = time.perf_counter()
             while time.perf_counter() < begin + PAUSE_SECONDS:
-                pass  # a thread that slept would launch late
+                pass  # a sleeping thread would launch late
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             flush.fill_(1)
             start.record()
@@ -117,7 +117,7 @@ def microseconds(calls: Sequence[Callable[[], object]], repeats: int = REPEATS) 
 def stage_times(kernels: Iterable[tuple[str, float, float]]) -> list[dict[str, float]]:
     """Each call's time by stage, from (name, start, end) of kernels in the order of their start.
 
-    Raises RuntimeError unless they are those of whole calls.
+    Raises RuntimeError unless they are the kernels of whole calls.
     """
     calls: list[dict[str, float]] = []
     last = 0.0
@@ -143,7 +143,7 @@ def ratios(row: Row) -> dict[str, float]:
 
 
 def difference(x: torch.Tensor, y: torch.Tensor) -> float:
-    """1 - 2<x,y> / (<x,x> + <y,y>), in float64: 0 where they are equal, NaN where either has NaN."""
+    """1 - 2<x,y> / (<x,x> + <y,y>), in float64: 0 if they are equal, NaN if either has NaN."""
     x, y = x.double(), y.double()
     return float(1 - 2 * (x * y).sum() / (x.square().sum() + y.square().sum()))
 
@@ -164,7 +164,7 @@ def print_row(row: Row) -> None:
 
 
 def main() -> None:
-    """Run the benchmark as the command line asks."""
+    """Run the benchmark."""
     options = _options()
     layers = [layer for layer in LAYERS if options.layer in layer.name]
     if not layers:
@@ -209,7 +209,7 @@ def graph_of(call: Callable[[], object]) -> Callable[[], object]:
     with torch.cuda.graph(graph):
         call()
 
-    def replay(_: object = call) -> None:  # whose tensors the graph reads
+    def replay(_: object = call) -> None:  # keeps the tensors that the graph reads
         graph.replay()
 
     return replay
@@ -221,7 +221,7 @@ def _stages(call: Callable[[], object], repeats: int = 10) -> dict[str, float]:
 
 
 def _compile_peers(layers: Sequence[Layer], tokens: Sequence[int]) -> None:
-    """DeepGEMM compiles a kernel a shape with nvcc: do it in parallel processes before anything is timed."""
+    """Compile DeepGEMM's kernels, one per shape, with nvcc in parallel processes before anything is timed."""
     with ProcessPoolExecutor(len(layers), mp_context=get_context("spawn")) as pool:
         list(pool.map(_compile_peers_of, layers, [tokens] * len(layers)))
 
@@ -240,10 +240,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--layer", default="", help="only layers whose name contains this")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="default: %(default)s")
     parser.add_argument("--json", type=Path, help="write header and rows here")
-    parser.add_argument("--no-peer", action="store_true", help="leave DeepGEMM out")
-    parser.add_argument(
-        "--no-router", action="store_true", help="leave the router's rows out (11 GB of weights)"
-    )
+    parser.add_argument("--no-peer", action="store_true", help="skip DeepGEMM")
+    parser.add_argument("--no-router", action="store_true", help="skip the router's rows (11 GB of weights)")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""What every rounding of a layer costs, against the layer in float64, and what transformers' paths cost."""
+"""The error of every rounding in a layer, against the layer in float64, and that of transformers' paths."""
 
 import argparse
 import json
@@ -31,7 +31,7 @@ Round = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Rounding:
-    """What is rounded on the way: each a function of a float64 tensor, that may change nothing."""
+    """The roundings in a layer: each is a function of a float64 tensor, possibly the identity."""
 
     hidden_states: Round
     gate_up: Round
@@ -63,7 +63,7 @@ STEPS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A layer of a family: bf16 weights [G, 2I, H] and [G, H, I], tokens, and where these go."""
+    """A layer of a family: bf16 weights [G, 2I, H] and [G, H, I], tokens, and their routing."""
 
     family: Family
     gate_up: Tensor
@@ -76,7 +76,7 @@ class Case:
 
 
 def main() -> None:
-    """Print a column for each family: the root mean square error over that of the output, in per cent."""
+    """Print a column for each family: the root mean square error over that of the output, in percent."""
     arguments = _arguments()
     shape = LayerShape(arguments.hidden_size, arguments.intermediate_size, arguments.num_experts, 4)
     header = {
@@ -100,7 +100,7 @@ def main() -> None:
 
 
 def make_case(family: Family, num_tokens: int) -> Case:
-    """Random weights, tokens and their routing, the same in each run."""
+    """Random weights, tokens and their routing, the same in every run."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*size: int) -> Tensor:
@@ -119,7 +119,7 @@ def make_case(family: Family, num_tokens: int) -> Case:
 
 @torch.no_grad()
 def measure(case: Case) -> dict[str, float]:
-    """Per cent of error by what is rounded, or by who computes."""
+    """The error in percent, by rounding step or by implementation."""
     plain = _layer64(case, case.gate_up, case.down, EXACT)
     quantized = quantize_blocks(case.gate_up), quantize_blocks(case.down)
     gate_up, down = (dequantize_blocks(*weights) for weights in quantized)
@@ -140,7 +140,7 @@ def _error(out: Tensor, expected: Tensor) -> float:
 
 
 def _layer64(case: Case, gate_up: Tensor, down: Tensor, rounding: Rounding) -> Tensor:
-    """The layer in float64 but for what `rounding` says."""
+    """The layer in float64, except for the steps in `rounding`."""
     x = rounding.hidden_states(case.hidden_states.double())
     out = torch.zeros_like(x)
     for group in range(case.family.shape.num_groups):
@@ -159,7 +159,7 @@ def _layer64(case: Case, gate_up: Tensor, down: Tensor, rounding: Rounding) -> T
 
 
 def _ours(case: Case, gate_up: Quantized, down: Quantized) -> dict[str, Tensor]:
-    """Our layer: as a CPU computes it, and as Hopper does, there or (the same steps) in PyTorch."""
+    """Our layer as a CPU computes it, with Hopper's steps in PyTorch, and on Hopper if there is one."""
 
     class Composed(type(resolve_backend("reference"))):  # type: ignore[misc]
         ffn = Backend.ffn
@@ -193,9 +193,9 @@ def _transformers_bf16(case: Case) -> Tensor:
 
 
 def _transformers_fp8(case: Case, gate_up: Quantized, down: Quantized) -> Tensor:
-    """What transformers' FP8Experts computes around its kernel, which needs a GPU and a download.
+    """transformers' FP8Experts without its kernel, which needs a GPU and a download.
 
-    The kernel's own step, to quantize rows to FP8 by 128 columns and to multiply, is done here, exactly, and
+    The kernel's own step (quantize rows to FP8 by 128 columns, multiply) is computed exactly here, and
     rounded to bf16.
     """
     with quiet_transformers():

@@ -1,4 +1,4 @@
-"""Draws results as pictures; `python -m benchmarks.report --pictures` draws those of the documents."""
+"""Draws pictures of results; `python -m benchmarks.report --pictures` draws those in the documents."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ Draw = Callable[[Path, Path], None]
 
 
 def draw_speed(result: Path, picture: Path) -> None:
-    """A layer's time over Mega MoE's by tokens, a panel for each layer; beside it the two GEMMs alone."""
+    """A panel for each layer: its time over Mega MoE's by tokens, and that of the two GEMMs alone."""
     content = json.loads(result.read_text())
     layers = list(dict.fromkeys(row["layer"] for row in content["rows"]))
     figure, panels = plt.subplots(
@@ -48,10 +48,10 @@ def draw_speed(result: Path, picture: Path) -> None:
 
 
 def draw_stages(result: Path, picture: Path) -> None:
-    """A bar for every layer and number of tokens, cut into the stages.
+    """A bar for every layer and number of tokens, divided into stages.
 
-    As shares of what DeepGEMM's two GEMMs alone take on the same rows (without DeepGEMM in the result: of the
-    whole).
+    Stages are relative to the time of DeepGEMM's two GEMMs alone on the same rows, or, if the result does not
+    have DeepGEMM, to the whole layer's.
     """
     content = json.loads(result.read_text())
     rows = content["rows"]
@@ -76,7 +76,7 @@ def draw_stages(result: Path, picture: Path) -> None:
 
 
 def draw_roofline(result: Path, picture: Path) -> None:
-    """Operations a byte against TFLOPS of grouped GEMMs, ours and DeepGEMM's, under the machine's limits."""
+    """TFLOPS over operations per byte of grouped GEMMs, ours and DeepGEMM's, under the machine's limits."""
     content = json.loads(result.read_text())
     rows, bandwidth = content["rows"], content["about"]["copy_tbps"]
     intensity = [row["tflops"] / row["tbps"] for row in rows]
@@ -104,11 +104,11 @@ PICTURES: dict[str, tuple[str, Draw]] = {
     "docs/moe_layer-h200.svg": ("moe_layer-h200.json", draw_stages),
     "docs/grouped_gemm-h200.svg": ("grouped_gemm-h200.json", draw_roofline),
 }
-"""Pictures of the documents, by path: the result, and what draws it."""
+"""Pictures in the documents, by path: the result, and the function that draws it."""
 
 
 def digest(result: Path) -> str:
-    """What a picture of this result bears: its bytes' SHA-256, since pixels differ by library version."""
+    """The result's SHA-256, which is written into its picture: pixels differ between library versions."""
     return f"{result.name} sha256:{hashlib.sha256(result.read_bytes()).hexdigest()}"
 
 

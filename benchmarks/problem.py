@@ -1,4 +1,4 @@
-"""One shape's tensors on the GPU, for our kernels and in the form DeepGEMM wants."""
+"""One shape's tensors on the GPU, for our kernels and for DeepGEMM."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from expertd import kernels
 from expertd.kernels import Quantized
 from expertd.layout import Layout
 
-ALIGNMENT = 128  # rows of a group in DeepGEMM's contiguous layout
+ALIGNMENT = 128  # row alignment of groups in DeepGEMM's contiguous layout
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,14 @@ class Problem:
         return kernels.grouped_gemm_masked(*arguments, expected_m=mean, out=self.out, num_sms=num_sms)
 
     def real_rows(self, out: Tensor) -> Tensor:
-        """The rows that exist, group after group."""
+        """The real rows, group after group."""
         if self.shape.layout is Layout.CONTIGUOUS:
             return out
         return torch.cat([out[g, :rows] for g, rows in enumerate(self.shape.rows)])
 
 
 class Pool:
-    """Random e4m3 as quantized normal data has it, made once and cut to size for every shape."""
+    """Random e4m3, distributed like quantized normal data, made once and cut to size for every shape."""
 
     def __init__(self, num_bytes: int) -> None:
         self.data = torch.empty(num_bytes, dtype=torch.float8_e4m3fn, device="cuda")

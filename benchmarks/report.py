@@ -1,8 +1,8 @@
 """Writes the figures in the documents: `python -m benchmarks.report [--check] [--pictures]`.
 
-What stands in a document between `<!-- report:NAME -->` and `<!-- /report -->` is a section of
-benchmarks/report_sections.py, made from benchmarks/results. --check writes nothing, and fails where a
-document says something else or a picture was drawn from another result; --pictures draws the pictures too.
+The text in a document between `<!-- report:NAME -->` and `<!-- /report -->` is a section of
+benchmarks/report_sections.py, made from benchmarks/results. --check writes nothing, and fails if a document
+has other figures or a picture was drawn from another result; --pictures draws the pictures too.
 """
 
 import argparse
@@ -21,7 +21,7 @@ _SECTION = re.compile(rf"({_OPEN}([\w-]+) -->\n).*?({_CLOSE})", re.S)
 
 
 def render(text: str, results: Path = RESULTS) -> str:
-    """`text` with every section as the results say it. Raises ValueError for markers that do not fit."""
+    """`text` with every section written anew from the results. Raises ValueError for unmatched markers."""
     names = [name for _, name, _ in _SECTION.findall(text)]
     if not len(names) == text.count(_OPEN) == text.count(_CLOSE):
         raise ValueError(f"report markers: expected {_OPEN}NAME --> and {_CLOSE} in turn, got others")
@@ -31,7 +31,7 @@ def render(text: str, results: Path = RESULTS) -> str:
 
 
 def stale(root: Path = ROOT) -> list[str]:
-    """The documents and pictures that do not show what the results say."""
+    """The documents and pictures that do not match the results."""
     results = root / "benchmarks" / "results"
     documents = [name for name in DOCUMENTS if (text := (root / name).read_text()) != render(text, results)]
     drawn = [
@@ -43,11 +43,11 @@ def stale(root: Path = ROOT) -> list[str]:
 
 
 def main() -> None:
-    """Write, or check, as the command line asks."""
+    """Write the documents, or check them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--check", action="store_true", help="write nothing; fail where something differs")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if anything differs")
     parser.add_argument("--pictures", action="store_true", help="draw the pictures too")
     options = parser.parse_args()
     if options.check:

@@ -1,4 +1,4 @@
-"""What benchmarks/results say, as Markdown: one function for each section of the documents."""
+"""Writes benchmarks/results as Markdown: one function for each section of the documents."""
 
 import json
 import re
@@ -16,7 +16,7 @@ Section = Callable[[Path], str]
 
 
 def headline(results: Path) -> str:
-    """The whole layer beside Mega MoE, in a sentence."""
+    """The whole layer against Mega MoE, in a sentence."""
     about, rows = _layer(results)
     speeds = [1 / row["over_mega_moe"] for row in rows]
     mean, faster = statistics.geometric_mean(speeds), sum(speed > 1 for speed in speeds)
@@ -32,7 +32,7 @@ def headline(results: Path) -> str:
 
 
 def layer_machine(results: Path) -> str:
-    """What the layer was measured on."""
+    """The machine and versions of the layer's benchmark."""
     about, _ = _layer(results)
     return paragraph(f"{_machine(about)}; DeepGEMM: sgl-deep-gemm {about['deep_gemm']}.")
 
@@ -55,7 +55,7 @@ def layer(results: Path) -> str:
 
 
 def layer_means(results: Path) -> str:
-    """The same as geometric means over bands of tokens."""
+    """The layer's ratios as geometric means over bands of tokens."""
     _, rows = _layer(results)
     cells = [
         (name, *(f"{mean:.2f}" for mean in means(rows, key).values()), f"{_mean(rows, key):.2f}")
@@ -65,7 +65,7 @@ def layer_means(results: Path) -> str:
 
 
 def layer_around(results: Path) -> str:
-    """What permuting and the weighted sum take of long steps."""
+    """The share of permuting and the weighted sum in long steps."""
     about, rows = _layer(results)
     long = [row for row in rows if row["tokens"] >= 1024]
     shares = [(row["stages_us"]["quantize"] + row["stages_us"]["combine"]) / row["us"] for row in long]
@@ -82,7 +82,7 @@ def layer_around(results: Path) -> str:
 
 
 def router(results: Path) -> str:
-    """What a router in front adds."""
+    """The time that a router in front adds."""
     content = json.loads((results / "moe_layer-h200.json").read_text())
     rows = content["router"]
     return table(
@@ -92,7 +92,7 @@ def router(results: Path) -> str:
 
 
 def grouped_gemm_machine(results: Path) -> str:
-    """What the grouped GEMMs were measured on."""
+    """The machine and versions of the grouped GEMM benchmark."""
     about = json.loads((results / "grouped_gemm-h200.json").read_text())["about"]
     return paragraph(
         f"{_machine(about)}; cuBLAS FP8 reached {about['cublas_fp8_tflops']:.0f} TFLOPS in the same run."
@@ -100,7 +100,7 @@ def grouped_gemm_machine(results: Path) -> str:
 
 
 def grouped_gemm(results: Path) -> str:
-    """The grouped GEMMs by bands of shapes."""
+    """The grouped GEMMs, by band of shapes."""
     rows = json.loads((results / "grouped_gemm-h200.json").read_text())["rows"]
     cells = []
     for band in dict.fromkeys(row["band"] for row in rows):
@@ -121,7 +121,7 @@ def grouped_gemm(results: Path) -> str:
 
 
 def host_cost(results: Path) -> str:
-    """What a call costs the host."""
+    """The host's time for a call."""
     rows = json.loads((results / "host_cost-h200.json").read_text())["rows"]
     cases = [(tensors, out) for tensors in ("reused", "fresh") for out in ("given", "allocated")]
     cells = []
@@ -143,7 +143,7 @@ def sm_counts(results: Path) -> str:
 
 
 def cpu_layer_machine(results: Path) -> str:
-    """What the layer on a CPU was measured on, and how."""
+    """The machine, versions and method of the layer's benchmark on a CPU."""
     header = json.loads((results / "cpu_layer.json").read_text())["header"]
     return paragraph(f"{header['machine']}; {header['versions']}; {header['layer']}.")
 
@@ -154,7 +154,7 @@ def cpu_layer(results: Path) -> str:
 
 
 def cpu_layer_same_input(results: Path) -> str:
-    """The same with the same hidden states in every turn."""
+    """As `cpu_layer`, with the same hidden states in every turn."""
     return _cpu_layer(results / "cpu_layer-same_input.json")
 
 
@@ -171,7 +171,7 @@ def layouts(results: Path) -> str:
 
 
 def numerics_machine(results: Path) -> str:
-    """What the errors were measured on."""
+    """The machines, versions and layer of the error measurements."""
     on_cpu, on_h200 = (_numerics(results, name)["header"] for name in ("numerics", "numerics-h200"))
     return paragraph(
         f"{on_cpu['cpu']}, torch {on_cpu['torch']}, transformers {on_cpu['transformers']}; the row on "
@@ -206,7 +206,7 @@ SECTIONS: dict[str, Section] = {
         numerics,
     )
 }  # fmt: skip
-"""By the name in the documents' markers."""
+"""Section functions, by the name in the documents' markers."""
 
 
 def _layer(results: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

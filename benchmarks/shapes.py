@@ -1,4 +1,4 @@
-"""The shapes of the grouped GEMM benchmark: expert loads drawn by seed, sizes of models that people run."""
+"""The shapes of the grouped GEMM benchmark: sizes of models that people run, expert loads drawn by seed."""
 
 from dataclasses import dataclass
 
@@ -30,7 +30,7 @@ class Shape:
 
     @property
     def bytes(self) -> int:
-        """Least traffic: weights of groups that have rows, activations and scales once, bf16 output once."""
+        """The least traffic: weights of groups with rows, activations and scales once, bf16 output once."""
         active = sum(1 for rows in self.rows if rows)
         weights = active * (self.n * self.k + -(-self.n // 128) * (self.k // 128) * 4)
         return weights + sum(self.rows) * (self.k + self.k // 128 * 4 + self.n * 2)

@@ -1,8 +1,9 @@
 """SM count benchmark: `python -m benchmarks.sm_counts [--num-sms 132,112,66,20] [--json FILE]`.
 
-One row a compute-bound shape (band 'contiguous large' of benchmarks.grouped_gemm) and SM count: kernel time
-as there, with `num_sms` given; and time * SMs over the same product with all SMs of the device. That is 1
-where time is inverse to SMs, and below 1 where each SM does more when fewer work. Nothing holds the clocks.
+One row per compute-bound shape (band 'contiguous large' of benchmarks.grouped_gemm) and SM count: kernel time
+as measured there, with `num_sms` given; and time * SMs over the same product with all SMs of the device. That
+is 1 if time is inversely proportional to SMs, and below 1 if each SM does more when fewer work. Clocks are
+not locked.
 """
 
 import argparse
@@ -27,7 +28,7 @@ SM_COUNTS = (132, 112, 66, 20)
 
 
 def measure(shape: Shape, pool: Pool, sm_counts: tuple[int, ...], all_sms: int) -> list[Row]:
-    """A shape's rows of the table, one an SM count."""
+    """A shape's rows of the table, one per SM count."""
     problem = pool.problem(shape)
     times = {
         num_sms: kernel_microseconds(partial(problem.run, num_sms), KERNEL)
@@ -59,7 +60,7 @@ def print_means(rows: list[Row]) -> None:
 
 
 def parse_sm_counts(text: str) -> tuple[int, ...]:
-    """SM counts as the command line gives them."""
+    """Parse --num-sms."""
     counts = tuple(int(word) if word.strip().isdecimal() else 0 for word in text.split(","))
     if min(counts) < 1:
         raise argparse.ArgumentTypeError(f"expected SM counts of at least 1, as in 132,66, got {text!r}")
@@ -67,13 +68,17 @@ def parse_sm_counts(text: str) -> tuple[int, ...]:
 
 
 def main() -> None:
-    """Run the benchmark as the command line asks."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, help="write header and rows here")
-    parser.add_argument("--num-sms", type=parse_sm_counts, default=SM_COUNTS, help="separated by commas")
-    parser.add_argument("--seed", type=int, default=SEED, help="of the expert loads (default: %(default)s)")
+    parser.add_argument(
+        "--num-sms", type=parse_sm_counts, default=SM_COUNTS, help="SM counts, separated by commas"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=SEED, help="seed of the expert loads (default: %(default)s)"
+    )
     options = parser.parse_args()
     expect_gpu("benchmarks.sm_counts")
     all_sms = torch.cuda.get_device_properties(0).multi_processor_count

@@ -1,4 +1,4 @@
-"""How benchmarks measure: kernel time by CUPTI with a cold L2; the machine's ceilings and versions."""
+"""Measures for benchmarks: kernel time by CUPTI with a cold L2, the machine's ceilings, versions."""
 
 import platform
 import statistics
@@ -23,7 +23,7 @@ def kernel_microseconds(call: Callable[[], object], kernel: str, repeats: int = 
 
 
 def profiled(call: Callable[[], object], repeats: int) -> list[tuple[str, float, float]]:
-    """Name, start and end in us of the kernels of so many calls, as they began; L2 is flushed before each."""
+    """(name, start, end) in us of the kernels of `repeats` calls, by start; L2 is flushed before a call."""
     flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
     for _ in range(2):
         call()
@@ -58,7 +58,7 @@ def cublas_fp8_tflops(size: int = 8192) -> float:
 
 
 def header() -> dict[str, object]:
-    """The machine and the versions, for the top of every table."""
+    """The machine and the versions, printed above every table."""
     query = "name,driver_version,clocks.sm,clocks.mem,power.limit,temperature.gpu"
     command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
     from cuda.bindings import nvrtc
@@ -72,7 +72,7 @@ def header() -> dict[str, object]:
 
 
 def cpu_name() -> str:
-    """The processor as Linux calls it."""
+    """Linux's name for the processor."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -80,7 +80,7 @@ def cpu_name() -> str:
 
 
 def expect_gpu(benchmark: str) -> None:
-    """End the process with a sentence where there is no GPU."""
+    """Exit with a message if there is no GPU."""
     if not torch.cuda.is_available():
         sys.exit(f"{benchmark}: expected a Hopper GPU, got no CUDA device")
 

@@ -1,15 +1,15 @@
-"""The lock files of this folder: `make lock` writes them, `python -m requirements.lock --check` tests them.
+"""Writes the lock files of this folder (`make lock`) or checks them (`python -m requirements.lock --check`).
 
 | file | holds |
 |---|---|
 | torch-cpu.txt | torch for machines without an NVIDIA GPU; its version is chosen by hand |
-| cpu.txt | what the server needs beside that torch |
-| cuda.txt | what the server needs on an NVIDIA GPU, torch with its CUDA libraries included |
-| dev.txt | what tests, lint and benchmarks need on top of either |
+| cpu.txt | the server's packages beside that torch |
+| cuda.txt | the server's packages on an NVIDIA GPU, including torch with its CUDA libraries |
+| dev.txt | packages for tests, lint and benchmarks, on top of either |
 | beside.txt | wheels that a test installs in a folder of its own |
 
-One resolution for Python 3.11 and 3.12 gives all files their versions, so a package has the same one in each.
-Only the standard library is used: `--check` also runs before anything is installed.
+All files come from one resolution for Python 3.11 and 3.12, so a package has the same version in each.
+Uses only the standard library, because `--check` also runs before anything is installed.
 """
 
 import argparse
@@ -26,12 +26,12 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 LOCKS = ("cpu.txt", "cuda.txt", "dev.txt", "beside.txt")
-_BESIDE = "kernels"  # Hugging Face's package, which has the name of a folder of ours
+_BESIDE = "kernels"  # Hugging Face's package, which shares its name with a folder of ours
 _OF_CUDA = re.compile(r"nvidia-|cuda-|triton$")  # dependencies of torch that its CPU build does not have
 
 
 def fingerprint(root: Path = ROOT) -> str:
-    """SHA-256 of all that the locks follow from: pyproject.toml's requirements and the version of torch."""
+    """SHA-256 of the locks' inputs: pyproject.toml's requirements and the version of torch."""
     pyproject = _pyproject(root)
     project = pyproject["project"]
     tables = [project[key] for key in ("requires-python", "dependencies", "optional-dependencies")]
@@ -40,21 +40,21 @@ def fingerprint(root: Path = ROOT) -> str:
 
 
 def torch_version(root: Path = ROOT) -> str:
-    """The version in torch-cpu.txt, without the name of the build."""
+    """The version in torch-cpu.txt, without its build tag."""
     text = (root / "requirements" / "torch-cpu.txt").read_text()
     (version,) = re.findall(r"^torch==([\d.]+)\+cpu$", text, re.M)
     return str(version)
 
 
 def stale(root: Path = ROOT) -> list[str]:
-    """The lock files that are missing, or were written for other requirements than today's."""
+    """The lock files that are missing, or were written for different requirements."""
     header = _header(root)
     paths = [root / "requirements" / name for name in LOCKS]
     return [path.name for path in paths if not path.is_file() or not path.read_text().startswith(header)]
 
 
 def write(upgrade: bool) -> None:
-    """Resolve anew and write all files; pins that still fit stay unless `upgrade`."""
+    """Resolve and write all files; pins that still fit are kept unless `upgrade`."""
     paths = [path for name in LOCKS if (path := ROOT / "requirements" / name).is_file()]
     before = "" if upgrade else "".join(path.read_text() for path in paths)
     # The server is built with the lock's setuptools.
@@ -69,7 +69,7 @@ def write(upgrade: bool) -> None:
 
 
 def _resolve(inputs: Sequence[str], options: Sequence[str], pins: str, config: str = "") -> str:
-    """uv's requirements for every supported Python, with the versions in `pins` wherever they fit."""
+    """uv's resolution for every supported Python, with the versions in `pins` wherever they fit."""
     with tempfile.TemporaryDirectory() as folder:
         output, config_file = Path(folder, "output.txt"), Path(folder, "uv.toml")
         output.write_text(pins)
@@ -82,9 +82,9 @@ def _resolve(inputs: Sequence[str], options: Sequence[str], pins: str, config: s
 
 
 def _config_of_cpu_torch(pins: str) -> str:
-    """uv's configuration that leaves torch the dependencies of its CPU build: those without CUDA.
+    """A uv configuration that gives torch only the dependencies of its CPU build, none of CUDA's.
 
-    Only the CUDA build is asked for, so that the CPU build's index need not be reached here.
+    It resolves the CUDA build, so that the CPU build's index is not needed here.
     """
     names = re.findall(r"^([\w.-]+)==.*# via (?:.*, )?torch(?:,|$)", pins, re.M)
     requires = json.dumps(sorted({name for name in names if not _OF_CUDA.match(name)}))
@@ -106,7 +106,7 @@ def _pyproject(root: Path) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the locks, or with --check say which do not fit pyproject.toml; returns the exit code."""
+    """Write the locks, or with --check report those that do not fit pyproject.toml; returns the exit code."""
     parser = argparse.ArgumentParser(description="Writes or checks the lock files in requirements/.")
     parser.add_argument("--check", action="store_true", help="only compare them with pyproject.toml")
     parser.add_argument("--upgrade", action="store_true", help="take the newest versions that fit")
