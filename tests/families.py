@@ -1,6 +1,6 @@
-"""The families of models as the tests build them: small, by the classes that transformers has for them.
+"""The model families that tests build: small, from transformers' classes.
 
-The one table of them: the routing rules, the checkpoints and their readers are all tested with it.
+This is the only table of them; routing rules, checkpoints and their readers are all tested with it.
 """
 
 import warnings
@@ -28,12 +28,12 @@ _DEEPSEEK = {
 
 @dataclass(frozen=True)
 class FamilyCase:
-    """A family, or a way of using one.
+    """A family, or a variation of one.
 
-    model_type  of config.json: what the service knows the family by
-    prefix      of the classes in transformers
-    settings    what the configuration has beside `_SIZES`
-    routing     the rule that they make
+    model_type  the key in config.json by which the service recognizes the family
+    prefix      the prefix of its classes in transformers
+    settings    configuration values beside `_SIZES`
+    routing     the routing rule that follows from them
     """
 
     model_type: str
@@ -47,7 +47,7 @@ class FamilyCase:
         return config_class(**_SIZES | self.settings | changes)
 
     def with_settings(self, routing: Routing, **settings: Any) -> "FamilyCase":
-        """The same with other settings, and the rule that they make."""
+        """The same family with other settings, and the rule that follows from them."""
         return replace(self, settings=self.settings | settings, routing=routing)
 
 
@@ -99,7 +99,7 @@ FAMILIES = {
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Without its warnings on whatever else is not installed, which would fail a test."""
+    """Silence its warnings about optional packages that are not installed, which would fail a test."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,4 +1,4 @@
-"""Arrows point one way: which part of the code may import which, and no circle of imports anywhere."""
+"""Imports point one way: each part of the code imports only the parts below it, without cycles."""
 
 import ast
 import re
@@ -12,8 +12,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SERVICE = "expertd.service"
-# each room of the service, and those that it may import besides itself
-ROOMS = {
+# each package of the service, and the packages that it may import besides itself
+PACKAGES = {
     "moe": ("files",),
     "settings": ("moe", "files", "sentences"),
     "checkpoints": ("moe", "settings", "files", "sentences"),
@@ -61,7 +61,7 @@ TREES = {module: ast.parse(path.read_text(), str(path)) for module, path in FILE
 
 
 def _imports(node: ast.AST, within_functions: bool) -> Iterator[str]:
-    """Modules that a tree imports when it runs; what only type checkers read does not count."""
+    """Modules that a tree imports at run time; imports for type checkers do not count."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             continue
@@ -72,13 +72,13 @@ def _imports(node: ast.AST, within_functions: bool) -> Iterator[str]:
         elif isinstance(child, ast.ImportFrom):
             assert child.level == 0, f"expected absolute imports, got {ast.unparse(child)}"
             of = child.module or ""
-            # A name may be a module of the package, or something in it.
+            # A name may be a module of the package, or an object in it.
             yield from (name if (name := f"{of}.{alias.name}") in FILES else of for alias in child.names)
         else:
             yield from _imports(child, within_functions)
 
 
-def _room(module: str) -> str:
+def _package(module: str) -> str:
     return module.removeprefix(f"{SERVICE}.").split(".")[0]
 
 
@@ -88,7 +88,7 @@ def test_imports_name_the_package() -> None:
         assert not tops & {"kernels", "service"}, module
 
 
-def test_kernels_know_nothing_of_the_service() -> None:
+def test_kernels_do_not_import_the_service() -> None:
     foreign = (SERVICE, "fastapi", "starlette", "pydantic", "yaml", "prometheus_client", "uvicorn")
     for module, tree in TREES.items():
         if module.startswith("expertd.kernels"):
@@ -96,24 +96,24 @@ def test_kernels_know_nothing_of_the_service() -> None:
             assert not found, module
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_rooms_of_the_service_import_only_those_below(room: str) -> None:
-    allowed = {room, *ROOMS[room]}
-    modules = [module for module in TREES if module.startswith(f"{SERVICE}.") and _room(module) == room]
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_of_the_service_import_only_those_below(package: str) -> None:
+    allowed = {package, *PACKAGES[package]}
+    modules = [module for module in TREES if module.startswith(f"{SERVICE}.") and _package(module) == package]
     assert modules
     for module in modules:
         names = [name for name in _imports(TREES[module], within_functions=True) if name.startswith(SERVICE)]
-        assert {_room(name) for name in names} <= allowed, module
+        assert {_package(name) for name in names} <= allowed, module
 
 
-def test_only_http_knows_http() -> None:
+def test_only_http_imports_a_web_framework() -> None:
     for module, tree in TREES.items():
         if not module.startswith(f"{SERVICE}.http"):
             tops = {name.split(".")[0] for name in _imports(tree, within_functions=True)}
             assert not tops & {"fastapi", "starlette", "uvicorn", "httptools", "h11"}, module
 
 
-def test_http_knows_no_kernels() -> None:
+def test_http_does_not_import_kernels() -> None:
     for module, tree in TREES.items():
         if module.startswith(f"{SERVICE}.http"):
             assert not [
@@ -121,7 +121,7 @@ def test_http_knows_no_kernels() -> None:
             ], module
 
 
-def test_there_is_no_circle_of_imports() -> None:
+def test_imports_have_no_cycles() -> None:
     graph = {
         module: {name for name in _imports(tree, within_functions=True) if name in FILES and name != module}
         for module, tree in TREES.items()
@@ -162,9 +162,9 @@ def test_tests_of_the_product_import_no_benchmarks_and_benchmarks_no_tests() -> 
         assert other not in tops or name in of_benchmarks, name
 
 
-def test_the_document_has_the_same_rooms() -> None:
+def test_the_document_has_the_same_packages() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]*)\|$", text, re.M)
-    assert {room: set(re.findall(r"`(\w+)`", allowed)) for room, allowed in rows} == {
-        room: set(allowed) for room, allowed in ROOMS.items()
+    assert {package: set(re.findall(r"`(\w+)`", allowed)) for package, allowed in rows} == {
+        package: set(allowed) for package, allowed in PACKAGES.items()
     }

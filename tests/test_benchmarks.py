@@ -1,4 +1,4 @@
-"""What benchmarks do without a GPU: their shapes, their pictures, their command lines."""
+"""The parts of benchmarks that need no GPU: shapes, pictures and command lines."""
 
 import json
 import re
@@ -47,7 +47,7 @@ def test_a_picture_shows_every_shape_twice(tmp_path: Path) -> None:
     assert len(points) >= 2 * len(json.loads(RESULT.read_text())["rows"])
 
 
-def test_a_picture_names_its_result_and_is_drawn_alike_twice(tmp_path: Path) -> None:
+def test_a_picture_names_its_result_and_is_reproducible(tmp_path: Path) -> None:
     for name in ("first.svg", "second.svg"):
         pictures.draw_roofline(RESULT, tmp_path / name)
     drawn = (tmp_path / "first.svg").read_text()
@@ -66,12 +66,12 @@ def test_the_picture_of_speeds_has_a_bar_for_every_row(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.slow
-def test_roundings_cost_what_they_should(family: str) -> None:
+def test_rounding_errors_are_plausible(family: str) -> None:
     case = benchmarks.numerics.make_case(make_family(family, LayerShape(256, 128, 8, 2)), 32)
     figures = benchmarks.numerics.measure(case)
     assert 1 < figures["activated to FP8"] < figures["hidden states to FP8"] < 6
     steps = ("hidden states to FP8", "GEMM 1 to bf16", "activated to FP8", "GEMM 2 to bf16")
-    together = sum(figures[step] ** 2 for step in steps) ** 0.5  # for they are independent
+    together = sum(figures[step] ** 2 for step in steps) ** 0.5  # since they are independent
     assert figures["these four together"] == pytest.approx(together, rel=0.1)
     assert figures["expertd, Hopper's steps in PyTorch"] == pytest.approx(together, rel=0.1)
     assert figures["transformers, FP8 weights, its arithmetic"] == pytest.approx(together, rel=0.1)
@@ -83,7 +83,9 @@ def test_roundings_cost_what_they_should(family: str) -> None:
 @pytest.mark.parametrize(
     "benchmark", [benchmarks.grouped_gemm, benchmarks.host_cost, benchmarks.moe_layer, benchmarks.sm_counts]
 )
-def test_no_gpu_is_said_in_a_sentence(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gpu_is_reported_in_a_sentence(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sys.argv", [benchmark.__name__])
     with pytest.raises(SystemExit, match=f"{benchmark.__name__}: expected a Hopper GPU, got no CUDA device"):
         benchmark.main()
@@ -94,7 +96,7 @@ def test_sm_counts_are_read_from_the_command_line() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0", "132,-1", "132;66", "66,"])
-def test_what_is_no_list_of_sm_counts_is_refused(text: str) -> None:
+def test_invalid_sm_counts_are_refused(text: str) -> None:
     with pytest.raises(ArgumentTypeError, match=f"expected SM counts of at least 1, .* got {text!r}"):
         benchmarks.sm_counts.parse_sm_counts(text)
 
@@ -144,7 +146,7 @@ KERNELS = ("compute_permutation", "quantize_permute", "grouped_gemm", "grouped_g
 
 
 def _call(start: float) -> list[tuple[str, float, float]]:
-    """Kernels that overlap: each begins two before the one before it ends, and ends three after that."""
+    """Overlapping kernels: each begins two us before the preceding one ends, and ends three us after that."""
     return [(name, start + 3 * i - 2 * (i > 0), start + 3 * i + 3) for i, name in enumerate(KERNELS)]
 
 
@@ -160,7 +162,7 @@ def test_a_stage_lasts_from_the_end_of_the_one_before() -> None:
         (_call(0)[:-1], "expected whole calls of 5 kernels, got 4 kernels"),
     ],
 )
-def test_other_kernels_are_no_stages(kernels: list[tuple[str, float, float]], message: str) -> None:
+def test_unexpected_kernels_are_refused(kernels: list[tuple[str, float, float]], message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         benchmarks.moe_layer.stage_times(kernels)
 
@@ -182,7 +184,7 @@ def test_a_picture_shows_every_stage_of_every_row(peer: dict[str, float], tmp_pa
     pictures.draw_stages(result, tmp_path / "picture.svg")
     picture = (tmp_path / "picture.svg").read_text()
     for colour in pictures.COLOURS.values():
-        assert picture.count(f"fill: {colour}") == 3 + 1  # and one in the legend
+        assert picture.count(f"fill: {colour}") == 3 + 1  # plus one in the legend
     assert picture.count(f"stroke: {pictures.MARK}") == len(peer)
     said = "time over that of DeepGEMM's two GEMMs alone" if peer else "time over the whole layer's"
     assert f"<!-- {said} -->" in picture
@@ -196,7 +198,7 @@ def test_a_picture_shows_every_stage_of_every_row(peer: dict[str, float], tmp_pa
         ({}, {}),
     ],
 )
-def test_ratios_are_over_the_peers_that_are_there(
+def test_ratios_are_over_the_available_peers(
     peers: dict[str, float], expected: dict[str, float], capsys: pytest.CaptureFixture[str]
 ) -> None:
     row: dict[str, Any] = {"us": 10.0} | peers
@@ -222,7 +224,7 @@ def test_a_difference_is_summed_in_float64() -> None:
 
 @pytest.mark.parametrize("mega_moe", [True, False])
 @pytest.mark.parametrize("with_peer", [True, False])
-def test_a_row_has_the_columns_of_the_peers_there_are(
+def test_a_row_has_the_columns_of_the_available_peers(
     with_peer: bool, mega_moe: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = torch.ones(16, 4)
@@ -245,7 +247,7 @@ def test_a_row_has_the_columns_of_the_peers_there_are(
     assert benchmarks.moe_layer.measure(problem, with_peer) == expected
 
 
-def test_a_layer_is_measured_with_what_the_command_line_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line_selects_layers_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["benchmarks.moe_layer"])
     assert vars(benchmarks.moe_layer._options()) == {
         "layer": "", "tokens": (1, 16, 64, 256, 1024, 4096), "json": None,
@@ -265,7 +267,7 @@ def test_a_layer_is_measured_with_what_the_command_line_says(monkeypatch: pytest
         (["--layer", "gpt"], "--layer: expected a part of deepseek-v3/ep8, .*, got 'gpt'"),
     ],
 )
-def test_what_no_layer_can_be_measured_with_is_refused(
+def test_invalid_layers_and_tokens_are_refused(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.argv", ["benchmarks.moe_layer", *arguments])

@@ -1,4 +1,4 @@
-"""Makefile, workflow and hooks name the same chores."""
+"""The Makefile, the workflow and the hooks name the same chores."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""The container files agree with each other and with the code; a real run is told in docs/container.md."""
+"""The container files agree with each other and with the code; docs/container.md describes a real run."""
 
 import http.server
 import json
@@ -56,7 +56,7 @@ def compose(*names: str) -> dict[str, Any]:
 
 
 def default_of(value: str) -> str:
-    """What Compose puts in when no variable is set: "${NAME:-default}" becomes "default"."""
+    """The value that Compose uses if the variable is not set: "${NAME:-default}" becomes "default"."""
     return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", value)
 
 
@@ -99,7 +99,7 @@ def test_base_image_has_a_supported_python() -> None:
 
 
 def test_each_variant_installs_its_lock_and_nothing_else() -> None:
-    """What a package manager installs comes from hashes, but for the CPU build of torch, which has a pin."""
+    """All packages are installed by hash, except the CPU build of torch, which is pinned."""
     (fetching,) = [rest for rest in arguments_of("RUN") if "--require-hashes" in rest]
     steps = [step for step in fetching.split("&&") if " install " in step]
     (torch, locked) = [re.findall(r"-r (\S+?);? ", step + " ") for step in steps]
@@ -177,7 +177,7 @@ def test_healthcheck_follows_readiness(
     assert interpreter == "/opt/expertd/bin/python"
     _Health.statuses = {"/v2/health/ready": status}
     monkeypatch.setenv("EXPERTD_PORT", str(health_port))
-    # A proxy must not be asked: port 9 refuses.
+    # It must not go through a proxy: port 9 refuses connections.
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
 
     done = subprocess.run([sys.executable, *arguments], timeout=30, check=False)

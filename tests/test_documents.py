@@ -1,4 +1,4 @@
-"""The documents are true: links lead somewhere, tables are the code's, commands exist."""
+"""The documents match the code: links resolve, tables are up to date, commands exist."""
 
 import re
 import tomllib
@@ -30,7 +30,7 @@ def text_of(document: str) -> str:
 
 
 def anchors(document: str) -> set[str]:
-    """What a link may name after #, as GitHub makes it of a heading."""
+    """The anchors that GitHub derives from a document's headings."""
     headings = re.findall(r"^#+ (.+)$", _CODE.sub("", text_of(document)), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -40,7 +40,7 @@ def test_every_document_is_found() -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_links_lead_somewhere(document: str) -> None:
+def test_links_resolve(document: str) -> None:
     folder = (ROOT / document).parent
     broken = []
     for link in re.findall(r"\]\(([^)\s]+)", _CODE.sub("", text_of(document))):
@@ -54,7 +54,7 @@ def test_links_lead_somewhere(document: str) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_modules_and_chores_that_are_named_exist(document: str) -> None:
+def test_named_modules_and_chores_exist(document: str) -> None:
     # The changelog also names what has been removed.
     text = re.sub(r"^### Removed$.*?(?=^##|\Z)", "", text_of(document), flags=re.M | re.S)
     modules = set(re.findall(r"python\s+-m\s+([a-z_.]*[a-z_])", text))
@@ -73,7 +73,7 @@ def test_yaml_blocks_are_settings(document: str) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_environment_variables_that_are_named_are_settings(document: str) -> None:
+def test_named_environment_variables_are_settings(document: str) -> None:
     beside = {"EXPERTD_CACHE_DIR", "EXPERTD_CONFIG", "EXPERTD_SERVICE_HOST"}  # the last is Kubernetes'
     named = set(re.findall(r"\bEXPERTD_\w+[A-Z]", text_of(document))) - beside
     fields = {name.removeprefix("EXPERTD_").lower().split("__")[0] for name in named}
@@ -94,7 +94,7 @@ def test_the_readme_is_short() -> None:
     assert len(text_of("README.md").splitlines()) <= 170
 
 
-def test_the_api_table_is_the_apps() -> None:
+def test_the_api_table_matches_the_app() -> None:
     app = ExpertApp(load_settings(DEMO))
     documented = {
         f"{method.upper()} {path}" for path, calls in app.openapi()["paths"].items() for method in calls
@@ -105,7 +105,7 @@ def test_the_api_table_is_the_apps() -> None:
     assert sorted(table) == sorted(documented | beside)
 
 
-def test_the_table_of_families_is_the_codes() -> None:
+def test_the_table_of_families_matches_the_code() -> None:
     table = re.findall(r"^\|.*\| `(\w+)` \|", text_of("docs/checkpoints.md"), re.M)
     assert sorted(name for name in table if name != "model_type") == sorted(FAMILIES)
 

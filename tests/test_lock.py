@@ -48,7 +48,7 @@ def pins(name: str, python: str) -> dict[str, str]:
 
 
 def required(texts: list[str]) -> Iterator[Requirement]:
-    """`texts` as requirements, with the project's own extras in place of their names."""
+    """`texts` as requirements, with the project's own extras expanded."""
     for requirement in map(Requirement, texts):
         if requirement.name == PROJECT["name"]:
             for extra in requirement.extras:
@@ -57,7 +57,7 @@ def required(texts: list[str]) -> Iterator[Requirement]:
             yield requirement
 
 
-def test_the_locks_are_of_these_requirements() -> None:
+def test_the_locks_match_the_requirements() -> None:
     assert lock.stale() == [], RENEW
 
 
@@ -90,14 +90,14 @@ def test_a_package_has_one_version_in_all_locks(python: str) -> None:
     assert cuda["torch"] == lock.torch_version()
 
 
-def test_python_versions_are_the_projects() -> None:
+def test_python_versions_match_the_projects() -> None:
     (lowest, above) = re.findall(r"3\.\d+", PROJECT["requires-python"])
     assert PYTHONS[0] == lowest
     assert int(PYTHONS[-1].split(".")[1]) + 1 == int(above.split(".")[1])
 
 
 @pytest.mark.parametrize("name", lock.LOCKS)
-def test_every_package_is_held_to_hashes_and_no_address(name: str) -> None:
+def test_every_package_has_hashes_and_no_url(name: str) -> None:
     text = (lock.ROOT / "requirements" / name).read_text()
     entries = re.split(r"^(?=[\w.-]+==)", text, flags=re.M)[1:]
     assert len(entries) == len(locked(name)) > 0
@@ -123,7 +123,7 @@ def test_a_cpu_needs_no_cuda_package() -> None:
         ("requirements/dev.txt", "SHA-256", "SHA"),
     ],
 )
-def test_a_changed_requirement_asks_for_new_locks(tmp_path: Path, path: str, old: str, new: str) -> None:
+def test_a_changed_requirement_makes_the_locks_stale(tmp_path: Path, path: str, old: str, new: str) -> None:
     shutil.copy(lock.ROOT / "pyproject.toml", tmp_path)
     shutil.copytree(lock.ROOT / "requirements", tmp_path / "requirements")
     assert lock.stale(tmp_path) == lock.stale()

@@ -1,4 +1,4 @@
-"""Checkpoints of random weights are what the service takes, for every family."""
+"""The service loads checkpoints of random weights, for every family."""
 
 import json
 from pathlib import Path
@@ -34,12 +34,12 @@ def test_every_family_can_be_made(family: str, tmp_path: Path) -> None:
         assert 0.05 < out.std() < 5
 
 
-def test_a_small_one_needs_no_config(tmp_path: Path) -> None:
+def test_the_default_checkpoint_needs_no_config(tmp_path: Path) -> None:
     assert make_checkpoint(tmp_path / "made") == [1, 2]
     assert run(tmp_path / "made", 2).isfinite().all()
 
 
-def test_a_layer_that_is_not_there_is_refused_and_nothing_left_behind(tmp_path: Path) -> None:
+def test_a_missing_layer_is_refused_and_leaves_no_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="layers: expected MoE layers of the model, got 0"):
         make_checkpoint(tmp_path / "made", layers="0-1")
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')

@@ -1,4 +1,4 @@
-"""What is built from this tree: one package, which leaves the name `kernels` to Hugging Face's."""
+"""The tree builds one package, which leaves the name `kernels` to Hugging Face's."""
 
 import shutil
 import subprocess
@@ -20,7 +20,7 @@ PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:
-    """Standard output of a command, which is expected to succeed."""
+    """The standard output of a command that is expected to succeed."""
     done = subprocess.run(
         command, cwd=cwd, env={"PATH": "", **environment}, capture_output=True, text=True, check=False
     )
@@ -42,7 +42,7 @@ def names_in(wheel: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what the build reads, links kept, so that nothing is written into the tree."""
+    """A copy of the build's inputs, links kept, so that nothing is written into the tree."""
     copy = tmp_path_factory.mktemp("source")
     for name in INPUTS:
         if (ROOT / name).is_dir():
@@ -90,7 +90,7 @@ def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_it_is_installed_beside_the_other_kernels(site: Path, tmp_path: Path) -> None:
+def test_it_can_be_installed_beside_hugging_faces_kernels(site: Path, tmp_path: Path) -> None:
     program = (
         "import kernels, expertd.kernels, expertd.service\n"
         "for module in (kernels, expertd.kernels, expertd.service): print(module.__file__)\n"

@@ -25,7 +25,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 def block(document: str, language: str, word: str) -> str:
-    """The one code block of `document` in `language` that holds `word`."""
+    """The only code block of `document` in `language` that contains `word`."""
     blocks: list[str] = re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / document).read_text(), re.M | re.S)
     (found,) = [text for text in blocks if word in text]
     return found

@@ -1,4 +1,4 @@
-"""The documents show what the results say, and a changed result is noticed."""
+"""The documents match the results, and a changed result is noticed."""
 
 import json
 import re
@@ -19,7 +19,7 @@ RESULTS = sorted(path.name for path in (ROOT / "benchmarks" / "results").iterdir
 
 
 def halved(value: Any) -> Any:
-    """Every float of a JSON value by half, unless it is a setting of the run."""
+    """A JSON value with every float halved, except settings of the run."""
     if isinstance(value, dict):
         return {key: halved(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -34,7 +34,7 @@ def write(directory: Path, name: str, content: object) -> Path:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """The documents and results, to be changed."""
+    """A copy of the documents and results, for tests to change."""
     for name in (*report.DOCUMENTS, *pictures.PICTURES):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
@@ -43,7 +43,7 @@ def copy(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_documents_show_the_results() -> None:
+def test_documents_match_the_results() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.report", "--check"],
         cwd=ROOT, capture_output=True, text=True, check=False,
@@ -93,7 +93,7 @@ def test_the_readme_has_no_other_figures() -> None:
         ("<!-- /report -->", "report markers: expected"),
     ],
 )
-def test_markers_that_do_not_fit_are_refused(text: str, message: str) -> None:
+def test_unmatched_markers_are_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         report.render(text)
 
@@ -132,7 +132,7 @@ def test_the_layers_tables(tmp_path: Path) -> None:
     assert "take 20 to 20% of the whole, at 54 to 63% of the copy's bandwidth" in around
 
 
-def test_grouped_gemms_are_told_by_band(tmp_path: Path) -> None:
+def test_grouped_gemms_are_grouped_by_band(tmp_path: Path) -> None:
     rows = [
         {"band": "large", "speed": 0.5, "over_floor": 1.0, "tflops": 1000.0, "tbps": 1.0},
         {"band": "large", "speed": 2.0, "over_floor": 4.0, "tflops": 900.0, "tbps": 3.0},

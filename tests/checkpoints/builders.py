@@ -1,4 +1,4 @@
-"""Small checkpoints of every family: built and saved by transformers, turned into FP8 block by block."""
+"""Small checkpoints of every family: built and saved by transformers, quantized to FP8 block by block."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ from tests.kernels.helpers import fresh_generator
 
 
 class Checkpoint:
-    """A family's checkpoint in `directory`, and `oracle`, transformers' float32 model of the same numbers."""
+    """A family's checkpoint in `directory`, and `oracle`, transformers' float32 model of the same weights."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class Checkpoint:
         *,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        """Weights of `dtype`, or (scales_dtype given) the experts' in FP8."""
+        """Weights are of `dtype`; if scales_dtype is given, the experts' are FP8."""
         case = FAMILIES[family]
         self.family, self.directory = family, directory
         with quiet_transformers(), tempfile.TemporaryDirectory() as temporary:
@@ -43,7 +43,7 @@ class Checkpoint:
         edit_json(directory / "config.json", model_type=case.model_type)
 
     def block(self, layer: int) -> Any:
-        """The MoE block of a layer, as transformers has it."""
+        """transformers' MoE block of a layer."""
         return self.oracle.model.layers[layer].mlp
 
     @torch.no_grad()
@@ -59,7 +59,7 @@ class Checkpoint:
 
 
 def edit_json(path: Path, **changes: object) -> None:
-    """Set top-level keys of a JSON file; `...` takes one out."""
+    """Set top-level keys of a JSON file; `...` removes one."""
     values = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({name: value for name, value in values.items() if value is not ...}))
 
@@ -71,13 +71,13 @@ def shard_of(directory: Path, name: str) -> Path:
 
 
 def edit_tensors(file: Path, **changes: Tensor | None) -> None:
-    """Replace or add tensors of a safetensors file (dots as they are in names); None takes one out."""
+    """Replace or add tensors of a safetensors file (names keep their dots); None removes one."""
     tensors = load_file(file) | changes
     save_file({name: value for name, value in tensors.items() if value is not None}, file)
 
 
 def _randomize(model: Any) -> None:
-    """Weights that keep the size of a token, and biases large enough to choose."""
+    """Weights that keep the magnitude of a token, and biases large enough to affect choices."""
     generator = fresh_generator()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if "e_score_correction_bias" in name:
@@ -87,7 +87,7 @@ def _randomize(model: Any) -> None:
 
 
 def _to_fp8(directory: Path, plain: Path, scales_dtype: torch.dtype) -> None:
-    """Quantize the experts' weights in `directory`, and put what they then mean into `plain`."""
+    """Quantize the experts' weights in `directory`, and write their dequantized values to `plain`."""
     index = json.loads((directory / "model.safetensors.index.json").read_text())
     for file in sorted(directory.glob("*.safetensors")):
         tensors = load_file(file)

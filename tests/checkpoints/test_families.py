@@ -1,4 +1,4 @@
-"""Which layers of a family are MoE layers, and what its rule is where config.json leaves it out."""
+"""The MoE layers of each family, and its routing rule if config.json leaves it out."""
 
 import json
 from importlib import import_module
@@ -57,7 +57,7 @@ def test_the_rule_is_read_from_the_config(family: str, tmp_path: Path) -> None:
         ("qwen3_moe", ("softmax", False), 0),
     ],
 )
-def test_what_a_config_means_where_it_says_nothing(
+def test_defaults_of_missing_config_keys(
     model_type: str, routing: tuple[object, ...], shared: int, tmp_path: Path
 ) -> None:
     config = {
@@ -70,7 +70,7 @@ def test_what_a_config_means_where_it_says_nothing(
     assert model.num_shared_experts == shared
 
 
-def test_every_second_layer_of_deepseek_and_those_of_prediction(tmp_path: Path) -> None:
+def test_deepseek_with_every_second_layer_and_prediction_layers(tmp_path: Path) -> None:
     config = {
         "model_type": "deepseek_v3", "num_hidden_layers": 8, "num_nextn_predict_layers": 3,
         "moe_layer_freq": 2, "hidden_size": 256, "moe_intermediate_size": 128, "n_routed_experts": 8,

@@ -1,4 +1,4 @@
-"""What cannot be served is said in one sentence, before anything is loaded."""
+"""Checkpoints that cannot be served are refused with one sentence, before anything is loaded."""
 
 import json
 import os
@@ -89,7 +89,7 @@ def without(pattern: str) -> Damage:
     return damage
 
 
-def test_what_is_not_damaged_is_served(directory: Path) -> None:
+def test_an_undamaged_checkpoint_is_served(directory: Path) -> None:
     assert find(directory) == ["model.layers.1", "model.layers.2"]
 
 
@@ -218,19 +218,23 @@ def test_a_damaged_checkpoint_is_refused(directory: Path, damage: Damage, messag
     [
         ("0-1", None, r"layers: expected MoE layers \(1-3\), got 0"),
         ("1,9", None, r"layers: expected MoE layers \(1-3\), got 9"),
-        ("3", None, r"expected tensor model\.layers\.3\..* got none"),  # prediction of more tokens: not saved
+        (
+            "3",
+            None,
+            r"expected tensor model\.layers\.3\..* got none",
+        ),  # multi-token prediction: not saved
         ("1", "5-8", r"experts: expected a range of 0 to 7, got 5-8"),
     ],
 )
-def test_what_a_checkpoint_does_not_have_is_refused(
+def test_missing_layers_and_experts_are_refused(
     directory: Path, layers: str, experts: str | None, message: str
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
         find(directory, layers, experts)
 
 
-def test_a_link_in_the_directory_may_lead_elsewhere(directory: Path, tmp_path: Path) -> None:
-    """The hub's cache is made of links."""
+def test_links_may_point_outside_the_directory(directory: Path, tmp_path: Path) -> None:
+    """The hub's cache consists of links."""
     elsewhere = tmp_path / "blobs"
     elsewhere.mkdir()
     for number, file in enumerate(directory.glob("*.safetensors")):
@@ -239,7 +243,7 @@ def test_a_link_in_the_directory_may_lead_elsewhere(directory: Path, tmp_path: P
     assert find(directory) == ["model.layers.1", "model.layers.2"]
 
 
-def test_one_file_without_an_index_will_do(directory: Path) -> None:
+def test_a_single_file_needs_no_index(directory: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     tensors = {
@@ -251,7 +255,7 @@ def test_one_file_without_an_index_will_do(directory: Path) -> None:
     assert find(directory) == ["model.layers.1", "model.layers.2"]
 
 
-def test_a_shard_has_the_shared_expert_only_with_expert_0(directory: Path) -> None:
+def test_a_part_has_the_shared_expert_only_with_expert_0(directory: Path) -> None:
     def shared(experts: str) -> int:
         (model,) = models_of(CheckpointSettings(path=directory, layers="1", experts=experts))
         return model.num_shared_experts
@@ -259,7 +263,7 @@ def test_a_shard_has_the_shared_expert_only_with_expert_0(directory: Path) -> No
     assert [shared(experts) for experts in ("0-7", "0-3", "4-7", "1")] == [1, 1, 0, 0]
 
 
-def test_a_model_of_the_hubs_cache_is_called_by_its_name(made: Path, tmp_path: Path) -> None:
+def test_a_model_in_the_hubs_cache_is_named_after_the_model(made: Path, tmp_path: Path) -> None:
     snapshot = tmp_path / "models--deepseek-ai--DeepSeek-V3" / "snapshots" / "0a1b2c"
     shutil.copytree(made, snapshot)
     assert find(snapshot, "1") == ["DeepSeek-V3.layers.1"]
@@ -267,7 +271,7 @@ def test_a_model_of_the_hubs_cache_is_called_by_its_name(made: Path, tmp_path: P
     assert find(tmp_path / "current", "1") == ["current.layers.1"]
 
 
-def test_a_directory_whose_name_is_no_models_needs_one(made: Path, tmp_path: Path) -> None:
+def test_a_directory_without_a_valid_model_name_needs_one(made: Path, tmp_path: Path) -> None:
     directory = Path(shutil.copytree(made, tmp_path / "my model"))
     with pytest.raises(CheckpointError, match=r"my model: name: expected --name .*, got 'my model'"):
         find(directory)
@@ -275,14 +279,14 @@ def test_a_directory_whose_name_is_no_models_needs_one(made: Path, tmp_path: Pat
     assert [model.name for model in models_of(settings)] == ["mine.layers.1"]
 
 
-def test_a_shared_expert_that_config_json_does_not_tell_of_is_one(directory: Path) -> None:
+def test_a_missing_shared_expert_count_means_one(directory: Path) -> None:
     edit_json(directory / "config.json", n_shared_experts=...)
     assert models_of(CheckpointSettings(path=directory, layers="1"))[0].num_shared_experts == 1
     edit_json(directory / "config.json", n_shared_experts=None)
     assert models_of(CheckpointSettings(path=directory, layers="1"))[0].num_shared_experts == 0
 
 
-def test_looking_at_a_checkpoint_does_not_wait_for_torch(directory: Path) -> None:
+def test_inspecting_a_checkpoint_does_not_import_torch(directory: Path) -> None:
     code = (
         "import sys; from expertd.service.settings.loader import Flag, load_settings\n"
         "from expertd.service.checkpoints import resolve_checkpoints\n"

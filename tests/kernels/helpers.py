@@ -11,20 +11,20 @@ from torch import Tensor
 
 from expertd.kernels import Quantized, dequantize_blocks, dequantize_rows, quantize_blocks, quantize_rows
 
-DEQUANTISED_TOLERANCE = 1e-5
-UNQUANTISED_TOLERANCE = 1e-3
-# Quantization costs about 7e-4 on average: with fewer outputs than this, chance alone can pass 1e-3.
+DEQUANTIZED_TOLERANCE = 1e-5
+UNQUANTIZED_TOLERANCE = 1e-3
+# Quantization costs about 7e-4 on average: with fewer outputs than this, chance alone can exceed 1e-3.
 _ENOUGH_OUTPUTS = 2048
-# The reference backend rounds its operands to bf16: 8 outputs pass 1e-5 in 7 of 100 draws, 256 in none.
+# The reference backend rounds its operands to bf16: 8 outputs exceed 1e-5 in 7 of 100 draws, 256 in none.
 _FEW_OUTPUTS = 256
 _POISON = 0x7FA5  # a bf16 NaN that no arithmetic produces
 _GUARD_ROWS = 8
-_CHUNK = 1 << 24  # elements turned into float64 at a time
+_CHUNK = 1 << 24  # elements converted to float64 at a time
 
 
 @dataclass(frozen=True)
 class ContiguousCase:
-    """Inputs of `grouped_gemm_contiguous` and what they were quantized from; rows_per_group on the host."""
+    """Inputs of `grouped_gemm_contiguous` and their unquantized values; rows_per_group is on the host."""
 
     x: Tensor  # bf16 [M, K]
     w: Tensor  # bf16 [G, N, K]
@@ -39,7 +39,7 @@ class ContiguousCase:
         return f"groups {g}, n {n}, k {k}, rows {_shorten(self.rows_per_group)}"
 
     def groups(self) -> Iterator[tuple[int, slice]]:
-        """The groups that have rows, with their rows."""
+        """The non-empty groups, with their rows."""
         start = 0
         for group, rows in enumerate(self.rows_per_group):
             if rows:
@@ -49,7 +49,7 @@ class ContiguousCase:
 
 @dataclass(frozen=True)
 class MaskedCase:
-    """Inputs of `grouped_gemm_masked` and what they were quantized from; row_counts on the host."""
+    """Inputs of `grouped_gemm_masked` and their unquantized values; row_counts is on the host."""
 
     x: Tensor  # bf16 [G, max_m, K]
     w: Tensor  # bf16 [G, N, K]
@@ -65,7 +65,7 @@ class MaskedCase:
 
 
 class Diff:
-    """1 - 2<x,y>/(<x,x>+<y,y>), gathered piece by piece in float64; NaN anywhere makes it NaN."""
+    """1 - 2<x,y>/(<x,x>+<y,y>), accumulated piece by piece in float64; NaN anywhere makes it NaN."""
 
     def __init__(self) -> None:
         self._xy = self._squares = 0.0
@@ -91,7 +91,7 @@ def diff(x: Tensor, y: Tensor) -> float:
 
 
 def fresh_generator(device: torch.device | str = "cpu", seed: int | None = None) -> torch.Generator:
-    """A generator with a seed drawn anew (or given, to repeat a failure), printed for pytest's report."""
+    """A generator with a fresh seed (or a given one, to repeat a failure), printed for pytest's report."""
     seed = secrets.randbits(32) if seed is None else seed
     print(f"seed {seed}")
     return torch.Generator(device).manual_seed(seed)
@@ -99,7 +99,7 @@ def fresh_generator(device: torch.device | str = "cpu", seed: int | None = None)
 
 @contextmanager
 def forbid_host_sync() -> Iterator[None]:
-    """Within it, whatever makes the host wait for the GPU raises."""
+    """A context in which anything that makes the host wait for the GPU raises."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
         torch.cuda.set_sync_debug_mode("error")
@@ -112,7 +112,7 @@ def forbid_host_sync() -> Iterator[None]:
 def random_contiguous(
     rows_per_group: Sequence[int], n: int, k: int, device: torch.device | str = "cpu", seed: int | None = None
 ) -> ContiguousCase:
-    """Random inputs with group g owning rows_per_group[g] rows; seed None: a new one each time, printed."""
+    """Random inputs with rows_per_group[g] rows in group g; seed None: a new one each time, printed."""
     generator = fresh_generator(device, seed)
     x = random_rows((sum(rows_per_group), k), generator)
     w = random_weights(len(rows_per_group), n, k, generator)
@@ -158,7 +158,7 @@ def random_weights(num_groups: int, n: int, k: int, generator: torch.Generator) 
 
 
 def poisoned(*shape: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-    """(buffer, out): out bf16 of the shape given, inside a buffer with guard rows around, all poison."""
+    """(buffer, out): out, bf16 of the given shape, inside a buffer with guard rows around it; all poison."""
     rows = torch.Size(shape[:-1]).numel()
     buffer = torch.empty((rows + 2 * _GUARD_ROWS, shape[-1]), dtype=torch.bfloat16, device=device)
     buffer.view(torch.int16).fill_(_POISON)
@@ -166,12 +166,12 @@ def poisoned(*shape: int, device: torch.device | str = "cpu") -> tuple[Tensor, T
 
 
 def untouched(rows: Tensor) -> bool:
-    """Whether every element still is the poison, bit for bit."""
+    """Whether every element is still the poison, bit for bit."""
     return bool((rows.view(torch.int16) == _POISON).all().item())
 
 
 def expect_contiguous(case: ContiguousCase, buffer: Tensor, out: Tensor) -> None:
-    """Assert that out is right by both measures and that the guard rows of its buffer are untouched."""
+    """Assert that out is correct by both measures and that the guard rows of its buffer are untouched."""
     _expect_guards(buffer, case.label)
     dequantized, unquantized = Diff(), Diff()
     rows = dequantize_rows(*case.a)
@@ -183,7 +183,7 @@ def expect_contiguous(case: ContiguousCase, buffer: Tensor, out: Tensor) -> None
 
 
 def expect_masked(case: MaskedCase, buffer: Tensor, out: Tensor) -> None:
-    """Assert that out is right by both measures and that guard rows and rows past counts are untouched."""
+    """Assert that out is correct by both measures and that guard rows and rows past counts are untouched."""
     _expect_guards(buffer, case.label)
     dequantized, unquantized = Diff(), Diff()
     for group, count in enumerate(case.row_counts):
@@ -216,12 +216,12 @@ def _expect_guards(buffer: Tensor, label: str) -> None:
 
 def _expect_small(dequantized: Diff, unquantized: Diff, label: str) -> None:
     few = dequantized.elements < _FEW_OUTPUTS
-    tolerance = UNQUANTISED_TOLERANCE if few else DEQUANTISED_TOLERANCE
+    tolerance = UNQUANTIZED_TOLERANCE if few else DEQUANTIZED_TOLERANCE
     assert dequantized.value < tolerance, f"diff {dequantized.value:.3g}; {label}"
     if unquantized.elements >= _ENOUGH_OUTPUTS:
-        assert unquantized.value < UNQUANTISED_TOLERANCE, f"unquantized {unquantized.value:.3g}; {label}"
+        assert unquantized.value < UNQUANTIZED_TOLERANCE, f"unquantized {unquantized.value:.3g}; {label}"
 
 
 def _shorten(numbers: tuple[int, ...]) -> str:
     head = ", ".join(map(str, numbers[:8]))
-    return f"[{head}, ... {sum(numbers)} in all]" if len(numbers) > 8 else f"[{head}]"
+    return f"[{head}, ... sum {sum(numbers)}]" if len(numbers) > 8 else f"[{head}]"

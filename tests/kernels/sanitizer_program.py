@@ -1,4 +1,4 @@
-"""What the sanitizers run: every variant on small awkward shapes, each result checked."""
+"""The program that sanitizers run: every variant on small awkward shapes, with every result checked."""
 
 from dataclasses import replace
 
@@ -33,13 +33,13 @@ SHAPES = (([3, 0, 70, 1, 200], 264, 384), ([1], 8, 128), ([0, 0], 136, 256))
 
 
 def every_lane_arrives(variant: Variant) -> Variant:
-    """racecheck does not follow one lane's arrival at a barrier for its warp: here every lane arrives."""
+    """racecheck cannot track one lane that arrives at a barrier for its warp, so here every lane arrives."""
     source = variant.source
     return variant._replace(source=replace(source, defines=(*source.defines, ("EVERY_LANE_ARRIVES", "1"))))
 
 
 def whole_layer(tokens: int) -> None:
-    """Routing and the five launches of experts, against the composition of single steps."""
+    """Routing and the five launches of experts, against the separate steps."""
     h, i, e, k = 256, 384, 5, 3
     generator = fresh_generator("cuda")
     gate_up = quantize_blocks(torch.randn(e, 2 * i, h, generator=generator, device="cuda").mul_(h**-0.5))
@@ -60,7 +60,7 @@ def whole_layer(tokens: int) -> None:
 
 
 def main() -> None:
-    """Run all; the persistent grid is small, so that every CTA walks several tiles."""
+    """Run everything on a small persistent grid, so that every CTA computes several tiles."""
     for key, variant in grouped_gemm.VARIANTS.items():
         grouped_gemm.VARIANTS[key] = every_lane_arrives(variant)
     for plan in [Plan(config, 16 * config.steps) for config in CONFIGS]:

@@ -1,4 +1,4 @@
-"""Every argument the grouped GEMMs refuse: the message says what was expected and what came."""
+"""Every argument that the grouped GEMMs reject, with a message that has the expected and the actual value."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ def _masked_arguments() -> dict[str, Any]:
 
 
 def _quantized(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The same with a and b in the form that the functions take."""
+    """The same arguments, with a and b as Quantized."""
     rest = dict(arguments)
     pairs = {name: Quantized(rest.pop(name), rest.pop(f"{name}_scales")) for name in ("a", "b")}
     return pairs | rest
@@ -167,7 +167,7 @@ def test_out_is_returned_and_allocated_when_not_given() -> None:
     assert allocated.dtype == torch.bfloat16
 
 
-def test_no_rows_return_at_once() -> None:
+def test_no_rows_return_an_empty_output() -> None:
     arguments = _contiguous_arguments() | {
         "a": _e4m3(0, K),
         "a_scales": torch.ones(0, 2),
@@ -205,6 +205,6 @@ def test_auto_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pyte
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
-def test_hopper_by_name_without_a_gpu_says_why() -> None:
+def test_hopper_by_name_without_a_gpu_raises_with_the_reason() -> None:
     with pytest.raises(RuntimeError, match="expected a device that it can run on, got no CUDA device"):
         resolve_backend("hopper")

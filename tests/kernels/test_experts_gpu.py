@@ -1,4 +1,4 @@
-"""The layer's own kernels on Hopper, each against PyTorch, and all together against float64."""
+"""The layer's kernels on Hopper: each against PyTorch, and all together against float64."""
 
 from functools import reduce
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ def _kernels() -> tuple[Kernels, OnStream]:
 
 
 def _logits(x: Tensor, router: Tensor) -> Tensor:
-    """fp32 [T, E], its partial sums added up in the order of the kernel."""
+    """fp32 [T, E]: the partial sums, added up in the kernel's order."""
     logits = router_logits(*_kernels(), TensorMapCache(describe_rows), x, router)
     total = torch.zeros_like(logits.data[0])
     for first in range(0, len(logits.data), logits.sums):
@@ -53,7 +53,7 @@ def test_compute_permutation(shape: tuple[int, int], num_groups: int, num_sms: i
     group_ids = torch.randint(
         0, num_groups + 1, shape, generator=fresh_generator("cuda"), device="cuda", dtype=torch.int32
     )
-    # Small blocks of memory are reused: what the kernel does not write is not zero.
+    # Small blocks of memory are reused, so memory that the kernel does not write is not zero.
     poison = [torch.full((2, 2), 0x7F7F7F7F, dtype=torch.int32, device="cuda") for _ in range(64)]
     del poison
     rows, offsets, tile_counters = on_hopper.compute_permutation(*_kernels(), group_ids, num_groups, num_sms)
@@ -105,7 +105,7 @@ def test_route(num_experts: int, routing: Routing) -> None:
     ids, weights = backend.choose_experts(logits, bias, top_k, routing)
     expected_ids, expected_weights = choose_experts(logits, bias, top_k, routing)
     same = (ids == expected_ids).all(1)
-    assert same.float().mean() > 0.99  # expf and torch's exp differ in the last bit, which can part a tie
+    assert same.float().mean() > 0.99  # expf and torch's exp differ in the last bit, which can break a tie
     torch.testing.assert_close(weights[same], expected_weights[same], rtol=1e-5, atol=0)
 
 
@@ -123,7 +123,7 @@ def test_route(num_experts: int, routing: Routing) -> None:
 )
 @pytest.mark.parametrize("tokens", [1, 300])
 def test_route_of_odd_sizes(num_experts: int, top_k: int, routing: Routing, tokens: int) -> None:
-    """Logits at any address; numbers far apart, so that all must agree. All alike, the lowest are chosen."""
+    """Unaligned logits: far apart, so that all choices must agree, then all equal, so that the lowest win."""
     backend, generator = resolve_backend("hopper"), fresh_generator("cuda")
     order = torch.rand(tokens, num_experts, generator=generator, device="cuda").argsort(1)
     logits = torch.empty(tokens * num_experts + 1, device="cuda")[1:].view(tokens, num_experts)
@@ -135,7 +135,7 @@ def test_route_of_odd_sizes(num_experts: int, top_k: int, routing: Routing, toke
         torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=0)
 
 
-def test_a_token_of_nan_or_infinity_is_routed_alone() -> None:
+def test_a_token_with_nan_or_infinity_affects_no_other() -> None:
     backend, generator = resolve_backend("hopper"), fresh_generator("cuda")
     logits = torch.randn(20, 256, generator=generator, device="cuda")
     logits[3], logits[4, 7], logits[5, 9], logits[6] = torch.nan, torch.nan, torch.inf, -torch.inf
@@ -155,7 +155,7 @@ def test_a_token_of_nan_or_infinity_is_routed_alone() -> None:
     ("num_experts", "k"), [(1, 256), (8, 4096), (33, 1408), (60, 128), (128, 2048), (256, 7168), (1000, 1152)]
 )
 def test_logits(num_experts: int, k: int, tokens: int) -> None:
-    """Their parts, added up, are fp32 sums of exact products, and a token's do not depend on the others."""
+    """Added up, the parts are fp32 sums of exact products, and a token's do not depend on other tokens."""
     generator = fresh_generator("cuda")
     x, router = (
         torch.randn(n, k, generator=generator, device="cuda").to(torch.bfloat16)
@@ -173,8 +173,8 @@ def test_logits(num_experts: int, k: int, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 17, 256, 257])
-def test_routing_is_choosing_by_the_logits(tokens: int) -> None:
-    """With the pass that fetches code (up to 256 tokens) and without, replayed again and again."""
+def test_route_equals_logits_then_choice(tokens: int) -> None:
+    """With the dry run (up to 256 tokens) and without, replayed many times."""
     backend = resolve_backend("hopper")
     generator, routing = fresh_generator("cuda"), Routing("sigmoid", True, 2.5, 8, 4)
     x, router = (torch.randn(n, 7168, generator=generator, device="cuda").bfloat16() for n in (tokens, 256))
@@ -216,7 +216,7 @@ class Layer(NamedTuple):
         )
 
     def expected(self, activation: Swiglu = SILU) -> Tensor:
-        """float64 [T, H], an expert at a time, with the weights as they are."""
+        """float64 [T, H], one expert at a time, with unrounded weights."""
         out = torch.zeros(self.hidden_states.shape, dtype=torch.float64, device="cuda")
         for expert in range(self.down.data.shape[0]):
             tokens, slots = (self.topk_ids == expert).nonzero(as_tuple=True)
@@ -232,7 +232,7 @@ class Layer(NamedTuple):
 
 
 def _layer(h: int, i: int, num_experts: int, top_k: int, tokens: int, *, spread: float = 1.0) -> Layer:
-    """Random arguments; gates and ups have about this deviation."""
+    """Random arguments; `spread` is about the standard deviation of gates and ups."""
     generator = fresh_generator("cuda")
 
     def weights(n: int, k: int, size: float) -> Quantized:
@@ -262,15 +262,15 @@ def test_experts(sizes: tuple[int, int, int, int], tokens: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 300])
-def test_it_is_the_composition_of_single_steps(tokens: int) -> None:
-    """Nearer to it than to what was not rounded: a wrong scale or row would not be."""
+def test_five_launches_match_the_separate_steps(tokens: int) -> None:
+    """They agree more closely than with the unrounded result; with a wrong scale or row they would not."""
     layer, composed = _layer(2048, 768, 32, 8, tokens), torch.empty(tokens, 2048, device="cuda")
     Backend.experts(resolve_backend("hopper"), *layer, composed, SILU, None)
     assert diff(layer.run(), composed.double()) < (2e-4 if tokens > 16 else 2e-3)
 
 
-def test_experts_that_are_not_here_add_nothing() -> None:
-    """Nor do they cost rows; hidden states may lie anywhere."""
+def test_experts_that_are_not_local_add_nothing() -> None:
+    """They cost no rows either. The hidden states are unaligned."""
     layer = _layer(512, 256, 8, 3, 100)
     memory = torch.cat([layer.hidden_states.new_zeros(1), layer.hidden_states.flatten()])
     ids = torch.randint(
@@ -294,7 +294,7 @@ def test_experts_that_are_not_here_add_nothing() -> None:
 
 @pytest.mark.parametrize("tokens", [20, 200])
 def test_other_activations(tokens: int) -> None:
-    """Gates and ups beyond the limit are many here."""
+    """With many gates and ups beyond the limit."""
     layer, activation = _layer(512, 256, 4, 2, tokens, spread=2.0), Swiglu(alpha=1.702, limit=1.5)
     out = layer.run(activation=activation)
     assert diff(out, layer.expected(activation)) < 3e-3
@@ -311,8 +311,8 @@ def test_any_sm_count(num_sms: int) -> None:
         assert torch.equal(out, everywhere)
 
 
-def test_ten_runs_and_other_company_give_the_same_bits() -> None:
-    """A token's output depends on nothing but the token, its routing and the weights."""
+def test_experts_are_deterministic_and_batch_invariant() -> None:
+    """A token's output depends only on the token, its routing and the weights."""
     layer = _layer(1024, 512, 16, 4, 700)
     out = layer.run()
     for _ in range(10):

@@ -1,4 +1,4 @@
-"""A layer's experts on a CPU against float64, by the backend's own way and by the default composition."""
+"""A layer's experts on a CPU against float64, with the backend's own FFN and with the default steps."""
 
 import math
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from expertd.kernels.backends.reference.backend import ReferenceBackend
 from expertd.kernels.ops.activation import SILU, Swiglu
 from tests.kernels.helpers import diff, fresh_generator, random_rows, random_weights
 
-# What rounding hidden states, activations and rows cost in 10662 draws of 1 to 1025 rows, as a
-# `diff`: to bf16 1.2e-5 on average and 4.7e-5 at most, to FP8 1.0e-3 and 4.3e-3.
+# The `diff` from rounding hidden states, activations and rows in 10662 draws of 1 to 1025 rows: to bf16
+# 1.2e-5 on average and 4.7e-5 at most, to FP8 1.0e-3 and 4.3e-3.
 BF16_TOLERANCE = 2e-4
 FP8_TOLERANCE = 1e-2
 
@@ -24,13 +24,13 @@ H, I = 256, 128  # noqa: E741
 
 
 class Composed(ReferenceBackend):
-    """The default composition on this backend's GEMMs."""
+    """The default steps, on this backend's GEMMs."""
 
     ffn = Backend.ffn
 
 
 class Poisoned(ReferenceBackend):
-    """Rows of no group hold NaN, as memory that nobody wrote may."""
+    """Fills rows of no group with NaN, which unwritten memory may hold."""
 
     def ffn(self, *arguments: Any) -> Tensor:
         rows, offsets = super().ffn(*arguments), arguments[4]
@@ -58,7 +58,7 @@ class Case:
         return fused_experts(*arguments, backend=backend or ReferenceBackend())
 
     def expected(self, activation: Swiglu = SILU) -> Tensor:
-        """float64 [T, H], an expert at a time."""
+        """float64 [T, H], one expert at a time."""
         out = torch.zeros(self.hidden_states.shape, dtype=torch.float64)
         for group in range(self.down.data.shape[0]):
             tokens, slots = (self.topk_ids == group).nonzero(as_tuple=True)
@@ -88,9 +88,9 @@ def _case(
     i: int = I,
     seed: int | None = None,
 ) -> Case:
-    """Random arguments: ids in any order, rows_per_group[g] of them g and the rest, `outside`, no group's.
+    """Random arguments: ids in random order, rows_per_group[g] of them g, `outside` more naming no group.
 
-    An expert may come twice in a token.
+    A token may name an expert twice.
     """
     generator = fresh_generator(seed=seed)
     num_groups = len(rows_per_group)
@@ -105,7 +105,7 @@ def _case(
 
 
 def _slots(num_rows: int) -> int:
-    """The most slots up to 8 that num_rows make whole tokens of."""
+    """The largest number of slots up to 8 that divides num_rows."""
     return max(slots for slots in range(1, 9) if num_rows % slots == 0)
 
 
@@ -114,10 +114,10 @@ ROWS = [
     [0, 3, 0],
     [16, 0, 17, 15],
     [15, 0, 1],
-    [20, 1],  # the first one's GEMM needs rows past the last
+    [20, 1],  # the first group's GEMM is padded past the last row
     [1] * 40,
     [255, 1, 256, 300],  # runs end between groups
-    [700, 5],  # and inside of one
+    [700, 5],  # and inside a group
     [0, 0, 1025],
 ]
 
@@ -126,7 +126,7 @@ ROWS = [
 @pytest.mark.parametrize(
     ("backend", "tolerance"), [(ReferenceBackend, BF16_TOLERANCE), (Composed, FP8_TOLERANCE)]
 )
-def test_experts_are_right(rows: list[int], backend: type[Backend], tolerance: float) -> None:
+def test_experts_match_float64(rows: list[int], backend: type[Backend], tolerance: float) -> None:
     case = _case(rows, slots=_slots(sum(rows)))
     out = case.run(backend())
     assert out.dtype == torch.float32
@@ -148,7 +148,7 @@ def test_any_number_of_slots(slots: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_out_is_written_to(dtype: torch.dtype) -> None:
+def test_out_is_written_in_place(dtype: torch.dtype) -> None:
     case = _case([6, 30], slots=2)
     out = torch.full(case.hidden_states.shape, torch.nan, dtype=dtype)
     result = fused_experts(
@@ -193,7 +193,7 @@ def test_slots_of_no_expert_add_nothing(rows: list[int], backend: type[Backend],
     assert out.isfinite().all()
     assert diff(out, case.expected()) < tolerance
     assert not out[outside.all(1)].any()
-    # They leave the others' results as they are, to the bit.
+    # The other tokens' results keep every bit.
     absent = replace(case, topk_ids=case.topk_ids.masked_fill(outside, -1))
     assert torch.equal(absent.run(backend()), out)
 
@@ -207,13 +207,13 @@ def test_slots_of_no_expert_are_neither_computed_nor_read(number: int) -> None:
 
 
 @pytest.mark.parametrize("backend", [Poisoned, Composed])
-def test_without_any_expert_there_are_zeros(backend: type[Backend]) -> None:
+def test_tokens_without_experts_get_zeros(backend: type[Backend]) -> None:
     out = _case([0, 0], slots=3, outside=12).run(backend())
     assert torch.equal(out, torch.zeros(4, H))
 
 
 def test_rows_are_summed_in_the_order_of_slots() -> None:
-    """2**30 and -2**30 times one expert cancel out, and lose what was added before the second of them."""
+    """2**30 and -2**30 times one expert cancel, and lose whatever was added between them."""
     case, big = _case([2, 1], slots=3), float(2**30)
     ids = torch.tensor([[0, 0, 1], [0, 1, 0], [1, 0, 0]], dtype=torch.int32)
     weights = torch.tensor([[big, -big, 1], [big, 1, -big], [1, big, -big]])
@@ -236,7 +236,7 @@ def test_no_tokens_give_nothing() -> None:
     assert (out.shape, out.dtype) == ((0, H), torch.float32)
 
 
-def test_a_bad_token_stays_in_its_own_row() -> None:
+def test_nan_stays_in_its_own_row() -> None:
     case = _case([5, 0, 40, 300], slots=3)
     clean = case.run()
     case.hidden_states[2, 100] = torch.nan
@@ -245,7 +245,7 @@ def test_a_bad_token_stays_in_its_own_row() -> None:
     assert torch.equal(out[~bad], clean[~bad])
 
 
-def test_a_token_does_not_depend_on_its_company() -> None:
+def test_a_token_does_not_depend_on_its_batch() -> None:
     case = _case([5, 0, 40, 300], slots=3)
     together = case.run()
     for token in (0, 50, 114):
@@ -253,7 +253,7 @@ def test_a_token_does_not_depend_on_its_company() -> None:
         assert diff(alone[0], together[token]) < BF16_TOLERANCE
 
 
-def test_without_packing_it_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_and_plain_weights_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     case = _case([2, 40, 0, 300], slots=3)
     out = case.run()
     monkeypatch.setattr(matrices, "can_pack", lambda: False)
@@ -264,7 +264,7 @@ def test_without_packing_it_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None
     assert diff(plain, case.expected()) < BF16_TOLERANCE
 
 
-def test_weights_written_to_are_seen() -> None:
+def test_modified_weights_are_used() -> None:
     case, backend = _case([4, 4], slots=2), ReferenceBackend()
     before = case.run(backend)
     case.down.scales.mul_(2)

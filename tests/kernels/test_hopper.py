@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 
 
 def skewed(num_groups: int, total: int) -> list[int]:
-    """Rows of which a few groups have most and many have none."""
+    """Row counts with most rows in a few groups and none in many."""
     shares = torch.rand(num_groups, dtype=torch.float64).pow(8)
     return [int(x) for x in shares / shares.sum() * total]
 
@@ -93,7 +93,7 @@ def test_1024_groups() -> None:
 
 @pytest.mark.parametrize("first", range(1, 258, 32))
 def test_every_height(first: int) -> None:
-    """Heights 1 to 257, with what comes before putting each start on any row, odd ones too."""
+    """Heights 1 to 257; the groups before put starts on arbitrary rows, odd ones included."""
     heights = list(range(first, min(first + 32, 258)))
     run_contiguous(heights, 264, 256)
     run_contiguous([*heights, 5000], 264, 256)
@@ -113,7 +113,7 @@ def test_max_m(max_m: int) -> None:
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
 def test_every_tile_on_the_same_rows(config: TileConfig) -> None:
-    """Each variant is right wherever it is chosen, also where another would be."""
+    """Each variant is correct even on sizes for which another would be chosen."""
     rows, backend = [0, 1, 64, 65, 191, 192, 193, 400, 1000], planned(config)
     run_contiguous(rows, 1160, 640, backend=backend)
     run_masked(rows, 1000, 1160, 640, backend=backend)
@@ -129,14 +129,14 @@ def test_every_cut_covers_every_row(tile_steps: int, passes: int) -> None:
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
 def test_one_k_block_per_tile(config: TileConfig) -> None:
-    """Tiles so short that every ring of the kernel is full of them."""
+    """Every ring of the kernel is full of different tiles."""
     backend = planned(config)
     for num_sms in (2, 132):
         run_contiguous([1, 300, 0, 7000, 64], 2048, 128, num_sms, backend)
 
 
-def test_more_outputs_than_an_int_counts() -> None:
-    """M * N passes 2**31: an offset kept in 32 bits would write somewhere else."""
+def test_more_outputs_than_an_int_can_index() -> None:
+    """M * N exceeds 2**31: a 32-bit offset would write somewhere else."""
     n, k = 16384, 128
     rows = [70_000, 1, 62_000]
     assert sum(rows) * n > 2**31
@@ -163,7 +163,7 @@ def test_any_sm_count_gives_the_same_bits(num_sms: int) -> None:
 
 
 def test_layouts_and_tiles_give_the_same_bits() -> None:
-    """A row's result depends on the row and the weight alone: not on layout, tile or neighbours."""
+    """A row's result depends only on the row and the weight, not on layout, tile or neighbors."""
     counts, max_m = [17, 64, 33], 64
     case = random_masked(counts, max_m, 512, 1024, "cuda")
     short = grouped_gemm_masked(case.a, case.b, case.counts, expected_m=8, backend="hopper")
@@ -204,7 +204,7 @@ def test_captured_in_a_cuda_graph_with_counts_changed_later() -> None:
     case = random_masked([20, 3, 0, 64], 64, 512, 512, "cuda")
     _, out = poisoned(4, 64, 512, device="cuda")
     counts = torch.zeros_like(case.counts)
-    grouped_gemm_masked(case.a, case.b, counts, out=out, backend="hopper")  # compiled and described
+    grouped_gemm_masked(case.a, case.b, counts, out=out, backend="hopper")  # compiles, makes descriptors
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         grouped_gemm_masked(case.a, case.b, counts, out=out, backend="hopper")
@@ -228,7 +228,7 @@ def test_other_streams() -> None:
 
 
 def test_random_problems() -> None:
-    """Twenty problems nobody chose."""
+    """Twenty problems of random sizes."""
     seed = secrets.randbits(32)
     print(f"seed {seed}")
     generator = torch.Generator().manual_seed(seed)
@@ -243,7 +243,7 @@ def test_random_problems() -> None:
         run_masked(rows, max(1, *rows), n, k, expected_m=draw(1, 300))
 
 
-def test_every_compilation_tells_its_resources() -> None:
-    """NVRTC keeps a cache of its own where there is a driver; what comes from there has no report."""
+def test_every_compilation_reports_its_resources() -> None:
+    """With a driver, NVRTC has a cache of its own; binaries from there come without a report."""
     source = VARIANTS[0].source
     assert jit.compile_source(source).usage == jit.compile_source(source).usage

@@ -110,7 +110,7 @@ def test_a_corrupted_entry_is_built_again(
     assert jit.build(PLUS_1).cached
 
 
-def test_an_entry_that_cannot_be_read_is_told_of(cache_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_entry_that_cannot_be_read_is_logged(cache_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     entry_of(PLUS_1, cache_dir).mkdir(parents=True)
     assert not jit.build(PLUS_1).cached
     assert "cannot be read" in caplog.text
@@ -147,7 +147,7 @@ def test_a_crash_between_writing_and_renaming_leaves_no_entry(
     assert jit.build(PLUS_1).cached
 
 
-def test_a_lock_held_for_ever_is_passed_over(
+def test_a_lock_held_forever_is_ignored(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(cache, "LOCK_SECONDS", 0.05)
@@ -193,7 +193,7 @@ def test_the_key_changes_with_all_that_a_binary_depends_on(
     assert len(keys) == 8
 
 
-def test_a_header_changed_is_a_binary_changed(csrc: Path) -> None:
+def test_a_changed_header_changes_the_binary(csrc: Path) -> None:
     first = jit.build(PLUS_1)
     (csrc / "scale.cuh").write_text(_HEADER.replace("2", "3"))
     second = jit.build(PLUS_1)
@@ -286,7 +286,7 @@ def test_several_processes_compile_a_variant_once(csrc: Path, cache_dir: Path) -
 
 
 def _slow_to_compile() -> str:
-    """Code that keeps the compiler busy for long enough that others come while it is."""
+    """Code that compiles slowly enough for other processes to arrive meanwhile."""
     steps = "".join(f"x = __sinf(x) * {i}.0f + __cosf(x);" for i in range(2000))
     return (
         f"__device__ float slow(float x) {{ {steps} return x; }}\n__device__ float (*keep)(float) = slow;\n"

@@ -1,4 +1,4 @@
-"""What host files pass is what device files take: number, order and width of every kernel's parameters."""
+"""Host files pass the parameters that device files declare: number, order and width for every kernel."""
 
 import re
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ COUNTER = 0x1234
 
 
 class TensorMap:
-    """Stands for cuda.core's."""
+    """A stand-in for cuda.core's."""
 
 
 class RecordingKernels(Kernels):
@@ -61,7 +61,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Variant, li
 
 
 def width(argument: Any) -> int:
-    """Bytes that cuda.core passes: an int is a pointer."""
+    """The bytes that cuda.core passes; an int is a pointer."""
     if isinstance(argument, TensorMap):
         return 128
     if isinstance(argument, np.generic):
@@ -104,7 +104,7 @@ def test_the_gemm(layout: Layout, config: TileConfig, launches: list[tuple[Varia
 
 
 def test_a_layer(launches: list[tuple[Variant, list[Any]]]) -> None:
-    """Five launches; the GEMMs may read the offsets early and have a tile counter each."""
+    """Five launches; each GEMM may read the offsets early, and has its own tile counter."""
     kernels = RecordingKernels()
     Layer(kernels, GroupedGemm(kernels)).experts(
         ON, torch.zeros(T, H, dtype=torch.bfloat16), torch.zeros(T, TOP_K, dtype=torch.int32),

@@ -1,4 +1,4 @@
-"""How sizes of SM partitions are rounded and fitted, without a GPU; the contexts are tested on one."""
+"""Rounding and fitting the sizes of SM partitions, without a GPU; the contexts are tested on a GPU."""
 
 import subprocess
 import sys
@@ -22,7 +22,7 @@ def granted(sizes: dict[str, int], supply: Supply = H200) -> dict[str, int]:
         ({}, {}),
         ({"a": 1}, {"a": 8}),
         ({"a": 8}, {"a": 8}),
-        ({"a": 9}, {"a": 12}),  # a group and the spare SMs are fewer than two groups
+        ({"a": 9}, {"a": 12}),  # a group and the spare SMs are less than two groups
         ({"a": 13}, {"a": 16}),
         ({"a": 132}, {"a": 132}),
         ({"compute": 112, "communication": 20}, {"compute": 112, "communication": 20}),
@@ -36,12 +36,12 @@ def test_sizes_are_rounded_up_to_groups(sizes: dict[str, int], expected: dict[st
     assert granted(sizes) == expected
 
 
-def test_what_was_asked_is_kept_beside_what_is_granted() -> None:
+def test_the_requested_size_is_kept_beside_the_granted_one() -> None:
     (share,) = plan({"a": 100}, EVEN)
     assert (share.partition, share.units, share.spare) == (Partition("a", 100, 104), 13, False)
 
 
-def test_groups_and_spare_sms_are_given_out_once() -> None:
+def test_groups_and_spare_sms_are_granted_once() -> None:
     for first in range(1, 133):
         for second in range(1, 133 - first):
             try:
@@ -81,7 +81,7 @@ def test_more_to_spare_than_a_group() -> None:
         ({f"p{i}": 1 for i in range(17)}, H200, "17 SMs, 17 groups"),
     ],
 )
-def test_what_does_not_fit_is_told_with_the_numbers(
+def test_sizes_that_do_not_fit_are_rejected_with_the_numbers(
     sizes: dict[str, int], supply: Supply, expected: str
 ) -> None:
     with pytest.raises(ValueError, match="partitions: expected to fit") as caught:

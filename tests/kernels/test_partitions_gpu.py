@@ -1,4 +1,4 @@
-"""SM partitions on a GPU: kernels report the SMs that they ran on."""
+"""SM partitions on a GPU: kernels report the SMs they ran on."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from tests.kernels.helpers import random_contiguous
 
 pytestmark = pytest.mark.gpu
 
-# A CTA stays for long enough that the others have to go elsewhere, so that every SM allowed gets some.
+# A CTA runs long enough for the others to need other SMs, so that every allowed SM gets some.
 _SMID = r"""
 extern "C" __global__ void record_smid(int* seen, long long cycles) {
     unsigned smid;
@@ -32,7 +32,7 @@ SMIDs = Callable[[], set[int]]
 
 @pytest.fixture(scope="module")
 def record() -> Callable[[int, int], torch.Tensor]:
-    """(CTAs, cycles of each) -> the SM of each CTA, on torch's current stream and not waited for."""
+    """(CTAs, cycles per CTA) -> the SM of each CTA; runs on torch's current stream without waiting."""
     from cuda.bindings import driver
     from cuda.core import Device, LaunchConfig, Program, ProgramOptions, Stream, launch
 
@@ -60,7 +60,7 @@ def record() -> Callable[[int, int], torch.Tensor]:
 
 @pytest.fixture
 def smids(record: Callable[[int, int], torch.Tensor]) -> SMIDs:
-    """The SMs that a kernel of many CTAs ran on, on torch's current stream."""
+    """The SMs that a kernel of many CTAs ran on; runs on torch's current stream."""
     return lambda: set(record(_CTAS, 20_000).tolist())
 
 
@@ -120,7 +120,7 @@ def test_none_is_the_whole_device(partitions: SMPartitions, smids: SMIDs) -> Non
 
 
 def test_torch_work_is_slower_in_a_small_partition(partitions: SMPartitions) -> None:
-    """torch cannot tell its SMs: that a product takes several times as long tells that it stays inside."""
+    """torch does not report its SMs, but a product that takes several times as long must stay inside."""
     partitions.apply({"small": 16})
     x = torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda")
 
@@ -154,7 +154,7 @@ def test_a_gemm_gives_the_same_bits_in_a_partition(partitions: SMPartitions, row
         assert torch.equal(out.view(torch.int16), whole.view(torch.int16)), partition
 
 
-def test_what_does_not_fit_changes_nothing(partitions: SMPartitions, smids: SMIDs) -> None:
+def test_sizes_that_do_not_fit_change_nothing(partitions: SMPartitions, smids: SMIDs) -> None:
     before = partitions.apply({"a": 64})
     stream = partitions.stream("a")
     for sizes in ({"b": 133}, {"b": 64, "c": 72}, {"b": 0}, {"": 8}):
@@ -172,7 +172,7 @@ def test_a_new_set_waits_for_work_in_flight(
     partitions.apply({"a": 64})
     old = partitions.stream("a")
     with torch.cuda.stream(old):
-        seen = record(256, 200_000_000)  # several turns of a tenth of a second
+        seen = record(256, 200_000_000)  # several waves of a tenth of a second
     assert not old.query()
     partitions.apply({"a": 16, "b": 64})
     assert old.query()
@@ -181,7 +181,7 @@ def test_a_new_set_waits_for_work_in_flight(
         assert len(smids()) == 16
 
 
-def test_an_old_stream_lives_while_it_is_held(partitions: SMPartitions, smids: SMIDs) -> None:
+def test_an_old_stream_lives_while_it_is_referenced(partitions: SMPartitions, smids: SMIDs) -> None:
     partitions.apply({"a": 64})
     held = partitions.stream("a")
     partitions.apply({"b": 32})

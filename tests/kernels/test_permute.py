@@ -1,4 +1,4 @@
-"""The order that brings the rows of one expert together."""
+"""The permutation that brings the rows of each expert together."""
 
 import torch
 
@@ -6,7 +6,7 @@ from expertd.kernels import compute_permutation
 from tests.kernels.helpers import fresh_generator
 
 
-def test_order_keeps_every_pair_and_the_tokens_order() -> None:
+def test_the_permutation_has_every_pair_in_token_order() -> None:
     topk_ids = torch.rand(31, 10, generator=fresh_generator()).argsort(1)[:, :4].to(torch.int32)
     permutation = compute_permutation(topk_ids, num_groups=12)
     counts = [int((topk_ids == expert).sum()) for expert in range(12)]
@@ -25,7 +25,7 @@ def test_order_keeps_every_pair_and_the_tokens_order() -> None:
         assert permutation.positions[own].tolist() == list(range(counts[expert]))
 
 
-def test_pairs_of_no_group_come_last_and_belong_to_none() -> None:
+def test_pairs_without_a_group_come_last() -> None:
     group_ids = torch.tensor([[3, 0], [1, 3], [3, 3]], dtype=torch.int32)
     permutation = compute_permutation(group_ids, num_groups=3)
     assert permutation.offsets.tolist() == [0, 1, 2, 2]

@@ -10,7 +10,7 @@ FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def _block_scales(w: torch.Tensor) -> torch.Tensor:
-    """The scales of quantize_blocks by two plain loops."""
+    """The scales of quantize_blocks, computed by two plain loops."""
     n, k = w.shape
     rows = [
         torch.stack([w[i : i + 128, j : j + 128].float().abs().max() for j in range(0, k, 128)])
@@ -97,7 +97,7 @@ def test_huge_values_stay_finite() -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_bad_values_stay_in_their_own_row(bad: float) -> None:
+def test_nan_and_infinity_stay_in_their_own_row(bad: float) -> None:
     x = random_rows((7, 256), fresh_generator())
     clean = quantize_rows(x)
     x[3, 17] = bad
@@ -131,10 +131,10 @@ def test_blocks_of_three_dimensions_are_those_of_each_group() -> None:
         assert torch.equal(back[group], dequantize_blocks(*alone).to(torch.bfloat16))
 
 
-def test_dequantizing_knows_every_code() -> None:
+def test_dequantizing_is_exact_for_every_code() -> None:
     data = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(2, 128)
     finite = data.float().nan_to_num(0).to(torch.float8_e4m3fn)
-    for codes in (data, finite):  # with NaN and without take different ways on a CPU
+    for codes in (data, finite):  # NaN takes a different path on a CPU
         back = dequantize_rows(codes, torch.full((2, 1), 0.5))
         torch.testing.assert_close(back, codes.float() / 2, rtol=0, atol=0, equal_nan=True)
 

@@ -1,4 +1,4 @@
-"""Quantization on a GPU: the bits of the CPU, and no wait for the device."""
+"""Quantization on a GPU: the same bits as on a CPU, and no wait for the device."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_blocks_have_the_cpus_bits(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_bad_values_stay_in_their_own_row(bad: float) -> None:
+def test_nan_and_infinity_stay_in_their_own_row(bad: float) -> None:
     x = random_rows((7, 256), fresh_generator("cuda"))
     x[3, 17] = bad
     back = dequantize_rows(*quantize_rows(x))

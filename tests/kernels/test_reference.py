@@ -23,7 +23,7 @@ CONTIGUOUS = [
     ([1], 8, 128),
     ([64], 136, 256),
     ([0, 0, 5, 0], 576, 384),
-    ([1, 3, 127, 2, 64, 65], 576, 256),  # every start but the first is odd or off a tile
+    ([1, 3, 127, 2, 64, 65], 576, 256),  # every start but the first is odd, or not a multiple of a tile
     ([0] * 20 + [300] + [1] * 11, 128, 128),
     ([257, 0, 129], 1536, 512),
 ]
@@ -38,7 +38,7 @@ MASKED = [
 
 
 @pytest.mark.parametrize(("rows_per_group", "n", "k"), CONTIGUOUS)
-def test_contiguous_is_right(rows_per_group: list[int], n: int, k: int) -> None:
+def test_contiguous_matches_float64(rows_per_group: list[int], n: int, k: int) -> None:
     case = random_contiguous(rows_per_group, n, k)
     buffer, out = poisoned(sum(rows_per_group), n)
     grouped_gemm_contiguous(case.a, case.b, case.offsets, out=out, backend=ReferenceBackend())
@@ -46,7 +46,7 @@ def test_contiguous_is_right(rows_per_group: list[int], n: int, k: int) -> None:
 
 
 @pytest.mark.parametrize(("counts", "max_m", "n", "k"), MASKED)
-def test_masked_is_right(counts: list[int], max_m: int, n: int, k: int) -> None:
+def test_masked_matches_float64(counts: list[int], max_m: int, n: int, k: int) -> None:
     case = random_masked(counts, max_m, n, k)
     buffer, out = poisoned(len(counts), max_m, n)
     grouped_gemm_masked(case.a, case.b, case.counts, out=out, backend=ReferenceBackend())
@@ -69,7 +69,7 @@ def test_row_major_scales_give_the_same_bits() -> None:
     assert torch.equal(column_major, row_major)
 
 
-def test_a_bad_row_spoils_no_other() -> None:
+def test_nan_stays_in_its_own_row() -> None:
     case = random_contiguous([2, 3], 64, 256)
     clean = grouped_gemm_contiguous(case.a, case.b, case.offsets)
     case.a.scales[1] = torch.nan
@@ -78,7 +78,7 @@ def test_a_bad_row_spoils_no_other() -> None:
     assert torch.equal(out[[0, 2, 3, 4]], clean[[0, 2, 3, 4]])
 
 
-def test_weights_written_to_are_dequantized_again() -> None:
+def test_modified_weights_are_dequantized_again() -> None:
     backend = ReferenceBackend()
     case = random_contiguous([4, 4], 64, 128)
     before = grouped_gemm_contiguous(case.a, case.b, case.offsets, backend=backend)

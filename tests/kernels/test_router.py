@@ -1,4 +1,4 @@
-"""The routing rules against the families' own routers in transformers, and where these leave a choice."""
+"""The routing rules against the families' routers in transformers, and cases that those leave undefined."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -47,12 +47,12 @@ def theirs(case: FamilyCase) -> Callable[[Tensor, Tensor, Tensor], Any]:
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", CASES)
-def test_a_family_routes_as_its_own_code_does(family: str) -> None:
+def test_a_family_routes_as_in_transformers(family: str) -> None:
     case = CASES[family]
     generator = fresh_generator()
     hidden = torch.randn(500, HIDDEN, generator=generator)
     weight = torch.randn(EXPERTS, HIDDEN, generator=generator) / HIDDEN**0.5
-    bias = torch.randn(EXPERTS, generator=generator) - 1  # large enough to choose, and mostly negative
+    bias = torch.randn(EXPERTS, generator=generator) - 1  # large enough to affect choices, mostly negative
     logits, their_weights, their_ids = theirs(case)(hidden, weight, bias)
     assert logits.shape == (500, EXPERTS)
     chosen_by_bias = bias if case.routing.scoring_func == "sigmoid" else None
@@ -64,15 +64,15 @@ def test_a_family_routes_as_its_own_code_does(family: str) -> None:
     torch.testing.assert_close(ours, expected, rtol=1e-6, atol=0)
 
 
-def test_transformers_is_not_misled_by_our_package() -> None:
-    """It looks for Hugging Face's `kernels` by the import name, which is ours too."""
+def test_transformers_does_not_mistake_our_kernels_for_hugging_faces() -> None:
+    """It finds Hugging Face's `kernels` by the import name, which our folder shares."""
     assert import_module("kernels").__file__ is not None
     with quiet_transformers():
         assert not import_module("transformers.utils").is_kernels_available()
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
-def test_routing_is_the_references(renormalize: bool) -> None:
+def test_routing_matches_the_reference(renormalize: bool) -> None:
     generator = fresh_generator()
     hidden, router = torch.randn(9, 128, generator=generator), torch.randn(20, 128, generator=generator) / 11
     topk_ids, topk_weights = choose_experts(hidden @ router.t(), None, 4, Routing(renormalize=renormalize))
@@ -111,7 +111,7 @@ def test_equal_groups_go_to_the_lower_group() -> None:
 
 
 def test_no_expert_of_another_group_is_chosen() -> None:
-    """Expert 11 is the best of all, but alone in its group: two good ones together beat it."""
+    """Expert 11 is the best of all, but the only good one in its group: two good ones in another beat it."""
     logits = torch.full((1, 12), -5.0)
     logits[0, [0, 1, 4, 5]], logits[0, 11] = 1.0, 2.0
     ids, _ = choose_experts(logits, None, 4, Routing("sigmoid", num_expert_groups=3, topk_group=2))
@@ -124,7 +124,7 @@ def test_groups_of_one_expert() -> None:
     assert ids.tolist() == [[0, 2]]
 
 
-def test_the_bias_chooses_and_does_not_weigh() -> None:
+def test_the_bias_affects_the_choice_but_not_the_weights() -> None:
     bias = torch.tensor([0.0, 0.0, 9.0])
     ids, weights = choose_experts(
         torch.zeros(1, 3), bias, 1, Routing("sigmoid", renormalize=False, routed_scaling_factor=3.0)
@@ -156,6 +156,6 @@ def test_scores_that_are_all_zero_give_zeros() -> None:
         ),
     ],
 )
-def test_a_rule_that_cannot_be_is_refused(make: Callable[[], object], message: str) -> None:
+def test_impossible_rules_are_rejected(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()

@@ -16,7 +16,7 @@ TOOL = shutil.which("compute-sanitizer")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_clean(tool: str) -> None:
-    # Probing the driver's entry points fails by design in cuda.core: only what kernels do counts.
+    # cuda.core's probes of driver entry points fail by design: only errors in kernels count.
     command = [str(TOOL), "--tool", tool, "--report-api-errors", "no", "--error-exitcode", "9"]
     program = [sys.executable, "-m", "tests.kernels.sanitizer_program"]
     root = Path(__file__).parent.parent.parent

@@ -1,4 +1,4 @@
-"""Tensor maps are made once per tensor and go with it, memory and all."""
+"""Tensor maps are made once per tensor, and freed with it."""
 
 import gc
 from types import SimpleNamespace
@@ -16,12 +16,12 @@ def e4m3(*shape: int) -> Tensor:
 
 
 def keep(rows: Rows, box_rows: int) -> tuple[Rows, int]:
-    """Like cuda.core's, what is made holds on to its memory."""
+    """Like cuda.core's tensor maps, the result keeps the memory alive."""
     return rows, box_rows
 
 
 def seen(rows: Rows) -> Tensor:
-    """What another library reads there; host memory has the same interface by another name."""
+    """The memory as another library reads it; host memory has the same interface under another name."""
     interface = SimpleNamespace(__array_interface__=rows.__cuda_array_interface__)
     return torch.from_numpy(np.asarray(interface))
 
@@ -37,7 +37,7 @@ def test_a_tensor_is_described_once_for_each_box() -> None:
 @pytest.mark.parametrize(
     ("dtype", "seen_as"), [(torch.float8_e4m3fn, torch.uint8), (torch.bfloat16, torch.uint16)]
 )
-def test_what_is_described_is_the_same_memory_as_rows(dtype: torch.dtype, seen_as: torch.dtype) -> None:
+def test_rows_describe_the_tensors_memory(dtype: torch.dtype, seen_as: torch.dtype) -> None:
     data = torch.randn(6, 4, 128).to(dtype)[2:5]
     rows, _ = TensorMapCache(keep).get(data, 16)
     described = seen(rows)
@@ -48,7 +48,7 @@ def test_what_is_described_is_the_same_memory_as_rows(dtype: torch.dtype, seen_a
 
 
 @pytest.mark.slow
-def test_an_entry_goes_with_its_tensor() -> None:
+def test_an_entry_is_dropped_with_its_tensor() -> None:
     cache, weights = TensorMapCache(keep), e4m3(8, 128)
     cache.get(weights, 128)
     for _ in range(50):
@@ -58,14 +58,14 @@ def test_an_entry_goes_with_its_tensor() -> None:
 
 
 def test_memory_is_not_reused_while_it_is_described() -> None:
-    """Two tensors alive at once never share an entry, whatever the allocator does."""
+    """Tensors that are alive at the same time never share an entry, whatever the allocator does."""
     cache = TensorMapCache(keep)
     tensors = [e4m3(4, 128) for _ in range(20)]
     described = [seen(cache.get(tensor, 16)[0]) for tensor in tensors]
     assert len({data.data_ptr() for data in described}) == len(cache) == len(tensors)
 
 
-def test_memory_outlives_its_tensor_with_what_was_made() -> None:
+def test_a_tensor_map_keeps_memory_alive_after_the_tensor() -> None:
     data = e4m3(4, 128)
     expected = data.view(torch.uint8).clone()
     rows, _ = TensorMapCache(keep).get(data, 16)

@@ -1,4 +1,4 @@
-"""CTAs take tiles from counters on the device: no launch sees another's, and each leaves zeros."""
+"""Tile counters on the device: no launch sees another's counter, and each leaves zeros."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_without_counters_left_a_launch_is_refused(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_captured_graph_has_counters_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    numbers = {7: 1, 8: 1}  # two streams that add to one graph
+    numbers = {7: 1, 8: 1}  # two streams captured into one graph
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(tile_counters, "_capture_id", numbers.__getitem__)
     counters = TileCounters()
@@ -58,7 +58,7 @@ def test_launches_leave_zeros() -> None:
 
 
 @pytest.mark.gpu
-def test_capturing_again_and_again_uses_up_little(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_captures_use_few_counters(monkeypatch: pytest.MonkeyPatch) -> None:
     case = cases(1)[0]
     run(case)
     backend = resolve_backend("hopper")
@@ -72,13 +72,13 @@ def test_capturing_again_and_again_uses_up_little(monkeypatch: pytest.MonkeyPatc
             for _ in range(5):
                 run(case, out)
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        out.zero_()  # torch warns of a graph with nothing in it
+        out.zero_()  # torch warns about an empty graph
         with pytest.raises(RuntimeError, match="captured graphs"):
             run(case, out)
 
 
 @pytest.mark.gpu
-def test_streams_at_once() -> None:
+def test_concurrent_streams() -> None:
     problems = cases(4)
     expected = [run(case) for case in problems]
     outs = [torch.zeros_like(out) for out in expected]
@@ -93,7 +93,7 @@ def test_streams_at_once() -> None:
 
 
 @pytest.mark.gpu
-def test_graphs_at_once() -> None:
+def test_concurrent_graphs() -> None:
     problems = cases(4)
     expected = [run(case) for case in problems]
     outs = [torch.zeros_like(out) for out in expected]

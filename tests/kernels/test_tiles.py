@@ -1,4 +1,4 @@
-"""The tiles of the GEMM: host and device agree on each, and the choice between them is pure."""
+"""The tiles of the GEMM: host and device agree on each, and the plans for given shapes are fixed."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ from expertd.layout import Layout
 
 @pytest.mark.parametrize("config", [*CONFIGS, SWIGLU], ids=lambda config: config.name)
 def test_host_and_device_agree_on_the_storage(config: TileConfig) -> None:
-    """What the launch asks for is what the kernel lays out; else it would write past its shared memory."""
+    """The launch requests what the kernel lays out; otherwise it would write past its shared memory."""
     variant = VARIANTS[Layout.CONTIGUOUS, config].source
     wrong = str(config.storage_bytes + 8)
     defines = tuple((name, wrong if name == "STORAGE_BYTES" else value) for name, value in variant.defines)
@@ -38,7 +38,7 @@ def test_host_and_device_agree_on_the_storage(config: TileConfig) -> None:
 
 C, M = Layout.CONTIGUOUS, Layout.MASKED
 
-# (layout, n, k, num_groups, expected rows, SMs) and the plan for it: no later change moves one unseen
+# (layout, n, k, num_groups, expected rows, SMs) and the plan for it, so that no change goes unnoticed
 TABLE = [
     (M, 4096, 7168, 32, 20, 132, Plan(SWAP_AB, 64)),
     (M, 6144, 7168, 6, 20, 132, Plan(SWAP_AB, 64)),
@@ -66,7 +66,7 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("layout", "n", "k", "num_groups", "rows", "num_sms", "expected"), TABLE)
-def test_the_plan_for_these_shapes_stays(
+def test_plans_are_unchanged(
     layout: Layout, n: int, k: int, num_groups: int, rows: float, num_sms: int, expected: Plan
 ) -> None:
     assert choose(layout, n, k, num_groups, rows, num_sms) == expected
@@ -86,7 +86,7 @@ def test_a_cluster_never_needs_more_sms_than_there_are(rows: int) -> None:
 @pytest.mark.parametrize("num_groups", [1, 2])
 @pytest.mark.parametrize("steps", range(1, 40))
 def test_a_cut_is_never_slower_than_the_tallest_tiles(steps: int, num_groups: int) -> None:
-    """By the makespan that the plan is made with."""
+    """Measured by the makespan that plans minimize."""
     columns, num_sms = 32, 132
     planned = choose(Layout.MASKED, columns * 128, 7168, num_groups, steps * 64, num_sms)
     cases = tiles._cases(steps * 64, num_groups)
@@ -106,6 +106,6 @@ def test_the_makespan_of_a_few_tiles() -> None:
 
 
 def test_tiles_are_cut_as_on_the_device() -> None:
-    """600 rows in tiles of three steps at most, then in tiles of two and a half on average."""
+    """600 rows in tiles of at most three steps, then in tiles of two and a half steps on average."""
     assert tiles._tiles([10], 48, 1) == [(3, 2), (2, 2)]
     assert tiles._tiles([10, 2], 40, 5) == [(3, 10), (2, 10), (3, 0), (2, 5)]

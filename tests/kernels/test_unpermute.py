@@ -17,7 +17,7 @@ def _case(num_tokens: int, num_slots: int, h: int) -> tuple[Tensor, Tensor, Tens
     return rows, inverse_permutation, torch.randn(num_tokens, num_slots, generator=generator)
 
 
-@pytest.mark.parametrize("size", [(1, 1, 128), (5, 4, 256), (700, 3, 1024)])  # the last in pieces
+@pytest.mark.parametrize("size", [(1, 1, 128), (5, 4, 256), (700, 3, 1024)])  # the last in chunks
 def test_sums_are_weighted_and_in_the_order_of_slots(size: tuple[int, int, int]) -> None:
     rows, inverse_permutation, weights = _case(*size)
     out, expected = unpermute_rows(rows, inverse_permutation, weights), torch.zeros(size[0], size[2])

@@ -1,4 +1,4 @@
-"""Everything that is compiled: it compiles for sm_90a, without spills, stack or warnings."""
+"""Every variant compiles for sm_90a, without spills, stack or warnings."""
 
 import re
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ def test_a_variant_compiles_without_spills_or_stack(name: str, binaries: dict[st
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_variant_compiles_without_warnings(name: str, binaries: dict[str, jit.Binary]) -> None:
-    """C75xx is ptxas on wgmma it had to serialise: right results, at a fraction of the speed."""
+    """C75xx is ptxas's warning that it serialized wgmma: correct results, at a fraction of the speed."""
     assert re.findall(r"(?i).*(?:warning|serializ|C75\d\d).*", binaries[name].log) == []
 
 

@@ -1,4 +1,4 @@
-"""An MoE layer in float64, one token and one expert at a time, that shares no code with the real one."""
+"""An MoE layer in float64, one token and one expert at a time; shares no code with the implementation."""
 
 import torch
 from torch import Tensor
@@ -10,15 +10,15 @@ from tests.kernels.reference_routing import reference_routing
 
 
 def assert_close(out: Tensor, expected: Tensor) -> None:
-    """Fail unless out [T, H] is within what rounding the activations to FP8 twice may cost T tokens.
+    """Fail unless out [T, H] is as close as rounding the activations to FP8 twice allows for T tokens.
 
-    On average it costs a `diff` of 1.0e-3, whatever their number; of 3000 single tokens one cost 3.1e-3,
-    eleven tokens together vary by a standard deviation of 0.1e-3. A CPU's contiguous layout rounds them to
-    bf16 only, which costs a hundredth of that (`test_a_cpu_rounds_activations_to_bf16_only`).
+    On average that costs a `diff` of 1.0e-3 for any T; the worst of 3000 single tokens had 3.1e-3, and for
+    eleven tokens together the standard deviation is 0.1e-3. A CPU's contiguous layout rounds them only to
+    bf16, which costs a hundredth of that (`test_a_cpu_rounds_activations_only_to_bf16`).
     """
     limit = 2e-3 if expected.shape[0] >= 16 else 1e-2
     error = diff(out, expected)
-    assert error < limit, f"diff {error:.3g} of {expected.shape[0]} tokens, at most {limit} expected"
+    assert error < limit, f"diff {error:.3g} of {expected.shape[0]} tokens, expected less than {limit}"
 
 
 def reference_layer(
@@ -32,7 +32,7 @@ def reference_layer(
     num_shared_experts: int = 0,
     held_experts: range | None = None,
 ) -> Tensor:
-    """The layer's output in float64 [T, H], nothing but the weights rounded."""
+    """The layer's output in float64 [T, H]; only the weights are rounded."""
     num_groups = weights.gate_up.data.shape[0]
     num_held = num_groups - num_shared_experts
     held = range(num_held) if held_experts is None else held_experts

@@ -33,7 +33,7 @@ def hidden_states() -> Tensor:
 
 
 def check_layer(checkpoint: Checkpoint, index: int, layer: MoELayer, most: float) -> None:
-    """Fail unless tokens go to the same experts with the same weights, and the outputs differ by `most`."""
+    """Fail unless tokens have the same experts and weights, and outputs differ by at most `most`."""
     tokens = hidden_states()
     expected, their_ids, their_weights = checkpoint.run(index, tokens)
     topk_ids, topk_weights = layer.route(tokens)
@@ -46,15 +46,15 @@ def check_layer(checkpoint: Checkpoint, index: int, layer: MoELayer, most: float
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_bf16_checkpoint_gives_what_transformers_gives(family: str, tmp_path: Path) -> None:
+def test_a_bf16_checkpoint_matches_transformers(family: str, tmp_path: Path) -> None:
     checkpoint = Checkpoint(family, tmp_path / family)
     for index, layer in zip((1, 2), load(checkpoint.directory, "1-2"), strict=True):
-        check_layer(checkpoint, index, layer, 2e-3)  # weights rounded to FP8 cost 1.1e-3
+        check_layer(checkpoint, index, layer, 2e-3)  # rounding weights to FP8 costs 1.1e-3
 
 
 @pytest.mark.parametrize("scales", SCALES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_fp8_checkpoint_gives_what_its_weights_mean(family: str, scales: str, tmp_path: Path) -> None:
+def test_an_fp8_checkpoint_matches_its_dequantized_weights(family: str, scales: str, tmp_path: Path) -> None:
     checkpoint = Checkpoint(family, tmp_path / family, SCALES[scales])
     for index, layer in zip((1, 2), load(checkpoint.directory, "1-2"), strict=True):
         check_layer(checkpoint, index, layer, 2e-4)
@@ -88,7 +88,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("bounds", [(0, 3, 8), (0, 1, 2, 8)])
-def test_shards_of_a_layer_add_up_to_it(bounds: tuple[int, ...], tmp_path: Path) -> None:
+def test_parts_of_a_layer_add_up_to_it(bounds: tuple[int, ...], tmp_path: Path) -> None:
     checkpoint, tokens = Checkpoint("kimi-k2", tmp_path / "kimi"), hidden_states()
     parts = [
         load(checkpoint.directory, "1", f"{first}-{end - 1}")[0](tokens) for first, end in pairwise(bounds)
@@ -113,7 +113,7 @@ def test_numbers_that_are_not_finite_are_refused(name: str, bad: float, tmp_path
     values = load_file(file)[name]
     values.view(-1)[0:1] = torch.tensor([bad]).to(values.dtype)
     edit_tensors(file, **{name: values})
-    # The weight is named, whose scales they are.
+    # The message names the weight, not its scales.
     with pytest.raises(CheckpointError, match=rf"{name.removesuffix('_scale_inv')}: expected finite numbers"):
         load(directory, "1")
 
@@ -128,13 +128,13 @@ def test_negative_scales_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_other_floats_will_do(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_other_float_types_are_accepted(dtype: torch.dtype, tmp_path: Path) -> None:
     checkpoint = Checkpoint("glm-4.5", tmp_path / "model", dtype=dtype)
     (layer,) = load(checkpoint.directory, "1")
     check_layer(checkpoint, 1, layer, 2e-3)
 
 
-def test_loading_stops_when_it_is_told_to(tmp_path: Path) -> None:
+def test_loading_can_be_cancelled(tmp_path: Path) -> None:
     directory = Checkpoint("mixtral", tmp_path / "model").directory
     (model,) = models_of(CheckpointSettings(path=directory, layers="0"))
     with pytest.raises(LoadCancelledError):

@@ -1,4 +1,4 @@
-"""A checkpoint read onto a GPU: the same bits as on a CPU, and the layer that they make."""
+"""A checkpoint read onto a GPU: the same bits as on a CPU, and a correct layer."""
 
 import json
 from pathlib import Path

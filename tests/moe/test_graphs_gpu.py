@@ -1,4 +1,4 @@
-"""Steps as CUDA graphs: the answers of the layer, whatever they are padded with, in a partition too."""
+"""Steps as CUDA graphs: the layer's outputs, whatever the padding, in partitions too."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ DEVICE = torch.device("cuda")
 
 
 def _layer(shape: LayerShape = SHAPE, routing: Routing | None = None, exact: bool = True) -> MoELayer:
-    """With a router that bf16 holds, or one that is left to cuBLAS."""
+    """With a router that bf16 represents exactly, or one that needs cuBLAS."""
     weights = random_weights(shape, fresh_generator().initial_seed(), "cuda")
     if not exact:
         weights = replace(weights, router=torch.randn(weights.router.shape, device="cuda"))
@@ -64,8 +64,8 @@ def test_a_replay_gives_the_layers_bits(graphs: StepGraphs, count: int) -> None:
     assert outs[count:].eq(0).sum() + outs[count:].isnan().sum() == outs[count:].numel()
 
 
-def test_steps_leave_nothing_to_the_next(graphs: StepGraphs) -> None:
-    """Sizes up and down, routed and given: padding never has an expert."""
+def test_steps_do_not_affect_the_next(graphs: StepGraphs) -> None:
+    """Growing and shrinking sizes, with and without given routing: padding never has an expert."""
     for count in (250, 3, 250, 17, 20, 250):
         tokens = _tokens(count)
         _, ids = graphs.run(tokens, None, None)
@@ -92,7 +92,7 @@ def test_what_does_not_fit(graphs: StepGraphs) -> None:
 
 
 def test_shared_experts_and_a_part_of_the_layer() -> None:
-    """The shared expert's group in slots of its own, and experts that are elsewhere."""
+    """The shared expert's group has slots of its own, and some experts are not local."""
     for shape in (LayerShape(512, 256, 24, 4, 1), LayerShape(512, 256, 24, 4, 1, range(8, 16))):
         layer = _layer(shape, Routing("sigmoid", routed_scaling_factor=2.5))
         tokens = _tokens(5)
@@ -102,7 +102,7 @@ def test_shared_experts_and_a_part_of_the_layer() -> None:
 
 
 def test_layers_share_a_pool() -> None:
-    """A layer's graphs after the first cost what its graphs are, not what they compute in."""
+    """Every layer after the first costs only its graphs, not the memory that they compute in."""
     pool, layers = GraphPool(DEVICE), [_layer() for _ in range(4)]
     used, made = [], []
     for layer in layers:
@@ -121,25 +121,25 @@ def _request(tokens: torch.Tensor, routing: tuple[torch.Tensor, torch.Tensor] | 
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_a_runner_with_graphs_answers_like_one_without(exact: bool) -> None:
+def test_a_runner_with_graphs_matches_one_without(exact: bool) -> None:
     layer = _layer(exact=exact)
     plain, quick = LayerRunner(layer, "cuda"), LayerRunner(layer, "cuda")
     quick.capture(GraphPool(DEVICE))
     steps = [[_request(_tokens(n))] for n in (1, 5, 300)] + [[_request(_tokens(2)), _request(_tokens(9))]]
     ids = torch.rand(7, SHAPE.num_experts).argsort(1)[:, : SHAPE.top_k].to(torch.int32)
     steps.append([_request(_tokens(7), (ids, torch.rand(7, SHAPE.top_k)))])
-    steps.append([*steps[0], *steps[-1]])  # routing for some, which no graph takes
+    steps.append([*steps[0], *steps[-1]])  # routing for some requests only, which graphs do not support
     for step in steps:
         one, other = plain.run(step), quick.run(step)
         assert one.tokens_per_expert == other.tokens_per_expert
         for buffers in zip(one.outputs, other.outputs, strict=True):
             a, b = (np.frombuffer(buffer, np.float32) for buffer in buffers)
-            # cuBLAS adds up in another order for another number of tokens, and padding is tokens.
+            # cuBLAS's order of addition depends on the number of tokens, padding included.
             assert np.array_equal(a, b) if exact else np.allclose(a, b, rtol=1e-3, atol=1e-4)
 
 
 def test_in_a_partition_and_after_its_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs of a partition that is gone are not replayed, be it twice gone; captured anew, they are."""
+    """Graphs of a removed partition are not replayed, even after two changes, until they are recaptured."""
     layer, partitions, replays = _layer(), SMPartitions(0), list[int]()
     run = StepGraphs.run
 
@@ -156,7 +156,7 @@ def test_in_a_partition_and_after_its_change(monkeypatch: pytest.MonkeyPatch) ->
     for capture in (False, True):
         for sizes in ({"compute": 64, "rest": 24}, {"compute": 24, "rest": 64}, {"compute": 8}):
             partitions.apply(sizes)
-            partitions.apply(sizes)  # a step between would have noticed the first
+            partitions.apply(sizes)  # without a step in between, which would notice the first change
             if capture:
                 capture_graphs([runner], DEVICE, lambda: False)
             replays.clear()
@@ -167,7 +167,7 @@ def test_in_a_partition_and_after_its_change(monkeypatch: pytest.MonkeyPatch) ->
             assert len(replays) == (3 if capture else 0)
 
 
-def test_a_capture_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_capture_reports_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = _layer()
     _graphs(layer)
     route = MoELayer.route
@@ -185,8 +185,8 @@ def test_a_capture_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(_graphs(layer).run(tokens, None, None).out, layer(tokens.cuda()))
 
 
-def test_changes_of_partitions_do_not_add_up() -> None:
-    """In torch's memory: the driver keeps 4 MB of each green context that ever was."""
+def test_changing_partitions_leaks_no_memory() -> None:
+    """None of torch's memory; the driver keeps 4 MB of each green context for good."""
     layer, partitions = _layer(exact=False), SMPartitions(0)
     runner = LayerRunner(layer, "cuda", partitions, "compute")
     used = []

@@ -1,4 +1,4 @@
-"""The layer against the float64 reference, in both layouts, and what batching must not change."""
+"""The layer against the float64 reference in both layouts, and its independence of the batch."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,7 @@ from tests.moe.reference_layer import assert_close, reference_layer
 
 SHAPE = LayerShape(hidden_size=384, intermediate_size=256, num_experts=12, top_k=3)
 LAYOUTS = {"contiguous": 0, "masked": 1000}
-SAME = 1e-4  # another batch may round one activation the other way
+SAME = 1e-4  # in another batch, an activation may round the other way
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,9 @@ def _routing(num_tokens: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("num_tokens", [1, 2, 33])
-def test_layer_is_right(weights: ExpertWeights, layout: str, dtype: torch.dtype, num_tokens: int) -> None:
+def test_layer_matches_the_reference(
+    weights: ExpertWeights, layout: str, dtype: torch.dtype, num_tokens: int
+) -> None:
     hidden_states = _hidden_states(num_tokens, dtype)
     out = _layer(weights, layout)(hidden_states)
     assert out.dtype == torch.float32
@@ -54,8 +56,8 @@ def test_layer_is_right(weights: ExpertWeights, layout: str, dtype: torch.dtype,
 
 
 @pytest.mark.parametrize("num_tokens", [1, 33])
-def test_a_cpu_rounds_activations_to_bf16_only(weights: ExpertWeights, num_tokens: int) -> None:
-    """In the contiguous layout: on average a diff of 1.5e-5, of 800 single tokens the worst had 3.1e-5."""
+def test_a_cpu_rounds_activations_only_to_bf16(weights: ExpertWeights, num_tokens: int) -> None:
+    """In the contiguous layout: a diff of 1.5e-5 on average; the worst of 800 single tokens had 3.1e-5."""
     hidden_states = _hidden_states(num_tokens)
     out = _layer(weights, "contiguous")(hidden_states)
     assert diff(out, reference_layer(hidden_states, weights, SHAPE.top_k)) < 2e-4
@@ -79,7 +81,9 @@ def test_given_routing_may_have_any_strides(weights: ExpertWeights, layout: str)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_weights_are_used_as_they_are_without_renormalize(weights: ExpertWeights, layout: str) -> None:
+def test_weights_are_not_divided_by_their_sum_without_renormalize(
+    weights: ExpertWeights, layout: str
+) -> None:
     hidden_states = _hidden_states(5)
     out = _layer(weights, layout, renormalize=False)(hidden_states)
     expected = reference_layer(hidden_states, weights, SHAPE.top_k, renormalize=False)
@@ -115,7 +119,7 @@ def test_shared_experts_are_added_to_every_token(layout: str) -> None:
 
 
 def _part(weights: ExpertWeights, held: range, *shared: int) -> tuple[LayerShape, ExpertWeights]:
-    """The layer's shape and weights with only those of its experts."""
+    """The layer's shape and weights with only these experts."""
     groups = [*held, *shared]
     gate_up, down = (Quantized(w.data[groups], w.scales[groups]) for w in (weights.gate_up, weights.down))
     shape = replace(SHAPE, num_shared_experts=len(shared), local_experts=held)
@@ -137,7 +141,7 @@ def test_parts_of_a_layer_add_up_to_it() -> None:
     assert diff(torch.stack(outputs).sum(0), MoELayer(whole, weights, backend)(hidden_states)) < 1e-10
 
 
-def test_a_token_without_an_expert_here_gets_zeros(weights: ExpertWeights) -> None:
+def test_a_token_without_a_local_expert_gets_zeros(weights: ExpertWeights) -> None:
     layer = MoELayer(*_part(weights, range(4, 8)), resolve_backend("reference"))
     topk_ids = torch.tensor([[0, 1, 2], [3, 8, 11], [5, 0, 8]], dtype=torch.int32)
     hidden_states = _hidden_states(3)
@@ -149,7 +153,7 @@ def test_a_token_without_an_expert_here_gets_zeros(weights: ExpertWeights) -> No
     assert alone.any()
 
 
-def test_a_part_of_a_layer_takes_the_contiguous_layout_only(weights: ExpertWeights) -> None:
+def test_a_part_of_a_layer_supports_only_the_contiguous_layout(weights: ExpertWeights) -> None:
     with pytest.raises(ValueError, match="masked_max_tokens: expected 0 with local_experts, got 3"):
         MoELayer(*_part(weights, range(4)), resolve_backend("reference"), masked_max_tokens=3)
 
@@ -186,7 +190,7 @@ def test_a_token_does_not_depend_on_its_batch(weights: ExpertWeights, layout: st
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_bad_token_stays_in_its_own_row(weights: ExpertWeights, layout: str, bad: float) -> None:
+def test_nan_and_infinity_stay_in_their_own_row(weights: ExpertWeights, layout: str, bad: float) -> None:
     layer, hidden_states = _layer(weights, layout), _hidden_states(20)
     clean = layer(hidden_states)
     hidden_states[7, 100] = bad
@@ -210,7 +214,7 @@ def test_the_backend_chooses_the_experts(weights: ExpertWeights) -> None:
     torch.testing.assert_close(topk_weights.sum(1), torch.ones(4))
 
 
-def test_no_tokens_are_routed_nowhere(weights: ExpertWeights) -> None:
+def test_routing_no_tokens_gives_empty_tensors(weights: ExpertWeights) -> None:
     topk_ids, topk_weights = _layer(weights, "contiguous").route(torch.zeros(0, SHAPE.hidden_size))
     assert (topk_ids.shape, topk_ids.dtype) == ((0, SHAPE.top_k), torch.int32)
     assert (topk_weights.shape, topk_weights.dtype) == ((0, SHAPE.top_k), torch.float32)
@@ -231,7 +235,7 @@ def test_layout_changes_past_masked_max_tokens(weights: ExpertWeights) -> None:
     assert_close(layer(hidden_states)[:8], layer(hidden_states[:8]))
 
 
-def test_no_step_takes_the_masked_layout_unless_asked_to(weights: ExpertWeights) -> None:
+def test_the_masked_layout_is_off_by_default(weights: ExpertWeights) -> None:
     assert MoELayer(SHAPE, weights, resolve_backend("reference")).layout(1) == "contiguous"
 
 

@@ -1,4 +1,4 @@
-"""The layer on the Hopper backend against the float64 reference, and its promise never to wait."""
+"""The layer on the Hopper backend against the float64 reference, without host synchronization."""
 
 from dataclasses import replace
 from typing import Any
@@ -29,7 +29,7 @@ def _layer(layout: str) -> MoELayer:
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 65])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layer_is_right_and_never_waits(layout: str, num_tokens: int) -> None:
+def test_layer_matches_the_reference_and_never_waits(layout: str, num_tokens: int) -> None:
     layer = _layer(layout)
     size = (num_tokens, SHAPE.hidden_size)
     hidden_states = torch.randn(size, device="cuda", generator=fresh_generator("cuda")).to(torch.bfloat16)
@@ -40,7 +40,7 @@ def test_layer_is_right_and_never_waits(layout: str, num_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_bad_token_stays_in_its_own_row(layout: str) -> None:
+def test_nan_stays_in_its_own_row(layout: str) -> None:
     layer = _layer(layout)
     hidden_states = torch.randn(20, SHAPE.hidden_size, device="cuda", generator=fresh_generator("cuda"))
     clean = layer(hidden_states)
@@ -55,7 +55,7 @@ def test_a_bad_token_stays_in_its_own_row(layout: str) -> None:
     ("dtype", "exact"), [(torch.bfloat16, False), (torch.float32, True), (torch.float32, False)]
 )
 def test_logits_are_float32_sums_of_exact_products(dtype: torch.dtype, exact: bool) -> None:
-    """Rounding states, router or sums to bf16 on the way would cost 1.6e-3."""
+    """Rounding states, router or sums to bf16 would cost 1.6e-3."""
     weights = random_weights(SHAPE, fresh_generator().initial_seed(), "cuda")
     generator = fresh_generator("cuda")
     router = (
@@ -76,7 +76,7 @@ def test_logits_are_float32_sums_of_exact_products(dtype: torch.dtype, exact: bo
     assert (logits[0] - expected).norm() < 1e-4 * expected.norm()
 
 
-def test_a_token_is_routed_alike_in_any_company() -> None:
+def test_routing_is_batch_invariant() -> None:
     layer = _layer("contiguous")
     generator = fresh_generator("cuda")
     hidden_states = torch.randn(500, SHAPE.hidden_size, device="cuda", generator=generator).bfloat16()
@@ -87,7 +87,7 @@ def test_a_token_is_routed_alike_in_any_company() -> None:
         assert torch.equal(some_weights, weights[part])
 
 
-def test_the_runner_brings_bytes_there_and_back() -> None:
+def test_the_runner_copies_bytes_to_the_device_and_back() -> None:
     runner = LayerRunner(_layer("masked"), "cuda")
     hidden_states = torch.randn(5, SHAPE.hidden_size, generator=fresh_generator()).to(torch.bfloat16)
     data = hidden_states.view(torch.uint8).numpy().tobytes()

@@ -1,4 +1,4 @@
-"""The runner: bytes in and out, mixed requests in one step, and routing that is refused."""
+"""The runner: bytes in and out, mixed requests in one step, and invalid routing."""
 
 import math
 from dataclasses import replace
@@ -70,7 +70,7 @@ def test_every_pair_of_datatypes(runner: LayerRunner, datatype: str, output_data
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
-def test_any_buffer_will_do(runner: LayerRunner, kind: type) -> None:
+def test_any_buffer_is_accepted(runner: LayerRunner, kind: type) -> None:
     hidden_states = _hidden_states(2)
     request = _request(hidden_states)
     expected = runner.run([request]).outputs
@@ -78,7 +78,7 @@ def test_any_buffer_will_do(runner: LayerRunner, kind: type) -> None:
 
 
 @pytest.mark.parametrize("ids_datatype", ["INT32", "INT64"])
-def test_mixed_requests_in_one_step_each_get_their_own(runner: LayerRunner, ids_datatype: str) -> None:
+def test_mixed_requests_in_one_step_get_their_own_results(runner: LayerRunner, ids_datatype: str) -> None:
     ids_dtype = torch.int32 if ids_datatype == "INT32" else torch.int64
     sizes, datatypes = [3, 1, 5, 2], ["FP32", "BF16", "FP16", "FP32"]
     requests, expected = [], []
@@ -127,8 +127,8 @@ def test_given_routing_in_every_request(runner: LayerRunner) -> None:
     assert_close(_output(result.outputs[0], "FP32"), expected)
 
 
-def test_a_callers_nan_stays_with_its_caller(runner: LayerRunner) -> None:
-    good, bad = _hidden_states(5), _hidden_states(2)  # alone and together in one layout
+def test_nan_stays_in_its_own_request(runner: LayerRunner) -> None:
+    good, bad = _hidden_states(5), _hidden_states(2)  # in the same layout, alone or together
     alone = _output(runner.run([_request(good)]).outputs[0], "FP32")
     bad[0, 3] = math.nan
     together = runner.run([_request(bad), _request(good)]).outputs
@@ -137,7 +137,7 @@ def test_a_callers_nan_stays_with_its_caller(runner: LayerRunner) -> None:
     assert diff(_output(together[1], "FP32"), alone) < 1e-4
 
 
-def test_routing_that_must_not_reach_the_layer_is_refused(runner: LayerRunner) -> None:
+def test_invalid_routing_is_rejected(runner: LayerRunner) -> None:
     hidden_states, weights = _hidden_states(2), torch.ones(2, 2)
     infinite = weights.clone()
     infinite[1, 0] = math.inf

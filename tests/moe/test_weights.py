@@ -1,4 +1,4 @@
-"""Weights by seed and in files."""
+"""Weights from a seed and from files."""
 
 import re
 import subprocess
@@ -34,7 +34,7 @@ def test_a_seed_gives_the_same_weights_again() -> None:
     assert not _equal(random_weights(SHAPE, 5, "cpu"), random_weights(SHAPE, 6, "cpu"))
 
 
-def test_random_weights_keep_the_size_of_a_token() -> None:
+def test_random_weights_keep_the_magnitude_of_a_token() -> None:
     weights = random_weights(SHAPE, 0, "cpu")
     assert weights.gate_up.data.shape == (3, 256, 256)
     assert weights.down.data.shape == (3, 256, 128)
@@ -84,7 +84,7 @@ def test_a_file_with_other_tensors_is_refused(tmp_path: Path) -> None:
         load_weights(path, SHAPE, "cpu")
 
 
-def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_a_missing_or_invalid_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "layer.safetensors"
     with pytest.raises(ValueError, match=r"layer\.safetensors: cannot be read: No such file"):
         load_weights(path, SHAPE, "cpu")
@@ -95,7 +95,7 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("padding", range(0, 16, 4))
 def test_tensors_lie_where_the_kernels_can_read_them(tmp_path: Path, padding: int) -> None:
-    """The header of the file has any length, and the tensors follow it."""
+    """The file's header may have any length, and the tensors follow it."""
     path = tmp_path / "weights.safetensors"
     save_weights(path, random_weights(SHAPE, 0, "cpu"))
     save_file(load_file(path), path, metadata={"note": "x" * padding})
@@ -116,7 +116,7 @@ def test_an_error_about_a_foreign_file_stays_short(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_example_of_the_documentation_writes_a_file_that_is_served(tmp_path: Path) -> None:
+def test_the_documented_example_writes_a_file_that_can_be_served(tmp_path: Path) -> None:
     document = (Path(__file__).parents[2] / "docs" / "weights.md").read_text()
     (example,) = re.findall(r"^```python\n(.*?)^```$", document, re.M | re.S)
     subprocess.run([sys.executable, "-c", example], check=True, cwd=tmp_path)
@@ -127,7 +127,7 @@ def test_the_example_of_the_documentation_writes_a_file_that_is_served(tmp_path:
     assert weights.router_bias is not None
 
 
-def test_the_documented_tensors_are_the_ones_that_are_read() -> None:
+def test_the_documented_tensors_are_those_that_are_read() -> None:
     document = (Path(__file__).parents[2] / "docs" / "weights.md").read_text()
     table = re.findall(r"^\| `(\w+)`( \(optional\))? \| `(\[.*?\])` \| (.*?) \|", document, re.M)
     shape = LayerShape(1024, 384, 5, 2)
