@@ -1,4 +1,4 @@
-# One word for each chore: `make help` lists them. Each brings .venv up to the lock files by itself.
+# One word for each chore: `make help` lists them. Each updates .venv to the lock files by itself.
 .DEFAULT_GOAL := help
 PYTHON ?= python3
 VENV   := .venv
@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 CONFIG ?= configs/demo.yaml
 PORT   ?= 8000
 
-# Without an NVIDIA GPU torch's CPU build will do, from PyTorch's own index: PyPI's brings gigabytes of CUDA.
+# Without an NVIDIA GPU, torch's CPU build is enough. It is in PyTorch's own index; PyPI's brings gigabytes of CUDA.
 ifndef VARIANT
 VARIANT := $(if $(shell nvidia-smi -L 2>/dev/null),cuda,cpu)
 endif
@@ -24,7 +24,7 @@ DEV     := $(VENV)/.dev
 help: ## list the chores
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F '|' '{ printf "make %-10s %s\n", $$1, $$2 }'
 
-install: $(RUNTIME) ## build .venv with what the server needs, and nothing else
+install: $(RUNTIME) ## build .venv with only the packages that the server needs
 	@echo "$(BIN)/expertd is installed ($(VARIANT))"
 
 serve: $(RUNTIME) ## serve CONFIG (the demo layer) on PORT (8000)
@@ -33,7 +33,7 @@ serve: $(RUNTIME) ## serve CONFIG (the demo layer) on PORT (8000)
 test: $(RUNTIME) $(DEV) ## run every test that needs no GPU
 	$(BIN)/python -m pytest -m "not gpu"
 
-test-fast: $(RUNTIME) $(DEV) ## run the quick ones among them
+test-fast: $(RUNTIME) $(DEV) ## run only the quick ones
 	$(BIN)/python -m pytest -m "not gpu and not slow"
 
 test-gpu: $(RUNTIME) $(DEV) ## run the tests that need a Hopper GPU
@@ -42,7 +42,7 @@ test-gpu: $(RUNTIME) $(DEV) ## run the tests that need a Hopper GPU
 bench: $(RUNTIME) $(DEV) ## time the grouped GEMMs on the GPU at hand
 	$(BIN)/python -m benchmarks.grouped_gemm
 
-lint: $(RUNTIME) $(DEV) ## check locks, style, format and types
+lint: $(RUNTIME) $(DEV) ## check locks, style, formatting and types
 	$(BIN)/python -m requirements.lock --check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -54,23 +54,23 @@ format: $(RUNTIME) $(DEV) ## rewrite Python and CUDA files in the project's styl
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i kernels/csrc/*
 
-check: lint test ## all that CI runs: lint, then test
+check: lint test ## everything CI runs: lint, then test
 
-lock: ## renew the lock files after a change of requirements (UPGRADE=1: with the newest versions)
+lock: ## update the lock files after a change of requirements (UPGRADE=1: to the newest versions)
 	$(PYTHON) -m venv --clear build/lock
 	build/lock/bin/python $(PIP) install $(UV)
 	build/lock/bin/python -m requirements.lock $(if $(UPGRADE),--upgrade)
 
-clean: ## remove .venv and what was built
+clean: ## remove .venv and build outputs
 	rm -rf $(VENV) build dist *.egg-info
 
-# From nothing, so that .venv holds what the lock says and no package of an older one.
+# From scratch, so that .venv holds exactly what the lock says, and no package from an older one.
 $(LOCKED): requirements/torch-cpu.txt requirements/$(VARIANT).txt
 	$(PYTHON) -m venv --clear $(VENV)
 ifeq ($(VARIANT),cpu)
 	$(BIN)/python $(PIP) install --no-deps --retries 2 --timeout 15 --extra-index-url $(TORCH_CPU_INDEX) \
 		-r requirements/torch-cpu.txt || { \
-		echo "No CPU build of torch was found for this Python: taking the one with CUDA, of several GB."; \
+		echo "No CPU build of torch was found for this Python: installing the one with CUDA, several GB."; \
 		$(BIN)/python $(PIP) install --require-hashes -r requirements/cuda.txt; }
 endif
 	$(BIN)/python $(PIP) install --require-hashes -r requirements/$(VARIANT).txt
