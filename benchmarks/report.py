@@ -21,7 +21,7 @@ _SECTION = re.compile(rf"({_OPEN}([\w-]+) -->\n).*?({_CLOSE})", re.S)
 
 
 def render(text: str, results: Path = RESULTS) -> str:
-    """`text` with every section written anew from the results. Raises ValueError for unmatched markers."""
+    """`text` with every section rewritten from the results. Raises ValueError for unmatched markers."""
     names = [name for _, name, _ in _SECTION.findall(text)]
     if not len(names) == text.count(_OPEN) == text.count(_CLOSE):
         raise ValueError(f"report markers: expected {_OPEN}NAME --> and {_CLOSE} in turn, got others")

@@ -132,7 +132,7 @@ def host_cost(results: Path) -> str:
 
 
 def sm_counts(results: Path) -> str:
-    """How time follows the number of SMs."""
+    """The scaling of time with the number of SMs."""
     rows = json.loads((results / "sm_counts-h200.json").read_text())["rows"]
     cells = []
     for count in dict.fromkeys(row["num_sms"] for row in rows):

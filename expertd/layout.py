@@ -1,4 +1,4 @@
-"""How the rows of a grouped GEMM are laid out."""
+"""The layout of the rows of a grouped GEMM."""
 
 from enum import StrEnum
 

@@ -1,4 +1,4 @@
-"""GPU tests are skipped where there is no Hopper GPU, and only there."""
+"""Skips GPU tests if, and only if, there is no Hopper GPU."""
 
 import pytest
 import torch

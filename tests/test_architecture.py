@@ -133,7 +133,7 @@ def test_imports_have_no_cycles() -> None:
 
 
 @pytest.mark.parametrize("module", TORCH_FREE)
-def test_what_runs_before_torch_does_not_load_it(module: str) -> None:
+def test_modules_that_run_before_torch_do_not_import_it(module: str) -> None:
     code = f"import sys, {module}; print('torch' in sys.modules)"
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
@@ -153,7 +153,7 @@ def test_only_the_loader_and_the_cache_read_the_environment() -> None:
     assert readers == READ_THE_ENVIRONMENT
 
 
-def test_tests_of_the_product_import_no_benchmarks_and_benchmarks_no_tests() -> None:
+def test_tests_and_benchmarks_do_not_import_each_other() -> None:
     of_benchmarks = {"tests/test_benchmarks.py", "tests/test_report.py", "tests/test_make_checkpoint.py"}
     for path in (*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")):
         name = str(path.relative_to(ROOT))

@@ -20,7 +20,7 @@ constexpr int kScaleWarps = 3;
 constexpr int kThreads = (kConsumerGroups + 1) * 128;
 constexpr int kHeightStep = kSwapAb ? 16 : 64;  // a tile's height is rounded up to a multiple of this
 constexpr int kScaleParts = kSwiglu ? 2 : 1;    // gate and up have b scales of their own
-static_assert(kStages >= kScaleWarps, "a scale warp tells two rounds of the ring apart by one phase bit");
+static_assert(kStages >= kScaleWarps, "a scale warp distinguishes two rounds of the ring by one phase bit");
 
 // Registers per thread after setmaxnreg. With swap-AB a CTA starts with 384 * 168 = 64512: 224 are plenty for a
 // consumer, and with only 40 for a producer NVRTC 13.5 spills in the scheduler.

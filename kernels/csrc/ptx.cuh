@@ -270,7 +270,7 @@ __device__ __forceinline__ void stmatrix_transposed(u32 address, u32 m0, u32 m1,
 // Makes this thread's ordinary writes to shared memory visible to the copy engine.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Starts copying the map's box from shared memory to column x, row y; what lies outside the tensor is not written.
+// Starts copying the map's box from shared memory to column x, row y; nothing outside the tensor is written.
 __device__ __forceinline__ void tma_store(const TensorMap* map, u32 source, int x, int y) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map), "r"(x),
                  "r"(y), "r"(source)

@@ -36,7 +36,7 @@ class CompilerMissingError(RuntimeError):
 
 @dataclass(frozen=True)
 class ResourceUsage:
-    """What ptxas reports for a kernel; bytes are per thread."""
+    """A kernel's resources as reported by ptxas; bytes are per thread."""
 
     registers: int
     stack_bytes: int

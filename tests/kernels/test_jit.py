@@ -65,7 +65,7 @@ def test_the_second_build_is_a_hit() -> None:
     assert after.compile_seconds - before.compile_seconds == pytest.approx(first.seconds)
 
 
-def test_a_hit_needs_no_lock_and_so_no_writable_directory(cache_dir: Path) -> None:
+def test_a_cache_hit_needs_no_lock_and_no_writable_directory(cache_dir: Path) -> None:
     jit.build(PLUS_1)
     for path in cache_dir.iterdir():
         if path.suffix != ".bin":
@@ -74,7 +74,7 @@ def test_a_hit_needs_no_lock_and_so_no_writable_directory(cache_dir: Path) -> No
     assert [path.suffix for path in cache_dir.iterdir()] == [".bin"]
 
 
-def test_binaries_do_not_depend_on_place_or_time(csrc: Path, tmp_path: Path) -> None:
+def test_binaries_do_not_depend_on_path_or_time(csrc: Path, tmp_path: Path) -> None:
     binary = jit.compile_source(PLUS_1)
     assert jit.compile_source(PLUS_1).cubin == binary.cubin
     assert str(tmp_path).encode() not in binary.cubin

@@ -71,7 +71,7 @@ def partitions() -> Iterator[SMPartitions]:
     made.apply({})
 
 
-def test_facts_of_the_device(partitions: SMPartitions) -> None:
+def test_device_properties(partitions: SMPartitions) -> None:
     properties = torch.cuda.get_device_properties(0)
     assert partitions.device_name == properties.name
     assert partitions.total_sms == properties.multi_processor_count

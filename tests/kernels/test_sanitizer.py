@@ -15,7 +15,7 @@ TOOL = shutil.which("compute-sanitizer")
 @pytest.mark.skipif(TOOL is None, reason="needs compute-sanitizer on PATH")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_clean(tool: str) -> None:
+def test_sanitizers_report_no_errors(tool: str) -> None:
     # cuda.core's probes of driver entry points fail by design: only errors in kernels count.
     command = [str(TOOL), "--tool", tool, "--report-api-errors", "no", "--error-exitcode", "9"]
     program = [sys.executable, "-m", "tests.kernels.sanitizer_program"]

@@ -81,7 +81,7 @@ def test_a_replay_never_waits(graphs: StepGraphs) -> None:
         graphs.run(tokens, None, None)
 
 
-def test_what_does_not_fit(graphs: StepGraphs) -> None:
+def test_steps_that_fit_no_graph(graphs: StepGraphs) -> None:
     assert graphs.fits(_tokens(TOKEN_COUNTS[-1]))
     assert not graphs.fits(_tokens(TOKEN_COUNTS[-1] + 1))
     assert not graphs.fits(_tokens(4).float())

@@ -42,7 +42,7 @@ def test_random_weights_keep_the_magnitude_of_a_token() -> None:
         assert dequantize_blocks(data, scales).std().item() == pytest.approx(fan_in**-0.5, rel=0.05)
 
 
-def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
+def test_saved_weights_load_unchanged(tmp_path: Path) -> None:
     weights = random_weights(SHAPE, 1, "cpu")
     save_weights(tmp_path / "layer.safetensors", weights)
     loaded = load_weights(tmp_path / "layer.safetensors", SHAPE, "cpu")
@@ -50,7 +50,7 @@ def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
     assert loaded.gate_up.scales.is_contiguous()
 
 
-def test_a_routers_bias_is_kept_where_there_is_one(tmp_path: Path) -> None:
+def test_a_router_bias_is_kept(tmp_path: Path) -> None:
     path, bias = tmp_path / "layer.safetensors", torch.tensor([0.5, -1.0, 2.0])
     weights = replace(random_weights(SHAPE, 1, "cpu"), router_bias=bias)
     save_weights(path, weights)
@@ -94,7 +94,7 @@ def test_a_missing_or_invalid_file_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("padding", range(0, 16, 4))
-def test_tensors_lie_where_the_kernels_can_read_them(tmp_path: Path, padding: int) -> None:
+def test_loaded_tensors_are_aligned_for_the_kernels(tmp_path: Path, padding: int) -> None:
     """The file's header may have any length, and the tensors follow it."""
     path = tmp_path / "weights.safetensors"
     save_weights(path, random_weights(SHAPE, 0, "cpu"))
