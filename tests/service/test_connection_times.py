@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -131,11 +132,10 @@ def test_connections_beyond_the_bound_get_503(tmp_path: Path) -> None:
 
 def test_many_silent_connections_beyond_the_bound_leave(tmp_path: Path) -> None:
     with server_process(tiny_settings({"max_connections": 1}), tmp_path) as server:
-        socks = [connect(server.port) for _ in range(600)]
-        ends = [sock.recv(4096)[:12] for sock in socks[1:]]
+        with ExitStack() as stack:
+            socks = [stack.enter_context(connect(server.port)) for _ in range(600)]
+            ends = [sock.recv(4096)[:12] for sock in socks[1:]]
         assert set(ends) == {b"HTTP/1.1 503", b""}, "when too many linger, they are just closed"
-        for sock in socks:
-            sock.close()
         until(lambda: ask(server.port, LAST)[0].status == 200, "there is a place again")
 
 

@@ -6,7 +6,7 @@ import struct
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -29,12 +29,6 @@ SLOW = {
     "top_k": 4,
     "datatype": "FP32",
 }
-LIMITS = {
-    "max_request_tokens": SLOW_TOKENS,
-    "max_batch_tokens": SLOW_TOKENS,
-    "max_queue_tokens": 4 * SLOW_TOKENS,
-    "max_body_bytes": 64 << 20,
-}
 
 
 @contextmanager
@@ -42,20 +36,23 @@ def in_a_slow_step(
     directory: Path, tokens: int = SLOW_TOKENS, **settings: float
 ) -> Iterator[tuple[ServerProcess, list[socket.socket]]]:
     """A server in a step for its first client; the next waits, one has sent half, and the last nothing."""
-    values = np.ones((tokens, 1024), np.float32)
-    request = infer(*hidden_request(values))
-    with server_process(tiny_settings(models=[SLOW], limits=LIMITS, **settings), directory) as server:
-        socks = [connect(server.port) for _ in range(4)]
+    limits = {
+        "max_request_tokens": tokens,
+        "max_batch_tokens": tokens,  # so that the two never share a step
+        "max_queue_tokens": 4 * tokens,
+        "max_body_bytes": 64 << 20,
+    }
+    request = infer(*hidden_request(np.ones((tokens, 1024), np.float32)))
+    with ExitStack() as stack:
+        started = server_process(tiny_settings(models=[SLOW], limits=limits, **settings), directory)
+        server = stack.enter_context(started)
+        socks = [stack.enter_context(connect(server.port)) for _ in range(4)]
         for sock in socks[:2]:
             sock.sendall(request)
         socks[2].sendall(request[:1000])
         waiting = 'expertd_queue_requests{model="tiny"} 1.0'
         until(lambda: waiting in server.get("/metrics").text, "one is in the step, one waits")
-        try:
-            yield server, socks
-        finally:
-            for sock in socks:
-                sock.close()
+        yield server, socks
 
 
 def ended(sock: socket.socket) -> list[Answer]:
