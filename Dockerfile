@@ -24,7 +24,7 @@ RUN --mount=type=secret,id=pip_conf,target=/etc/pip.conf --mount=type=secret,id=
 # ---- wheel: the server itself, built by the lock's setuptools
 FROM dependencies AS wheel
 COPY pyproject.toml README.md LICENSE ./
-COPY expertd expertd
+COPY src src
 COPY service service
 COPY kernels kernels
 RUN /opt/tools/bin/python -m pip --python /opt/expertd/bin/python \

@@ -45,14 +45,14 @@ READ_THE_ENVIRONMENT = {"kernels/jit/cache.py", "service/settings/sources.py"}
 
 def _module(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
-    name = ".".join(parts if parts[0] == "expertd" else ("expertd", *parts))
+    name = ".".join(parts[1:] if parts[0] == "src" else ("expertd", *parts))
     return name.removesuffix(".__init__")
 
 
 FILES = {
     _module(path): path
     for path in (
-        *(ROOT / "expertd").glob("*.py"),
+        *(ROOT / "src" / "expertd").glob("*.py"),
         *(ROOT / "kernels").rglob("*.py"),
         *(ROOT / "service").rglob("*.py"),
     )

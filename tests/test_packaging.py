@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow  # wheels are built and installed
 ROOT = Path(__file__).resolve().parents[1]
 VERSION: str = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 BESIDE = Path(sys.prefix) / "beside"
-INPUTS = ("pyproject.toml", "README.md", "LICENSE", "expertd", "kernels", "service")
+INPUTS = ("pyproject.toml", "README.md", "LICENSE", "src", "kernels", "service")
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 
 
@@ -102,6 +102,14 @@ def test_it_can_be_installed_beside_hugging_faces_kernels(site: Path, tmp_path: 
     assert files == [str(site / folder / "__init__.py") for folder in folders]
     assert function.startswith("kernels.")
     assert list(site.glob("service*")) == []
+
+
+def test_a_checkout_called_expertd_does_not_hide_the_package(tmp_path: Path) -> None:
+    (
+        tmp_path / "expertd"
+    ).mkdir()  # as `git clone` names it, and the working directory comes first on sys.path
+    program = "import expertd; print(expertd.__version__)"
+    assert run(sys.executable, "-c", program, cwd=tmp_path) == f"{VERSION}\n"
 
 
 def test_the_command_runs_from_the_wheel(site: Path, tmp_path: Path) -> None:
