@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.paths import ROOT
+
 SERVICE = "expertd.service"
 # each package of the service, and the packages that it may import besides itself
 PACKAGES = {

@@ -24,8 +24,8 @@ from benchmarks.shapes import Shape, all_shapes
 from expertd.layout import Layout
 from expertd.service.moe.shape import LayerShape
 from tests.kernels.helpers import random_contiguous, random_masked
+from tests.paths import ROOT
 
-ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "grouped_gemm-h200.json"
 
 

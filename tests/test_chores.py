@@ -2,14 +2,13 @@
 
 import re
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import yaml
 
+from tests.paths import ROOT
 from tests.test_lock import PYTHONS
 
-ROOT = Path(__file__).resolve().parents[1]
 MAKEFILE = (ROOT / "Makefile").read_text()
 CHORES = re.findall(r"^\.PHONY: (.*)$", MAKEFILE, re.M)[0].split()
 

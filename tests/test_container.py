@@ -16,8 +16,8 @@ import yaml
 from packaging.specifiers import SpecifierSet
 
 from expertd.service.settings.loader import load_settings
+from tests.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 Instruction = tuple[str, str]
 

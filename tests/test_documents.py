@@ -3,7 +3,6 @@
 import re
 import tomllib
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import yaml
@@ -14,10 +13,9 @@ from expertd.service.http.app import ExpertApp
 from expertd.service.http.routes import swagger_router
 from expertd.service.settings.loader import load_settings
 from expertd.service.settings.model import Settings
+from tests.paths import DEMO, ROOT
 from tests.test_chores import CHORES
 
-ROOT = Path(__file__).resolve().parents[1]
-DEMO = ROOT / "configs" / "demo.yaml"
 DOCUMENTS = sorted(
     str(path.relative_to(ROOT))
     for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "kernels/README.md")

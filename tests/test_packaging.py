@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.paths import ROOT
+
 pytestmark = pytest.mark.slow  # wheels are built and installed
 
-ROOT = Path(__file__).resolve().parents[1]
 VERSION: str = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 BESIDE = Path(sys.prefix) / "beside"
 INPUTS = ("pyproject.toml", "README.md", "LICENSE", "src", "kernels", "service")

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from expertd.service.settings.loader import load_settings
+from tests.paths import DEMO, ROOT
 from tests.service.processes import ServerProcess, server_process, serving
 
-ROOT = Path(__file__).resolve().parents[1]
-DEMO = ROOT / "configs" / "demo.yaml"
 needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 
 

@@ -13,8 +13,8 @@ import pytest
 from benchmarks import pictures, report
 from benchmarks.moe_layer import STAGES
 from benchmarks.report_sections import SECTIONS
+from tests.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 RESULTS = sorted(path.name for path in (ROOT / "benchmarks" / "results").iterdir())
 
 

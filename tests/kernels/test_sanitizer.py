@@ -3,9 +3,10 @@
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+
+from tests.paths import ROOT
 
 pytestmark = pytest.mark.gpu
 
@@ -19,7 +20,6 @@ def test_sanitizers_report_no_errors(tool: str) -> None:
     # cuda.core's probes of driver entry points fail by design: only errors in kernels count.
     command = [str(TOOL), "--tool", tool, "--report-api-errors", "no", "--error-exitcode", "9"]
     program = [sys.executable, "-m", "tests.kernels.sanitizer_program"]
-    root = Path(__file__).parent.parent.parent
-    run = subprocess.run([*command, *program], cwd=root, capture_output=True, text=True, check=False)
+    run = subprocess.run([*command, *program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
     assert "every variant ran" in run.stdout

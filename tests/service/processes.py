@@ -5,30 +5,17 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 import httpx
 import yaml
 
 from expertd.service.settings.model import Settings
+from tests.service.waiting import wait_for
 
-T = TypeVar("T")
 EXPERTD = Path(sys.executable).parent / "expertd"
-_DEADLINE = 60.0
-
-
-def until(check: Callable[[], T | None], what: str, seconds: float = _DEADLINE) -> T:
-    """The first result of `check` that is true, asked again and again until `seconds` have passed."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if result := check():
-            return result
-        time.sleep(0.01)
-    raise TimeoutError(f"not within {seconds} s: {what}")
 
 
 def clean_environment(**more: str) -> dict[str, str]:
@@ -43,7 +30,7 @@ class ServerProcess:
     def __init__(self, process: "subprocess.Popen[bytes]", log: Path) -> None:
         self.process = process
         self._log = log
-        self.port = int(until(self._listening, "the server listens")[1])
+        self.port = int(wait_for(self._listening, "the server listens")[1])
         self.url = f"127.0.0.1:{self.port}"
 
     def log(self) -> str:
@@ -56,7 +43,7 @@ class ServerProcess:
 
     def wait_ready(self) -> None:
         """Return once the server says it is ready."""
-        until(self._ready, "the server is ready")
+        wait_for(self._ready, "the server is ready")
 
     def terminate(self) -> None:
         """Send SIGTERM."""

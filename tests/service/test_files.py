@@ -12,8 +12,8 @@ import torch
 
 from expertd.service.files import check_readable, read_text
 from expertd.service.moe.weights import random_weights, save_weights
-from tests.checkpoints.builders import Checkpoint
-from tests.moe.test_weights import SHAPE
+from tests.service.checkpoints.builders import Checkpoint
+from tests.service.moe.test_weights import SHAPE
 
 UID = 65534 if os.geteuid() == 0 else os.geteuid()
 DENIED = (

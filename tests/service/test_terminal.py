@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoints.builders import Checkpoint
+from tests.service.checkpoints.builders import Checkpoint
 from tests.service.processes import EXPERTD, ServerProcess, clean_environment, serving
 
 LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (INFO|WARNING|ERROR) [\w.]+: .+")

@@ -12,8 +12,9 @@ import pytest
 
 from expertd.service.http.server import allow_files
 from tests.service.apps import hidden_request, rows, tiny_settings
-from tests.service.processes import ServerProcess, server_process, until
+from tests.service.processes import ServerProcess, server_process
 from tests.service.sockets import INFER, ask, connect, head, infer, read_answer, read_to_end
+from tests.service.waiting import wait_for
 
 pytestmark = pytest.mark.slow  # times are seconds
 
@@ -111,7 +112,7 @@ def test_a_body_after_its_answer_keeps_the_connection(server: ServerProcess) -> 
 
 def test_connections_beyond_the_bound_get_503(tmp_path: Path) -> None:
     with server_process(tiny_settings({"max_connections": 2}), tmp_path) as server:
-        until(lambda: ask(server.port, LAST)[0].status == 200, "the health check's connection is closed")
+        wait_for(lambda: ask(server.port, LAST)[0].status == 200, "the health check's connection is closed")
         socks = [connect(server.port) for _ in range(2)]
         for sock in socks:
             sock.sendall(LIVE)
@@ -125,7 +126,7 @@ def test_connections_beyond_the_bound_get_503(tmp_path: Path) -> None:
             sock.sendall(LIVE)
             assert read_answer(sock).status == 200, "nobody lost a place"
         socks[0].close()
-        until(lambda: ask(server.port, LAST)[0].status == 200, "there is a place again")
+        wait_for(lambda: ask(server.port, LAST)[0].status == 200, "there is a place again")
         socks[1].close()
         assert server.log().count("limits.max_connections: 2 are open, and more are refused") == 1
 
@@ -136,7 +137,7 @@ def test_many_silent_connections_beyond_the_bound_leave(tmp_path: Path) -> None:
             socks = [stack.enter_context(connect(server.port)) for _ in range(600)]
             ends = [sock.recv(4096)[:12] for sock in socks[1:]]
         assert set(ends) == {b"HTTP/1.1 503", b""}, "when too many linger, they are just closed"
-        until(lambda: ask(server.port, LAST)[0].status == 200, "there is a place again")
+        wait_for(lambda: ask(server.port, LAST)[0].status == 200, "there is a place again")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import ExpertWeights, load_weights, random_weights, save_weights
 from expertd.service.moe.weights_file import OPTIONAL, tensor_specs
 from expertd.service.settings.model import Settings
+from tests.paths import ROOT
 
 SHAPE = LayerShape(hidden_size=256, intermediate_size=128, num_experts=3, top_k=2)
 
@@ -117,7 +118,7 @@ def test_an_error_about_a_foreign_file_stays_short(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_documented_example_writes_a_file_that_can_be_served(tmp_path: Path) -> None:
-    document = (Path(__file__).parents[2] / "docs" / "weights.md").read_text()
+    document = (ROOT / "docs" / "weights.md").read_text()
     (example,) = re.findall(r"^```python\n(.*?)^```$", document, re.M | re.S)
     subprocess.run([sys.executable, "-c", example], check=True, cwd=tmp_path)
     (settings,) = re.findall(r"^```yaml\n(.*?)^```$", document, re.M | re.S)
@@ -128,7 +129,7 @@ def test_the_documented_example_writes_a_file_that_can_be_served(tmp_path: Path)
 
 
 def test_the_documented_tensors_are_those_that_are_read() -> None:
-    document = (Path(__file__).parents[2] / "docs" / "weights.md").read_text()
+    document = (ROOT / "docs" / "weights.md").read_text()
     table = re.findall(r"^\| `(\w+)`( \(optional\))? \| `(\[.*?\])` \| (.*?) \|", document, re.M)
     shape = LayerShape(1024, 384, 5, 2)
     sizes = {"E": 5, "G": 5, "H": 1024, "I": 384}

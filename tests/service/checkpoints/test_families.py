@@ -10,8 +10,8 @@ import torch
 
 from expertd.kernels import Routing
 from expertd.service.checkpoints import read_model
-from tests.checkpoints.builders import edit_json
 from tests.families import FAMILIES, quiet_transformers
+from tests.service.checkpoints.builders import edit_json
 
 
 @pytest.mark.parametrize(

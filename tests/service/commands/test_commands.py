@@ -20,13 +20,12 @@ from expertd.service.commands.serve import exposure
 from expertd.service.engine.loading import load
 from expertd.service.moe.weights import random_weights, save_weights
 from expertd.service.settings.model import CheckpointSettings
-from tests.checkpoints.builders import Checkpoint, edit_json
-from tests.moe.test_weights import SHAPE
+from tests.paths import ROOT
 from tests.service.apps import MODEL, tiny_settings
+from tests.service.checkpoints.builders import Checkpoint, edit_json
+from tests.service.moe.test_weights import SHAPE
 from tests.service.processes import EXPERTD, clean_environment, expertd, serving
 
-ROOT = Path(__file__).resolve().parents[2]
-DEMO = ROOT / "configs" / "demo.yaml"
 Output = pytest.CaptureFixture[str]
 
 

@@ -13,7 +13,7 @@ from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import ExpertWeights, random_weights
 from tests.kernels.helpers import diff, fresh_generator
-from tests.moe.reference_layer import assert_close, reference_layer
+from tests.service.moe.reference_layer import assert_close, reference_layer
 
 SHAPE = LayerShape(hidden_size=384, intermediate_size=256, num_experts=12, top_k=3)
 LAYOUTS = {"contiguous": 0, "masked": 1000}

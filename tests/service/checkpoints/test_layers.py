@@ -13,9 +13,9 @@ from expertd.service.checkpoints import CheckpointError, models_of
 from expertd.service.engine.loading import LoadCancelledError, layer_of
 from expertd.service.moe.layer import MoELayer
 from expertd.service.settings.model import CheckpointSettings
-from tests.checkpoints.builders import Checkpoint, edit_tensors, shard_of
 from tests.families import EXPERTS, FAMILIES, HIDDEN, INTERMEDIATE
 from tests.kernels.helpers import diff, fresh_generator
+from tests.service.checkpoints.builders import Checkpoint, edit_tensors, shard_of
 
 TOKENS = 64
 SCALES = {"fp32": torch.float32, "bf16": torch.bfloat16, "e8m0": torch.float8_e8m0fnu}

@@ -11,8 +11,9 @@ from expertd.service.checkpoints import CheckpointError, resolve_checkpoints
 from expertd.service.settings.loader import Flag, SettingsError, default_config, load_settings
 from expertd.service.settings.model import ENV_PREFIX, Settings
 from expertd.service.settings.spans import numbers, spans
+from tests.paths import ROOT
 
-CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 MODEL = "{name: m, hidden_size: 256, intermediate_size: 128, num_experts: 4, top_k: 2}"
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from functools import partial
 from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 from urllib.parse import urljoin, urlsplit
 
@@ -18,6 +17,7 @@ from expertd.service.http.infer import InferEndpoint
 from expertd.service.http.routes import metrics_router, partitions_router, protocol_router, swagger_router
 from expertd.service.settings.loader import load_settings
 from expertd.service.settings.model import Settings
+from tests.paths import DEMO
 from tests.service.apps import (
     hidden_request,
     json_input,
@@ -28,7 +28,6 @@ from tests.service.apps import (
     tiny_settings,
 )
 
-DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
 OWN = {"/openapi.json", "/docs", "/docs/{name}"}
 
 

@@ -19,6 +19,7 @@ from tests.service.apps import (
     tiny_settings,
 )
 from tests.service.runners import EchoRunner
+from tests.service.waiting import until
 
 TOTAL, GRANULARITY = 132, 8
 
@@ -144,8 +145,7 @@ async def test_a_change_waits_for_the_step_in_flight_and_drops_nothing() -> None
         assert await asyncio.to_thread(runner.entered.acquire, True, 10)
         waiting = [asyncio.ensure_future(server.infer(*hidden_request(rows(1)))) for _ in range(4)]
         change = asyncio.ensure_future(server.http.put("/v1/partitions", json={"partitions": {"a": 8}}))
-        while server.metric("queue_requests", model="tiny") < 4:
-            await asyncio.sleep(0)
+        await until(lambda: server.metric("queue_requests", model="tiny") >= 4)
         assert device.partitions == ()
         runner.gate.set()
         assert (await change).status_code == 200

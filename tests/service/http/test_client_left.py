@@ -13,6 +13,7 @@ import uvloop
 from tests.service.apps import HIDDEN, Serving, hidden_request, rows, serving, serving_runner, tiny_settings
 from tests.service.runners import EchoRunner
 from tests.service.sockets import answers, connect, head, infer, listening, read_to_end
+from tests.service.waiting import until
 
 pytestmark = pytest.mark.slow  # an interim response takes a second
 
@@ -30,16 +31,11 @@ class Held:
     def counted(self, status: int) -> float:
         return self.server.metric("requests_total", model="tiny", status=str(status))
 
-    async def until(self, check: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
-            while not check():
-                await asyncio.sleep(0.001)
-
     async def in_step(self) -> None:
         assert await asyncio.to_thread(self.runner.entered.acquire, True, 10)
 
     async def waiting(self, number: int) -> None:
-        await self.until(lambda: self.server.metric("queue_requests", model="tiny") == number)
+        await until(lambda: self.server.metric("queue_requests", model="tiny") == number)
 
 
 def held(check: Callable[[Held], Coroutine[Any, Any, None]], settings: dict[str, Any] | None = None) -> None:
@@ -77,9 +73,9 @@ def test_one_that_leaves_while_waiting_is_taken_out_of_the_queue(reset: bool, re
             await this.waiting(1)
             leave(sock, reset)
             await this.waiting(0)
-            await this.until(lambda: this.counted(499) == 1)
+            await until(lambda: this.counted(499) == 1)
             this.runner.gate.set()
-            await this.until(lambda: this.counted(200) == 1)
+            await until(lambda: this.counted(200) == 1)
         assert this.runner.steps == [[1]]
 
     held(check)
@@ -94,7 +90,7 @@ def test_one_that_leaves_during_its_step_is_counted_as_gone(reset: bool, request
         await this.in_step()
         leave(sock, reset)
         this.runner.gate.set()
-        await this.until(lambda: this.counted(499) + this.counted(200) == 1)
+        await until(lambda: this.counted(499) + this.counted(200) == 1)
         assert this.counted(499) == 1
 
     held(check)
@@ -107,9 +103,9 @@ def test_pipelined_requests_of_one_that_left_are_each_counted(reset: bool) -> No
         sock.sendall(5 * REQUEST)
         await this.in_step()
         leave(sock, reset)
-        await this.until(lambda: reset is False or this.counted(499) == 4)
+        await until(lambda: reset is False or this.counted(499) == 4)
         this.runner.gate.set()
-        await this.until(lambda: this.counted(499) + this.counted(200) == 5)
+        await until(lambda: this.counted(499) + this.counted(200) == 5)
         assert this.counted(499) == 5
 
     held(check)
@@ -125,7 +121,7 @@ def test_one_that_stops_sending_is_told_that_its_request_goes_on_and_answered() 
             this.runner.gate.set()
             received = answers(await asyncio.to_thread(all_of, sock))
             assert [answer.status for answer in received if answer.status != 100] == [200, 200]
-        await this.until(lambda: this.counted(200) == 2)
+        await until(lambda: this.counted(200) == 2)
 
     held(check)
 
@@ -183,7 +179,7 @@ def test_an_answer_that_is_never_read_is_dropped_and_counted() -> None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             sock.connect(("127.0.0.1", this.port))
             await asyncio.to_thread(sock.sendall, infer(body, length))
-            await this.until(lambda: this.counted(499) == 1)
+            await until(lambda: this.counted(499) == 1)
         with connect(this.port) as sock:
             sock.sendall(head("GET /v2 HTTP/1.1", "Connection: close"))
             assert (await asyncio.to_thread(read_to_end, sock))[0].status == 200

@@ -10,8 +10,9 @@ import pytest
 from expertd.service.http.request_head import RefusedError, check_head
 from expertd.service.settings.model import Limits
 from tests.service.apps import HIDDEN, hidden_request, rows, tiny_settings
-from tests.service.processes import ServerProcess, server_process, until
+from tests.service.processes import ServerProcess, server_process
 from tests.service.sockets import INFER, ask, connect, head, infer, read_answer, read_to_end
+from tests.service.waiting import wait_for
 
 pytestmark = pytest.mark.slow  # a server process
 
@@ -250,7 +251,7 @@ def test_a_broken_body_is_refused_and_counted_as_what_it_is(server: ServerProces
     (answer,) = ask(server.port, request)
     assert answer.status == 400
     assert answer.error.startswith("request: expected HTTP/1.1, got an error in it: ")
-    until(lambda: counted(server, 400) == before + 1, "it is counted")
+    wait_for(lambda: counted(server, 400) == before + 1, "it is counted")
 
 
 def test_a_client_that_stops_sending_gets_its_answers(server: ServerProcess) -> None:
@@ -267,4 +268,4 @@ def test_half_a_body_before_the_end_is_no_request(server: ServerProcess) -> None
     request = infer(*hidden_request(rows(1)))
     assert ask(server.port, request[:-1], half_close=True) == []
     assert [answer.status for answer in ask(server.port, request + request[:-1], half_close=True)] == [200]
-    until(lambda: counted(server, 499) == before + 2, "both are counted")
+    wait_for(lambda: counted(server, 499) == before + 2, "both are counted")

@@ -16,13 +16,14 @@ import numpy as np
 import pytest
 
 from expertd import __version__
+from tests.paths import DEMO
 from tests.service.apps import HIDDEN, hidden_request, rows, tiny_settings
-from tests.service.processes import EXPERTD, ServerProcess, clean_environment, expertd, server_process, until
+from tests.service.processes import EXPERTD, ServerProcess, clean_environment, expertd, server_process
+from tests.service.waiting import wait_for
 
 pytestmark = pytest.mark.slow  # a server process each
 
 INFER = "/v2/models/tiny/infer"
-DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
 # A step of 2048 tokens is some 400 GFLOP: even at 1 TFLOPS long enough for others to come and wait.
 SLOW = {
     "name": "slow",
@@ -198,7 +199,7 @@ def test_a_caller_that_leaves_in_the_middle_of_its_body_harms_nobody(
     assert not left()
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as sock:
         sock.sendall(f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nhalf".encode())
-    until(left, "the server has noticed")
+    wait_for(left, "the server has noticed")
     check_still_usable(connection, connection.sock)
 
 
@@ -224,9 +225,9 @@ def test_sigterm_answers_what_was_accepted_and_exits_with_0(tmp_path: Path) -> N
         for caller in callers:
             caller.start()
         waiting = 'expertd_queue_requests{model="slow"} 4.0'
-        until(lambda: waiting in server.get("/metrics").text, "4 requests wait")
+        wait_for(lambda: waiting in server.get("/metrics").text, "4 requests wait")
         server.terminate()
-        until(lambda: server.get("/v2/health/ready").status_code != 200, "the server is not ready")
+        wait_for(lambda: server.get("/v2/health/ready").status_code != 200, "the server is not ready")
         ready = server.get("/v2/health/ready")
         assert ready.status_code == 503
         assert ready.headers["connection"] == "close"
@@ -236,7 +237,7 @@ def test_sigterm_answers_what_was_accepted_and_exits_with_0(tmp_path: Path) -> N
             return httpx.post(f"http://{server.url}/v2/models/slow/infer", content=body, timeout=30)
 
         # The signal takes effect with the server's tick, of 0.1 s; until then the size is what is refused.
-        until(lambda: late().status_code == 503, "late requests are refused")
+        wait_for(lambda: late().status_code == 503, "late requests are refused")
         assert late().json() == {"error": "the server is shutting down"}
         for caller in callers:
             caller.join(timeout=120)
@@ -277,7 +278,7 @@ def test_sigterm_while_still_importing_exits_with_0() -> None:
     command: list[str | Path] = [EXPERTD, "serve", "--config", DEMO, "--host", "127.0.0.1", "--port", "0"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=clean_environment())
     try:
-        until(caught, "there is a handler")
+        wait_for(caught, "there is a handler")
         process.terminate()
         _, log = process.communicate(timeout=30)
     finally:

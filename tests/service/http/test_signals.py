@@ -12,13 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.paths import DEMO
 from tests.service.apps import HIDDEN, hidden_request, tiny_settings
-from tests.service.processes import EXPERTD, ServerProcess, clean_environment, server_process, until
+from tests.service.processes import EXPERTD, ServerProcess, clean_environment, server_process
 from tests.service.sockets import Answer, connect, head, infer, read_answer, read_to_end
+from tests.service.waiting import wait_for
 
 pytestmark = pytest.mark.slow  # a server process each
 
-DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
 # With the two threads that a server gets here, a step of so many tokens (1.6 TFLOP) takes seconds on any CPU.
 SLOW_TOKENS = 8192
 SLOW = {
@@ -51,7 +52,7 @@ def in_a_slow_step(
             sock.sendall(request)
         socks[2].sendall(request[:1000])
         waiting = 'expertd_queue_requests{model="tiny"} 1.0'
-        until(lambda: waiting in server.get("/metrics").text, "one is in the step, one waits")
+        wait_for(lambda: waiting in server.get("/metrics").text, "one is in the step, one waits")
         yield server, socks
 
 
@@ -73,7 +74,7 @@ def ended(sock: socket.socket) -> list[Answer]:
 def test_a_second_signal_ends_it_at_once(tmp_path: Path, signals: tuple[signal.Signals, ...]) -> None:
     with in_a_slow_step(tmp_path) as (server, socks):
         server.process.send_signal(signals[0])
-        until(lambda: "shutting down" in server.log(), "the first signal took effect")
+        wait_for(lambda: "shutting down" in server.log(), "the first signal took effect")
         started = time.monotonic()
         server.process.send_signal(signals[1])
         for sock in socks[:2]:
@@ -106,7 +107,7 @@ def test_one_signal_drains(tmp_path: Path, number: signal.Signals) -> None:
     with server_process(tiny_settings(shutdown_delay_seconds=1), tmp_path) as server:
         with connect(server.port) as sock:
             server.process.send_signal(number)
-            until(lambda: server.get("/v2/health/ready").status_code == 503, "it is not ready")
+            wait_for(lambda: server.get("/v2/health/ready").status_code == 503, "it is not ready")
             sock.sendall(head("GET /v2/health/live HTTP/1.1"))
             assert read_answer(sock).status == 200
         assert server.process.wait(30) == 0
@@ -128,7 +129,7 @@ def test_clients_that_do_not_read_their_answers_make_it_exit_with_1(tmp_path: Pa
         sock.connect(("127.0.0.1", server.port))
         sock.sendall(request)
         computed = f'expertd_batch_tokens_sum{{layout="contiguous",model="tiny"}} {float(tokens)}'
-        until(lambda: computed in server.get("/metrics").text, "the answer is computed")
+        wait_for(lambda: computed in server.get("/metrics").text, "the answer is computed")
         started = time.monotonic()
         server.terminate()
         assert server.process.wait(30) == 1

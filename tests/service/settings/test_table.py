@@ -16,8 +16,8 @@ from expertd.service.settings.model import Settings
 from expertd.service.settings.schema import is_setting, model_at
 from expertd.service.settings.table import BEGIN, replaced
 from expertd.service.settings.table import main as write_table
+from tests.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "settings.md"
 
 

@@ -14,7 +14,7 @@ from expertd.service.engine.loading import layer_of
 from expertd.service.moe.layer import MoELayer
 from expertd.service.settings.model import CheckpointSettings
 from tests.kernels.helpers import fresh_generator
-from tests.moe.reference_layer import assert_close, reference_layer
+from tests.service.moe.reference_layer import assert_close, reference_layer
 
 pytestmark = pytest.mark.gpu
 

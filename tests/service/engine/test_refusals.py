@@ -23,6 +23,7 @@ from tests.service.apps import (
     tiny_settings,
 )
 from tests.service.runners import EchoRunner
+from tests.service.waiting import until
 
 LOGGER = "expertd.service.http.infer"
 GOOD = hidden_request(rows(3))
@@ -90,8 +91,7 @@ async def test_refusals_of_a_busy_and_of_an_ending_server() -> None:
         error_of(await server.infer(*hidden_request(rows(1), parameters={"timeout": 1})), 503)
         assert refusals(server) == {"queue_timeout": 1}
         second = asyncio.ensure_future(server.infer(*GOOD))
-        while not server.metric("queue_requests", model="tiny"):
-            await asyncio.sleep(0)
+        await until(lambda: server.metric("queue_requests", model="tiny") > 0)
         error_of(await server.infer(*GOOD), 503)
         assert refusals(server) == {"queue_timeout": 1, "queue_full": 1}
         runner.gate.set()

@@ -14,8 +14,8 @@ import torch
 from expertd.service.checkpoints import CheckpointError, models_of
 from expertd.service.checkpoints.families import FAMILIES as SERVED
 from expertd.service.settings.model import CheckpointSettings
-from tests.checkpoints.builders import Checkpoint, edit_json, edit_tensors, shard_of
 from tests.families import FAMILIES
+from tests.service.checkpoints.builders import Checkpoint, edit_json, edit_tensors, shard_of
 
 EXPERT = "model.layers.1.mlp.experts.3"
 INDEX = "model.safetensors.index.json"

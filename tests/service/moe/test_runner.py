@@ -15,7 +15,7 @@ from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import random_weights
 from tests.kernels.helpers import diff, fresh_generator
-from tests.moe.reference_layer import assert_close, reference_layer
+from tests.service.moe.reference_layer import assert_close, reference_layer
 
 SHAPE = LayerShape(hidden_size=256, intermediate_size=128, num_experts=8, top_k=2)
 DTYPES = {"BF16": torch.bfloat16, "FP16": torch.float16, "FP32": torch.float32}

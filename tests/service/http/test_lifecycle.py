@@ -24,6 +24,7 @@ from tests.service.apps import (
     tiny_settings,
 )
 from tests.service.runners import EchoRunner
+from tests.service.waiting import until
 
 GOOD = hidden_request(rows(3))
 
@@ -36,8 +37,7 @@ async def test_a_full_queue_answers_503_with_retry_after() -> None:
         first = asyncio.ensure_future(server.infer(*GOOD))
         assert await asyncio.to_thread(runner.entered.acquire, True, 10)
         waiting = [asyncio.ensure_future(server.infer(*GOOD)) for _ in range(2)]
-        while server.app.engine.scheduler.waiting("tiny")[0] < 2:
-            await asyncio.sleep(0)
+        await until(lambda: server.app.engine.scheduler.waiting("tiny")[0] >= 2)
         refused = await server.infer(*GOOD)
         assert "the queue of model tiny is full" in error_of(refused, 503)
         assert int(refused.headers["retry-after"]) >= 1
@@ -80,10 +80,8 @@ async def test_not_ready_while_every_step_fails_and_ready_by_itself_afterwards()
         for path in ("/v2/health/ready", "/v2/models/tiny/ready"):
             assert "steps or more failed" in error_of(await server.http.get(path), 503)
         runner.poison = None
-        async with asyncio.timeout(10):
-            while (await server.http.get("/v2/health/ready")).status_code != 200:
-                await asyncio.sleep(0)
-        assert server.metric("model_ready", model="tiny") == 1
+        await until(lambda: server.metric("model_ready", model="tiny") == 1)
+        assert (await server.http.get("/v2/health/ready")).status_code == 200
         output_of(await server.infer(*zeros))
 
 
@@ -172,8 +170,7 @@ async def test_a_caller_that_leaves_while_waiting_is_taken_out_of_the_queue() ->
         first = asyncio.ensure_future(server.infer(body, length))
         assert await asyncio.to_thread(runner.entered.acquire, True, 10)
         leaving = asyncio.ensure_future(server.app(scope, receive, send))
-        while server.metric("queue_requests", model="tiny") < 1:
-            await asyncio.sleep(0)
+        await until(lambda: server.metric("queue_requests", model="tiny") >= 1)
         gone.set()
         await asyncio.wait_for(leaving, 10)
         assert sent == [], "there is nobody to answer"
@@ -202,8 +199,7 @@ async def test_a_drain_that_takes_too_long_says_so(caplog: pytest.LogCaptureFixt
         first = asyncio.ensure_future(server.infer(*GOOD))
         assert await asyncio.to_thread(runner.entered.acquire, True, 10)
         second = asyncio.ensure_future(server.infer(*GOOD))
-        while server.metric("queue_requests", model="tiny") < 1:
-            await asyncio.sleep(0)
+        await until(lambda: server.metric("queue_requests", model="tiny") >= 1)
         assert not await server.app.engine.drain()
         assert error_of(await second, 503) == "the server is shutting down"
         runner.gate.set()

@@ -14,7 +14,7 @@ from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import random_weights
 from tests.kernels.helpers import diff, forbid_host_sync, fresh_generator
-from tests.moe.reference_layer import assert_close, reference_layer
+from tests.service.moe.reference_layer import assert_close, reference_layer
 
 pytestmark = pytest.mark.gpu
 

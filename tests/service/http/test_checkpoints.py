@@ -10,9 +10,9 @@ import tritonclient.http as triton
 from torch import Tensor
 
 from expertd.service.settings.model import CheckpointSettings, Settings
-from tests.checkpoints.builders import Checkpoint
 from tests.families import FAMILIES, HIDDEN
 from tests.kernels.helpers import diff, fresh_generator
+from tests.service.checkpoints.builders import Checkpoint
 from tests.service.processes import ServerProcess, server_process, serving
 
 pytestmark = pytest.mark.slow  # checkpoints are written and served

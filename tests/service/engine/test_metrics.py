@@ -1,7 +1,6 @@
 """Metrics: every one the service promises is there, and moves by the right amount."""
 
 import asyncio
-from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -14,6 +13,7 @@ from expertd.service.engine.refusals import REASONS
 from expertd.service.http.app import ExpertApp
 from expertd.service.http.errors import ANSWERS
 from expertd.service.moe.request import StepResult
+from tests.paths import ROOT
 from tests.service.apps import (
     NUM_EXPERTS,
     TOP_K,
@@ -26,6 +26,7 @@ from tests.service.apps import (
     tiny_settings,
 )
 from tests.service.runners import EchoRunner
+from tests.service.waiting import until
 
 
 async def scrape(server: Serving) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
@@ -42,9 +43,7 @@ async def scrape(server: Serving) -> dict[str, dict[tuple[tuple[str, str], ...],
 
 async def steps_counted(server: Serving, steps: int) -> None:
     """A step is counted while its answers are on their way: wait for the last one."""
-    async with asyncio.timeout(10):
-        while server.metric("compute_seconds_count", model="tiny", layout="contiguous") < steps:
-            await asyncio.sleep(0)
+    await until(lambda: server.metric("compute_seconds_count", model="tiny", layout="contiguous") >= steps)
 
 
 async def test_requests_and_steps_are_counted() -> None:
@@ -101,13 +100,10 @@ async def test_requests_that_shared_a_step_are_seen() -> None:
         first = asyncio.ensure_future(server.infer(*hidden_request(rows(1))))
         assert await asyncio.to_thread(runner.entered.acquire, True, 10)
         others = [asyncio.ensure_future(server.infer(*hidden_request(rows(2)))) for _ in range(3)]
-        while server.metric("queue_tokens", model="tiny") < 6:
-            await asyncio.sleep(0)
+        await until(lambda: server.metric("queue_tokens", model="tiny") >= 6)
         runner.gate.set()
         await asyncio.gather(first, *others)
-        async with asyncio.timeout(10):
-            while server.metric("batch_requests_count", model="tiny") < 2:
-                await asyncio.sleep(0)
+        await until(lambda: server.metric("batch_requests_count", model="tiny") >= 2)
         assert server.metric("batch_requests_sum", model="tiny") == 4
         assert server.metric("batch_tokens_sum", model="tiny", layout="masked") == 7
         assert server.metric("batch_tokens_bucket", model="tiny", layout="masked", le="4.0") == 1
@@ -131,9 +127,7 @@ async def test_every_series_is_there_from_the_start(caplog: pytest.LogCaptureFix
         await server.infer(*hidden_request(rows(1, seed=1)))
         await server.infer(b"", content_encoding="br")
         await server.http.post("/v2/models/nobody/infer")
-        async with asyncio.timeout(10):
-            while not server.metric("batch_requests_count", model="tiny"):
-                await asyncio.sleep(0)
+        await until(lambda: server.metric("batch_requests_count", model="tiny") > 0)
         last = await scrape(server)
     assert {name: set(series) for name, series in first.items()} == {
         name: set(series) for name, series in last.items() if name != "expertd_build_info"
@@ -205,7 +199,7 @@ async def test_a_step_of_no_tokens_has_no_imbalance() -> None:
 
 
 async def test_every_metric_is_documented() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
+    text = (ROOT / "docs" / "http.md").read_text()
     text = text.replace("`..._compile", "`expertd_jit_compile").replace("`..._cache", "`expertd_jit_cache")
     async with serving(tiny_settings()) as server:
         names = {family.name for family in server.app.metrics.registry.collect()}
