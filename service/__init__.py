@@ -1,1 +1,1 @@
-"""The server: settings, checkpoints, the MoE layer, the engine that batches for it, and HTTP."""
+"""The server: settings, checkpoints, the MoE layer, the engine that batches its requests, and HTTP."""

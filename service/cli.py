@@ -10,7 +10,7 @@ _COMMANDS = (serve, check, layers, kernels)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code, 2 for anything wrong in what was asked."""
+    """Run the command line; returns the exit code, 2 for invalid arguments or settings."""
     arguments = _parser().parse_args(argv)
     code: int = arguments.run(arguments)
     return code

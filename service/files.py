@@ -1,4 +1,4 @@
-"""Files that others have written: whether they can be read, and one sentence when they cannot."""
+"""Reads users' files; if one cannot be read, the error is one sentence."""
 
 import errno
 import os
@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def check_readable(path: Path) -> None:
-    """Raise ValueError (with the path) unless `path` is a regular file that this process may read."""
+    """Raise ValueError (with the path) unless `path` is a regular file that this process can read."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for a writer
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would block until it has a writer
             raise ValueError(f"{path}: expected a regular file, got {_kind(path)}")
         with path.open("rb"):
             return
@@ -18,7 +18,7 @@ def check_readable(path: Path) -> None:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file, or of a pipe, in UTF-8. Raises ValueError (with the path)."""
+    """The UTF-8 text of a file or pipe. Raises ValueError (with the path)."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
@@ -28,7 +28,7 @@ def read_text(path: Path) -> str:
 
 
 def why_unreadable(path: Path, error: OSError) -> str:
-    """ "cannot be read: ...", and who may, when it is a matter of permissions."""
+    """ "cannot be read: ...", with the owner and mode if permissions are the reason."""
     text = f"cannot be read: {error.strerror or error}"
     if error.errno not in (errno.EACCES, errno.EPERM):
         return text
@@ -42,7 +42,7 @@ def _owner(path: Path) -> str:
     try:
         status = path.stat()
     except OSError:
-        return ""  # a directory on the way is closed, too
+        return ""  # a parent directory denies access, too
     return f", and it belongs to uid {status.st_uid} with mode {stat.S_IMODE(status.st_mode):04o}"
 
 

@@ -1,4 +1,4 @@
-"""Values and validation errors in the form that every error takes: `name: expected this, got that`."""
+"""Formats values and validation errors for messages of the form `name: expected this, got that`."""
 
 import re
 from collections.abc import Collection
@@ -6,13 +6,13 @@ from itertools import islice
 
 from pydantic_core import ErrorDetails
 
-_LISTED = 8  # names in a sentence
+_MAX_LISTED = 8  # names in a sentence
 _SHOULD_BE = re.compile(r"^Input should (be )?")
-_KINDS = {"model_type": "a mapping", "tuple_type": "a list"}  # else they are called as in Python
+_KINDS = {"model_type": "a mapping", "tuple_type": "a list"}  # others keep their Python names
 
 
 def shown(value: object, limit: int = 80) -> str:
-    """`value` as a sentence can hold it: short, on one line, in ASCII, whatever it is."""
+    """`value` formatted for a sentence: short, on one line, in ASCII."""
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, list):
@@ -20,19 +20,19 @@ def shown(value: object, limit: int = 80) -> str:
             return f"an array of {len(value)}"
         return f"[{', '.join(shown(item, limit // 8) for item in value)}]"
     if isinstance(value, int) and abs(value) >= 10**limit:
-        return "an integer of too many digits"
+        return f"an integer of more than {limit} digits"
     text = ascii(value[: limit + 1]) if isinstance(value, str) else ascii(value)
     return shortened(text, limit)
 
 
 def expected_and_got(error: ErrorDetails) -> str:
-    """What a validation error says, without the name of the value."""
+    """The text of a validation error, without the name of the value."""
     if error["type"] == "missing":
         return "expected a value, got none"
     if error["type"] == "extra_forbidden":
         return f"expected no such key, got {shown(error['input'])}"
     if error["type"] == "json_invalid":
-        return f"expected JSON, got an error in it: {error['ctx']['error']}"
+        return f"expected JSON, got invalid JSON: {error['ctx']['error']}"
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
     if error["type"] in _KINDS:
@@ -45,22 +45,22 @@ def expected_and_got(error: ErrorDetails) -> str:
 
 
 def shortened(text: str, limit: int = 80) -> str:
-    """`text`, cut to `limit` characters: for what a caller wrote and wants to recognize."""
+    """`text`, cut to `limit` characters."""
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def any_of(names: Collection[str]) -> str:
-    """The alternatives in `names`, "a, b or c": the first few by name, the others as a number."""
+    """The alternatives in `names`, as in "a, b or c"; after the first few, only the number of others."""
     return _listed(names, "or")
 
 
 def all_of(names: Collection[str]) -> str:
-    """All `names`, "a, b and c": the first few by name, the others as a number."""
+    """All `names`, as in "a, b and c"; after the first few, only the number of others."""
     return _listed(names, "and")
 
 
 def _listed(names: Collection[str], last: str) -> str:
-    parts = [shortened(name) for name in islice(names, _LISTED)]
-    if len(names) > _LISTED:
-        parts.append(f"{len(names) - _LISTED} more")
+    parts = [shortened(name) for name in islice(names, _MAX_LISTED)]
+    if len(names) > _MAX_LISTED:
+        parts.append(f"{len(names) - _MAX_LISTED} more")
     return f" {last} ".join(filter(None, (", ".join(parts[:-1]), *parts[-1:])))

@@ -1,5 +1,4 @@
-"""Log lines and progress bars on stderr: on a terminal both, without getting into each other's lines, else
-log lines only."""
+"""Log lines and progress bars on stderr. Without a terminal there are only log lines."""
 
 import logging
 import os
@@ -16,22 +15,22 @@ _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 def configure_logging(level: str) -> None:
     """Log lines with time, level and module on stderr, for this process and the libraries in it."""
     logging.basicConfig(level=level.upper(), handlers=[_Handler()], format=_FORMAT)
-    logging.captureWarnings(True)  # they would be written over the bars
+    logging.captureWarnings(True)  # else they would overwrite the bars
     if level != "debug":
-        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # its life is told in our own words
+        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # we log start and shutdown ourselves
 
 
 def shows_bars() -> bool:
-    """Whether there is a terminal to draw bars on; what they show goes to the log where there is none."""
-    # One without a size (a container's, before anybody attaches) shows nothing of them.
+    """Whether stderr can show progress bars; if not, callers log progress instead."""
+    # A terminal without a size (a container's, while nobody is attached) cannot show them.
     return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
 
 
 @contextmanager
 def progress_bar(what: str, total: int, unit: str) -> Iterator[Callable[[int, str], None]]:
-    """A bar on a terminal, taken away at the end; none where there is nothing to do.
+    """Show a bar on a terminal until the block ends; none if `total` is 0.
 
-    Yields a function to call with how much has been done since the last call, and what is being done.
+    Yields a function that takes the progress since its last call, and the name of the current item.
     """
     hidden = total == 0 or not shows_bars()
     scaled = unit == "B"
@@ -45,11 +44,11 @@ def progress_bar(what: str, total: int, unit: str) -> Iterator[Callable[[int, st
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """Writes lines above the bars, which are taken away first and then drawn again."""
+    """Writes lines above the bars, which are cleared first and redrawn afterwards."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             tqdm.write(self.format(record), file=self.stream)
             self.flush()
-        except Exception:  # as in every handler: a line that cannot be written stops nothing
+        except Exception:  # as in every handler: a failed log line must not stop the program
             self.handleError(record)

@@ -1,6 +1,6 @@
-"""Hugging Face checkpoint directories: what their config.json says, and where a layer's tensors lie.
+"""Hugging Face checkpoint directories: their config.json, and the locations of a layer's tensors.
 
-Nothing here reads a weight: `expertd.service.checkpoints.weights` does. Nothing anywhere reads a pickle.
+Only `expertd.service.checkpoints.weights` reads weights. Pickles are never read.
 """
 
 from expertd.service.checkpoints.config import CheckpointError

@@ -1,4 +1,4 @@
-"""config.json, with a sentence for everything in it that cannot be used."""
+"""Reads config.json; every invalid value is reported in one sentence."""
 
 import json
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from expertd.limits import SCALE_BLOCK
 from expertd.service.files import check_readable, read_text
 from expertd.service.sentences import shown
 
-_MOST = 1_000_000  # more than any size or count of a model
+_MAX = 1_000_000  # more than any size or count of a model
 
 
 class CheckpointError(ValueError):
@@ -17,10 +17,10 @@ class CheckpointError(ValueError):
 
 
 class Config:
-    """The values of a JSON object; `null` counts as not there.
+    """The values of a JSON object; `null` counts as absent.
 
-    The readers take the first of `names` that is there, else `default`, and raise CheckpointError when there
-    is neither, or when the value is of another kind or out of bounds.
+    The methods that read a value use the first of `names` that is present, else `default`. They raise
+    CheckpointError if there is neither, or if the value has the wrong type or is out of range.
     """
 
     def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
@@ -30,17 +30,17 @@ class Config:
 
     @classmethod
     def read(cls, path: Path) -> "Config":
-        """Raise CheckpointError unless `path` can be read and holds a JSON object."""
+        """Read the JSON object in `path`. Raises CheckpointError."""
         return cls(path, read_json_object(path))
 
-    def integer(self, *names: str, default: int | None = None, least: int = 0, most: int = _MOST) -> int:
+    def integer(self, *names: str, default: int | None = None, least: int = 0, most: int = _MAX) -> int:
         name, value = self._get(names, default)
         if type(value) is not int or not least <= value <= most:
-            raise self.error(f"{name}: expected a whole number from {least} to {most}, got {shown(value)}")
+            raise self.error(f"{name}: expected an integer from {least} to {most}, got {shown(value)}")
         return value
 
     def size(self, *names: str) -> int:
-        """A whole number of scale blocks, at least one."""
+        """A positive multiple of SCALE_BLOCK."""
         value = self.integer(*names)
         if value == 0 or value % SCALE_BLOCK:
             name, _ = self._get(names, None)
@@ -49,8 +49,8 @@ class Config:
 
     def number(self, *names: str, default: float | None = None) -> float:
         name, value = self._get(names, default)
-        if type(value) not in (int, float) or not abs(value) <= _MOST:
-            raise self.error(f"{name}: expected a number up to {_MOST}, got {shown(value)}")
+        if type(value) not in (int, float) or not abs(value) <= _MAX:
+            raise self.error(f"{name}: expected a number up to {_MAX}, got {shown(value)}")
         return float(value)
 
     def boolean(self, *names: str, default: bool | None = None) -> bool:
@@ -60,22 +60,22 @@ class Config:
         return value
 
     def integers(self, *names: str) -> tuple[int, ...]:
-        """A list of whole numbers, empty when there is none."""
+        """A list of integers; empty if absent."""
         name, value = self._get(names, [])
         if not isinstance(value, list) or not all(type(item) is int for item in value):
-            raise self.error(f"{name}: expected a list of whole numbers, got {shown(value)}")
+            raise self.error(f"{name}: expected a list of integers, got {shown(value)}")
         return tuple(value)
 
     def optional(self, name: str) -> Any:
-        """The value, of whatever kind, or None."""
+        """The value, of any type, or None."""
         return self._values.get(name)
 
     def is_null(self, name: str) -> bool:
-        """Whether the value is there, and null."""
+        """Whether the value is present and null."""
         return name in self._nulls
 
     def expect(self, name: str, expected: object) -> None:
-        """Raise CheckpointError when `name` is there and says something else: code that is not written."""
+        """Raise CheckpointError if `name` is present with another value, which is not supported."""
         value = self._values.get(name, expected)
         if value != expected:
             raise self.error(f"{name}: expected {expected!r}, got {shown(value)}")
@@ -102,7 +102,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: expected JSON: {shown(str(error))}") from error
+        raise CheckpointError(f"{path}: expected JSON, got invalid JSON: {shown(str(error))}") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{path}: expected a JSON object, got {type(values).__name__}")
     return values

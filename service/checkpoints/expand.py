@@ -1,4 +1,4 @@
-"""Makes a model of the service out of every layer that is asked of a checkpoint."""
+"""Turns each requested layer of a checkpoint into a model of the service."""
 
 from pathlib import Path
 
@@ -15,15 +15,15 @@ from expertd.service.settings.spans import ALL, numbers, spans
 
 
 class CheckpointModelSettings(ModelSettings):
-    """A layer whose weights are in a checkpoint: no setting, since sizes and rule are the checkpoint's."""
+    """A layer with weights in a checkpoint. Not a setting: the checkpoint determines sizes and routing."""
 
     source: InstanceOf[LayerSource]
 
 
 def resolve_checkpoints(settings: Settings) -> Settings:
-    """The same settings with the layers of `checkpoints` as models.
+    """The settings, with the layers of `checkpoints` added to `models`.
 
-    Reads and checks headers, no weights. Raises CheckpointError for what cannot be served.
+    Reads only headers. Raises CheckpointError if a layer cannot be served.
     """
     models = [model for checkpoint in settings.checkpoints for model in models_of(checkpoint)]
     try:
@@ -34,24 +34,24 @@ def resolve_checkpoints(settings: Settings) -> Settings:
 
 
 def models_of(checkpoint: CheckpointSettings) -> list[CheckpointModelSettings]:
-    """The checkpoint's layers, each under its name and with its sizes and rule; headers are read and checked.
+    """The requested layers, each with its name, sizes and routing. Reads only headers.
 
-    Raises CheckpointError for what cannot be served.
+    Raises CheckpointError if a layer cannot be served.
     """
     directory = checkpoint.path.expanduser()
     model = read_model(directory)
     held = range(model.num_experts)
     if checkpoint.experts is not None:
-        asked = numbers(checkpoint.experts)
-        if asked[-1] not in held:
+        requested = numbers(checkpoint.experts)
+        if requested[-1] not in held:
             raise CheckpointError(
                 f"{directory}: experts: expected a range of 0 to {held[-1]}, got {checkpoint.experts}"
             )
-        held = range(asked[0], asked[-1] + 1)
+        held = range(requested[0], requested[-1] + 1)
     models = []
     with TensorFiles(directory) as files:
         for layer in _layers(checkpoint.layers, directory, files, model):
-            # With expert 0 and nowhere else, so that the parts of a layer add up to it.
+            # Only together with expert 0, so that the parts of a layer sum to the whole layer.
             num_shared_experts = model.num_shared_experts if 0 in held else 0
             settings = _settings(checkpoint, directory, model, layer, num_shared_experts)
             source = find_layer(files, model, layer, held, num_shared_experts)
@@ -59,9 +59,9 @@ def models_of(checkpoint: CheckpointSettings) -> list[CheckpointModelSettings]:
     return models
 
 
-def _layers(asked: str, directory: Path, files: TensorFiles, model: MoEModel) -> list[int]:
+def _layers(requested: str, directory: Path, files: TensorFiles, model: MoEModel) -> list[int]:
     known = spans(model.layers) or "none"
-    layers = present_layers(files, model) if asked == ALL else numbers(asked)
+    layers = present_layers(files, model) if requested == ALL else numbers(requested)
     if not layers:
         raise CheckpointError(f"{directory}: layers: expected a model with MoE layers, got none")
     for layer in layers:
@@ -73,7 +73,7 @@ def _layers(asked: str, directory: Path, files: TensorFiles, model: MoEModel) ->
 def _settings(
     checkpoint: CheckpointSettings, directory: Path, model: MoEModel, layer: int, num_shared_experts: int
 ) -> dict[str, object]:
-    """Checked as other models are, before any tensor is looked for."""
+    """The layer's settings, validated like those of other models before any tensor is looked up."""
     settings: dict[str, object] = {
         "name": f"{checkpoint.name or _name(directory)}.layers.{layer}",
         "hidden_size": model.hidden_size,
@@ -93,8 +93,8 @@ def _settings(
         first = error.errors(include_url=False)[0]
         if first["loc"] == ("name",):
             raise CheckpointError(
-                f"{directory}: name: expected --name (name in a file) with letters, digits, dots, dashes and "
-                f"underscores alone, got {shown(checkpoint.name or _name(directory))}"
+                f"{directory}: name: expected --name (name in a file) with only letters, digits, dots, "
+                f"dashes and underscores, got {shown(checkpoint.name or _name(directory))}"
             ) from error
         where = ".".join(map(str, first["loc"]))
         text = f"{where}: {expected_and_got(first)}" if where else expected_and_got(first)
@@ -103,8 +103,8 @@ def _settings(
 
 
 def _name(directory: Path) -> str:
-    """The directory's name; in the hub's cache, models--ORGANISATION--MODEL/snapshots/HASH, the model's."""
-    path = directory.absolute()  # not resolved: a link is called what it is called
+    """The directory's name, or MODEL in the hub's cache: models--ORGANIZATION--MODEL/snapshots/HASH."""
+    path = directory.absolute()  # not resolved: a link keeps its own name
     if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
         return path.parent.parent.name.rsplit("--", 1)[-1]
     return path.name

@@ -1,4 +1,4 @@
-"""Which safetensors file of a directory holds a tensor, and what its header says of it."""
+"""Finds tensors in the safetensors files of a directory, and reads their headers."""
 
 import re
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from expertd.service.checkpoints.config import CheckpointError, read_json_object
 from expertd.service.files import check_readable, why_unreadable
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-_BESIDE = re.compile(r"[A-Za-z0-9_.-]+\.safetensors")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_.-]+\.safetensors")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -29,7 +29,7 @@ class Stored:
 
 
 class OpenFiles:
-    """Memory-mapped safetensors files by path, opened when first asked for, closed together."""
+    """Memory-mapped safetensors files by path, opened on first use and closed together."""
 
     def __init__(self, framework: str) -> None:
         self._framework = framework
@@ -46,7 +46,7 @@ class OpenFiles:
         self._files.clear()
 
     def __getitem__(self, path: Path) -> Any:
-        """The file at `path`. Raises CheckpointError when it cannot be read, or ends before its tensors."""
+        """The file at `path`. Raises CheckpointError if it cannot be read or is truncated."""
         if path not in self._files:
             try:
                 check_readable(path)
@@ -60,24 +60,24 @@ class OpenFiles:
 
 
 class TensorFiles:
-    """The safetensors files of `directory`: many with an index, or one. Raises CheckpointError."""
+    """The safetensors files of `directory`: one, or several with an index. Raises CheckpointError."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._open = OpenFiles("np")  # headers only, and no wait for torch
+        self._open = OpenFiles("np")  # headers only, without importing torch
 
     def find(self, name: str) -> Stored:
-        """Where the tensor is. Raises CheckpointError, with its name, when it is nowhere."""
+        """Find a tensor. Raises CheckpointError, with its name, if it is missing."""
         path = self._path(name)
         file = self._open[path]
         try:
             tensor = file.get_slice(name)
         except SafetensorError as error:
-            raise CheckpointError(f"{path}: expected tensor {name}, got none of that name") from error
+            raise CheckpointError(f"{path}: expected tensor {name}, got none with that name") from error
         return Stored(path, name, tensor.get_dtype(), tuple(tensor.get_shape()))
 
     def has(self, name: str) -> bool:
-        """Whether the index, or the one file, has a tensor of that name. Raises CheckpointError."""
+        """Whether the index, or the single file, has a tensor `name`. Raises CheckpointError."""
         return name in (self._open[self._single].keys() if self._index is None else self._index)
 
     def __enter__(self) -> Self:
@@ -93,18 +93,18 @@ class TensorFiles:
             return self._single
         index, file = self._directory / INDEX, self._index.get(name)
         if file is None:
-            raise CheckpointError(f"{index}: expected tensor {name}, got none of that name")
-        # A link in the directory may lead elsewhere (the hub's cache is made of them); a path may not.
-        if not isinstance(file, str) or not _BESIDE.fullmatch(file):
+            raise CheckpointError(f"{index}: expected tensor {name}, got none with that name")
+        # A link in the directory may point elsewhere (the hub's cache consists of them); a path may not.
+        if not isinstance(file, str) or not _FILE_NAME.fullmatch(file):
             raise CheckpointError(
-                f"{index}: {name}: expected a .safetensors file beside it, got {file!a:.80}"
+                f"{index}: {name}: expected a .safetensors file in the same directory, got {file!a:.80}"
             )
         return self._directory / file
 
     @cached_property
     def _index(self) -> Mapping[str, Any] | None:
         path = self._directory / INDEX
-        if not _is_there(path):
+        if not _exists(path):
             return None
         weight_map = read_json_object(path).get("weight_map")
         if not isinstance(weight_map, dict):
@@ -114,15 +114,15 @@ class TensorFiles:
     @cached_property
     def _single(self) -> Path:
         path = self._directory / SINGLE
-        if not _is_there(path):
+        if not _exists(path):
             pickles = sorted(file.name for pattern in _PICKLES for file in self._directory.glob(pattern))
             got = f"pickles, which are never loaded ({pickles[0]})" if pickles else "neither"
             raise CheckpointError(f"{self._directory}: expected {INDEX} or {SINGLE}, got {got}")
         return path
 
 
-def _is_there(path: Path) -> bool:
-    """Whether the directory has an entry of that name, wherever it may lead."""
+def _exists(path: Path) -> bool:
+    """Whether `path` exists; a dangling link counts."""
     try:
         return path.is_symlink() or path.exists()
     except OSError as error:

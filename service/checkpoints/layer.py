@@ -1,4 +1,4 @@
-"""The tensors of one MoE layer of a checkpoint: where they are, and that they are what they should be."""
+"""Finds the tensors of one MoE layer of a checkpoint, and checks their shapes and dtypes."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ _BYTES = {FP8: 1, "F8_E8M0": 1, "BF16": 2, "F16": 2, "F32": 4}
 
 @dataclass(frozen=True)
 class Matrix:
-    """Rows and columns of a weight [n, k], and the tensor of its scales, one per 128x128, if it is FP8."""
+    """Part of a weight [n, k]: some rows and columns; FP8 weights also have scales, one per 128x128 block."""
 
     weight: Stored
     scales: Stored | None
@@ -29,7 +29,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class LayerSource:
-    """What makes up a layer; `groups` are (gate, up, down) of the held experts, then of the shared ones."""
+    """A layer's tensors; `groups` has (gate, up, down) of the held experts, then of the shared ones."""
 
     router: Stored
     router_bias: Stored | None
@@ -37,19 +37,19 @@ class LayerSource:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the experts' weights, as they are stored."""
+        """Bytes of the experts' weights in the files."""
         return sum(matrix.num_bytes for group in self.groups for matrix in group)
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """The dtypes that the experts' weights are stored in, as safetensors calls them."""
+        """The dtypes of the experts' weights in the files, with safetensors' names."""
         return tuple(sorted({matrix.weight.dtype for group in self.groups for matrix in group}))
 
 
 def present_layers(files: TensorFiles, model: MoEModel) -> list[int]:
-    """The MoE layers that the files have to have: all but those of next_token_layers that are left out.
+    """The MoE layers that the files must contain: all except next_token_layers that they leave out.
 
-    Raises CheckpointError when the files cannot be read.
+    Raises CheckpointError if the files cannot be read.
     """
     router = f"{model.names.block}.gate.weight"
     return [
@@ -64,8 +64,7 @@ def find_layer(
 ) -> LayerSource:
     """Find the tensors of layer `layer` with the routed `experts` and the first `num_shared_experts`.
 
-    Reads headers, no weights. Raises CheckpointError for a tensor that is missing, or of another shape or
-    type than the layer's.
+    Reads only headers. Raises CheckpointError if a tensor is missing or has the wrong shape or dtype.
     """
     return _Finder(files, model, layer).find(experts, num_shared_experts)
 
@@ -90,7 +89,7 @@ class _Finder:
         return LayerSource(router, bias, tuple(groups))
 
     def _expert(self, name: str, part: range, size: int) -> tuple[Matrix, Matrix, Matrix]:
-        """Gate, up and down of an expert of `size`, of which `part` is taken."""
+        """`part` of the gate, up and down projections of an expert with intermediate size `size`."""
         names, hidden = self._model.names, range(self._model.hidden_size)
         gate = self._matrix(f"{name}.{names.gate}", (size, len(hidden)), part, hidden)
         up = self._matrix(f"{name}.{names.up}", (size, len(hidden)), part, hidden)

@@ -1,4 +1,4 @@
-"""What a checkpoint has to serve: its MoE layers, with their sizes and the form of their weights."""
+"""Lists a checkpoint's MoE layers, with their sizes and the format of their weights."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ _FORMATS = {FP8: "FP8, a scale per 128x128", "BF16": "bf16", "F16": "fp16", "F32
 
 @dataclass(frozen=True)
 class ListedLayer:
-    """A layer; num_bytes are those of its experts' weights, shared ones included, as they are stored."""
+    """A layer; num_bytes counts its experts' weights in the files, shared experts included."""
 
     layer: int
     format: str
@@ -21,9 +21,9 @@ class ListedLayer:
 
 
 def list_layers(directory: Path) -> tuple[MoEModel, list[ListedLayer]]:
-    """The checkpoint's sizes and MoE layers. Reads headers.
+    """The checkpoint's sizes and MoE layers. Reads only headers.
 
-    Raises CheckpointError for what cannot be served.
+    Raises CheckpointError if the checkpoint cannot be served.
     """
     model = read_model(directory)
     layers = []

@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json says of its MoE layers."""
+"""The MoE layers that a checkpoint's config.json describes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from expertd.service.checkpoints.config import Config
 
 @dataclass(frozen=True)
 class Names:
-    """How a family calls the tensors of an MoE layer; `block` is what follows model.layers.L.
+    """A family's names for the tensors of an MoE layer; `block` follows "model.layers.L.".
 
     gate, up, down  the projections of an expert, under block.experts.E
-    router_bias     the tensor that is added to the scores that choose, under block; None: there is none
-    shared          the shared expert, under block, where a model has one
+    router_bias     the bias added to the scores for the choice of experts, under block; None: no bias
+    shared          the shared expert, under block, if a model has one
     """
 
     block: str
@@ -26,12 +26,11 @@ class Names:
 
 @dataclass(frozen=True)
 class MoEModel:
-    """The MoE layers of one model: which there are, their sizes, the router's rule, and the tensors' names.
+    """The MoE layers of one model: their numbers and sizes, the routing rule, and the tensors' names.
 
-    routing has the keys of `RoutingSettings`. num_shared_experts counts experts of
-    intermediate_size, which the checkpoint keeps as one expert of their sizes together. next_token_layers
-    are those of `layers` that predict further tokens: many checkpoints leave them out. family is the
-    model_type of config.json.
+    routing has the keys of `RoutingSettings`. num_shared_experts counts experts of intermediate_size; the
+    checkpoint stores them as one wide expert. next_token_layers are the ones in `layers` for multi-token
+    prediction, which many checkpoints leave out. family is the model_type of config.json.
     """
 
     layers: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Reads a checkpoint's config.json by the rules of its family."""
+"""Reads a checkpoint's config.json with the reader of its family."""
 
 import re
 from dataclasses import replace
@@ -14,11 +14,11 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def read_model(directory: Path) -> MoEModel:
-    """What config.json in `directory` says. Raises CheckpointError for a model that cannot be served."""
+    """The model described by config.json in `directory`. Raises CheckpointError if it cannot be served."""
     if not directory.is_absolute() and not directory.exists() and _HUB_ID.fullmatch(str(directory)):
         raise CheckpointError(
-            f"{directory}: expected a directory with a checkpoint, got none of that name; for a model "
-            f"of the Hugging Face hub: hf download {directory} --local-dir {directory}"
+            f"{directory}: expected a directory with a checkpoint, got none with that name; for a model "
+            f"on the Hugging Face hub: hf download {directory} --local-dir {directory}"
         )
     config = Config.read(directory / "config.json")
     model_type = config.optional("model_type")
@@ -33,7 +33,7 @@ def read_model(directory: Path) -> MoEModel:
 
 
 def _check_quantization(config: Config) -> None:
-    """FP8 with a scale per 128x128 block, or weights that are not quantized."""
+    """Raise CheckpointError unless weights are FP8 with a scale per 128x128 block, or not quantized."""
     for name in ("quantization_config", "compression_config"):
         given = config.optional(name)
         if given is None:

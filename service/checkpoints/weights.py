@@ -1,4 +1,4 @@
-"""Reads the weights of one MoE layer out of a checkpoint's memory-mapped files."""
+"""Reads the weights of one MoE layer from a checkpoint's memory-mapped files."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,16 +17,16 @@ BytesRead = Callable[[int], None]
 
 
 def read_layer(source: LayerSource, device: torch.device | str, progress: BytesRead) -> ExpertWeights:
-    """The layer's weights on `device`: FP8 ones bit for bit, others quantized there; gate and up fused.
+    """The layer's weights on `device`, gate and up fused. FP8 is copied bit for bit, others are quantized.
 
-    `progress` is called with the bytes of each matrix that has been read, and may raise to stop. Needs
-    memory for the layer and one matrix. Raises CheckpointError for weights or scales that are not finite, and
-    when a file is not what it was when `source` was found.
+    `progress` is called with the bytes of each matrix after it is read, and may raise to stop. Needs memory
+    for the layer and one more matrix. Raises CheckpointError for weights or scales that are not finite, and
+    if a file has changed since `source` was found.
     """
     gate, _, down = source.groups[0]
     h, i, num_groups = len(gate.columns), len(gate.rows), len(source.groups)
     gate_up_out, down_out = _empty(num_groups, 2 * i, h, device), _empty(num_groups, h, i, device)
-    with OpenFiles("pt") as files, _changes_refused():
+    with OpenFiles("pt") as files, _file_changes_refused():
         router = _plain(files, source.router).to(device)
         bias = None if source.router_bias is None else _plain(files, source.router_bias).to(device)
         for group, (gate, up, down) in enumerate(source.groups):
@@ -41,11 +41,11 @@ def read_layer(source: LayerSource, device: torch.device | str, progress: BytesR
 
 
 @contextmanager
-def _changes_refused() -> Iterator[None]:
+def _file_changes_refused() -> Iterator[None]:
     try:
         yield
     except SafetensorError as error:
-        raise CheckpointError(f"checkpoint: expected files that do not change, got: {error}") from error
+        raise CheckpointError(f"checkpoint: expected unchanged files, got: {error}") from error
 
 
 def _read(files: OpenFiles, matrix: Matrix, out: Quantized) -> None:
@@ -58,12 +58,12 @@ def _read(files: OpenFiles, matrix: Matrix, out: Quantized) -> None:
         scales = scales[_slice(matrix.rows, SCALE_BLOCK), _slice(matrix.columns, SCALE_BLOCK)]
     bits = out.data.view(torch.uint8)
     bits.copy_(data.view(torch.uint8))
-    out.scales.copy_(scales.to(torch.float32))  # exact: bf16 and e8m0 scales are fp32 numbers too
-    if not out.scales.isfinite().all() or ((bits & 0x7F) == 0x7F).any():  # e4m3 has NaN, and no infinity
+    out.scales.copy_(scales.to(torch.float32))  # exact: fp32 can represent bf16 and e8m0 scales
+    if not out.scales.isfinite().all() or ((bits & 0x7F) == 0x7F).any():  # e4m3 has NaN but no infinity
         raise _not_finite(matrix.weight)
     if (out.scales < 0).any():
         raise CheckpointError(
-            f"{matrix.weight.file}: {matrix.weight.name}: expected scales from 0 on, got negative"
+            f"{matrix.weight.file}: {matrix.weight.name}: expected scales of at least 0, got negative ones"
         )
 
 
@@ -75,7 +75,7 @@ def _plain(files: OpenFiles, tensor: Stored) -> Tensor:
 
 
 def _not_finite(tensor: Stored) -> CheckpointError:
-    return CheckpointError(f"{tensor.file}: {tensor.name}: expected finite numbers, got some that are not")
+    return CheckpointError(f"{tensor.file}: {tensor.name}: expected finite numbers, got others")
 
 
 def _empty(num_groups: int, n: int, k: int, device: torch.device | str) -> Quantized:

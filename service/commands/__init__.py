@@ -1,1 +1,1 @@
-"""What `expertd` does, a file for each of its commands; `expertd.service.cli` strings them together."""
+"""The subcommands of `expertd`, one module each; `expertd.service.cli` registers them."""

@@ -1,4 +1,4 @@
-"""The arguments of `serve`, and of `check`, which takes the same ones."""
+"""The arguments that `serve` and `check` share."""
 
 import argparse
 from pathlib import Path
@@ -15,16 +15,14 @@ _COMMON = ("host", "port", "backend", "log_level")
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what can be said of a server on the command line."""
-    parser.add_argument("--config", type=Path, help="YAML file with the settings (else EXPERTD_CONFIG)")
-    parser.add_argument(
-        "--model", type=Path, help="checkpoint directory, whose layers are served and nothing else"
-    )
-    parser.add_argument("--layers", help="its MoE layers to serve, needed with --model: 3, 3-5,9 or all")
-    parser.add_argument("--experts", help="the routed experts to hold: 0-63 (else all)")
-    parser.add_argument("--name", help="layers are called NAME.layers.3 and so on (else as the directory)")
-    parser.add_argument("--host", help="address to listen on (else this machine's alone)")
-    parser.add_argument("--port", help="port to listen on, 0 for any")
+    """Add the arguments that configure a server."""
+    parser.add_argument("--config", type=Path, help="YAML file with the settings (default: EXPERTD_CONFIG)")
+    parser.add_argument("--model", type=Path, help="checkpoint directory; only its layers are served")
+    parser.add_argument("--layers", help="MoE layers to serve, required with --model: 3, 3-5,9 or all")
+    parser.add_argument("--experts", help="routed experts to hold, such as 0-63 (default: all)")
+    parser.add_argument("--name", help="name layers NAME.layers.3 and so on (default: the directory's name)")
+    parser.add_argument("--host", help="address to listen on (default: loopback only)")
+    parser.add_argument("--port", help="port to listen on; 0: any free one")
     parser.add_argument("--backend", help=f"auto, {' or '.join(BACKENDS)}")
     parser.add_argument("--log-level", help="debug, info, warning or error")
     parser.add_argument(
@@ -32,20 +30,20 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="any setting of docs/settings.md, as often as needed: --set limits.max_batch_tokens=8192, "
+        help="any setting of docs/settings.md, can be repeated: --set limits.max_batch_tokens=8192, "
         "--set models.0.partition=compute, --set 'partitions={compute: 112}'",
     )
 
 
 def read_arguments(arguments: argparse.Namespace) -> tuple["Settings", "Values"]:
-    """The settings that the arguments, the environment and the file give. Raises SettingsError."""
+    """The settings from the arguments, the environment and the file. Raises SettingsError."""
     from expertd.service.settings.loader import default_config, read_settings
 
     return read_settings(arguments.config or default_config(), flags_of(arguments))
 
 
 def flags_of(arguments: argparse.Namespace) -> list["Flag"]:
-    """The flags that were given; --set has the last word. Raises SettingsError."""
+    """The given flags; --set comes last and so overrides the others. Raises SettingsError."""
     from expertd.service.settings.loader import Flag, SettingsError
 
     flags = _checkpoint(arguments)
@@ -61,7 +59,7 @@ def flags_of(arguments: argparse.Namespace) -> list["Flag"]:
 
 
 def _checkpoint(arguments: argparse.Namespace) -> list["Flag"]:
-    """The settings that --model and its companions stand for. Raises SettingsError."""
+    """The settings equivalent to --model, --layers, --experts and --name. Raises SettingsError."""
     from expertd.service.settings.loader import Flag, SettingsError
 
     given = {name: getattr(arguments, name) for name in ("layers", "experts", "name")}
@@ -71,6 +69,6 @@ def _checkpoint(arguments: argparse.Namespace) -> list["Flag"]:
             raise SettingsError(f"model: expected --model with --{next(iter(given))}, got none")
         return []
     if "layers" not in given:
-        raise SettingsError("layers: expected --layers with --model, as in 3, 3-5,9 or all, got none")
+        raise SettingsError("layers: expected --layers with --model, such as 3, 3-5,9 or all, got none")
     served = [Flag("--model", "models", []), Flag("--model", "checkpoints", [{"path": arguments.model}])]
     return served + [Flag(f"--{name}", f"checkpoints.0.{name}", value) for name, value in given.items()]

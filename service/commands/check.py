@@ -1,4 +1,4 @@
-"""`expertd check`: the settings in force, where each comes from, and whether a server would start."""
+"""`expertd check`: the effective settings, the origin of each, and whether a server would start."""
 
 import argparse
 import json
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Row:
-    """A setting: its key with dots, its value as JSON has it, and where it was written, or "default"."""
+    """A setting: its dotted key, its value as in JSON, and its origin or "default"."""
 
     key: str
     value: Any
@@ -28,7 +28,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Result:
-    """What one check found; `detail` is the error, or a remark, or empty."""
+    """The result of one check; `detail` is the error, a remark, or empty."""
 
     name: str
     ok: bool
@@ -36,12 +36,12 @@ class Result:
 
 
 def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the sub-command to `subparsers`."""
+    """Add the subcommand to `subparsers`."""
     parser = subparsers.add_parser(
         "check",
-        help="print the settings in force and whether serve would start with them",
-        description="Print the settings in force, where each comes from, and whether `expertd serve` would "
-        "start with the same arguments. Loads no weights, and changes nothing on a GPU.",
+        help="print the effective settings, and whether serve would start with them",
+        description="Print the effective settings, the origin of each, and whether `expertd serve` would "
+        "start with the same arguments. Loads no weights and does not change the GPU.",
     )
     add_serve_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
@@ -49,7 +49,7 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what was found: 0 if the server would start, else 2."""
+    """Print the report; return 0 if the server would start, else 2."""
     from expertd.service.settings.loader import SettingsError
 
     rows: list[Row] = []
@@ -121,22 +121,22 @@ def _backend(settings: "Settings") -> str:
 
 
 def _partitions(settings: "Settings") -> str | None:
-    """Sizes against the SMs that there are; how the driver rounds them shows only when they are made."""
+    """Compare the sizes with the GPU's SMs; how the driver rounds them is only known on creation."""
     import torch
 
     from expertd.kernels import resolve_backend
 
-    backend, asked = resolve_backend(settings.backend), sum(settings.partitions.values())
-    if not asked:
+    backend, requested = resolve_backend(settings.backend), sum(settings.partitions.values())
+    if not requested:
         return "none"
     if backend.device.type != "cuda":
         raise ValueError(
             f"partitions: expected a backend whose device has SMs to partition, got {backend.name!r}"
         )
     total = torch.cuda.get_device_properties(backend.device).multi_processor_count
-    if asked > total:
-        raise ValueError(f"partitions: expected at most the {total} SMs of the GPU, got {asked}")
-    return f"{asked} of {total} SMs"
+    if requested > total:
+        raise ValueError(f"partitions: expected at most the {total} SMs of the GPU, got {requested}")
+    return f"{requested} of {total} SMs"
 
 
 def _print_tables(rows: list[Row], results: list[Result], would_start: bool) -> None:
@@ -148,7 +148,7 @@ def _print_tables(rows: list[Row], results: list[Result], would_start: bool) -> 
     found = ((result.name, "ok" if result.ok else "error", result.detail) for result in results)
     _print_columns([("check", "result", ""), *found])
     if not would_start:
-        print("expertd check: a server would not start", file=sys.stderr)
+        print("expertd check: the server would not start", file=sys.stderr)
 
 
 def _print_columns(rows: list[tuple[str, str, str]]) -> None:

@@ -1,4 +1,4 @@
-"""`expertd kernels`: lists what every kernel variant uses, builds them all, dumps one at any stage."""
+"""`expertd kernels`: lists the kernel variants and their resources, compiles them, or dumps one of them."""
 
 import argparse
 import json
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from expertd.kernels.jit import Binary
 
 FORMATS = ("source", "ptx", "sass", "cubin")
-_NUM_GROUPS = 256  # that shared memory is given for; the scheduler's table grows with the groups
+_NUM_GROUPS = 256  # for the shared memory listed, which includes a table with an entry per group
 
 
 class KernelsCommandError(Exception):
-    """What was asked cannot be done; the text says what was expected."""
+    """Invalid arguments or a missing tool; the text is one sentence."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A variant and, where it is compiled, what it uses; bytes of stack and spills are a thread's."""
+    """A variant and, if it is compiled, its resources; stack and spills are bytes per thread."""
 
     name: str
     cached: bool
@@ -39,7 +39,7 @@ class Row:
 
 @dataclass(frozen=True)
 class BuildReport:
-    """What building all variants took, and then fetching all of them from the cache; wall seconds."""
+    """Wall seconds to build all variants, and then to fetch all of them from the cache."""
 
     compiled: int
     seconds: float
@@ -48,25 +48,25 @@ class BuildReport:
 
 
 def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the sub-command to `subparsers`."""
+    """Add the subcommand to `subparsers`."""
     parser = subparsers.add_parser(
         "kernels",
-        help="list, build and dump the GPU kernels' variants; needs no GPU",
-        description="List the GPU kernels' variants. Compiles nothing unless asked to, and needs no GPU.",
+        help="list, compile or dump the GPU kernels' variants; needs no GPU",
+        description="List the GPU kernels' variants. Compiles only with --build or --dump, and needs no GPU.",
     )
     parser.add_argument(
-        "--build", action="store_true", help="compile what the cache lacks, and print how long it took"
+        "--build", action="store_true", help="compile what the cache lacks, and print the time taken"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--dump", metavar="NAME", help="print one variant instead of the list")
-    parser.add_argument("--format", choices=FORMATS, default="source", help="of --dump (default: source)")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="where --dump writes (else stdout)")
+    parser.add_argument("--format", choices=FORMATS, default="source", help="for --dump (default: source)")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="for --dump (default: stdout)")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the sub-command: 0; 2 for what cannot be done as asked; 1 when a kernel does not compile."""
-    # Here, not above: torch takes seconds to import, and `expertd --version` should not.
+    """Run the subcommand; return 0, 1 if a kernel does not compile, or 2 for invalid arguments."""
+    # Imported here because torch takes seconds to import, and `expertd --version` must be fast.
     from expertd.kernels.jit import CompileError, CompilerMissingError
 
     try:
@@ -99,7 +99,7 @@ def _list(build: bool, as_json: bool) -> None:
         print(json.dumps(about, indent=2))
         return
     _print_table(rows)
-    print(f"cache: {cache_directory()}; shared memory is for {_NUM_GROUPS} groups")
+    print(f"cache: {cache_directory()}; shared memory as with {_NUM_GROUPS} groups")
     if report is not None:
         print(
             f"built all in {report.seconds:.3f} s ({report.compiled} compiled), "

@@ -1,4 +1,4 @@
-"""`expertd layers`: which MoE layers a checkpoint has, and what each of them takes."""
+"""`expertd layers`: lists a checkpoint's MoE layers and the size of each."""
 
 import argparse
 import json
@@ -18,19 +18,19 @@ _SIZES = ("hidden_size", "intermediate_size", "num_experts", "num_shared_experts
 
 
 def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the sub-command to `subparsers`."""
+    """Add the subcommand to `subparsers`."""
     parser = subparsers.add_parser(
         "layers",
         help="list the MoE layers of a checkpoint",
-        description="List the MoE layers of a checkpoint directory. Reads headers, no weights.",
+        description="List the MoE layers of a checkpoint directory. Reads only headers.",
     )
-    parser.add_argument("path", type=Path, help="the directory, as of serve --model")
+    parser.add_argument("path", type=Path, help="the directory, as for serve --model")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the list: 0; 2 for a checkpoint that cannot be served."""
+    """Print the list; return 0, or 2 if the checkpoint cannot be served."""
     from expertd.service.checkpoints import CheckpointError
     from expertd.service.checkpoints.listing import list_layers
 
@@ -60,8 +60,8 @@ def _print_table(path: Path, model: "MoEModel", layers: list["ListedLayer"]) -> 
     print(f"{path}: {model.family}, {len(layers)} MoE layers")
     print(", ".join(f"{name} {getattr(model, name)}" for name in _SIZES))
     rows = [("layers", "weights", "bytes a layer")]
-    for (form, num_bytes), alike in groupby(layers, key=lambda layer: (layer.format, layer.num_bytes)):
-        rows.append((spans(layer.layer for layer in alike), form, f"{num_bytes:,}"))
+    for (form, num_bytes), group in groupby(layers, key=lambda layer: (layer.format, layer.num_bytes)):
+        rows.append((spans(layer.layer for layer in group), form, f"{num_bytes:,}"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print(f"{row[0]:{widths[0]}}  {row[1]:{widths[1]}}  {row[2]:>{widths[2]}}")

@@ -1,4 +1,4 @@
-"""`expertd serve`: reads settings, checks what can be checked without torch, and serves."""
+"""`expertd serve`: reads the settings, makes the checks that need no torch, and serves."""
 
 import argparse
 import ipaddress
@@ -21,20 +21,20 @@ logger = logging.getLogger(__name__)
 
 
 def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the sub-command to `subparsers`."""
-    parser = subparsers.add_parser("serve", help="serve the models of a configuration file, or a checkpoint")
+    """Add the subcommand to `subparsers`."""
+    parser = subparsers.add_parser("serve", help="serve the models of a configuration file or a checkpoint")
     add_serve_arguments(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until a signal: 0 after a full drain, else 1; 2 for settings that cannot be served."""
-    # Until uvicorn sets its own: the kernel ignores these signals for a process 1 without a handler, and a
-    # container that is stopped while Python imports would wait for its time-out.
+    """Serve until a signal; return 0 after a full drain, else 1, or 2 for invalid settings."""
+    # Used until uvicorn sets its own handlers. Without one, the kernel ignores these signals for process 1,
+    # and stopping a container during imports would take the full stop timeout.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays in force
-            signal.signal(number, _leave)
-    # Here, not above: imports take most of the time in which a signal could come too early.
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, _exit_now)
+    # Imported here so that the handlers above are set before these imports, which are slow.
     from expertd.service.checkpoints import resolve_checkpoints
     from expertd.service.settings.loader import SettingsError
 
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_weights(settings)
     except (SettingsError, ValueError) as error:
         return _refuse(error)
-    # After the settings: torch and the web server take seconds to import, and a wrong setting should not.
+    # Imported after the settings are read: these take seconds, and invalid settings should fail at once.
     from expertd.service.http.server import BindError, serve
     from expertd.service.terminal import configure_logging
 
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def check_weights(settings: "Settings") -> None:
-    """Raise ValueError for a weights file that cannot be read, or is not its layer's. Reads headers only."""
+    """Raise ValueError if a weights file cannot be read or does not fit its layer. Reads only headers."""
     from expertd.service.moe.weights_file import check_weights_file
 
     for model in settings.models:
@@ -67,22 +67,22 @@ def check_weights(settings: "Settings") -> None:
 
 
 def exposure(host: str, port: int) -> str | None:
-    """What listening on `host` opens to others than this machine; None where that is nothing."""
+    """A warning if listening on `host` exposes the server beyond this machine, else None."""
     try:
         found = {str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except OSError:
-        return None  # the server will say what is wrong with the address
+        return None  # listening on the address will fail with a better message
     if all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found):
         return None
     return (
-        f"host {host} opens port {port} beyond this machine without authentication or TLS: anyone who can "
-        "reach it can run inference and replace SM partitions; listen on 127.0.0.1, or put a proxy or a "
-        "firewall in front that admits only the right callers"
+        f"host {host} exposes port {port} beyond this machine without authentication or TLS: anyone who can "
+        "reach it can run inference and replace SM partitions; listen on 127.0.0.1, or restrict access with "
+        "a proxy or a firewall"
     )
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
-    """End a server that has accepted nothing yet; at once, for an exception can be lost in an import."""
+def _exit_now(number: int, frame: FrameType | None) -> None:
+    """Exit a server that has accepted nothing yet. Not by an exception: an import could swallow it."""
     os._exit(0)
 
 

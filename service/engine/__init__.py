@@ -1,1 +1,1 @@
-"""The life of a server without HTTP: loading, queues, steps, metrics."""
+"""The server without HTTP: loading, queues, steps, metrics."""

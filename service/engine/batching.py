@@ -1,8 +1,8 @@
-"""The queue of each model, and the one thread that turns what waits in them into steps on the device.
+"""A queue per model, and one worker thread that runs the queued requests on the device in steps.
 
-Requests that arrive while the device is busy wait, and go together in the model's next step. Within a model
-order is first come, first served; between models with work waiting, steps take turns. Everything that must
-not overlap a step (loading, another set of SM partitions) runs on the same thread, between steps.
+Requests that arrive while the device is busy are batched into the model's next step, first come, first
+served. Steps of models with queued requests alternate (round robin). Work that must not overlap a step
+(loading, replacing SM partitions) runs on the same thread, between steps.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
-    """What computes a step; `expertd.service.moe.runner.LayerRunner` is one."""
+    """Computes steps; implemented by `expertd.service.moe.runner.LayerRunner`."""
 
     def validate(self, request: LayerRequest) -> None: ...
 
@@ -35,7 +35,7 @@ class Runner(Protocol):
 
 
 class StepObserver(Protocol):
-    """What is told of every step, on the event loop, when its answers have gone out."""
+    """Notified of every step, on the event loop, after its answers are delivered."""
 
     def step_done(self, model: str, result: StepResult, queue_seconds: Sequence[float]) -> None: ...
 
@@ -45,11 +45,11 @@ class StepObserver(Protocol):
 class _State(Enum):
     WAITING = auto()
     STARTED = auto()
-    GIVEN_UP = auto()
+    CANCELLED = auto()
 
 
 class Pending:
-    """One accepted request: `answer` resolves to its output's bytes, or to one of the errors above."""
+    """An accepted request; `answer` resolves to the bytes of its output, or to an EngineError."""
 
     __slots__ = ("answer", "arrived", "model", "request", "state")
 
@@ -72,17 +72,17 @@ class _Queue:
     waiting: deque[Pending]
     num_tokens: int = 0
     step_seconds: float = 0.0  # smoothed over recent steps
-    failures: int = 0  # steps in a row that raised
+    failures: int = 0  # consecutive steps that raised
 
 
 class Scheduler:
-    """Owns the queues and the worker thread. Public methods are for the event loop that called start."""
+    """Owns the queues and the worker thread. Call its methods from the event loop that called `start`."""
 
     def __init__(self, limits: Limits, observer: StepObserver) -> None:
         self._limits = limits
         self._observer = observer
         self._queues: dict[str, _Queue] = {}
-        self._turns: deque[str] = deque()  # models with work waiting, next one first
+        self._turns: deque[str] = deque()  # models with queued requests, next one first
         self._jobs: deque[tuple[Callable[[], object], Future[Any]]] = deque()
         self._wake = threading.Condition(threading.Lock())
         self._closed = False
@@ -99,43 +99,43 @@ class Scheduler:
         self._thread.start()
 
     def set_runners(self, runners: Mapping[str, Runner]) -> None:
-        """Serve these models from now on."""
+        """Set the runner of each model."""
         self._queues = {name: _Queue(runner, deque()) for name, runner in runners.items()}
 
     def runner(self, model: str) -> Runner:
-        """What computes the steps of `model`."""
+        """The runner of `model`."""
         return self._queues[model].runner
 
     async def between_steps(self, job: Callable[[], T]) -> T:
-        """Run `job` on the worker thread, before the next step, and return what it returns."""
+        """Run `job` on the worker thread before the next step, and return its result."""
         done: Future[T] = Future()
         with self._wake:
             self._jobs.append((job, done))
             self._wake.notify()
         return await asyncio.wrap_future(done)
 
-    def check_room(self, model: str, num_tokens: int = 1) -> None:
-        """Raise QueueFullError or SchedulerClosedError if a request of `num_tokens` has no room now."""
+    def check_capacity(self, model: str, num_tokens: int = 1) -> None:
+        """Raise QueueFullError or SchedulerClosedError if a request of `num_tokens` would be refused now."""
         if self._closed:
             raise SchedulerClosedError("the server is shutting down")
         queue, limits = self._queues[model], self._limits
         if len(queue.waiting) >= limits.max_queue_requests:
-            what = f"{len(queue.waiting)} requests of at most {limits.max_queue_requests}"
+            waiting = f"{len(queue.waiting)} requests of at most {limits.max_queue_requests}"
         elif queue.num_tokens + num_tokens > limits.max_queue_tokens:
-            what = f"{queue.num_tokens} tokens of at most {limits.max_queue_tokens}"
+            waiting = f"{queue.num_tokens} tokens of at most {limits.max_queue_tokens}"
         else:
             return
         steps = math.ceil(queue.num_tokens / limits.max_batch_tokens) + 1
         retry_after = max(1, math.ceil(steps * queue.step_seconds))
-        raise QueueFullError(f"the queue of model {model} is full: {what} are waiting", retry_after)
+        raise QueueFullError(f"the queue of model {model} is full: {waiting} are waiting", retry_after)
 
     def submit(self, model: str, request: LayerRequest) -> Pending:
-        """Put `request` in the model's queue. Raises as check_room does."""
+        """Put `request` in the model's queue. Raises as `check_capacity` does."""
         assert self._loop is not None
         pending = Pending(model, request, self._loop.create_future())
         queue = self._queues[model]
         with self._wake:
-            self.check_room(model, request.num_tokens)
+            self.check_capacity(model, request.num_tokens)
             if not queue.waiting:
                 self._turns.append(model)
             queue.waiting.append(pending)
@@ -145,12 +145,12 @@ class Scheduler:
         self._idle.clear()
         return pending
 
-    def give_up(self, pending: Pending, error: Exception) -> bool:
-        """Answer a request that has not started with `error`; False if it has started or is answered."""
+    def cancel(self, pending: Pending, error: Exception) -> bool:
+        """Answer a queued request with `error`; False if its step has begun or it is already answered."""
         with self._wake:
             if pending.state is not _State.WAITING:
                 return False
-            pending.state = _State.GIVEN_UP
+            pending.state = _State.CANCELLED
             queue = self._queues[pending.model]
             queue.waiting.remove(pending)
             queue.num_tokens -= pending.request.num_tokens
@@ -160,35 +160,35 @@ class Scheduler:
         return True
 
     def waiting(self, model: str) -> tuple[int, int]:
-        """How many requests and tokens of `model` are waiting for a step."""
+        """The numbers of queued requests and tokens of `model`."""
         queue = self._queues[model]
         return len(queue.waiting), queue.num_tokens
 
     def failures(self, model: str) -> int:
-        """How many steps of `model` have failed since its last good one."""
+        """The number of consecutive failed steps of `model`, up to now."""
         return self._queues[model].failures
 
     def close(self) -> None:
-        """Accept nothing more; what was accepted is still answered."""
+        """Refuse new requests; accepted ones are still answered."""
         self._closed = True
 
-    def give_up_all(self) -> None:
-        """Answer every request that has not started with SchedulerClosedError."""
+    def cancel_all(self) -> None:
+        """Answer every queued request with SchedulerClosedError."""
         for queue in self._queues.values():
             for pending in list(queue.waiting):
-                self.give_up(pending, SchedulerClosedError("the server is shutting down"))
+                self.cancel(pending, SchedulerClosedError("the server is shutting down"))
 
     async def drained(self) -> None:
-        """Return once every accepted request has its answer."""
+        """Wait until every accepted request is answered."""
         await self._idle.wait()
 
     @property
     def running(self) -> bool:
-        """Whether the worker thread is there, be it in a step that outlasted `stop`."""
+        """Whether the worker thread is alive; it may be in a step that outlasted `stop`."""
         return self._thread.is_alive()
 
     def stop(self, timeout: float) -> bool:
-        """End the worker thread after the step it is in; True if it ended within `timeout` seconds."""
+        """Stop the worker thread after its current step; True if it ended within `timeout` seconds."""
         with self._wake:
             self._closed = self._stopped = True
             self._wake.notify()
@@ -198,7 +198,7 @@ class Scheduler:
     def _deliver(self, answers: Sequence[_Answer], report: Callable[[], None] | None = None) -> None:
         for pending, answer in answers:
             if pending.answer.cancelled():
-                pass  # the handler itself was cancelled: nobody is waiting any more
+                pass  # the handler was cancelled: nobody is waiting
             elif isinstance(answer, Exception):
                 pending.answer.set_exception(answer)
             else:
@@ -207,7 +207,7 @@ class Scheduler:
         if not self._unanswered:
             self._idle.set()
         if report is not None:
-            # Behind the callers just woken in the loop's queue: no answer waits for its metrics.
+            # Runs after the handlers just woken, so that no response waits for metrics.
             asyncio.get_running_loop().call_soon(report)
 
     def _work(self) -> None:
@@ -227,7 +227,7 @@ class Scheduler:
             done.cancel()
 
     def _next_step(self) -> tuple[str, list[Pending]]:
-        """Take the next step's requests off the queue of the model whose turn it is; the lock is held."""
+        """Dequeue the requests of the next step. The caller holds the lock."""
         model = self._turns.popleft()
         queue = self._queues[model]
         step: list[Pending] = []
@@ -250,14 +250,14 @@ class Scheduler:
             outputs = list(zip(step, result.outputs, strict=True))
         except Exception as error:
             queue.failures += 1
-            logger.exception("a step of model %s with %d requests failed", model, len(step))
+            logger.exception("step of model %s with %d requests failed", model, len(step))
             self._answer([], partial(self._observer.step_failed, model, len(step)))
             if len(step) > 1:
-                # One of them may be at fault: alone, each fails or succeeds for itself.
+                # One request may have caused it: retry each alone.
                 for pending in step:
                     self._run_step(model, [pending])
                 return
-            failure = StepFailedError(f"the layer failed: {type(error).__name__}")
+            failure = StepFailedError(f"the step failed: {type(error).__name__}")
             failure.__cause__ = error
             self._answer([(step[0], failure)])
             return

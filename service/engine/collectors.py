@@ -1,4 +1,4 @@
-"""Metrics that are put together when Prometheus scrapes, from their owner's figures at that moment."""
+"""Metrics that are computed when Prometheus scrapes."""
 
 from collections.abc import Callable, Iterable
 
@@ -7,8 +7,8 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 
-class Collected(Collector):
-    """What a function returns at a scrape."""
+class CallbackCollector(Collector):
+    """Calls a function at every scrape."""
 
     def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
         self._collect = collect
@@ -18,14 +18,14 @@ class Collected(Collector):
 
 
 class ExpertTokens(Collector):
-    """Tokens by model and expert: added up as arrays, for a step may touch a thousand experts."""
+    """Tokens by model and expert, summed as arrays because a step may use a thousand experts."""
 
     def __init__(self) -> None:
         self._totals: dict[str, np.ndarray[tuple[int], np.dtype[np.int64]]] = {}
 
     def add(self, model: str, tokens: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> None:
         total = self._totals.get(model)
-        # A new array each time, so that a scrape on another thread never sees half a step.
+        # A new array each time, so that a scrape on another thread never sees a partial sum.
         self._totals[model] = tokens if total is None else total + tokens
 
     def collect(self) -> Iterable[Metric]:

@@ -1,4 +1,4 @@
-"""The server's life without HTTP: loading, ready, draining, stopped; owns the scheduler and what it runs."""
+"""The server's life cycle without HTTP: loading, ready, draining, stopped. Owns the scheduler."""
 
 import asyncio
 import logging
@@ -28,12 +28,12 @@ from expertd.service.settings.model import Settings
 logger = logging.getLogger(__name__)
 
 _STOP_SECONDS = 5.0
-# After so many failed steps in a row it is the device, not a request: callers should be sent elsewhere.
+# After this many consecutive failures, the device is the likely cause: the model becomes not ready.
 _FAILING_STEPS = 5
 
 
 class Phase(Enum):
-    """Where a server is in its life; requests are answered in READY, and while draining until it closes."""
+    """A server's phase. Requests are accepted when READY, and in DRAINING until the scheduler closes."""
 
     LOADING = "loading"
     READY = "ready"
@@ -71,18 +71,19 @@ class Engine:
         metrics.watch_device_memory(lambda: self.loaded.memory() if self.loaded else None)
 
     def why_not_ready(self, *models: str) -> str | None:
-        """Why requests to `models` (none: all of them) should not be sent here now, None if they should.
+        """Why `models` (none given: all) are not ready; None if they are ready.
 
-        Steps that keep failing are a reason; requests are still taken, and one good step ends it.
+        A model whose steps keep failing is not ready. It still accepts requests, and the first step that
+        succeeds makes it ready again.
         """
         if self.phase is not Phase.READY:
             return f"the server is {self.phase.value}"
         if failing := self._failing(models):
-            return f"the last {_FAILING_STEPS} steps or more failed of model {', '.join(failing)}"
+            return f"model {', '.join(failing)}: at least the last {_FAILING_STEPS} steps failed"
         return None
 
     def check_ready(self, *models: str) -> None:
-        """Raise NotReadyError unless ready; what fails is given a token, to see whether it still does."""
+        """Raise NotReadyError unless ready; also runs one token on each failing model, to detect recovery."""
         reason = self.why_not_ready(*models)
         if reason is None:
             return
@@ -97,7 +98,7 @@ class Engine:
         return self.phase is Phase.DRAINING
 
     def model(self, name: str, version: str = MODEL_VERSION) -> LayerSpec:
-        """The served model called `name`, loaded or not. Raises UnknownModelError if there is none."""
+        """The served model `name`, loaded or not. Raises UnknownModelError if there is none."""
         spec = self.models.get(name)
         if spec is None:
             raise UnknownModelError(f"model: expected {any_of(self.models)}, got {shown(name)}")
@@ -108,59 +109,59 @@ class Engine:
         return spec
 
     def start(self) -> None:
-        """Start the worker thread and, on it, loading; returns at once."""
+        """Start the worker thread, which then loads the models; returns at once."""
         self.scheduler.start()
         self._loading = asyncio.get_running_loop().create_task(self._finish_loading())
 
     async def wait_loaded(self) -> None:
-        """Return when loading has ended, well or not."""
+        """Wait until loading has succeeded or failed."""
         if self._loading is not None:
             await asyncio.wait({self._loading})
 
     def begin_drain(self) -> None:
-        """Be not ready from now on; safe in a signal handler."""
+        """Become not ready; safe in a signal handler."""
         if self.phase is not Phase.FAILED:
             self.phase = Phase.DRAINING
 
     async def drain(self) -> bool:
-        """After the configured delay accept nothing more; True if all that was accepted got its answer."""
+        """Refuse new requests after the configured delay; True if all accepted requests are answered."""
         self.begin_drain()
         await asyncio.sleep(self.settings.shutdown_delay_seconds)
         self.scheduler.close()
         try:
             await asyncio.wait_for(self.scheduler.drained(), self.settings.drain_timeout_seconds)
         except TimeoutError:
-            logger.error("requests are still unanswered after drain_timeout_seconds: giving up on them")
-            self.scheduler.give_up_all()
+            logger.error("requests are still unanswered after drain_timeout_seconds: cancelling them")
+            self.scheduler.cancel_all()
             return False
         return True
 
     async def stop(self) -> None:
-        """End the worker thread. A step or a compilation in flight is waited for, but not for long."""
+        """Stop the worker thread, waiting a few seconds at most for a step or compilation in progress."""
         self.begin_drain()
         if not await asyncio.to_thread(self.scheduler.stop, _STOP_SECONDS):
-            logger.warning("the worker thread is still busy: leaving it behind")
+            logger.warning("the worker thread is still busy: exiting without waiting for it")
         for task in (tasks := [*self._retries.values(), *([self._loading] if self._loading else [])]):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def set_partitions(self, sizes: Mapping[str, int]) -> None:
-        """Replace the SM partitions between two steps, all or nothing.
+        """Replace all SM partitions between two steps, or change nothing.
 
-        Raises PartitionsUnavailableError without a partitionable device, PartitionsRefusedError when they do
-        not fit it, NotReadyError while loading.
+        Raises PartitionsUnavailableError if the device cannot be partitioned, PartitionsRefusedError if the
+        sizes do not fit it, and NotReadyError during loading.
         """
         partitions = self.partitions()
         for model in self.settings.models:
             if model.partition is not None and model.partition not in sizes:
                 raise PartitionsRefusedError(
-                    f"partitions: expected {model.partition!r} among them, where model {model.name} runs, "
-                    f"got {all_of(sizes) or 'none'}"
+                    f"partitions: expected {model.partition!r}, in which model {model.name} runs, among "
+                    f"them, got {all_of(sizes) or 'none'}"
                 )
         await self.scheduler.between_steps(partial(self._replace, partitions, sizes))
 
     def partitions(self) -> Partitions:
-        """The device's partitions. Raises PartitionsUnavailableError where there can be none."""
+        """The device's partitions. Raises PartitionsUnavailableError if it cannot be partitioned."""
         if self.loaded is None:
             raise NotReadyError(f"the server is {self.phase.value}")
         if self.loaded.partitions is None:
@@ -178,8 +179,8 @@ class Engine:
             self.loaded.prepare_steps(lambda: self.phase is not Phase.READY)
         except LoadCancelledError:
             return
-        except Exception:  # whatever it is, the partitions are the new ones, and steps can be computed
-            logger.exception("partitions were replaced, but steps could not be prepared: they will be slower")
+        except Exception:  # the new partitions are in place, and steps still run
+            logger.exception("partitions were replaced, but capturing CUDA graphs failed: steps run eagerly")
 
     async def _finish_loading(self) -> None:
         try:
@@ -194,7 +195,7 @@ class Engine:
             logger.error("loading failed: %s", error, exc_info=not isinstance(error, (ValueError, OSError)))
             return
         self.scheduler.set_runners(self.loaded.runners)
-        self._metrics.built(self.loaded.backend, self.loaded.device)
+        self._metrics.set_backend(self.loaded.backend, self.loaded.device)
         if self.phase is Phase.LOADING:
             self.phase = Phase.READY
             logger.info(
@@ -202,8 +203,7 @@ class Engine:
             )
 
     def _failing(self, models: tuple[str, ...]) -> list[str]:
-        asked = models or tuple(self.models)
-        return [model for model in asked if self.scheduler.failures(model) >= _FAILING_STEPS]
+        return [model for model in models or self.models if self.scheduler.failures(model) >= _FAILING_STEPS]
 
     async def _retry(self, model: str) -> None:
         request = zero_request(1, self.models[model].hidden_size)

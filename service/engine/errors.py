@@ -1,20 +1,20 @@
-"""What can go wrong with a request, in the engine's own words; `service.http.errors` gives each a status."""
+"""The engine's exceptions; `service.http.errors` maps each to an HTTP status."""
 
 
 class EngineError(Exception):
-    """The text is one sentence for the caller: what was expected and what came."""
+    """Base class; the text is one sentence for the caller."""
 
 
 class UnknownModelError(EngineError):
-    """No model of that name and version is served."""
+    """No model with that name and version is served."""
 
 
 class NotReadyError(EngineError):
-    """The server, or a model, should not be sent requests now."""
+    """The server or a model is not ready."""
 
 
 class QueueFullError(EngineError):
-    """No room for a request; worth another try in `retry_after` seconds."""
+    """The queue is full; `retry_after` estimates the seconds until it has room."""
 
     def __init__(self, message: str, retry_after: int) -> None:
         super().__init__(message)
@@ -22,20 +22,20 @@ class QueueFullError(EngineError):
 
 
 class SchedulerClosedError(EngineError):
-    """The server takes no more requests."""
+    """The server accepts no more requests."""
 
 
 class QueueTimeoutError(EngineError):
-    """The request's own timeout passed while it was waiting."""
+    """The request's own timeout expired in the queue."""
 
 
 class StepFailedError(EngineError):
-    """The step that held the request, and no other one, raised."""
+    """A step with only this request raised."""
 
 
 class PartitionsUnavailableError(EngineError):
-    """There is no GPU whose SMs could be partitioned; the text says why."""
+    """The device has no SMs to partition; the text says why."""
 
 
 class PartitionsRefusedError(EngineError):
-    """A new set of partitions does not fit the device, or lacks one that a model runs in."""
+    """The new partitions do not fit the device, or lack one that a model runs in."""

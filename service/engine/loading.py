@@ -1,4 +1,4 @@
-"""Start-up: backend, SM partitions, weights, and one tiny step of every model before any request is taken."""
+"""Start-up: backend, SM partitions, weights, and a test step of every model before requests are accepted."""
 
 import logging
 import time
@@ -35,11 +35,11 @@ Cancelled = Callable[[], bool]
 
 
 class LoadCancelledError(Exception):
-    """The server was told to stop while it was loading."""
+    """The server was stopped during loading."""
 
 
 class Partition(Protocol):
-    """One named share of the device's SMs: how many were asked for, and how many it has."""
+    """A named share of the device's SMs: the number requested and the number granted."""
 
     @property
     def name(self) -> str: ...
@@ -50,7 +50,7 @@ class Partition(Protocol):
 
 
 class Partitions(Protocol):
-    """`expertd.kernels.partitions.SMPartitions`, as far as the service needs it."""
+    """The part of `expertd.kernels.partitions.SMPartitions` that the service uses."""
 
     @property
     def device_name(self) -> str: ...
@@ -66,11 +66,11 @@ class Partitions(Protocol):
 
 @dataclass(frozen=True)
 class Loaded:
-    """What loading leaves behind.
+    """The result of loading.
 
-    memory gives (used, total) bytes of the device, None without a GPU. prepare_steps is for the worker
-    thread, when partitions have been replaced: steps find again what they had after loading. It raises
-    LoadCancelledError as loading does; whatever it raises, steps can be computed.
+    memory returns (used, total) bytes of the device, None without a GPU. Call prepare_steps on the worker
+    thread after partitions are replaced: it captures CUDA graphs again. It may raise LoadCancelledError or
+    fail; steps run in either case.
     """
 
     backend: str
@@ -85,10 +85,10 @@ Loader = Callable[[Settings, Cancelled], Loaded]
 
 
 def load(settings: Settings, cancelled: Cancelled) -> Loaded:
-    """Build everything `settings` ask for; runs on the worker thread, which will also run the steps.
+    """Load everything in `settings`, on the worker thread, which will also run the steps.
 
-    Raises ValueError for what the device or a weights file does not allow, LoadCancelledError once
-    `cancelled` says so.
+    Raises ValueError if the device or a weights file does not fit the settings, and LoadCancelledError once
+    `cancelled` returns True.
     """
     try:
         backend = resolve_backend(settings.backend)
@@ -138,7 +138,7 @@ def _load_models(
 
 
 def layer_of(model: ModelSettings, backend: Backend, device: torch.device, cancelled: Cancelled) -> MoELayer:
-    """The layer that `model` describes, its weights on `device`. Raises as `load` does."""
+    """The layer that `model` describes, with its weights on `device`. Raises as `load` does."""
     return MoELayer(
         model.shape,
         _weights(model, model.shape, device, cancelled),
@@ -177,12 +177,12 @@ def _from_checkpoint(
 
 
 def _warn_of_cpu(backend: Backend) -> None:
-    """A CPU where a GPU was probably meant: this PyTorch was installed for one."""
+    """Warn if a PyTorch built for CUDA runs on a CPU: a GPU was probably intended."""
     if torch.version.cuda is None:
         return
     reasons = [f"{name}: {reason}" for name in BACKENDS if (reason := why_not(name)) is not None]
     logger.warning(
-        "backend auto: expected a GPU, for PyTorch is built for CUDA %s, got a CPU and backend %r (%s)",
+        "backend auto: expected a GPU, because PyTorch is built for CUDA %s, got a CPU and backend %r (%s)",
         torch.version.cuda,
         backend.name,
         "; ".join(reasons),
@@ -196,7 +196,7 @@ def _warm_up(backend: Backend, cancelled: Cancelled) -> None:
         def progress(done: int, total: int, what: str) -> None:
             nonlocal advance
             _stop_if(cancelled)
-            if advance is None:  # not before: there may be nothing to compile
+            if advance is None:  # only now: there may be nothing to compile
                 advance = stack.enter_context(progress_bar("kernels", total, "kernel"))
             advance(1, what)
             if not shows_bars():
@@ -206,18 +206,18 @@ def _warm_up(backend: Backend, cancelled: Cancelled) -> None:
 
 
 def _first_steps(runner: LayerRunner, layer: MoELayer, max_request_tokens: int) -> None:
-    """One step in each layout: a layer that cannot compute never becomes ready."""
+    """Run one step in each layout the settings allow, so that a layer that fails never becomes ready."""
     for num_tokens in sorted({1, min(layer.masked_max_tokens + 1, max_request_tokens)}):
         runner.run([zero_request(num_tokens, layer.shape.hidden_size)])
 
 
 def capture_graphs(runners: Sequence[LayerRunner], device: torch.device, cancelled: Cancelled) -> None:
-    """CUDA graphs for all, in a new pool: the old one's memory belongs to streams that may be gone."""
+    """Capture CUDA graphs in a new pool: the old one's memory belongs to streams that may no longer exist."""
     if not runners:
         return
     for runner in runners:
         runner.release_graphs()
-    torch._C._cuda_clearCublasWorkspaces()  # 32 MiB that torch keeps of every stream where cuBLAS was
+    torch._C._cuda_clearCublasWorkspaces()  # torch keeps 32 MiB for every stream that cuBLAS ran on
     torch.cuda.empty_cache()
     pool = GraphPool(device)
     with progress_bar("graphs", len(runners), "layer") as advance:

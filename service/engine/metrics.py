@@ -1,4 +1,4 @@
-"""Every metric of the server, in a registry of its own per application."""
+"""Every metric of the server; each application has its own registry."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
@@ -16,14 +16,14 @@ from prometheus_client import (
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from expertd.layout import Layout
-from expertd.service.engine.collectors import Collected, ExpertTokens, count
+from expertd.service.engine.collectors import CallbackCollector, ExpertTokens, count
 from expertd.service.engine.refusals import REASONS, Reason
 from expertd.service.moe.request import StepResult
 
-# Of every answer to an infer request; 499 stands for none, as the client had left.
+# Every status of an infer request; 499: no response, because the client had disconnected.
 STATUSES = (200, 400, 404, 408, 413, 415, 499, 500, 503)
 
-# An expert layer answers in a millisecond: a factor of 2 from 50 us to 26 s.
+# An expert layer takes about a millisecond: 50 us to 26 s, by factors of 2.
 SECONDS = tuple(50e-6 * 2**i for i in range(20))
 TOKENS = tuple(float(2**i) for i in range(16))
 REQUESTS = tuple(float(2**i) for i in range(11))
@@ -31,7 +31,7 @@ IMBALANCE = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0, 32.0, 64.0, 128
 
 
 class JitStats(Protocol):
-    """What `expertd.kernels.jit.stats()` returns."""
+    """The result of `expertd.kernels.jit.stats()`."""
 
     @property
     def compilations(self) -> int: ...
@@ -51,10 +51,10 @@ class _StepChildren(NamedTuple):
 
 
 class Metrics:
-    """Records requests and steps; everything else is read from its owner when Prometheus scrapes."""
+    """Records requests and steps; the other metrics are read when Prometheus scrapes."""
 
     def __init__(self, version: str) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series beside each counter, which nothing here reads
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # no `_created` series for each counter
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self._version = version
@@ -75,17 +75,17 @@ class Metrics:
         self._batch_requests = self._histogram("batch_requests", "Requests of one step", REQUESTS, "model")
         self._imbalance = self._histogram(
             "load_imbalance_ratio",
-            "Tokens of a step's busiest expert over the mean of all experts",
+            "Tokens of a step's busiest expert, divided by the mean of all experts",
             IMBALANCE,
             "model",
             "layout",
         )
         self._refusals = self._counter(
-            "refusals", "Infer requests that got no output, by what was in the way", "model", "reason"
+            "refusals", "Infer requests that got no output, by reason", "model", "reason"
         )
         self._step_failures = self._counter("step_failures", "Steps that raised", "model")
         self._expert_tokens = ExpertTokens()
-        # Looking a child up by its labels costs more than counting: keep the ones in use.
+        # Looking up a child by its labels takes longer than counting, so children are cached.
         self._request_children = cache(
             lambda model, status: (
                 self._requests.labels(model, status),
@@ -105,7 +105,7 @@ class Metrics:
         self.registry.register(self._expert_tokens)
 
     def add_models(self, num_experts: Mapping[str, int]) -> None:
-        """Start every series of these models (model -> its experts) at zero, for rates need a first value."""
+        """Start every series of these models (model -> experts) at 0, because rates need a first value."""
         for model, experts in num_experts.items():
             for status in STATUSES:
                 self._request_children(model, status)
@@ -118,22 +118,22 @@ class Metrics:
         self._request_children("", 404)
         self._refusals.labels("", "unknown_model")
 
-    def built(self, backend: str, device: str) -> None:
-        """The backend and device that were chosen at start-up."""
+    def set_backend(self, backend: str, device: str) -> None:
+        """Report the backend and device that were chosen at start-up."""
         self._build.info({"version": self._version, "backend": backend, "device": device})
 
     def request_done(self, model: str, status: int, seconds: float) -> None:
-        """An infer request was answered; `model` is "" where no such model is served."""
+        """Count an answered infer request; `model` is "" if it is not served."""
         count, duration = self._request_children(model, status)
         count.inc()
         duration.observe(seconds)
 
     def refused(self, model: str, reason: Reason) -> None:
-        """An infer request got no output; `model` is "" where no such model is served."""
+        """Count an infer request that got no output; `model` is "" if it is not served."""
         self._refusals.labels(model, reason).inc()
 
     def step_done(self, model: str, result: StepResult, queue_seconds: Sequence[float]) -> None:
-        """A step was computed for requests that had waited `queue_seconds`."""
+        """Count a step whose requests had waited `queue_seconds`."""
         children = self._step_children(model, result.layout)
         children.compute_seconds.observe(result.compute_seconds)
         children.tokens.inc(result.num_tokens)
@@ -147,11 +147,11 @@ class Metrics:
         self._expert_tokens.add(model, tokens)
 
     def step_failed(self, model: str, num_requests: int) -> None:
-        """A step of `num_requests` requests raised."""
+        """Count a step that raised."""
         self._step_failures.labels(model).inc()
 
     def watch_queues(self, waiting: Callable[[], Mapping[str, tuple[int, int]]]) -> None:
-        """Report what `waiting` returns at a scrape: model -> (requests, tokens) in its queue."""
+        """Report the result of `waiting` at each scrape: model -> (requests, tokens) in its queue."""
 
         def collect() -> Iterator[Metric]:
             requests = GaugeMetricFamily("expertd_queue_requests", "Requests waiting", labels=["model"])
@@ -161,34 +161,32 @@ class Metrics:
                 tokens.add_metric([model], num_tokens)
             yield from (requests, tokens)
 
-        self.registry.register(Collected(collect))
+        self.registry.register(CallbackCollector(collect))
 
     def watch_models(self, ready: Callable[[], Mapping[str, bool]]) -> None:
-        """Report what `ready` returns at a scrape: model -> whether requests should be sent to it."""
+        """Report the result of `ready` at each scrape: model -> whether it is ready."""
 
         def collect() -> Iterator[Metric]:
-            gauge = GaugeMetricFamily(
-                "expertd_model_ready", "1 when the model can be asked", labels=["model"]
-            )
+            gauge = GaugeMetricFamily("expertd_model_ready", "1 when the model is ready", labels=["model"])
             for model, is_ready in ready().items():
                 gauge.add_metric([model], is_ready)
             yield gauge
 
-        self.registry.register(Collected(collect))
+        self.registry.register(CallbackCollector(collect))
 
     def watch_jit(self, stats: Callable[[], JitStats]) -> None:
-        """Report the kernel compiler's figures at a scrape."""
+        """Report the kernel compiler's statistics at each scrape."""
 
         def collect() -> Iterator[Metric]:
             now = stats()
             yield count("expertd_jit_compilations", "Kernels compiled", now.compilations)
             yield count("expertd_jit_compile_seconds", "Time spent compiling kernels", now.compile_seconds)
-            yield count("expertd_jit_cache_hits", "Kernels found compiled in the cache", now.cache_hits)
+            yield count("expertd_jit_cache_hits", "Compiled kernels found in the cache", now.cache_hits)
 
-        self.registry.register(Collected(collect))
+        self.registry.register(CallbackCollector(collect))
 
     def watch_partitions(self, sizes: Callable[[], tuple[int, Mapping[str, int]] | None]) -> None:
-        """Report SMs at a scrape: (SMs of the device, partition -> SMs granted), None without a GPU."""
+        """Report SMs at each scrape: (SMs of the device, partition -> granted SMs), None without a GPU."""
 
         def collect() -> Iterator[Metric]:
             now = sizes()
@@ -200,19 +198,19 @@ class Metrics:
                 granted.add_metric([name], num_sms)
             yield granted
 
-        self.registry.register(Collected(collect))
+        self.registry.register(CallbackCollector(collect))
 
     def watch_device_memory(self, memory: Callable[[], tuple[int, int] | None]) -> None:
-        """Report (used, total) bytes of the device at a scrape, None without a GPU."""
+        """Report (used, total) bytes of the device at each scrape, None without a GPU."""
 
         def collect() -> Iterator[Metric]:
             now = memory()
             if now is not None:
                 used, total = now
                 yield GaugeMetricFamily("expertd_device_memory_used_bytes", "Memory in use", value=used)
-                yield GaugeMetricFamily("expertd_device_memory_total_bytes", "Memory there is", value=total)
+                yield GaugeMetricFamily("expertd_device_memory_total_bytes", "Total memory", value=total)
 
-        self.registry.register(Collected(collect))
+        self.registry.register(CallbackCollector(collect))
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"expertd_{name}", text, labels, registry=self.registry)

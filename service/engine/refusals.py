@@ -1,4 +1,4 @@
-"""Why an infer request got no output: a closed set, so that a counter can have a series for each reason."""
+"""The reasons why an infer request gets no output: a closed set, so that each has its own counter."""
 
 from typing import Literal, get_args
 

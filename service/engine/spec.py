@@ -1,14 +1,14 @@
-"""What callers may know of a served model."""
+"""A served model's public properties."""
 
 from dataclasses import dataclass
 
 MODEL_VERSION = "1"
-"""Of every model: there is only one."""
+"""The only version of every model."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """A served model's sizes; `datatype` is that of requests which name none."""
+    """A served model's sizes; `datatype` applies to requests without a JSON header."""
 
     name: str
     hidden_size: int

@@ -1,4 +1,4 @@
-"""The ASGI application: routes around one engine, and one form for every error."""
+"""The ASGI application: its routes around one engine, and one format for every error."""
 
 import re
 from collections.abc import AsyncIterator
@@ -30,7 +30,7 @@ _DESCRIPTION = "Expert layers of Mixture-of-Experts models over the Open Inferen
 
 
 class ExpertApp(FastAPI):
-    """FastAPI, with a short way in for infer requests to the models that are served.
+    """FastAPI, with a shortcut for infer requests to served models.
 
     Its lifespan starts loading and ends the worker thread.
     """
@@ -72,17 +72,17 @@ class ExpertApp(FastAPI):
         document(self, next(iter(self.engine.models.values())))
 
     def stop_reading(self) -> None:
-        """Refuse every request whose body is still on its way; for the end of a drain."""
+        """Refuse every request whose body has not arrived yet; called at the end of a drain."""
         self._bodies.stop()
 
     def methods_of(self, scope: Scope) -> set[str]:
-        """What the paths of this API take where `scope` asks; a path may have several routes."""
+        """The methods that this API supports at the path of `scope`, which several routes may share."""
         routes = [route for route in self._own_routes if route.matches(scope)[0] is not Match.NONE]
         methods = {method for route in routes for method in getattr(route, "methods", None) or ()}
         return methods | {"HEAD"} if "GET" in methods else methods
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection's event; the infer routes take the same endpoint either way."""
+        """Handle one ASGI scope; both ways to an infer route end in the same endpoint."""
         if scope["type"] == "http":
             if self.engine.draining:
                 send = _closing(scope, send)
@@ -104,16 +104,16 @@ async def _lifespan(app: ExpertApp) -> AsyncIterator[None]:
 
 
 def _closing(scope: Scope, send: Send) -> Send:
-    """`send`, telling callers not to reuse a connection to a server that is going away.
+    """`send`, with `Connection: close` added while the server drains.
 
-    It is told with the last of pipelined requests: those after it would not be answered.
+    Of pipelined requests only the last response has it, because the client ignores any that follow.
     """
 
     connection = delivery(scope)
 
     async def closing(message: Message) -> None:
-        more_due = connection is not None and connection.more_due
-        if message["type"] == "http.response.start" and not more_due:
+        more_pending = connection is not None and connection.more_pending
+        if message["type"] == "http.response.start" and not more_pending:
             message = {**message, "headers": [*message.get("headers", []), (b"connection", b"close")]}
         await send(message)
 
@@ -130,7 +130,7 @@ def _without_body(send: Send) -> Send:
 
 
 def _keep_encoded_slashes(scope: Scope) -> None:
-    """%2F is no separator (RFC 3986, 2.2): `path` keeps it encoded, and no route matches by accident."""
+    """Keep %2F encoded in `path`: it is not a separator (RFC 3986, 2.2), and must not match a route."""
     raw_path = scope["raw_path"].decode("ascii")
     scope["path"] = unquote(re.sub("%2f", "%252F", raw_path, flags=re.IGNORECASE))
 
@@ -146,7 +146,7 @@ async def _oip_error(request: Request, error: Exception) -> Response:
 
 
 async def _client_gone(request: Request, error: Exception) -> Response:
-    text = "body: expected all of it, got a closed connection"
+    text = "body: expected the whole body, got a closed connection"
     return Response(error_body(text), 400, None, "application/json")
 
 
@@ -165,6 +165,4 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _unexpected_error(request: Request, error: Exception) -> Response:
-    return Response(
-        error_body("the server failed on this request: its log says why"), 500, None, "application/json"
-    )
+    return Response(error_body("internal server error: see the server's log"), 500, None, "application/json")

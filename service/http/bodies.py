@@ -1,4 +1,4 @@
-"""Reads requests' bodies: up to a size, within a time, and only until the server stops."""
+"""Reads request bodies, with a limit on size and time, and only until the server stops."""
 
 import asyncio
 
@@ -17,7 +17,7 @@ class ClientGoneError(Exception):
 
 
 class BodyReader:
-    """For all routes with a body, so that none holds up a shutdown or keeps a connection for nothing."""
+    """Reads the bodies of all routes, so that no slow body delays a shutdown or holds a connection."""
 
     def __init__(self, limits: Limits) -> None:
         self._seconds = limits.body_timeout_seconds
@@ -25,15 +25,15 @@ class BodyReader:
         self._reading: set[asyncio.Timeout] = set()
 
     def stop(self) -> None:
-        """Answer 503 to every request whose body is still on its way: it was never accepted."""
+        """Answer 503 to every request whose body has not arrived yet: it was never accepted."""
         self._stopped = True
         for reading in self._reading:
             reading.reschedule(0)
 
     async def read(self, receive: Receive, content_length: int | None, limit: int) -> bytes:
-        """The whole body, of `limit` bytes at most.
+        """The whole body, at most `limit` bytes.
 
-        Raises OipError (408, 413 as soon as it is known to be too long, 503), ClientGoneError.
+        Raises OipError (408; 413 as soon as the body is known to be too long; 503), ClientGoneError.
         """
         try:
             async with asyncio.timeout(self._seconds) as reading:
@@ -43,11 +43,11 @@ class BodyReader:
                 finally:
                     self._reading.discard(reading)
         except TimeoutError as error:
-            close = {"Connection": "close"}  # or the rest of the body would be taken for a request
+            close = {"Connection": "close"}  # else the rest of the body would be parsed as a request
             if self._stopped:
-                sentence = "the server is shutting down, and the body had not come"
+                sentence = "the server is shutting down, and the body had not arrived"
                 raise OipError(503, sentence, reason="shutting_down", headers=close) from error
-            sentence = f"body: expected all of it within {self._seconds:g} s, got a part of it"
+            sentence = f"body: expected the whole body within {self._seconds:g} s, got a part of it"
             raise OipError(408, sentence, headers=close) from error
 
 
@@ -80,9 +80,9 @@ def _check(size: int, limit: int) -> None:
 
 
 def number_of_bytes(value: bytes, header: str, earlier: int | None) -> int:
-    """The number of bytes in a header; `earlier` is that of the last one of the same name, if any.
+    """Parse a header that holds a number of bytes; `earlier` is the value of a previous one, if any.
 
-    Raises OipError (400) for anything but a number, and for two headers that disagree.
+    Raises OipError (400) if it is not a number, or if the two headers disagree.
     """
     if not (value.isdigit() and len(value) < 16):
         raise OipError(400, f"{header}: expected a number of bytes, got {shown(value.decode('latin-1'))}")
@@ -93,7 +93,7 @@ def number_of_bytes(value: bytes, header: str, earlier: int | None) -> int:
 
 
 async def control_body(request: Request, bodies: BodyReader) -> bytes:
-    """The body of a call that is not infer: small, as it is parsed on the event loop.
+    """The body of a control call (any but infer): kept small, because it is parsed on the event loop.
 
     Raises as `BodyReader.read` does, and OipError (400).
     """

@@ -1,4 +1,4 @@
-"""What the application learns of a request's connection, through the request's `state`."""
+"""The application's view of a request's connection, passed in the ASGI `state`."""
 
 from typing import Protocol
 
@@ -7,41 +7,41 @@ from starlette.types import Scope
 from expertd.service.http.protocol import OipError
 
 CONNECTION = "expertd.connection"
-LOST_STATUS = "expertd.lost_status"
-CLIENT_GONE = 499  # what proxies log for a caller that left; never sent
+ABORT_STATUS = "expertd.abort_status"
+CLIENT_GONE = 499  # as proxies log a client that disconnected; never sent
 
 
 class Delivery(Protocol):
-    """The connection, in `state` by the key CONNECTION; a server other than ours has none."""
+    """A connection, in `state` under the key CONNECTION; only our own server sets it."""
 
     @property
     def gone(self) -> bool:
-        """Whether the client is known to have left."""
+        """Whether the client is known to have disconnected."""
 
     @property
     def sent(self) -> bool:
-        """Whether the answer has left this process for a client still there, known without waiting."""
+        """Whether the response has been written to a client that is still connected; does not wait."""
 
     async def delivered(self) -> bool:
-        """True once the answer just sent has left this process; False if the client had left before."""
+        """Wait until the response is written; False if the client had disconnected before."""
 
     @property
-    def more_due(self) -> bool:
-        """Whether pipelined requests wait behind the one in turn."""
+    def more_pending(self) -> bool:
+        """Whether pipelined requests wait behind the current one."""
 
 
 def delivery(scope: Scope) -> Delivery | None:
-    """The request's connection, None with a server other than ours."""
+    """The request's connection; None if the server is not ours."""
     connection: Delivery | None = scope.get("state", {}).get(CONNECTION)
     return connection
 
 
-def lost_request(scope: Scope) -> OipError:
-    """What a request without a client or without a whole body ended in; nobody is sent it.
+def aborted_request(scope: Scope) -> OipError:
+    """The error to record for a request without a client or a whole body; it is not sent.
 
-    Where the connection refused the body, its status is in `state` by the key LOST_STATUS.
+    If the connection refused the body, the status is in `state` under the key ABORT_STATUS.
     """
-    status: int = scope.get("state", {}).get(LOST_STATUS, CLIENT_GONE)
+    status: int = scope.get("state", {}).get(ABORT_STATUS, CLIENT_GONE)
     if status == CLIENT_GONE:
         return OipError(status, "the client closed the connection")
     return OipError(status, "body: expected HTTP/1.1, got something else")

@@ -1,4 +1,4 @@
-"""The status of each of the engine's errors, and what metrics count it by, in one table."""
+"""One table that maps the engine's errors to HTTP statuses and to the reasons that metrics count."""
 
 from expertd.service.engine.errors import (
     EngineError,
@@ -27,7 +27,7 @@ ANSWERS: dict[type[EngineError], tuple[int, Reason]] = {
 
 
 def http_error(error: EngineError) -> OipError:
-    """The engine's error as an answer."""
+    """The engine's error as an HTTP error."""
     status, reason = ANSWERS[type(error)]
     headers = {"Retry-After": str(error.retry_after)} if isinstance(error, QueueFullError) else {}
     answer = OipError(status, str(error), reason=reason, headers=headers)

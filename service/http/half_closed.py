@@ -1,8 +1,9 @@
-"""A connection on which the client has sent its last byte (FIN): it may wait for its answer, or have left.
+"""A half-closed connection: the client has sent FIN, and either waits for its response or has disconnected.
 
-Both look the same until something is sent: it is acknowledged where a client reads, and answered with a reset
-where it has left. So while a request waits, an interim response is sent, which every HTTP/1.1 client has to
-skip (RFC 9110, 15.2); and once all is answered, the acknowledgement is awaited before the socket is closed.
+The two look the same until the server sends something: a client that reads acknowledges it, one that has
+disconnected answers with a reset. So while a request is pending, the server sends interim responses, which
+every HTTP/1.1 client must skip (RFC 9110, 15.2). After the last response, it waits for the acknowledgement
+before it closes the socket.
 """
 
 import asyncio
@@ -10,20 +11,18 @@ import socket
 import struct
 from collections.abc import Callable
 
-_PROBE_SECONDS = 1.0  # most answers are sent sooner, and no client sees the interim response
-_FIRST_LOOK_SECONDS = 0.001
-_LAST_LOOK_SECONDS = (
-    0.5  # after about twice this the answer counts as delivered: the peer's system may be slow
-)
-_UNACKED_OFFSET = 24  # of tcpi_unacked in Linux's struct tcp_info
+_PROBE_SECONDS = 1.0  # most responses are sent sooner, without an interim response
+_FIRST_CHECK_SECONDS = 0.001
+_LAST_CHECK_SECONDS = 0.5  # after about twice this, the response counts as delivered: the peer may be slow
+_UNACKED_OFFSET = 24  # offset of tcpi_unacked in Linux's struct tcp_info
 _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class HalfClosed:
-    """Learns which of the two it is. `settled` is set at the end, and then `reset` says whether it had left.
+    """Finds out which of the two it is. `finished` is set at the end; then `reset` says if it disconnected.
 
-    `may_probe` says whether a request waits whose client can be sent an interim response; `abort` is called
-    when the client turns out to have left while it does.
+    `may_probe` returns whether an interim response can be sent for the pending request. `abort` is called if
+    the client turns out to have disconnected while a request is pending.
     """
 
     def __init__(
@@ -34,7 +33,7 @@ class HalfClosed:
         abort: Callable[[], None],
     ) -> None:
         self.reset = False
-        self.settled = asyncio.Event()
+        self.finished = asyncio.Event()
         self._transport = transport
         self._socket: socket.socket = transport.get_extra_info("socket")
         self._loop = loop
@@ -42,16 +41,16 @@ class HalfClosed:
         self._abort = abort
         self._timer = loop.call_later(_PROBE_SECONDS, self._probe)
 
-    def settle(self) -> None:
-        """After the last answer: send FIN, and close when the client's system has acknowledged or reset."""
+    def finish(self) -> None:
+        """After the last response: send FIN, and close once the peer acknowledges it or sends a reset."""
         self._timer.cancel()
         self._transport.write_eof()
-        self._look(_FIRST_LOOK_SECONDS)
+        self._check_acknowledged(_FIRST_CHECK_SECONDS)
 
     def stop(self) -> None:
-        """The connection is closed, whoever did it."""
+        """Stop probing: the connection is closed."""
         self._timer.cancel()
-        self.settled.set()
+        self.finished.set()
 
     def _probe(self) -> None:
         if self._transport.is_closing():
@@ -63,15 +62,15 @@ class HalfClosed:
             self._transport.write(_INTERIM)
         self._timer = self._loop.call_later(_PROBE_SECONDS, self._probe)
 
-    def _look(self, pause: float) -> None:
+    def _check_acknowledged(self, pause: float) -> None:
         if self._transport.is_closing():
             return
         unsent = self._transport.get_write_buffer_size() > 0
-        if not unsent and (self._was_reset() or not self._unacknowledged() or pause > _LAST_LOOK_SECONDS):
-            self.settled.set()
+        if not unsent and (self._was_reset() or not self._unacknowledged() or pause > _LAST_CHECK_SECONDS):
+            self.finished.set()
             self._transport.close()
             return
-        self._timer = self._loop.call_later(pause, self._look, pause if unsent else 2 * pause)
+        self._timer = self._loop.call_later(pause, self._check_acknowledged, pause if unsent else 2 * pause)
 
     def _was_reset(self) -> bool:
         # Reading SO_ERROR clears it.

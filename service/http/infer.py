@@ -1,7 +1,8 @@
-"""POST /v2/models/{name}/infer as a bare ASGI endpoint: every microsecond here is paid by every request.
+"""POST /v2/models/{name}/infer as a bare ASGI endpoint, because its overhead is part of every request.
 
-Bodies stay bytes: read once, viewed by the request, sent as they come out of the step. Work that grows with
-the body (decompression, JSON tensors, checks of routing) leaves the event loop when the body is large.
+Bodies stay bytes: they are read once, requests hold views of them, and outputs are sent as the step returns
+them. Work that grows with the body (decompression, JSON tensors, validation of routing) runs in a thread if
+the body is large.
 """
 
 import asyncio
@@ -19,17 +20,17 @@ from expertd.service.engine.errors import EngineError, NotReadyError, QueueTimeo
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.spec import MODEL_VERSION
 from expertd.service.http.bodies import BodyReader, ClientGoneError, number_of_bytes
-from expertd.service.http.delivery import delivery, lost_request
+from expertd.service.http.delivery import aborted_request, delivery
 from expertd.service.http.errors import http_error
 from expertd.service.http.protocol import (
     InferRequest,
     InferResponse,
     OipError,
-    asked_encoding,
     build_response,
     compress,
     decompress,
     parse_request,
+    requested_encoding,
 )
 from expertd.service.sentences import shown
 
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 # Below this many bytes a thread hop costs more than the work.
 _INLINE_BYTES = 64 * 1024
-# A wait shorter than this is not worth a task that watches whether the caller is still there.
+# Requests that wait for less than this get no task that watches for a disconnect.
 _WATCH_AFTER_SECONDS = 0.05
 _HEADER_LENGTH = "Inference-Header-Content-Length"
 
@@ -60,7 +61,7 @@ class _Answer:
 
 
 class InferEndpoint:
-    """Answers infer requests with the layer's output, or with the one error that fits."""
+    """Answers infer requests with the layer's output or an error."""
 
     def __init__(self, engine: Engine, metrics: Metrics, bodies: BodyReader) -> None:
         self._engine = engine
@@ -72,7 +73,7 @@ class InferEndpoint:
     async def __call__(
         self, scope: Scope, receive: Receive, send: Send, model: str, version: str = MODEL_VERSION
     ) -> None:
-        """Answer one request to `model`, which may not exist."""
+        """Answer one request for `model`, which may not exist."""
         started = time.perf_counter()
         known = model if model in self._engine.models else ""
         refusal: OipError | None = None
@@ -98,8 +99,8 @@ class InferEndpoint:
         if self._engine.loaded is None:
             raise NotReadyError(f"model {model} is not ready: the server is {self._engine.phase.value}")
         headers = _read_headers(scope)
-        # A full queue is known before a byte of the body is read, let alone parsed.
-        self._engine.scheduler.check_room(model)
+        # If the queue is full, refuse before reading the body.
+        self._engine.scheduler.check_capacity(model)
         body = await self._bodies.read(receive, headers.content_length, self._max_body_bytes)
         if headers.content_encoding is not None:
             encoding, limit = headers.content_encoding, self._max_body_bytes
@@ -107,7 +108,7 @@ class InferEndpoint:
         json_bytes = len(body) if headers.header_length is None else min(headers.header_length, len(body))
         if json_bytes > self._max_json_bytes:
             limit = self._max_json_bytes
-            text = f"JSON: expected at most {limit} bytes, got {json_bytes}: use binary"
+            text = f"JSON: expected at most {limit} bytes, got {json_bytes}; send tensors in binary"
             raise OipError(413, text, reason="json_too_large")
         request = await _off_loop(json_bytes, lambda: parse_request(body, headers.header_length, spec))
         try:
@@ -132,13 +133,13 @@ class InferEndpoint:
             except ValueError as error:
                 raise OipError(400, str(error)) from error
         if layer.num_tokens == 0:
-            return b""  # an empty batch is a batch: expert-parallel callers send them
+            return b""  # expert-parallel callers send empty batches
         loop = asyncio.get_running_loop()
         pending = scheduler.submit(model, layer)
         timers = [loop.call_later(_WATCH_AFTER_SECONDS, self._watch, pending, receive)]
-        if request.timeout_seconds is not None:
-            expired = QueueTimeoutError(f"the request waited for its timeout of {request.timeout_seconds} s")
-            timers.append(loop.call_later(request.timeout_seconds, scheduler.give_up, pending, expired))
+        if (seconds := request.timeout_seconds) is not None:
+            expired = QueueTimeoutError(f"the request's timeout of {seconds} s expired in the queue")
+            timers.append(loop.call_later(seconds, scheduler.cancel, pending, expired))
         try:
             output = await pending.answer
         finally:
@@ -149,12 +150,12 @@ class InferEndpoint:
         return output
 
     def _watch(self, pending: Pending, receive: Receive) -> None:
-        """Give up on a waiting request as soon as its caller closes the connection."""
+        """Cancel a queued request as soon as its client disconnects."""
 
         async def watch() -> None:
             while (await receive())["type"] != "http.disconnect":
                 pass
-            self._engine.scheduler.give_up(pending, ClientGoneError())
+            self._engine.scheduler.cancel(pending, ClientGoneError())
 
         task = asyncio.get_running_loop().create_task(watch())
         pending.answer.add_done_callback(lambda _: task.cancel())
@@ -190,13 +191,13 @@ def _read_headers(scope: Scope) -> _Headers:
 
 
 def _joined(earlier: str | None, value: bytes) -> str:
-    """Headers of one name are one list (RFC 9110, 5.3)."""
+    """Headers of the same name form one list (RFC 9110, 5.3)."""
     text = value.decode("latin-1")
     return f"{earlier}, {text}" if earlier else text
 
 
 async def _off_loop(size: int, work: Callable[[], T]) -> T:
-    """`work()`, in a thread if it is about `size` bytes of tensors or text."""
+    """`work()`, in a thread if it processes many bytes (`size`)."""
     return work() if size <= _INLINE_BYTES else await asyncio.to_thread(work)
 
 
@@ -205,7 +206,7 @@ async def _encoded(response: InferResponse, accept_encoding: str) -> _Answer:
     if response.header_length is not None:
         answer.content_type = b"application/octet-stream"
         answer.headers.append((b"inference-header-content-length", str(response.header_length).encode()))
-    if encoding := asked_encoding(accept_encoding):
+    if encoding := requested_encoding(accept_encoding):
         size = sum(map(len, response.parts))
         answer.parts = [await _off_loop(size, lambda: compress(response.parts, encoding))]
         answer.headers.append((b"content-encoding", encoding.encode()))
@@ -213,15 +214,15 @@ async def _encoded(response: InferResponse, accept_encoding: str) -> _Answer:
 
 
 def _has_left(scope: Scope, receive: Receive) -> bool:
-    """Whether the caller has closed the connection: what is known without waiting for anything."""
+    """Whether the client has disconnected, as far as is known without waiting."""
     if (connection := delivery(scope)) is not None:
         return connection.gone
-    asking = receive().__await__()
+    receiving = receive().__await__()
     try:
-        next(asking)
-    except StopIteration as said:
-        return bool(said.value["type"] == "http.disconnect")
-    asking.close()  # it would wait
+        next(receiving)
+    except StopIteration as stop:
+        return bool(stop.value["type"] == "http.disconnect")
+    receiving.close()  # it would block
     return False
 
 
@@ -231,10 +232,10 @@ def _refusal(error: Exception, model: str, scope: Scope) -> OipError:
     if isinstance(error, EngineError):
         return http_error(error)
     if isinstance(error, ClientGoneError):
-        refusal = lost_request(scope)
+        refusal = aborted_request(scope)
     else:
         logger.error("an infer request to model %s failed", shown(model), exc_info=error)
-        refusal = OipError(500, "the server failed on this request: its log says why")
+        refusal = OipError(500, "internal server error: see the server's log")
     refusal.__cause__ = error
     return refusal
 
@@ -247,6 +248,6 @@ def _log(refusal: OipError, model: str) -> None:
 def _error(error: OipError, scope: Scope) -> _Answer:
     headers = [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
     if any(name == b"expect" for name, _ in scope["headers"]):
-        # The body may never come, and the next request must not be taken for it.
+        # The body may never arrive, and the next request must not be parsed as it.
         headers.append((b"connection", b"close"))
     return _Answer(error.status, [error.body()], headers=headers)

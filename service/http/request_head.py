@@ -1,4 +1,4 @@
-"""What a request's line and headers may be before the application sees them, and two rewritings of them."""
+"""Validates a request's line and headers before the application sees them, and rewrites them in two cases."""
 
 import logging
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ _HEADER_BYTES = len(b": \r\n")
 
 
 class RefusedError(Exception):
-    """A request that is answered with `status` and this text, and its connection closed."""
+    """A request to answer with `status` and this text before the connection is closed."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
         self.status = status
 
     def response(self, default_headers: Headers, with_body: bool = True) -> bytes:
-        """The whole answer; to HEAD it has no body."""
+        """The whole response, without its body for HEAD."""
         body = error_body(str(self))
         headers = [
             *default_headers,
@@ -42,10 +42,10 @@ class RefusedError(Exception):
 def check_head(
     parser: httptools.HttpRequestParser, target: bytes, headers: Headers, limits: Limits, at_most: int
 ) -> None:
-    """Raise RefusedError for another version of HTTP, too large a head, or one that is ambiguous.
+    """Raise RefusedError for another HTTP version, or for a head that is too large or ambiguous.
 
-    `at_most`: bytes that the head may have; they are counted only if that is beyond the limit. Content-Length
-    is checked by the parser, which takes one, and none beside Transfer-Encoding.
+    `at_most` is an upper bound on the head's bytes, which are counted only if it exceeds the limit. The
+    parser itself refuses a second Content-Length, and one together with Transfer-Encoding.
     """
     version = parser.get_http_version()
     if version not in ("1.1", "1.0"):
@@ -65,19 +65,19 @@ def check_head(
 
 
 def refusal_of(error: httptools.HttpParserError, parser: httptools.HttpRequestParser) -> RefusedError:
-    """What to answer for bytes that the parser, or one of its callbacks, did not take."""
+    """The refusal for input that the parser, or one of its callbacks, rejected."""
     if isinstance(error.__context__, RefusedError):
         return error.__context__
     if isinstance(error, httptools.HttpParserCallbackError):
-        logger.error("a request's head could not be handled", exc_info=error.__context__)
-        return RefusedError(500, "the server failed on this request: its log says why")
+        logger.error("failed to handle the head of a request", exc_info=error.__context__)
+        return RefusedError(500, "internal server error: see the server's log")
     if parser.get_method() == b"PRI":
         return RefusedError(505, "HTTP version: expected 1.1 or 1.0, got 2.0")
-    return RefusedError(400, f"request: expected HTTP/1.1, got an error in it: {error}")
+    return RefusedError(400, f"request: expected HTTP/1.1, got invalid input: {error}")
 
 
 def head_without_upgrade(parser: httptools.HttpRequestParser, target: bytes, headers: Headers) -> bytes:
-    """The head that `parser` has just read, as bytes, without its Upgrade headers."""
+    """The head that `parser` has just parsed, as bytes, without its Upgrade headers."""
     lines = [
         b"%s %s HTTP/%s" % (parser.get_method(), target, parser.get_http_version().encode()),
         *(b"%s: %s" % header for header in headers if header[0] != b"upgrade"),
@@ -86,7 +86,7 @@ def head_without_upgrade(parser: httptools.HttpRequestParser, target: bytes, hea
 
 
 def origin_form(target: bytes) -> bytes:
-    """Path and query of a target that does not begin with its path: https://host/path?query, or *."""
+    """The path and query of a target that does not begin with a path: https://host/path?query, or *."""
     try:
         url = httptools.parse_url(target)
     except httptools.HttpParserInvalidURLError:

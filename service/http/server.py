@@ -1,4 +1,4 @@
-"""Runs the application on uvicorn, and turns SIGTERM into a drain that loses no accepted request."""
+"""Runs the application on uvicorn. SIGTERM starts a drain that answers every accepted request."""
 
 import asyncio
 import errno
@@ -17,32 +17,32 @@ import uvicorn
 
 from expertd.service.engine.engine import Phase
 from expertd.service.http.app import ExpertApp
-from expertd.service.http.connection import Connection, Shared
+from expertd.service.http.connection import Connection, SharedState
 from expertd.service.http.request_head import RefusedError
 from expertd.service.settings.model import Settings
 
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 2048
-_OTHER_FILES = 256  # beside connections: those that linger, libraries, devices
-_FLUSH_SECONDS = 0.1  # for last answers to leave, when the process ends at once
+_OTHER_FILES = 256  # besides connections: lingering ones, libraries, devices
+_FLUSH_SECONDS = 0.1  # to send the last responses before the process exits immediately
 
 
 class BindError(Exception):
-    """The host and port cannot be listened on; the text says why."""
+    """The server cannot listen on the host and port; the text says why."""
 
 
 def serve(settings: Settings) -> int:
     """Serve until SIGTERM, SIGINT or SIGHUP. Returns the exit code: 0 after a full drain, else 1.
 
-    Raises BindError before anything is loaded when the port cannot be had.
+    Raises BindError, before anything is loaded, if it cannot listen on the port.
     """
     listener = listen(settings.host, settings.port)
     app = ExpertApp(settings)
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        http=partial(Connection, shared=Shared(settings.limits)),  # type: ignore[arg-type]
+        http=partial(Connection, shared=SharedState(settings.limits)),  # type: ignore[arg-type]
         ws="none",
         lifespan="on",
         log_config=None,
@@ -57,12 +57,12 @@ def serve(settings: Settings) -> int:
     logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
     server.run(sockets=[listener])
     if app.engine.scheduler.running:
-        _exit(server.exit_code)  # a thread in native code aborts a process whose interpreter is finalized
+        _exit(server.exit_code)  # a normal exit would abort while the thread is in native code
     return server.exit_code
 
 
 class _Server(uvicorn.Server):
-    """A signal ends readiness at once, connections only when every accepted request has its answer."""
+    """A signal ends readiness at once; connections end after every accepted request is answered."""
 
     def __init__(self, config: uvicorn.Config, app: ExpertApp) -> None:
         super().__init__(config)
@@ -72,13 +72,13 @@ class _Server(uvicorn.Server):
         self._signals = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drain: asyncio.Task[bool] | None = None
-        self._drain_by = 0.0  # the event loop's time by which drain_timeout_seconds are over
+        self._drain_by = 0.0  # when drain_timeout_seconds end, in the event loop's time
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         self._loop = asyncio.get_running_loop()
         hangup = signal.getsignal(signal.SIGHUP)
-        if hangup is not signal.SIG_IGN:  # nohup stays in force
+        if hangup is not signal.SIG_IGN:  # as under nohup
             signal.signal(signal.SIGHUP, self.handle_exit)
         try:
             with super().capture_signals():
@@ -87,13 +87,13 @@ class _Server(uvicorn.Server):
             signal.signal(signal.SIGHUP, hangup)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        # Not uvicorn's: it raises the signal again after its shutdown, and the exit code would not be 0.
+        # Replaces uvicorn's handler, which raises the signal again after shutdown, so the exit code is not 0.
         self._signals += 1
         self._engine.begin_drain()
         if self._signals == 2:
             assert self._loop is not None
             self._loop.call_soon_threadsafe(
-                self._end_now, "the server was stopped before the answer was ready"
+                self._end_now, "the server was stopped before the response was ready"
             )
         elif self._signals > 2:
             _exit(1)
@@ -104,17 +104,17 @@ class _Server(uvicorn.Server):
         if self._engine.phase is Phase.FAILED:
             return self._finish(settings.drain_timeout_seconds)
         if self._signals and self._drain is None:
-            logger.info("shutting down: accepted requests are answered first")
+            logger.info("shutting down after all accepted requests are answered")
             self._drain_by = now + settings.shutdown_delay_seconds + settings.drain_timeout_seconds
             self._drain = asyncio.create_task(self._engine.drain())
         if self._drain is not None and self._drain.done():
             self.exit_code = 0 if self._drain.result() else 1
-            # What is left is to send the answers, in the same time: not in as much again.
+            # The responses still have to be sent, within the same timeout.
             return self._finish(self._drain_by - now)
         return await super().on_tick(counter)
 
     def _finish(self, seconds: float) -> bool:
-        """Let connections close, in so much time but at least a second; always True."""
+        """Let connections close within `seconds`, at least one; always True."""
         self._app.stop_reading()
         asyncio.get_running_loop().call_later(max(1.0, seconds), self._end_late)
         return True
@@ -122,8 +122,8 @@ class _Server(uvicorn.Server):
     def _end_late(self) -> None:
         if not (self.server_state.connections or self.server_state.tasks):
             return
-        owing = sum(connection.owes for connection in self._connections())
-        logger.error("%d clients have not got, or not read, their answers in time: leaving them", owing)
+        pending = sum(connection.has_pending_output for connection in self._connections())
+        logger.error("closing %d connections whose clients did not get or read their responses", pending)
         self._end_now("the server is shutting down")
 
     def _end_now(self, text: str) -> None:
@@ -138,13 +138,13 @@ class _Server(uvicorn.Server):
 
 
 def _exit(code: int) -> NoReturn:
-    """End at once, without waiting for a thread that is in a step."""
+    """Exit at once, without waiting for a thread that is in a step."""
     logging.shutdown()
     os._exit(code)
 
 
 def allow_files(count: int) -> None:
-    """Let this process open so many files, or as many as it may, with a warning."""
+    """Raise the limit on open files to `count`; if the system allows fewer, log a warning."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= count:
         return
@@ -152,19 +152,19 @@ def allow_files(count: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     if allowed < count:
         logger.warning(
-            "limits.max_connections: expected %d open files to be allowed, got %d (ulimit -n)",
+            "limits.max_connections: expected a limit of %d open files, got %d (ulimit -n)",
             count,
             allowed,
         )
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there. Raises BindError."""
+    """A socket that listens on `host` and `port`. Raises BindError."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
-        # asyncio and socket wrap the reason in their own words; the number says it plainly.
+        # asyncio and socket wrap the message; the error number gives the plain one.
         known = error.errno in errno.errorcode
         reason = os.strerror(error.errno or 0) if known else error.strerror
         raise BindError(f"port: expected a free address, got {host}:{port}: {reason}") from error

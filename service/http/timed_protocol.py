@@ -1,4 +1,4 @@
-"""The times of a connection: idle, stalled while it should read, and one for whatever else is awaited."""
+"""The timeouts of a connection: idle, stalled while it should read, and one for other input."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,15 +8,15 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 
 class TimedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, that waits for no client for ever.
+    """uvicorn's protocol, with a timeout wherever it waits for a client.
 
-    uvicorn's keep-alive timer (timeout_keep_alive) runs from the first moment, and bounds as well how long a
-    client may read nothing of an answer that is waiting for it.
+    The keep-alive timeout (timeout_keep_alive) also applies before the first request, and to clients that
+    read nothing of a response.
     """
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
-        self._gone = False  # the client is, or was cut off: what had not been sent is lost
+        self._gone = False  # the client disconnected, or was cut off: unsent data is lost
         self._timer: asyncio.TimerHandle | None = None
         self._stalled: asyncio.TimerHandle | None = None
         self._unsent = 0
@@ -38,13 +38,13 @@ class TimedProtocol(HttpToolsProtocol):
         self._unset_stalled()
 
     def timeout_keep_alive_handler(self) -> None:
-        if self.flow.write_paused:  # _check_progress sees to it
+        if self.flow.write_paused:  # then _check_progress decides
             self._await_request()
         else:
             self._close_unread()
 
     def _await_request(self) -> None:
-        """Close if no byte comes within the keep-alive time."""
+        """Close the connection if no byte arrives within the keep-alive timeout."""
         self.timeout_keep_alive_task = self.loop.call_later(
             self.timeout_keep_alive, self.timeout_keep_alive_handler
         )
@@ -72,7 +72,7 @@ class TimedProtocol(HttpToolsProtocol):
             self._stalled = self.loop.call_later(self.timeout_keep_alive, self._check_progress)
 
     def _close_unread(self) -> None:
-        """Close, and drop what the client has not read in all its time."""
+        """Close, and drop data that the client has not read within its timeout."""
         if self.transport.get_write_buffer_size() > 0:
             self._abort()
         else:

@@ -1,4 +1,4 @@
-"""The MoE layer on top of `kernels`: weights, the layer, its CUDA graphs, and the runner that feeds it bytes.
+"""The MoE layer on top of `kernels`: weights, the layer, its CUDA graphs, and the runner for requests.
 
-Import its modules: `request` and `shape` load no torch.
+Import its modules directly: `request` and `shape` do not import torch.
 """

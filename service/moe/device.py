@@ -1,4 +1,4 @@
-"""What the service reports of the device that it computes on."""
+"""The name and memory of the device, for logs and metrics."""
 
 import platform
 
@@ -6,12 +6,12 @@ import torch
 
 
 def device_name(device: torch.device) -> str:
-    """The device's name as its maker gives it, or the machine's architecture for a CPU."""
+    """The GPU's name, or the machine's architecture for a CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
 
 
 def device_memory(device: torch.device) -> tuple[int, int] | None:
-    """(used, total) bytes of a GPU's memory, by every process; None for a CPU."""
+    """(used, total) bytes of a GPU's memory, of all processes; None for a CPU."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)

@@ -1,4 +1,4 @@
-"""Small steps as CUDA graphs: captured for a short list of token counts, padded to them, replayed."""
+"""Small steps as CUDA graphs, captured for a few token counts; a step is padded to the next one."""
 
 import gc
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from expertd.layout import Layout
 from expertd.service.moe.layer import MoELayer
 
 TOKEN_COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""The captured token counts; steps in between are padded to the next one. Larger steps hide launches."""
+"""The captured token counts. In larger steps, launch latency is hidden."""
 
 
 class Step(NamedTuple):
@@ -26,8 +26,8 @@ class GraphPool:
     """Memory shared by graphs that never run at the same time; torch frees a pool with its last graph."""
 
     def __init__(self, device: torch.device) -> None:
-        gc.collect()  # destroying garbage graphs and streams during a capture would void it
-        # The default stream cannot be captured. One other for all: streams do not share the pool's memory.
+        gc.collect()  # destroying unreachable graphs and streams during a capture would invalidate it
+        # The default stream cannot be captured. All graphs use one other: streams cannot share pool memory.
         self.side_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._steps: dict[tuple[int, int], _Tensors] = {}
         nothing = torch.zeros((), device=device)
@@ -61,7 +61,7 @@ class _Tensors:
         torch.cuda.synchronize(device)  # other streams will use them
 
     def fill(self, hidden_states: Tensor, topk_ids: Tensor | None, topk_weights: Tensor | None) -> None:
-        """Copy a step's host tensors here; pinned ones without waiting."""
+        """Copy a step's host tensors to these; copies from pinned memory are asynchronous."""
         num_tokens = hidden_states.shape[0]
         self.hidden_states[:num_tokens].copy_(hidden_states, non_blocking=True)
         if topk_ids is not None and topk_weights is not None:
@@ -78,10 +78,10 @@ class StepGraphs:
     """The graphs of one layer on one stream, for one thread that reads a step's results before the next step.
 
     A step is bfloat16 hidden states with routing for all tokens, or for none. Padding tokens have no routed
-    expert: they cost only the shared experts' rows and do not change the result. Everything that `fits`
-    accepts is captured on construction. Layers whose steps never overlap can share a pool.
+    expert: they cost only the shared experts' rows and do not change the result. The constructor captures
+    every step that `fits` accepts. Layers whose steps never overlap can share a pool.
 
-    Holds the stream, and with it a partition's green context: a bare handle could be reused for another one.
+    Keeps the stream object, and with it a partition's green context: a bare handle could be reused.
     """
 
     def __init__(
@@ -92,13 +92,13 @@ class StepGraphs:
         self._num_sms = num_sms
         self._tensors = pool.tensors(layer.shape.hidden_size, layer.shape.top_k, stream.device)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
-        for count in reversed(TOKEN_COUNTS):  # largest first: the others reuse its memory in the pool
+        for count in reversed(TOKEN_COUNTS):  # largest first, so that the others reuse its memory in the pool
             if layer.layout(count) is Layout.CONTIGUOUS:
                 for routed in (True, False):
                     self._graphs[count, routed] = self._capture(count, routed, pool)
 
     def fits(self, hidden_states: Tensor) -> bool:
-        """Whether `run` can take a step with these hidden states on the current stream."""
+        """Whether `run` supports a step with these hidden states on the current stream."""
         num_tokens = hidden_states.shape[0]
         return (
             hidden_states.dtype == torch.bfloat16
@@ -115,11 +115,11 @@ class StepGraphs:
         return Step(self._tensors.out[:num_tokens], self._tensors.topk_ids[:num_tokens])
 
     def release(self) -> None:
-        """Free the graphs and their memory in the pool; nothing fits from then on."""
+        """Free the graphs and their memory in the pool; `fits` then returns False."""
         self._graphs.clear()
 
     def _capture(self, count: int, routed: bool, pool: GraphPool) -> torch.cuda.CUDAGraph:
-        self._step(count, routed)  # whatever is created on first use cannot be created in a capture
+        self._step(count, routed)  # creates what is created on first use, which a capture does not allow
         self._stream.synchronize()
         # A partition's own stream is captured, so that the graph stays inside the partition.
         default = self._stream == torch.cuda.default_stream(self._stream.device)
@@ -142,14 +142,14 @@ def _captured(
 ) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
-        # Other threads may keep using the device meanwhile.
+        # Other threads may use the device during the capture.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             work()
         except BaseException:
-            with suppress(RuntimeError):  # the capture may be void already
-                torch.zeros((), device=stream.device)  # torch warns of a graph with nothing in it
-            with suppress(RuntimeError):  # which would say only that the capture is void
+            with suppress(RuntimeError):  # the capture may be invalid already
+                torch.zeros((), device=stream.device)  # torch warns about an empty graph
+            with suppress(RuntimeError):  # it would only say that the capture is invalid
                 graph.capture_end()
             raise
         graph.capture_end()

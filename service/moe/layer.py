@@ -13,16 +13,16 @@ _HIDDEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class MoELayer:
-    """One layer of experts. Calls neither wait for the device nor leave state behind.
+    """One layer of experts. Calls do not synchronize with the device and keep no state.
 
-    routing            the router's rule; None: softmax, weights that add up to 1. weights.router_bias is
-                       added to the scores that experts are chosen by
-    masked_max_tokens  steps of up to this many tokens take the masked layout (see `masked_experts`), larger
+    routing            the router's rule; None: softmax, with weights that sum to 1. weights.router_bias is
+                       added to the scores for the choice of experts
+    masked_max_tokens  steps of up to this many tokens use the masked layout (see `masked_experts`), larger
                        ones the contiguous layout; must be 0 for a layer that holds only some of its experts
 
     The layer is batch-invariant up to rounding: a token's result does not depend on the rest of the batch.
     Activations are rounded to FP8, or to bf16 on a CPU in the contiguous layout. NaN in a token stays in its
-    own row. Raises ValueError when weights and shape disagree.
+    own row. Raises ValueError if weights and shape do not match.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class MoELayer:
         self._bf16_router = in_bf16 if exact else None
 
     def layout(self, num_tokens: int) -> Layout:
-        """The layout that a call with num_tokens tokens takes."""
+        """The layout of a call with `num_tokens` tokens."""
         return Layout.MASKED if num_tokens <= self.masked_max_tokens else Layout.CONTIGUOUS
 
     def route(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,7 +71,7 @@ class MoELayer:
         if hidden_states.shape[0] == 0:
             nothing = torch.empty((0, self.shape.top_k), device=hidden_states.device)
             return nothing.to(torch.int32), nothing
-        # bf16 products are exact in float32, and cost a fraction of float32 products.
+        # bf16 products are exact in float32, and take a fraction of the time.
         router = self._router
         if self._bf16_router is not None and hidden_states.dtype == torch.bfloat16:
             router = self._bf16_router
@@ -101,7 +101,7 @@ class MoELayer:
         if topk_ids is None and topk_weights is None:
             topk_ids, topk_weights = self.route(hidden_states)
         if topk_ids is None or topk_weights is None:
-            raise ValueError("topk_ids and topk_weights: expected both or neither, got one of them")
+            raise ValueError("topk_ids and topk_weights: expected both or neither, got one")
         self._check_routing(hidden_states.shape[0], topk_ids, topk_weights)
         group_ids, weights = self._groups(topk_ids, topk_weights)
         gate_up, down = self.weights.gate_up, self.weights.down

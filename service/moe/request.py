@@ -9,7 +9,7 @@ Buffer = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True)
 class LayerRequest:
-    """One caller's tensors: row-major bytes of checked sizes, and their Open Inference Protocol datatypes.
+    """One request's tensors: row-major bytes of validated size, and Open Inference Protocol datatypes.
 
     hidden_states [num_tokens, H] of `datatype` (BF16, FP16, FP32); topk_ids [num_tokens, top_k] of
     `topk_ids_datatype` (INT32, INT64) and topk_weights [num_tokens, top_k] FP32, both or neither.

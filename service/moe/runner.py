@@ -1,4 +1,4 @@
-"""Turns the bytes of a step's requests into tensors, runs the layer, and turns its output into bytes."""
+"""Converts the bytes of a step's requests to tensors, runs the layer, and converts its output to bytes."""
 
 import time
 from collections.abc import Sequence
@@ -39,11 +39,11 @@ class LayerRunner:
         self._partition = partition
         self._graphs: StepGraphs | None = None
         if self._on_gpu:
-            # The weights may still be in flight on another stream than the partition's.
+            # Copies of the weights may still be running on a stream other than the partition's.
             torch.cuda.synchronize(self._device)
 
     def validate(self, request: LayerRequest) -> None:
-        """Raise ValueError (name, expected, got) for routing that the layer must not be given."""
+        """Raise ValueError (name, expected, got) for invalid routing."""
         if request.topk_ids is None and request.topk_weights is None:
             return
         if request.topk_ids is None or request.topk_weights is None:
@@ -148,7 +148,7 @@ class LayerRunner:
         return staged
 
     def _given(self, requests: Sequence[LayerRequest], parts: Sequence[slice]) -> tuple[Tensor, Tensor]:
-        """The requests' own routing, on the host; rows of requests without one are not written."""
+        """The routing that requests supply, on the host; rows of other requests stay uninitialized."""
         shape = (parts[-1].stop, self.layer.shape.top_k)
         staged_ids, staged_weights = self._host(shape, torch.int32), self._host(shape, torch.float32)
         for request, part in zip(requests, parts, strict=True):

@@ -9,10 +9,10 @@ from expertd.limits import MAX_EXPERTS, MAX_GROUPS, SCALE_BLOCK
 class LayerShape:
     """Sizes of a layer: hidden_size H, intermediate_size I, num_experts E, experts per token top_k.
 
-    num_shared_experts  experts of size I that every token goes to, with weight 1; a model's single shared
+    num_shared_experts  experts of size I that every token uses, with weight 1; a model's single shared
                         expert of size S*I equals S of these
     local_experts       which of the E experts are held here; None: all. The others add nothing to the output,
-                        so the outputs of layers that hold disjoint parts sum to the whole layer's
+                        so the outputs of layers with disjoint parts sum to the whole layer's output
 
     Raises ValueError (name, expected, got) for unsupported sizes.
     """
@@ -40,7 +40,7 @@ class LayerShape:
             got = f"{held.start}-{held.stop - 1}" if held.step == 1 and held else str(held)
             raise ValueError(f"local_experts: expected a range of 0 to {self.num_experts - 1}, got {got}")
         if self.num_groups > MAX_GROUPS:
-            expected = f"at most {MAX_GROUPS} experts together with those held"
+            expected = f"at most {MAX_GROUPS} experts including the local ones"
             raise ValueError(f"num_shared_experts: expected {expected}, got {self.num_groups}")
 
     @property

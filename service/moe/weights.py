@@ -13,7 +13,7 @@ from expertd.limits import SCALE_BLOCK
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights_file import TensorSpec, check_tensor, check_weights_file, tensor_specs
 
-# As safetensors calls them: errors speak of files and of tensors in the same words.
+# safetensors' names, so that errors about files and about tensors use the same ones.
 _DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.bfloat16: "BF16",
@@ -27,7 +27,7 @@ class ExpertWeights:
     """router [E, H] float32 or bfloat16; gate_up [G, 2I, H], gate rows before up rows; down [G, H, I].
 
     The G groups are the held routed experts in order, followed by the shared experts. router_bias, float32
-    [E], is added to the scores that experts are chosen by; None: nothing.
+    [E], is added to the scores for the choice of experts; None: no bias.
     """
 
     router: Tensor
@@ -37,7 +37,7 @@ class ExpertWeights:
 
 
 def random_weights(shape: LayerShape, seed: int, device: torch.device | str) -> ExpertWeights:
-    """Normal with variance 1/fan-in, quantized; a seed gives the same weights on the same kind of device."""
+    """Normal weights with variance 1/fan-in, quantized; reproducible for a seed on one type of device."""
     generator = torch.Generator(device).manual_seed(seed)
     router = _normal((shape.num_experts, shape.hidden_size), generator).to(torch.bfloat16)
     gate_up = _random_experts(shape.num_groups, 2 * shape.intermediate_size, shape.hidden_size, generator)
@@ -51,10 +51,10 @@ def save_weights(path: Path | str, weights: ExpertWeights) -> None:
 
 
 def load_weights(path: Path | str, shape: LayerShape, device: torch.device | str) -> ExpertWeights:
-    """Read what `save_weights` wrote (the same names, whoever wrote it) straight onto `device`.
+    """Read a file in the format of `save_weights` directly to `device`.
 
-    Raises ValueError when the file cannot be read, or a tensor is missing, unknown, or of another shape or
-    dtype than the layer's.
+    Raises ValueError if the file cannot be read, or if a tensor is missing, unknown, or has the wrong shape
+    or dtype.
     """
     check_weights_file(Path(path), shape)
     try:
@@ -71,12 +71,12 @@ def load_weights(path: Path | str, shape: LayerShape, device: torch.device | str
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    """The tensor where the kernels can read it: a file's tensors start at any multiple of 8 bytes."""
+    """The tensor, aligned to 16 bytes for the kernels; in a file, tensors are only aligned to 8 bytes."""
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 def check_weights(shape: LayerShape, weights: ExpertWeights) -> None:
-    """Raise ValueError (name, expected, got) unless every tensor has the layer's shape and its dtype."""
+    """Raise ValueError (name, expected, got) unless every tensor has the right shape and dtype."""
     specs = tensor_specs(shape)
     for name, tensor in _by_name(weights).items():
         dtype = _DTYPES.get(tensor.dtype, str(tensor.dtype))

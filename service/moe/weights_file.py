@@ -1,4 +1,4 @@
-"""The file of one layer's weights: which tensors it has to hold. Reads headers only, and no torch."""
+"""The tensors that a weights file must contain. Reads only headers, and does not import torch."""
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -15,14 +15,14 @@ _MOST_NAMES = 3
 
 
 class TensorSpec(NamedTuple):
-    """The shape that a tensor has to have, and the dtypes it may have, as safetensors calls them."""
+    """A tensor's required shape and allowed dtypes, with safetensors' names."""
 
     shape: tuple[int, ...]
     dtypes: tuple[str, ...]
 
 
 def tensor_specs(shape: LayerShape) -> dict[str, TensorSpec]:
-    """Every tensor of a layer's file by its name; those of `OPTIONAL` may be missing."""
+    """The tensors of a layer's file by name; those in `OPTIONAL` may be missing."""
     e, g, h, i = shape.num_experts, shape.num_groups, shape.hidden_size, shape.intermediate_size
     return {
         "router": TensorSpec((e, h), ("F32", "BF16")),
@@ -35,7 +35,7 @@ def tensor_specs(shape: LayerShape) -> dict[str, TensorSpec]:
 
 
 def check_weights_file(path: Path, shape: LayerShape) -> None:
-    """Raise ValueError unless `path` can be read and has the layer's tensors and no others."""
+    """Raise ValueError unless `path` can be read and has exactly the layer's tensors."""
     check_readable(path)
     specs = tensor_specs(shape)
     try:
@@ -51,7 +51,7 @@ def check_weights_file(path: Path, shape: LayerShape) -> None:
 
 
 def check_tensor(name: str, expected: TensorSpec, got: TensorSpec) -> None:
-    """Raise ValueError (name, expected, got) unless the shape is the expected one and the dtype allowed."""
+    """Raise ValueError (name, expected, got) unless the shape is as expected and the dtype is allowed."""
     if got.shape != expected.shape:
         raise ValueError(f"{name} shape: expected {expected.shape}, got {got.shape}")
     if got.dtypes[0] not in expected.dtypes:
@@ -61,7 +61,7 @@ def check_tensor(name: str, expected: TensorSpec, got: TensorSpec) -> None:
 def _check_names(path: Path, expected: Collection[str], got: Collection[str]) -> None:
     missing, unknown = set(expected) - set(got), set(got) - set(expected)
     if missing or unknown:
-        wanted = f"{', '.join(sorted(expected))} (and {', '.join(sorted(OPTIONAL))}, where there is one)"
+        wanted = f"{', '.join(sorted(expected))} (and optionally {', '.join(sorted(OPTIONAL))})"
         raise ValueError(f"{path}: expected tensors {wanted}, got {', and '.join(_found(missing, unknown))}")
 
 
@@ -73,6 +73,6 @@ def _found(missing: Collection[str], unknown: Collection[str]) -> Iterator[str]:
 
 
 def _some(names: Collection[str]) -> str:
-    """The first few names, each in ASCII and short, and how many more there are."""
+    """The first few names, shortened and in ASCII, and the number of the others."""
     named = ", ".join(f"{ascii(name)[1:-1]:.60}" for name in sorted(names)[:_MOST_NAMES])
     return named if len(names) <= _MOST_NAMES else f"{named} and {len(names) - _MOST_NAMES} more"

@@ -50,8 +50,8 @@ def _about(error: ErrorDetails, key: Key) -> Iterator[Key]:
     if error["type"] != "value_error" or model is None:
         yield key
         return
-    said = expected_and_got(error).partition(", got ")[0]
-    for word in _WORD.findall(said):
+    expected = expected_and_got(error).partition(", got ")[0]
+    for word in _WORD.findall(expected):
         yield from _named(key, model, tuple(word.split(".")))
 
 

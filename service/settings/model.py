@@ -116,7 +116,7 @@ class RoutingSettings(_Frozen):
 
     @property
     def rule(self) -> Routing:
-        """The rule as the kernels take it. Raises ValueError for an impossible one."""
+        """The rule for the kernels. Raises ValueError for an impossible one."""
         return Routing(**self.model_dump())
 
     @model_validator(mode="after")
@@ -258,7 +258,7 @@ class Settings(BaseSettings):
     )
 
     def __init__(self, /, **values: Any) -> None:
-        # BaseSettings.__init__ would read the environment, and take _env_file and the like as options.
+        # BaseSettings.__init__ would read the environment and accept options such as _env_file.
         BaseModel.__init__(self, **values)
 
     @field_validator("backend")

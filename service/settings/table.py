@@ -85,7 +85,9 @@ def main() -> int:
         arguments.document.write_text(replaced(text))
     elif replaced(text) != text:
         command = f"python -m expertd.service.settings.table {arguments.document}"
-        print(f"{arguments.document}: expected the table of `{command}`, got another", file=sys.stderr)
+        print(
+            f"{arguments.document}: expected the table that `{command}` writes, got another", file=sys.stderr
+        )
         return 1
     return 0
 

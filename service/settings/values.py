@@ -12,7 +12,7 @@ Key = tuple[str, ...]
 
 
 def dotted(key: Key) -> str:
-    """The key with dots between its parts; unusual parts are quoted, and long ones cut."""
+    """The key with dots between its parts; unusual parts are quoted, long ones are cut."""
     return ".".join(part if _PLAIN.fullmatch(part) else f"{part!a:.60}" for part in _text(key))
 
 
@@ -91,8 +91,8 @@ def _index(container: Any, key: Key, origin: Callable[[Key], str]) -> str | int:
         return part
     if not (part.isdecimal() and int(part) < len(container)):
         raise SettingsError(
-            f"{origin(key)}: {dotted(key[:-1])}: expected the number of one of its "
-            f"{len(container)} entries, from 0 on, got {part!a:.80}"
+            f"{origin(key)}: {dotted(key[:-1])}: expected the index of one of its "
+            f"{len(container)} entries, counted from 0, got {part!a:.80}"
         )
     return int(part)
 

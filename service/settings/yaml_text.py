@@ -40,7 +40,7 @@ def parse(text: str) -> Parsed:
         problem = " ".join(f"{error.problem}".split())
         raise YamlTextError(f"expected YAML, got {problem:.200}", mark.line + 1 if mark else None) from error
     except RecursionError as error:
-        raise YamlTextError("expected YAML, got values within each other without end") from error
+        raise YamlTextError("expected YAML, got values nested too deeply") from error
     except (yaml.YAMLError, ValueError) as error:
         problem = " ".join(str(error).split())
         raise YamlTextError(f"expected YAML, got {problem:.200}") from error
@@ -54,7 +54,7 @@ def _lines(node: yaml.Node, key: Key) -> Iterator[tuple[Key, int]]:
                 continue
             within, line = (*key, str(name.value)), name.start_mark.line + 1
             if (first := seen.get((name.tag, name.value))) is not None:
-                raise YamlTextError(f"expected once, got again (first in line {first})", line, within)
+                raise YamlTextError(f"expected once, got twice (first on line {first})", line, within)
             seen[name.tag, name.value] = line
             yield within, line
             yield from _lines(value, within)

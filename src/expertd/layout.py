@@ -9,4 +9,4 @@ class Layout(StrEnum):
     CONTIGUOUS = "contiguous"
     MASKED = "masked"
 
-    __hash__ = str.__hash__  # Enum's is slower, and every launch looks up by it
+    __hash__ = str.__hash__  # faster than Enum's; every launch hashes it

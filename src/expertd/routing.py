@@ -12,9 +12,9 @@ class Routing:
                            Kimi-K2, GLM-4.5, MiniMax-M2)
     renormalize            a token's weights are divided by their sum
     routed_scaling_factor  then multiplied by this
-    num_expert_groups      the experts form this many equal groups
-    topk_group             a token's experts all come from its best topk_group groups; a group's score is the
-                           sum of its two best experts' scores
+    num_expert_groups      number of equal groups that the experts form
+    topk_group             a token's experts come from its best topk_group groups; a group's score is the sum
+                           of its two best experts' scores
 
     Source: the routers of transformers 5.23 (deepseek_v3, glm4_moe, minimax_m2, mixtral, qwen3_moe).
     Raises ValueError (name, expected, got) for an unknown scoring_func, or a topk_group that is not between 1

@@ -1,4 +1,4 @@
-"""Applications for tests: a tiny real layer or runners of a test's own, and clients in the same process."""
+"""Applications for tests, with a tiny real layer or a test's own runners, and clients in the same process."""
 
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -67,13 +67,13 @@ class Serving:
         return await self.http.post("/v2/models/tiny/infer", content=body, headers=sent)
 
     def metric(self, name: str, **labels: str) -> float:
-        """The value of a metric, 0 where it has not been touched."""
+        """The value of a metric; 0 if it does not exist."""
         return self.app.metrics.registry.get_sample_value(f"expertd_{name}", labels) or 0.0
 
 
 @asynccontextmanager
 async def serving(settings: Settings, loader: Loader = load) -> AsyncIterator[Serving]:
-    """The application of `settings`, loaded, with its lifespan around the block."""
+    """The loaded application of `settings`; its lifespan is the block."""
     app = ExpertApp(settings, loader)
     async with app.router.lifespan_context(app):
         await app.engine.wait_loaded()
@@ -90,17 +90,17 @@ def rows(num_tokens: int, seed: int = 0) -> npt.NDArray[np.float32]:
 def json_input(
     values: npt.NDArray[Any], name: str = "hidden_states", datatype: str = "FP32"
 ) -> dict[str, Any]:
-    """An input of a JSON request, its data nested."""
+    """An input of a JSON request, with nested data."""
     return {"name": name, "shape": list(values.shape), "datatype": datatype, "data": values.tolist()}
 
 
 def json_request(*inputs: dict[str, Any], **more: Any) -> bytes:
-    """An infer request all in JSON."""
+    """An infer request in JSON only."""
     return json.dumps({"inputs": inputs, **more}).encode()
 
 
 def binary_request(tensors: Mapping[str, tuple[str, list[int], bytes]], **more: Any) -> tuple[bytes, int]:
-    """An infer request, each tensor (name -> datatype, shape, bytes) in binary; and its header's length."""
+    """An infer request with binary tensors (name -> datatype, shape, bytes), and its header's length."""
     inputs = [
         {"name": name, "datatype": datatype, "shape": shape, "parameters": {"binary_data_size": len(data)}}
         for name, (datatype, shape, data) in tensors.items()
@@ -110,7 +110,7 @@ def binary_request(tensors: Mapping[str, tuple[str, list[int], bytes]], **more: 
 
 
 def hidden_request(values: npt.NDArray[np.float32], **more: Any) -> tuple[bytes, int]:
-    """A binary request for `values`, answered in binary."""
+    """A binary request with `values` that requests binary output."""
     parameters = {"binary_data_output": True, **more.pop("parameters", {})}
     tensor = ("FP32", list(values.shape), values.tobytes())
     return binary_request({"hidden_states": tensor}, parameters=parameters, **more)
@@ -132,7 +132,7 @@ def output_of(response: httpx.Response) -> npt.NDArray[np.float32]:
 
 
 def error_of(response: httpx.Response, status: int) -> str:
-    """The error's text, after checking status and form."""
+    """The error's text, after checking status and format."""
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
     body = response.json()

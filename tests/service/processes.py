@@ -1,4 +1,4 @@
-"""A server in a process of its own, on a free port, and always ended."""
+"""Servers in their own processes, on free ports, which are always ended."""
 
 import os
 import re
@@ -19,7 +19,7 @@ EXPERTD = Path(sys.executable).parent / "expertd"
 
 
 def clean_environment(**more: str) -> dict[str, str]:
-    """This process's environment without any setting of the server's, and with two threads for torch."""
+    """This process's environment without the server's settings, and with two threads for torch."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("EXPERTD_")}
     return {**kept, "OMP_NUM_THREADS": "2", **more}
 
@@ -34,15 +34,15 @@ class ServerProcess:
         self.url = f"127.0.0.1:{self.port}"
 
     def log(self) -> str:
-        """What the server has written so far."""
+        """The server's output so far."""
         return self._log.read_text()
 
     def get(self, path: str) -> httpx.Response:
-        """GET on a connection of its own."""
+        """GET on a new connection."""
         return httpx.get(f"http://{self.url}{path}", timeout=30)
 
     def wait_ready(self) -> None:
-        """Return once the server says it is ready."""
+        """Wait until the server is ready."""
         wait_for(self._ready, "the server is ready")
 
     def terminate(self) -> None:
@@ -53,12 +53,12 @@ class ServerProcess:
         self._check_alive()
         try:
             return self.get("/v2/health/ready").status_code == 200
-        except httpx.ConnectError:  # it has just ended: the next look says so, with its log
+        except httpx.ConnectError:  # the server has just ended: the next call reports its log
             return False
 
     def _check_alive(self) -> None:
         if self.process.poll() is not None:
-            raise RuntimeError(f"the server ended with {self.process.returncode}: {self.log()}")
+            raise RuntimeError(f"the server exited with {self.process.returncode}: {self.log()}")
 
     def _listening(self) -> re.Match[str] | None:
         self._check_alive()
@@ -91,7 +91,7 @@ def serving(arguments: Sequence[str | Path], directory: Path) -> Iterator[Server
 
 
 def expertd(*arguments: str | Path, **environment: str) -> "subprocess.CompletedProcess[str]":
-    """`expertd` with these arguments and variables, run to its end."""
+    """Run `expertd` with these arguments and variables until it exits."""
     command = [EXPERTD, *arguments]
     return subprocess.run(
         command,

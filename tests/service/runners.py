@@ -1,4 +1,4 @@
-"""A runner whose steps a test can hold, count and break; its arithmetic is the identity, row by row."""
+"""A runner whose steps a test can hold, count and fail; it computes the identity."""
 
 import threading
 from collections.abc import Sequence
@@ -10,10 +10,10 @@ from expertd.service.moe.request import LayerRequest, StepResult
 
 
 class EchoRunner:
-    """Answers each request with its own bytes; holds every step while `gate` is closed.
+    """Answers each request with its own bytes, and holds every step while `gate` is closed.
 
-    `steps` lists the tokens of each request of every step begun. A request holding `poison` as its first
-    float makes its step raise.
+    `steps` lists the tokens of each request of every step that has begun. A request whose first float is
+    `poison` makes its step raise.
     """
 
     def __init__(self, poison: float | None = None) -> None:
@@ -25,7 +25,7 @@ class EchoRunner:
 
     def validate(self, request: LayerRequest) -> None:
         if request.topk_ids is not None and np.frombuffer(request.topk_ids, np.int32).max() > 3:
-            raise ValueError("topk_ids is expected to lie in 0..3")
+            raise ValueError("topk_ids: expected 0 to 3, got a larger one")
 
     def run(self, requests: Sequence[LayerRequest]) -> StepResult:
         self.steps.append([request.num_tokens for request in requests])
@@ -45,7 +45,7 @@ class EchoRunner:
 
 
 def layer_request(values: Sequence[float]) -> LayerRequest:
-    """One token per value, one FP32 column."""
+    """A request with one token per value and one FP32 column."""
     return LayerRequest(
         num_tokens=len(values),
         hidden_states=np.asarray(values, dtype=np.float32).tobytes(),

@@ -1,4 +1,4 @@
-"""Raw HTTP: bytes sent as they are, and the answers taken apart."""
+"""Raw HTTP: sends given bytes, and parses the responses."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ from functools import partial
 import uvicorn
 from uvicorn.server import ServerState
 
-from expertd.service.http.connection import Connection, Shared
+from expertd.service.http.connection import Connection, SharedState
 from tests.service.apps import Serving
 
 INFER = "/v2/models/tiny/infer"
@@ -27,7 +27,7 @@ class Answer:
 
     @property
     def error(self) -> str:
-        """The text of an error in the one form there is."""
+        """The text of an error, after checking its format."""
         assert self.headers["content-type"] == "application/json"
         body = json.loads(self.body)
         assert list(body) == ["error"]
@@ -47,14 +47,14 @@ def infer(body: bytes, length: int, *headers: str) -> bytes:
 
 
 def answers(data: bytes) -> list[Answer]:
-    """All responses in `data`, which has to end with the last one."""
+    """All responses in `data`, which must end with the last one."""
     found = []
     while data:
         top, _, data = data.partition(b"\r\n\r\n")
         line, *lines = top.decode("latin-1").split("\r\n")
         headers = dict(header.lower().split(": ", 1) for header in lines)
         length = int(headers.get("content-length", 0))
-        assert len(data) >= length, "the last answer is whole"
+        assert len(data) >= length, "the last response is complete"
         found.append(Answer(int(line.split(" ")[1]), headers, data[:length]))
         data = data[length:]
     return found
@@ -66,7 +66,7 @@ def connect(port: int) -> socket.socket:
 
 
 def read_to_end(sock: socket.socket) -> list[Answer]:
-    """Every answer until the server closes the connection."""
+    """Every response until the server closes the connection."""
     data = b""
     while received := sock.recv(1 << 20):
         data += received
@@ -74,11 +74,11 @@ def read_to_end(sock: socket.socket) -> list[Answer]:
 
 
 def read_answer(sock: socket.socket) -> Answer:
-    """The next answer, of a server that keeps the connection open."""
+    """The next response; the connection stays open."""
     data = b""
     while b"\r\n\r\n" not in data:
         received = sock.recv(1 << 20)
-        assert received, f"an answer is expected, got {data!r}"
+        assert received, f"expected a response, got {data!r}"
         data += received
     top, _, body = data.partition(b"\r\n\r\n")
     length = next(
@@ -91,7 +91,7 @@ def read_answer(sock: socket.socket) -> Answer:
 
 
 def ask(port: int, data: bytes, half_close: bool = False) -> list[Answer]:
-    """Send `data` on a connection of its own and read until the server closes it."""
+    """Send `data` on a new connection, and read until the server closes it."""
     with connect(port) as sock:
         sock.sendall(data)
         if half_close:
@@ -101,13 +101,13 @@ def ask(port: int, data: bytes, half_close: bool = False) -> list[Answer]:
 
 @asynccontextmanager
 async def listening(server: Serving) -> AsyncIterator[int]:
-    """The port of a socket in this process on which the running application answers."""
+    """Serve the running application on a socket in this process; yields its port."""
     settings = server.app.engine.settings
     config = uvicorn.Config(
         server.app, ws="none", log_config=None, timeout_keep_alive=settings.keep_alive_seconds
     )
     config.load()
-    make = partial(Connection, shared=Shared(settings.limits))
+    make = partial(Connection, shared=SharedState(settings.limits))
     state = ServerState()
     loop = asyncio.get_running_loop()
     listener = await loop.create_server(lambda: make(config, state, {}), "127.0.0.1", 0)

@@ -1,4 +1,4 @@
-"""What cannot be read is said to be so, with its path, and its owner where permissions are the reason."""
+"""Unreadable files are reported with their path, and with their owner if permissions are the reason."""
 
 import os
 import subprocess
@@ -23,16 +23,16 @@ DENIED = (
 
 @pytest.fixture
 def open_directory() -> Iterator[Path]:
-    """A directory that everybody may enter, as those of tmp_path are not."""
+    """A directory that every user may enter, unlike those of tmp_path."""
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o755)
         yield Path(name)
 
 
 def as_nobody(code: str) -> str:
-    """What `code` prints in a process that may not read what belongs to root.
+    """The output of `code` in a process that may not read root's files.
 
-    Its imports come first: whoever it becomes may not read the code.
+    It imports everything first, because the other user may not read the code.
     """
     program = (
         "import os\nfrom pathlib import Path\n"
@@ -54,9 +54,9 @@ def test_an_unreadable_weights_file(open_directory: Path) -> None:
     path = open_directory / "layer.safetensors"
     save_weights(path, random_weights(SHAPE, 0, "cpu"))
     path.chmod(0)
-    said = as_nobody(f"load_weights({str(path)!r}, LayerShape(256, 128, 3, 2), 'cpu')")
-    assert said.startswith(f"{path}: {DENIED}; make it readable (chmod a+r")
-    assert "--user in a container" in said
+    output = as_nobody(f"load_weights({str(path)!r}, LayerShape(256, 128, 3, 2), 'cpu')")
+    assert output.startswith(f"{path}: {DENIED}; make it readable (chmod a+r")
+    assert "--user in a container" in output
 
 
 @pytest.mark.slow
@@ -68,8 +68,8 @@ def test_an_unreadable_file_of_a_checkpoint(open_directory: Path, pattern: str) 
         file.chmod(0o644)
     (path,) = directory.glob(pattern)
     path.chmod(0)
-    said = as_nobody(f"models_of(CheckpointSettings(path={str(directory)!r}, layers='all'))")
-    assert said.startswith(f"{path}: {DENIED}; ")
+    output = as_nobody(f"models_of(CheckpointSettings(path={str(directory)!r}, layers='all'))")
+    assert output.startswith(f"{path}: {DENIED}; ")
 
 
 @pytest.mark.slow
@@ -78,9 +78,9 @@ def test_an_unreadable_directory(open_directory: Path) -> None:
     directory.mkdir()
     (directory / "config.json").write_text("{}")
     directory.chmod(0)
-    said = as_nobody(f"models_of(CheckpointSettings(path={str(directory)!r}, layers='all'))")
+    output = as_nobody(f"models_of(CheckpointSettings(path={str(directory)!r}, layers='all'))")
     directory.chmod(0o700)
-    assert said.startswith(
+    assert output.startswith(
         f"{directory}/config.json: cannot be read: Permission denied to uid {UID}; make it"
     )
 
@@ -93,7 +93,7 @@ def test_an_unreadable_configuration_file(open_directory: Path) -> None:
     assert as_nobody(f"load_settings(Path({str(path)!r}))").startswith(f"{path}: {DENIED}; ")
 
 
-def test_what_is_no_file_or_no_text(tmp_path: Path) -> None:
+def test_other_file_types_and_encodings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"expected a regular file, got a directory$"):
         check_readable(tmp_path)
     with pytest.raises(ValueError, match=r"none: cannot be read: No such file or directory$"):

@@ -1,4 +1,4 @@
-"""Bars and log lines on a terminal, where neither overwrites the other, and log lines only without one."""
+"""Progress bars and log lines on a terminal, and only log lines without one."""
 
 import os
 import pty
@@ -24,7 +24,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Screen:
-    """What a terminal shows after all that was written to it: lines that never wrap, and a cursor."""
+    """A terminal emulator, with a cursor and lines that never wrap."""
 
     def __init__(self) -> None:
         self.lines: list[str] = [""]
@@ -52,13 +52,13 @@ class Screen:
 
 
 def serve_on_a_terminal(*arguments: str | Path, columns: int = 200) -> str:
-    """All that `expertd serve` writes to a terminal until it is ready."""
+    """The output of `expertd serve` on a terminal until it is ready."""
     command = [str(EXPERTD), "serve", *map(str, arguments), "--host", "127.0.0.1", "--port", "0"]
     return on_a_terminal(command, ": ready: ", columns)
 
 
 def on_a_terminal(command: list[str], end: str, columns: int = 200) -> str:
-    """All that a command writes to a terminal until it has written `end`."""
+    """The output of a command on a terminal until it contains `end`."""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (50, columns))
     environment = clean_environment(TERM="xterm")
@@ -77,7 +77,7 @@ def on_a_terminal(command: list[str], end: str, columns: int = 200) -> str:
 
 
 def whole_lines(written: str) -> list[str]:
-    """What is left on the screen, after checking that it is log lines and nothing else."""
+    """The final screen, after checking that it has only log lines."""
     screen = Screen()
     screen.write(written)
     shown = [line.rstrip() for line in screen.lines if line.strip()]
@@ -122,7 +122,7 @@ def test_a_server_shows_bars_while_it_loads(checkpoint: Path) -> None:
 
 
 @pytest.mark.slow
-def test_on_a_terminal_there_are_no_lines_for_what_a_bar_shows(checkpoint: Path) -> None:
+def test_on_a_terminal_bars_replace_log_lines(checkpoint: Path) -> None:
     written = serve_on_a_terminal("--model", checkpoint, "--layers", "0-1")
     assert "loading model" not in written
     assert "INFO expertd.service.engine.loading" not in written
@@ -130,14 +130,14 @@ def test_on_a_terminal_there_are_no_lines_for_what_a_bar_shows(checkpoint: Path)
 
 
 @pytest.mark.slow
-def test_a_terminal_without_a_size_gets_lines(checkpoint: Path) -> None:
+def test_a_terminal_without_a_size_gets_log_lines(checkpoint: Path) -> None:
     written = serve_on_a_terminal("--model", checkpoint, "--layers", "0", columns=0)
     assert "loading model model.layers.0" in written
     assert "layers: " not in written
 
 
 @pytest.mark.slow
-def test_without_a_terminal_there_are_lines_only(checkpoint: Path, tmp_path: Path) -> None:
+def test_without_a_terminal_there_are_only_log_lines(checkpoint: Path, tmp_path: Path) -> None:
     with serving(["--model", checkpoint, "--layers", "0-1"], tmp_path) as server:
         log = lines_of(server)
     assert [line for line in log if not LINE.fullmatch(line)] == []

@@ -1,6 +1,6 @@
-"""The families of models that can be served: a file each, named as in transformers.
+"""The supported families of models, one module each, named as in transformers.
 
-A new family is one such file, with `read`, and a line here.
+A new family needs a module with `read`, and a line here.
 """
 
 from expertd.service.checkpoints.families import deepseek_v3, glm4_moe, minimax_m2, mixtral, qwen3_moe
@@ -14,4 +14,4 @@ FAMILIES: dict[str, Family] = {
     "mixtral": mixtral.read,
     "qwen3_moe": qwen3_moe.read,
 }
-"""By config.json's model_type; Kimi-K2 is DeepSeek-V3 with other sizes."""
+"""Readers by the model_type of config.json; Kimi-K2 is DeepSeek-V3 with other sizes."""

@@ -1,7 +1,7 @@
-"""DeepSeek-V3 and R1, and Kimi-K2, which is built alike.
+"""DeepSeek-V3 and R1, and Kimi-K2, which has the same architecture.
 
-Source: transformers 5.23, deepseek_v3; the models' own modeling_deepseek.py for moe_layer_freq and for the
-layers of multi-token prediction, which follow the others.
+Source: transformers 5.23, deepseek_v3; and the models' modeling_deepseek.py, for moe_layer_freq and the
+multi-token prediction layers, which follow the others.
 """
 
 from expertd.limits import MAX_EXPERTS
@@ -17,7 +17,7 @@ def read(
     n_group: int = 8,
     topk_group: int = 4,
 ) -> MoEModel:
-    """The keywords are what config.json means where it leaves them out."""
+    """The keyword arguments are the defaults of values that config.json omits."""
     config.expect("scoring_func", "sigmoid")
     config.expect("topk_method", "noaux_tc")
     begin = config.integer("first_k_dense_replace", default=first_k_dense_replace)

@@ -1,4 +1,4 @@
-"""GLM-4.5 and GLM-4.5-Air: DeepSeek-V3's block, other defaults. Source: transformers 5.23, glm4_moe."""
+"""GLM-4.5 and GLM-4.5-Air: DeepSeek-V3's block with other defaults. Source: transformers 5.23, glm4_moe."""
 
 from expertd.service.checkpoints.config import Config
 from expertd.service.checkpoints.families import deepseek_v3

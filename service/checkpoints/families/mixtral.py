@@ -1,4 +1,4 @@
-"""Mixtral: the softmax of the chosen experts' logits. Source: transformers 5.23, mixtral."""
+"""Mixtral: softmax over the logits of the chosen experts. Source: transformers 5.23, mixtral."""
 
 from expertd.limits import MAX_EXPERTS
 from expertd.service.checkpoints.config import Config
@@ -12,6 +12,6 @@ def read(config: Config) -> MoEModel:
         intermediate_size=config.size("intermediate_size"),
         num_experts=config.integer("num_local_experts", "num_experts", least=1, most=MAX_EXPERTS),
         top_k=config.integer("num_experts_per_tok", least=1),
-        routing={"scoring_func": "softmax", "renormalize": True},  # which is that of the chosen ones
+        routing={"scoring_func": "softmax", "renormalize": True},  # equals softmax over the chosen experts
         names=Names("block_sparse_moe", "w1", "w3", "w2"),
     )

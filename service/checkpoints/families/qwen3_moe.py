@@ -1,4 +1,4 @@
-"""Qwen3-MoE: softmax over all experts, some layers may be dense. Source: transformers 5.23, qwen3_moe."""
+"""Qwen3-MoE: softmax over all experts; some layers may be dense. Source: transformers 5.23, qwen3_moe."""
 
 from expertd.limits import MAX_EXPERTS
 from expertd.service.checkpoints.config import Config

@@ -1,6 +1,6 @@
-"""The Open Inference Protocol v2 for one kind of model: bytes in, a checked request; a result, bytes out."""
+"""The Open Inference Protocol v2 for MoE layers: parses and validates requests, builds responses."""
 
-from expertd.service.http.protocol.compression import accepts_gzip, asked_encoding, compress, decompress
+from expertd.service.http.protocol.compression import accepts_gzip, compress, decompress, requested_encoding
 from expertd.service.http.protocol.errors import OipError, error_body
 from expertd.service.http.protocol.request import INPUT_DATATYPES, OUTPUT, InferRequest, parse_request
 from expertd.service.http.protocol.response import InferResponse, build_response
@@ -12,10 +12,10 @@ __all__ = [
     "InferResponse",
     "OipError",
     "accepts_gzip",
-    "asked_encoding",
     "build_response",
     "compress",
     "decompress",
     "error_body",
     "parse_request",
+    "requested_encoding",
 ]

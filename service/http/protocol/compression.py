@@ -1,4 +1,4 @@
-"""Content-Encoding of requests and responses: gzip and deflate, with a limit on what a body may grow to."""
+"""Content-Encoding of requests and responses: gzip and deflate, with a limit on the decompressed size."""
 
 import zlib
 
@@ -7,16 +7,15 @@ from expertd.service.sentences import shown
 
 _WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 _PIECE_BYTES = 64 * 1024
-_MAX_MEMBERS = 4096  # 256 MiB in blocks of 64 KiB, as some tools write them; each costs time, however small
+_MAX_MEMBERS = 4096  # 256 MiB in members of 64 KiB, as some tools write; each costs time even if it is empty
 ENCODINGS = "gzip, deflate"
-_FASTEST = 1  # tensors hardly shrink: a higher level buys time spent, not bytes saved
+_FASTEST = 1  # tensors hardly shrink at any level
 
 
 def decompress(body: bytes, content_encoding: str, limit: int) -> bytes:
-    """`body` decoded by its Content-Encoding, a list of one coding at most besides identity.
+    """Decompress `body`. Its Content-Encoding may list one coding, besides identity.
 
-    Raises OipError: 415 for another coding or several, 400 for bytes that are not of it, 413 past `limit`
-    bytes.
+    Raises OipError: 415 for another coding or several, 400 for invalid data, 413 for more than `limit` bytes.
     """
     names = [name for item in content_encoding.split(",") if (name := item.strip().lower())]
     codings = [name for name in names if name != "identity"]
@@ -35,7 +34,7 @@ def decompress(body: bytes, content_encoding: str, limit: int) -> bytes:
 
 
 def _inflate(body: bytes, coding: str, limit: int) -> bytes:
-    """The members of `body`, one after the other (RFC 1952, 2.2); a deflate stream is a single one."""
+    """Decompress all gzip members of `body` (RFC 1952, 2.2), or its single deflate stream."""
     chunks: list[bytes] = []
     room, start, members = limit, 0, 0
     while start < len(body) or not members:
@@ -44,7 +43,7 @@ def _inflate(body: bytes, coding: str, limit: int) -> bytes:
         if members == _MAX_MEMBERS:
             raise OipError(400, f"body: expected at most {_MAX_MEMBERS} gzip members, got more")
         decoder = zlib.decompressobj(_WINDOW_BITS[coding])
-        # In pieces: what is left of one after the end of a member is copied, and members may be tiny.
+        # In pieces: zlib copies the bytes after the end of a member, and members may be tiny.
         while not decoder.eof:
             if start >= len(body):
                 raise OipError(400, f"body: expected a whole {coding} stream, got a part of it")
@@ -59,18 +58,18 @@ def _inflate(body: bytes, coding: str, limit: int) -> bytes:
     return b"".join(chunks)
 
 
-def asked_encoding(accept_encoding: str) -> str | None:
-    """The encoding to answer in: gzip or deflate where the caller names exactly that one, else None.
+def requested_encoding(accept_encoding: str) -> str | None:
+    """The response's encoding: gzip or deflate if Accept-Encoding is exactly that name, else None.
 
-    HTTP libraries list all they can decode with every request; only a caller that names a single one is
-    taken to want tensors compressed, for it costs far more time than it saves on a local network.
+    HTTP libraries send every encoding they can decode, and compressing tensors costs far more time than it
+    saves on a local network. So only a single name counts as a request for compression.
     """
     name = accept_encoding.strip().lower()
     return name if name in ("gzip", "deflate") else None
 
 
 def accepts_gzip(accept_encoding: str) -> bool:
-    """Whether an Accept-Encoding allows gzip: by its name, or else by `*`, and not with a weight of 0."""
+    """Whether Accept-Encoding allows gzip, by name or else by `*`, with a weight above 0."""
     allowed: dict[str, bool] = {}
     for item in accept_encoding.lower().split(","):
         name, *parameters = (part.strip() for part in item.split(";"))
@@ -79,6 +78,6 @@ def accepts_gzip(accept_encoding: str) -> bool:
 
 
 def compress(parts: list[bytes | memoryview], encoding: str) -> bytes:
-    """The joined `parts`, encoded as `encoding` ("gzip" or "deflate")."""
+    """The joined `parts`, compressed with `encoding` ("gzip" or "deflate")."""
     encoder = zlib.compressobj(_FASTEST, zlib.DEFLATED, _WINDOW_BITS[encoding])
     return b"".join([*(encoder.compress(part) for part in parts), encoder.flush()])

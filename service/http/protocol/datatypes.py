@@ -1,4 +1,4 @@
-"""The protocol's tensor types: their sizes, and numbers of a JSON request to little-endian bytes and back."""
+"""The protocol's datatypes: their sizes, and conversion between JSON numbers and little-endian bytes."""
 
 from itertools import chain
 from typing import Any
@@ -16,10 +16,10 @@ _NUMPY = {"FP16": "<f2", "FP32": "<f4", "INT32": "<i4", "INT64": "<i8"}
 
 
 def numbers_to_bytes(data: object, shape: list[int], datatype: str, where: str) -> bytes:
-    """Numbers from JSON, flat or nested row by row, as the bytes of a [rows, columns] tensor.
+    """Convert JSON numbers, flat or nested by row, to the bytes of a [rows, columns] tensor.
 
-    BF16 is given as numbers and rounded to nearest even. Raises OipError (400), its text naming `where`,
-    for another count, ragged rows, anything but numbers, and values the type cannot hold.
+    BF16 values are rounded to nearest even. Raises OipError (400), with `where` in its text, for a wrong
+    count, ragged rows, values that are not numbers, and numbers that the datatype cannot hold.
     """
     flat = _flatten(data, shape, where)
     allowed = {int, float} if datatype in FLOATS else {int}
@@ -37,9 +37,9 @@ def numbers_to_bytes(data: object, shape: list[int], datatype: str, where: str) 
 
 
 def bytes_to_numbers(buffer: Buffer, datatype: str, where: str) -> list[float]:
-    """The numbers of a float tensor, flat and row-major, for a JSON response.
+    """The values of a float tensor for a JSON response, flat and row-major.
 
-    Raises OipError (400) when one is NaN or infinite: JSON has no word for them.
+    Raises OipError (400) for NaN and infinity, which JSON cannot represent.
     """
     if datatype == "BF16":
         values = (np.frombuffer(buffer, dtype="<u2").astype("<u4") << 16).view("<f4")
@@ -49,8 +49,8 @@ def bytes_to_numbers(buffer: Buffer, datatype: str, where: str) -> list[float]:
     if wrong.size:
         raise OipError(
             400,
-            f"{where}: expected finite values, as JSON has no others, got {wrong.size} values that are not "
-            f"finite (the first at {wrong[0]}: {values[wrong[0]]}): ask for it with binary_data",
+            f"{where}: expected finite values in JSON, got {wrong.size} that are not finite "
+            f"(the first at {wrong[0]}: {values[wrong[0]]}); set binary_data to get them in binary",
         )
     numbers: list[float] = values.tolist()
     return numbers
@@ -78,7 +78,7 @@ def _floats_to_bytes(values: npt.NDArray[np.float64], datatype: str, where: str)
         narrow: npt.NDArray[Any] = values.astype(_NUMPY.get(datatype, "<f4"))
     if datatype == "BF16":
         bits = narrow.view("<u4")
-        # Half of the dropped part, less one where the kept part is even: ties go to even.
+        # Add half a unit of the last kept bit, minus one if that bit is 0: ties round to even.
         bits = bits + 0x7FFF + ((bits >> 16) & 1)
         narrow = (bits >> 16).astype("<u2")
         finite = (narrow & 0x7F80) != 0x7F80

@@ -1,4 +1,4 @@
-"""The one error a request can end in, and its form on the wire."""
+"""The error that a request can fail with, and its JSON form."""
 
 import json
 
@@ -13,15 +13,15 @@ _REASONS: dict[int, Reason] = {
     500: "internal_error",
 }
 
-# An id of this length comes back whole: more than a UUID or a trace has.
+# Longer ids are shortened in errors; UUIDs and trace ids are shorter.
 _ID_CHARACTERS = 200
 
 
 class OipError(Exception):
-    """A request that gets `status` and a sentence saying what was expected.
+    """A refused or failed request: a status, and a sentence that says what was expected.
 
-    Metrics count it by `reason`, None for the one that the status stands for. `request_id` is the caller's
-    id when it was read before the error; `headers` go into the answer.
+    Metrics count it by `reason`; None stands for the default of the status. `request_id` is the caller's id
+    if it was parsed before the error. `headers` are added to the response.
     """
 
     def __init__(
@@ -41,12 +41,12 @@ class OipError(Exception):
         self.headers = headers or {}
 
     def body(self) -> bytes:
-        """The protocol's error object, with the request's id in the text when there is one."""
+        """The protocol's error object; the text includes the request id if there is one."""
         if self.request_id is None:
             return error_body(self.message)
         return error_body(f"{self.message} (request id: {shortened(self.request_id, _ID_CHARACTERS)})")
 
 
 def error_body(text: str) -> bytes:
-    """`{"error": text}` in ASCII, so that a lone surrogate out of a caller's JSON can be answered too."""
+    """`{"error": text}` in ASCII, which can also represent lone surrogates from a caller's JSON."""
     return json.dumps({"error": text}).encode("ascii")

@@ -1,4 +1,4 @@
-"""Parses an infer request: its JSON, its tensors in binary or JSON, each check that needs no tensor value."""
+"""Parses an infer request and makes every check that does not depend on the values of its tensors."""
 
 import json
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from expertd.service.sentences import any_of, shown
 
 INPUT_DATATYPES = {"hidden_states": FLOATS, "topk_ids": ("INT32", "INT64"), "topk_weights": ("FP32",)}
 OUTPUT = "hidden_states"
-# Parameters with a meaning in the protocol that this server does not give them: ignoring one would mislead.
+# Parameters of the protocol that this server does not support: ignoring them would mislead.
 _UNSUPPORTED = frozenset(
     {"priority", "sequence_id", "sequence_start", "sequence_end", "shared_memory_region", "classification"}
 )
@@ -20,7 +20,7 @@ _UNSUPPORTED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class InferRequest:
-    """A request whose types, shapes and sizes agree; the values of its routing are not looked at."""
+    """A request with consistent types, shapes and sizes; the values of its routing are not checked."""
 
     id: str | None
     layer: LayerRequest
@@ -36,9 +36,9 @@ class _Tensor:
 
 
 def parse_request(body: bytes, header_length: int | None, spec: LayerSpec) -> InferRequest:
-    """The request in `body`, whose JSON takes `header_length` bytes (None: all; 0: there is no JSON).
+    """Parse `body`, whose first `header_length` bytes are JSON (None: all of it; 0: none).
 
-    Tensors in binary stay views of `body`. Raises OipError (400) saying what was expected and what came.
+    Binary tensors are views of `body`. Raises OipError (400).
     """
     if header_length == 0:
         return _parse_raw(body, spec)
@@ -65,7 +65,7 @@ def _parse_raw(body: bytes, spec: LayerSpec) -> InferRequest:
     if len(body) % row_bytes:
         _refuse(
             f"body: expected rows of {row_bytes} bytes ({spec.hidden_size} {spec.datatype} values), "
-            f"as there is no JSON header, got {len(body)} bytes"
+            f"without a JSON header, got {len(body)} bytes"
         )
     tensor = _Tensor(spec.datatype, [len(body) // row_bytes, spec.hidden_size], memoryview(body))
     layer = _layer_request({"hidden_states": tensor}, spec.datatype, spec)
@@ -78,7 +78,7 @@ def _parse_json(text: memoryview) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise OipError(400, f"request: expected JSON in UTF-8, got {error.reason}") from error
     except ValueError as error:
-        raise OipError(400, f"request: expected JSON, got an error in it: {error}") from error
+        raise OipError(400, f"request: expected JSON, got invalid JSON: {error}") from error
     except RecursionError as error:
         raise OipError(400, "request: expected JSON, got arrays nested too deeply") from error
     if not isinstance(header, dict):
@@ -87,7 +87,7 @@ def _parse_json(text: memoryview) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    _refuse(f"request: expected finite numbers in JSON, got {name}: send the tensor in binary")
+    _refuse(f"request: expected finite numbers in JSON, got {name}; send the tensor in binary")
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
@@ -104,11 +104,11 @@ def _parse_header(
         if not isinstance(name, str) or name not in INPUT_DATATYPES:
             _refuse(f"name of an input: expected {any_of(INPUT_DATATYPES)}, got {shown(name)}")
         if name in tensors:
-            _refuse(f"input {name}: expected once, got it twice")
+            _refuse(f"input {name}: expected once, got twice")
         tensors[name], offset = _parse_input(name, entry, binary, offset)
     if offset != len(binary):
         _refuse(
-            f"binary_data_size of all inputs: expected to add up to the {len(binary)} bytes after the JSON, "
+            f"binary_data_size of all inputs: expected a sum of {len(binary)}, the bytes after the JSON, "
             f"got {offset}"
         )
     if "hidden_states" not in tensors:
@@ -150,7 +150,7 @@ def _parse_input(name: str, entry: dict[str, Any], binary: memoryview, offset: i
 
 def _parse_outputs(outputs: list[dict[str, Any]], datatype: str, binary: bool) -> tuple[str, bool]:
     if len(outputs) > 1 and all(entry.get("name") == OUTPUT for entry in outputs):
-        _refuse(f"output {OUTPUT}: expected once, got it {len(outputs)} times")
+        _refuse(f"output {OUTPUT}: expected once, got {len(outputs)} times")
     for entry in outputs:
         if entry.get("name") != OUTPUT:
             _refuse(f"name of an output: expected {OUTPUT}, got {shown(entry.get('name'))}")
@@ -223,7 +223,7 @@ def _boolean(parameters: dict[str, Any], name: str, default: bool) -> bool:
 
 
 def _timeout(parameters: dict[str, Any]) -> float | None:
-    """The request's `timeout`, microseconds on the wire, 0 for none."""
+    """The request's `timeout` in seconds (microseconds on the wire); None if it is 0 or absent."""
     value = parameters.get("timeout", 0)
     if type(value) is not int or not 0 <= value < 2**63:
         _refuse(f"parameter timeout: expected a number of microseconds, got {shown(value)}")

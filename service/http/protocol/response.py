@@ -1,4 +1,4 @@
-"""Builds an infer response: JSON alone, or a JSON header with the tensor's bytes after it."""
+"""Builds an infer response: JSON only, or a JSON header followed by the tensor's bytes."""
 
 import json
 from dataclasses import dataclass
@@ -11,20 +11,20 @@ from expertd.service.moe.request import Buffer
 
 @dataclass(frozen=True, slots=True)
 class InferResponse:
-    """The body in parts, to be sent one after the other; `header_length` is None for JSON alone."""
+    """The parts of a body, in order; `header_length` is None if all of it is JSON."""
 
     parts: list[bytes | memoryview]
     header_length: int | None
 
 
 def build_response(request: InferRequest, output: Buffer, spec: LayerSpec) -> InferResponse:
-    """The answer to `request`: `output` holds [num_tokens, hidden_size] values of its output datatype.
+    """The response to `request`; `output` holds [num_tokens, hidden_size] values of its output datatype.
 
-    Raises OipError (400) when JSON was asked for values that JSON cannot carry.
+    Raises OipError (400) if JSON is requested but cannot represent the values.
     """
     num_tokens, datatype = request.layer.num_tokens, request.layer.output_datatype
     request_id = "" if request.id is None else f',"id":{json.dumps(request.id)}'
-    # Written out: every request pays for this, and a JSON encoder costs five times as much.
+    # Formatted by hand: a JSON encoder takes five times as long, in every request.
     opening = (
         f'{{"model_name":"{spec.name}","model_version":"{MODEL_VERSION}"{request_id},"outputs":['
         f'{{"name":"{OUTPUT}","shape":[{num_tokens},{spec.hidden_size}],"datatype":"{datatype}"'

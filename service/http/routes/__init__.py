@@ -1,4 +1,4 @@
-"""Every route but the hot one: protocol metadata, SM partitions, metrics, the documentation page."""
+"""All routes except infer: protocol metadata, SM partitions, metrics, the documentation page."""
 
 from expertd.service.http.routes.open_inference import protocol_router
 from expertd.service.http.routes.partitions import partitions_router

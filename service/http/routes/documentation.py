@@ -1,4 +1,4 @@
-"""What FastAPI cannot derive of the API: the infer call's two bodies, and the error form of every status."""
+"""The parts of the OpenAPI document that FastAPI cannot derive: the bodies of infer, and the errors."""
 
 from typing import Any
 
@@ -8,21 +8,21 @@ from expertd.service.engine.spec import MODEL_VERSION, LayerSpec
 from expertd.service.http.routes.schemas import ErrorResponse, InferJsonRequest, InferJsonResponse
 
 _STATUS_TEXTS = {
-    400: "The request is not what was expected",
+    400: "The request is invalid",
     404: "No such model or version",
-    408: "The body has not come within body_timeout_seconds; the connection is closed",
-    409: "This server has no partitionable device",
+    408: "The body did not arrive within body_timeout_seconds; the connection is closed",
+    409: "The server has no device whose SMs can be partitioned",
     413: "The body is larger than max_body_bytes, or its JSON than max_json_bytes",
     415: "The body's Content-Encoding is not supported",
     422: "The partitions do not fit the device",
     500: "The server failed",
-    503: "Not ready, the queue is full (then with Retry-After), or the request's timeout passed in it",
+    503: "Not ready, the queue is full (with Retry-After), or the request's timeout expired in the queue",
 }
 
 _REF = "#/components/schemas/{model}"
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 _HEADER_LENGTH = {
-    "description": "bytes of the JSON at the start of the body; 0 in a request: there is none, only rows",
+    "description": "bytes of JSON at the start of the body; in a request, 0: the body has only rows",
     "schema": {"type": "integer", "minimum": 0},
 }
 _ENCODING = {"schema": {"type": "string", "enum": ["gzip", "deflate"]}}
@@ -35,13 +35,13 @@ INFER_REQUEST: dict[str, Any] = {
             "name": "Accept-Encoding",
             "in": "header",
             "required": False,
-            "description": "exactly one of gzip and deflate: the response comes compressed",
+            "description": "exactly gzip or exactly deflate compresses the response",
             "schema": {"type": "string"},
         },
     ],
     "requestBody": {
         "required": True,
-        "description": "Inference-Header-Content-Length, not Content-Type, says what the body is.",
+        "description": "Inference-Header-Content-Length, not Content-Type, determines the body's format.",
         "content": {
             "application/json": {"schema": InferJsonRequest.model_json_schema(ref_template=_REF)},
             "application/octet-stream": _BINARY,
@@ -49,7 +49,7 @@ INFER_REQUEST: dict[str, Any] = {
     },
 }
 INFER_RESPONSE: dict[str, Any] = {
-    "description": "JSON, or JSON followed by tensors in binary where the request asked for it",
+    "description": "JSON, or JSON followed by binary tensors if the request asks for them",
     "headers": {
         "Inference-Header-Content-Length": {**_HEADER_LENGTH, "required": False},
         "Content-Encoding": {**_ENCODING, "required": False},
@@ -62,14 +62,14 @@ INFER_RESPONSE: dict[str, Any] = {
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The `responses` of a route that can answer with these error statuses."""
+    """The `responses` of a route with these error statuses."""
     return {status: {"model": ErrorResponse, "description": _STATUS_TEXTS[status]} for status in statuses}
 
 
 def document(app: FastAPI, spec: LayerSpec) -> None:
-    """Make `app`'s OpenAPI document true: bodies' definitions in, FastAPI's own 422 out.
+    """Complete the OpenAPI document of `app`: add the bodies' definitions, remove FastAPI's own 422.
 
-    Its example of an infer request is for the served model `spec`, and works as sent.
+    The example of an infer request is for the served model `spec`, and can be sent unchanged.
     """
     build = app.openapi
 
@@ -101,13 +101,13 @@ def _name_served(operation: dict[str, Any], spec: LayerSpec) -> None:
 
 def _one_token(spec: LayerSpec) -> dict[str, Any]:
     size = spec.hidden_size
-    data = [1 - index % 3 for index in range(size)]  # short numbers, and not all the same
+    data = [1 - index % 3 for index in range(size)]  # short numbers, not all equal
     tensor = {"name": "hidden_states", "shape": [1, size], "datatype": "FP32", "data": data}
     return {"id": "one token", "inputs": [tensor]}
 
 
 def _tidy(operation: dict[str, Any], components: dict[str, Any]) -> None:
-    # FastAPI documents a 422 of its own for every route with parameters, and none of ours can give it.
+    # FastAPI documents its own 422 for every route with parameters, but ours never return it.
     invalid = operation["responses"].get("422", {}).get("content", {}).get("application/json", {})
     if invalid.get("schema", {}).get("$ref", "").endswith("HTTPValidationError"):
         del operation["responses"]["422"]

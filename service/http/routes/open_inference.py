@@ -25,12 +25,12 @@ from expertd.service.sentences import shown
 
 SERVER_NAME = "expertd"
 
-ModelName = Annotated[str, Path(description="a served model's name")]
+ModelName = Annotated[str, Path(description="name of a served model")]
 Version = Annotated[str, Path(description=f"the only version of every model: {MODEL_VERSION}")]
 
 
 class _InferAnswer(Response):
-    """A response that the infer endpoint writes by itself, reading the request's body as it comes."""
+    """A response that hands the ASGI connection to the infer endpoint."""
 
     def __init__(self, endpoint: InferEndpoint, model: str, version: str) -> None:
         super().__init__()
@@ -55,12 +55,12 @@ def protocol_router(engine: Engine, infer: InferEndpoint, bodies: BodyReader) ->
 
     @router.get("/health/live", response_model=LiveResponse)
     async def server_live() -> dict[str, bool]:
-        """200 as long as the server answers at all, while loading and draining too."""
+        """200 while the process answers, even during loading and draining."""
         return {"live": True}
 
     @router.get("/health/ready", response_model=ReadyResponse, responses=errors(503))
     async def server_ready() -> dict[str, bool]:
-        """200 when every model can be asked and no shutdown has begun."""
+        """200 when every model is ready and no shutdown has begun."""
         engine.check_ready()
         return {"ready": True}
 
@@ -76,7 +76,7 @@ def protocol_router(engine: Engine, infer: InferEndpoint, bodies: BodyReader) ->
 
     @router.get("/models/{model}/ready", response_model=ReadyResponse, responses=errors(404, 503))
     async def model_ready(model: ModelName) -> dict[str, bool]:
-        """200 when the model can be asked."""
+        """200 when the model is ready."""
         engine.check_ready(engine.model(model).name)
         return {"ready": True}
 
@@ -84,7 +84,7 @@ def protocol_router(engine: Engine, infer: InferEndpoint, bodies: BodyReader) ->
         "/models/{model}/versions/{version}/ready", response_model=ReadyResponse, responses=errors(404, 503)
     )
     async def model_version_ready(model: ModelName, version: Version) -> dict[str, bool]:
-        """200 when the model can be asked."""
+        """200 when the model is ready."""
         engine.check_ready(engine.model(model, version).name)
         return {"ready": True}
 
@@ -95,21 +95,21 @@ def protocol_router(engine: Engine, infer: InferEndpoint, bodies: BodyReader) ->
 
     @router.post("/models/{model}/infer", responses=infer_responses, openapi_extra=INFER_REQUEST)
     async def model_infer(model: ModelName) -> Response:
-        """The layer's output for hidden states, routed by the layer or as topk_ids and topk_weights say."""
+        """The layer's output for hidden states, routed by the layer or by topk_ids and topk_weights."""
         return _InferAnswer(infer, model, MODEL_VERSION)
 
     @router.post(
         "/models/{model}/versions/{version}/infer", responses=infer_responses, openapi_extra=INFER_REQUEST
     )
     async def model_version_infer(model: ModelName, version: Version) -> Response:
-        """The layer's output for hidden states, routed by the layer or as topk_ids and topk_weights say."""
+        """The layer's output for hidden states, routed by the layer or by topk_ids and topk_weights."""
         return _InferAnswer(infer, model, version)
 
     @router.post(
         "/repository/index", response_model=list[ModelIndexEntry], responses=errors(400, 408, 413, 503)
     )
     async def repository_index(request: Request) -> list[dict[str, str]]:
-        """The served models; with {"ready": true} in the body, only those that can be asked."""
+        """The served models; with {"ready": true} in the body, only those that are ready."""
         only_ready = _only_ready(await control_body(request, bodies))
         reasons = {name: engine.why_not_ready(name) for name in engine.models}
         return [
@@ -147,10 +147,10 @@ def _only_ready(body: bytes) -> bool:
     if not body:
         return False
     try:
-        asked = json.loads(body)
+        given = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise OipError(400, "body: expected JSON or nothing, got an error in it") from error
-    ready = asked.get("ready", False) if isinstance(asked, dict) else asked
-    if not isinstance(asked, dict) or not isinstance(ready, bool):
+        raise OipError(400, "body: expected JSON or nothing, got invalid JSON") from error
+    ready = given.get("ready", False) if isinstance(given, dict) else given
+    if not isinstance(given, dict) or not isinstance(ready, bool):
         raise OipError(400, f'body: expected {{"ready": true or false}}, got {shown(ready)}')
     return ready

@@ -1,4 +1,4 @@
-"""/v1/partitions: the GPU's SM partitions, shown and replaced as a whole."""
+"""/v1/partitions: gets the GPU's SM partitions, or replaces all of them."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def partitions_router(engine: Engine, bodies: BodyReader) -> APIRouter:
 
     @router.get("/partitions", response_model=PartitionsResponse, responses=errors(409, 503))
     async def get_partitions() -> dict[str, Any]:
-        """The device, its SMs, and what each partition asked for and was granted."""
+        """The device, its SMs, and the SMs requested by and granted to each partition."""
         return _shown(engine)
 
     @router.put(
@@ -41,7 +41,7 @@ def partitions_router(engine: Engine, bodies: BodyReader) -> APIRouter:
         openapi_extra=_BODY,
     )
     async def put_partitions(request: Request) -> dict[str, Any]:
-        """Replace all partitions between two steps: all or nothing, and no request is dropped."""
+        """Replace all partitions between two steps, or change nothing; no request is dropped."""
         await engine.set_partitions(_sizes(await control_body(request, bodies)))
         return _shown(engine)
 

@@ -1,4 +1,4 @@
-"""/metrics: the registry in the text format Prometheus asks for."""
+"""/metrics: the registry in the text format that Prometheus requests."""
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client.exposition import choose_encoder
@@ -16,8 +16,8 @@ def metrics_router(metrics: Metrics) -> APIRouter:
         response_class=Response,
         responses={200: {"description": "Prometheus metrics", "content": {"text/plain": {}}}},
     )
-    def get_metrics(request: Request) -> Response:  # not async: thousands of series are built in a thread
-        """Every metric of this server, in Prometheus or OpenMetrics text, with gzip where it is accepted."""
+    def get_metrics(request: Request) -> Response:  # not async: thousands of series are formatted in a thread
+        """Every metric of this server, as Prometheus or OpenMetrics text, compressed if gzip is accepted."""
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         text, headers = encode(metrics.registry), {"Vary": "Accept, Accept-Encoding"}
         if accepts_gzip(", ".join(request.headers.getlist("accept-encoding"))):

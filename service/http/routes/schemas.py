@@ -1,4 +1,4 @@
-"""The bodies of the API as the OpenAPI document shows them; the hot path builds its own from bytes."""
+"""The bodies of the API in the OpenAPI document; infer itself parses and builds them without pydantic."""
 
 from typing import Annotated, Any, Literal
 
@@ -6,9 +6,9 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 
 class ErrorResponse(BaseModel):
-    """The form of every error, whatever the status."""
+    """The body of every error."""
 
-    error: str = Field(description="what was expected and what came, with the request's id when it had one")
+    error: str = Field(description="what was expected and what was received; and the request id, if any")
 
 
 class ServerMetadata(BaseModel):
@@ -48,7 +48,7 @@ class ModelIndexEntry(BaseModel):
 
 class PartitionInfo(BaseModel):
     requested_sms: int
-    num_sms: int = Field(description="SMs granted: the request rounded up to the device's granularity")
+    num_sms: int = Field(description="granted SMs: requested_sms, rounded up to the device's granularity")
 
 
 class PartitionsResponse(BaseModel):
@@ -59,7 +59,7 @@ class PartitionsResponse(BaseModel):
 
 
 class PartitionsRequest(BaseModel):
-    """The whole new set of partitions: name -> SMs."""
+    """The complete new set of partitions: name -> SMs."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -71,7 +71,7 @@ class InferTensor(BaseModel):
     shape: list[int]
     datatype: Literal["BF16", "FP16", "FP32", "INT32", "INT64"]
     parameters: dict[str, Any] | None = Field(
-        default=None, description="binary_data_size: bytes of the tensor after the JSON, instead of data"
+        default=None, description="binary_data_size: bytes of the tensor after the JSON, in place of data"
     )
     data: list[Any] | None = Field(default=None, description="numbers, flat or nested, row-major")
 
@@ -89,7 +89,7 @@ class InferJsonRequest(BaseModel):
     id: str | None = None
     parameters: dict[str, Any] | None = Field(
         default=None,
-        description="binary_data_output: true for binary outputs; timeout: microseconds in the queue",
+        description="binary_data_output: true for binary outputs; timeout: maximum microseconds in the queue",
     )
     inputs: list[InferTensor]
     outputs: list[InferOutput] | None = None

@@ -1,4 +1,4 @@
-"""/docs: Swagger UI from files of an installed package, so that the page needs no other host."""
+"""/docs: Swagger UI from the files of an installed package, so that the page works offline."""
 
 from importlib.resources import files
 from pathlib import Path
@@ -13,12 +13,12 @@ _FILES = {
     "swagger-ui.css": "text/css",
     "favicon.png": "image/png",
 }
-# The page's own script is inline, and Swagger UI draws icons from data: URLs; nothing else is let in.
+# The page has an inline script, and Swagger UI has icons in data: URLs; everything else is blocked.
 _POLICY = "default-src 'self' 'unsafe-inline'; img-src 'self' data:"
 
 
 def swagger_router(title: str) -> APIRouter:
-    """GET /docs and the files that it names, by relative URLs: a proxy may put a prefix before them."""
+    """GET /docs and its files, with relative URLs so that a proxy may add a prefix."""
     router = APIRouter(include_in_schema=False)
     assets = Path(str(files("fastapi_offline") / "static"))
 

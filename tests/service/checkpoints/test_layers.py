@@ -22,7 +22,7 @@ SCALES = {"fp32": torch.float32, "bf16": torch.bfloat16, "e8m0": torch.float8_e8
 
 
 def load(directory: Path, layers: str, experts: str | None = None) -> list[MoELayer]:
-    """The checkpoint's layers, as the service makes them."""
+    """The checkpoint's layers, built as in the service."""
     settings = CheckpointSettings(path=directory, layers=layers, experts=experts)
     backend, device = resolve_backend("reference"), torch.device("cpu")
     return [layer_of(model, backend, device, lambda: False) for model in models_of(settings)]

@@ -1,4 +1,4 @@
-"""`expertd check` and `expertd layers`, and what `serve` says of where it listens and what it runs on."""
+"""`expertd check`, `expertd layers`, and the warnings of `serve` about its address and its device."""
 
 import json
 import logging
@@ -36,7 +36,7 @@ def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without a GPU, where no backend has been asked for yet."""
+    """A machine without a GPU, and no backend resolved yet."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("expertd.kernels.backends._instances", {})
     monkeypatch.setattr("expertd.kernels.backends._auto_choices", {})
@@ -93,12 +93,12 @@ def test_check_as_a_table(config: Path, capsys: Output) -> None:
     assert main(["check", "--config", str(config), "--set", "port=x"]) == 2
     captured = capsys.readouterr()
     assert re.search(r"^settings +error +flag --set port: port: expected a valid integer", captured.out, re.M)
-    assert captured.err == "expertd check: a server would not start\n"
+    assert captured.err == "expertd check: the server would not start\n"
 
 
-def test_check_finds_what_would_stop_a_server(config: Path, capsys: Output, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+def test_check_reports_what_would_prevent_a_start(config: Path, capsys: Output, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         code, about = check(capsys, "--config", config, "--port", str(port))
     assert code == 2
     assert failed(about) == {
@@ -116,7 +116,7 @@ def test_check_finds_what_would_stop_a_server(config: Path, capsys: Output, tmp_
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_check_finds_a_backend_that_cannot_run(config: Path, capsys: Output) -> None:
+def test_check_reports_a_backend_that_cannot_run(config: Path, capsys: Output) -> None:
     code, about = check(capsys, "--config", config, "--backend", "hopper")
     assert code == 2
     assert "no CUDA device" in failed(about)["backend"]
@@ -140,7 +140,7 @@ def test_serve_refuses_a_weights_file_before_it_listens(config: Path, tmp_path: 
     assert result.stderr == f"expertd: {path}: cannot be read: No such file or directory\n"
 
 
-def test_layers_lists_what_a_checkpoint_has(checkpoint: Path, capsys: Output) -> None:
+def test_layers_lists_the_layers_of_a_checkpoint(checkpoint: Path, capsys: Output) -> None:
     assert main(["layers", "--json", str(checkpoint)]) == 0
     about = json.loads(capsys.readouterr().out)
     assert (about["family"], about["hidden_size"], about["intermediate_size"]) == ("deepseek_v3", 256, 128)
@@ -148,7 +148,7 @@ def test_layers_lists_what_a_checkpoint_has(checkpoint: Path, capsys: Output) ->
     num_bytes = (8 + 1) * 3 * 256 * 128
     assert about["layers"] == [
         {"layer": layer, "format": "FP8, a scale per 128x128", "num_bytes": num_bytes} for layer in (1, 2)
-    ], "3 predicts further tokens, and this checkpoint does not have it"
+    ], "3 is for multi-token prediction, and the checkpoint leaves it out"
     assert main(["layers", str(checkpoint)]) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"{checkpoint}: deepseek_v3, 2 MoE layers",
@@ -167,7 +167,7 @@ def test_layers_that_are_not_quantized(tmp_path: Path, capsys: Output) -> None:
     assert [(entry["layer"], entry["format"]) for entry in layers] == [(1, "bf16"), (2, "bf16")]
 
 
-def test_layers_of_what_cannot_be_served(tmp_path: Path, capsys: Output) -> None:
+def test_layers_of_an_unsupported_checkpoint(tmp_path: Path, capsys: Output) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     assert main(["layers", str(tmp_path)]) == 2
     captured = capsys.readouterr()
@@ -191,42 +191,47 @@ def test_all_layers_of_a_checkpoint_without_any(checkpoint: Path, tmp_path: Path
         models_of(CheckpointSettings(path=path, layers="all"))
 
 
-def test_a_hub_id_gets_the_line_that_downloads_it() -> None:
+def test_a_hub_id_gets_the_download_command() -> None:
     result = expertd("serve", "--model", "Qwen/Qwen3-30B-A3B-FP8", "--layers", "0")
     assert result.returncode == 2
     assert result.stderr == (
-        "expertd: Qwen/Qwen3-30B-A3B-FP8: expected a directory with a checkpoint, got none of that name; "
-        "for a model of the Hugging Face hub: "
+        "expertd: Qwen/Qwen3-30B-A3B-FP8: expected a directory with a checkpoint, got none with that name; "
+        "for a model on the Hugging Face hub: "
         "hf download Qwen/Qwen3-30B-A3B-FP8 --local-dir Qwen/Qwen3-30B-A3B-FP8\n"
     )
 
 
-def test_a_flag_that_is_no_assignment(config: Path, capsys: Output) -> None:
+def test_a_flag_that_is_not_an_assignment(config: Path, capsys: Output) -> None:
     _, about = check(capsys, "--config", config, "--set", "port")
     assert failed(about) == {"settings": "flag --set: expected KEY=VALUE, got 'port'"}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_shipped_config_listens_on_this_machine_alone(path: Path) -> None:
+def test_every_shipped_config_listens_on_loopback_only(path: Path) -> None:
     assert exposure(yaml.safe_load(path.read_text())["host"], 8000) is None
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.9.9.9", "::1", "no such host"])
-def test_loopback_opens_nothing(host: str) -> None:
+def test_loopback_is_not_exposed(host: str) -> None:
     assert exposure(host, 8000) is None
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3"])
-def test_listening_wider_says_what_is_open(host: str) -> None:
-    said = exposure(host, 8123)
-    assert said is not None
-    for word in (f"host {host} opens port 8123", "without authentication or TLS", "inference", "partitions"):
-        assert word in said
+def test_other_addresses_are_reported_as_exposed(host: str) -> None:
+    warning = exposure(host, 8123)
+    assert warning is not None
+    for word in (
+        f"host {host} exposes port 8123",
+        "without authentication or TLS",
+        "inference",
+        "partitions",
+    ):
+        assert word in warning
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_a_server_that_listens_wider_logs_a_warning(host: str, config: Path) -> None:
+def test_an_exposed_server_logs_a_warning(host: str, config: Path) -> None:
     command: list[str | Path] = [EXPERTD, "serve", "--config", config]
     environment = clean_environment(EXPERTD_HOST=host)  # as the image sets it
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
@@ -242,7 +247,7 @@ def test_a_server_that_listens_wider_logs_a_warning(host: str, config: Path) -> 
     assert warnings == ([] if host == "127.0.0.1" else [exposure(host, 0)])
 
 
-def test_check_says_what_is_open(config: Path, capsys: Output) -> None:
+def test_check_reports_exposure(config: Path, capsys: Output) -> None:
     code, about = check(capsys, "--config", config, "--host", "0.0.0.0", "--port", "0")
     (detail,) = [result["detail"] for result in about["checks"] if result["name"] == "address"]
     assert (code, detail) == (0, exposure("0.0.0.0", 0))
@@ -264,13 +269,13 @@ def test_a_cuda_installation_that_falls_back_to_a_cpu_warns(
     with caplog.at_level(logging.WARNING):
         load(tiny_settings(backend=backend, models=[MODEL]), lambda: False)
     expected = (
-        "backend auto: expected a GPU, for PyTorch is built for CUDA 13.0, got a CPU and backend 'reference' "
-        "(hopper: no CUDA device)"
+        "backend auto: expected a GPU, because PyTorch is built for CUDA 13.0, got a CPU and backend "
+        "'reference' (hopper: no CUDA device)"
     )
     assert [record.getMessage() for record in caplog.records] == ([expected] if warns else [])
 
 
-def test_the_documented_list_is_what_layers_prints(checkpoint: Path, capsys: Output) -> None:
+def test_the_documented_list_matches_the_output_of_layers(checkpoint: Path, capsys: Output) -> None:
     document = (ROOT / "docs" / "checkpoints.md").read_text()
     (documented,) = re.findall(r"^```\n(/tmp/.*?)^```$", document, re.M | re.S)
     assert main(["layers", str(checkpoint)]) == 0

@@ -49,7 +49,7 @@ def test_listing_compiles_nothing(empty_cache: Path, capsys: pytest.CaptureFixtu
 
 @pytest.mark.usefixtures("use_full_cache")
 @pytest.mark.slow
-def test_the_table_tells_what_a_variant_uses(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_lists_each_variants_resources(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["kernels"]) == 0
     for (source, _, shared_bytes), line in zip(
         VARIANTS, capsys.readouterr().out.splitlines()[1:], strict=False
@@ -64,7 +64,7 @@ def test_the_table_tells_what_a_variant_uses(capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.usefixtures("empty_cache")
 @pytest.mark.slow
-def test_build_fills_the_cache_and_tells_the_time(capsys: pytest.CaptureFixture[str]) -> None:
+def test_build_fills_the_cache_and_prints_the_time(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["kernels", "--build", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["build"]["compiled"] == len(NAMES)
@@ -110,7 +110,7 @@ def test_an_unknown_variant(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("use_full_cache")
-def test_a_missing_disassembler_is_told_of(
+def test_a_missing_disassembler_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
@@ -125,7 +125,7 @@ def test_an_output_that_cannot_be_written(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.slow
-def test_without_the_cuda_extra_it_is_one_sentence_and_2() -> None:
+def test_without_the_cuda_extra_it_exits_with_2_and_one_sentence() -> None:
     code = (
         "import sys; sys.modules['cuda.core'] = None\n"
         "from expertd.service.cli import main\n"

@@ -1,4 +1,4 @@
-"""What only a real process shows: connections kept after an error, SIGTERM, exit codes, the command line."""
+"""Tests that need a real process: connections kept after an error, SIGTERM, exit codes, the command line."""
 
 import contextlib
 import http.client
@@ -24,7 +24,7 @@ from tests.service.waiting import wait_for
 pytestmark = pytest.mark.slow  # a server process each
 
 INFER = "/v2/models/tiny/infer"
-# A step of 2048 tokens is some 400 GFLOP: even at 1 TFLOPS long enough for others to come and wait.
+# A step of 2048 tokens is about 400 GFLOP: even at 1 TFLOPS, others arrive and wait during it.
 SLOW = {
     "name": "slow",
     "hidden_size": 1024,
@@ -94,7 +94,7 @@ def test_a_chunked_body_within_the_limit(connection: http.client.HTTPConnection)
     response.read()
 
 
-def test_a_refusal_before_the_body_closes_for_callers_that_hold_it_back(server: ServerProcess) -> None:
+def test_a_refusal_before_the_body_closes_connections_that_expect_100_continue(server: ServerProcess) -> None:
     head = f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: {2 << 20}\r\nExpect: 100-continue\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as sock:
         sock.sendall(head.encode())
@@ -105,7 +105,7 @@ def test_a_refusal_before_the_body_closes_for_callers_that_hold_it_back(server: 
     assert b"connection: close" in answer
 
 
-def test_a_body_that_trickles_is_given_up(tmp_path: Path) -> None:
+def test_a_slow_body_times_out(tmp_path: Path) -> None:
     head = f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
     settings = tiny_settings({"body_timeout_seconds": 1})
     with server_process(settings, tmp_path) as server:
@@ -124,7 +124,7 @@ def test_a_body_that_trickles_is_given_up(tmp_path: Path) -> None:
             ended.set()
             sender.join()
         assert answer.startswith(b"HTTP/1.1 408 ")
-        assert b"body: expected all of it within 1 s, got a part of it" in answer
+        assert b"body: expected the whole body within 1 s, got a part of it" in answer
         assert b"connection: close" in answer.lower()
         assert server.get("/v2/health/ready").status_code == 200
 
@@ -146,14 +146,14 @@ def rest(sock: socket.socket) -> bytes:
     return answer
 
 
-def test_bodies_of_every_route_have_their_time(tmp_path: Path) -> None:
+def test_bodies_of_every_route_time_out(tmp_path: Path) -> None:
     with server_process(tiny_settings({"body_timeout_seconds": 1}), tmp_path) as server:
         for answer in [rest(sock) for sock in [half_a_body(server, request) for request in BODIES]]:
             assert answer.startswith(b"HTTP/1.1 408 "), answer
-            assert b'{"error": "body: expected all of it within 1 s, got a part of it"}' in answer
+            assert b'{"error": "body: expected the whole body within 1 s, got a part of it"}' in answer
 
 
-def test_a_body_on_its_way_does_not_hold_up_the_end(tmp_path: Path) -> None:
+def test_an_incomplete_body_does_not_delay_shutdown(tmp_path: Path) -> None:
     with server_process(tiny_settings(drain_timeout_seconds=20), tmp_path) as server:
         socks = [half_a_body(server, request) for request in BODIES]
         started = time.monotonic()
@@ -190,7 +190,7 @@ def test_pipelined_requests_are_answered_in_order(server: ServerProcess) -> None
     assert positions[0] > 0
 
 
-def test_a_caller_that_leaves_in_the_middle_of_its_body_harms_nobody(
+def test_a_caller_that_disconnects_within_its_body_affects_no_one_else(
     server: ServerProcess, connection: http.client.HTTPConnection
 ) -> None:
     def left() -> bool:
@@ -199,11 +199,11 @@ def test_a_caller_that_leaves_in_the_middle_of_its_body_harms_nobody(
     assert not left()
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as sock:
         sock.sendall(f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nhalf".encode())
-    wait_for(left, "the server has noticed")
+    wait_for(left, "the server notices")
     check_still_usable(connection, connection.sock)
 
 
-def test_sigterm_answers_what_was_accepted_and_exits_with_0(tmp_path: Path) -> None:
+def test_sigterm_answers_accepted_requests_and_exits_with_0(tmp_path: Path) -> None:
     limits = {
         "max_request_tokens": SLOW_TOKENS,
         "max_batch_tokens": SLOW_TOKENS,
@@ -236,7 +236,7 @@ def test_sigterm_answers_what_was_accepted_and_exits_with_0(tmp_path: Path) -> N
         def late() -> httpx.Response:
             return httpx.post(f"http://{server.url}/v2/models/slow/infer", content=body, timeout=30)
 
-        # The signal takes effect with the server's tick, of 0.1 s; until then the size is what is refused.
+        # The signal takes effect at the server's next tick (0.1 s); until then the body is too large.
         wait_for(lambda: late().status_code == 503, "late requests are refused")
         assert late().json() == {"error": "the server is shutting down"}
         for caller in callers:
@@ -255,21 +255,21 @@ def test_sigterm_without_requests_and_sigint_exit_with_0(tmp_path: Path) -> None
             server.get("/v2/health/live")
 
 
-def test_sigterm_does_not_wait_for_a_body_that_does_not_come(tmp_path: Path) -> None:
+def test_sigterm_does_not_wait_for_an_incomplete_body(tmp_path: Path) -> None:
     head = f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{{".encode()
     with (
         server_process(tiny_settings(), tmp_path) as server,
         socket.create_connection(("127.0.0.1", server.port), timeout=30) as sender,
     ):
         sender.sendall(head)
-        server.get("/v2/health/live")  # by its answer the server has seen the bytes sent before
+        server.get("/v2/health/live")  # once it answers, the server has read the bytes sent before
         server.terminate()
         assert server.process.wait(timeout=10) == 0
         assert b"503 Service Unavailable" in sender.recv(4096)
         assert "Traceback" not in server.log()
 
 
-def test_sigterm_while_still_importing_exits_with_0() -> None:
+def test_sigterm_during_imports_exits_with_0() -> None:
     def caught() -> bool:
         status = Path(f"/proc/{process.pid}/status").read_text()
         mask = int(status.partition("SigCgt:")[2].split()[0], 16)
@@ -284,7 +284,7 @@ def test_sigterm_while_still_importing_exits_with_0() -> None:
     finally:
         process.kill()
         process.wait()
-    assert (process.returncode, log) == (0, ""), "before a line was logged"
+    assert (process.returncode, log) == (0, ""), "before any log line"
 
 
 def test_version() -> None:
@@ -309,7 +309,7 @@ def test_version() -> None:
         ),
     ],
 )
-def test_wrong_settings_stop_with_one_sentence(
+def test_invalid_settings_exit_with_one_sentence(
     arguments: tuple[str, ...], environment: dict[str, str], expected: str
 ) -> None:
     result = expertd("serve", "--config", DEMO, *arguments, **environment)
@@ -319,15 +319,15 @@ def test_wrong_settings_stop_with_one_sentence(
     assert result.stderr.count("\n") == 1
 
 
-def test_no_config_and_a_taken_port_stop_with_one_sentence() -> None:
+def test_a_missing_config_or_a_used_port_exits_with_one_sentence() -> None:
     result = expertd("serve")
     assert result.returncode == 2
     assert result.stderr == (
         "expertd: config: expected a file in --config or EXPERTD_CONFIG, "
         "or a checkpoint in --model, got neither\n"
     )
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
         result = expertd("serve", "--host", "127.0.0.1", "--port", port, EXPERTD_CONFIG=str(DEMO))
     assert result.returncode == 2
     assert (
@@ -340,14 +340,14 @@ def test_no_config_and_a_taken_port_stop_with_one_sentence() -> None:
     ("arguments", "message"),
     [
         (("--layers", "3"), "model: expected --model with --layers, got none"),
-        (("--model", "/none"), "layers: expected --layers with --model, as in 3, 3-5,9 or all, got none"),
+        (("--model", "/none"), "layers: expected --layers with --model, such as 3, 3-5,9 or all, got none"),
         (
             ("--model", "/none", "--layers", "3"),
             "/none/config.json: cannot be read: No such file or directory",
         ),
     ],
 )
-def test_a_checkpoint_that_cannot_be_served_stops_with_one_sentence(
+def test_a_checkpoint_that_cannot_be_served_exits_with_one_sentence(
     arguments: tuple[str, ...], message: str
 ) -> None:
     result = expertd("serve", *arguments)

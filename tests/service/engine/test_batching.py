@@ -1,4 +1,4 @@
-"""The scheduler alone: what goes together, in which order, and what happens when a step or a caller fails."""
+"""The scheduler alone: how it batches and orders requests, and how it handles failed steps and callers."""
 
 import asyncio
 import logging
@@ -41,7 +41,7 @@ class Observed:
 async def running(
     *runners: EchoRunner, observer: Observed | None = None, **limits: int
 ) -> AsyncIterator[Scheduler]:
-    """A scheduler serving the runners as models "0", "1", ..."""
+    """A scheduler whose models "0", "1", ... have these runners."""
     defaults = {"max_request_tokens": 8, "max_batch_tokens": 8, "max_queue_tokens": 64}
     scheduler = Scheduler(Limits(**{**defaults, **limits}), observer or Observed())
     scheduler.set_runners({str(i): runner for i, runner in enumerate(runners)})
@@ -55,7 +55,7 @@ async def running(
 
 
 async def held(runner: EchoRunner, scheduler: Scheduler, model: str = "0") -> Pending:
-    """A request whose step has begun and waits at the runner's gate."""
+    """A request whose step waits at the runner's gate."""
     runner.gate.clear()
     pending = scheduler.submit(model, layer_request([0.0]))
     assert await asyncio.to_thread(runner.entered.acquire, True, 10)
@@ -63,7 +63,7 @@ async def held(runner: EchoRunner, scheduler: Scheduler, model: str = "0") -> Pe
 
 
 async def soon(answer: Awaitable[T]) -> T:
-    """The answer, when what hangs on it has been called: from 3.12 on wait_for does not let the loop turn."""
+    """The answer, after one more iteration of the loop, which wait_for does not run from Python 3.12 on."""
     result = await asyncio.wait_for(answer, 10)
     await asyncio.sleep(0)
     return result
@@ -74,7 +74,7 @@ def values(answer: memoryview | bytes) -> list[float]:
     return numbers
 
 
-async def test_what_waits_while_the_device_is_busy_goes_together() -> None:
+async def test_requests_that_wait_for_the_device_are_batched() -> None:
     runner, observed = EchoRunner(), Observed()
     async with running(runner, observer=observed) as scheduler:
         first = await held(runner, scheduler)
@@ -87,7 +87,7 @@ async def test_what_waits_while_the_device_is_busy_goes_together() -> None:
     assert observed.done == [("0", 1), ("0", 4), ("0", 2)]
 
 
-async def test_order_is_kept_within_a_model_and_models_take_turns() -> None:
+async def test_requests_keep_their_order_and_models_alternate() -> None:
     order: list[str] = []
 
     def done(model: str, _: object) -> None:
@@ -106,7 +106,7 @@ async def test_order_is_kept_within_a_model_and_models_take_turns() -> None:
     assert order == ["0", "1", "0", "1", "0"]
 
 
-async def test_a_large_request_is_not_passed_by_smaller_ones() -> None:
+async def test_smaller_requests_do_not_overtake_a_large_one() -> None:
     runner = EchoRunner()
     async with running(runner) as scheduler:
         first = await held(runner, scheduler)
@@ -124,7 +124,7 @@ async def test_a_large_request_is_not_passed_by_smaller_ones() -> None:
         ({"max_queue_requests": 2}, "2 requests of at most 2 are waiting"),
     ],
 )
-async def test_a_full_queue_refuses_and_has_room_again_later(limits: dict[str, int], text: str) -> None:
+async def test_a_full_queue_refuses_until_it_has_room(limits: dict[str, int], text: str) -> None:
     runner = EchoRunner()
     async with running(runner, observer=None, **limits) as scheduler:
         first = await held(runner, scheduler)
@@ -138,7 +138,7 @@ async def test_a_full_queue_refuses_and_has_room_again_later(limits: dict[str, i
         await soon(scheduler.submit("0", layer_request([1.0] * 4)).answer)
 
 
-async def test_retry_after_follows_the_time_of_recent_steps() -> None:
+async def test_retry_after_depends_on_recent_step_times() -> None:
     runner = EchoRunner()
     async with running(runner, max_queue_tokens=16) as scheduler:
         first = await held(runner, scheduler)
@@ -146,21 +146,21 @@ async def test_retry_after_follows_the_time_of_recent_steps() -> None:
             scheduler.submit("0", layer_request([1.0] * 8))
         scheduler._queues["0"].step_seconds = 2.0
         with pytest.raises(QueueFullError) as caught:
-            scheduler.check_room("0")
+            scheduler.check_capacity("0")
         assert caught.value.retry_after == 6, "two full steps waiting, one running, two seconds each"
         runner.gate.set()
         await soon(first.answer)
         await soon(scheduler.drained())
 
 
-async def test_a_request_given_up_while_waiting_is_never_computed() -> None:
+async def test_a_request_cancelled_in_the_queue_is_never_computed() -> None:
     runner = EchoRunner()
     async with running(runner) as scheduler:
         first = await held(runner, scheduler)
         dropped = scheduler.submit("0", layer_request([1.0]))
-        assert scheduler.give_up(dropped, QueueTimeoutError("too late"))
-        assert not scheduler.give_up(dropped, QueueTimeoutError("twice"))
-        assert not scheduler.give_up(first, QueueTimeoutError("already started"))
+        assert scheduler.cancel(dropped, QueueTimeoutError("too late"))
+        assert not scheduler.cancel(dropped, QueueTimeoutError("twice"))
+        assert not scheduler.cancel(first, QueueTimeoutError("already started"))
         assert scheduler.waiting("0") == (0, 0)
         with pytest.raises(QueueTimeoutError, match="too late"):
             await soon(dropped.answer)
@@ -178,7 +178,7 @@ async def test_one_bad_request_fails_alone(caplog: pytest.LogCaptureFixture) -> 
             good = [scheduler.submit("0", layer_request([1.0])) for _ in range(2)]
             bad = scheduler.submit("0", layer_request([666.0]))
             runner.gate.set()
-            with pytest.raises(StepFailedError, match="the layer failed: RuntimeError"):
+            with pytest.raises(StepFailedError, match="the step failed: RuntimeError"):
                 await soon(bad.answer)
             for pending in (first, *good):
                 await soon(pending.answer)
@@ -207,12 +207,12 @@ async def test_jobs_run_between_steps_and_before_waiting_requests() -> None:
         await asyncio.sleep(0)
         assert not job.done()
         runner.gate.set()
-        assert await soon(job) == 1, "after the step in flight, before the next one"
+        assert await soon(job) == 1, "after the current step, before the next one"
         await soon(first.answer)
         await soon(later.answer)
 
 
-async def test_a_job_that_raises_reaches_its_caller_only() -> None:
+async def test_only_the_caller_of_a_job_sees_its_exception() -> None:
     def broken() -> None:
         raise ValueError("does not fit")
 
@@ -222,7 +222,7 @@ async def test_a_job_that_raises_reaches_its_caller_only() -> None:
         assert values(await soon(scheduler.submit("0", layer_request([1.0])).answer)) == [1.0]
 
 
-async def test_closing_refuses_the_new_and_answers_the_accepted() -> None:
+async def test_a_closed_scheduler_refuses_new_requests_and_answers_accepted_ones() -> None:
     runner = EchoRunner()
     async with running(runner) as scheduler:
         first = await held(runner, scheduler)
@@ -239,7 +239,7 @@ async def test_closing_refuses_the_new_and_answers_the_accepted() -> None:
         assert values(second.answer.result()) == [2.0]
 
 
-async def test_an_observer_that_raises_costs_nobody_an_answer(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_observer_that_raises_does_not_prevent_answers(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(Observed):
         def step_done(self, *_: Any) -> None:
             raise RuntimeError("no metrics today")
@@ -249,7 +249,7 @@ async def test_an_observer_that_raises_costs_nobody_an_answer(caplog: pytest.Log
     assert "no metrics today" in caplog.text
 
 
-async def test_many_callers_get_their_own_rows() -> None:
+async def test_concurrent_callers_get_their_own_rows() -> None:
     runner = EchoRunner()
     async with running(runner, max_queue_tokens=4096) as scheduler:
 
@@ -263,7 +263,7 @@ async def test_many_callers_get_their_own_rows() -> None:
     assert len(runner.steps) < 500, "some of them shared a step"
 
 
-async def test_a_step_that_outlasts_the_end_leaves_a_thread_that_can_be_seen() -> None:
+async def test_a_step_that_outlasts_stop_is_reported_as_running() -> None:
     runner = EchoRunner()
     async with running(runner) as scheduler:
         pending = await held(runner, scheduler)

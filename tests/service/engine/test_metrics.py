@@ -1,4 +1,4 @@
-"""Metrics: every one the service promises is there, and moves by the right amount."""
+"""Metrics: every documented one exists, and changes by the right amount."""
 
 import asyncio
 
@@ -30,7 +30,7 @@ from tests.service.waiting import until
 
 
 async def scrape(server: Serving) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
-    """Samples by name and labels, as Prometheus reads them."""
+    """Samples by name and labels, as Prometheus parses them."""
     response = await server.http.get("/metrics")
     assert response.status_code == 200
     assert response.headers["content-type"].startswith("text/plain")
@@ -42,7 +42,7 @@ async def scrape(server: Serving) -> dict[str, dict[tuple[tuple[str, str], ...],
 
 
 async def steps_counted(server: Serving, steps: int) -> None:
-    """A step is counted while its answers are on their way: wait for the last one."""
+    """Wait until `steps` steps are counted, which may be after their answers are delivered."""
     await until(lambda: server.metric("compute_seconds_count", model="tiny", layout="contiguous") >= steps)
 
 
@@ -93,7 +93,7 @@ async def test_requests_and_steps_are_counted() -> None:
     assert "expertd_partition_sms" not in samples
 
 
-async def test_requests_that_shared_a_step_are_seen() -> None:
+async def test_a_batch_of_several_requests_is_counted() -> None:
     runner = EchoRunner()
     async with serving(tiny_settings(), serving_runner(runner)) as server:
         runner.gate.clear()
@@ -119,7 +119,7 @@ async def test_a_failed_step_is_counted(caplog: pytest.LogCaptureFixture) -> Non
         assert server.metric("requests_total", model="tiny", status="500") == 1
 
 
-async def test_every_series_is_there_from_the_start(caplog: pytest.LogCaptureFixture) -> None:
+async def test_every_series_exists_from_the_start(caplog: pytest.LogCaptureFixture) -> None:
     poison = float(rows(1, seed=1)[0, 0])
     async with serving(tiny_settings(), serving_runner(EchoRunner(poison))) as server:
         first = await scrape(server)
@@ -145,7 +145,7 @@ async def test_every_series_is_there_from_the_start(caplog: pytest.LogCaptureFix
     }
 
 
-async def test_the_series_are_there_while_models_are_loading() -> None:
+async def test_every_series_exists_during_loading() -> None:
     app = ExpertApp(tiny_settings(), serving_runner(EchoRunner()))
     value = app.metrics.registry.get_sample_value
     assert value("expertd_queue_requests", {"model": "tiny"}) == 0
@@ -153,14 +153,14 @@ async def test_the_series_are_there_while_models_are_loading() -> None:
     assert value("expertd_expert_tokens_total", {"model": "tiny", "expert": "3"}) == 0
 
 
-def test_every_status_and_every_reason_is_known() -> None:
+def test_statuses_and_reasons_are_complete() -> None:
     infer = ExpertApp(tiny_settings()).openapi()["paths"]["/v2/models/{model}/infer"]["post"]
     assert {str(status) for status in STATUSES} == {*infer["responses"], "499"}
     assert set(ANSWERS) == set(EngineError.__subclasses__())
     assert {reason for _, reason in ANSWERS.values()} <= set(REASONS)
 
 
-async def test_openmetrics_is_given_to_who_asks_for_it() -> None:
+async def test_openmetrics_is_sent_on_request() -> None:
     async with serving(tiny_settings()) as server:
         headers = {"Accept": "application/openmetrics-text; version=1.0.0"}
         response = await server.http.get("/metrics", headers=headers)
@@ -168,7 +168,7 @@ async def test_openmetrics_is_given_to_who_asks_for_it() -> None:
     assert response.text.endswith("# EOF\n")
 
 
-async def test_metrics_come_compressed_where_that_is_accepted() -> None:
+async def test_metrics_are_compressed_if_gzip_is_accepted() -> None:
     async with serving(tiny_settings()) as server:
         packed = await server.http.get("/metrics", headers={"Accept-Encoding": "deflate, gzip;q=0.5"})
         plain = await server.http.get("/metrics", headers={"Accept-Encoding": "identity"})
@@ -191,7 +191,7 @@ async def test_two_applications_do_not_share_metrics() -> None:
         assert other.metric("requests_total", model="tiny", status="200") == 0
 
 
-async def test_a_step_of_no_tokens_has_no_imbalance() -> None:
+async def test_a_step_without_tokens_has_no_imbalance() -> None:
     async with serving(tiny_settings()) as server:
         empty = StepResult([], Layout.CONTIGUOUS, 0, [0] * NUM_EXPERTS, 0.001)
         server.app.metrics.step_done("tiny", empty, [])

@@ -1,4 +1,4 @@
-"""Why a request got no output: counted by reason, and one line in the log."""
+"""Requests without output are counted by reason, and each is one line in the log."""
 
 import asyncio
 import gzip
@@ -31,13 +31,13 @@ POISON = 666.0
 
 
 def refusals(server: Serving) -> dict[str, float]:
-    """reason -> refused requests of the model "tiny", where there are any."""
+    """reason -> refused requests for the model "tiny", without zeros."""
     counts = {reason: server.metric("refusals_total", model="tiny", reason=reason) for reason in REASONS}
     return {reason: count for reason, count in counts.items() if count}
 
 
 def all_refused(server: Serving) -> float:
-    """Requests to the model "tiny" that were not answered with 200, by the statuses counted."""
+    """Requests to the model "tiny" that were not counted as 200."""
     counts = (server.metric("requests_total", model="tiny", status=str(s)) for s in STATUSES if s != 200)
     return sum(counts)
 
@@ -66,7 +66,7 @@ async def test_a_refusal_is_counted_by_its_reason(
         assert all_refused(server) == 1
 
 
-async def test_a_bug_is_counted_too(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_internal_error_is_counted(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(EchoRunner):
         def validate(self, request: Any) -> None:
             raise ZeroDivisionError
@@ -77,12 +77,12 @@ async def test_a_bug_is_counted_too(caplog: pytest.LogCaptureFixture) -> None:
     async with serving(tiny_settings(), serving_runner(Broken())) as server:
         body = {"id": "b", "inputs": [ids, weights, states]}
         text = error_of(await server.http.post("/v2/models/tiny/infer", json=body), 500)
-        assert text == "the server failed on this request: its log says why (request id: b)"
+        assert text == "internal server error: see the server's log (request id: b)"
         assert refusals(server) == {"internal_error": 1}
     assert "ZeroDivisionError" in caplog.text
 
 
-async def test_refusals_of_a_busy_and_of_an_ending_server() -> None:
+async def test_refusals_while_busy_and_while_shutting_down() -> None:
     runner = EchoRunner()
     async with serving(tiny_settings({"max_queue_requests": 1}), serving_runner(runner)) as server:
         runner.gate.clear()
@@ -103,7 +103,7 @@ async def test_refusals_of_a_busy_and_of_an_ending_server() -> None:
         assert all_refused(server) == 3
 
 
-async def test_a_body_that_does_not_come_is_counted_by_what_ended_the_wait() -> None:
+async def test_an_incomplete_body_is_counted_by_the_reason_it_was_refused() -> None:
     async with serving(tiny_settings({"body_timeout_seconds": 0.01})) as server:
         caller = Caller(None)
         await server.app(caller.scope, caller.receive, caller.send)
@@ -115,7 +115,7 @@ async def test_a_body_that_does_not_come_is_counted_by_what_ended_the_wait() -> 
 
 
 class Caller:
-    """A caller that sends `body` (None: nothing) and closes its connection when `gone` is set."""
+    """A caller that sends `body` (None: nothing) and disconnects when `gone` is set."""
 
     def __init__(self, body: bytes | None) -> None:
         self.gone = asyncio.Event()
@@ -141,14 +141,14 @@ class Caller:
 
 
 @pytest.mark.parametrize("watched", [False, True])
-async def test_a_caller_that_leaves_during_its_step_is_not_counted_as_answered(watched: bool) -> None:
+async def test_a_caller_that_disconnects_during_its_step_is_not_counted_as_answered(watched: bool) -> None:
     runner = EchoRunner()
     async with serving(tiny_settings(), serving_runner(runner)) as server:
         runner.gate.clear()
         caller = Caller(GOOD[0])
         leaving = asyncio.ensure_future(server.app(caller.scope, caller.receive, caller.send))
         assert await asyncio.to_thread(runner.entered.acquire, True, 10)
-        if watched:  # only a step that takes its time is watched
+        if watched:  # only longer waits are watched
             await asyncio.wait_for(caller.watched.wait(), 10)
         caller.gone.set()
         runner.gate.set()
@@ -159,7 +159,7 @@ async def test_a_caller_that_leaves_during_its_step_is_not_counted_as_answered(w
         assert refusals(server) == {"client_gone": 1}
 
 
-async def test_a_caller_that_stays_is_answered() -> None:
+async def test_a_caller_that_stays_connected_is_answered() -> None:
     async with serving(tiny_settings(), serving_runner(EchoRunner())) as server:
         caller = Caller(GOOD[0])
         await server.app(caller.scope, caller.receive, caller.send)

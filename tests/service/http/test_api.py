@@ -1,4 +1,4 @@
-"""The whole API in process, on a tiny real layer: what comes back for what is sent."""
+"""The whole API in process, with a tiny real layer."""
 
 import asyncio
 import gzip
@@ -70,7 +70,7 @@ async def test_head_is_get_without_a_body(path: str) -> None:
         assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
 
 
-async def test_head_tells_whether_the_server_is_ready() -> None:
+async def test_head_reports_whether_the_server_is_ready() -> None:
     async with serving(tiny_settings()) as server:
         server.app.engine.begin_drain()
         assert (await server.http.head("/v2/health/live")).status_code == 200
@@ -78,7 +78,7 @@ async def test_head_tells_whether_the_server_is_ready() -> None:
             assert (await server.http.head(path)).status_code == 503
 
 
-async def test_json_and_binary_give_the_same_answer() -> None:
+async def test_json_and_binary_give_the_same_output() -> None:
     values = rows(5)
     async with serving(tiny_settings()) as server:
         from_binary = output_of(await server.infer(*hidden_request(values)))
@@ -90,7 +90,7 @@ async def test_json_and_binary_give_the_same_answer() -> None:
     np.testing.assert_array_equal(from_raw, from_binary)
 
 
-async def test_the_versioned_path_serves_too() -> None:
+async def test_the_versioned_path_works_too() -> None:
     body, length = GOOD
     headers = {"Inference-Header-Content-Length": str(length)}
     async with serving(tiny_settings()) as server:
@@ -98,7 +98,7 @@ async def test_the_versioned_path_serves_too() -> None:
     assert output_of(response).shape == (3, HIDDEN)
 
 
-async def test_ids_come_back_and_content_type_says_what_the_body_is() -> None:
+async def test_responses_have_the_request_id_and_the_right_content_type() -> None:
     async with serving(tiny_settings()) as server:
         response = await server.infer(*hidden_request(rows(1), id="seven"))
         assert response.headers["content-type"] == "application/octet-stream"
@@ -110,7 +110,7 @@ async def test_ids_come_back_and_content_type_says_what_the_body_is() -> None:
         assert response.json()["id"] == "eight"
 
 
-async def test_no_tokens_are_answered_with_none() -> None:
+async def test_zero_tokens_give_zero_rows() -> None:
     async with serving(tiny_settings()) as server:
         assert output_of(await server.infer(*hidden_request(rows(0)))).shape == (0, HIDDEN)
         assert output_of(await server.infer(json_request(json_input(rows(0))))).shape == (0, HIDDEN)
@@ -140,23 +140,23 @@ async def test_given_routing_is_used() -> None:
 
 
 @pytest.mark.parametrize(("datatype", "size"), [("BF16", 2), ("FP16", 2), ("FP32", 4)])
-async def test_the_output_has_the_inputs_type_unless_asked_otherwise(datatype: str, size: int) -> None:
+async def test_the_output_has_the_inputs_datatype_by_default(datatype: str, size: int) -> None:
     data = bytes(3 * HIDDEN * size)
     tensors = {"hidden_states": (datatype, [3, HIDDEN], data)}
     async with serving(tiny_settings()) as server:
-        for asked in (None, "BF16", "FP16", "FP32"):
+        for requested in (None, "BF16", "FP16", "FP32"):
             output = {"name": "hidden_states", "parameters": {"binary_data": True}}
-            if asked:
-                output["parameters"] = {"binary_data": True, "datatype": asked}
+            if requested:
+                output["parameters"] = {"binary_data": True, "datatype": requested}
             response = await server.infer(*binary_request(tensors, outputs=[output]))
             length = int(response.headers["inference-header-content-length"])
             header = json.loads(response.content[:length])["outputs"][0]
-            assert header["datatype"] == (asked or datatype)
-            expected = 3 * HIDDEN * {"BF16": 2, "FP16": 2, "FP32": 4}[asked or datatype]
+            assert header["datatype"] == (requested or datatype)
+            expected = 3 * HIDDEN * {"BF16": 2, "FP16": 2, "FP32": 4}[requested or datatype]
             assert len(response.content) - length == header["parameters"]["binary_data_size"] == expected
 
 
-async def test_bodies_may_be_compressed_either_way() -> None:
+async def test_requests_and_responses_may_be_compressed() -> None:
     body, length = GOOD
     async with serving(tiny_settings()) as server:
         plain = output_of(await server.infer(body, length))
@@ -185,7 +185,7 @@ async def test_bodies_may_be_compressed_either_way() -> None:
         output_of(await server.infer(body, length))
 
 
-async def test_large_bodies_take_the_same_way_in_a_thread() -> None:
+async def test_large_bodies_are_handled_in_a_thread() -> None:
     values = rows(512)
     limits = {"max_request_tokens": 1024, "max_batch_tokens": 1024, "max_body_bytes": 8 << 20}
     ids = np.tile(np.array([[3, 1]], np.int64), (512, 1))
@@ -203,7 +203,7 @@ async def test_large_bodies_take_the_same_way_in_a_thread() -> None:
     np.testing.assert_array_equal(output_of(binary), output_of(plain))
 
 
-async def test_nan_stays_with_its_caller() -> None:
+async def test_nan_affects_only_its_own_request() -> None:
     broken = rows(4, seed=1)
     broken[2, 7] = np.nan
     async with serving(tiny_settings()) as server:
@@ -219,4 +219,4 @@ async def test_nan_stays_with_its_caller() -> None:
                 np.testing.assert_allclose(output_of(response), alone, rtol=0.02, atol=0.02)
         body, length = hidden_request(broken, parameters={"binary_data_output": False})
         text = error_of(await server.infer(body, length), 400)
-        assert "not finite" in text, "JSON has no word for NaN"
+        assert "not finite" in text, "JSON cannot represent NaN"

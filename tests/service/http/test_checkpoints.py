@@ -1,4 +1,4 @@
-"""Every family's checkpoint behind a real server, asked by tritonclient, against transformers' own block."""
+"""Every family's checkpoint on a real server, through tritonclient, compared with transformers' own block."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -55,7 +55,7 @@ def tokens() -> Tensor:
 
 @pytest.mark.parametrize("layer", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_answers_as_its_own_code_does(
+def test_a_family_matches_transformers(
     server: ServerProcess, checkpoints: Mapping[str, Checkpoint], family: str, layer: int
 ) -> None:
     hidden_states = tokens()

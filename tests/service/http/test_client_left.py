@@ -1,4 +1,4 @@
-"""Clients that stop sending, stop reading or leave, before, during and after their step; steps are held."""
+"""Clients that half-close, stop reading or disconnect before, during and after their step."""
 
 import asyncio
 import socket
@@ -23,7 +23,7 @@ TEN = infer(*hidden_request(rows(1)), "X: 1").replace(b"HTTP/1.1", b"HTTP/1.0", 
 
 
 class Held:
-    """A server in this process, whose steps wait for `runner.gate`, and a client's socket."""
+    """A server in this process whose steps wait for `runner.gate`, and its port."""
 
     def __init__(self, server: Serving, runner: EchoRunner, port: int) -> None:
         self.server, self.runner, self.port = server, runner, port
@@ -39,7 +39,7 @@ class Held:
 
 
 def held(check: Callable[[Held], Coroutine[Any, Any, None]], settings: dict[str, Any] | None = None) -> None:
-    """Run `check` on uvloop, which the server runs on, with a server whose gate is closed."""
+    """Run `check` on uvloop, like the server itself, with a server whose gate is closed."""
 
     async def run() -> None:
         runner = EchoRunner()
@@ -64,7 +64,7 @@ def leave(sock: socket.socket, reset: bool) -> None:
 
 @pytest.mark.parametrize("reset", [True, False])
 @pytest.mark.parametrize("request_bytes", [REQUEST, LAST], ids=["keep-alive", "close"])
-def test_one_that_leaves_while_waiting_is_taken_out_of_the_queue(reset: bool, request_bytes: bytes) -> None:
+def test_a_disconnect_in_the_queue_removes_the_request(reset: bool, request_bytes: bytes) -> None:
     async def check(this: Held) -> None:
         with connect(this.port) as first, connect(this.port) as sock:
             first.sendall(REQUEST)
@@ -83,7 +83,7 @@ def test_one_that_leaves_while_waiting_is_taken_out_of_the_queue(reset: bool, re
 
 @pytest.mark.parametrize("reset", [True, False])
 @pytest.mark.parametrize("request_bytes", [REQUEST, LAST, TEN], ids=["keep-alive", "close", "1.0"])
-def test_one_that_leaves_during_its_step_is_counted_as_gone(reset: bool, request_bytes: bytes) -> None:
+def test_a_disconnect_during_the_step_counts_as_499(reset: bool, request_bytes: bytes) -> None:
     async def check(this: Held) -> None:
         sock = connect(this.port)
         sock.sendall(request_bytes)
@@ -97,7 +97,7 @@ def test_one_that_leaves_during_its_step_is_counted_as_gone(reset: bool, request
 
 
 @pytest.mark.parametrize("reset", [True, False])
-def test_pipelined_requests_of_one_that_left_are_each_counted(reset: bool) -> None:
+def test_a_disconnect_counts_every_pipelined_request(reset: bool) -> None:
     async def check(this: Held) -> None:
         sock = connect(this.port)
         sock.sendall(5 * REQUEST)
@@ -111,7 +111,7 @@ def test_pipelined_requests_of_one_that_left_are_each_counted(reset: bool) -> No
     held(check)
 
 
-def test_one_that_stops_sending_is_told_that_its_request_goes_on_and_answered() -> None:
+def test_a_half_closed_client_gets_100_continue_and_its_response() -> None:
     async def check(this: Held) -> None:
         with connect(this.port) as sock:
             sock.sendall(REQUEST + REQUEST)
@@ -154,7 +154,7 @@ def test_http_1_0_gets_no_interim_response() -> None:
                 sock.sendall(request)
                 await this.in_step() if sock is old else await this.waiting(1)
                 sock.shutdown(socket.SHUT_WR)
-            # The later of the two has had its interim response.
+            # The later of the two has received its interim response.
             assert await asyncio.to_thread(new.recv, 1000) == b"HTTP/1.1 100 Continue\r\n\r\n"
             this.runner.gate.set()
             (answer,) = await asyncio.to_thread(read_to_end, old)
@@ -163,7 +163,7 @@ def test_http_1_0_gets_no_interim_response() -> None:
     held(check)
 
 
-def test_an_answer_that_is_never_read_is_dropped_and_counted() -> None:
+def test_a_response_that_is_never_read_is_dropped_and_counted() -> None:
     tokens = 32768
     limits = {
         "max_request_tokens": tokens,

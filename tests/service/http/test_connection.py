@@ -1,4 +1,4 @@
-"""What a connection takes for a request, in which order it answers, and what it refuses: over raw sockets."""
+"""Which input a connection accepts or refuses, and the order of its responses, over raw sockets."""
 
 import contextlib
 import json
@@ -38,7 +38,7 @@ def test_an_upgrade_is_ignored(server: ServerProcess, protocol: str, pieces: int
         cut = {1: [], 2: [len(request) - len(body)], 3: [40, len(request) - 7]}[pieces]
         for begin, end in zip([0, *cut], [*cut, len(request)], strict=True):
             sock.sendall(request[begin:end])
-            server.get("/v2/health/live")  # by its answer the server has read the piece
+            server.get("/v2/health/live")  # once it answers, the server has read the piece
         answer = read_answer(sock)
         assert answer.status == 200
         assert len(answer.body) - int(answer.headers["inference-header-content-length"]) == 4 * HIDDEN
@@ -46,7 +46,7 @@ def test_an_upgrade_is_ignored(server: ServerProcess, protocol: str, pieces: int
         assert [after.status for after in read_to_end(sock)] == [200], "the same connection"
 
 
-def test_a_body_after_an_upgrade_is_no_request(server: ServerProcess) -> None:
+def test_a_body_after_an_upgrade_is_not_parsed_as_a_request(server: ServerProcess) -> None:
     inside = head("PUT /v1/partitions HTTP/1.1", "Content-Length: 2") + b"{}"
     upgrade = ("Connection: Upgrade", "Upgrade: h2c", f"Content-Length: {len(inside)}")
     request = head(f"POST {INFER} HTTP/1.1", *upgrade) + inside
@@ -62,7 +62,7 @@ def test_thousands_of_upgrades_at_once(server: ServerProcess) -> None:
     assert [answer.status for answer in got] == [200] * 3001
 
 
-def test_connect_is_refused_and_nothing_after_it_is_run(server: ServerProcess) -> None:
+def test_connect_is_refused_and_nothing_after_it_is_executed(server: ServerProcess) -> None:
     (answer,) = ask(server.port, head("CONNECT other:80 HTTP/1.1") + LAST)
     assert (answer.status, answer.error) == (501, "method: expected one of this API, got CONNECT")
     assert answer.headers["connection"] == "close"
@@ -111,10 +111,10 @@ def test_other_versions_get_505(server: ServerProcess, line: str, version: str) 
             400,
             "target: expected a path or a URL, got 'http://x:99999/'",
         ),
-        (b"\x16\x03\x01\x02\x00\x01", 400, "request: expected HTTP/1.1, got an error in it: "),
+        (b"\x16\x03\x01\x02\x00\x01", 400, "request: expected HTTP/1.1, got invalid input: "),
     ],
 )
-def test_what_is_ambiguous_or_no_request_is_refused(
+def test_ambiguous_and_invalid_requests_are_refused(
     server: ServerProcess, data: bytes, status: int, text: str
 ) -> None:
     (answer,) = ask(server.port, data + b"0\r\n\r\n" + LIVE)
@@ -176,7 +176,7 @@ def test_heads_beyond_the_limits_get_431(server: ServerProcess) -> None:
     ],
     ids=["headers", "trailers"],
 )
-def test_headers_without_end_are_refused_while_they_come(
+def test_endless_headers_are_refused_while_they_arrive(
     server: ServerProcess, before: bytes, piece: bytes
 ) -> None:
     with connect(server.port) as sock:
@@ -196,10 +196,10 @@ def test_headers_without_end_are_refused_while_they_come(
         assert b'{"error"' in data
         assert sent < 16 << 20
         sock.settimeout(30)
-        assert sock.recv(65536) == b"", "and no more is said"
+        assert sock.recv(65536) == b"", "the connection is closed without another response"
 
 
-def test_limits_of_a_head_are_settings() -> None:
+def test_the_limits_of_a_head_are_settings() -> None:
     class Parser:
         def get_http_version(self) -> str:
             return "1.1"
@@ -220,17 +220,17 @@ def test_limits_of_a_head_are_settings() -> None:
         check_head(Parser(), b"/", [*whole, (b"b", b"")], limits, 1025)  # type: ignore[arg-type]
 
 
-def test_nothing_is_run_after_the_last_request(server: ServerProcess) -> None:
+def test_nothing_is_executed_after_the_last_request(server: ServerProcess) -> None:
     assert [answer.status for answer in ask(server.port, LAST + LIVE + LIVE)] == [200]
 
 
-def test_a_refusal_waits_for_its_turn(server: ServerProcess) -> None:
+def test_a_refusal_follows_the_pending_responses(server: ServerProcess) -> None:
     request = infer(*hidden_request(rows(1)))
     got = ask(server.port, request + LIVE + request + b"nonsense\r\n\r\n" + LIVE)
     assert [answer.status for answer in got] == [200, 200, 200, 400]
 
 
-def test_a_refused_head_gets_no_body(server: ServerProcess) -> None:
+def test_a_refused_head_request_gets_no_body(server: ServerProcess) -> None:
     with connect(server.port) as sock:
         sock.sendall(head("HEAD /v2 HTTP/3.0"))
         data = sock.recv(65536)
@@ -245,16 +245,16 @@ def counted(server: ServerProcess, status: int) -> float:
     return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))
 
 
-def test_a_broken_body_is_refused_and_counted_as_what_it_is(server: ServerProcess) -> None:
+def test_an_invalid_body_is_refused_and_counted_as_400(server: ServerProcess) -> None:
     before = counted(server, 400)
     request = head(f"POST {INFER} HTTP/1.1", "Transfer-Encoding: chunked") + b"4\r\nabcd\r\nnonsense\r\n"
     (answer,) = ask(server.port, request)
     assert answer.status == 400
-    assert answer.error.startswith("request: expected HTTP/1.1, got an error in it: ")
+    assert answer.error.startswith("request: expected HTTP/1.1, got invalid input: ")
     wait_for(lambda: counted(server, 400) == before + 1, "it is counted")
 
 
-def test_a_client_that_stops_sending_gets_its_answers(server: ServerProcess) -> None:
+def test_a_half_closed_client_gets_its_responses(server: ServerProcess) -> None:
     request = infer(*hidden_request(rows(1)))
     for data, number in ((request, 1), (request + LIVE + request, 3), (request + LIVE[:20], 1)):
         got = ask(server.port, data, half_close=True)
@@ -263,7 +263,7 @@ def test_a_client_that_stops_sending_gets_its_answers(server: ServerProcess) -> 
     assert ask(server.port, b"", half_close=True) == []
 
 
-def test_half_a_body_before_the_end_is_no_request(server: ServerProcess) -> None:
+def test_an_incomplete_body_at_the_end_counts_as_499(server: ServerProcess) -> None:
     before = counted(server, 499)
     request = infer(*hidden_request(rows(1)))
     assert ask(server.port, request[:-1], half_close=True) == []

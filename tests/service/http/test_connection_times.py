@@ -1,4 +1,4 @@
-"""How long a connection may be silent or slow, and how many there may be: over raw sockets."""
+"""Timeouts of silent and slow connections, and their maximum number, over raw sockets."""
 
 import resource
 import socket
@@ -32,7 +32,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 class Dribble(threading.Thread):
-    """Sends `piece` again and again until the server has closed the connection."""
+    """Sends `piece` repeatedly until the server closes the connection."""
 
     def __init__(self, sock: socket.socket, piece: bytes) -> None:
         super().__init__()
@@ -63,20 +63,20 @@ def test_an_idle_connection_is_closed(server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"G", LIVE[:-2], LIVE + LIVE[:-2]], ids=["byte", "most", "after another"])
-def test_half_a_head_and_then_silence(server: ServerProcess, sent: bytes) -> None:
+def test_an_incomplete_head_times_out(server: ServerProcess, sent: bytes) -> None:
     got = ask(server.port, sent)
     if len(sent) > len(LIVE):
         assert got.pop(0).status == 200
     for answer in got:
         assert answer.status == 408
-        assert answer.error == "headers: expected all of them within 1.5 s, got a part of them"
+        assert answer.error == "headers: expected all headers within 1.5 s, got a part of them"
         assert answer.headers["connection"] == "close"
-    assert got or len(sent) > len(LIVE), "after another request it is idleness, too"
+    assert got or len(sent) > len(LIVE), "after another request, it also counts as idle"
 
 
 @pytest.mark.parametrize("piece", [b"x", b"\r\n"], ids=["head", "blank lines"])
 @pytest.mark.parametrize("before", [b"", LIVE], ids=["first", "second"])
-def test_a_head_that_trickles_is_given_up(server: ServerProcess, piece: bytes, before: bytes) -> None:
+def test_a_slow_head_times_out(server: ServerProcess, piece: bytes, before: bytes) -> None:
     begin = b"" if piece == b"\r\n" else b"GET /v2 HTTP/1.1\r\nX: "
     with connect(server.port) as sock:
         if before:
@@ -91,7 +91,7 @@ def test_a_head_that_trickles_is_given_up(server: ServerProcess, piece: bytes, b
     assert answer.status == 408
 
 
-def test_a_body_that_trickles_after_its_answer_is_given_up(server: ServerProcess) -> None:
+def test_a_slow_body_after_its_response_times_out(server: ServerProcess) -> None:
     with connect(server.port) as sock:
         sock.sendall(head(f"POST {INFER} HTTP/1.1", f"Content-Length: {2 << 20}"))
         assert read_answer(sock).status == 413
@@ -100,7 +100,7 @@ def test_a_body_that_trickles_after_its_answer_is_given_up(server: ServerProcess
         assert not dribble.is_alive()
 
 
-def test_a_body_after_its_answer_keeps_the_connection(server: ServerProcess) -> None:
+def test_a_body_after_its_response_keeps_the_connection_open(server: ServerProcess) -> None:
     with connect(server.port) as sock:
         sock.sendall(head(f"POST {INFER} HTTP/1.1", f"Content-Length: {2 << 20}"))
         assert read_answer(sock).status == 413
@@ -110,7 +110,7 @@ def test_a_body_after_its_answer_keeps_the_connection(server: ServerProcess) -> 
         assert read_to_end(sock) == [], "idle again"
 
 
-def test_connections_beyond_the_bound_get_503(tmp_path: Path) -> None:
+def test_connections_beyond_the_limit_get_503(tmp_path: Path) -> None:
     with server_process(tiny_settings({"max_connections": 2}), tmp_path) as server:
         wait_for(lambda: ask(server.port, LAST)[0].status == 200, "the health check's connection is closed")
         socks = [connect(server.port) for _ in range(2)]
@@ -120,40 +120,40 @@ def test_connections_beyond_the_bound_get_503(tmp_path: Path) -> None:
         for data in (b"", LIVE, infer(*hidden_request(rows(64)))):
             (answer,) = ask(server.port, data)
             assert answer.status == 503
-            assert answer.error == "connections: expected at most 2, got one more"
+            assert answer.error == "connections: expected at most 2, got 3"
             assert (answer.headers["connection"], answer.headers["retry-after"]) == ("close", "1")
         for sock in socks:
             sock.sendall(LIVE)
-            assert read_answer(sock).status == 200, "nobody lost a place"
+            assert read_answer(sock).status == 200, "open connections are kept"
         socks[0].close()
-        wait_for(lambda: ask(server.port, LAST)[0].status == 200, "there is a place again")
+        wait_for(lambda: ask(server.port, LAST)[0].status == 200, "a connection is free again")
         socks[1].close()
         assert server.log().count("limits.max_connections: 2 are open, and more are refused") == 1
 
 
-def test_many_silent_connections_beyond_the_bound_leave(tmp_path: Path) -> None:
+def test_many_silent_connections_beyond_the_limit_are_closed(tmp_path: Path) -> None:
     with server_process(tiny_settings({"max_connections": 1}), tmp_path) as server:
         with ExitStack() as stack:
             socks = [stack.enter_context(connect(server.port)) for _ in range(600)]
             ends = [sock.recv(4096)[:12] for sock in socks[1:]]
-        assert set(ends) == {b"HTTP/1.1 503", b""}, "when too many linger, they are just closed"
-        wait_for(lambda: ask(server.port, LAST)[0].status == 200, "there is a place again")
+        assert set(ends) == {b"HTTP/1.1 503", b""}, "if too many linger, others are just closed"
+        wait_for(lambda: ask(server.port, LAST)[0].status == 200, "a connection is free again")
 
 
 @pytest.mark.parametrize(
     ("limits", "count", "expected"),
     [((100, 1000), 500, 500), ((100, 1000), 2000, 1000), ((500, 1000), 500, None), ((-1, -1), 500, None)],
 )
-def test_the_bound_on_open_files_is_raised(
+def test_the_limit_on_open_files_is_raised(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     limits: tuple[int, int],
     count: int,
     expected: int | None,
 ) -> None:
-    asked: list[tuple[int, int]] = []
+    limits_set: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda which: limits)
-    monkeypatch.setattr(resource, "setrlimit", lambda which, pair: asked.append(pair))
+    monkeypatch.setattr(resource, "setrlimit", lambda which, pair: limits_set.append(pair))
     allow_files(count)
-    assert asked == ([] if expected is None else [(expected, limits[1])])
+    assert limits_set == ([] if expected is None else [(expected, limits[1])])
     assert ("got 1000 (ulimit -n)" in caplog.text) == (count == 2000)

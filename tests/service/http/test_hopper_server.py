@@ -1,4 +1,4 @@
-"""A server on the Hopper backend, asked by the real client: the same answers as the reference layer's."""
+"""A server on the Hopper backend, through tritonclient, compared with the reference layer."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -70,13 +70,13 @@ def test_both_backends_give_the_same_answers(tmp_path: Path) -> None:
     for ours, theirs in zip(hopper, reference, strict=True):
         difference = Diff()
         difference.add(torch.from_numpy(ours.copy()), torch.from_numpy(theirs.copy()))
-        # The CPU rounds activations to bf16 and Hopper to FP8: 1e-3 on average, more or less of few tokens.
+        # The CPU rounds activations to bf16, Hopper to FP8: 1e-3 on average, with variation over few tokens.
         bound = 2e-3 if len(ours) >= 16 else 1e-2
         assert difference.value < bound, difference.value
 
 
 def test_answers_stay_the_same_while_partitions_change(tmp_path: Path) -> None:
-    """Small steps are CUDA graphs, and every change of partitions ends those there are."""
+    """Small steps are CUDA graphs, which every change of partitions invalidates."""
     weights = tmp_path / "weights.safetensors"
     shape = LayerShape(hidden_size=HIDDEN, intermediate_size=256, num_experts=16, top_k=4)
     save_weights(weights, random_weights(shape, 3, torch.device("cpu")))

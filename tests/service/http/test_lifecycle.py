@@ -1,4 +1,4 @@
-"""Loading, a full queue, timeouts and draining, seen over HTTP."""
+"""Loading, a full queue, timeouts and draining, over HTTP."""
 
 import asyncio
 import threading
@@ -57,13 +57,13 @@ async def test_a_request_waits_no_longer_than_its_timeout() -> None:
         assert await asyncio.to_thread(runner.entered.acquire, True, 10)
         body, length = hidden_request(rows(1), parameters={"timeout": 20_000}, id="t")
         text = error_of(await server.infer(body, length), 503)
-        assert text == "the request waited for its timeout of 0.02 s (request id: t)"
+        assert text == "the request's timeout of 0.02 s expired in the queue (request id: t)"
         runner.gate.set()
         output_of(await first)
-    assert runner.steps == [[3]], "what timed out was never computed"
+    assert runner.steps == [[3]], "the request that timed out was never computed"
 
 
-async def test_not_ready_while_every_step_fails_and_ready_by_itself_afterwards() -> None:
+async def test_not_ready_while_every_step_fails_and_ready_again_afterwards() -> None:
     runner = EchoRunner(poison=0.0)  # what a health check sends
     zeros = hidden_request(np.zeros((1, HIDDEN), np.float32))
     async with serving(tiny_settings(), serving_runner(runner)) as server:
@@ -74,18 +74,18 @@ async def test_not_ready_while_every_step_fails_and_ready_by_itself_afterwards()
         index = (await server.http.post("/v2/repository/index")).json()
         assert (index[0]["state"], index[0]["reason"]) == (
             "UNAVAILABLE",
-            "the last 5 steps or more failed of model tiny",
+            "model tiny: at least the last 5 steps failed",
         )
         assert len(runner.steps) == 5
         for path in ("/v2/health/ready", "/v2/models/tiny/ready"):
-            assert "steps or more failed" in error_of(await server.http.get(path), 503)
+            assert "steps failed" in error_of(await server.http.get(path), 503)
         runner.poison = None
         await until(lambda: server.metric("model_ready", model="tiny") == 1)
         assert (await server.http.get("/v2/health/ready")).status_code == 200
         output_of(await server.infer(*zeros))
 
 
-async def test_one_bad_request_among_good_ones_harms_no_readiness() -> None:
+async def test_a_few_failed_steps_do_not_affect_readiness() -> None:
     runner = EchoRunner(poison=0.0)
     zeros = hidden_request(np.zeros((1, HIDDEN), np.float32))
     async with serving(tiny_settings(), serving_runner(runner)) as server:
@@ -143,7 +143,7 @@ async def test_draining_answers_with_connection_close_and_is_not_ready() -> None
         assert error_of(await server.infer(*GOOD), 503) == "the server is shutting down"
 
 
-async def test_a_caller_that_leaves_while_waiting_is_taken_out_of_the_queue() -> None:
+async def test_a_caller_that_disconnects_is_removed_from_the_queue() -> None:
     runner = EchoRunner()
     body, length = GOOD
     gone = asyncio.Event()
@@ -181,7 +181,7 @@ async def test_a_caller_that_leaves_while_waiting_is_taken_out_of_the_queue() ->
     assert runner.steps == [[3]]
 
 
-async def test_after_sigterm_requests_are_taken_until_the_delay_is_over() -> None:
+async def test_after_sigterm_requests_are_accepted_until_the_delay_is_over() -> None:
     async with serving(tiny_settings(shutdown_delay_seconds=0.2)) as server:
         drain = asyncio.ensure_future(server.app.engine.drain())
         await asyncio.sleep(0)
@@ -191,7 +191,7 @@ async def test_after_sigterm_requests_are_taken_until_the_delay_is_over() -> Non
         error_of(await server.infer(*GOOD), 503)
 
 
-async def test_a_drain_that_takes_too_long_says_so(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_drain_that_times_out_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     runner = EchoRunner()
     settings = tiny_settings(drain_timeout_seconds=0.05)
     async with serving(settings, serving_runner(runner)) as server:
@@ -207,7 +207,7 @@ async def test_a_drain_that_takes_too_long_says_so(caplog: pytest.LogCaptureFixt
     assert "still unanswered after drain_timeout_seconds" in caplog.text
 
 
-async def test_a_server_stopped_while_loading_stops_loading(caplog: pytest.LogCaptureFixture) -> None:
+async def test_stopping_during_loading_cancels_it(caplog: pytest.LogCaptureFixture) -> None:
     started = threading.Event()
 
     def endless(_: Settings, cancelled: Cancelled) -> Loaded:

@@ -1,4 +1,4 @@
-"""Everything that can be wrong with a request: the status, one form, and the next request works."""
+"""Invalid requests: the status, one error format, and the next request works."""
 
 import json
 import logging
@@ -35,7 +35,7 @@ GOOD = hidden_request(rows(3))
         ([0, 1], [float("inf"), 0.5], "topk_weights"),
     ],
 )
-async def test_routing_that_no_layer_can_follow(ids: list[int], weights: list[float], expected: str) -> None:
+async def test_invalid_routing_is_refused(ids: list[int], weights: list[float], expected: str) -> None:
     tensors = {
         "hidden_states": ("FP32", [1, HIDDEN], rows(1).tobytes()),
         "topk_ids": ("INT32", [1, 2], np.array(ids, np.int32).tobytes()),
@@ -68,11 +68,11 @@ async def test_routing_that_no_layer_can_follow(ids: list[int], weights: list[fl
             "method: expected GET, HEAD or PUT at '/v1/partitions', got 'DELETE'",
         ),
         ("GET", "/v2/repository/index", 405, "method: expected POST at '/v2/repository/index', got 'GET'"),
-        ("POST", "/v2/models/tiny/infer", 400, "request: expected JSON, got an error in it: "),
+        ("POST", "/v2/models/tiny/infer", 400, "request: expected JSON, got invalid JSON: "),
         ("GET", "/v1/partitions", 409, "partitions: expected a backend whose device has SMs"),
     ],
 )
-async def test_errors_have_one_form(method: str, path: str, status: int, expected: str) -> None:
+async def test_errors_have_one_format(method: str, path: str, status: int, expected: str) -> None:
     async with serving(tiny_settings()) as server:
         response = await server.http.request(method, path)
         assert expected in error_of(response, status)
@@ -104,7 +104,7 @@ LONG = "x" * 60_000
         ("PUT", "/v1/partitions", {}, json.dumps({"partitions": dict.fromkeys(range(999), 8)}).encode(), 422),
     ],
 )
-async def test_no_error_repeats_what_is_long(
+async def test_errors_shorten_long_values(
     method: str, path: str, headers: dict[str, str], body: bytes, status: int
 ) -> None:
     async with serving(tiny_settings()) as server:
@@ -121,13 +121,13 @@ async def test_an_unknown_model_gets_the_first_names_of_many() -> None:
 
 
 @pytest.mark.parametrize("body", [b"[]", b"{", b'{"ready": 1}'])
-async def test_a_wrong_index_request(body: bytes) -> None:
+async def test_invalid_index_requests_are_refused(body: bytes) -> None:
     async with serving(tiny_settings()) as server:
         error_of(await server.http.post("/v2/repository/index", content=body), 400)
 
 
 @pytest.mark.parametrize("length", ["-1", "x", "1e3", "9" * 30, "", "+5"])
-async def test_header_lengths_that_are_no_numbers(length: str) -> None:
+async def test_header_lengths_that_are_not_numbers(length: str) -> None:
     async with serving(tiny_settings()) as server:
         response = await server.infer(GOOD[0], Inference_Header_Content_Length=length)
         text = f"Inference-Header-Content-Length: expected a number of bytes, got {length!r}"
@@ -135,7 +135,7 @@ async def test_header_lengths_that_are_no_numbers(length: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["Inference-Header-Content-Length", "Content-Length"])
-async def test_a_length_may_come_twice_if_it_is_the_same(name: str) -> None:
+async def test_a_length_may_be_repeated_if_it_agrees(name: str) -> None:
     right = {"Inference-Header-Content-Length": GOOD[1], "Content-Length": len(GOOD[0])}
     once = [(header, str(length)) for header, length in right.items()]
     path = "/v2/models/tiny/infer"
@@ -158,11 +158,11 @@ async def test_json_that_takes_long_to_parse_is_refused_and_binary_is_not() -> N
         body = json.dumps({"inputs": [numbers]}).encode()
         assert len(body) > 2000
         text = error_of(await server.infer(body, None), 413)
-        assert text == f"JSON: expected at most 2000 bytes, got {len(body)}: use binary"
+        assert text == f"JSON: expected at most 2000 bytes, got {len(body)}; send tensors in binary"
         output_of(await server.infer(*hidden_request(rows(60))))
 
 
-async def test_bodies_past_the_limit_are_refused_whatever_they_claim() -> None:
+async def test_bodies_beyond_the_limit_are_refused_with_any_content_length() -> None:
     async def chunks() -> AsyncIterator[bytes]:
         for _ in range(20):
             yield bytes(1000)
@@ -180,7 +180,7 @@ async def test_bodies_past_the_limit_are_refused_whatever_they_claim() -> None:
         output_of(await server.infer(*GOOD))
 
 
-async def test_too_many_tokens() -> None:
+async def test_too_many_tokens_are_refused() -> None:
     async with serving(tiny_settings()) as server:
         text = error_of(await server.infer(*hidden_request(rows(65), id="q")), 400)
         assert text == "request: expected at most 64 tokens, got 65 (request id: q)"
@@ -192,11 +192,11 @@ async def test_a_failing_step_is_a_500_and_the_next_request_works(caplog: pytest
     async with serving(tiny_settings(), serving_runner(runner)) as server:
         with caplog.at_level(logging.CRITICAL):
             text = error_of(await server.infer(*hidden_request(bad, id="p")), 500)
-        assert text == "the layer failed: RuntimeError (request id: p)"
+        assert text == "the step failed: RuntimeError (request id: p)"
         output_of(await server.infer(*GOOD))
 
 
-async def test_a_bug_is_a_500_in_the_same_form(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_internal_error_is_a_500_in_the_same_format(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(EchoRunner):
         def validate(self, request: Any) -> None:
             raise ZeroDivisionError

@@ -1,4 +1,4 @@
-"""The end of the process: which signals, how fast, with what code, and what clients see."""
+"""Shutdown by signals: how fast, with which exit code, and what clients receive."""
 
 import signal
 import socket
@@ -20,7 +20,7 @@ from tests.service.waiting import wait_for
 
 pytestmark = pytest.mark.slow  # a server process each
 
-# With the two threads that a server gets here, a step of so many tokens (1.6 TFLOP) takes seconds on any CPU.
+# With the two threads of a server here, a step of this many tokens (1.6 TFLOP) takes seconds on any CPU.
 SLOW_TOKENS = 8192
 SLOW = {
     "name": "tiny",
@@ -36,7 +36,7 @@ SLOW = {
 def in_a_slow_step(
     directory: Path, tokens: int = SLOW_TOKENS, **settings: float
 ) -> Iterator[tuple[ServerProcess, list[socket.socket]]]:
-    """A server in a step for its first client; the next waits, one has sent half, and the last nothing."""
+    """A server that runs a step for one client; the next waits, one has sent half a request, one nothing."""
     limits = {
         "max_request_tokens": tokens,
         "max_batch_tokens": tokens,  # so that the two never share a step
@@ -59,7 +59,7 @@ def in_a_slow_step(
 def ended(sock: socket.socket) -> list[Answer]:
     try:
         return read_to_end(sock)
-    except ConnectionResetError:  # bytes of its request were still on their way
+    except ConnectionResetError:  # the server had not read all of its request
         return []
 
 
@@ -71,7 +71,7 @@ def ended(sock: socket.socket) -> list[Answer]:
     ],
     ids=lambda signals: "+".join(number.name for number in signals),
 )
-def test_a_second_signal_ends_it_at_once(tmp_path: Path, signals: tuple[signal.Signals, ...]) -> None:
+def test_a_second_signal_exits_at_once(tmp_path: Path, signals: tuple[signal.Signals, ...]) -> None:
     with in_a_slow_step(tmp_path) as (server, socks):
         server.process.send_signal(signals[0])
         wait_for(lambda: "shutting down" in server.log(), "the first signal took effect")
@@ -80,18 +80,18 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path, signals: tuple[signal.S
         for sock in socks[:2]:
             (answer,) = read_to_end(sock)
             assert answer.status == 503
-            assert answer.error == "the server was stopped before the answer was ready"
+            assert answer.error == "the server was stopped before the response was ready"
             assert answer.headers["connection"] == "close"
         assert ended(socks[2])[0].status == 503
         assert ended(socks[3]) == []
         assert server.process.wait(30) == 1
-        assert time.monotonic() - started < 5, "no step is waited for"
+        assert time.monotonic() - started < 5, "it does not wait for the step"
         log = server.log()
         for word in ("Traceback", "Error", "ERROR", "terminate"):
             assert word not in log
 
 
-def test_a_step_longer_than_the_drain_ends_with_1_and_json(tmp_path: Path) -> None:
+def test_a_step_longer_than_the_drain_timeout_exits_with_1_and_json(tmp_path: Path) -> None:
     with in_a_slow_step(tmp_path, drain_timeout_seconds=0.2) as (server, socks):
         server.terminate()
         for sock in socks[:2]:
@@ -114,7 +114,7 @@ def test_one_signal_drains(tmp_path: Path, number: signal.Signals) -> None:
         assert "shutting down" in server.log()
 
 
-def test_clients_that_do_not_read_their_answers_make_it_exit_with_1(tmp_path: Path) -> None:
+def test_unread_responses_make_it_exit_with_1(tmp_path: Path) -> None:
     tokens = 32768
     limits = {
         "max_request_tokens": tokens,
@@ -138,7 +138,7 @@ def test_clients_that_do_not_read_their_answers_make_it_exit_with_1(tmp_path: Pa
         assert "Traceback" not in server.log()
 
 
-def test_clients_that_left_their_answers_do_not_hold_up_the_end(tmp_path: Path) -> None:
+def test_clients_that_disconnected_do_not_delay_shutdown(tmp_path: Path) -> None:
     with in_a_slow_step(tmp_path, SLOW_TOKENS // 4, drain_timeout_seconds=60) as (server, socks):
         for sock in socks[1:]:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -149,7 +149,7 @@ def test_clients_that_left_their_answers_do_not_hold_up_the_end(tmp_path: Path) 
         assert server.process.wait(30) == 0
 
 
-def test_nohup_stays_in_force(tmp_path: Path) -> None:
+def test_sighup_is_ignored_under_nohup(tmp_path: Path) -> None:
     log = tmp_path / "server.log"
     command: list[str | Path] = [
         "nohup",
@@ -169,7 +169,7 @@ def test_nohup_stays_in_force(tmp_path: Path) -> None:
         server.wait_ready()
         process.send_signal(signal.SIGHUP)
         process.terminate()
-        assert process.wait(30) == 0, "of two signals one counts"
+        assert process.wait(30) == 0, "only one of the two signals counts"
         assert log.read_text().count("shutting down") == 1
     finally:
         process.kill()

@@ -1,4 +1,4 @@
-"""The unmodified client of another server, against a real process, against the same layer run directly."""
+"""Triton's unmodified client with a real server process, compared with the same layer run directly."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,7 +44,7 @@ def tensor(
 
 
 def expected(runner: Runner, values: npt.NDArray[Any], datatype: str = "FP32") -> npt.NDArray[Any]:
-    """The layer's own answer, without any HTTP."""
+    """The layer's output, without HTTP."""
     request = LayerRequest(len(values), values.tobytes(), datatype, None, "INT32", None, "FP32")
     return np.frombuffer(runner.run([request]).outputs[0], np.float32).reshape(values.shape)
 
@@ -75,7 +75,7 @@ def test_fp32(client: Any, runner: Runner, binary_in: bool, binary_out: bool | N
 
 
 @pytest.mark.parametrize(("datatype", "dtype"), [("FP16", np.float16), ("BF16", ml_dtypes.bfloat16)])
-def test_sixteen_bits(client: Any, runner: Runner, datatype: str, dtype: Any) -> None:
+def test_sixteen_bit_datatypes(client: Any, runner: Runner, datatype: str, dtype: Any) -> None:
     values = rows(7).astype(dtype)
     answer = client.infer("tiny", [tensor(values, datatype=datatype)]).as_numpy("hidden_states")
     assert answer.dtype == dtype
@@ -164,5 +164,5 @@ def test_errors_reach_the_caller_and_the_next_request_works(
     assert client.infer("tiny", [tensor(rows(1))]).as_numpy("hidden_states").shape == (1, HIDDEN)
 
 
-def test_the_directory_of_the_config_is_not_needed_any_more(server: ServerProcess, tmp_path: Path) -> None:
+def test_the_config_is_not_needed_after_the_start(server: ServerProcess, tmp_path: Path) -> None:
     assert server.process.poll() is None

@@ -1,4 +1,4 @@
-"""What service/http relies on in uvicorn and httptools beyond their documentation: each by its name."""
+"""The undocumented parts of uvicorn and httptools that service/http uses still exist."""
 
 import asyncio
 import inspect
@@ -82,7 +82,7 @@ def test_a_cycle_has(name: str) -> None:
     )
 
 
-def test_the_rest_is_there() -> None:
+def test_other_internals_exist() -> None:
     assert {"write_paused", "drain", "resume_reading"} <= {*dir(FlowControl), *vars_of(FlowControl)}
     assert {"connections", "tasks", "default_headers"} <= vars(ServerState()).keys()
     assert STATUS_LINE[431].startswith(b"HTTP/1.1 431 ")
@@ -93,5 +93,5 @@ def test_the_rest_is_there() -> None:
 
 
 def vars_of(kind: type) -> set[str]:
-    """Attributes that a class gives its instances."""
+    """Attributes that a class sets on its instances."""
     return set(re.findall(r"self\.(\w+)\b.*=", inspect.getsource(kind)))

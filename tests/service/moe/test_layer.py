@@ -249,8 +249,8 @@ def test_layer_refuses_wrong_arguments(weights: ExpertWeights) -> None:
     cases: list[tuple[tuple[Tensor | None, ...], str]] = [
         ((hidden_states[:, :256],), r"hidden_states shape: expected \[T, 384\], got \(4, 256\)"),
         ((hidden_states.double(),), "hidden_states dtype: expected torch.bfloat16 or .*, got torch.float64"),
-        ((hidden_states, topk_ids), "topk_ids and topk_weights: expected both or neither, got one of them"),
-        ((hidden_states, None, topk_weights), "expected both or neither, got one of them"),
+        ((hidden_states, topk_ids), "topk_ids and topk_weights: expected both or neither, got one"),
+        ((hidden_states, None, topk_weights), "expected both or neither, got one"),
         ((hidden_states, topk_ids[:3], topk_weights), r"topk_ids shape: expected \(4, 3\), got \(3, 3\)"),
         (
             (hidden_states, topk_ids.long(), topk_weights),
@@ -279,7 +279,7 @@ def test_layer_refuses_wrong_arguments(weights: ExpertWeights) -> None:
         ((128, 128, 8, 0), r"top_k: expected 1 to num_experts \(8\), got 0"),
         ((128, 128, 8, 9), r"top_k: expected 1 to num_experts \(8\), got 9"),
         ((128, 128, 8, 2, -1), "num_shared_experts: expected at least 0, got -1"),
-        ((128, 128, 1024, 2, 1), "num_shared_experts: expected at most 1024 experts together .* got 1025"),
+        ((128, 128, 1024, 2, 1), "num_shared_experts: expected at most 1024 experts including .* got 1025"),
         ((128, 128, 8, 2, 0, range(9)), r"local_experts: expected a range of 0 to 7, got 0-8"),
         ((128, 128, 8, 2, 0, range(3, 3)), r"local_experts: expected a range of 0 to 7, got range\(3, 3\)"),
         ((128, 128, 8, 2, 0, range(0, 8, 2)), r"local_experts: expected .* got range\(0, 8, 2\)"),

@@ -1,4 +1,4 @@
-"""Settings: file, environment and flags over each other, and one sentence for everything impossible."""
+"""Settings: file, environment and flags override each other, and invalid ones are refused."""
 
 import json
 from pathlib import Path
@@ -29,14 +29,14 @@ def test_every_shipped_config_loads(path: Path) -> None:
     settings = load_settings(path)
     for model in settings.models:
         largest = settings.limits.max_request_tokens * model.hidden_size * 4
-        assert largest < settings.limits.max_body_bytes, "the largest allowed request in FP32 has to fit"
+        assert largest < settings.limits.max_body_bytes, "the largest allowed request fits in FP32"
 
 
 def test_there_are_configs_to_load() -> None:
     assert {path.stem for path in CONFIGS} >= {"demo", "h200-deepseek-v3", "h200-qwen3-30b-a3b"}
 
 
-def test_environment_lies_over_the_file_and_flags_over_both(
+def test_the_environment_overrides_the_file_and_flags_override_both(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert load_settings(config).port == 1000
@@ -45,7 +45,7 @@ def test_environment_lies_over_the_file_and_flags_over_both(
     settings = load_settings(config)
     assert settings.port == 2000
     assert settings.limits.max_queue_tokens == 7000
-    assert settings.limits.max_batch_tokens == 5000, "nested values of the file stay"
+    assert settings.limits.max_batch_tokens == 5000, "nested values of the file are kept"
     assert load_settings(config, [Flag("--port", "port", "3000")]).port == 3000
 
 
@@ -177,7 +177,7 @@ def test_settings_are_frozen(config: Path) -> None:
         ("models: [", r"expected YAML"),
     ],
 )
-def test_what_cannot_be_used_is_said_in_one_sentence(tmp_path: Path, text: str, expected: str) -> None:
+def test_invalid_settings_are_refused_with_one_sentence(tmp_path: Path, text: str, expected: str) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text)
     with pytest.raises(SettingsError, match=expected) as caught:
@@ -186,7 +186,7 @@ def test_what_cannot_be_used_is_said_in_one_sentence(tmp_path: Path, text: str, 
     assert "\n" not in str(caught.value)
 
 
-def test_a_wrong_flag_is_said_to_be_one(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_flag_is_named(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EXPERTD_PORT", "9000")
     with pytest.raises(SettingsError, match=r"^flag --port: port: .*65535, got '99999'"):
         load_settings(config, [Flag("--port", "port", "99999")])
@@ -206,14 +206,12 @@ def checkpoint_flags(*layers: str) -> list[Flag]:
         (["5-3"], r"^flag --layers: checkpoints\.0\.layers: expected ranges from a lower .*, got 5-3"),
     ],
 )
-def test_a_wrong_flag_for_a_checkpoint_is_said_to_be_one(
-    config: Path, layers: list[str], message: str
-) -> None:
+def test_an_invalid_flag_for_a_checkpoint_is_named(config: Path, layers: list[str], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         load_settings(config, checkpoint_flags(*layers))
 
 
-def test_the_environment_alone_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_alone_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SettingsError, match=r"^config: expected a file in --config or EXPERTD_CONFIG, or"):
         load_settings(None)
     monkeypatch.setenv("EXPERTD_MODELS", json.dumps([yaml.safe_load(MODEL)]))
@@ -229,7 +227,7 @@ def test_numbers_and_spans_are_inverse() -> None:
     assert spans([]) == ""
 
 
-def test_a_missing_file_is_said(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"none\.yaml: cannot be read: No such file"):
         load_settings(tmp_path / "none.yaml")
 
@@ -256,7 +254,7 @@ def test_a_missing_file_is_said(tmp_path: Path) -> None:
         ("EXPERTD_MODELS", "[{", r"^environment variable EXPERTD_MODELS: models: expected YAML, got "),
     ],
 )
-def test_a_wrong_variable_is_named(
+def test_an_invalid_variable_is_named(
     config: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, expected: str
 ) -> None:
     monkeypatch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""Which source gave a wrong value: the file and its line, the variable, or the flag, and no other."""
+"""Errors name the source of the invalid value: the file and line, the variable, or the flag."""
 
 from pathlib import Path
 
@@ -59,8 +59,8 @@ def config(tmp_path: Path) -> Path:
         ),
         (
             {"EXPERTD_MODELS__1__NAME": "n"},
-            r"^environment variable EXPERTD_MODELS__1__NAME: models: expected the number of one of its 1 "
-            r"entries, from 0 on, got '1'$",
+            r"^environment variable EXPERTD_MODELS__1__NAME: models: expected the index of one of its 1 "
+            r"entries, counted from 0, got '1'$",
         ),
         (
             {"EXPERTD_MODELS__0__PARTITION": "p", "EXPERTD_PARTITIONS": "{q: 8}"},
@@ -69,7 +69,7 @@ def config(tmp_path: Path) -> Path:
         ),
         (
             {"EXPERTD_PARTITIONS": "{q: 8, q: 9}"},
-            r"^environment variable EXPERTD_PARTITIONS: partitions\.q: expected once, got again .*1\)$",
+            r"^environment variable EXPERTD_PARTITIONS: partitions\.q: expected once, got twice .*1\)$",
         ),
         (
             {"EXPERTD_MODELS__0__WEIGHTS": "{seed: 1, path: /none}"},
@@ -82,7 +82,7 @@ def config(tmp_path: Path) -> Path:
         ),
     ],
 )  # fmt: skip
-def test_the_variable_that_gave_a_wrong_value_is_named(
+def test_the_variable_with_the_invalid_value_is_named(
     config: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: str
 ) -> None:
     for name, value in environment.items():
@@ -91,7 +91,7 @@ def test_the_variable_that_gave_a_wrong_value_is_named(
         load_settings(config)
 
 
-def test_a_file_is_blamed_for_its_own_values_only(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_named_only_for_its_own_values(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EXPERTD_LIMITS__MAX_QUEUE_TOKENS", "9000")
     config.write_text(config.read_text().replace("5000", "0"))
     with pytest.raises(SettingsError, match=r"^/.*config\.yaml:3: limits\.max_batch_tokens: .*, got 0$"):
@@ -101,24 +101,24 @@ def test_a_file_is_blamed_for_its_own_values_only(config: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("port: 1\nhost: a\nport: 2\n", r"bad\.yaml:3: port: expected once, got again \(first in line 1\)$"),
+        ("port: 1\nhost: a\nport: 2\n", r"bad\.yaml:3: port: expected once, got twice \(first on line 1\)$"),
         (
             "limits:\n  max_batch_tokens: 1\n  max_batch_tokens: 2\n",
-            r"bad\.yaml:3: limits\.max_batch_tokens: expected once, got again \(first in line 2\)$",
+            r"bad\.yaml:3: limits\.max_batch_tokens: expected once, got twice \(first on line 2\)$",
         ),
         (
             "models:\n  - name: a\n    top_k: 1\n    name: b\n",
-            r"bad\.yaml:4: models\.0\.name: expected once, got again \(first in line 2\)$",
+            r"bad\.yaml:4: models\.0\.name: expected once, got twice \(first on line 2\)$",
         ),
         ("a: [\nb: 1", r"bad\.yaml:2: expected YAML, got "),
-        ("limits: &a [*a]", r"bad\.yaml: expected YAML, got values within each other without end$"),
+        ("limits: &a [*a]", r"bad\.yaml: expected YAML, got values nested too deeply$"),
         ("port: 2024-99-99", r"bad\.yaml: expected YAML, got month must be in 1\.\.12"),
         (f'"{"x" * 500}": 1', r"bad\.yaml:1: 'x{59}: expected one of host, .*, got an unknown setting$"),
         ('"a\\nb": 1', r"bad\.yaml:1: 'a\\nb': expected one of host, .*, got an unknown setting$"),
         ("port: \x07", r"bad\.yaml: expected YAML, got "),
     ],
 )
-def test_what_is_no_yaml_or_has_a_key_twice_is_refused(tmp_path: Path, text: str, expected: str) -> None:
+def test_invalid_yaml_and_duplicate_keys_are_refused(tmp_path: Path, text: str, expected: str) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text)
     with pytest.raises(SettingsError, match=expected) as caught:
@@ -129,7 +129,7 @@ def test_what_is_no_yaml_or_has_a_key_twice_is_refused(tmp_path: Path, text: str
 @pytest.mark.parametrize(
     "name", ["_env_file", "_secrets_dir", "_cli_parse_args", "_build_sources", "self", "__pydantic_self__"]
 )
-def test_an_option_of_pydantic_settings_is_no_setting(config: Path, name: str) -> None:
+def test_an_option_of_pydantic_settings_is_not_a_setting(config: Path, name: str) -> None:
     config.write_text(f"{name}: [x]\n{config.read_text()}")
     with pytest.raises(
         SettingsError, match=rf"config\.yaml:1: {name}: expected one of .* an unknown setting$"
@@ -137,7 +137,7 @@ def test_an_option_of_pydantic_settings_is_no_setting(config: Path, name: str) -
         load_settings(config)
 
 
-def test_an_anchor_may_be_overridden_where_it_is_merged(tmp_path: Path) -> None:
+def test_a_merged_key_can_be_overridden(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(f"models:\n  - &first {MODEL}\n  - <<: *first\n    name: n\n    top_k: 9\n")
     with pytest.raises(SettingsError, match=r"config\.yaml:5.*: models\.1\.top_k: expected 1 to num_exp"):
@@ -146,16 +146,14 @@ def test_an_anchor_may_be_overridden_where_it_is_merged(tmp_path: Path) -> None:
     assert [(model.name, model.top_k) for model in load_settings(path).models] == [("m", 2), ("n", 1)]
 
 
-def test_the_environment_steps_into_a_list(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_can_set_an_entry_of_a_list(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EXPERTD_MODELS__0__LOCAL_EXPERTS", "0-1")
-    monkeypatch.setenv("EXPERTD_MODELS__0__WEIGHTS__SEED", "")  # empty: as if it were not there
+    monkeypatch.setenv("EXPERTD_MODELS__0__WEIGHTS__SEED", "")  # empty counts as unset
     (model,) = load_settings(config).models
     assert (model.name, model.local_experts, model.weights.seed) == ("m", "0-1", 0)
 
 
-def test_the_environment_steps_into_lists_and_mappings_with_yaml(
-    config: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_variable_can_hold_yaml_lists_and_mappings(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EXPERTD_MODELS__0", "{name: n, weights: {seed: 7}}")
     monkeypatch.setenv("EXPERTD_MODELS__0__PARTITION", "copy")
     monkeypatch.setenv("EXPERTD_PARTITIONS__COPY", "8")
@@ -188,7 +186,7 @@ def test_any_setting_can_be_a_flag(config: Path) -> None:
         "partitions": "{compute: 112}",
         "partitions.copy": "20",
         "models.0.partition": "compute",
-        "models.0.name": "123",  # text stays text
+        "models.0.name": "123",  # text is kept as text
         "access_log": "true",
     }
     settings = load_settings(config, [Flag(f"--set {key}", key, value) for key, value in flags.items()])
@@ -203,7 +201,7 @@ def test_any_setting_can_be_a_flag(config: Path) -> None:
     ].partition is None  # fmt: skip
 
 
-def test_a_wrong_flag_names_its_key(config: Path) -> None:
+def test_an_invalid_flag_is_reported_with_its_key(config: Path) -> None:
     with pytest.raises(SettingsError, match=r"^flag --set limits\.queue: limits\.queue: expected one of "):
         load_settings(config, [Flag("--set limits.queue", "limits.queue", "1")])
     with pytest.raises(SettingsError, match=r"^flag --set models: models: expected YAML, got "):
@@ -215,7 +213,7 @@ def test_a_log_level_may_be_in_capitals(config: Path, text: str) -> None:
     assert load_settings(config, [Flag("--log-level", "log_level", text)]).log_level == "info"
 
 
-def test_every_value_knows_where_it_came_from(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_value_has_its_origin(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EXPERTD_LIMITS__MAX_QUEUE_TOKENS", "7000")
     _, values = read_settings(config, [Flag("--port", "port", "3000")])
     assert values.origins(("port",)) == ["flag --port"]

@@ -1,4 +1,4 @@
-"""docs/settings.md lists every setting as the code has it, and its examples work."""
+"""docs/settings.md lists every setting as defined in the code, and its examples work."""
 
 import re
 import shlex
@@ -22,7 +22,7 @@ DOCUMENT = ROOT / "docs" / "settings.md"
 
 
 def leaves(model: type[BaseModel], key: tuple[str, ...] = ()) -> Iterator[str]:
-    """Every setting, found by another way than the table's."""
+    """Every setting, found independently of the table's code."""
     for name in model.model_fields:
         here, entry = (*key, name), (*key, name, "0")
         if (within := model_at(here)) is not None:
@@ -33,12 +33,12 @@ def leaves(model: type[BaseModel], key: tuple[str, ...] = ()) -> Iterator[str]:
             yield from leaves(within, entry)
 
 
-def test_the_table_is_the_codes() -> None:
+def test_the_table_matches_the_code() -> None:
     text = DOCUMENT.read_text()
     assert replaced(text) == text, "python -m expertd.service.settings.table docs/settings.md"
 
 
-def test_every_setting_has_a_line_with_a_meaning() -> None:
+def test_every_setting_has_a_row_with_a_meaning() -> None:
     lines = re.findall(
         r"^\| `([\w.]+)` \| (.+) \| (.+) \| (.*) \|$", replaced(f"{BEGIN}\n<!-- /settings -->"), re.M
     )
@@ -48,14 +48,14 @@ def test_every_setting_has_a_line_with_a_meaning() -> None:
         assert is_setting(tuple(name.replace(".N", ".0").split(".")))
 
 
-def test_a_table_that_is_out_of_date_is_found(
+def test_an_outdated_table_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     document = tmp_path / "settings.md"
     document.write_text(DOCUMENT.read_text().replace("`8000`", "`8001`"))
     monkeypatch.setattr(sys, "argv", ["table", str(document), "--check"])
     assert write_table() == 1
-    assert "expected the table of `python -m" in capsys.readouterr().err
+    assert "expected the table that `python -m" in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", ["table", str(document)])
     assert write_table() == 0
     assert document.read_text() == DOCUMENT.read_text()
@@ -69,7 +69,7 @@ def commands() -> list[str]:
 
 
 @pytest.mark.parametrize("command", commands())
-def test_the_examples_are_settings_that_can_be_read(
+def test_the_examples_are_valid_settings(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)

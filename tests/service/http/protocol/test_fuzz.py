@@ -1,4 +1,4 @@
-"""Whatever bytes arrive, the parser answers with a request or with an OipError, and with nothing else."""
+"""For any input, the parser returns a request or raises an OipError."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Parsing infer requests: what is taken, and the sentence for everything that is not."""
+"""Parsing infer requests: what is accepted, and the error for everything else."""
 
 import json
 import re
@@ -52,7 +52,7 @@ def test_a_raw_request_is_rows_of_the_models_datatype() -> None:
 
 
 @pytest.mark.parametrize("shape", [[0, 4], [3, 4]])
-def test_any_number_of_tokens_down_to_none(shape: list[int]) -> None:
+def test_any_number_of_tokens_including_zero(shape: list[int]) -> None:
     entry = ONE_ROW | {"shape": shape, "data": [0.0] * (shape[0] * 4)}
     assert parse_request(request_body(entry), None, SPEC).layer.num_tokens == shape[0]
 
@@ -81,33 +81,33 @@ def test_any_number_of_tokens_down_to_none(shape: list[int]) -> None:
         ({"outputs": [{"name": "hidden_states", "parameters": {"datatype": "BF16"}}]}, False, "BF16"),
     ],
 )
-def test_outputs_in_binary_and_of_another_type(more: dict[str, Any], binary: bool, datatype: str) -> None:
+def test_outputs_in_binary_and_of_another_datatype(more: dict[str, Any], binary: bool, datatype: str) -> None:
     request = parse_request(request_body(ONE_ROW, **more), None, SPEC)
     assert request.binary_output is binary
     assert request.layer.output_datatype == datatype
 
 
-def test_the_timeout_is_in_microseconds_and_zero_is_none() -> None:
+def test_the_timeout_is_in_microseconds_and_zero_means_none() -> None:
     body = request_body(ONE_ROW, parameters={"timeout": 1500})
     assert parse_request(body, None, SPEC).timeout_seconds == 0.0015
     assert parse_request(request_body(ONE_ROW, parameters={"timeout": 0}), None, SPEC).timeout_seconds is None
 
 
-def test_parameters_of_the_callers_own_are_no_error() -> None:
+def test_unknown_parameters_are_ignored() -> None:
     parse_request(request_body(ONE_ROW, parameters={"mine": 1, "priority": 0, "sequence_id": 0}), None, SPEC)
 
 
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        (b"", "request: expected JSON, got an error in it: "),
-        (b"{", "request: expected JSON, got an error in it: "),
+        (b"", "request: expected JSON, got invalid JSON: "),
+        (b"{", "request: expected JSON, got invalid JSON: "),
         (b"\xff\xfe", "request: expected JSON in UTF-8, got invalid start byte"),
         (b"[]", "request: expected a JSON object, got []"),
         (b"[" * 100_000, "request: expected JSON, got arrays nested too deeply"),
-        (b'{"inputs": [' + b"1" * 5000 + b"]}", "request: expected JSON, got an error in it: "),
-        (b'{"a": NaN}', "request: expected finite numbers in JSON, got NaN: send the tensor in binary"),
-        (b'{"a": -Infinity}', "request: expected finite numbers in JSON, got -Infinity: "),
+        (b'{"inputs": [' + b"1" * 5000 + b"]}", "request: expected JSON, got invalid JSON: "),
+        (b'{"a": NaN}', "request: expected finite numbers in JSON, got NaN; send the tensor in binary"),
+        (b'{"a": -Infinity}', "request: expected finite numbers in JSON, got -Infinity; "),
         (b"{}", "inputs: expected an array of objects, got None"),
         (b'{"inputs": [1]}', "inputs: expected an array of objects, got [1]"),
         (request_body(), "inputs: expected hidden_states, got none"),
@@ -130,7 +130,7 @@ def test_parameters_of_the_callers_own_are_no_error() -> None:
             request_body(ONE_ROW, parameters={"sequence_id": "s"}),
             "parameter sequence_id of the request: expected none (not supported), got 's'",
         ),
-        (request_body(ONE_ROW, ONE_ROW), "input hidden_states: expected once, got it twice"),
+        (request_body(ONE_ROW, ONE_ROW), "input hidden_states: expected once, got twice"),
         (
             request_body(ONE_ROW | {"name": "x"}),
             "name of an input: expected hidden_states, topk_ids or topk_weights, got 'x'",
@@ -234,7 +234,7 @@ def test_parameters_of_the_callers_own_are_no_error() -> None:
         ),
         (
             request_body(ONE_ROW, outputs=[{"name": "hidden_states"}] * 2),
-            "output hidden_states: expected once, got it 2 times",
+            "output hidden_states: expected once, got 2 times",
         ),
         (
             request_body(ONE_ROW, outputs=[{"name": "hidden_states", "parameters": {"datatype": "INT8"}}]),
@@ -251,7 +251,7 @@ def test_parameters_of_the_callers_own_are_no_error() -> None:
         (request_body(BINARY_ROW), "input hidden_states: expected 16 bytes after the JSON, got 0"),
     ],
 )
-def test_what_is_wrong_is_said(body: bytes, expected: str) -> None:
+def test_invalid_requests_are_refused_with_the_reason(body: bytes, expected: str) -> None:
     with pytest.raises(OipError) as caught:
         parse_request(body, None, SPEC)
     assert caught.value.status == 400
@@ -263,7 +263,7 @@ def test_what_is_wrong_is_said(body: bytes, expected: str) -> None:
     ("size", "tail", "expected"),
     [
         (16, 15, "input hidden_states: expected 16 bytes after the JSON, got 15"),
-        (16, 17, "binary_data_size of all inputs: expected to add up to the 17 bytes after the JSON, got 16"),
+        (16, 17, "binary_data_size of all inputs: expected a sum of 17, the bytes after the JSON, got 16"),
         (
             12,
             12,
@@ -273,7 +273,7 @@ def test_what_is_wrong_is_said(body: bytes, expected: str) -> None:
         ("16", 16, "binary_data_size of input hidden_states: expected 16 for shape [1, 4] of FP32, got '16'"),
     ],
 )
-def test_byte_counts_that_lie(size: Any, tail: int, expected: str) -> None:
+def test_wrong_byte_counts_are_refused(size: Any, tail: int, expected: str) -> None:
     header = request_body(BINARY_ROW | {"parameters": {"binary_data_size": size}})
     with pytest.raises(OipError) as caught:
         parse_request(header + bytes(tail), len(header), SPEC)
@@ -281,28 +281,28 @@ def test_byte_counts_that_lie(size: Any, tail: int, expected: str) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 10, 10**6])
-def test_header_lengths_that_lie(length: int) -> None:
+def test_wrong_header_lengths_are_refused(length: int) -> None:
     header = request_body(BINARY_ROW)
     with pytest.raises(OipError) as caught:
         parse_request(header + bytes(16), length, SPEC)
     assert caught.value.status == 400
 
 
-def test_a_raw_body_of_half_a_row() -> None:
+def test_a_raw_body_with_a_partial_row_is_refused() -> None:
     with pytest.raises(OipError) as caught:
         parse_request(bytes(24), 0, SPEC)
-    expected = "body: expected rows of 16 bytes (4 FP32 values), as there is no JSON header, got 24 bytes"
+    expected = "body: expected rows of 16 bytes (4 FP32 values), without a JSON header, got 24 bytes"
     assert caught.value.message == expected
 
 
-def test_errors_after_the_id_carry_it() -> None:
+def test_errors_contain_the_request_id() -> None:
     with pytest.raises(OipError) as caught:
         parse_request(request_body(ONE_ROW | {"shape": [1, 5]}, id="\ud800 seven"), None, SPEC)
     assert caught.value.request_id == "\ud800 seven"
     assert json.loads(caught.value.body())["error"].endswith("(request id: \ud800 seven)")
 
 
-def test_an_error_holds_no_more_of_the_id_than_finds_it() -> None:
+def test_a_long_id_is_shortened_in_errors() -> None:
     with pytest.raises(OipError) as caught:
         parse_request(request_body(ONE_ROW | {"shape": [1, 5]}, id="seven" * 10_000), None, SPEC)
     assert re.fullmatch(

@@ -1,4 +1,4 @@
-"""Numbers to bytes and back, responses, and compression."""
+"""Conversion between numbers and bytes, responses, and compression."""
 
 import gzip
 import json
@@ -15,11 +15,11 @@ from expertd.service.engine.spec import LayerSpec
 from expertd.service.http.protocol import (
     OipError,
     accepts_gzip,
-    asked_encoding,
     build_response,
     compress,
     decompress,
     parse_request,
+    requested_encoding,
 )
 from expertd.service.http.protocol.datatypes import bytes_to_numbers, numbers_to_bytes
 
@@ -32,7 +32,7 @@ def request_body(**more: Any) -> bytes:
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=4, max_size=4))
-def test_bf16_is_rounded_as_everyone_rounds_it(numbers: list[float]) -> None:
+def test_bf16_is_rounded_to_nearest_even(numbers: list[float]) -> None:
     with np.errstate(over="ignore"):
         expected = np.array(numbers, np.float32).astype(ml_dtypes.bfloat16)
     if np.isfinite(expected.astype(np.float32)).all():
@@ -70,16 +70,14 @@ def test_a_response_in_json_and_in_binary() -> None:
     assert data == output.tobytes()
 
 
-def test_json_is_refused_for_what_json_cannot_carry() -> None:
+def test_json_output_is_refused_for_values_that_are_not_finite() -> None:
     request = parse_request(request_body(), None, SPEC)
-    with pytest.raises(
-        OipError, match=r"got 2 values that are not finite \(the first at 1: nan\).*binary_data"
-    ):
+    with pytest.raises(OipError, match=r"got 2 that are not finite \(the first at 1: nan\).*binary_data"):
         build_response(request, np.array([0, np.nan, 1, np.inf], np.float32).data.cast("B"), SPEC)
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
-def test_compression_there_and_back(encoding: str) -> None:
+def test_compression_round_trips(encoding: str) -> None:
     body = b"expert" * 100
     packed = compress([body[:10], memoryview(body)[10:]], encoding)
     assert len(packed) < len(body)
@@ -98,7 +96,7 @@ def test_compression_there_and_back(encoding: str) -> None:
             decompress(broken, encoding, len(body))
 
 
-def test_gzip_may_come_in_several_members() -> None:
+def test_gzip_may_have_several_members() -> None:
     parts = [b"expert" * 30_000, b"", bytes(range(256)) * 500, b"x"]
     packed = b"".join(map(gzip.compress, parts))
     whole = b"".join(parts)
@@ -113,7 +111,7 @@ def test_gzip_may_come_in_several_members() -> None:
         decompress(zlib.compress(b"x") * 2, "deflate", 2)
 
 
-def test_members_are_not_counted_for_ever() -> None:
+def test_the_number_of_gzip_members_is_limited() -> None:
     empty = gzip.compress(b"")
     assert decompress(empty * 4096, "gzip", 0) == b""
     with pytest.raises(OipError, match="at most 4096 gzip members") as caught:
@@ -122,7 +120,7 @@ def test_members_are_not_counted_for_ever() -> None:
 
 
 @pytest.mark.parametrize("content_encoding", ["identity", "identity,", " Identity ,, identity"])
-def test_identity_is_no_coding(content_encoding: str) -> None:
+def test_identity_means_uncompressed(content_encoding: str) -> None:
     assert decompress(b"x", content_encoding, 0) == b"x"
     packed = gzip.compress(b"x")
     assert decompress(packed, f"{content_encoding}, X-GZip", 1) == b"x"
@@ -137,7 +135,7 @@ def test_several_codings_are_refused(content_encoding: str) -> None:
     assert caught.value.message == expected
 
 
-def test_a_bomb_is_not_unpacked() -> None:
+def test_a_decompression_bomb_is_refused() -> None:
     bomb = gzip.compress(bytes(50_000_000))
     with pytest.raises(OipError) as caught:
         decompress(bomb, "gzip", 1000)
@@ -148,8 +146,8 @@ def test_a_bomb_is_not_unpacked() -> None:
     ("header", "encoding"),
     [("gzip", "gzip"), (" Deflate ", "deflate"), ("gzip, deflate, br", None), ("", None), ("identity", None)],
 )
-def test_only_a_single_named_encoding_is_taken_as_asked_for(header: str, encoding: str | None) -> None:
-    assert asked_encoding(header) == encoding
+def test_only_a_single_named_encoding_compresses_the_response(header: str, encoding: str | None) -> None:
+    assert requested_encoding(header) == encoding
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The OpenAPI document: it names every route that is served, and what it says of them is so."""
+"""The OpenAPI document lists every route and describes it correctly."""
 
 from collections.abc import Callable
 from functools import partial
@@ -61,7 +61,7 @@ EXPECTED = {
 }
 
 
-def test_the_routes_documented_are_those_promised(document: dict[str, Any]) -> None:
+def test_the_documented_routes_are_complete(document: dict[str, Any]) -> None:
     assert set(operations(document)) == EXPECTED
 
 
@@ -125,7 +125,7 @@ def test_infer_is_documented_with_both_bodies_and_its_headers(document: dict[str
     assert set(operation["responses"]) == {"200", "400", "404", "408", "413", "415", "500", "503"}
 
 
-async def test_answers_fit_what_is_documented(document: dict[str, Any]) -> None:
+async def test_responses_match_their_schemas(document: dict[str, Any]) -> None:
     response_schema = operations(document)["POST", "/v2/models/{model}/infer"]["responses"]["200"]
     schema = response_schema["content"]["application/json"]["schema"]
     async with serving(tiny_settings()) as server:
@@ -160,7 +160,7 @@ class _Links(HTMLParser):
         self.found += [value for name, value in attrs if name in ("src", "href") and value]
 
 
-async def test_the_page_needs_no_other_host() -> None:
+async def test_the_page_works_offline() -> None:
     async with serving(tiny_settings()) as server:
         page = await server.http.get("/docs")
         assert page.status_code == 200
@@ -179,5 +179,5 @@ async def test_the_page_needs_no_other_host() -> None:
     assert "url: 'openapi.json'" in page.text
     policy = page.headers["content-security-policy"]
     assert policy == "default-src 'self' 'unsafe-inline'; img-src 'self' data:", (
-        "the browser asks nobody else"
+        "the browser contacts no other host"
     )

@@ -1,4 +1,4 @@
-"""/v1/partitions over a device of arithmetic; the real one is tested on a GPU."""
+"""/v1/partitions with a fake device; the real one is tested on a GPU."""
 
 import asyncio
 from collections.abc import Mapping, MutableMapping
@@ -32,7 +32,7 @@ class Share:
 
 
 class Device:
-    """SMs handed out in multiples of 8, all or nothing."""
+    """Grants SMs in multiples of 8, or changes nothing."""
 
     device_name = "arithmetic"
     total_sms = TOTAL
@@ -50,7 +50,7 @@ class Device:
         return shares
 
 
-async def test_partitions_are_replaced_as_a_whole_and_shown() -> None:
+async def test_all_partitions_are_replaced_at_once() -> None:
     async with serving(tiny_settings(), serving_runner(EchoRunner(), Device())) as server:
         empty = {"device": "arithmetic", "total_sms": 132, "granularity": 8, "partitions": {}}
         assert (await server.http.get("/v1/partitions")).json() == empty
@@ -86,13 +86,13 @@ async def test_partitions_are_replaced_as_a_whole_and_shown() -> None:
         (b'{"partitions": {}, "x": 1}', 422, "x: expected no such key, got 1"),
     ],
 )
-async def test_wrong_bodies(body: bytes, status: int, expected: str) -> None:
+async def test_invalid_bodies_are_refused(body: bytes, status: int, expected: str) -> None:
     async with serving(tiny_settings(), serving_runner(EchoRunner(), Device())) as server:
         assert expected in error_of(await server.http.put("/v1/partitions", content=body), status)
 
 
 @pytest.mark.parametrize(("method", "path"), [("PUT", "/v1/partitions"), ("POST", "/v2/repository/index")])
-async def test_bodies_past_the_limit(method: str, path: str) -> None:
+async def test_bodies_beyond_the_limit_are_refused(method: str, path: str) -> None:
     async with serving(tiny_settings(), serving_runner(EchoRunner(), Device())) as server:
         response = await server.http.request(method, path, content=bytes(64 * 1024 + 1))
         assert error_of(response, 413) == "body: expected at most 65536 bytes, got 65537"
@@ -102,7 +102,7 @@ async def test_bodies_past_the_limit(method: str, path: str) -> None:
 
 
 @pytest.mark.parametrize(("method", "path"), [("PUT", "/v1/partitions"), ("POST", "/v2/repository/index")])
-async def test_no_more_is_read_than_the_limit(method: str, path: str) -> None:
+async def test_a_body_is_not_read_beyond_the_limit(method: str, path: str) -> None:
     chunks_read = 0
 
     async def receive() -> dict[str, object]:
@@ -133,11 +133,11 @@ async def test_a_partition_in_use_cannot_be_taken_away() -> None:
     async with serving(settings, serving_runner(EchoRunner(), Device())) as server:
         refused = await server.http.put("/v1/partitions", json={"partitions": {"other": 8}})
         assert error_of(refused, 422) == (
-            "partitions: expected 'compute' among them, where model tiny runs, got other"
+            "partitions: expected 'compute', in which model tiny runs, among them, got other"
         )
 
 
-async def test_a_change_waits_for_the_step_in_flight_and_drops_nothing() -> None:
+async def test_a_change_waits_for_the_current_step_and_drops_no_request() -> None:
     runner, device = EchoRunner(), Device()
     async with serving(tiny_settings(), serving_runner(runner, device)) as server:
         runner.gate.clear()
@@ -155,7 +155,7 @@ async def test_a_change_waits_for_the_step_in_flight_and_drops_nothing() -> None
 
 
 @pytest.mark.parametrize("failure", [RuntimeError, ValueError, LoadCancelledError, Exception])
-async def test_steps_are_prepared_between_a_change_and_the_next_step(failure: type[Exception]) -> None:
+async def test_graphs_are_recaptured_between_a_change_and_the_next_step(failure: type[Exception]) -> None:
     device, seen = Device(), []
 
     def prepare() -> None:
@@ -169,10 +169,12 @@ async def test_steps_are_prepared_between_a_change_and_the_next_step(failure: ty
             response = await server.http.put("/v1/partitions", json={"partitions": sizes})
             assert response.status_code == (200 if sizes["a"] < TOTAL else 422)
             output_of(await server.infer(*hidden_request(rows(1))))
-    assert seen == [(8, 0), (16, 1)], "a failure leaves the change as it is; what was refused changes nothing"
+    assert seen == [(8, 0), (16, 1)], (
+        "a failed recapture keeps the new partitions; a refused request changes nothing"
+    )
 
 
-async def test_without_a_gpu_it_is_409_with_the_reason() -> None:
+async def test_without_a_gpu_the_answer_is_409_with_the_reason() -> None:
     async with serving(tiny_settings()) as server:
         for response in (
             await server.http.get("/v1/partitions"),
