@@ -1,12 +1,12 @@
-# The server's image. VARIANT=cpu runs anywhere, VARIANT=cuda needs an NVIDIA driver on the host; docs/container.md says how.
-# Built with BuildKit; needs no frontend image. Every RUN that fetches takes two optional build secrets, for
-# networks with a package mirror or a certificate authority of their own: pip_conf and ca_bundle.
+# The server's image. VARIANT=cpu runs anywhere, VARIANT=cuda needs an NVIDIA driver on the host. See docs/container.md.
+# Built with BuildKit; needs no frontend image. Every RUN that downloads accepts two optional build secrets,
+# pip_conf and ca_bundle, for networks with a package mirror or a private certificate authority.
 
 ARG PYTHON_IMAGE=python:3.12.13-slim-trixie
 ARG VARIANT=cpu
 
-# ---- dependencies: the biggest layer, rebuilt only when the lock changes. pip lives beside the server's environment,
-# so that the image ships neither pip nor its cache.
+# ---- dependencies: the largest layer, rebuilt only when the lock changes. pip has a separate environment, so that
+# the image contains neither pip nor its cache.
 FROM ${PYTHON_IMAGE} AS dependencies
 ARG VARIANT
 ARG TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
@@ -21,7 +21,7 @@ RUN --mount=type=secret,id=pip_conf,target=/etc/pip.conf --mount=type=secret,id=
     && ${pip} install --no-cache-dir --require-hashes -r requirements/${VARIANT}.txt \
     && ${pip} check
 
-# ---- wheel: the server itself, built by the lock's setuptools
+# ---- wheel: the server itself, built with the locked setuptools
 FROM dependencies AS wheel
 COPY pyproject.toml README.md LICENSE ./
 COPY src src
@@ -30,12 +30,12 @@ COPY kernels kernels
 RUN /opt/tools/bin/python -m pip --python /opt/expertd/bin/python \
     wheel --no-deps --no-index --no-build-isolation -w /dist .
 
-# ---- runtime: the Python base and one environment; no compiler, no pip of ours
-# Any other VARIANT ends the build here, before anything is fetched: there is no such stage.
+# ---- runtime: the Python base and one environment, without a compiler or our pip
+# With any other VARIANT, the build fails before it downloads anything: there is no such stage.
 FROM ${PYTHON_IMAGE} AS runtime-cpu
 
 FROM ${PYTHON_IMAGE} AS runtime-cuda
-# Read by the NVIDIA container runtime, which brings the driver's libraries from the host.
+# Read by the NVIDIA container runtime, which mounts the driver's libraries from the host.
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 
 FROM runtime-${VARIANT} AS runtime
@@ -43,7 +43,7 @@ COPY --from=dependencies /opt/expertd /opt/expertd
 RUN --mount=type=bind,from=wheel,target=/mnt \
     /mnt/opt/tools/bin/python -m pip --python /opt/expertd/bin/python install \
         --no-cache-dir --no-deps --no-index /mnt/dist/*.whl \
-    # Any uid may write its compiled kernels; the sticky bit keeps one uid off another's.
+    # Any uid may write compiled kernels; the sticky bit protects them from other uids.
     && install -d -m 1777 /var/cache/expertd
 COPY configs /etc/expertd/configs
 WORKDIR /etc/expertd
@@ -58,10 +58,10 @@ ENV PATH=/opt/expertd/bin:${PATH} \
     EXPERTD_PORT=8000
 VOLUME /var/cache/expertd
 EXPOSE 8000
-# A number, so that an orchestrator can see it is not root.
+# Numeric, so that an orchestrator can verify that it is not root.
 USER 10001:10001
 
-# http.client and not urllib: a proxy set in the environment must not answer for the server.
+# http.client rather than urllib, which would use a proxy set in the environment.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=300s --retries=3 CMD ["/opt/expertd/bin/python", "-c", \
     "import http.client, os, sys; c = http.client.HTTPConnection('127.0.0.1', int(os.environ['EXPERTD_PORT']), timeout=4); c.request('GET', '/v2/health/ready'); sys.exit(c.getresponse().status != 200)"]
 
