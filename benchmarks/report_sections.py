@@ -26,8 +26,7 @@ def headline(results: Path) -> str:
         f"MoE**: the geometric mean of {len(rows)} cases ({layers} models' layers, {min(tokens)} to "
         f"{max(tokens)} tokens), {span(speeds)} times, and faster in "
         f"{'every one' if faster == len(rows) else f'{faster} of them'}. It takes "
-        f"{_mean(rows, 'over_two_gemms'):.2f} times as long as DeepGEMM's two grouped GEMMs do with nothing "
-        "else of the layer around them."
+        f"{_mean(rows, 'over_two_gemms'):.2f} times as long as DeepGEMM's two grouped GEMMs alone."
     )
 
 
