@@ -123,7 +123,7 @@ class _Server(uvicorn.Server):
         if not (self.server_state.connections or self.server_state.tasks):
             return
         pending = sum(connection.has_pending_output for connection in self._connections())
-        logger.error("closing %d connections whose clients did not get or read their responses", pending)
+        logger.error("%d connections have unsent or unread responses: closing them", pending)
         self._end_now("the server is shutting down")
 
     def _end_now(self, text: str) -> None:

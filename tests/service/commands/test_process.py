@@ -160,7 +160,7 @@ def test_an_incomplete_body_does_not_delay_shutdown(tmp_path: Path) -> None:
         server.terminate()
         for answer in map(rest, socks):
             assert answer.startswith(b"HTTP/1.1 503 "), answer
-            assert b"the body had not come" in answer
+            assert b"the body had not arrived" in answer
         assert server.process.wait(30) == 0
         assert time.monotonic() - started < 10
         assert "Traceback" not in server.log()

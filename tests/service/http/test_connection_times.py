@@ -128,7 +128,10 @@ def test_connections_beyond_the_limit_get_503(tmp_path: Path) -> None:
         socks[0].close()
         wait_for(lambda: ask(server.port, LAST)[0].status == 200, "a connection is free again")
         socks[1].close()
-        assert server.log().count("limits.max_connections: 2 are open, and more are refused") == 1
+        assert (
+            server.log().count("limits.max_connections: 2 connections are open, further ones are refused")
+            == 1
+        )
 
 
 def test_many_silent_connections_beyond_the_limit_are_closed(tmp_path: Path) -> None:
