@@ -13,6 +13,8 @@ _KINDS = {"model_type": "a mapping", "tuple_type": "a list"}  # others keep thei
 
 def shown(value: object, limit: int = 80) -> str:
     """`value` formatted for a sentence: short, on one line, in ASCII."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, list):
@@ -37,9 +39,16 @@ def expected_and_got(error: ErrorDetails) -> str:
         return str(error["ctx"]["error"])
     if error["type"] in _KINDS:
         return f"expected {_KINDS[error['type']]}, got {shown(error['input'])}"
+    if error["type"] == "too_long":
+        return f"expected at most {error['ctx']['max_length']} entries, got {error['ctx']['actual_length'] or 'more'}"
+    if error["type"] == "string_too_long":
+        return f"expected at most {error['ctx']['max_length']} characters, got {shown(error['input'])}"
+    if error["type"] == "string_pattern_mismatch":
+        return f"expected a text that matches {error['ctx']['pattern']}, got {shown(error['input'])}"
     message, replaced = _SHOULD_BE.subn("expected ", error["msg"])
     if not replaced:
         message = f"{message[0].lower()}{message[1:]}"
+    message = message.partition(", unable to parse")[0]
     message = re.sub(r"^expected (greater|less)", r"expected a number \1", message)
     return f"{message}, got {shown(error['input'])}"
 

@@ -80,7 +80,8 @@ def _auto(device: torch.device | None) -> str:
         else:
             raise RuntimeError(f"backend auto: expected one that can run, got {'; '.join(reasons)}")
         because = f" ({'; '.join(reasons)})" if reasons else ""
-        logger.info("backend auto: %s for device %s%s", name, device, because)
+        on = "" if device is None else f" for device {device}"
+        logger.info("backend auto: %s%s%s", name, on, because)
         _auto_choices[device] = name
     return _auto_choices[device]
 

@@ -95,10 +95,13 @@ def number_of_bytes(value: bytes, header: str, earlier: int | None) -> int:
 async def control_body(request: Request, bodies: BodyReader) -> bytes:
     """The body of a control call (any but infer): kept small, because it is parsed on the event loop.
 
-    Raises as `BodyReader.read` does, and OipError (400).
+    Raises as `BodyReader.read` does, and OipError (400, 415).
     """
     length = None
     for name, value in request.scope["headers"]:
         if name == b"content-length":
             length = number_of_bytes(value, "Content-Length", length)
+        elif name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
+            got = shown(value.decode("latin-1"))
+            raise OipError(415, f"Content-Encoding: expected none for this call, got {got}")
     return await bodies.read(request.receive, length, CONTROL_BODY_BYTES)

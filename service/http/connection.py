@@ -42,6 +42,7 @@ class SharedState:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.lingering = 0
+        self.cut_off = 0  # connections whose client did not read its response in time
         self._warned = float("-inf")
 
     def warn(self) -> None:
@@ -109,6 +110,10 @@ class Connection(TimedProtocol):
                 cycle.disconnected = True  # discards the application's own response
             self._write(error)
         self.transport.close()
+
+    def _cut_off(self) -> None:
+        self._shared.cut_off += 1
+        super()._cut_off()
 
     # The asyncio callbacks.
 

@@ -39,10 +39,11 @@ def serve(settings: Settings) -> int:
     """
     listener = listen(settings.host, settings.port)
     app = ExpertApp(settings)
+    shared = SharedState(settings.limits)
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        http=partial(Connection, shared=SharedState(settings.limits)),  # type: ignore[arg-type]
+        http=partial(Connection, shared=shared),  # type: ignore[arg-type]
         ws="none",
         lifespan="on",
         log_config=None,
@@ -52,7 +53,7 @@ def serve(settings: Settings) -> int:
         timeout_keep_alive=settings.keep_alive_seconds,
     )
     allow_files(settings.limits.max_connections + _OTHER_FILES)
-    server = _Server(config, app)
+    server = _Server(config, app, shared)
     host, port = listener.getsockname()[:2]
     logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
     server.run(sockets=[listener])
@@ -64,10 +65,12 @@ def serve(settings: Settings) -> int:
 class _Server(uvicorn.Server):
     """A signal ends readiness at once; connections end after every accepted request is answered."""
 
-    def __init__(self, config: uvicorn.Config, app: ExpertApp) -> None:
+    def __init__(self, config: uvicorn.Config, app: ExpertApp, shared: SharedState) -> None:
         super().__init__(config)
         self.exit_code = 1
         self._app = app
+        self._shared = shared
+        self._cut_off_before = 0  # connections that were cut off before the drain
         self._engine = app.engine
         self._signals = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -89,6 +92,8 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # Replaces uvicorn's handler, which raises the signal again after shutdown, so the exit code is not 0.
         self._signals += 1
+        if self._signals == 1:
+            self._cut_off_before = self._shared.cut_off
         self._engine.begin_drain()
         if self._signals == 2:
             assert self._loop is not None
@@ -113,6 +118,12 @@ class _Server(uvicorn.Server):
             return self._finish(self._drain_by - now)
         return await super().on_tick(counter)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if cut_off := self._shared.cut_off - self._cut_off_before:
+            logger.error("connections closed before their responses were read: %d", cut_off)
+            self.exit_code = 1
+
     def _finish(self, seconds: float) -> bool:
         """Let connections close within `seconds`, at least one; always True."""
         self._app.stop_reading()
@@ -123,7 +134,7 @@ class _Server(uvicorn.Server):
         if not (self.server_state.connections or self.server_state.tasks):
             return
         pending = sum(connection.has_pending_output for connection in self._connections())
-        logger.error("%d connections have unsent or unread responses: closing them", pending)
+        logger.error("connections with unsent or unread responses, closed now: %d", pending)
         self._end_now("the server is shutting down")
 
     def _end_now(self, text: str) -> None:
@@ -163,10 +174,18 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except socket.gaierror as error:
+        raise BindError(f"host: expected a name or address, got {host!a:.80}: {error.strerror}") from error
     except OSError as error:
         # asyncio and socket wrap the message; the error number gives the plain one.
         known = error.errno in errno.errorcode
         reason = os.strerror(error.errno or 0) if known else error.strerror
-        raise BindError(f"port: expected a free address, got {host}:{port}: {reason}") from error
+        if error.errno == errno.EADDRNOTAVAIL:
+            text = f"host: expected an address of this machine, got {host}: {reason}"
+        elif error.errno == errno.EACCES:
+            text = f"port: expected one that this user may open, got {port}: {reason}"
+        else:
+            text = f"port: expected a free address, got {host}:{port}: {reason}"
+        raise BindError(text) from error
     listener.set_inheritable(False)
     return listener

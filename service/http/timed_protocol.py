@@ -66,7 +66,7 @@ class TimedProtocol(HttpToolsProtocol):
     def _check_progress(self) -> None:
         unsent = self.transport.get_write_buffer_size()
         if unsent == self._unsent:
-            self._abort()
+            self._cut_off()
         else:
             self._unsent = unsent
             self._stalled = self.loop.call_later(self.timeout_keep_alive, self._check_progress)
@@ -74,9 +74,13 @@ class TimedProtocol(HttpToolsProtocol):
     def _close_unread(self) -> None:
         """Close, and drop data that the client has not read within its timeout."""
         if self.transport.get_write_buffer_size() > 0:
-            self._abort()
+            self._cut_off()
         else:
             self.transport.close()
+
+    def _cut_off(self) -> None:
+        """Abort a connection whose client does not read its response."""
+        self._abort()
 
     def _abort(self) -> None:
         self._gone = True

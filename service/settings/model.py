@@ -81,7 +81,7 @@ class WeightsSettings(_Frozen):
     seed: int | None = Field(
         default=None,
         ge=0,
-        lt=2**63,
+        le=2**63 - 1,
         description="seed of reproducible random weights; 0 if `weights` is omitted",
     )
     path: Path | None = Field(default=None, description="safetensors file in the format of docs/weights.md")
@@ -231,7 +231,7 @@ class Settings(BaseSettings):
     )
     port: int = Field(default=8000, ge=0, le=65535, description="port to listen on; 0: any free one")
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)] = Field(
-        default="info", description="minimum level of log lines, in any case"
+        default="info", description="minimum level of log lines, in upper or lower case"
     )
     access_log: bool = Field(default=False, description="whether each request is logged")
     backend: str = Field(

@@ -59,6 +59,7 @@ def from_file(path: Path) -> list[Assignment]:
 def from_environment() -> list[Assignment]:
     """The settings in EXPERTD_... variables; nested keys come last and override. Raises SettingsError."""
     source, assignments = VariableSource(Settings), []
+    seen: dict[str, str] = {}  # names that differ in case only stand for one setting
     for name, text in sorted(os.environ.items()):
         if not name.startswith(ENV_PREFIX) or name in _OTHER_VARIABLES or _SERVICE_LINK.fullmatch(name):
             continue
@@ -68,6 +69,8 @@ def from_environment() -> list[Assignment]:
             continue
         if key == ("port",) and text.startswith(("tcp://", "udp://")):  # also a service link
             continue
+        if (other := seen.setdefault(path, name)) != name:
+            raise SettingsError(f"environment: expected one of {other} and {name}, got both")
         assignments.append(_read(source, f"{ENV_PREFIX}{path}", key, text, f"environment variable {name}"))
     return sorted(assignments, key=lambda assignment: len(assignment.key))
 

@@ -49,13 +49,17 @@ def _checked(spans: str) -> str:
 
 
 def _checked_one(span: str) -> str:
-    if "," in span:
-        raise ValueError(f"expected one range like 0-63, got {span:.80}")
+    if _SPAN.fullmatch(span) is None:
+        raise ValueError(f"expected one range like 0-63, got {span!a:.80}")
     return _checked(span)
 
 
 def _checked_layers(layers: str) -> str:
-    return layers if layers == ALL else _checked(layers)
+    if layers.lower() == ALL:
+        return ALL
+    if any(_SPAN.fullmatch(text) is None for text in layers.split(",")):
+        raise ValueError(f"expected all, or numbers and ranges like 3, 3-5 or 3-5,9, got {layers!a:.80}")
+    return _checked(layers)
 
 
 Span = Annotated[str, BeforeValidator(_to_text), AfterValidator(_checked_one)]

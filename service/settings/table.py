@@ -71,8 +71,12 @@ def _type(field: _Schema) -> str:
     if field["type"] == "object":
         return f"mapping of names to {_type(field['additionalProperties'])}s"
     kind = _KINDS.get(str(field.get("format", field["type"])), str(field["type"]))
-    bounds = [text.format(f"{field[name]:.15g}") for name, text in _BOUNDS.items() if name in field]
+    bounds = [text.format(_number(field[name])) for name, text in _BOUNDS.items() if name in field]
     return f"{kind} ({', '.join(bounds)})" if bounds else kind
+
+
+def _number(bound: float) -> str:
+    return "2^63 - 1" if bound == 2**63 - 1 else f"{bound:.15g}"
 
 
 def main() -> int:

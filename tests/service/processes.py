@@ -24,6 +24,11 @@ def clean_environment(**more: str) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "2", **more}
 
 
+def _default_hangup() -> None:
+    """Undo `nohup`, under which these tests may run."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 class ServerProcess:
     """`expertd serve` under test."""
 
@@ -80,7 +85,9 @@ def serving(arguments: Sequence[str | Path], directory: Path) -> Iterator[Server
     log = directory / "server.log"
     command: list[str | Path] = [EXPERTD, "serve", *arguments, "--host", "127.0.0.1", "--port", "0"]
     with log.open("wb") as stderr:
-        process = subprocess.Popen(command, stderr=stderr, env=clean_environment())
+        process = subprocess.Popen(
+            command, stderr=stderr, env=clean_environment(), preexec_fn=_default_hangup
+        )
     try:
         server = ServerProcess(process, log)
         server.wait_ready()

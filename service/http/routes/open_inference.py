@@ -106,7 +106,7 @@ def protocol_router(engine: Engine, infer: InferEndpoint, bodies: BodyReader) ->
         return _InferAnswer(infer, model, version)
 
     @router.post(
-        "/repository/index", response_model=list[ModelIndexEntry], responses=errors(400, 408, 413, 503)
+        "/repository/index", response_model=list[ModelIndexEntry], responses=errors(400, 408, 413, 415, 503)
     )
     async def repository_index(request: Request) -> list[dict[str, str]]:
         """The served models; with {"ready": true} in the body, only those that are ready."""

@@ -37,7 +37,7 @@ def partitions_router(engine: Engine, bodies: BodyReader) -> APIRouter:
     @router.put(
         "/partitions",
         response_model=PartitionsResponse,
-        responses=errors(400, 408, 409, 413, 422, 503),
+        responses=errors(400, 408, 409, 413, 415, 422, 503),
         openapi_extra=_BODY,
     )
     async def put_partitions(request: Request) -> dict[str, Any]:

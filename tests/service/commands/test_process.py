@@ -337,6 +337,19 @@ def test_a_missing_config_or_a_used_port_exits_with_one_sentence() -> None:
 
 
 @pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("256.1.1.1", "host: expected a name or address, got '256.1.1.1': "),
+        ("192.0.2.1", "host: expected an address of this machine, got 192.0.2.1: "),
+    ],
+)
+def test_an_unusable_host_is_named(host: str, expected: str) -> None:
+    result = expertd("serve", "--host", host, "--port", "0", EXPERTD_CONFIG=str(DEMO))
+    assert result.returncode == 2
+    assert f"expertd: {expected}" in result.stderr
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--layers", "3"), "model: expected --model with --layers, got none"),

@@ -176,5 +176,5 @@ async def test_each_refusal_is_one_line_at_debug(caplog: pytest.LogCaptureFixtur
     lines = [record.getMessage() for record in caplog.records if record.name == LOGGER]
     assert lines == [
         r"400 too_many_tokens: model 'tiny', id 'a\nb': request: expected at most 64 tokens, got 65",
-        r"404 unknown_model: model 'x\ny', id None: model: expected tiny, got 'x\ny'",
+        r"404 unknown_model: model 'x\ny', id null: model: expected tiny, got 'x\ny'",
     ]

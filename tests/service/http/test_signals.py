@@ -114,7 +114,16 @@ def test_one_signal_drains(tmp_path: Path, number: signal.Signals) -> None:
         assert "shutting down" in server.log()
 
 
-def test_unread_responses_make_it_exit_with_1(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"drain_timeout_seconds": 1}, "connections with unsent or unread responses, closed now: 1"),
+        ({"keep_alive_seconds": 1}, "connections closed before their responses were read: 1"),
+    ],
+)
+def test_unread_responses_make_it_exit_with_1(
+    tmp_path: Path, settings: dict[str, float], message: str
+) -> None:
     tokens = 32768
     limits = {
         "max_request_tokens": tokens,
@@ -123,8 +132,10 @@ def test_unread_responses_make_it_exit_with_1(tmp_path: Path) -> None:
         "max_body_bytes": 8 * tokens * HIDDEN,
     }
     request = infer(*hidden_request(np.ones((tokens, HIDDEN), np.float32)))
-    settings = tiny_settings(limits=limits, drain_timeout_seconds=1)
-    with server_process(settings, tmp_path) as server, socket.socket() as sock:
+    with (
+        server_process(tiny_settings(limits=limits, **settings), tmp_path) as server,
+        socket.socket() as sock,
+    ):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.connect(("127.0.0.1", server.port))
         sock.sendall(request)
@@ -134,7 +145,7 @@ def test_unread_responses_make_it_exit_with_1(tmp_path: Path) -> None:
         server.terminate()
         assert server.process.wait(30) == 1
         assert time.monotonic() - started < 10
-        assert "1 connections have unsent or unread responses: closing them" in server.log()
+        assert message in server.log()
         assert "Traceback" not in server.log()
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from expertd.service.settings.loader import Flag, SettingsError, load_settings, read_settings
+from expertd.service.settings.model import CheckpointSettings
 
 MODEL = "{name: m, hidden_size: 256, intermediate_size: 128, num_experts: 4, top_k: 2}"
 JSON_MODEL = (
@@ -223,3 +224,21 @@ def test_every_value_has_its_origin(config: Path, monkeypatch: pytest.MonkeyPatc
     assert values.origins(("limits", "max_batch_tokens")) == [f"{config}:3"]
     assert values.origins(("models", "0", "top_k")) == [f"{config}:5"]
     assert values.origins(("host",)) == []
+
+
+def test_two_variables_for_one_setting_are_refused(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EXPERTD_PORT", "many")
+    monkeypatch.setenv("EXPERTD_port", "2000")
+    with pytest.raises(SettingsError, match="expected one of EXPERTD_PORT and EXPERTD_port, got both"):
+        load_settings(config)
+
+
+@pytest.mark.parametrize(("layers", "read"), [("ALL", "all"), ("3-5,9", "3-5,9")])
+def test_layers_are_all_or_numbers(layers: str, read: str) -> None:
+    assert CheckpointSettings(path=Path("/none"), layers=layers).layers == read
+
+
+@pytest.mark.parametrize("layers", ["all,1", "any"])
+def test_other_layers_are_refused(layers: str) -> None:
+    with pytest.raises(ValueError, match=f"expected all, or numbers and ranges .*, got '{layers}'"):
+        CheckpointSettings(path=Path("/none"), layers=layers)

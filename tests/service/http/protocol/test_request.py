@@ -108,7 +108,7 @@ def test_unknown_parameters_are_ignored() -> None:
         (b'{"inputs": [' + b"1" * 5000 + b"]}", "request: expected JSON, got invalid JSON: "),
         (b'{"a": NaN}', "request: expected finite numbers in JSON, got NaN; send the tensor in binary"),
         (b'{"a": -Infinity}', "request: expected finite numbers in JSON, got -Infinity; "),
-        (b"{}", "inputs: expected an array of objects, got None"),
+        (b"{}", "inputs: expected an array of objects, got null"),
         (b'{"inputs": [1]}', "inputs: expected an array of objects, got [1]"),
         (request_body(), "inputs: expected hidden_states, got none"),
         (request_body(IDS, WEIGHTS), "inputs: expected hidden_states, got topk_ids, topk_weights"),

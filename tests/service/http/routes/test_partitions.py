@@ -1,6 +1,7 @@
 """/v1/partitions with a fake device; the real one is tested on a GPU."""
 
 import asyncio
+import json
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -82,13 +83,26 @@ async def test_all_partitions_are_replaced_at_once() -> None:
         (b"{}", 422, "partitions: expected a value, got none"),
         (b'{"partitions": {"a": 0}}', 422, "partitions.a: expected a number greater than 0, got 0"),
         (b'{"partitions": {"a": "8"}}', 422, "partitions.a: expected a valid integer, got '8'"),
-        (b'{"partitions": {"a": true}}', 422, "partitions.a: expected a valid integer, got True"),
+        (b'{"partitions": {"a": true}}', 422, "partitions.a: expected a valid integer, got true"),
         (b'{"partitions": {}, "x": 1}', 422, "x: expected no such key, got 1"),
+        (
+            json.dumps({"partitions": dict.fromkeys(map(str, range(40)), 8)}).encode(),
+            422,
+            "partitions: expected at most 32 entries, got more",
+        ),
     ],
 )
 async def test_invalid_bodies_are_refused(body: bytes, status: int, expected: str) -> None:
     async with serving(tiny_settings(), serving_runner(EchoRunner(), Device())) as server:
         assert expected in error_of(await server.http.put("/v1/partitions", content=body), status)
+
+
+@pytest.mark.parametrize(("method", "path"), [("PUT", "/v1/partitions"), ("POST", "/v2/repository/index")])
+async def test_compressed_bodies_are_refused(method: str, path: str) -> None:
+    async with serving(tiny_settings(), serving_runner(EchoRunner(), Device())) as server:
+        headers = {"content-encoding": "gzip"}
+        response = await server.http.request(method, path, content=b"{}", headers=headers)
+        assert error_of(response, 415) == "Content-Encoding: expected none for this call, got 'gzip'"
 
 
 @pytest.mark.parametrize(("method", "path"), [("PUT", "/v1/partitions"), ("POST", "/v2/repository/index")])
