@@ -40,7 +40,8 @@ def expected_and_got(error: ErrorDetails) -> str:
     if error["type"] in _KINDS:
         return f"expected {_KINDS[error['type']]}, got {shown(error['input'])}"
     if error["type"] == "too_long":
-        return f"expected at most {error['ctx']['max_length']} entries, got {error['ctx']['actual_length'] or 'more'}"
+        got = error["ctx"]["actual_length"] or "more"  # pydantic does not count a mapping to its end
+        return f"expected at most {error['ctx']['max_length']} entries, got {got}"
     if error["type"] == "string_too_long":
         return f"expected at most {error['ctx']['max_length']} characters, got {shown(error['input'])}"
     if error["type"] == "string_pattern_mismatch":
