@@ -21,7 +21,8 @@ from expertd.service.engine.refusals import REASONS, Reason
 from expertd.service.moe.request import StepResult
 
 # Every status of an infer request; 499: no response, because the client had disconnected.
-STATUSES = (200, 400, 404, 408, 413, 415, 499, 500, 503)
+STATUSES = (200, 400, 404, 408, 413, 415, 499, 500, 503)  # of infer responses
+CONNECTION_STATUSES = (400, 408, 431, 500, 501, 503, 505)  # of refusals by a connection
 
 # An expert layer takes about a millisecond: 50 us to 26 s, by factors of 2.
 SECONDS = tuple(50e-6 * 2**i for i in range(20))
@@ -83,6 +84,11 @@ class Metrics:
         self._refusals = self._counter(
             "refusals", "Infer requests that got no output, by reason", "model", "reason"
         )
+        self._connection_refusals = self._counter(
+            "connection_refusals", "Input refused before it was a request to the application", "status"
+        )
+        for refusal in CONNECTION_STATUSES:
+            self._connection_refusals.labels(refusal)
         self._step_failures = self._counter("step_failures", "Steps that raised", "model")
         self._expert_tokens = ExpertTokens()
         # Looking up a child by its labels takes longer than counting, so children are cached.
@@ -131,6 +137,10 @@ class Metrics:
     def refused(self, model: str, reason: Reason) -> None:
         """Count an infer request that got no output; `model` is "" if it is not served."""
         self._refusals.labels(model, reason).inc()
+
+    def connection_refused(self, status: int) -> None:
+        """Count input that a connection refused with `status`, before the application received a request."""
+        self._connection_refusals.labels(status).inc()
 
     def step_done(self, model: str, result: StepResult, queue_seconds: Sequence[float]) -> None:
         """Count a step whose requests had waited `queue_seconds`."""

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import httptools
@@ -39,8 +40,9 @@ _WARN_EVERY_SECONDS = 60.0
 class SharedState:
     """State shared by all connections of a server: limits, and the lingering ones beyond max_connections."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, on_refusal: Callable[[int], object]) -> None:
         self.limits = limits
+        self.on_refusal = on_refusal  # called with the status of each refusal
         self.lingering = 0
         self.cut_off = 0  # connections whose client did not read its response in time
         self._warned = float("-inf")
@@ -290,6 +292,7 @@ class Connection(TimedProtocol):
     def _refuse(self, error: RefusedError) -> None:
         """Send `error` after all pending responses, and close."""
         logger.debug("refused input from %s: %d, %s", self.client, error.status, error)
+        self._shared.on_refusal(error.status)
         self._ignore_input = True
         self._unset_timer()
         answering = self._in_body and self.cycle.response_started

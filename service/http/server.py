@@ -39,7 +39,7 @@ def serve(settings: Settings) -> int:
     """
     listener = listen(settings.host, settings.port)
     app = ExpertApp(settings)
-    shared = SharedState(settings.limits)
+    shared = SharedState(settings.limits, app.metrics.connection_refused)
     config = uvicorn.Config(
         app,
         loop="uvloop",

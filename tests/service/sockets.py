@@ -107,7 +107,7 @@ async def listening(server: Serving) -> AsyncIterator[int]:
         server.app, ws="none", log_config=None, timeout_keep_alive=settings.keep_alive_seconds
     )
     config.load()
-    make = partial(Connection, shared=SharedState(settings.limits))
+    make = partial(Connection, shared=SharedState(settings.limits, server.app.metrics.connection_refused))
     state = ServerState()
     loop = asyncio.get_running_loop()
     listener = await loop.create_server(lambda: make(config, state, {}), "127.0.0.1", 0)

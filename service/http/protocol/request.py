@@ -128,7 +128,7 @@ def _parse_input(name: str, entry: dict[str, Any], binary: memoryview, offset: i
         _refuse(f"datatype of {where}: expected {any_of(INPUT_DATATYPES[name])}, got {shown(datatype)}")
     shape = entry.get("shape")
     if not _is_shape(shape):
-        _refuse(f"shape of {where}: expected two sizes, [tokens, columns], got {shown(shape)}")
+        _refuse(f"shape of {where}: expected two sizes of at least 0, [tokens, columns], got {shown(shape)}")
     size = _parameters(entry, where).get("binary_data_size")
     if size is None:
         if "data" not in entry:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import time
 from collections.abc import Iterator
 
@@ -269,3 +270,28 @@ def test_an_incomplete_body_at_the_end_counts_as_499(server: ServerProcess) -> N
     assert ask(server.port, request[:-1], half_close=True) == []
     assert [answer.status for answer in ask(server.port, request + request[:-1], half_close=True)] == [200]
     wait_for(lambda: counted(server, 499) == before + 2, "both are counted")
+
+
+def refusals(server: ServerProcess) -> dict[str, float]:
+    """The refusals of connections so far, by status."""
+    series = re.findall(
+        r'^expertd_connection_refusals_total\{status="(\d+)"\} (\S+)$', server.get("/metrics").text, re.M
+    )
+    return {status: float(count) for status, count in series}
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (b"GET /v2 HTTP/2.0\r\nHost: x\r\n\r\n", "505"),
+        (b"GET /v2 HTTP/1.1\r\n\r\n", "400"),
+        (head("GET /v2 HTTP/1.1", *(f"X-{number}: 1" for number in range(101))), "431"),
+    ],
+)
+def test_refusals_of_connections_are_counted(
+    server: ServerProcess, request_bytes: bytes, status: str
+) -> None:
+    before = refusals(server)
+    (answer,) = ask(server.port, request_bytes)
+    assert answer.status == int(status)
+    assert refusals(server) == before | {status: before[status] + 1}

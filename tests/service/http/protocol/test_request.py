@@ -145,19 +145,19 @@ def test_unknown_parameters_are_ignored() -> None:
         ),
         (
             request_body(ONE_ROW | {"shape": [4]}),
-            "shape of input hidden_states: expected two sizes, [tokens, columns], got [4]",
+            "shape of input hidden_states: expected two sizes of at least 0, [tokens, columns], got [4]",
         ),
         (
             request_body(ONE_ROW | {"shape": [-1, 4]}),
-            "shape of input hidden_states: expected two sizes, [tokens, columns], got [",
+            "shape of input hidden_states: expected two sizes of at least 0, [tokens, columns], got [",
         ),
         (
             request_body(ONE_ROW | {"shape": [True, 4]}),
-            "shape of input hidden_states: expected two sizes, [tokens, columns], got [",
+            "shape of input hidden_states: expected two sizes of at least 0, [tokens, columns], got [",
         ),
         (
             request_body(ONE_ROW | {"shape": [10**30, 4]}),
-            "shape of input hidden_states: expected two sizes, [tokens, columns], got [",
+            "shape of input hidden_states: expected two sizes of at least 0, [tokens, columns], got [",
         ),
         (
             request_body(ONE_ROW | {"shape": [2, 2]}),
