@@ -1,8 +1,8 @@
 // A router's logits: bf16 tokens times bf16 weights, summed in fp32. The order depends on K alone, so logits are
 // batch-invariant: 256 columns in the tensor cores, four such sums one after another, then the partial sums of every
 // 1024 columns. route_tokens.cu adds up the partial sums that this kernel leaves. In a decode step the weights are cold
-// and no other launch overlaps the fetch, so many CTAs share it, one sum each. With many tokens a CTA computes four
-// sums in turn and leaves fewer partial sums.
+// and no other launch overlaps the fetch, which many CTAs therefore share, one sum each. With many tokens a CTA
+// computes four sums in turn and leaves fewer partial sums.
 #include "wgmma.cuh"
 
 constexpr int kTokens = TOKENS, kExperts = EXPERTS;  // per CTA, which is one warpgroup

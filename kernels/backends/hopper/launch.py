@@ -10,6 +10,8 @@ from torch import Tensor
 from expertd.kernels import jit
 from expertd.limits import MAX_EXPERTS, MAX_GROUPS
 
+_DATATYPES = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
+
 
 class Variant(NamedTuple):
     """How to compile and launch a kernel.
@@ -49,6 +51,14 @@ def named_source(stem: str, suffix: str = "", **defines: object) -> jit.Source:
     """The source of csrc/<stem>.cu, whose entry has the same name; the suffix distinguishes its variants."""
     name = f"{stem}_{suffix}" if suffix else stem
     return jit.Source(name, f"{stem}.cu", stem, tuple((key, str(value)) for key, value in defines.items()))
+
+
+def variants_by_dtype(stem: str, threads: int) -> dict[torch.dtype, Variant]:
+    """The variants of csrc/<stem>.cu, which has one per floating-point type and no dynamic shared memory."""
+    return {
+        dtype: Variant(named_source(stem, name.lower(), DATATYPE=name), threads, no_shared_bytes)
+        for dtype, name in _DATATYPES.items()
+    }
 
 
 class Kernels:

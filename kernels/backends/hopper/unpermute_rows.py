@@ -3,31 +3,13 @@
 import math
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from expertd.kernels.backends.hopper.launch import (
-    Grid,
-    Kernels,
-    OnStream,
-    Variant,
-    named_source,
-    no_shared_bytes,
-)
+from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, variants_by_dtype
 
 _THREADS, _COLUMNS = 256, 2048  # per CTA
 
-
-def _variant(datatype: str) -> Variant:
-    source = named_source("unpermute_rows", datatype.lower(), DATATYPE=datatype)
-    return Variant(source, _THREADS, no_shared_bytes)
-
-
-VARIANTS = {
-    torch.bfloat16: _variant("BF16"),
-    torch.float16: _variant("FP16"),
-    torch.float32: _variant("FP32"),
-}
+VARIANTS = variants_by_dtype("unpermute_rows", _THREADS)
 """Variants by the dtype of the output."""
 
 
