@@ -15,11 +15,12 @@ from tests.paths import ROOT
 SERVICE = "expertd.service"
 # each package of the service, and the packages that it may import besides itself
 PACKAGES = {
-    "moe": ("files",),
+    "memory": (),
+    "moe": ("memory", "files"),
     "settings": ("moe", "files", "sentences"),
     "checkpoints": ("moe", "settings", "files", "sentences"),
-    "engine": ("moe", "settings", "checkpoints", "sentences", "terminal"),
-    "http": ("moe", "settings", "engine", "sentences"),
+    "engine": ("memory", "moe", "settings", "checkpoints", "sentences", "terminal"),
+    "http": ("memory", "moe", "settings", "engine", "sentences"),
     "commands": ("moe", "settings", "checkpoints", "http", "terminal"),
     "cli": ("commands",),
     "files": (),
@@ -36,6 +37,7 @@ TORCH_FREE = (
     "expertd.service.engine.batching",
     "expertd.service.engine.metrics",
     "expertd.service.http.protocol",
+    "expertd.service.memory",
     "expertd.service.moe.request",
     "expertd.service.moe.shape",
     "expertd.service.moe.weights_file",

@@ -1,8 +1,9 @@
 """A queue per model, and one worker thread that runs the queued requests on the device in steps.
 
 Requests that arrive while the device is busy are batched into the model's next step, first come, first
-served. Steps of models with queued requests alternate (round robin). Work that must not overlap a step
-(loading, replacing SM partitions) runs on the same thread, between steps.
+served. A large step begins while another one runs, so that its bytes travel meanwhile; small ones wait,
+because more requests may join them. Steps of models with queued requests alternate (round robin). Work that
+must not overlap a step (loading, replacing SM partitions) runs on the same thread, between steps.
 """
 
 import asyncio
@@ -19,11 +20,29 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from expertd.service.engine.errors import QueueFullError, SchedulerClosedError, StepFailedError
-from expertd.service.moe.request import LayerRequest, StepResult
+from expertd.service.moe.request import LayerRequest, Output, StepResult
 from expertd.service.settings.model import Limits
 
 T = TypeVar("T")
+Done = Callable[[Output | Exception], object]
+"""Called once for each request, with its output or the error that it fails with."""
+
 logger = logging.getLogger(__name__)
+
+# Steps of this many tokens begin before the preceding one is done: they take longer to copy than to prepare.
+_EARLY_TOKENS = 512
+_MAX_RUNNING = 2  # steps: one whose bytes are copied, and one that computes
+_POLL_SECONDS = 100e-6  # how often a running step is checked for its end while others may begin
+
+
+class Step(Protocol):
+    """A step on the device, from its begin on; implemented by `expertd.service.moe.runner.RunningStep`."""
+
+    def is_done(self) -> bool:
+        """Whether `finish` would return at once."""
+
+    def finish(self) -> StepResult:
+        """Wait for the result; raises if the step failed."""
 
 
 class Runner(Protocol):
@@ -31,7 +50,8 @@ class Runner(Protocol):
 
     def validate(self, request: LayerRequest) -> None: ...
 
-    def run(self, requests: Sequence[LayerRequest]) -> StepResult: ...
+    def begin(self, requests: Sequence[LayerRequest]) -> Step:
+        """Start a step, while at most one other is running on the device."""
 
 
 class StepObserver(Protocol):
@@ -49,21 +69,20 @@ class _State(Enum):
 
 
 class Pending:
-    """An accepted request; `answer` resolves to the bytes of its output, or to an EngineError."""
+    """An accepted request, until its `done` is called."""
 
-    __slots__ = ("answer", "arrived", "model", "request", "state")
+    __slots__ = ("arrived", "done", "model", "on_worker", "request", "state")
 
-    def __init__(
-        self, model: str, request: LayerRequest, answer: "asyncio.Future[memoryview | bytes]"
-    ) -> None:
+    def __init__(self, model: str, request: LayerRequest, done: Done, on_worker: bool) -> None:
         self.model = model
         self.request = request
-        self.answer = answer
+        self.done = done
+        self.on_worker = on_worker
         self.arrived = time.perf_counter()
         self.state = _State.WAITING
 
 
-_Answer = tuple[Pending, memoryview | bytes | Exception]
+_Answer = tuple[Pending, Output | Exception]
 
 
 @dataclass(slots=True)
@@ -75,8 +94,20 @@ class _Queue:
     failures: int = 0  # consecutive steps that raised
 
 
+@dataclass(frozen=True, slots=True)
+class _Running:
+    model: str
+    requests: list[Pending]
+    step: Step
+    began: float
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(pending.request.num_tokens for pending in self.requests)
+
+
 class Scheduler:
-    """Owns the queues and the worker thread. Call its methods from the event loop that called `start`."""
+    """Owns the queues and the worker thread. `submit` and `cancel` are safe from any thread."""
 
     def __init__(self, limits: Limits, observer: StepObserver) -> None:
         self._limits = limits
@@ -84,7 +115,9 @@ class Scheduler:
         self._queues: dict[str, _Queue] = {}
         self._turns: deque[str] = deque()  # models with queued requests, next one first
         self._jobs: deque[tuple[Callable[[], object], Future[Any]]] = deque()
+        self._running: deque[_Running] = deque()  # used by the worker thread alone
         self._wake = threading.Condition(threading.Lock())
+        self._sleeping = False
         self._closed = False
         self._stopped = False
         self._unanswered = 0
@@ -129,10 +162,13 @@ class Scheduler:
         retry_after = max(1, math.ceil(steps * queue.step_seconds))
         raise QueueFullError(f"the queue of model {model} is full: {waiting} are waiting", retry_after)
 
-    def submit(self, model: str, request: LayerRequest) -> Pending:
-        """Put `request` in the model's queue. Raises as `check_capacity` does."""
-        assert self._loop is not None
-        pending = Pending(model, request, self._loop.create_future())
+    def submit(self, model: str, request: LayerRequest, done: Done, on_worker: bool = False) -> Pending:
+        """Put `request` in the model's queue. Raises as `check_capacity` does.
+
+        `done` is called on the event loop, or directly on the worker thread: then it must return soon,
+        because the next step waits for it. It must not raise.
+        """
+        pending = Pending(model, request, done, on_worker)
         queue = self._queues[model]
         with self._wake:
             self.check_capacity(model, request.num_tokens)
@@ -140,9 +176,10 @@ class Scheduler:
                 self._turns.append(model)
             queue.waiting.append(pending)
             queue.num_tokens += request.num_tokens
-            self._wake.notify()
-        self._unanswered += 1
-        self._idle.clear()
+            self._unanswered += 1
+            if self._sleeping:
+                self._sleeping = False
+                self._wake.notify()
         return pending
 
     def cancel(self, pending: Pending, error: Exception) -> bool:
@@ -156,7 +193,8 @@ class Scheduler:
             queue.num_tokens -= pending.request.num_tokens
             if not queue.waiting:
                 self._turns.remove(pending.model)
-        self._deliver([(pending, error)])
+        pending.done(error)
+        self._answered(1)
         return True
 
     def waiting(self, model: str) -> tuple[int, int]:
@@ -180,7 +218,9 @@ class Scheduler:
 
     async def drained(self) -> None:
         """Wait until every accepted request is answered."""
-        await self._idle.wait()
+        self._idle.clear()
+        while self._unanswered:
+            await self._idle.wait()
 
     @property
     def running(self) -> bool:
@@ -188,43 +228,59 @@ class Scheduler:
         return self._thread.is_alive()
 
     def stop(self, timeout: float) -> bool:
-        """Stop the worker thread after its current step; True if it ended within `timeout` seconds."""
+        """Stop the worker thread after its current steps; True if it ended within `timeout` seconds."""
         with self._wake:
             self._closed = self._stopped = True
             self._wake.notify()
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def _deliver(self, answers: Sequence[_Answer], report: Callable[[], None] | None = None) -> None:
-        for pending, answer in answers:
-            if pending.answer.cancelled():
-                pass  # the handler was cancelled: nobody is waiting
-            elif isinstance(answer, Exception):
-                pending.answer.set_exception(answer)
-            else:
-                pending.answer.set_result(answer)
-        self._unanswered -= len(answers)
-        if not self._unanswered:
-            self._idle.set()
-        if report is not None:
-            # Runs after the handlers just woken, so that no response waits for metrics.
-            asyncio.get_running_loop().call_soon(report)
-
     def _work(self) -> None:
         while True:
+            job: tuple[Callable[[], object], Future[Any]] | None = None
+            model = ""
+            requests: list[Pending] = []
             with self._wake:
-                while not (self._stopped or self._jobs or self._turns):
+                while not (self._stopped or self._jobs or self._turns or self._running):
+                    self._sleeping = True
                     self._wake.wait()
-                if self._stopped:
+                self._sleeping = False
+                if self._stopped and not self._running:
                     break
-                job = self._jobs.popleft() if self._jobs else None
-                model, step = ("", []) if job else self._next_step()
+                if not self._running:
+                    job = self._jobs.popleft() if self._jobs else None
+                if job is None and self._may_begin():
+                    model, requests = self._next_step()
             if job:
                 self._run_job(*job)
-            else:
-                self._run_step(model, step)
+            elif requests:
+                self._begin(model, requests)
+            elif not self._wait_for_more():
+                self._finish(self._running.popleft())
         for _, done in self._jobs:
             done.cancel()
+
+    def _may_begin(self) -> bool:
+        """Whether the next step may begin now. The caller holds the lock."""
+        if not self._running:
+            return bool(self._turns)
+        if self._stopped or self._jobs or not self._turns or len(self._running) == _MAX_RUNNING:
+            return False
+        return self._queues[self._turns[0]].num_tokens >= _EARLY_TOKENS
+
+    def _wait_for_more(self) -> bool:
+        """Wait until the only running step is done; True as soon as the next one may begin."""
+        running = self._running
+        if len(running) == _MAX_RUNNING or running[0].num_tokens < _EARLY_TOKENS:
+            return False  # a small step is over before another is worth beginning
+        while not running[0].step.is_done():
+            with self._wake:
+                if self._may_begin():
+                    return True
+                self._sleeping = True
+                self._wake.wait(_POLL_SECONDS)
+                self._sleeping = False
+        return False
 
     def _next_step(self) -> tuple[str, list[Pending]]:
         """Dequeue the requests of the next step. The caller holds the lock."""
@@ -242,34 +298,73 @@ class Scheduler:
             self._turns.append(model)
         return model, step
 
-    def _run_step(self, model: str, step: list[Pending]) -> None:
-        queue = self._queues[model]
-        started = time.perf_counter()
+    def _begin(self, model: str, requests: list[Pending]) -> None:
+        began = time.perf_counter()
         try:
-            result = queue.runner.run([pending.request for pending in step])
-            outputs = list(zip(step, result.outputs, strict=True))
+            step = self._queues[model].runner.begin([pending.request for pending in requests])
         except Exception as error:
-            queue.failures += 1
-            logger.exception("step of model %s with %d requests failed", model, len(step))
-            self._answer([], partial(self._observer.step_failed, model, len(step)))
-            if len(step) > 1:
-                # One request may have caused it: retry each alone.
-                for pending in step:
-                    self._run_step(model, [pending])
-                return
-            failure = StepFailedError(f"the step failed: {type(error).__name__}")
-            failure.__cause__ = error
-            self._answer([(step[0], failure)])
+            while self._running:  # keep the order of the answers
+                self._finish(self._running.popleft())
+            self._failed(model, requests, error)
+            return
+        running = _Running(model, requests, step, began)
+        if step.is_done() and not self._running:
+            self._finish(running)
+        else:
+            self._running.append(running)
+
+    def _finish(self, running: _Running) -> None:
+        model, requests = running.model, running.requests
+        queue = self._queues[model]
+        try:
+            result = running.step.finish()
+            answers = list(zip(requests, result.outputs, strict=True))
+        except Exception as error:
+            self._failed(model, requests, error)
             return
         queue.failures = 0
-        took = time.perf_counter() - started
+        took = result.compute_seconds
         queue.step_seconds = took if not queue.step_seconds else 0.8 * queue.step_seconds + 0.2 * took
-        waited = [started - pending.arrived for pending in step]
-        self._answer(outputs, partial(self._observer.step_done, model, result, waited))
+        waited = [running.began - pending.arrived for pending in requests]
+        self._answer(answers, partial(self._observer.step_done, model, result, waited))
+
+    def _failed(self, model: str, requests: list[Pending], error: Exception) -> None:
+        self._queues[model].failures += 1
+        logger.error("step of model %s with %d requests failed", model, len(requests), exc_info=error)
+        self._answer([], partial(self._observer.step_failed, model, len(requests)))
+        if len(requests) > 1:
+            # One request may have caused it: retry each alone.
+            for pending in requests:
+                self._begin(model, [pending])
+                while self._running:
+                    self._finish(self._running.popleft())
+            return
+        failure = StepFailedError(f"the step failed: {type(error).__name__}")
+        failure.__cause__ = error
+        self._answer([(requests[0], failure)])
 
     def _answer(self, answers: Sequence[_Answer], report: Callable[[], None] | None = None) -> None:
+        """Call each request's `done`, then `report`; the loop is woken once for all."""
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._deliver, answers, report)
+        for pending, answer in answers:
+            if pending.on_worker:
+                pending.done(answer)
+        others = [pair for pair in answers if not pair[0].on_worker]
+        self._loop.call_soon_threadsafe(self._deliver, others, len(answers), report)
+
+    def _deliver(self, answers: Sequence[_Answer], count: int, report: Callable[[], None] | None) -> None:
+        for pending, answer in answers:
+            pending.done(answer)
+        self._answered(count)
+        if report is not None:
+            # Runs after the handlers just woken, so that no response waits for metrics.
+            asyncio.get_running_loop().call_soon(report)
+
+    def _answered(self, count: int) -> None:
+        with self._wake:
+            self._unanswered -= count
+        if not self._unanswered and not self._idle.is_set() and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._idle.set)
 
     def _run_job(self, job: Callable[[], object], done: Future[Any]) -> None:
         if not done.set_running_or_notify_cancel():

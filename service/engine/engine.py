@@ -15,12 +15,12 @@ from expertd.service.engine.errors import (
     PartitionsUnavailableError,
     QueueFullError,
     SchedulerClosedError,
-    StepFailedError,
     UnknownModelError,
 )
 from expertd.service.engine.loading import LoadCancelledError, Loaded, Loader, Partitions
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.spec import MODEL_VERSION, LayerSpec
+from expertd.service.memory import Arena
 from expertd.service.moe.request import zero_request
 from expertd.service.sentences import all_of, any_of, shown
 from expertd.service.settings.model import Settings
@@ -59,6 +59,7 @@ class Engine:
         }
         self.scheduler = Scheduler(settings.limits, metrics)
         self.loaded: Loaded | None = None
+        self.arena: Arena | None = None  # of large bodies and outputs, once loaded
         self._metrics = metrics
         self._load = load
         self._loading: asyncio.Task[None] | None = None
@@ -184,9 +185,7 @@ class Engine:
 
     async def _finish_loading(self) -> None:
         try:
-            self.loaded = await self.scheduler.between_steps(
-                lambda: self._load(self.settings, lambda: self.phase is not Phase.LOADING)
-            )
+            loaded, arena = await self.scheduler.between_steps(self._load_all)
         except LoadCancelledError:
             return
         except Exception as error:
@@ -194,13 +193,16 @@ class Engine:
                 self.phase = Phase.FAILED
             logger.error("loading failed: %s", error, exc_info=not isinstance(error, (ValueError, OSError)))
             return
-        self.scheduler.set_runners(self.loaded.runners)
-        self._metrics.set_backend(self.loaded.backend, self.loaded.device)
+        self.scheduler.set_runners(loaded.runners)
+        self.loaded, self.arena = loaded, arena
+        self._metrics.set_backend(loaded.backend, loaded.device)
         if self.phase is Phase.LOADING:
             self.phase = Phase.READY
-            logger.info(
-                "ready: %s on %s, %s", ", ".join(self.models), self.loaded.device, self.loaded.backend
-            )
+            logger.info("ready: %s on %s, %s", ", ".join(self.models), loaded.device, loaded.backend)
+
+    def _load_all(self) -> tuple[Loaded, Arena]:
+        loaded = self._load(self.settings, lambda: self.phase is not Phase.LOADING)
+        return loaded, Arena(self.settings.limits.max_buffered_bytes, loaded.register)
 
     def _failing(self, models: tuple[str, ...]) -> list[str]:
         return [model for model in models or self.models if self.scheduler.failures(model) >= _FAILING_STEPS]
@@ -208,8 +210,10 @@ class Engine:
     async def _retry(self, model: str) -> None:
         request = zero_request(1, self.models[model].hidden_size)
         try:
-            with suppress(StepFailedError, QueueFullError, SchedulerClosedError):
-                await self.scheduler.submit(model, request).answer
+            with suppress(QueueFullError, SchedulerClosedError):
+                tried = asyncio.Event()
+                self.scheduler.submit(model, request, lambda _: tried.set())
+                await tried.wait()
         finally:
             del self._retries[model]
 

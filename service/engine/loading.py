@@ -16,7 +16,8 @@ from expertd.kernels.backends import why_not
 from expertd.service.checkpoints import CheckpointModelSettings
 from expertd.service.checkpoints.weights import read_layer
 from expertd.service.engine.batching import Runner
-from expertd.service.moe.device import device_memory, device_name
+from expertd.service.memory import Register, nothing_to_register
+from expertd.service.moe.device import device_memory, device_name, register_for
 from expertd.service.moe.graphs import GraphPool
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.request import zero_request
@@ -70,7 +71,7 @@ class Loaded:
 
     memory returns (used, total) bytes of the device, None without a GPU. Call prepare_steps on the worker
     thread after partitions are replaced: it captures CUDA graphs again. It may raise LoadCancelledError or
-    fail; steps run in either case.
+    fail; steps run in either case. register makes host memory accessible to the device.
     """
 
     backend: str
@@ -79,6 +80,7 @@ class Loaded:
     partitions: Partitions | None
     memory: Callable[[], tuple[int, int] | None]
     prepare_steps: Callable[[Cancelled], None]
+    register: Register = nothing_to_register
 
 
 Loader = Callable[[Settings, Cancelled], Loaded]
@@ -116,6 +118,7 @@ def load(settings: Settings, cancelled: Cancelled) -> Loaded:
         partitions,
         lambda: device_memory(device),
         partial(capture_graphs, on_gpu, device),
+        register_for(device),
     )
 
 

@@ -32,6 +32,8 @@ from expertd.service.http.protocol import (
     parse_request,
     requested_encoding,
 )
+from expertd.service.memory import Buffer, Span, host_view
+from expertd.service.moe.request import Output
 from expertd.service.sentences import shown
 
 T = TypeVar("T")
@@ -121,35 +123,44 @@ class InferEndpoint:
             raise refusal from refusal.__cause__
         return await _encoded(response, headers.accept_encoding)
 
-    async def _compute(
-        self, model: str, request: InferRequest, scope: Scope, receive: Receive
-    ) -> memoryview | bytes:
+    async def _compute(self, model: str, request: InferRequest, scope: Scope, receive: Receive) -> Buffer:
         layer = request.layer
         scheduler = self._engine.scheduler
         if layer.topk_ids is not None:
             runner = scheduler.runner(model)
             try:
-                await _off_loop(16 * len(memoryview(layer.topk_ids)), lambda: runner.validate(layer))
+                await _off_loop(16 * len(host_view(layer.topk_ids)), lambda: runner.validate(layer))
             except ValueError as error:
                 raise OipError(400, str(error)) from error
         if layer.num_tokens == 0:
             return b""  # expert-parallel callers send empty batches
         loop = asyncio.get_running_loop()
-        pending = scheduler.submit(model, layer)
-        timers = [loop.call_later(_WATCH_AFTER_SECONDS, self._watch, pending, receive)]
+        answer: asyncio.Future[Output] = loop.create_future()
+
+        def done(output: Output | Exception) -> None:
+            if answer.cancelled():
+                pass  # the handler was cancelled: nobody is waiting
+            elif isinstance(output, Exception):
+                answer.set_exception(output)
+            else:
+                answer.set_result(output)
+
+        pending = scheduler.submit(model, layer, done)
+        timers = [loop.call_later(_WATCH_AFTER_SECONDS, self._watch, pending, answer, receive)]
         if (seconds := request.timeout_seconds) is not None:
             expired = QueueTimeoutError(f"the request's timeout of {seconds} s expired in the queue")
             timers.append(loop.call_later(seconds, scheduler.cancel, pending, expired))
         try:
-            output = await pending.answer
+            output = await answer
         finally:
             for timer in timers:
                 timer.cancel()
         if _has_left(scope, receive):
             raise ClientGoneError
+        assert not isinstance(output, Span)
         return output
 
-    def _watch(self, pending: Pending, receive: Receive) -> None:
+    def _watch(self, pending: Pending, answer: "asyncio.Future[Output]", receive: Receive) -> None:
         """Cancel a queued request as soon as its client disconnects."""
 
         async def watch() -> None:
@@ -158,7 +169,7 @@ class InferEndpoint:
             self._engine.scheduler.cancel(pending, ClientGoneError())
 
         task = asyncio.get_running_loop().create_task(watch())
-        pending.answer.add_done_callback(lambda _: task.cancel())
+        answer.add_done_callback(lambda _: task.cancel())
 
     async def _send(self, send: Send, answer: _Answer) -> None:
         parts = answer.parts

@@ -1,8 +1,12 @@
-"""The name and memory of the device, for logs and metrics."""
+"""The device: its name and memory, for logs and metrics, and its access to host memory."""
 
 import platform
 
 import torch
+
+from expertd.service.memory import Register, Unregister, nothing_to_register
+
+_PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegister: in every context, and at the same address on the GPU
 
 
 def device_name(device: torch.device) -> str:
@@ -16,3 +20,19 @@ def device_memory(device: torch.device) -> tuple[int, int] | None:
         return None
     free, total = torch.cuda.mem_get_info(device)
     return total - free, total
+
+
+def register_for(device: torch.device) -> Register:
+    """The function that makes host memory accessible to `device`."""
+    if device.type != "cuda":
+        return nothing_to_register
+
+    def register(address: int, num_bytes: int) -> Unregister:
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        with torch.cuda.device(device):
+            status = runtime.cudaHostRegister(address, num_bytes, _PORTABLE_AND_MAPPED)
+        if int(status):
+            raise RuntimeError(f"cudaHostRegister: expected {num_bytes} bytes to be registered, got {status}")
+        return lambda: runtime.cudaHostUnregister(address)
+
+    return register

@@ -11,9 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from expertd.service.memory import Buffer, Span, host_view
 from expertd.service.moe.graphs import GraphPool, StepGraphs
 from expertd.service.moe.layer import MoELayer
-from expertd.service.moe.request import Buffer, LayerRequest, StepResult
+from expertd.service.moe.request import LayerRequest, StepResult
 
 if TYPE_CHECKING:
     from expertd.kernels.partitions import SMPartitions
@@ -82,6 +83,10 @@ class LayerRunner:
             compute_seconds=time.perf_counter() - start,
         )
 
+    def begin(self, requests: Sequence[LayerRequest]) -> "RunningStep":
+        """Run a step; see `Runner.begin`."""
+        return RunningStep(self.run(requests))
+
     def capture(self, pool: GraphPool) -> None:
         """Capture CUDA graphs of small steps, which `run` replays until the partition changes."""
         stream = torch.cuda.current_stream(self._device)
@@ -115,8 +120,8 @@ class LayerRunner:
     def _num_sms(self) -> int | None:
         return None if self._partitions is None else self._partitions.num_sms(self._partition)
 
-    def _routing(self, buffer: Buffer, dtype: type[np.generic]) -> NDArray[Any]:
-        return np.frombuffer(buffer, dtype).reshape(-1, self.layer.shape.top_k)
+    def _routing(self, buffer: Buffer | Span, dtype: type[np.generic]) -> NDArray[Any]:
+        return np.frombuffer(host_view(buffer), dtype).reshape(-1, self.layer.shape.top_k)
 
     def _validate_ids(self, ids: NDArray[Any]) -> None:
         num_experts = self.layer.shape.num_experts
@@ -184,10 +189,23 @@ class LayerRunner:
         return self._host(tuple(tensor.shape), tensor.dtype).copy_(tensor, non_blocking=True)
 
 
+class RunningStep:
+    """A step that is done."""
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def is_done(self) -> bool:
+        return True
+
+    def finish(self) -> StepResult:
+        return self._result
+
+
 def _bytes(tensor: Tensor) -> NDArray[np.uint8]:
     """The bytes of a contiguous host tensor, without a copy."""
     return tensor.view(torch.uint8).reshape(-1).numpy()
 
 
-def _fill(tensor: Tensor, buffer: Buffer) -> None:
-    np.copyto(_bytes(tensor), np.frombuffer(buffer, np.uint8))
+def _fill(tensor: Tensor, buffer: Buffer | Span) -> None:
+    np.copyto(_bytes(tensor), np.frombuffer(host_view(buffer), np.uint8))

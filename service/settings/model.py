@@ -43,6 +43,12 @@ class Limits(_Frozen):
         ge=1,
         description="maximum bytes of JSON in an infer request; parsing blocks the event loop",
     )
+    max_buffered_bytes: int = Field(
+        default=1024 * MIB,
+        ge=1,
+        description="maximum bytes of large request bodies and outputs held at once; on a GPU this memory is "
+        "pinned at start-up",
+    )
 
     body_timeout_seconds: float = Field(
         default=60,

@@ -1,12 +1,15 @@
 """A runner whose steps a test can hold, count and fail; it computes the identity."""
 
+import asyncio
 import threading
 from collections.abc import Sequence
 
 import numpy as np
 
 from expertd.layout import Layout
-from expertd.service.moe.request import LayerRequest, StepResult
+from expertd.service.engine.batching import Pending, Scheduler
+from expertd.service.memory import host_view
+from expertd.service.moe.request import LayerRequest, Output, StepResult
 
 
 class EchoRunner:
@@ -24,24 +27,57 @@ class EchoRunner:
         self.poison = poison
 
     def validate(self, request: LayerRequest) -> None:
-        if request.topk_ids is not None and np.frombuffer(request.topk_ids, np.int32).max() > 3:
+        if request.topk_ids is not None and np.frombuffer(host_view(request.topk_ids), np.int32).max() > 3:
             raise ValueError("topk_ids: expected 0 to 3, got a larger one")
 
-    def run(self, requests: Sequence[LayerRequest]) -> StepResult:
+    def begin(self, requests: Sequence[LayerRequest]) -> "Computed":
+        return Computed(self._run(requests))
+
+    def _run(self, requests: Sequence[LayerRequest]) -> StepResult:
         self.steps.append([request.num_tokens for request in requests])
         self.entered.release()
         self.gate.wait()
         for request in requests:
-            if np.frombuffer(request.hidden_states, np.float32)[0] == self.poison:
+            if np.frombuffer(host_view(request.hidden_states), np.float32)[0] == self.poison:
                 raise RuntimeError("a poisoned request")
         tokens = sum(request.num_tokens for request in requests)
         return StepResult(
-            outputs=[memoryview(request.hidden_states) for request in requests],
+            outputs=[host_view(request.hidden_states) for request in requests],
             layout=Layout.MASKED,
             num_tokens=tokens,
             tokens_per_expert=[tokens, 0, 0, tokens],
             compute_seconds=0.001,
         )
+
+
+class Computed:
+    """A step that is done when it begins, as on a CPU."""
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def is_done(self) -> bool:
+        return True
+
+    def finish(self) -> StepResult:
+        return self._result
+
+
+class Submitted:
+    """A request in a scheduler's queue; `answer` is a future of its output."""
+
+    def __init__(self, scheduler: Scheduler, model: str, request: LayerRequest) -> None:
+        self.answer: asyncio.Future[Output] = asyncio.get_running_loop().create_future()
+        self.pending: Pending = scheduler.submit(model, request, self._done)
+        self.model = model
+
+    def _done(self, output: Output | Exception) -> None:
+        if self.answer.cancelled():
+            return
+        if isinstance(output, Exception):
+            self.answer.set_exception(output)
+        else:
+            self.answer.set_result(output)
 
 
 def layer_request(values: Sequence[float]) -> LayerRequest:

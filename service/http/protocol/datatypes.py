@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from expertd.service.http.protocol.errors import OipError
-from expertd.service.moe.request import Buffer
+from expertd.service.memory import Buffer
 from expertd.service.sentences import shown
 
 ELEMENT_BYTES = {"BF16": 2, "FP16": 2, "FP32": 4, "INT32": 4, "INT64": 8}

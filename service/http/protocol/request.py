@@ -7,7 +7,8 @@ from typing import Any, NoReturn, TypeGuard
 from expertd.service.engine.spec import LayerSpec
 from expertd.service.http.protocol.datatypes import ELEMENT_BYTES, FLOATS, numbers_to_bytes
 from expertd.service.http.protocol.errors import OipError
-from expertd.service.moe.request import Buffer, LayerRequest
+from expertd.service.memory import Buffer
+from expertd.service.moe.request import LayerRequest
 from expertd.service.sentences import any_of, shown
 
 INPUT_DATATYPES = {"hidden_states": FLOATS, "topk_ids": ("INT32", "INT64"), "topk_weights": ("FP32",)}

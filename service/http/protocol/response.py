@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from expertd.service.engine.spec import MODEL_VERSION, LayerSpec
 from expertd.service.http.protocol.datatypes import bytes_to_numbers
 from expertd.service.http.protocol.request import OUTPUT, InferRequest
-from expertd.service.moe.request import Buffer
+from expertd.service.memory import Buffer
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,16 +10,17 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from expertd.service.engine.batching import Pending, Scheduler
+from expertd.service.engine.batching import Scheduler
 from expertd.service.engine.errors import (
     QueueFullError,
     QueueTimeoutError,
     SchedulerClosedError,
     StepFailedError,
 )
-from expertd.service.moe.request import StepResult
+from expertd.service.memory import host_view
+from expertd.service.moe.request import Output, StepResult
 from expertd.service.settings.model import Limits
-from tests.service.runners import EchoRunner, layer_request
+from tests.service.runners import EchoRunner, Submitted, layer_request
 
 T = TypeVar("T")
 
@@ -54,10 +55,10 @@ async def running(
         assert scheduler.stop(timeout=10)
 
 
-async def held(runner: EchoRunner, scheduler: Scheduler, model: str = "0") -> Pending:
+async def held(runner: EchoRunner, scheduler: Scheduler, model: str = "0") -> Submitted:
     """A request whose step waits at the runner's gate."""
     runner.gate.clear()
-    pending = scheduler.submit(model, layer_request([0.0]))
+    pending = Submitted(scheduler, model, layer_request([0.0]))
     assert await asyncio.to_thread(runner.entered.acquire, True, 10)
     return pending
 
@@ -69,8 +70,8 @@ async def soon(answer: Awaitable[T]) -> T:
     return result
 
 
-def values(answer: memoryview | bytes) -> list[float]:
-    numbers: list[float] = np.frombuffer(answer, np.float32).tolist()
+def values(answer: Output) -> list[float]:
+    numbers: list[float] = np.frombuffer(host_view(answer), np.float32).tolist()
     return numbers
 
 
@@ -78,7 +79,7 @@ async def test_requests_that_wait_for_the_device_are_batched() -> None:
     runner, observed = EchoRunner(), Observed()
     async with running(runner, observer=observed) as scheduler:
         first = await held(runner, scheduler)
-        others = [scheduler.submit("0", layer_request([float(i)] * 2)) for i in range(6)]
+        others = [Submitted(scheduler, "0", layer_request([float(i)] * 2)) for i in range(6)]
         assert scheduler.waiting("0") == (6, 12)
         runner.gate.set()
         answers = [values(await soon(pending.answer)) for pending in (first, *others)]
@@ -96,8 +97,8 @@ async def test_requests_keep_their_order_and_models_alternate() -> None:
     runners = EchoRunner(), EchoRunner()
     async with running(*runners) as scheduler:
         first = await held(runners[0], scheduler)
-        pendings = [scheduler.submit("0", layer_request([1.0] * 8)) for _ in range(3)]
-        pendings += [scheduler.submit("1", layer_request([2.0] * 8)) for _ in range(2)]
+        pendings = [Submitted(scheduler, "0", layer_request([1.0] * 8)) for _ in range(3)]
+        pendings += [Submitted(scheduler, "1", layer_request([2.0] * 8)) for _ in range(2)]
         for pending in pendings:
             pending.answer.add_done_callback(partial(done, pending.model))
         runners[0].gate.set()
@@ -110,7 +111,7 @@ async def test_smaller_requests_do_not_overtake_a_large_one() -> None:
     runner = EchoRunner()
     async with running(runner) as scheduler:
         first = await held(runner, scheduler)
-        pendings = [scheduler.submit("0", layer_request([1.0] * n)) for n in (4, 8, 1)]
+        pendings = [Submitted(scheduler, "0", layer_request([1.0] * n)) for n in (4, 8, 1)]
         runner.gate.set()
         for pending in (first, *pendings):
             await soon(pending.answer)
@@ -128,14 +129,14 @@ async def test_a_full_queue_refuses_until_it_has_room(limits: dict[str, int], te
     runner = EchoRunner()
     async with running(runner, observer=None, **limits) as scheduler:
         first = await held(runner, scheduler)
-        pendings = [scheduler.submit("0", layer_request([1.0] * 4)) for _ in range(2)]
+        pendings = [Submitted(scheduler, "0", layer_request([1.0] * 4)) for _ in range(2)]
         with pytest.raises(QueueFullError, match=text) as caught:
-            scheduler.submit("0", layer_request([1.0] * 4))
+            Submitted(scheduler, "0", layer_request([1.0] * 4))
         assert caught.value.retry_after >= 1
         runner.gate.set()
         for pending in (first, *pendings):
             await soon(pending.answer)
-        await soon(scheduler.submit("0", layer_request([1.0] * 4)).answer)
+        await soon(Submitted(scheduler, "0", layer_request([1.0] * 4)).answer)
 
 
 async def test_retry_after_depends_on_recent_step_times() -> None:
@@ -143,7 +144,7 @@ async def test_retry_after_depends_on_recent_step_times() -> None:
     async with running(runner, max_queue_tokens=16) as scheduler:
         first = await held(runner, scheduler)
         for _ in range(2):
-            scheduler.submit("0", layer_request([1.0] * 8))
+            Submitted(scheduler, "0", layer_request([1.0] * 8))
         scheduler._queues["0"].step_seconds = 2.0
         with pytest.raises(QueueFullError) as caught:
             scheduler.check_capacity("0")
@@ -157,16 +158,16 @@ async def test_a_request_cancelled_in_the_queue_is_never_computed() -> None:
     runner = EchoRunner()
     async with running(runner) as scheduler:
         first = await held(runner, scheduler)
-        dropped = scheduler.submit("0", layer_request([1.0]))
-        assert scheduler.cancel(dropped, QueueTimeoutError("too late"))
-        assert not scheduler.cancel(dropped, QueueTimeoutError("twice"))
-        assert not scheduler.cancel(first, QueueTimeoutError("already started"))
+        dropped = Submitted(scheduler, "0", layer_request([1.0]))
+        assert scheduler.cancel(dropped.pending, QueueTimeoutError("too late"))
+        assert not scheduler.cancel(dropped.pending, QueueTimeoutError("twice"))
+        assert not scheduler.cancel(first.pending, QueueTimeoutError("already started"))
         assert scheduler.waiting("0") == (0, 0)
         with pytest.raises(QueueTimeoutError, match="too late"):
             await soon(dropped.answer)
         runner.gate.set()
         await soon(first.answer)
-        await soon(scheduler.submit("0", layer_request([2.0])).answer)
+        await soon(Submitted(scheduler, "0", layer_request([2.0])).answer)
     assert runner.steps == [[1], [1]]
 
 
@@ -175,8 +176,8 @@ async def test_one_bad_request_fails_alone(caplog: pytest.LogCaptureFixture) -> 
     async with running(runner, observer=observed) as scheduler:
         with caplog.at_level(logging.CRITICAL, "expertd.service.engine.batching"):
             first = await held(runner, scheduler)
-            good = [scheduler.submit("0", layer_request([1.0])) for _ in range(2)]
-            bad = scheduler.submit("0", layer_request([666.0]))
+            good = [Submitted(scheduler, "0", layer_request([1.0])) for _ in range(2)]
+            bad = Submitted(scheduler, "0", layer_request([666.0]))
             runner.gate.set()
             with pytest.raises(StepFailedError, match="the step failed: RuntimeError"):
                 await soon(bad.answer)
@@ -190,7 +191,7 @@ async def test_a_cancelled_caller_does_not_disturb_the_others() -> None:
     runner = EchoRunner()
     async with running(runner) as scheduler:
         first = await held(runner, scheduler)
-        cancelled, other = (scheduler.submit("0", layer_request([float(i)])) for i in (1, 2))
+        cancelled, other = (Submitted(scheduler, "0", layer_request([float(i)])) for i in (1, 2))
         cancelled.answer.cancel()
         runner.gate.set()
         assert values(await soon(other.answer)) == [2.0]
@@ -202,7 +203,7 @@ async def test_jobs_run_between_steps_and_before_waiting_requests() -> None:
     runner = EchoRunner()
     async with running(runner) as scheduler:
         first = await held(runner, scheduler)
-        later = scheduler.submit("0", layer_request([1.0]))
+        later = Submitted(scheduler, "0", layer_request([1.0]))
         job = asyncio.ensure_future(scheduler.between_steps(lambda: len(runner.steps)))
         await asyncio.sleep(0)
         assert not job.done()
@@ -219,17 +220,17 @@ async def test_only_the_caller_of_a_job_sees_its_exception() -> None:
     async with running(EchoRunner()) as scheduler:
         with pytest.raises(ValueError, match="does not fit"):
             await soon(scheduler.between_steps(broken))
-        assert values(await soon(scheduler.submit("0", layer_request([1.0])).answer)) == [1.0]
+        assert values(await soon(Submitted(scheduler, "0", layer_request([1.0])).answer)) == [1.0]
 
 
 async def test_a_closed_scheduler_refuses_new_requests_and_answers_accepted_ones() -> None:
     runner = EchoRunner()
     async with running(runner) as scheduler:
         first = await held(runner, scheduler)
-        second = scheduler.submit("0", layer_request([2.0]))
+        second = Submitted(scheduler, "0", layer_request([2.0]))
         scheduler.close()
         with pytest.raises(SchedulerClosedError):
-            scheduler.submit("0", layer_request([3.0]))
+            Submitted(scheduler, "0", layer_request([3.0]))
         drained = asyncio.ensure_future(scheduler.drained())
         await asyncio.sleep(0)
         assert not drained.done()
@@ -245,7 +246,7 @@ async def test_an_observer_that_raises_does_not_prevent_answers(caplog: pytest.L
             raise RuntimeError("no metrics today")
 
     async with running(EchoRunner(), observer=Broken()) as scheduler:
-        assert values(await soon(scheduler.submit("0", layer_request([1.0])).answer)) == [1.0]
+        assert values(await soon(Submitted(scheduler, "0", layer_request([1.0])).answer)) == [1.0]
     assert "no metrics today" in caplog.text
 
 
@@ -255,7 +256,7 @@ async def test_concurrent_callers_get_their_own_rows() -> None:
 
         async def call(i: int) -> None:
             tokens = 1 + i % 8
-            pending = scheduler.submit("0", layer_request([float(i)] * tokens))
+            pending = Submitted(scheduler, "0", layer_request([float(i)] * tokens))
             assert values(await pending.answer) == [float(i)] * tokens
 
         await soon(asyncio.gather(*(call(i) for i in range(500))))

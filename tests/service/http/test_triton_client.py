@@ -13,6 +13,7 @@ from tritonclient.utils import InferenceServerException
 
 from expertd.service.engine.batching import Runner
 from expertd.service.engine.loading import load
+from expertd.service.memory import host_view
 from expertd.service.moe.request import LayerRequest
 from tests.service.apps import HIDDEN, NUM_EXPERTS, TOP_K, rows, tiny_settings
 from tests.service.processes import ServerProcess, server_process
@@ -46,7 +47,9 @@ def tensor(
 def expected(runner: Runner, values: npt.NDArray[Any], datatype: str = "FP32") -> npt.NDArray[Any]:
     """The layer's output, without HTTP."""
     request = LayerRequest(len(values), values.tobytes(), datatype, None, "INT32", None, "FP32")
-    return np.frombuffer(runner.run([request]).outputs[0], np.float32).reshape(values.shape)
+    return np.frombuffer(host_view(runner.begin([request]).finish().outputs[0]), np.float32).reshape(
+        values.shape
+    )
 
 
 def test_health_and_metadata(client: Any) -> None:

@@ -9,6 +9,7 @@ import torch
 from expertd.kernels import Routing, resolve_backend
 from expertd.kernels.partitions import SMPartitions
 from expertd.service.engine.loading import capture_graphs
+from expertd.service.memory import host_view
 from expertd.service.moe.graphs import TOKEN_COUNTS, GraphPool, Step, StepGraphs
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.request import LayerRequest
@@ -133,7 +134,7 @@ def test_a_runner_with_graphs_matches_one_without(exact: bool) -> None:
         one, other = plain.run(step), quick.run(step)
         assert one.tokens_per_expert == other.tokens_per_expert
         for buffers in zip(one.outputs, other.outputs, strict=True):
-            a, b = (np.frombuffer(buffer, np.float32) for buffer in buffers)
+            a, b = (np.frombuffer(host_view(buffer), np.float32) for buffer in buffers)
             # cuBLAS's order of addition depends on the number of tokens, padding included.
             assert np.array_equal(a, b) if exact else np.allclose(a, b, rtol=1e-3, atol=1e-4)
 
@@ -162,7 +163,7 @@ def test_in_a_partition_and_after_its_change(monkeypatch: pytest.MonkeyPatch) ->
             replays.clear()
             for _ in range(3):
                 (output,) = runner.run([_request(tokens)]).outputs
-                rows = torch.frombuffer(bytearray(output), dtype=torch.float32).view(tokens.shape)
+                rows = torch.frombuffer(bytearray(host_view(output)), dtype=torch.float32).view(tokens.shape)
                 assert_close(rows, expected)
             assert len(replays) == (3 if capture else 0)
 

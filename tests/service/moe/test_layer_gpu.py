@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from expertd.kernels import resolve_backend
+from expertd.service.memory import host_view
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.request import LayerRequest
 from expertd.service.moe.runner import LayerRunner
@@ -96,5 +97,5 @@ def test_the_runner_copies_bytes_to_the_device_and_back() -> None:
     assert sum(result.tokens_per_expert) == 2 * 5 * SHAPE.top_k
     expected = reference_layer(hidden_states.cuda(), runner.layer.weights, SHAPE.top_k).cpu()
     for output in result.outputs:
-        rows = torch.frombuffer(bytearray(output), dtype=torch.float32).view(hidden_states.shape)
+        rows = torch.frombuffer(bytearray(host_view(output)), dtype=torch.float32).view(hidden_states.shape)
         assert_close(rows, expected)

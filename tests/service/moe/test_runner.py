@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from expertd.kernels import resolve_backend
+from expertd.service.memory import host_view
 from expertd.service.moe.layer import MoELayer
-from expertd.service.moe.request import LayerRequest
+from expertd.service.moe.request import LayerRequest, Output
 from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import random_weights
@@ -54,8 +55,8 @@ def _routing(num_tokens: int) -> tuple[Tensor, Tensor]:
     return ids, torch.rand(num_tokens, SHAPE.top_k, generator=generator)
 
 
-def _output(output: memoryview | bytes, datatype: str) -> Tensor:
-    rows = torch.frombuffer(bytearray(output), dtype=DTYPES[datatype])
+def _output(output: Output, datatype: str) -> Tensor:
+    rows = torch.frombuffer(bytearray(host_view(output)), dtype=DTYPES[datatype])
     return rows.view(-1, SHAPE.hidden_size)
 
 
@@ -65,7 +66,7 @@ def test_every_pair_of_datatypes(runner: LayerRunner, datatype: str, output_data
     hidden_states = _hidden_states(3)
     result = runner.run([_request(hidden_states, datatype, output_datatype=output_datatype)])
     expected = reference_layer(hidden_states.to(DTYPES[datatype]), runner.layer.weights, SHAPE.top_k)
-    assert len(result.outputs[0]) == 3 * SHAPE.hidden_size * DTYPES[output_datatype].itemsize
+    assert len(host_view(result.outputs[0])) == 3 * SHAPE.hidden_size * DTYPES[output_datatype].itemsize
     assert_close(_output(result.outputs[0], output_datatype), expected)
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from expertd.service.engine.spec import LayerSpec
 from expertd.service.http.protocol import OipError, decompress, parse_request
+from expertd.service.memory import host_view
 
 SPEC = LayerSpec(name="m", hidden_size=4, top_k=2, datatype="FP32", max_request_tokens=8)
 
@@ -51,7 +52,7 @@ def _parses_or_refuses(body: bytes, header_length: int | None) -> None:
     except OipError as error:
         refusal = error
     if refusal is None:
-        assert len(request.layer.hidden_states) % SPEC.hidden_size == 0
+        assert len(host_view(request.layer.hidden_states)) % SPEC.hidden_size == 0
     else:
         assert refusal.status == 400
         assert len(json.loads(refusal.body())["error"]) < 1000

@@ -9,6 +9,7 @@ import pytest
 
 from expertd.service.engine.spec import LayerSpec
 from expertd.service.http.protocol import OipError, parse_request
+from expertd.service.memory import host_view
 
 SPEC = LayerSpec(name="m", hidden_size=4, top_k=2, datatype="FP32", max_request_tokens=8)
 ONE_ROW = {"name": "hidden_states", "shape": [1, 4], "datatype": "FP32", "data": [1, 2.5, -3, 0]}
@@ -26,11 +27,11 @@ def test_a_json_request() -> None:
     assert request.id == "a"
     assert not request.binary_output
     assert request.layer.num_tokens == 1
-    assert np.frombuffer(request.layer.hidden_states, np.float32).tolist() == [1, 2.5, -3, 0]
+    assert np.frombuffer(host_view(request.layer.hidden_states), np.float32).tolist() == [1, 2.5, -3, 0]
     assert request.layer.topk_ids is not None
-    assert np.frombuffer(request.layer.topk_ids, np.int32).tolist() == [0, 3]
+    assert np.frombuffer(host_view(request.layer.topk_ids), np.int32).tolist() == [0, 3]
     assert request.layer.topk_weights is not None
-    assert np.frombuffer(request.layer.topk_weights, np.float32).tolist() == [0.25, 0.75]
+    assert np.frombuffer(host_view(request.layer.topk_weights), np.float32).tolist() == [0.25, 0.75]
     assert request.layer.output_datatype == "FP32"
 
 
@@ -43,7 +44,7 @@ def test_a_binary_request_stays_a_view_of_the_body_and_may_be_mixed_with_json() 
     assert request.layer.hidden_states == data
     assert request.layer.topk_ids_datatype == "INT64"
     assert request.layer.topk_ids is not None
-    assert np.frombuffer(request.layer.topk_ids, np.int64).tolist() == [1, 2]
+    assert np.frombuffer(host_view(request.layer.topk_ids), np.int64).tolist() == [1, 2]
 
 
 def test_a_raw_request_is_rows_of_the_models_datatype() -> None:

@@ -1,0 +1,98 @@
+"""Blocks of one piece of host memory that is registered with the device once, when the server starts."""
+
+import mmap
+import os
+import threading
+
+import numpy as np
+
+from expertd.service.memory.span import Register, Span, Unregister, nothing_to_register
+
+_GRAIN = 64 * 1024  # blocks start and end at multiples of it: few sizes, so that freed blocks fit again
+
+
+class Block:
+    """Memory of one body or output, in use until `release`."""
+
+    __slots__ = ("_arena", "_start", "span")
+
+    def __init__(self, arena: "Arena", start: int, span: Span) -> None:
+        self._arena: Arena | None = arena
+        self._start = start
+        self.span = span
+
+    @property
+    def view(self) -> memoryview:
+        """The block's bytes, writable."""
+        assert self.span.view is not None
+        return self.span.view
+
+    def release(self) -> None:
+        """Give the memory back; later calls do nothing. Nobody may use the block's views afterwards."""
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            arena._free_block(self._start, self.span.num_bytes)
+
+
+class Arena:
+    """At most `num_bytes` of memory for bodies and outputs, as blocks. Safe from any thread.
+
+    The memory is a file without a name, which another process can map. The kernel allocates its pages on
+    first use; `register` touches all of them.
+    """
+
+    def __init__(self, num_bytes: int, register: Register = nothing_to_register) -> None:
+        self.num_bytes = _rounded(num_bytes)
+        self.fd = os.memfd_create("expertd-arena")
+        os.ftruncate(self.fd, self.num_bytes)
+        self._map = mmap.mmap(self.fd, self.num_bytes)
+        self._view = memoryview(self._map)
+        self._address = int(np.frombuffer(self._map, np.uint8).ctypes.data)
+        self._free = {0: self.num_bytes}  # start -> bytes, in the order of addresses
+        self._lock = threading.Lock()
+        self._used = 0
+        self._unregister: Unregister = register(self._address, self.num_bytes)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all blocks in use."""
+        return self._used
+
+    def take(self, num_bytes: int) -> Block | None:
+        """A block of `num_bytes`, at least 1; None if the arena has no piece of that size left."""
+        size = _rounded(num_bytes)
+        with self._lock:
+            start = next((start for start, free in self._free.items() if free >= size), None)
+            if start is None:
+                return None
+            free = self._free.pop(start)
+            if free > size:
+                self._free[start + size] = free - size
+                self._free = dict(sorted(self._free.items()))
+            self._used += size
+        span = Span(self._address + start, num_bytes, None, self._view[start : start + num_bytes], self)
+        return Block(self, start, span)
+
+    def close(self) -> None:
+        """Unregister the memory. It is unmapped once nothing refers to it."""
+        self._unregister()
+        os.close(self.fd)
+
+    def _free_block(self, start: int, num_bytes: int) -> None:
+        size = _rounded(num_bytes)
+        with self._lock:
+            self._used -= size
+            self._free[start] = size
+            merged: dict[int, int] = {}
+            last = -1
+            for begin, free in sorted(self._free.items()):
+                if last >= 0 and last + merged[last] == begin:
+                    merged[last] += free
+                else:
+                    merged[begin] = free
+                    last = begin
+            self._free = merged
+
+
+def _rounded(num_bytes: int) -> int:
+    return max(1, -(-num_bytes // _GRAIN)) * _GRAIN

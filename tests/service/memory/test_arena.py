@@ -1,0 +1,75 @@
+"""Blocks of the arena: distinct, reused, merged when freed, and bounded."""
+
+import mmap
+import random
+
+import pytest
+
+from expertd.service.memory import Arena, Block, Span, host_view
+
+GRAIN = 64 * 1024
+
+
+def test_blocks_do_not_overlap_and_keep_their_bytes() -> None:
+    arena = Arena(64 * GRAIN)
+    random.seed(0)
+    blocks: list[tuple[Block, bytes]] = []
+    for _ in range(400):
+        if blocks and random.random() < 0.5:
+            block, written = blocks.pop(random.randrange(len(blocks)))
+            assert block.view == written
+            block.release()
+        elif (taken := arena.take(size := random.randrange(1, 8 * GRAIN))) is not None:
+            content = random.randbytes(size)
+            taken.view[:] = content
+            blocks.append((taken, content))
+    for block, written in blocks:
+        assert block.view == written
+        block.release()
+    assert arena.used_bytes == 0
+    assert arena.take(64 * GRAIN) is not None, "freed neighbors are merged"
+
+
+def test_a_full_arena_gives_nothing_until_a_block_is_released() -> None:
+    arena = Arena(2 * GRAIN)
+    first, second = arena.take(GRAIN), arena.take(1)
+    assert first is not None
+    assert second is not None
+    assert arena.take(1) is None
+    first.release()
+    first.release()
+    assert arena.used_bytes == GRAIN
+    assert arena.take(GRAIN + 1) is None
+    assert arena.take(GRAIN) is not None
+
+
+def test_the_memory_is_registered_once_and_can_be_mapped_elsewhere() -> None:
+    calls: list[tuple[int, int]] = []
+
+    def register(address: int, num_bytes: int) -> object:
+        calls.append((address, num_bytes))
+        return lambda: calls.append((0, 0))
+
+    arena = Arena(3 * GRAIN, register)  # type: ignore[arg-type]
+    block = arena.take(10)
+    assert block is not None
+    address, num_bytes = calls[0]
+    assert num_bytes == 3 * GRAIN
+    assert address <= block.span.address < address + num_bytes
+    block.view[:] = b"0123456789"
+    with mmap.mmap(arena.fd, arena.num_bytes) as elsewhere:
+        offset = block.span.address - address
+        assert elsewhere[offset : offset + 10] == b"0123456789"
+    arena.close()
+    assert calls[1:] == [(0, 0)]
+
+
+def test_parts_of_a_span_lie_inside_it() -> None:
+    content = memoryview(bytearray(b"0123456789"))
+    span = Span(1000, 10, None, content)
+    part = span.part(2, 3)
+    assert (part.address, part.num_bytes) == (1002, 3)
+    assert bytes(host_view(part)) == b"234"
+    for offset, size in ((-1, 2), (8, 3), (11, 0), (0, -1)):
+        with pytest.raises(ValueError, match="span: expected a part of 10 bytes"):
+            span.part(offset, size)
