@@ -94,6 +94,7 @@ def check_experts(
     out: Tensor | None,
     activation: Swiglu,
     num_sms: int | None,
+    offsets: Tensor | None = None,
 ) -> None:
     """Raise ValueError (name, expected, got) unless `fused_experts` can serve these arguments."""
     if hidden_states.ndim != 2:
@@ -137,6 +138,10 @@ def check_experts(
             raise _refusal("out dtype", " or ".join(map(str, _HIDDEN_DTYPES)), out.dtype)
         _check("out", out, (num_tokens, h), out.dtype, device, like)
         _check_address("out", out)
+    if offsets is not None:
+        of_host = offsets.is_cpu and (device.type == "cpu" or offsets.is_pinned())
+        where = offsets.device if of_host else device
+        _check("offsets", offsets, (num_groups + 1,), _INT32, where, like)
 
 
 def _check_quantized(name: str, operand: object) -> None:

@@ -20,6 +20,7 @@ def fused_experts(
     activation: Swiglu = SILU,
     backend: Backend | str | None = None,
     num_sms: int | None = None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """Sum each token's experts: out[t] = sum over s of topk_weights[t, s] * ffn(topk_ids[t, s], t).
 
@@ -41,16 +42,20 @@ def fused_experts(
     backend        a Backend, its name, or None for the best one for the device
     num_sms        SMs for the GEMMs; None: all of them. Every count from 2 on gives the same bits; with 1,
                    backend "hopper" rounds to bf16 before the activation and gives different bits
+    offsets        int32 [G + 1] on the device, or in pinned memory of the host: where to write how many rows
+                   (token and slot) the groups before each have; their differences are the groups' rows
 
     Returns out, summed in fp32 in the order of slots. Activations are rounded to FP8 before each GEMM
     (`quantize_rows`), except by backend "reference" on a CPU, which rounds them to bf16. An expert's output
     is rounded to bf16 before it is weighted. NaN in a token stays in its own row. Raises ValueError (name,
     expected, got) before anything is launched.
     """
-    check_experts(hidden_states, topk_ids, topk_weights, gate_up, down, out, activation, num_sms)
+    check_experts(hidden_states, topk_ids, topk_weights, gate_up, down, out, activation, num_sms, offsets)
     chosen = backend_for(backend, hidden_states, "hidden_states")
     if out is None:
         out = torch.empty(hidden_states.shape, dtype=torch.float32, device=hidden_states.device)
     if hidden_states.shape[0] > 0:
-        chosen.experts(hidden_states, topk_ids, topk_weights, gate_up, down, out, activation, num_sms)
+        chosen.experts(
+            hidden_states, topk_ids, topk_weights, gate_up, down, out, activation, num_sms, offsets
+        )
     return out

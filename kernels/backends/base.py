@@ -16,6 +16,7 @@ from expertd.routing import Routing
 
 if TYPE_CHECKING:
     from expertd.kernels.partitions import SMPartitions
+    from expertd.kernels.request_table import RequestTable
 
 Progress = Callable[[int, int, str], None]
 """Called with (steps done, total steps, name of the step just done)."""
@@ -68,6 +69,7 @@ class Backend(ABC):
         out: Tensor,
         activation: Swiglu,
         num_sms: int | None,
+        offsets: Tensor | None = None,
     ) -> None:
         """See `fused_experts`. This default permutes rows by group, calls `ffn` and sums the results."""
         num_groups, absent = down.data.shape[0], None
@@ -76,6 +78,8 @@ class Backend(ABC):
             absent = (topk_ids < 0) | (topk_ids >= num_groups)
             topk_ids = topk_ids.masked_fill(absent, num_groups)
         permutation = compute_permutation(topk_ids, num_groups)
+        if offsets is not None:
+            offsets.copy_(permutation.offsets, non_blocking=True)
         rows = self.ffn(
             hidden_states, permutation.token_ids, gate_up, down, permutation.offsets, activation, num_sms
         )
@@ -107,18 +111,54 @@ class Backend(ABC):
         return choose_experts(logits, bias, top_k, routing)
 
     def route(
-        self, hidden_states: Tensor, router: Tensor, bias: Tensor | None, top_k: int, routing: Routing
+        self,
+        hidden_states: Tensor,
+        router: Tensor,
+        bias: Tensor | None,
+        top_k: int,
+        routing: Routing,
+        end_token: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(topk_ids int32 [T, top_k], topk_weights fp32 [T, top_k]) of hidden_states [T, H] by router [E, H].
 
         Logits are summed in fp32; the rest is `choose_experts`. router and bias belong to a layer: the
-        preceding launch must not write them.
+        preceding launch must not write them. end_token is an int32 scalar that the device can read: tokens
+        from it on are padding, and get expert -1; None: there is none.
         """
         logits = hidden_states.to(torch.float32) @ router.to(torch.float32).t()
-        return self.choose_experts(logits, bias, top_k, routing)
+        return without_padding(*self.choose_experts(logits, bias, top_k, routing), end_token)
+
+    def gather_rows(
+        self,
+        table: "RequestTable",
+        hidden_states: Tensor,
+        topk_ids: Tensor | None,
+        topk_weights: Tensor | None,
+    ) -> None:
+        """Copy the rows of all requests in `table` to hidden_states bf16 [T, H], one after another.
+
+        With topk_ids int32 [T, top_k] and topk_weights fp32 [T, top_k], also their routing; top_k at most
+        256. Tokens past the last request are padding: they keep their rows and get expert -1. Only for
+        backends whose layers are captured in CUDA graphs.
+        """
+        raise NotImplementedError(f"backend {self.name!r} captures no CUDA graphs")
+
+    def scatter_rows(self, rows: Tensor, table: "RequestTable") -> None:
+        """Copy rows fp32 [T, H] to the requests in `table`, each in its datatype. As `gather_rows`."""
+        raise NotImplementedError(f"backend {self.name!r} captures no CUDA graphs")
 
     def _multiply(self, a: Quantized, b: Quantized, offsets: Tensor, num_sms: int | None) -> Tensor:
         size = (a.data.shape[0], b.data.shape[1])
         out = torch.empty(size, dtype=torch.bfloat16, device=a.data.device)
         self.contiguous(a, b, offsets, out, num_sms)
         return out
+
+
+def without_padding(
+    topk_ids: Tensor, topk_weights: Tensor, end_token: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The routing, with expert -1 for tokens from `end_token` on; see `Backend.route`."""
+    if end_token is None:
+        return topk_ids, topk_weights
+    token = torch.arange(len(topk_ids), device=topk_ids.device)[:, None]
+    return topk_ids.masked_fill(token >= end_token.to(topk_ids.device, non_blocking=True), -1), topk_weights

@@ -55,7 +55,8 @@ struct Chunk {
 
 // Few pairs: compares each pair with all others, and each offset with all pairs.
 __device__ __forceinline__ void compare_all(const int* group_ids, int num_pairs, int num_groups,
-                                            int* inverse_permutation, int* offsets, int* tile_counters) {
+                                            int* inverse_permutation, int* offsets, int* offsets_copy,
+                                            int* tile_counters) {
     __shared__ __align__(16) u32 groups[kFewPairs];
     const int thread = threadIdx.x;
     const u32 none = static_cast<u32>(num_groups);
@@ -75,7 +76,11 @@ __device__ __forceinline__ void compare_all(const int* group_ids, int num_pairs,
         return before;
     };
 #pragma unroll 1
-    for (int group = thread; group <= num_groups; group += blockDim.x) offsets[group] = count(group, 0);
+    for (int group = thread; group <= num_groups; group += blockDim.x) {
+        const int offset = count(group, 0);
+        offsets[group] = offset;
+        if (offsets_copy != nullptr) offsets_copy[group] = offset;
+    }
     if (thread < num_pairs) inverse_permutation[thread] = groups[thread] < none ? count(groups[thread], thread) : -1;
 }
 
@@ -84,12 +89,13 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
                         int num_pairs, int num_groups,
                         int* __restrict__ inverse_permutation,  // [num_pairs], the permuted row of each pair, -1: none
                         int* __restrict__ offsets,              // [num_groups + 1]
+                        int* __restrict__ offsets_copy,         // the same, for the host; null: not wanted
                         int* __restrict__ tile_counters         // [2, 2], zeroed for the two GEMMs that follow
     ) {
     if (num_pairs <= kFewPairs) {
         ptx::grid_dependency_wait();
         ptx::launch_dependents();
-        compare_all(group_ids, num_pairs, num_groups, inverse_permutation, offsets, tile_counters);
+        compare_all(group_ids, num_pairs, num_groups, inverse_permutation, offsets, offsets_copy, tile_counters);
         return;
     }
     extern __shared__ int counters[];  // [kWarps][num_groups], then totals [num_groups] of this CTA
@@ -151,6 +157,10 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
         if (rank == 0) {
             offsets[thread] = before;
             if (thread == num_groups - 1) offsets[num_groups] = before + total;
+            if (offsets_copy != nullptr) {
+                offsets_copy[thread] = before;
+                if (thread == num_groups - 1) offsets_copy[num_groups] = before + total;
+            }
         }
 #pragma unroll 4
         for (int w = 0; w < warps; ++w) counters[w * num_groups + thread] += before + earlier;

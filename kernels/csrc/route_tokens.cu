@@ -166,6 +166,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                  int all_experts, int top_k,
                  int use_softmax,  // else sigmoid
                  int renormalize, float routed_scaling_factor, int num_expert_groups, int topk_group,
+                 const volatile u32* end_token,  // tokens from here on are padding, without experts; null: none is
                  int* __restrict__ topk_ids, float* __restrict__ topk_weights  // [num_tokens, top_k]
     ) {
     extern __shared__ __align__(16) float per_expert[];  // no larger than needed, to fit beside the preceding launch
@@ -175,6 +176,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     float *const scores = per_expert, *const biases = scores + stride;
     u32* const keys = reinterpret_cast<u32*>(biases + stride);  // of the scores to choose by; 0: cannot be chosen
     logits += static_cast<i64>(token) * all_experts;
+    const bool is_padding = end_token != nullptr && static_cast<u32>(token) >= *end_token;
     if (!dry_run) ptx::grid_dependency_wait();
 #pragma unroll 1
     for (int e = thread; e < all_experts; e += kThreads) biases[e] = router_bias != nullptr ? router_bias[e] : 0.0f;
@@ -210,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             const float total = warp_sum(weight);
             if (renormalize) weight *= ptx::approximate_reciprocal(use_softmax ? total : total + 1e-20f);
             if (last && thread < top_k) {
-                topk_ids[static_cast<i64>(token) * top_k + thread] = expert;
+                topk_ids[static_cast<i64>(token) * top_k + thread] = is_padding ? -1 : expert;
                 topk_weights[static_cast<i64>(token) * top_k + thread] = weight * routed_scaling_factor;
             }
         }

@@ -109,7 +109,7 @@ def test_a_layer(launches: list[tuple[Variant, list[Any]]]) -> None:
     Layer(kernels, GroupedGemm(kernels)).experts(
         ON, torch.zeros(T, H, dtype=torch.bfloat16), torch.zeros(T, TOP_K, dtype=torch.int32),
         torch.zeros(T, TOP_K), quantized(G, 2 * N, H, block=128), quantized(G, H, N, block=128),
-        torch.empty(T, H), Swiglu(), None,
+        torch.empty(T, H), Swiglu(), None, None,
     )  # fmt: skip
     entries = [variant.source.entry for variant, _ in launches]
     assert entries == (
@@ -127,7 +127,7 @@ def test_a_layer(launches: list[tuple[Variant, list[Any]]]) -> None:
 def test_routing(launches: list[tuple[Variant, list[Any]]]) -> None:
     kernels = RecordingKernels()
     x, router = torch.zeros(T, H, dtype=torch.bfloat16), torch.zeros(8, H, dtype=torch.bfloat16)
-    Layer(kernels, GroupedGemm(kernels)).route(ON, x, router, None, TOP_K, Routing())
+    Layer(kernels, GroupedGemm(kernels)).route(ON, x, router, None, TOP_K, Routing(), None)
     assert [variant.source.entry for variant, _ in launches] == ["router_logits", "route_tokens"]
     for variant, arguments in launches:
         assert [width(argument) for argument in arguments] == parameters(variant), variant.source.name

@@ -6,17 +6,20 @@ import torch
 from torch import Tensor
 
 from expertd.kernels import jit
-from expertd.kernels.backends.base import Backend, Progress
+from expertd.kernels.backends.base import Backend, Progress, without_padding
 from expertd.kernels.backends.hopper import tiles
+from expertd.kernels.backends.hopper.gather_rows import gather_rows
 from expertd.kernels.backends.hopper.grouped_gemm import Choose, GroupedGemm, Groups
 from expertd.kernels.backends.hopper.launch import Kernels, current_stream
 from expertd.kernels.backends.hopper.layer import Layer
 from expertd.kernels.backends.hopper.route_tokens import can_route, route_tokens
 from expertd.kernels.backends.hopper.router_logits import Logits
+from expertd.kernels.backends.hopper.scatter_rows import scatter_rows
 from expertd.kernels.backends.hopper.variants import VARIANTS
 from expertd.kernels.ops.activation import Swiglu
 from expertd.kernels.ops.quantize import Quantized
 from expertd.kernels.partitions import SMPartitions
+from expertd.kernels.request_table import RequestTable
 from expertd.layout import Layout
 from expertd.routing import Routing
 
@@ -82,14 +85,26 @@ class HopperBackend(Backend):
         out: Tensor,
         activation: Swiglu,
         num_sms: int | None,
+        offsets: Tensor | None = None,
     ) -> None:
         """See `fused_experts`. One SM cannot run a pair of CTAs, so num_sms=1 runs each step separately."""
         if num_sms == 1:
-            super().experts(hidden_states, topk_ids, topk_weights, gate_up, down, out, activation, num_sms)
+            super().experts(
+                hidden_states, topk_ids, topk_weights, gate_up, down, out, activation, num_sms, offsets
+            )
             return
         on = current_stream(_current(hidden_states, "hidden_states"))
         self._layer.experts(
-            on, _aligned(hidden_states), topk_ids, topk_weights, gate_up, down, out, activation, num_sms
+            on,
+            _aligned(hidden_states),
+            topk_ids,
+            topk_weights,
+            gate_up,
+            down,
+            out,
+            activation,
+            num_sms,
+            offsets,
         )
 
     def choose_experts(
@@ -103,7 +118,13 @@ class HopperBackend(Backend):
         return route_tokens(self._kernels, on, Logits(_aligned(logits)[None], 1), bias, top_k, routing)
 
     def route(
-        self, hidden_states: Tensor, router: Tensor, bias: Tensor | None, top_k: int, routing: Routing
+        self,
+        hidden_states: Tensor,
+        router: Tensor,
+        bias: Tensor | None,
+        top_k: int,
+        routing: Routing,
+        end_token: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `Backend.route`; in bf16 two launches, and batch-invariant.
 
@@ -112,13 +133,24 @@ class HopperBackend(Backend):
         cuBLAS.
         """
         if not hidden_states.dtype == router.dtype == torch.bfloat16:
-            return super().route(hidden_states, router, bias, top_k, routing)
+            return super().route(hidden_states, router, bias, top_k, routing, end_token)
         on = current_stream(_current(hidden_states, "hidden_states"))
         as_they_are = _is_aligned(router) and (bias is None or bias.is_contiguous())
         if not as_they_are or router.shape[1] % 8 != 0 or not can_route(router.shape[0], top_k, routing):
             logits = torch.mm(hidden_states, router.t(), out_dtype=torch.float32)
-            return self.choose_experts(logits, bias, top_k, routing)
-        return self._layer.route(on, _aligned(hidden_states), router, bias, top_k, routing)
+            return without_padding(*self.choose_experts(logits, bias, top_k, routing), end_token)
+        return self._layer.route(on, _aligned(hidden_states), router, bias, top_k, routing, end_token)
+
+    def gather_rows(
+        self, table: RequestTable, hidden_states: Tensor, topk_ids: Tensor | None, topk_weights: Tensor | None
+    ) -> None:
+        """See `Backend.gather_rows`; one launch."""
+        on = current_stream(_current(hidden_states, "hidden_states"))
+        gather_rows(self._kernels, on, table, hidden_states, topk_ids, topk_weights)
+
+    def scatter_rows(self, rows: Tensor, table: RequestTable) -> None:
+        """See `Backend.scatter_rows`; one launch."""
+        scatter_rows(self._kernels, current_stream(_current(rows, "rows")), rows, table)
 
 
 def _aligned(rows: Tensor) -> Tensor:

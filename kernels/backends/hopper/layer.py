@@ -33,6 +33,7 @@ class Layer:
         router_bias: Tensor | None,
         top_k: int,
         routing: Routing,
+        end_token: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """(topk_ids, topk_weights) of bf16 [T, H] by a bf16 router [E, H]; two launches, batch-invariant.
 
@@ -40,7 +41,7 @@ class Layer:
         router and router_bias, which are read before it ends.
         """
         logits = router_logits(self._kernels, on, self._tensor_maps, hidden_states, router)
-        return route_tokens(self._kernels, on, logits, router_bias, top_k, routing)
+        return route_tokens(self._kernels, on, logits, router_bias, top_k, routing, end_token)
 
     def experts(
         self,
@@ -53,17 +54,18 @@ class Layer:
         out: Tensor,
         activation: Swiglu,
         num_sms: int | None,
+        offsets: Tensor | None,
     ) -> None:
         """Write out; see `fused_experts`. Five launches, on at least two SMs.
 
         hidden_states is contiguous and 16-byte aligned.
         """
         num_groups, h, _ = down.data.shape
-        inverse, offsets, tile_counters = compute_permutation(
-            self._kernels, on, topk_ids, num_groups, num_sms
+        inverse, device_offsets, tile_counters = compute_permutation(
+            self._kernels, on, topk_ids, num_groups, num_sms, offsets
         )
         first, second = (
-            Groups(offsets, ready=True, tile_counter=counter) for counter in tile_counters.unbind()
+            Groups(device_offsets, ready=True, tile_counter=counter) for counter in tile_counters.unbind()
         )
         a = quantize_permute(self._kernels, on, hidden_states, inverse)
         activated = self._gemm.multiply_swiglu(on, a, gate_up, first, activation, num_sms)

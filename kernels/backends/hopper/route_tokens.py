@@ -26,9 +26,15 @@ def can_route(num_experts: int, top_k: int, routing: Routing) -> bool:
 
 
 def route_tokens(
-    kernels: Kernels, on: OnStream, logits: Logits, router_bias: Tensor | None, top_k: int, routing: Routing
+    kernels: Kernels,
+    on: OnStream,
+    logits: Logits,
+    router_bias: Tensor | None,
+    top_k: int,
+    routing: Routing,
+    end_token: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(topk_ids int32 [T, top_k], topk_weights fp32 [T, top_k]); see `choose_experts`.
+    """(topk_ids int32 [T, top_k], topk_weights fp32 [T, top_k]); see `choose_experts` and `Backend.route`.
 
     With more than one sum per part, the preceding launch must not write router_bias: it is read before that
     launch ends.
@@ -42,6 +48,7 @@ def route_tokens(
         np.int32(logits.sums > 1), router_bias, np.int32(num_experts), np.int32(top_k),
         np.int32(routing.scoring_func == "softmax"), np.int32(routing.renormalize),
         np.float32(routing.routed_scaling_factor),
-        np.int32(routing.num_expert_groups), np.int32(routing.topk_group), topk_ids, topk_weights,
+        np.int32(routing.num_expert_groups), np.int32(routing.topk_group),
+        end_token, topk_ids, topk_weights,
     )  # fmt: skip
     return topk_ids, topk_weights

@@ -2,10 +2,12 @@
 
 from expertd.kernels.backends.hopper import (
     compute_permutation,
+    gather_rows,
     grouped_gemm,
     quantize_permute,
     route_tokens,
     router_logits,
+    scatter_rows,
     unpermute_rows,
 )
 
@@ -16,4 +18,6 @@ VARIANTS = (
     *unpermute_rows.VARIANTS.values(),
     router_logits.VARIANT,
     route_tokens.VARIANT,
+    gather_rows.VARIANT,
+    scatter_rows.VARIANT,
 )

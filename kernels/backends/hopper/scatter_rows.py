@@ -1,0 +1,24 @@
+"""Launches csrc/scatter_rows.cu: takes a step's output rows to its requests."""
+
+import numpy as np
+from torch import Tensor
+
+from expertd.kernels.backends.hopper.launch import (
+    Grid,
+    Kernels,
+    OnStream,
+    Variant,
+    named_source,
+    no_shared_bytes,
+)
+from expertd.kernels.request_table import RequestTable
+
+_THREADS = 256
+
+VARIANT = Variant(named_source("scatter_rows"), _THREADS, no_shared_bytes)
+
+
+def scatter_rows(kernels: Kernels, on: OnStream, rows: Tensor, table: RequestTable) -> None:
+    """Write rows fp32 [T, H] to the requests of `table`."""
+    num_tokens, h = rows.shape
+    kernels.launch(on, VARIANT, Grid(num_tokens), table.address, np.int32(h), rows)

@@ -1,0 +1,33 @@
+// Writes a step's output rows to where each request wants them, in its datatype: to pinned host memory, or to the
+// memory of any GPU that this one can write. One CTA per token.
+#include "floats.cuh"
+#include "request_table.cuh"
+
+constexpr int kThreads = 256;
+
+template <floats::Datatype kDatatype>
+__device__ __forceinline__ void write(void* to, const float* from, int h) {
+    for (int column = threadIdx.x * 8; column < h; column += kThreads * 8) {
+        float values[8];
+        floats::load<floats::FP32>(values, from, column);
+        floats::store<kDatatype>(to, column, values);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) scatter_rows(const RequestTable* table, int h,
+                                                                    const float* rows  // [num_tokens, h]
+) {
+    __shared__ Request found;
+    const i64 token = blockIdx.x;
+    const bool is_padding = !table->find(found, static_cast<int>(token));
+    ptx::grid_dependency_wait();
+    ptx::launch_dependents();
+    if (is_padding) return;
+    const i64 row = (token - static_cast<int>(found.first_token)) * h;
+    rows += token * h;
+    switch (found.out_datatype) {
+        case floats::BF16: return write<floats::BF16>(reinterpret_cast<u16*>(found.out) + row, rows, h);
+        case floats::FP16: return write<floats::FP16>(reinterpret_cast<u16*>(found.out) + row, rows, h);
+        default: return write<floats::FP32>(reinterpret_cast<float*>(found.out) + row, rows, h);
+    }
+}
