@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 MAX_REQUESTS = 256
+MAX_GIVEN_TOP_K = 256  # of routing that requests supply: a thread gathers each of a token's slots
 _HEADER = struct.Struct("<IIII")
 _REQUEST = struct.Struct("<QQQQIIII")
 _DATATYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}

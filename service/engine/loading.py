@@ -17,12 +17,14 @@ from expertd.service.checkpoints import CheckpointModelSettings
 from expertd.service.checkpoints.weights import read_layer
 from expertd.service.engine.batching import Runner
 from expertd.service.memory import Register, nothing_to_register
+from expertd.service.moe.batch import FLOATS
 from expertd.service.moe.device import device_memory, device_name, register_for
 from expertd.service.moe.graphs import GraphPool
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.request import zero_request
 from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.shape import LayerShape
+from expertd.service.moe.staging import Staging
 from expertd.service.moe.weights import ExpertWeights, check_weights, load_weights, random_weights
 from expertd.service.settings.model import ModelSettings, Settings
 from expertd.service.terminal import progress_bar, shows_bars
@@ -126,6 +128,7 @@ def _load_models(
     settings: Settings, backend: Backend, partitions: "SMPartitions | None", cancelled: Cancelled
 ) -> dict[str, LayerRunner]:
     runners: dict[str, LayerRunner] = {}
+    staging = Staging(backend.device) if backend.device.type == "cuda" else None
     with progress_bar("layers", len(settings.models), "layer") as advance:
         for model in settings.models:
             _stop_if(cancelled)
@@ -133,7 +136,10 @@ def _load_models(
                 logger.info("loading model %s", model.name)
             advance(0, model.name)
             layer = layer_of(model, backend, backend.device, cancelled)
-            runner = LayerRunner(layer, backend.device, partitions, model.partition)
+            if staging is not None:
+                itemsize = FLOATS[model.datatype].itemsize
+                staging.prepare(settings.limits.max_batch_tokens, model.hidden_size, model.top_k, itemsize)
+            runner = LayerRunner(layer, backend.device, partitions, model.partition, staging)
             _first_steps(runner, layer, settings.limits.max_request_tokens)
             runners[model.name] = runner
             advance(1, model.name)

@@ -1,25 +1,31 @@
-"""Small steps as CUDA graphs, captured for a few token counts; a step is padded to the next one."""
+"""Small steps as CUDA graphs, captured for a few token counts; a step is padded to the next one.
+
+A graph's first launch reads the requests' rows where they lie, in pinned memory or on a GPU, and its last one
+writes the outputs where they are wanted: for the host, a step is one launch and no copies.
+"""
 
 import gc
+import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from expertd.kernels.request_table import MAX_GIVEN_TOP_K, MAX_REQUESTS, RequestRows, RequestTable
 from expertd.layout import Layout
+from expertd.limits import MAX_GROUPS
+from expertd.service.memory import host_view
+from expertd.service.moe.batch import FLOATS, Batch
 from expertd.service.moe.layer import MoELayer
+from expertd.service.moe.request import LayerRequest, Output, StepResult
+from expertd.service.moe.running import RunningStep
+from expertd.service.moe.staging import ALIGNMENT, Staging, address_of, is_aligned, is_on_gpu
 
 TOKEN_COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """The captured token counts. In larger steps, launch latency is hidden."""
-
-
-class Step(NamedTuple):
-    """A replay's result, valid until the next replay: out fp32 [T, H], topk_ids int32 [T, top_k]."""
-
-    out: Tensor
-    topk_ids: Tensor
 
 
 class GraphPool:
@@ -47,72 +53,112 @@ class GraphPool:
 
 
 class _Tensors:
-    """Input and output of the largest step. Rows past a step's tokens are padding, without experts."""
+    """Memory of the largest step. Rows past a step's tokens are padding, without experts.
+
+    Requests that the GPU cannot read in place are copied to the pinned tensors, and read from there.
+    """
 
     def __init__(self, hidden_size: int, top_k: int, device: torch.device) -> None:
         most = TOKEN_COUNTS[-1]
+        self.table = RequestTable()
         self.hidden_states = torch.zeros(most, hidden_size, dtype=torch.bfloat16, device=device)
         self.topk_ids = torch.full((most, top_k), -1, dtype=torch.int32, device=device)
         self.topk_weights = torch.zeros(most, top_k, device=device)
-        self.padding = torch.ones(most, 1, dtype=torch.bool, device=device)
-        self.no_expert = torch.tensor(-1, dtype=torch.int32, device=device)
         self.out = torch.empty(most, hidden_size, device=device)
-        self._num_tokens = 0
+        self.host_hidden_states = _pinned(self.hidden_states)
+        self.host_topk_ids = torch.empty(most, top_k, dtype=torch.int64, pin_memory=True)
+        self.host_topk_weights = _pinned(self.topk_weights)
+        self.host_out = _pinned(self.out)
+        self.offsets = torch.zeros(MAX_GROUPS + 1, dtype=torch.int32, pin_memory=True)
         torch.cuda.synchronize(device)  # other streams will use them
-
-    def fill(self, hidden_states: Tensor, topk_ids: Tensor | None, topk_weights: Tensor | None) -> None:
-        """Copy a step's host tensors to these; copies from pinned memory are asynchronous."""
-        num_tokens = hidden_states.shape[0]
-        self.hidden_states[:num_tokens].copy_(hidden_states, non_blocking=True)
-        if topk_ids is not None and topk_weights is not None:
-            self.topk_ids[:num_tokens].copy_(topk_ids, non_blocking=True)
-            self.topk_weights[:num_tokens].copy_(topk_weights, non_blocking=True)
-        if num_tokens != self._num_tokens:
-            self.padding[:num_tokens] = False
-            self.padding[num_tokens:] = True
-            self.topk_ids[num_tokens:] = -1
-            self._num_tokens = num_tokens
 
 
 class StepGraphs:
-    """The graphs of one layer on one stream, for one thread that reads a step's results before the next step.
+    """The graphs of one layer on one stream. A step must end before the next one of any layer here begins.
 
     A step is bfloat16 hidden states with routing for all tokens, or for none. Padding tokens have no routed
-    expert: they cost only the shared experts' rows and do not change the result. The constructor captures
-    every step that `fits` accepts. Layers whose steps never overlap can share a pool.
-
-    Keeps the stream object, and with it a partition's green context: a bare handle could be reused.
+    experts, and shared experts compute them.
     """
 
     def __init__(
-        self, layer: MoELayer, stream: torch.cuda.Stream, num_sms: int | None, pool: GraphPool
+        self,
+        layer: MoELayer,
+        stream: torch.cuda.Stream,
+        num_sms: int | None,
+        pool: GraphPool,
+        staging: Staging,
     ) -> None:
         self._layer = layer
         self._stream = stream
         self._num_sms = num_sms
+        self._staging = staging
         self._tensors = pool.tensors(layer.shape.hidden_size, layer.shape.top_k, stream.device)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         for count in reversed(TOKEN_COUNTS):  # largest first, so that the others reuse its memory in the pool
             if layer.layout(count) is Layout.CONTIGUOUS:
-                for routed in (True, False):
+                for routed in (True, False) if layer.shape.top_k <= MAX_GIVEN_TOP_K else (True,):
                     self._graphs[count, routed] = self._capture(count, routed, pool)
 
-    def fits(self, hidden_states: Tensor) -> bool:
-        """Whether `run` supports a step with these hidden states on the current stream."""
-        num_tokens = hidden_states.shape[0]
+    def fits(self, batch: Batch) -> bool:
+        """Whether `begin` supports this step on the current stream."""
         return (
-            hidden_states.dtype == torch.bfloat16
-            and 0 < num_tokens <= TOKEN_COUNTS[-1]
-            and (_padded(num_tokens), True) in self._graphs
+            batch.num_tokens <= TOKEN_COUNTS[-1]
+            and len(batch.requests) <= MAX_REQUESTS
+            and all(map(_fits, batch.requests))
+            and len(batch.with_routing) in (0, len(batch.requests))
+            and (_padded(batch.num_tokens), not batch.with_routing) in self._graphs
             and torch.cuda.current_stream(self._stream.device) == self._stream
         )
 
-    def run(self, hidden_states: Tensor, topk_ids: Tensor | None, topk_weights: Tensor | None) -> Step:
-        """Replay a step of host tensors on the current stream."""
-        num_tokens = hidden_states.shape[0]
-        self._tensors.fill(hidden_states, topk_ids, topk_weights)
-        self._graphs[_padded(num_tokens), topk_ids is None].replay()
-        return Step(self._tensors.out[:num_tokens], self._tensors.topk_ids[:num_tokens])
+    def begin(self, batch: Batch) -> RunningStep:
+        """Replay a step on the current stream."""
+        began = time.perf_counter()
+        tensors = self._tensors
+        tensors.table.write(
+            [self._rows(request, part) for request, part in zip(batch.requests, batch.parts, strict=True)]
+        )
+        self._graphs[_padded(batch.num_tokens), not batch.with_routing].replay()
+        return RunningStep(self._stream, partial(self._finish, batch, began))
+
+    def _rows(self, request: LayerRequest, part: slice) -> RequestRows:
+        """Where the request's rows are, or are copied to."""
+        tensors, dtype = self._tensors, FLOATS[request.output_datatype]
+        out = tensors.host_out[part.start].data_ptr()
+        if request.output is not None and is_aligned(request.output):
+            out = request.output.address
+        hidden_states = address_of(request.hidden_states, tensors.host_hidden_states[part], ALIGNMENT)
+        if request.topk_ids is None or request.topk_weights is None:
+            return RequestRows(request.num_tokens, hidden_states, out, dtype)
+        wide = request.topk_ids_datatype == "INT64"
+        ids = tensors.host_topk_ids[part].view(torch.uint8).view(-1)
+        return RequestRows(
+            request.num_tokens, hidden_states, out, dtype,
+            address_of(request.topk_ids, ids[: ids.numel() // (1 if wide else 2)], 8 if wide else 4),
+            address_of(request.topk_weights, tensors.host_topk_weights[part], 4),
+            wide,
+        )  # fmt: skip
+
+    def _finish(self, batch: Batch, began: float) -> StepResult:
+        self._stream.synchronize()
+        return StepResult(
+            outputs=[
+                self._output(request, part) for request, part in zip(batch.requests, batch.parts, strict=True)
+            ],
+            layout=Layout.CONTIGUOUS,
+            num_tokens=batch.num_tokens,
+            tokens_per_expert=self._layer.tokens_per_expert(self._tensors.offsets),
+            compute_seconds=self._staging.seconds_since(began),
+        )
+
+    def _output(self, request: LayerRequest, part: slice) -> Output:
+        if request.output is not None and is_aligned(request.output):
+            return request.output
+        rows = self._tensors.host_out[part].view(torch.uint8).view(-1)
+        size = request.num_tokens * self._layer.shape.hidden_size * FLOATS[request.output_datatype].itemsize
+        if request.output is None:
+            return rows[:size].numpy().tobytes()
+        host_view(request.output)[:] = memoryview(rows[:size].numpy())  # type: ignore[arg-type]
+        return request.output
 
     def release(self) -> None:
         """Free the graphs and their memory in the pool; `fits` then returns False."""
@@ -127,14 +173,18 @@ class StepGraphs:
         return _captured(lambda: self._step(count, routed), stream, pool.handle)
 
     def _step(self, count: int, routed: bool) -> None:
-        step = self._tensors
-        hidden_states, topk_ids, topk_weights = (
-            tensor[:count] for tensor in (step.hidden_states, step.topk_ids, step.topk_weights)
+        step, backend = self._tensors, self._layer.backend
+        hidden_states, topk_ids, topk_weights, out = (
+            tensor[:count] for tensor in (step.hidden_states, step.topk_ids, step.topk_weights, step.out)
         )
+        offsets = step.offsets[: self._layer.shape.num_groups + 1]
         if routed:
-            chosen, topk_weights = self._layer.route(hidden_states)
-            torch.where(step.padding[:count], step.no_expert, chosen, out=topk_ids)
-        self._layer(hidden_states, topk_ids, topk_weights, self._num_sms, step.out[:count])
+            backend.gather_rows(step.table, hidden_states, None, None)
+            topk_ids, topk_weights = self._layer.route(hidden_states, step.table.end_token)
+        else:
+            backend.gather_rows(step.table, hidden_states, topk_ids, topk_weights)
+        self._layer(hidden_states, topk_ids, topk_weights, self._num_sms, out, offsets)
+        backend.scatter_rows(out, step.table)
 
 
 def _captured(
@@ -154,6 +204,21 @@ def _captured(
             raise
         graph.capture_end()
     return graph
+
+
+def _fits(request: LayerRequest) -> bool:
+    """Whether kernels can read and write the request's rows, in place or in a copy on the host."""
+    aligned = all(
+        not is_on_gpu(memory) or is_aligned(memory) for memory in (request.hidden_states, request.output)
+    )
+    routing = all(
+        not is_on_gpu(memory) or is_aligned(memory, 8) for memory in (request.topk_ids, request.topk_weights)
+    )
+    return request.datatype == "BF16" and aligned and routing
+
+
+def _pinned(like: Tensor) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
 
 def _padded(num_tokens: int) -> int:

@@ -1,5 +1,6 @@
 """The MoE layer: its router, and its experts in one of two layouts."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,8 +61,10 @@ class MoELayer:
         """The layout of a call with `num_tokens` tokens."""
         return Layout.MASKED if num_tokens <= self.masked_max_tokens else Layout.CONTIGUOUS
 
-    def route(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    def route(self, hidden_states: Tensor, end_token: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(topk_ids int32 [T, top_k], topk_weights fp32 [T, top_k]) of hidden_states [T, H]; fp32 logits.
+
+        Tokens from end_token on, an int32 scalar that the device can read, are padding and get expert -1.
 
         Batch-invariant on Hopper for bfloat16 hidden states, a router whose values bfloat16 can represent,
         and at most 32 for both top_k and num_expert_groups. Otherwise a library computes the logits, and its
@@ -75,7 +78,9 @@ class MoELayer:
         router = self._router
         if self._bf16_router is not None and hidden_states.dtype == torch.bfloat16:
             router = self._bf16_router
-        return self.backend.route(hidden_states, router, self._bias, self.shape.top_k, self.routing)
+        return self.backend.route(
+            hidden_states, router, self._bias, self.shape.top_k, self.routing, end_token
+        )
 
     def __call__(
         self,
@@ -84,6 +89,7 @@ class MoELayer:
         topk_weights: Tensor | None = None,
         num_sms: int | None = None,
         out: Tensor | None = None,
+        offsets: Tensor | None = None,
     ) -> Tensor:
         """The layer's output [T, H], summed in float32.
 
@@ -94,6 +100,7 @@ class MoELayer:
         topk_weights   fp32 [T, top_k]. Pass both or neither; with neither, `route` chooses
         num_sms        SMs for the GEMMs; None: all
         out            float32, bfloat16 or float16 [T, H] to write to; None: a new float32 tensor
+        offsets        int32 [G + 1] to write to, on the device or pinned: see `fused_experts`
 
         Raises ValueError (name, expected, got).
         """
@@ -106,12 +113,22 @@ class MoELayer:
         group_ids, weights = self._groups(topk_ids, topk_weights)
         gate_up, down = self.weights.gate_up, self.weights.down
         if hidden_states.shape[0] > 0 and self.layout(hidden_states.shape[0]) is Layout.MASKED:
-            result = masked_experts(hidden_states, group_ids, weights, gate_up, down, self.backend, num_sms)
+            result = masked_experts(
+                hidden_states, group_ids, weights, gate_up, down, self.backend, num_sms, offsets
+            )
             return result if out is None else out.copy_(result)
         return fused_experts(
             hidden_states, group_ids, weights, gate_up, down,
-            out=out, backend=self.backend, num_sms=num_sms,
+            out=out, backend=self.backend, num_sms=num_sms, offsets=offsets,
         )  # fmt: skip
+
+    def tokens_per_expert(self, offsets: Tensor) -> list[int]:
+        """Tokens of each expert, from the `offsets` of a call, on the host; 0 for experts held elsewhere."""
+        held = self.shape.held_experts
+        tokens = np.zeros(self.shape.num_experts, np.int64)
+        tokens[held.start : held.stop] = np.diff(offsets.numpy()[: len(held) + 1])
+        counts: list[int] = tokens.tolist()
+        return counts
 
     def _groups(self, topk_ids: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor]:
         """Group (-1: none here) and weight of each (token, slot), shared experts after the routed ones."""

@@ -29,10 +29,13 @@ def masked_experts(
     down: Quantized,
     backend: Backend,
     num_sms: int | None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """As `fused_experts`: fp32 [T, H]; group_ids int32 [T, top_k] must be valid, and distinct per token."""
     num_groups, max_m = down.data.shape[0], hidden_states.shape[0]  # a group gets each token at most once
     permutation = compute_permutation(group_ids, num_groups)
+    if offsets is not None:
+        offsets.copy_(permutation.offsets, non_blocking=True)
     expected_m = -(-permutation.token_ids.numel() // num_groups)
 
     def multiply(rows: Quantized, b: Quantized) -> Tensor:

@@ -11,9 +11,9 @@ from expertd.kernels.backends.hopper.launch import (
     named_source,
     no_shared_bytes,
 )
-from expertd.kernels.request_table import RequestTable
+from expertd.kernels.request_table import MAX_GIVEN_TOP_K, RequestTable
 
-_THREADS = 256  # a token's slots have a thread each
+_THREADS = 256
 
 VARIANT = Variant(named_source("gather_rows"), _THREADS, no_shared_bytes)
 
@@ -29,8 +29,8 @@ def gather_rows(
     """Write hidden_states bf16 [T, H], and with supplied routing topk_ids and topk_weights [T, top_k]."""
     num_tokens, h = hidden_states.shape
     top_k = 0 if topk_ids is None else topk_ids.shape[1]
-    if top_k > _THREADS:
-        raise ValueError(f"topk_ids top_k: expected at most {_THREADS}, got {top_k}")
+    if top_k > MAX_GIVEN_TOP_K:
+        raise ValueError(f"topk_ids top_k: expected at most {MAX_GIVEN_TOP_K}, got {top_k}")
     kernels.launch(
         on, VARIANT, Grid(num_tokens),
         table.address, np.int32(h), np.int32(top_k), hidden_states, topk_ids, topk_weights,

@@ -2,22 +2,23 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
 from expertd.kernels import Routing, resolve_backend
 from expertd.kernels.partitions import SMPartitions
 from expertd.service.engine.loading import capture_graphs
-from expertd.service.memory import host_view
-from expertd.service.moe.graphs import TOKEN_COUNTS, GraphPool, Step, StepGraphs
+from expertd.service.moe.batch import Batch
+from expertd.service.moe.graphs import TOKEN_COUNTS, GraphPool, StepGraphs
 from expertd.service.moe.layer import MoELayer
-from expertd.service.moe.request import LayerRequest
 from expertd.service.moe.runner import LayerRunner
+from expertd.service.moe.running import RunningStep
 from expertd.service.moe.shape import LayerShape
+from expertd.service.moe.staging import Staging
 from expertd.service.moe.weights import random_weights
 from tests.kernels.helpers import forbid_host_sync, fresh_generator
 from tests.service.moe.reference_layer import assert_close, reference_layer
+from tests.service.moe.requests import layer_request, rows_of
 
 pytestmark = pytest.mark.gpu
 
@@ -39,7 +40,16 @@ def _tokens(count: int, hidden_size: int = SHAPE.hidden_size) -> torch.Tensor:
 
 
 def _graphs(layer: MoELayer, pool: GraphPool | None = None) -> StepGraphs:
-    return StepGraphs(layer, torch.cuda.current_stream(), None, pool or GraphPool(DEVICE))
+    staging = Staging(torch.device("cuda", 0))
+    return StepGraphs(layer, torch.cuda.current_stream(), None, pool or GraphPool(DEVICE), staging)
+
+
+def _replay(
+    graphs: StepGraphs, tokens: torch.Tensor, routing: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, list[int]]:
+    """The output on the GPU, and the tokens of each expert."""
+    result = graphs.begin(Batch([layer_request(tokens, routing=routing)])).finish()
+    return rows_of(result.outputs[0], "FP32", tokens.shape[1]).cuda(), list(result.tokens_per_expert)
 
 
 @pytest.fixture(scope="module")
@@ -51,45 +61,51 @@ def graphs() -> StepGraphs:
 
 @pytest.mark.parametrize("count", SIZES)
 def test_a_replay_gives_the_layers_bits(graphs: StepGraphs, count: int) -> None:
-    layer, tokens, outs = graphs._layer, _tokens(count), graphs._tensors.out
+    layer, tokens, outs = graphs._layer, _tokens(count), graphs._tensors.host_out
     ids, weights = layer.route(tokens.cuda())
     outs.fill_(torch.nan)
-    out, chosen = graphs.run(tokens, None, None)
+    out, chosen = _replay(graphs, tokens)
     assert torch.equal(out, layer(tokens.cuda(), ids, weights))
-    assert torch.equal(chosen, ids)
+    assert chosen == ids.flatten().bincount(minlength=SHAPE.num_experts).tolist()
     outs.fill_(torch.nan)
     swapped = ids.flip(0).contiguous(), weights.flip(0).contiguous()
-    out, given = graphs.run(tokens, *(values.cpu() for values in swapped))
+    out, given = _replay(graphs, tokens, swapped)
     assert torch.equal(out, layer(tokens.cuda(), *swapped))
-    assert torch.equal(given, swapped[0])
-    assert outs[count:].eq(0).sum() + outs[count:].isnan().sum() == outs[count:].numel()
+    assert given == chosen
+    assert outs[count:].isnan().all(), "padding has no output"
 
 
 def test_steps_do_not_affect_the_next(graphs: StepGraphs) -> None:
     """Growing and shrinking sizes, with and without given routing: padding never has an expert."""
     for count in (250, 3, 250, 17, 20, 250):
         tokens = _tokens(count)
-        _, ids = graphs.run(tokens, None, None)
-        assert graphs._tensors.topk_ids[count:].eq(-1).all()
-        graphs.run(tokens[: count // 2], ids[: count // 2].cpu(), torch.rand(count // 2, SHAPE.top_k))
-        assert graphs._tensors.topk_ids[count // 2 :].eq(-1).all()
+        _, per_expert = _replay(graphs, tokens)
+        assert sum(per_expert) == count * SHAPE.top_k
+        ids = torch.rand(count // 2, SHAPE.num_experts).argsort(1)[:, : SHAPE.top_k].contiguous()
+        _, per_expert = _replay(graphs, tokens[: count // 2], (ids, torch.rand(count // 2, SHAPE.top_k)))
+        assert per_expert == ids.flatten().bincount(minlength=SHAPE.num_experts).tolist()
 
 
 def test_a_replay_never_waits(graphs: StepGraphs) -> None:
-    tokens = _tokens(20)
-    graphs.run(tokens, None, None)
+    batch = Batch([layer_request(_tokens(20))])
+    graphs.begin(batch).finish()
     with forbid_host_sync():
-        graphs.run(tokens, None, None)
+        step = graphs.begin(batch)
+    step.finish()
 
 
 def test_steps_that_fit_no_graph(graphs: StepGraphs) -> None:
-    assert graphs.fits(_tokens(TOKEN_COUNTS[-1]))
-    assert not graphs.fits(_tokens(TOKEN_COUNTS[-1] + 1))
-    assert not graphs.fits(_tokens(4).float())
+    def batch(*sizes: int, datatype: str = "BF16") -> Batch:
+        return Batch([layer_request(_tokens(size), datatype) for size in sizes])
+
+    assert graphs.fits(batch(TOKEN_COUNTS[-1]))
+    assert graphs.fits(batch(*[1] * TOKEN_COUNTS[-1]))
+    assert not graphs.fits(batch(TOKEN_COUNTS[-1] + 1))
+    assert not graphs.fits(batch(4, datatype="FP32"))
     with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
-        assert not graphs.fits(_tokens(4)), "captured on another stream"
+        assert not graphs.fits(batch(4)), "captured on another stream"
     masked = MoELayer(SHAPE, graphs._layer.weights, graphs._layer.backend, masked_max_tokens=8)
-    assert not _graphs(masked).fits(_tokens(8))
+    assert not _graphs(masked).fits(batch(8))
 
 
 def test_shared_experts_and_a_part_of_the_layer() -> None:
@@ -98,7 +114,7 @@ def test_shared_experts_and_a_part_of_the_layer() -> None:
         layer = _layer(shape, Routing("sigmoid", routed_scaling_factor=2.5))
         tokens = _tokens(5)
         expected = layer(tokens.cuda())
-        out, _ = _graphs(layer).run(tokens, None, None)
+        out, _ = _replay(_graphs(layer), tokens)
         assert torch.equal(out, expected)
 
 
@@ -112,13 +128,7 @@ def test_layers_share_a_pool() -> None:
     assert used[-1] == used[0]
     for step, layer in zip(made, layers, strict=True):
         tokens = _tokens(9)
-        assert torch.equal(step.run(tokens, None, None).out, layer(tokens.cuda()))
-
-
-def _request(tokens: torch.Tensor, routing: tuple[torch.Tensor, torch.Tensor] | None = None) -> LayerRequest:
-    data = tokens.view(torch.uint8).numpy().tobytes()
-    ids, weights = (None, None) if routing is None else (r.numpy().tobytes() for r in routing)
-    return LayerRequest(len(tokens), data, "BF16", ids, "INT32", weights, "FP32")
+        assert torch.equal(_replay(step, tokens)[0], layer(tokens.cuda()))
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -126,29 +136,31 @@ def test_a_runner_with_graphs_matches_one_without(exact: bool) -> None:
     layer = _layer(exact=exact)
     plain, quick = LayerRunner(layer, "cuda"), LayerRunner(layer, "cuda")
     quick.capture(GraphPool(DEVICE))
-    steps = [[_request(_tokens(n))] for n in (1, 5, 300)] + [[_request(_tokens(2)), _request(_tokens(9))]]
+    steps = [[layer_request(_tokens(n))] for n in (1, 5, 300)] + [
+        [layer_request(_tokens(2)), layer_request(_tokens(9))]
+    ]
     ids = torch.rand(7, SHAPE.num_experts).argsort(1)[:, : SHAPE.top_k].to(torch.int32)
-    steps.append([_request(_tokens(7), (ids, torch.rand(7, SHAPE.top_k)))])
+    steps.append([layer_request(_tokens(7), routing=(ids, torch.rand(7, SHAPE.top_k)))])
     steps.append([*steps[0], *steps[-1]])  # routing for some requests only, which graphs do not support
     for step in steps:
         one, other = plain.run(step), quick.run(step)
         assert one.tokens_per_expert == other.tokens_per_expert
         for buffers in zip(one.outputs, other.outputs, strict=True):
-            a, b = (np.frombuffer(host_view(buffer), np.float32) for buffer in buffers)
+            a, b = (rows_of(buffer, "FP32", SHAPE.hidden_size) for buffer in buffers)
             # cuBLAS's order of addition depends on the number of tokens, padding included.
-            assert np.array_equal(a, b) if exact else np.allclose(a, b, rtol=1e-3, atol=1e-4)
+            assert torch.equal(a, b) if exact else torch.allclose(a, b, rtol=1e-3, atol=1e-4)
 
 
 def test_in_a_partition_and_after_its_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs of a removed partition are not replayed, even after two changes, until they are recaptured."""
     layer, partitions, replays = _layer(), SMPartitions(0), list[int]()
-    run = StepGraphs.run
+    begin = StepGraphs.begin
 
-    def counted(graphs: StepGraphs, hidden_states: torch.Tensor, *routing: torch.Tensor | None) -> Step:
-        replays.append(len(hidden_states))
-        return run(graphs, hidden_states, *routing)
+    def counted(graphs: StepGraphs, batch: Batch) -> RunningStep:
+        replays.append(batch.num_tokens)
+        return begin(graphs, batch)
 
-    monkeypatch.setattr(StepGraphs, "run", counted)
+    monkeypatch.setattr(StepGraphs, "begin", counted)
     partitions.apply({"compute": 64, "rest": 24})
     runner = LayerRunner(layer, "cuda", partitions, "compute")
     runner.capture(GraphPool(DEVICE))
@@ -162,9 +174,8 @@ def test_in_a_partition_and_after_its_change(monkeypatch: pytest.MonkeyPatch) ->
                 capture_graphs([runner], DEVICE, lambda: False)
             replays.clear()
             for _ in range(3):
-                (output,) = runner.run([_request(tokens)]).outputs
-                rows = torch.frombuffer(bytearray(host_view(output)), dtype=torch.float32).view(tokens.shape)
-                assert_close(rows, expected)
+                (output,) = runner.run([layer_request(tokens)]).outputs
+                assert_close(rows_of(output, "FP32", SHAPE.hidden_size), expected)
             assert len(replays) == (3 if capture else 0)
 
 
@@ -173,17 +184,17 @@ def test_a_failed_capture_reports_the_reason(monkeypatch: pytest.MonkeyPatch) ->
     _graphs(layer)
     route = MoELayer.route
 
-    def refuse(layer: MoELayer, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def refuse(layer: MoELayer, *arguments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("not in a capture")
-        return route(layer, hidden_states)
+        return route(layer, *arguments)
 
     monkeypatch.setattr(MoELayer, "route", refuse)
     with pytest.raises(RuntimeError, match="not in a capture"):
         _graphs(layer)
     monkeypatch.undo()
     tokens = _tokens(4)
-    assert torch.equal(_graphs(layer).run(tokens, None, None).out, layer(tokens.cuda()))
+    assert torch.equal(_replay(_graphs(layer), tokens)[0], layer(tokens.cuda()))
 
 
 def test_changing_partitions_leaks_no_memory() -> None:

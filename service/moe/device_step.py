@@ -1,0 +1,191 @@
+"""Steps of any size on a GPU, launch by launch; `graphs` has small ones.
+
+A request's rows are copied from where they lie straight to the GPU, and its output straight to where it is
+wanted, on streams of their own: meanwhile the GPU computes the step before. A single request whose rows lie
+in this GPU's memory is not copied at all.
+"""
+
+import time
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from expertd.service.memory import Span, host_view
+from expertd.service.moe.batch import FLOATS, Batch
+from expertd.service.moe.copies import Copies
+from expertd.service.moe.layer import MoELayer
+from expertd.service.moe.request import Output, StepResult
+from expertd.service.moe.running import RunningStep
+from expertd.service.moe.staging import Slot, Staging, address_of, is_aligned, is_on_gpu
+
+INTEGERS = {"INT32": torch.int32, "INT64": torch.int64}
+_Routing = tuple[Tensor, Tensor]
+
+
+class DeviceSteps:
+    """Begins the steps of one layer."""
+
+    def __init__(self, layer: MoELayer, staging: Staging) -> None:
+        self._layer = layer
+        self._staging = staging
+
+    def begin(self, batch: Batch, stream: torch.cuda.Stream, num_sms: int | None) -> RunningStep:
+        """Enqueue a step whose launches go to `stream`, the current one."""
+        began = time.perf_counter()
+        slot = self._staging.take()
+        try:
+            outputs = self._enqueue(batch, slot, stream, num_sms)
+        except BaseException:
+            torch.cuda.synchronize(self._staging.device)  # copies to and from the slot may be running
+            self._staging.give_back(slot)
+            raise
+        return RunningStep(slot.copied_out, partial(self._finish, batch, slot, outputs, began))
+
+    def _enqueue(
+        self, batch: Batch, slot: Slot, stream: torch.cuda.Stream, num_sms: int | None
+    ) -> list[Output | Tensor]:
+        """Start everything; each request's own output, or a pinned tensor of its bytes."""
+        copies_in, copies_out = Copies(), Copies()
+        hidden_states = self._hidden_states(batch, slot, copies_in)
+        given = self._given(batch, slot, copies_in) if batch.with_routing else None
+        if len(copies_in):
+            copies_in.enqueue(self._staging.copy_in)
+            slot.copied_in.record(self._staging.copy_in)
+            stream.wait_event(slot.copied_in)
+        topk_ids, topk_weights = self._routing(batch, hidden_states, given)
+        out = self._out(batch, slot)
+        offsets = slot.offsets[: self._layer.shape.num_groups + 1]
+        self._layer(hidden_states, topk_ids, topk_weights, num_sms, out, offsets)
+        outputs = self._outputs(batch, slot, out, copies_out)
+        last = stream
+        if len(copies_out):
+            slot.computed.record(stream)
+            last = self._staging.copy_out
+            last.wait_event(slot.computed)
+            copies_out.enqueue(last)
+        slot.copied_out.record(last)
+        return outputs
+
+    def _finish(self, batch: Batch, slot: Slot, outputs: list[Output | Tensor], began: float) -> StepResult:
+        try:
+            slot.copied_out.synchronize()
+            return StepResult(
+                outputs=[
+                    output.numpy().tobytes() if isinstance(output, Tensor) else output for output in outputs
+                ],
+                layout=self._layer.layout(batch.num_tokens),
+                num_tokens=batch.num_tokens,
+                tokens_per_expert=self._layer.tokens_per_expert(slot.offsets),
+                compute_seconds=self._staging.seconds_since(began),
+            )
+        finally:
+            self._staging.give_back(slot)
+
+    def _hidden_states(self, batch: Batch, slot: Slot, copies: Copies) -> Tensor:
+        """[T, H] of `batch.dtype`, once `copies` are done."""
+        h = self._layer.shape.hidden_size
+        first = batch.requests[0].hidden_states
+        if len(batch.requests) == 1 and self._is_in_place(first):
+            return _view(first, batch.dtype, h)
+        sizes = [request.num_tokens * h * FLOATS[request.datatype].itemsize for request in batch.requests]
+        starts = list(accumulate(sizes, initial=0))
+        copied, staged = slot.device_in.take(starts[-1]), slot.host_in.take(starts[-1])
+        for request, start, size in zip(batch.requests, starts, sizes, strict=False):
+            source = address_of(request.hidden_states, staged[start : start + size])
+            copies.add(copied.data_ptr() + start, source, size)
+        if len({request.datatype for request in batch.requests}) == 1:
+            return copied.view(batch.dtype).view(-1, h)
+        parts = [
+            copied[start : start + size].view(FLOATS[request.datatype]).view(-1, h)
+            for request, start, size in zip(batch.requests, starts, sizes, strict=False)
+        ]
+        return torch.cat([part.to(batch.dtype) for part in parts])
+
+    def _given(self, batch: Batch, slot: Slot, copies: Copies) -> _Routing:
+        """topk_ids int32 and topk_weights fp32 [T, top_k] on the GPU, for requests with routing on the host.
+
+        The other rows stay uninitialized.
+        """
+        shape = batch.num_tokens, self._layer.shape.top_k
+        num_bytes = shape[0] * shape[1] * 8
+        staged, copied = slot.host_routing.take(num_bytes), slot.device_routing.take(num_bytes)
+        ids, weights = (half.view(shape) for half in staged.view(torch.int32).chunk(2))
+        for request, part in zip(batch.requests, batch.parts, strict=True):
+            if request.topk_ids is None or request.topk_weights is None or is_on_gpu(request.topk_ids):
+                continue
+            given = np.frombuffer(host_view(request.topk_ids), request.topk_ids_datatype.lower())
+            np.copyto(ids[part].numpy(), given.reshape(-1, shape[1]), casting="same_kind")
+            given = np.frombuffer(host_view(request.topk_weights), np.int32)
+            np.copyto(weights[part].numpy(), given.reshape(-1, shape[1]))
+        copies.add(copied.data_ptr(), staged.data_ptr(), num_bytes)
+        on_gpu = copied.view(torch.int32).chunk(2)
+        return on_gpu[0].view(shape), on_gpu[1].view(torch.float32).view(shape)
+
+    def _routing(
+        self, batch: Batch, hidden_states: Tensor, given: _Routing | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The step's routing on the GPU; None: the layer routes all tokens."""
+        if given is None:
+            return None, None
+        ids, weights = given
+        for request, part in zip(batch.requests, batch.parts, strict=True):
+            if is_on_gpu(request.topk_ids):
+                dtype = INTEGERS[request.topk_ids_datatype]
+                ids[part] = _view(request.topk_ids, dtype, ids.shape[1]).to(torch.int32)
+                weights[part] = _view(request.topk_weights, torch.float32, ids.shape[1])
+        if len(batch.with_routing) < len(batch.requests):
+            routed_ids, routed_weights = self._layer.route(hidden_states)
+            for part in batch.with_routing:
+                routed_ids[part] = ids[part]
+                routed_weights[part] = weights[part]
+            return routed_ids, routed_weights
+        return ids, weights
+
+    def _out(self, batch: Batch, slot: Slot) -> Tensor:
+        """Where the layer writes [T, H] of `batch.out_dtype`: to the only request's own memory if it can."""
+        h, dtype = self._layer.shape.hidden_size, batch.out_dtype
+        wanted = batch.requests[0].output
+        if len(batch.requests) == 1 and self._is_in_place(wanted):
+            return _view(wanted, dtype, h)
+        return slot.device_out.take(batch.num_tokens * h * dtype.itemsize).view(dtype).view(-1, h)
+
+    def _outputs(self, batch: Batch, slot: Slot, out: Tensor, copies: Copies) -> list[Output | Tensor]:
+        outputs: list[Output | Tensor] = []
+        staged = slot.host_out.take(out.numel() * 4)
+        for request, part in zip(batch.requests, batch.parts, strict=True):
+            rows = out[part].to(FLOATS[request.output_datatype])
+            num_bytes, start = rows.numel() * rows.itemsize, part.start * out.shape[1] * 4
+            if request.output is not None:
+                outputs.append(request.output)
+                copies.add(request.output.address, rows.data_ptr(), num_bytes)
+            else:
+                outputs.append(own := staged[start : start + num_bytes])
+                copies.add(own.data_ptr(), rows.data_ptr(), num_bytes)
+            slot.kept.append(rows)
+        return outputs
+
+    def _is_in_place(self, memory: Any) -> bool:
+        """Whether kernels can use `memory` as it is."""
+        return is_on_gpu(memory) and memory.device == self._staging.device.index and is_aligned(memory)
+
+
+class _CudaArray:
+    """A span of this GPU's memory, for torch.as_tensor."""
+
+    def __init__(self, span: Span) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (span.num_bytes,),
+            "typestr": "|u1",
+            "data": (span.address, False),
+            "version": 3,
+        }
+
+
+def _view(memory: Any, dtype: torch.dtype, columns: int) -> Tensor:
+    """A span of a GPU's memory as a tensor [rows, columns]; a copy if kernels could not read its elements."""
+    data = torch.as_tensor(_CudaArray(memory))
+    return (data if is_aligned(memory, dtype.itemsize) else data.clone()).view(dtype).view(-1, columns)

@@ -1,0 +1,100 @@
+"""Steps on a CPU, done when they begin."""
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from expertd.service.memory import Buffer, Span, host_view
+from expertd.service.moe.batch import FLOATS, Batch
+from expertd.service.moe.layer import MoELayer
+from expertd.service.moe.request import Output, StepResult
+
+_ALIGNMENT = 16  # bytes, of an output that the layer writes in place
+
+
+class HostSteps:
+    """Runs the steps of one layer."""
+
+    def __init__(self, layer: MoELayer) -> None:
+        self._layer = layer
+
+    def run(self, batch: Batch) -> StepResult:
+        """A whole step."""
+        began = time.perf_counter()
+        offsets = torch.zeros(self._layer.shape.num_groups + 1, dtype=torch.int32)
+        hidden_states = self._hidden_states(batch)
+        topk_ids, topk_weights = self._routing(batch, hidden_states)
+        out = self._layer(hidden_states, topk_ids, topk_weights, None, self._out(batch), offsets)
+        return StepResult(
+            outputs=_outputs(batch, out),
+            layout=self._layer.layout(batch.num_tokens),
+            num_tokens=batch.num_tokens,
+            tokens_per_expert=self._layer.tokens_per_expert(offsets),
+            compute_seconds=time.perf_counter() - began,
+        )
+
+    def _hidden_states(self, batch: Batch) -> Tensor:
+        """[T, H] of `batch.dtype`; the only request's own memory if it is a span."""
+        h, first = self._layer.shape.hidden_size, batch.requests[0].hidden_states
+        if len(batch.requests) == 1 and isinstance(first, Span):
+            return torch.frombuffer(host_view(first), dtype=batch.dtype).view(-1, h)
+        staged = torch.empty((batch.num_tokens, h), dtype=batch.dtype)
+        for request, part in zip(batch.requests, batch.parts, strict=True):
+            dtype = FLOATS[request.datatype]
+            rows = staged[part] if dtype == batch.dtype else torch.empty(staged[part].shape, dtype=dtype)
+            np.copyto(_bytes(rows), _array(request.hidden_states, np.uint8))
+            if rows.dtype != batch.dtype:
+                staged[part] = rows
+        return staged
+
+    def _routing(self, batch: Batch, hidden_states: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """The step's routing; None: the layer routes all tokens."""
+        if not batch.with_routing:
+            return None, None
+        if len(batch.with_routing) < len(batch.requests):
+            topk_ids, topk_weights = self._layer.route(hidden_states)
+        else:
+            shape = batch.num_tokens, self._layer.shape.top_k
+            topk_ids, topk_weights = torch.empty(shape, dtype=torch.int32), torch.empty(shape)
+        for request, part in zip(batch.requests, batch.parts, strict=True):
+            if request.topk_ids is not None and request.topk_weights is not None:
+                ids = _array(request.topk_ids, np.dtype(request.topk_ids_datatype.lower()))
+                np.copyto(topk_ids[part].numpy(), ids.reshape(topk_ids[part].shape), casting="same_kind")
+                np.copyto(_bytes(topk_weights[part]), _array(request.topk_weights, np.uint8))
+        return topk_ids, topk_weights
+
+    def _out(self, batch: Batch) -> Tensor | None:
+        """The only request's own memory for its output; None: the layer allocates float32."""
+        wanted, h = batch.requests[0].output, self._layer.shape.hidden_size
+        if len(batch.requests) > 1 or wanted is None or wanted.address % _ALIGNMENT:
+            return None
+        return torch.frombuffer(host_view(wanted), dtype=batch.out_dtype).view(-1, h)
+
+
+def _outputs(batch: Batch, out: Tensor) -> list[Output]:
+    by_datatype = {request.output_datatype: out for request in batch.requests}
+    by_datatype = {datatype: rows.to(FLOATS[datatype]) for datatype, rows in by_datatype.items()}
+    outputs: list[Output] = []
+    for request, part in zip(batch.requests, batch.parts, strict=True):
+        rows = _bytes(by_datatype[request.output_datatype][part])
+        if request.output is None:
+            outputs.append(rows.data)
+            continue
+        target = _array(request.output, np.uint8)
+        if target.ctypes.data != rows.ctypes.data:  # else the layer has written it
+            np.copyto(target, rows)
+        outputs.append(request.output)
+    return outputs
+
+
+def _array(memory: Buffer | Span, dtype: Any) -> NDArray[Any]:
+    return np.frombuffer(host_view(memory), dtype)
+
+
+def _bytes(tensor: Tensor) -> NDArray[np.uint8]:
+    """The bytes of a contiguous tensor, without a copy."""
+    return tensor.view(torch.uint8).reshape(-1).numpy()

@@ -1,0 +1,99 @@
+"""Memory and streams of steps on a GPU, made once for two steps: one copies while the other computes."""
+
+import time
+from typing import TypeGuard
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from expertd.limits import MAX_GROUPS
+from expertd.service.memory import Buffer, Span, host_view
+
+ALIGNMENT = 16  # bytes, of rows that kernels read and write in place
+_STEPS = 2
+
+
+class Piece:
+    """Bytes on the GPU, or pinned on the host, which grow to the largest step."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._device = device  # None: pinned memory of the host
+        self._bytes = self._empty(0)
+
+    def take(self, num_bytes: int) -> Tensor:
+        """uint8 [num_bytes], uninitialized; valid until the next call."""
+        if num_bytes > self._bytes.numel():
+            self._bytes = self._empty(0)  # freed first
+            self._bytes = self._empty(num_bytes)
+        return self._bytes[:num_bytes]
+
+    def _empty(self, num_bytes: int) -> Tensor:
+        if self._device is None:
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+
+class Slot:
+    """What one step needs besides the layer."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.host_in, self.host_out, self.host_routing = (Piece(None) for _ in range(3))
+        self.device_in, self.device_out, self.device_routing = (Piece(device) for _ in range(3))
+        self.offsets = torch.zeros(MAX_GROUPS + 1, dtype=torch.int32, pin_memory=True)
+        self.copied_in, self.computed, self.copied_out = (torch.cuda.Event() for _ in range(3))  # type: ignore[no-untyped-call]
+        self.kept: list[Tensor] = []  # until the step ends: copies read them on another stream
+
+
+class Staging:
+    """The slots of a GPU, shared by all its layers, and its streams for copies in each direction."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.copy_in, self.copy_out = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._free = [Slot(device) for _ in range(_STEPS)]
+        self._ended = 0.0
+
+    def prepare(self, max_tokens: int, hidden_size: int, top_k: int, itemsize: int) -> None:
+        """Allocate for steps of up to `max_tokens`, so that no step has to."""
+        for slot in self._free:
+            for piece in (slot.host_in, slot.host_out, slot.device_in, slot.device_out):
+                piece.take(max_tokens * hidden_size * itemsize)
+            for piece in (slot.host_routing, slot.device_routing):
+                piece.take(max_tokens * top_k * 8)
+
+    def take(self) -> Slot:
+        """A free slot. Raises RuntimeError if two steps are running."""
+        if not self._free:
+            raise RuntimeError(f"steps: expected at most {_STEPS} at a time on {self.device}, got another")
+        return self._free.pop()
+
+    def give_back(self, slot: Slot) -> None:
+        """Free the slot of a step that has ended."""
+        slot.kept.clear()
+        self._free.append(slot)
+
+    def seconds_since(self, began: float) -> float:
+        """The time that a step took which ends now, without the part in which the GPU ran the step before."""
+        ended = time.perf_counter()
+        seconds = ended - max(began, self._ended)
+        self._ended = ended
+        return seconds
+
+
+def is_on_gpu(memory: object) -> TypeGuard[Span]:
+    """Whether `memory` is a span of a GPU's memory."""
+    return isinstance(memory, Span) and memory.device is not None
+
+
+def is_aligned(memory: Span, alignment: int = ALIGNMENT) -> bool:
+    """Whether kernels can read and write `memory` in place."""
+    return memory.address % alignment == 0
+
+
+def address_of(memory: Buffer | Span, copy: Tensor, alignment: int = 1) -> int:
+    """The address of `memory` if the GPU can read it there; else of `copy`, pinned, to which it is copied."""
+    if isinstance(memory, Span) and is_aligned(memory, alignment):
+        return memory.address
+    np.copyto(copy.view(torch.uint8).view(-1).numpy(), np.frombuffer(host_view(memory), np.uint8))
+    return copy.data_ptr()

@@ -1,0 +1,173 @@
+"""Steps on a GPU: rows in any kind of memory, in place or copied, one step or two at a time."""
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from expertd.kernels import resolve_backend
+from expertd.service.memory import Arena
+from expertd.service.moe.device import register_for
+from expertd.service.moe.graphs import GraphPool
+from expertd.service.moe.layer import MoELayer
+from expertd.service.moe.runner import LayerRunner
+from expertd.service.moe.shape import LayerShape
+from expertd.service.moe.weights import random_weights
+from tests.kernels.helpers import diff, forbid_host_sync, fresh_generator
+from tests.service.moe.requests import DTYPES, Place, as_bytes, layer_request, on_gpu, pinned, rows_of
+
+pytestmark = pytest.mark.gpu
+
+SHAPE = LayerShape(hidden_size=512, intermediate_size=256, num_experts=24, top_k=4, num_shared_experts=1)
+DEVICE = torch.device("cuda", 0)
+PLACES: dict[str, Place] = {"bytes": as_bytes, "pinned": pinned, "gpu": on_gpu}
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[LayerRunner]:
+    """With graphs for up to 256 tokens."""
+    weights = random_weights(SHAPE, fresh_generator().initial_seed(), "cuda")
+    runner = LayerRunner(MoELayer(SHAPE, weights, resolve_backend("hopper")), DEVICE)
+    runner.capture(GraphPool(DEVICE))
+    yield runner
+    runner.release_graphs()
+
+
+def _tokens(count: int) -> torch.Tensor:
+    return torch.randn(count, SHAPE.hidden_size, generator=fresh_generator()).to(torch.bfloat16)
+
+
+def _routing(count: int, dtype: torch.dtype = torch.int32) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = fresh_generator()
+    ids = torch.rand(count, SHAPE.num_experts, generator=generator).argsort(1)[:, : SHAPE.top_k]
+    return ids.to(dtype), torch.rand(count, SHAPE.top_k, generator=generator)
+
+
+def _expected(
+    runner: LayerRunner,
+    tokens: torch.Tensor,
+    routing: tuple[torch.Tensor, torch.Tensor] | None,
+    datatype: str,
+) -> torch.Tensor:
+    ids, weights = (None, None) if routing is None else (routing[0].int().cuda(), routing[1].cuda())
+    out = torch.empty(tokens.shape, dtype=DTYPES[datatype], device="cuda")
+    return runner.layer(tokens.cuda(), ids, weights, out=out).cpu()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 37, 256, 700])
+@pytest.mark.parametrize("routed_by", ["layer", "int32", "int64"])
+@pytest.mark.parametrize(("source", "target"), list(itertools.product(PLACES, [*PLACES, "none"])))
+def test_one_request(runner: LayerRunner, source: str, target: str, routed_by: str, num_tokens: int) -> None:
+    """From and to every kind of memory, the same bits as the layer."""
+    tokens = _tokens(num_tokens)
+    routing = None if routed_by == "layer" else _routing(num_tokens, getattr(torch, routed_by))
+    into: Place | None = None if target == "none" else PLACES["pinned" if target == "bytes" else target]
+    for datatype in ("BF16", "FP32"):
+        request = layer_request(tokens, "BF16", routing, PLACES[source], datatype, into)
+        result = runner.run([request])
+        rows = rows_of(result.outputs[0], datatype, SHAPE.hidden_size)
+        assert torch.equal(rows, _expected(runner, tokens, routing, datatype))
+        assert sum(result.tokens_per_expert) == num_tokens * SHAPE.top_k
+        if routing is not None:
+            assert list(result.tokens_per_expert) == routing[0].flatten().bincount(minlength=24).tolist()
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 3, 4), (50, 1, 100, 7), (300, 1, 250, 90)])
+@pytest.mark.parametrize("given", ["none", "all", "some"])
+def test_requests_of_every_kind_in_one_step(runner: LayerRunner, sizes: tuple[int, ...], given: str) -> None:
+    kinds: list[tuple[Place, str, Place | None]] = [
+        (as_bytes, "BF16", None),
+        (pinned, "FP16", pinned),
+        (on_gpu, "FP32", on_gpu),
+        (on_gpu, "BF16", pinned),
+    ]
+    requests, expected = [], []
+    for index, (size, (place, datatype, into)) in enumerate(zip(sizes, kinds, strict=True)):
+        with_routing = given == "all" or (given == "some" and index % 2 == 0)
+        tokens, routing = _tokens(size), _routing(size, torch.int64) if with_routing else None
+        requests.append(layer_request(tokens, "BF16", routing, place, datatype, into))
+        expected.append((_expected(runner, tokens, routing, datatype), datatype))
+    result = runner.run(requests)
+    for output, (rows, datatype) in zip(result.outputs, expected, strict=True):
+        assert torch.equal(rows_of(output, datatype, SHAPE.hidden_size), rows)
+    assert sum(result.tokens_per_expert) == sum(sizes) * SHAPE.top_k
+
+
+@pytest.mark.parametrize("num_tokens", [9, 400])
+def test_mixed_datatypes(runner: LayerRunner, num_tokens: int) -> None:
+    tokens = [_tokens(num_tokens) for _ in DTYPES]
+    pairs = list(zip(tokens, DTYPES, strict=True))
+    requests = [layer_request(rows, datatype, None, pinned, datatype, pinned) for rows, datatype in pairs]
+    for output, (rows, datatype) in zip(runner.run(requests).outputs, pairs, strict=True):
+        expected = _expected(runner, rows, None, "FP32")
+        assert diff(rows_of(output, datatype, SHAPE.hidden_size).float(), expected) < 1e-3
+
+
+@pytest.mark.parametrize("num_tokens", [3, 300])
+@pytest.mark.parametrize("past", [1, 2, 8])
+def test_rows_at_any_address(runner: LayerRunner, past: int, num_tokens: int) -> None:
+    """Kernels need aligned rows; others are copied first."""
+    tokens, routing = _tokens(num_tokens), _routing(num_tokens, torch.int64)
+
+    def place(tensor: torch.Tensor) -> object:
+        return on_gpu(tensor, past)
+
+    request = layer_request(tokens, "BF16", routing, place, "BF16", place)  # type: ignore[arg-type]
+    output = runner.run([request]).outputs[0]
+    rows = rows_of(output, "BF16", SHAPE.hidden_size)
+    assert torch.equal(rows, _expected(runner, tokens, routing, "BF16"))
+
+
+@pytest.mark.parametrize("sizes", [(600, 600), (600, 20), (1024, 700)])
+def test_two_steps_at_a_time(runner: LayerRunner, sizes: tuple[int, int]) -> None:
+    """The second begins while the first runs, and neither begin waits for the GPU."""
+    for place, into in ((pinned, pinned), (on_gpu, on_gpu), (as_bytes, None)):
+        tokens = [_tokens(size) for size in sizes]
+        requests = [layer_request(rows, "BF16", None, place, "BF16", into) for rows in tokens]
+        for request in requests:
+            runner.run([request])
+        with forbid_host_sync():
+            steps = [runner.begin([request]) for request in requests]
+        for step, rows in zip(steps, tokens, strict=True):
+            output = step.finish().outputs[0]
+            assert torch.equal(
+                rows_of(output, "BF16", SHAPE.hidden_size), _expected(runner, rows, None, "BF16")
+            )
+
+
+def test_a_third_step_is_refused_and_changes_nothing(runner: LayerRunner) -> None:
+    tokens = _tokens(600)
+    request = layer_request(tokens, "BF16", None, pinned, "BF16", pinned)
+    steps = [runner.begin([request]) for _ in range(2)]
+    with pytest.raises(RuntimeError, match="steps: expected at most 2"):
+        runner.begin([request])
+    for step in steps:
+        step.finish()
+        assert step.is_done()
+    assert len(runner.run([request]).outputs) == 1
+
+
+def test_blocks_of_the_arena_are_read_and_written_in_place(runner: LayerRunner) -> None:
+    arena = Arena(1 << 24, register_for(DEVICE))
+    for num_tokens in (1, 200, 1000):
+        tokens = _tokens(num_tokens)
+        source, target = arena.take(tokens.numel() * 2), arena.take(tokens.numel() * 2)
+        assert source is not None
+        assert target is not None
+        source.view[:] = as_bytes(tokens)
+        target.view[:] = bytes(len(target.view))
+        request = layer_request(
+            tokens,
+            "BF16",
+            None,
+            lambda _: source.span,
+            "BF16",
+            lambda _: target.span,  # noqa: B023
+        )
+        assert runner.run([request]).outputs == [target.span]
+        rows = rows_of(target.view, "BF16", SHAPE.hidden_size)
+        assert torch.equal(rows, _expected(runner, tokens, None, "BF16"))
+        source.release()
+        target.release()
+    arena.close()
