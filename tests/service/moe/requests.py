@@ -42,7 +42,7 @@ def layer_request(
     output_datatype: str = "FP32",
     into: Place | None = None,
 ) -> LayerRequest:
-    """A request for tokens [T, H], with any topk_ids (int32 or int64) and topk_weights. `into` is its output."""
+    """A request for tokens [T, H], with topk_ids (int32 or int64) and topk_weights, and its output `into`."""
     ids, weights = (None, None) if routing is None else (place(tensor) for tensor in routing)
     output: Any = None
     if into is not None:

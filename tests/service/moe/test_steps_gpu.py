@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -157,14 +158,8 @@ def test_blocks_of_the_arena_are_read_and_written_in_place(runner: LayerRunner) 
         assert target is not None
         source.view[:] = as_bytes(tokens)
         target.view[:] = bytes(len(target.view))
-        request = layer_request(
-            tokens,
-            "BF16",
-            None,
-            lambda _: source.span,
-            "BF16",
-            lambda _: target.span,  # noqa: B023
-        )
+        plain = layer_request(tokens, output_datatype="BF16")
+        request = replace(plain, hidden_states=source.span, output=target.span)
         assert runner.run([request]).outputs == [target.span]
         rows = rows_of(target.view, "BF16", SHAPE.hidden_size)
         assert torch.equal(rows, _expected(runner, tokens, None, "BF16"))
