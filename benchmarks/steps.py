@@ -1,9 +1,9 @@
 """What a step costs besides the GPU's work: `python -m benchmarks.steps [--tokens N ...] [--json FILE]`.
 
-DeepSeek-V3's layer with all 256 experts, bf16, driven through the scheduler as the server does, without HTTP. For
-each number of tokens: the GPU's time for the layer (a CUDA graph of it, up to 256 tokens; else its launches;
-CUDA events, median), and the mean of compute_seconds with the rows in pinned memory of the host, in the GPU's
-memory, and as bytes. Then a stream of 4096-token steps that are always queued: its rate, over the GPU's own.
+DeepSeek-V3's layer with all 256 experts, bf16, driven through the scheduler as the server does, without HTTP.
+For each number of tokens: the GPU's time for the layer with its router (up to 256 tokens a CUDA graph, else its
+launches; CUDA events, median), and the mean of compute_seconds with the rows in pinned memory of the host, in the
+GPU's memory, and as bytes. Then streams of large steps, of which some are always queued.
 """
 
 import argparse
@@ -78,7 +78,7 @@ def request(num_tokens: int, memory: str) -> LayerRequest:
 async def stream(scheduler: Scheduler, requests: Sequence[LayerRequest], count: int, depth: int) -> float:
     """Seconds for `count` requests, of which `depth` are always queued or running."""
     loop = asyncio.get_running_loop()
-    done, left = loop.create_future(), count
+    done, left, started = loop.create_future(), count, min(depth, count)
 
     def answered(output: Output | Exception) -> None:
         nonlocal left, started
@@ -91,14 +91,14 @@ async def stream(scheduler: Scheduler, requests: Sequence[LayerRequest], count: 
             started += 1
             scheduler.submit("layer", requests[started % len(requests)], answered)
 
-    started = min(depth, count)
     begin = time.perf_counter()
-    for index in range(started):
+    for index in range(depth):
         scheduler.submit("layer", requests[index % len(requests)], answered)
     await done
     return time.perf_counter() - begin
 
 
+@torch.inference_mode()
 def gpu_microseconds(layer: MoELayer, num_tokens: int) -> float:
     """The layer's own time with its router, replayed as a graph up to 256 tokens; the median of many."""
     rows = torch.randn(num_tokens, SHAPE.hidden_size, device="cuda").to(torch.bfloat16)
@@ -119,7 +119,7 @@ def gpu_microseconds(layer: MoELayer, num_tokens: int) -> float:
         end.record()
         end.synchronize()
         times.append(1e3 * start.elapsed_time(end))
-    return statistics.median(times)
+    return float(statistics.median(times))
 
 
 async def measure(tokens: Sequence[int]) -> tuple[list[Row], list[Row]]:
@@ -175,9 +175,8 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    expect_gpu()
-    with torch.inference_mode():
-        rows, streams = asyncio.run(measure(arguments.tokens))
+    expect_gpu("steps")
+    rows, streams = asyncio.run(measure(arguments.tokens))
     result = {"header": header(), "steps": rows, "streams": streams}
     print(json.dumps(result, indent=1))
     if arguments.json:
