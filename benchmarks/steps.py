@@ -1,9 +1,9 @@
 """What a step costs besides the GPU's work: `python -m benchmarks.steps [--tokens N ...] [--json FILE]`.
 
 DeepSeek-V3's layer with all 256 experts, bf16, driven through the scheduler as the server does, without HTTP.
-For each number of tokens: the GPU's time for the layer with its router (up to 256 tokens a CUDA graph, else its
-launches; CUDA events, median), and the mean of compute_seconds with the rows in pinned memory of the host, in the
-GPU's memory, and as bytes. Then streams of large steps, of which some are always queued.
+For each number of tokens: the GPU's time for the layer with its router (up to 256 tokens a CUDA graph, else
+its launches; CUDA events, median), and the mean of compute_seconds with the rows in pinned memory of the host, in
+the GPU's memory, and as bytes. Then streams of large steps, of which some are always queued.
 """
 
 import argparse
@@ -36,7 +36,7 @@ TOKENS = (1, 8, 64, 256, 512, 1024, 4096)
 SHAPE = LayerShape(7168, 2048, 256, 8)
 ROUTING = Routing("sigmoid", True, 2.5, num_expert_groups=8, topk_group=4)
 PCIE_BYTES_PER_SECOND = 50e9  # each way, of the goal
-MEMORIES = ("pinned", "gpu", "bytes")
+MEMORIES = ("pinned", "device", "bytes")
 REPEATS, STREAM = 30, 40
 
 
@@ -56,7 +56,7 @@ class Steps:
 def place(tensor: torch.Tensor, memory: str) -> Buffer | Span:
     """A copy of `tensor` in this kind of memory."""
     data = tensor.contiguous().view(torch.uint8).view(-1)
-    if memory == "gpu":
+    if memory == "device":
         copy = data.cuda()
         return Span(copy.data_ptr(), copy.numel(), 0, None, copy)
     if memory == "pinned":

@@ -69,16 +69,6 @@ __device__ __forceinline__ int warp_prefix_sum(int value) {
     return value;
 }
 
-// Loads what the host, or another GPU, may have written just before: never from a cache.
-__device__ __forceinline__ uint4 load_volatile(const uint4* from) {
-    uint4 loaded;
-    asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(loaded.x), "=r"(loaded.y), "=r"(loaded.z), "=r"(loaded.w)
-                 : "l"(from)
-                 : "memory");
-    return loaded;
-}
-
 template <u32 kThreads>
 __device__ __forceinline__ void named_barrier(u32 id) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");

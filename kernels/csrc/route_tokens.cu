@@ -166,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                  int all_experts, int top_k,
                  int use_softmax,  // else sigmoid
                  int renormalize, float routed_scaling_factor, int num_expert_groups, int topk_group,
-                 const volatile u32* end_token,  // tokens from here on are padding, without experts; null: none is
+                 const u32* end_token,  // tokens from here on are padding, without experts; null: none is
                  int* __restrict__ topk_ids, float* __restrict__ topk_weights  // [num_tokens, top_k]
     ) {
     extern __shared__ __align__(16) float per_expert[];  // no larger than needed, to fit beside the preceding launch

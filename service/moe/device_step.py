@@ -50,12 +50,13 @@ class DeviceSteps:
     ) -> list[Output | Tensor]:
         """Start everything; each request's own output, or a pinned tensor of its bytes."""
         copies_in, copies_out = Copies(), Copies()
-        hidden_states = self._hidden_states(batch, slot, copies_in)
+        parts = self._hidden_states(batch, slot, copies_in)
         given = self._given(batch, slot, copies_in) if batch.with_routing else None
         if len(copies_in):
             copies_in.enqueue(self._staging.copy_in)
             slot.copied_in.record(self._staging.copy_in)
             stream.wait_event(slot.copied_in)
+        hidden_states = parts[0] if len(parts) == 1 else torch.cat([part.to(batch.dtype) for part in parts])
         topk_ids, topk_weights = self._routing(batch, hidden_states, given)
         out = self._out(batch, slot)
         offsets = slot.offsets[: self._layer.shape.num_groups + 1]
@@ -85,12 +86,12 @@ class DeviceSteps:
         finally:
             self._staging.give_back(slot)
 
-    def _hidden_states(self, batch: Batch, slot: Slot, copies: Copies) -> Tensor:
-        """[T, H] of `batch.dtype`, once `copies` are done."""
+    def _hidden_states(self, batch: Batch, slot: Slot, copies: Copies) -> list[Tensor]:
+        """[T, H] once `copies` are done, in one part for each request if their dtypes differ."""
         h = self._layer.shape.hidden_size
         first = batch.requests[0].hidden_states
         if len(batch.requests) == 1 and self._is_in_place(first):
-            return _view(first, batch.dtype, h)
+            return [_view(first, batch.dtype, h)]
         sizes = [request.num_tokens * h * FLOATS[request.datatype].itemsize for request in batch.requests]
         starts = list(accumulate(sizes, initial=0))
         copied, staged = slot.device_in.take(starts[-1]), slot.host_in.take(starts[-1])
@@ -98,12 +99,11 @@ class DeviceSteps:
             source = address_of(request.hidden_states, staged[start : start + size])
             copies.add(copied.data_ptr() + start, source, size)
         if len({request.datatype for request in batch.requests}) == 1:
-            return copied.view(batch.dtype).view(-1, h)
-        parts = [
+            return [copied.view(batch.dtype).view(-1, h)]
+        return [
             copied[start : start + size].view(FLOATS[request.datatype]).view(-1, h)
             for request, start, size in zip(batch.requests, starts, sizes, strict=False)
         ]
-        return torch.cat([part.to(batch.dtype) for part in parts])
 
     def _given(self, batch: Batch, slot: Slot, copies: Copies) -> _Routing:
         """topk_ids int32 and topk_weights fp32 [T, top_k] on the GPU, for requests with routing on the host.
