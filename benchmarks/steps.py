@@ -2,8 +2,8 @@
 
 DeepSeek-V3's layer with all 256 experts, bf16, driven through the scheduler as the server does, without HTTP.
 For each number of tokens: the GPU's time for the layer with its router (up to 256 tokens a CUDA graph, else
-its launches; CUDA events, median), and the mean of compute_seconds with the rows in pinned memory of the host, in
-the GPU's memory, and as bytes. Then streams of large steps, of which some are always queued.
+its launches; CUDA events, median), and the mean of compute_seconds with the rows in pinned memory of the
+host, in the GPU's memory, and as bytes. Then streams of large steps, of which some are always queued.
 """
 
 import argparse

@@ -151,7 +151,7 @@ class Metrics:
         children.batch_requests.observe(len(queue_seconds))
         for seconds in queue_seconds:
             children.queue_seconds.observe(seconds)
-        tokens = np.asarray(result.tokens_per_expert, dtype=np.int64)
+        tokens = result.tokens_per_expert.astype(np.int64)
         if total := int(tokens.sum()):
             children.imbalance.observe(int(tokens.max()) * tokens.size / total)
         self._expert_tokens.add(model, tokens)

@@ -80,7 +80,7 @@ class DeviceSteps:
                 ],
                 layout=self._layer.layout(batch.num_tokens),
                 num_tokens=batch.num_tokens,
-                tokens_per_expert=self._layer.tokens_per_expert(slot.offsets),
+                tokens_per_expert=self._layer.tokens_per_expert(slot.offsets.numpy()),
                 compute_seconds=self._staging.seconds_since(began),
             )
         finally:

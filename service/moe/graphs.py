@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from expertd.kernels.request_table import MAX_GIVEN_TOP_K, MAX_REQUESTS, RequestRows, RequestTable
 from expertd.layout import Layout
@@ -22,7 +21,7 @@ from expertd.service.moe.batch import FLOATS, Batch
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.request import LayerRequest, Output, StepResult
 from expertd.service.moe.running import RunningStep
-from expertd.service.moe.staging import ALIGNMENT, Staging, address_of, is_aligned, is_on_gpu
+from expertd.service.moe.staging import ALIGNMENT, PinnedRows, Staging, is_aligned, is_on_gpu
 
 TOKEN_COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """The captured token counts. In larger steps, launch latency is hidden."""
@@ -65,11 +64,12 @@ class _Tensors:
         self.topk_ids = torch.full((most, top_k), -1, dtype=torch.int32, device=device)
         self.topk_weights = torch.zeros(most, top_k, device=device)
         self.out = torch.empty(most, hidden_size, device=device)
-        self.host_hidden_states = _pinned(self.hidden_states)
-        self.host_topk_ids = torch.empty(most, top_k, dtype=torch.int64, pin_memory=True)
-        self.host_topk_weights = _pinned(self.topk_weights)
-        self.host_out = _pinned(self.out)
+        self.host_hidden_states = PinnedRows(most, hidden_size * 2)
+        self.host_topk_ids = PinnedRows(most, top_k * 8)
+        self.host_topk_weights = PinnedRows(most, top_k * 4)
+        self.host_out = PinnedRows(most, hidden_size * 4)
         self.offsets = torch.zeros(MAX_GROUPS + 1, dtype=torch.int32, pin_memory=True)
+        self.host_offsets = self.offsets.numpy()
         torch.cuda.synchronize(device)  # other streams will use them
 
 
@@ -107,7 +107,7 @@ class StepGraphs:
             and all(map(_fits, batch.requests))
             and len(batch.with_routing) in (0, len(batch.requests))
             and (_padded(batch.num_tokens), not batch.with_routing) in self._graphs
-            and torch.cuda.current_stream(self._stream.device) == self._stream
+            and torch._C._cuda_getCurrentRawStream(self._stream.device_index) == self._stream.cuda_stream
         )
 
     def begin(self, batch: Batch) -> RunningStep:
@@ -123,18 +123,17 @@ class StepGraphs:
     def _rows(self, request: LayerRequest, part: slice) -> RequestRows:
         """Where the request's rows are, or are copied to."""
         tensors, dtype = self._tensors, FLOATS[request.output_datatype]
-        out = tensors.host_out[part.start].data_ptr()
+        out = tensors.host_out.address(part.start)
         if request.output is not None and is_aligned(request.output):
             out = request.output.address
-        hidden_states = address_of(request.hidden_states, tensors.host_hidden_states[part], ALIGNMENT)
+        hidden_states = tensors.host_hidden_states.hold(request.hidden_states, part.start, ALIGNMENT)
         if request.topk_ids is None or request.topk_weights is None:
             return RequestRows(request.num_tokens, hidden_states, out, dtype)
         wide = request.topk_ids_datatype == "INT64"
-        ids = tensors.host_topk_ids[part].view(torch.uint8).view(-1)
         return RequestRows(
             request.num_tokens, hidden_states, out, dtype,
-            address_of(request.topk_ids, ids[: ids.numel() // (1 if wide else 2)], 8 if wide else 4),
-            address_of(request.topk_weights, tensors.host_topk_weights[part], 4),
+            tensors.host_topk_ids.hold(request.topk_ids, part.start, 8 if wide else 4),
+            tensors.host_topk_weights.hold(request.topk_weights, part.start, 4),
             wide,
         )  # fmt: skip
 
@@ -146,18 +145,18 @@ class StepGraphs:
             ],
             layout=Layout.CONTIGUOUS,
             num_tokens=batch.num_tokens,
-            tokens_per_expert=self._layer.tokens_per_expert(self._tensors.offsets),
+            tokens_per_expert=self._layer.tokens_per_expert(self._tensors.host_offsets),
             compute_seconds=self._staging.seconds_since(began),
         )
 
     def _output(self, request: LayerRequest, part: slice) -> Output:
         if request.output is not None and is_aligned(request.output):
             return request.output
-        rows = self._tensors.host_out[part].view(torch.uint8).view(-1)
         size = request.num_tokens * self._layer.shape.hidden_size * FLOATS[request.output_datatype].itemsize
+        rows = self._tensors.host_out.rows(part.start, size)
         if request.output is None:
-            return rows[:size].numpy().tobytes()
-        host_view(request.output)[:] = memoryview(rows[:size].numpy())  # type: ignore[arg-type]
+            return bytes(rows)
+        host_view(request.output)[:] = rows
         return request.output
 
     def release(self) -> None:
@@ -215,10 +214,6 @@ def _fits(request: LayerRequest) -> bool:
         not is_on_gpu(memory) or is_aligned(memory, 8) for memory in (request.topk_ids, request.topk_weights)
     )
     return request.datatype == "BF16" and aligned and routing
-
-
-def _pinned(like: Tensor) -> Tensor:
-    return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
 
 def _padded(num_tokens: int) -> int:

@@ -33,7 +33,7 @@ class HostSteps:
             outputs=_outputs(batch, out),
             layout=self._layer.layout(batch.num_tokens),
             num_tokens=batch.num_tokens,
-            tokens_per_expert=self._layer.tokens_per_expert(offsets),
+            tokens_per_expert=self._layer.tokens_per_expert(offsets.numpy()),
             compute_seconds=time.perf_counter() - began,
         )
 

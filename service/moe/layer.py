@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from expertd.kernels import Backend, Routing, fused_experts
@@ -122,13 +123,13 @@ class MoELayer:
             out=out, backend=self.backend, num_sms=num_sms, offsets=offsets,
         )  # fmt: skip
 
-    def tokens_per_expert(self, offsets: Tensor) -> list[int]:
-        """Tokens of each expert, from the `offsets` of a call, on the host; 0 for experts held elsewhere."""
+    def tokens_per_expert(self, offsets: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Tokens of each expert, from the `offsets` of a call; 0 for experts held elsewhere."""
         held = self.shape.held_experts
-        tokens = np.zeros(self.shape.num_experts, np.int64)
-        tokens[held.start : held.stop] = np.diff(offsets.numpy()[: len(held) + 1])
-        counts: list[int] = tokens.tolist()
-        return counts
+        tokens = offsets[1 : len(held) + 1] - offsets[: len(held)]
+        if len(held) < self.shape.num_experts:
+            tokens = np.pad(tokens, (held.start, self.shape.num_experts - held.stop))
+        return tokens
 
     def _groups(self, topk_ids: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor]:
         """Group (-1: none here) and weight of each (token, slot), shared experts after the routed ones."""

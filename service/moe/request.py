@@ -1,7 +1,10 @@
 """The input and output of a layer's step, as bytes or spans of memory; imports no torch."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from expertd.layout import Layout
 from expertd.service.memory.span import Buffer, Span
@@ -45,5 +48,5 @@ class StepResult:
     outputs: list[Output]
     layout: Layout
     num_tokens: int
-    tokens_per_expert: Sequence[int]
+    tokens_per_expert: NDArray[np.integer[Any]]
     compute_seconds: float

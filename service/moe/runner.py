@@ -69,13 +69,15 @@ class LayerRunner:
     def begin(self, requests: Sequence[LayerRequest]) -> RunningStep | DoneStep:
         """Start all requests, which have passed `validate`, as one step. At most one other may be running."""
         batch = Batch(requests)
-        with torch.inference_mode(), self._stream():
-            if not self._on_gpu:
+        if not self._on_gpu:
+            with torch.inference_mode():
                 return DoneStep(self._on_host.run(batch))
-            stream = torch.cuda.current_stream(self._device)
+        with self._stream():
             if self._graphs is not None and self._graphs.fits(batch):
                 return self._graphs.begin(batch)
-            return self._on_device.begin(batch, stream, self._num_sms())
+            stream = torch.cuda.current_stream(self._device)
+            with torch.inference_mode():
+                return self._on_device.begin(batch, stream, self._num_sms())
 
     def run(self, requests: Sequence[LayerRequest]) -> StepResult:
         """Run all requests as one step, and wait for the result."""
@@ -96,7 +98,7 @@ class LayerRunner:
             self._graphs = None
 
     def _stream(self) -> AbstractContextManager[object]:
-        if self._partitions is None or not self._on_gpu:
+        if self._partitions is None or self._partition is None:
             return nullcontext()
         return torch.cuda.stream(self._partitions.stream(self._partition))
 

@@ -81,6 +81,33 @@ class Staging:
         return seconds
 
 
+class PinnedRows:
+    """Pinned memory for a number of rows of the same size."""
+
+    def __init__(self, num_rows: int, row_bytes: int) -> None:
+        self._tensor = torch.empty(num_rows * row_bytes, dtype=torch.uint8, pin_memory=True)
+        self._array = self._tensor.numpy()
+        self._address = self._tensor.data_ptr()
+        self._row_bytes = row_bytes
+
+    def address(self, row: int) -> int:
+        """The address of `row`."""
+        return self._address + row * self._row_bytes
+
+    def rows(self, first: int, num_bytes: int) -> memoryview:
+        """`num_bytes` from row `first` on."""
+        start = first * self._row_bytes
+        return memoryview(self._array[start : start + num_bytes])  # type: ignore[arg-type]
+
+    def hold(self, memory: Buffer | Span, first: int, alignment: int) -> int:
+        """The address of `memory` if the GPU can read it there; else of a copy, from row `first` on."""
+        if isinstance(memory, Span) and is_aligned(memory, alignment):
+            return memory.address
+        view = host_view(memory)
+        self.rows(first, view.nbytes)[:] = view.cast("B")
+        return self.address(first)
+
+
 def is_on_gpu(memory: object) -> TypeGuard[Span]:
     """Whether `memory` is a span of a GPU's memory."""
     return isinstance(memory, Span) and memory.device is not None
@@ -91,9 +118,9 @@ def is_aligned(memory: Span, alignment: int = ALIGNMENT) -> bool:
     return memory.address % alignment == 0
 
 
-def address_of(memory: Buffer | Span, copy: Tensor, alignment: int = 1) -> int:
-    """The address of `memory` if the GPU can read it there; else of `copy`, pinned, to which it is copied."""
-    if isinstance(memory, Span) and is_aligned(memory, alignment):
+def address_of(memory: Buffer | Span, copy: Tensor) -> int:
+    """The address of `memory` if the GPU can read it; else of `copy`, pinned, to which it is copied."""
+    if isinstance(memory, Span):
         return memory.address
     np.copyto(copy.view(torch.uint8).view(-1).numpy(), np.frombuffer(host_view(memory), np.uint8))
     return copy.data_ptr()

@@ -45,7 +45,7 @@ class EchoRunner:
             outputs=[host_view(request.hidden_states) for request in requests],
             layout=Layout.MASKED,
             num_tokens=tokens,
-            tokens_per_expert=[tokens, 0, 0, tokens],
+            tokens_per_expert=np.array([tokens, 0, 0, tokens]),
             compute_seconds=0.001,
         )
 

@@ -121,7 +121,7 @@ def test_given_routing_in_every_request(runner: LayerRunner) -> None:
     runner.validate(request)
     result = runner.run([request])
     assert result.layout == "masked"
-    assert result.tokens_per_expert == [3, 0, 0, 0, 0, 0, 0, 3]
+    assert list(result.tokens_per_expert) == [3, 0, 0, 0, 0, 0, 0, 3]
     expected = reference_layer(
         hidden_states, runner.layer.weights, SHAPE.top_k, topk_ids=ids, topk_weights=weights
     )
