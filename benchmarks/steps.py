@@ -65,9 +65,15 @@ def place(tensor: torch.Tensor, memory: str) -> Buffer | Span:
     return data.cpu().numpy().tobytes()
 
 
+def tokens_of(num_tokens: int) -> torch.Tensor:
+    """Random tokens, the same at every call: others would choose more experts, or fewer."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    return torch.randn(num_tokens, SHAPE.hidden_size, generator=generator).to(torch.bfloat16)
+
+
 def request(num_tokens: int, memory: str) -> LayerRequest:
-    """Random tokens, routed by the layer, with their output in the same kind of memory."""
-    rows = torch.randn(num_tokens, SHAPE.hidden_size).to(torch.bfloat16)
+    """Tokens routed by the layer, with their output in the same kind of memory."""
+    rows = tokens_of(num_tokens)
     out = place(torch.empty_like(rows), memory)
     return LayerRequest(
         num_tokens, place(rows, memory), "BF16", None, "INT32", None, "BF16",
@@ -101,7 +107,7 @@ async def stream(scheduler: Scheduler, requests: Sequence[LayerRequest], count: 
 @torch.inference_mode()
 def gpu_microseconds(layer: MoELayer, num_tokens: int) -> float:
     """The layer's own time with its router, replayed as a graph up to 256 tokens; the median of many."""
-    rows = torch.randn(num_tokens, SHAPE.hidden_size, device="cuda").to(torch.bfloat16)
+    rows = tokens_of(num_tokens).cuda()
     out = torch.empty_like(rows)
     call: Any = lambda: layer(rows, out=out)  # noqa: E731
     call()

@@ -30,7 +30,7 @@ class ExpertTokens(Collector):
 
     def collect(self) -> Iterable[Metric]:
         family = CounterMetricFamily(
-            "expertd_expert_tokens", "Tokens routed to an expert", labels=["model", "expert"]
+            "expertd_expert_tokens", "Tokens computed by an expert", labels=["model", "expert"]
         )
         for model, total in list(self._totals.items()):
             for expert, tokens in enumerate(total.tolist()):

@@ -69,7 +69,7 @@ class Metrics:
             "queue_seconds", "From a request's acceptance to the start of its step", SECONDS, "model"
         )
         self._compute_seconds = self._histogram(
-            "compute_seconds", "Computation of one step", SECONDS, "model", "layout"
+            "compute_seconds", "One step, copies included", SECONDS, "model", "layout"
         )
         self._tokens = self._counter("tokens", "Tokens computed", "model", "layout")
         self._batch_tokens = self._histogram("batch_tokens", "Tokens of one step", TOKENS, "model", "layout")

@@ -319,3 +319,38 @@ def test_experts_are_deterministic_and_batch_invariant() -> None:
         assert torch.equal(layer.run(), out)
     for part in (slice(0, 1), slice(13, 20), slice(100, 400), slice(699, 700)):
         assert torch.equal(layer.of(part).run(), out[part])
+
+
+@pytest.mark.parametrize("tokens", [3, 100, 2000])
+@pytest.mark.parametrize("num_sms", [None, 8, 1])
+def test_offsets_reach_the_host_or_stay_on_the_device(tokens: int, num_sms: int | None) -> None:
+    layer = _layer(256, 128, 24, 4, tokens)
+    layer.topk_ids[0, 0] = -1
+    there = layer.topk_ids[layer.topk_ids >= 0]
+    counts = there.flatten().bincount(minlength=24).cpu()
+    on_host = torch.full((25,), 9, dtype=torch.int32).pin_memory()
+    layer.run(num_sms=num_sms, offsets=on_host)
+    torch.cuda.synchronize()
+    assert torch.equal(on_host.diff().long(), counts)
+    assert on_host[0] == 0
+    on_device = torch.full((25,), 9, dtype=torch.int32, device="cuda")
+    layer.run(num_sms=num_sms, offsets=on_device)
+    assert torch.equal(on_device.cpu(), on_host)
+    with pytest.raises(ValueError, match="offsets device: expected cuda:0"):
+        layer.run(offsets=torch.zeros(25, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("num_experts", [48, 64])
+@pytest.mark.parametrize("top_k", [4, 33])
+@pytest.mark.parametrize("router_dtype", [torch.bfloat16, torch.float32])
+def test_padding_has_no_experts(router_dtype: torch.dtype, top_k: int, num_experts: int) -> None:
+    """Whichever way logits and choices take: kernels, cuBLAS, or torch for more slots than lanes."""
+    generator, backend = fresh_generator("cuda"), resolve_backend("hopper")
+    tokens = torch.randn(40, 256, generator=generator, device="cuda").to(router_dtype)
+    router = torch.randn(num_experts, 256, generator=generator, device="cuda").to(router_dtype)
+    end = torch.tensor([17], dtype=torch.int32).pin_memory()
+    ids, weights = backend.route(tokens, router, None, top_k, Routing(), end)
+    expected_ids, expected_weights = backend.route(tokens, router, None, top_k, Routing())
+    assert torch.equal(ids[:17], expected_ids[:17])
+    assert (ids[17:] == -1).all()
+    assert torch.equal(weights[:17], expected_weights[:17])

@@ -411,3 +411,14 @@ def test_a_backend_of_another_device_is_refused() -> None:
         ValueError, match="hidden_states device: expected cuda for backend 'reference', got cpu"
     ):
         _case([1]).run(OnlyCuda())
+
+
+@pytest.mark.parametrize("outside", [0, 6])
+def test_offsets_are_the_rows_of_earlier_groups(outside: int) -> None:
+    rows = [5, 0, 30, 1, 6]
+    case = _case(rows, slots=6, outside=outside)
+    offsets = torch.full((len(rows) + 1,), 99, dtype=torch.int32)
+    arguments = case.hidden_states, case.topk_ids, case.topk_weights, case.gate_up, case.down
+    out = fused_experts(*arguments, backend=ReferenceBackend(), offsets=offsets)
+    assert torch.equal(out, case.run())
+    assert offsets.tolist() == [0, 5, 5, 35, 36, 42]

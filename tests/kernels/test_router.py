@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from expertd.kernels import Routing, choose_experts
+from expertd.kernels import Routing, choose_experts, resolve_backend
 from tests.families import FAMILIES, FamilyCase, quiet_transformers
 from tests.kernels.helpers import fresh_generator
 from tests.kernels.reference_routing import reference_routing
@@ -159,3 +159,16 @@ def test_scores_that_are_all_zero_give_zeros() -> None:
 def test_impossible_rules_are_rejected(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_padding_has_no_experts() -> None:
+    generator = fresh_generator()
+    hidden, router = torch.randn(9, HIDDEN, generator=generator), torch.randn(EXPERTS, HIDDEN)
+    backend = resolve_backend("reference")
+    ids, weights = backend.route(hidden, router, None, TOP_K, Routing())
+    padded_ids, padded_weights = backend.route(
+        hidden, router, None, TOP_K, Routing(), torch.tensor(4, dtype=torch.int32)
+    )
+    assert torch.equal(padded_ids[:4], ids[:4])
+    assert (padded_ids[4:] == -1).all()
+    assert torch.equal(padded_weights, weights)

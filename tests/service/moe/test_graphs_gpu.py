@@ -68,9 +68,7 @@ def graphs() -> StepGraphs:
 @pytest.mark.parametrize("count", SIZES)
 def test_a_replay_gives_the_layers_bits(graphs: StepGraphs, count: int) -> None:
     layer, tokens = graphs._layer, _tokens(count)
-    outs = torch.frombuffer(
-        graphs._tensors.host_out.rows(0, 256 * SHAPE.hidden_size * 4), dtype=torch.float32
-    )
+    outs = _host_rows(graphs)
     ids, weights = layer.route(tokens.cuda())
     outs.fill_(torch.nan)
     out, chosen = _replay(graphs, tokens)
