@@ -1,5 +1,6 @@
 """Start-up: backend, SM partitions, weights, and a test step of every model before requests are accepted."""
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,8 +19,8 @@ from expertd.service.checkpoints.weights import read_layer
 from expertd.service.engine.batching import Runner
 from expertd.service.memory import Register, nothing_to_register
 from expertd.service.moe.batch import FLOATS
+from expertd.service.moe.capture import GraphPool
 from expertd.service.moe.device import device_memory, device_name, register_for
-from expertd.service.moe.graphs import GraphPool
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.request import zero_request
 from expertd.service.moe.runner import LayerRunner
@@ -226,6 +227,7 @@ def capture_graphs(runners: Sequence[LayerRunner], device: torch.device, cancell
         return
     for runner in runners:
         runner.release_graphs()
+    gc.collect()  # graphs and streams that are unreachable
     torch._C._cuda_clearCublasWorkspaces()  # torch keeps 32 MiB for every stream that cuBLAS ran on
     torch.cuda.empty_cache()
     pool = GraphPool(device)

@@ -5,10 +5,11 @@ wanted, on streams of their own: meanwhile the GPU computes the step before. A s
 in this GPU's memory is not copied at all.
 """
 
+import functools
 import time
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import TypeGuard
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from expertd.service.memory import Span, host_view
 from expertd.service.moe.batch import FLOATS, Batch
 from expertd.service.moe.copies import Copies
 from expertd.service.moe.layer import MoELayer
+from expertd.service.moe.recurring import RecurringSteps
 from expertd.service.moe.request import Output, StepResult
 from expertd.service.moe.running import RunningStep
 from expertd.service.moe.staging import Slot, Staging, address_of, is_aligned, is_on_gpu
@@ -32,6 +34,11 @@ class DeviceSteps:
     def __init__(self, layer: MoELayer, staging: Staging) -> None:
         self._layer = layer
         self._staging = staging
+        self._recurring = RecurringSteps()
+
+    def release_graphs(self) -> None:
+        """Free the graphs of steps that recur."""
+        self._recurring.clear()
 
     def begin(self, batch: Batch, stream: torch.cuda.Stream, num_sms: int | None) -> RunningStep:
         """Enqueue a step whose launches go to `stream`, the current one."""
@@ -60,7 +67,13 @@ class DeviceSteps:
         topk_ids, topk_weights = self._routing(batch, hidden_states, given)
         out = self._out(batch, slot)
         offsets = slot.offsets[: self._layer.shape.num_groups + 1]
-        self._layer(hidden_states, topk_ids, topk_weights, num_sms, out, offsets)
+        compute = partial(self._layer, hidden_states, topk_ids, topk_weights, num_sms, out, offsets)
+        if len(parts) == 1 and len(batch.with_routing) in (0, len(batch.requests)):
+            # All of its memory is the slot's, or the request's own.
+            key = (*map(_name, (hidden_states, topk_ids, out)), id(slot), num_sms, stream.cuda_stream)
+            self._recurring.run(key, compute, slot.pool, stream)
+        else:
+            compute()
         outputs = self._outputs(batch, slot, out, copies_out)
         last = stream
         if len(copies_out):
@@ -133,7 +146,7 @@ class DeviceSteps:
             return None, None
         ids, weights = given
         for request, part in zip(batch.requests, batch.parts, strict=True):
-            if is_on_gpu(request.topk_ids):
+            if is_on_gpu(request.topk_ids) and is_on_gpu(request.topk_weights):
                 dtype = INTEGERS[request.topk_ids_datatype]
                 ids[part] = _view(request.topk_ids, dtype, ids.shape[1]).to(torch.int32)
                 weights[part] = _view(request.topk_weights, torch.float32, ids.shape[1])
@@ -168,24 +181,35 @@ class DeviceSteps:
             slot.kept.append(rows)
         return outputs
 
-    def _is_in_place(self, memory: Any) -> bool:
+    def _is_in_place(self, memory: object) -> TypeGuard[Span]:
         """Whether kernels can use `memory` as it is."""
         return is_on_gpu(memory) and memory.device == self._staging.device.index and is_aligned(memory)
 
 
 class _CudaArray:
-    """A span of this GPU's memory, for torch.as_tensor."""
+    """A GPU's memory, for torch.as_tensor."""
 
-    def __init__(self, span: Span) -> None:
+    def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
-            "shape": (span.num_bytes,),
+            "shape": (num_bytes,),
             "typestr": "|u1",
-            "data": (span.address, False),
+            "data": (address, False),
             "version": 3,
         }
 
 
-def _view(memory: Any, dtype: torch.dtype, columns: int) -> Tensor:
+def _view(memory: Span, dtype: torch.dtype, columns: int) -> Tensor:
     """A span of a GPU's memory as a tensor [rows, columns]; a copy if kernels could not read its elements."""
-    data = torch.as_tensor(_CudaArray(memory))
+    data = _bytes_at(memory.address, memory.num_bytes)
     return (data if is_aligned(memory, dtype.itemsize) else data.clone()).view(dtype).view(-1, columns)
+
+
+@functools.lru_cache(maxsize=1024)
+def _bytes_at(address: int, num_bytes: int) -> Tensor:
+    """The GPU's memory at `address`, which the tensor does not keep; cached: it takes longer than a launch."""
+    return torch.as_tensor(_CudaArray(address, num_bytes))
+
+
+def _name(tensor: Tensor | None) -> object:
+    """What a launch depends on."""
+    return None if tensor is None else (tensor.data_ptr(), tensor.shape, tensor.dtype)

@@ -4,12 +4,8 @@ A graph's first launch reads the requests' rows where they lie, in pinned memory
 writes the outputs where they are wanted: for the host, a step is one launch and no copies.
 """
 
-import gc
 import time
-from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -18,6 +14,7 @@ from expertd.layout import Layout
 from expertd.limits import MAX_GROUPS
 from expertd.service.memory import host_view
 from expertd.service.moe.batch import FLOATS, Batch
+from expertd.service.moe.capture import GraphPool
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.request import LayerRequest, Output, StepResult
 from expertd.service.moe.running import RunningStep
@@ -25,30 +22,6 @@ from expertd.service.moe.staging import ALIGNMENT, PinnedRows, Staging, is_align
 
 TOKEN_COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """The captured token counts. In larger steps, launch latency is hidden."""
-
-
-class GraphPool:
-    """Memory shared by graphs that never run at the same time; torch frees a pool with its last graph."""
-
-    def __init__(self, device: torch.device) -> None:
-        gc.collect()  # destroying unreachable graphs and streams during a capture would invalidate it
-        # The default stream cannot be captured. All graphs use one other: streams cannot share pool memory.
-        self.side_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._steps: dict[tuple[int, int], _Tensors] = {}
-        nothing = torch.zeros((), device=device)
-        self._anchor = _captured(nothing.zero_, self.side_stream)
-
-    @property
-    def handle(self) -> Any:
-        """The pool argument of `capture_begin`."""
-        return self._anchor.pool()
-
-    def tensors(self, hidden_size: int, top_k: int, device: torch.device) -> "_Tensors":
-        """The tensors that graphs of layers with these sizes read and write."""
-        sizes = hidden_size, top_k
-        if sizes not in self._steps:
-            self._steps[sizes] = _Tensors(*sizes, device)
-        return self._steps[sizes]
 
 
 class _Tensors:
@@ -92,7 +65,8 @@ class StepGraphs:
         self._stream = stream
         self._num_sms = num_sms
         self._staging = staging
-        self._tensors = pool.tensors(layer.shape.hidden_size, layer.shape.top_k, stream.device)
+        sizes = layer.shape.hidden_size, layer.shape.top_k
+        self._tensors = pool.shared(sizes, lambda: _Tensors(*sizes, stream.device))
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         for count in reversed(TOKEN_COUNTS):  # largest first, so that the others reuse its memory in the pool
             if layer.layout(count) is Layout.CONTIGUOUS:
@@ -166,10 +140,7 @@ class StepGraphs:
     def _capture(self, count: int, routed: bool, pool: GraphPool) -> torch.cuda.CUDAGraph:
         self._step(count, routed)  # creates what is created on first use, which a capture does not allow
         self._stream.synchronize()
-        # A partition's own stream is captured, so that the graph stays inside the partition.
-        default = self._stream == torch.cuda.default_stream(self._stream.device)
-        stream = pool.side_stream if default else self._stream
-        return _captured(lambda: self._step(count, routed), stream, pool.handle)
+        return pool.capture(lambda: self._step(count, routed), self._stream)
 
     def _step(self, count: int, routed: bool) -> None:
         step, backend = self._tensors, self._layer.backend
@@ -184,25 +155,6 @@ class StepGraphs:
             backend.gather_rows(step.table, hidden_states, topk_ids, topk_weights)
         self._layer(hidden_states, topk_ids, topk_weights, self._num_sms, out, offsets)
         backend.scatter_rows(out, step.table)
-
-
-def _captured(
-    work: Callable[[], object], stream: torch.cuda.Stream, pool: Any = None
-) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
-        # Other threads may use the device during the capture.
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        try:
-            work()
-        except BaseException:
-            with suppress(RuntimeError):  # the capture may be invalid already
-                torch.zeros((), device=stream.device)  # torch warns about an empty graph
-            with suppress(RuntimeError):  # it would only say that the capture is invalid
-                graph.capture_end()
-            raise
-        graph.capture_end()
-    return graph
 
 
 def _fits(request: LayerRequest) -> bool:

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from expertd.service.memory import host_view
 from expertd.service.moe.batch import Batch
+from expertd.service.moe.capture import GraphPool
 from expertd.service.moe.device_step import DeviceSteps
-from expertd.service.moe.graphs import GraphPool, StepGraphs
+from expertd.service.moe.graphs import StepGraphs
 from expertd.service.moe.host_step import HostSteps
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.request import LayerRequest, StepResult
@@ -90,12 +91,15 @@ class LayerRunner:
             stream = self._partitions.stream(self._partition)
         with torch.inference_mode(), torch.cuda.stream(stream):
             self._graphs = StepGraphs(self.layer, stream, self._num_sms(), pool, self._staging)
+            self._staging.allow_graphs()
 
     def release_graphs(self) -> None:
         """Run without graphs from now on."""
         if self._graphs is not None:
             self._graphs.release()
             self._graphs = None
+            self._on_device.release_graphs()
+            self._staging.release_graphs()
 
     def _stream(self) -> AbstractContextManager[object]:
         if self._partitions is None or self._partition is None:

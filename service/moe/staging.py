@@ -9,6 +9,7 @@ from torch import Tensor
 
 from expertd.limits import MAX_GROUPS
 from expertd.service.memory import Buffer, Span, host_view
+from expertd.service.moe.capture import GraphPool
 
 ALIGNMENT = 16  # bytes, of rows that kernels read and write in place
 _STEPS = 2
@@ -42,6 +43,7 @@ class Slot:
         self.device_in, self.device_out, self.device_routing = (Piece(device) for _ in range(3))
         self.offsets = torch.zeros(MAX_GROUPS + 1, dtype=torch.int32, pin_memory=True)
         self.copied_in, self.computed, self.copied_out = (torch.cuda.Event() for _ in range(3))  # type: ignore[no-untyped-call]
+        self.pool: GraphPool | None = None  # of graphs that run in this slot
         self.kept: list[Tensor] = []  # until the step ends: copies read them on another stream
 
 
@@ -61,6 +63,16 @@ class Staging:
                 piece.take(max_tokens * hidden_size * itemsize)
             for piece in (slot.host_routing, slot.device_routing):
                 piece.take(max_tokens * top_k * 8)
+
+    def allow_graphs(self) -> None:
+        """Let each slot capture graphs; no step is running."""
+        for slot in self._free:
+            slot.pool = slot.pool or GraphPool(self.device)
+
+    def release_graphs(self) -> None:
+        """Capture no more graphs, and free their memory with the last of them; no step is running."""
+        for slot in self._free:
+            slot.pool = None
 
     def take(self) -> Slot:
         """A free slot. Raises RuntimeError if two steps are running."""

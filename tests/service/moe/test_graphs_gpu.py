@@ -9,7 +9,8 @@ from expertd.kernels import Routing, resolve_backend
 from expertd.kernels.partitions import SMPartitions
 from expertd.service.engine.loading import capture_graphs
 from expertd.service.moe.batch import Batch
-from expertd.service.moe.graphs import TOKEN_COUNTS, GraphPool, StepGraphs
+from expertd.service.moe.capture import GraphPool
+from expertd.service.moe.graphs import TOKEN_COUNTS, StepGraphs
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.running import RunningStep

@@ -3,14 +3,15 @@
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from expertd.kernels import resolve_backend
-from expertd.service.memory import Arena
+from expertd.service.memory import Arena, Span
+from expertd.service.moe.capture import GraphPool
 from expertd.service.moe.device import register_for
-from expertd.service.moe.graphs import GraphPool
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.shape import LayerShape
@@ -166,3 +167,60 @@ def test_blocks_of_the_arena_are_read_and_written_in_place(runner: LayerRunner) 
         source.release()
         target.release()
     arena.close()
+
+
+@pytest.mark.parametrize("with_routing", [False, True])
+@pytest.mark.parametrize("place", [pinned, on_gpu])
+def test_large_steps_that_recur_are_captured(
+    runner: LayerRunner, monkeypatch: pytest.MonkeyPatch, place: Place, with_routing: bool
+) -> None:
+    """After some steps on the same memory, new contents there give the layer's bits, without its launches."""
+    routing = _routing(700) if with_routing and place is pinned else None
+    plain = layer_request(_tokens(700), "BF16", routing, place, "BF16", place)
+    calls = []
+    call = MoELayer.__call__
+
+    def counted(layer: MoELayer, *arguments: Any) -> torch.Tensor:
+        calls.append(1)
+        return call(layer, *arguments)
+
+    monkeypatch.setattr(MoELayer, "__call__", counted)
+    for step in range(20):
+        tokens = _tokens(700)
+        held = plain.hidden_states
+        assert isinstance(held, Span)
+        assert isinstance(held.owner, torch.Tensor)
+        held.owner.copy_(tokens.view(torch.uint8).view(-1))
+        torch.cuda.synchronize()
+        calls.clear()
+        output = runner.run([plain]).outputs[0]
+        if step > 8:  # each of the two slots has captured it
+            assert not calls
+        rows = rows_of(output, "BF16", SHAPE.hidden_size)
+        assert torch.equal(
+            rows, call(runner.layer, tokens.cuda(), *_on_gpu(routing)).to(torch.bfloat16).cpu()
+        )
+
+
+def _on_gpu(routing: tuple[torch.Tensor, torch.Tensor] | None) -> tuple[torch.Tensor | None, ...]:
+    return (None, None) if routing is None else (routing[0].cuda(), routing[1].cuda())
+
+
+def test_graphs_of_large_steps_are_bounded_and_freed(runner: LayerRunner) -> None:
+    for num_tokens in range(300, 345):
+        request = layer_request(_tokens(num_tokens), "BF16", None, pinned, "BF16", pinned)
+        for _ in range(8):
+            runner.run([request])
+    recurring = runner._on_device._recurring
+    assert 0 < len(recurring._graphs) <= 32
+    assert len(recurring._seen) <= 32
+    runner.release_graphs()
+    assert not recurring._graphs
+    request = layer_request(_tokens(300), "BF16", None, pinned, "BF16", pinned)
+    for _ in range(8):
+        runner.run([request])
+    assert not recurring._graphs, "nothing is captured between a change of partitions and its graphs"
+    runner.capture(GraphPool(DEVICE))
+    for _ in range(8):
+        runner.run([request])
+    assert recurring._graphs

@@ -1,0 +1,57 @@
+"""Captures work as CUDA graphs whose memory comes from a shared pool."""
+
+import gc
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class GraphPool:
+    """Memory shared by graphs that never run at the same time; torch frees a pool with its last graph."""
+
+    def __init__(self, device: torch.device) -> None:
+        # The default stream cannot be captured. All graphs use one other: streams cannot share pool memory.
+        self._side_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._shared: dict[object, Any] = {}
+        nothing = torch.zeros((), device=device)
+        self._anchor = _captured(nothing.zero_, self._side_stream, None)
+
+    def shared(self, key: object, make: Callable[[], T]) -> T:
+        """What `make` returned for `key` the first time: memory that several graphs read and write."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        made: T = self._shared[key]
+        return made
+
+    def capture(self, work: Callable[[], object], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+        """A graph of `work`, to be replayed on `stream`. It must have run once before."""
+        # A partition's own stream is captured, so that the graph stays inside the partition.
+        default = stream == torch.cuda.default_stream(stream.device)
+        return _captured(work, self._side_stream if default else stream, self._anchor.pool())
+
+
+def _captured(work: Callable[[], object], stream: torch.cuda.Stream, pool: Any) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    collects = gc.isenabled()
+    gc.disable()  # destroying unreachable graphs and streams during a capture would invalidate it
+    try:
+        with torch.cuda.stream(stream):
+            # Other threads may use the device during the capture.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                work()
+            except BaseException:
+                with suppress(RuntimeError):  # the capture may be invalid already
+                    torch.zeros((), device=stream.device)  # torch warns about an empty graph
+                with suppress(RuntimeError):  # it would only say that the capture is invalid
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+    finally:
+        if collects:
+            gc.enable()
+    return graph
