@@ -206,7 +206,7 @@ def _view(memory: Span, dtype: torch.dtype, columns: int) -> Tensor:
 
 @functools.lru_cache(maxsize=1024)
 def _bytes_at(address: int, num_bytes: int) -> Tensor:
-    """The GPU's memory at `address`, which the tensor does not keep; cached: it takes longer than a launch."""
+    """The GPU's memory at `address`, which the tensor does not keep; cached, for it takes a while to make."""
     return torch.as_tensor(_CudaArray(address, num_bytes))
 
 
