@@ -9,7 +9,8 @@ from expertd.service.http.routes.schemas import ErrorResponse, InferJsonRequest,
 
 _STATUS_TEXTS = {
     400: "The request is invalid",
-    404: "No such model or version",
+    403: "The setting shared_memory.enabled is false",
+    404: "No such model, version or region",
     408: "The body did not arrive within body_timeout_seconds; the connection is closed",
     409: "The server has no device whose SMs can be partitioned",
     413: "The body is larger than max_body_bytes, or its JSON than max_json_bytes",
@@ -93,7 +94,7 @@ def document(app: FastAPI, spec: LayerSpec) -> None:
 
 
 def _name_served(operation: dict[str, Any], spec: LayerSpec) -> None:
-    values = {"model": spec.name, "version": MODEL_VERSION}
+    values = {"model": spec.name, "version": MODEL_VERSION, "name": "my_region"}
     for parameter in operation.get("parameters", ()):
         if parameter["in"] == "path":
             parameter["example"] = values[parameter["name"]]
