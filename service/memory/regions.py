@@ -9,6 +9,8 @@ from typing import Literal
 from expertd.service.memory.span import DeviceMemory, Span
 from expertd.service.memory.system import RegionError, SystemMemory
 
+_MAX_NAME = 256
+
 Kind = Literal["system", "cuda"]
 
 
@@ -61,6 +63,8 @@ class Regions:
 
     def reserve(self, name: str, num_bytes: int) -> None:
         """Reserve a name and its bytes, until `add` or `forget(name)`. Raises RegionError."""
+        if len(name) > _MAX_NAME:
+            raise RegionError(f"name: expected at most {_MAX_NAME} characters, got {len(name)}")
         with self._lock:
             if name in self._named or name in self._held:
                 raise RegionError(f"name: expected one that is not registered yet, got {name!a:.80}")

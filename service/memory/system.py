@@ -32,9 +32,10 @@ class SystemMemory:
     """
 
     def __init__(self, key: str, offset: int, num_bytes: int, register: Register | None) -> None:
+        self.key = file_name(key)
         self.start = offset
         self.num_bytes = num_bytes
-        self._fd = _open(key)
+        self._fd = _open(self.key)
         self._map: mmap.mmap | None = None
         self._unregister: Unregister | None = None
         try:
@@ -138,7 +139,7 @@ def _open(key: str) -> int:
     try:
         # O_NONBLOCK: a FIFO must not block; O_NOFOLLOW: a link could lead out of the folder.
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
-        return os.open(FOLDER / file_name(key), flags)
+        return os.open(FOLDER / key, flags)
     except OSError as error:
         text = f"key: expected a file in {FOLDER} that the server may read and write, got {key!a:.80}"
         raise RegionError(f"{text}: {error.strerror}") from error

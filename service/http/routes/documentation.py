@@ -20,7 +20,7 @@ _STATUS_TEXTS = {
     503: "Not ready, the queue is full (with Retry-After), or the request's timeout expired in the queue",
 }
 
-_REF = "#/components/schemas/{model}"
+REF = "#/components/schemas/{model}"
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 _HEADER_LENGTH = {
     "description": "bytes of JSON at the start of the body; in a request, 0: the body has only rows",
@@ -44,7 +44,7 @@ INFER_REQUEST: dict[str, Any] = {
         "required": True,
         "description": "Inference-Header-Content-Length, not Content-Type, determines the body's format.",
         "content": {
-            "application/json": {"schema": InferJsonRequest.model_json_schema(ref_template=_REF)},
+            "application/json": {"schema": InferJsonRequest.model_json_schema(ref_template=REF)},
             "application/octet-stream": _BINARY,
         },
     },
@@ -56,7 +56,7 @@ INFER_RESPONSE: dict[str, Any] = {
         "Content-Encoding": {**_ENCODING, "required": False},
     },
     "content": {
-        "application/json": {"schema": InferJsonResponse.model_json_schema(ref_template=_REF)},
+        "application/json": {"schema": InferJsonResponse.model_json_schema(ref_template=REF)},
         "application/octet-stream": _BINARY,
     },
 }

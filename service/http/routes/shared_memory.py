@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from expertd.service.engine.shared_memory import SharedMemory
 from expertd.service.http.bodies import BodyReader, control_body
 from expertd.service.http.protocol import OipError
-from expertd.service.http.routes.documentation import errors
+from expertd.service.http.routes.documentation import REF, errors
 from expertd.service.http.routes.schemas import (
     CudaRegion,
     CudaRegionRequest,
@@ -22,7 +22,7 @@ from expertd.service.sentences import expected_and_got, shortened
 
 T = TypeVar("T", bound=BaseModel)
 
-RegionName = Annotated[str, Path(description="name of a region", max_length=256)]
+RegionName = Annotated[str, Path(description="name of a region")]
 
 
 def shared_memory_router(shared_memory: SharedMemory, bodies: BodyReader) -> APIRouter:
@@ -95,9 +95,6 @@ def _add_common(router: APIRouter, kind: Kind, schema: type[BaseModel], shared_m
         await shared_memory.unregister(kind, name)
         return Response()
 
-    for operation in (status_of_all, status_of_one, unregister_all, unregister_one):
-        operation.__name__ = f"{kind}_{operation.__name__}"
-
 
 def _shown(shared_memory: SharedMemory, kind: Kind, name: str | None) -> list[dict[str, Any]]:
     return [
@@ -116,5 +113,5 @@ def _parsed(schema: type[T], body: bytes) -> T:
 
 
 def _body(schema: type[BaseModel], example: dict[str, Any]) -> dict[str, Any]:
-    content = {"application/json": {"schema": schema.model_json_schema(), "example": example}}
-    return {"requestBody": {"required": True, "content": content}}
+    content = {"schema": schema.model_json_schema(ref_template=REF), "example": example}
+    return {"requestBody": {"required": True, "content": {"application/json": content}}}
