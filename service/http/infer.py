@@ -32,7 +32,7 @@ from expertd.service.http.protocol import (
     parse_request,
     requested_encoding,
 )
-from expertd.service.memory import RegionError, host_view, on_gpu
+from expertd.service.memory import RegionError, host_view, is_on_gpu
 from expertd.service.moe.request import Output
 from expertd.service.sentences import shown
 
@@ -138,7 +138,7 @@ class InferEndpoint:
         layer = request.layer
         scheduler = self._engine.scheduler
         # Routing in a GPU's memory is not validated: an id outside the range names no expert.
-        if layer.topk_ids is not None and not on_gpu(layer.topk_ids):
+        if layer.topk_ids is not None and not is_on_gpu(layer.topk_ids):
             runner = scheduler.runner(model)
             try:
                 await _off_loop(16 * len(host_view(layer.topk_ids)), lambda: runner.validate(layer))

@@ -11,8 +11,8 @@ from expertd.service.memory.span import (
     Span,
     Unregister,
     host_view,
+    is_on_gpu,
     nothing_to_register,
-    on_gpu,
 )
 from expertd.service.memory.system import RegionError, SystemMemory
 
@@ -34,6 +34,6 @@ __all__ = [
     "SystemMemory",
     "Unregister",
     "host_view",
+    "is_on_gpu",
     "nothing_to_register",
-    "on_gpu",
 ]

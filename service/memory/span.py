@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeGuard
 
 Buffer = bytes | bytearray | memoryview
 
@@ -39,8 +40,8 @@ class Span:
         return Span(self.address + offset, num_bytes, self.device, view, self.owner)
 
 
-def on_gpu(memory: Buffer | Span | None) -> bool:
-    """Whether the bytes are in a GPU's memory, which the host does not read."""
+def is_on_gpu(memory: object) -> TypeGuard[Span]:
+    """Whether `memory` is a span of a GPU's memory, which the host does not read."""
     return isinstance(memory, Span) and memory.device is not None
 
 

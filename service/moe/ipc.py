@@ -15,8 +15,8 @@ def opener_for(device: torch.device) -> OpenCuda | None:
     """The function that makes other processes' GPU memory accessible to `device`; None for a CPU.
 
     It opens a handle (64 bytes) of memory on the GPU `device_id`, of at least `num_bytes`. Another GPU's
-    memory is accessed in place, by peer access. The driver counts how often a handle is open. Raises
-    ValueError.
+    memory becomes accessible by peer access. The driver counts how often a handle is open. The span names the
+    GPU that the driver names. Raises ValueError.
     """
     if device.type != "cuda":
         return None
@@ -43,7 +43,10 @@ def opener_for(device: torch.device) -> OpenCuda | None:
         if num_bytes > available:
             close()
             raise ValueError(f"byte_size: expected at most the allocation's {available}, got {num_bytes}")
-        return DeviceMemory(Span(int(pointer), num_bytes, device_id), close)
+        status, ordinal = driver.cuPointerGetAttribute(
+            driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, pointer
+        )
+        return DeviceMemory(Span(int(pointer), num_bytes, device_id if status else int(ordinal)), close)
 
     return open_cuda
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from expertd.service.engine.spec import LayerSpec
 from expertd.service.http.protocol.errors import OipError
-from expertd.service.memory import Buffer, NoBlockError, Place, RegionError, RegionUses, Span, on_gpu
+from expertd.service.memory import Buffer, NoBlockError, Place, RegionError, RegionUses, Span, is_on_gpu
 from expertd.service.sentences import shown
 
 REGION, BYTE_SIZE, OFFSET = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
@@ -59,8 +59,8 @@ def check_routing(
     topk_ids: Buffer | Span | None, topk_weights: Buffer | Span | None, spec: LayerSpec
 ) -> None:
     """Raise OipError (400) if one of the two is in a GPU's memory alone, or the host must see them."""
-    ids_on_gpu = on_gpu(topk_ids)
-    if ids_on_gpu != on_gpu(topk_weights):
+    ids_on_gpu = is_on_gpu(topk_ids)
+    if ids_on_gpu != is_on_gpu(topk_weights):
         got = "topk_ids" if ids_on_gpu else "topk_weights"
         raise OipError(
             400, f"inputs topk_ids and topk_weights: expected both in CUDA memory or neither, got {got} alone"

@@ -31,6 +31,7 @@ class Driver:
         self.given = b""
         self.opening: Any = OK
         self.ranging: Any = OK
+        self.naming: Any = OK
 
     CUipcMemHandle = _Handle
 
@@ -42,6 +43,12 @@ class Driver:
 
     def cuMemGetAddressRange(self, pointer: int) -> tuple[Any, int, int]:  # noqa: N802
         return self.ranging, 4096, 8192
+
+    CUpointer_attribute = SimpleNamespace(CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL="ordinal")
+
+    def cuPointerGetAttribute(self, attribute: str, pointer: int) -> tuple[Any, int]:  # noqa: N802
+        assert attribute == "ordinal"
+        return self.naming, 1
 
     def cuIpcCloseMemHandle(self, pointer: int) -> tuple[Any]:  # noqa: N802
         assert pointer == self.pointer
@@ -67,10 +74,11 @@ def test_a_cpu_opens_nothing() -> None:
     assert ipc.opener_for(torch.device("cpu")) is None
 
 
-@pytest.mark.parametrize("device_id", [0, 1])
-def test_memory_is_open_until_it_is_closed(driver: Driver, device_id: int) -> None:
-    memory = open_cuda(HANDLE, device_id, 8192)
-    assert memory.span == Span(4096, 8192, device_id)
+@pytest.mark.parametrize(("naming", "device"), [(OK, 1), (FAILED, 0)])
+def test_memory_is_open_until_it_is_closed(driver: Driver, naming: Any, device: int) -> None:
+    driver.naming = naming
+    memory = open_cuda(HANDLE, 0, 8192)
+    assert memory.span == Span(4096, 8192, device), "the driver knows better than the caller"
     assert (driver.given, driver.open) == (HANDLE, 1)
     memory.close()
     assert driver.open == 0
