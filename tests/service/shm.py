@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,15 @@ class ShmFile:
         """FP32 values [num_tokens, columns] from `offset` on."""
         data = self.read(4 * num_tokens * columns, offset)
         return np.frombuffer(data, np.float32).reshape(num_tokens, columns)
+
+    def times_open(self) -> int:
+        """How often this process has the file open, besides the test's own descriptor."""
+        open_files = [path.readlink().name for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+        return open_files.count(self.key) - 1
+
+    def is_mapped(self) -> bool:
+        """Whether this process maps the file."""
+        return self.key in Path("/proc/self/maps").read_text()
 
     def unlink(self) -> None:
         """Remove the name."""

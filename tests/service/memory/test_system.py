@@ -29,14 +29,6 @@ class Device:
         return lambda: self.registered.__delitem__(address)
 
 
-def open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
-def mappings(key: str) -> int:
-    return Path("/proc/self/maps").read_text().count(key)
-
-
 @pytest.mark.parametrize("slash", ["", "/"])
 def test_bytes_are_copied_both_ways(slash: str) -> None:
     with shm_file() as file:
@@ -48,13 +40,13 @@ def test_bytes_are_copied_both_ways(slash: str) -> None:
         memory.write_from(8, memoryview(b"XY"))
         assert file.read(8, 100) == b"abcdXYgh"
         assert not memory.in_place
-        assert mappings(file.key) == 0, "the CPU never maps it"
+        assert not file.is_mapped(), "the CPU never maps it"
         memory.close()
         memory.close()
 
 
 def test_a_device_gets_whole_pages_and_the_address_of_the_first_byte() -> None:
-    device, before = Device(), open_files()
+    device = Device()
     with shm_file() as file:
         file.write(b"abcdefgh", PAGE + 104)
         memory = SystemMemory(file.key, PAGE + 100, 64, device.register)
@@ -67,35 +59,34 @@ def test_a_device_gets_whole_pages_and_the_address_of_the_first_byte() -> None:
         assert file.read(8, PAGE + 104) == b"ABCDefgh"
         memory.close()
         assert device.registered == {}
-        assert mappings(file.key) == 0
-    assert open_files() == before
+        assert not file.is_mapped()
+        assert file.times_open() == 0
 
 
 def test_a_failed_registration_leaves_nothing_behind() -> None:
     def refuse(address: int, num_bytes: int) -> Unregister:
         raise RuntimeError("cudaHostRegister: expected 64 bytes to be registered, got 2")
 
-    before = open_files()
     with shm_file() as file:
         with pytest.raises(
             RegionError, match="byte_size: expected memory that the device can access, got 64"
         ):
             SystemMemory(file.key, 0, 64, refuse)
-        assert mappings(file.key) == 0
-    assert open_files() == before
+        assert not file.is_mapped()
+        assert file.times_open() == 0
 
 
 @pytest.mark.parametrize(("offset", "num_bytes"), [(0, 4 * PAGE + 1), (4 * PAGE, 1), (2**62, 1), (1, 2**62)])
 def test_a_region_past_the_end_is_refused(offset: int, num_bytes: int) -> None:
-    before = open_files()
-    with shm_file() as file, pytest.raises(RegionError) as caught:
-        SystemMemory(file.key, offset, num_bytes, None)
+    with shm_file() as file:
+        with pytest.raises(RegionError) as caught:
+            SystemMemory(file.key, offset, num_bytes, None)
+        assert file.times_open() == 0
     assert re.fullmatch(
         f"offset and byte_size: expected to lie within the {4 * PAGE} bytes of '{file.key}', "
         f"got {num_bytes} bytes at {offset}",
         str(caught.value),
     )
-    assert open_files() == before
 
 
 @pytest.mark.parametrize(
