@@ -19,6 +19,7 @@ from expertd.service.engine.errors import (
 )
 from expertd.service.engine.loading import LoadCancelledError, Loaded, Loader, Partitions
 from expertd.service.engine.metrics import Metrics
+from expertd.service.engine.shared_memory import SharedMemory
 from expertd.service.engine.spec import MODEL_VERSION, LayerSpec
 from expertd.service.memory import Arena
 from expertd.service.moe.request import zero_request
@@ -54,12 +55,14 @@ class Engine:
                 top_k=model.top_k,
                 datatype=model.datatype,
                 max_request_tokens=settings.limits.max_request_tokens,
+                host_routing=model.masked_max_tokens > 0,
             )
             for model in settings.models
         }
         self.scheduler = Scheduler(settings.limits, metrics)
         self.loaded: Loaded | None = None
         self.arena: Arena | None = None  # of large bodies and outputs, once loaded
+        self.shared_memory = SharedMemory(settings.shared_memory)
         self._metrics = metrics
         self._load = load
         self._loading: asyncio.Task[None] | None = None
@@ -69,6 +72,7 @@ class Engine:
         metrics.watch_models(lambda: {name: self.why_not_ready(name) is None for name in self.models})
         metrics.watch_queues(self._waiting)
         metrics.watch_partitions(self._partition_sizes)
+        metrics.watch_shared_memory(self.shared_memory.totals)
         metrics.watch_device_memory(lambda: self.loaded.memory() if self.loaded else None)
 
     def why_not_ready(self, *models: str) -> str | None:
@@ -140,7 +144,9 @@ class Engine:
     async def stop(self) -> None:
         """Stop the worker thread, waiting a few seconds at most for a step or compilation in progress."""
         self.begin_drain()
-        if not await asyncio.to_thread(self.scheduler.stop, _STOP_SECONDS):
+        if await asyncio.to_thread(self.scheduler.stop, _STOP_SECONDS):
+            await self.shared_memory.stop()
+        else:
             logger.warning("the worker thread is still busy: exiting without waiting for it")
         for task in (tasks := [*self._retries.values(), *([self._loading] if self._loading else [])]):
             task.cancel()
@@ -195,6 +201,7 @@ class Engine:
             return
         self.scheduler.set_runners(loaded.runners)
         self.loaded, self.arena = loaded, arena
+        self.shared_memory.start(loaded, arena)
         self._metrics.set_backend(loaded.backend, loaded.device)
         if self.phase is Phase.LOADING:
             self.phase = Phase.READY

@@ -39,3 +39,15 @@ class PartitionsUnavailableError(EngineError):
 
 class PartitionsRefusedError(EngineError):
     """The new partitions do not fit the device, or lack one that a model runs in."""
+
+
+class SharedMemoryDisabledError(EngineError):
+    """The settings do not allow shared memory."""
+
+
+class RegionRefusedError(EngineError):
+    """A region of shared memory cannot be registered."""
+
+
+class UnknownRegionError(EngineError):
+    """No region of that kind has that name."""

@@ -17,10 +17,11 @@ from expertd.kernels.backends import why_not
 from expertd.service.checkpoints import CheckpointModelSettings
 from expertd.service.checkpoints.weights import read_layer
 from expertd.service.engine.batching import Runner
-from expertd.service.memory import Register, nothing_to_register
+from expertd.service.memory import OpenCuda, Register, nothing_to_register
 from expertd.service.moe.batch import FLOATS
 from expertd.service.moe.capture import GraphPool
 from expertd.service.moe.device import device_memory, device_name, register_for
+from expertd.service.moe.ipc import opener_for
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.request import zero_request
 from expertd.service.moe.runner import LayerRunner
@@ -74,7 +75,8 @@ class Loaded:
 
     memory returns (used, total) bytes of the device, None without a GPU. Call prepare_steps on the worker
     thread after partitions are replaced: it captures CUDA graphs again. It may raise LoadCancelledError or
-    fail; steps run in either case. register makes host memory accessible to the device.
+    fail; steps run in either case. register makes host memory accessible to the device. open_cuda opens GPU
+    memory of other processes; None without a GPU.
     """
 
     backend: str
@@ -84,6 +86,7 @@ class Loaded:
     memory: Callable[[], tuple[int, int] | None]
     prepare_steps: Callable[[Cancelled], None]
     register: Register = nothing_to_register
+    open_cuda: OpenCuda | None = None
 
 
 Loader = Callable[[Settings, Cancelled], Loaded]
@@ -122,6 +125,7 @@ def load(settings: Settings, cancelled: Cancelled) -> Loaded:
         lambda: device_memory(device),
         partial(capture_graphs, on_gpu, device),
         register_for(device),
+        opener_for(device),
     )
 
 

@@ -210,6 +210,19 @@ class Metrics:
 
         self.registry.register(CallbackCollector(collect))
 
+    def watch_shared_memory(self, totals: Callable[[], Mapping[str, tuple[int, int]]]) -> None:
+        """Report callers' shared memory at each scrape: kind -> (regions, bytes)."""
+
+        def collect() -> Iterator[Metric]:
+            regions = GaugeMetricFamily("expertd_shared_memory_regions", "Regions", labels=["kind"])
+            sizes = GaugeMetricFamily("expertd_shared_memory_bytes", "Bytes of regions", labels=["kind"])
+            for kind, (num_regions, num_bytes) in totals().items():
+                regions.add_metric([kind], num_regions)
+                sizes.add_metric([kind], num_bytes)
+            yield from (regions, sizes)
+
+        self.registry.register(CallbackCollector(collect))
+
     def watch_device_memory(self, memory: Callable[[], tuple[int, int] | None]) -> None:
         """Report (used, total) bytes of the device at each scrape, None without a GPU."""
 

@@ -21,7 +21,13 @@ from expertd.service.http.delivery import delivery
 from expertd.service.http.errors import http_error
 from expertd.service.http.infer import InferEndpoint
 from expertd.service.http.protocol import OipError, error_body
-from expertd.service.http.routes import metrics_router, partitions_router, protocol_router, swagger_router
+from expertd.service.http.routes import (
+    metrics_router,
+    partitions_router,
+    protocol_router,
+    shared_memory_router,
+    swagger_router,
+)
 from expertd.service.http.routes.documentation import document
 from expertd.service.sentences import any_of, shown
 from expertd.service.settings.model import Settings
@@ -57,6 +63,7 @@ class ExpertApp(FastAPI):
         }
         routers = (
             protocol_router(self.engine, self._infer, self._bodies),
+            shared_memory_router(self.engine.shared_memory, self._bodies),
             partitions_router(self.engine, self._bodies),
             metrics_router(self.metrics),
             swagger_router(self.title),

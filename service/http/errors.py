@@ -7,15 +7,21 @@ from expertd.service.engine.errors import (
     PartitionsUnavailableError,
     QueueFullError,
     QueueTimeoutError,
+    RegionRefusedError,
     SchedulerClosedError,
+    SharedMemoryDisabledError,
     StepFailedError,
     UnknownModelError,
+    UnknownRegionError,
 )
 from expertd.service.engine.refusals import Reason
 from expertd.service.http.protocol import OipError
 
 ANSWERS: dict[type[EngineError], tuple[int, Reason]] = {
+    RegionRefusedError: (400, "invalid_request"),
+    SharedMemoryDisabledError: (403, "invalid_request"),
     UnknownModelError: (404, "unknown_model"),
+    UnknownRegionError: (404, "invalid_request"),
     PartitionsUnavailableError: (409, "invalid_request"),
     PartitionsRefusedError: (422, "invalid_request"),
     StepFailedError: (500, "step_failed"),

@@ -32,7 +32,7 @@ from expertd.service.http.protocol import (
     parse_request,
     requested_encoding,
 )
-from expertd.service.memory import Buffer, Span, host_view
+from expertd.service.memory import RegionError, host_view, is_on_gpu
 from expertd.service.moe.request import Output
 from expertd.service.sentences import shown
 
@@ -112,21 +112,33 @@ class InferEndpoint:
             limit = self._max_json_bytes
             text = f"JSON: expected at most {limit} bytes, got {json_bytes}; send tensors in binary"
             raise OipError(413, text, reason="json_too_large")
-        request = await _off_loop(json_bytes, lambda: parse_request(body, headers.header_length, spec))
+        new_uses = self._engine.shared_memory.uses
+        request = await _off_loop(
+            json_bytes, lambda: parse_request(body, headers.header_length, spec, new_uses)
+        )
+        regions = request.regions
         try:
+            if regions is not None:
+                await _off_loop(regions.load_bytes, regions.load)
             output = await self._compute(model, request, scope, receive)
-            size = 0 if request.binary_output else 8 * len(output)
+            if regions is not None:
+                await _off_loop(regions.store_bytes, lambda: regions.store(output))
+            size = 8 * len(host_view(output)) if request.json_output else 0
             response = await _off_loop(size, lambda: build_response(request, output, spec))
         except Exception as error:
             refusal = _refusal(error, model, scope)
             refusal.request_id = request.id
             raise refusal from refusal.__cause__
+        finally:
+            if regions is not None:
+                regions.release()
         return await _encoded(response, headers.accept_encoding)
 
-    async def _compute(self, model: str, request: InferRequest, scope: Scope, receive: Receive) -> Buffer:
+    async def _compute(self, model: str, request: InferRequest, scope: Scope, receive: Receive) -> Output:
         layer = request.layer
         scheduler = self._engine.scheduler
-        if layer.topk_ids is not None:
+        # Routing in a GPU's memory is not validated: an id outside the range names no expert.
+        if layer.topk_ids is not None and not is_on_gpu(layer.topk_ids):
             runner = scheduler.runner(model)
             try:
                 await _off_loop(16 * len(host_view(layer.topk_ids)), lambda: runner.validate(layer))
@@ -138,6 +150,8 @@ class InferEndpoint:
         answer: asyncio.Future[Output] = loop.create_future()
 
         def done(output: Output | Exception) -> None:
+            if request.regions is not None:
+                request.regions.release()  # of the step: until now it might have used them
             if answer.cancelled():
                 pass  # the handler was cancelled: nobody is waiting
             elif isinstance(output, Exception):
@@ -145,7 +159,14 @@ class InferEndpoint:
             else:
                 answer.set_result(output)
 
-        pending = scheduler.submit(model, layer, done)
+        if request.regions is not None:
+            request.regions.retain()
+        try:
+            pending = scheduler.submit(model, layer, done)
+        except BaseException:
+            if request.regions is not None:
+                request.regions.release()
+            raise
         timers = [loop.call_later(_WATCH_AFTER_SECONDS, self._watch, pending, answer, receive)]
         if (seconds := request.timeout_seconds) is not None:
             expired = QueueTimeoutError(f"the request's timeout of {seconds} s expired in the queue")
@@ -157,7 +178,6 @@ class InferEndpoint:
                 timer.cancel()
         if _has_left(scope, receive):
             raise ClientGoneError
-        assert not isinstance(output, Span)
         return output
 
     def _watch(self, pending: Pending, answer: "asyncio.Future[Output]", receive: Receive) -> None:
@@ -242,6 +262,8 @@ def _refusal(error: Exception, model: str, scope: Scope) -> OipError:
         return error
     if isinstance(error, EngineError):
         return http_error(error)
+    if isinstance(error, RegionError):
+        return OipError(400, str(error))
     if isinstance(error, ClientGoneError):
         refusal = aborted_request(scope)
     else:

@@ -52,7 +52,8 @@ def serve(settings: Settings) -> int:
         proxy_headers=False,
         timeout_keep_alive=settings.keep_alive_seconds,
     )
-    allow_files(settings.limits.max_connections + _OTHER_FILES)
+    region_files = 2 * settings.shared_memory.max_regions  # the file, and its mapping's own descriptor
+    allow_files(settings.limits.max_connections + region_files + _OTHER_FILES)
     server = _Server(config, app, shared)
     host, port = listener.getsockname()[:2]
     logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)

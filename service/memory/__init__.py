@@ -1,6 +1,39 @@
-"""Memory that the device reads and writes by address: spans of it, and the blocks that HTTP takes."""
+"""Memory that the device reads and writes by address: blocks for HTTP, and callers' regions."""
 
 from expertd.service.memory.arena import Arena, Block
-from expertd.service.memory.span import Buffer, Register, Span, Unregister, host_view, nothing_to_register
+from expertd.service.memory.region_uses import NoBlockError, Place, RegionUses
+from expertd.service.memory.regions import Kind, Region, Regions
+from expertd.service.memory.span import (
+    Buffer,
+    DeviceMemory,
+    OpenCuda,
+    Register,
+    Span,
+    Unregister,
+    host_view,
+    is_on_gpu,
+    nothing_to_register,
+)
+from expertd.service.memory.system import RegionError, SystemMemory
 
-__all__ = ["Arena", "Block", "Buffer", "Register", "Span", "Unregister", "host_view", "nothing_to_register"]
+__all__ = [
+    "Arena",
+    "Block",
+    "Buffer",
+    "DeviceMemory",
+    "Kind",
+    "NoBlockError",
+    "OpenCuda",
+    "Place",
+    "Region",
+    "RegionError",
+    "RegionUses",
+    "Regions",
+    "Register",
+    "Span",
+    "SystemMemory",
+    "Unregister",
+    "host_view",
+    "is_on_gpu",
+    "nothing_to_register",
+]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeGuard
 
 Buffer = bytes | bytearray | memoryview
 
@@ -19,7 +20,9 @@ def nothing_to_register(address: int, num_bytes: int) -> Unregister:
 class Span:
     """`num_bytes` at `address`: host memory that is registered with the device, or a GPU's memory.
 
-    device  index of the GPU; None: host memory, whose bytes are `view`
+    device  index of the GPU; None: host memory
+    view    the bytes of host memory; None: a GPU's memory, or host memory that only the device may access,
+            by address, because its owner may take it away from the CPU (a caller's file, see SystemMemory)
     owner   what keeps the memory mapped
     """
 
@@ -37,10 +40,28 @@ class Span:
         return Span(self.address + offset, num_bytes, self.device, view, self.owner)
 
 
+def is_on_gpu(memory: object) -> TypeGuard[Span]:
+    """Whether `memory` is a span of a GPU's memory, which the host does not read."""
+    return isinstance(memory, Span) and memory.device is not None
+
+
 def host_view(memory: Buffer | Span) -> memoryview:
     """The bytes of a buffer, or of a span of host memory."""
     if not isinstance(memory, Span):
         return memoryview(memory)
     if memory.view is None:
-        raise ValueError(f"memory: expected a span of host memory, got one of GPU {memory.device}")
+        got = "one for the device alone" if memory.device is None else f"one of GPU {memory.device}"
+        raise ValueError(f"memory: expected a span of host memory, got {got}")
     return memory.view
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """A GPU's memory of another process, accessible until `close`."""
+
+    span: Span
+    close: Unregister
+
+
+OpenCuda = Callable[[bytes, int, int], DeviceMemory]
+"""Opens a CUDA IPC handle (64 bytes, index of its GPU, bytes from its start on); raises ValueError."""

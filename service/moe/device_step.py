@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expertd.service.memory import Span, host_view
+from expertd.service.memory import Span, host_view, is_on_gpu
 from expertd.service.moe.batch import FLOATS, Batch
 from expertd.service.moe.copies import Copies
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.recurring import RecurringSteps
 from expertd.service.moe.request import Output, StepResult
 from expertd.service.moe.running import RunningStep
-from expertd.service.moe.staging import Slot, Staging, address_of, is_aligned, is_on_gpu
+from expertd.service.moe.staging import Slot, Staging, address_of, is_aligned
 
 INTEGERS = {"INT32": torch.int32, "INT64": torch.int64}
 _Routing = tuple[Tensor, Tensor]

@@ -12,13 +12,13 @@ import torch
 from expertd.kernels.request_table import MAX_GIVEN_TOP_K, MAX_REQUESTS, RequestRows, RequestTable
 from expertd.layout import Layout
 from expertd.limits import MAX_GROUPS
-from expertd.service.memory import host_view
+from expertd.service.memory import host_view, is_on_gpu
 from expertd.service.moe.batch import FLOATS, Batch
 from expertd.service.moe.capture import GraphPool
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.request import LayerRequest, Output, StepResult
 from expertd.service.moe.running import RunningStep
-from expertd.service.moe.staging import ALIGNMENT, PinnedRows, Staging, is_aligned, is_on_gpu
+from expertd.service.moe.staging import ALIGNMENT, PinnedRows, Staging, is_aligned
 
 TOKEN_COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """The captured token counts. In larger steps, launch latency is hidden."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from expertd.service.memory import host_view
+from expertd.service.memory import host_view, is_on_gpu
 from expertd.service.moe.batch import Batch
 from expertd.service.moe.capture import GraphPool
 from expertd.service.moe.device_step import DeviceSteps
@@ -17,7 +17,7 @@ from expertd.service.moe.host_step import HostSteps
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.request import LayerRequest, StepResult
 from expertd.service.moe.running import DoneStep, RunningStep
-from expertd.service.moe.staging import Staging, is_on_gpu
+from expertd.service.moe.staging import Staging
 
 if TYPE_CHECKING:
     from expertd.kernels.partitions import SMPartitions

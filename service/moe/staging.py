@@ -1,7 +1,6 @@
 """Memory and streams of steps on a GPU, made once for two steps: one copies while the other computes."""
 
 import time
-from typing import TypeGuard
 
 import numpy as np
 import torch
@@ -118,11 +117,6 @@ class PinnedRows:
         view = host_view(memory)
         self.rows(first, view.nbytes)[:] = view.cast("B")
         return self.address(first)
-
-
-def is_on_gpu(memory: object) -> TypeGuard[Span]:
-    """Whether `memory` is a span of a GPU's memory."""
-    return isinstance(memory, Span) and memory.device is not None
 
 
 def is_aligned(memory: Span, alignment: int = ALIGNMENT) -> bool:

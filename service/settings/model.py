@@ -81,6 +81,31 @@ class Limits(_Frozen):
         return self
 
 
+class SharedMemorySettings(_Frozen):
+    """Memory of callers on this machine, which requests name instead of carrying tensors."""
+
+    enabled: bool = Field(
+        default=False, description="whether callers may register shared memory; see docs/http.md"
+    )
+    key_prefix: str = Field(
+        default="",
+        pattern="^[^/]*$",
+        description="beginning of the names in /dev/shm that may be registered; empty: any name",
+    )
+    max_regions: int = Field(default=64, ge=1, le=4096, description="maximum registered regions")
+    max_bytes: int = Field(
+        default=4096 * MIB,
+        ge=1,
+        description="maximum bytes of all registered regions; on a GPU, those of /dev/shm are pinned",
+    )
+    idle_seconds: float = Field(
+        default=600,
+        gt=0,
+        allow_inf_nan=False,
+        description="seconds after which a region that no request uses is unregistered",
+    )
+
+
 class WeightsSettings(_Frozen):
     """The source of a layer's weights: a random seed or a safetensors file."""
 
@@ -245,6 +270,9 @@ class Settings(BaseSettings):
     )
     partitions: dict[str, int] = Field(default={}, description="number of SMs of each SM partition, by name")
     limits: Limits = Field(default=Limits(), description="limits on requests, steps and queues")
+    shared_memory: SharedMemorySettings = Field(
+        default=SharedMemorySettings(), description="regions of shared memory"
+    )
     keep_alive_seconds: int = Field(default=75, ge=1, description="seconds an idle connection stays open")
     shutdown_delay_seconds: float = Field(
         default=0.0,

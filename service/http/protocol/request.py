@@ -7,39 +7,43 @@ from typing import Any, NoReturn, TypeGuard
 from expertd.service.engine.spec import LayerSpec
 from expertd.service.http.protocol.datatypes import ELEMENT_BYTES, FLOATS, numbers_to_bytes
 from expertd.service.http.protocol.errors import OipError
-from expertd.service.memory import Buffer
+from expertd.service.http.protocol.layer_request import Output, Tensor, check_shapes, layer_request
+from expertd.service.http.protocol.places import REGION, NewUses, no_regions, place_of, uses_of
+from expertd.service.memory import RegionUses
 from expertd.service.moe.request import LayerRequest
 from expertd.service.sentences import any_of, shown
 
 INPUT_DATATYPES = {"hidden_states": FLOATS, "topk_ids": ("INT32", "INT64"), "topk_weights": ("FP32",)}
 OUTPUT = "hidden_states"
 # Parameters of the protocol that this server does not support: ignoring them would mislead.
-_UNSUPPORTED = frozenset(
-    {"priority", "sequence_id", "sequence_start", "sequence_end", "shared_memory_region", "classification"}
-)
+_UNSUPPORTED = frozenset({"priority", "sequence_id", "sequence_start", "sequence_end", "classification"})
 
 
 @dataclass(frozen=True, slots=True)
 class InferRequest:
-    """A request with consistent types, shapes and sizes; the values of its routing are not checked."""
+    """A request with consistent types, shapes and sizes; the values of its routing are not checked.
+
+    regions: what holds the shared memory that it names, for the receiver to load, store and release.
+    """
 
     id: str | None
     layer: LayerRequest
     binary_output: bool
     timeout_seconds: float | None
+    regions: RegionUses | None = None
+
+    @property
+    def json_output(self) -> bool:
+        """Whether the response holds the output as JSON numbers."""
+        return not self.binary_output and (self.regions is None or self.regions.output_place is None)
 
 
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    datatype: str
-    shape: list[int]
-    data: Buffer
-
-
-def parse_request(body: bytes, header_length: int | None, spec: LayerSpec) -> InferRequest:
+def parse_request(
+    body: bytes, header_length: int | None, spec: LayerSpec, new_uses: NewUses = no_regions
+) -> InferRequest:
     """Parse `body`, whose first `header_length` bytes are JSON (None: all of it; 0: none).
 
-    Binary tensors are views of `body`. Raises OipError (400).
+    Binary tensors are views of `body`. Raises OipError (400; 503 without memory to copy a region to).
     """
     if header_length == 0:
         return _parse_raw(body, spec)
@@ -55,7 +59,7 @@ def parse_request(body: bytes, header_length: int | None, spec: LayerSpec) -> In
     if request_id is not None and not isinstance(request_id, str):
         _refuse(f"id: expected a string, got {shown(request_id)}")
     try:
-        return _parse_header(header, view[end:], request_id, spec)
+        return _parse_header(header, view[end:], request_id, spec, new_uses)
     except OipError as error:
         error.request_id = request_id
         raise
@@ -68,8 +72,10 @@ def _parse_raw(body: bytes, spec: LayerSpec) -> InferRequest:
             f"body: expected rows of {row_bytes} bytes ({spec.hidden_size} {spec.datatype} values), "
             f"without a JSON header, got {len(body)} bytes"
         )
-    tensor = _Tensor(spec.datatype, [len(body) // row_bytes, spec.hidden_size], memoryview(body))
-    layer = _layer_request({"hidden_states": tensor}, spec.datatype, spec)
+    tensor = Tensor(spec.datatype, [len(body) // row_bytes, spec.hidden_size], memoryview(body))
+    tensors = {"hidden_states": tensor}
+    check_shapes(tensors, spec)
+    layer = layer_request(tensors, Output(spec.datatype, True), spec, None)
     return InferRequest(None, layer, binary_output=True, timeout_seconds=None)
 
 
@@ -95,10 +101,12 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 def _parse_header(
-    header: dict[str, Any], binary: memoryview, request_id: str | None, spec: LayerSpec
+    header: dict[str, Any], binary: memoryview, request_id: str | None, spec: LayerSpec, new_uses: NewUses
 ) -> InferRequest:
     parameters = _parameters(header, "the request")
-    tensors: dict[str, _Tensor] = {}
+    if (region := parameters.get(REGION)) is not None:
+        _refuse(f"parameter {REGION} of the request: expected it at a tensor, got {shown(region)} here")
+    tensors: dict[str, Tensor] = {}
     offset = 0
     for entry in _objects(header, "inputs"):
         name = entry.get("name")
@@ -114,15 +122,22 @@ def _parse_header(
         )
     if "hidden_states" not in tensors:
         _refuse(f"inputs: expected hidden_states, got {', '.join(tensors) or 'none'}")
-    binary_output = _boolean(parameters, "binary_data_output", default=False)
-    datatype = tensors["hidden_states"].datatype
+    output = Output(tensors["hidden_states"].datatype, _boolean(parameters, "binary_data_output", False))
     if outputs := _objects(header, "outputs", required=False):
-        datatype, binary_output = _parse_outputs(outputs, datatype, binary_output)
-    layer = _layer_request(tensors, datatype, spec)
-    return InferRequest(request_id, layer, binary_output, _timeout(parameters))
+        output = _parse_outputs(outputs, output)
+    timeout = _timeout(parameters)
+    check_shapes(tensors, spec)
+    uses = uses_of([*(tensor.data for tensor in tensors.values()), output.place], new_uses)
+    try:
+        layer = layer_request(tensors, output, spec, uses)
+    except BaseException:
+        if uses is not None:
+            uses.release()
+        raise
+    return InferRequest(request_id, layer, output.binary, timeout, uses)
 
 
-def _parse_input(name: str, entry: dict[str, Any], binary: memoryview, offset: int) -> tuple[_Tensor, int]:
+def _parse_input(name: str, entry: dict[str, Any], binary: memoryview, offset: int) -> tuple[Tensor, int]:
     where = f"input {name}"
     datatype = entry.get("datatype")
     if datatype not in INPUT_DATATYPES[name]:
@@ -130,62 +145,47 @@ def _parse_input(name: str, entry: dict[str, Any], binary: memoryview, offset: i
     shape = entry.get("shape")
     if not _is_shape(shape):
         _refuse(f"shape of {where}: expected two sizes of at least 0, [tokens, columns], got {shown(shape)}")
-    size = _parameters(entry, where).get("binary_data_size")
+    parameters = _parameters(entry, where)
+    size, place = parameters.get("binary_data_size"), place_of(parameters, where)
+    expected = shape[0] * shape[1] * ELEMENT_BYTES[datatype]
+    if place is not None:
+        if size is not None or "data" in entry:
+            got = "binary_data_size" if size is not None else "data"
+            _refuse(f"{where}: expected shared_memory_region alone, got {got} too")
+        if place.num_bytes != expected:
+            _refuse_size("shared_memory_byte_size", where, expected, shape, datatype, place.num_bytes)
+        return Tensor(datatype, shape, place), offset
     if size is None:
         if "data" not in entry:
             _refuse(f"{where}: expected data or the parameter binary_data_size, got neither")
         data = numbers_to_bytes(entry["data"], shape, datatype, f"data of {where}")
-        return _Tensor(datatype, shape, data), offset
+        return Tensor(datatype, shape, data), offset
     if "data" in entry:
         _refuse(f"{where}: expected data or the parameter binary_data_size, got both")
-    expected = shape[0] * shape[1] * ELEMENT_BYTES[datatype]
     if type(size) is not int or size != expected:
-        _refuse(
-            f"binary_data_size of {where}: expected {expected} for shape {shape} of {datatype}, "
-            f"got {shown(size)}"
-        )
+        _refuse_size("binary_data_size", where, expected, shape, datatype, size)
     if offset + size > len(binary):
         _refuse(f"{where}: expected {size} bytes after the JSON, got {len(binary) - offset}")
-    return _Tensor(datatype, shape, binary[offset : offset + size]), offset + size
+    return Tensor(datatype, shape, binary[offset : offset + size]), offset + size
 
 
-def _parse_outputs(outputs: list[dict[str, Any]], datatype: str, binary: bool) -> tuple[str, bool]:
+def _refuse_size(name: str, where: str, expected: int, shape: list[int], datatype: str, got: object) -> None:
+    _refuse(f"{name} of {where}: expected {expected} for shape {shape} of {datatype}, got {shown(got)}")
+
+
+def _parse_outputs(outputs: list[dict[str, Any]], output: Output) -> Output:
     if len(outputs) > 1 and all(entry.get("name") == OUTPUT for entry in outputs):
         _refuse(f"output {OUTPUT}: expected once, got {len(outputs)} times")
     for entry in outputs:
         if entry.get("name") != OUTPUT:
             _refuse(f"name of an output: expected {OUTPUT}, got {shown(entry.get('name'))}")
         parameters = _parameters(entry, f"output {OUTPUT}")
-        binary = _boolean(parameters, "binary_data", default=binary)
-        datatype = parameters.get("datatype", datatype)
+        binary = _boolean(parameters, "binary_data", output.binary)
+        datatype = parameters.get("datatype", output.datatype)
         if datatype not in FLOATS:
             _refuse(f"datatype of output {OUTPUT}: expected {any_of(FLOATS)}, got {shown(datatype)}")
-    return datatype, binary
-
-
-def _layer_request(tensors: dict[str, _Tensor], output_datatype: str, spec: LayerSpec) -> LayerRequest:
-    hidden_states = tensors["hidden_states"]
-    num_tokens = hidden_states.shape[0]
-    for name, tensor in tensors.items():
-        expected = [num_tokens, spec.hidden_size if name == "hidden_states" else spec.top_k]
-        if tensor.shape != expected:
-            _refuse(f"shape of input {name}: expected {expected}, got {tensor.shape}")
-    if num_tokens > spec.max_request_tokens:
-        text = f"request: expected at most {spec.max_request_tokens} tokens, got {num_tokens}"
-        raise OipError(400, text, reason="too_many_tokens")
-    ids, weights = tensors.get("topk_ids"), tensors.get("topk_weights")
-    if (ids is None) != (weights is None):
-        given = "topk_weights" if ids is None else "topk_ids"
-        _refuse(f"inputs topk_ids and topk_weights: expected both or neither, got {given} alone")
-    return LayerRequest(
-        num_tokens=num_tokens,
-        hidden_states=hidden_states.data,
-        datatype=hidden_states.datatype,
-        topk_ids=ids.data if ids else None,
-        topk_ids_datatype=ids.datatype if ids else "INT32",
-        topk_weights=weights.data if weights else None,
-        output_datatype=output_datatype,
-    )
+        output = Output(datatype, binary, place_of(parameters, f"output {OUTPUT}"))
+    return output
 
 
 def _is_shape(shape: object) -> TypeGuard[list[int]]:

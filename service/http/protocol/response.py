@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from expertd.service.engine.spec import MODEL_VERSION, LayerSpec
 from expertd.service.http.protocol.datatypes import bytes_to_numbers
 from expertd.service.http.protocol.request import OUTPUT, InferRequest
-from expertd.service.memory import Buffer
+from expertd.service.memory import host_view
+from expertd.service.moe.request import Output
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +18,7 @@ class InferResponse:
     header_length: int | None
 
 
-def build_response(request: InferRequest, output: Buffer, spec: LayerSpec) -> InferResponse:
+def build_response(request: InferRequest, output: Output, spec: LayerSpec) -> InferResponse:
     """The response to `request`; `output` holds [num_tokens, hidden_size] values of its output datatype.
 
     Raises OipError (400) if JSON is requested but cannot represent the values.
@@ -29,9 +30,18 @@ def build_response(request: InferRequest, output: Buffer, spec: LayerSpec) -> In
         f'{{"model_name":"{spec.name}","model_version":"{MODEL_VERSION}"{request_id},"outputs":['
         f'{{"name":"{OUTPUT}","shape":[{num_tokens},{spec.hidden_size}],"datatype":"{datatype}"'
     )
+    if request.regions is not None and (place := request.regions.output_place) is not None:
+        parameters = {
+            "shared_memory_region": place.name,
+            "shared_memory_offset": place.offset,
+            "shared_memory_byte_size": place.num_bytes,
+        }
+        return InferResponse([f'{opening},"parameters":{json.dumps(parameters)}}}]}}'.encode("ascii")], None)
     if not request.binary_output:
-        numbers = json.dumps(bytes_to_numbers(output, datatype, f"output {OUTPUT}"), separators=(",", ":"))
+        numbers = json.dumps(
+            bytes_to_numbers(host_view(output), datatype, f"output {OUTPUT}"), separators=(",", ":")
+        )
         return InferResponse([f'{opening},"data":{numbers}}}]}}'.encode("ascii")], None)
-    data = memoryview(output).cast("B") if num_tokens else memoryview(b"")
+    data = host_view(output).cast("B") if num_tokens else memoryview(b"")
     header = f'{opening},"parameters":{{"binary_data_size":{len(data)}}}}}]}}'.encode("ascii")
     return InferResponse([header, data], len(header))

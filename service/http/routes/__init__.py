@@ -1,8 +1,15 @@
-"""All routes except infer: protocol metadata, SM partitions, metrics, the documentation page."""
+"""All routes except infer: metadata, shared memory, SM partitions, metrics, the documentation page."""
 
 from expertd.service.http.routes.open_inference import protocol_router
 from expertd.service.http.routes.partitions import partitions_router
 from expertd.service.http.routes.prometheus import metrics_router
+from expertd.service.http.routes.shared_memory import shared_memory_router
 from expertd.service.http.routes.swagger import swagger_router
 
-__all__ = ["metrics_router", "partitions_router", "protocol_router", "swagger_router"]
+__all__ = [
+    "metrics_router",
+    "partitions_router",
+    "protocol_router",
+    "shared_memory_router",
+    "swagger_router",
+]

@@ -9,7 +9,8 @@ from expertd.service.http.routes.schemas import ErrorResponse, InferJsonRequest,
 
 _STATUS_TEXTS = {
     400: "The request is invalid",
-    404: "No such model or version",
+    403: "The setting shared_memory.enabled is false",
+    404: "No such model, version or region",
     408: "The body did not arrive within body_timeout_seconds; the connection is closed",
     409: "The server has no device whose SMs can be partitioned",
     413: "The body is larger than max_body_bytes, or its JSON than max_json_bytes",
@@ -19,7 +20,7 @@ _STATUS_TEXTS = {
     503: "Not ready, the queue is full (with Retry-After), or the request's timeout expired in the queue",
 }
 
-_REF = "#/components/schemas/{model}"
+REF = "#/components/schemas/{model}"
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 _HEADER_LENGTH = {
     "description": "bytes of JSON at the start of the body; in a request, 0: the body has only rows",
@@ -43,7 +44,7 @@ INFER_REQUEST: dict[str, Any] = {
         "required": True,
         "description": "Inference-Header-Content-Length, not Content-Type, determines the body's format.",
         "content": {
-            "application/json": {"schema": InferJsonRequest.model_json_schema(ref_template=_REF)},
+            "application/json": {"schema": InferJsonRequest.model_json_schema(ref_template=REF)},
             "application/octet-stream": _BINARY,
         },
     },
@@ -55,7 +56,7 @@ INFER_RESPONSE: dict[str, Any] = {
         "Content-Encoding": {**_ENCODING, "required": False},
     },
     "content": {
-        "application/json": {"schema": InferJsonResponse.model_json_schema(ref_template=_REF)},
+        "application/json": {"schema": InferJsonResponse.model_json_schema(ref_template=REF)},
         "application/octet-stream": _BINARY,
     },
 }
@@ -93,7 +94,7 @@ def document(app: FastAPI, spec: LayerSpec) -> None:
 
 
 def _name_served(operation: dict[str, Any], spec: LayerSpec) -> None:
-    values = {"model": spec.name, "version": MODEL_VERSION}
+    values = {"model": spec.name, "version": MODEL_VERSION, "name": "my_region"}
     for parameter in operation.get("parameters", ()):
         if parameter["in"] == "path":
             parameter["example"] = values[parameter["name"]]

@@ -50,7 +50,7 @@ def protocol_router(engine: Engine, infer: InferEndpoint, bodies: BodyReader) ->
         return {
             "name": SERVER_NAME,
             "version": __version__,
-            "extensions": ["binary_tensor_data", "parameters"],
+            "extensions": ["binary_tensor_data", "parameters", *engine.shared_memory.extensions],
         }
 
     @router.get("/health/live", response_model=LiveResponse)

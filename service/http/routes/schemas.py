@@ -66,12 +66,53 @@ class PartitionsRequest(BaseModel):
     partitions: dict[Annotated[str, Field(max_length=64)], PositiveInt] = Field(max_length=32)
 
 
+class SystemRegion(BaseModel):
+    name: str
+    key: str
+    offset: int
+    byte_size: int
+
+
+class CudaRegion(BaseModel):
+    name: str
+    device_id: int
+    byte_size: int
+
+
+class SystemRegionRequest(BaseModel):
+    """A part of a file in /dev/shm."""
+
+    model_config = ConfigDict(strict=True)
+
+    key: str = Field(max_length=256, description="name in /dev/shm; a leading slash is accepted")
+    offset: int = Field(default=0, ge=0, le=2**62)
+    byte_size: int = Field(ge=1, le=2**62)
+
+
+class IpcHandle(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    b64: str = Field(max_length=256, description="base64 of the 64 bytes of a cudaIpcMemHandle_t")
+
+
+class CudaRegionRequest(BaseModel):
+    """The beginning of an allocation on a GPU."""
+
+    model_config = ConfigDict(strict=True)
+
+    raw_handle: IpcHandle
+    device_id: int = Field(ge=0, le=2**31 - 1, description="the GPU, as the server counts them")
+    byte_size: int = Field(ge=1, le=2**62)
+
+
 class InferTensor(BaseModel):
     name: str
     shape: list[int]
     datatype: Literal["BF16", "FP16", "FP32", "INT32", "INT64"]
     parameters: dict[str, Any] | None = Field(
-        default=None, description="binary_data_size: bytes of the tensor after the JSON, in place of data"
+        default=None,
+        description="in place of data, binary_data_size: bytes of the tensor after the JSON; or "
+        "shared_memory_region, shared_memory_byte_size and shared_memory_offset",
     )
     data: list[Any] | None = Field(default=None, description="numbers, flat or nested, row-major")
 
@@ -79,7 +120,9 @@ class InferTensor(BaseModel):
 class InferOutput(BaseModel):
     name: Literal["hidden_states"]
     parameters: dict[str, Any] | None = Field(
-        default=None, description="binary_data: true or false; datatype: BF16, FP16 or FP32"
+        default=None,
+        description="binary_data: true or false; datatype: BF16, FP16 or FP32; or shared_memory_region, "
+        "shared_memory_byte_size and shared_memory_offset",
     )
 
 

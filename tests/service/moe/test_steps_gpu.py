@@ -197,13 +197,7 @@ def test_large_steps_that_recur_are_captured(
         if step > 8:  # each of the two slots has captured it
             assert not calls
         rows = rows_of(output, "BF16", SHAPE.hidden_size)
-        assert torch.equal(
-            rows, call(runner.layer, tokens.cuda(), *_on_gpu(routing)).to(torch.bfloat16).cpu()
-        )
-
-
-def _on_gpu(routing: tuple[torch.Tensor, torch.Tensor] | None) -> tuple[torch.Tensor | None, ...]:
-    return (None, None) if routing is None else (routing[0].cuda(), routing[1].cuda())
+        assert torch.equal(rows, _expected(runner, tokens, routing, "BF16"))
 
 
 def test_graphs_of_large_steps_are_bounded_and_freed(runner: LayerRunner) -> None:

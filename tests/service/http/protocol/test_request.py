@@ -207,7 +207,7 @@ def test_unknown_parameters_are_ignored() -> None:
         ),
         (
             request_body(ONE_ROW | {"parameters": {"shared_memory_region": "r"}}),
-            "parameter shared_memory_region of input hidden_states: expected none (not supported), got 'r'",
+            "parameter shared_memory_byte_size of input hidden_states: expected a number of bytes, got null",
         ),
         (
             request_body(ONE_ROW, IDS),

@@ -14,7 +14,13 @@ from starlette.routing import Route
 from expertd.service.http.app import ExpertApp
 from expertd.service.http.bodies import BodyReader
 from expertd.service.http.infer import InferEndpoint
-from expertd.service.http.routes import metrics_router, partitions_router, protocol_router, swagger_router
+from expertd.service.http.routes import (
+    metrics_router,
+    partitions_router,
+    protocol_router,
+    shared_memory_router,
+    swagger_router,
+)
 from expertd.service.settings.loader import load_settings
 from expertd.service.settings.model import Settings
 from tests.paths import DEMO
@@ -55,6 +61,17 @@ EXPECTED = {
     ("POST", "/v2/models/{model}/infer"),
     ("POST", "/v2/models/{model}/versions/{version}/infer"),
     ("POST", "/v2/repository/index"),
+    *(
+        (method, f"/v2/{kind}sharedmemory/{call}")
+        for kind in ("system", "cuda")
+        for method, call in (
+            ("GET", "status"),
+            ("GET", "region/{name}/status"),
+            ("POST", "region/{name}/register"),
+            ("POST", "unregister"),
+            ("POST", "region/{name}/unregister"),
+        )
+    ),
     ("GET", "/v1/partitions"),
     ("PUT", "/v1/partitions"),
     ("GET", "/metrics"),
@@ -67,7 +84,7 @@ def test_the_documented_routes_are_complete(document: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("method", "path"), sorted(EXPECTED))
 async def test_every_documented_route_is_served(document: dict[str, Any], method: str, path: str) -> None:
-    url = path.format(model="tiny", version="1")
+    url = path.format(model="tiny", version="1", name="region")
     async with serving(tiny_settings()) as server:
         response = await server.http.request(method, url)
         other = await server.http.request("DELETE", url)
@@ -83,6 +100,7 @@ def test_no_route_is_served_without_being_documented(document: dict[str, Any]) -
     infer = InferEndpoint(app.engine, app.metrics, bodies)
     routers = [
         protocol_router(app.engine, infer, bodies),
+        shared_memory_router(app.engine.shared_memory, bodies),
         partitions_router(app.engine, bodies),
         metrics_router(app.metrics),
     ]

@@ -1,0 +1,76 @@
+"""Builds a layer's request from the parsed inputs and output, and checks that they fit each other."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from expertd.service.engine.spec import LayerSpec
+from expertd.service.http.protocol.datatypes import ELEMENT_BYTES
+from expertd.service.http.protocol.errors import OipError
+from expertd.service.http.protocol.places import check_routing, hidden_states_at, output_at, routing_at
+from expertd.service.memory import Buffer, Place, RegionUses, Span
+from expertd.service.moe.request import LayerRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """An input: its shape [tokens, columns], and its bytes or where they lie."""
+
+    datatype: str
+    shape: list[int]
+    data: Buffer | Place
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What the request says of its output; `place`: where it goes, None: into the response."""
+
+    datatype: str
+    binary: bool
+    place: Place | None = None
+
+
+def check_shapes(tensors: Mapping[str, Tensor], spec: LayerSpec) -> None:
+    """Raise OipError (400) if the inputs do not fit each other, the model or its limit on tokens."""
+    num_tokens = tensors["hidden_states"].shape[0]
+    for name, tensor in tensors.items():
+        expected = [num_tokens, spec.hidden_size if name == "hidden_states" else spec.top_k]
+        if tensor.shape != expected:
+            raise OipError(400, f"shape of input {name}: expected {expected}, got {tensor.shape}")
+    if num_tokens > spec.max_request_tokens:
+        text = f"request: expected at most {spec.max_request_tokens} tokens, got {num_tokens}"
+        raise OipError(400, text, reason="too_many_tokens")
+    if ("topk_ids" in tensors) != ("topk_weights" in tensors):
+        given = "topk_ids" if "topk_ids" in tensors else "topk_weights"
+        raise OipError(400, f"inputs topk_ids and topk_weights: expected both or neither, got {given} alone")
+
+
+def layer_request(
+    tensors: Mapping[str, Tensor], output: Output, spec: LayerSpec, uses: RegionUses | None
+) -> LayerRequest:
+    """The request of inputs that passed `check_shapes`; `uses` holds the regions of places, if there are any.
+
+    Raises OipError (400; 503 without memory to copy a region to).
+    """
+    data = {name: _data(name, tensor, uses) for name, tensor in tensors.items()}
+    hidden_states, ids = tensors["hidden_states"], tensors.get("topk_ids")
+    check_routing(data.get("topk_ids"), data.get("topk_weights"), spec)
+    num_bytes = hidden_states.shape[0] * spec.hidden_size * ELEMENT_BYTES[output.datatype]
+    return LayerRequest(
+        num_tokens=hidden_states.shape[0],
+        hidden_states=data["hidden_states"],
+        datatype=hidden_states.datatype,
+        topk_ids=data.get("topk_ids"),
+        topk_ids_datatype=ids.datatype if ids else "INT32",
+        topk_weights=data.get("topk_weights"),
+        output_datatype=output.datatype,
+        output=output_at(output.place, uses, num_bytes) if output.place and uses else None,
+    )
+
+
+def _data(name: str, tensor: Tensor, uses: RegionUses | None) -> Buffer | Span:
+    if not isinstance(tensor.data, Place):
+        return tensor.data
+    assert uses is not None
+    if name == "hidden_states":
+        return hidden_states_at(tensor.data, uses)
+    return routing_at(tensor.data, uses, ELEMENT_BYTES[tensor.datatype])

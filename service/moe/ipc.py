@@ -1,0 +1,60 @@
+"""Memory on the GPUs of this host that other processes allocated: opened by CUDA IPC handles."""
+
+import ctypes
+from typing import Any
+
+import torch
+
+from expertd.service.memory import DeviceMemory, OpenCuda, Span
+
+HANDLE_BYTES = 64
+_LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+
+
+def opener_for(device: torch.device) -> OpenCuda | None:
+    """The function that makes other processes' GPU memory accessible to `device`; None for a CPU.
+
+    It opens a handle (64 bytes) of memory on the GPU `device_id`, of at least `num_bytes`. Another GPU's
+    memory becomes accessible by peer access. The driver counts how often a handle is open. The span names the
+    GPU that the driver names. Raises ValueError.
+    """
+    if device.type != "cuda":
+        return None
+    index = device.index or 0
+
+    def open_cuda(handle: bytes, device_id: int, num_bytes: int) -> DeviceMemory:
+        if len(handle) != HANDLE_BYTES:
+            raise ValueError(f"raw_handle: expected {HANDLE_BYTES} bytes, got {len(handle)}")
+        if not 0 <= device_id < (count := torch.cuda.device_count()):
+            raise ValueError(f"device_id: expected 0 to {count - 1}, got {device_id}")
+        driver = _driver(index)
+        raw = driver.CUipcMemHandle()
+        ctypes.memmove(raw.getPtr(), handle, HANDLE_BYTES)
+        status, pointer = driver.cuIpcOpenMemHandle(raw, _LAZY_PEER_ACCESS)
+        if status:
+            expected = "a handle of another process's memory that GPU {index} can access"
+            raise ValueError(f"raw_handle: expected {expected.format(index=index)}, got {status.name}")
+
+        def close() -> None:
+            _driver(index).cuIpcCloseMemHandle(pointer)
+
+        status, base, size = driver.cuMemGetAddressRange(pointer)
+        available = 0 if status else int(base) + size - int(pointer)
+        if num_bytes > available:
+            close()
+            raise ValueError(f"byte_size: expected at most the allocation's {available}, got {num_bytes}")
+        status, ordinal = driver.cuPointerGetAttribute(
+            driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, pointer
+        )
+        return DeviceMemory(Span(int(pointer), num_bytes, device_id if status else int(ordinal)), close)
+
+    return open_cuda
+
+
+def _driver(index: int) -> Any:
+    """The driver's functions, with torch's context of the GPU current in this thread."""
+    from cuda.bindings import driver  # not installed without a GPU
+    from cuda.core import Device
+
+    Device(index).set_current()
+    return driver

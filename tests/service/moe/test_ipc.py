@@ -1,0 +1,119 @@
+"""Opening GPU memory of other processes, with a driver that is not there; the real one is tested on a GPU."""
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from expertd.service.memory import Span
+from expertd.service.moe import ipc
+
+HANDLE = bytes(range(64))
+OK, FAILED = 0, SimpleNamespace(name="CUDA_ERROR_INVALID_CONTEXT")
+
+
+class _Handle:
+    def __init__(self) -> None:
+        self.bytes = ctypes.create_string_buffer(64)
+
+    def getPtr(self) -> int:  # noqa: N802
+        return ctypes.addressof(self.bytes)
+
+
+class Driver:
+    """One allocation of 8192 bytes at 4096; its handle opens it at `pointer`."""
+
+    def __init__(self, pointer: int = 4096) -> None:
+        self.pointer = pointer
+        self.open = 0
+        self.given = b""
+        self.opening: Any = OK
+        self.ranging: Any = OK
+        self.naming: Any = OK
+
+    CUipcMemHandle = _Handle
+
+    def cuIpcOpenMemHandle(self, handle: _Handle, flags: int) -> tuple[Any, int]:  # noqa: N802
+        assert flags == 1, "peer access"
+        self.given = handle.bytes.raw
+        self.open += not self.opening
+        return self.opening, self.pointer
+
+    def cuMemGetAddressRange(self, pointer: int) -> tuple[Any, int, int]:  # noqa: N802
+        return self.ranging, 4096, 8192
+
+    CUpointer_attribute = SimpleNamespace(CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL="ordinal")
+
+    def cuPointerGetAttribute(self, attribute: str, pointer: int) -> tuple[Any, int]:  # noqa: N802
+        assert attribute == "ordinal"
+        return self.naming, 1
+
+    def cuIpcCloseMemHandle(self, pointer: int) -> tuple[Any]:  # noqa: N802
+        assert pointer == self.pointer
+        self.open -= 1
+        return (OK,)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    driver = Driver()
+    monkeypatch.setattr(ipc, "_driver", lambda index: driver)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    return driver
+
+
+def open_cuda(handle: bytes, device_id: int, num_bytes: int) -> Any:
+    opener = ipc.opener_for(torch.device("cuda:0"))
+    assert opener is not None
+    return opener(handle, device_id, num_bytes)
+
+
+def test_a_cpu_opens_nothing() -> None:
+    assert ipc.opener_for(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize(("naming", "device"), [(OK, 1), (FAILED, 0)])
+def test_memory_is_open_until_it_is_closed(driver: Driver, naming: Any, device: int) -> None:
+    driver.naming = naming
+    memory = open_cuda(HANDLE, 0, 8192)
+    assert memory.span == Span(4096, 8192, device), "the driver knows better than the caller"
+    assert (driver.given, driver.open) == (HANDLE, 1)
+    memory.close()
+    assert driver.open == 0
+
+
+@pytest.mark.parametrize(
+    ("handle", "device_id", "num_bytes", "expected"),
+    [
+        (HANDLE[:-1], 0, 1, "raw_handle: expected 64 bytes, got 63"),
+        (HANDLE, 2, 1, "device_id: expected 0 to 1, got 2"),
+        (HANDLE, 0, 8193, "byte_size: expected at most the allocation's 8192, got 8193"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    driver: Driver, handle: bytes, device_id: int, num_bytes: int, expected: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{expected}$"):
+        open_cuda(handle, device_id, num_bytes)
+    assert driver.open == 0
+
+
+def test_only_the_bytes_behind_the_handles_address_count(driver: Driver) -> None:
+    driver.pointer = 4096 + 8000
+    with pytest.raises(ValueError, match=r"^byte_size: expected at most the allocation's 192, got 193$"):
+        open_cuda(HANDLE, 0, 193)
+    open_cuda(HANDLE, 0, 192)
+    assert driver.open == 1
+
+
+def test_errors_of_the_driver_are_sentences(driver: Driver) -> None:
+    driver.opening = FAILED
+    expected = r"^raw_handle: expected a handle of another process's memory that GPU 0 can access, "
+    with pytest.raises(ValueError, match=expected + "got CUDA_ERROR_INVALID_CONTEXT$"):
+        open_cuda(HANDLE, 0, 1)
+    driver.opening, driver.ranging = OK, FAILED
+    with pytest.raises(ValueError, match=r"^byte_size: expected at most the allocation's 0, got 1$"):
+        open_cuda(HANDLE, 0, 1)
+    assert driver.open == 0
