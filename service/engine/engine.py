@@ -146,6 +146,8 @@ class Engine:
         self.begin_drain()
         if await asyncio.to_thread(self.scheduler.stop, _STOP_SECONDS):
             await self.shared_memory.stop()
+            if self.arena is not None:
+                self.arena.close()
         else:
             logger.warning("the worker thread is still busy: exiting without waiting for it")
         for task in (tasks := [*self._retries.values(), *([self._loading] if self._loading else [])]):
