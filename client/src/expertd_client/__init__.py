@@ -1,0 +1,32 @@
+"""A client for expertd, the server for the expert layers of Mixture-of-Experts models. See README.md."""
+
+from expertd_client.async_client import AsyncExpertClient
+from expertd_client.client import ExpertClient
+from expertd_client.errors import (
+    DeadlineError,
+    ExpertError,
+    InvalidAnswerError,
+    InvalidRequestError,
+    ServerBusyError,
+    ServerUnreachableError,
+    TransportUnavailableError,
+    UnknownModelError,
+)
+from expertd_client.metadata import ModelMetadata, ModelStatus
+from expertd_client.version import __version__
+
+__all__ = [
+    "AsyncExpertClient",
+    "DeadlineError",
+    "ExpertClient",
+    "ExpertError",
+    "InvalidAnswerError",
+    "InvalidRequestError",
+    "ModelMetadata",
+    "ModelStatus",
+    "ServerBusyError",
+    "ServerUnreachableError",
+    "TransportUnavailableError",
+    "UnknownModelError",
+    "__version__",
+]

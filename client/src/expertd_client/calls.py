@@ -1,0 +1,71 @@
+"""An infer call: the caller's arguments, checked before anything is sent."""
+
+import math
+from dataclasses import dataclass
+
+from expertd_client.arrays import FLOATS, INTEGERS, Tensor, read
+from expertd_client.errors import InvalidRequestError
+from expertd_client.outputs import Output, make_output
+
+_WEIGHTS = {"float32": "FP32"}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCall:
+    """One request to a layer; `inputs` are hidden_states and, if the caller routes, topk_ids and topk_weights."""
+
+    model: str
+    inputs: tuple[Tensor, ...]
+    output: Output
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of hidden_states and of the output."""
+        return self.inputs[0].shape
+
+
+def layer_call(
+    model: str,
+    hidden_states: object,
+    topk_ids: object = None,
+    topk_weights: object = None,
+    output_dtype: object = None,
+    out: object = None,
+) -> LayerCall:
+    """Raises InvalidRequestError if the arguments do not fit each other."""
+    check_model(model)
+    tensor = read("hidden_states", hidden_states, FLOATS)
+    if (topk_ids is None) != (topk_weights is None):
+        given = "topk_weights" if topk_ids is None else "topk_ids"
+        raise InvalidRequestError(f"topk_ids and topk_weights: expected both or neither, got {given} alone")
+    output = make_output(tensor, output_dtype, out)
+    if topk_ids is None:
+        return LayerCall(model, (tensor,), output)
+    ids, weights = read("topk_ids", topk_ids, INTEGERS), read("topk_weights", topk_weights, _WEIGHTS)
+    if ids.shape[0] != tensor.shape[0]:
+        expected = [tensor.shape[0], ids.shape[1]]
+        raise InvalidRequestError(f"shape of topk_ids: expected {expected}, got {list(ids.shape)}")
+    if weights.shape != ids.shape:
+        expected = list(ids.shape)
+        raise InvalidRequestError(f"shape of topk_weights: expected {expected}, got {list(weights.shape)}")
+    return LayerCall(model, (tensor, ids, weights), output)
+
+
+def check_model(model: object) -> None:
+    """Raises InvalidRequestError unless it can be a model's name."""
+    if (
+        not isinstance(model, str)
+        or not model
+        or any("\ud800" <= character <= "\udfff" for character in model)
+    ):
+        raise InvalidRequestError(f"model: expected a name, got {model!r}")
+
+
+def check_limits(timeout: float, max_connections: int, max_retries: int) -> None:
+    """Raises InvalidRequestError for settings of a client that cannot work."""
+    if math.isnan(timeout) or timeout <= 0:
+        raise InvalidRequestError(f"timeout: expected a positive number of seconds, got {timeout}")
+    if max_connections < 1:
+        raise InvalidRequestError(f"max_connections: expected at least 1, got {max_connections}")
+    if max_retries < 0:
+        raise InvalidRequestError(f"max_retries: expected at least 0, got {max_retries}")

@@ -1,0 +1,40 @@
+"""The time that a call may take."""
+
+import math
+import time
+
+from expertd_client.errors import DeadlineError, InvalidRequestError
+
+
+class Deadline:
+    """`seconds` from now; math.inf: never."""
+
+    __slots__ = ("_at", "seconds")
+
+    def __init__(self, seconds: float) -> None:
+        if not seconds > 0:  # NaN too
+            raise InvalidRequestError(f"timeout: expected a positive number of seconds, got {seconds}")
+        self.seconds = seconds
+        self._at = time.monotonic() + seconds
+
+    def remaining(self) -> float:
+        """Seconds left, at most 0 once it has passed."""
+        return self._at - time.monotonic()
+
+    def check(self) -> float:
+        """Seconds left. Raises DeadlineError if there are none."""
+        left = self.remaining()
+        if left <= 0:
+            raise self.error()
+        return left
+
+    def microseconds(self) -> int | None:
+        """What is left as the protocol's `timeout`, at least 1; None without a limit."""
+        left = self.remaining()
+        return None if math.isinf(left) else max(1, int(left * 1e6))
+
+    def error(self) -> DeadlineError:
+        """The error of a call that has not been answered in time."""
+        return DeadlineError(
+            f"timeout: expected the whole answer within {self.seconds:g} s, got no such answer"
+        )

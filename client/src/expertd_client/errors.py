@@ -1,0 +1,44 @@
+"""The exceptions of this package. Every text is one sentence: `name: expected this, got that`."""
+
+
+class ExpertError(Exception):
+    """Base class; `status` is the HTTP status that the server answered, or None if no answer is the cause."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class InvalidRequestError(ExpertError, ValueError):
+    """The request is wrong: found before it was sent (status None), or by the server (400, 413, ...)."""
+
+
+class UnknownModelError(ExpertError):
+    """The server has no model of this name (404)."""
+
+
+class ServerBusyError(ExpertError):
+    """The server cannot answer now (503, 429): full, loading, or shutting down.
+
+    `retry_after` is the number of seconds after which it wants to be asked again, or None if it did not say.
+    """
+
+    def __init__(self, message: str, status: int | None = None, retry_after: float | None = None) -> None:
+        super().__init__(message, status)
+        self.retry_after = retry_after
+
+
+class DeadlineError(ExpertError, TimeoutError):
+    """The call's `timeout` passed before its answer was complete."""
+
+
+class ServerUnreachableError(ExpertError, ConnectionError):
+    """No connection, or it broke before the answer was complete."""
+
+
+class InvalidAnswerError(ExpertError):
+    """The answer is not what the protocol says; the connection was closed."""
+
+
+class TransportUnavailableError(ExpertError):
+    """The transport cannot be used with this server or for this call; nothing was sent."""

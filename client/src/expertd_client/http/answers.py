@@ -1,0 +1,112 @@
+"""The bodies of answers: JSON, errors, and an output's tensor."""
+
+import json
+import time
+from collections.abc import Callable
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+from expertd_client.arrays import ITEM_BYTES
+from expertd_client.calls import LayerCall
+from expertd_client.errors import (
+    ExpertError,
+    InvalidAnswerError,
+    InvalidRequestError,
+    ServerBusyError,
+    UnknownModelError,
+)
+from expertd_client.http.attempts import RefusedError
+from expertd_client.http.connection import Connection
+from expertd_client.http.exchange import receive_bytes, receive_into
+from expertd_client.http.head import Head
+from expertd_client.http.waits import Waiting
+
+_MAX_JSON_BYTES = 16 << 20  # of an answer without tensors
+_ERROR_CHARACTERS = 500
+
+
+def read_json(connection: Connection, head: Head) -> Waiting[Any]:
+    """The JSON of a successful answer; None if the body is empty. Raises RefusedError for an error."""
+    if head.content_length > _MAX_JSON_BYTES:
+        text = (
+            f"Content-Length: expected at most {_MAX_JSON_BYTES} without tensors, got {head.content_length}"
+        )
+        raise InvalidAnswerError(text, head.status)
+    body = yield from receive_bytes(connection, head.content_length)
+    if head.status >= 300:
+        raise RefusedError(_error(head, body))
+    return _json(body) if body else None
+
+
+def output_reader(call: LayerCall) -> Callable[[Connection, Head], Waiting[None]]:
+    """A reader that writes the output's bytes into the memory of `call.output`."""
+    rows, columns = call.shape
+    datatype = call.output.datatype
+    num_bytes = rows * columns * ITEM_BYTES[datatype]
+
+    def read(connection: Connection, head: Head) -> Waiting[None]:
+        if head.status != 200:
+            yield from read_json(connection, head)
+        if head.json_length is None:
+            raise InvalidAnswerError("output hidden_states: expected binary, got JSON", head.status)
+        if head.content_length - head.json_length != num_bytes:
+            got = head.content_length - head.json_length
+            raise InvalidAnswerError(f"output hidden_states: expected {num_bytes} bytes, got {got}", 200)
+        header = _json((yield from receive_bytes(connection, head.json_length)))
+        _check(header, [rows, columns], datatype)
+        yield from receive_into(connection, call.output.memory())
+
+    return read
+
+
+def _check(header: Any, shape: list[int], datatype: str) -> None:
+    try:
+        (output,) = header["outputs"]
+        found = (output["name"], output["datatype"], output["shape"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidAnswerError(f"answer: expected one output, got {header!r:.200}", 200) from error
+    expected = ("hidden_states", datatype, shape)
+    if found != expected:
+        raise InvalidAnswerError(f"output: expected {expected}, got {found}", 200)
+
+
+def _json(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise InvalidAnswerError(f"answer: expected JSON, got {body!r:.100}", 200) from error
+
+
+def _error(head: Head, body: bytes) -> ExpertError:
+    """The exception for an answer that is not a success."""
+    text, status = _text(body), head.status
+    if status in (429, 503):
+        return ServerBusyError(text, status, _seconds(head.retry_after))
+    if status == 404:
+        return UnknownModelError(text, status)
+    if 400 <= status < 500 and status != 408:
+        return InvalidRequestError(text, status)
+    if status < 400:
+        return InvalidAnswerError(f"status: expected 200 or an error, got {status}", status)
+    return ExpertError(text, status)
+
+
+def _text(body: bytes) -> str:
+    """The protocol's error text, or what a proxy has answered."""
+    try:
+        text = json.loads(body)["error"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        text = body.decode("utf-8", "replace").strip()
+    return str(text)[:_ERROR_CHARACTERS] or "answer: expected an error text, got an empty body"
+
+
+def _seconds(retry_after: str | None) -> float | None:
+    """Retry-After in seconds from now, from a number or a date."""
+    if retry_after is None:
+        return None
+    try:
+        if retry_after.isdigit():
+            return float(retry_after)
+        return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time.time())
+    except (ValueError, OverflowError):
+        return None

@@ -1,0 +1,100 @@
+"""A call on a connection from the pool, sent again where that is safe and of use.
+
+Every call may be sent twice: an answer depends on nothing but its request.
+"""
+
+import random
+from collections.abc import Callable
+from typing import TypeVar
+
+from expertd_client.address import Address
+from expertd_client.deadline import Deadline
+from expertd_client.errors import ServerBusyError, ServerUnreachableError
+from expertd_client.http.connection import Connection
+from expertd_client.http.exchange import BrokenError, send_request
+from expertd_client.http.head import Head
+from expertd_client.http.pool import Pool
+from expertd_client.http.waits import Connect, Sleep, Waiting
+
+T = TypeVar("T")
+Request = Callable[[], list[memoryview]]
+Reader = Callable[[Connection, Head], Waiting[T]]
+
+# Callers that were refused together should not come back together.
+_JITTER = 0.25
+_JITTER_SECONDS = 0.05
+
+
+class Attempts:
+    """Sends requests to one server, over connections that are kept."""
+
+    def __init__(self, address: Address, max_retries: int) -> None:
+        self._address = address
+        self._max_retries = max_retries
+        self.pool = Pool()
+
+    def call(self, request: Request, read: Reader[T], deadline: Deadline) -> Waiting[T]:
+        """The answer to the request that `request()` makes, as `read` returns it.
+
+        A busy server is asked again after its Retry-After and a little, if the deadline allows that.
+        """
+        retries = 0
+        while True:
+            deadline.check()
+            try:
+                return (yield from self._attempt(request, read))
+            except ServerBusyError as busy:
+                if deadline.remaining() <= 0:
+                    raise deadline.error() from busy
+                if busy.retry_after is None or retries == self._max_retries:
+                    raise
+                delay = _delay(busy.retry_after)
+                if delay >= deadline.remaining():
+                    raise
+            retries += 1
+            yield Sleep(delay)
+
+    def _attempt(self, request: Request, read: Reader[T]) -> Waiting[T]:
+        if (kept := self.pool.take()) is not None:
+            try:
+                return (yield from self._exchange(kept, request, read))
+            except BrokenError as error:
+                if error.answered:
+                    raise self._unreachable(error) from error
+        connection: Connection = yield Connect(self._address)
+        try:
+            return (yield from self._exchange(connection, request, read))
+        except BrokenError as error:
+            raise self._unreachable(error) from error
+
+    def _exchange(self, connection: Connection, request: Request, read: Reader[T]) -> Waiting[T]:
+        keep = False
+        try:
+            head, sent = yield from send_request(connection, request())
+            try:
+                answer = yield from read(connection, head)
+            except RefusedError as refused:
+                keep = sent and not head.closes
+                raise refused.error from None
+            keep = sent and not head.closes
+            return answer
+        finally:
+            if keep:
+                self.pool.put(connection)
+            else:
+                connection.close()
+
+    def _unreachable(self, error: BrokenError) -> ServerUnreachableError:
+        return ServerUnreachableError(f"connection to {self._address.url}: {error}")
+
+
+class RefusedError(Exception):
+    """A `read` raises it for an answer that is an error and was read to its end."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def _delay(retry_after: float) -> float:
+    return retry_after + random.uniform(0, _JITTER_SECONDS + _JITTER * retry_after)

@@ -1,0 +1,60 @@
+"""One connection: a socket that never blocks, and what has been received on it but not been read."""
+
+import select
+import socket
+import time
+
+
+class Connection:
+    """Used by one call at a time. Bytes `start` to `end` of `buffer` are not yet read."""
+
+    __slots__ = ("_poll", "_polled", "buffer", "end", "idle_since", "reused", "sock", "start", "view")
+
+    BUFFER_BYTES = 64 * 1024
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.sock = sock
+        self.buffer = bytearray(self.BUFFER_BYTES)
+        self.view = memoryview(self.buffer)
+        self.start = self.end = 0
+        self.reused = False
+        self.idle_since = 0.0
+        self._poll = select.poll()
+        self._polled = select.POLLIN
+        self._poll.register(sock, self._polled)
+
+    def poll(self, events: int, milliseconds: float) -> int:
+        """Wait in this thread: which of `events` hold; an end or an error can be read. 0: time is over."""
+        if events != self._polled:
+            self._poll.modify(self.sock, events)
+            self._polled = events
+        found = self._poll.poll(milliseconds)
+        if not found:
+            return 0
+        return found[0][1] & events or select.POLLIN
+
+    def is_alive(self, max_idle_seconds: float) -> bool:
+        """Whether an idle connection may be used: not idle for long, and nothing came, not even an end."""
+        return time.monotonic() - self.idle_since < max_idle_seconds and not self.poll(select.POLLIN, 0)
+
+    def make_room(self) -> memoryview:
+        """Where to receive more, after what is not yet read; empty if the buffer is full."""
+        if self.start:
+            unread = self.end - self.start
+            self.buffer[:unread] = self.buffer[self.start : self.end]
+            self.start, self.end = 0, unread
+        return self.view[self.end :]
+
+    def take(self, into: memoryview) -> int:
+        """Move what is not yet read to `into`, as far as it fits; the number of bytes."""
+        count = min(len(into), self.end - self.start)
+        into[:count] = self.view[self.start : self.start + count]
+        self.start += count
+        return count
+
+    def close(self) -> None:
+        """Close the socket."""
+        self.sock.close()

@@ -1,0 +1,47 @@
+"""What a server says about its models."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from expertd_client.errors import InvalidAnswerError
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMetadata:
+    """A served layer: takes [tokens, hidden_size], chooses top_k experts a token; `datatype` is its own."""
+
+    name: str
+    hidden_size: int
+    top_k: int
+    datatype: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStatus:
+    """A served model; `reason` says why it is not ready, and is empty if it is."""
+
+    name: str
+    ready: bool
+    reason: str
+
+
+def read_metadata(answer: Any) -> ModelMetadata:
+    """From the answer to GET /v2/models/{model}. Raises InvalidAnswerError."""
+    try:
+        inputs = {entry["name"]: entry for entry in answer["inputs"]}
+        hidden_states = inputs["hidden_states"]
+        sizes = [int(inputs[name]["shape"][1]) for name in ("hidden_states", "topk_ids")]
+        return ModelMetadata(str(answer["name"]), *sizes, str(hidden_states["datatype"]))
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise InvalidAnswerError(f"answer: expected a MoE layer's metadata, got {answer!r:.200}") from error
+
+
+def read_statuses(answer: Any) -> list[ModelStatus]:
+    """From the answer to POST /v2/repository/index. Raises InvalidAnswerError."""
+    try:
+        return [
+            ModelStatus(str(entry["name"]), entry["state"] == "READY", str(entry.get("reason", "")))
+            for entry in answer
+        ]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InvalidAnswerError(f"answer: expected a list of models, got {answer!r:.200}") from error

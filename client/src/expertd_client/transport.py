@@ -1,0 +1,96 @@
+"""The ways to a server, and which of them a client takes."""
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import Generic, Literal, Protocol, TypeVar
+
+from expertd_client.address import Address
+from expertd_client.calls import LayerCall
+from expertd_client.deadline import Deadline
+from expertd_client.errors import InvalidRequestError, TransportUnavailableError
+
+logger = logging.getLogger("expertd_client")
+
+TransportName = Literal["auto", "channel", "shared_memory", "http"]
+
+ORDER = ("channel", "shared_memory", "http")
+"""The fastest first. All but HTTP need the server on this machine."""
+
+
+class Named(Protocol):
+    """What every transport has."""
+
+    @property
+    def name(self) -> str:
+        """One of ORDER."""
+
+    def close(self) -> None:
+        """Free what it holds; calls in progress end as they would."""
+
+
+class Transport(Named, Protocol):
+    """A way to a server, used by several threads at once."""
+
+    def infer(self, call: LayerCall, deadline: Deadline) -> None:
+        """Have the layer's output written into the memory of `call.output`.
+
+        Raises ExpertError; TransportUnavailableError only if nothing was sent, so that another one can be
+        taken for the same call.
+        """
+
+
+class AsyncTransport(Named, Protocol):
+    """The same in an event loop."""
+
+    async def infer(self, call: LayerCall, deadline: Deadline) -> None:
+        """As Transport.infer."""
+
+
+T = TypeVar("T", bound=Named)
+
+
+class Choice(Generic[T]):
+    """The transport in use; with `auto`, the first of ORDER that works with this server.
+
+    `factories` has those that this version knows. One may raise TransportUnavailableError, then or when it
+    is used; the client then takes the next.
+    """
+
+    def __init__(self, wanted: str, address: Address, factories: Mapping[str, Callable[[], T]]) -> None:
+        if wanted != "auto" and wanted not in ORDER:
+            raise InvalidRequestError(f"transport: expected auto, {', '.join(ORDER)}, got {wanted!r}")
+        if wanted != "auto" and wanted not in factories:
+            known = ", ".join(name for name in ORDER if name in factories)
+            raise TransportUnavailableError(
+                f"transport: expected auto or {known} (this version), got {wanted}"
+            )
+        names = [wanted] if wanted != "auto" else ORDER if address.is_local else ("http",)
+        self._left = [(name, factories[name]) for name in names if name in factories]
+        self._url = address.url
+        self._lock = threading.Lock()
+        self.current = self._next()
+
+    def fall_back(self, failed: T, error: TransportUnavailableError) -> None:
+        """Take the next transport after `failed`, with a warning; raises `error` if there is none."""
+        with self._lock:
+            if self.current is not failed:
+                return  # another thread has done it
+            if not self._left:
+                raise error
+            logger.warning("transport %s: %s; taking the next", failed.name, error)
+            self.current = self._next()
+        failed.close()
+
+    def _next(self) -> T:
+        while True:
+            name, make = self._left.pop(0)
+            try:
+                made = make()
+            except TransportUnavailableError as error:
+                if not self._left:
+                    raise
+                logger.warning("transport %s: %s; taking the next", name, error)
+            else:
+                logger.info("transport %s: server %s", name, self._url)
+                return made
