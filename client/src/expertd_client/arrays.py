@@ -47,7 +47,7 @@ class Tensor:
         return bytes_of_torch(_on_host(self.value.detach()).contiguous())
 
 
-def read(name: str, value: object, dtypes: dict[str, str]) -> Tensor:
+def read(name: str, value: Any, dtypes: dict[str, str]) -> Tensor:
     """`value` as an input with one of `dtypes` (name -> datatype). Raises InvalidRequestError."""
     if not isinstance(value, np.ndarray) and not is_torch(value):
         got = type(value).__name__
@@ -73,7 +73,8 @@ def is_torch(value: object) -> bool:
 def dtype_of(value: Any) -> str:
     """The name of an array's or a tensor's dtype, such as float32; of foreign byte order, such as >f4."""
     if isinstance(value, np.ndarray):
-        return value.dtype.name if value.dtype.isnative else value.dtype.str
+        name: str = value.dtype.name if value.dtype.isnative else value.dtype.str
+        return name
     return str(value.dtype).removeprefix("torch.")
 
 

@@ -12,7 +12,7 @@ _WEIGHTS = {"float32": "FP32"}
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """One request to a layer; `inputs` are hidden_states and, if the caller routes, topk_ids and topk_weights."""
+    """One request; `inputs` are hidden_states and, if the caller routes, topk_ids and topk_weights."""
 
     model: str
     inputs: tuple[Tensor, ...]
@@ -53,11 +53,11 @@ def layer_call(
 
 def check_model(model: object) -> None:
     """Raises InvalidRequestError unless it can be a model's name."""
-    if (
-        not isinstance(model, str)
-        or not model
-        or any("\ud800" <= character <= "\udfff" for character in model)
-    ):
+    try:
+        is_name = isinstance(model, str) and bool(model.encode())
+    except UnicodeEncodeError:  # lone surrogates
+        is_name = False
+    if not is_name:
         raise InvalidRequestError(f"model: expected a name, got {model!r}")
 
 

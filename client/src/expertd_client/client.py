@@ -29,9 +29,9 @@ class ExpertClient:
 
     `url`: `http://host:port` or `unix:/path`. `transport`: `auto` takes the fastest that works with this
     server. `timeout`: seconds that a call may take in all, unless it says otherwise (math.inf: any time).
-    Further calls than `max_connections` at a time wait for their turn. A busy server that sends Retry-After is
-    asked again up to `max_retries` times. Raises InvalidRequestError for arguments that cannot work; connects
-    only when it is used.
+    At most `max_connections` calls run at a time; others wait for their turn. A busy server that sends
+    Retry-After is asked again up to `max_retries` times. Raises InvalidRequestError for arguments that cannot
+    work, and connects only when it is used.
     """
 
     def __init__(

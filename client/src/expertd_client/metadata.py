@@ -30,8 +30,9 @@ def read_metadata(answer: Any) -> ModelMetadata:
     try:
         inputs = {entry["name"]: entry for entry in answer["inputs"]}
         hidden_states = inputs["hidden_states"]
-        sizes = [int(inputs[name]["shape"][1]) for name in ("hidden_states", "topk_ids")]
-        return ModelMetadata(str(answer["name"]), *sizes, str(hidden_states["datatype"]))
+        hidden_size, top_k = hidden_states["shape"][1], inputs["topk_ids"]["shape"][1]
+        datatype = str(hidden_states["datatype"])
+        return ModelMetadata(str(answer["name"]), int(hidden_size), int(top_k), datatype)
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise InvalidAnswerError(f"answer: expected a MoE layer's metadata, got {answer!r:.200}") from error
 

@@ -92,7 +92,7 @@ def make_output(hidden_states: Tensor, output_dtype: object, out: object) -> Out
 
 
 def _name_of(dtype: object) -> str:
-    """float32, float16, bfloat16 or uint16, from such a name, the protocol's, or a dtype of NumPy or torch."""
+    """float32, float16, bfloat16 or uint16, from a name (of the protocol too) or a dtype."""
     name = _ALIASES.get(dtype) or _ALIASES.get(dtype.upper()) if isinstance(dtype, str) else None
     if name is None and type(dtype).__module__ == "torch":
         name = _ALIASES.get(str(dtype).removeprefix("torch."))
@@ -117,7 +117,8 @@ def _numpy_dtype(name: str, given: "np.dtype[Any]") -> "np.dtype[Any]":
     except ImportError:
         text = "output_dtype: expected uint16 (the bits) where ml_dtypes is not installed, got bfloat16"
         raise InvalidRequestError(text) from None
-    return np.dtype(ml_dtypes.bfloat16)
+    bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return bfloat16
 
 
 def _check_out(out: Any, given: object, shape: tuple[int, int]) -> None:
