@@ -6,6 +6,7 @@ torch is never imported here: if it has not been imported, no value can be a ten
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -73,9 +74,15 @@ def is_torch(value: object) -> bool:
 def dtype_of(value: Any) -> str:
     """The name of an array's or a tensor's dtype, such as float32; of foreign byte order, such as >f4."""
     if isinstance(value, np.ndarray):
-        name: str = value.dtype.name if value.dtype.isnative else value.dtype.str
-        return name
+        return numpy_name(value.dtype)
     return str(value.dtype).removeprefix("torch.")
+
+
+@lru_cache(maxsize=64)  # NumPy needs 3 us to make up a name
+def numpy_name(dtype: "np.dtype[Any]") -> str:
+    """The name of a dtype; of foreign byte order, such as >f4."""
+    name: str = dtype.name if dtype.isnative else dtype.str
+    return name
 
 
 def bytes_of(array: npt.NDArray[Any]) -> memoryview:

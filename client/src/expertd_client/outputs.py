@@ -5,7 +5,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from expertd_client.arrays import FLOATS, Tensor, bytes_of, bytes_of_torch, dtype_of, host_tensor, is_torch
+from expertd_client.arrays import (
+    FLOATS,
+    Tensor,
+    bytes_of,
+    bytes_of_torch,
+    dtype_of,
+    host_tensor,
+    is_torch,
+    numpy_name,
+)
 from expertd_client.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -31,7 +40,8 @@ class NumpyOutput:
     """A NumPy array; bfloat16 is ml_dtypes' or, as bits, uint16."""
 
     def __init__(self, shape: tuple[int, int], dtype: "np.dtype[Any]", out: npt.NDArray[Any] | None) -> None:
-        self.datatype = "BF16" if dtype.name == "uint16" else FLOATS[dtype.name]
+        name = numpy_name(dtype)
+        self.datatype = "BF16" if name == "uint16" else FLOATS[name]
         self._array = np.empty(shape, dtype) if out is None else out
 
     def memory(self) -> memoryview:
@@ -110,7 +120,7 @@ def _name_of(dtype: object) -> str:
 def _numpy_dtype(name: str, given: "np.dtype[Any]") -> "np.dtype[Any]":
     if name != "bfloat16":
         return np.dtype(name)
-    if given.name in ("bfloat16", "uint16"):
+    if numpy_name(given) in ("bfloat16", "uint16"):
         return given
     try:
         import ml_dtypes

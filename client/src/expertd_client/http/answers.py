@@ -2,7 +2,6 @@
 
 import json
 import time
-from collections.abc import Callable
 from email.utils import parsedate_to_datetime
 from typing import Any
 
@@ -23,6 +22,7 @@ from expertd_client.http.waits import Waiting
 
 _MAX_JSON_BYTES = 16 << 20  # of an answer without tensors
 _ERROR_CHARACTERS = 500
+_DECODER = json.JSONDecoder()
 
 
 def read_json(connection: Connection, head: Head) -> Waiting[Any]:
@@ -35,28 +35,26 @@ def read_json(connection: Connection, head: Head) -> Waiting[Any]:
     body = yield from receive_bytes(connection, head.content_length)
     if head.status >= 300:
         raise RefusedError(_error(head, body))
-    return _json(body) if body else None
+    return _json(body, head.status) if body else None
 
 
-def output_reader(call: LayerCall) -> Callable[[Connection, Head], Waiting[None]]:
-    """A reader that writes the output's bytes into the memory of `call.output`."""
+def read_output(call: LayerCall, connection: Connection, head: Head) -> Waiting[None]:
+    """Write the output's bytes into the memory of `call.output`. Raises RefusedError for an error."""
+    if head.status != 200:
+        yield from read_json(connection, head)
+    if head.json_length is None:
+        raise InvalidAnswerError("output hidden_states: expected binary, got JSON", head.status)
     rows, columns = call.shape
     datatype = call.output.datatype
-    num_bytes = rows * columns * ITEM_BYTES[datatype]
-
-    def read(connection: Connection, head: Head) -> Waiting[None]:
-        if head.status != 200:
-            yield from read_json(connection, head)
-        if head.json_length is None:
-            raise InvalidAnswerError("output hidden_states: expected binary, got JSON", head.status)
-        if head.content_length - head.json_length != num_bytes:
-            got = head.content_length - head.json_length
-            raise InvalidAnswerError(f"output hidden_states: expected {num_bytes} bytes, got {got}", 200)
-        header = _json((yield from receive_bytes(connection, head.json_length)))
-        _check(header, [rows, columns], datatype)
-        yield from receive_into(connection, call.output.memory())
-
-    return read
+    expected, got = rows * columns * ITEM_BYTES[datatype], head.content_length - head.json_length
+    if got != expected:
+        raise InvalidAnswerError(f"output hidden_states: expected {expected} bytes, got {got}", head.status)
+    if head.json_length > _MAX_JSON_BYTES:
+        text = f"JSON: expected at most {_MAX_JSON_BYTES} bytes, got {head.json_length}"
+        raise InvalidAnswerError(text, head.status)
+    header = _json((yield from receive_bytes(connection, head.json_length)), head.status)
+    _check(header, [rows, columns], datatype)
+    yield from receive_into(connection, call.output.memory())
 
 
 def _check(header: Any, shape: list[int], datatype: str) -> None:
@@ -70,11 +68,11 @@ def _check(header: Any, shape: list[int], datatype: str) -> None:
         raise InvalidAnswerError(f"output: expected {expected}, got {found}", 200)
 
 
-def _json(body: bytes) -> Any:
+def _json(body: bytes, status: int) -> Any:
     try:
-        return json.loads(body)
+        return _DECODER.decode(body.decode())
     except (ValueError, RecursionError) as error:
-        raise InvalidAnswerError(f"answer: expected JSON, got {body!r:.100}", 200) from error
+        raise InvalidAnswerError(f"answer: expected JSON, got {body!r:.100}", status) from error
 
 
 def _error(head: Head, body: bytes) -> ExpertError:

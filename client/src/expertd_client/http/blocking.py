@@ -4,13 +4,14 @@ import math
 import socket
 import threading
 import time
+from functools import partial
 from typing import Any, TypeVar
 
 from expertd_client.address import Address
 from expertd_client.calls import LayerCall
 from expertd_client.deadline import Deadline
 from expertd_client.errors import ExpertError, ServerUnreachableError
-from expertd_client.http.answers import output_reader, read_json
+from expertd_client.http.answers import read_json, read_output
 from expertd_client.http.attempts import Attempts
 from expertd_client.http.connection import Connection
 from expertd_client.http.requests import control_request, infer_request
@@ -33,7 +34,7 @@ class HttpTransport:
     def infer(self, call: LayerCall, deadline: Deadline) -> None:
         """Have the layer's output written into the memory of `call.output`."""
         request = infer_request(self.address, call, deadline)
-        self._run(self._attempts.call(request, output_reader(call), deadline), deadline)
+        self._run(self._attempts.call(request, partial(read_output, call), deadline), deadline)
 
     def request(self, method: str, path: str, deadline: Deadline, body: object = None) -> Any:
         """A call without tensors: the answer's JSON, or None."""

@@ -3,13 +3,14 @@
 import asyncio
 import math
 import socket
+from functools import partial
 from typing import Any, TypeVar
 
 from expertd_client.address import Address
 from expertd_client.calls import LayerCall
 from expertd_client.deadline import Deadline
 from expertd_client.errors import ExpertError, ServerUnreachableError
-from expertd_client.http.answers import output_reader, read_json
+from expertd_client.http.answers import read_json, read_output
 from expertd_client.http.attempts import Attempts
 from expertd_client.http.connection import Connection
 from expertd_client.http.requests import control_request, infer_request
@@ -31,7 +32,7 @@ class AsyncHttpTransport:
     async def infer(self, call: LayerCall, deadline: Deadline) -> None:
         """Have the layer's output written into the memory of `call.output`."""
         request = infer_request(self.address, call, deadline)
-        await self._run(self._attempts.call(request, output_reader(call), deadline), deadline)
+        await self._run(self._attempts.call(request, partial(read_output, call), deadline), deadline)
 
     async def request(self, method: str, path: str, deadline: Deadline, body: object = None) -> Any:
         """A call without tensors: the answer's JSON, or None."""
