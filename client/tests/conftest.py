@@ -1,0 +1,51 @@
+"""Fixtures of all tests; async tests run on plain asyncio, GPU tests are skipped where there is no GPU."""
+
+import asyncio
+import inspect
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.callers import AsyncCaller, Caller, Connect
+from tests.expertd import RunningServer, running_server
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a coroutine test in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """`expertd serve` with the demo layer, for tests that do not end it."""
+    with running_server(tmp_path_factory.mktemp("server")) as running:
+        yield running
+
+
+@pytest.fixture(params=["sync", "async"])
+def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
+    """Makes clients of either kind, closed after the test."""
+    make = Caller if request.param == "sync" else AsyncCaller
+    made: list[Caller | AsyncCaller] = []
+
+    def connected(url: str, **options: object) -> Caller | AsyncCaller:
+        made.append(make(url, **options))
+        return made[-1]
+
+    yield connected
+    for caller in made:
+        caller.end()

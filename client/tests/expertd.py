@@ -1,0 +1,63 @@
+"""A real server in a process of its own: the `expertd` beside this Python."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+EXPERTD = Path(sys.executable).parent / "expertd"
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "demo.yaml"
+HIDDEN, TOP_K, NUM_EXPERTS = 512, 4, 16
+MODEL = "demo"
+_SECONDS = 60.0
+
+
+class RunningServer:
+    """A ready server; `url` is its address."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", log: Path) -> None:
+        self.process = process
+        self._log = log
+        self.url = self._wait_for_url()
+
+    def _wait_for_url(self) -> str:
+        end = time.monotonic() + _SECONDS
+        while time.monotonic() < end:
+            if self.process.poll() is not None:
+                raise RuntimeError(
+                    f"the server exited with {self.process.returncode}: {self._log.read_text()}"
+                )
+            found = re.search(r"listening on (http://127\.0\.0\.1:\d+)", self._log.read_text())
+            if found and self._is_ready(found[1]):
+                return found[1]
+            time.sleep(0.01)
+        raise TimeoutError(f"not ready within {_SECONDS} s: {self._log.read_text()}")
+
+    def _is_ready(self, url: str) -> bool:
+        try:
+            with urllib.request.urlopen(f"{url}/v2/health/ready", timeout=10):
+                return True
+        except OSError:
+            return False
+
+
+@contextmanager
+def running_server(directory: Path, *settings: str) -> Iterator[RunningServer]:
+    """The demo layer on a free port, with settings such as `limits.max_request_tokens=64`."""
+    log = directory / "server.log"
+    command: list[str | Path] = [EXPERTD, "serve", "--config", CONFIG, "--host", "127.0.0.1", "--port", "0"]
+    for setting in settings:
+        command += ["--set", setting]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("EXPERTD_")}
+    with log.open("wb") as stderr:
+        process = subprocess.Popen(command, stderr=stderr, env={**environment, "OMP_NUM_THREADS": "1"})
+    try:
+        yield RunningServer(process, log)
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,337 @@
+"""Connections: kept, found stale, broken at every point, and the answers that come early or late."""
+
+import asyncio
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from expertd_client import (
+    AsyncExpertClient,
+    DeadlineError,
+    ExpertClient,
+    ExpertError,
+    InvalidRequestError,
+    ServerUnreachableError,
+)
+from tests.callers import Connect
+from tests.expertd import RunningServer
+from tests.fakes import Peer, echo, echoing, fake_server, output, refusal
+
+X = np.arange(6, dtype=np.float32).reshape(2, 3)
+LARGE = np.zeros((4096, 2048), np.float32)  # 32 MiB: more than any socket buffer
+
+
+def test_one_connection_is_kept_for_calls_one_after_another(connect: Connect) -> None:
+    with fake_server(echoing) as server:
+        client = connect(server.url)
+        for _ in range(3):
+            np.testing.assert_array_equal(client.infer("m", X), X)
+        client.close()
+    assert (server.num_connections, len(server.requests)) == (1, 3)
+
+
+def test_connection_close_is_honoured(connect: Connect) -> None:
+    def handle(peer: Peer) -> None:
+        request = peer.request()
+        peer.send(output([2, 3], "FP32", request.tensors, "Connection: close"))
+
+    with fake_server(handle) as server:
+        client = connect(server.url)
+        client.infer("m", X)
+        client.infer("m", X)
+    assert server.num_connections == 2
+
+
+def test_a_request_that_a_stale_connection_swallowed_is_sent_again(connect: Connect) -> None:
+    def handle(peer: Peer) -> None:
+        peer.send(echo(peer.request()))
+        request = peer.request()
+        if peer.number:
+            peer.send(echo(request))
+
+    with fake_server(handle) as server:
+        client = connect(server.url)
+        client.infer("m", X)
+        np.testing.assert_array_equal(client.infer("m", 2 * X), 2 * X)  # on a new connection
+        client.close()
+    assert (server.num_connections, len(server.requests)) == (2, 3)
+
+
+def test_a_connection_that_was_closed_while_idle_is_not_used(connect: Connect) -> None:
+    closed = threading.Event()
+
+    def handle(peer: Peer) -> None:
+        peer.send(echo(peer.request()))
+        peer.close()
+        closed.set()
+
+    with fake_server(handle) as server:
+        client = connect(server.url)
+        client.infer("m", X)
+        assert closed.wait(20)
+        client.infer("m", X)
+    assert (server.num_connections, len(server.requests)) == (2, 2)
+
+
+def test_a_request_is_not_sent_again_once_a_part_of_its_answer_came(connect: Connect) -> None:
+    def handle(peer: Peer) -> None:
+        peer.send(echo(peer.request()))
+        peer.send(echo(peer.request())[:10])
+
+    with fake_server(handle) as server:
+        client = connect(server.url)
+        client.infer("m", X)
+        with pytest.raises(ServerUnreachableError):
+            client.infer("m", X)
+    assert len(server.requests) == 2
+
+
+@pytest.mark.parametrize("sent", [0, 1, 40, -100, -10])
+def test_a_cut_answer_is_an_error_and_not_asked_for_again(connect: Connect, sent: int) -> None:
+    def handle(peer: Peer) -> None:
+        peer.request()
+        peer.send(output([2, 3], "FP32", X.tobytes())[:sent])
+
+    with fake_server(handle) as server:
+        client = connect(server.url)
+        with pytest.raises(ServerUnreachableError, match=r"^connection to http://127.* expected .*before it"):
+            client.infer("m", X)
+    assert len(server.requests) == 1
+
+
+def test_no_server(connect: Connect) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    client = connect(f"http://127.0.0.1:{port}")
+    with pytest.raises(ServerUnreachableError, match=r"^server http://.*: expected a connection, got .*111"):
+        client.infer("m", X)
+    assert not client.live()
+    assert not client.ready()
+
+
+def test_a_host_that_does_not_exist(connect: Connect) -> None:
+    client = connect("http://no-such-host.invalid:1")
+    with pytest.raises(ServerUnreachableError, match="expected a connection"):
+        client.infer("m", X)
+
+
+def test_unix_sockets(connect: Connect, tmp_path: Path) -> None:
+    with fake_server(echoing, tmp_path / "socket") as server:
+        client = connect(server.url)
+        np.testing.assert_array_equal(client.infer("m", X), X)
+        client.close()
+    assert server.requests[0].headers["host"] == "localhost"
+    with pytest.raises(ServerUnreachableError, match=r"^server unix:/.*: expected a connection"):
+        connect(f"unix:{tmp_path}/other").infer("m", X)
+
+
+@pytest.mark.parametrize("closes", [False, True], ids=["stays open", "closes"])
+def test_a_refusal_that_comes_before_the_body_is_read(connect: Connect, closes: bool) -> None:
+    done = threading.Event()
+
+    def handle(peer: Peer) -> None:
+        peer.head()
+        peer.send(refusal(413, "body: expected less, got more"))
+        assert closes or done.wait(20)
+
+    with fake_server(handle) as server:
+        client = connect(server.url)
+        try:
+            with pytest.raises(InvalidRequestError, match=r"^body: expected less, got more$") as caught:
+                client.infer("m", LARGE)
+        finally:
+            done.set()
+        assert caught.value.status == 413
+
+
+def test_interim_answers_are_skipped(connect: Connect) -> None:
+    def handle(peer: Peer) -> None:
+        _, headers = peer.head()
+        peer.send(b"HTTP/1.1 100 Continue\r\n\r\n")  # while the body is still being sent
+        peer.skip(int(headers["content-length"]))
+        peer.send(b"HTTP/1.1 102 Processing\r\nX: y\r\n\r\n" + output([4096, 2048], "FP32", LARGE.tobytes()))
+
+    with fake_server(handle) as server:
+        np.testing.assert_array_equal(connect(server.url).infer("m", LARGE), LARGE)
+
+
+@pytest.mark.parametrize("sent", [0, 30, -100, -10])
+def test_the_timeout_bounds_waiting_for_an_answer(connect: Connect, sent: int) -> None:
+    left: list[bool] = []
+
+    def handle(peer: Peer) -> None:
+        peer.send(echo(peer.request())[:sent])
+        left.append(peer.is_closed_by_client())
+
+    with fake_server(handle) as server:
+        client = connect(server.url)
+        began = time.monotonic()
+        with pytest.raises(DeadlineError, match=r"^timeout: expected the whole answer within 0\.2 s"):
+            client.infer("m", X, timeout=0.2)
+        assert 0.2 <= time.monotonic() - began < 10
+    assert left == [True]  # so that the server can drop the request
+    assert len(server.requests) == 1
+
+
+def test_the_timeout_bounds_sending(connect: Connect) -> None:
+    done = threading.Event()
+
+    def handle(peer: Peer) -> None:
+        assert done.wait(20)
+
+    with fake_server(handle) as server:
+        client = connect(server.url)
+        with pytest.raises(DeadlineError):
+            client.infer("m", LARGE, timeout=0.2)
+        done.set()
+
+
+def test_the_timeout_of_the_client_is_the_default(connect: Connect) -> None:
+    def handle(peer: Peer) -> None:
+        peer.request()
+        peer.is_closed_by_client()
+
+    with fake_server(handle) as server:
+        client = connect(server.url, timeout=0.2)
+        with pytest.raises(TimeoutError):
+            client.infer("m", X)
+        assert not client.ready()
+
+
+@pytest.mark.parametrize("timeout", [0.5, 60.0, math.inf])
+def test_the_timeout_travels_in_microseconds(connect: Connect, timeout: float) -> None:
+    with fake_server(echoing) as server:
+        client = connect(server.url)
+        client.infer("m", X, timeout=timeout)
+        client.close()
+    sent = server.requests[0].json["parameters"].get("timeout")
+    if math.isinf(timeout):
+        assert sent is None
+    else:
+        assert 0 < sent <= timeout * 1e6
+        assert sent > timeout * 1e6 / 2
+
+
+@pytest.mark.parametrize("timeout", [0, -1, math.nan])
+def test_timeouts_that_cannot_be_met(connect: Connect, timeout: float) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^timeout: expected a positive number of seconds, got"):
+        connect("http://127.0.0.1:1", timeout=timeout)
+    with pytest.raises(InvalidRequestError, match=r"^timeout: expected a positive number of seconds, got"):
+        connect("http://127.0.0.1:1").infer("m", X, timeout=timeout)
+
+
+def test_a_closed_client_says_so(connect: Connect) -> None:
+    with fake_server(echoing) as server:
+        client = connect(server.url)
+        client.infer("m", X)
+        client.close()
+        with pytest.raises(ExpertError, match="expected an open one, got a closed one"):
+            client.infer("m", X)
+
+
+def test_at_most_max_connections_are_open() -> None:
+    with fake_server(echoing) as server:
+        with ExpertClient(server.url, max_connections=2) as client, ThreadPoolExecutor(8) as pool:
+            results = list(pool.map(lambda n: client.infer("m", X + n), range(40)))
+        for number, result in enumerate(results):
+            np.testing.assert_array_equal(result, X + number)
+    assert server.num_connections <= 2
+
+
+async def test_at_most_max_connections_are_open_in_an_event_loop() -> None:
+    with fake_server(echoing) as server:
+        async with AsyncExpertClient(server.url, max_connections=2) as client:
+            results = await asyncio.gather(*(client.infer("m", X + number) for number in range(40)))
+        for number, result in enumerate(results):
+            np.testing.assert_array_equal(result, X + number)
+    assert server.num_connections == 2
+
+
+def test_waiting_for_a_turn_counts() -> None:
+    done = threading.Event()
+    began = threading.Event()
+
+    def handle(peer: Peer) -> None:
+        request = peer.request()
+        began.set()
+        assert done.wait(20)
+        peer.send(echo(request))
+
+    with (
+        fake_server(handle) as server,
+        ExpertClient(server.url, max_connections=1) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        first = pool.submit(client.infer, "m", X)
+        assert began.wait(20)
+        with pytest.raises(DeadlineError):
+            client.infer("m", X, timeout=0.1)
+        done.set()
+        np.testing.assert_array_equal(first.result(), X)
+    assert len(server.requests) == 1
+
+
+async def test_cancelling_the_task_closes_the_connection() -> None:
+    left: list[bool] = []
+    began = threading.Event()
+
+    def handle(peer: Peer) -> None:
+        peer.request()
+        began.set()
+        left.append(peer.is_closed_by_client())
+
+    with fake_server(handle) as server:
+        async with AsyncExpertClient(server.url) as client:
+            task = asyncio.create_task(client.infer("m", X))
+            assert await asyncio.to_thread(began.wait, 20)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+    assert left == [True]
+
+
+def test_ctrl_c_closes_the_connection() -> None:
+    left: list[bool] = []
+
+    def handle(peer: Peer) -> None:
+        peer.request()
+        os.kill(os.getpid(), signal.SIGINT)
+        left.append(peer.is_closed_by_client())
+
+    with (
+        fake_server(handle) as server,
+        ExpertClient(server.url) as client,
+        pytest.raises(KeyboardInterrupt),
+    ):
+        client.infer("m", X)
+    assert left == [True]
+
+
+@pytest.mark.slow
+def test_a_forked_process_uses_connections_of_its_own(server: RunningServer) -> None:
+    program = """
+import os, sys, threading, numpy as np
+from expertd_client import ExpertClient
+x = np.ones((64, 512), np.float32)
+client = ExpertClient(sys.argv[1])
+expected = client.infer("demo", x)
+child = os.fork()
+for number in range(50):
+    if (client.infer("demo", x) != expected).any():
+        os._exit(1)
+if child:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+os._exit(0)
+"""
+    done = subprocess.run([sys.executable, "-c", program, server.url], capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
