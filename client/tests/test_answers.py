@@ -1,0 +1,295 @@
+"""Answers that are errors, busy, or not what the protocol says."""
+
+import time
+from email.utils import formatdate
+from itertools import count
+
+import numpy as np
+import pytest
+
+from expertd_client import (
+    DeadlineError,
+    ExpertError,
+    InvalidAnswerError,
+    InvalidRequestError,
+    ServerBusyError,
+    UnknownModelError,
+)
+from expertd_client.address import parse_address
+from expertd_client.deadline import Deadline
+from expertd_client.http.attempts import Attempts
+from expertd_client.http.connection import Connection
+from expertd_client.http.head import Head, parse_head
+from expertd_client.http.waits import Connect as ConnectWait
+from expertd_client.http.waits import Sleep, Waiting
+from tests.callers import Connect
+from tests.fakes import Handler, Peer, answer, echo, fake_server, output, refusal
+
+X = np.arange(6, dtype=np.float32).reshape(2, 3)
+BYTES = X.tobytes()
+
+
+def answering(*answers: bytes) -> Handler:
+    """Gives these answers in turn, and then echoes."""
+    numbers = count()
+
+    def handle(peer: Peer) -> None:
+        while True:
+            request = peer.request()
+            number = next(numbers)
+            peer.send(answers[number] if number < len(answers) else echo(request))
+
+    return handle
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, InvalidRequestError),
+        (413, InvalidRequestError),
+        (422, InvalidRequestError),
+        (404, UnknownModelError),
+        (408, ExpertError),
+        (429, ServerBusyError),
+        (500, ExpertError),
+        (502, ExpertError),
+        (503, ServerBusyError),
+        (301, InvalidAnswerError),
+    ],
+)
+def test_each_status_has_its_exception(connect: Connect, status: int, kind: type[ExpertError]) -> None:
+    with fake_server(answering(refusal(status, "a: expected b, got c"))) as server:
+        client = connect(server.url)
+        with pytest.raises(ExpertError) as caught:
+            client.infer("m", X)
+        assert (type(caught.value), caught.value.status) == (kind, status)
+        if status != 301:
+            assert str(caught.value) == "a: expected b, got c"
+        client.infer("m", X)
+        client.close()
+    assert len(server.requests) == 2
+    assert server.num_connections == 1, "an error that was read to its end leaves the connection usable"
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (b"<html>Bad Gateway</html>", "<html>Bad Gateway</html>"),
+        (b"", "answer: expected an error text, got an empty body"),
+        (b'{"detail": "no"}', '{"detail": "no"}'),
+        (b"[" * 100_000, "[" * 500),
+        (b"\xff", "\ufffd"),
+    ],
+)
+def test_errors_that_are_not_the_protocols(connect: Connect, body: bytes, text: str) -> None:
+    with fake_server(answering(answer(502, body))) as server:
+        client = connect(server.url)
+        with pytest.raises(ExpertError) as caught:
+            client.infer("m", X)
+        client.close()
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_busy_server_is_asked_again(connect: Connect, status: int) -> None:
+    busy = refusal(status, "full", "Retry-After: 0")
+    with fake_server(answering(busy, busy)) as server:
+        client = connect(server.url)
+        np.testing.assert_array_equal(client.infer("m", X), X)
+        client.close()
+    assert len(server.requests) == 3
+
+
+def test_it_is_asked_again_max_retries_times(connect: Connect) -> None:
+    with fake_server(answering(*[refusal(503, "full", "Retry-After: 0")] * 9)) as server:
+        client = connect(server.url, max_retries=2)
+        with pytest.raises(ServerBusyError, match=r"^full$") as caught:
+            client.infer("m", X)
+        client.close()
+    assert caught.value.retry_after == 0
+    assert len(server.requests) == 3
+
+
+def test_it_is_not_asked_again_after_the_deadline(connect: Connect) -> None:
+    with fake_server(answering(refusal(503, "full", "Retry-After: 30"))) as server:
+        client = connect(server.url)
+        began = time.monotonic()
+        with pytest.raises(ServerBusyError) as caught:
+            client.infer("m", X, timeout=20)
+        assert time.monotonic() - began < 10
+        client.close()
+    assert caught.value.retry_after == 30
+    assert len(server.requests) == 1
+
+
+def test_without_retry_after_it_is_not_asked_again(connect: Connect) -> None:
+    with fake_server(answering(refusal(503, "shutting down"))) as server:
+        client = connect(server.url)
+        with pytest.raises(ServerBusyError, match="shutting down") as caught:
+            client.infer("m", X)
+        client.close()
+    assert caught.value.retry_after is None
+    assert len(server.requests) == 1
+
+
+def test_the_timeout_of_a_second_attempt_is_what_is_left(connect: Connect) -> None:
+    with fake_server(answering(refusal(503, "full", "Retry-After: 0"))) as server:
+        client = connect(server.url)
+        client.infer("m", X, timeout=20)
+        client.close()
+    first, second = (request.json["parameters"]["timeout"] for request in server.requests)
+    assert second < first
+
+
+def busy_call(retry_after: float, seconds: float) -> Waiting[object]:
+    """A call whose answer is that the server is busy."""
+
+    def read(connection: Connection, head: Head) -> Waiting[object]:
+        raise ServerBusyError("full", 503, retry_after)
+        yield  # a generator all the same
+
+    return Attempts(parse_address("http://x"), max_retries=1).call(lambda: [], read, Deadline(seconds))
+
+
+def test_the_wait_is_retry_after_and_a_little() -> None:
+    class Answered:
+        """A connection that has a head."""
+
+        sock = None
+        start, buffer = 0, bytearray(b"HTTP/1.1 503 x\r\nContent-Length: 0\r\n\r\n")
+        end = len(buffer)
+        view = memoryview(buffer)
+
+        def close(self) -> None:
+            pass
+
+    waits = set()
+    for _ in range(50):
+        call = busy_call(4, seconds=60)
+        assert isinstance(next(call), ConnectWait)
+        wait = call.send(Answered())
+        assert isinstance(wait, Sleep)
+        assert 4 <= wait.seconds <= 5.1
+        waits.add(wait.seconds)
+        call.close()
+    assert len(waits) > 10, "callers that were refused together do not come back together"
+
+
+def test_a_refusal_at_the_deadline_is_a_deadline_error(connect: Connect) -> None:
+    """The server's own timer for `timeout` may fire a moment before the client's."""
+
+    def handle(peer: Peer) -> None:
+        sent = time.monotonic()
+        request = peer.request()
+        while time.monotonic() - sent < request.json["parameters"]["timeout"] / 1e6:
+            pass
+        peer.send(refusal(503, "the request's timeout expired in the queue"))
+
+    with fake_server(handle) as server, pytest.raises(DeadlineError):
+        connect(server.url).infer("m", X, timeout=0.1)
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [("7", 7), ("soon", None), ("-1", None), (formatdate(0, usegmt=True), 0), ("99 Foo 2020", None)],
+)
+def test_retry_after_is_a_number_or_a_date(connect: Connect, header: str, seconds: float | None) -> None:
+    with fake_server(answering(refusal(503, "full", f"Retry-After: {header}"))) as server:
+        client = connect(server.url, max_retries=0)
+        with pytest.raises(ServerBusyError) as caught:
+            client.infer("m", X)
+        client.close()
+    assert caught.value.retry_after == seconds
+
+
+GOOD = output([2, 3], "FP32", BYTES)
+GARBAGE = {
+    "not HTTP": b"SSH-2.0-OpenSSH_9.6\r\n\r\n",
+    "HTTP/2": b"HTTP/2 200\r\n\r\n",
+    "no status": b"HTTP/1.1 OK\r\n\r\n",
+    "status 99": b"HTTP/1.1 099 x\r\n\r\n",
+    "switching protocols": b"HTTP/1.1 101 x\r\n\r\n",
+    "no colon": b"HTTP/1.1 200 x\r\nnonsense\r\n\r\n",
+    "no length": b"HTTP/1.1 200 x\r\n\r\n",
+    "negative length": b"HTTP/1.1 200 x\r\nContent-Length: -5\r\n\r\n",
+    "two lengths": b"HTTP/1.1 200 x\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n",
+    "a huge length": b"HTTP/1.1 200 x\r\nContent-Length: 99999999999999999999\r\n\r\n",
+    "chunked": b"HTTP/1.1 200 x\r\nTransfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n",
+    "compressed": GOOD.replace(b"\r\n", b"\r\nContent-Encoding: gzip\r\n", 1),
+    "endless headers": b"HTTP/1.1 200 x\r\nX: " + b"y" * 70_000,
+    "JSON longer than the body": answer(200, b"{}", "Inference-Header-Content-Length: 3"),
+    "JSON without tensors": answer(200, b'{"outputs": []}'),
+    "no content": answer(204),
+    "too few bytes": output([2, 3], "FP32", BYTES[:-1]),
+    "too many bytes": output([2, 3], "FP32", BYTES + b"x"),
+    "other shape": output([3, 2], "FP32", BYTES),
+    "other datatype": output([2, 3], "INT32", BYTES),
+    "other name": output([2, 3], "FP32", BYTES, name="logits"),
+    "no output": answer(200, b"{}" + BYTES, "Inference-Header-Content-Length: 2"),
+    "a list": answer(200, b"[]" + BYTES, "Inference-Header-Content-Length: 2"),
+    "broken JSON": answer(200, b"{]" + BYTES, "Inference-Header-Content-Length: 2"),
+    "not UTF-8": answer(200, b"\xff\xff" + BYTES, "Inference-Header-Content-Length: 2"),
+    "a large error": b"HTTP/1.1 500 x\r\nContent-Length: 999999999\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE.keys())
+def test_garbage_is_an_error_and_closes_the_connection(connect: Connect, garbage: bytes) -> None:
+    closed: list[bool] = []
+
+    def handle(peer: Peer) -> None:
+        peer.request()
+        peer.send(garbage)
+        closed.append(peer.is_closed_by_client())
+
+    with fake_server(handle) as server, pytest.raises(InvalidAnswerError, match=r"expected .*, got "):
+        connect(server.url).infer("m", X)
+    assert closed == [True]
+    assert len(server.requests) == 1
+
+
+def test_bytes_after_an_answer_end_the_connection(connect: Connect) -> None:
+    with fake_server(answering(GOOD + b"HTTP/1.1 500 x\r\n")) as server:
+        client = connect(server.url)
+        np.testing.assert_array_equal(client.infer("m", X), X)
+        np.testing.assert_array_equal(client.infer("m", X), X)
+        client.close()
+    assert server.num_connections == 2
+
+
+def test_heads_in_small_pieces(connect: Connect) -> None:
+    def handle(peer: Peer) -> None:
+        whole = echo(peer.request())
+        for number in range(len(whole)):
+            peer.send(whole[number : number + 1])
+
+    with fake_server(handle) as server:
+        np.testing.assert_array_equal(connect(server.url).infer("m", X), X)
+
+
+@pytest.mark.parametrize(
+    "value", ["{}", '{"inputs": []}', "[]", '"x"', "null", '{"name": "m", "inputs": [1]}']
+)
+def test_metadata_of_something_else(connect: Connect, value: str) -> None:
+    with fake_server(answering(answer(200, value.encode()))) as server:
+        client = connect(server.url)
+        with pytest.raises(InvalidAnswerError, match="expected a MoE layer's metadata, got"):
+            client.metadata("m")
+        client.close()
+
+
+@pytest.mark.parametrize("value", ['{"error": 1}', "[1]", "null", '[{"name": "m"}]'])
+def test_an_index_of_something_else(connect: Connect, value: str) -> None:
+    with fake_server(answering(answer(200, value.encode()))) as server:
+        client = connect(server.url)
+        with pytest.raises(InvalidAnswerError, match="expected a list of models, got"):
+            client.models()
+        client.close()
+
+
+def test_heads() -> None:
+    head = parse_head(b"HTTP/1.1 200 OK\r\ncontent-LENGTH:7\r\nINFERENCE-header-content-length: 5 \r\nX-Y: z")
+    assert head == Head(200, content_length=7, json_length=5)
+    assert parse_head(b"HTTP/1.0 200\r\nContent-Length: 0").closes
+    assert parse_head(b"HTTP/1.1 503 \r\nContent-Length: 0\r\nConnection: Close").closes
+    assert parse_head(b"HTTP/1.1 100 Continue").content_length == -1
