@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from expertd_client import AsyncExpertClient, ExpertClient, ModelMetadata, ModelStatus
+from expertd_client import AsyncExpertClient, ExpertClient, ModelMetadata, ModelStatus, ServerMetadata
 
 
 class Caller:
@@ -18,6 +18,9 @@ class Caller:
 
     def metadata(self, model: str) -> ModelMetadata:
         return self.client.metadata(model)
+
+    def server(self) -> ServerMetadata:
+        return self.client.server()
 
     def models(self) -> list[ModelStatus]:
         return self.client.models()
@@ -55,6 +58,9 @@ class AsyncCaller:
 
     def metadata(self, model: str) -> ModelMetadata:
         return self._runner.run(self.client.metadata(model))
+
+    def server(self) -> ServerMetadata:
+        return self._runner.run(self.client.server())
 
     def models(self) -> list[ModelStatus]:
         return self._runner.run(self.client.models())

@@ -278,6 +278,15 @@ def test_metadata_of_something_else(connect: Connect, value: str) -> None:
         client.close()
 
 
+@pytest.mark.parametrize("value", ["{}", "[]", "null", '{"name": "x", "version": "1", "extensions": 1}'])
+def test_a_server_that_is_something_else(connect: Connect, value: str) -> None:
+    with fake_server(answering(answer(200, value.encode()))) as server:
+        client = connect(server.url)
+        with pytest.raises(InvalidAnswerError, match="expected a server's metadata, got"):
+            client.server()
+        client.close()
+
+
 @pytest.mark.parametrize("value", ['{"error": 1}', "[1]", "null", '[{"name": "m"}]'])
 def test_an_index_of_something_else(connect: Connect, value: str) -> None:
     with fake_server(answering(answer(200, value.encode()))) as server:

@@ -10,7 +10,7 @@ from expertd_client import ExpertClient, InvalidRequestError, TransportUnavailab
 from expertd_client.address import parse_address
 from expertd_client.calls import LayerCall
 from expertd_client.deadline import Deadline
-from expertd_client.transport import Choice, Transport
+from expertd_client.transport import Choice, Transport, TransportName
 from tests.callers import Connect
 from tests.fakes import echoing, fake_server
 
@@ -21,7 +21,7 @@ THERE = parse_address("http://experts:1")
 class Fake:
     """A transport that cannot be used, from the start or from its first use on."""
 
-    def __init__(self, name: str, from_the_start: bool = False) -> None:
+    def __init__(self, name: TransportName, from_the_start: bool = False) -> None:
         self.name = name
         self.closed = False
         if from_the_start:
@@ -75,10 +75,10 @@ def test_the_same_call_is_made_with_the_next_transport() -> None:
             "http": lambda: http,
         }
         client._choice = Choice("auto", HERE, factories)
-        assert client.transport == "channel"
+        before = client.transport
         x = np.ones((2, 3), np.float32)
         np.testing.assert_array_equal(client.infer("m", x), x)
-        assert client.transport == "http"
+        assert (before, client.transport) == ("channel", "http")
     assert len(server.requests) == 1
 
 

@@ -57,6 +57,8 @@ def test_what_a_server_says_about_itself(connect: Connect, server: RunningServer
     assert client.live()
     assert client.ready()
     assert client.ready(MODEL)
+    about = client.server()
+    assert (about.name, "binary_tensor_data" in about.extensions) == ("expertd", True)
     assert client.models() == [ModelStatus(MODEL, True, "")]
     assert client.metadata(MODEL) == ModelMetadata(MODEL, HIDDEN, TOP_K, "FP32")
     with pytest.raises(UnknownModelError, match=r"^model: expected demo, got 'other'"):

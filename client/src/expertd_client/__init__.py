@@ -12,7 +12,7 @@ from expertd_client.errors import (
     TransportUnavailableError,
     UnknownModelError,
 )
-from expertd_client.metadata import ModelMetadata, ModelStatus
+from expertd_client.metadata import ModelMetadata, ModelStatus, ServerMetadata
 from expertd_client.version import __version__
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "ModelMetadata",
     "ModelStatus",
     "ServerBusyError",
+    "ServerMetadata",
     "ServerUnreachableError",
     "TransportUnavailableError",
     "UnknownModelError",

@@ -1,11 +1,29 @@
-"""The command `expertd-client`, also `python -m expertd_client`."""
+"""The command `expertd-client`, also `python -m expertd_client`; `expertd bench` runs it too."""
 
+import argparse
 import sys
+from collections.abc import Sequence
+
+from expertd_client.bench.arguments import add_arguments, run
+from expertd_client.version import __version__
 
 
-def main() -> int:
-    """Run the command line."""
-    return 0
+def main(argv: Sequence[str] | None = None, prog: str = "expertd-client") -> int:
+    """Run the command line; returns the exit code, 2 for what cannot be measured."""
+    parser = argparse.ArgumentParser(prog=prog, description="A client for expertd.")
+    parser.add_argument("--version", action="version", version=f"expertd-client {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    bench = commands.add_parser(
+        "bench",
+        help="measure a running server",
+        description="Measure a running server: latency percentiles and throughput, for every combination of "
+        "--tokens and --connections, each answer checked.",
+    )
+    add_arguments(bench)
+    bench.set_defaults(run=run)
+    arguments = parser.parse_args(argv)
+    code: int = arguments.run(arguments)
+    return code
 
 
 if __name__ == "__main__":

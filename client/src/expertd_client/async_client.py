@@ -17,7 +17,14 @@ from expertd_client.errors import (
 )
 from expertd_client.http.events import AsyncHttpTransport
 from expertd_client.http.requests import model_path
-from expertd_client.metadata import ModelMetadata, ModelStatus, read_metadata, read_statuses
+from expertd_client.metadata import (
+    ModelMetadata,
+    ModelStatus,
+    ServerMetadata,
+    read_metadata,
+    read_server,
+    read_statuses,
+)
 from expertd_client.transport import AsyncTransport, Choice, TransportName
 
 
@@ -44,7 +51,7 @@ class AsyncExpertClient:
         self._choice: Choice[AsyncTransport] = Choice(transport, address, factories)
 
     @property
-    def transport(self) -> str:
+    def transport(self) -> TransportName:
         """The transport that infer calls take now."""
         return self._choice.current.name
 
@@ -79,6 +86,10 @@ class AsyncExpertClient:
         """The sizes of a model. Raises UnknownModelError."""
         check_model(model)
         return read_metadata(await self._http.request("GET", model_path(model), self._deadline(timeout)))
+
+    async def server(self, *, timeout: float | None = None) -> ServerMetadata:
+        """Name, version and extensions of the server."""
+        return read_server(await self._http.request("GET", "/v2", self._deadline(timeout)))
 
     async def models(self, *, timeout: float | None = None) -> list[ModelStatus]:
         """The served models, ready or not."""

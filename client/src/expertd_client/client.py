@@ -16,7 +16,14 @@ from expertd_client.errors import (
 )
 from expertd_client.http.blocking import HttpTransport
 from expertd_client.http.requests import model_path
-from expertd_client.metadata import ModelMetadata, ModelStatus, read_metadata, read_statuses
+from expertd_client.metadata import (
+    ModelMetadata,
+    ModelStatus,
+    ServerMetadata,
+    read_metadata,
+    read_server,
+    read_statuses,
+)
 from expertd_client.transport import Choice, Transport, TransportName
 
 DEFAULT_TIMEOUT = 60.0
@@ -51,7 +58,7 @@ class ExpertClient:
         self._choice: Choice[Transport] = Choice(transport, address, factories)
 
     @property
-    def transport(self) -> str:
+    def transport(self) -> TransportName:
         """The transport that infer calls take now."""
         return self._choice.current.name
 
@@ -93,6 +100,10 @@ class ExpertClient:
         """The sizes of a model. Raises UnknownModelError."""
         check_model(model)
         return read_metadata(self._http.request("GET", model_path(model), self._deadline(timeout)))
+
+    def server(self, *, timeout: float | None = None) -> ServerMetadata:
+        """Name, version and extensions of the server."""
+        return read_server(self._http.request("GET", "/v2", self._deadline(timeout)))
 
     def models(self, *, timeout: float | None = None) -> list[ModelStatus]:
         """The served models, ready or not."""

@@ -25,6 +25,24 @@ class ModelStatus:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class ServerMetadata:
+    """A server's name and version, and the protocol extensions that it offers."""
+
+    name: str
+    version: str
+    extensions: tuple[str, ...]
+
+
+def read_server(answer: Any) -> ServerMetadata:
+    """From the answer to GET /v2. Raises InvalidAnswerError."""
+    try:
+        extensions = tuple(map(str, answer["extensions"]))
+        return ServerMetadata(str(answer["name"]), str(answer["version"]), extensions)
+    except (KeyError, TypeError) as error:
+        raise InvalidAnswerError(f"answer: expected a server's metadata, got {answer!r:.200}") from error
+
+
 def read_metadata(answer: Any) -> ModelMetadata:
     """From the answer to GET /v2/models/{model}. Raises InvalidAnswerError."""
     try:

@@ -22,7 +22,7 @@ class Named(Protocol):
     """What every transport has."""
 
     @property
-    def name(self) -> str:
+    def name(self) -> TransportName:
         """One of ORDER."""
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ from expertd_client.http.attempts import Attempts
 from expertd_client.http.connection import Connection
 from expertd_client.http.requests import control_request, infer_request
 from expertd_client.http.waits import Connect, Sleep, Wait, Waiting
+from expertd_client.transport import TransportName
 
 T = TypeVar("T")
 _MAX_POLL_SECONDS = 1e6  # poll() takes a C int of milliseconds
@@ -24,7 +25,7 @@ _MAX_POLL_SECONDS = 1e6  # poll() takes a C int of milliseconds
 class HttpTransport:
     """Calls over HTTP, at most `max_connections` at a time: further ones wait for their turn."""
 
-    name = "http"
+    name: TransportName = "http"
 
     def __init__(self, address: Address, max_connections: int, max_retries: int) -> None:
         self.address = address

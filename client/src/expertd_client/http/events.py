@@ -15,6 +15,7 @@ from expertd_client.http.attempts import Attempts
 from expertd_client.http.connection import Connection
 from expertd_client.http.requests import control_request, infer_request
 from expertd_client.http.waits import READ, WRITE, Connect, Sleep, Wait, Waiting
+from expertd_client.transport import TransportName
 
 T = TypeVar("T")
 
@@ -22,7 +23,7 @@ T = TypeVar("T")
 class AsyncHttpTransport:
     """Calls over HTTP from one event loop, at most `max_connections` at a time."""
 
-    name = "http"
+    name: TransportName = "http"
 
     def __init__(self, address: Address, max_connections: int, max_retries: int) -> None:
         self.address = address
