@@ -14,7 +14,7 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 UV := uv==0.13.9
 PIP := -m pip --disable-pip-version-check
 
-# Stamps in .venv: the locked packages of one variant, the project itself, and what development needs on top.
+# Stamps in .venv: the locked packages of one variant, the server and the client, and what development needs on top.
 LOCKED  := $(VENV)/.locked-$(VARIANT)
 RUNTIME := $(VENV)/.runtime
 DEV     := $(VENV)/.dev
@@ -32,12 +32,15 @@ serve: $(RUNTIME) ## serve CONFIG (the demo layer) on PORT (8000)
 
 test: $(RUNTIME) $(DEV) ## run every test that needs no GPU
 	$(BIN)/python -m pytest -m "not gpu"
+	cd client && ../$(BIN)/python -m pytest -m "not gpu"
 
 test-fast: $(RUNTIME) $(DEV) ## run only the quick ones
 	$(BIN)/python -m pytest -m "not gpu and not slow"
+	cd client && ../$(BIN)/python -m pytest -m "not gpu and not slow"
 
 test-gpu: $(RUNTIME) $(DEV) ## run the tests that need a Hopper GPU
 	$(BIN)/python -m pytest -m gpu
+	cd client && ../$(BIN)/python -m pytest -m gpu
 
 bench: $(RUNTIME) $(DEV) ## time the grouped GEMMs on the GPU at hand
 	$(BIN)/python -m benchmarks.grouped_gemm
@@ -48,6 +51,7 @@ lint: $(RUNTIME) $(DEV) ## check locks, style, formatting and types
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror kernels/csrc/*
 	$(BIN)/mypy
+	cd client && ../$(BIN)/mypy
 
 format: $(RUNTIME) $(DEV) ## rewrite Python and CUDA files in the project's style
 	$(BIN)/ruff check --fix .
@@ -76,8 +80,8 @@ endif
 	$(BIN)/python $(PIP) install --require-hashes -r requirements/$(VARIANT).txt
 	touch $@
 
-$(RUNTIME): $(LOCKED) pyproject.toml
-	$(BIN)/python $(PIP) install --no-deps --no-build-isolation -e .
+$(RUNTIME): $(LOCKED) pyproject.toml client/pyproject.toml
+	$(BIN)/python $(PIP) install --no-deps --no-build-isolation -e . -e ./client
 	touch $@
 
 $(DEV): $(LOCKED) requirements/dev.txt requirements/beside.txt

@@ -18,7 +18,7 @@ from tests.test_chores import CHORES
 
 DOCUMENTS = sorted(
     str(path.relative_to(ROOT))
-    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "kernels/README.md")
+    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("*/README.md"))
 )
 _CODE = re.compile(r"^```.*?^```$", re.M | re.S)
 
@@ -34,7 +34,7 @@ def anchors(document: str) -> set[str]:
 
 
 def test_every_document_is_found() -> None:
-    assert {"README.md", "docs/glossary.md", "kernels/README.md"} <= set(DOCUMENTS)
+    assert {"README.md", "docs/glossary.md", "kernels/README.md", "client/README.md"} <= set(DOCUMENTS)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
