@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -175,3 +176,16 @@ def echoing(peer: Peer) -> None:
     """Answer every request of a connection with its hidden states."""
     while True:
         peer.send(echo(peer.request()))
+
+
+def answering(*answers: bytes) -> Handler:
+    """Gives these answers in turn, and then echoes."""
+    numbers = count()
+
+    def handle(peer: Peer) -> None:
+        while True:
+            request = peer.request()
+            number = next(numbers)
+            peer.send(answers[number] if number < len(answers) else echo(request))
+
+    return handle

@@ -17,7 +17,6 @@ from expertd_client import (
     ServerBusyError,
     ServerUnreachableError,
 )
-from expertd_client.address import parse_address
 from expertd_client.calls import layer_call
 from tests.fakes import echoing, fake_server
 
@@ -189,51 +188,6 @@ def test_what_is_sent() -> None:
     }
     assert request.json["parameters"]["binary_data_output"] is True
     assert len(request.tensors) == 4 * 16 + 8 * 6 + 4 * 6
-
-
-@pytest.mark.parametrize(
-    ("url", "host", "port", "path", "authority", "local"),
-    [
-        ("http://localhost:8000", "localhost", 8000, None, "localhost:8000", True),
-        ("http://127.0.0.2:1", "127.0.0.2", 1, None, "127.0.0.2:1", True),
-        ("http://[::1]:8000/", "::1", 8000, None, "[::1]:8000", True),
-        ("http://experts", "experts", 80, None, "experts", False),
-        ("http://10.0.0.1:8000", "10.0.0.1", 8000, None, "10.0.0.1:8000", False),
-        ("unix:/run/e.sock", "localhost", 80, "/run/e.sock", "localhost", True),
-        ("unix:///run/e.sock", "localhost", 80, "/run/e.sock", "localhost", True),
-    ],
-)
-def test_addresses(url: str, host: str, port: int, path: str | None, authority: str, local: bool) -> None:
-    address = parse_address(url)
-    assert (address.host, address.port, address.path) == (host, port, path)
-    assert (address.authority, address.is_local, address.base) == (authority, local, "")
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "",
-        "localhost:8000",
-        "https://localhost:8000",
-        "http://",
-        "http://:80",
-        "http://a:b",
-        "http://a:99999",
-        "http://[::1",
-        "http://user@a",
-        "http://a?x=1",
-        "http://a#x",
-        "http://a b",
-        "http://a\r\nX: y",
-        "http://ü",
-        "unix:",
-        "unix:relative",
-        "unix://",
-    ],
-)
-def test_addresses_that_are_none(url: str) -> None:
-    with pytest.raises(InvalidRequestError, match=r"^url: expected http://host:port or unix:/path, got "):
-        ExpertClient(url)
 
 
 @pytest.mark.parametrize(("name", "value"), [("max_connections", 0), ("max_retries", -1)])

@@ -13,6 +13,9 @@ from expertd_client.bench.load import work
 _HEAD_START = 0.05  # seconds for the common start to reach every process
 
 
+_ENDED = "a process that sends requests: expected it to go on, got its end"
+
+
 class BenchError(Exception):
     """A process of the load has ended."""
 
@@ -38,11 +41,11 @@ class Processes:
         pipes = self._pipes[: len(shares)]
         for pipe, share in zip(pipes, shares, strict=True):
             rate = None if case.rate is None else case.rate * share / case.connections
-            pipe.send((case, share, rate))
+            _send(pipe, (case, share, rate))
         _receive(pipes, progress)
         start = time.monotonic() + _HEAD_START
         for pipe in pipes:
-            pipe.send(start)
+            _send(pipe, start)
         samples: list[Sample] = _receive(pipes, progress)
         return summarize(case, samples)
 
@@ -59,6 +62,13 @@ class Processes:
             process.join()
 
 
+def _send(pipe: Connection, value: object) -> None:
+    try:
+        pipe.send(value)
+    except (BrokenPipeError, ConnectionResetError):
+        raise BenchError(_ENDED) from None
+
+
 def _receive(pipes: list[Connection], progress: Callable[[float], None]) -> list[Any]:
     """One value from each pipe."""
     values: dict[Any, Any] = {}
@@ -69,7 +79,7 @@ def _receive(pipes: list[Connection], progress: Callable[[float], None]) -> list
             try:
                 values[pipe] = pipe.recv()
             except (EOFError, ConnectionResetError):
-                raise BenchError("a process that sends requests: expected it to go on, got its end") from None
+                raise BenchError(_ENDED) from None
         now = time.monotonic()
         progress(now - last)
         last = now

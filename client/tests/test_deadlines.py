@@ -1,0 +1,105 @@
+"""Timeouts: what they bound, and what the server hears of them."""
+
+import math
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from expertd_client import DeadlineError, ExpertClient, InvalidRequestError
+from tests.callers import Connect
+from tests.fakes import Peer, echo, echoing, fake_server
+
+X = np.arange(6, dtype=np.float32).reshape(2, 3)
+LARGE = np.zeros((4096, 2048), np.float32)  # 32 MiB: more than any socket buffer
+
+
+@pytest.mark.parametrize("sent", [0, 30, -100, -10])
+def test_the_timeout_bounds_waiting_for_an_answer(connect: Connect, sent: int) -> None:
+    left: list[bool] = []
+
+    def handle(peer: Peer) -> None:
+        peer.send(echo(peer.request())[:sent])
+        left.append(peer.is_closed_by_client())
+
+    with fake_server(handle) as server:
+        client = connect(server.url)
+        began = time.monotonic()
+        with pytest.raises(DeadlineError, match=r"^timeout: expected the whole answer within 0\.2 s"):
+            client.infer("m", X, timeout=0.2)
+        assert 0.2 <= time.monotonic() - began < 10
+    assert left == [True]  # so that the server can drop the request
+    assert len(server.requests) == 1
+
+
+def test_the_timeout_bounds_sending(connect: Connect) -> None:
+    done = threading.Event()
+
+    def handle(peer: Peer) -> None:
+        assert done.wait(20)
+
+    with fake_server(handle) as server:
+        client = connect(server.url)
+        with pytest.raises(DeadlineError):
+            client.infer("m", LARGE, timeout=0.2)
+        done.set()
+
+
+def test_the_timeout_of_the_client_is_the_default(connect: Connect) -> None:
+    def handle(peer: Peer) -> None:
+        peer.request()
+        peer.is_closed_by_client()
+
+    with fake_server(handle) as server:
+        client = connect(server.url, timeout=0.2)
+        with pytest.raises(TimeoutError):
+            client.infer("m", X)
+        assert not client.ready()
+
+
+@pytest.mark.parametrize("timeout", [0.5, 60.0, math.inf])
+def test_the_timeout_travels_in_microseconds(connect: Connect, timeout: float) -> None:
+    with fake_server(echoing) as server:
+        client = connect(server.url)
+        client.infer("m", X, timeout=timeout)
+        client.close()
+    sent = server.requests[0].json["parameters"].get("timeout")
+    if math.isinf(timeout):
+        assert sent is None
+    else:
+        assert 0 < sent <= timeout * 1e6
+        assert sent > timeout * 1e6 / 2
+
+
+@pytest.mark.parametrize("timeout", [0, -1, math.nan])
+def test_timeouts_that_cannot_be_met(connect: Connect, timeout: float) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^timeout: expected a positive number of seconds, got"):
+        connect("http://127.0.0.1:1", timeout=timeout)
+    with pytest.raises(InvalidRequestError, match=r"^timeout: expected a positive number of seconds, got"):
+        connect("http://127.0.0.1:1").infer("m", X, timeout=timeout)
+
+
+def test_waiting_for_a_turn_counts() -> None:
+    done = threading.Event()
+    began = threading.Event()
+
+    def handle(peer: Peer) -> None:
+        request = peer.request()
+        began.set()
+        assert done.wait(20)
+        peer.send(echo(request))
+
+    with (
+        fake_server(handle) as server,
+        ExpertClient(server.url, max_connections=1) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        first = pool.submit(client.infer, "m", X)
+        assert began.wait(20)
+        with pytest.raises(DeadlineError):
+            client.infer("m", X, timeout=0.1)
+        done.set()
+        np.testing.assert_array_equal(first.result(), X)
+    assert len(server.requests) == 1
