@@ -36,5 +36,5 @@ class Deadline:
     def error(self) -> DeadlineError:
         """The error of a call that has not been answered in time."""
         return DeadlineError(
-            f"timeout: expected the whole answer within {self.seconds:g} s, got no such answer"
+            f"timeout: expected the whole answer within {self.seconds:g} s, got none by then"
         )
