@@ -18,7 +18,11 @@ from tests.test_chores import CHORES
 
 DOCUMENTS = sorted(
     str(path.relative_to(ROOT))
-    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("*/README.md"))
+    for path in (
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / name for name in ("kernels/README.md", "client/README.md")),
+    )
 )
 _CODE = re.compile(r"^```.*?^```$", re.M | re.S)
 

@@ -169,6 +169,9 @@ def test_out_is_written_and_returned(out: Any) -> None:
 def test_outs_dtype_is_the_outputs() -> None:
     assert layer_call("m", X, out=np.empty((2, 8), np.float16)).output.datatype == "FP16"
     assert layer_call("m", X, out=np.empty((2, 8), np.uint16)).output.datatype == "BF16"
+    bits = np.empty((2, 8), np.uint16)
+    output = layer_call("m", X, output_dtype="BF16", out=bits).output
+    assert (output.datatype, output.result() is bits) == ("BF16", True)
     halves = torch.empty(2, 8, dtype=torch.bfloat16)
     assert layer_call("m", torch.zeros(2, 8), out=halves).output.datatype == "BF16"
 

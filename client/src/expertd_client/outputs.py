@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 _ALIASES = {**{datatype: name for name, datatype in FLOATS.items()}, **{name: name for name in FLOATS}}
+_DATATYPES = {**FLOATS, "uint16": "BF16"}
 _EXPECTED = "float32, float16 or bfloat16"
 
 
@@ -40,8 +41,7 @@ class NumpyOutput:
     """A NumPy array; bfloat16 is ml_dtypes' or, as bits, uint16."""
 
     def __init__(self, shape: tuple[int, int], dtype: "np.dtype[Any]", out: npt.NDArray[Any] | None) -> None:
-        name = numpy_name(dtype)
-        self.datatype = "BF16" if name == "uint16" else FLOATS[name]
+        self.datatype = _DATATYPES[numpy_name(dtype)]
         self._array = np.empty(shape, dtype) if out is None else out
 
     def memory(self) -> memoryview:
@@ -87,7 +87,7 @@ def make_output(hidden_states: Tensor, output_dtype: object, out: object) -> Out
     name = None if output_dtype is None else _name_of(output_dtype)
     if out is not None:
         _check_out(out, given, hidden_states.shape)
-        if name is not None and name != dtype_of(out):
+        if name is not None and _DATATYPES[name] != _DATATYPES[dtype_of(out)]:
             raise InvalidRequestError(f"dtype of out: expected output_dtype's, {name}, got {dtype_of(out)}")
         name = dtype_of(out)
     if isinstance(given, np.ndarray):
