@@ -55,7 +55,7 @@ def test_every_combination_is_measured(server: RunningServer, tmp_path: Path, ca
     for result in about["results"]:
         assert result["errors"] == {}
         assert 0 < result["p50_us"] <= result["p90_us"] <= result["p99_us"] <= result["max_us"]
-        assert result["requests"] > 5
+        assert result["requests"] >= 1
         assert result["requests_per_second"] == pytest.approx(result["requests"] / result["seconds"])
         assert result["tokens_per_second"] == pytest.approx(result["requests_per_second"] * result["tokens"])
         assert 0 < result["client_cpu"] < 2
