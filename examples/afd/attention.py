@@ -40,15 +40,21 @@ def run(arguments: argparse.Namespace, url: str) -> bool:
         generator = torch.Generator().manual_seed(1)
         shape = len(SLOTS), arguments.tokens, hidden_size
         batches = torch.randn(shape, generator=generator).to(arguments.device, dtype)
-        results = {}
+        results, measured = {}, {}
         for order in ("sequential", "ping-pong"):
             for _ in range(arguments.repeat):  # the last one counts
                 results[order] = torch.stack(worker.run(list(batches), order == "ping-pong"))
-            print(f"{order:<10} {describe(times(worker.intervals))}")
+            measured[order] = times(worker.intervals)
+            print(f"{order:<10} {describe(measured[order])}")
+        ratio = measured["ping-pong"].wall / measured["sequential"].wall
+        print(f"ping-pong takes {ratio:.2f} of the sequential time, by {client.transport}")
         if arguments.json is not None:
-            title = f"ping-pong, {arguments.tokens} tokens each, {client.transport}"
-            about = {"title": title, **{key: str(value) for key, value in vars(arguments).items()}}
-            write_timeline(arguments.json, about, worker.intervals)
+            title = (
+                f"two micro-batches of {arguments.tokens} tokens by {client.transport}: "
+                f"{ratio:.2f} of the sequential time"
+            )
+            options = {name: str(value) for name, value in vars(arguments).items()}
+            write_timeline(arguments.json, {"title": title, "options": options}, worker.intervals)
     return same(results["ping-pong"], results["sequential"])
 
 

@@ -56,7 +56,9 @@ class HttpExperts:
 
     def _infer(self, ticket: Ticket, hidden_states: Tensor, output: Tensor) -> Tensor:
         # On a stream of its own: copies to and from the host must not wait for the other slot's attention.
-        stream = torch.cuda.Stream(hidden_states.device) if hidden_states.is_cuda else None
+        stream: torch.cuda.Stream | None = None
+        if hidden_states.is_cuda:
+            stream = torch.cuda.Stream(hidden_states.device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
             self._client.infer(self._name, hidden_states, out=output)
             if stream is not None:
