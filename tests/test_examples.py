@@ -1,6 +1,8 @@
 """The examples run on a CPU as documented, and notice what is wrong."""
 
 import os
+import re
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +13,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from examples import remote_experts
+from examples.afd import attention
 from examples.remote_experts import PROMPT, RemoteExperts, Traffic, difference, load_model
-from examples.small_model import Sizes, make_checkpoint
+from examples.small_model import FAMILIES, Sizes, make_checkpoint
 from expertd_client import ExpertClient
 from tests.families import quiet_transformers
+from tests.paths import ROOT
 from tests.service.checkpoints.builders import edit_tensors
 from tests.service.processes import ServerProcess, serving
 
@@ -111,6 +115,18 @@ def test_what_the_server_says_is_reported(
     assert "expertd serve: expected a ready server, got: expertd: " in capsys.readouterr().err
 
 
+def test_the_documented_commands_are_understood() -> None:
+    text = (ROOT / "examples" / "README.md").read_text().replace("\\\n", "")
+    commands = [
+        (program, shlex.split(arguments, comments=True))
+        for program, arguments in re.findall(r"^\.venv/bin/python -m examples\.(\S+)(.*)$", text, re.M)
+    ]
+    parsers = {"remote_experts": remote_experts.parse, "afd.attention": attention.parse}
+    parsed = [parsers[program](arguments) for program, arguments in commands if program in parsers]
+    assert len(parsed) == 6
+    assert {program for program, _ in commands} == {*parsers, "afd.timeline"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -127,3 +143,11 @@ def test_wrong_arguments(
     with pytest.raises(SystemExit):
         run(*arguments)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_on_the_gpu(family: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--device", "cuda", "--family", family, "--compare", "--new-tokens", "16") == 0
+    assert "the same text" in capsys.readouterr().out

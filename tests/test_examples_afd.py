@@ -153,3 +153,10 @@ def test_different_results_are_noticed(capsys: pytest.CaptureFixture[str]) -> No
     assert attention.same(expected * 1.001, expected)
     assert not attention.same(expected * 1.02, expected)
     assert "results differ by 2.00000% (at most 1% expected)" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_both_orders_give_the_same_on_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert attention.main(["--device", "cuda", "--layers", "6", "--served-layers", "2"]) == 0
+    assert "results differ by 0.00000%" in capsys.readouterr().out
