@@ -27,7 +27,7 @@ class LocalExperts(torch.nn.Module):
 
 def load_layers(checkpoint: Path, device: str) -> dict[str, LocalExperts]:
     """Every MoE layer of the checkpoint, by the name under which a server has it."""
-    backend = resolve_backend("hopper" if device == "cuda" else "reference")
+    backend = resolve_backend("reference" if device == "cpu" else "hopper")
     settings = CheckpointSettings(path=checkpoint, layers="all")
     return {
         model.name: LocalExperts(layer_of(model, backend, backend.device, lambda: False))

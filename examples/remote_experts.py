@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
+from examples.arguments import device, positive
 from examples.server import ServerError, run_server
 from examples.small_model import FAMILIES, SIZE_UNIT, Sizes, make_checkpoint
 from expertd_client import ExpertClient, ExpertError
@@ -57,7 +58,7 @@ def load_model(checkpoint: Path, device: str, experts: Callable[[str], torch.nn.
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
     for index, layer in enumerate(model.model.layers):
         if hasattr(layer.mlp, "experts"):  # other layers are dense
-            layer.mlp = experts(f"{checkpoint.name}.layers.{index}")
+            layer.mlp = experts(f"{checkpoint.absolute().name}.layers.{index}")
     return model.to(device).eval()
 
 
@@ -79,10 +80,10 @@ def difference(model: Any, other: Any, ids: Tensor) -> float:
 
 def run(arguments: argparse.Namespace, checkpoint: Path, url: str) -> bool:
     """Generate, and print what it took. False if a comparison failed. Raises ExpertError."""
-    device, traffic = arguments.device, Traffic()
-    prompt = torch.tensor([list(arguments.prompt.encode())], device=device)
+    traffic = Traffic()
+    prompt = torch.tensor([list(arguments.prompt.encode())], device=arguments.device)
     with ExpertClient(url, transport=arguments.transport) as client:
-        model = load_model(checkpoint, device, lambda name: RemoteExperts(client, name, traffic))
+        model = load_model(checkpoint, arguments.device, lambda name: RemoteExperts(client, name, traffic))
         generate(model, prompt, 1)  # opens connections
         traffic.calls = traffic.num_bytes = 0
         begin = time.perf_counter()
@@ -103,7 +104,7 @@ def compare(model: Any, ids: Tensor, prompt: Tensor, checkpoint: Path, arguments
     layers = load_layers(checkpoint, arguments.device)
     local = load_model(checkpoint, arguments.device, layers.__getitem__)
     text_is_equal = generate(local, prompt, arguments.new_tokens).equal(ids)
-    error, bound = difference(model, local, ids), LAYER_ERROR[arguments.device]
+    error, bound = difference(model, local, ids), LAYER_ERROR[prompt.device.type]
     print(
         f"experts in this process: {'the same text' if text_is_equal else 'another text'}, "
         f"logits differ by {error:.5%} (at most {bound:.1%} expected)"
@@ -118,24 +119,35 @@ def as_text(ids: Tensor) -> str:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line's arguments."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    description = "Generates text with a transformers model whose experts run in expertd."
+    parser = argparse.ArgumentParser(prog="python -m examples.remote_experts", description=description)
     parser.add_argument("--url", help="a running server, which serves --checkpoint (default: start one)")
-    parser.add_argument("--checkpoint", type=Path, help="the model's directory; made if it does not exist")
-    parser.add_argument("--family", choices=FAMILIES, default="qwen3_moe", help="of a model that is made")
+    parser.add_argument("--transport", default="auto", help="auto (default), channel, shared_memory or http")
+    parser.add_argument(
+        "--device", type=device, choices=("cpu", "cuda"), default="cpu", help="of attention; default: cpu"
+    )
+    parser.add_argument("--prompt", default=PROMPT, help="default: %(default)r")
+    parser.add_argument("--new-tokens", type=positive, default=32, metavar="N", help="default: %(default)s")
+    parser.add_argument("--compare", action="store_true", help="with the same experts in this process")
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        metavar="DIR",
+        help="directory of the model; made if it does not exist (default: a temporary one)",
+    )
+    made = parser.add_argument_group("a model that is made")
+    made.add_argument("--family", choices=FAMILIES, default="qwen3_moe", help="default: %(default)s")
+    made.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of its weights")
     for name in ("layers", "hidden_size", "num_experts"):
-        what = f"of a model that is made (default: {getattr(Sizes, name)})"
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Sizes, name), help=what)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="the same")
-    parser.add_argument("--prompt", default=PROMPT)
-    parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of attention")
-    parser.add_argument("--transport", default="auto", help="auto, channel, shared_memory or http")
-    parser.add_argument("--compare", action="store_true", help="with the experts in this process")
+        flag, default = f"--{name.replace('_', '-')}", getattr(Sizes, name)
+        made.add_argument(flag, type=positive, default=default, metavar="N", help="default: %(default)s")
     arguments = parser.parse_args(argv)
     if arguments.url and arguments.checkpoint is None:
         parser.error("--url: expected --checkpoint, the directory that it serves, too, got none")
-    if arguments.hidden_size < SIZE_UNIT or arguments.hidden_size % SIZE_UNIT:
+    if arguments.hidden_size % SIZE_UNIT:
         parser.error(f"--hidden-size: expected a multiple of {SIZE_UNIT}, got {arguments.hidden_size}")
+    if not arguments.prompt:
+        parser.error("--prompt: expected at least one character, got none")
     return arguments
 
 

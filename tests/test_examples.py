@@ -115,7 +115,8 @@ def test_what_the_server_says_is_reported(
     assert "expertd serve: expected a ready server, got: expertd: " in capsys.readouterr().err
 
 
-def test_the_documented_commands_are_understood() -> None:
+def test_the_documented_commands_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     text = (ROOT / "examples" / "README.md").read_text().replace("\\\n", "")
     commands = [
         (program, shlex.split(arguments, comments=True))
@@ -134,6 +135,9 @@ def test_the_documented_commands_are_understood() -> None:
             ("--url", "http://localhost:1"),
             "--url: expected --checkpoint, the directory that it serves, too, got",
         ),
+        (("--prompt", ""), "--prompt: expected at least one character, got none"),
+        (("--new-tokens", "0"), "--new-tokens: expected a number of at least 1, got 0"),
+        (("--device", "tpu"), "--device: expected one of cpu"),
         (("--hidden-size", "384"), "--hidden-size: expected a multiple of 256, got 384"),
     ],
 )

@@ -19,6 +19,7 @@ import torch
 from examples.afd.experts import served_layers
 from examples.afd.intervals import describe, times, write_timeline
 from examples.afd.worker import SLOTS, Attention, AttentionSizes, Worker
+from examples.arguments import device, positive
 from examples.server import ServerError, run_server
 from expertd_client import ExpertClient, ExpertError
 
@@ -77,28 +78,46 @@ def server_config(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line's arguments."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.afd.attention", description="Runs an attention worker beside expertd."
+    )
     parser.add_argument("--url", help="a running server; its layers are used (default: start one)")
-    parser.add_argument("--transport", default="auto", help="auto, channel, shared_memory or http")
-    parser.add_argument("--device", default="cpu", help="of attention: cpu, cuda or cuda:1")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    parser.add_argument("--repeat", type=int, default=3, help="runs of each order; the last one counts")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the ping-pong's times")
-    for name, default, what in (
-        ("layers", 4, "layers of the model"),
-        ("tokens", 64, "sequences of a micro-batch"),
-        ("context", 256, "cached tokens of each"),
-        ("heads", 16, "attention heads of 64"),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default: {default})")
+    parser.add_argument("--transport", default="auto", help="auto (default), channel, shared_memory or http")
+    parser.add_argument(
+        "--device", type=device, default="cpu", help="of attention: cpu (default), cuda, cuda:1"
+    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of attention")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the times of the ping-pong")
+    add_sizes(
+        parser,
+        layers=(4, "layers of the model"),
+        tokens=(64, "sequences of a micro-batch"),
+        context=(256, "cached tokens of each"),
+        heads=(16, "attention heads of 64"),
+        repeat=(3, "runs of each order; the last one counts"),
+    )
     server = parser.add_argument_group("a server that is started")
-    for name, default in (
-        ("hidden-size", 512), ("intermediate-size", 256), ("num-experts", 16), ("top-k", 4),
-    ):  # fmt: skip
-        server.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
-    server.add_argument("--served-layers", type=int, help="layers it has, used in turn (default: --layers)")
-    server.add_argument("--server-gpus", help="its CUDA_VISIBLE_DEVICES; the first one computes, as in 1,0")
+    add_sizes(
+        server,
+        hidden_size=(512, "of a token"),
+        intermediate_size=(256, "of an expert"),
+        num_experts=(16, "of a layer"),
+        top_k=(4, "experts of a token"),
+    )
+    server.add_argument(
+        "--served-layers", type=positive, metavar="N", help="used in turn (default: --layers)"
+    )
+    server.add_argument(
+        "--server-gpus", metavar="LIST", help="its CUDA_VISIBLE_DEVICES, as in 1,0: it computes on the first"
+    )
     return parser.parse_args(argv)
+
+
+def add_sizes(parser: argparse._ActionsContainer, **sizes: tuple[int, str]) -> None:
+    """Arguments for whole numbers: default and meaning by name."""
+    for name, (default, what) in sizes.items():
+        flag, text = f"--{name.replace('_', '-')}", f"{what} (default: {default})"
+        parser.add_argument(flag, type=positive, default=default, metavar="N", help=text)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -39,7 +39,9 @@ def draw(timeline: Path, picture: Path) -> None:
 
 def main() -> None:
     """Draw one timeline, and print its figures."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.afd.timeline", description="Draws when attention and experts ran."
+    )
     parser.add_argument("timeline", type=Path, help="written by examples.afd.attention --json")
     parser.add_argument("picture", type=Path, help="SVG file to write")
     arguments = parser.parse_args()
