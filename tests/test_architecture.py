@@ -165,6 +165,22 @@ def test_tests_and_benchmarks_do_not_import_each_other() -> None:
         assert other not in tops or name in of_benchmarks, name
 
 
+def test_examples_use_the_server_through_its_client() -> None:
+    users = set()
+    for path in (ROOT / "examples").rglob("*.py"):
+        tops = {used.split(".")[0] for used in _imports(ast.parse(path.read_text()), within_functions=True)}
+        assert not tops & {"benchmarks", "tests"}, path.name
+        if "expertd" in tops:
+            users.add(path.name)
+    assert users == {"in_process.py"}
+
+
+def test_the_product_does_not_import_programs_beside_it() -> None:
+    for module, tree in TREES.items():
+        tops = {name.split(".")[0] for name in _imports(tree, within_functions=True)}
+        assert not tops & {"benchmarks", "examples", "tests"}, module
+
+
 def test_the_document_has_the_same_packages() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]*)\|$", text, re.M)

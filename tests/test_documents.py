@@ -21,7 +21,7 @@ DOCUMENTS = sorted(
     for path in (
         *ROOT.glob("*.md"),
         *(ROOT / "docs").glob("*.md"),
-        *(ROOT / name for name in ("kernels/README.md", "client/README.md")),
+        *(ROOT / name for name in ("kernels/README.md", "client/README.md", "examples/README.md")),
     )
 )
 _CODE = re.compile(r"^```.*?^```$", re.M | re.S)

@@ -1,0 +1,35 @@
+"""The expert layers of a checkpoint in this process, by the server's own code, to compare with."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from expertd.kernels import resolve_backend
+from expertd.service.checkpoints import models_of
+from expertd.service.engine.loading import layer_of
+from expertd.service.moe.layer import MoELayer
+from expertd.service.settings.model import CheckpointSettings
+
+
+class LocalExperts(torch.nn.Module):
+    """Takes the place of a MoE block: one layer of expertd, called directly."""
+
+    def __init__(self, layer: MoELayer) -> None:
+        super().__init__()
+        self._layer = layer
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """The block's output [batch, length, H], of the dtype of `hidden_states` [batch, length, H]."""
+        tokens = hidden_states.flatten(0, 1)
+        return self._layer(tokens, out=torch.empty_like(tokens)).view_as(hidden_states)
+
+
+def load_layers(checkpoint: Path, device: str) -> dict[str, LocalExperts]:
+    """Every MoE layer of the checkpoint, by the name under which a server has it."""
+    backend = resolve_backend("reference" if device == "cpu" else "hopper")
+    settings = CheckpointSettings(path=checkpoint, layers="all")
+    return {
+        model.name: LocalExperts(layer_of(model, backend, backend.device, lambda: False))
+        for model in models_of(settings)
+    }
