@@ -104,6 +104,12 @@ async def stream(scheduler: Scheduler, requests: Sequence[LayerRequest], count: 
     return time.perf_counter() - begin
 
 
+def make_layer() -> MoELayer:
+    """DeepSeek-V3's layer with random weights."""
+    weights = random_weights(SHAPE, 0, torch.device("cuda", 0))
+    return MoELayer(SHAPE, weights, resolve_backend("hopper"), routing=ROUTING)
+
+
 @torch.inference_mode()
 def gpu_microseconds(layer: MoELayer, num_tokens: int) -> float:
     """The layer's own time with its router, replayed as a graph up to 256 tokens; the median of many."""
@@ -131,7 +137,7 @@ def gpu_microseconds(layer: MoELayer, num_tokens: int) -> float:
 async def measure(tokens: Sequence[int]) -> tuple[list[Row], list[Row]]:
     """The rows of both tables."""
     device = torch.device("cuda", 0)
-    layer = MoELayer(SHAPE, random_weights(SHAPE, 0, device), resolve_backend("hopper"), routing=ROUTING)
+    layer = make_layer()
     staging = Staging(device)
     staging.prepare(4096, SHAPE.hidden_size, SHAPE.top_k, 2)
     runner = LayerRunner(layer, device, staging=staging)
@@ -180,8 +186,13 @@ def main() -> int:
     )
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--only-gpu", action="store_true", help="print the GPU's times alone, by tokens")
     arguments = parser.parse_args()
     expect_gpu("steps")
+    if arguments.only_gpu:
+        layer = make_layer()
+        print(json.dumps({tokens: gpu_microseconds(layer, tokens) for tokens in arguments.tokens}))
+        return 0
     rows, streams = asyncio.run(measure(arguments.tokens))
     result = {"header": header(), "steps": rows, "streams": streams}
     print(json.dumps(result, indent=1))

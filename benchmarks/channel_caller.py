@@ -1,0 +1,73 @@
+"""Callers through channels, in a process of their own: closed loops, each with a channel and a thread.
+
+Latency is from the request to its answer; the tensors are written before, and read after. With a device, the
+tensors lie in that GPU's memory.
+"""
+
+import json
+import sys
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from expertd_client import ExpertClient
+
+
+def loop(given: dict[str, Any], latencies: list[float], errors: list[BaseException]) -> None:
+    """Requests for `seconds`, the first tenth of them dropped."""
+    try:
+        with ExpertClient(given["url"]) as client:
+            channel = client.open_channel(
+                given["model"],
+                num_slots=1,
+                max_tokens=given["tokens"],
+                datatype="BF16",
+                device=given["device"],
+            )
+            with channel:
+                _fill(channel, given["tokens"], given["device"])
+                begin = time.perf_counter() + given["seconds"] / 10
+                while (sent := time.perf_counter()) < begin + given["seconds"]:
+                    channel.wait(channel.submit(given["tokens"]))
+                    if sent >= begin:
+                        latencies.append(time.perf_counter() - sent)
+    except BaseException as error:
+        errors.append(error)
+
+
+def _fill(channel: Any, num_tokens: int, device: str | None) -> None:
+    """The same tokens in every slot as all other callers send."""
+    generator = np.random.default_rng(num_tokens)
+    rows = channel.slots[0].hidden_states[:num_tokens]
+    tokens = generator.standard_normal(rows.shape, dtype=np.float32)
+    bits = (tokens.view(np.uint32) >> 16).astype(np.uint16)
+    if device is None:
+        rows.view(np.uint16)[:] = bits
+        return
+    import torch
+
+    rows.view(torch.uint16).copy_(torch.from_numpy(bits))
+    torch.cuda.synchronize(device)
+
+
+def main() -> None:
+    """Reads {url, model, tokens, device, callers, seconds} from stdin; prints latencies as JSON."""
+    given = json.load(sys.stdin)
+    latencies: list[float] = []
+    errors: list[BaseException] = []
+    threads = [
+        threading.Thread(target=loop, args=(given, latencies, errors)) for _ in range(given["callers"])
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    print(json.dumps(latencies))
+
+
+if __name__ == "__main__":
+    main()
