@@ -92,6 +92,7 @@ def _checks(settings: "Settings") -> Iterator[Result]:
     yield _result("checkpoints", checkpoints)
     yield _result("weights", lambda: check_weights(settings))
     yield _result("address", lambda: _address(settings))
+    yield _result("channels", lambda: _channels(settings))
     yield _result("backend", lambda: _backend(settings))
     yield _result("partitions", lambda: _partitions(settings))
 
@@ -111,6 +112,17 @@ def _address(settings: "Settings") -> str:
     except BindError as error:
         raise ValueError(str(error)) from error
     return exposure(settings.host, settings.port) or f"{settings.host}:{settings.port} is free"
+
+
+def _channels(settings: "Settings") -> str:
+    from expertd.service.channels.listener import listen_at
+
+    path = settings.channels.socket
+    if path is None:
+        return "none"
+    listen_at(path).close()
+    path.unlink()
+    return f"{path} is free"
 
 
 def _backend(settings: "Settings") -> str:

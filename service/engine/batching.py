@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from expertd.service.engine.errors import QueueFullError, SchedulerClosedError, StepFailedError
+from expertd.service.engine.wakeup import Source, Wakeup
 from expertd.service.moe.request import LayerRequest, Output, StepResult
 from expertd.service.settings.model import Limits
 
@@ -32,6 +33,11 @@ logger = logging.getLogger(__name__)
 # Steps of this many tokens begin before the preceding one is done: they take longer to copy than to prepare.
 _EARLY_TOKENS = 512
 _MAX_RUNNING = 2  # steps: one whose bytes are copied, and one that computes
+# The callers of a step need a moment for their next requests. If others are waiting already, the next step
+# begins up to this part of the last one's time later, so that it has all of them.
+_REJOIN_PART = 0.02
+_MAX_REJOIN_SECONDS = 100e-6
+_MAX_REPORTS = 64  # of steps and answers, that wait for a moment in which they delay nothing
 _POLL_SECONDS = 100e-6  # how often a running step is checked for its end while others may begin
 
 
@@ -69,9 +75,9 @@ class _State(Enum):
 
 
 class Pending:
-    """An accepted request, until its `done` is called."""
+    """An accepted request, until its `done` is called; the last two attributes are set before."""
 
-    __slots__ = ("arrived", "done", "model", "on_worker", "request", "state")
+    __slots__ = ("arrived", "began", "compute_seconds", "done", "model", "on_worker", "request", "state")
 
     def __init__(self, model: str, request: LayerRequest, done: Done, on_worker: bool) -> None:
         self.model = model
@@ -79,6 +85,8 @@ class Pending:
         self.done = done
         self.on_worker = on_worker
         self.arrived = time.perf_counter()
+        self.began: float | None = None  # of its step; None: never
+        self.compute_seconds = 0.0  # of its step
         self.state = _State.WAITING
 
 
@@ -109,15 +117,20 @@ class _Running:
 class Scheduler:
     """Owns the queues and the worker thread. `submit` and `cancel` are safe from any thread."""
 
-    def __init__(self, limits: Limits, observer: StepObserver) -> None:
+    def __init__(self, limits: Limits, observer: StepObserver, spin_seconds: float = 0.0) -> None:
         self._limits = limits
         self._observer = observer
         self._queues: dict[str, _Queue] = {}
         self._turns: deque[str] = deque()  # models with queued requests, next one first
         self._jobs: deque[tuple[Callable[[], object], Future[Any]]] = deque()
         self._running: deque[_Running] = deque()  # used by the worker thread alone
-        self._wake = threading.Condition(threading.Lock())
+        self._reports: deque[Callable[[], None]] = deque()  # to call on the event loop
+        self._spin_seconds = spin_seconds  # before sleeping, if there are sources
+        self._wakeup = Wakeup()
+        self._lock = threading.Lock()
         self._sleeping = False
+        self._returning = 0  # sources' requests of the last step whose callers have not sent another one
+        self._rejoin_until = 0.0
         self._closed = False
         self._stopped = False
         self._unanswered = 0
@@ -142,9 +155,10 @@ class Scheduler:
     async def between_steps(self, job: Callable[[], T]) -> T:
         """Run `job` on the worker thread before the next step, and return its result."""
         done: Future[T] = Future()
-        with self._wake:
+        with self._lock:
             self._jobs.append((job, done))
-            self._wake.notify()
+            self._sleeping = False
+        self._wakeup.wake()
         return await asyncio.wrap_future(done)
 
     def check_capacity(self, model: str, num_tokens: int = 1) -> None:
@@ -170,21 +184,23 @@ class Scheduler:
         """
         pending = Pending(model, request, done, on_worker)
         queue = self._queues[model]
-        with self._wake:
+        with self._lock:
             self.check_capacity(model, request.num_tokens)
             if not queue.waiting:
                 self._turns.append(model)
             queue.waiting.append(pending)
             queue.num_tokens += request.num_tokens
             self._unanswered += 1
-            if self._sleeping:
-                self._sleeping = False
-                self._wake.notify()
+            if on_worker and self._returning:
+                self._returning -= 1
+            asleep, self._sleeping = self._sleeping, False
+        if asleep:
+            self._wakeup.wake()
         return pending
 
     def cancel(self, pending: Pending, error: Exception) -> bool:
         """Answer a queued request with `error`; False if its step has begun or it is already answered."""
-        with self._wake:
+        with self._lock:
             if pending.state is not _State.WAITING:
                 return False
             pending.state = _State.CANCELLED
@@ -196,6 +212,20 @@ class Scheduler:
         pending.done(error)
         self._answered(1)
         return True
+
+    def add_source(self, source: Source) -> None:
+        """Have the worker thread poll `source`, from now on."""
+        self._wakeup.add(source)
+
+    def remove_source(self, source: Source) -> None:
+        """Poll `source` no more, once a poll that has begun is over."""
+        self._wakeup.remove(source)
+
+    def report_later(self, report: Callable[[], None]) -> None:
+        """Call `report` on the event loop soon, where it delays no step; for the worker thread."""
+        self._reports.append(report)
+        if len(self._reports) % _MAX_REPORTS == 0:
+            self._flush_reports()
 
     def waiting(self, model: str) -> tuple[int, int]:
         """The numbers of queued requests and tokens of `model`."""
@@ -229,9 +259,9 @@ class Scheduler:
 
     def stop(self, timeout: float) -> bool:
         """Stop the worker thread after its current steps; True if it ended within `timeout` seconds."""
-        with self._wake:
+        with self._lock:
             self._closed = self._stopped = True
-            self._wake.notify()
+        self._wakeup.wake()
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -240,25 +270,56 @@ class Scheduler:
             job: tuple[Callable[[], object], Future[Any]] | None = None
             model = ""
             requests: list[Pending] = []
-            with self._wake:
-                while not (self._stopped or self._jobs or self._turns or self._running):
-                    self._sleeping = True
-                    self._wake.wait()
-                self._sleeping = False
+            if self._wakeup.sources:
+                self._poll(0)
+                if self._turns and not self._running:
+                    self._wait_for_callers()
+            with self._lock:
                 if self._stopped and not self._running:
                     break
                 if not self._running:
                     job = self._jobs.popleft() if self._jobs else None
                 if job is None and self._may_begin():
                     model, requests = self._next_step()
+                self._sleeping = not (job or requests or self._running)
             if job:
                 self._run_job(*job)
             elif requests:
                 self._begin(model, requests)
+            elif not self._running:
+                self._wait()
             elif not self._wait_for_more():
                 self._finish(self._running.popleft())
+        self._wakeup.close()
         for _, done in self._jobs:
             done.cancel()
+
+    def _wait(self) -> None:
+        """Wait for a wake-up or a source: if there are sources, awake for a short time, then asleep."""
+        if self._wakeup.sources:
+            end = time.perf_counter() + self._spin_seconds
+            while time.perf_counter() < end:
+                if self._poll(0):
+                    return
+        if self._reports:
+            self._flush_reports()
+        self._poll(None)
+
+    def _poll(self, seconds: float | None) -> bool:
+        """Wait up to `seconds`, and poll the sources that rang; False if nothing happened."""
+        rang = self._wakeup.wait(seconds)
+        if rang is None:
+            return False
+        self._sleeping = False
+        for source in rang:
+            source.poll()
+        return True
+
+    def _wait_for_callers(self) -> None:
+        """Poll sources until the callers of the last step are back, for a short time."""
+        while self._returning and time.perf_counter() < self._rejoin_until:
+            self._poll(0)
+        self._returning = 0
 
     def _may_begin(self) -> bool:
         """Whether the next step may begin now. The caller holds the lock."""
@@ -274,12 +335,12 @@ class Scheduler:
         if len(running) == _MAX_RUNNING or running[0].num_tokens < _EARLY_TOKENS:
             return False  # a small step is over before another is worth beginning
         while not running[0].step.is_done():
-            with self._wake:
+            if self._wakeup.sources:
+                self._poll(0)
+            with self._lock:
                 if self._may_begin():
                     return True
-                self._sleeping = True
-                self._wake.wait(_POLL_SECONDS)
-                self._sleeping = False
+            time.sleep(_POLL_SECONDS)
         return False
 
     def _next_step(self) -> tuple[str, list[Pending]]:
@@ -300,6 +361,8 @@ class Scheduler:
 
     def _begin(self, model: str, requests: list[Pending]) -> None:
         began = time.perf_counter()
+        for pending in requests:
+            pending.began = began
         try:
             step = self._queues[model].runner.begin([pending.request for pending in requests])
         except Exception as error:
@@ -312,6 +375,7 @@ class Scheduler:
             self._finish(running)
         else:
             self._running.append(running)
+            self._flush_reports()  # while the device computes
 
     def _finish(self, running: _Running) -> None:
         model, requests = running.model, running.requests
@@ -326,6 +390,10 @@ class Scheduler:
         took = result.compute_seconds
         queue.step_seconds = took if not queue.step_seconds else 0.8 * queue.step_seconds + 0.2 * took
         waited = [running.began - pending.arrived for pending in requests]
+        for pending in requests:
+            pending.compute_seconds = took
+        self._returning = sum(pending.on_worker for pending in requests)
+        self._rejoin_until = time.perf_counter() + min(_REJOIN_PART * took, _MAX_REJOIN_SECONDS)
         self._answer(answers, partial(self._observer.step_done, model, result, waited))
 
     def _failed(self, model: str, requests: list[Pending], error: Exception) -> None:
@@ -344,24 +412,37 @@ class Scheduler:
         self._answer([(requests[0], failure)])
 
     def _answer(self, answers: Sequence[_Answer], report: Callable[[], None] | None = None) -> None:
-        """Call each request's `done`, then `report`; the loop is woken once for all."""
-        assert self._loop is not None
+        """Call each request's `done`; the loop is woken once for all of its own, and for the reports."""
+        if report is not None:
+            self.report_later(report)
+        others = [pair for pair in answers if not pair[0].on_worker]
         for pending, answer in answers:
             if pending.on_worker:
                 pending.done(answer)
-        others = [pair for pair in answers if not pair[0].on_worker]
-        self._loop.call_soon_threadsafe(self._deliver, others, len(answers), report)
+        if len(others) < len(answers):
+            self._answered(len(answers) - len(others))
+        if others or not answers:
+            self._deliver_soon(others)
 
-    def _deliver(self, answers: Sequence[_Answer], count: int, report: Callable[[], None] | None) -> None:
+    def _deliver_soon(self, answers: Sequence[_Answer]) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._deliver, answers)
+
+    def _flush_reports(self) -> None:
+        if self._reports:
+            self._deliver_soon([])
+
+    def _deliver(self, answers: Sequence[_Answer]) -> None:
         for pending, answer in answers:
             pending.done(answer)
-        self._answered(count)
-        if report is not None:
-            # Runs after the handlers just woken, so that no response waits for metrics.
-            asyncio.get_running_loop().call_soon(report)
+        if answers:
+            self._answered(len(answers))
+        # These run after the handlers just woken, so that no response waits for metrics.
+        while self._reports:
+            asyncio.get_running_loop().call_soon(self._reports.popleft())
 
     def _answered(self, count: int) -> None:
-        with self._wake:
+        with self._lock:
             self._unanswered -= count
         if not self._unanswered and not self._idle.is_set() and self._loop is not None:
             self._loop.call_soon_threadsafe(self._idle.set)

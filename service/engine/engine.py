@@ -59,7 +59,7 @@ class Engine:
             )
             for model in settings.models
         }
-        self.scheduler = Scheduler(settings.limits, metrics)
+        self.scheduler = Scheduler(settings.limits, metrics, settings.channels.spin_microseconds / 1e6)
         self.loaded: Loaded | None = None
         self.arena: Arena | None = None  # of large bodies and outputs, once loaded
         self.shared_memory = SharedMemory(settings.shared_memory)

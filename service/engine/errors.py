@@ -1,4 +1,4 @@
-"""The engine's exceptions; `service.http.errors` maps each to an HTTP status."""
+"""The engine's exceptions; `service.engine.statuses` maps each to an HTTP status."""
 
 
 class EngineError(Exception):
@@ -51,3 +51,19 @@ class RegionRefusedError(EngineError):
 
 class UnknownRegionError(EngineError):
     """No region of that kind has that name."""
+
+
+class ChannelsDisabledError(EngineError):
+    """The settings do not allow channels."""
+
+
+class ChannelRefusedError(EngineError):
+    """A channel with these sizes or this memory cannot be opened."""
+
+
+class ChannelLimitError(EngineError):
+    """Too many channels are open, or they have too much memory."""
+
+
+class UnknownChannelError(EngineError):
+    """No channel with that id is open."""

@@ -223,6 +223,18 @@ class Metrics:
 
         self.registry.register(CallbackCollector(collect))
 
+    def watch_channels(self, totals: Callable[[], tuple[int, int]]) -> None:
+        """Report (open channels, bytes of their data regions) at each scrape."""
+
+        def collect() -> Iterator[Metric]:
+            channels, num_bytes = totals()
+            yield GaugeMetricFamily("expertd_channels", "Open channels", value=channels)
+            yield GaugeMetricFamily(
+                "expertd_channel_bytes", "Bytes of channels' data regions", value=num_bytes
+            )
+
+        self.registry.register(CallbackCollector(collect))
+
     def watch_device_memory(self, memory: Callable[[], tuple[int, int] | None]) -> None:
         """Report (used, total) bytes of the device at each scrape, None without a GPU."""
 

@@ -11,6 +11,8 @@ from starlette.routing import Match
 from starlette.types import Message, Receive, Scope, Send
 
 from expertd import __version__
+from expertd.service.channels.hub import ChannelHub
+from expertd.service.channels.listener import ChannelListener
 from expertd.service.engine.engine import Engine
 from expertd.service.engine.errors import EngineError
 from expertd.service.engine.loading import Loader, load
@@ -22,6 +24,7 @@ from expertd.service.http.errors import http_error
 from expertd.service.http.infer import InferEndpoint
 from expertd.service.http.protocol import OipError, error_body
 from expertd.service.http.routes import (
+    channels_router,
     metrics_router,
     partitions_router,
     protocol_router,
@@ -54,6 +57,10 @@ class ExpertApp(FastAPI):
         )
         self.metrics = Metrics(__version__)
         self.engine = Engine(settings, self.metrics, loader)
+        self.channels = ChannelHub(settings.channels, self.engine, self.metrics)
+        self.listener: ChannelListener | None = None  # of channels
+        if settings.channels.socket is not None:
+            self.listener = ChannelListener(settings.channels.socket, self.channels)
         self._bodies = BodyReader(settings.limits)
         self._infer = InferEndpoint(self.engine, self.metrics, self._bodies)
         self._infer_paths = {
@@ -65,6 +72,7 @@ class ExpertApp(FastAPI):
             protocol_router(self.engine, self._infer, self._bodies),
             shared_memory_router(self.engine.shared_memory, self._bodies),
             partitions_router(self.engine, self._bodies),
+            channels_router(self.channels, self._bodies),
             metrics_router(self.metrics),
             swagger_router(self.title),
         )
@@ -106,7 +114,13 @@ class ExpertApp(FastAPI):
 @asynccontextmanager
 async def _lifespan(app: ExpertApp) -> AsyncIterator[None]:
     app.engine.start()
+    app.channels.start()
+    if app.listener is not None:
+        app.listener.start()
     yield
+    if app.listener is not None:
+        await app.listener.stop()
+    await app.channels.stop()
     await app.engine.stop()
 
 

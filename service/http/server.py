@@ -29,16 +29,21 @@ _FLUSH_SECONDS = 0.1  # to send the last responses before the process exits imme
 
 
 class BindError(Exception):
-    """The server cannot listen on the host and port; the text says why."""
+    """The server cannot listen on the host and port, or for channels; the text says why."""
 
 
 def serve(settings: Settings) -> int:
     """Serve until SIGTERM, SIGINT or SIGHUP. Returns the exit code: 0 after a full drain, else 1.
 
-    Raises BindError, before anything is loaded, if it cannot listen on the port.
+    Raises BindError, before anything is loaded, if it cannot listen.
     """
     listener = listen(settings.host, settings.port)
     app = ExpertApp(settings)
+    if app.listener is not None:
+        try:
+            app.listener.bind()
+        except OSError as error:
+            raise BindError(str(error)) from error
     shared = SharedState(settings.limits, app.metrics.connection_refused)
     config = uvicorn.Config(
         app,

@@ -106,6 +106,28 @@ class SharedMemorySettings(_Frozen):
     )
 
 
+class ChannelSettings(_Frozen):
+    """Channels: requests through shared memory (docs/channels.md)."""
+
+    socket: Path | None = Field(
+        default=None,
+        description="path of the Unix socket where the server's user claims channels; null: no channels",
+    )
+    max_channels: int = Field(default=64, ge=1, description="maximum open channels")
+    max_bytes: int = Field(
+        default=1024 * MIB,
+        ge=1,
+        description="maximum bytes of all channels' data regions; on a GPU, those in host memory are pinned",
+    )
+    spin_microseconds: int = Field(
+        default=50,
+        ge=0,
+        le=1_000_000,
+        description="microseconds after each step in which the server looks for requests of channels without "
+        "sleeping; it occupies a CPU core meanwhile",
+    )
+
+
 class WeightsSettings(_Frozen):
     """The source of a layer's weights: a random seed or a safetensors file."""
 
@@ -273,6 +295,7 @@ class Settings(BaseSettings):
     shared_memory: SharedMemorySettings = Field(
         default=SharedMemorySettings(), description="regions of shared memory"
     )
+    channels: ChannelSettings = Field(default=ChannelSettings(), description="channels")
     keep_alive_seconds: int = Field(default=75, ge=1, description="seconds an idle connection stays open")
     shutdown_delay_seconds: float = Field(
         default=0.0,

@@ -33,7 +33,7 @@ class AddressRunner(EchoRunner):
 
     def _run(self, requests: Sequence[LayerRequest]) -> StepResult:
         result = super()._run(
-            [replace(request, hidden_states=_hidden_states(request)) for request in requests]
+            [replace(request, hidden_states=_hidden_states(request), output=None) for request in requests]
         )
         outputs: list[Output] = []
         for request in requests:

@@ -42,12 +42,36 @@ class EchoRunner:
                 raise RuntimeError("a poisoned request")
         tokens = sum(request.num_tokens for request in requests)
         return StepResult(
-            outputs=[host_view(request.hidden_states) for request in requests],
+            outputs=[_echo(request) for request in requests],
             layout=Layout.MASKED,
             num_tokens=tokens,
             tokens_per_expert=np.array([tokens, 0, 0, tokens]),
             compute_seconds=0.001,
         )
+
+
+class Turnstile(threading.Event):
+    """A gate that lets steps through one by one, until it is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tickets = threading.Semaphore(0)
+
+    def let_one_through(self) -> None:
+        self._tickets.release()
+
+    def set(self) -> None:
+        self._tickets.release(1000)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return self._tickets.acquire(timeout=30)
+
+
+def _echo(request: LayerRequest) -> Output:
+    if request.output is None:
+        return host_view(request.hidden_states)
+    host_view(request.output)[:] = host_view(request.hidden_states)
+    return request.output
 
 
 class Computed:

@@ -1,5 +1,6 @@
-"""All routes except infer: metadata, shared memory, SM partitions, metrics, the documentation page."""
+"""All routes except infer: metadata, shared memory, channels, partitions, metrics, documentation page."""
 
+from expertd.service.http.routes.channels import channels_router
 from expertd.service.http.routes.open_inference import protocol_router
 from expertd.service.http.routes.partitions import partitions_router
 from expertd.service.http.routes.prometheus import metrics_router
@@ -7,6 +8,7 @@ from expertd.service.http.routes.shared_memory import shared_memory_router
 from expertd.service.http.routes.swagger import swagger_router
 
 __all__ = [
+    "channels_router",
     "metrics_router",
     "partitions_router",
     "protocol_router",

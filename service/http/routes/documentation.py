@@ -9,15 +9,16 @@ from expertd.service.http.routes.schemas import ErrorResponse, InferJsonRequest,
 
 _STATUS_TEXTS = {
     400: "The request is invalid",
-    403: "The setting shared_memory.enabled is false",
-    404: "No such model, version or region",
+    403: "The settings do not allow it",
+    404: "No such model, version, region or channel",
     408: "The body did not arrive within body_timeout_seconds; the connection is closed",
     409: "The server has no device whose SMs can be partitioned",
     413: "The body is larger than max_body_bytes, or its JSON than max_json_bytes",
     415: "The body's Content-Encoding is not supported",
     422: "The partitions do not fit the device",
     500: "The server failed",
-    503: "Not ready, the queue is full (with Retry-After), or the request's timeout expired in the queue",
+    503: "Not ready, the queue is full (with Retry-After), the request's timeout expired in the queue, or "
+    "there are too many channels",
 }
 
 REF = "#/components/schemas/{model}"
@@ -94,7 +95,7 @@ def document(app: FastAPI, spec: LayerSpec) -> None:
 
 
 def _name_served(operation: dict[str, Any], spec: LayerSpec) -> None:
-    values = {"model": spec.name, "version": MODEL_VERSION, "name": "my_region"}
+    values = {"model": spec.name, "version": MODEL_VERSION, "name": "my_region", "channel": "1"}
     for parameter in operation.get("parameters", ()):
         if parameter["in"] == "path":
             parameter["example"] = values[parameter["name"]]

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 
 class ErrorResponse(BaseModel):
@@ -103,6 +103,72 @@ class CudaRegionRequest(BaseModel):
     raw_handle: IpcHandle
     device_id: int = Field(ge=0, le=2**31 - 1, description="the GPU, as the server counts them")
     byte_size: int = Field(ge=1, le=2**62)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class SystemMemorySize(_Strict):
+    byte_size: PositiveInt = Field(
+        description="bytes of the data region; the caller places its tensors in it"
+    )
+
+
+class SystemMemory(_Strict):
+    """Host memory of a given size."""
+
+    system: SystemMemorySize
+
+
+class CudaMemoryHandle(_Strict):
+    device_id: NonNegativeInt
+    raw_handle: IpcHandle
+    byte_size: PositiveInt
+
+
+class CudaMemoryRegion(_Strict):
+    """The caller's memory on a GPU of this host."""
+
+    cuda: CudaMemoryHandle
+
+
+class ChannelRequest(_Strict):
+    """A channel to open."""
+
+    model: str
+    num_slots: PositiveInt = Field(description="requests that may be in flight at once, at most 4096")
+    max_tokens: PositiveInt = Field(description="maximum tokens per request")
+    datatype: Literal["BF16", "FP16", "FP32"] | None = Field(
+        default=None, description="the widest datatype of a slot's default places; null: the model's"
+    )
+    memory: Literal["system"] | SystemMemory | CudaMemoryRegion = Field(
+        default="system", description="where the tensors are; system: host memory with room for every slot"
+    )
+
+
+class ChannelResponse(BaseModel):
+    id: str
+    version: int = Field(description="of the layout")
+    model: str
+    socket: str = Field(description="path of the Unix socket at which the channel is claimed")
+    token: str = Field(description="32 bytes in hexadecimal, which claim the channel once")
+    geometry: dict[str, int] = Field(
+        description="sizes and offsets in bytes, and numbers of slots and tokens"
+    )
+
+
+class ChannelInfo(BaseModel):
+    id: str
+    model: str
+    memory: Literal["system", "cuda"]
+    data_bytes: int
+    owner: int | None = Field(description="process id; null: not yet claimed")
+    requests: int = Field(description="requests so far")
+
+
+class ChannelsResponse(BaseModel):
+    channels: list[ChannelInfo]
 
 
 class InferTensor(BaseModel):

@@ -81,7 +81,7 @@ def test_check_prints_every_setting_with_its_origin(
     assert config.read_text().splitlines()[line - 1].split() == ["top_k:", "2"]
     assert rows["host"] == ("127.0.0.1", "default")
     assert [result["name"] for result in about["checks"]] == [
-        "settings", "checkpoints", "weights", "address", "backend", "partitions",
+        "settings", "checkpoints", "weights", "address", "channels", "backend", "partitions",
     ]  # fmt: skip
 
 
@@ -104,6 +104,14 @@ def test_check_reports_what_would_prevent_a_start(config: Path, capsys: Output, 
     assert failed(about) == {
         "address": f"port: expected a free address, got 127.0.0.1:{port}: Address already in use"
     }
+    path = tmp_path / "channels"
+    _, about = check(capsys, "--config", config, "--port", "0", "--set", f"channels.socket={path}")
+    assert failed(about) == {}
+    assert not path.exists(), "it leaves nothing behind"
+    path.mkdir()
+    _, about = check(capsys, "--config", config, "--port", "0", "--set", f"channels.socket={path}")
+    text = f"channels.socket: expected a path for a new socket, got {path}: Address already in use"
+    assert failed(about) == {"channels": text}
     _, about = check(capsys, "--config", config, "--set", "partitions={p: 8}")
     assert failed(about)["partitions"].startswith("partitions: expected a backend whose device has SMs")
     _, about = check(capsys, "--model", tmp_path, "--layers", "all", "--port", "0")

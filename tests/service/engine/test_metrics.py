@@ -11,8 +11,8 @@ from expertd.layout import Layout
 from expertd.service.engine.errors import EngineError
 from expertd.service.engine.metrics import STATUSES
 from expertd.service.engine.refusals import REASONS
+from expertd.service.engine.statuses import ANSWERS
 from expertd.service.http.app import ExpertApp
-from expertd.service.http.errors import ANSWERS
 from expertd.service.moe.request import StepResult
 from tests.paths import ROOT
 from tests.service.apps import (

@@ -4,8 +4,10 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from expertd.kernels import resolve_backend
@@ -161,3 +163,26 @@ def test_invalid_routing_is_rejected(runner: LayerRunner) -> None:
         )
         with pytest.raises(ValueError, match=message):
             runner.validate(request)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 17, 511, 512, 3000])
+def test_one_invalid_id_is_found_among_many(runner: LayerRunner, num_tokens: int) -> None:
+    random = np.random.default_rng(num_tokens)
+    ids = np.argsort(random.random((num_tokens, 8)), axis=1)[:, :2]
+    hidden_states, weights = _hidden_states(num_tokens), torch.ones(num_tokens, 2)
+
+    def validate(ids: NDArray[np.int64]) -> None:
+        request = _request(
+            hidden_states,
+            topk_ids=ids.tobytes(),
+            topk_ids_datatype="INT64",
+            topk_weights=_bytes(weights),
+        )
+        runner.validate(request)
+
+    validate(ids)
+    for wrong in (8, -1, 2**32, ids[-1, 0]):
+        changed = ids.copy()
+        changed[-1, 1] = wrong
+        with pytest.raises(ValueError, match=f"in token {num_tokens - 1}"):
+            validate(changed)

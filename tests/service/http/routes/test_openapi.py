@@ -15,6 +15,7 @@ from expertd.service.http.app import ExpertApp
 from expertd.service.http.bodies import BodyReader
 from expertd.service.http.infer import InferEndpoint
 from expertd.service.http.routes import (
+    channels_router,
     metrics_router,
     partitions_router,
     protocol_router,
@@ -74,6 +75,10 @@ EXPECTED = {
     ),
     ("GET", "/v1/partitions"),
     ("PUT", "/v1/partitions"),
+    ("GET", "/v1/channels"),
+    ("POST", "/v1/channels"),
+    ("GET", "/v1/channels/{channel}"),
+    ("DELETE", "/v1/channels/{channel}"),
     ("GET", "/metrics"),
 }
 
@@ -84,10 +89,10 @@ def test_the_documented_routes_are_complete(document: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("method", "path"), sorted(EXPECTED))
 async def test_every_documented_route_is_served(document: dict[str, Any], method: str, path: str) -> None:
-    url = path.format(model="tiny", version="1", name="region")
+    url = path.format(model="tiny", version="1", name="region", channel="1")
     async with serving(tiny_settings()) as server:
         response = await server.http.request(method, url)
-        other = await server.http.request("DELETE", url)
+        other = await server.http.request("PATCH", url)
     responses = operations(document)[method, path]["responses"]
     assert str(response.status_code) in responses, response.text
     assert response.headers["content-type"].split(";")[0] in responses[str(response.status_code)]["content"]
@@ -102,6 +107,7 @@ def test_no_route_is_served_without_being_documented(document: dict[str, Any]) -
         protocol_router(app.engine, infer, bodies),
         shared_memory_router(app.engine.shared_memory, bodies),
         partitions_router(app.engine, bodies),
+        channels_router(app.channels, bodies),
         metrics_router(app.metrics),
     ]
     routes = [route for router in routers for route in router.routes]

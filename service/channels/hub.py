@@ -1,0 +1,207 @@
+"""All channels of a server: opening, claiming, closing, their limits and metrics."""
+
+import asyncio
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from expertd.service.channels.channel import Answered, Channel, Memory
+from expertd.service.channels.layout import TOKEN_BYTES, Geometry
+from expertd.service.channels.opening import Opening
+from expertd.service.channels.requests import RequestReader
+from expertd.service.engine.engine import Engine
+from expertd.service.engine.errors import (
+    ChannelLimitError,
+    ChannelsDisabledError,
+    NotReadyError,
+    SchedulerClosedError,
+    UnknownChannelError,
+)
+from expertd.service.engine.metrics import Metrics
+from expertd.service.sentences import shown
+from expertd.service.settings.model import ChannelSettings
+
+logger = logging.getLogger(__name__)
+
+_CLAIM_SECONDS = 10.0
+
+
+@dataclass(slots=True)
+class Entry:
+    """An open channel: with its token until it is claimed, then with its owner's process id."""
+
+    channel: Channel
+    opening: Opening
+    token: bytes | None
+    owner: int | None = None
+    expiry: asyncio.TimerHandle | None = None
+    disconnect: Callable[[], None] | None = None
+
+
+class ChannelHub:
+    """Opens and closes channels, on the event loop. Implements `Owner`."""
+
+    def __init__(self, settings: ChannelSettings, engine: Engine, metrics: Metrics) -> None:
+        self.settings = settings
+        self.claim_seconds = _CLAIM_SECONDS
+        self.entries: dict[str, Entry] = {}  # by id
+        self.used_bytes = 0  # of data regions, also those of closed channels until they are freed
+        self._engine, self._metrics = engine, metrics
+        self._opened = 0  # channels so far
+        self._opening = 0
+        self._freeing: set[asyncio.Task[None]] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = 0  # of the event loop
+        metrics.watch_channels(lambda: (len(self.entries), self.used_bytes))
+
+    def start(self) -> None:
+        """Use the running event loop from now on."""
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
+
+    async def open(self, opening: Opening) -> Entry:
+        """Open a channel, which must be claimed within `claim_seconds`.
+
+        Raises ChannelLimitError, ChannelRefusedError, ChannelsDisabledError, NotReadyError,
+        SchedulerClosedError and UnknownModelError.
+        """
+        self.check_enabled()
+        spec = self._engine.model(opening.model)
+        if self._engine.draining:
+            raise SchedulerClosedError("the server is shutting down")
+        if self._engine.loaded is None:
+            raise NotReadyError(f"model {spec.name} is not ready: the server is {self._engine.phase.value}")
+        geometry = opening.geometry(spec)
+        self._reserve(geometry)
+        try:
+            memory = await opening.allocate(geometry, self._engine.loaded)
+        except BaseException:
+            self.used_bytes -= geometry.data_bytes
+            raise
+        finally:
+            self._opening -= 1
+        return self._add(opening, memory)
+
+    def get(self, channel_id: str) -> Entry:
+        """The open channel with this id. Raises ChannelsDisabledError, UnknownChannelError."""
+        self.check_enabled()
+        entry = self.entries.get(channel_id)
+        if entry is None:
+            raise UnknownChannelError(f"channel: expected the id of an open channel, got {shown(channel_id)}")
+        return entry
+
+    def check_enabled(self) -> None:
+        """Raise ChannelsDisabledError if the server has no socket for channels."""
+        if self.settings.socket is None:
+            raise ChannelsDisabledError("channels: expected the setting channels.socket, got null")
+
+    def claim(self, token: bytes, owner: int, disconnect: Callable[[], None]) -> Channel | None:
+        """Give the channel of `token` to the process `owner`, once; None if there is no such channel.
+
+        `disconnect` ends the owner's connection; it is called when the channel is closed.
+        """
+        for entry in self.entries.values():
+            if entry.token is not None and secrets.compare_digest(entry.token, token):
+                entry.token, entry.owner, entry.disconnect = None, owner, disconnect
+                assert entry.expiry is not None
+                entry.expiry.cancel()
+                self._engine.scheduler.add_source(entry.channel)
+                return entry.channel
+        return None
+
+    def close(self, channel: Channel, why: str) -> None:
+        """Close a channel; its memory is freed once no step uses it. Later calls do nothing."""
+        entry = self.entries.pop(channel.id, None)
+        if entry is None:
+            return
+        assert entry.expiry is not None
+        entry.expiry.cancel()
+        logger.info("channel %s of model %s closed: %s", channel.id, channel.model, why)
+        channel.close()
+        if entry.disconnect is not None:
+            entry.disconnect()
+
+    async def stop(self) -> None:
+        """Close every channel, and free the memory that no step uses."""
+        for entry in list(self.entries.values()):
+            self.close(entry.channel, "the server is shutting down")
+        await asyncio.sleep(0)  # runs the calls of `_free`
+        await asyncio.gather(*self._freeing)
+
+    def answered(self, channel: Channel, answer: Answered) -> None:
+        report = partial(self._count, channel.id, channel.model, answer)
+        if threading.get_ident() == self._thread:
+            report()
+        else:
+            self._engine.scheduler.report_later(report)
+
+    def broken(self, channel: Channel, why: str) -> None:
+        logger.warning("channel %s of model %s: %s", channel.id, channel.model, why)
+        self._soon(self.close, channel, "its caller broke the protocol")
+
+    def idle(self, channel: Channel) -> None:
+        self._soon(self._free, channel)
+
+    def expire_at(self, channel: Channel, when: float) -> None:
+        self._soon(self._expire_at, channel, when)
+
+    def _soon(self, call: Callable[..., object], *arguments: object) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(call, *arguments)
+
+    def _expire_at(self, channel: Channel, when: float) -> None:
+        assert self._loop is not None
+        if channel.id in self.entries:
+            self._loop.call_later(max(0.0, when - time.perf_counter()), channel.expire)
+
+    def _free(self, channel: Channel) -> None:
+        task = asyncio.get_running_loop().create_task(self._release(channel))
+        self._freeing.add(task)
+        task.add_done_callback(self._freeing.discard)
+
+    async def _release(self, channel: Channel) -> None:
+        try:
+            await asyncio.to_thread(channel.release)
+        except Exception:
+            logger.exception("channel %s of model %s: its memory is not freed", channel.id, channel.model)
+        else:
+            self.used_bytes -= channel.memory.geometry.data_bytes
+
+    def _count(self, channel_id: str, model: str, answer: Answered) -> None:
+        if answer.reason is not None:
+            self._metrics.refused(model, answer.reason)
+            what = (answer.status, answer.reason, model, channel_id, answer.sequence, answer.text)
+            logger.debug("%d %s: model %s, channel %s, request %d: %s", *what)
+        self._metrics.request_done(model, answer.status, answer.seconds)
+
+    def _reserve(self, geometry: Geometry) -> None:
+        settings = self.settings
+        if len(self.entries) + self._opening >= settings.max_channels:
+            raise ChannelLimitError(
+                f"channels.max_channels: expected fewer than {settings.max_channels} open channels, got "
+                f"{len(self.entries)}"
+            )
+        left = settings.max_bytes - self.used_bytes
+        if geometry.data_bytes > left:
+            raise ChannelLimitError(
+                f"channels.max_bytes: expected a region of at most {left} bytes, got {geometry.data_bytes}"
+            )
+        self._opening += 1
+        self.used_bytes += geometry.data_bytes
+
+    def _add(self, opening: Opening, memory: Memory) -> Entry:
+        model = next(one for one in self._engine.settings.models if one.name == opening.model)
+        # The masked layout needs ids that are checked, which those in a GPU's memory are not.
+        routed = opening.kind == "system" or not model.masked_max_tokens
+        validate = self._engine.scheduler.runner(opening.model).validate
+        reader = RequestReader(memory.geometry, memory.region.span, validate, routed)
+        self._opened += 1
+        channel = Channel(self._opened, opening.model, memory, reader, self._engine.scheduler, self)
+        entry = Entry(channel, opening, secrets.token_bytes(TOKEN_BYTES))
+        text = f"it was not claimed within {self.claim_seconds:g} s"
+        entry.expiry = asyncio.get_running_loop().call_later(self.claim_seconds, self.close, channel, text)
+        self.entries[channel.id] = entry
+        return entry

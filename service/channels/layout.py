@@ -1,0 +1,110 @@
+"""The control memory of a channel, to the byte, as docs/channels.md has it; imports no torch."""
+
+import platform
+import struct
+import threading
+from dataclasses import asdict, dataclass, replace
+from typing import Self
+
+MAGIC = b"expertd\0"
+VERSION = 1
+GREETING = MAGIC + struct.pack("<I", VERSION)  # what a claimed channel's socket sends, with the descriptors
+TOKEN_BYTES = 32
+ALIGNMENT = 64  # of every tensor in the data region
+
+# magic, version, header_bytes, the fields of Geometry in their order, control_bytes
+HEADER = struct.Struct("<8s6I7Q")
+HEADER_BYTES = 256
+SLOT_BYTES = 512
+# Within a slot. Request and answer are written by one side each, 128 bytes apart: CPUs fetch pairs of lines.
+ANSWER_OFFSET = 128
+ERROR_OFFSET = 192
+ERROR_BYTES = SLOT_BYTES - ERROR_OFFSET
+
+# num_tokens, datatype, output datatype, flags, timeout_us, four offsets, reserved: all but the sequence
+REQUEST = struct.Struct("<IBBHQQQQQQ")
+# status, error_bytes, retry_after_ms, reserved, queue_ns, compute_ns: all but the sequence
+ANSWER = struct.Struct("<IIIIQQ")
+SEQUENCE_BYTES = 8
+LINE_BYTES = SEQUENCE_BYTES + REQUEST.size
+
+DATATYPES = {1: ("BF16", 2), 2: ("FP16", 2), 3: ("FP32", 4)}  # code -> name, bytes
+ROUTED = 1  # the only flag: topk_ids and topk_weights are given
+
+_WEAKLY_ORDERED = platform.machine() not in ("x86_64", "AMD64", "i686")
+_barrier = threading.Lock()
+
+
+def fence() -> None:
+    """Order the accesses to memory before this call with those after it; x86 does so by itself.
+
+    Elsewhere the release of the first lock and the acquisition of the second one are the barrier.
+    """
+    if _WEAKLY_ORDERED:
+        with _barrier:
+            pass
+        with _barrier:
+            pass
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The sizes of a channel, and the default place of each slot's tensors in the data region, in bytes.
+
+    Slot i has the default places i * data_slot_bytes + the four offsets; data_slot_bytes is 0 if there are
+    none, and the caller places its tensors itself.
+    """
+
+    num_slots: int
+    max_tokens: int
+    hidden_size: int
+    top_k: int
+    data_bytes: int
+    data_slot_bytes: int
+    hidden_states_offset: int
+    topk_ids_offset: int
+    topk_weights_offset: int
+    output_offset: int
+
+    @classmethod
+    def for_slots(
+        cls, num_slots: int, max_tokens: int, hidden_size: int, top_k: int, element_bytes: int
+    ) -> Self:
+        """A region with room for `max_tokens` of `element_bytes` in every slot."""
+        rows = _aligned(max_tokens * hidden_size * element_bytes)
+        routing = _aligned(max_tokens * top_k * 4)
+        slot = _aligned(2 * rows + 2 * routing, 4096)
+        offsets = (0, rows, rows + routing, rows + 2 * routing)
+        return cls(num_slots, max_tokens, hidden_size, top_k, num_slots * slot, slot, *offsets)
+
+    def within(self, data_bytes: int) -> Self:
+        """The same in a region of `data_bytes`: without default places if they do not fit."""
+        if data_bytes >= self.data_bytes:
+            return replace(self, data_bytes=data_bytes)
+        return type(self)(
+            self.num_slots, self.max_tokens, self.hidden_size, self.top_k, data_bytes, 0, 0, 0, 0, 0
+        )
+
+    @property
+    def control_bytes(self) -> int:
+        return HEADER_BYTES + self.num_slots * SLOT_BYTES
+
+    def header(self) -> bytes:
+        """The start of the control memory."""
+        values = asdict(self).values()
+        return HEADER.pack(MAGIC, VERSION, HEADER_BYTES, *values, self.control_bytes)
+
+    def shown(self) -> dict[str, int]:
+        """For JSON: the fields, and the constants of this version."""
+        return asdict(self) | {
+            "control_bytes": self.control_bytes,
+            "header_bytes": HEADER_BYTES,
+            "slot_bytes": SLOT_BYTES,
+            "answer_offset": ANSWER_OFFSET,
+            "error_offset": ERROR_OFFSET,
+            "error_bytes": ERROR_BYTES,
+        }
+
+
+def _aligned(num_bytes: int, alignment: int = ALIGNMENT) -> int:
+    return -(-num_bytes // alignment) * alignment

@@ -1,0 +1,157 @@
+"""The Unix socket at which callers claim channels; each connection is the life of one channel."""
+
+import asyncio
+import logging
+import os
+import socket
+import struct
+from collections.abc import Coroutine
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from expertd.service.channels.channel import Channel
+from expertd.service.channels.hub import ChannelHub
+from expertd.service.channels.layout import GREETING, TOKEN_BYTES
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG = 128
+_TOKEN_SECONDS = 10.0
+_MAX_STRANGERS = 64  # connections that have not sent a token
+_CREDENTIALS = struct.Struct("iII")  # SO_PEERCRED: pid, uid, gid
+_RETRY_SECONDS = 0.1  # after an error such as too many open files
+
+
+class ChannelListener:
+    """Accepts the owners of channels at `path`, on the event loop."""
+
+    def __init__(self, path: Path, hub: ChannelHub) -> None:
+        self._path = path
+        self._hub = hub
+        self._strangers = 0
+        self._socket: socket.socket | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def bind(self) -> None:
+        """Listen, for this user only. Raises OSError, with a sentence, if that is not possible."""
+        if self._socket is None:
+            self._socket = listen_at(self._path)
+
+    def start(self) -> None:
+        """Accept connections, from now on; raises as `bind` does, unless that has been called."""
+        self.bind()
+        assert self._socket is not None
+        self._spawn(self._accept(self._socket))
+
+    async def stop(self) -> None:
+        """Close every connection, and remove the socket."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._socket is not None:
+            with suppress(OSError):  # it may have been removed
+                self._path.unlink()
+            self._socket.close()
+            self._socket = None
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                logger.error("channels.socket: %s", error)
+                await asyncio.sleep(_RETRY_SECONDS)
+                continue
+            if self._strangers >= _MAX_STRANGERS:
+                connection.close()
+            else:
+                self._strangers += 1
+                self._spawn(self._serve(connection))
+
+    async def _serve(self, connection: socket.socket) -> None:
+        """Hand a channel over to its owner, and close it when the owner is gone."""
+        channel: Channel | None = None
+        why = "its owner broke the connection"
+        with connection:
+            pid, uid, _ = _CREDENTIALS.unpack(
+                connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            )
+            try:
+                token = await self._token(connection)
+                channel = self._hub.claim(token, pid, partial(_shut_down, connection))
+                if channel is None:
+                    logger.info("channels.socket: process %d of user %d sent an unknown token", pid, uid)
+                    return
+                _hand_over(connection, channel)
+                claimed = (channel.id, channel.model, pid, uid)
+                logger.info("channel %s of model %s claimed by process %d of user %d", *claimed)
+                got = await asyncio.get_running_loop().sock_recv(connection, 1)
+                why = "its owner sent more than the token" if got else f"process {pid} has closed it"
+            except OSError as error:  # TimeoutError among them
+                why = f"its connection failed: {error}"
+            finally:
+                if channel is not None:
+                    self._hub.close(channel, why)
+
+    async def _token(self, connection: socket.socket) -> bytes:
+        """What the caller sends, up to the length of a token."""
+        loop, token = asyncio.get_running_loop(), b""
+        try:
+            async with asyncio.timeout(_TOKEN_SECONDS):
+                while len(token) < TOKEN_BYTES:
+                    received = await loop.sock_recv(connection, TOKEN_BYTES - len(token))
+                    if not received:
+                        break
+                    token += received
+        finally:
+            self._strangers -= 1
+        return token
+
+
+def _hand_over(connection: socket.socket, channel: Channel) -> None:
+    descriptors = channel.take_descriptors()
+    try:
+        socket.send_fds(connection, [GREETING], descriptors)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _shut_down(connection: socket.socket) -> None:
+    """End the connection; the task that waits for its end closes it."""
+    with suppress(OSError):  # the owner is gone already
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def listen_at(path: Path) -> socket.socket:
+    """A socket that listens at `path`, for this user only. Raises OSError, with a sentence."""
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        _remove_stale(path)
+        made.bind(str(path))
+        path.chmod(0o600)  # before it listens, so that nobody else can connect
+        made.listen(_BACKLOG)
+    except OSError as error:
+        made.close()
+        reason = error.strerror or str(error)
+        raise OSError(f"channels.socket: expected a path for a new socket, got {path}: {reason}") from error
+    made.setblocking(False)
+    return made
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove the socket of a server that was killed, but not one on which a server listens."""
+    if not path.is_socket():
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()

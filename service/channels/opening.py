@@ -1,0 +1,81 @@
+"""What a caller asks for when it opens a channel, and the memory that it gets."""
+
+import asyncio
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from expertd.service.channels.channel import Memory
+from expertd.service.channels.layout import DATATYPES, Geometry
+from expertd.service.channels.memory import DataRegion, SealedMemory
+from expertd.service.engine.errors import ChannelRefusedError
+from expertd.service.engine.loading import Loaded
+from expertd.service.engine.spec import LayerSpec
+
+MAX_SLOTS = 4096
+_ELEMENT_BYTES = dict(DATATYPES.values())
+
+
+@dataclass(frozen=True, slots=True)
+class CudaMemory:
+    """Memory of a GPU that the caller exports: a CUDA IPC handle, and the bytes from its start on."""
+
+    device_id: int
+    raw_handle: bytes
+    byte_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """A channel to open.
+
+    datatype  the widest of the caller's tensors, for the size of the default places; None: the model's
+    memory    None: host memory with default places, an integer: that many bytes of it without such places
+    """
+
+    model: str
+    num_slots: int
+    max_tokens: int
+    datatype: str | None = None
+    memory: int | CudaMemory | None = None
+
+    @property
+    def kind(self) -> Literal["system", "cuda"]:
+        return "cuda" if isinstance(self.memory, CudaMemory) else "system"
+
+    def geometry(self, spec: LayerSpec) -> Geometry:
+        """The sizes of the channel. Raises ChannelRefusedError."""
+        for name, value, most in (
+            ("num_slots", self.num_slots, MAX_SLOTS),
+            ("max_tokens", self.max_tokens, spec.max_request_tokens),
+        ):
+            if not 1 <= value <= most:
+                raise ChannelRefusedError(f"{name}: expected 1 to {most}, got {value}")
+        sizes = (self.num_slots, self.max_tokens, spec.hidden_size, spec.top_k)
+        default = Geometry.for_slots(*sizes, _ELEMENT_BYTES[self.datatype or spec.datatype])
+        if self.memory is None:
+            return default
+        num_bytes = self.memory if isinstance(self.memory, int) else self.memory.byte_size
+        if num_bytes < 1:
+            raise ChannelRefusedError(f"byte_size: expected at least 1, got {num_bytes}")
+        return default.within(num_bytes)
+
+    async def allocate(self, geometry: Geometry, loaded: Loaded) -> Memory:
+        """The channel's memory, for `loaded`'s device. Raises ChannelRefusedError, OSError, RuntimeError."""
+        # In threads: registering touches every page, about a second for four gigabytes.
+        region: DataRegion
+        if isinstance(self.memory, CudaMemory):
+            region = await self._opened(self.memory, loaded)
+        else:
+            make = partial(SealedMemory, "expertd-channel-data", geometry.data_bytes, loaded.register)
+            region = await asyncio.to_thread(make)
+        return Memory(geometry, SealedMemory("expertd-channel", geometry.control_bytes), region)
+
+    async def _opened(self, memory: CudaMemory, loaded: Loaded) -> DataRegion:
+        if loaded.open_cuda is None:
+            raise ChannelRefusedError(f"memory: expected system on backend {loaded.backend!r}, got cuda")
+        given = (memory.raw_handle, memory.device_id, memory.byte_size)
+        try:
+            return await asyncio.to_thread(loaded.open_cuda, *given)
+        except ValueError as error:
+            raise ChannelRefusedError(str(error)) from error

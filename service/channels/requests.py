@@ -1,0 +1,117 @@
+"""Reads the request lines of one channel: everything in them is checked before it is used."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
+
+from expertd.service.channels.layout import ALIGNMENT, DATATYPES, REQUEST, ROUTED, Geometry
+from expertd.service.engine.refusals import Reason
+from expertd.service.memory import Span, host_view
+from expertd.service.moe.request import LayerRequest
+
+
+class InvalidRequestError(Exception):
+    """The request cannot be computed; the text is one sentence for the caller."""
+
+    def __init__(self, text: str, reason: Reason = "invalid_request") -> None:
+        super().__init__(text)
+        self.reason: Reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A valid request line: the places of the tensors, inside the region and aligned."""
+
+    num_tokens: int
+    timeout_us: int
+    datatype: str
+    output_datatype: str
+    hidden_states: Span
+    output: Span
+    topk_ids: Span | None  # both or neither
+    topk_weights: Span | None
+
+
+class RequestReader:
+    """Turns request lines into requests on the channel's region.
+
+    In host memory, routing is copied before it is checked, because the caller can change the region at any
+    time. In a GPU's memory it is not checked: an id that names no expert adds nothing.
+    """
+
+    def __init__(
+        self, geometry: Geometry, region: Span, validate: Callable[[LayerRequest], None], routed: bool
+    ) -> None:
+        self._geometry = geometry
+        self._region = region
+        self._validate = validate
+        self._routed = routed  # whether routing is accepted
+
+    def line(self, data: bytes) -> Line:
+        """Parse a request line without its sequence. Raises InvalidRequestError."""
+        num_tokens, code, output_code, flags, timeout_us, *offsets, reserved = REQUEST.unpack(data)
+        geometry = self._geometry
+        if num_tokens > geometry.max_tokens:
+            text = f"num_tokens: expected at most {geometry.max_tokens}, got {num_tokens}"
+            raise InvalidRequestError(text, "too_many_tokens")
+        if code not in DATATYPES or output_code not in DATATYPES:
+            name, got = ("datatype", code) if code not in DATATYPES else ("output_datatype", output_code)
+            _refuse(f"{name}: expected 1, 2 or 3, got {got}")
+        if flags & ~ROUTED or reserved:
+            name, got = ("flags", flags) if flags & ~ROUTED else ("reserved", reserved)
+            _refuse(f"{name}: expected {'0 or 1' if name == 'flags' else 0}, got {got}")
+        if flags and not self._routed:
+            _refuse("flags: expected 0 (a masked layout needs routing in host memory), got 1")
+        (datatype, size), (output_datatype, output_size) = DATATYPES[code], DATATYPES[output_code]
+        rows, routing = num_tokens * geometry.hidden_size, num_tokens * geometry.top_k * 4
+        ids = weights = None
+        hidden_states = self._part("hidden_states", offsets[0], rows * size)
+        output = self._part("output", offsets[3], rows * output_size)
+        if flags:
+            ids = self._part("topk_ids", offsets[1], routing)
+            weights = self._part("topk_weights", offsets[2], routing)
+        for name, part in (("hidden_states", hidden_states), ("topk_ids", ids), ("topk_weights", weights)):
+            if part is not None and _overlap(part, output):
+                _refuse(f"output: expected a place apart from {name}, got one that overlaps it")
+        return Line(num_tokens, timeout_us, datatype, output_datatype, hidden_states, output, ids, weights)
+
+    def request(self, line: Line) -> LayerRequest:
+        """The request of `line`. Raises InvalidRequestError for invalid routing."""
+        ids: Span | bytes | None = line.topk_ids
+        weights: Span | bytes | None = line.topk_weights
+        if line.topk_ids is not None and line.topk_weights is not None and self._region.view is not None:
+            ids, weights = bytes(host_view(line.topk_ids)), bytes(host_view(line.topk_weights))
+        request = LayerRequest(
+            line.num_tokens,
+            line.hidden_states,
+            line.datatype,
+            ids,
+            "INT32",
+            weights,
+            line.output_datatype,
+            line.output,
+        )
+        if ids is not None:
+            try:
+                self._validate(request)
+            except ValueError as error:
+                raise InvalidRequestError(str(error)) from error
+        return request
+
+    def _part(self, name: str, offset: int, num_bytes: int) -> Span:
+        if offset % ALIGNMENT:
+            _refuse(f"{name}: expected an offset that is a multiple of {ALIGNMENT}, got {offset}")
+        if offset + num_bytes > self._region.num_bytes:
+            _refuse(
+                f"{name}: expected {num_bytes} bytes inside the region of {self._region.num_bytes}, "
+                f"got the offset {offset}"
+            )
+        return self._region.part(offset, num_bytes)
+
+
+def _overlap(one: Span, other: Span) -> bool:
+    return one.address < other.address + other.num_bytes and other.address < one.address + one.num_bytes
+
+
+def _refuse(text: str) -> NoReturn:
+    raise InvalidRequestError(text)

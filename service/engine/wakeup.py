@@ -1,0 +1,66 @@
+"""Where the worker thread waits: for a wake-up by another thread, and for sources of requests."""
+
+import os
+import select
+import threading
+import weakref
+from typing import Protocol
+
+_MAX_EVENTS = 64  # of one call; further ones are in the next
+
+
+class Source(Protocol):
+    """Where requests arrive without the event loop, such as a channel. Both methods must not raise."""
+
+    def fileno(self) -> int:
+        """An eventfd that a caller adds to when it has written a request; nobody needs to read it."""
+
+    def poll(self) -> None:
+        """Submit the requests that have arrived; called on the worker thread after each ring."""
+
+
+class Wakeup:
+    """An epoll of one eventfd of its own and one of each source. Safe from any thread, but for `wait`.
+
+    Events are edge-triggered: each addition to an eventfd is reported once, also one from before it was
+    registered, so no wake-up is lost and no eventfd has to be cleared.
+    """
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._own = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._own)  # not in `close`: another thread may be about to write
+        self.sources: dict[int, Source] = {}  # by descriptor
+        self._lock = threading.Lock()
+        self._epoll.register(self._own, select.EPOLLIN | select.EPOLLET)
+
+    def add(self, source: Source) -> None:
+        """Poll `source` from now on, also if a request arrived before."""
+        with self._lock:
+            self.sources[source.fileno()] = source
+            self._epoll.register(source.fileno(), select.EPOLLIN | select.EPOLLET)
+
+    def remove(self, source: Source) -> None:
+        """Forget `source`, whose eventfd is still open; a poll of it that has begun may still run."""
+        with self._lock:
+            if self.sources.pop(source.fileno(), None) is not None:
+                # Closing would not be enough: the caller has a descriptor of the same eventfd.
+                self._epoll.unregister(source.fileno())
+
+    def wake(self) -> None:
+        """End the current or the next `wait`."""
+        os.eventfd_write(self._own, 1)
+
+    def wait(self, seconds: float | None) -> list[Source] | None:
+        """Wait up to `seconds` (None: without end); the sources that rang, None if nothing happened."""
+        events = self._epoll.poll(seconds, _MAX_EVENTS)
+        if not events:
+            return None
+        sources = [self.sources.get(descriptor) for descriptor, _ in events]
+        return [source for source in sources if source is not None]
+
+    def close(self) -> None:
+        """End the waiting for good; `wake` does nothing from now on."""
+        with self._lock:
+            self.sources.clear()
+            self._epoll.close()

@@ -1,0 +1,117 @@
+"""/v1/channels: opens, lists and closes channels; their requests do not pass through HTTP."""
+
+import base64
+import binascii
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Request
+from pydantic import ValidationError
+
+from expertd.service.channels.hub import ChannelHub, Entry
+from expertd.service.channels.layout import VERSION
+from expertd.service.channels.opening import CudaMemory, Opening
+from expertd.service.http.bodies import BodyReader, control_body
+from expertd.service.http.protocol import OipError
+from expertd.service.http.routes.documentation import errors
+from expertd.service.http.routes.schemas import (
+    ChannelInfo,
+    ChannelRequest,
+    ChannelResponse,
+    ChannelsResponse,
+    SystemMemory,
+)
+from expertd.service.sentences import expected_and_got, shortened, shown
+
+ChannelId = Annotated[str, Path(description="id of an open channel")]
+_BODY: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {
+                "schema": ChannelRequest.model_json_schema(ref_template="#/components/schemas/{model}"),
+                "example": {"model": "demo", "num_slots": 2, "max_tokens": 64, "memory": "system"},
+            }
+        },
+    }
+}
+
+
+def channels_router(hub: ChannelHub, bodies: BodyReader) -> APIRouter:
+    """POST and GET /v1/channels, GET and DELETE /v1/channels/{id}."""
+    router = APIRouter(prefix="/v1", tags=["Channels"])
+
+    @router.post(
+        "/channels",
+        status_code=201,
+        response_model=ChannelResponse,
+        responses=errors(400, 403, 404, 408, 413, 415, 503),
+        openapi_extra=_BODY,
+    )
+    async def open_channel(request: Request) -> dict[str, Any]:
+        """Open a channel, to be claimed at the socket with the token within 10 s (docs/channels.md)."""
+        hub.check_enabled()
+        entry = await hub.open(_opening(await control_body(request, bodies)))
+        assert entry.token is not None
+        return {
+            "id": entry.channel.id,
+            "version": VERSION,
+            "model": entry.channel.model,
+            "socket": str(hub.settings.socket),
+            "token": entry.token.hex(),
+            "geometry": entry.channel.memory.geometry.shown(),
+        }
+
+    @router.get("/channels", response_model=ChannelsResponse, responses=errors(403))
+    async def list_channels() -> dict[str, Any]:
+        """The open channels."""
+        hub.check_enabled()
+        return {"channels": [_shown(entry) for entry in hub.entries.values()]}
+
+    @router.get("/channels/{channel}", response_model=ChannelInfo, responses=errors(403, 404))
+    async def get_channel(channel: ChannelId) -> dict[str, Any]:
+        """One open channel."""
+        return _shown(hub.get(channel))
+
+    @router.delete("/channels/{channel}", response_model=ChannelInfo, responses=errors(403, 404))
+    async def close_channel(channel: ChannelId) -> dict[str, Any]:
+        """Close a channel; its queued requests are answered with 499."""
+        entry = hub.get(channel)
+        hub.close(entry.channel, "DELETE")
+        return _shown(entry)
+
+    return router
+
+
+def _opening(body: bytes) -> Opening:
+    try:
+        given = ChannelRequest.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = shortened(".".join(map(str, first["loc"]))) or "body"
+        raise OipError(400, f"{where}: {expected_and_got(first)}") from error
+    memory: int | CudaMemory | None = None
+    if isinstance(given.memory, SystemMemory):
+        memory = given.memory.system.byte_size
+    elif given.memory != "system":
+        cuda = given.memory.cuda
+        memory = CudaMemory(cuda.device_id, _handle(cuda.raw_handle.b64), cuda.byte_size)
+    return Opening(given.model, given.num_slots, given.max_tokens, given.datatype, memory)
+
+
+def _handle(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise OipError(400, f"raw_handle.b64: expected base64, got {shown(text)}") from error
+
+
+def _shown(entry: Entry) -> dict[str, Any]:
+    channel = entry.channel
+    return {
+        "id": channel.id,
+        "model": channel.model,
+        "memory": entry.opening.kind,
+        "data_bytes": channel.memory.geometry.data_bytes,
+        "owner": entry.owner,
+        "requests": channel.taken,
+    }

@@ -1,0 +1,161 @@
+"""The caller's side of a channel, as docs/channels.md describes it, with numpy and the standard library."""
+
+import mmap
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+GREETING = b"expertd\0" + struct.pack("<I", 1)
+HEADER = struct.Struct("<8s6I7Q")
+REQUEST = struct.Struct("<IBBHQQQQQQ")
+ANSWER = struct.Struct("<IIIIQQ")
+CODES = {"BF16": 1, "FP16": 2, "FP32": 3}
+ROUTED = 1
+
+
+class ChannelClosedError(Exception):
+    """The server has closed the channel, or is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer; error is "" for status 200, times are in seconds."""
+
+    status: int
+    error: str
+    retry_after: float
+    queue_seconds: float
+    compute_seconds: float
+
+
+class Peer:
+    """A claimed channel. For one thread at a time."""
+
+    def __init__(self, opened: Mapping[str, Any], spin_seconds: float = 50e-6) -> None:
+        """Claim the channel that POST /v1/channels answered with. Raises ChannelClosedError."""
+        self._spin_seconds = spin_seconds
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.socket.connect(opened["socket"])
+        self.socket.sendall(bytes.fromhex(opened["token"]))
+        greeting, descriptors, _, _ = socket.recv_fds(self.socket, len(GREETING), 4)
+        if greeting != GREETING:
+            self.socket.close()
+            raise ChannelClosedError("the server does not know the token, or speaks another version")
+        control, *data, self.bell, self.answers = descriptors
+        self.control = mmap.mmap(control, os.fstat(control).st_size)
+        header = HEADER.unpack_from(self.control)
+        (_, _, self.header_bytes, self.num_slots, self.max_tokens, self.hidden_size, self.top_k) = header[:7]
+        (self.data_bytes, self.data_slot_bytes, *self.offsets, _) = header[7:]
+        slot_bytes = (len(self.control) - self.header_bytes) // self.num_slots
+        self.starts = [self.header_bytes + index * slot_bytes for index in range(self.num_slots)]
+        self.words = memoryview(self.control).cast("Q")
+        self.data = memoryview(mmap.mmap(data[0], self.data_bytes)) if data else None
+        for descriptor in (control, *data):
+            os.close(descriptor)
+        self.sequence = 0  # of the latest request
+        self._poll = select.poll()
+        self._poll.register(self.answers, select.POLLIN)
+        self._poll.register(self.socket, select.POLLIN)
+
+    def array(self, offset: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """A part of the data region."""
+        assert self.data is not None
+        return np.frombuffer(self.data, dtype, int(np.prod(shape)), offset).reshape(shape)
+
+    def places(self, sequence: int) -> tuple[int, int, int, int]:
+        """The default places of request `sequence`: hidden_states, topk_ids, topk_weights, output."""
+        start = (sequence - 1) % self.num_slots * self.data_slot_bytes
+        first, second, third, fourth = (start + offset for offset in self.offsets)
+        return first, second, third, fourth
+
+    def send(
+        self,
+        num_tokens: int,
+        places: tuple[int, int, int, int],
+        datatype: str = "FP32",
+        output_datatype: str = "FP32",
+        routed: bool = False,
+        timeout: float = 0.0,
+    ) -> int:
+        """Send a request whose tensors are at `places`, in the next slot; returns its sequence number."""
+        sequence = self.sequence + 1
+        codes = CODES[datatype], CODES[output_datatype], ROUTED if routed else 0
+        self.write(sequence, REQUEST.pack(num_tokens, *codes, int(timeout * 1e6), *places, 0))
+        self.sequence = sequence
+        return sequence
+
+    def write(self, sequence: int, line: bytes) -> None:
+        """Write a request line, its sequence last, and ring."""
+        start = self.starts[(sequence - 1) % self.num_slots]
+        self.control[start + 8 : start + 8 + len(line)] = line
+        self.words[start // 8] = sequence
+        self.ring()
+
+    def ring(self) -> None:
+        """Tell the server that a request has been written."""
+        os.eventfd_write(self.bell, 1)
+
+    def answered(self, sequence: int) -> bool:
+        """Whether the answer to request `sequence` has been written; valid until its slot is used again."""
+        return bool(self.words[(self.starts[(sequence - 1) % self.num_slots] + 128) // 8] == sequence)
+
+    def wait(self, sequence: int, seconds: float = 30.0) -> Answer:
+        """The answer to request `sequence`. Raises ChannelClosedError, TimeoutError."""
+        now = time.perf_counter()
+        end, deadline = now + self._spin_seconds, now + seconds
+        while not self.answered(sequence):
+            if time.perf_counter() < end:
+                continue
+            self._sleep(sequence, deadline)
+        start = self.starts[(sequence - 1) % self.num_slots] + 128
+        status, length, retry_after, _, queue, compute = ANSWER.unpack_from(self.control, start + 8)
+        error = self.control[start + 64 : start + 64 + length].decode(errors="replace")
+        return Answer(status, error, retry_after / 1e3, queue / 1e9, compute / 1e9)
+
+    def _sleep(self, sequence: int, deadline: float) -> None:
+        """Clear the pipe, look at the memory, and only then sleep: so no answer is missed."""
+        with suppress(BlockingIOError):
+            os.read(self.answers, 65536)
+        if self.answered(sequence):
+            return
+        left = deadline - time.perf_counter()
+        if left <= 0:
+            raise TimeoutError(f"request {sequence} has no answer")
+        for descriptor, _ in self._poll.poll(left * 1e3):
+            if descriptor == self.socket.fileno() and not self.answered(sequence):
+                raise ChannelClosedError("the server has closed the channel")
+
+    def infer(
+        self,
+        hidden_states: npt.NDArray[np.float32],
+        topk_ids: npt.NDArray[np.int32] | None = None,
+        topk_weights: npt.NDArray[np.float32] | None = None,
+        timeout: float = 0.0,
+    ) -> npt.NDArray[np.float32]:
+        """The layer's output in FP32. Raises ValueError for any status but 200."""
+        places = self.places(self.sequence + 1)
+        self.array(places[0], hidden_states.shape, np.float32)[:] = hidden_states
+        if topk_ids is not None and topk_weights is not None:
+            self.array(places[1], topk_ids.shape, np.int32)[:] = topk_ids
+            self.array(places[2], topk_weights.shape, np.float32)[:] = topk_weights
+        routed = topk_ids is not None
+        answer = self.wait(self.send(len(hidden_states), places, routed=routed, timeout=timeout))
+        if answer.status != 200:
+            raise ValueError(f"{answer.status}: {answer.error}")
+        return self.array(places[3], hidden_states.shape, np.float32).copy()
+
+    def close(self) -> None:
+        """Give the channel up."""
+        self.words.release()
+        self.socket.close()
+        os.close(self.bell)
+        os.close(self.answers)

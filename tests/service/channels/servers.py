@@ -1,0 +1,56 @@
+"""Applications with channels, in this process, and claimed channels of them."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from expertd.service.engine.batching import Runner
+from expertd.service.engine.loading import load
+from tests.service.apps import Serving, serving, serving_runner, tiny_settings
+from tests.service.channels.peer import Answer, Peer
+
+
+@asynccontextmanager
+async def channel_server(
+    directory: Path,
+    runner: Runner | None = None,
+    limits: Mapping[str, float] | None = None,
+    channels: Mapping[str, Any] | None = None,
+    **changes: Any,
+) -> AsyncIterator[Serving]:
+    """A server with channels; without `runner` it computes the layer "tiny"."""
+    given = {"socket": str(directory / "channels"), **(channels or {})}
+    loader = load if runner is None else serving_runner(runner)
+    async with serving(tiny_settings(limits, channels=given, **changes), loader) as server:
+        yield server
+
+
+async def opened(server: Serving, **request: Any) -> dict[str, Any]:
+    """A new channel of the model "tiny", as POST answers."""
+    body = {"model": "tiny", "num_slots": 4, "max_tokens": 16, **request}
+    response = await server.http.post("/v1/channels", json=body)
+    assert response.status_code == 201, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+async def claimed(server: Serving, **request: Any) -> Peer:
+    """The caller's side of a new channel; it never spins, because server and caller are one process."""
+    return await asyncio.to_thread(Peer, await opened(server, **request), 0.0)
+
+
+async def answer_to(peer: Peer, sequence: int) -> Answer:
+    """The answer to request `sequence`."""
+    return await asyncio.to_thread(peer.wait, sequence)
+
+
+async def answer_of(peer: Peer, num_tokens: int = 1, **request: Any) -> Answer:
+    """The answer to a request at its default places."""
+    return await answer_to(peer, peer.send(num_tokens, peer.places(peer.sequence + 1), **request))
+
+
+def mapped() -> int:
+    """The parts of this process's memory that belong to channels."""
+    return Path("/proc/self/maps").read_text().count("/memfd:expertd-channel")

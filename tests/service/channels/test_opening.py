@@ -1,0 +1,268 @@
+"""Opening, claiming and closing channels, and what they may use."""
+
+import asyncio
+import base64
+import os
+import socket
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from expertd.service.channels.listener import ChannelListener
+from expertd.service.engine.loading import Loaded
+from expertd.service.memory import DeviceMemory, Span
+from expertd.service.settings.model import Settings
+from tests.service.apps import MODEL, error_of, rows, serving, serving_runner, tiny_settings
+from tests.service.channels.peer import HEADER, ChannelClosedError, Peer
+from tests.service.channels.servers import answer_of, answer_to, channel_server, claimed, mapped, opened
+from tests.service.runners import EchoRunner
+from tests.service.waiting import until
+
+BODY = {"model": "tiny", "num_slots": 2, "max_tokens": 4}
+
+
+async def test_the_answer_describes_the_memory(tmp_path: Path) -> None:
+    async with channel_server(tmp_path, EchoRunner()) as server:
+        answer = await opened(server, num_slots=3, max_tokens=5, datatype="BF16")
+        assert (answer["id"], answer["version"], answer["model"]) == ("1", 1, "tiny")
+        assert answer["geometry"] == {
+            "num_slots": 3,
+            "max_tokens": 5,
+            "hidden_size": 128,
+            "top_k": 2,
+            "data_bytes": 3 * 4096,
+            "data_slot_bytes": 4096,
+            "hidden_states_offset": 0,
+            "topk_ids_offset": 1280,
+            "topk_weights_offset": 1344,
+            "output_offset": 1408,
+            "control_bytes": 256 + 3 * 512,
+            "header_bytes": 256,
+            "slot_bytes": 512,
+            "answer_offset": 128,
+            "error_offset": 192,
+            "error_bytes": 320,
+        }
+        peer = await asyncio.to_thread(Peer, answer)
+        magic, *header = HEADER.unpack_from(peer.control)
+        assert (magic, header) == (
+            b"expertd\0",
+            [1, 256, 3, 5, 128, 2, 3 * 4096, 4096, 0, 1280, 1344, 1408, 256 + 3 * 512],
+        )
+        listed = (await server.http.get("/v1/channels")).json()
+        assert listed == {"channels": [(await server.http.get("/v1/channels/1")).json()]}
+        assert listed["channels"][0] == {
+            "id": "1",
+            "model": "tiny",
+            "memory": "system",
+            "data_bytes": 3 * 4096,
+            "owner": os.getpid(),
+            "requests": 0,
+        }
+        peer.close()
+
+
+async def test_a_server_without_the_setting_has_no_channels() -> None:
+    async with serving(tiny_settings()) as server:
+        text = "channels: expected the setting channels.socket, got null"
+        assert error_of(await server.http.post("/v1/channels", json=BODY), 403) == text
+        for method, path in (("GET", ""), ("GET", "/1"), ("DELETE", "/1")):
+            assert error_of(await server.http.request(method, f"/v1/channels{path}"), 403) == text
+        assert server.metric("channels") == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "text"),
+    [
+        ({"model": "nobody"}, 404, "model: expected tiny, got 'nobody'"),
+        ({"num_slots": 0}, 400, "num_slots: expected a number greater than 0, got 0"),
+        ({"num_slots": 4097}, 400, "num_slots: expected 1 to 4096, got 4097"),
+        ({"max_tokens": 65}, 400, "max_tokens: expected 1 to 64, got 65"),
+        ({"max_tokens": "4"}, 400, "max_tokens: expected a valid integer, got '4'"),
+        ({"slots": 4}, 400, "slots: expected no such key, got 4"),
+        ({"datatype": "FP8"}, 400, "datatype: expected 'BF16', 'FP16' or 'FP32', got 'FP8'"),
+        (
+            {"memory": {"cuda": {"device_id": 0, "raw_handle": {"b64": "AAAA"}, "byte_size": 64}}},
+            400,
+            "memory: expected system on backend 'reference', got cuda",
+        ),
+        (
+            {"memory": {"cuda": {"device_id": 0, "raw_handle": {"b64": "A"}, "byte_size": 64}}},
+            400,
+            "raw_handle.b64: expected base64, got 'A'",
+        ),
+        (
+            {"max_tokens": 64, "num_slots": 100},
+            503,
+            "channels.max_bytes: expected a region of at most 1000000 bytes, got 6963200",
+        ),
+    ],
+)
+async def test_what_cannot_be_opened(tmp_path: Path, changes: dict[str, Any], status: int, text: str) -> None:
+    async with channel_server(tmp_path, channels={"max_bytes": 1_000_000}) as server:
+        response = await server.http.post("/v1/channels", json={**BODY, **changes})
+        assert error_of(response, status) == text
+        assert server.metric("channel_bytes") == 0
+        error_of(await server.http.post("/v1/channels", content=b"{"), 400)
+        await opened(server)
+
+
+async def test_the_number_of_channels_is_limited(tmp_path: Path) -> None:
+    async with channel_server(tmp_path, EchoRunner(), channels={"max_channels": 2}) as server:
+        first, _ = await claimed(server), await opened(server)
+        response = await server.http.post("/v1/channels", json=BODY)
+        text = "channels.max_channels: expected fewer than 2 open channels, got 2"
+        assert error_of(response, 503) == text
+        first.close()
+        await until(lambda: server.metric("channels") == 1)
+        await opened(server)
+
+
+async def test_memory_is_freed_when_the_owner_leaves(tmp_path: Path) -> None:
+    async with channel_server(tmp_path) as server:
+        before = mapped()
+        peer = await claimed(server)
+        await asyncio.to_thread(peer.infer, rows(3))
+        assert mapped() == before + 4, "control and data, of server and caller"
+        assert server.metric("channel_bytes") == peer.data_bytes
+        peer.close()
+        del peer
+        await until(lambda: server.metric("channel_bytes") == 0)
+        await until(lambda: mapped() == before)
+
+
+async def test_memory_in_a_step_is_freed_after_it(tmp_path: Path) -> None:
+    runner = EchoRunner()
+    async with channel_server(tmp_path, runner) as server:
+        peer = await claimed(server)
+        runner.gate.clear()
+        peer.send(1, peer.places(1))
+        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        peer.close()
+        await until(lambda: server.metric("channels") == 0)
+        assert server.metric("channel_bytes") > 0
+        runner.gate.set()
+        await until(lambda: server.metric("channel_bytes") == 0)
+        assert server.metric("requests_total", model="tiny", status="200") == 1
+
+
+async def test_delete_answers_what_is_queued_and_closes(tmp_path: Path) -> None:
+    runner = EchoRunner()
+    async with channel_server(tmp_path, runner, {"max_batch_tokens": 64}) as server:
+        peer = await claimed(server)
+        runner.gate.clear()
+        peer.send(1, peer.places(1))
+        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        response = await server.http.delete("/v1/channels/1")
+        assert response.json()["requests"] == 1
+        with pytest.raises(ChannelClosedError):
+            await answer_to(peer, 1)
+        text = "channel: expected the id of an open channel, got '1'"
+        assert error_of(await server.http.delete("/v1/channels/1"), 404) == text
+        assert error_of(await server.http.get("/v1/channels/1"), 404) == text
+        runner.gate.set()
+        await until(lambda: server.metric("channel_bytes") == 0)
+        peer.close()
+
+
+async def test_an_unclaimed_channel_expires(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "expertd.service.channels")
+    async with channel_server(tmp_path, EchoRunner()) as server:
+        server.app.channels.claim_seconds = 0.05
+        answer = await opened(server)
+        await until(lambda: server.metric("channels") == 0)
+        assert "channel 1 of model tiny closed: it was not claimed within 0.05 s" in caplog.text
+        with pytest.raises(ChannelClosedError):
+            await asyncio.to_thread(Peer, answer)
+        await until(lambda: server.metric("channel_bytes") == 0)
+        server.app.channels.claim_seconds = 0.2
+        peer = await claimed(server)
+        await asyncio.sleep(0.3)  # longer than that
+        await asyncio.to_thread(peer.infer, rows(1))
+        peer.close()
+
+
+async def test_a_token_is_good_once(tmp_path: Path) -> None:
+    async with channel_server(tmp_path, EchoRunner()) as server:
+        answer = await opened(server)
+        for token in ("00" * 32, answer["token"][:-2] + "00" if answer["token"][-2:] != "00" else "11" * 32):
+            with pytest.raises(ChannelClosedError):
+                await asyncio.to_thread(Peer, {**answer, "token": token})
+        peer = await asyncio.to_thread(Peer, answer, 0.0)
+        with pytest.raises(ChannelClosedError):
+            await asyncio.to_thread(Peer, answer)
+        await asyncio.to_thread(peer.infer, rows(1))
+        peer.close()
+
+
+async def test_bytes_after_the_token_end_the_channel(tmp_path: Path) -> None:
+    async with channel_server(tmp_path, EchoRunner()) as server:
+        peer = await claimed(server)
+        peer.socket.send(b"x")
+        await until(lambda: server.metric("channels") == 0)
+        peer.close()
+
+
+async def test_the_socket_is_for_this_user_only_and_goes_with_the_server(tmp_path: Path) -> None:
+    path = tmp_path / "channels"
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(path))  # as a killed server leaves it
+    async with channel_server(tmp_path, EchoRunner()):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        with pytest.raises(
+            OSError, match=r"channels\.socket: expected a path for a new socket, got .*: Address already"
+        ):
+            ChannelListener(path, None).bind()  # type: ignore[arg-type]
+        assert path.is_socket()
+    assert not path.exists()
+    path.write_text("a file of the user's")
+    with pytest.raises(OSError, match="Address already in use"):
+        ChannelListener(path, None).bind()  # type: ignore[arg-type]
+    assert path.read_text() == "a file of the user's"
+    with pytest.raises(OSError, match=r"channels\.socket: .*too long"):
+        ChannelListener(tmp_path / ("x" * 120), None).bind()  # type: ignore[arg-type]
+
+
+def with_gpu_memory(opener: Callable[[bytes, int, int], DeviceMemory], runner: EchoRunner) -> Any:
+    """A loader with a GPU's function, which a CPU has not."""
+
+    def load(settings: Settings, cancelled: Callable[[], bool]) -> Loaded:
+        loaded = serving_runner(runner)(settings, cancelled)
+        return Loaded(**{**vars(loaded), "open_cuda": opener})
+
+    return load
+
+
+async def test_memory_of_a_gpu_is_opened_checked_and_closed(tmp_path: Path) -> None:
+    events: list[object] = []
+
+    def opener(handle: bytes, device_id: int, num_bytes: int) -> DeviceMemory:
+        events.append((handle, device_id, num_bytes))
+        if device_id > 1:
+            raise ValueError(f"device_id: expected 0 to 1, got {device_id}")
+        return DeviceMemory(Span(1 << 40, num_bytes, device_id), lambda: events.append("closed"))
+
+    channels = {"socket": str(tmp_path / "channels")}
+    masked = tiny_settings(channels=channels, models=[{**MODEL, "masked_max_tokens": 8}])
+    async with serving(masked, with_gpu_memory(opener, EchoRunner())) as server:
+        memory = {
+            "device_id": 1,
+            "raw_handle": {"b64": base64.b64encode(bytes(64)).decode()},
+            "byte_size": 1 << 20,
+        }
+        peer = await claimed(server, memory={"cuda": memory})
+        assert peer.data is None
+        assert peer.data_slot_bytes > 0, "the default places fit"
+        assert events == [(bytes(64), 1, 1 << 20)]
+        answer = await answer_of(peer, routed=True)
+        expected = "flags: expected 0 (a masked layout needs routing in host memory), got 1"
+        assert (answer.status, answer.error) == (400, expected)
+        peer.close()
+        await until(lambda: events[-1] == "closed")
+        body = {**BODY, "memory": {"cuda": {**memory, "device_id": 2}}}
+        text = error_of(await server.http.post("/v1/channels", json=body), 400)
+        assert text == "device_id: expected 0 to 1, got 2"
+        assert server.metric("channel_bytes") == 0

@@ -1,0 +1,166 @@
+"""Server and callers in processes of their own: killed callers, a killed server, an idle server."""
+
+import json
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.paths import DEMO, ROOT
+from tests.service.apps import HIDDEN, hidden_request, rows, tiny_settings
+from tests.service.channels.peer import ChannelClosedError, Peer
+from tests.service.processes import ServerProcess, clean_environment, expertd, server_process
+from tests.service.waiting import wait_for
+
+pytestmark = pytest.mark.slow  # a server process each
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    channels = {"socket": str(tmp_path / "channels"), "max_channels": 8, "max_bytes": 16 << 20}
+    with server_process(tiny_settings(channels=channels), tmp_path) as process:
+        yield process
+
+
+def opened(server: ServerProcess, **request: Any) -> dict[str, Any]:
+    body = {"model": "tiny", "num_slots": 4, "max_tokens": 16, **request}
+    response = httpx.post(f"http://{server.url}/v1/channels", json=body)
+    assert response.status_code == 201, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def metric(server: ServerProcess, name: str) -> float:
+    found = re.search(rf"^expertd_{name} (\S+)$", server.get("/metrics").text, re.M)
+    assert found
+    return float(found[1])
+
+
+def caller(server: ServerProcess, seed: int, requests: int | None) -> "subprocess.Popen[str]":
+    """A running caller that has the channel."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.service.channels.caller"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=clean_environment(),
+    )
+    assert process.stdin
+    json.dump({"opened": opened(server), "seed": seed, "requests": requests}, process.stdin)
+    process.stdin.close()
+    process.stdin = None  # `communicate` would use it
+    return process
+
+
+def memory_of(server: ServerProcess) -> int:
+    """The parts of the server's memory that belong to channels."""
+    maps = Path(f"/proc/{server.process.pid}/maps").read_text()
+    return maps.count("/memfd:expertd-channel")
+
+
+def descriptors_of(server: ServerProcess) -> int:
+    return len(list(Path(f"/proc/{server.process.pid}/fd").iterdir()))
+
+
+def test_several_processes_get_their_own_answers(server: ServerProcess) -> None:
+    callers = [caller(server, seed, 300) for seed in range(3)]
+    for process in callers:
+        assert process.communicate(timeout=60)[0].count("answered") == 300
+        assert process.returncode == 0
+    wait_for(lambda: metric(server, "channel_bytes") == 0, "all channels are freed")
+
+
+def test_callers_killed_at_random_leave_nothing_behind(server: ServerProcess) -> None:
+    seed = 7
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    survivor = Peer(opened(server))
+    hidden_states = rows(5)
+    expected = survivor.infer(hidden_states)
+    before = memory_of(server), metric(server, "channel_bytes")
+    descriptors = descriptors_of(server)
+    for turn in range(6):
+        process = caller(server, turn, 1_000_000 if turn % 2 else None)
+        assert process.stdout
+        assert process.stdout.readline()
+        time.sleep(chance.uniform(0, 0.02))  # any point of a request
+        process.kill()
+        # Its steps may have had others' tokens, which changes the rounding.
+        np.testing.assert_allclose(survivor.infer(hidden_states), expected, rtol=1e-4, atol=1e-6)
+        process.wait()
+        process.stdout.close()
+    wait_for(lambda: metric(server, "channels") == 1, "the other channels are closed")
+    wait_for(lambda: (memory_of(server), metric(server, "channel_bytes")) == before, "their memory is freed")
+    wait_for(lambda: descriptors_of(server) <= descriptors, "their descriptors are closed")
+    assert np.array_equal(survivor.infer(hidden_states), expected)
+    survivor.close()
+    log = server.log()
+    assert len(re.findall(r"channel \d+ of model tiny closed: process \d+ has closed it", log)) >= 6
+    assert "Traceback" not in log
+
+
+def test_a_caller_learns_that_the_server_was_killed(server: ServerProcess) -> None:
+    peer = Peer(opened(server))
+    peer.infer(rows(1))
+    server.process.kill()
+    with pytest.raises(ChannelClosedError):
+        peer.wait(2, 30)
+    peer.close()
+
+
+def test_an_idle_server_with_a_channel_uses_no_cpu(server: ServerProcess) -> None:
+    peer = Peer(opened(server))
+    peer.infer(rows(1))
+    time.sleep(0.2)  # past the first samples of metrics
+    before = cpu_seconds(server)
+    time.sleep(2)
+    assert cpu_seconds(server) - before <= 0.02, "less than 1 % of a core"
+    peer.infer(rows(1))
+    peer.close()
+
+
+def cpu_seconds(server: ServerProcess) -> float:
+    fields = Path(f"/proc/{server.process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / 100  # ticks of 10 ms
+
+
+def test_sigterm_answers_what_was_read_and_removes_the_socket(server: ServerProcess, tmp_path: Path) -> None:
+    peer = Peer(opened(server))
+    last = peer.send(16, peer.places(1))
+    assert peer.wait(last).status == 200
+    server.process.send_signal(signal.SIGTERM)
+    with pytest.raises(ChannelClosedError):
+        peer.wait(peer.sequence + 1, 30)
+    assert server.process.wait(30) == 0
+    assert not (tmp_path / "channels").exists()
+    assert "Traceback" not in server.log()
+    peer.close()
+
+
+def test_a_socket_that_cannot_be_made_ends_the_start(tmp_path: Path) -> None:
+    path = tmp_path / "nowhere" / "channels"
+    result = expertd("serve", "--config", DEMO, "--port", "0", "--set", f"channels.socket={path}")
+    assert result.returncode == 2
+    text = f"channels.socket: expected a path for a new socket, got {path}: No such file or directory"
+    assert result.stderr.splitlines()[-1] == f"expertd: {text}"
+
+
+def test_http_is_served_beside_channels(server: ServerProcess) -> None:
+    peer = Peer(opened(server))
+    body, length = hidden_request(rows(3))
+    headers = {"Inference-Header-Content-Length": str(length)}
+    response = httpx.post(f"http://{server.url}/v2/models/tiny/infer", content=body, headers=headers)
+    size = int(response.headers["Inference-Header-Content-Length"])
+    over_http = np.frombuffer(response.content[size:], np.float32).reshape(3, HIDDEN)
+    assert np.array_equal(peer.infer(rows(3)), over_http)
+    peer.close()

@@ -1,0 +1,195 @@
+"""The worker thread's wait: sources are polled when they ring, whether it sleeps, spins or works."""
+
+import asyncio
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from expertd.service.engine.batching import Scheduler
+from expertd.service.engine.wakeup import Source, Wakeup
+from expertd.service.moe.request import LayerRequest, Output, StepResult
+from expertd.service.settings.model import Limits
+from tests.service.engine.test_batching import Observed
+from tests.service.runners import EchoRunner, layer_request
+from tests.service.waiting import until
+
+
+class Bell:
+    """A source that submits a request for each value written to it, and collects the answers."""
+
+    def __init__(self, submit: Callable[[float], object] = lambda _: None) -> None:
+        self._fd = os.eventfd(0)
+        self._values: deque[float] = deque()
+        self._submit = submit
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def poll(self) -> None:
+        while self._values:
+            self._submit(self._values.popleft())
+
+    def ring(self, value: float = 0.0) -> None:
+        self._values.append(value)
+        os.eventfd_write(self._fd, 1)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+@asynccontextmanager
+async def belled(
+    runner: EchoRunner, observer: Observed, spin_seconds: float = 0.0
+) -> AsyncIterator[tuple[Scheduler, Bell, list[Output | Exception]]]:
+    """A scheduler with one source, and the answers to its requests."""
+    scheduler = Scheduler(Limits(), observer, spin_seconds)
+    scheduler.set_runners({"0": runner})
+    answers: list[Output | Exception] = []
+    bell = Bell(lambda value: scheduler.submit("0", layer_request([value]), answers.append, on_worker=True))
+    scheduler.add_source(bell)
+    scheduler.start()
+    try:
+        yield scheduler, bell, answers
+    finally:
+        scheduler.remove_source(bell)
+        bell.close()
+        runner.gate.set()
+        assert scheduler.stop(timeout=10)
+
+
+@pytest.mark.parametrize("spin_seconds", [0.0, 50e-6, 0.1])
+async def test_every_ring_is_heard(spin_seconds: float) -> None:
+    observed = Observed()
+    async with belled(EchoRunner(), observed, spin_seconds) as (_, bell, answers):
+        for count in range(1, 301):
+            bell.ring(float(count))
+            while count % 3 == 0 and len(answers) < count:
+                await asyncio.sleep(0)
+        await until(lambda: sum(requests for _, requests in observed.done) == 300)
+
+
+async def test_a_source_and_the_event_loop_share_a_step() -> None:
+    runner = EchoRunner()
+    async with belled(runner, Observed()) as (scheduler, bell, answers):
+        runner.gate.clear()
+        bell.ring()
+        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        bell.ring()
+        others: list[Output | Exception] = []
+        scheduler.submit("0", layer_request([0.0] * 2), others.append)
+        runner.gate.set()
+        await until(lambda: len(answers) == 2 and len(others) == 1)
+        await asyncio.wait_for(scheduler.drained(), 10)
+    assert runner.steps == [[1], [2, 1]]
+
+
+async def test_a_worker_with_sources_that_has_nothing_to_do_sleeps() -> None:
+    async with belled(EchoRunner(), Observed(), spin_seconds=50e-6) as (scheduler, bell, answers):
+        bell.ring()
+        await until(lambda: len(answers) == 1)
+        await asyncio.sleep(0.05)
+        ident = scheduler._thread.ident
+        assert ident is not None
+        clock = time.pthread_getcpuclockid(ident)
+        before = time.clock_gettime(clock)
+        await asyncio.sleep(0.5)
+        assert time.clock_gettime(clock) - before < 0.005, "less than 1 % of the time"
+        bell.ring()
+        await until(lambda: len(answers) == 2)
+
+
+class Slow(EchoRunner):
+    """An echo that says that its steps take long."""
+
+    def _run(self, requests: Sequence[LayerRequest]) -> StepResult:
+        return replace(super()._run(requests), compute_seconds=1e6)
+
+
+async def two_in_a_step(runner: EchoRunner, bell: Bell, answers: list[Output | Exception]) -> None:
+    """Run a step with one request, and then one with two."""
+    runner.gate.clear()
+    bell.ring()
+    assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+    bell.ring()
+    bell.ring()
+    runner.gate.set()
+    await until(lambda: len(answers) == 3)
+
+
+async def test_the_callers_of_a_step_meet_again_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("expertd.service.engine.batching._MAX_REJOIN_SECONDS", 30.0)
+    runner = Slow()
+    async with belled(runner, Observed()) as (scheduler, bell, answers):
+        await two_in_a_step(runner, bell, answers)
+        bell.ring()
+        await until(lambda: scheduler.waiting("0")[0] == 1)
+        assert len(runner.steps) == 2, "it waits for the other one"
+        bell.ring()
+        await until(lambda: len(answers) == 5)
+    assert runner.steps == [[1], [1, 1], [1, 1]]
+
+
+async def test_a_caller_that_does_not_return_delays_the_others_only_briefly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("expertd.service.engine.batching._MAX_REJOIN_SECONDS", 0.05)
+    runner = Slow()
+    async with belled(runner, Observed()) as (_, bell, answers):
+        await two_in_a_step(runner, bell, answers)
+        bell.ring()
+        await until(lambda: len(answers) == 4)
+    assert runner.steps == [[1], [1, 1], [1]]
+
+
+def test_a_ring_before_a_source_is_added_is_heard() -> None:
+    wakeup, bell = Wakeup(), Bell()
+    bell.ring()
+    wakeup.add(bell)
+    assert wakeup.wait(10) == [bell]
+    assert wakeup.wait(0) is None, "once"
+    wakeup.close()
+    bell.close()
+
+
+def test_a_removed_source_is_not_polled() -> None:
+    wakeup, bell = Wakeup(), Bell()
+    wakeup.add(bell)
+    other = os.dup(bell.fileno())  # as its caller has one
+    wakeup.remove(bell)
+    bell.close()
+    os.eventfd_write(other, 1)
+    assert wakeup.wait(0) is None
+    assert not wakeup.sources
+    os.close(other)
+    wakeup.close()
+
+
+def test_many_sources_that_ring_at_once_are_all_heard() -> None:
+    wakeup, bells = Wakeup(), [Bell() for _ in range(150)]
+    for bell in bells:
+        wakeup.add(bell)
+        bell.ring()
+    rang = list[Source]()
+    while found := wakeup.wait(0):
+        rang += found
+    assert sorted(map(id, rang)) == sorted(map(id, bells))
+    wakeup.close()
+    for bell in bells:
+        bell.close()
+
+
+def test_a_wake_up_ends_a_wait_that_begins_later_and_one_that_runs() -> None:
+    wakeup = Wakeup()
+    wakeup.wake()
+    assert wakeup.wait(None) == []
+    timer = threading.Timer(0.05, wakeup.wake)
+    timer.start()
+    assert wakeup.wait(None) == []
+    timer.join()
+    wakeup.close()
