@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -38,6 +38,7 @@ _MAX_RUNNING = 2  # steps: one whose bytes are copied, and one that computes
 _REJOIN_PART = 0.02
 _MAX_REJOIN_SECONDS = 100e-6
 _MAX_REPORTS = 64  # of steps and answers, that wait for a moment in which they delay nothing
+_POLLED_PART = 0.9  # of a large step's likely time; for the rest, waiting for its end alone ends sooner
 _POLL_SECONDS = 100e-6  # how often a running step is checked for its end while others may begin
 
 
@@ -100,6 +101,7 @@ class _Queue:
     num_tokens: int = 0
     step_seconds: float = 0.0  # smoothed over recent steps
     failures: int = 0  # consecutive steps that raised
+    large_step_seconds: dict[int, float] = field(default_factory=dict)  # of the last one, by `_Running.size`
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,11 @@ class _Running:
     @property
     def num_tokens(self) -> int:
         return sum(pending.request.num_tokens for pending in self.requests)
+
+    @property
+    def size(self) -> int:
+        """Steps of similar size take a similar time."""
+        return self.num_tokens.bit_length()
 
 
 class Scheduler:
@@ -334,7 +341,9 @@ class Scheduler:
         running = self._running
         if len(running) == _MAX_RUNNING or running[0].num_tokens < _EARLY_TOKENS:
             return False  # a small step is over before another is worth beginning
-        while not running[0].step.is_done():
+        seconds = self._queues[running[0].model].large_step_seconds.get(running[0].size, 0.0)
+        until = running[0].began + _POLLED_PART * seconds
+        while time.perf_counter() < until and not running[0].step.is_done():
             if self._wakeup.sources:
                 self._poll(0)
             with self._lock:
@@ -389,6 +398,8 @@ class Scheduler:
         queue.failures = 0
         took = result.compute_seconds
         queue.step_seconds = took if not queue.step_seconds else 0.8 * queue.step_seconds + 0.2 * took
+        if running.num_tokens >= _EARLY_TOKENS:
+            queue.large_step_seconds[running.size] = took
         waited = [running.began - pending.arrived for pending in requests]
         for pending in requests:
             pending.compute_seconds = took
