@@ -105,12 +105,14 @@ def _result(name: str, check: Callable[[], str | None]) -> Result:
 
 
 def _address(settings: "Settings") -> str:
-    from expertd.service.http.server import BindError, listen
+    from expertd.service.http.listening import BindError, listen
 
     try:
-        listen(settings.host, settings.port).close()
+        listen(settings).close()
     except BindError as error:
         raise ValueError(str(error)) from error
+    if settings.uds is not None:
+        return f"{settings.uds} is free"
     return exposure(settings.host, settings.port) or f"{settings.host}:{settings.port} is free"
 
 

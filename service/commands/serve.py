@@ -45,11 +45,12 @@ def run(arguments: argparse.Namespace) -> int:
     except (SettingsError, ValueError) as error:
         return _refuse(error)
     # Imported after the settings are read: these take seconds, and invalid settings should fail at once.
-    from expertd.service.http.server import BindError, serve
+    from expertd.service.http.listening import BindError
+    from expertd.service.http.server import serve
     from expertd.service.terminal import configure_logging
 
     configure_logging(settings.log_level)
-    if (warning := exposure(settings.host, settings.port)) is not None:
+    if settings.uds is None and (warning := exposure(settings.host, settings.port)) is not None:
         logger.warning(warning)
     try:
         return serve(settings)

@@ -9,6 +9,7 @@ Reason = Literal[
     "internal_error",
     "invalid_request",
     "json_too_large",
+    "memory_full",
     "not_ready",
     "queue_full",
     "queue_timeout",

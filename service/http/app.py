@@ -1,9 +1,7 @@
 """The ASGI application: its routes around one engine, and one format for every error."""
 
-import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from urllib.parse import unquote
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
@@ -17,12 +15,13 @@ from expertd.service.engine.engine import Engine
 from expertd.service.engine.errors import EngineError
 from expertd.service.engine.loading import Loader, load
 from expertd.service.engine.metrics import Metrics
-from expertd.service.engine.spec import MODEL_VERSION
 from expertd.service.http.bodies import BodyReader, ClientGoneError
 from expertd.service.http.delivery import delivery
 from expertd.service.http.errors import http_error
 from expertd.service.http.infer import InferEndpoint
+from expertd.service.http.infer_route import InferRoute
 from expertd.service.http.protocol import OipError, error_body
+from expertd.service.http.request_head import decoded, infer_head
 from expertd.service.http.routes import (
     channels_router,
     metrics_router,
@@ -39,7 +38,7 @@ _DESCRIPTION = "Expert layers of Mixture-of-Experts models over the Open Inferen
 
 
 class ExpertApp(FastAPI):
-    """FastAPI, with a shortcut for infer requests to served models.
+    """FastAPI, with a shortcut for infer requests.
 
     Its lifespan starts loading and ends the worker thread.
     """
@@ -62,14 +61,10 @@ class ExpertApp(FastAPI):
         if settings.channels.socket is not None:
             self.listener = ChannelListener(settings.channels.socket, self.channels)
         self._bodies = BodyReader(settings.limits)
-        self._infer = InferEndpoint(self.engine, self.metrics, self._bodies)
-        self._infer_paths = {
-            path: name
-            for name in self.engine.models
-            for path in (f"/v2/models/{name}/infer", f"/v2/models/{name}/versions/{MODEL_VERSION}/infer")
-        }
+        self.infer = InferEndpoint(self.engine, self.metrics)
+        self._infer_route = InferRoute(self.infer, self._bodies)
         routers = (
-            protocol_router(self.engine, self._infer, self._bodies),
+            protocol_router(self.engine, self._bodies),
             shared_memory_router(self.engine.shared_memory, self._bodies),
             partitions_router(self.engine, self._bodies),
             channels_router(self.channels, self._bodies),
@@ -97,14 +92,14 @@ class ExpertApp(FastAPI):
         return methods | {"HEAD"} if "GET" in methods else methods
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one ASGI scope; both ways to an infer route end in the same endpoint."""
+        """Handle one ASGI scope."""
         if scope["type"] == "http":
             if self.engine.draining:
                 send = _closing(scope, send)
             if b"%2" in scope.get("raw_path", b""):
-                _keep_encoded_slashes(scope)
-            if scope["method"] == "POST" and (model := self._infer_paths.get(scope["path"])):
-                await self._infer(scope, receive, send, model)
+                scope["path"] = decoded(scope["raw_path"])
+            if (head := infer_head(scope["method"], scope["path"], scope["headers"])) is not None:
+                await self._infer_route(scope, receive, send, head)
                 return
             if scope["method"] == "HEAD" and "GET" in self.methods_of(scope):
                 scope, send = {**scope, "method": "GET"}, _without_body(send)
@@ -148,12 +143,6 @@ def _without_body(send: Send) -> Send:
         await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
 
     return headers_only
-
-
-def _keep_encoded_slashes(scope: Scope) -> None:
-    """Keep %2F encoded in `path`: it is not a separator (RFC 3986, 2.2), and must not match a route."""
-    raw_path = scope["raw_path"].decode("ascii")
-    scope["path"] = unquote(re.sub("%2f", "%252F", raw_path, flags=re.IGNORECASE))
 
 
 async def _engine_error(request: Request, error: Exception) -> Response:

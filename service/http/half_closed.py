@@ -19,10 +19,11 @@ _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class HalfClosed:
-    """Finds out which of the two it is. `finished` is set at the end; then `reset` says if it disconnected.
+    """Finds out which of the two it is.
 
     `may_probe` returns whether an interim response can be sent for the pending request. `abort` is called if
-    the client turns out to have disconnected while a request is pending.
+    the client turns out to have disconnected while a request is pending, `finished` at the end, with whether
+    it has acknowledged everything.
     """
 
     def __init__(
@@ -31,9 +32,10 @@ class HalfClosed:
         loop: asyncio.AbstractEventLoop,
         may_probe: Callable[[], bool],
         abort: Callable[[], None],
+        finished: Callable[[bool], None],
     ) -> None:
-        self.reset = False
-        self.finished = asyncio.Event()
+        self._finished = finished
+        self._reset = False
         self._transport = transport
         self._socket: socket.socket = transport.get_extra_info("socket")
         self._loop = loop
@@ -50,7 +52,6 @@ class HalfClosed:
     def stop(self) -> None:
         """Stop probing: the connection is closed."""
         self._timer.cancel()
-        self.finished.set()
 
     def _probe(self) -> None:
         if self._transport.is_closing():
@@ -67,19 +68,19 @@ class HalfClosed:
             return
         unsent = self._transport.get_write_buffer_size() > 0
         if not unsent and (self._was_reset() or not self._unacknowledged() or pause > _LAST_CHECK_SECONDS):
-            self.finished.set()
+            self._finished(not self._reset)
             self._transport.close()
             return
         self._timer = self._loop.call_later(pause, self._check_acknowledged, pause if unsent else 2 * pause)
 
     def _was_reset(self) -> bool:
         # Reading SO_ERROR clears it.
-        self.reset = self.reset or self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
-        return self.reset
+        self._reset = self._reset or self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
+        return self._reset
 
     def _unacknowledged(self) -> bool:
-        if not hasattr(socket, "TCP_INFO"):
-            return False
+        if self._socket.family == socket.AF_UNIX or not hasattr(socket, "TCP_INFO"):
+            return False  # what is written to a Unix socket has arrived
         info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _UNACKED_OFFSET + 4)
         (packets,) = struct.unpack_from("I", info, _UNACKED_OFFSET)
         return bool(packets)

@@ -1,112 +1,192 @@
-"""Validates a request's line and headers before the application sees them, and rewrites them in two cases."""
+"""A request's line and headers: parsed by httptools, checked, and kept for requests that begin alike."""
 
 import logging
-from collections.abc import Sequence
+import re
+from dataclasses import dataclass
+from urllib.parse import unquote
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from expertd.service.http.protocol import error_body
+from expertd.service.engine.spec import MODEL_VERSION
+from expertd.service.http.infer_head import InferHead
+from expertd.service.http.refused import RefusedError
 from expertd.service.sentences import shown
 from expertd.service.settings.model import Limits
 
 logger = logging.getLogger(__name__)
 
-Headers = Sequence[tuple[bytes, bytes]]
-_LINE_BYTES = len(b"  HTTP/1.1\r\n\r\n")
-_HEADER_BYTES = len(b": \r\n")
+_INFER = re.compile(r"/v2/models/([^/]+)/(?:versions/([^/]+)/)?infer$")  # as the application's routes
+_MAX_KEPT = 256
+_MAX_KEPT_BYTES = 2048  # of one head
 
 
-class RefusedError(Exception):
-    """A request to answer with `status` and this text before the connection is closed."""
+@dataclass(slots=True, eq=False)
+class RequestHead:
+    """A valid head. Header names are in lower case; `raw_path` and `query` are parts of the target.
 
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.status = status
-
-    def response(self, default_headers: Headers, with_body: bool = True) -> bytes:
-        """The whole response, without its body for HEAD."""
-        body = error_body(str(self))
-        headers = [
-            *default_headers,
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-            (b"connection", b"close"),
-        ]
-        if self.status == 503:
-            headers.append((b"retry-after", b"1"))
-        lines = [b"%s: %s\r\n" % header for header in headers]
-        return b"".join([STATUS_LINE[self.status], *lines, b"\r\n", body if with_body else b""])
-
-
-def check_head(
-    parser: httptools.HttpRequestParser, target: bytes, headers: Headers, limits: Limits, at_most: int
-) -> None:
-    """Raise RefusedError for another HTTP version, or for a head that is too large or ambiguous.
-
-    `at_most` is an upper bound on the head's bytes, which are counted only if it exceeds the limit. The
-    parser itself refuses a second Content-Length, and one together with Transfer-Encoding.
+    content_length is None without that header; `infer` is None for all but infer requests.
     """
-    version = parser.get_http_version()
-    if version not in ("1.1", "1.0"):
-        raise RefusedError(505, f"HTTP version: expected 1.1 or 1.0, got {version}")
-    if len(headers) > limits.max_headers:
-        raise RefusedError(431, f"headers: expected at most {limits.max_headers}, got {len(headers)}")
-    if at_most > limits.max_header_bytes:
-        _check_size(parser.get_method(), target, headers, limits.max_header_bytes)
-    names = [name for name, _ in headers]
-    hosts = names.count(b"host")
-    if hosts != 1 and (hosts or version == "1.1"):
-        raise RefusedError(400, f"Host: expected one header, got {hosts or 'none'}")
-    if b"transfer-encoding" in names:
-        _check_transfer_encoding(headers, version)
-    if parser.should_upgrade() and parser.get_method() == b"CONNECT":
-        raise RefusedError(501, "method: expected one of this API, got CONNECT")
+
+    method: str
+    raw_path: bytes
+    query: bytes
+    version: str
+    headers: list[tuple[bytes, bytes]]
+    keep_alive: bool
+    content_length: int | None
+    chunked: bool
+    expects_continue: bool
+    infer: InferHead | None
 
 
-def refusal_of(error: httptools.HttpParserError, parser: httptools.HttpRequestParser) -> RefusedError:
-    """The refusal for input that the parser, or one of its callbacks, rejected."""
-    if isinstance(error.__context__, RefusedError):
-        return error.__context__
-    if isinstance(error, httptools.HttpParserCallbackError):
-        logger.error("failed to handle the head of a request", exc_info=error.__context__)
-        return RefusedError(500, "internal server error: see the server's log")
-    if parser.get_method() == b"PRI":
-        return RefusedError(505, "HTTP version: expected 1.1 or 1.0, got 2.0")
-    return RefusedError(400, f"request: expected HTTP/1.1, got invalid input: {error}")
+class Heads:
+    """Parses heads. A client repeats its headers, so the heads of infer requests are kept by their bytes."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._kept: dict[bytes, RequestHead] = {}
+        self.find = self._kept.get
+
+    def parse(self, data: bytes) -> RequestHead:
+        """The head in `data`, which is whole and begins with the request line. Raises RefusedError."""
+        limit = self._limits.max_header_bytes
+        if len(data) > limit:
+            text = f"request line and headers: expected at most {limit} bytes, got {len(data)}"
+            raise RefusedError(431, text)
+        head = HeadParser(self._limits).parse(data)
+        if head.infer is not None and len(data) <= _MAX_KEPT_BYTES:
+            if len(self._kept) >= _MAX_KEPT:
+                self._kept.clear()
+            self._kept[data] = head
+        return head
 
 
-def head_without_upgrade(parser: httptools.HttpRequestParser, target: bytes, headers: Headers) -> bytes:
-    """The head that `parser` has just parsed, as bytes, without its Upgrade headers."""
-    lines = [
-        b"%s %s HTTP/%s" % (parser.get_method(), target, parser.get_http_version().encode()),
-        *(b"%s: %s" % header for header in headers if header[0] != b"upgrade"),
-    ]
-    return b"\r\n".join([*lines, b"", b""])
+class HeadParser:
+    """Parses one head, as it arrives."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._target = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._head: RequestHead | None = None
+        self._parser = httptools.HttpRequestParser(self)
+        # We refuse other versions with a message of our own.
+        self._parser.set_dangerous_leniencies(lenient_version=True)
+
+    def parse(self, data: bytes) -> RequestHead:
+        """Parse a whole head. Raises RefusedError."""
+        head = self.feed(data)
+        if head is None:
+            raise self._refusal_of(httptools.HttpParserError("an incomplete head"))
+        return head
+
+    def feed(self, data: bytes) -> RequestHead | None:
+        """Parse a part of a head; None while the parser expects more of it. Raises RefusedError."""
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            pass  # ignored, as RFC 9110 (7.8) allows
+        except httptools.HttpParserError as error:
+            refusal = self._refusal_of(error)
+            refusal.with_body = self._parser.get_method() != b"HEAD"
+            raise refusal from None
+        return self._head
+
+    # The parser's callbacks.
+
+    def on_message_begin(self) -> None:
+        if self._head is not None:
+            raise RefusedError(400, "request: expected HTTP/1.1, got invalid input: two heads")
+
+    def on_url(self, url: bytes) -> None:
+        self._target += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        parser, headers = self._parser, self._headers
+        version = parser.get_http_version()
+        self._check(version)
+        raw_path, query = _path_and_query(self._target)
+        method = parser.get_method().decode("ascii")
+        length = next((value for name, value in headers if name == b"content-length"), None)
+        expect = next((value for name, value in headers if name == b"expect"), b"")
+        self._head = RequestHead(
+            method=method,
+            raw_path=raw_path,
+            query=query,
+            version=version,
+            headers=headers,
+            keep_alive=version != "1.0" and parser.should_keep_alive(),
+            content_length=None if length is None else int(length),
+            chunked=any(name == b"transfer-encoding" for name, _ in headers),
+            expects_continue=expect.lower() == b"100-continue",
+            infer=infer_head(method, decoded(raw_path), headers),
+        )
+
+    # Checks.
+
+    def _check(self, version: str) -> None:
+        """Raise RefusedError for another version, and for a head that is ambiguous or has too many headers.
+
+        The parser itself refuses a second Content-Length, and one together with Transfer-Encoding.
+        """
+        if version not in ("1.1", "1.0"):
+            raise RefusedError(505, f"HTTP version: expected 1.1 or 1.0, got {version}")
+        bound = self._limits.max_headers
+        if len(self._headers) > bound:
+            raise RefusedError(431, f"headers: expected at most {bound}, got {len(self._headers)}")
+        hosts = sum(name == b"host" for name, _ in self._headers)
+        if hosts != 1 and (hosts or version == "1.1"):
+            raise RefusedError(400, f"Host: expected one header, got {hosts or 'none'}")
+        codings = [value for name, value in self._headers if name == b"transfer-encoding"]
+        if codings:
+            _check_transfer_encoding(b", ".join(codings), version)
+        if self._parser.should_upgrade() and self._parser.get_method() == b"CONNECT":
+            raise RefusedError(501, "method: expected one of this API, got CONNECT")
+
+    def _refusal_of(self, error: httptools.HttpParserError) -> RefusedError:
+        """The refusal for input that the parser, or one of its callbacks, rejected."""
+        if isinstance(error.__context__, RefusedError):
+            return error.__context__
+        if isinstance(error, httptools.HttpParserCallbackError):
+            logger.error("failed to handle the head of a request", exc_info=error.__context__)
+            return RefusedError(500, "internal server error: see the server's log")
+        if self._parser.get_method() == b"PRI":
+            return RefusedError(505, "HTTP version: expected 1.1 or 1.0, got 2.0")
+        return RefusedError(400, f"request: expected HTTP/1.1, got invalid input: {error}")
 
 
-def origin_form(target: bytes) -> bytes:
-    """The path and query of a target that does not begin with a path: https://host/path?query, or *."""
+def infer_head(method: str, path: str, headers: list[tuple[bytes, bytes]]) -> InferHead | None:
+    """None for all but infer requests."""
+    found = _INFER.match(path) if method == "POST" else None
+    return None if found is None else InferHead(found[1], found[2] or MODEL_VERSION, headers)
+
+
+def decoded(raw_path: bytes) -> str:
+    """The path without percent-encoding, except for %2F, which is not a separator (RFC 3986, 2.2)."""
+    path = raw_path.decode("ascii")
+    if "%" not in path:
+        return path
+    return unquote(re.sub("%2f", "%252F", path, flags=re.IGNORECASE))
+
+
+def _path_and_query(target: bytes) -> tuple[bytes, bytes]:
+    """Of a path with a query, a URL, or *, whose path is /. Raises RefusedError."""
     try:
         url = httptools.parse_url(target)
-    except httptools.HttpParserInvalidURLError:
-        raise RefusedError(
-            400, f"target: expected a path or a URL, got {shown(target.decode('latin-1'))}"
-        ) from None
-    return (url.path or b"/") + (b"?" + url.query if url.query else b"")
+        path = url.path or b"/"
+        path.decode("ascii")
+    except (httptools.HttpParserInvalidURLError, UnicodeDecodeError):
+        got = shown(target.decode("latin-1"))
+        raise RefusedError(400, f"target: expected a path or a URL, got {got}") from None
+    return path, url.query or b""
 
 
-def _check_size(method: bytes, target: bytes, headers: Headers, limit: int) -> None:
-    size = len(method) + len(target) + _LINE_BYTES
-    size += sum(len(name) + len(value) + _HEADER_BYTES for name, value in headers)
-    if size > limit:
-        raise RefusedError(431, f"request line and headers: expected at most {limit} bytes, got {size}")
-
-
-def _check_transfer_encoding(headers: Headers, version: str) -> None:
+def _check_transfer_encoding(codings: bytes, version: str) -> None:
     if version == "1.0":
         raise RefusedError(400, "HTTP version: expected 1.1 with Transfer-Encoding, got 1.0")
-    codings = b", ".join(value for name, value in headers if name == b"transfer-encoding")
     if codings.lower() != b"chunked":
         got = shown(codings.decode("latin-1"))
         raise RefusedError(501, f"Transfer-Encoding: expected chunked, got {got}")

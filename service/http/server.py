@@ -1,35 +1,29 @@
 """Runs the application on uvicorn. SIGTERM starts a drain that answers every accepted request."""
 
 import asyncio
-import errno
 import logging
 import os
-import resource
 import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import uvicorn
 
 from expertd.service.engine.engine import Phase
 from expertd.service.http.app import ExpertApp
-from expertd.service.http.connection import Connection, SharedState
-from expertd.service.http.request_head import RefusedError
+from expertd.service.http.connection import Connection
+from expertd.service.http.listening import BindError, Listener, allow_files, listen
+from expertd.service.http.refused import RefusedError
+from expertd.service.http.shared import ServerState, Shared
 from expertd.service.settings.model import Settings
 
 logger = logging.getLogger(__name__)
 
-_BACKLOG = 2048
 _OTHER_FILES = 256  # besides connections: lingering ones, libraries, devices
 _FLUSH_SECONDS = 0.1  # to send the last responses before the process exits immediately
-
-
-class BindError(Exception):
-    """The server cannot listen on the host and port, or for channels; the text says why."""
 
 
 def serve(settings: Settings) -> int:
@@ -37,32 +31,39 @@ def serve(settings: Settings) -> int:
 
     Raises BindError, before anything is loaded, if it cannot listen.
     """
-    listener = listen(settings.host, settings.port)
+    listener = listen(settings)
     app = ExpertApp(settings)
     if app.listener is not None:
         try:
             app.listener.bind()
         except OSError as error:
+            listener.close()
             raise BindError(str(error)) from error
-    shared = SharedState(settings.limits, app.metrics.connection_refused)
+    shared = Shared(app, app.infer, app.metrics, settings)
+
+    def connection(
+        config: uvicorn.Config, server_state: ServerState, app_state: dict[str, Any], _loop: object = None
+    ) -> Connection:
+        return Connection(shared, server_state, app_state)
+
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        http=partial(Connection, shared=shared),  # type: ignore[arg-type]
+        http=connection,  # type: ignore[arg-type]
         ws="none",
         lifespan="on",
         log_config=None,
-        access_log=settings.access_log,
         server_header=False,
         proxy_headers=False,
-        timeout_keep_alive=settings.keep_alive_seconds,
     )
     region_files = 2 * settings.shared_memory.max_regions  # the file, and its mapping's own descriptor
     allow_files(settings.limits.max_connections + region_files + _OTHER_FILES)
-    server = _Server(config, app, shared)
-    host, port = listener.getsockname()[:2]
-    logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
-    server.run(sockets=[listener])
+    server = _Server(config, app, shared, listener)
+    logger.info("listening on %s", listener.address)
+    try:
+        server.run(sockets=[listener.socket])
+    finally:
+        listener.remove()
     if app.engine.scheduler.running:
         _exit(server.exit_code)  # a normal exit would abort while the thread is in native code
     return server.exit_code
@@ -71,8 +72,9 @@ def serve(settings: Settings) -> int:
 class _Server(uvicorn.Server):
     """A signal ends readiness at once; connections end after every accepted request is answered."""
 
-    def __init__(self, config: uvicorn.Config, app: ExpertApp, shared: SharedState) -> None:
+    def __init__(self, config: uvicorn.Config, app: ExpertApp, shared: Shared, listener: Listener) -> None:
         super().__init__(config)
+        self._listener = listener
         self.exit_code = 1
         self._app = app
         self._shared = shared
@@ -107,7 +109,7 @@ class _Server(uvicorn.Server):
                 self._end_now, "the server was stopped before the response was ready"
             )
         elif self._signals > 2:
-            _exit(1)
+            self._exit_now()
 
     async def on_tick(self, counter: int) -> bool:
         settings = self._engine.settings
@@ -133,6 +135,8 @@ class _Server(uvicorn.Server):
     def _finish(self, seconds: float) -> bool:
         """Let connections close within `seconds`, at least one; always True."""
         self._app.stop_reading()
+        for connection in self._connections():
+            connection.stop_reading()
         asyncio.get_running_loop().call_later(max(1.0, seconds), self._end_late)
         return True
 
@@ -146,7 +150,11 @@ class _Server(uvicorn.Server):
     def _end_now(self, text: str) -> None:
         for connection in self._connections():
             connection.stop(RefusedError(503, text))
-        asyncio.get_running_loop().call_later(_FLUSH_SECONDS, _exit, 1)
+        asyncio.get_running_loop().call_later(_FLUSH_SECONDS, self._exit_now)
+
+    def _exit_now(self) -> None:
+        self._listener.remove()
+        _exit(1)
 
     def _connections(self) -> list[Connection]:
         return [
@@ -158,40 +166,3 @@ def _exit(code: int) -> NoReturn:
     """Exit at once, without waiting for a thread that is in a step."""
     logging.shutdown()
     os._exit(code)
-
-
-def allow_files(count: int) -> None:
-    """Raise the limit on open files to `count`; if the system allows fewer, log a warning."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= count:
-        return
-    allowed = count if hard == resource.RLIM_INFINITY else min(count, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    if allowed < count:
-        logger.warning(
-            "limits.max_connections: expected a limit of %d open files, got %d (ulimit -n)",
-            count,
-            allowed,
-        )
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens on `host` and `port`. Raises BindError."""
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    except socket.gaierror as error:
-        raise BindError(f"host: expected a name or address, got {host!a:.80}: {error.strerror}") from error
-    except OSError as error:
-        # asyncio and socket wrap the message; the error number gives the plain one.
-        known = error.errno in errno.errorcode
-        reason = os.strerror(error.errno or 0) if known else error.strerror
-        if error.errno == errno.EADDRNOTAVAIL:
-            text = f"host: expected an address of this machine, got {host}: {reason}"
-        elif error.errno == errno.EACCES:
-            text = f"port: expected one that this user may open, got {port}: {reason}"
-        else:
-            text = f"port: expected a free address, got {host}:{port}: {reason}"
-        raise BindError(text) from error
-    listener.set_inheritable(False)
-    return listener

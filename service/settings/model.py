@@ -283,6 +283,10 @@ class Settings(BaseSettings):
         description="address to listen on; loopback by default, because there is no authentication",
     )
     port: int = Field(default=8000, ge=0, le=65535, description="port to listen on; 0: any free one")
+    uds: Path | None = Field(
+        default=None,
+        description="path of a Unix socket to listen on instead of `host` and `port`, for this user only",
+    )
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)] = Field(
         default="info", description="minimum level of log lines, in upper or lower case"
     )

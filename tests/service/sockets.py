@@ -6,12 +6,12 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 
-import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
-from expertd.service.http.connection import Connection, SharedState
+from expertd.service.http.connection import Connection
+from expertd.service.http.shared import Shared
 from tests.service.apps import Serving
 
 INFER = "/v2/models/tiny/infer"
@@ -100,17 +100,16 @@ def ask(port: int, data: bytes, half_close: bool = False) -> list[Answer]:
 
 
 @asynccontextmanager
-async def listening(server: Serving) -> AsyncIterator[int]:
-    """Serve the running application on a socket in this process; yields its port."""
-    settings = server.app.engine.settings
-    config = uvicorn.Config(
-        server.app, ws="none", log_config=None, timeout_keep_alive=settings.keep_alive_seconds
-    )
-    config.load()
-    make = partial(Connection, shared=SharedState(settings.limits, server.app.metrics.connection_refused))
+async def listening(server: Serving, other: ASGIApp | None = None) -> AsyncIterator[int]:
+    """Serve the running application on a socket in this process; yields its port.
+
+    `other` takes the place of the application, for all but infer requests.
+    """
+    app = server.app
+    shared = Shared(other or app, app.infer, app.metrics, app.engine.settings)
     state = ServerState()
     loop = asyncio.get_running_loop()
-    listener = await loop.create_server(lambda: make(config, state, {}), "127.0.0.1", 0)
+    listener = await loop.create_server(lambda: Connection(shared, state, {}), "127.0.0.1", 0)
     try:
         yield listener.sockets[0].getsockname()[1]
     finally:

@@ -1,21 +1,26 @@
 """The Open Inference Protocol v2 for MoE layers: parses and validates requests, builds responses."""
 
 from expertd.service.http.protocol.compression import accepts_gzip, compress, decompress, requested_encoding
+from expertd.service.http.protocol.datatypes import ELEMENT_BYTES
 from expertd.service.http.protocol.errors import OipError, error_body
+from expertd.service.http.protocol.places import NewUses, no_regions
 from expertd.service.http.protocol.request import INPUT_DATATYPES, OUTPUT, InferRequest, parse_request
 from expertd.service.http.protocol.response import InferResponse, build_response
 
 __all__ = [
+    "ELEMENT_BYTES",
     "INPUT_DATATYPES",
     "OUTPUT",
     "InferRequest",
     "InferResponse",
+    "NewUses",
     "OipError",
     "accepts_gzip",
     "build_response",
     "compress",
     "decompress",
     "error_body",
+    "no_regions",
     "parse_request",
     "requested_encoding",
 ]

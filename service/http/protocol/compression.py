@@ -3,6 +3,7 @@
 import zlib
 
 from expertd.service.http.protocol.errors import OipError
+from expertd.service.memory import Buffer
 from expertd.service.sentences import shown
 
 _WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
@@ -12,7 +13,7 @@ ENCODINGS = "gzip, deflate"
 _FASTEST = 1  # tensors hardly shrink at any level
 
 
-def decompress(body: bytes, content_encoding: str, limit: int) -> bytes:
+def decompress(body: Buffer, content_encoding: str, limit: int) -> Buffer:
     """Decompress `body`. Its Content-Encoding may list one coding, besides identity.
 
     Raises OipError: 415 for another coding or several, 400 for invalid data, 413 for more than `limit` bytes.
@@ -33,7 +34,7 @@ def decompress(body: bytes, content_encoding: str, limit: int) -> bytes:
         raise OipError(400, f"body: expected {codings[0]} data, got {error}") from error
 
 
-def _inflate(body: bytes, coding: str, limit: int) -> bytes:
+def _inflate(body: Buffer, coding: str, limit: int) -> bytes:
     """Decompress all gzip members of `body` (RFC 1952, 2.2), or its single deflate stream."""
     chunks: list[bytes] = []
     room, start, members = limit, 0, 0

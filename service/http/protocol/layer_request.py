@@ -17,7 +17,7 @@ class Tensor:
 
     datatype: str
     shape: list[int]
-    data: Buffer | Place
+    data: Buffer | Span | Place
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,7 +88,7 @@ def _input(place: Place, uses: RegionUses, alignment: int, copied: bool) -> Buff
         raise OipError(400, f"{place.what}: {error}") from error
     except NoBlockError as error:
         text = "limits.max_buffered_bytes: expected memory for the request, got all of it in use"
-        raise OipError(503, text, reason="queue_full", headers={"Retry-After": "1"}) from error
+        raise OipError(503, text, reason="memory_full", headers={"Retry-After": "1"}) from error
 
 
 def _number(parameters: dict[str, Any], name: str, where: str, default: int | None = None) -> int:

@@ -9,7 +9,7 @@ from expertd.service.http.protocol.datatypes import ELEMENT_BYTES, FLOATS, numbe
 from expertd.service.http.protocol.errors import OipError
 from expertd.service.http.protocol.layer_request import Output, Tensor, check_shapes, layer_request
 from expertd.service.http.protocol.places import REGION, NewUses, no_regions, place_of, uses_of
-from expertd.service.memory import RegionUses
+from expertd.service.memory import Buffer, RegionUses, Span, host_view
 from expertd.service.moe.request import LayerRequest
 from expertd.service.sentences import any_of, shown
 
@@ -39,40 +39,42 @@ class InferRequest:
 
 
 def parse_request(
-    body: bytes, header_length: int | None, spec: LayerSpec, new_uses: NewUses = no_regions
+    body: Buffer | Span, header_length: int | None, spec: LayerSpec, new_uses: NewUses = no_regions
 ) -> InferRequest:
     """Parse `body`, whose first `header_length` bytes are JSON (None: all of it; 0: none).
 
-    Binary tensors are views of `body`. Raises OipError (400; 503 without memory to copy a region to).
+    Binary tensors are views of `body`, or parts of the span. Raises OipError (400; 503 without memory to copy
+    a region to).
     """
     if header_length == 0:
         return _parse_raw(body, spec)
-    if header_length is not None and header_length > len(body):
+    view = host_view(body)
+    if header_length is not None and header_length > len(view):
         _refuse(
-            f"Inference-Header-Content-Length: expected at most the body's {len(body)} bytes, "
+            f"Inference-Header-Content-Length: expected at most the body's {len(view)} bytes, "
             f"got {header_length}"
         )
-    view = memoryview(body)
-    end = len(body) if header_length is None else header_length
+    end = len(view) if header_length is None else header_length
     header = _parse_json(view[:end])
     request_id = header.get("id")
     if request_id is not None and not isinstance(request_id, str):
         _refuse(f"id: expected a string, got {shown(request_id)}")
     try:
-        return _parse_header(header, view[end:], request_id, spec, new_uses)
+        return _parse_header(header, _part(body, end, len(view) - end), request_id, spec, new_uses)
     except OipError as error:
         error.request_id = request_id
         raise
 
 
-def _parse_raw(body: bytes, spec: LayerSpec) -> InferRequest:
+def _parse_raw(body: Buffer | Span, spec: LayerSpec) -> InferRequest:
     row_bytes = spec.hidden_size * ELEMENT_BYTES[spec.datatype]
-    if len(body) % row_bytes:
+    size = len(host_view(body))
+    if size % row_bytes:
         _refuse(
             f"body: expected rows of {row_bytes} bytes ({spec.hidden_size} {spec.datatype} values), "
-            f"without a JSON header, got {len(body)} bytes"
+            f"without a JSON header, got {size} bytes"
         )
-    tensor = Tensor(spec.datatype, [len(body) // row_bytes, spec.hidden_size], memoryview(body))
+    tensor = Tensor(spec.datatype, [size // row_bytes, spec.hidden_size], _part(body, 0, size))
     tensors = {"hidden_states": tensor}
     check_shapes(tensors, spec)
     layer = layer_request(tensors, Output(spec.datatype, True), spec, None)
@@ -101,13 +103,17 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 def _parse_header(
-    header: dict[str, Any], binary: memoryview, request_id: str | None, spec: LayerSpec, new_uses: NewUses
+    header: dict[str, Any],
+    binary: Buffer | Span,
+    request_id: str | None,
+    spec: LayerSpec,
+    new_uses: NewUses,
 ) -> InferRequest:
     parameters = _parameters(header, "the request")
     if (region := parameters.get(REGION)) is not None:
         _refuse(f"parameter {REGION} of the request: expected it at a tensor, got {shown(region)} here")
     tensors: dict[str, Tensor] = {}
-    offset = 0
+    offset, size = 0, len(host_view(binary))
     for entry in _objects(header, "inputs"):
         name = entry.get("name")
         if not isinstance(name, str) or name not in INPUT_DATATYPES:
@@ -115,9 +121,9 @@ def _parse_header(
         if name in tensors:
             _refuse(f"input {name}: expected once, got twice")
         tensors[name], offset = _parse_input(name, entry, binary, offset)
-    if offset != len(binary):
+    if offset != size:
         _refuse(
-            f"binary_data_size of all inputs: expected a sum of {len(binary)}, the bytes after the JSON, "
+            f"binary_data_size of all inputs: expected a sum of {size}, the bytes after the JSON, "
             f"got {offset}"
         )
     if "hidden_states" not in tensors:
@@ -137,7 +143,7 @@ def _parse_header(
     return InferRequest(request_id, layer, output.binary, timeout, uses)
 
 
-def _parse_input(name: str, entry: dict[str, Any], binary: memoryview, offset: int) -> tuple[Tensor, int]:
+def _parse_input(name: str, entry: dict[str, Any], binary: Buffer | Span, offset: int) -> tuple[Tensor, int]:
     where = f"input {name}"
     datatype = entry.get("datatype")
     if datatype not in INPUT_DATATYPES[name]:
@@ -164,9 +170,16 @@ def _parse_input(name: str, entry: dict[str, Any], binary: memoryview, offset: i
         _refuse(f"{where}: expected data or the parameter binary_data_size, got both")
     if type(size) is not int or size != expected:
         _refuse_size("binary_data_size", where, expected, shape, datatype, size)
-    if offset + size > len(binary):
-        _refuse(f"{where}: expected {size} bytes after the JSON, got {len(binary) - offset}")
-    return Tensor(datatype, shape, binary[offset : offset + size]), offset + size
+    if (rest := len(host_view(binary)) - offset) < size:
+        _refuse(f"{where}: expected {size} bytes after the JSON, got {rest}")
+    return Tensor(datatype, shape, _part(binary, offset, size)), offset + size
+
+
+def _part(body: Buffer | Span, offset: int, num_bytes: int) -> Buffer | Span:
+    """A part of the body: a view of bytes, or a span of a span."""
+    if isinstance(body, Span):
+        return body.part(offset, num_bytes)
+    return memoryview(body)[offset : offset + num_bytes]
 
 
 def _refuse_size(name: str, where: str, expected: int, shape: list[int], datatype: str, got: object) -> None:

@@ -4,13 +4,11 @@ import json
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Request, Response
-from starlette.types import Receive, Scope, Send
 
 from expertd import __version__
 from expertd.service.engine.engine import Engine
 from expertd.service.engine.spec import MODEL_VERSION, LayerSpec
 from expertd.service.http.bodies import BodyReader, control_body
-from expertd.service.http.infer import InferEndpoint
 from expertd.service.http.protocol import INPUT_DATATYPES, OUTPUT, OipError
 from expertd.service.http.routes.documentation import INFER_REQUEST, INFER_RESPONSE, errors
 from expertd.service.http.routes.schemas import (
@@ -29,19 +27,8 @@ ModelName = Annotated[str, Path(description="name of a served model")]
 Version = Annotated[str, Path(description=f"the only version of every model: {MODEL_VERSION}")]
 
 
-class _InferAnswer(Response):
-    """A response that hands the ASGI connection to the infer endpoint."""
-
-    def __init__(self, endpoint: InferEndpoint, model: str, version: str) -> None:
-        super().__init__()
-        self._endpoint, self._model, self._version = endpoint, model, version
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._endpoint(scope, receive, send, self._model, self._version)
-
-
-def protocol_router(engine: Engine, infer: InferEndpoint, bodies: BodyReader) -> APIRouter:
-    """Routes under /v2."""
+def protocol_router(engine: Engine, bodies: BodyReader) -> APIRouter:
+    """Routes under /v2. Those of infer are only documented here: the application answers them itself."""
     router = APIRouter(prefix="/v2", tags=["Open Inference Protocol"])
 
     @router.get("", response_model=ServerMetadata)
@@ -96,14 +83,14 @@ def protocol_router(engine: Engine, infer: InferEndpoint, bodies: BodyReader) ->
     @router.post("/models/{model}/infer", responses=infer_responses, openapi_extra=INFER_REQUEST)
     async def model_infer(model: ModelName) -> Response:
         """The layer's output for hidden states, routed by the layer or by topk_ids and topk_weights."""
-        return _InferAnswer(infer, model, MODEL_VERSION)
+        raise NotImplementedError
 
     @router.post(
         "/models/{model}/versions/{version}/infer", responses=infer_responses, openapi_extra=INFER_REQUEST
     )
     async def model_version_infer(model: ModelName, version: Version) -> Response:
         """The layer's output for hidden states, routed by the layer or by topk_ids and topk_weights."""
-        return _InferAnswer(infer, model, version)
+        raise NotImplementedError
 
     @router.post(
         "/repository/index", response_model=list[ModelIndexEntry], responses=errors(400, 408, 413, 415, 503)

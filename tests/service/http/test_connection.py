@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from expertd.service.http.request_head import RefusedError, check_head
+from expertd.service.http.refused import RefusedError
+from expertd.service.http.request_head import Heads
 from expertd.service.settings.model import Limits
 from tests.service.apps import HIDDEN, hidden_request, rows, tiny_settings
 from tests.service.processes import ServerProcess, server_process
@@ -201,24 +202,13 @@ def test_endless_headers_are_refused_while_they_arrive(
 
 
 def test_the_limits_of_a_head_are_settings() -> None:
-    class Parser:
-        def get_http_version(self) -> str:
-            return "1.1"
-
-        def get_method(self) -> bytes:
-            return b"GET"
-
-        def should_upgrade(self) -> bool:
-            return False
-
-    limits = Limits(max_header_bytes=1024, max_headers=2)
-    line = len(b"GET / HTTP/1.1\r\nHost: x\r\nA: \r\n\r\n")
-    whole = [(b"host", b"x"), (b"a", b"y" * (1024 - line))]
-    check_head(Parser(), b"/", whole, limits, 1025)  # type: ignore[arg-type]
+    heads = Heads(Limits(max_header_bytes=1024, max_headers=2))
+    whole = head("GET / HTTP/1.1", f"A: {'y' * (1024 - len(head('GET / HTTP/1.1', 'A: ')))}")
+    assert heads.parse(whole).raw_path == b"/"
     with pytest.raises(RefusedError, match="at most 1024 bytes, got 1025"):
-        check_head(Parser(), b"/y", whole, limits, 1025)  # type: ignore[arg-type]
+        heads.parse(whole.replace(b"/ ", b"/y ", 1))
     with pytest.raises(RefusedError, match="headers: expected at most 2, got 3"):
-        check_head(Parser(), b"/", [*whole, (b"b", b"")], limits, 1025)  # type: ignore[arg-type]
+        heads.parse(head("GET / HTTP/1.1", "A: y", "B: "))
 
 
 def test_nothing_is_executed_after_the_last_request(server: ServerProcess) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from expertd.service.http.server import allow_files
+from expertd.service.http.listening import allow_files
 from tests.service.apps import hidden_request, rows, tiny_settings
 from tests.service.processes import ServerProcess, server_process
 from tests.service.sockets import INFER, ask, connect, head, infer, read_answer, read_to_end

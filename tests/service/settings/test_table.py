@@ -93,6 +93,16 @@ def test_the_yaml_example_is_the_same_setting() -> None:
 def test_help_lists_the_flags_and_points_to_the_table() -> None:
     code = "import sys; from expertd.service.cli import main; sys.exit(main(['serve', '--help']))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    for flag in ("--config", "--model", "--layers", "--host", "--port", "--backend", "--log-level", "--set"):
+    for flag in (
+        "--set",
+        "--config",
+        "--model",
+        "--layers",
+        "--host",
+        "--port",
+        "--uds",
+        "--backend",
+        "--log-level",
+    ):
         assert flag in result.stdout
     assert "docs/settings.md" in result.stdout

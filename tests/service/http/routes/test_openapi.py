@@ -13,7 +13,6 @@ from starlette.routing import Route
 
 from expertd.service.http.app import ExpertApp
 from expertd.service.http.bodies import BodyReader
-from expertd.service.http.infer import InferEndpoint
 from expertd.service.http.routes import (
     channels_router,
     metrics_router,
@@ -102,9 +101,8 @@ async def test_every_documented_route_is_served(document: dict[str, Any], method
 def test_no_route_is_served_without_being_documented(document: dict[str, Any]) -> None:
     app = ExpertApp(tiny_settings())
     bodies = BodyReader(app.engine.settings.limits)
-    infer = InferEndpoint(app.engine, app.metrics, bodies)
     routers = [
-        protocol_router(app.engine, infer, bodies),
+        protocol_router(app.engine, bodies),
         shared_memory_router(app.engine.shared_memory, bodies),
         partitions_router(app.engine, bodies),
         channels_router(app.channels, bodies),

@@ -1,0 +1,58 @@
+"""The head of an infer request: its model, and the headers that matter, read once for all that are alike."""
+
+from collections.abc import Sequence
+
+from expertd.service.http.bodies import number_of_bytes
+from expertd.service.http.plans import Plans
+
+_HEADER_LENGTH = "Inference-Header-Content-Length"
+
+
+class InferHead:
+    """`model` and `version` as the path names them, served or not; the other attributes are set by `read`."""
+
+    __slots__ = (
+        "_headers",
+        "_is_read",
+        "accept_encoding",
+        "content_encoding",
+        "content_length",
+        "expects",
+        "header_length",
+        "model",
+        "plans",
+        "version",
+    )
+
+    def __init__(self, model: str, version: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        self.model = model
+        self.version = version
+        self.content_length: int | None = None
+        self.header_length: int | None = None
+        self.content_encoding: str | None = None
+        self.accept_encoding = ""
+        self.expects = any(name == b"expect" for name, _ in headers)
+        self.plans = Plans()
+        self._headers = headers
+        self._is_read = False
+
+    def read(self) -> None:
+        """Read the headers, unless that is done. Raises OipError (400)."""
+        if self._is_read:
+            return
+        for name, value in self._headers:
+            if name == b"inference-header-content-length":
+                self.header_length = number_of_bytes(value, _HEADER_LENGTH, self.header_length)
+            elif name == b"content-length":
+                self.content_length = number_of_bytes(value, "Content-Length", self.content_length)
+            elif name == b"content-encoding":
+                self.content_encoding = _joined(self.content_encoding, value)
+            elif name == b"accept-encoding":
+                self.accept_encoding = _joined(self.accept_encoding, value)
+        self._is_read = True
+
+
+def _joined(earlier: str | None, value: bytes) -> str:
+    """Headers of the same name form one list (RFC 9110, 5.3)."""
+    text = value.decode("latin-1")
+    return f"{earlier}, {text}" if earlier else text

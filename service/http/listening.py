@@ -1,0 +1,129 @@
+"""The socket that a server listens on: an address and port, or a path."""
+
+import errno
+import logging
+import os
+import resource
+import socket
+import stat
+from pathlib import Path
+
+from expertd.service.settings.model import Settings
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG = 2048
+
+
+class BindError(Exception):
+    """The server cannot listen where the settings say, or for channels; the text says why."""
+
+
+class Listener:
+    """A listening socket; `address` is how clients name it."""
+
+    def __init__(self, sock: socket.socket, address: str, path: Path | None = None) -> None:
+        self.socket = sock
+        self.address = address
+        self._path = path
+        self._inode = None if path is None else path.stat().st_ino
+        sock.set_inheritable(False)
+
+    def remove(self) -> None:
+        """Remove the socket's file, unless another server has replaced it."""
+        path, self._path = self._path, None
+        if path is not None and _inode(path) == self._inode:
+            path.unlink()
+
+    def close(self) -> None:
+        """Listen no more."""
+        self.socket.close()
+        self.remove()
+
+
+def listen(settings: Settings) -> Listener:
+    """Listen on `uds`, or else on `host` and `port`. Raises BindError."""
+    if settings.uds is not None:
+        return _listen_on_path(settings.uds)
+    listener = _listen_on_port(settings.host, settings.port)
+    host, port = listener.getsockname()[:2]
+    return Listener(listener, f"http://{f'[{host}]' if ':' in host else host}:{port}")
+
+
+def _listen_on_port(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except socket.gaierror as error:
+        raise BindError(f"host: expected a name or address, got {host!a:.80}: {error.strerror}") from error
+    except OSError as error:
+        # asyncio and socket wrap the message; the error number gives the plain one.
+        known = error.errno in errno.errorcode
+        reason = os.strerror(error.errno or 0) if known else error.strerror
+        if error.errno == errno.EADDRNOTAVAIL:
+            text = f"host: expected an address of this machine, got {host}: {reason}"
+        elif error.errno == errno.EACCES:
+            text = f"port: expected one that this user may open, got {port}: {reason}"
+        else:
+            text = f"port: expected a free address, got {host}:{port}: {reason}"
+        raise BindError(text) from error
+
+
+def _listen_on_path(path: Path) -> Listener:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        _make_free(path)
+        before = os.umask(0o177)  # only this user may connect, from the beginning on
+        try:
+            sock.bind(str(path))
+        finally:
+            os.umask(before)
+        sock.listen(_BACKLOG)
+        return Listener(sock, f"unix:{path}", path)
+    except BindError:
+        sock.close()
+        raise
+    except OSError as error:
+        sock.close()
+        reason = error.strerror or str(error)
+        raise BindError(f"uds: expected a path for a new socket, got {path}: {reason}") from error
+
+
+def _make_free(path: Path) -> None:
+    """Remove a socket that nobody listens on any more."""
+    if _inode(path) is None:
+        return
+    if not stat.S_ISSOCK(path.lstat().st_mode):
+        raise BindError(f"uds: expected a free path or a socket, got {path}, which is another file")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+        except TimeoutError:
+            pass  # its backlog is full: it is alive
+    raise BindError(f"uds: expected a free path, got {path}, on which another server listens")
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return path.lstat().st_ino
+    except FileNotFoundError:
+        return None
+
+
+def allow_files(count: int) -> None:
+    """Raise the limit on open files to `count`; if the system allows fewer, log a warning."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= count:
+        return
+    allowed = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < count:
+        logger.warning(
+            "limits.max_connections: expected a limit of %d open files, got %d (ulimit -n)",
+            count,
+            allowed,
+        )

@@ -1,0 +1,69 @@
+"""The sending side of a connection: whether the transport still holds bytes, and whether the client reads."""
+
+import asyncio
+from collections.abc import Callable
+
+
+class Sender:
+    """Watches what the transport could not send at once.
+
+    `taken` is called when the transport has sent everything: it refers to no written memory any more.
+    `stalled` is called when the client has read nothing for `seconds`.
+    """
+
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        loop: asyncio.AbstractEventLoop,
+        seconds: float,
+        taken: Callable[[], object],
+        stalled: Callable[[], object],
+    ) -> None:
+        self.holds_bytes = False
+        self._transport = transport
+        self._loop = loop
+        self._seconds = seconds
+        self._taken = taken
+        self._stalled = stalled
+        self._timer: asyncio.TimerHandle | None = None
+        self._unsent = 0
+        self._waiting: list[asyncio.Future[None]] = []
+        # So the transport reports every write that it could not finish, and the end of it.
+        transport.set_write_buffer_limits(high=0)
+
+    def pause(self) -> None:
+        """The transport's pause_writing."""
+        self.holds_bytes = True
+        self._watch()
+
+    def resume(self) -> None:
+        """The transport's resume_writing."""
+        self.stop()
+        self._taken()
+
+    def stop(self) -> None:
+        """Everything is sent, or lost."""
+        self.holds_bytes = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+
+    async def wait(self) -> None:
+        """Wait until everything is sent, or lost."""
+        if self.holds_bytes:
+            self._waiting.append(future := self._loop.create_future())
+            await future
+
+    def _watch(self) -> None:
+        self._unsent = self._transport.get_write_buffer_size()
+        self._timer = self._loop.call_later(self._seconds, self._check_progress)
+
+    def _check_progress(self) -> None:
+        if self._transport.get_write_buffer_size() == self._unsent:
+            self._stalled()
+        else:
+            self._watch()

@@ -1,0 +1,68 @@
+"""What the connections of a server share: the application, limits, a buffer, and parsed heads."""
+
+import logging
+import time
+from typing import Any, Protocol
+
+from starlette.types import ASGIApp
+
+from expertd.service.engine.metrics import Metrics
+from expertd.service.http.infer import InferEndpoint
+from expertd.service.http.refused import Headers, first_lines
+from expertd.service.http.request_head import Heads
+from expertd.service.settings.model import Settings
+
+logger = logging.getLogger(__name__)
+
+_SCRATCH_BYTES = 128 * 1024
+_WARN_EVERY_SECONDS = 60.0
+
+
+class ServerState(Protocol):
+    """The part of `uvicorn.server.ServerState` that a protocol has to use."""
+
+    connections: set[Any]
+    tasks: set[Any]
+    default_headers: list[tuple[bytes, bytes]]
+
+
+class Shared:
+    """State shared by all connections of a server, on one event loop.
+
+    scratch    where sockets are read to; the bytes are consumed before any other read
+    lingering  connections beyond max_connections that are being refused
+    cut_off    connections whose client did not read its response in time, up to now
+    """
+
+    def __init__(self, app: ASGIApp, endpoint: InferEndpoint, metrics: Metrics, settings: Settings) -> None:
+        self.app = app
+        self.endpoint = endpoint
+        self.engine = endpoint.engine
+        self.limits = settings.limits
+        self.keep_alive_seconds = settings.keep_alive_seconds
+        self.access_log = settings.access_log
+        self.count_refusal = metrics.connection_refused
+        self.heads = Heads(settings.limits)
+        self.scratch = memoryview(bytearray(_SCRATCH_BYTES))
+        self.lingering = 0
+        self.cut_off = 0
+        self._default_headers: Headers = []
+        self._first_lines: dict[int, bytes] = {}
+        self._warned = float("-inf")
+
+    def first_lines(self, status: int, default_headers: Headers) -> bytes:
+        """The beginning of a response; kept until the headers of all responses change, once a second."""
+        if default_headers is not self._default_headers:
+            self._default_headers = default_headers
+            self._first_lines.clear()
+        lines = self._first_lines.get(status)
+        if lines is None:
+            lines = self._first_lines[status] = first_lines(status, default_headers)
+        return lines
+
+    def warn(self) -> None:
+        """Log that clients are being refused, at most once a minute."""
+        if time.monotonic() - self._warned >= _WARN_EVERY_SECONDS:
+            self._warned = time.monotonic()
+            bound = self.limits.max_connections
+            logger.warning("limits.max_connections: %d connections are open, further ones are refused", bound)

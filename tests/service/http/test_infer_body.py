@@ -1,0 +1,87 @@
+"""Bodies as they arrive: small ones are bytes, large ones lie in the arena."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from expertd.service.http.infer_body import LARGE_BYTES, InferBody
+from expertd.service.http.protocol import OipError
+from expertd.service.memory import Arena, Span, host_view
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena(4 * MIB)
+    yield arena
+    assert arena.used_bytes == 0
+    arena.close()
+
+
+def pattern(size: int) -> bytes:
+    return bytes(i * 7 % 251 for i in range(size))
+
+
+def test_a_small_body_is_bytes(arena: Arena) -> None:
+    body = InferBody(arena, MIB, 5, 2)
+    body.write(memoryview(b"ab"))
+    body.write(memoryview(b"cde"))
+    assert body.rest is None
+    assert body.content() == b"abcde"
+
+
+def test_a_large_body_is_written_in_place_with_aligned_tensors(arena: Arena) -> None:
+    data = pattern(LARGE_BYTES)
+    body = InferBody(arena, MIB, len(data), 187)
+    body.write(memoryview(data)[:1000])
+    rest = body.rest
+    assert rest is not None
+    assert len(rest) == len(data) - 1000
+    rest[:] = data[1000:]
+    body.advance(len(rest))
+    content = body.content()
+    assert isinstance(content, Span)
+    assert host_view(content) == data
+    assert content.part(187, 1).address % 256 == 0
+    body.release()
+    body.release()
+
+
+@pytest.mark.parametrize("piece", [1000, 50_000, LARGE_BYTES])
+def test_a_body_of_unknown_length_grows(arena: Arena, piece: int) -> None:
+    data = pattern(MIB)
+    body = InferBody(arena, MIB, None, 16)
+    for begin in range(0, MIB, piece):
+        body.write(memoryview(data)[begin : begin + piece])
+        assert body.rest is None
+    content = body.content()
+    assert isinstance(content, Span)
+    assert host_view(content) == data
+    with pytest.raises(OipError, match=f"body: expected at most {MIB} bytes, got more") as caught:
+        body.write(memoryview(b"x"))
+    assert caught.value.status == 413
+    body.release()
+
+
+def test_without_room_it_is_refused(arena: Arena) -> None:
+    other = arena.take(3 * MIB)
+    assert other is not None
+    growing = InferBody(arena, 2 * MIB, None, 0)
+    growing.write(memoryview(bytes(300_000)))
+    for write in (
+        lambda: InferBody(arena, 2 * MIB, MIB, 0),
+        lambda: growing.write(memoryview(bytes(600_000))),
+    ):
+        with pytest.raises(OipError, match="max_buffered_bytes: expected memory") as caught:
+            write()
+        assert (caught.value.status, caught.value.reason) == (503, "memory_full")
+        assert caught.value.headers == {"Retry-After": "1"}
+    growing.release()
+    other.release()
+
+
+def test_without_an_arena_all_bodies_are_bytes() -> None:
+    body = InferBody(None, MIB, LARGE_BYTES, 0)
+    body.write(memoryview(bytes(LARGE_BYTES)))
+    assert body.content() == bytes(LARGE_BYTES)
