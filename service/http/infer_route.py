@@ -37,6 +37,9 @@ class InferRoute:
                 call.receive(content)
         try:
             answer = await caller.answer
+        except asyncio.CancelledError:
+            call.leave()
+            raise
         finally:
             watch.cancel()
         if answer is None:
