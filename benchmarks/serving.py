@@ -67,7 +67,8 @@ def server(workers: int) -> Iterator[tuple[str, int]]:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        command = [sys.executable, "-m", "expertd.service.cli", "serve", "--config", str(config)]
+        program = "import sys; from expertd.service.cli import main; sys.exit(main())"
+        command = [sys.executable, "-c", program, "serve", "--config", str(config)]
         options = ["--port", str(port), *(["--http-workers", str(workers)] if workers > 1 else [])]
         process = subprocess.Popen([*command, *options])
         url = f"http://127.0.0.1:{port}"

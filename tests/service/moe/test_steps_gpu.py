@@ -180,9 +180,9 @@ def test_large_steps_that_recur_are_captured(
     calls = []
     call = MoELayer.__call__
 
-    def counted(layer: MoELayer, *arguments: Any) -> torch.Tensor:
+    def counted(layer: MoELayer, *arguments: Any, **options: Any) -> torch.Tensor:
         calls.append(1)
-        return call(layer, *arguments)
+        return call(layer, *arguments, **options)
 
     monkeypatch.setattr(MoELayer, "__call__", counted)
     for step in range(20):
