@@ -7,6 +7,7 @@ from typing import Any
 from expertd_client.address import parse_address
 from expertd_client.arrays import Array
 from expertd_client.calls import check_limits, check_model, layer_call
+from expertd_client.channel.blocking import ChannelTransport
 from expertd_client.deadline import Deadline
 from expertd_client.errors import (
     DeadlineError,
@@ -24,7 +25,7 @@ from expertd_client.metadata import (
     read_server,
     read_statuses,
 )
-from expertd_client.transport import Choice, Transport, TransportName
+from expertd_client.transport import Choice, NotThisCallError, Transport, TransportName
 
 DEFAULT_TIMEOUT = 60.0
 DEFAULT_CONNECTIONS = 128
@@ -54,7 +55,11 @@ class ExpertClient:
         address = parse_address(url)
         self._timeout = timeout
         self._http = HttpTransport(address, max_connections, max_retries)
-        factories: dict[str, Callable[[], Transport]] = {"http": lambda: self._http}
+        limits = max_connections, max_retries
+        factories: dict[str, Callable[[], Transport]] = {
+            "channel": lambda: ChannelTransport(self._http, *limits),
+            "http": lambda: self._http,
+        }
         self._choice: Choice[Transport] = Choice(transport, address, factories)
 
     @property
@@ -90,11 +95,14 @@ class ExpertClient:
             transport = self._choice.current
             try:
                 transport.infer(call, deadline)
+            except NotThisCallError as reason:
+                self._choice.pass_over(transport, reason)
+                self._http.infer(call, deadline)
             except TransportUnavailableError as error:
                 self._choice.fall_back(transport, error)
-            else:
-                result: Array = call.output.result()
-                return result
+                continue
+            result: Array = call.output.result()
+            return result
 
     def metadata(self, model: str, *, timeout: float | None = None) -> ModelMetadata:
         """The sizes of a model. Raises UnknownModelError."""
