@@ -8,6 +8,7 @@ from expertd_client.channel.layout import CODES, REQUEST, ROUTED
 from expertd_client.channel.opening import Opened
 from expertd_client.deadline import Deadline
 from expertd_client.errors import InvalidRequestError
+from expertd_client.gpu_places import GpuPlaces
 from expertd_client.places import copy_in, copy_out, layout_of
 
 _TIMEOUT_UNIT = 1000  # microseconds: the server parses a line again only if it differs from the slot's last
