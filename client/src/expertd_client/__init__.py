@@ -1,6 +1,8 @@
 """A client for expertd, the server for the expert layers of Mixture-of-Experts models. See README.md."""
 
 from expertd_client.async_client import AsyncExpertClient
+from expertd_client.channel.channel import Channel
+from expertd_client.channel.slots import Slot, Ticket
 from expertd_client.client import ExpertClient
 from expertd_client.errors import (
     DeadlineError,
@@ -17,6 +19,7 @@ from expertd_client.version import __version__
 
 __all__ = [
     "AsyncExpertClient",
+    "Channel",
     "DeadlineError",
     "ExpertClient",
     "ExpertError",
@@ -27,6 +30,8 @@ __all__ = [
     "ServerBusyError",
     "ServerMetadata",
     "ServerUnreachableError",
+    "Slot",
+    "Ticket",
     "TransportUnavailableError",
     "UnknownModelError",
     "__version__",

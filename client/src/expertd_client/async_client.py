@@ -7,6 +7,7 @@ from typing import Any
 from expertd_client.address import parse_address
 from expertd_client.arrays import Array
 from expertd_client.calls import check_limits, check_model, layer_call
+from expertd_client.channel.events import AsyncChannelTransport
 from expertd_client.client import DEFAULT_CONNECTIONS, DEFAULT_RETRIES, DEFAULT_TIMEOUT
 from expertd_client.deadline import Deadline
 from expertd_client.errors import (
@@ -25,7 +26,7 @@ from expertd_client.metadata import (
     read_server,
     read_statuses,
 )
-from expertd_client.transport import AsyncTransport, Choice, TransportName
+from expertd_client.transport import AsyncTransport, Choice, NotThisCallError, TransportName
 
 
 class AsyncExpertClient:
@@ -47,7 +48,11 @@ class AsyncExpertClient:
         address = parse_address(url)
         self._timeout = timeout
         self._http = AsyncHttpTransport(address, max_connections, max_retries)
-        factories: dict[str, Callable[[], AsyncTransport]] = {"http": lambda: self._http}
+        limits = max_connections, max_retries
+        factories: dict[str, Callable[[], AsyncTransport]] = {
+            "channel": lambda: AsyncChannelTransport(self._http, *limits),
+            "http": lambda: self._http,
+        }
         self._choice: Choice[AsyncTransport] = Choice(transport, address, factories)
 
     @property
@@ -76,11 +81,14 @@ class AsyncExpertClient:
             transport = self._choice.current
             try:
                 await transport.infer(call, deadline)
+            except NotThisCallError as reason:
+                self._choice.pass_over(transport, reason)
+                await self._http.infer(call, deadline)
             except TransportUnavailableError as error:
                 self._choice.fall_back(transport, error)
-            else:
-                result: Array = call.output.result()
-                return result
+                continue
+            result: Array = call.output.result()
+            return result
 
     async def metadata(self, model: str, *, timeout: float | None = None) -> ModelMetadata:
         """The sizes of a model. Raises UnknownModelError."""

@@ -7,6 +7,10 @@ from typing import Any
 from expertd_client.address import parse_address
 from expertd_client.arrays import Array
 from expertd_client.calls import check_limits, check_model, layer_call
+from expertd_client.channel.blocking import ChannelTransport
+from expertd_client.channel.channel import Channel
+from expertd_client.channel.link import SPIN_SECONDS
+from expertd_client.channel.making import Wanted, make_channel
 from expertd_client.deadline import Deadline
 from expertd_client.errors import (
     DeadlineError,
@@ -24,7 +28,8 @@ from expertd_client.metadata import (
     read_server,
     read_statuses,
 )
-from expertd_client.transport import Choice, Transport, TransportName
+from expertd_client.steps import run
+from expertd_client.transport import Choice, NotThisCallError, Transport, TransportName
 
 DEFAULT_TIMEOUT = 60.0
 DEFAULT_CONNECTIONS = 128
@@ -54,7 +59,11 @@ class ExpertClient:
         address = parse_address(url)
         self._timeout = timeout
         self._http = HttpTransport(address, max_connections, max_retries)
-        factories: dict[str, Callable[[], Transport]] = {"http": lambda: self._http}
+        limits = max_connections, max_retries
+        factories: dict[str, Callable[[], Transport]] = {
+            "channel": lambda: ChannelTransport(self._http, *limits),
+            "http": lambda: self._http,
+        }
         self._choice: Choice[Transport] = Choice(transport, address, factories)
 
     @property
@@ -90,11 +99,14 @@ class ExpertClient:
             transport = self._choice.current
             try:
                 transport.infer(call, deadline)
+            except NotThisCallError as reason:
+                self._choice.pass_over(transport, reason)
+                self._http.infer(call, deadline)
             except TransportUnavailableError as error:
                 self._choice.fall_back(transport, error)
-            else:
-                result: Array = call.output.result()
-                return result
+                continue
+            result: Array = call.output.result()
+            return result
 
     def metadata(self, model: str, *, timeout: float | None = None) -> ModelMetadata:
         """The sizes of a model. Raises UnknownModelError."""
@@ -118,6 +130,45 @@ class ExpertClient:
     def live(self, *, timeout: float | None = None) -> bool:
         """Whether the server answers, which it also does while it loads."""
         return self._is_ok("/v2/health/live", timeout)
+
+    def open_channel(
+        self,
+        model: str,
+        *,
+        max_tokens: int,
+        num_slots: int = 4,
+        datatype: str | None = None,
+        output_datatype: str | None = None,
+        device: object = None,
+        timeout: float | None = None,
+        spin_seconds: float = SPIN_SECONDS,
+    ) -> Channel:
+        """A channel to a server on this machine: no copies, and as many requests in flight as slots.
+
+        max_tokens       of a request
+        datatype         of hidden_states: BF16, FP16 or FP32 (default: the model's)
+        output_datatype  of the output (default: the same)
+        device           None: NumPy arrays; "cpu": torch tensors in the same memory of the host; "cuda:0":
+                         torch tensors in memory of that GPU, which the server's GPU reads and writes itself
+        timeout          seconds that opening, and later each request, may take (default: the client's)
+        spin_seconds     how long `wait` looks for an answer before it sleeps
+
+        Raises InvalidRequestError, UnknownModelError, ServerBusyError if the server has no room for it,
+        TransportUnavailableError, ServerUnreachableError, DeadlineError.
+        """
+        check_model(model)
+        deadline = self._deadline(timeout)
+        wanted = Wanted(
+            model,
+            num_slots,
+            max_tokens,
+            datatype,
+            output_datatype,
+            None if device is None else str(device),
+            deadline.seconds,
+            spin_seconds,
+        )
+        return run(make_channel(wanted, deadline), self._http, deadline)
 
     def close(self) -> None:
         """Close connections and free what transports hold."""

@@ -42,3 +42,16 @@ class InvalidAnswerError(ExpertError):
 
 class TransportUnavailableError(ExpertError):
     """The transport cannot be used with this server or for this call; nothing was sent."""
+
+
+def error_of(status: int, text: str, retry_after: float | None = None) -> ExpertError:
+    """The exception for a status that is not a success, of HTTP or of a channel."""
+    if status in (429, 503):
+        return ServerBusyError(text, status, retry_after)
+    if status == 404:
+        return UnknownModelError(text, status)
+    if 400 <= status < 500 and status != 408:
+        return InvalidRequestError(text, status)
+    if status < 400:
+        return InvalidAnswerError(f"status: expected 200 or an error, got {status}", status)
+    return ExpertError(text, status)

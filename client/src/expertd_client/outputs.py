@@ -26,12 +26,15 @@ _EXPECTED = "float32, float16 or bfloat16"
 
 
 class Output(Protocol):
-    """A call's output [tokens, hidden_size] of `datatype`."""
+    """A call's output [tokens, hidden_size] of `datatype`, written by one of its methods."""
 
     datatype: str
 
     def memory(self) -> memoryview:
         """The host memory that the output's bytes are to be written to, row-major."""
+
+    def store(self, data: "npt.NDArray[np.uint8]") -> None:
+        """Copy the output's bytes, row-major, from host memory."""
 
     def result(self) -> Any:
         """The output as the caller's kind of array, once its bytes are written."""
@@ -48,6 +51,10 @@ class NumpyOutput:
         """Of the array itself."""
         return bytes_of(self._array)
 
+    def store(self, data: "npt.NDArray[np.uint8]") -> None:
+        """Into the array itself."""
+        np.copyto(self._array.view(np.uint8).reshape(-1), data)
+
     def result(self) -> npt.NDArray[Any]:
         """The array."""
         return self._array
@@ -58,24 +65,40 @@ class TorchOutput:
 
     def __init__(self, like: "torch.Tensor", dtype: "torch.dtype", out: "torch.Tensor | None") -> None:
         self.datatype = FLOATS[str(dtype).removeprefix("torch.")]
-        self._out = out
+        self._result = out
+        self._shape, self._dtype = like.shape, dtype
         self._device = like.device if out is None else out.device
-        if out is not None and out.device.type == "cpu":
-            self._host = out.detach()
-        else:
-            self._host = host_tensor(like.shape, dtype, self._device)
+        self._host: torch.Tensor | None = None
 
     def memory(self) -> memoryview:
         """Of the tensor itself on a CPU; else of pinned memory, from which `result` copies it."""
+        if self._device.type == "cpu":
+            return bytes_of_torch(self.tensor())
+        self._host = host_tensor(self._shape, self._dtype, self._device)
         return bytes_of_torch(self._host)
+
+    def store(self, data: "npt.NDArray[np.uint8]") -> None:
+        """Into the tensor itself."""
+        import torch
+
+        self.tensor().copy_(torch.from_numpy(data).view(self._dtype).view(self._shape))
+
+    def tensor(self) -> "torch.Tensor":
+        """The tensor that `result` returns, on its device, to be written there."""
+        import torch
+
+        if self._result is None:
+            self._result = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        return self._result.detach()
 
     def result(self) -> "torch.Tensor":
         """The tensor on its device."""
-        if self._out is None:
-            return self._host.to(self._device)
-        if self._out.device.type != "cpu":
-            self._out.detach().copy_(self._host)
-        return self._out
+        if self._host is not None:
+            if self._result is None:
+                return self._host.to(self._device)
+            self._result.detach().copy_(self._host)
+        assert self._result is not None, "nothing was written"
+        return self._result
 
 
 def make_output(hidden_states: Tensor, output_dtype: object, out: object) -> Output:

@@ -8,7 +8,7 @@ from typing import Generic, Literal, Protocol, TypeVar
 from expertd_client.address import Address
 from expertd_client.calls import LayerCall
 from expertd_client.deadline import Deadline
-from expertd_client.errors import InvalidRequestError, TransportUnavailableError
+from expertd_client.errors import ExpertError, InvalidRequestError, TransportUnavailableError
 
 logger = logging.getLogger("expertd_client")
 
@@ -16,6 +16,23 @@ TransportName = Literal["auto", "channel", "shared_memory", "http"]
 
 ORDER = ("channel", "shared_memory", "http")
 """The fastest first. All but HTTP need the server on this machine."""
+
+_MAX_REPORTS = 100  # texts may differ from call to call
+
+
+class NotOfferedError(TransportUnavailableError):
+    """The server does not have this transport, which is no reason for a warning."""
+
+
+class NotThisCallError(Exception):
+    """The transport works with this server, but not for this call, which HTTP may answer; nothing was sent.
+
+    `error` is what a caller gets who wants no other transport.
+    """
+
+    def __init__(self, error: ExpertError) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 class Named(Protocol):
@@ -35,8 +52,8 @@ class Transport(Named, Protocol):
     def infer(self, call: LayerCall, deadline: Deadline) -> None:
         """Have the layer's output written into the memory of `call.output`.
 
-        Raises ExpertError; TransportUnavailableError only if nothing was sent, so that another one can be
-        taken for the same call.
+        Raises ExpertError; TransportUnavailableError and NotThisCallError only if nothing was sent, so that
+        another one can be taken for the same call.
         """
 
 
@@ -67,6 +84,8 @@ class Choice(Generic[T]):
             )
         names = [wanted] if wanted != "auto" else ORDER if address.is_local else ("http",)
         self._left = [(name, factories[name]) for name in names if name in factories]
+        self._is_free = wanted == "auto"
+        self._reported: set[str] = set()
         self._url = address.url
         self._lock = threading.Lock()
         self.current = self._next()
@@ -78,9 +97,18 @@ class Choice(Generic[T]):
                 return  # another thread has done it
             if not self._left:
                 raise error
-            logger.warning("transport %s: %s; taking the next", failed.name, error)
+            _report(failed.name, error)
             self.current = self._next()
         failed.close()
+
+    def pass_over(self, unfit: T, reason: NotThisCallError) -> None:
+        """Take HTTP for one call, with a warning the first time; raises its error if `unfit` is wanted."""
+        if not self._is_free:
+            raise reason.error
+        text = str(reason)
+        if text not in self._reported and len(self._reported) < _MAX_REPORTS:
+            self._reported.add(text)
+            logger.warning("transport %s: %s; taking http for this call", unfit.name, text)
 
     def _next(self) -> T:
         while True:
@@ -90,7 +118,12 @@ class Choice(Generic[T]):
             except TransportUnavailableError as error:
                 if not self._left:
                     raise
-                logger.warning("transport %s: %s; taking the next", name, error)
+                _report(name, error)
             else:
                 logger.info("transport %s: server %s", name, self._url)
                 return made
+
+
+def _report(name: str, error: TransportUnavailableError) -> None:
+    level = logging.INFO if isinstance(error, NotOfferedError) else logging.WARNING
+    logger.log(level, "transport %s: %s; taking the next", name, error)

@@ -7,13 +7,7 @@ from typing import Any
 
 from expertd_client.arrays import ITEM_BYTES
 from expertd_client.calls import LayerCall
-from expertd_client.errors import (
-    ExpertError,
-    InvalidAnswerError,
-    InvalidRequestError,
-    ServerBusyError,
-    UnknownModelError,
-)
+from expertd_client.errors import ExpertError, InvalidAnswerError, error_of
 from expertd_client.http.attempts import RefusedError
 from expertd_client.http.connection import Connection
 from expertd_client.http.exchange import receive_bytes, receive_into
@@ -77,16 +71,7 @@ def _json(body: bytes, status: int) -> Any:
 
 def _error(head: Head, body: bytes) -> ExpertError:
     """The exception for an answer that is not a success."""
-    text, status = _text(body), head.status
-    if status in (429, 503):
-        return ServerBusyError(text, status, _seconds(head.retry_after))
-    if status == 404:
-        return UnknownModelError(text, status)
-    if 400 <= status < 500 and status != 408:
-        return InvalidRequestError(text, status)
-    if status < 400:
-        return InvalidAnswerError(f"status: expected 200 or an error, got {status}", status)
-    return ExpertError(text, status)
+    return error_of(head.status, _text(body), _seconds(head.retry_after))
 
 
 def _text(body: bytes) -> str:

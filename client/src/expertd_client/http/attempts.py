@@ -3,7 +3,6 @@
 Every call may be sent twice: an answer depends on nothing but its request.
 """
 
-import random
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -15,14 +14,11 @@ from expertd_client.http.exchange import BrokenError, send_request
 from expertd_client.http.head import Head
 from expertd_client.http.pool import Pool
 from expertd_client.http.waits import Connect, Sleep, Waiting
+from expertd_client.retries import delay_before_retry
 
 T = TypeVar("T")
 Request = Callable[[], list[memoryview]]
 Reader = Callable[[Connection, Head], Waiting[T]]
-
-# Callers that were refused together should not come back together.
-_JITTER = 0.25
-_JITTER_SECONDS = 0.05
 
 
 class Attempts:
@@ -44,13 +40,7 @@ class Attempts:
             try:
                 return (yield from self._attempt(request, read))
             except ServerBusyError as busy:
-                if deadline.remaining() <= 0:
-                    raise deadline.error() from busy
-                if busy.retry_after is None or retries == self._max_retries:
-                    raise
-                delay = _delay(busy.retry_after)
-                if delay >= deadline.remaining():
-                    raise
+                delay = delay_before_retry(busy, retries, self._max_retries, deadline)
             retries += 1
             yield Sleep(delay)
 
@@ -94,7 +84,3 @@ class RefusedError(Exception):
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
         self.error = error
-
-
-def _delay(retry_after: float) -> float:
-    return retry_after + random.uniform(0, _JITTER_SECONDS + _JITTER * retry_after)

@@ -1,0 +1,245 @@
+"""Memory that calls share, in places of equal size, replaced by larger memory when calls need it."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+from expertd_client.errors import ExpertError
+from expertd_client.places import aligned
+from expertd_client.transport import NotThisCallError
+
+_PLACE_ALIGNMENT = 4096
+_LEAST_BYTES = 64 << 10  # of a place: callers' sizes vary
+_LEAST_TOKENS = 16
+_LEAST_PLACES = 2
+_MANY_BYTES = 128 << 20  # of an arena: beyond, it has only as many places as it must
+_PAUSE_SECONDS = 5.0  # after a refusal by the server
+
+
+class Need(NamedTuple):
+    """What a call needs of its place."""
+
+    tokens: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of an arena."""
+
+    max_tokens: int
+    place_bytes: int
+    num_places: int
+
+    def hold(self, need: Need) -> bool:
+        """Whether a place is large enough for a call."""
+        return need.tokens <= self.max_tokens and need.num_bytes <= self.place_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all places."""
+        return self.place_bytes * self.num_places
+
+
+def least_sizes(need: Need) -> Sizes:
+    """For one call at a time, of exactly this size."""
+    return Sizes(max(1, need.tokens), aligned(max(1, need.num_bytes), _PLACE_ALIGNMENT), 1)
+
+
+class Arena:
+    """Places that calls take in turn. `Holder` guards all of its attributes and calls all of its methods."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+        self.free = list(range(sizes.num_places))  # the last used is taken first: it is in the caches
+        self.users = 0
+        self.retired = False  # takes no more calls, and is closed after the last of them
+
+    def is_usable(self) -> bool:
+        """Whether the server still has it."""
+        raise NotImplementedError
+
+    def abandon(self, place: int, request: int) -> None:
+        """The caller at a place has gone, but the server may still work on its request."""
+        raise NotImplementedError
+
+    def reclaim(self) -> bool:
+        """Make places free whose calls ended early, once the server is done; False if it is not with some."""
+        return True
+
+    def close(self) -> None:
+        """Give it up; no call uses it."""
+        raise NotImplementedError
+
+
+A = TypeVar("A", bound=Arena)
+
+
+@dataclass(slots=True)
+class Lease(Generic[A]):
+    """A place of an arena, taken for a call."""
+
+    arena: A
+    place: int
+
+
+class Later(NamedTuple):
+    """No place is free: try again when woken, or after `seconds` (None: not before)."""
+
+    seconds: float | None
+
+
+class Holder(Generic[A]):
+    """The arena of calls of one kind. Never waits; safe from any thread."""
+
+    def __init__(self, max_places: int) -> None:
+        self._max_places = max_places
+        self._lock = threading.Lock()
+        self._arena: A | None = None
+        self._opening = False
+        self._closed = False
+        self._callers = 0
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._refusal: tuple[Sizes, ExpertError, float] | None = None
+
+    def enter(self) -> None:
+        """A call begins: it needs a place until `leave`."""
+        with self._lock:
+            self._callers += 1
+
+    def leave(self) -> None:
+        """A call has ended."""
+        with self._lock:
+            self._callers -= 1
+
+    def take(self, need: Need, wake: Callable[[], None]) -> Lease[A] | Sizes | Later:
+        """A place; or the sizes of an arena that the caller must open; or Later, and `wake` is called.
+
+        Raises NotThisCallError for a while after a server has refused such an arena.
+        """
+        with self._lock:
+            if self._closed:
+                raise ExpertError("client: expected an open one, got a closed one")
+            arena = self._arena
+            if arena is not None and not arena.is_usable():
+                self._retire(arena)
+                arena = self._arena
+            fits = arena is not None and arena.sizes.hold(need)
+            all_known = True
+            if arena is not None and fits:
+                all_known = arena.reclaim()
+                if arena.free:
+                    arena.users += 1
+                    return Lease(arena, arena.free.pop())
+            if self._opening or (arena is not None and fits and not self._may_have_more(arena.sizes)):
+                self._waiting.append(wake)
+                return Later(None if all_known else 0.005)
+            sizes = self._larger(need, arena.sizes if arena is not None else None)
+            self._check_refusal(need)
+            self._opening = True
+            return sizes
+
+    def forget(self, wake: Callable[[], None]) -> None:
+        """A caller that got Later does not wait any more."""
+        with self._lock:
+            try:
+                self._waiting.remove(wake)
+            except ValueError:  # it was woken, instead of another one
+                self._wake_one()
+
+    def opened(self, arena: A) -> None:
+        """Use this arena instead of the one before, which `take` asked for."""
+        with self._lock:
+            self._opening, self._refusal = False, None
+            if self._arena is not None:
+                self._retire(self._arena)
+            self._arena = arena
+            if self._closed:
+                self._retire(arena)
+            self._wake_all()
+
+    def failed(self, need: Need, error: ExpertError | None) -> bool:
+        """No arena was opened; `error` if the server refused it. Whether such calls must go elsewhere."""
+        with self._lock:
+            self._opening = False
+            self._wake_all()
+            arena = self._arena
+            if arena is not None and arena.sizes.hold(need):  # only more places were wanted
+                if error is not None:
+                    self._max_places = arena.sizes.num_places
+                return False
+            if error is not None:
+                self._refusal = least_sizes(need), error, time.monotonic() + _PAUSE_SECONDS
+            return True
+
+    def give_back(self, lease: Lease[A], unanswered: int | None = None) -> None:
+        """End the use of a place. `unanswered`: the request there, if it has no answer."""
+        arena = lease.arena
+        with self._lock:
+            arena.users -= 1
+            if unanswered is None:
+                arena.free.append(lease.place)
+            else:
+                arena.abandon(lease.place, unanswered)
+            if arena.retired and not arena.users:
+                arena.close()
+            self._wake_one()
+
+    def wake(self) -> None:
+        """Places may have become free, or the arena unusable."""
+        with self._lock:
+            self._wake_all()
+
+    def close(self) -> None:
+        """Close the arena now, or after the last call that uses it."""
+        with self._lock:
+            self._closed = True
+            if self._arena is not None:
+                self._retire(self._arena)
+            self._wake_all()
+
+    def _retire(self, arena: A) -> None:
+        arena.retired = True
+        if self._arena is arena:
+            self._arena = None
+        if not arena.users:
+            arena.close()
+
+    def _may_have_more(self, sizes: Sizes) -> bool:
+        return self._callers > sizes.num_places and sizes.num_places < self._most(sizes.place_bytes)
+
+    def _most(self, place_bytes: int) -> int:
+        return min(self._max_places, max(_LEAST_PLACES, _MANY_BYTES // place_bytes))
+
+    def _larger(self, need: Need, old: Sizes | None) -> Sizes:
+        """Powers of two, so that it is replaced few times, and never smaller than before."""
+        tokens = max(_LEAST_TOKENS, _power(need.tokens), old.max_tokens if old else 0)
+        num_bytes = max(need.num_bytes * tokens // max(1, need.tokens), old.place_bytes if old else 0)
+        place_bytes = aligned(max(_LEAST_BYTES, num_bytes), _PLACE_ALIGNMENT)
+        places = max(_LEAST_PLACES, _power(self._callers))
+        return Sizes(tokens, place_bytes, min(places, self._most(place_bytes)))
+
+    def _check_refusal(self, need: Need) -> None:
+        if self._refusal is None:
+            return
+        sizes, error, until = self._refusal
+        if time.monotonic() >= until:
+            self._refusal = None
+        elif need.tokens >= sizes.max_tokens or need.num_bytes > sizes.place_bytes - _PLACE_ALIGNMENT:
+            raise NotThisCallError(error)
+
+    def _wake_one(self) -> None:
+        if self._waiting:
+            self._waiting.popleft()()
+
+    def _wake_all(self) -> None:
+        while self._waiting:
+            self._waiting.popleft()()
+
+
+def _power(number: int) -> int:
+    """The least power of two that is not smaller."""
+    return 1 << max(0, number - 1).bit_length()

@@ -1,0 +1,109 @@
+"""A channel whose places are shared by calls: copies in and out, and requests for them."""
+
+import numpy as np
+
+from expertd_client.arenas import Arena, Need
+from expertd_client.calls import LayerCall
+from expertd_client.channel.layout import CODES, REQUEST, ROUTED
+from expertd_client.channel.opening import Opened
+from expertd_client.deadline import Deadline
+from expertd_client.errors import InvalidRequestError
+from expertd_client.gpu_places import GpuPlaces
+from expertd_client.places import copy_in, copy_out, layout_of
+
+_TIMEOUT_UNIT = 1000  # microseconds: the server parses a line again only if it differs from the slot's last
+_kept: list[object] = []  # memory that a step may still use
+
+
+class ChannelArena(Arena):
+    """The channel of one model, for tensors of the host or of one GPU."""
+
+    def __init__(self, opened: Opened) -> None:
+        super().__init__(opened.sizes)
+        self.link = opened.link
+        self._opened = opened
+        self._abandoned: dict[int, int] = {}  # place -> its request, whose caller has gone
+        self._gpu = None if opened.device is None else GpuPlaces(opened.device)
+
+    def is_usable(self) -> bool:
+        """Whether the server still has it; False in a forked child, too."""
+        return self.link.is_alive()
+
+    @property
+    def has_abandoned(self) -> bool:
+        """Whether there are requests whose caller has gone."""
+        return bool(self._abandoned)
+
+    def abandon(self, place: int, sequence: int) -> None:
+        """The caller of a request has gone: its place is free once there is an answer."""
+        self._abandoned[place] = sequence
+
+    def reclaim(self) -> bool:
+        """Make places of abandoned requests free; False if some have no answer."""
+        for place, sequence in list(self._abandoned.items()):
+            if self.link.is_answered(sequence):
+                self.link.drop_answer(sequence)
+                del self._abandoned[place]
+                self.free.append(place)
+        return not self._abandoned
+
+    def close(self) -> None:
+        """Close the channel; the server frees its memory after the step that runs, if it is in it."""
+        if self._opened.device is not None and not self.reclaim():
+            _kept.append(self._opened.device)  # freeing it under a step would be undefined
+        self.link.close()
+
+    def check(self, call: LayerCall) -> None:
+        """Raises InvalidRequestError for shapes that are not the layer's."""
+        rows = call.shape[0]
+        if call.shape[1] != self._opened.hidden_size:
+            expected = [rows, self._opened.hidden_size]
+            raise InvalidRequestError(f"shape of hidden_states: expected {expected}, got {list(call.shape)}")
+        if len(call.inputs) > 1 and call.inputs[1].shape[1] != self._opened.top_k:
+            got = list(call.inputs[1].shape)
+            raise InvalidRequestError(f"shape of topk_ids: expected {[rows, self._opened.top_k]}, got {got}")
+
+    def fill(self, call: LayerCall, place: int, deadline: Deadline) -> bytes:
+        """Copy a call's inputs to a place; its request line without sequence. Raises InvalidRequestError."""
+        self.check(call)
+        where = layout_of(call)
+        start = place * self.sizes.place_bytes
+        if self._gpu is not None:
+            self._gpu.copy_in(start, call, where)
+        elif self._opened.host is not None:
+            copy_in(self._opened.host[start : start + where.num_bytes], call, where)
+        timeout = deadline.microseconds()
+        return REQUEST.pack(
+            call.shape[0],
+            CODES[call.inputs[0].datatype],
+            CODES[call.output.datatype],
+            ROUTED if len(call.inputs) > 1 else 0,
+            0 if timeout is None else -(-timeout // _TIMEOUT_UNIT) * _TIMEOUT_UNIT,
+            start + where.hidden_states,
+            start + where.topk_ids,
+            start + where.topk_weights,
+            start + where.output,
+            0,
+        )
+
+    def fetch(self, call: LayerCall, place: int) -> None:
+        """Copy a call's output from its place."""
+        where = layout_of(call)
+        start = place * self.sizes.place_bytes
+        if self._gpu is not None:
+            self._gpu.copy_out(start, call, where)
+        elif self._opened.host is not None:
+            copy_out(self._opened.host[start : start + where.num_bytes], call, where)
+
+
+def need_of(call: LayerCall) -> Need:
+    """What a place must hold for a call."""
+    return Need(call.shape[0], layout_of(call).num_bytes)
+
+
+def gpu_of(call: LayerCall) -> int | None:
+    """The GPU whose memory a call's hidden_states are in; None for the host's."""
+    value = call.inputs[0].value
+    if isinstance(value, np.ndarray) or value.device.type != "cuda":
+        return None
+    return int(value.device.index)

@@ -1,0 +1,156 @@
+"""Calls over channels, for asyncio."""
+
+import asyncio
+import math
+from contextlib import suppress
+
+from expertd_client.arenas import Holder, Lease, Sizes
+from expertd_client.calls import LayerCall
+from expertd_client.channel.arena import ChannelArena, need_of
+from expertd_client.channel.directory import Directory
+from expertd_client.channel.opening import Opened
+from expertd_client.deadline import Deadline
+from expertd_client.errors import InvalidRequestError, ServerBusyError
+from expertd_client.leasing import take_place_async
+from expertd_client.retries import delay_before_retry
+from expertd_client.steps import AsyncAsker, run_async
+from expertd_client.transport import TransportName
+
+_FULL_SECONDS = 0.5e-3
+
+
+class _Arena(ChannelArena):
+    """A channel that the tasks of an event loop share."""
+
+    def __init__(self, opened: Opened, holder: "Holder[_Arena]") -> None:
+        super().__init__(opened)
+        self._holder = holder
+        self._waiting: dict[int, asyncio.Future[None]] = {}
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self.link.answers, self._look)
+        self._loop.add_reader(self.link.connection.fileno(), self._end)
+
+    def is_usable(self) -> bool:
+        """Whether the server still has it, and this is its event loop."""
+        return self._loop is asyncio.get_running_loop() and super().is_usable()
+
+    def close(self) -> None:
+        """Close the channel."""
+        self._listen_no_more()
+        super().close()
+
+    async def wait(self, sequence: int, deadline: Deadline) -> None:
+        """Until the answer is there. Raises ServerUnreachableError if it will not come, DeadlineError."""
+        if self.link.is_answered(sequence):
+            return
+        ready = self._waiting[sequence] = self._loop.create_future()
+        left = deadline.remaining()
+        timer = None if math.isinf(left) else self._loop.call_later(left, _set, ready)
+        try:
+            if self.link.is_open:
+                await ready
+        finally:
+            del self._waiting[sequence]
+            if timer is not None:
+                timer.cancel()
+        if not self.link.is_answered(sequence):
+            raise deadline.error() if self.link.is_open else self.link.closed_error()
+
+    def _look(self) -> None:
+        """The server has rung: wake the tasks that have an answer."""
+        self.link.clear()
+        for sequence, ready in self._waiting.items():
+            if self.link.is_answered(sequence):
+                _set(ready)
+        if self.has_abandoned:
+            self._holder.wake()
+        if not self.link.is_open:
+            self._end()
+
+    def _end(self) -> None:
+        """The server has closed the channel."""
+        self.link.is_open = False
+        self._listen_no_more()
+        for ready in self._waiting.values():
+            _set(ready)
+        self._holder.wake()
+
+    def _listen_no_more(self) -> None:
+        if not self.link.is_closed:
+            with suppress(RuntimeError):  # of a closed event loop
+                self._loop.remove_reader(self.link.answers)
+                self._loop.remove_reader(self.link.connection.fileno())
+
+
+class AsyncChannelTransport:
+    """ChannelTransport for one event loop: answers are waited for by watching their pipes."""
+
+    name: TransportName = "channel"
+
+    def __init__(self, http: AsyncAsker, max_connections: int, max_retries: int) -> None:
+        self._http = http
+        self._max_retries = max_retries
+        self._directory = Directory(max_connections, _Arena)
+
+    async def infer(self, call: LayerCall, deadline: Deadline) -> None:
+        """Have the layer's output written to `call.output`."""
+        retries = 0
+        while True:
+            try:
+                while not await self._attempt(call, deadline):
+                    pass
+                return
+            except ServerBusyError as busy:
+                delay = delay_before_retry(busy, retries, self._max_retries, deadline)
+            retries += 1
+            await asyncio.sleep(delay)
+
+    def close(self) -> None:
+        """Close channels now, or after the last call of each."""
+        self._directory.close()
+
+    async def _attempt(self, call: LayerCall, deadline: Deadline) -> bool:
+        """Whether the call has been answered; if not, it needs another kind of memory."""
+        directory = self._directory
+        gpu, need = directory.gpu_for(call), need_of(call)
+        holder = directory.holder(call.model, gpu)
+
+        async def open_arena(sizes: Sizes) -> _Arena | None:
+            return await run_async(directory.open(call, gpu, need, sizes, deadline), self._http, deadline)
+
+        holder.enter()
+        try:
+            lease = await take_place_async(holder, need, deadline, open_arena)
+            if lease is None:
+                return False
+            unanswered: list[int] = []
+            try:
+                await _exchange(lease, call, deadline, unanswered)
+            finally:
+                holder.give_back(lease, *unanswered)
+        except InvalidRequestError as error:
+            if not directory.learn(error, call, gpu):
+                raise
+            return False
+        finally:
+            holder.leave()
+        return True
+
+
+async def _exchange(lease: Lease[_Arena], call: LayerCall, deadline: Deadline, unanswered: list[int]) -> None:
+    """Send a call and receive its answer; `unanswered` has its number until that is there."""
+    arena = lease.arena
+    line = arena.fill(call, lease.place, deadline)
+    while not (sequence := arena.link.send(line)):
+        deadline.check()
+        await asyncio.sleep(_FULL_SECONDS)  # an answer is overdue whose slot is next
+    unanswered.append(sequence)
+    await arena.wait(sequence, deadline)
+    unanswered.clear()
+    arena.link.take_answer(sequence)
+    arena.fetch(call, lease.place)
+
+
+def _set(ready: "asyncio.Future[None]") -> None:
+    if not ready.done():
+        ready.set_result(None)

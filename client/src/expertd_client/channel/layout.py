@@ -1,0 +1,37 @@
+"""The memory of a channel to the byte: version 1 of the server's docs/channels.md."""
+
+import platform
+import struct
+import threading
+
+VERSION = 1
+GREETING = b"expertd\0" + struct.pack("<I", VERSION)
+HEADER_BYTES = 256
+SLOT_BYTES = 512
+ANSWER_OFFSET = 128  # of the answer line within a slot
+ERROR_OFFSET = 192  # of the error's text
+WORD_BYTES = 8
+
+# num_tokens, datatype, output datatype, flags, timeout_us, four offsets, reserved: all but the sequence
+REQUEST = struct.Struct("<IBBHQQQQQQ")
+# status, bytes of the error's text, retry_after_ms, reserved, queue_ns, compute_ns: all but the sequence
+ANSWER = struct.Struct("<IIIIQQ")
+CODES = {"BF16": 1, "FP16": 2, "FP32": 3}
+ROUTED = 1  # the only flag: topk_ids and topk_weights are given
+MAX_REQUESTS = 4096  # in flight, on the server's side: its slots
+
+RING = (1).to_bytes(8, "little")  # what is added to the eventfd after each request
+
+WEAKLY_ORDERED = platform.machine() not in ("x86_64", "AMD64")
+_barrier = threading.Lock()
+
+
+def fence() -> None:
+    """Order the accesses to memory before this call with those after it. Needed where WEAKLY_ORDERED.
+
+    The release of the first lock and the acquisition of the second one are the barrier.
+    """
+    with _barrier:
+        pass
+    with _barrier:
+        pass

@@ -1,0 +1,180 @@
+"""A claimed channel: requests and answers in its control memory, and the wait for answers."""
+
+import os
+import select
+import time
+import weakref
+from contextlib import suppress
+
+from expertd_client.channel.claiming import Claimed
+from expertd_client.channel.layout import (
+    ANSWER,
+    ANSWER_OFFSET,
+    ERROR_OFFSET,
+    HEADER_BYTES,
+    RING,
+    SLOT_BYTES,
+    WEAKLY_ORDERED,
+    WORD_BYTES,
+    fence,
+)
+from expertd_client.errors import ServerUnreachableError, error_of
+
+SPIN_SECONDS = 250e-6
+_PIPE_BYTES = 65536
+_MAX_POLL_SECONDS = 1e6  # poll() takes a C int of milliseconds
+
+
+class Link:
+    """Requests have the sequence numbers 1, 2, 3, ... One thread at a time may `send`, another one `sleep`.
+
+    `spin_seconds`: how long a wait looks at the memory before it sleeps. It does not while answers take more
+    than twice as long.
+    """
+
+    def __init__(self, claimed: Claimed, spin_seconds: float = SPIN_SECONDS) -> None:
+        self.id = claimed.id
+        self.data = claimed.data
+        self.is_open = True  # False: the server has closed it, or this side has
+        self.sequence = 0  # of the latest request
+        self.num_slots = claimed.num_slots
+        self._is_taken = [False] * claimed.num_slots  # by a request whose answer was not taken
+        self.answers = claimed.answers
+        self.connection = claimed.connection
+        self._bell = claimed.bell
+        self._control = memoryview(claimed.control)
+        self._words = self._control.cast("Q")  # 8 bytes are read and written at once
+        self._spin_seconds = spin_seconds
+        self._is_slow = False
+        self._poll = select.poll()
+        self._poll.register(self.answers, select.POLLIN)
+        self._poll.register(self.connection, select.POLLIN)
+        self._lost = select.poll()
+        self._lost.register(self.connection, select.POLLIN)
+        _links.add(self)
+
+    def send(self, line: bytes) -> int:
+        """Write a request line without its sequence, and ring; its sequence, or 0 if no slot is free."""
+        previous = self.sequence
+        sequence = previous + 1
+        slot = previous % self.num_slots
+        start = HEADER_BYTES + slot * SLOT_BYTES
+        if self._is_taken[slot]:
+            return 0
+        if not self.is_open:
+            raise self.closed_error()
+        self._is_taken[slot] = True
+        self._control[start + WORD_BYTES : start + WORD_BYTES + len(line)] = line
+        if WEAKLY_ORDERED:
+            fence()
+        self._words[start // WORD_BYTES] = sequence
+        self.sequence = sequence
+        os.write(self._bell, RING)
+        return sequence
+
+    def is_answered(self, sequence: int) -> bool:
+        """Whether the answer is there, which was not yet taken."""
+        start = HEADER_BYTES + (sequence - 1) % self.num_slots * SLOT_BYTES
+        return bool(self._words[(start + ANSWER_OFFSET) // WORD_BYTES] == sequence)
+
+    def take_answer(self, sequence: int) -> tuple[int, int]:
+        """End a request whose answer is there: nanoseconds in the queue, and of its step. Raises ExpertError.
+
+        Its slot can be used for another request afterwards.
+        """
+        if WEAKLY_ORDERED:
+            fence()
+        slot = (sequence - 1) % self.num_slots
+        start = HEADER_BYTES + slot * SLOT_BYTES
+        status, length, retry_after, _, queue, compute = ANSWER.unpack_from(
+            self._control, start + ANSWER_OFFSET + WORD_BYTES
+        )
+        if status == 200:
+            self._is_taken[slot] = False
+            return queue, compute
+        error = bytes(self._control[start + ERROR_OFFSET : start + ERROR_OFFSET + length])
+        self._is_taken[slot] = False  # last: another thread may write to it at once
+        text = error.decode(errors="replace")
+        if status == 499:
+            raise ServerUnreachableError(f"channel: expected an answer, got: {text}", status)
+        raise error_of(status, text, retry_after / 1e3 if retry_after else None)
+
+    def drop_answer(self, sequence: int) -> None:
+        """End a request whose answer is there and nobody wants."""
+        self._is_taken[(sequence - 1) % self.num_slots] = False
+
+    def spin(self, sequence: int) -> bool:
+        """Look for the answer for a moment; whether it is there."""
+        words = self._words
+        start = HEADER_BYTES + (sequence - 1) % self.num_slots * SLOT_BYTES
+        word = (start + ANSWER_OFFSET) // WORD_BYTES
+        if words[word] == sequence:
+            return True
+        if self._is_slow:
+            return False
+        now = time.perf_counter
+        end = now() + self._spin_seconds
+        while words[word] != sequence:
+            if now() > end:
+                return False
+        return True
+
+    def took(self, seconds: float) -> None:
+        """A wait has taken so long: whether the next one spins."""
+        self._is_slow = seconds > 2 * self._spin_seconds
+
+    def clear(self) -> None:
+        """Read all rings; afterwards, and only then, look for answers before the next `sleep`."""
+        with suppress(BlockingIOError):
+            while (count := len(os.read(self.answers, _PIPE_BYTES))) == _PIPE_BYTES:
+                pass
+            if not count:
+                self.is_open = False  # the server has closed it; all of its answers are there
+
+    def sleep(self, seconds: float) -> bool:
+        """Wait for the next ring; False if time is over. Clears `is_open` if the channel was closed."""
+        found = self._poll.poll(1e3 * max(0.0, min(seconds, _MAX_POLL_SECONDS)))
+        if found and not any(number == self.answers and events & select.POLLIN for number, events in found):
+            self.is_open = False  # and every answer that was sent has been seen
+        return bool(found)
+
+    def is_alive(self) -> bool:
+        """Whether the server still has the channel."""
+        if self.is_open and self._lost.poll(0):
+            self.is_open = False
+        return self.is_open
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether this side has closed it."""
+        return self._bell < 0
+
+    def closed_error(self) -> ServerUnreachableError:
+        """The error of requests that will have no answer."""
+        return ServerUnreachableError("channel: expected an answer, got its end")
+
+    def close(self) -> None:
+        """Give the channel up. Nothing may wait for it."""
+        self.is_open = False
+        bell, self._bell = self._bell, -1
+        if bell >= 0:
+            _links.discard(self)
+            os.close(bell)
+            os.close(self.answers)
+            self.connection.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_bell", -1) >= 0:
+            self.close()
+
+
+_links: "weakref.WeakSet[Link]" = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """Close what a fork has copied: it would keep channels open after the end of the parent."""
+    for link in list(_links):
+        link.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

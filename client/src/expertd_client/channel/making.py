@@ -1,0 +1,77 @@
+"""From the arguments of ExpertClient.open_channel to a channel."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from expertd_client.arenas import Sizes
+from expertd_client.channel.channel import Channel
+from expertd_client.channel.layout import CODES, MAX_REQUESTS
+from expertd_client.channel.opening import RefusedError, open_channel
+from expertd_client.channel.slots import Shapes, make_slots
+from expertd_client.deadline import Deadline
+from expertd_client.errors import InvalidRequestError
+from expertd_client.http.requests import model_path
+from expertd_client.metadata import read_metadata
+from expertd_client.places import aligned
+from expertd_client.steps import Ask, Steps
+
+_SLOT_ALIGNMENT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a caller wants of a channel; datatypes None: the model's, and the same."""
+
+    model: str
+    num_slots: int
+    max_tokens: int
+    datatype: str | None
+    output_datatype: str | None
+    device: str | None
+    timeout: float
+    spin_seconds: float
+
+    def check(self) -> None:
+        """Raises InvalidRequestError for arguments that cannot work."""
+        for name, value in (("num_slots", self.num_slots), ("max_tokens", self.max_tokens)):
+            if not 1 <= value < 1 << 32:
+                raise InvalidRequestError(f"{name}: expected at least 1, got {value}")
+        if self.num_slots > MAX_REQUESTS:
+            raise InvalidRequestError(f"num_slots: expected at most {MAX_REQUESTS}, got {self.num_slots}")
+        for name, datatype in (("datatype", self.datatype), ("output_datatype", self.output_datatype)):
+            if datatype is not None and datatype not in CODES:
+                raise InvalidRequestError(f"{name}: expected {', '.join(CODES)} or None, got {datatype!r}")
+        if self.device is not None and re.fullmatch("cpu|cuda(:[0-9]+)?", self.device) is None:
+            raise InvalidRequestError(f"device: expected None, cpu or cuda:0, got {self.device!r}")
+        if not self.spin_seconds >= 0:
+            raise InvalidRequestError(f"spin_seconds: expected at least 0, got {self.spin_seconds}")
+
+
+def make_channel(wanted: Wanted, deadline: Deadline) -> Steps[Channel]:
+    """Ask for the layer's sizes, and open a channel for them. Raises as ExpertClient.open_channel."""
+    wanted.check()
+    answer: Any = yield Ask("GET", model_path(wanted.model))
+    model = read_metadata(answer)
+    datatype = wanted.datatype or model.datatype
+    shapes = Shapes(
+        wanted.max_tokens, model.hidden_size, model.top_k, datatype, wanted.output_datatype or datatype
+    )
+    sizes = Sizes(wanted.max_tokens, aligned(shapes.layout.num_bytes, _SLOT_ALIGNMENT), wanted.num_slots)
+    gpu = _gpu(wanted.device)
+    try:
+        opened = yield from open_channel(wanted.model, sizes, gpu, deadline, wanted.spin_seconds)
+    except RefusedError as refused:
+        raise refused.error from None
+    slots = make_slots(opened, shapes, wanted.device is not None)
+    return Channel(opened, shapes, slots, wanted.timeout)
+
+
+def _gpu(device: str | None) -> int | None:
+    """The number of the GPU, with a context on it; None for the host."""
+    if device in (None, "cpu"):
+        return None
+    import torch
+
+    index: int = torch.empty(0, device=device).device.index
+    return index

@@ -1,0 +1,109 @@
+"""Opening a channel: what the server is asked for, and what its refusals mean."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from expertd_client.arenas import Need, Sizes, least_sizes
+from expertd_client.channel.claiming import claim
+from expertd_client.channel.layout import MAX_REQUESTS
+from expertd_client.channel.link import SPIN_SECONDS, Link
+from expertd_client.deadline import Deadline
+from expertd_client.device_memory import DeviceMemory
+from expertd_client.errors import (
+    DeadlineError,
+    ExpertError,
+    InvalidAnswerError,
+    InvalidRequestError,
+    ServerUnreachableError,
+    TransportUnavailableError,
+    UnknownModelError,
+)
+from expertd_client.http.requests import model_path
+from expertd_client.steps import Ask, Steps, Work
+from expertd_client.transport import NotOfferedError
+
+if TYPE_CHECKING:
+    import torch
+
+_PATH = "/v1/channels"
+# Answers may come in any order, but requests take the server's slots in turn: with more slots than places,
+# a slow request does not hold up the others.
+_SLOTS_PER_PLACE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A channel and its data region: bytes in host memory, or in memory of a GPU (`device`)."""
+
+    link: Link
+    sizes: Sizes
+    hidden_size: int
+    top_k: int
+    host: "npt.NDArray[np.uint8] | None"
+    device: "torch.Tensor | None"
+
+
+class RefusedError(Exception):
+    """The server refuses the channel, for now or in this size; `error` says why."""
+
+    def __init__(self, error: ExpertError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def open_channel(
+    model: str, sizes: Sizes, device: int | None, deadline: Deadline, spin_seconds: float = SPIN_SECONDS
+) -> Steps[Opened]:
+    """Open a channel with `sizes.num_bytes` of data, on the GPU `device` or in host memory (None).
+
+    Raises RefusedError, NotOfferedError if the server has no channels, TransportUnavailableError if they
+    cannot be used from here; UnknownModelError, DeadlineError, ServerUnreachableError.
+    """
+    memory: Any = {"system": {"byte_size": sizes.num_bytes}}
+    exported = None
+    if device is not None:
+        exported = yield Work(partial(DeviceMemory, device, sizes.num_bytes))
+        memory = {"cuda": exported.described()}
+    num_slots = min(MAX_REQUESTS, _SLOTS_PER_PLACE * sizes.num_places)
+    body = {"model": model, "num_slots": num_slots, "max_tokens": sizes.max_tokens, "memory": memory}
+    opened = yield from _post(model, body)
+    link = yield Work(lambda: Link(claim(opened, deadline), spin_seconds))
+    geometry = opened["geometry"]
+    try:
+        hidden_size, top_k = int(geometry["hidden_size"]), int(geometry["top_k"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidAnswerError(f"answer: expected a channel, got {opened!r:.200}") from error
+    host = None if link.data is None else np.frombuffer(link.data, np.uint8)
+    return Opened(link, sizes, hidden_size, top_k, host, exported.tensor() if exported else None)
+
+
+def open_largest(
+    model: str, need: Need, sizes: Sizes, device: int | None, deadline: Deadline
+) -> Steps[Opened]:
+    """`open_channel` with `sizes`, or else for one call of this size at a time."""
+    try:
+        return (yield from open_channel(model, sizes, device, deadline))
+    except RefusedError:
+        return (yield from open_channel(model, least_sizes(need), device, deadline))
+
+
+def _post(model: str, body: object) -> Steps[Any]:
+    try:
+        return (yield Ask("POST", _PATH, body))
+    except UnknownModelError as error:
+        yield Ask("GET", model_path(model))  # raises it too, unless it is the path that is unknown
+        raise NotOfferedError(f"channels: expected a server that has them, got: {error}") from error
+    except InvalidRequestError as error:
+        if error.status in (403, 405):
+            raise NotOfferedError(str(error), error.status) from error
+        raise RefusedError(error) from error
+    except (DeadlineError, ServerUnreachableError):
+        raise
+    except TransportUnavailableError:
+        raise
+    except ExpertError as error:
+        raise RefusedError(error) from error

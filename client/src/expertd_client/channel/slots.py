@@ -1,0 +1,134 @@
+"""The places of an open channel as arrays, and requests in flight."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from expertd_client.arrays import FLOATS
+from expertd_client.channel.opening import Opened
+from expertd_client.deadline import Deadline
+from expertd_client.errors import ExpertError
+from expertd_client.gpu_places import typed
+from expertd_client.places import Layout, layout
+
+if TYPE_CHECKING:
+    import torch
+
+_NUMPY = {"FP32": np.float32, "FP16": np.float16, "BF16": np.uint16}
+_NAMES = {datatype: name for name, datatype in FLOATS.items()}
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request in flight; both times are 0 until it has been waited for."""
+
+    slot: "Slot"
+    num_tokens: int
+    deadline: Deadline
+    sequence: int
+    queue_seconds: float = 0.0  # on the server, until its step began
+    compute_seconds: float = 0.0  # of its step
+    error: ExpertError | None = None
+    is_done: bool = False
+    is_late: bool = False  # a wait for it has ended without an answer
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """Memory of one request at a time, shared with the server. A request uses the first rows of each array.
+
+    hidden_states  [max_tokens, hidden_size] of the channel's datatype
+    topk_ids       [max_tokens, top_k] int32
+    topk_weights   [max_tokens, top_k] float32
+    output         [max_tokens, hidden_size] of the channel's output datatype
+    """
+
+    index: int
+    hidden_states: Any
+    topk_ids: Any
+    topk_weights: Any
+    output: Any
+    ticket: Ticket | None = None
+    lines: dict[tuple[int, bool, float], bytes] = field(default_factory=dict)
+    outputs: dict[int, Any] = field(default_factory=dict)
+
+    def rows(self, num_tokens: int) -> Any:
+        """The output of the first tokens. (Slicing a tensor takes 2 us.)"""
+        view = self.outputs.get(num_tokens)
+        if view is None:
+            if len(self.outputs) >= _MAX_KEPT:
+                self.outputs.clear()
+            view = self.outputs[num_tokens] = self.output[:num_tokens]
+        return view
+
+
+_MAX_KEPT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """Of the arrays of every slot."""
+
+    max_tokens: int
+    hidden_size: int
+    top_k: int
+    datatype: str
+    output_datatype: str
+
+    @property
+    def layout(self) -> Layout:
+        """Where the arrays lie in a slot."""
+        shape = self.max_tokens, self.hidden_size
+        return layout(shape, self.top_k, self.datatype, self.output_datatype)
+
+
+def make_slots(opened: Opened, shapes: Shapes, as_torch: bool) -> list[Slot]:
+    """The slots of an opened channel: tensors if it is a GPU's or `as_torch`, else arrays."""
+    starts = [index * opened.sizes.place_bytes for index in range(opened.sizes.num_places)]
+    data, host = opened.device, opened.host
+    if data is None and as_torch:
+        import torch
+
+        data = torch.from_numpy(host)
+    if data is not None:
+        return [torch_slot(data, index, start, shapes) for index, start in enumerate(starts)]
+    assert host is not None
+    return [numpy_slot(host, index, start, shapes) for index, start in enumerate(starts)]
+
+
+def numpy_slot(data: "npt.NDArray[np.uint8]", index: int, start: int, shapes: Shapes) -> Slot:
+    """The slot at `start` of host memory; BF16 as its bits, uint16."""
+
+    def view(offset: int, dtype: Any, columns: int) -> npt.NDArray[Any]:
+        size = shapes.max_tokens * columns * np.dtype(dtype).itemsize
+        part = data[start + offset : start + offset + size].view(dtype)
+        array: npt.NDArray[Any] = part.reshape(shapes.max_tokens, columns)
+        return array
+
+    where = shapes.layout
+    return Slot(
+        index,
+        view(where.hidden_states, _NUMPY[shapes.datatype], shapes.hidden_size),
+        view(where.topk_ids, np.int32, shapes.top_k),
+        view(where.topk_weights, np.float32, shapes.top_k),
+        view(where.output, _NUMPY[shapes.output_datatype], shapes.hidden_size),
+    )
+
+
+def torch_slot(data: "torch.Tensor", index: int, start: int, shapes: Shapes) -> Slot:
+    """The slot at `start` of `data`, uint8 [n] on any device."""
+    import torch
+
+    def view(offset: int, dtype: "torch.dtype", columns: int) -> "torch.Tensor":
+        return typed(data, start + offset, dtype, (shapes.max_tokens, columns))
+
+    where = shapes.layout
+    return Slot(
+        index,
+        view(where.hidden_states, getattr(torch, _NAMES[shapes.datatype]), shapes.hidden_size),
+        view(where.topk_ids, torch.int32, shapes.top_k),
+        view(where.topk_weights, torch.float32, shapes.top_k),
+        view(where.output, getattr(torch, _NAMES[shapes.output_datatype]), shapes.hidden_size),
+    )

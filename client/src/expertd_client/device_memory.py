@@ -1,0 +1,103 @@
+"""Memory of a GPU that a server may use too: allocated and exported through the CUDA driver.
+
+torch's own allocator cannot be asked for memory with a handle of its own, so this takes it from the driver,
+in torch's context of the GPU, and makes it a tensor.
+"""
+
+import base64
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from expertd_client.errors import TransportUnavailableError
+
+if TYPE_CHECKING:
+    import torch
+
+HANDLE_BYTES = 64
+# A handle gives access to the whole allocation, which the driver rounds up: no other one may lie in it.
+_UNIT = 2 << 20
+
+
+class DeviceMemoryError(TransportUnavailableError):
+    """The driver gives no memory that can be shared."""
+
+
+class DeviceMemory:
+    """`num_bytes` on the GPU `index`, freed when neither this object nor a tensor of it exists any more.
+
+    Raises DeviceMemoryError if the driver refuses.
+    """
+
+    def __init__(self, index: int, num_bytes: int) -> None:
+        self.index, self.num_bytes = index, num_bytes
+        self._pointer = ctypes.c_uint64()
+        handle = (ctypes.c_char * HANDLE_BYTES)()
+        with _context(index):
+            _call(
+                "cuMemAlloc_v2", ctypes.byref(self._pointer), ctypes.c_size_t(-(-num_bytes // _UNIT) * _UNIT)
+            )
+            _call("cuIpcGetMemHandle", ctypes.byref(handle), self._pointer)
+        self.handle = bytes(handle.raw)
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,), "typestr": "|u1", "data": (self._pointer.value, False), "version": 3
+        }  # fmt: skip
+
+    def tensor(self) -> "torch.Tensor":
+        """Its bytes, uint8 [num_bytes]; torch keeps this object for as long as it needs it."""
+        import torch
+
+        return torch.as_tensor(self, device=f"cuda:{self.index}")
+
+    def described(self) -> dict[str, Any]:
+        """As the protocol has it."""
+        b64 = base64.b64encode(self.handle).decode()
+        return {"raw_handle": {"b64": b64}, "device_id": self.index, "byte_size": self.num_bytes}
+
+    def __del__(self) -> None:
+        if self._pointer.value:
+            try:
+                with _context(self.index):
+                    _call("cuMemFree_v2", self._pointer)
+            except (DeviceMemoryError, AttributeError, TypeError):
+                pass  # the process ends, and its memory with it
+
+
+@lru_cache(maxsize=1)
+def _driver() -> Any:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise DeviceMemoryError(f"CUDA driver: expected libcuda.so.1, got {error}") from error
+    # A handle is passed by value elsewhere; everything here takes pointers, sizes and numbers of 64 bits.
+    driver.cuCtxPushCurrent_v2.argtypes = [ctypes.c_void_p]
+    driver.cuCtxPopCurrent_v2.argtypes = [ctypes.c_void_p]
+    return driver
+
+
+@lru_cache(maxsize=64)
+def _primary_context(index: int) -> ctypes.c_void_p:
+    """torch's context of a GPU, kept for the rest of the process."""
+    context, device = ctypes.c_void_p(), ctypes.c_int()
+    _call("cuInit", 0)
+    _call("cuDeviceGet", ctypes.byref(device), index)
+    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+    return context
+
+
+@contextmanager
+def _context(index: int) -> Iterator[None]:
+    """torch's context current in this thread."""
+    _call("cuCtxPushCurrent_v2", _primary_context(index))
+    try:
+        yield
+    finally:
+        _call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+
+def _call(name: str, *arguments: Any) -> None:
+    status = getattr(_driver(), name)(*arguments)
+    if status:
+        raise DeviceMemoryError(f"{name}: expected CUDA_SUCCESS, got status {status}")
