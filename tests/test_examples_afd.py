@@ -128,24 +128,26 @@ def test_a_timeline_is_drawn_as_it_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("transport", ["channel", "http"])
 def test_both_orders_give_the_same_through_a_server(
-    tmp_path: Path, one_thread_at_most_here: None, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, one_thread_at_most_here: None, capsys: pytest.CaptureFixture[str], transport: str
 ) -> None:
     file = tmp_path / "timeline.json"
     sizes = "--layers 3 --served-layers 2 --tokens 8 --context 16 --hidden-size 256 --intermediate-size 128"
-    assert attention.main([*sizes.split(), "--repeat", "1", "--json", str(file)]) == 0
+    options = [*sizes.split(), "--repeat", "1", "--json", str(file), "--transport", transport]
+    assert attention.main(options) == 0
     sequential, pingpong, ratio, results = capsys.readouterr().out.splitlines()
     assert sequential.startswith("sequential wall ")
     assert "overlap 0%" in sequential
     assert pingpong.startswith("ping-pong  wall ")
-    assert ratio.endswith("of the sequential time, by http")
+    assert ratio.endswith(f"of the sequential time, by {transport}")
     assert results.startswith("results differ by 0.")
     about, measured = read_timeline(file)
     assert len(measured) == 3 * 2 * 2
     assert all(i.begin < i.end for i in measured)
     assert json.loads(file.read_text())["about"]["options"]["tokens"] == "8"
     draw(file, tmp_path / "timeline.svg")
-    assert about["title"].startswith("two micro-batches of 8 tokens by http")
+    assert about["title"].startswith(f"two micro-batches of 8 tokens by {transport}")
 
 
 def test_different_results_are_noticed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,6 @@ import argparse
 import json
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -29,18 +28,14 @@ RESULT_ERROR = 0.01  # a token's result may depend on its step, within rounding
 def run(arguments: argparse.Namespace, url: str) -> bool:
     """Run both orders, and print what they took. False if results differ. Raises ExpertError."""
     dtype = getattr(torch, arguments.dtype)
-    with (
-        ExpertClient(url, transport=arguments.transport) as client,
-        ThreadPoolExecutor(len(SLOTS)) as pool,
-    ):
+    with ExpertClient(url) as client, ExitStack() as stack:
         hidden_size = client.metadata(client.models()[0].name).hidden_size
         sizes = AttentionSizes(hidden_size, arguments.tokens, arguments.context, arguments.heads)
-        worker = Worker(
-            Attention(sizes, arguments.device, dtype), served_layers(client, pool, arguments.layers)
-        )
         generator = torch.Generator().manual_seed(1)
         shape = len(SLOTS), arguments.tokens, hidden_size
         batches = torch.randn(shape, generator=generator).to(arguments.device, dtype)
+        experts, transport = served_layers(client, arguments.transport, arguments.layers, batches[0], stack)
+        worker = Worker(Attention(sizes, arguments.device, dtype), experts)
         results, measured = {}, {}
         for order in ("sequential", "ping-pong"):
             for _ in range(arguments.repeat):  # the last one counts
@@ -48,10 +43,10 @@ def run(arguments: argparse.Namespace, url: str) -> bool:
             measured[order] = times(worker.intervals)
             print(f"{order:<10} {describe(measured[order])}")
         ratio = measured["ping-pong"].wall / measured["sequential"].wall
-        print(f"ping-pong takes {ratio:.2f} of the sequential time, by {client.transport}")
+        print(f"ping-pong takes {ratio:.2f} of the sequential time, by {transport}")
         if arguments.json is not None:
             title = (
-                f"two micro-batches of {arguments.tokens} tokens by {client.transport}: "
+                f"two micro-batches of {arguments.tokens} tokens by {transport}: "
                 f"{ratio:.2f} of the sequential time"
             )
             options = {name: str(value) for name, value in vars(arguments).items()}
@@ -66,14 +61,15 @@ def same(output: torch.Tensor, expected: torch.Tensor) -> bool:
     return error <= RESULT_ERROR
 
 
-def server_config(arguments: argparse.Namespace) -> dict[str, Any]:
-    """A configuration of expertd with as many layers as the worker has, or as --served-layers says."""
+def server_config(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """A configuration of expertd with channels, and --served-layers or as many layers as the worker has."""
     count = arguments.served_layers or arguments.layers
     layer = {
         "hidden_size": arguments.hidden_size, "intermediate_size": arguments.intermediate_size,
         "num_experts": arguments.num_experts, "top_k": arguments.top_k,
     }  # fmt: skip
-    return {"models": [{"name": f"layer-{i}", "weights": {"seed": i}, **layer} for i in range(count)]}
+    models = [{"name": f"layer-{i}", "weights": {"seed": i}, **layer} for i in range(count)]
+    return {"models": models, "channels": {"socket": str(folder / "channels")}}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -82,7 +78,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         prog="python -m examples.afd.attention", description="Runs an attention worker beside expertd."
     )
     parser.add_argument("--url", help="a running server; its layers are used (default: start one)")
-    parser.add_argument("--transport", default="auto", help="auto (default), channel, shared_memory or http")
+    parser.add_argument(
+        "--transport", choices=("auto", "channel", "http"), default="auto", help="to the server"
+    )
     parser.add_argument(
         "--device", type=device, default="cpu", help="of attention: cpu (default), cuda, cuda:1"
     )
@@ -129,8 +127,9 @@ def main(argv: list[str] | None = None) -> int:
         url = arguments.url
         try:
             if url is None:
-                config = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "config.yaml"
-                config.write_text(json.dumps(server_config(arguments)))  # JSON is YAML
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+                config = folder / "config.yaml"
+                config.write_text(json.dumps(server_config(arguments, folder)))  # JSON is YAML
                 gpus = arguments.server_gpus
                 environment = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
                 url = stack.enter_context(run_server(["--config", config], environment))

@@ -1,19 +1,22 @@
 """The way from an attention worker to the expert layers: submit hidden states of a slot, wait for the answer.
 
-A worker has one request on the way for each slot, its micro-batch. `HttpExperts` does it with threads of the
-client; another transport, such as a channel, is another class with these two methods.
+A worker has one request on the way for each slot, its micro-batch. `ChannelExperts` writes it to memory that
+it shares with the server; `HttpExperts` works from anywhere, with threads of the client.
 """
 
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from expertd_client import ExpertClient
+from expertd_client import Channel, ExpertClient, TransportUnavailableError
+
+_DATATYPES = {torch.bfloat16: "BF16", torch.float32: "FP32"}
 
 
 @dataclass
@@ -67,7 +70,47 @@ class HttpExperts:
         return output
 
 
-def served_layers(client: ExpertClient, pool: ThreadPoolExecutor, count: int) -> Sequence[Experts]:
-    """`count` layers: the server's, from the first again if it has fewer."""
+class ChannelExperts:
+    """A layer through a channel with a place for each slot."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._sent: dict[int, Any] = {}
+
+    def submit(self, slot: int, hidden_states: Tensor) -> Ticket:
+        """As Experts.submit."""
+        place = self._channel.slots[slot]
+        place.hidden_states[: len(hidden_states)].copy_(hidden_states)
+        ticket = Ticket(slot, time.perf_counter())
+        self._sent[slot] = self._channel.submit(place, len(hidden_states))
+        return ticket
+
+    def wait(self, ticket: Ticket) -> Tensor:
+        """As Experts.wait."""
+        sent = self._sent.pop(ticket.slot)
+        output: Tensor = self._channel.wait(sent)
+        ticket.end = ticket.begin + sent.queue_seconds + sent.compute_seconds  # perhaps before this call
+        return output
+
+
+def served_layers(
+    client: ExpertClient, transport: str, count: int, like: Tensor, stack: ExitStack
+) -> tuple[Sequence[Experts], str]:
+    """`count` layers, the server's from the first again if it has fewer, and the transport that they take.
+
+    `transport` may be "auto", which takes channels if the server has them. `like` is a micro-batch.
+    """
     names = [status.name for status in client.models()]
-    return [HttpExperts(client, names[layer % len(names)], pool) for layer in range(count)]
+    if transport in ("auto", "channel"):
+        sizes: dict[str, Any] = {"num_slots": 2, "max_tokens": len(like), "datatype": _DATATYPES[like.dtype]}
+        try:
+            channels = [
+                stack.enter_context(client.open_channel(name, device=like.device, **sizes))
+                for name in names[:count]
+            ]
+            return [ChannelExperts(channels[layer % len(channels)]) for layer in range(count)], "channel"
+        except TransportUnavailableError:
+            if transport == "channel":
+                raise
+    pool = stack.enter_context(ThreadPoolExecutor(2))
+    return [HttpExperts(client, names[layer % len(names)], pool) for layer in range(count)], client.transport
