@@ -100,14 +100,18 @@ def ask(port: int, data: bytes, half_close: bool = False) -> list[Answer]:
 
 
 @asynccontextmanager
-async def listening(server: Serving, other: ASGIApp | None = None) -> AsyncIterator[int]:
+async def listening(
+    server: Serving, other: ASGIApp | None = None, connections: set[Connection] | None = None
+) -> AsyncIterator[int]:
     """Serve the running application on a socket in this process; yields its port.
 
-    `other` takes the place of the application, for all but infer requests.
+    `other` takes the place of the application, for all but infer requests. `connections` receives those open.
     """
     app = server.app
     shared = Shared(other or app, app.infer, app.metrics, app.engine.settings)
     state = ServerState()
+    if connections is not None:
+        vars(state)["connections"] = connections
     loop = asyncio.get_running_loop()
     listener = await loop.create_server(lambda: Connection(shared, state, {}), "127.0.0.1", 0)
     try:

@@ -1,0 +1,327 @@
+"""Large bodies and outputs lie in the arena, are bounded by it, and are given back whatever happens."""
+
+import asyncio
+import gzip
+import socket
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+import uvloop
+
+from expertd.service.http.connection import Connection
+from expertd.service.memory import Arena, Span
+from expertd.service.moe.request import LayerRequest, StepResult
+from tests.service.apps import HIDDEN, Serving, hidden_request, serving, serving_runner, tiny_settings
+from tests.service.runners import EchoRunner, Turnstile
+from tests.service.sockets import INFER, Answer, answers, connect, head, infer, listening, read_answer
+from tests.service.waiting import until
+
+TOKENS = 2048
+SIZE = TOKENS * HIDDEN * 4
+LIMITS = {
+    "max_request_tokens": TOKENS,
+    "max_batch_tokens": TOKENS,
+    "max_queue_tokens": 8 * TOKENS,
+    "max_body_bytes": 2 * SIZE,
+    "max_buffered_bytes": 8 * SIZE,
+}
+
+
+class Recording(EchoRunner):
+    """Lists the requests of all steps."""
+
+    def __init__(self, poison: float | None = None) -> None:
+        super().__init__(poison)
+        self.requests: list[LayerRequest] = []
+
+    def _run(self, requests: Sequence[LayerRequest]) -> StepResult:
+        self.requests.extend(requests)
+        return super()._run(requests)
+
+
+class Server:
+    """A server in this process, its runner and its port."""
+
+    def __init__(self, serving: Serving, runner: Recording, port: int, connections: set[Connection]) -> None:
+        self.serving, self.runner, self.port = serving, runner, port
+        self.connections = connections
+
+    @property
+    def arena(self) -> Arena:
+        assert self.serving.app.engine.arena is not None
+        return self.serving.app.engine.arena
+
+    def counted(self, status: int) -> float:
+        return self.serving.metric("requests_total", model="tiny", status=str(status))
+
+    async def ask(self, data: bytes) -> Answer:
+        with connect(self.port) as sock:
+            await asyncio.to_thread(sock.sendall, data)
+            return await asyncio.to_thread(read_answer, sock)
+
+    async def in_step(self) -> None:
+        assert await asyncio.to_thread(self.runner.entered.acquire, True, 10)
+
+    async def waiting(self, number: int) -> None:
+        await until(lambda: self.serving.metric("queue_requests", model="tiny") == number)
+
+
+Check = Callable[[Server], Coroutine[Any, Any, None]]
+Run = Callable[..., None]
+
+
+@pytest.fixture(params=[uvloop.run, asyncio.run], ids=["uvloop", "asyncio"])
+def run(request: pytest.FixtureRequest) -> Run:
+    """Runs a check with a server on one of the event loops; afterwards all memory must be free."""
+
+    def running(check: Check, limits: dict[str, float] | None = None, **changes: Any) -> None:
+        async def main() -> None:
+            runner = Recording(poison=666.0)
+            settings = tiny_settings({**LIMITS, **(limits or {})}, **changes)
+            connections: set[Connection] = set()
+            async with (
+                serving(settings, serving_runner(runner)) as app,
+                listening(app, connections=connections) as port,
+            ):
+                server = Server(app, runner, port, connections)
+                try:
+                    await check(server)
+                finally:
+                    runner.gate.set()
+                await until(lambda: server.arena.used_bytes == 0)
+
+        request.param(main())
+
+    return running
+
+
+# Of an answer that no socket's buffers hold.
+HUGE_TOKENS = 32768
+HUGE = HUGE_TOKENS * HIDDEN * 4
+HUGE_LIMITS: dict[str, float] = {
+    "max_request_tokens": HUGE_TOKENS,
+    "max_batch_tokens": HUGE_TOKENS,
+    "max_queue_tokens": 8 * HUGE_TOKENS,
+    "max_body_bytes": 2 * HUGE,
+    "max_buffered_bytes": 4 * HUGE,
+}
+
+
+def body(value: float, tokens: int = TOKENS) -> tuple[bytes, int]:
+    return hidden_request(np.full((tokens, HIDDEN), value, np.float32))
+
+
+def values(answer: Answer, size: int = SIZE) -> set[float]:
+    assert answer.status == 200, answer.body
+    data = answer.body[int(answer.headers["inference-header-content-length"]) :]
+    assert len(data) == size
+    return set(np.frombuffer(data, np.float32).tolist())
+
+
+def chunked(data: bytes, length: int, size: int = 30_000) -> bytes:
+    pieces = [data[begin : begin + size] for begin in range(0, len(data), size)]
+    coded = b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+    length_header = f"Inference-Header-Content-Length: {length}"
+    return head(f"POST {INFER} HTTP/1.1", "Transfer-Encoding: chunked", length_header) + coded
+
+
+def request(kind: str, value: float) -> bytes:
+    data, length = body(value)
+    if kind == "chunked":
+        return chunked(data, length)
+    if kind == "compressed":
+        return infer(gzip.compress(data, 1), length, "Content-Encoding: gzip")
+    return infer(data, length)
+
+
+@pytest.mark.parametrize("kind", ["plain", "chunked", "compressed"])
+def test_the_layer_reads_and_writes_in_place(run: Run, kind: str) -> None:
+    async def check(server: Server) -> None:
+        for value in (1.0, 2.0):
+            assert values(await server.ask(request(kind, value))) == {value}
+        for received in server.runner.requests:
+            assert isinstance(received.hidden_states, Span)
+            assert received.hidden_states.address % 256 == 0
+            assert isinstance(received.output, Span)
+            assert received.output.num_bytes == SIZE
+
+    run(check)
+
+
+def test_small_bodies_stay_bytes(run: Run) -> None:
+    async def check(server: Server) -> None:
+        assert (await server.ask(infer(*body(1.0, tokens=100)))).status == 200
+        (received,) = server.runner.requests
+        assert isinstance(received.hidden_states, memoryview)
+        assert received.output is None
+
+    run(check)
+
+
+def test_requests_in_the_bytes_behind_a_large_body_are_answered(run: Run) -> None:
+    async def check(server: Server) -> None:
+        data = request("plain", 1.0) + request("chunked", 2.0) + head("GET /v2 HTTP/1.1", "Connection: close")
+        with connect(server.port) as sock:
+            sending = asyncio.ensure_future(asyncio.to_thread(sock.sendall, data))
+            received = b""
+            while piece := await asyncio.to_thread(sock.recv, 1 << 20):
+                received += piece
+            await sending
+        first, second, third = answers(received)
+        assert (values(first), values(second), third.status) == ({1.0}, {2.0}, 200)
+
+    run(check)
+
+
+@pytest.mark.slow
+def test_the_bodys_memory_is_free_once_the_step_is_done(run: Run) -> None:
+    async def check(server: Server) -> None:
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.connect(("127.0.0.1", server.port))
+            await asyncio.to_thread(sock.sendall, infer(*body(1.0, HUGE_TOKENS)))
+            await server.in_step()
+            await until(lambda: server.arena.used_bytes == HUGE)
+            # Others use the memory of the body again, but not that of the answer.
+            for value in (2.0, 3.0):
+                assert values(await server.ask(infer(*body(value, HUGE_TOKENS))), HUGE) == {value}
+            await until(lambda: server.arena.used_bytes == HUGE)
+            assert server.counted(200) == 2, "an answer that is not sent does not count"
+            assert values(await asyncio.to_thread(read_answer, sock), HUGE) == {1.0}
+        await until(lambda: server.counted(200) == 3)
+
+    run(check, HUGE_LIMITS)
+
+
+@pytest.mark.slow  # it takes interim responses to find out
+@pytest.mark.parametrize("kind", ["plain", "chunked"])
+@pytest.mark.parametrize("when", ["in the body", "in the queue", "in the step"])
+def test_a_client_that_leaves_holds_nothing(run: Run, when: str, kind: str) -> None:
+    async def check(server: Server) -> None:
+        data = request(kind, 1.0)
+        server.runner.gate = gate = Turnstile()
+        with connect(server.port) as first, connect(server.port) as sock:
+            first.sendall(infer(*body(1.0, tokens=1)))
+            await server.in_step()
+            await asyncio.to_thread(sock.sendall, data[:-100_000] if when == "in the body" else data)
+            if when == "in the body":
+                await until(lambda: server.arena.used_bytes > 0)
+            else:
+                await server.waiting(1)
+            if when == "in the step":
+                gate.let_one_through()
+                await server.in_step()
+            sock.close()
+            await until(lambda: when == "in the step" or server.counted(499) == 1)
+            assert (server.arena.used_bytes > 0) == (when == "in the step"), "a step still uses it"
+            gate.set()
+            await until(lambda: server.counted(499) == 1)
+            await until(lambda: server.arena.used_bytes == 0)
+
+    run(check)
+
+
+def test_a_client_that_leaves_while_its_answer_is_sent_holds_nothing(run: Run) -> None:
+    async def check(server: Server) -> None:
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.connect(("127.0.0.1", server.port))
+            await asyncio.to_thread(sock.sendall, infer(*body(1.0, HUGE_TOKENS)))
+            await server.in_step()
+            await until(lambda: server.arena.used_bytes == HUGE)
+        await until(lambda: server.counted(499) == 1)
+        await until(lambda: server.arena.used_bytes == 0)
+
+    run(check, HUGE_LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (infer(body(1.0)[0], body(1.0)[1] + 1), 400),
+        (infer(body(1.0)[0] + b"x", body(1.0)[1]), 400),
+        (infer(bytes(SIZE), SIZE), 400),
+        (infer(*body(666.0)), 500),
+        (infer(bytes(2 * SIZE + 1), 0), 413),
+        (chunked(bytes(2 * SIZE + 1), 0), 413),
+        (chunked(body(1.0)[0], 0)[:-5] + b"x\r\n", 400),
+        (infer(bytes(SIZE), 0, "Content-Encoding: gzip"), 400),
+        (infer(gzip.compress(bytes(3 * SIZE)), 0, "Content-Encoding: gzip"), 413),
+    ],
+)
+def test_a_refused_body_holds_nothing(
+    run: Run, data: bytes, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def check(server: Server) -> None:
+        with connect(server.port) as sock:
+            sending = asyncio.ensure_future(asyncio.to_thread(suppressed, sock.sendall, data))
+            answer = await asyncio.to_thread(read_answer, sock)
+            assert answer.status == status, answer.body
+            await sending
+        await until(lambda: server.counted(status) == 1)
+        await until(lambda: server.arena.used_bytes == 0)
+        assert values(await server.ask(request("plain", 3.0))) == {3.0}
+
+    run(check)
+
+
+def suppressed(call: Callable[..., object], *arguments: object) -> None:
+    with suppress(OSError):
+        call(*arguments)
+
+
+def test_a_late_body_holds_nothing(run: Run) -> None:
+    async def check(server: Server) -> None:
+        answer = await server.ask(request("plain", 1.0)[:-1])
+        assert (answer.status, answer.headers["connection"]) == (408, "close")
+        assert server.arena.used_bytes == 0
+
+    run(check, {"body_timeout_seconds": 0.2})
+
+
+def test_stopping_refuses_a_body_that_has_not_arrived(run: Run) -> None:
+    async def check(server: Server) -> None:
+        with connect(server.port) as sock:
+            await asyncio.to_thread(sock.sendall, request("plain", 1.0)[:-1])
+            await until(lambda: server.arena.used_bytes > 0)
+            for connection in server.connections:
+                connection.stop_reading()
+            answer = await asyncio.to_thread(read_answer, sock)
+        assert answer.error == "the server is shutting down, and the body had not arrived"
+        assert (answer.status, answer.headers["connection"]) == (503, "close")
+        assert server.serving.metric("refusals_total", model="tiny", reason="shutting_down") == 1
+
+    run(check)
+
+
+def test_without_memory_a_request_is_refused_before_its_body(run: Run) -> None:
+    async def check(server: Server) -> None:
+        server.runner.gate.clear()
+        with connect(server.port) as sock:
+            await asyncio.to_thread(sock.sendall, request("plain", 1.0))
+            await server.in_step()
+            only_head = request("plain", 2.0).partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
+            refused = await server.ask(only_head)
+            assert (
+                refused.error
+                == "limits.max_buffered_bytes: expected memory for the request, got all of it in use"
+            )
+            assert (refused.status, refused.headers["retry-after"]) == (503, "1")
+            assert server.serving.metric("refusals_total", model="tiny", reason="memory_full") == 1
+            server.runner.gate.set()
+            assert values(await asyncio.to_thread(read_answer, sock)) == {1.0}
+        assert values(await server.ask(request("plain", 2.0))) == {2.0}
+
+    run(check, {"max_buffered_bytes": 2 * SIZE + 70_000})
+
+
+def test_a_body_larger_than_all_memory_is_too_large(run: Run) -> None:
+    async def check(server: Server) -> None:
+        answer = await server.ask(head(f"POST {INFER} HTTP/1.1", f"Content-Length: {2 * SIZE}"))
+        assert answer.status == 413
+        assert answer.error.startswith("body: expected at most ")
+
+    run(check, {"max_buffered_bytes": SIZE})
