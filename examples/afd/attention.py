@@ -28,7 +28,7 @@ RESULT_ERROR = 0.01  # a token's result may depend on its step, within rounding
 def run(arguments: argparse.Namespace, url: str) -> bool:
     """Run both orders, and print what they took. False if results differ. Raises ExpertError."""
     dtype = getattr(torch, arguments.dtype)
-    with ExpertClient(url) as client, ExitStack() as stack:
+    with ExpertClient(url, transport=arguments.transport) as client, ExitStack() as stack:
         hidden_size = client.metadata(client.models()[0].name).hidden_size
         sizes = AttentionSizes(hidden_size, arguments.tokens, arguments.context, arguments.heads)
         generator = torch.Generator().manual_seed(1)
