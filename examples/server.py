@@ -28,15 +28,16 @@ def run_server(
 ) -> Iterator[str]:
     """The URL of a ready `expertd serve` with these arguments, on a free port; stopped at the end.
 
-    `environment`: variables beside this process's. Raises ServerError, with the server's output, if it ends
+    It has channels. `environment`: variables beside this process's. Raises ServerError, with the server's output, if it ends
     before it is ready, or is not ready in time.
     """
     command = [EXPERTD, "serve", *arguments, "--host", "127.0.0.1", "--port", "0"]
     with tempfile.TemporaryDirectory() as directory:
         log = Path(directory) / "server.log"
+        own = {**_ENVIRONMENT, "EXPERTD_CHANNELS__SOCKET": f"{directory}/channels"}
         with log.open("wb") as output:
             process = subprocess.Popen(
-                command, stderr=output, env={**_ENVIRONMENT, **os.environ, **(environment or {})}
+                command, stderr=output, env={**own, **os.environ, **(environment or {})}
             )
         try:
             yield _wait_until_ready(process, log)

@@ -61,15 +61,14 @@ def same(output: torch.Tensor, expected: torch.Tensor) -> bool:
     return error <= RESULT_ERROR
 
 
-def server_config(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """A configuration of expertd with channels, and --served-layers or as many layers as the worker has."""
+def server_config(arguments: argparse.Namespace) -> dict[str, Any]:
+    """A configuration of expertd with as many layers as the worker has, or as --served-layers says."""
     count = arguments.served_layers or arguments.layers
     layer = {
         "hidden_size": arguments.hidden_size, "intermediate_size": arguments.intermediate_size,
         "num_experts": arguments.num_experts, "top_k": arguments.top_k,
     }  # fmt: skip
-    models = [{"name": f"layer-{i}", "weights": {"seed": i}, **layer} for i in range(count)]
-    return {"models": models, "channels": {"socket": str(folder / "channels")}}
+    return {"models": [{"name": f"layer-{i}", "weights": {"seed": i}, **layer} for i in range(count)]}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -127,9 +126,8 @@ def main(argv: list[str] | None = None) -> int:
         url = arguments.url
         try:
             if url is None:
-                folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-                config = folder / "config.yaml"
-                config.write_text(json.dumps(server_config(arguments, folder)))  # JSON is YAML
+                config = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "config.yaml"
+                config.write_text(json.dumps(server_config(arguments)))  # JSON is YAML
                 gpus = arguments.server_gpus
                 environment = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
                 url = stack.enter_context(run_server(["--config", config], environment))
