@@ -28,8 +28,8 @@ def run_server(
 ) -> Iterator[str]:
     """The URL of a ready `expertd serve` with these arguments, on a free port; stopped at the end.
 
-    It has channels. `environment`: variables beside this process's. Raises ServerError, with the server's output, if it ends
-    before it is ready, or is not ready in time.
+    It has channels. `environment`: variables beside this process's. Raises ServerError, with the server's
+    output, if it ends before it is ready, or is not ready in time.
     """
     command = [EXPERTD, "serve", *arguments, "--host", "127.0.0.1", "--port", "0"]
     with tempfile.TemporaryDirectory() as directory:
