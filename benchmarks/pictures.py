@@ -16,6 +16,11 @@ OURS, THEIRS, ROOF = "#0b6e4f", "#c1666b", "#555555"
 COLOURS = dict(zip(STAGES, ("#f2c14e", "#f78154", "#0b6e4f", "#5fad56", "#4d9078"), strict=True))
 MARK = "#555555"
 Draw = Callable[[Path, Path], None]
+SERVING_STYLES = {
+    ("http", None): "o-C3", ("shared memory", None): "s--C0", ("shared memory", "cuda:0"): "^--C1",
+    ("channel", None): "s-C0", ("channel", "cuda:0"): "^-C1", ("channel", "cuda:1"): "v-C2",
+}  # fmt: skip
+_MEMORIES = {None: "the host", "cuda:0": "the server's GPU", "cuda:1": "another GPU"}
 
 
 def draw_speed(result: Path, picture: Path) -> None:
@@ -99,7 +104,30 @@ def draw_roofline(result: Path, picture: Path) -> None:
     _save(figure, result, picture)
 
 
+def draw_serving(result: Path, picture: Path) -> None:
+    """One caller's median time over the GPU's, by tokens and way."""
+    content = json.loads(result.read_text())
+    rows = [row for row in content["rows"] if row["callers"] == 1]
+    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+    for (way, device), style in SERVING_STYLES.items():
+        of = [row for row in rows if (row["way"], row["device"]) == (way, device)]
+        name = "HTTP" if way == "http" else f"{way}, memory of {_MEMORIES[device]}"
+        over = [row["p50_us"] / row["gpu_us"] for row in of]
+        axes.plot([row["tokens"] for row in of], over, style, label=name, markersize=4, linewidth=1.2)
+    axes.axhline(1, color=ROOF, linewidth=1)
+    axes.set(xscale="log", yscale="log", xlabel="tokens of a request", ylabel="caller's time over the GPU's")
+    axes.set_xticks(tokens := sorted({row["tokens"] for row in rows}), [str(n) for n in tokens])
+    axes.set_yticks([1, 1.5, 2, 4, 8], ["1", "1.5", "2", "4", "8"])
+    axes.minorticks_off()
+    axes.grid(linewidth=0.3)
+    gpu = str(content["header"]["gpu"]).split(",")[0]
+    axes.set_title(f"DeepSeek-V3's layer, 256 experts, one {gpu}, one caller, lower is faster", fontsize=10)
+    axes.legend(frameon=False, fontsize=8)
+    _save(figure, result, picture)
+
+
 PICTURES: dict[str, tuple[str, Draw]] = {
+    "docs/serving-h200.svg": ("serving-h200.json", draw_serving),
     "docs/moe_layer_speed-h200.svg": ("moe_layer-h200.json", draw_speed),
     "docs/moe_layer-h200.svg": ("moe_layer-h200.json", draw_stages),
     "docs/grouped_gemm-h200.svg": ("grouped_gemm-h200.json", draw_roofline),

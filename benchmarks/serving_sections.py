@@ -1,0 +1,94 @@
+"""Writes the results of `benchmarks.serving` and `benchmarks.steps` as Markdown."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.markdown import paragraph, table
+
+WAYS = {
+    ("http", None): "HTTP",
+    ("shared memory", None): "shared memory of the host",
+    ("shared memory", "cuda:0"): "of the server's GPU",
+    ("shared memory", "cuda:1"): "of another GPU",
+    ("channel", None): "channel, memory of the host",
+    ("channel", "cuda:0"): "of the server's GPU",
+    ("channel", "cuda:1"): "of another GPU",
+}
+"""How tensors reach the server, in the order of the columns."""
+
+
+def serving_machine(results: Path) -> str:
+    """The machine and versions."""
+    header = _content(results)["header"]
+    name, driver = header["gpu"].split("\n")[0].split(", ")[:2]
+    gpus = len(header["gpu"].splitlines())
+    return paragraph(f"{gpus} GPUs of one host: {name}, driver {driver}, torch {header['torch']}.")
+
+
+def serving(results: Path) -> str:
+    """The median time of one caller by tokens and way."""
+    rows = [row for row in _content(results)["rows"] if row["callers"] == 1]
+    cells = []
+    for tokens in dict.fromkeys(row["tokens"] for row in rows):
+        of = {(row["way"], row["device"]): row for row in rows if row["tokens"] == tokens}
+        gpu = next(iter(of.values()))["gpu_us"]
+        cells.append((tokens, _us(gpu), *(_us(of[way]["p50_us"]) if way in of else "" for way in WAYS)))
+    return table(("tokens", "GPU alone", *WAYS.values()), cells)
+
+
+def serving_callers(results: Path) -> str:
+    """Rates of several callers."""
+    rows = [row for row in _content(results)["rows"] if row["callers"] > 1]
+    return table(
+        ("callers", "tokens of each request", "way", "requests/s", "tokens/s", "p50, µs", "p99, µs"),
+        [
+            (
+                row["callers"], row["tokens"], _way(row), f"{row['tokens_per_second'] / row['tokens']:.0f}",
+                f"{row['tokens_per_second']:.0f}", _us(row["p50_us"]), _us(row["p99_us"]),
+            )
+            for row in rows
+        ],
+    )  # fmt: skip
+
+
+def serving_headline(results: Path) -> str:
+    """What a caller adds to the GPU's time, in a sentence."""
+    rows = _content(results)["rows"]
+    one, many = (_row(rows, "channel", "cuda:0", tokens) for tokens in (1, 4096))
+    http = _row(rows, "http", None, 1)
+    gpu = _content(results)["header"]["gpu"].split(",")[0]
+    return paragraph(
+        f"On one {gpu}, a caller of DeepSeek-V3's whole layer gets its answer through a "
+        f"[channel](docs/channels.md) {one['p50_us'] - one['gpu_us']:.0f} µs after the GPU alone would be done at "
+        f"1 token, and {100 * (many['p50_us'] / many['gpu_us'] - 1):.0f}% after at 4096; over HTTP, "
+        f"{http['p50_us'] - http['gpu_us']:.0f} µs after at 1 token."
+    )
+
+
+def steps(results: Path) -> str:
+    """compute_seconds by tokens and memory, beside the GPU's time."""
+    rows = json.loads((results / "steps-h200.json").read_text())["steps"]
+    return table(
+        ("tokens", "GPU alone", "rows in pinned memory", "in the GPU's memory"),
+        [(row["tokens"], *(_us(row[f"{key}_us"]) for key in ("gpu", "pinned", "device"))) for row in rows],
+    )
+
+
+def _row(rows: Iterable[dict[str, Any]], way: str, device: str | None, tokens: int) -> dict[str, Any]:
+    wanted = way, device, tokens, 1
+    return next(r for r in rows if (r["way"], r["device"], r["tokens"], r["callers"]) == wanted)
+
+
+def _way(row: dict[str, Any]) -> str:
+    return "HTTP" if row["way"] == "http" else f"{row['way']}, {row['device'] or 'host'}"
+
+
+def _us(microseconds: float) -> str:
+    return f"{microseconds:.0f}"
+
+
+def _content(results: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((results / "serving-h200.json").read_text())
+    return content
