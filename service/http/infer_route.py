@@ -60,6 +60,8 @@ class _AsgiCaller:
     def reply(self, call: InferCall, answer: Answer | None) -> None:
         if not self.answer.done():
             self.answer.set_result(answer)
+        elif answer is not None:
+            call.sent(False)  # the handler was cancelled
 
     def watch(self, call: InferCall, receive: Receive) -> None:
         """Leave as soon as the client disconnects."""

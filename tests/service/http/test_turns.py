@@ -1,0 +1,123 @@
+"""Pipelined requests: their order, and the turns of other connections between them."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+import uvloop
+
+from expertd.service.http import connection
+from tests.service.apps import Serving, hidden_request, rows, serving, serving_runner, tiny_settings
+from tests.service.runners import EchoRunner
+from tests.service.sockets import INFER, answers, head, infer, listening
+
+GET = head("GET /v2/health/live HTTP/1.1")
+BAD = head(f"POST {INFER} HTTP/1.1")  # refused at once: an empty body is no JSON
+MANY = 4000
+# Iterations of the event loop that a client in this process and a request take.
+ITERATIONS = 40
+
+
+def served(check: Callable[[Serving, int], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with (
+            serving(tiny_settings(), serving_runner(EchoRunner())) as server,
+            listening(server) as port,
+        ):
+            await check(server, port)
+
+    uvloop.run(run())
+
+
+async def read(port: int, data: bytes) -> bytes:
+    """Everything that the server answers until it closes the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(data)
+    try:
+        return await reader.read()
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize("data", [GET, BAD], ids=["application", "infer"])
+def test_pipelined_requests_leave_turns_to_others(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    handled = 0
+
+    def count(seen: connection.Connection) -> bool:
+        nonlocal handled
+        handled += 1
+        return read_head(seen)
+
+    read_head = connection.Connection._read_head
+    monkeypatch.setattr(connection.Connection, "_read_head", count)
+
+    async def check(server: Serving, port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        last = head("GET /v2/health/live HTTP/1.1", "Connection: close")
+        pipelining = asyncio.ensure_future(read(port, MANY * data + last))
+        while handled < 100:
+            await asyncio.sleep(0)
+        before = handled
+        writer.write(GET)
+        assert await reader.readuntil(b"}") != b""
+        between = handled - before
+        writer.close()
+        assert handled < MANY, "the other connection was answered meanwhile"
+        assert between <= connection._TURN * ITERATIONS
+        got = answers(await pipelining)
+        assert len(got) == MANY + 1
+        assert {answer.status for answer in got[:-1]} == {200 if data is GET else 400}
+
+    served(check)
+
+
+def test_pipelined_requests_are_answered_in_order() -> None:
+    one, length = hidden_request(rows(1), id="one")
+    two, _ = hidden_request(rows(1), id="two")
+
+    async def check(server: Serving, port: int) -> None:
+        chunked = head(
+            f"POST {INFER} HTTP/1.1",
+            "Transfer-Encoding: chunked",
+            f"Inference-Header-Content-Length: {length}",
+        )
+        chunked += b"%x\r\n%s\r\n0\r\nX: y\r\n\r\n" % (len(two), two)
+        last = head("GET /v2 HTTP/1.1", "Connection: close")
+        data = b"\r\n" + infer(one, length) + GET + chunked + BAD + b"\r\n\r\n" + infer(two, length) + last
+        for size in (1, 7, 100, len(data)):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            for begin in range(0, len(data), size):
+                writer.write(data[begin : begin + size])
+                await asyncio.sleep(0)
+            got = answers(await reader.read())
+            writer.close()
+            assert [answer.status for answer in got] == [200, 200, 200, 400, 200, 200]
+            ids = [b'"id":"one"' in got[0].body, b'"id":"two"' in got[2].body, b'"id":"two"' in got[4].body]
+            assert ids == [True] * 3
+
+    served(check)
+
+
+def test_input_that_waits_is_bounded() -> None:
+    runner = EchoRunner()
+
+    async def run() -> None:
+        connections: set[connection.Connection] = set()
+        async with (
+            serving(tiny_settings(), serving_runner(runner)) as server,
+            listening(server, connections=connections) as port,
+        ):
+            runner.gate.clear()
+            data = 20_000 * GET
+            first = infer(*hidden_request(rows(1)))
+            last = head("GET /v2 HTTP/1.1", "Connection: close")
+            pipelining = asyncio.ensure_future(read(port, first + data + last))
+            assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+            (only,) = connections
+            while not only._is_paused:
+                await asyncio.sleep(0)
+            assert len(only._data) < 300_000 < len(data)
+            runner.gate.set()
+            assert len(answers(await pipelining)) == 20_002
+
+    uvloop.run(run())
