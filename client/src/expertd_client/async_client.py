@@ -117,7 +117,7 @@ class AsyncExpertClient:
 
     async def close(self) -> None:
         """Close connections and free what transports hold."""
-        self._choice.current.close()
+        self._choice.close()
         self._http.close()
 
     async def __aenter__(self) -> "AsyncExpertClient":

@@ -174,7 +174,7 @@ class ExpertClient:
 
     def close(self) -> None:
         """Close connections and free what transports hold."""
-        self._choice.current.close()
+        self._choice.close()
         self._http.close()
 
     def __enter__(self) -> "ExpertClient":

@@ -81,7 +81,7 @@ class Directory(Generic[A]):
         if holder is None:
             with self._lock:
                 if self._closed:
-                    raise ExpertError("client: expected an open one, got a closed one")
+                    raise TransportUnavailableError("transport: expected an open one, got a closed one")
                 holder = self._holders.setdefault(key, Holder(self._max_places))
         return holder
 

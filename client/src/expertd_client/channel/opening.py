@@ -17,7 +17,6 @@ from expertd_client.directory import RefusedError, Wanted
 from expertd_client.errors import (
     DeadlineError,
     ExpertError,
-    InvalidAnswerError,
     InvalidRequestError,
     ServerUnreachableError,
     TransportUnavailableError,
@@ -69,7 +68,7 @@ def open_channel(
     try:
         hidden_size, top_k = int(geometry["hidden_size"]), int(geometry["top_k"])
     except (KeyError, TypeError, ValueError) as error:
-        raise InvalidAnswerError(f"answer: expected a channel, got {opened!r:.200}") from error
+        raise TransportUnavailableError(f"answer: expected a channel, got {opened!r:.200}") from error
     host = None if link.data is None else np.frombuffer(link.data, np.uint8)
     return Opened(link, sizes, hidden_size, top_k, host, exported.tensor() if exported else None)
 
