@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.callers import AsyncCaller, Caller, Connect
-from tests.expertd import RunningServer, running_server
+from tests.expertd import RunningServer, running_server, sharing
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -36,14 +36,22 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         yield running
 
 
+@pytest.fixture(scope="session")
+def sharing_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server with channels and shared memory, for tests that do not end it."""
+    directory = tmp_path_factory.mktemp("sharing")
+    with running_server(directory, *sharing(directory)) as running:
+        yield running
+
+
 @pytest.fixture(params=["sync", "async"])
 def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
-    """Makes clients of either kind, closed after the test."""
+    """Makes clients of either kind, closed after the test; they use HTTP unless the test says otherwise."""
     make = Caller if request.param == "sync" else AsyncCaller
     made: list[Caller | AsyncCaller] = []
 
     def connected(url: str, **options: object) -> Caller | AsyncCaller:
-        made.append(make(url, **options))
+        made.append(make(url, **{"transport": "http", **options}))
         return made[-1]
 
     yield connected

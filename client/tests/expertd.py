@@ -1,7 +1,9 @@
 """A real server in a process of its own: the `expertd` beside this Python."""
 
+import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -9,6 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 EXPERTD = Path(sys.executable).parent / "expertd"
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "demo.yaml"
@@ -24,6 +27,31 @@ class RunningServer:
         self.process = process
         self._log = log
         self.url = self._wait_for_url()
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """The server does nothing for a while, neither computes nor answers."""
+        self.process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
+
+    def ask(self, path: str, method: str = "GET") -> Any:
+        """The JSON of an answer, or None."""
+        request = urllib.request.Request(f"{self.url}{path}", method=method)
+        with urllib.request.urlopen(request, timeout=20) as response:
+            text = response.read()
+        return json.loads(text) if text else None
+
+    def channels(self) -> list[dict[str, Any]]:
+        """The open channels."""
+        channels: list[dict[str, Any]] = self.ask("/v1/channels")["channels"]
+        return channels
+
+    def regions(self) -> list[str]:
+        """The names of registered regions of host memory."""
+        return [region["name"] for region in self.ask("/v2/systemsharedmemory/status")]
 
     def _wait_for_url(self) -> str:
         end = time.monotonic() + _SECONDS
@@ -44,6 +72,11 @@ class RunningServer:
                 return True
         except OSError:
             return False
+
+
+def sharing(directory: Path) -> tuple[str, str]:
+    """The settings of a server with channels and shared memory."""
+    return f"channels.socket={directory / 'channels'}", "shared_memory.enabled=true"
 
 
 @contextmanager

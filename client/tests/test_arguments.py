@@ -77,7 +77,7 @@ def test_wrong_arguments(given: dict[str, Any], text: str) -> None:
 
 
 def test_wrong_arguments_are_not_sent() -> None:
-    with fake_server(echoing) as server, ExpertClient(server.url) as client:
+    with fake_server(echoing) as server, ExpertClient(server.url, transport="http") as client:
         with pytest.raises(ValueError, match=r"^shape of hidden_states: expected"):
             client.infer("m", X[0])
         with pytest.raises(ValueError, match=r"^model: expected a name, got ''"):
@@ -122,7 +122,7 @@ def test_output_dtypes_of_tensors(given: object, dtype: torch.dtype) -> None:
 def test_bfloat16_arrays_come_back_as_they_went(dtype: Any) -> None:
     values = np.arange(16, dtype=np.uint16).reshape(2, 8).view(dtype)
     with fake_server(echoing) as server:
-        with ExpertClient(server.url) as client:
+        with ExpertClient(server.url, transport="http") as client:
             answer = client.infer("m", values, output_dtype="BF16")
         assert server.requests[0].json["inputs"][0]["datatype"] == "BF16"
     assert answer.dtype == dtype
@@ -150,7 +150,7 @@ def test_bfloat16_without_ml_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_memory_of_any_layout(values: Any) -> None:
-    with fake_server(echoing) as server, ExpertClient(server.url) as client:
+    with fake_server(echoing) as server, ExpertClient(server.url, transport="http") as client:
         answer = client.infer("m", values)
     assert type(answer) is type(values)
     assert (answer.dtype, answer.shape) == (values.dtype, values.shape)
@@ -161,7 +161,7 @@ def test_memory_of_any_layout(values: Any) -> None:
 def test_out_is_written_and_returned(out: Any) -> None:
     ones = np.ones((2, 8), np.float32)
     values = ones if isinstance(out, np.ndarray) else torch.from_numpy(ones)
-    with fake_server(echoing) as server, ExpertClient(server.url) as client:
+    with fake_server(echoing) as server, ExpertClient(server.url, transport="http") as client:
         assert client.infer("m", values, out=out) is out
     assert bool((out == 1).all())
 
@@ -177,7 +177,7 @@ def test_outs_dtype_is_the_outputs() -> None:
 
 
 def test_what_is_sent() -> None:
-    with fake_server(echoing) as server, ExpertClient(f"{server.url}/base/") as client:
+    with fake_server(echoing) as server, ExpertClient(f"{server.url}/base/", transport="http") as client:
         client.infer("a/b ü?", X, IDS.astype(np.int64), torch.zeros(2, 3))
     (request,) = server.requests
     assert request.line == "POST /base/v2/models/a%2Fb%20%C3%BC%3F/infer HTTP/1.1"

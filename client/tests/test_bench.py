@@ -139,7 +139,18 @@ def test_errors_are_counted_by_their_kind(tmp_path: Path, capsys: Captured) -> N
 
     file = tmp_path / "results.json"
     with fake_server(handle) as server:
-        code = bench("--url", server.url, "--tokens", "2", "--connections", "1", "--json", str(file))
+        code = bench(
+            "--url",
+            server.url,
+            "--tokens",
+            "2",
+            "--connections",
+            "1",
+            "--transport",
+            "http",
+            "--json",
+            str(file),
+        )
     assert code == 1
     (result,) = figures(file)
     assert set(result["errors"]) == {"ServerBusyError", "InvalidAnswerError"}
@@ -170,7 +181,8 @@ def test_no_server(capsys: Captured) -> None:
     [
         (["--model", "other"], "bench: model: expected demo, got 'other'"),
         (["--tokens", "20000"], "bench: request: expected at most"),
-        (["--transport", "channel"], "bench: transport: expected auto or http"),
+        (["--transport", "channel"], "bench: channels: expected the setting channels.socket, got null"),
+        (["--transport", "shared_memory"], "bench: extensions: expected system_shared_memory, got"),
         (["--json", "/no/such/folder/x.json", "--tokens", "1", "--connections", "1"], "bench: [Errno 2]"),
     ],
 )

@@ -2,17 +2,18 @@
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
-from expertd_client import ExpertClient, InvalidRequestError, TransportUnavailableError
+from expertd_client import ExpertClient, ExpertError, InvalidRequestError, TransportUnavailableError
 from expertd_client.address import parse_address
 from expertd_client.calls import LayerCall
 from expertd_client.deadline import Deadline
 from expertd_client.transport import Choice, Transport, TransportName
 from tests.callers import Connect
-from tests.fakes import echoing, fake_server
+from tests.fakes import Peer, answer, echo, echoing, fake_server, refusal
 
 HERE = parse_address("http://localhost:1")
 THERE = parse_address("http://experts:1")
@@ -68,7 +69,7 @@ def test_it_falls_back_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_the_same_call_is_made_with_the_next_transport() -> None:
-    with fake_server(echoing) as server, ExpertClient(server.url) as client:
+    with fake_server(echoing) as server, ExpertClient(server.url, transport="http") as client:
         http = client._choice.current
         factories: dict[str, Callable[[], Transport]] = {
             "channel": lambda: Fake("channel"),
@@ -88,16 +89,104 @@ def test_a_transport_that_was_asked_for_is_not_replaced() -> None:
         choice.fall_back(choice.current, TransportUnavailableError("x: expected memory, got none"))
 
 
-@pytest.mark.parametrize("name", ["auto", "http"])
-def test_this_version_has_http(connect: Connect, name: str) -> None:
-    assert connect("http://localhost:1", transport=name).client.transport == "http"
+class WithoutSharedMemory:
+    """A server that refuses channels with a status, has no shared memory, and echoes."""
+
+    def __init__(self, status: int) -> None:
+        self._status = status
+
+    def __call__(self, peer: Peer) -> None:
+        while True:
+            request = peer.request()
+            path = request.line.split()[1]
+            if path == "/v1/channels":
+                peer.send(refusal(self._status, "channels: expected the setting channels.socket, got null"))
+            elif path == "/v2":
+                peer.send(answer(200, b'{"name": "fake", "version": "7", "extensions": ["parameters"]}'))
+            elif path == "/v2/models/m":
+                peer.send(answer(200, b"{}"))
+            else:
+                peer.send(echo(request))
 
 
-@pytest.mark.parametrize("name", ["channel", "shared_memory"])
-def test_it_does_not_claim_to_have_others(connect: Connect, name: str) -> None:
-    text = rf"^transport: expected auto or http \(this version\), got {name}$"
-    with pytest.raises(TransportUnavailableError, match=text):
-        connect("http://localhost:1", transport=name)
+@pytest.mark.parametrize("status", [403, 404])
+def test_auto_is_quiet_and_quick_if_the_server_has_only_http(
+    connect: Connect, caplog: pytest.LogCaptureFixture, status: int
+) -> None:
+    values = np.ones((2, 3), np.float32)
+    with (
+        fake_server(WithoutSharedMemory(status)) as server,
+        caplog.at_level(logging.INFO, "expertd_client"),
+    ):
+        client = connect(server.url, transport="auto")
+        before = client.client.transport  # none of them has been tried
+        for _ in range(3):
+            np.testing.assert_array_equal(client.infer("m", values), values)
+        assert (before, client.client.transport) == ("channel", "http")
+        client.close()
+    others = [request.line.split()[1] for request in server.requests if "infer" not in request.line]
+    assert others == ["/v1/channels", *(["/v2/models/m"] if status == 404 else []), "/v2"]
+    assert {record.levelno for record in caplog.records} == {logging.INFO}
+    assert caplog.messages[1].startswith("transport channel: channels: expected ")
+    assert caplog.messages[3:] == [
+        "transport shared_memory: extensions: expected system_shared_memory, got parameters; taking the next",
+        f"transport http: server {server.url}",
+    ]
+
+
+def test_threads_fall_back_together() -> None:
+    values = np.ones((2, 3), np.float32)
+    with (
+        fake_server(WithoutSharedMemory(403)) as server,
+        ExpertClient(server.url) as client,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        for given in pool.map(lambda _: client.infer("m", values), range(40)):
+            np.testing.assert_array_equal(given, values)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("channel", "channels: expected the"), ("shared_memory", "extensions: expected")]
+)
+def test_one_that_is_asked_for_is_used_or_nothing(connect: Connect, name: str, text: str) -> None:
+    with fake_server(WithoutSharedMemory(403)) as server:
+        client = connect(server.url, transport=name)
+        for _ in range(2):
+            with pytest.raises(TransportUnavailableError, match=f"^{text}"):
+                client.infer("m", np.ones((2, 3), np.float32))
+        assert client.client.transport == name
+        client.close()
+    assert not any("infer" in request.line for request in server.requests)
+
+
+@pytest.mark.parametrize("status", [503, 500])
+def test_a_refusal_for_now_concerns_one_call(
+    connect: Connect, caplog: pytest.LogCaptureFixture, status: int
+) -> None:
+    values = np.ones((2, 3), np.float32)
+    with fake_server(WithoutSharedMemory(status)) as server:
+        client = connect(server.url, transport="auto")
+        for _ in range(3):
+            np.testing.assert_array_equal(client.infer("m", values), values)
+        assert client.client.transport == "channel"  # to be tried again after a while
+        client.close()
+    lines = [request.line.split()[1] for request in server.requests]
+    assert lines == ["/v1/channels"] * 2 + ["/v2/models/m/infer"] * 3
+    text = "transport channel: channels: expected the setting channels.socket, got null; taking http for"
+    assert caplog.messages == [f"{text} this call"]
+
+
+def test_a_closed_client_takes_no_other_transport(connect: Connect) -> None:
+    with fake_server(WithoutSharedMemory(403)) as server:
+        client = connect(server.url, transport="auto")
+        client.close()
+        with pytest.raises(ExpertError, match=r"^client: expected an open one, got a closed one$"):
+            client.infer("m", np.ones((2, 3), np.float32))
+    assert server.requests == []
+
+
+def test_one_of_another_machine_is_asked_for_http_only(connect: Connect) -> None:
+    assert connect("http://experts:1", transport="auto").client.transport == "http"
 
 
 def test_unknown_transports(connect: Connect) -> None:

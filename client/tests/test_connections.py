@@ -173,7 +173,10 @@ def test_a_closed_client_says_so(connect: Connect) -> None:
 
 def test_at_most_max_connections_are_open() -> None:
     with fake_server(echoing) as server:
-        with ExpertClient(server.url, max_connections=2) as client, ThreadPoolExecutor(8) as pool:
+        with (
+            ExpertClient(server.url, max_connections=2, transport="http") as client,
+            ThreadPoolExecutor(8) as pool,
+        ):
             results = list(pool.map(lambda n: client.infer("m", X + n), range(40)))
         for number, result in enumerate(results):
             np.testing.assert_array_equal(result, X + number)
@@ -182,7 +185,7 @@ def test_at_most_max_connections_are_open() -> None:
 
 async def test_at_most_max_connections_are_open_in_an_event_loop() -> None:
     with fake_server(echoing) as server:
-        async with AsyncExpertClient(server.url, max_connections=2) as client:
+        async with AsyncExpertClient(server.url, max_connections=2, transport="http") as client:
             results = await asyncio.gather(*(client.infer("m", X + number) for number in range(40)))
         for number, result in enumerate(results):
             np.testing.assert_array_equal(result, X + number)
@@ -199,7 +202,7 @@ async def test_cancelling_the_task_closes_the_connection() -> None:
         left.append(peer.is_closed_by_client())
 
     with fake_server(handle) as server:
-        async with AsyncExpertClient(server.url) as client:
+        async with AsyncExpertClient(server.url, transport="http") as client:
             task = asyncio.create_task(client.infer("m", X))
             assert await asyncio.to_thread(began.wait, 20)
             task.cancel()
@@ -218,7 +221,7 @@ def test_ctrl_c_closes_the_connection() -> None:
 
     with (
         fake_server(handle) as server,
-        ExpertClient(server.url) as client,
+        ExpertClient(server.url, transport="http") as client,
         pytest.raises(KeyboardInterrupt),
     ):
         client.infer("m", X)
@@ -231,7 +234,7 @@ def test_a_forked_process_uses_connections_of_its_own(server: RunningServer) -> 
 import os, sys, threading, numpy as np
 from expertd_client import ExpertClient
 x = np.ones((64, 512), np.float32)
-client = ExpertClient(sys.argv[1])
+client = ExpertClient(sys.argv[1], transport="http")
 expected = client.infer("demo", x)
 child = os.fork()
 for number in range(50):

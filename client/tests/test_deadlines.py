@@ -93,7 +93,7 @@ def test_waiting_for_a_turn_counts() -> None:
 
     with (
         fake_server(handle) as server,
-        ExpertClient(server.url, max_connections=1) as client,
+        ExpertClient(server.url, max_connections=1, transport="http") as client,
         ThreadPoolExecutor(1) as pool,
     ):
         first = pool.submit(client.infer, "m", X)

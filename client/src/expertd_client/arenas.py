@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
-from expertd_client.errors import ExpertError
+from expertd_client.errors import ExpertError, TransportUnavailableError
 from expertd_client.places import aligned
 from expertd_client.transport import NotThisCallError
 
@@ -118,11 +118,12 @@ class Holder(Generic[A]):
     def take(self, need: Need, wake: Callable[[], None]) -> Lease[A] | Sizes | Later:
         """A place; or the sizes of an arena that the caller must open; or Later, and `wake` is called.
 
-        Raises NotThisCallError for a while after a server has refused such an arena.
+        Raises NotThisCallError for a while after a server has refused such an arena, and
+        TransportUnavailableError once closed.
         """
         with self._lock:
             if self._closed:
-                raise ExpertError("client: expected an open one, got a closed one")
+                raise TransportUnavailableError("transport: expected an open one, got a closed one")
             arena = self._arena
             if arena is not None and not arena.is_usable():
                 self._retire(arena)

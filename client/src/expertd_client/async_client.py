@@ -26,6 +26,7 @@ from expertd_client.metadata import (
     read_server,
     read_statuses,
 )
+from expertd_client.shared_memory.events import AsyncSharedMemoryTransport
 from expertd_client.transport import AsyncTransport, Choice, NotThisCallError, TransportName
 
 
@@ -51,6 +52,7 @@ class AsyncExpertClient:
         limits = max_connections, max_retries
         factories: dict[str, Callable[[], AsyncTransport]] = {
             "channel": lambda: AsyncChannelTransport(self._http, *limits),
+            "shared_memory": lambda: AsyncSharedMemoryTransport(self._http, max_connections),
             "http": lambda: self._http,
         }
         self._choice: Choice[AsyncTransport] = Choice(transport, address, factories)
@@ -115,7 +117,7 @@ class AsyncExpertClient:
 
     async def close(self) -> None:
         """Close connections and free what transports hold."""
-        self._choice.current.close()
+        self._choice.close()
         self._http.close()
 
     async def __aenter__(self) -> "AsyncExpertClient":

@@ -10,7 +10,7 @@ from expertd_client.calls import check_limits, check_model, layer_call
 from expertd_client.channel.blocking import ChannelTransport
 from expertd_client.channel.channel import Channel
 from expertd_client.channel.link import SPIN_SECONDS
-from expertd_client.channel.making import Wanted, make_channel
+from expertd_client.channel.making import ChannelOptions, make_channel
 from expertd_client.deadline import Deadline
 from expertd_client.errors import (
     DeadlineError,
@@ -28,6 +28,7 @@ from expertd_client.metadata import (
     read_server,
     read_statuses,
 )
+from expertd_client.shared_memory.blocking import SharedMemoryTransport
 from expertd_client.steps import run
 from expertd_client.transport import Choice, NotThisCallError, Transport, TransportName
 
@@ -62,6 +63,7 @@ class ExpertClient:
         limits = max_connections, max_retries
         factories: dict[str, Callable[[], Transport]] = {
             "channel": lambda: ChannelTransport(self._http, *limits),
+            "shared_memory": lambda: SharedMemoryTransport(self._http, max_connections),
             "http": lambda: self._http,
         }
         self._choice: Choice[Transport] = Choice(transport, address, factories)
@@ -158,7 +160,7 @@ class ExpertClient:
         """
         check_model(model)
         deadline = self._deadline(timeout)
-        wanted = Wanted(
+        options = ChannelOptions(
             model,
             num_slots,
             max_tokens,
@@ -168,11 +170,11 @@ class ExpertClient:
             deadline.seconds,
             spin_seconds,
         )
-        return run(make_channel(wanted, deadline), self._http, deadline)
+        return run(make_channel(options, deadline), self._http, deadline)
 
     def close(self) -> None:
         """Close connections and free what transports hold."""
-        self._choice.current.close()
+        self._choice.close()
         self._http.close()
 
     def __enter__(self) -> "ExpertClient":

@@ -97,7 +97,9 @@ class TorchOutput:
             if self._result is None:
                 return self._host.to(self._device)
             self._result.detach().copy_(self._host)
-        assert self._result is not None, "nothing was written"
+        elif self._result is None:
+            self.tensor()
+        assert self._result is not None
         return self._result
 
 

@@ -85,6 +85,7 @@ class Choice(Generic[T]):
         names = [wanted] if wanted != "auto" else ORDER if address.is_local else ("http",)
         self._left = [(name, factories[name]) for name in names if name in factories]
         self._is_free = wanted == "auto"
+        self._is_closed = False
         self._reported: set[str] = set()
         self._url = address.url
         self._lock = threading.Lock()
@@ -93,6 +94,8 @@ class Choice(Generic[T]):
     def fall_back(self, failed: T, error: TransportUnavailableError) -> None:
         """Take the next transport after `failed`, with a warning; raises `error` if there is none."""
         with self._lock:
+            if self._is_closed:
+                raise ExpertError("client: expected an open one, got a closed one")
             if self.current is not failed:
                 return  # another thread has done it
             if not self._left:
@@ -109,6 +112,12 @@ class Choice(Generic[T]):
         if text not in self._reported and len(self._reported) < _MAX_REPORTS:
             self._reported.add(text)
             logger.warning("transport %s: %s; taking http for this call", unfit.name, text)
+
+    def close(self) -> None:
+        """Close the transport in use; calls that find it closed do not take the next."""
+        with self._lock:
+            self._is_closed = True
+        self.current.close()
 
     def _next(self) -> T:
         while True:

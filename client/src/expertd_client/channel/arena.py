@@ -1,8 +1,6 @@
 """A channel whose places are shared by calls: copies in and out, and requests for them."""
 
-import numpy as np
-
-from expertd_client.arenas import Arena, Need
+from expertd_client.arenas import Arena
 from expertd_client.calls import LayerCall
 from expertd_client.channel.layout import CODES, REQUEST, ROUTED
 from expertd_client.channel.opening import Opened
@@ -94,16 +92,3 @@ class ChannelArena(Arena):
             self._gpu.copy_out(start, call, where)
         elif self._opened.host is not None:
             copy_out(self._opened.host[start : start + where.num_bytes], call, where)
-
-
-def need_of(call: LayerCall) -> Need:
-    """What a place must hold for a call."""
-    return Need(call.shape[0], layout_of(call).num_bytes)
-
-
-def gpu_of(call: LayerCall) -> int | None:
-    """The GPU whose memory a call's hidden_states are in; None for the host's."""
-    value = call.inputs[0].value
-    if isinstance(value, np.ndarray) or value.device.type != "cuda":
-        return None
-    return int(value.device.index)

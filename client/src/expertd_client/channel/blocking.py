@@ -3,17 +3,17 @@
 import threading
 import time
 
-from expertd_client.arenas import Holder, Lease
+from expertd_client.arenas import Holder, Lease, Sizes
 from expertd_client.calls import LayerCall
-from expertd_client.channel.arena import ChannelArena, need_of
-from expertd_client.channel.directory import Directory
-from expertd_client.channel.opening import Opened
+from expertd_client.channel.arena import ChannelArena
+from expertd_client.channel.opening import Opened, open_largest
 from expertd_client.channel.waiting import Waiters
 from expertd_client.deadline import Deadline
+from expertd_client.directory import Directory, Wanted, need_of
 from expertd_client.errors import InvalidRequestError, ServerBusyError
 from expertd_client.leasing import take_place
 from expertd_client.retries import delay_before_retry
-from expertd_client.steps import Asker, run
+from expertd_client.steps import Asker, Steps, run
 from expertd_client.transport import TransportName
 
 _FULL_SECONDS = 0.5e-3
@@ -28,6 +28,11 @@ class _Arena(ChannelArena):
         self.waiters = Waiters(self.link)
 
 
+def _make(wanted: Wanted, holder: Holder[_Arena]) -> Steps[_Arena]:
+    opened = yield from open_largest(wanted)
+    return _Arena(opened, holder)
+
+
 class ChannelTransport:
     """Calls over a channel of each model, which is opened by its first call and grows with the calls.
 
@@ -39,7 +44,7 @@ class ChannelTransport:
     def __init__(self, http: Asker, max_connections: int, max_retries: int) -> None:
         self._http = http
         self._max_retries = max_retries
-        self._directory = Directory(max_connections, _Arena)
+        self._directory = Directory(self.name, max_connections, _make, by_model=True)
 
     def infer(self, call: LayerCall, deadline: Deadline) -> None:
         """Have the layer's output written to `call.output`."""
@@ -63,13 +68,20 @@ class ChannelTransport:
         directory = self._directory
         gpu, need = directory.gpu_for(call), need_of(call)
         holder = directory.holder(call.model, gpu)
+
+        def open_arena(sizes: Sizes) -> _Arena | None:
+            wanted = Wanted(call.model, need, sizes, gpu, deadline)
+            return run(directory.open(wanted), self._http, deadline)
+
         holder.enter()
         try:
             lease = take_place(
                 holder,
                 need,
                 deadline,
-                lambda sizes: run(directory.open(call, gpu, need, sizes, deadline), self._http, deadline),
+                lambda sizes: run(
+                    directory.open(Wanted(call.model, need, sizes, gpu, deadline)), self._http, deadline
+                ),
             )
             if lease is None:
                 return False

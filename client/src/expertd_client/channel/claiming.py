@@ -10,7 +10,7 @@ from typing import Any
 
 from expertd_client.channel.layout import GREETING, VERSION
 from expertd_client.deadline import Deadline
-from expertd_client.errors import InvalidAnswerError, TransportUnavailableError
+from expertd_client.errors import TransportUnavailableError
 
 _DESCRIPTORS = 4
 _SECONDS = 10.0  # after which the server gives an unclaimed channel up
@@ -32,15 +32,15 @@ class Claimed:
 def claim(opened: Any, deadline: Deadline) -> Claimed:
     """Claim the channel that POST /v1/channels answered with.
 
-    Raises TransportUnavailableError if its socket cannot be reached from here or speaks another version,
-    InvalidAnswerError, DeadlineError.
+    Raises TransportUnavailableError if its socket cannot be reached from here, or speaks another version;
+    DeadlineError.
     """
     try:
         version, path, token = opened["version"], str(opened["socket"]), bytes.fromhex(opened["token"])
         geometry = opened["geometry"]
         sizes = {name: int(geometry[name]) for name in ("num_slots", "control_bytes", "data_bytes")}
     except (KeyError, TypeError, ValueError) as error:
-        raise InvalidAnswerError(f"answer: expected a channel, got {opened!r:.200}") from error
+        raise TransportUnavailableError(f"answer: expected a channel, got {opened!r:.200}") from error
     if version != VERSION:
         raise TransportUnavailableError(f"version of channels: expected {VERSION}, got {version!r}")
     seconds = min(_SECONDS, deadline.check())

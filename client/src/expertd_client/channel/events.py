@@ -6,14 +6,14 @@ from contextlib import suppress
 
 from expertd_client.arenas import Holder, Lease, Sizes
 from expertd_client.calls import LayerCall
-from expertd_client.channel.arena import ChannelArena, need_of
-from expertd_client.channel.directory import Directory
-from expertd_client.channel.opening import Opened
+from expertd_client.channel.arena import ChannelArena
+from expertd_client.channel.opening import Opened, open_largest
 from expertd_client.deadline import Deadline
+from expertd_client.directory import Directory, Wanted, need_of
 from expertd_client.errors import InvalidRequestError, ServerBusyError
 from expertd_client.leasing import take_place_async
 from expertd_client.retries import delay_before_retry
-from expertd_client.steps import AsyncAsker, run_async
+from expertd_client.steps import AsyncAsker, Steps, run_async
 from expertd_client.transport import TransportName
 
 _FULL_SECONDS = 0.5e-3
@@ -82,6 +82,11 @@ class _Arena(ChannelArena):
                 self._loop.remove_reader(self.link.connection.fileno())
 
 
+def _make(wanted: Wanted, holder: Holder[_Arena]) -> Steps[_Arena]:
+    opened = yield from open_largest(wanted)
+    return _Arena(opened, holder)
+
+
 class AsyncChannelTransport:
     """ChannelTransport for one event loop: answers are waited for by watching their pipes."""
 
@@ -90,7 +95,7 @@ class AsyncChannelTransport:
     def __init__(self, http: AsyncAsker, max_connections: int, max_retries: int) -> None:
         self._http = http
         self._max_retries = max_retries
-        self._directory = Directory(max_connections, _Arena)
+        self._directory = Directory(self.name, max_connections, _make, by_model=True)
 
     async def infer(self, call: LayerCall, deadline: Deadline) -> None:
         """Have the layer's output written to `call.output`."""
@@ -116,7 +121,9 @@ class AsyncChannelTransport:
         holder = directory.holder(call.model, gpu)
 
         async def open_arena(sizes: Sizes) -> _Arena | None:
-            return await run_async(directory.open(call, gpu, need, sizes, deadline), self._http, deadline)
+            return await run_async(
+                directory.open(Wanted(call.model, need, sizes, gpu, deadline)), self._http, deadline
+            )
 
         holder.enter()
         try:

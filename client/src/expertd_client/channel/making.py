@@ -7,9 +7,10 @@ from typing import Any
 from expertd_client.arenas import Sizes
 from expertd_client.channel.channel import Channel
 from expertd_client.channel.layout import CODES, MAX_REQUESTS
-from expertd_client.channel.opening import RefusedError, open_channel
+from expertd_client.channel.opening import open_channel
 from expertd_client.channel.slots import Shapes, make_slots
 from expertd_client.deadline import Deadline
+from expertd_client.directory import RefusedError
 from expertd_client.errors import InvalidRequestError
 from expertd_client.http.requests import model_path
 from expertd_client.metadata import read_metadata
@@ -20,7 +21,7 @@ _SLOT_ALIGNMENT = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ChannelOptions:
     """What a caller wants of a channel; datatypes None: the model's, and the same."""
 
     model: str
@@ -48,23 +49,23 @@ class Wanted:
             raise InvalidRequestError(f"spin_seconds: expected at least 0, got {self.spin_seconds}")
 
 
-def make_channel(wanted: Wanted, deadline: Deadline) -> Steps[Channel]:
+def make_channel(options: ChannelOptions, deadline: Deadline) -> Steps[Channel]:
     """Ask for the layer's sizes, and open a channel for them. Raises as ExpertClient.open_channel."""
-    wanted.check()
-    answer: Any = yield Ask("GET", model_path(wanted.model))
+    options.check()
+    answer: Any = yield Ask("GET", model_path(options.model))
     model = read_metadata(answer)
-    datatype = wanted.datatype or model.datatype
+    datatype = options.datatype or model.datatype
     shapes = Shapes(
-        wanted.max_tokens, model.hidden_size, model.top_k, datatype, wanted.output_datatype or datatype
+        options.max_tokens, model.hidden_size, model.top_k, datatype, options.output_datatype or datatype
     )
-    sizes = Sizes(wanted.max_tokens, aligned(shapes.layout.num_bytes, _SLOT_ALIGNMENT), wanted.num_slots)
-    gpu = _gpu(wanted.device)
+    sizes = Sizes(options.max_tokens, aligned(shapes.layout.num_bytes, _SLOT_ALIGNMENT), options.num_slots)
+    gpu = _gpu(options.device)
     try:
-        opened = yield from open_channel(wanted.model, sizes, gpu, deadline, wanted.spin_seconds)
+        opened = yield from open_channel(options.model, sizes, gpu, deadline, options.spin_seconds)
     except RefusedError as refused:
         raise refused.error from None
-    slots = make_slots(opened, shapes, wanted.device is not None)
-    return Channel(opened, shapes, slots, wanted.timeout)
+    slots = make_slots(opened, shapes, options.device is not None)
+    return Channel(opened, shapes, slots, options.timeout)
 
 
 def _gpu(device: str | None) -> int | None:

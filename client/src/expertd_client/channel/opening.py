@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from expertd_client.arenas import Need, Sizes, least_sizes
+from expertd_client.arenas import Sizes, least_sizes
 from expertd_client.channel.claiming import claim
 from expertd_client.channel.layout import MAX_REQUESTS
 from expertd_client.channel.link import SPIN_SECONDS, Link
 from expertd_client.deadline import Deadline
 from expertd_client.device_memory import DeviceMemory
+from expertd_client.directory import RefusedError, Wanted
 from expertd_client.errors import (
     DeadlineError,
     ExpertError,
-    InvalidAnswerError,
     InvalidRequestError,
     ServerUnreachableError,
     TransportUnavailableError,
@@ -47,14 +47,6 @@ class Opened:
     device: "torch.Tensor | None"
 
 
-class RefusedError(Exception):
-    """The server refuses the channel, for now or in this size; `error` says why."""
-
-    def __init__(self, error: ExpertError) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
 def open_channel(
     model: str, sizes: Sizes, device: int | None, deadline: Deadline, spin_seconds: float = SPIN_SECONDS
 ) -> Steps[Opened]:
@@ -76,19 +68,18 @@ def open_channel(
     try:
         hidden_size, top_k = int(geometry["hidden_size"]), int(geometry["top_k"])
     except (KeyError, TypeError, ValueError) as error:
-        raise InvalidAnswerError(f"answer: expected a channel, got {opened!r:.200}") from error
+        raise TransportUnavailableError(f"answer: expected a channel, got {opened!r:.200}") from error
     host = None if link.data is None else np.frombuffer(link.data, np.uint8)
     return Opened(link, sizes, hidden_size, top_k, host, exported.tensor() if exported else None)
 
 
-def open_largest(
-    model: str, need: Need, sizes: Sizes, device: int | None, deadline: Deadline
-) -> Steps[Opened]:
-    """`open_channel` with `sizes`, or else for one call of this size at a time."""
+def open_largest(wanted: Wanted) -> Steps[Opened]:
+    """`open_channel` with the sizes that are wanted, or else for one call at a time."""
+    model, gpu, deadline = wanted.model, wanted.gpu, wanted.deadline
     try:
-        return (yield from open_channel(model, sizes, device, deadline))
+        return (yield from open_channel(model, wanted.sizes, gpu, deadline))
     except RefusedError:
-        return (yield from open_channel(model, least_sizes(need), device, deadline))
+        return (yield from open_channel(model, least_sizes(wanted.need), gpu, deadline))
 
 
 def _post(model: str, body: object) -> Steps[Any]:

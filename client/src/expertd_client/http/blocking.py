@@ -11,10 +11,10 @@ from expertd_client.address import Address
 from expertd_client.calls import LayerCall
 from expertd_client.deadline import Deadline
 from expertd_client.errors import ExpertError, ServerUnreachableError
-from expertd_client.http.answers import read_json, read_output
+from expertd_client.http.answers import read_json, read_output, read_placed
 from expertd_client.http.attempts import Attempts
 from expertd_client.http.connection import Connection
-from expertd_client.http.requests import control_request, infer_request
+from expertd_client.http.requests import Placed, control_request, infer_request
 from expertd_client.http.waits import Connect, Sleep, Wait, Waiting
 from expertd_client.transport import TransportName
 
@@ -36,6 +36,11 @@ class HttpTransport:
         """Have the layer's output written into the memory of `call.output`."""
         request = infer_request(self.address, call, deadline)
         self._run(self._attempts.call(request, partial(read_output, call), deadline), deadline)
+
+    def infer_placed(self, call: LayerCall, placed: Placed, deadline: Deadline) -> None:
+        """Have the layer's output written to its place in shared memory."""
+        request = infer_request(self.address, call, deadline, placed)
+        self._run(self._attempts.call(request, partial(read_placed, call), deadline), deadline)
 
     def request(self, method: str, path: str, deadline: Deadline, body: object = None) -> Any:
         """A call without tensors: the answer's JSON, or None."""

@@ -1,18 +1,20 @@
-"""The channels of a client: one for each model and kind of memory."""
+"""The arenas of a client: one for each model, or for all, and kind of memory."""
 
 import logging
 import os
 import threading
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from dataclasses import dataclass
+from typing import Generic
 
-from expertd_client.arenas import Holder, Need, Sizes
+import numpy as np
+
+from expertd_client.arenas import A, Holder, Need, Sizes
 from expertd_client.calls import LayerCall
-from expertd_client.channel.arena import ChannelArena, gpu_of
-from expertd_client.channel.opening import Opened, RefusedError, open_largest
 from expertd_client.deadline import Deadline
 from expertd_client.device_memory import DeviceMemoryError
 from expertd_client.errors import ExpertError, InvalidRequestError, TransportUnavailableError
+from expertd_client.places import layout_of
 from expertd_client.steps import Steps
 from expertd_client.transport import NotThisCallError
 
@@ -23,18 +25,42 @@ _MEMORY = ("memory", "raw_handle", "device_id", "byte_size")
 _ROUTING = "flags:"  # the layer needs routing in host memory
 
 
-C = TypeVar("C", bound=ChannelArena)
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """An arena of `sizes` for calls of a model, at least for one that needs `need`, on a GPU or the host."""
+
+    model: str
+    need: Need
+    sizes: Sizes
+    gpu: int | None
+    deadline: Deadline
 
 
-class Directory(Generic[C]):
-    """Safe from any thread. In a forked child it is empty again. `make`: an arena of an opened channel."""
+class RefusedError(Exception):
+    """The server refuses an arena, for now or in this size; `error` says why."""
 
-    def __init__(self, max_places: int, make: Callable[[Opened, Holder[C]], C]) -> None:
+    def __init__(self, error: ExpertError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Directory(Generic[A]):
+    """Safe from any thread. In a forked child it is empty again.
+
+    `make` makes an arena for a holder. It raises RefusedError, or TransportUnavailableError if there will be
+    none, and what the server answers to any call.
+    """
+
+    def __init__(
+        self, name: str, max_places: int, make: Callable[[Wanted, Holder[A]], Steps[A]], by_model: bool
+    ) -> None:
+        self._name = name
         self._max_places = max_places
         self._make = make
+        self._by_model = by_model
         self._lock = threading.Lock()
         self._process = os.getpid()
-        self._holders: dict[tuple[str, int | None], Holder[C]] = {}
+        self._holders: dict[tuple[str, int | None], Holder[A]] = {}
         self._refused_gpus: set[int] = set()
         self._routed_on_host: set[str] = set()
         self._closed = False
@@ -46,45 +72,42 @@ class Directory(Generic[C]):
             return None
         return gpu
 
-    def holder(self, model: str, gpu: int | None) -> Holder[C]:
-        """Of the model's channel."""
+    def holder(self, model: str, gpu: int | None) -> Holder[A]:
+        """Of the arena for a model's calls."""
         if self._process != os.getpid():  # the parent's channels are closed here, and its locks unknown
             self._lock, self._holders, self._process = threading.Lock(), {}, os.getpid()
-        key = model, gpu
+        key = model if self._by_model else "", gpu
         holder = self._holders.get(key)
         if holder is None:
             with self._lock:
                 if self._closed:
-                    raise ExpertError("client: expected an open one, got a closed one")
+                    raise TransportUnavailableError("transport: expected an open one, got a closed one")
                 holder = self._holders.setdefault(key, Holder(self._max_places))
         return holder
 
-    def open(
-        self, call: LayerCall, gpu: int | None, need: Need, sizes: Sizes, deadline: Deadline
-    ) -> Steps[C | None]:
-        """A channel for the holder; None if memory of this GPU, or more of it, is refused: then ask again.
+    def open(self, wanted: Wanted) -> Steps[A | None]:
+        """An arena for the holder; None if memory of this GPU, or more of it, is refused: then ask again.
 
-        Raises NotThisCallError, and as `open_channel` does.
+        Raises NotThisCallError, TransportUnavailableError, and what else the server answers.
         """
-        holder = self.holder(call.model, gpu)
+        holder = self.holder(wanted.model, wanted.gpu)
         try:
-            opened: Opened = yield from open_largest(call.model, need, sizes, gpu, deadline)
+            arena = yield from self._make(wanted, holder)
         except (RefusedError, TransportUnavailableError) as error:
             reason = error.error if isinstance(error, RefusedError) else error
-            if gpu is not None and _is_about_memory(reason):
-                holder.failed(need, None)
-                self._refuse(gpu, reason)
+            if wanted.gpu is not None and _is_about_memory(reason):
+                holder.failed(wanted.need, None)
+                self._refuse(wanted.gpu, reason)
                 return None
             if not isinstance(error, RefusedError):
-                holder.failed(need, None)
+                holder.failed(wanted.need, None)
                 raise
-            if holder.failed(need, reason):
+            if holder.failed(wanted.need, reason):
                 raise NotThisCallError(reason) from error
             return None
         except BaseException:
-            holder.failed(need, None)
+            holder.failed(wanted.need, None)
             raise
-        arena = self._make(opened, holder)
         holder.opened(arena)
         return arena
 
@@ -109,7 +132,20 @@ class Directory(Generic[C]):
             if gpu in self._refused_gpus:
                 return
             self._refused_gpus.add(gpu)
-        logger.warning("transport channel: memory of GPU %d: %s; taking host memory", gpu, error)
+        logger.warning("transport %s: memory of GPU %d: %s; taking host memory", self._name, gpu, error)
+
+
+def gpu_of(call: LayerCall) -> int | None:
+    """The GPU whose memory a call's hidden_states are in; None for the host's."""
+    value = call.inputs[0].value
+    if isinstance(value, np.ndarray) or value.device.type != "cuda":
+        return None
+    return int(value.device.index)
+
+
+def need_of(call: LayerCall) -> Need:
+    """What a place must hold for a call."""
+    return Need(call.shape[0], layout_of(call).num_bytes)
 
 
 def _is_about_memory(error: ExpertError) -> bool:

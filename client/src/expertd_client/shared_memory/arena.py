@@ -1,0 +1,164 @@
+"""A registered region whose places are shared by calls."""
+
+import os
+import secrets
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from expertd_client.arenas import Arena, Sizes, least_sizes
+from expertd_client.calls import LayerCall
+from expertd_client.device_memory import DeviceMemory, DeviceMemoryError
+from expertd_client.directory import RefusedError, Wanted
+from expertd_client.errors import (
+    DeadlineError,
+    ExpertError,
+    InvalidRequestError,
+    ServerBusyError,
+    ServerUnreachableError,
+    TransportUnavailableError,
+)
+from expertd_client.gpu_places import GpuPlaces
+from expertd_client.http.requests import Placed
+from expertd_client.places import copy_in, copy_out, layout_of
+from expertd_client.shared_memory.files import SharedFile
+from expertd_client.steps import Ask, Steps, Work
+from expertd_client.transport import NotOfferedError
+
+if TYPE_CHECKING:
+    import torch
+
+_LIMITS = ("region", "byte_size")  # what the server's error is about if it has no room
+_UNREGISTERED = "expected a registered region"
+_IN_MEMORY = ("hidden_states", "topk_ids", "topk_weights")
+
+
+class RegionArena(Arena):
+    """A region of host memory, or of a GPU's. Once closed, its name is in `closed`, to be unregistered."""
+
+    def __init__(
+        self, sizes: Sizes, name: str, file: SharedFile | None, data: "torch.Tensor | None", closed: list[str]
+    ) -> None:
+        super().__init__(sizes)
+        self.name = name
+        self._file = file
+        self._gpu = None if data is None else GpuPlaces(data)
+        self._closed = closed
+        self._process = os.getpid()
+        self._is_lost = False
+
+    def is_usable(self) -> bool:
+        """Whether the server still has it, as far as is known; False in a forked child."""
+        return not self._is_lost and self._process == os.getpid()
+
+    def abandon(self, place: int, request: int) -> None:
+        """Nobody will know when the server is done with the place, so the region is replaced."""
+        self._is_lost = True
+
+    def lose(self) -> None:
+        """The server does not have it any more."""
+        self._is_lost = True
+
+    def close(self) -> None:
+        """Remove the file. Then, if nobody unregisters it, the server frees the region by itself."""
+        if self._file is not None:
+            self._file.close()
+        if self._gpu is not None and self._is_lost:
+            _kept.append(self._gpu.data)  # freeing it under a step would be undefined
+        self._file = self._gpu = None
+        self._closed.append(self.name)
+
+    def fill(self, call: LayerCall, place: int) -> Placed:
+        """Copy a call's inputs to a place. Raises InvalidRequestError."""
+        where, start = layout_of(call), place * self.sizes.place_bytes
+        if self._gpu is not None:
+            # The server checks routing only in host memory.
+            self._gpu.copy_in(start, call, where, with_routing=False)
+            return Placed(self.name, start, where, _IN_MEMORY[:1])
+        copy_in(self._bytes(start, where.num_bytes), call, where)
+        return Placed(self.name, start, where, _IN_MEMORY)
+
+    def fetch(self, call: LayerCall, place: int) -> None:
+        """Copy a call's output from its place."""
+        where, start = layout_of(call), place * self.sizes.place_bytes
+        if self._gpu is not None:
+            self._gpu.copy_out(start, call, where)
+        else:
+            copy_out(self._bytes(start, where.num_bytes), call, where)
+
+    def _bytes(self, start: int, num_bytes: int) -> npt.NDArray[np.uint8]:
+        assert self._file is not None
+        return self._file.data[start : start + num_bytes]
+
+
+_kept: list[object] = []
+
+
+def is_unregistered(error: InvalidRequestError) -> bool:
+    """Whether a request failed because the server has freed the region."""
+    return error.status is not None and _UNREGISTERED in str(error)
+
+
+def is_answer(error: ExpertError) -> bool:
+    """Whether the server is done with a request that failed so, or has never had it."""
+    return isinstance(error, InvalidRequestError | ServerBusyError) or (error.status or 0) >= 400
+
+
+def make_region(wanted: Wanted, closed: list[str]) -> Steps[RegionArena]:
+    """A registered region. Raises RefusedError, TransportUnavailableError, NotOfferedError."""
+    yield from unregister(closed)
+    about: Any = yield Ask("GET", "/v2")
+    kind = "system" if wanted.gpu is None else "cuda"
+    extensions = about.get("extensions", ()) if isinstance(about, dict) else ()
+    if f"{kind}_shared_memory" not in extensions:
+        text = f"extensions: expected {kind}_shared_memory, got {', '.join(map(str, extensions))}"
+        if "system_shared_memory" in extensions:
+            raise DeviceMemoryError(text)
+        raise NotOfferedError(text)
+    try:
+        return (yield from _register(wanted.sizes, wanted.gpu, closed))
+    except RefusedError:
+        return (yield from _register(least_sizes(wanted.need), wanted.gpu, closed))
+
+
+def unregister(closed: list[str]) -> Steps[None]:
+    """Unregister the regions that were closed, as far as the server can be reached."""
+    while closed:
+        name = closed.pop()
+        for kind in ("system", "cuda"):
+            with suppress(ExpertError):
+                yield Ask("POST", f"/v2/{kind}sharedmemory/region/{name}/unregister")
+
+
+def _register(sizes: Sizes, gpu: int | None, closed: list[str]) -> Steps[RegionArena]:
+    name = f"expertd-client-{secrets.token_hex(16)}"
+    if gpu is None:
+        try:
+            file = yield Work(partial(SharedFile, sizes.num_bytes))
+        except OSError as error:
+            text = f"shared memory: expected {sizes.num_bytes} bytes in /dev/shm, got {error}"
+            raise RefusedError(ExpertError(text)) from error
+        body = {"key": file.key, "offset": 0, "byte_size": sizes.num_bytes}
+        arena, kind = RegionArena(sizes, name, file, None, closed), "system"
+    else:
+        memory = yield Work(partial(DeviceMemory, gpu, sizes.num_bytes))
+        body, kind = memory.described(), "cuda"
+        arena = RegionArena(sizes, name, None, memory.tensor(), closed)
+    try:
+        yield Ask("POST", f"/v2/{kind}sharedmemory/region/{name}/register", body)
+    except BaseException as error:
+        arena.close()
+        raise _refusal(error) from error
+    return arena
+
+
+def _refusal(error: BaseException) -> BaseException:
+    """What a failed registration means."""
+    if isinstance(error, DeadlineError | ServerUnreachableError) or not isinstance(error, ExpertError):
+        return error
+    if isinstance(error, InvalidRequestError) and not str(error).startswith(_LIMITS):
+        return TransportUnavailableError(str(error), error.status)
+    return RefusedError(error)
