@@ -61,8 +61,8 @@ def serving_headline(results: Path) -> str:
     gpu = _content(results)["header"]["gpu"].split(",")[0]
     return paragraph(
         f"On one {gpu}, a caller of DeepSeek-V3's whole layer gets its answer through a "
-        f"[channel](docs/channels.md) {one['p50_us'] - one['gpu_us']:.0f} µs after the GPU alone would be done "
-        f"at 1 token, and {100 * (many['p50_us'] / many['gpu_us'] - 1):.0f}% after at 4096; over HTTP, "
+        f"[channel](docs/channels.md) {one['p50_us'] - one['gpu_us']:.0f} µs after the GPU alone would be "
+        f"done at 1 token, and {100 * (many['p50_us'] / many['gpu_us'] - 1):.0f}% after at 4096; over HTTP, "
         f"{http['p50_us'] - http['gpu_us']:.0f} µs after at 1 token."
     )
 

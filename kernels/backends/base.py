@@ -141,11 +141,11 @@ class Backend(ABC):
         256. Tokens past the last request are padding: they keep their rows and get expert -1. Only for
         backends whose layers are captured in CUDA graphs.
         """
-        raise NotImplementedError(f"backend {self.name!r} captures no CUDA graphs")
+        raise RuntimeError(f"backend: expected one that captures CUDA graphs, got {self.name!r}")
 
     def scatter_rows(self, rows: Tensor, table: "RequestTable") -> None:
         """Copy rows fp32 [T, H] to the requests in `table`, each in its datatype. As `gather_rows`."""
-        raise NotImplementedError(f"backend {self.name!r} captures no CUDA graphs")
+        raise RuntimeError(f"backend: expected one that captures CUDA graphs, got {self.name!r}")
 
     def _multiply(self, a: Quantized, b: Quantized, offsets: Tensor, num_sms: int | None) -> Tensor:
         size = (a.data.shape[0], b.data.shape[1])
