@@ -44,7 +44,7 @@ class InferRoute:
             watch.cancel()
         if answer is None:
             return
-        if _has_left(receive):
+        if caller.has_body and _has_left(receive):
             call.sent(False)
             return
         await _send(send, answer)
@@ -60,8 +60,6 @@ class _AsgiCaller:
     def reply(self, call: InferCall, answer: Answer | None) -> None:
         if not self.answer.done():
             self.answer.set_result(answer)
-        elif answer is not None:
-            call.sent(False)  # the handler was cancelled
 
     def watch(self, call: InferCall, receive: Receive) -> None:
         """Leave as soon as the client disconnects."""

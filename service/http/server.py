@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import uvicorn
 
 from expertd.service.engine.engine import Phase
+from expertd.service.engine.loading import Loader, load
 from expertd.service.http.app import ExpertApp
 from expertd.service.http.connection import Connection
 from expertd.service.http.listening import BindError, Listener, allow_files, listen
@@ -26,13 +27,14 @@ _OTHER_FILES = 256  # besides connections: lingering ones, libraries, devices
 _FLUSH_SECONDS = 0.1  # to send the last responses before the process exits immediately
 
 
-def serve(settings: Settings) -> int:
-    """Serve until SIGTERM, SIGINT or SIGHUP. Returns the exit code: 0 after a full drain, else 1.
+def serve(settings: Settings, loader: Loader = load) -> int:
+    """Serve what `loader` loads until SIGTERM, SIGINT or SIGHUP.
 
-    Raises BindError, before anything is loaded, if it cannot listen.
+    Returns the exit code: 0 after a full drain, else 1. Raises BindError, before anything is loaded, if it
+    cannot listen.
     """
     listener = listen(settings)
-    app = ExpertApp(settings)
+    app = ExpertApp(settings, loader)
     if app.listener is not None:
         try:
             app.listener.bind()
