@@ -44,7 +44,9 @@ class Replies(Link):
         if len(last) < LARGE_BYTES:
             self.transport.write(b"".join((first, answer.fields, close, b"\r\n", *answer.parts)))
         else:
-            self.transport.writelines((b"".join((first, answer.fields, close, b"\r\n", *small)), last))
+            # Not writelines: asyncio's own, up to Python 3.12.7, does not report that it holds bytes.
+            self.transport.write(b"".join((first, answer.fields, close, b"\r\n", *small)))
+            self.transport.write(last)
         self._written()
 
     # Of the application; see `Conversation`.
