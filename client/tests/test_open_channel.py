@@ -145,9 +145,7 @@ def test_misuse(channel: Channel) -> None:
     with pytest.raises(InvalidRequestError, match=r"^timeout: expected a positive number"):
         channel.submit(first, 1, timeout=0)
     ticket = channel.submit(first, 1)
-    with pytest.raises(
-        InvalidRequestError, match=r"^slot 0: expected a free one, got one in use, not"
-    ):
+    with pytest.raises(InvalidRequestError, match=r"^slot 0: expected a free one, got one in use, not"):
         channel.submit(first, 1)
     channel.wait(channel.submit(second, 1))
     channel.wait(ticket)
