@@ -17,7 +17,7 @@ TransportName = Literal["auto", "channel", "shared_memory", "http"]
 ORDER = ("channel", "shared_memory", "http")
 """The fastest first. All but HTTP need the server on this machine."""
 
-_MAX_REPORTS = 100  # texts may differ from call to call
+_MAX_REPORTS = 100
 
 
 class NotOfferedError(TransportUnavailableError):
@@ -109,8 +109,9 @@ class Choice(Generic[T]):
         if not self._is_free:
             raise reason.error
         text = str(reason)
-        if text not in self._reported and len(self._reported) < _MAX_REPORTS:
-            self._reported.add(text)
+        name = text.partition(":")[0]  # the figures after it may differ from call to call
+        if name not in self._reported and len(self._reported) < _MAX_REPORTS:
+            self._reported.add(name)
             logger.warning("transport %s: %s; taking http for this call", unfit.name, text)
 
     def close(self) -> None:

@@ -109,7 +109,6 @@ def is_answer(error: ExpertError) -> bool:
 
 def make_region(wanted: Wanted, closed: list[str]) -> Steps[RegionArena]:
     """A registered region. Raises RefusedError, TransportUnavailableError, NotOfferedError."""
-    yield from unregister(closed)
     about: Any = yield Ask("GET", "/v2")
     kind = "system" if wanted.gpu is None else "cuda"
     extensions = about.get("extensions", ()) if isinstance(about, dict) else ()

@@ -38,6 +38,8 @@ class SharedMemoryTransport:
         """Have the layer's output written to `call.output`."""
         while not self._attempt(call, deadline):
             pass
+        if self._closed:  # the region has been replaced
+            run(unregister(self._closed), self._http, deadline)
 
     def close(self) -> None:
         """Remove the memory now, or after the last call that uses it."""

@@ -7,7 +7,13 @@ from expertd_client.directory import Directory, Wanted, need_of
 from expertd_client.errors import ExpertError, InvalidRequestError
 from expertd_client.http.events import AsyncHttpTransport
 from expertd_client.leasing import take_place_async
-from expertd_client.shared_memory.arena import RegionArena, is_answer, is_unregistered, make_region
+from expertd_client.shared_memory.arena import (
+    RegionArena,
+    is_answer,
+    is_unregistered,
+    make_region,
+    unregister,
+)
 from expertd_client.steps import Steps, run_async
 from expertd_client.transport import TransportName
 
@@ -28,6 +34,8 @@ class AsyncSharedMemoryTransport:
         """Have the layer's output written to `call.output`."""
         while not await self._attempt(call, deadline):
             pass
+        if self._closed:  # the region has been replaced
+            await run_async(unregister(self._closed), self._http, deadline)
 
     def close(self) -> None:
         """Remove the memory now, or after the last call that uses it."""

@@ -1,0 +1,270 @@
+"""Places are shared, replaced by larger ones, and never used twice at the same time."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from expertd_client.arenas import Arena, Holder, Later, Lease, Need, Sizes
+from expertd_client.calls import layer_call
+from expertd_client.deadline import Deadline
+from expertd_client.device_memory import DeviceMemoryError
+from expertd_client.directory import Directory, RefusedError, Wanted
+from expertd_client.errors import DeadlineError, ServerBusyError, TransportUnavailableError
+from expertd_client.leasing import take_place
+from expertd_client.steps import Ask, Steps, run
+from expertd_client.transport import NotThisCallError
+
+
+class Memory(Arena):
+    """Remembers who uses which place."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.is_alive = True
+        self.is_closed = False
+        self.abandoned: list[int] = []
+        self.answered: set[int] = set()
+        self.in_use = [threading.Lock() for _ in range(sizes.num_places)]
+
+    def is_usable(self) -> bool:
+        return self.is_alive
+
+    def abandon(self, place: int, request: int) -> None:
+        self.abandoned.append(place)
+
+    def reclaim(self) -> bool:
+        for place in [place for place in self.abandoned if place in self.answered]:
+            self.abandoned.remove(place)
+            self.free.append(place)
+        return not self.abandoned
+
+    def close(self) -> None:
+        assert not self.is_closed
+        assert self.users == 0
+        self.is_closed = True
+
+
+def never() -> None:
+    raise AssertionError("nothing to wake for")
+
+
+def leased(holder: Holder[Memory], need: Need) -> Lease[Memory]:
+    """A place, opening an arena if the holder asks for one."""
+    found = holder.take(need, never)
+    if isinstance(found, Sizes):
+        holder.opened(Memory(found))
+        found = holder.take(need, never)
+    assert isinstance(found, Lease)
+    return found
+
+
+SMALL, LARGE = Need(1, 2048), Need(500, 500 * 2048)
+
+
+def test_arenas_grow_to_powers_of_two_and_do_not_shrink() -> None:
+    holder: Holder[Memory] = Holder(8)
+    holder.enter()
+    first = leased(holder, SMALL)
+    assert first.arena.sizes == Sizes(16, 65536, 2)
+    holder.give_back(first)
+    second = leased(holder, LARGE)
+    assert second.arena.sizes == Sizes(512, 512 * 2048, 2)
+    assert first.arena.is_closed
+    holder.give_back(second)
+    assert leased(holder, SMALL).arena is second.arena
+
+
+def test_an_arena_in_use_is_closed_after_its_last_call() -> None:
+    holder: Holder[Memory] = Holder(8)
+    first, other = leased(holder, SMALL), leased(holder, SMALL)
+    assert first.place != other.place
+    leased(holder, LARGE)
+    assert first.arena.retired
+    holder.give_back(first)
+    assert not first.arena.is_closed
+    holder.give_back(other)
+    assert first.arena.is_closed
+
+
+def test_there_are_more_places_if_more_calls_come_at_the_same_time() -> None:
+    holder: Holder[Memory] = Holder(6)
+    for _ in range(5):
+        holder.enter()
+    assert leased(holder, SMALL).arena.sizes.num_places == 6  # not 8
+    lone: Holder[Memory] = Holder(6)
+    lone.enter()
+    places = [leased(lone, SMALL), leased(lone, SMALL)]
+    lone.enter()
+    lone.enter()
+    assert leased(lone, SMALL).arena.sizes.num_places == 4
+    for lease in places:
+        lone.give_back(lease)
+    assert places[0].arena.is_closed
+
+
+def test_large_arenas_have_few_places() -> None:
+    holder: Holder[Memory] = Holder(64)
+    for _ in range(64):
+        holder.enter()
+    assert leased(holder, Need(4096, 100 << 20)).arena.sizes == Sizes(4096, 100 << 20, 2)
+    woken: list[int] = []
+    leased(holder, SMALL)
+    assert holder.take(SMALL, lambda: woken.append(1)) == Later(None)
+    assert woken == []
+
+
+def test_a_place_that_is_given_back_wakes_one_that_waits() -> None:
+    holder: Holder[Memory] = Holder(1)
+    lease = leased(holder, SMALL)
+    woken: list[str] = []
+    calls = [lambda name=name: woken.append(name) for name in "abc"]
+    for call in calls:
+        assert isinstance(holder.take(SMALL, call), Later)
+    holder.forget(calls[0])
+    holder.give_back(lease)
+    assert woken == ["b"]
+    holder.forget(calls[1])  # it had been woken, but has gone
+    assert woken == ["b", "c"]
+
+
+def test_an_abandoned_place_is_free_once_it_is_answered() -> None:
+    holder: Holder[Memory] = Holder(1)
+    lease = leased(holder, SMALL)
+    holder.give_back(lease, 17)
+    waits = holder.take(SMALL, lambda: None)
+    assert isinstance(waits, Later)
+    assert waits.seconds is not None  # nobody may be there to wake it
+    lease.arena.answered.add(lease.place)
+    assert holder.take(SMALL, never) == lease
+
+
+def test_an_arena_that_is_gone_is_replaced() -> None:
+    holder: Holder[Memory] = Holder(4)
+    lease = leased(holder, SMALL)
+    lease.arena.is_alive = False
+    assert leased(holder, SMALL).arena is not lease.arena
+    holder.give_back(lease)
+    assert lease.arena.is_closed
+
+
+def test_a_refusal_lasts_a_while_for_calls_of_that_size() -> None:
+    holder: Holder[Memory] = Holder(4)
+    lease = leased(holder, SMALL)
+    assert isinstance(holder.take(LARGE, never), Sizes)
+    assert isinstance(holder.take(LARGE, lambda: None), Later)  # another thread is opening it
+    assert holder.failed(LARGE, ServerBusyError("limit: expected room, got none", 503))
+    with pytest.raises(NotThisCallError, match="expected room"):
+        holder.take(LARGE, never)
+    assert leased(holder, SMALL).arena is lease.arena
+
+
+def test_no_more_places_are_asked_for_after_a_refusal() -> None:
+    holder: Holder[Memory] = Holder(8)
+    for _ in range(2):
+        leased(holder, SMALL)
+    for _ in range(4):
+        holder.enter()
+    assert isinstance(holder.take(SMALL, never), Sizes)
+    assert not holder.failed(SMALL, ServerBusyError("limit: expected room, got none", 503))
+    assert holder.take(SMALL, lambda: None) == Later(None)
+
+
+def test_a_closed_holder() -> None:
+    holder: Holder[Memory] = Holder(4)
+    lease = leased(holder, SMALL)
+    woken: list[int] = []
+    holder.close()
+    assert not lease.arena.is_closed
+    holder.give_back(lease)
+    assert lease.arena.is_closed
+    with pytest.raises(TransportUnavailableError):
+        holder.take(SMALL, lambda: woken.append(1))
+
+
+def test_places_are_never_shared_by_threads() -> None:
+    """Calls of all sizes at the same time, some of which leave early."""
+    holder: Holder[Memory] = Holder(5)
+    made: list[Memory] = []
+
+    def open_arena(sizes: Sizes) -> Memory:
+        made.append(Memory(sizes))
+        holder.opened(made[-1])
+        return made[-1]
+
+    def call(number: int) -> None:
+        need = Need(1 + number * 37 % 400, (1 + number * 37 % 400) * 2048)
+        holder.enter()
+        try:
+            lease = take_place(holder, need, Deadline(30), open_arena)
+            assert lease is not None
+            assert lease.arena.sizes.hold(need)
+            assert lease.arena.in_use[lease.place].acquire(blocking=False), "the place was free"
+            lease.arena.in_use[lease.place].release()
+            if number % 11 == 0:
+                holder.give_back(lease, number)
+                lease.arena.answered.add(lease.place)
+            else:
+                holder.give_back(lease)
+        finally:
+            holder.leave()
+
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(call, range(3000)))
+    holder.close()
+    assert all(memory.is_closed for memory in made)
+
+
+def test_waiting_for_a_place_ends_at_the_deadline() -> None:
+    holder: Holder[Memory] = Holder(1)
+    lease = leased(holder, SMALL)
+    with pytest.raises(DeadlineError):
+        take_place(holder, SMALL, Deadline(0.02), never)  # type: ignore[arg-type]
+    holder.give_back(lease)
+    assert take_place(holder, SMALL, Deadline(1), never) == lease  # type: ignore[arg-type]
+
+
+class OnGpu:
+    """As much of a tensor as tells where it is."""
+
+    def __init__(self) -> None:
+        self.device = type("device", (), {"type": "cuda", "index": 3})
+
+
+def test_a_gpu_that_is_refused_is_not_asked_again(caplog: pytest.LogCaptureFixture) -> None:
+    def make(wanted: Wanted, holder: Holder[Memory]) -> Steps[Memory]:
+        yield Ask("GET", "/")
+        if wanted.gpu is not None:
+            raise DeviceMemoryError("cuMemAlloc_v2: expected CUDA_SUCCESS, got status 2")
+        return Memory(wanted.sizes)
+
+    class Http:
+        def request(self, *arguments: object) -> None: ...
+
+    directory = Directory("channel", 4, make, by_model=True)
+    call = layer_call("m", np.zeros((1, 3), np.float32))
+    object.__setattr__(call.inputs[0], "value", OnGpu())
+    assert directory.gpu_for(call) == 3
+    for _ in range(2):
+        wanted = Wanted("m", SMALL, Sizes(1, 4096, 1), 3, Deadline(1))
+        assert run(directory.open(wanted), Http(), Deadline(1)) is None
+    assert directory.gpu_for(call) is None
+    text = "memory of GPU 3: cuMemAlloc_v2: expected CUDA_SUCCESS, got status 2; taking host memory"
+    assert caplog.messages == [f"transport channel: {text}"]
+
+
+def test_a_refused_arena_concerns_this_call() -> None:
+    def make(wanted: Wanted, holder: Holder[Memory]) -> Steps[Memory]:
+        yield Ask("GET", "/")
+        raise RefusedError(ServerBusyError("limit: expected room, got none", 503))
+
+    class Http:
+        def request(self, *arguments: Any) -> None: ...
+
+    directory = Directory("channel", 4, make, by_model=True)
+    wanted = Wanted("m", SMALL, Sizes(1, 4096, 1), None, Deadline(1))
+    with pytest.raises(NotThisCallError) as caught:
+        run(directory.open(wanted), Http(), Deadline(1))
+    assert isinstance(caught.value.error, ServerBusyError)

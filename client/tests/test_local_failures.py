@@ -1,0 +1,228 @@
+"""Channels and shared memory when servers stop, die or are full, and when callers leave or fork."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from expertd_client import (
+    AsyncExpertClient,
+    DeadlineError,
+    ExpertClient,
+    ServerBusyError,
+    ServerUnreachableError,
+)
+from expertd_client.transport import TransportName
+from tests.callers import Connect
+from tests.expertd import HIDDEN, MODEL, RunningServer, running_server, sharing
+from tests.waiting import wait_for
+
+pytestmark = pytest.mark.slow  # a server process
+RNG = np.random.default_rng(12)
+X = RNG.standard_normal((5, HIDDEN), dtype=np.float32)
+
+
+@pytest.fixture(params=["channel", "shared_memory"])
+def transport(request: pytest.FixtureRequest) -> TransportName:
+    name: TransportName = request.param
+    return name
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RunningServer]:
+    with running_server(tmp_path, *sharing(tmp_path)) as running:
+        yield running
+
+
+def batch(number: int) -> "np.ndarray[tuple[int, int], np.dtype[np.float32]]":
+    """Different hidden states, so that an answer to another request is noticed."""
+    return X[: 1 + number % 5] * np.float32(1 + number / 35)
+
+
+def test_many_threads_get_their_own_answers(sharing_server: RunningServer, transport: TransportName) -> None:
+    with ExpertClient(sharing_server.url, transport="http") as client:
+        expected = [client.infer(MODEL, batch(number)) for number in range(35)]
+    before = len(sharing_server.channels())
+    with ExpertClient(sharing_server.url, transport=transport) as client, ThreadPoolExecutor(24) as pool:
+        answers = list(pool.map(lambda number: client.infer(MODEL, batch(number % 35)), range(700)))
+        assert len(sharing_server.channels()) == before + (transport == "channel")
+    for number, answer in enumerate(answers):
+        np.testing.assert_allclose(answer, expected[number % 35], rtol=1e-3, atol=1e-4)
+
+
+async def test_many_tasks_get_their_own_answers(
+    sharing_server: RunningServer, transport: TransportName
+) -> None:
+    async with AsyncExpertClient(sharing_server.url, transport="http") as client:
+        expected = [await client.infer(MODEL, batch(number)) for number in range(35)]
+    async with AsyncExpertClient(sharing_server.url, transport=transport) as client:
+        answers = await asyncio.gather(*(client.infer(MODEL, batch(number % 35)) for number in range(350)))
+    for number, answer in enumerate(answers):
+        np.testing.assert_allclose(answer, expected[number % 35], rtol=1e-3, atol=1e-4)
+
+
+def test_few_places_are_used_in_turn(sharing_server: RunningServer, transport: TransportName) -> None:
+    with ExpertClient(sharing_server.url, transport="http") as client:
+        expected = client.infer(MODEL, X)
+    limited = ExpertClient(sharing_server.url, transport=transport, max_connections=1)
+    with limited as client, ThreadPoolExecutor(6) as pool:
+        for answer in pool.map(lambda _: client.infer(MODEL, X), range(60)):
+            np.testing.assert_allclose(answer, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_full_queue_is_waited_for(tmp_path: Path, transport: TransportName) -> None:
+    limits = ["limits.max_request_tokens=512", "limits.max_batch_tokens=512", "limits.max_queue_tokens=512"]
+    tokens = np.zeros((512, HIDDEN), np.float32)
+    refusals: list[ServerBusyError] = []
+
+    def impatient(client: ExpertClient) -> None:
+        while not refusals:
+            try:
+                client.infer(MODEL, tokens)
+            except ServerBusyError as busy:
+                refusals.append(busy)
+
+    with running_server(tmp_path, *limits, *sharing(tmp_path)) as server, ThreadPoolExecutor(8) as pool:
+        with ExpertClient(server.url, transport=transport, max_retries=0) as hasty:
+            for done in [pool.submit(impatient, hasty) for _ in range(8)]:
+                done.result()
+        assert all(busy.retry_after is not None and busy.status == 503 for busy in refusals)
+        with ExpertClient(server.url, transport=transport, max_retries=20) as patient:
+            for answered in [pool.submit(patient.infer, MODEL, tokens) for _ in range(8)]:
+                assert answered.result().shape == tokens.shape
+
+
+def test_a_deadline_ends_the_call_and_its_place_is_used_again(
+    connect: Connect, server: RunningServer, transport: TransportName
+) -> None:
+    client = connect(server.url, transport=transport, max_connections=1)
+    expected = client.infer(MODEL, X)
+    for _ in range(2):
+        with server.stopped(), pytest.raises(DeadlineError, match=r"within 0\.1 s"):
+            client.infer(MODEL, X * 2, timeout=0.1)
+        np.testing.assert_array_equal(client.infer(MODEL, X), expected)
+
+
+def test_a_deadline_while_other_calls_wait(server: RunningServer, transport: TransportName) -> None:
+    """The thread that listens for all leaves first; the others get their answers."""
+    with ExpertClient(server.url, transport=transport) as client, ThreadPoolExecutor(6) as pool:
+        expected = client.infer(MODEL, X)
+        with server.stopped():
+            early = pool.submit(client.infer, MODEL, X, timeout=0.3)
+            later = [pool.submit(client.infer, MODEL, X, timeout=20) for _ in range(5)]
+            with pytest.raises(DeadlineError):
+                early.result()
+        for done in later:
+            np.testing.assert_allclose(done.result(), expected, rtol=1e-4, atol=1e-5)
+
+
+async def test_a_cancelled_call_leaves_its_place(server: RunningServer, transport: TransportName) -> None:
+    async with AsyncExpertClient(server.url, transport=transport, max_connections=1) as client:
+        expected = await client.infer(MODEL, X)
+        for _ in range(3):
+            with server.stopped():
+                call = asyncio.create_task(client.infer(MODEL, X * 2))
+                await asyncio.sleep(0.02)  # it is sent, or waits for its place: both must be given up
+                call.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await call
+            np.testing.assert_array_equal(await client.infer(MODEL, X), expected)
+
+
+def test_a_killed_server_ends_all_calls(
+    connect: Connect, server: RunningServer, transport: TransportName
+) -> None:
+    client = connect(server.url, transport=transport)
+    client.infer(MODEL, X)
+    server.process.send_signal(signal.SIGSTOP)  # so that the call is in progress
+    threading.Timer(0.1, server.process.kill).start()
+    with pytest.raises(ServerUnreachableError):
+        client.infer(MODEL, X)
+    with pytest.raises(ServerUnreachableError):
+        client.infer(MODEL, X)
+
+
+def test_a_killed_server_wakes_every_thread(server: RunningServer, transport: TransportName) -> None:
+    with ExpertClient(server.url, transport=transport) as client, ThreadPoolExecutor(5) as pool:
+        client.infer(MODEL, X)
+        server.process.send_signal(signal.SIGSTOP)
+        calls = [pool.submit(client.infer, MODEL, X) for _ in range(5)]
+        threading.Timer(0.1, server.process.kill).start()
+        for call in calls:
+            with pytest.raises(ServerUnreachableError):
+                call.result()
+
+
+def test_a_server_that_was_restarted_is_used_again(
+    connect: Connect, tmp_path: Path, transport: TransportName
+) -> None:
+    with running_server(tmp_path, *sharing(tmp_path)) as first:
+        client = connect(first.url, transport=transport)
+        expected = client.infer(MODEL, X)
+        port = first.url.rpartition(":")[2]
+    with running_server(tmp_path, *sharing(tmp_path), f"port={port}"):
+        np.testing.assert_array_equal(client.infer(MODEL, X), expected)
+        assert client.client.transport == transport
+
+
+FORK = """
+import os, sys
+import numpy as np
+from expertd_client import ExpertClient
+
+client = ExpertClient(sys.argv[1], transport=sys.argv[2])
+values = np.ones((5, 512), np.float32)
+expected = client.infer("demo", values)
+child = os.fork()
+for _ in range(20):
+    np.testing.assert_allclose(client.infer("demo", values), expected, rtol=1e-4)
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+    np.testing.assert_array_equal(client.infer("demo", values), expected)
+client.close()
+"""
+
+
+def test_both_sides_of_a_fork_have_their_own(sharing_server: RunningServer, transport: TransportName) -> None:
+    files = set(Path("/dev/shm").iterdir())
+    path = ":".join(entry for entry in sys.path if entry)
+    program = [sys.executable, "-c", FORK, sharing_server.url, transport]
+    done = subprocess.run(program, env={"PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    wait_for(lambda: not sharing_server.channels(), "no channel stays open")
+    assert set(Path("/dev/shm").iterdir()) <= files
+
+
+ORPHAN = """
+import os, sys, time
+import numpy as np
+from expertd_client import ExpertClient
+
+client = ExpertClient(sys.argv[1], transport="channel")
+client.infer("demo", np.ones((5, 512), np.float32))
+if not os.fork():
+    print("child", flush=True)
+    time.sleep(60)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_forked_child_does_not_keep_a_channel_open(sharing_server: RunningServer) -> None:
+    path = ":".join(entry for entry in sys.path if entry)
+    program = [sys.executable, "-c", ORPHAN, sharing_server.url]
+    with subprocess.Popen(
+        program, env={"PYTHONPATH": path}, stdout=subprocess.PIPE, start_new_session=True
+    ) as parent:
+        try:
+            assert parent.stdout is not None
+            assert parent.stdout.readline() == b"child\n"
+            wait_for(lambda: not sharing_server.channels(), "the channel of a dead parent is closed")
+        finally:
+            subprocess.run(["kill", "-9", "--", f"-{parent.pid}"], check=False)
