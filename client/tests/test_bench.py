@@ -63,6 +63,19 @@ def test_every_combination_is_measured(server: RunningServer, tmp_path: Path, ca
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("transport", ["channel", "shared_memory", "http"])
+def test_every_transport_can_be_measured(
+    sharing_server: RunningServer, tmp_path: Path, capsys: Captured, transport: str
+) -> None:
+    file = tmp_path / "results.json"
+    arguments = ["--tokens", "1,16", "--connections", "2", "--transport", transport, "--json", str(file)]
+    assert bench("--url", sharing_server.url, *arguments) == 0
+    assert f"FP32, transport {transport}" in capsys.readouterr().out
+    assert json.loads(file.read_text())["client"]["transport"] == transport
+    assert [result["errors"] for result in figures(file)] == [{}, {}]
+
+
+@pytest.mark.slow
 def test_an_open_loop_keeps_its_rate(server: RunningServer, tmp_path: Path, capsys: Captured) -> None:
     file = tmp_path / "results.json"
     arguments = ["--tokens", "1", "--connections", "8", "--rate", "40,80", "--json", str(file)]

@@ -194,7 +194,13 @@ def test_both_sides_of_a_fork_have_their_own(sharing_server: RunningServer, tran
     files = set(Path("/dev/shm").iterdir())
     path = ":".join(entry for entry in sys.path if entry)
     program = [sys.executable, "-c", FORK, sharing_server.url, transport]
-    done = subprocess.run(program, env={"PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        program,
+        env={"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert (done.returncode, done.stderr) == (0, "")
     wait_for(lambda: not sharing_server.channels(), "no channel stays open")
     assert set(Path("/dev/shm").iterdir()) <= files
@@ -218,7 +224,10 @@ def test_a_forked_child_does_not_keep_a_channel_open(sharing_server: RunningServ
     path = ":".join(entry for entry in sys.path if entry)
     program = [sys.executable, "-c", ORPHAN, sharing_server.url]
     with subprocess.Popen(
-        program, env={"PYTHONPATH": path}, stdout=subprocess.PIPE, start_new_session=True
+        program,
+        env={"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        start_new_session=True,
     ) as parent:
         try:
             assert parent.stdout is not None

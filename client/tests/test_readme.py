@@ -15,14 +15,15 @@ EXAMPLES = re.findall(r"^```python\n(.*?)^```$", README, re.M | re.S)
 OUTPUTS = (
     "(5, 512) (5, 512)\n",
     "[(16, 512), (16, 512), (16, 512), (16, 512)] torch.bfloat16\n",
-    "http True\n",
+    "True\n",
+    "(16, 512) float32 True\n" * 2,
 )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("example", "output"), list(zip(EXAMPLES, OUTPUTS, strict=True)))
-def test_an_example(server: RunningServer, example: str, output: str) -> None:
-    program = example.replace("http://localhost:8000", server.url)
+def test_an_example(sharing_server: RunningServer, example: str, output: str) -> None:
+    program = example.replace("http://localhost:8000", sharing_server.url)
     assert program != example
     path = ":".join(entry for entry in sys.path if entry)
     done = subprocess.run(
