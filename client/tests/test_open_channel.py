@@ -19,6 +19,7 @@ from expertd_client import (
     TransportUnavailableError,
     UnknownModelError,
 )
+from expertd_client.channel import layout, link
 from tests.expertd import HIDDEN, MODEL, NUM_EXPERTS, TOP_K, RunningServer, running_server, sharing
 from tests.waiting import wait_for
 
@@ -261,3 +262,16 @@ def test_channels_of_several_threads(client: ExpertClient) -> None:
     for thread in threads:
         thread.join()
     assert failures == []
+
+
+def test_sequence_numbers_are_fenced_on_weakly_ordered_machines(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After all that a request has written, and before all that is read of its answer."""
+    fences: list[bool] = []
+    slot = channel.slots[0]
+    words, first = channel._link._words, layout.HEADER_BYTES // layout.WORD_BYTES
+    monkeypatch.setattr(link, "WEAKLY_ORDERED", True)
+    monkeypatch.setattr(link, "fence", lambda: fences.append(words[first] == 1))
+    channel.wait(channel.submit(slot, 1))
+    assert fences == [False, True]  # before the request's number was written, and after
