@@ -40,6 +40,7 @@ TORCH_FREE = (
     "expertd.service.engine.batching",
     "expertd.service.engine.metrics",
     "expertd.service.http.protocol",
+    "expertd.service.http.worker",
     "expertd.service.memory",
     "expertd.service.moe.request",
     "expertd.service.moe.shape",

@@ -55,7 +55,8 @@ def channels_router(hub: ChannelHub, bodies: BodyReader) -> APIRouter:
         return {
             "id": entry.channel.id,
             "version": VERSION,
-            "model": entry.channel.model,
+            "model": _only_model(entry),
+            "models": list(entry.channel.models),
             "socket": str(hub.settings.socket),
             "token": entry.token.hex(),
             "geometry": entry.channel.memory.geometry.shown(),
@@ -65,7 +66,7 @@ def channels_router(hub: ChannelHub, bodies: BodyReader) -> APIRouter:
     async def list_channels() -> dict[str, Any]:
         """The open channels."""
         hub.check_enabled()
-        return {"channels": [_shown(entry) for entry in hub.entries.values()]}
+        return {"channels": [_shown(entry) for entry in hub.listed]}
 
     @router.get("/channels/{channel}", response_model=ChannelInfo, responses=errors(403, 404))
     async def get_channel(channel: ChannelId) -> dict[str, Any]:
@@ -95,7 +96,17 @@ def _opening(body: bytes) -> Opening:
     elif given.memory != "system":
         cuda = given.memory.cuda
         memory = CudaMemory(cuda.device_id, _handle(cuda.raw_handle.b64), cuda.byte_size)
-    return Opening(given.model, given.num_slots, given.max_tokens, given.datatype, memory)
+    return Opening(_models(given), given.num_slots, given.max_tokens, given.datatype, memory)
+
+
+def _models(given: ChannelRequest) -> tuple[str, ...]:
+    if (given.model is None) == (given.models is None):
+        got = "neither" if given.model is None else "both"
+        raise OipError(400, f"model: expected one of model and models, got {got}")
+    names = [given.model] if given.model is not None else given.models or []
+    if len(set(names)) < len(names):
+        raise OipError(400, f"models: expected different names, got {shown(names)}")
+    return tuple(names)
 
 
 def _handle(text: str) -> bytes:
@@ -105,11 +116,17 @@ def _handle(text: str) -> bytes:
         raise OipError(400, f"raw_handle.b64: expected base64, got {shown(text)}") from error
 
 
+def _only_model(entry: Entry) -> str | None:
+    models = entry.channel.models
+    return models[0] if len(models) == 1 else None
+
+
 def _shown(entry: Entry) -> dict[str, Any]:
     channel = entry.channel
     return {
         "id": channel.id,
-        "model": channel.model,
+        "model": _only_model(entry),
+        "models": list(channel.models),
         "memory": entry.opening.kind,
         "data_bytes": channel.memory.geometry.data_bytes,
         "owner": entry.owner,

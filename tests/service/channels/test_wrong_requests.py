@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from expertd.service.channels.layout import REQUEST, Geometry
 from expertd.service.channels.memory import SealedMemory
-from expertd.service.channels.requests import InvalidRequestError, RequestReader
+from expertd.service.channels.requests import ChannelModel, InvalidRequestError, RequestReader
 from tests.service.apps import HIDDEN, TOP_K, hidden_request, output_of, rows
 from tests.service.channels.peer import ChannelClosedError, Peer
 from tests.service.channels.servers import answer_to, channel_server, claimed
@@ -97,9 +97,8 @@ lines = st.builds(
 @given(lines | st.binary(min_size=REQUEST.size, max_size=REQUEST.size))
 def test_any_line_is_refused_or_stays_inside_the_region(data: bytes) -> None:
     with region() as memory:
-        reader = RequestReader(
-            Geometry.for_slots(1, 16, HIDDEN, TOP_K, 4).within(SIZE), memory.span, EchoRunner().validate, True
-        )
+        model = ChannelModel("tiny", HIDDEN, TOP_K, EchoRunner().validate, True)
+        reader = RequestReader(Geometry.for_slots(1, 16, HIDDEN, TOP_K, 4).within(SIZE), memory.span, [model])
         num_tokens, _, _, flags, *_ = REQUEST.unpack(data)
         try:
             read = reader.line(data)
