@@ -21,7 +21,7 @@ PACKAGES = {
     "checkpoints": ("moe", "settings", "files", "sentences"),
     "engine": ("memory", "moe", "settings", "checkpoints", "sentences", "terminal"),
     "channels": ("memory", "moe", "settings", "engine", "sentences"),
-    "http": ("memory", "moe", "settings", "engine", "channels", "sentences"),
+    "http": ("memory", "moe", "settings", "engine", "channels", "sentences", "terminal"),
     "commands": ("moe", "settings", "checkpoints", "channels", "http", "terminal"),
     "cli": ("commands",),
     "files": (),

@@ -40,7 +40,7 @@ class Cells:
             block = arena.take(total)
             if block is None:
                 text = "limits.max_buffered_bytes: expected memory for the request, got all of it in use"
-                raise MemoryFullError(text, 1)
+                raise MemoryFullError(text)
             start = block.span.address - self._address
         for index, tensor in enumerate((*inputs, None)):
             if offsets[index] < 0:

@@ -29,7 +29,7 @@ class QueueTimeoutError(EngineError):
     """The request's own timeout expired in the queue."""
 
 
-class MemoryFullError(QueueFullError):
+class MemoryFullError(EngineError):
     """The memory for bodies and outputs is in use."""
 
 

@@ -44,6 +44,7 @@ def channels_router(hub: ChannelHub, bodies: BodyReader) -> APIRouter:
         "/channels",
         status_code=201,
         response_model=ChannelResponse,
+        response_model_exclude_unset=True,
         responses=errors(400, 403, 404, 408, 413, 415, 503),
         openapi_extra=_BODY,
     )
@@ -55,25 +56,36 @@ def channels_router(hub: ChannelHub, bodies: BodyReader) -> APIRouter:
         return {
             "id": entry.channel.id,
             "version": VERSION,
-            "model": _only_model(entry),
-            "models": list(entry.channel.models),
+            **_models_of(entry),
             "socket": str(hub.settings.socket),
             "token": entry.token.hex(),
             "geometry": entry.channel.memory.geometry.shown(),
         }
 
-    @router.get("/channels", response_model=ChannelsResponse, responses=errors(403))
+    @router.get(
+        "/channels", response_model=ChannelsResponse, response_model_exclude_unset=True, responses=errors(403)
+    )
     async def list_channels() -> dict[str, Any]:
         """The open channels."""
         hub.check_enabled()
         return {"channels": [_shown(entry) for entry in hub.listed]}
 
-    @router.get("/channels/{channel}", response_model=ChannelInfo, responses=errors(403, 404))
+    @router.get(
+        "/channels/{channel}",
+        response_model=ChannelInfo,
+        response_model_exclude_unset=True,
+        responses=errors(403, 404),
+    )
     async def get_channel(channel: ChannelId) -> dict[str, Any]:
         """One open channel."""
         return _shown(hub.get(channel))
 
-    @router.delete("/channels/{channel}", response_model=ChannelInfo, responses=errors(403, 404))
+    @router.delete(
+        "/channels/{channel}",
+        response_model=ChannelInfo,
+        response_model_exclude_unset=True,
+        responses=errors(403, 404),
+    )
     async def close_channel(channel: ChannelId) -> dict[str, Any]:
         """Close a channel; its queued requests are answered with 499."""
         entry = hub.get(channel)
@@ -116,17 +128,17 @@ def _handle(text: str) -> bytes:
         raise OipError(400, f"raw_handle.b64: expected base64, got {shown(text)}") from error
 
 
-def _only_model(entry: Entry) -> str | None:
+def _models_of(entry: Entry) -> dict[str, Any]:
+    """As they were asked for."""
     models = entry.channel.models
-    return models[0] if len(models) == 1 else None
+    return {"model": models[0]} if len(models) == 1 else {"models": list(models)}
 
 
 def _shown(entry: Entry) -> dict[str, Any]:
     channel = entry.channel
     return {
         "id": channel.id,
-        "model": _only_model(entry),
-        "models": list(channel.models),
+        **_models_of(entry),
         "memory": entry.opening.kind,
         "data_bytes": channel.memory.geometry.data_bytes,
         "owner": entry.owner,

@@ -151,8 +151,8 @@ class ChannelRequest(_Strict):
 class ChannelResponse(BaseModel):
     id: str
     version: int = Field(description="of the layout")
-    model: str | None = Field(description="null: several")
-    models: list[str] = Field(description="in the order of their numbers in request lines")
+    model: str | None = Field(default=None, description="the only one")
+    models: list[str] | None = Field(default=None, description="in the order of their numbers")
     socket: str = Field(description="path of the Unix socket at which the channel is claimed")
     token: str = Field(description="32 bytes in hexadecimal, which claim the channel once")
     geometry: dict[str, int] = Field(
@@ -162,8 +162,8 @@ class ChannelResponse(BaseModel):
 
 class ChannelInfo(BaseModel):
     id: str
-    model: str | None = Field(description="null: several")
-    models: list[str]
+    model: str | None = Field(default=None, description="the only one")
+    models: list[str] | None = Field(default=None, description="in the order of their numbers")
     memory: Literal["system", "cuda"]
     data_bytes: int
     owner: int | None = Field(description="process id; null: not yet claimed")
