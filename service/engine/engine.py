@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import Enum
 from functools import partial
@@ -52,6 +52,7 @@ class Engine:
         self.loaded: Loaded | None = None
         self.arena: Arena | None = None  # of large bodies and outputs, once loaded
         self.shared_memory = SharedMemory(settings.shared_memory)
+        self.can_be_reached: Callable[[], bool] = lambda: True  # by all of the server's processes
         self._metrics = metrics
         self._load = load
         self._loading: asyncio.Task[None] | None = None
@@ -72,6 +73,8 @@ class Engine:
         """
         if self.phase is not Phase.READY:
             return f"the server is {self.phase.value}"
+        if not self.can_be_reached():
+            return "the server is starting its HTTP processes"
         if failing := self._failing(models):
             return f"model {', '.join(failing)}: at least the last {_FAILING_STEPS} steps failed"
         return None

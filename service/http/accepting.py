@@ -31,7 +31,10 @@ class Acceptor:
         self._accepted = accepted
         self._loop = asyncio.get_running_loop()
         self._stopped = False
-        counts[index] = 0.0
+
+    def start(self) -> None:
+        """Accept connections from now on."""
+        self._counts[self._index] = 0.0
         self._watch()
 
     def closed(self) -> None:

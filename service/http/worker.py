@@ -67,11 +67,13 @@ class _WorkerServer(ConnectionServer):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        loop = asyncio.get_running_loop()
-        loop.add_reader(self._control.fileno(), self._on_message)
-        listener = socket.socket(fileno=self._setup.listener)
+        setup, loop = self._setup, asyncio.get_running_loop()
+        listener = socket.socket(fileno=setup.listener)
         self._accepting: set[asyncio.Task[object]] = set()
-        self._acceptor = Acceptor(listener, self._counts.connections, self._setup.index, self._accepted)
+        self._acceptor = Acceptor(listener, self._counts.connections, setup.index, self._accepted)
+        if not setup.waits:
+            self._acceptor.start()
+        loop.add_reader(self._control.fileno(), self._on_message)
 
     async def on_tick(self, counter: int) -> bool:
         return await super().on_tick(counter) or self._is_finishing
@@ -97,6 +99,8 @@ class _WorkerServer(ConnectionServer):
             message, descriptors = b"", []
         if message == GREETING:
             self._engine.connect(descriptors)
+            if self._setup.waits:
+                self._acceptor.start()
         elif message == DRAIN:
             self._drain()
         elif message.startswith(FINISH):

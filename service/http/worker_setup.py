@@ -25,6 +25,7 @@ class WorkerSetup(BaseModel):
 
     settings   with this process's share of the limits
     engine     path of the engine's Unix socket
+    waits      for its channel, before it accepts connections: the engine has loaded
     """
 
     model_config = ConfigDict(frozen=True)
@@ -32,6 +33,7 @@ class WorkerSetup(BaseModel):
     settings: Settings
     engine: Path
     index: int
+    waits: bool
     control: int
     listener: int
     counts: int

@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -60,6 +61,7 @@ class Workers:
         self._counts_file = os.memfd_create("expertd-counts", os.MFD_CLOEXEC)
         self._counts = SharedCounts(self._counts_file, self._count, len(settings.models))
         self._processes: dict[int, _Process] = {}  # by index
+        self._reached: set[int] = set()  # the processes that have had a channel, also if they were replaced
         self._tasks: list[asyncio.Task[None]] = []
         self._is_ending = False
         self._finish_by: float | None = None
@@ -67,6 +69,7 @@ class Workers:
 
     def start(self, app: ExpertApp) -> None:
         """Start the processes, on the running event loop."""
+        app.engine.can_be_reached = lambda: len(self._reached) == self._count
         for index in range(self._count):
             app.metrics.add_request_cells(self._counts.requests(index))
             self._counts.connections[index] = math.inf
@@ -117,7 +120,8 @@ class Workers:
                 logger.error("HTTP process %d cannot be started: %s", index, error)
             else:
                 if self._is_ending:
-                    self.succeeded = self.succeeded and code == 0
+                    # By SIGTERM a process ends only as long as it has accepted nothing.
+                    self.succeeded = self.succeeded and code in (0, -signal.SIGTERM)
                     return
                 logger.error("HTTP process %d ended with exit code %d: starting another", index, code)
             pause = (
@@ -128,8 +132,8 @@ class Workers:
     async def _run(self, app: ExpertApp, index: int) -> int:
         """Run a process until it ends; returns its exit code. Raises OSError."""
         loop = asyncio.get_running_loop()
-        process = self._processes[index] = self._start(index)
-        handing = loop.create_task(process.hand_over(app, self._settings))
+        process = self._processes[index] = self._start(index, app.engine.loaded is not None)
+        handing = loop.create_task(self._hand_over(process, app, index))
         try:
             with suppress(ConnectionError):
                 await loop.sock_recv(process.connection, 1)  # it sends nothing: this is its end
@@ -142,13 +146,27 @@ class Workers:
             del self._processes[index]
         return code
 
-    def _start(self, index: int) -> "_Process":
+    async def _hand_over(self, process: "_Process", app: ExpertApp, index: int) -> None:
+        """Give a process its channel as soon as the engine has loaded."""
+        await app.engine.wait_loaded()
+        if app.engine.loaded is None:
+            return
+        try:
+            await process.hand_over(app, self._settings)
+        except Exception:
+            logger.exception("HTTP process %d gets no channel", index)
+            process.kill()
+        else:
+            self._reached.add(index)
+
+    def _start(self, index: int, waits: bool) -> "_Process":
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, tempfile.TemporaryFile(dir=self._directory) as setup_file:
             setup = WorkerSetup.model_construct(
                 settings=self._settings,
                 engine=self._engine_path,
                 index=index,
+                waits=waits,
                 control=theirs.fileno(),
                 listener=self._public.socket.fileno(),
                 counts=self._counts_file,
@@ -174,10 +192,7 @@ class _Process:
         self._entry: Entry | None = None
 
     async def hand_over(self, app: ExpertApp, settings: Settings) -> None:
-        """Open the process's channel as soon as the engine has loaded."""
-        await app.engine.wait_loaded()
-        if app.engine.loaded is None:
-            return
+        """Open the process's channel. Raises OSError, RuntimeError."""
         num_slots, num_bytes = channel_sizes(settings)
         models = tuple(model.name for model in settings.models)
         opening = Opening(models, num_slots, settings.limits.max_request_tokens, memory=num_bytes)
@@ -185,10 +200,7 @@ class _Process:
         assert entry.token is not None
         channel = app.channels.claim(entry.token, self.popen.pid, self.kill)
         assert channel is not None
-        try:
-            hand_over(self.connection, channel)
-        except OSError:
-            self.kill()  # it has no channel otherwise
+        hand_over(self.connection, channel)
 
     def tell(self, message: bytes) -> None:
         """Send a message; a process that is gone, or reads none, is ended otherwise."""
@@ -202,8 +214,9 @@ class _Process:
     def close(self, app: ExpertApp) -> None:
         """Free the channel of a process that has ended."""
         self.connection.close()
-        if self._entry is not None:
-            app.channels.close(self._entry.channel, "its HTTP process has ended")
+        entry, self._entry = self._entry, None  # it refers to this object: a circle would keep the memory
+        if entry is not None:
+            app.channels.close(entry.channel, "its HTTP process has ended")
 
 
 def _plain(settings: Settings) -> tuple[ModelSettings, ...]:
