@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE_SECONDS = 0.002  # for a process with fewer connections to accept one
+_PATIENCE_SECONDS = 0.01  # for a process with fewer connections to accept one
 _RETRY_SECONDS = 0.1  # after an error such as too many open files
 
 

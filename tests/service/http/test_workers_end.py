@@ -48,7 +48,7 @@ def test_a_killed_process_costs_only_its_own_connections(tmp_path: Path) -> None
         return Path(f"/proc/{server.process.pid}/maps").read_text().count("/memfd:expertd-channel")
 
     with server_process(two_processes(), tmp_path) as server, ExitStack() as stack:
-        socks = connected(stack, server, 4)
+        socks = connected(stack, server, 8)
         before, memory = workers_of(server), channels()
         os.kill(before[0], signal.SIGKILL)
         survivors = []
@@ -59,7 +59,7 @@ def test_a_killed_process_costs_only_its_own_connections(tmp_path: Path) -> None
                 continue
             assert answer.status == 200
             survivors.append(sock)
-        assert len(survivors) == 2, "connections are spread evenly"
+        assert 2 <= len(survivors) <= 6, "both processes have some"
         wait_for(lambda: len(workers_of(server)) == 2, "it is replaced")
         assert "HTTP process" in server.log()
         assert "ended with exit code -9: starting another" in server.log()
