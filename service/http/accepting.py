@@ -59,12 +59,14 @@ class Acceptor:
 
     def _pause(self, seconds: float) -> None:
         self._loop.remove_reader(self._listener.fileno())
-        self._loop.call_later(seconds, self._resume)
+        self._loop.call_later(seconds, self._resume, tuple(self._counts))
 
-    def _resume(self) -> None:
-        if not self._stopped:
-            self._watch()
-            self._accept()  # if nobody else has
+    def _resume(self, counts: tuple[float, ...]) -> None:
+        if self._stopped:
+            return
+        self._watch()
+        if counts == tuple(self._counts):  # nobody else accepts: the others are busy, or hang
+            self._accept()
 
     def _accept(self) -> None:
         try:

@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -42,7 +43,7 @@ async def test_requests_name_their_model(tmp_path: Path) -> None:
 
 async def test_wrong_models_are_refused(tmp_path: Path) -> None:
     async with channel_server(tmp_path, models=[MODEL, WIDE]) as server:
-        wrong = {
+        wrong: dict[str, dict[str, Any]] = {
             "model: expected one of model and models, got neither": {},
             "model: expected one of model and models, got both": {"model": "tiny", "models": ["tiny"]},
             "models: expected different names, got ['tiny', 'tiny']": {"models": ["tiny", "tiny"]},

@@ -2,8 +2,10 @@
 
 import os
 import socket
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -17,7 +19,7 @@ OTHER = {**MODEL, "name": "other", "hidden_size": 256, "datatype": "BF16"}
 GOOD = infer(*hidden_request(rows(3)))
 
 
-def two_processes(limits: dict[str, float] | None = None, **changes: object) -> Settings:
+def two_processes(limits: Mapping[str, float] | None = None, **changes: Any) -> Settings:
     """Settings with two HTTP processes and the models "tiny" and "other"."""
     return tiny_settings(limits, **{"http_workers": 2, "models": [MODEL, OTHER], **changes})
 

@@ -9,6 +9,7 @@ import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -82,7 +83,7 @@ def test_the_processes_end_with_the_main_one(tmp_path: Path) -> None:
 
 
 def in_a_slow_step(
-    stack: ExitStack, directory: Path, **more: object
+    stack: ExitStack, directory: Path, **more: Any
 ) -> tuple[ServerProcess, list[socket.socket]]:
     """A server in a step for the first of five clients, while the others' requests wait."""
     several = two_processes(SLOW_LIMITS, models=[SLOW], **more)
