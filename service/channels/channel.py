@@ -5,6 +5,7 @@ import math
 import os
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -12,9 +13,12 @@ from typing import NamedTuple, Protocol
 from expertd.service.channels.layout import (
     ANSWER,
     ANSWER_OFFSET,
+    CANCEL_OFFSET,
+    CANCELS_OFFSET,
     ERROR_BYTES,
     ERROR_OFFSET,
     HEADER_BYTES,
+    REASON_CODES,
     REQUEST,
     SEQUENCE_BYTES,
     SLOT_BYTES,
@@ -31,10 +35,16 @@ from expertd.service.moe.request import LayerRequest, Output
 
 logger = logging.getLogger(__name__)
 
+_CANCELS = CANCELS_OFFSET // SEQUENCE_BYTES
+
 
 class Answered(NamedTuple):
-    """A request that has been answered; reason: None for status 200, seconds: since it was read."""
+    """A request that has been answered; reason: None for status 200, seconds: since it was read.
 
+    model is "" if the request names none of the channel's several models.
+    """
+
+    model: str
     sequence: int
     status: int
     reason: Reason | None
@@ -58,7 +68,7 @@ class Owner(Protocol):
 
 
 class ClosedError(Exception):
-    """The channel was closed before the request's step."""
+    """The channel was closed, or the request cancelled, before the request's step."""
 
 
 class BrokenError(Exception):
@@ -90,20 +100,23 @@ class _Slot:
 
 
 class Channel:
-    """A source of requests. `poll` is for the worker thread, the other methods for the event loop."""
+    """A source of requests. `poll` is safe from any thread, the other methods are for the event loop."""
 
     def __init__(
         self,
         number: int,
-        model: str,
+        models: Sequence[str],
         memory: Memory,
         reader: RequestReader,
         scheduler: Scheduler,
         owner: Owner,
+        counted: bool = True,
     ) -> None:
-        self.id, self.model, self.memory = str(number), model, memory
+        self.id, self.models, self.memory = str(number), models, memory
         self.taken = 0  # requests so far
+        self._cancels = 0  # so far
         self._reader, self._scheduler, self._owner = reader, scheduler, owner
+        self.counted = counted  # in metrics
         self._view = memory.control.view
         self._words = self._view.cast("Q")  # reads and writes 8 bytes at once
         header = memory.geometry.header()
@@ -118,6 +131,11 @@ class Channel:
         self._in_flight = 0
         self._alarm = math.inf  # when `expire` will be called
 
+    @property
+    def served(self) -> str:
+        """The names of the models, for log lines."""
+        return f"model{'s' if len(self.models) > 1 else ''} {', '.join(self.models)}"
+
     def fileno(self) -> int:
         return self._requests
 
@@ -131,21 +149,27 @@ class Channel:
         return [*shared, os.dup(self._requests), answers]
 
     def poll(self) -> None:
-        """Submit every request that has arrived."""
+        """Submit every request that has arrived, and cancel those that the caller wants no more."""
+        cancelled: list[Pending] = []
         with self._lock:
             try:
                 # One round at most: for requests that a caller adds meanwhile, it rings again.
                 for _ in self._slots:
                     if self._ended or not self._take():
                         break
-                return
+                if not self._ended and self._words[_CANCELS] != self._cancels:
+                    cancelled = self._cancelled()
+                why = ""
             except BrokenError as error:
                 why = str(error)
             except Exception:
-                logger.exception("channel %s of model %s failed", self.id, self.model)
+                logger.exception("channel %s of %s failed", self.id, self.served)
                 why = "internal server error: see the server's log"
-            self._ended = True
-        self._owner.broken(self, why)
+            self._ended = self._ended or bool(why)
+        if why:
+            self._owner.broken(self, why)
+        for pending in cancelled:
+            self._scheduler.cancel(pending, ClosedError("the caller has cancelled the request"))
 
     def expire(self) -> None:
         """Cancel the queued requests whose time is over."""
@@ -190,6 +214,17 @@ class Channel:
         self.memory.region.close()
         self.memory.control.close()
 
+    def _cancelled(self) -> list[Pending]:
+        """The queued requests that the caller has cancelled. The caller of this holds the lock."""
+        self._cancels = self._words[_CANCELS]
+        fence()
+        found = []
+        for slot in self._slots:
+            word = self._words[(slot.start + CANCEL_OFFSET) // SEQUENCE_BYTES]
+            if slot.pending is not None and word == slot.sequence:
+                found.append(slot.pending)
+        return found
+
     def _take(self) -> bool:
         """Submit or refuse the next request; False if it has not arrived. The caller holds the lock."""
         index = self.taken % len(self._slots)
@@ -217,6 +252,7 @@ class Channel:
 
     def _submit(self, slot: _Slot, data: bytes) -> None:
         if data != slot.data or slot.line is None:
+            slot.line = None  # in case of an error
             slot.line, slot.data, slot.request = self._reader.line(data), data, None
         line = slot.line
         if not line.num_tokens:
@@ -228,7 +264,7 @@ class Channel:
             if line.topk_ids is None:
                 slot.request = request
         done = partial(self._done, slot)
-        slot.pending = pending = self._scheduler.submit(self.model, request, done, on_worker=True)
+        slot.pending = pending = self._scheduler.submit(line.model.name, request, done, on_worker=True)
         if line.timeout_us:
             slot.deadline = pending.arrived + line.timeout_us / 1e6
             if slot.deadline < self._alarm:
@@ -269,7 +305,8 @@ class Channel:
             place = slot.start + ANSWER_OFFSET
             if error:
                 self._view[slot.start + ERROR_OFFSET : slot.start + ERROR_OFFSET + len(error)] = error
-            values = (status, len(error), retry_after_ms, 0, int(queue * 1e9), int(compute * 1e9))
+            code = 0 if reason is None else REASON_CODES.get(reason, 0)
+            values = (status, len(error), retry_after_ms, code, int(queue * 1e9), int(compute * 1e9))
             ANSWER.pack_into(self._view, place + SEQUENCE_BYTES, *values)
             fence()
             self._words[place // SEQUENCE_BYTES] = slot.sequence
@@ -277,4 +314,6 @@ class Channel:
                 os.write(self._answers, b"\1")
         elif not self._in_flight:
             self._owner.idle(self)
-        self._owner.answered(self, Answered(slot.sequence, status, reason, text, seconds))
+        if self.counted:
+            model = self.models[0] if len(self.models) == 1 else slot.line.model.name if slot.line else ""
+            self._owner.answered(self, Answered(model, slot.sequence, status, reason, text, seconds))

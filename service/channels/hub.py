@@ -12,12 +12,11 @@ from functools import partial
 from expertd.service.channels.channel import Answered, Channel, Memory
 from expertd.service.channels.layout import TOKEN_BYTES, Geometry
 from expertd.service.channels.opening import Opening
-from expertd.service.channels.requests import RequestReader
+from expertd.service.channels.requests import ChannelModel, RequestReader
 from expertd.service.engine.engine import Engine
 from expertd.service.engine.errors import (
     ChannelLimitError,
     ChannelsDisabledError,
-    NotReadyError,
     SchedulerClosedError,
     UnknownChannelError,
 )
@@ -37,6 +36,7 @@ class Entry:
     channel: Channel
     opening: Opening
     token: bytes | None
+    ours: bool = False  # of an HTTP process of this server: not limited, not listed, not counted
     owner: int | None = None
     expiry: asyncio.TimerHandle | None = None
     disconnect: Callable[[], None] | None = None
@@ -56,7 +56,7 @@ class ChannelHub:
         self._freeing: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0  # of the event loop
-        metrics.watch_channels(lambda: (len(self.entries), self.used_bytes))
+        metrics.watch_channels(lambda: (len(self.listed), self.used_bytes))
 
     def start(self) -> None:
         """Use the running event loop from now on."""
@@ -69,12 +69,13 @@ class ChannelHub:
         SchedulerClosedError and UnknownModelError.
         """
         self.check_enabled()
-        spec = self._engine.model(opening.model)
+        specs = [self._engine.model(name) for name in opening.models]
         if self._engine.draining:
             raise SchedulerClosedError("the server is shutting down")
-        if self._engine.loaded is None:
-            raise NotReadyError(f"model {spec.name} is not ready: the server is {self._engine.phase.value}")
-        geometry = opening.geometry(spec)
+        for name in opening.models:
+            self._engine.check_loaded(name)
+        assert self._engine.loaded is not None
+        geometry = opening.geometry(specs)
         self._reserve(geometry)
         try:
             memory = await opening.allocate(geometry, self._engine.loaded)
@@ -85,13 +86,25 @@ class ChannelHub:
             self._opening -= 1
         return self._add(opening, memory)
 
+    async def open_ours(self, opening: Opening) -> Entry:
+        """Open a channel for an HTTP process of this server, once the engine has loaded."""
+        assert self._engine.loaded is not None
+        geometry = opening.geometry([self._engine.model(name) for name in opening.models])
+        memory = await opening.allocate(geometry, self._engine.loaded)
+        return self._add(opening, memory, ours=True)
+
     def get(self, channel_id: str) -> Entry:
         """The open channel with this id. Raises ChannelsDisabledError, UnknownChannelError."""
         self.check_enabled()
         entry = self.entries.get(channel_id)
-        if entry is None:
+        if entry is None or entry.ours:
             raise UnknownChannelError(f"channel: expected the id of an open channel, got {shown(channel_id)}")
         return entry
+
+    @property
+    def listed(self) -> list[Entry]:
+        """The open channels of callers."""
+        return [entry for entry in self.entries.values() if not entry.ours]
 
     def check_enabled(self) -> None:
         """Raise ChannelsDisabledError if the server has no socket for channels."""
@@ -119,7 +132,8 @@ class ChannelHub:
             return
         assert entry.expiry is not None
         entry.expiry.cancel()
-        logger.info("channel %s of model %s closed: %s", channel.id, channel.model, why)
+        log = logger.debug if entry.ours else logger.info
+        log("channel %s of %s closed: %s", channel.id, channel.served, why)
         channel.close()
         if entry.disconnect is not None:
             entry.disconnect()
@@ -132,14 +146,14 @@ class ChannelHub:
         await asyncio.gather(*self._freeing)
 
     def answered(self, channel: Channel, answer: Answered) -> None:
-        report = partial(self._count, channel.id, channel.model, answer)
+        report = partial(self._count, channel.id, answer)
         if threading.get_ident() == self._thread:
             report()
         else:
             self._engine.scheduler.report_later(report)
 
     def broken(self, channel: Channel, why: str) -> None:
-        logger.warning("channel %s of model %s: %s", channel.id, channel.model, why)
+        logger.warning("channel %s of %s: %s", channel.id, channel.served, why)
         self._soon(self.close, channel, "its caller broke the protocol")
 
     def idle(self, channel: Channel) -> None:
@@ -166,23 +180,24 @@ class ChannelHub:
         try:
             await asyncio.to_thread(channel.release)
         except Exception:
-            logger.exception("channel %s of model %s: its memory is not freed", channel.id, channel.model)
-        else:
+            logger.exception("channel %s of %s: its memory is not freed", channel.id, channel.served)
+            return
+        if channel.counted:
             self.used_bytes -= channel.memory.geometry.data_bytes
 
-    def _count(self, channel_id: str, model: str, answer: Answered) -> None:
+    def _count(self, channel_id: str, answer: Answered) -> None:
         if answer.reason is not None:
-            self._metrics.refused(model, answer.reason)
-            what = (answer.status, answer.reason, model, channel_id, answer.sequence, answer.text)
+            self._metrics.refused(answer.model, answer.reason)
+            what = (answer.status, answer.reason, answer.model, channel_id, answer.sequence, answer.text)
             logger.debug("%d %s: model %s, channel %s, request %d: %s", *what)
-        self._metrics.request_done(model, answer.status, answer.seconds)
+        self._metrics.request_done(answer.model, answer.status, answer.seconds)
 
     def _reserve(self, geometry: Geometry) -> None:
         settings = self.settings
-        if len(self.entries) + self._opening >= settings.max_channels:
+        if len(self.listed) + self._opening >= settings.max_channels:
             raise ChannelLimitError(
                 f"channels.max_channels: expected fewer than {settings.max_channels} open channels, got "
-                f"{len(self.entries)}"
+                f"{len(self.listed)}"
             )
         left = settings.max_bytes - self.used_bytes
         if geometry.data_bytes > left:
@@ -192,16 +207,21 @@ class ChannelHub:
         self._opening += 1
         self.used_bytes += geometry.data_bytes
 
-    def _add(self, opening: Opening, memory: Memory) -> Entry:
-        model = next(one for one in self._engine.settings.models if one.name == opening.model)
-        # The masked layout needs ids that are checked, which those in a GPU's memory are not.
-        routed = opening.kind == "system" or not model.masked_max_tokens
-        validate = self._engine.scheduler.runner(opening.model).validate
-        reader = RequestReader(memory.geometry, memory.region.span, validate, routed)
+    def _add(self, opening: Opening, memory: Memory, ours: bool = False) -> Entry:
+        models = [self._model(name, opening.kind == "system") for name in opening.models]
+        reader = RequestReader(memory.geometry, memory.region.span, models)
         self._opened += 1
-        channel = Channel(self._opened, opening.model, memory, reader, self._engine.scheduler, self)
-        entry = Entry(channel, opening, secrets.token_bytes(TOKEN_BYTES))
+        scheduler = self._engine.scheduler
+        channel = Channel(self._opened, opening.models, memory, reader, scheduler, self, counted=not ours)
+        entry = Entry(channel, opening, secrets.token_bytes(TOKEN_BYTES), ours)
         text = f"it was not claimed within {self.claim_seconds:g} s"
         entry.expiry = asyncio.get_running_loop().call_later(self.claim_seconds, self.close, channel, text)
         self.entries[channel.id] = entry
         return entry
+
+    def _model(self, name: str, in_host_memory: bool) -> ChannelModel:
+        spec = self._engine.model(name)
+        # The masked layout needs ids that are checked, which those in a GPU's memory are not.
+        routed = in_host_memory or not spec.host_routing
+        validate = self._engine.scheduler.runner(name).validate
+        return ChannelModel(name, spec.hidden_size, spec.top_k, validate, routed)

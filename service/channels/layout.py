@@ -6,6 +6,8 @@ import threading
 from dataclasses import asdict, dataclass, replace
 from typing import Self
 
+from expertd.service.engine.refusals import Reason
+
 MAGIC = b"expertd\0"
 VERSION = 1
 GREETING = MAGIC + struct.pack("<I", VERSION)  # what a claimed channel's socket sends, with the descriptors
@@ -16,20 +18,34 @@ ALIGNMENT = 64  # of every tensor in the data region
 HEADER = struct.Struct("<8s6I7Q")
 HEADER_BYTES = 256
 SLOT_BYTES = 512
+CANCELS_OFFSET = 192  # in the header, written by the caller: how many requests it has cancelled
 # Within a slot. Request and answer are written by one side each, 128 bytes apart: CPUs fetch pairs of lines.
+CANCEL_OFFSET = 64
 ANSWER_OFFSET = 128
 ERROR_OFFSET = 192
 ERROR_BYTES = SLOT_BYTES - ERROR_OFFSET
 
-# num_tokens, datatype, output datatype, flags, timeout_us, four offsets, reserved: all but the sequence
-REQUEST = struct.Struct("<IBBHQQQQQQ")
-# status, error_bytes, retry_after_ms, reserved, queue_ns, compute_ns: all but the sequence
+# num_tokens, two datatypes, flags, timeout_us, four offsets, reserved, model: all but the sequence
+REQUEST = struct.Struct("<IBBHQQQQQII")
+# status, error_bytes, retry_after_ms, reason, queue_ns, compute_ns: all but the sequence
 ANSWER = struct.Struct("<IIIIQQ")
 SEQUENCE_BYTES = 8
 LINE_BYTES = SEQUENCE_BYTES + REQUEST.size
 
 DATATYPES = {1: ("BF16", 2), 2: ("FP16", 2), 3: ("FP32", 4)}  # code -> name, bytes
+DATATYPE_CODES = {name: code for code, (name, _) in DATATYPES.items()}
 ROUTED = 1  # the only flag: topk_ids and topk_weights are given
+# Why a request has no output; 0: it has one.
+REASON_CODES: dict[Reason, int] = {
+    "invalid_request": 1,
+    "too_many_tokens": 2,
+    "client_gone": 3,
+    "step_failed": 4,
+    "queue_full": 5,
+    "queue_timeout": 6,
+    "shutting_down": 7,
+    "not_ready": 8,
+}
 
 _WEAKLY_ORDERED = platform.machine() not in ("x86_64", "AMD64", "i686")
 _barrier = threading.Lock()

@@ -89,9 +89,9 @@ class ChannelListener:
                 if channel is None:
                     logger.info("channels.socket: process %d of user %d sent an unknown token", pid, uid)
                     return
-                _hand_over(connection, channel)
-                claimed = (channel.id, channel.model, pid, uid)
-                logger.info("channel %s of model %s claimed by process %d of user %d", *claimed)
+                hand_over(connection, channel)
+                claimed = (channel.id, channel.served, pid, uid)
+                logger.info("channel %s of %s claimed by process %d of user %d", *claimed)
                 got = await asyncio.get_running_loop().sock_recv(connection, 1)
                 why = "its owner sent more than the token" if got else f"process {pid} has closed it"
             except OSError as error:  # TimeoutError among them
@@ -115,7 +115,8 @@ class ChannelListener:
         return token
 
 
-def _hand_over(connection: socket.socket, channel: Channel) -> None:
+def hand_over(connection: socket.socket, channel: Channel) -> None:
+    """Send a claimed channel's descriptors to its owner. Raises OSError."""
     descriptors = channel.take_descriptors()
     try:
         socket.send_fds(connection, [GREETING], descriptors)

@@ -1,6 +1,7 @@
 """What a caller asks for when it opens a channel, and the memory that it gets."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -29,11 +30,12 @@ class CudaMemory:
 class Opening:
     """A channel to open.
 
-    datatype  the widest of the caller's tensors, for the size of the default places; None: the model's
+    models    at least one
+    datatype  the widest of the caller's tensors, for the size of the default places; None: the models'
     memory    None: host memory with default places, an integer: that many bytes of it without such places
     """
 
-    model: str
+    models: tuple[str, ...]
     num_slots: int
     max_tokens: int
     datatype: str | None = None
@@ -43,16 +45,18 @@ class Opening:
     def kind(self) -> Literal["system", "cuda"]:
         return "cuda" if isinstance(self.memory, CudaMemory) else "system"
 
-    def geometry(self, spec: LayerSpec) -> Geometry:
-        """The sizes of the channel. Raises ChannelRefusedError."""
+    def geometry(self, specs: Sequence[LayerSpec]) -> Geometry:
+        """The sizes of the channel, with the largest ones of its models. Raises ChannelRefusedError."""
         for name, value, most in (
             ("num_slots", self.num_slots, MAX_SLOTS),
-            ("max_tokens", self.max_tokens, spec.max_request_tokens),
+            ("max_tokens", self.max_tokens, min(spec.max_request_tokens for spec in specs)),
         ):
             if not 1 <= value <= most:
                 raise ChannelRefusedError(f"{name}: expected 1 to {most}, got {value}")
-        sizes = (self.num_slots, self.max_tokens, spec.hidden_size, spec.top_k)
-        default = Geometry.for_slots(*sizes, _ELEMENT_BYTES[self.datatype or spec.datatype])
+        sizes = (self.num_slots, self.max_tokens)
+        largest = (max(spec.hidden_size for spec in specs), max(spec.top_k for spec in specs))
+        widest = max(_ELEMENT_BYTES[self.datatype or spec.datatype] for spec in specs)
+        default = Geometry.for_slots(*sizes, *largest, widest)
         if self.memory is None:
             return default
         num_bytes = self.memory if isinstance(self.memory, int) else self.memory.byte_size

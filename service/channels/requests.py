@@ -1,8 +1,8 @@
 """Reads the request lines of one channel: everything in them is checked before it is used."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from expertd.service.channels.layout import ALIGNMENT, DATATYPES, REQUEST, ROUTED, Geometry
 from expertd.service.engine.refusals import Reason
@@ -18,10 +18,21 @@ class InvalidRequestError(Exception):
         self.reason: Reason = reason
 
 
+class ChannelModel(NamedTuple):
+    """A model of a channel; routed: whether routing is accepted."""
+
+    name: str
+    hidden_size: int
+    top_k: int
+    validate: Callable[[LayerRequest], None]
+    routed: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Line:
     """A valid request line: the places of the tensors, inside the region and aligned."""
 
+    model: ChannelModel
     num_tokens: int
     timeout_us: int
     datatype: str
@@ -39,17 +50,14 @@ class RequestReader:
     time. In a GPU's memory it is not checked: an id that names no expert adds nothing.
     """
 
-    def __init__(
-        self, geometry: Geometry, region: Span, validate: Callable[[LayerRequest], None], routed: bool
-    ) -> None:
+    def __init__(self, geometry: Geometry, region: Span, models: Sequence[ChannelModel]) -> None:
         self._geometry = geometry
         self._region = region
-        self._validate = validate
-        self._routed = routed  # whether routing is accepted
+        self._models = models  # in the order of their numbers in request lines
 
     def line(self, data: bytes) -> Line:
         """Parse a request line without its sequence. Raises InvalidRequestError."""
-        num_tokens, code, output_code, flags, timeout_us, *offsets, reserved = REQUEST.unpack(data)
+        num_tokens, code, output_code, flags, timeout_us, *offsets, reserved, number = REQUEST.unpack(data)
         geometry = self._geometry
         if num_tokens > geometry.max_tokens:
             text = f"num_tokens: expected at most {geometry.max_tokens}, got {num_tokens}"
@@ -60,10 +68,13 @@ class RequestReader:
         if flags & ~ROUTED or reserved:
             name, got = ("flags", flags) if flags & ~ROUTED else ("reserved", reserved)
             _refuse(f"{name}: expected {'0 or 1' if name == 'flags' else 0}, got {got}")
-        if flags and not self._routed:
+        if number >= len(self._models):
+            _refuse(f"model: expected a number below {len(self._models)}, got {number}")
+        model = self._models[number]
+        if flags and not model.routed:
             _refuse("flags: expected 0 (a masked layout needs routing in host memory), got 1")
         (datatype, size), (output_datatype, output_size) = DATATYPES[code], DATATYPES[output_code]
-        rows, routing = num_tokens * geometry.hidden_size, num_tokens * geometry.top_k * 4
+        rows, routing = num_tokens * model.hidden_size, num_tokens * model.top_k * 4
         ids = weights = None
         hidden_states = self._part("hidden_states", offsets[0], rows * size)
         output = self._part("output", offsets[3], rows * output_size)
@@ -73,7 +84,8 @@ class RequestReader:
         for name, part in (("hidden_states", hidden_states), ("topk_ids", ids), ("topk_weights", weights)):
             if part is not None and _overlap(part, output):
                 _refuse(f"output: expected a place apart from {name}, got one that overlaps it")
-        return Line(num_tokens, timeout_us, datatype, output_datatype, hidden_states, output, ids, weights)
+        datatypes = (datatype, output_datatype)
+        return Line(model, num_tokens, timeout_us, *datatypes, hidden_states, output, ids, weights)
 
     def request(self, line: Line) -> LayerRequest:
         """The request of `line`. Raises InvalidRequestError for invalid routing."""
@@ -93,7 +105,7 @@ class RequestReader:
         )
         if ids is not None:
             try:
-                self._validate(request)
+                line.model.validate(request)
             except ValueError as error:
                 raise InvalidRequestError(str(error)) from error
         return request

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from expertd.service.settings.model import Settings
     from expertd.service.settings.values import Values
 
-_COMMON = ("host", "port", "uds", "backend", "log_level")
+_COMMON = ("host", "port", "uds", "http_workers", "backend", "log_level")
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +24,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", help="address to listen on (default: loopback only)")
     parser.add_argument("--port", help="port to listen on; 0: any free one")
     parser.add_argument("--uds", help="path of a Unix socket to listen on, instead of host and port")
+    parser.add_argument("--http-workers", help="number of processes that speak HTTP (default: 1)")
     parser.add_argument("--backend", help=f"auto, {' or '.join(BACKENDS)}")
     parser.add_argument("--log-level", help="debug, info, warning or error")
     parser.add_argument(

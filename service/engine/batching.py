@@ -228,6 +228,11 @@ class Scheduler:
         """Poll `source` no more, once a poll that has begun is over."""
         self._wakeup.remove(source)
 
+    def poll_sources(self) -> None:
+        """Poll every source once, so that what has arrived is accepted, even during a step."""
+        for source in self._wakeup.all():
+            source.poll()
+
     def report_later(self, report: Callable[[], None]) -> None:
         """Call `report` on the event loop soon, where it delays no step; for the worker thread."""
         self._reports.append(report)

@@ -2,28 +2,27 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import Enum
 from functools import partial
 
 from expertd.kernels.jit import stats as jit_stats
-from expertd.service.engine.batching import Scheduler
+from expertd.service.engine.batching import Done, Pending, Scheduler
 from expertd.service.engine.errors import (
     NotReadyError,
     PartitionsRefusedError,
     PartitionsUnavailableError,
     QueueFullError,
     SchedulerClosedError,
-    UnknownModelError,
 )
 from expertd.service.engine.loading import LoadCancelledError, Loaded, Loader, Partitions
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.shared_memory import SharedMemory
-from expertd.service.engine.spec import MODEL_VERSION, LayerSpec
-from expertd.service.memory import Arena
-from expertd.service.moe.request import zero_request
-from expertd.service.sentences import all_of, any_of, shown
+from expertd.service.engine.spec import MODEL_VERSION, LayerSpec, served, specs_of
+from expertd.service.memory import Arena, RegionUses
+from expertd.service.moe.request import LayerRequest, zero_request
+from expertd.service.sentences import all_of
 from expertd.service.settings.model import Settings
 
 logger = logging.getLogger(__name__)
@@ -48,21 +47,12 @@ class Engine:
     def __init__(self, settings: Settings, metrics: Metrics, load: Loader) -> None:
         self.settings = settings
         self.phase = Phase.LOADING
-        self.models = {
-            model.name: LayerSpec(
-                name=model.name,
-                hidden_size=model.hidden_size,
-                top_k=model.top_k,
-                datatype=model.datatype,
-                max_request_tokens=settings.limits.max_request_tokens,
-                host_routing=model.masked_max_tokens > 0,
-            )
-            for model in settings.models
-        }
+        self.models = specs_of(settings)
         self.scheduler = Scheduler(settings.limits, metrics, settings.channels.spin_microseconds / 1e6)
         self.loaded: Loaded | None = None
         self.arena: Arena | None = None  # of large bodies and outputs, once loaded
         self.shared_memory = SharedMemory(settings.shared_memory)
+        self.can_be_reached: Callable[[], bool] = lambda: True  # by all of the server's processes
         self._metrics = metrics
         self._load = load
         self._loading: asyncio.Task[None] | None = None
@@ -83,6 +73,8 @@ class Engine:
         """
         if self.phase is not Phase.READY:
             return f"the server is {self.phase.value}"
+        if not self.can_be_reached():
+            return "the server is starting its HTTP processes"
         if failing := self._failing(models):
             return f"model {', '.join(failing)}: at least the last {_FAILING_STEPS} steps failed"
         return None
@@ -104,14 +96,32 @@ class Engine:
 
     def model(self, name: str, version: str = MODEL_VERSION) -> LayerSpec:
         """The served model `name`, loaded or not. Raises UnknownModelError if there is none."""
-        spec = self.models.get(name)
-        if spec is None:
-            raise UnknownModelError(f"model: expected {any_of(self.models)}, got {shown(name)}")
-        if version != MODEL_VERSION:
-            raise UnknownModelError(
-                f"version of model {name}: expected {MODEL_VERSION}, got {shown(version)}"
-            )
-        return spec
+        return served(self.models, name, version)
+
+    def check_loaded(self, model: str) -> None:
+        """Raise NotReadyError during loading."""
+        if self.loaded is None:
+            raise NotReadyError(f"model {model} is not ready: the server is {self.phase.value}")
+
+    def check_capacity(self, model: str) -> None:
+        """Raise QueueFullError or SchedulerClosedError if every request would be refused now."""
+        self.scheduler.check_capacity(model)
+
+    def validate(self, model: str, request: LayerRequest) -> None:
+        """Raise ValueError for invalid routing."""
+        self.scheduler.runner(model).validate(request)
+
+    def submit(self, model: str, request: LayerRequest, done: Done) -> Pending:
+        """Put a request in its queue; see `Scheduler.submit`."""
+        return self.scheduler.submit(model, request, done)
+
+    def cancel(self, pending: Pending, error: Exception) -> bool:
+        """Answer a queued request with `error`; see `Scheduler.cancel`."""
+        return self.scheduler.cancel(pending, error)
+
+    def region_uses(self) -> RegionUses | None:
+        """The regions of a new request; see `SharedMemory.uses`."""
+        return self.shared_memory.uses()
 
     def start(self) -> None:
         """Start the worker thread, which then loads the models; returns at once."""
@@ -132,6 +142,7 @@ class Engine:
         """Refuse new requests after the configured delay; True if all accepted requests are answered."""
         self.begin_drain()
         await asyncio.sleep(self.settings.shutdown_delay_seconds)
+        self.scheduler.poll_sources()
         self.scheduler.close()
         try:
             await asyncio.wait_for(self.scheduler.drained(), self.settings.drain_timeout_seconds)

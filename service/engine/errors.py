@@ -29,6 +29,18 @@ class QueueTimeoutError(EngineError):
     """The request's own timeout expired in the queue."""
 
 
+class MemoryFullError(EngineError):
+    """The memory for bodies and outputs is in use."""
+
+
+class RequestRefusedError(EngineError):
+    """The request is invalid, as the engine's own process found."""
+
+
+class RegionsElsewhereError(Exception):
+    """The request names regions, which only the engine's process has: it must answer the request itself."""
+
+
 class StepFailedError(EngineError):
     """A step with only this request raised."""
 

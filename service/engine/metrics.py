@@ -17,15 +17,10 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from expertd.layout import Layout
 from expertd.service.engine.collectors import CallbackCollector, ExpertTokens, count
-from expertd.service.engine.refusals import REASONS, Reason
+from expertd.service.engine.refusals import Reason
+from expertd.service.engine.request_counts import SECONDS, RequestCounts, request_metrics
 from expertd.service.moe.request import StepResult
 
-# Every status of an infer request; 499: no response, because the client had disconnected.
-STATUSES = (200, 400, 404, 408, 413, 415, 499, 500, 503)  # of infer responses
-CONNECTION_STATUSES = (400, 408, 431, 500, 501, 503, 505)  # of refusals by a connection
-
-# An expert layer takes about a millisecond: 50 us to 26 s, by factors of 2.
-SECONDS = tuple(50e-6 * 2**i for i in range(20))
 TOKENS = tuple(float(2**i) for i in range(16))
 REQUESTS = tuple(float(2**i) for i in range(11))
 IMBALANCE = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
@@ -61,10 +56,8 @@ class Metrics:
         self._version = version
         self._build = Info("expertd_build", "Version and backend of this server", registry=self.registry)
         self._build.info({"version": version, "backend": "", "device": ""})
-        self._requests = self._counter("requests", "Infer requests answered", "model", "status")
-        self._request_seconds = self._histogram(
-            "request_seconds", "From an infer request's headers to the end of its answer", SECONDS, "model"
-        )
+        self.requests = RequestCounts([])  # of this process
+        self._request_cells: list[memoryview[float]] = []  # of others
         self._queue_seconds = self._histogram(
             "queue_seconds", "From a request's acceptance to the start of its step", SECONDS, "model"
         )
@@ -81,23 +74,9 @@ class Metrics:
             "model",
             "layout",
         )
-        self._refusals = self._counter(
-            "refusals", "Infer requests that got no output, by reason", "model", "reason"
-        )
-        self._connection_refusals = self._counter(
-            "connection_refusals", "Input refused before it was a request to the application", "status"
-        )
-        for refusal in CONNECTION_STATUSES:
-            self._connection_refusals.labels(refusal)
         self._step_failures = self._counter("step_failures", "Steps that raised", "model")
         self._expert_tokens = ExpertTokens()
         # Looking up a child by its labels takes longer than counting, so children are cached.
-        self._request_children = cache(
-            lambda model, status: (
-                self._requests.labels(model, status),
-                self._request_seconds.labels(model),
-            )
-        )
         self._step_children = cache(
             lambda model, layout: _StepChildren(
                 self._compute_seconds.labels(model, layout),
@@ -109,20 +88,20 @@ class Metrics:
             )
         )
         self.registry.register(self._expert_tokens)
+        self.registry.register(CallbackCollector(self._collect_requests))
 
     def add_models(self, num_experts: Mapping[str, int]) -> None:
         """Start every series of these models (model -> experts) at 0, because rates need a first value."""
+        self.requests = RequestCounts(num_experts)
         for model, experts in num_experts.items():
-            for status in STATUSES:
-                self._request_children(model, status)
-            for reason in REASONS:
-                self._refusals.labels(model, reason)
             for layout in Layout:
                 self._step_children(model, layout)
             self._step_failures.labels(model)
             self._expert_tokens.add(model, np.zeros(experts, dtype=np.int64))
-        self._request_children("", 404)
-        self._refusals.labels("", "unknown_model")
+
+    def add_request_cells(self, cells: "memoryview[float]") -> None:
+        """Include what another process counts with `RequestCounts` of the same models."""
+        self._request_cells.append(cells)
 
     def set_backend(self, backend: str, device: str) -> None:
         """Report the backend and device that were chosen at start-up."""
@@ -130,17 +109,15 @@ class Metrics:
 
     def request_done(self, model: str, status: int, seconds: float) -> None:
         """Count an answered infer request; `model` is "" if it is not served."""
-        count, duration = self._request_children(model, status)
-        count.inc()
-        duration.observe(seconds)
+        self.requests.request_done(model, status, seconds)
 
     def refused(self, model: str, reason: Reason) -> None:
         """Count an infer request that got no output; `model` is "" if it is not served."""
-        self._refusals.labels(model, reason).inc()
+        self.requests.refused(model, reason)
 
     def connection_refused(self, status: int) -> None:
         """Count input that a connection refused with `status`, before the application received a request."""
-        self._connection_refusals.labels(status).inc()
+        self.requests.connection_refused(status)
 
     def step_done(self, model: str, result: StepResult, queue_seconds: Sequence[float]) -> None:
         """Count a step whose requests had waited `queue_seconds`."""
@@ -246,6 +223,9 @@ class Metrics:
                 yield GaugeMetricFamily("expertd_device_memory_total_bytes", "Total memory", value=total)
 
         self.registry.register(CallbackCollector(collect))
+
+    def _collect_requests(self) -> Iterator[Metric]:
+        return request_metrics(self.requests.models, [self.requests.cells, *self._request_cells])
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"expertd_{name}", text, labels, registry=self.registry)

@@ -1,6 +1,11 @@
 """A served model's public properties."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from expertd.service.engine.errors import UnknownModelError
+from expertd.service.sentences import any_of, shown
+from expertd.service.settings.model import Settings
 
 MODEL_VERSION = "1"
 """The only version of every model."""
@@ -19,3 +24,28 @@ class LayerSpec:
     datatype: str
     max_request_tokens: int
     host_routing: bool = False
+
+
+def specs_of(settings: Settings) -> dict[str, LayerSpec]:
+    """The served models, by name."""
+    return {
+        model.name: LayerSpec(
+            name=model.name,
+            hidden_size=model.hidden_size,
+            top_k=model.top_k,
+            datatype=model.datatype,
+            max_request_tokens=settings.limits.max_request_tokens,
+            host_routing=model.masked_max_tokens > 0,
+        )
+        for model in settings.models
+    }
+
+
+def served(models: Mapping[str, LayerSpec], name: str, version: str = MODEL_VERSION) -> LayerSpec:
+    """The model `name`, loaded or not. Raises UnknownModelError if it is not among `models`."""
+    spec = models.get(name)
+    if spec is None:
+        raise UnknownModelError(f"model: expected {any_of(models)}, got {shown(name)}")
+    if version != MODEL_VERSION:
+        raise UnknownModelError(f"version of model {name}: expected {MODEL_VERSION}, got {shown(version)}")
+    return spec

@@ -16,7 +16,7 @@ class Source(Protocol):
         """An eventfd that a caller adds to when it has written a request; nobody needs to read it."""
 
     def poll(self) -> None:
-        """Submit the requests that have arrived; called on the worker thread after each ring."""
+        """Submit the requests that have arrived; called after each ring, on the worker thread or another."""
 
 
 class Wakeup:
@@ -46,6 +46,11 @@ class Wakeup:
             if self.sources.pop(source.fileno(), None) is not None:
                 # Closing would not be enough: the caller has a descriptor of the same eventfd.
                 self._epoll.unregister(source.fileno())
+
+    def all(self) -> list[Source]:
+        """The present sources."""
+        with self._lock:
+            return list(self.sources.values())
 
     def wake(self) -> None:
         """End the current or the next `wait`."""

@@ -112,7 +112,8 @@ class AsgiCycle:
         if message["type"] == "http.response.start":
             self._start = message
             return
-        data: bytes = message.get("body", b"")
+        # Not every application knows that a response to HEAD has no body.
+        data: bytes = b"" if self._scope["method"] == "HEAD" else message.get("body", b"")
         if not self._begun:
             assert self._start is not None
             self._begun = True

@@ -12,13 +12,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from expertd.service.engine.batching import Pending
-from expertd.service.engine.engine import Engine
-from expertd.service.engine.errors import NotReadyError, QueueTimeoutError
-from expertd.service.engine.metrics import Metrics
+from expertd.service.engine.errors import QueueTimeoutError, RegionsElsewhereError
+from expertd.service.engine.refusals import Reason
 from expertd.service.engine.spec import LayerSpec
 from expertd.service.http.answers import Answer, client_gone, error_answer, output_answer, refusal_of
 from expertd.service.http.infer_body import ALIGNMENT, LARGE_BYTES, InferBody, take
+from expertd.service.http.infer_engine import Forward, InferEngine
 from expertd.service.http.infer_head import InferHead
 from expertd.service.http.parsing import INLINE_BYTES, Received, parse_body, takes_long
 from expertd.service.http.plans import Plan
@@ -43,12 +42,21 @@ class Caller(Protocol):
         """Send `answer`, then call `call.sent`; None: the request has ended, and nobody waits for it."""
 
 
-class InferEndpoint:
-    """What all infer requests share."""
+class Counts(Protocol):
+    """Where requests are counted; implemented by `RequestCounts` and `Metrics`."""
 
-    def __init__(self, engine: Engine, metrics: Metrics) -> None:
+    def request_done(self, model: str, status: int, seconds: float) -> None: ...
+    def refused(self, model: str, reason: Reason) -> None: ...
+    def connection_refused(self, status: int) -> None: ...
+
+
+class InferEndpoint:
+    """What all infer requests share; `forward` is for an engine that raises RegionsElsewhereError."""
+
+    def __init__(self, engine: InferEngine, metrics: Counts, forward: Forward | None = None) -> None:
         self.engine = engine
         self.metrics = metrics
+        self.forward = forward
 
     @property
     def max_body_bytes(self) -> int:
@@ -67,6 +75,7 @@ class InferCall:
         "_arena",
         "_caller",
         "_endpoint",
+        "_forwarding",
         "_head",
         "_layer",
         "_left",
@@ -94,7 +103,8 @@ class InferCall:
         self._regions: RegionUses | None = None
         self._output: Block | None = None
         self._plan: Plan | None = None
-        self._pending: Pending | None = None
+        self._pending: Any = None  # what the engine's `submit` returned, until its answer
+        self._forwarding: asyncio.Task[Answer] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._left: OipError | None = None
         self._refusal: OipError | None = None
@@ -106,10 +116,9 @@ class InferCall:
         engine = endpoint.engine
         try:
             self._spec: LayerSpec = engine.model(head.model, head.version)
-            if engine.loaded is None:
-                raise NotReadyError(f"model {head.model} is not ready: the server is {engine.phase.value}")
+            engine.check_loaded(head.model)
             head.read()
-            engine.scheduler.check_capacity(head.model)
+            engine.check_capacity(head.model)
             limit = endpoint.max_body_bytes
             if head.content_length is not None and head.content_length > limit:
                 raise OipError(413, f"body: expected at most {limit} bytes, got {head.content_length}")
@@ -135,6 +144,9 @@ class InferCall:
 
     def refuse(self, error: Exception) -> None:
         """Answer with `error`."""
+        if isinstance(error, RegionsElsewhereError) and self._left is None:
+            self._forward()
+            return
         refusal = self._left or refusal_of(error, self._head.model)
         if self._plan is not None and refusal.request_id is None:
             refusal.request_id = self._plan.request.id
@@ -150,7 +162,9 @@ class InferCall:
         """Nobody is left to answer: the client disconnected, or its body was refused with `error`."""
         self._left = left = error or client_gone()
         if self._pending is not None:
-            self._endpoint.engine.scheduler.cancel(self._pending, left)
+            self._endpoint.engine.cancel(self._pending, left)
+        elif self._forwarding is not None:
+            self._forwarding.cancel()
         elif not self._working:
             self.refuse(left)
 
@@ -165,7 +179,7 @@ class InferCall:
 
     def _parse(self) -> None:
         engine = self._endpoint.engine
-        limits, new_uses = engine.settings.limits, engine.shared_memory.uses
+        limits, new_uses = engine.settings.limits, engine.region_uses
         self._plan = parse_body(self._received, self._head, self._spec, limits, self._arena, new_uses)
         self._regions = self._plan.request.regions
 
@@ -193,7 +207,7 @@ class InferCall:
 
     def _validate(self) -> None:
         try:
-            self._endpoint.engine.scheduler.runner(self._head.model).validate(self._layer)
+            self._endpoint.engine.validate(self._head.model, self._layer)
         except ValueError as error:
             raise OipError(400, str(error)) from error
 
@@ -202,11 +216,11 @@ class InferCall:
             self._computed(b"")  # expert-parallel callers send empty batches
             return
         assert self._plan is not None
-        scheduler = self._endpoint.engine.scheduler
-        self._pending = scheduler.submit(self._head.model, self._layer, self._computed)
+        engine = self._endpoint.engine
+        self._pending = engine.submit(self._head.model, self._layer, self._computed)
         if (seconds := self._plan.request.timeout_seconds) is not None:
             expired = QueueTimeoutError(f"the request's timeout of {seconds} s expired in the queue")
-            self._timer = self._caller.loop.call_later(seconds, scheduler.cancel, self._pending, expired)
+            self._timer = self._caller.loop.call_later(seconds, engine.cancel, self._pending, expired)
 
     def _computed(self, output: Output | Exception) -> None:
         """The scheduler's answer."""
@@ -259,6 +273,29 @@ class InferCall:
         except Exception as error:
             self.refuse(error)
 
+    def _forward(self) -> None:
+        """Have the engine's process answer."""
+        forward = self._endpoint.forward
+        assert forward is not None
+        content = bytes(host_view(self._received.content))
+        self._received.release()
+
+        async def forwarding() -> Answer:
+            status, fields, body = await forward(self._head, content)
+            return Answer(status, fields, [body])
+
+        self._forwarding = task = self._caller.loop.create_task(forwarding())
+        task.add_done_callback(self._forwarded)
+
+    def _forwarded(self, task: "asyncio.Task[Answer]") -> None:
+        if self._left is not None or task.cancelled():
+            self._caller.reply(self, None)
+        elif (error := task.exception()) is not None:
+            self._forwarding = None  # the engine has not counted it
+            self.refuse(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+        else:
+            self._caller.reply(self, task.result())
+
     def _release(self) -> None:
         """Give back the memory of the body, of the output, and of regions."""
         regions, self._regions = self._regions, None
@@ -269,6 +306,8 @@ class InferCall:
             self._output.release()
 
     def _count(self) -> None:
+        if self._forwarding is not None:
+            return  # the engine's process does
         head, metrics, refusal = self._head, self._endpoint.metrics, self._refusal
         known = head.model if head.model in self._endpoint.engine.models else ""
         status = 200

@@ -6,8 +6,7 @@ from typing import Any, Protocol
 
 from starlette.types import ASGIApp
 
-from expertd.service.engine.metrics import Metrics
-from expertd.service.http.infer import InferEndpoint
+from expertd.service.http.infer import Counts, InferEndpoint
 from expertd.service.http.refused import Headers, first_lines
 from expertd.service.http.request_head import Heads
 from expertd.service.settings.model import Settings
@@ -34,7 +33,7 @@ class Shared:
     cut_off    connections whose client did not read its response in time, up to now
     """
 
-    def __init__(self, app: ASGIApp, endpoint: InferEndpoint, metrics: Metrics, settings: Settings) -> None:
+    def __init__(self, app: ASGIApp, endpoint: InferEndpoint, metrics: Counts, settings: Settings) -> None:
         self.app = app
         self.endpoint = endpoint
         self.engine = endpoint.engine

@@ -37,17 +37,21 @@ class Block:
 class Arena:
     """At most `num_bytes` of memory for bodies and outputs, as blocks. Safe from any thread.
 
-    The memory is a file without a name, which another process can map. The kernel allocates its pages on
-    first use; `register` touches all of them.
+    memory  where they are; None: in a file without a name, whose pages the kernel allocates on first use.
+            `register` touches all of them
     """
 
-    def __init__(self, num_bytes: int, register: Register = nothing_to_register) -> None:
-        self.num_bytes = _rounded(num_bytes)
-        self.fd = os.memfd_create("expertd-arena")
-        os.ftruncate(self.fd, self.num_bytes)
-        self._map = mmap.mmap(self.fd, self.num_bytes)
-        self._view = memoryview(self._map)
-        self._address = int(np.frombuffer(self._map, np.uint8).ctypes.data)
+    def __init__(
+        self, num_bytes: int, register: Register = nothing_to_register, memory: memoryview | None = None
+    ) -> None:
+        self.num_bytes = _rounded(num_bytes) if memory is None else len(memory) // _GRAIN * _GRAIN
+        self.fd = -1
+        if memory is None:
+            self.fd = os.memfd_create("expertd-arena")
+            os.ftruncate(self.fd, self.num_bytes)
+            memory = memoryview(mmap.mmap(self.fd, self.num_bytes))
+        self._view = memory
+        self._address = int(np.frombuffer(self._view, np.uint8).ctypes.data)
         self._free = {0: self.num_bytes}  # start -> bytes, in the order of addresses
         self._lock = threading.Lock()
         self._used = 0
@@ -76,7 +80,8 @@ class Arena:
     def close(self) -> None:
         """Unregister the memory. It is unmapped once nothing refers to it."""
         self._unregister()
-        os.close(self.fd)
+        if self.fd >= 0:
+            os.close(self.fd)
 
     def _free_block(self, start: int, num_bytes: int) -> None:
         size = _rounded(num_bytes)

@@ -287,6 +287,12 @@ class Settings(BaseSettings):
         default=None,
         description="path of a Unix socket to listen on instead of `host` and `port`, for this user only",
     )
+    http_workers: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="number of processes that speak HTTP; with more than 1, another process owns the device",
+    )
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)] = Field(
         default="info", description="minimum level of log lines, in upper or lower case"
     )

@@ -44,6 +44,7 @@ def channels_router(hub: ChannelHub, bodies: BodyReader) -> APIRouter:
         "/channels",
         status_code=201,
         response_model=ChannelResponse,
+        response_model_exclude_unset=True,
         responses=errors(400, 403, 404, 408, 413, 415, 503),
         openapi_extra=_BODY,
     )
@@ -55,24 +56,36 @@ def channels_router(hub: ChannelHub, bodies: BodyReader) -> APIRouter:
         return {
             "id": entry.channel.id,
             "version": VERSION,
-            "model": entry.channel.model,
+            **_models_of(entry),
             "socket": str(hub.settings.socket),
             "token": entry.token.hex(),
             "geometry": entry.channel.memory.geometry.shown(),
         }
 
-    @router.get("/channels", response_model=ChannelsResponse, responses=errors(403))
+    @router.get(
+        "/channels", response_model=ChannelsResponse, response_model_exclude_unset=True, responses=errors(403)
+    )
     async def list_channels() -> dict[str, Any]:
         """The open channels."""
         hub.check_enabled()
-        return {"channels": [_shown(entry) for entry in hub.entries.values()]}
+        return {"channels": [_shown(entry) for entry in hub.listed]}
 
-    @router.get("/channels/{channel}", response_model=ChannelInfo, responses=errors(403, 404))
+    @router.get(
+        "/channels/{channel}",
+        response_model=ChannelInfo,
+        response_model_exclude_unset=True,
+        responses=errors(403, 404),
+    )
     async def get_channel(channel: ChannelId) -> dict[str, Any]:
         """One open channel."""
         return _shown(hub.get(channel))
 
-    @router.delete("/channels/{channel}", response_model=ChannelInfo, responses=errors(403, 404))
+    @router.delete(
+        "/channels/{channel}",
+        response_model=ChannelInfo,
+        response_model_exclude_unset=True,
+        responses=errors(403, 404),
+    )
     async def close_channel(channel: ChannelId) -> dict[str, Any]:
         """Close a channel; its queued requests are answered with 499."""
         entry = hub.get(channel)
@@ -95,7 +108,17 @@ def _opening(body: bytes) -> Opening:
     elif given.memory != "system":
         cuda = given.memory.cuda
         memory = CudaMemory(cuda.device_id, _handle(cuda.raw_handle.b64), cuda.byte_size)
-    return Opening(given.model, given.num_slots, given.max_tokens, given.datatype, memory)
+    return Opening(_models(given), given.num_slots, given.max_tokens, given.datatype, memory)
+
+
+def _models(given: ChannelRequest) -> tuple[str, ...]:
+    if (given.model is None) == (given.models is None):
+        got = "neither" if given.model is None else "both"
+        raise OipError(400, f"model: expected one of model and models, got {got}")
+    names = [given.model] if given.model is not None else given.models or []
+    if len(set(names)) < len(names):
+        raise OipError(400, f"models: expected different names, got {shown(names)}")
+    return tuple(names)
 
 
 def _handle(text: str) -> bytes:
@@ -105,11 +128,17 @@ def _handle(text: str) -> bytes:
         raise OipError(400, f"raw_handle.b64: expected base64, got {shown(text)}") from error
 
 
+def _models_of(entry: Entry) -> dict[str, Any]:
+    """As they were asked for."""
+    models = entry.channel.models
+    return {"model": models[0]} if len(models) == 1 else {"models": list(models)}
+
+
 def _shown(entry: Entry) -> dict[str, Any]:
     channel = entry.channel
     return {
         "id": channel.id,
-        "model": channel.model,
+        **_models_of(entry),
         "memory": entry.opening.kind,
         "data_bytes": channel.memory.geometry.data_bytes,
         "owner": entry.owner,

@@ -134,9 +134,10 @@ class CudaMemoryRegion(_Strict):
 
 
 class ChannelRequest(_Strict):
-    """A channel to open."""
+    """A channel to open, for `model` or for all of `models`."""
 
-    model: str
+    model: str | None = None
+    models: Annotated[list[str], Field(min_length=1, max_length=65536)] | None = None
     num_slots: PositiveInt = Field(description="requests that may be in flight at once, at most 4096")
     max_tokens: PositiveInt = Field(description="maximum tokens per request")
     datatype: Literal["BF16", "FP16", "FP32"] | None = Field(
@@ -150,7 +151,8 @@ class ChannelRequest(_Strict):
 class ChannelResponse(BaseModel):
     id: str
     version: int = Field(description="of the layout")
-    model: str
+    model: str | None = Field(default=None, description="the only one")
+    models: list[str] | None = Field(default=None, description="in the order of their numbers")
     socket: str = Field(description="path of the Unix socket at which the channel is claimed")
     token: str = Field(description="32 bytes in hexadecimal, which claim the channel once")
     geometry: dict[str, int] = Field(
@@ -160,7 +162,8 @@ class ChannelResponse(BaseModel):
 
 class ChannelInfo(BaseModel):
     id: str
-    model: str
+    model: str | None = Field(default=None, description="the only one")
+    models: list[str] | None = Field(default=None, description="in the order of their numbers")
     memory: Literal["system", "cuda"]
     data_bytes: int
     owner: int | None = Field(description="process id; null: not yet claimed")

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 GREETING = b"expertd\0" + struct.pack("<I", 1)
 HEADER = struct.Struct("<8s6I7Q")
-REQUEST = struct.Struct("<IBBHQQQQQQ")
+REQUEST = struct.Struct("<IBBHQQQQQII")
 ANSWER = struct.Struct("<IIIIQQ")
 CODES = {"BF16": 1, "FP16": 2, "FP32": 3}
 ROUTED = 1
@@ -85,11 +85,12 @@ class Peer:
         output_datatype: str = "FP32",
         routed: bool = False,
         timeout: float = 0.0,
+        model: int = 0,
     ) -> int:
         """Send a request whose tensors are at `places`, in the next slot; returns its sequence number."""
         sequence = self.sequence + 1
         codes = CODES[datatype], CODES[output_datatype], ROUTED if routed else 0
-        self.write(sequence, REQUEST.pack(num_tokens, *codes, int(timeout * 1e6), *places, 0))
+        self.write(sequence, REQUEST.pack(num_tokens, *codes, int(timeout * 1e6), *places, 0, model))
         self.sequence = sequence
         return sequence
 
@@ -98,6 +99,12 @@ class Peer:
         start = self.starts[(sequence - 1) % self.num_slots]
         self.control[start + 8 : start + 8 + len(line)] = line
         self.words[start // 8] = sequence
+        self.ring()
+
+    def cancel(self, sequence: int) -> None:
+        """Cancel request `sequence`, if it is still queued."""
+        self.words[(self.starts[(sequence - 1) % self.num_slots] + 64) // 8] = sequence
+        self.words[192 // 8] += 1
         self.ring()
 
     def ring(self) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from expertd.service.channels.layout import REQUEST, Geometry
 from expertd.service.channels.memory import SealedMemory
-from expertd.service.channels.requests import InvalidRequestError, RequestReader
+from expertd.service.channels.requests import ChannelModel, InvalidRequestError, RequestReader
 from tests.service.apps import HIDDEN, TOP_K, hidden_request, output_of, rows
 from tests.service.channels.peer import ChannelClosedError, Peer
 from tests.service.channels.servers import answer_to, channel_server, claimed
@@ -21,13 +21,13 @@ from tests.service.waiting import until
 
 SIZE = 64 * 1024
 FP32, BF16 = 3, 1
-GOOD = (2, FP32, FP32, 0, 0, 0, 0, 0, 8192, 0)
+GOOD = (2, FP32, FP32, 0, 0, 0, 0, 0, 8192, 0, 0)
 FIELDS = ("num_tokens", "datatype", "output_datatype", "flags", "timeout_us")
 OFFSETS = ("hidden_states", "topk_ids", "topk_weights", "output")
 
 
 def line(**changes: int) -> bytes:
-    names = (*FIELDS, *OFFSETS, "reserved")
+    names = (*FIELDS, *OFFSETS, "reserved", "model")
     return REQUEST.pack(*({**dict(zip(names, GOOD, strict=True)), **changes}.values()))
 
 
@@ -39,6 +39,7 @@ WRONG = {
     "output_datatype: expected 1, 2 or 3, got 4": {"output_datatype": 4},
     "flags: expected 0 or 1, got 2": {"flags": 2},
     "reserved: expected 0, got 1": {"reserved": 1},
+    "model: expected a number below 1, got 1": {"model": 1},
     "hidden_states: expected an offset that is a multiple of 64, got 8": {"hidden_states": 8},
     "output: expected an offset that is a multiple of 64, got 8200": {"output": 8200},
     "hidden_states: expected 1024 bytes inside the region of 65536, got the offset 65472": {
@@ -89,6 +90,7 @@ lines = st.builds(
     flags=st.sampled_from((0, 1, 1, 2)),
     timeout_us=st.integers(0, 2**64 - 1),
     reserved=st.sampled_from((0, 0, 0, 1)),
+    model=st.sampled_from((0, 0, 0, 1)),
     **{name: st.integers(0, 1200).map(lambda n: n * 64) | st.integers(0, 2**64 - 1) for name in OFFSETS},
 )
 
@@ -97,9 +99,8 @@ lines = st.builds(
 @given(lines | st.binary(min_size=REQUEST.size, max_size=REQUEST.size))
 def test_any_line_is_refused_or_stays_inside_the_region(data: bytes) -> None:
     with region() as memory:
-        reader = RequestReader(
-            Geometry.for_slots(1, 16, HIDDEN, TOP_K, 4).within(SIZE), memory.span, EchoRunner().validate, True
-        )
+        model = ChannelModel("tiny", HIDDEN, TOP_K, EchoRunner().validate, True)
+        reader = RequestReader(Geometry.for_slots(1, 16, HIDDEN, TOP_K, 4).within(SIZE), memory.span, [model])
         num_tokens, _, _, flags, *_ = REQUEST.unpack(data)
         try:
             read = reader.line(data)

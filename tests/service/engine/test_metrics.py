@@ -9,8 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from expertd.kernels.jit import stats as jit_stats
 from expertd.layout import Layout
 from expertd.service.engine.errors import EngineError
-from expertd.service.engine.metrics import STATUSES
 from expertd.service.engine.refusals import REASONS
+from expertd.service.engine.request_counts import STATUSES
 from expertd.service.engine.statuses import ANSWERS
 from expertd.service.http.app import ExpertApp
 from expertd.service.moe.request import StepResult

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from expertd.service.engine.metrics import STATUSES
 from expertd.service.engine.refusals import REASONS
+from expertd.service.engine.request_counts import STATUSES
 from tests.service.apps import (
     HIDDEN,
     Serving,

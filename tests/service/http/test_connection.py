@@ -285,3 +285,15 @@ def test_refusals_of_connections_are_counted(
     (answer,) = ask(server.port, request_bytes)
     assert answer.status == int(status)
     assert refusals(server) == before | {status: before[status] + 1}
+
+
+def test_a_response_to_head_has_no_body(server: ServerProcess) -> None:
+    requests = head("HEAD /openapi.json HTTP/1.1") + head("GET /v2 HTTP/1.1", "Connection: close")
+    with connect(server.port) as sock:
+        sock.sendall(requests)
+        received = b""
+        while data := sock.recv(1 << 16):
+            received += data
+    first, _, rest = received.partition(b"\r\n\r\n")
+    assert first.startswith(b"HTTP/1.1 200 ")
+    assert rest.startswith(b"HTTP/1.1 200 "), "the next response follows at once"

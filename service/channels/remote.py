@@ -1,0 +1,218 @@
+"""An HTTP process's access to the engine in another process: the caller's side of one channel."""
+
+import asyncio
+import logging
+import math
+import mmap
+import os
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from expertd.service.channels.cells import CELL_BYTES, Cells, int32_ids
+from expertd.service.channels.layout import (
+    ANSWER,
+    ANSWER_OFFSET,
+    CANCEL_OFFSET,
+    CANCELS_OFFSET,
+    DATATYPE_CODES,
+    DATATYPES,
+    ERROR_OFFSET,
+    HEADER,
+    HEADER_BYTES,
+    REASON_CODES,
+    REQUEST,
+    ROUTED,
+    SEQUENCE_BYTES,
+    SLOT_BYTES,
+    fence,
+)
+from expertd.service.engine.batching import Done
+from expertd.service.engine.errors import (
+    EngineError,
+    NotReadyError,
+    QueueFullError,
+    QueueTimeoutError,
+    RegionsElsewhereError,
+    RequestRefusedError,
+    SchedulerClosedError,
+    StepFailedError,
+)
+from expertd.service.engine.spec import MODEL_VERSION, LayerSpec, served, specs_of
+from expertd.service.memory import Arena, Block, RegionUses
+from expertd.service.moe.request import LayerRequest, Output
+from expertd.service.moe.routing_checks import check_routing
+from expertd.service.settings.model import Settings
+
+logger = logging.getLogger(__name__)
+
+_ANSWERS_BYTES = 65536  # read from the pipe at once
+_ELEMENT_BYTES = dict(DATATYPES.values())
+_ERRORS: dict[int, type[EngineError]] = {
+    REASON_CODES["step_failed"]: StepFailedError,
+    REASON_CODES["queue_timeout"]: QueueTimeoutError,
+    REASON_CODES["shutting_down"]: SchedulerClosedError,
+    REASON_CODES["not_ready"]: NotReadyError,
+}
+
+
+@dataclass(slots=True, eq=False)
+class RemoteCall:
+    """A request, until its `done` is called."""
+
+    model: str
+    request: LayerRequest
+    done: Done
+    sequence: int = 0  # 0: it waits for a slot
+    output: tuple[int, int] = (0, 0)  # offset and bytes, unless the request says where it goes
+    block: Block | None = None
+    error: Exception | None = None  # it is cancelled with
+
+
+class RemoteEngine:
+    """Submits requests through a channel, which `connect` sets up once the engine has loaded.
+
+    The beginning of the channel's data region holds a cell for the small tensors of each slot; the rest is
+    the arena. All methods but `validate` and `region_uses` belong to the event loop.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.models = specs_of(settings)
+        self.arena: Arena | None = None
+        self.draining = False
+        self._numbers = {name: number for number, name in enumerate(self.models)}
+        self._experts = {model.name: model.num_experts for model in settings.models}
+        self._sequence = 0
+        self._cancels = 0
+        self._calls: dict[int, RemoteCall] = {}  # in the channel, by slot
+        self._waiting: deque[RemoteCall] = deque()  # for a slot
+
+    def connect(self, descriptors: Sequence[int]) -> None:
+        """Use the channel of these descriptors from now on, in the running event loop."""
+        control, data, self._bell, self._answers = descriptors
+        self._control = memoryview(mmap.mmap(control, os.fstat(control).st_size))
+        self._words = self._control.cast("Q")
+        self._num_slots = HEADER.unpack_from(self._control)[3]
+        region = memoryview(mmap.mmap(data, os.fstat(data).st_size))
+        for descriptor in (control, data):
+            os.close(descriptor)
+        self._cells = Cells(region, self._num_slots)
+        self.arena = Arena(0, memory=region[self._num_slots * CELL_BYTES :])
+        asyncio.get_running_loop().add_reader(self._answers, self._on_answers)
+
+    # For infer requests; see `InferEngine`.
+
+    def model(self, name: str, version: str = MODEL_VERSION) -> LayerSpec:
+        return served(self.models, name, version)
+
+    def check_loaded(self, model: str) -> None:
+        if self.arena is None:
+            phase = "draining" if self.draining else "loading"
+            raise NotReadyError(f"model {model} is not ready: the server is {phase}")
+
+    def check_capacity(self, model: str) -> None:
+        """Only the engine knows its queues."""
+
+    def validate(self, model: str, request: LayerRequest) -> None:
+        """Of 64-bit ids, because they are sent as 32-bit ones; all others are checked by the engine."""
+        if request.topk_ids_datatype == "INT64":
+            check_routing(request, self._experts[model], self.models[model].top_k)
+
+    def submit(self, model: str, request: LayerRequest, done: Done) -> RemoteCall:
+        call = RemoteCall(model, request, done)
+        if self._waiting or self._sequence % self._num_slots in self._calls:
+            self._waiting.append(call)
+        else:
+            self._send(call)
+        return call
+
+    def cancel(self, call: RemoteCall, error: Exception) -> bool:
+        call.error = error
+        if not call.sequence:
+            self._waiting.remove(call)
+            call.done(error)
+            return True
+        slot = (call.sequence - 1) % self._num_slots
+        if self._calls.get(slot) is call:
+            start = HEADER_BYTES + slot * SLOT_BYTES
+            self._words[(start + CANCEL_OFFSET) // SEQUENCE_BYTES] = call.sequence
+            fence()
+            self._cancels += 1
+            self._words[CANCELS_OFFSET // SEQUENCE_BYTES] = self._cancels
+            os.eventfd_write(self._bell, 1)
+        return False
+
+    def region_uses(self) -> RegionUses | None:
+        if self.settings.shared_memory.enabled:
+            raise RegionsElsewhereError
+        return None
+
+    # The channel.
+
+    def _send(self, call: RemoteCall) -> None:
+        """Write a request line into the next slot, and ring. Raises MemoryFullError."""
+        request = call.request
+        slot = self._sequence % self._num_slots
+        assert self.arena is not None
+        ids = int32_ids(request)
+        spec = self.models[call.model]
+        size = request.num_tokens * spec.hidden_size * _ELEMENT_BYTES[request.output_datatype]
+        tensors = (request.hidden_states, ids, request.topk_weights)
+        offsets, call.block = self._cells.place(slot, tensors, request.output or size, self.arena)
+        if request.output is None:
+            call.output = offsets[3], size
+        codes = DATATYPE_CODES[request.datatype], DATATYPE_CODES[request.output_datatype]
+        line = (request.num_tokens, *codes, 0 if ids is None else ROUTED, 0, *offsets, 0)
+        start = HEADER_BYTES + slot * SLOT_BYTES
+        REQUEST.pack_into(self._control, start + SEQUENCE_BYTES, *line, self._numbers[call.model])
+        fence()
+        self._calls[slot] = call
+        self._sequence = call.sequence = self._sequence + 1
+        self._words[start // SEQUENCE_BYTES] = call.sequence
+        os.eventfd_write(self._bell, 1)
+
+    def _on_answers(self) -> None:
+        try:
+            os.read(self._answers, _ANSWERS_BYTES)  # before the look: an answer after it rings again
+        except BlockingIOError:
+            return
+        words = self._words
+        answered = [
+            slot
+            for slot, call in self._calls.items()
+            if words[(HEADER_BYTES + slot * SLOT_BYTES + ANSWER_OFFSET) // SEQUENCE_BYTES] == call.sequence
+        ]
+        fence()
+        for slot in answered:
+            call = self._calls.pop(slot)
+            answer = self._answer(slot, call)
+            if call.block is not None:
+                call.block.release()
+            call.done(answer)
+        while self._waiting and self._sequence % self._num_slots not in self._calls:
+            call = self._waiting.popleft()
+            try:
+                self._send(call)
+            except EngineError as error:
+                call.done(error)
+
+    def _answer(self, slot: int, call: RemoteCall) -> Output | Exception:
+        start = HEADER_BYTES + slot * SLOT_BYTES
+        status, length, retry_after_ms, reason, _, _ = ANSWER.unpack_from(
+            self._control, start + ANSWER_OFFSET + SEQUENCE_BYTES
+        )
+        if status == 200:
+            if call.request.output is not None:
+                return call.request.output
+            return self._cells.read(*call.output)
+        text = bytes(self._control[start + ERROR_OFFSET : start + ERROR_OFFSET + length]).decode(
+            errors="replace"
+        )
+        if status == 400:
+            return RequestRefusedError(text)
+        if status == 499:
+            return call.error or SchedulerClosedError(text)
+        if reason == REASON_CODES["queue_full"]:
+            return QueueFullError(text, math.ceil(retry_after_ms / 1000))
+        return _ERRORS.get(reason, StepFailedError)(text)

@@ -1,0 +1,54 @@
+"""What computes infer requests: the engine in this process, or in the one that owns the device."""
+
+from collections.abc import Awaitable, Mapping
+from typing import Any, Protocol
+
+from expertd.service.engine.batching import Done
+from expertd.service.engine.spec import LayerSpec
+from expertd.service.http.infer_head import InferHead
+from expertd.service.memory import Arena, RegionUses
+from expertd.service.moe.request import LayerRequest
+from expertd.service.settings.model import Settings
+
+
+class InferEngine(Protocol):
+    """Implemented by `expertd.service.engine.engine.Engine` and `...channels.remote.RemoteEngine`.
+
+    arena  of large bodies and outputs; None: they are bytes
+    """
+
+    @property
+    def settings(self) -> Settings: ...
+    @property
+    def models(self) -> Mapping[str, LayerSpec]: ...
+    @property
+    def arena(self) -> Arena | None: ...
+    @property
+    def draining(self) -> bool: ...
+
+    def model(self, name: str, version: str = ...) -> LayerSpec:
+        """The served model `name`, loaded or not. Raises UnknownModelError."""
+
+    def check_loaded(self, model: str) -> None:
+        """Raise NotReadyError during loading."""
+
+    def check_capacity(self, model: str) -> None:
+        """Raise an EngineError if every request would be refused now."""
+
+    def validate(self, model: str, request: LayerRequest) -> None:
+        """Raise ValueError for invalid routing; without an error, it may still be refused by `done`."""
+
+    def submit(self, model: str, request: LayerRequest, done: Done) -> Any:
+        """Compute `request`, and call `done` once on the event loop. Raises EngineError."""
+
+    def cancel(self, pending: Any, error: Exception) -> bool:
+        """Answer a queued request with `error`, now (True) or soon; not if its step has begun."""
+
+    def region_uses(self) -> RegionUses | None:
+        """The regions of a new request; None if shared memory is off. Raises RegionsElsewhereError."""
+
+
+class Forward(Protocol):
+    """Has the engine's process answer a whole infer request: its status, header lines and body."""
+
+    def __call__(self, head: InferHead, content: bytes) -> Awaitable[tuple[int, bytes, bytes]]: ...

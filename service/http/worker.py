@@ -1,0 +1,137 @@
+"""An HTTP process in front of the one that owns the device: `python -m expertd.service.http.worker`.
+
+It parses requests and sends answers. Infer requests go to the engine through a channel, all others over the
+engine's Unix socket. It ends when its connection to the engine's process does.
+"""
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from expertd.service.channels.layout import GREETING
+from expertd.service.channels.remote import RemoteEngine
+from expertd.service.engine.request_counts import RequestCounts
+from expertd.service.http.accepting import Acceptor
+from expertd.service.http.bodies import BodyReader
+from expertd.service.http.connection import Connection
+from expertd.service.http.infer import InferEndpoint
+from expertd.service.http.passage import Passage
+from expertd.service.http.serving import STOPPED, ConnectionServer, exit_process
+from expertd.service.http.shared import Shared
+from expertd.service.http.worker_setup import DRAIN, FINISH, STOP, SharedCounts, WorkerSetup
+from expertd.service.terminal import configure_logging
+
+_MESSAGE_BYTES = 256
+
+
+def main() -> int:
+    """Serve until told to end; returns the exit code: 0 if every client has read its answer, else 1."""
+    setup = WorkerSetup.model_validate_json(sys.stdin.buffer.read())
+    configure_logging(setup.settings.log_level)
+    server = _WorkerServer(setup)
+    server.run(sockets=[])
+    return server.exit_code
+
+
+class _WorkerServer(ConnectionServer):
+    def __init__(self, setup: WorkerSetup) -> None:
+        settings = setup.settings
+        self._setup = setup
+        self._counts = SharedCounts(setup.counts, settings.http_workers, len(settings.models))
+        self._engine = RemoteEngine(settings)
+        self._control = socket.socket(fileno=setup.control)
+        self._control.setblocking(False)
+        self._is_finishing = False
+        bodies = BodyReader(settings.limits)
+        passage = Passage(setup.engine, bodies)
+        counts = RequestCounts(self._engine.models, self._counts.requests(setup.index))
+        endpoint = InferEndpoint(self._engine, counts, passage.forward)
+        super().__init__(passage, Shared(passage, endpoint, counts, settings), bodies.stop, lifespan=False)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        # The engine's process is signalled too, and says what to do.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, self.handle_exit)
+        yield
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._drain()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        setup, loop = self._setup, asyncio.get_running_loop()
+        listener = socket.socket(fileno=setup.listener)
+        self._accepting: set[asyncio.Task[object]] = set()
+        self._acceptor = Acceptor(listener, self._counts.connections, setup.index, self._accepted)
+        if not setup.waits:
+            self._acceptor.start()
+        loop.add_reader(self._control.fileno(), self._on_message)
+
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) or self._is_finishing
+
+    def exit_now(self) -> None:
+        exit_process(1)
+
+    def _accepted(self, connection: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(loop.connect_accepted_socket(self._new_connection, connection))
+        self._accepting.add(task)
+        task.add_done_callback(self._accepting.discard)
+
+    def _new_connection(self) -> Connection:
+        return _CountedConnection(self._shared, self.server_state, self._acceptor)
+
+    def _on_message(self) -> None:
+        try:
+            message, descriptors, _, _ = socket.recv_fds(self._control, _MESSAGE_BYTES, 4)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            message, descriptors = b"", []
+        if message == GREETING:
+            self._engine.connect(descriptors)
+            if self._setup.waits:
+                self._acceptor.start()
+        elif message == DRAIN:
+            self._drain()
+        elif message.startswith(FINISH):
+            self._finish(float(message[len(FINISH) :]))
+        elif message == STOP:
+            self.end_now(STOPPED)
+        elif not message:  # the engine's process is gone, perhaps without time to clean up
+            shutil.rmtree(self._setup.engine.parent, ignore_errors=True)
+            exit_process(1)
+
+    def _drain(self) -> None:
+        if not self._engine.draining:
+            self.begin_drain()
+            self._engine.draining = True
+
+    def _finish(self, seconds: float) -> None:
+        self._drain()
+        self._acceptor.stop()
+        self.exit_code = 0
+        self._is_finishing = self.finish(seconds)
+
+
+class _CountedConnection(Connection):
+    def __init__(self, shared: Shared, state: object, acceptor: Acceptor) -> None:
+        super().__init__(shared, state, {})  # type: ignore[arg-type]
+        self._acceptor = acceptor
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._acceptor.closed()
+
+
+if __name__ == "__main__":
+    os._exit(main())

@@ -1,0 +1,72 @@
+"""What an HTTP process is started with, and what it is told later; imports no torch."""
+
+import mmap
+import os
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from expertd.service.channels.cells import CELL_BYTES
+from expertd.service.engine.request_counts import CELL_BYTES as COUNT_BYTES
+from expertd.service.engine.request_counts import num_cells
+from expertd.service.settings.model import Settings
+
+# Messages to a process; the first one of a channel's comes with its descriptors.
+DRAIN = b"drain"  # end connections after their next answer
+FINISH = b"finish"  # accept no more connections, and exit when all are answered; with the seconds for it
+STOP = b"stop"  # exit at once
+
+_MAX_SLOTS = 512
+_CELLS_PART = 4  # at most this part of the memory is cells
+
+
+class WorkerSetup(BaseModel):
+    """The setup of one process, as JSON on its standard input; the numbers but `index` are descriptors.
+
+    settings   with this process's share of the limits
+    engine     path of the engine's Unix socket
+    waits      for its channel, before it accepts connections: the engine has loaded
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    settings: Settings
+    engine: Path
+    index: int
+    waits: bool
+    control: int
+    listener: int
+    counts: int
+
+
+class SharedCounts:
+    """The counts of all HTTP processes: their open connections, and their requests."""
+
+    def __init__(self, descriptor: int, num_processes: int, num_models: int) -> None:
+        size = num_processes * (1 + num_cells(num_models))
+        os.ftruncate(descriptor, size * COUNT_BYTES)
+        cells = memoryview(mmap.mmap(descriptor, size * COUNT_BYTES)).cast("d")
+        self.connections = cells[:num_processes]
+        self._requests = cells[num_processes:]
+        self._stride = num_cells(num_models)
+
+    def requests(self, index: int) -> "memoryview[float]":
+        """The cells of a process, for `RequestCounts`."""
+        return self._requests[index * self._stride : (index + 1) * self._stride]
+
+
+def shares(settings: Settings) -> Settings:
+    """One process's settings: its share of connections and memory."""
+    count, limits = settings.http_workers, settings.limits
+    update = {
+        "max_connections": max(1, -(-limits.max_connections // count)),
+        "max_buffered_bytes": max(1, limits.max_buffered_bytes // count),
+    }
+    return settings.model_copy(update={"limits": limits.model_copy(update=update)})
+
+
+def channel_sizes(settings: Settings) -> tuple[int, int]:
+    """The number of slots, and the bytes of the data region, of the channel of a process."""
+    num_bytes = settings.limits.max_buffered_bytes
+    num_slots = max(8, min(_MAX_SLOTS, num_bytes // _CELLS_PART // CELL_BYTES))
+    return num_slots, max(num_bytes, (num_slots + 1) * CELL_BYTES)

@@ -1,0 +1,102 @@
+"""Channels with several models, and requests that are cancelled."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from expertd.service.channels.layout import REASON_CODES
+from expertd.service.engine.statuses import ANSWERS
+from tests.service.apps import HIDDEN, MODEL, error_of, hidden_request, output_of, rows
+from tests.service.channels.servers import answer_of, answer_to, channel_server, claimed
+from tests.service.runners import EchoRunner
+from tests.service.waiting import until
+
+WIDE = {**MODEL, "name": "wide", "hidden_size": 2 * HIDDEN, "top_k": 1}
+
+
+async def test_requests_name_their_model(tmp_path: Path) -> None:
+    async with channel_server(tmp_path, models=[MODEL, WIDE]) as server:
+        peer = await claimed(server, model=None, models=["wide", "tiny"])
+        assert (peer.hidden_size, peer.top_k) == (2 * HIDDEN, 2), "the largest of both"
+        narrow, wide = rows(3), rows(6).reshape(3, 2 * HIDDEN)
+        expected = output_of(await server.infer(*hidden_request(narrow)))
+        places = peer.places(1)
+        peer.array(places[0], narrow.shape, np.float32)[:] = narrow
+        assert (await answer_to(peer, peer.send(3, places, model=1))).status == 200
+        assert np.array_equal(peer.array(places[3], narrow.shape, np.float32), expected)
+        places = peer.places(2)
+        peer.array(places[0], wide.shape, np.float32)[:] = wide
+        assert (await answer_to(peer, peer.send(3, places))).status == 200
+        assert np.abs(peer.array(places[3], wide.shape, np.float32)).sum() > 0
+        answer = await answer_of(peer, model=2)
+        assert (answer.status, answer.error) == (400, "model: expected a number below 2, got 2")
+        await until(lambda: server.metric("requests_total", model="wide", status="200") == 1)
+        assert server.metric("requests_total", model="tiny", status="200") == 2
+        assert server.metric("requests_total", model="", status="400") == 1
+        listed = (await server.http.get("/v1/channels")).json()["channels"][0]
+        assert listed["models"] == ["wide", "tiny"]
+        assert "model" not in listed
+        peer.close()
+
+
+async def test_wrong_models_are_refused(tmp_path: Path) -> None:
+    async with channel_server(tmp_path, models=[MODEL, WIDE]) as server:
+        wrong: dict[str, dict[str, Any]] = {
+            "model: expected one of model and models, got neither": {},
+            "model: expected one of model and models, got both": {"model": "tiny", "models": ["tiny"]},
+            "models: expected different names, got ['tiny', 'tiny']": {"models": ["tiny", "tiny"]},
+        }
+        for text, body in wrong.items():
+            response = await server.http.post("/v1/channels", json={"num_slots": 1, "max_tokens": 1, **body})
+            assert error_of(response, 400) == text
+        body = {"num_slots": 1, "max_tokens": 1, "models": ["tiny", "none"]}
+        text = "model: expected tiny or wide, got 'none'"
+        assert error_of(await server.http.post("/v1/channels", json=body), 404) == text
+
+
+async def test_a_cancelled_request_leaves_the_queue(tmp_path: Path) -> None:
+    runner = EchoRunner()
+    async with channel_server(tmp_path, runner) as server:
+        first, second = await claimed(server), await claimed(server)
+        runner.gate.clear()
+        begun = first.send(1, first.places(1))
+        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        cancelled, kept = (second.send(1, second.places(number)) for number in (1, 2))
+        first.cancel(begun)
+        second.cancel(cancelled)
+        server.app.engine.scheduler.poll_sources()
+        answer = await answer_to(second, cancelled)
+        assert (answer.status, answer.error) == (499, "the caller has cancelled the request")
+        runner.gate.set()
+        assert (await answer_to(first, begun)).status == 200, "its step had begun"
+        assert (await answer_to(second, kept)).status == 200
+        second.cancel(kept)
+        assert (await answer_of(second)).status == 200, "an answered request cannot be cancelled"
+        await until(lambda: server.metric("requests_total", model="tiny", status="499") == 1)
+        first.close()
+        second.close()
+
+
+async def test_a_drain_accepts_what_was_written_during_a_step(tmp_path: Path) -> None:
+    runner = EchoRunner()
+    async with channel_server(tmp_path, runner) as server:
+        peer = await claimed(server)
+        runner.gate.clear()
+        peer.send(1, peer.places(1))
+        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        peer.send(1, peer.places(2))
+        draining = asyncio.ensure_future(server.app.engine.drain())
+        await until(lambda: server.app.engine.scheduler.waiting("tiny")[0] == 1)
+        late = peer.send(1, peer.places(3))
+        runner.gate.set()
+        assert (await answer_to(peer, 2)).status == 200
+        assert (await answer_to(peer, late)).status == 503
+        assert await draining
+        peer.close()
+
+
+def test_every_reason_of_the_engine_has_a_code() -> None:
+    beside = {"unknown_model", "memory_full"}  # which no request of a channel can have
+    assert {reason for _, reason in ANSWERS.values()} - beside <= set(REASON_CODES)

@@ -1,0 +1,57 @@
+"""Counts of requests in memory that processes share."""
+
+import pytest
+from prometheus_client.metrics_core import Metric
+
+from expertd.service.engine.request_counts import (
+    CELL_BYTES,
+    CONNECTION_STATUSES,
+    RequestCounts,
+    num_cells,
+    request_metrics,
+)
+
+MODELS = ("a", "b")
+
+
+def value(metrics: list[Metric], name: str, **labels: str) -> float | None:
+    samples = [sample for metric in metrics for sample in metric.samples]
+    return next((one.value for one in samples if (one.name, one.labels) == (f"expertd_{name}", labels)), None)
+
+
+def test_the_counts_of_all_processes_are_summed() -> None:
+    shared = memoryview(bytearray(2 * num_cells(len(MODELS)) * CELL_BYTES)).cast("d")
+    rows = shared[: num_cells(len(MODELS))], shared[num_cells(len(MODELS)) :]
+    one, two, own = RequestCounts(MODELS, rows[0]), RequestCounts(MODELS, rows[1]), RequestCounts(MODELS)
+    for counts, seconds in ((one, 50e-6), (two, 51e-6), (own, 100.0)):
+        counts.request_done("b", 200, seconds)
+    two.request_done("", 404, 0.0)
+    two.refused("", "unknown_model")
+    one.refused("a", "queue_full")
+    own.connection_refused(431)
+    successor = RequestCounts(MODELS, rows[0])
+    successor.request_done("b", 499, 1.0)
+    metrics = list(request_metrics(own.models, [own.cells, *rows]))
+    assert value(metrics, "requests_total", model="b", status="200") == 3
+    assert value(metrics, "requests_total", model="b", status="499") == 1
+    assert value(metrics, "requests_total", model="a", status="200") == 0
+    assert value(metrics, "requests_total", model="", status="404") == 1
+    assert value(metrics, "requests_total", model="", status="200") is None, "not served, and never counted"
+    assert value(metrics, "refusals_total", model="a", reason="queue_full") == 1
+    assert value(metrics, "refusals_total", model="", reason="unknown_model") == 1
+    assert value(metrics, "connection_refusals_total", status="431") == 1
+    for le, count in (("5e-05", 1), ("0.0001", 2), ("26.2144", 3), ("+Inf", 4)):
+        assert value(metrics, "request_seconds_bucket", model="b", le=le) == count
+    assert value(metrics, "request_seconds_count", model="b") == 4
+    assert value(metrics, "request_seconds_sum", model="b") == pytest.approx(101.000101)
+
+
+def test_every_refusal_of_a_connection_has_a_cell_of_its_own() -> None:
+    counts = RequestCounts(MODELS)
+    for times, status in enumerate(CONNECTION_STATUSES):
+        for _ in range(times):
+            counts.connection_refused(status)
+    metrics = list(request_metrics(counts.models, [counts.cells]))
+    for times, status in enumerate(CONNECTION_STATUSES):
+        assert value(metrics, "connection_refusals_total", status=str(status)) == times
+    assert not any(sample.value for metric in metrics[:3] for sample in metric.samples)

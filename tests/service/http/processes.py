@@ -1,0 +1,89 @@
+"""Servers with several HTTP processes, and raw connections to them."""
+
+import os
+import socket
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from expertd.service.settings.model import Settings
+from tests.service.apps import MODEL, hidden_request, rows, tiny_settings
+from tests.service.processes import ServerProcess
+from tests.service.sockets import Answer, connect, infer, read_answer
+from tests.service.waiting import wait_for
+
+OTHER = {**MODEL, "name": "other", "hidden_size": 256, "datatype": "BF16"}
+GOOD = infer(*hidden_request(rows(3)))
+
+
+def two_processes(limits: Mapping[str, float] | None = None, **changes: Any) -> Settings:
+    """Settings with two HTTP processes and the models "tiny" and "other"."""
+    return tiny_settings(limits, **{"http_workers": 2, "models": [MODEL, OTHER], **changes})
+
+
+def workers_of(server: ServerProcess) -> list[int]:
+    """The process ids of the HTTP processes."""
+    pid = server.process.pid
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    children = [child for thread in threads for child in (thread / "children").read_text().split()]
+    return sorted(int(child) for child in children if b"http.worker" in _command(child))
+
+
+def _command(pid: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
+def _has_channel(pid: int) -> bool:
+    try:
+        return "memfd:expertd-channel" in Path(f"/proc/{pid}/maps").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that nobody waits for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def samples(server: ServerProcess, name: str) -> dict[tuple[str, ...], float]:
+    """The values of a metric other than 0, by the values of its labels in the order of their names."""
+    families = text_string_to_metric_families(server.get("/metrics").text)
+    return {
+        tuple(value for _, value in sorted(sample.labels.items())): sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name == f"expertd_{name}" and sample.value
+    }
+
+
+def asked(sock: socket.socket, request: bytes) -> Answer:
+    """The answer to `request`."""
+    sock.sendall(request)
+    return read_answer(sock)
+
+
+def connected(
+    stack: ExitStack, server: ServerProcess, count: int, request: bytes = GOOD
+) -> list[socket.socket]:
+    """Connections spread over the processes, each of which has its channel."""
+    wait_for(lambda: all(map(_has_channel, workers_of(server))), "every process has its channel")
+    socks = [stack.enter_context(connect(server.port)) for _ in range(count)]
+    assert [asked(sock, request).status for sock in socks] == [200] * count
+    return socks
+
+
+def all_read(server: ServerProcess) -> bool:
+    """Whether nothing that was sent to the server, or by it, waits in a socket."""
+    port = f":{server.port:04X}"
+    lines = [line.split() for line in Path(f"/proc/{os.getpid()}/net/tcp").read_text().splitlines()[1:]]
+    ours = [fields for fields in lines if port in (fields[1][-5:], fields[2][-5:]) and fields[3] == "01"]
+    return bool(ours) and all(fields[4] == "00000000:00000000" for fields in ours)

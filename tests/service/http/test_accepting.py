@@ -1,0 +1,87 @@
+"""Connections are spread over the processes that share a socket."""
+
+import asyncio
+import math
+import socket
+
+import pytest
+
+from expertd.service.http.accepting import Acceptor
+from tests.service.waiting import until
+
+
+def listener() -> socket.socket:
+    made = socket.create_server(("127.0.0.1", 0))
+    made.setblocking(False)
+    return made
+
+
+def counts_of(*values: float) -> "memoryview[float]":
+    counts = memoryview(bytearray(8 * len(values))).cast("d")
+    for index, value in enumerate(values):
+        counts[index] = value
+    return counts
+
+
+async def test_every_acceptor_gets_its_share() -> None:
+    counts = counts_of(math.inf, math.inf, math.inf)
+    accepted: list[list[socket.socket]] = [[], [], []]
+    with listener() as shared:
+        others = [socket.socket(fileno=socket.dup(shared.fileno())) for _ in range(3)]
+        acceptors = [
+            Acceptor(other, counts, index, accepted[index].append) for index, other in enumerate(others)
+        ]
+        for acceptor in acceptors[:2]:
+            acceptor.start()
+        clients = [socket.create_connection(shared.getsockname()) for _ in range(12)]
+        await until(lambda: sum(map(len, accepted)) == 12)
+        assert [len(each) for each in accepted] == [6, 6, 0], "the third does not run"
+        acceptors[2].start()
+        clients += [socket.create_connection(shared.getsockname()) for _ in range(6)]
+        await until(lambda: sum(map(len, accepted)) == 18)
+        assert [len(each) for each in accepted] == [6, 6, 6]
+        assert accepted[0][0].getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        for _ in range(3):
+            acceptors[1].closed()
+        assert list(counts) == [6, 3, 6]
+        clients += [socket.create_connection(shared.getsockname()) for _ in range(3)]
+        await until(lambda: len(accepted[1]) == 9)
+        for acceptor in acceptors:
+            acceptor.stop()
+        for each in (*others, *clients, *accepted[0], *accepted[1], *accepted[2]):
+            each.close()
+
+
+async def test_a_process_that_hangs_is_not_waited_for_for_long() -> None:
+    accepted: list[socket.socket] = []
+    with listener() as shared:
+        acceptor = Acceptor(shared, counts_of(0, 0), 1, accepted.append)
+        acceptor.start()
+        acceptor._counts[1] = 5  # more than the other one, which never accepts
+        with socket.create_connection(shared.getsockname()):
+            await until(lambda: len(accepted) == 1)
+            acceptor.stop()
+            accepted[0].close()
+
+
+async def test_an_error_is_logged_and_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    accepted: list[socket.socket] = []
+    failures = [OSError(24, "Too many open files")]
+
+    class Flaky(socket.socket):
+        def accept(self) -> tuple[socket.socket, object]:
+            if failures:
+                raise failures.pop()
+            return super().accept()
+
+    with listener() as made, Flaky(fileno=made.detach()) as shared:
+        acceptor = Acceptor(shared, counts_of(0), 0, accepted.append)
+        acceptor.start()
+        with socket.create_connection(shared.getsockname()):
+            await until(lambda: len(accepted) == 1)
+            assert "accepting a connection failed: [Errno 24] Too many open files" in caplog.text
+            acceptor.stop()
+            accepted[0].close()
+            await asyncio.sleep(0)

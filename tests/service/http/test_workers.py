@@ -1,0 +1,209 @@
+"""Several HTTP processes: the same answers and metrics as one."""
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import numpy.typing as npt
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.service.apps import HIDDEN, NUM_EXPERTS, TOP_K, binary_request, hidden_request, rows
+from tests.service.http.processes import GOOD, asked, connected, samples, two_processes, workers_of
+from tests.service.processes import ServerProcess, server_process
+from tests.service.shm import shm_file
+from tests.service.sockets import INFER, ask, connect, head, infer, read_answer
+from tests.service.waiting import wait_for
+
+pytestmark = pytest.mark.slow  # a server process each
+
+LARGE = {
+    "max_request_tokens": 4096,
+    "max_batch_tokens": 4096,
+    "max_queue_tokens": 65536,
+    "max_body_bytes": 8 << 20,
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    directory = tmp_path_factory.mktemp("workers")
+    shared_memory = {"enabled": True}
+    channels = {"socket": str(directory / "channels")}
+    several = two_processes(LARGE, shared_memory=shared_memory, channels=channels)
+    with server_process(several, directory) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with server_process(two_processes(LARGE, http_workers=1), tmp_path_factory.mktemp("one")) as process:
+        yield process
+
+
+def routed(ids: npt.NDArray[Any], datatype: str, num_tokens: int) -> bytes:
+    hidden, weights = rows(num_tokens), np.full((num_tokens, TOP_K), 0.5, np.float32)
+    tensors = {
+        "topk_ids": (datatype, list(ids.shape), ids.tobytes()),
+        "topk_weights": ("FP32", list(weights.shape), weights.tobytes()),
+        "hidden_states": ("FP32", list(hidden.shape), hidden.tobytes()),
+    }
+    return infer(*binary_request(tensors, parameters={"binary_data_output": True}))
+
+
+def ids_of(num_tokens: int) -> npt.NDArray[Any]:
+    return np.stack([np.arange(num_tokens) % NUM_EXPERTS, (np.arange(num_tokens) + 1) % NUM_EXPERTS], axis=1)
+
+
+def test_the_answers_are_those_of_one_process(server: ServerProcess, single: ServerProcess) -> None:
+    wide = np.ones((5, 256), np.float32)
+    other = binary_request(
+        {"hidden_states": ("FP32", [5, 256], wide.tobytes())}, outputs=[{"name": "hidden_states"}], id="json"
+    )
+    requests = [
+        *(infer(*hidden_request(rows(count, count))) for count in (1, 100, 120, 300, 4096)),
+        *(infer(*hidden_request(rows(count), parameters={"datatype": "BF16"})) for count in (0, 2)),
+        infer(*other).replace(b"/tiny/", b"/other/"),
+        infer(*hidden_request(rows(7)), "Accept-Encoding: gzip"),
+        *(routed(ids_of(n).astype(np.int64), "INT64", n) for n in (2, 1000)),
+        *(routed(ids_of(n).astype(np.int32), "INT32", n) for n in (2, 1000)),
+        routed(np.full((2, 2), 1), "INT64", 2),
+        routed(np.full((2, 2), NUM_EXPERTS + 2**32), "INT64", 2),
+        routed(np.full((2, 2), -1, np.int32), "INT32", 2),
+        infer(b"{", 1),
+        GOOD.replace(b"/tiny/", b"/nobody/"),
+    ]
+    with ExitStack() as stack:
+        socks = connected(stack, server, 4)
+        alone = stack.enter_context(connect(single.port))
+        for request in requests:
+            expected = asked(alone, request)
+            for sock in socks:
+                answer = asked(sock, request)
+                assert (answer.status, answer.body) == (expected.status, expected.body)
+                assert answer.headers.keys() == expected.headers.keys()
+
+
+def test_all_other_calls_are_passed_through(server: ServerProcess, single: ServerProcess) -> None:
+    same = (
+        "/v2",
+        "/v2/health/live",
+        "/v2/models/tiny",
+        "/v2/models/other/ready",
+        "/openapi.json",
+        "/docs",
+        "/no",
+    )
+    with (
+        httpx.Client(base_url=f"http://{server.url}") as many,
+        httpx.Client(base_url=f"http://{single.url}") as one,
+    ):
+        for path in (*same[1:], "/docs/swagger-ui.css", "/v1/partitions", "/v2/models/nobody"):
+            for method in ("GET", "HEAD", "DELETE"):
+                expected, got = one.request(method, path), many.request(method, path)
+                assert (got.status_code, got.content) == (expected.status_code, expected.content), path
+                assert got.headers.keys() == expected.headers.keys()
+        body = b'{"ready": true}'
+        index = many.post("/v2/repository/index", content=body)
+        assert [entry["name"] for entry in index.json()] == ["tiny", "other"]
+        assert (
+            many.post("/v2/repository/index", content=iter([b'{"ready"', b": true}"])).json() == index.json()
+        )
+        for wrong in (b"{", bytes(70_000)):
+            expected, got = (each.post("/v2/repository/index", content=wrong) for each in (one, many))
+            assert (got.status_code, got.content) == (expected.status_code, expected.content)
+        assert 'expertd_model_ready{model="other"} 1.0' in many.get("/metrics").text
+        assert many.get("/v1/channels").json() == {"channels": []}, (
+            "those of the HTTP processes are not shown"
+        )
+        opened = many.post(
+            "/v1/channels", json={"models": ["tiny", "other"], "num_slots": 1, "max_tokens": 4}
+        )
+        assert opened.json()["models"] == ["tiny", "other"]
+        assert many.delete(f"/v1/channels/{opened.json()['id']}").status_code == 200
+
+
+def test_requests_that_name_regions_are_answered(server: ServerProcess) -> None:
+    values = rows(3)
+    place = {"shared_memory_region": "workers", "shared_memory_byte_size": values.nbytes}
+    entry = {"name": "hidden_states", "datatype": "FP32", "shape": [3, HIDDEN], "parameters": place}
+    written = {"name": "hidden_states", "parameters": {**place, "shared_memory_offset": values.nbytes}}
+    url = f"http://{server.url}"
+    with shm_file() as file:
+        file.write(values)
+        body = {"key": file.key, "offset": 0, "byte_size": 2 * values.nbytes}
+        path = f"{url}/v2/systemsharedmemory/region/workers"
+        assert httpx.post(f"{path}/register", json=body).status_code == 200
+        before = samples(server, "requests_total").get(("tiny", "200"), 0)
+        answer = httpx.post(f"{url}{INFER}", json={"inputs": [entry], "outputs": [written]})
+        assert answer.status_code == 200, answer.text
+        with connect(server.port) as sock:
+            expected = asked(sock, infer(*hidden_request(values))).body[-values.nbytes :]
+        assert file.read(values.nbytes, values.nbytes) == expected
+        wait_for(
+            lambda: samples(server, "requests_total")["tiny", "200"] == before + 2, "each is counted once"
+        )
+        assert httpx.post(f"{path}/unregister").status_code == 200
+        unknown = httpx.post(f"{url}{INFER}", json={"inputs": [entry]})
+        assert unknown.status_code == 400
+
+
+def test_connections_are_spread_evenly(server: ServerProcess) -> None:
+    def sockets(pid: int) -> int:
+        links = [str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir() if link.exists()]
+        return sum(link.startswith("socket:") for link in links)
+
+    first, second = workers_of(server)
+    before = sockets(first), sockets(second)
+    with ExitStack() as stack:
+        for _ in range(40):
+            sock = stack.enter_context(connect(server.port))
+            sock.sendall(head("GET /v2/health/live HTTP/1.1"))
+            read_answer(sock)
+        added = sockets(first) - before[0], sockets(second) - before[1]
+    assert abs(added[0] - added[1]) <= 4
+
+
+def test_metrics_are_sums_over_the_processes(tmp_path: Path) -> None:
+    with server_process(two_processes(), tmp_path) as server, ExitStack() as stack:
+        socks = connected(stack, server, 4)
+        sent = samples(server, "requests_total").get(("tiny", "200"), 0)
+
+        def counted() -> tuple[float, ...]:
+            requests = samples(server, "requests_total")
+            refused = samples(server, "refusals_total")
+            keys = (("tiny", "200"), ("tiny", "400"), ("", "404"), ("tiny", "499"))
+            seconds = samples(server, "request_seconds_count")
+            return (
+                *(requests.get(key, 0) for key in keys),
+                refused.get(("tiny", "invalid_request"), 0),
+                refused.get(("tiny", "client_gone"), 0),
+                sum(samples(server, "connection_refusals_total").values()),
+                sum(seconds.values()),
+            )
+
+        for count, sock in enumerate(socks):
+            for _ in range(count + 1):
+                assert asked(sock, GOOD).status == 200
+            assert asked(sock, infer(b"{", 1)).status == 400
+            assert asked(sock, GOOD.replace(b"/tiny/", b"/nobody/")).status == 404
+        assert ask(server.port, b"nonsense\r\n\r\n")[0].status == 400
+        for sock in socks[2:]:
+            sock.sendall(GOOD[:-10])
+            sock.close()
+        expected = (sent + 10, 4, 4, 2, 4, 2, 1, sent + 20)
+        wait_for(lambda: counted() == expected, f"{expected}")
+        before = set(workers_of(server))
+        os.kill(min(before), signal.SIGKILL)
+        wait_for(lambda: len(set(workers_of(server)) - before) == 1, "it is replaced")
+        assert counted() == expected, "counters never go back"
+        families = text_string_to_metric_families(server.get("/metrics").text)
+        assert len({family.name for family in families}) == len(
+            re.findall("^# TYPE", server.get("/metrics").text, re.M)
+        )

@@ -1,0 +1,230 @@
+"""Several HTTP processes: what happens when one of them ends, or the main one, or all by a signal."""
+
+import os
+import signal
+import socket
+import struct
+import subprocess
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.paths import DEMO
+from tests.service.apps import MODEL, hidden_request
+from tests.service.http.processes import (
+    GOOD,
+    alive,
+    all_read,
+    asked,
+    connected,
+    samples,
+    two_processes,
+    workers_of,
+)
+from tests.service.processes import EXPERTD, ServerProcess, clean_environment, server_process
+from tests.service.sockets import Answer, connect, head, infer, read_answer, read_to_end
+from tests.service.waiting import wait_for
+
+pytestmark = pytest.mark.slow  # a server process each
+
+# A step of this many tokens is about 100 GFLOP: others arrive and wait during it.
+SLOW_TOKENS = 1024
+SLOW = {**MODEL, "hidden_size": 1024, "intermediate_size": 4096, "top_k": 4}
+SLOW_LIMITS = {
+    "max_request_tokens": SLOW_TOKENS,
+    "max_batch_tokens": SLOW_TOKENS,  # so that no two share a step
+    "max_queue_tokens": 64 * SLOW_TOKENS,
+    "max_body_bytes": 64 << 20,
+}
+
+
+def test_a_killed_process_costs_only_its_own_connections(tmp_path: Path) -> None:
+    def channels() -> int:
+        return Path(f"/proc/{server.process.pid}/maps").read_text().count("/memfd:expertd-channel")
+
+    with server_process(two_processes(), tmp_path) as server, ExitStack() as stack:
+        socks = connected(stack, server, 8)
+        before, memory = workers_of(server), channels()
+        os.kill(before[0], signal.SIGKILL)
+        survivors = []
+        for sock in socks:
+            try:
+                answer = asked(sock, GOOD)
+            except (OSError, AssertionError):
+                continue
+            assert answer.status == 200
+            survivors.append(sock)
+        assert 2 <= len(survivors) <= 6, "both processes have some"
+        wait_for(lambda: len(workers_of(server)) == 2, "it is replaced")
+        assert "HTTP process" in server.log()
+        assert "ended with exit code -9: starting another" in server.log()
+        assert before[1] in workers_of(server)
+        connected(stack, server, 2)
+        wait_for(lambda: channels() == memory, "its channel's memory is freed")
+        server.terminate()
+        assert server.process.wait(30) == 0
+
+
+def test_the_processes_end_with_the_main_one(tmp_path: Path) -> None:
+    with server_process(two_processes(), tmp_path) as server:
+        workers = workers_of(server)
+        folder = Path(str(Path(f"/proc/{workers[0]}/fd/0").readlink()).partition(" ")[0]).parent
+        assert folder.name.startswith("expertd-")
+        assert folder.stat().st_mode & 0o777 == 0o700
+        server.process.kill()
+        wait_for(lambda: not any(map(alive, workers)), "they end", seconds=1.5)
+        wait_for(lambda: not folder.exists(), "nothing is left")
+
+
+def in_a_slow_step(
+    stack: ExitStack, directory: Path, **more: Any
+) -> tuple[ServerProcess, list[socket.socket]]:
+    """A server in a step for the first of five clients, while the others' requests wait."""
+    several = two_processes(SLOW_LIMITS, models=[SLOW], **more)
+    server = stack.enter_context(server_process(several, directory))
+    small = infer(*hidden_request(np.ones((1, 1024), np.float32)))
+    socks = connected(stack, server, 5, small)
+    request = infer(*hidden_request(np.ones((SLOW_TOKENS, 1024), np.float32)))
+    for sock in socks:
+        sock.sendall(request)
+    wait_for(lambda: all_read(server), "the server has all requests")
+    return server, socks
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_drain_answers_everything_accepted(tmp_path: Path, number: signal.Signals) -> None:
+    with ExitStack() as stack:
+        server, socks = in_a_slow_step(stack, tmp_path, drain_timeout_seconds=120)
+        idle = stack.enter_context(connect(server.port))
+        server.process.send_signal(number)
+        with connect(server.port) as sock:
+            sock.sendall(head("GET /v2/health/ready HTTP/1.1"))
+            (ready,) = read_to_end(sock)
+            assert (ready.status, ready.headers["connection"]) == (503, "close")
+        for sock in socks:
+            sock.settimeout(120)
+            (answer,) = read_to_end(sock)
+            assert answer.status == 200, answer.body
+            assert answer.headers["connection"] == "close"
+        assert read_to_end(idle) == []
+        assert server.process.wait(60) == 0
+        for word in ("Traceback", "ERROR"):
+            assert word not in server.log()
+
+
+def test_sigterm_to_every_process_is_one_signal(tmp_path: Path) -> None:
+    with server_process(two_processes(), tmp_path) as server:
+        for pid in (*workers_of(server), server.process.pid):
+            os.kill(pid, signal.SIGTERM)
+        assert server.process.wait(30) == 0
+        assert "ERROR" not in server.log()
+
+
+def test_a_second_signal_ends_all_at_once(tmp_path: Path) -> None:
+    def end_of(sock: socket.socket) -> list[Answer]:
+        try:
+            return read_to_end(sock)
+        except ConnectionResetError:
+            return []
+
+    with ExitStack() as stack:
+        server, socks = in_a_slow_step(stack, tmp_path)
+        workers = workers_of(server)
+        server.terminate()
+        wait_for(lambda: "shutting down" in server.log(), "the first signal took effect")
+        started = time.monotonic()
+        server.terminate()
+        answers = [answer for sock in socks for answer in end_of(sock)]
+        stopped = [answer for answer in answers if answer.status == 503]
+        assert len(stopped) >= 2
+        for answer in stopped:
+            assert answer.error == "the server was stopped before the response was ready"
+        assert server.process.wait(30) == 1
+        assert time.monotonic() - started < 5
+        wait_for(lambda: not any(map(alive, workers)), "they end", seconds=2)
+        assert "Traceback" not in server.log()
+
+
+def test_load_during_a_drain_loses_nothing(tmp_path: Path) -> None:
+    answers: list[int] = []
+    failures: list[Exception] = []
+
+    def call(port: int) -> None:
+        """Ask until the server announces the end of the connection."""
+        try:
+            with connect(port) as sock:
+                while True:
+                    answer = asked(sock, GOOD)
+                    answers.append(answer.status)
+                    if answer.headers.get("connection") == "close":
+                        return
+        except Exception as error:
+            failures.append(error)
+
+    with server_process(two_processes(shutdown_delay_seconds=0.5), tmp_path) as server, ExitStack() as stack:
+        connected(stack, server, 2)
+        callers = [threading.Thread(target=call, args=(server.port,)) for _ in range(8)]
+        for caller in callers:
+            caller.start()
+        wait_for(lambda: len(answers) > 200, "there is load")
+        server.terminate()
+        for caller in callers:
+            caller.join(60)
+        assert failures == []
+        assert set(answers) == {200}
+        assert server.process.wait(30) == 0
+        assert "ERROR" not in server.log()
+
+
+def test_a_client_that_leaves_frees_its_place_in_the_queue(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        server, socks = in_a_slow_step(stack, tmp_path)
+        for sock in socks[1:]:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            sock.close()
+        assert read_answer(socks[0]).status == 200
+        wait_for(lambda: samples(server, "requests_total").get(("tiny", "499")) == 4, "they are counted")
+        computed = samples(server, "tokens_total")["contiguous", "tiny"]
+        assert computed <= 5 + 2 * SLOW_TOKENS, "at most one of them had begun"
+
+
+def test_a_queue_timeout_is_the_callers(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        server, _ = in_a_slow_step(stack, tmp_path)
+        sock = stack.enter_context(connect(server.port))
+        body = hidden_request(np.ones((1, 1024), np.float32), parameters={"timeout": 1000})
+        answer = asked(sock, infer(*body))
+        assert answer.status == 503
+        assert answer.error == "the request's timeout of 0.001 s expired in the queue"
+
+
+def test_a_unix_socket(tmp_path: Path) -> None:
+    path, log = tmp_path / "socket", tmp_path / "log"
+    command: list[str | Path] = [EXPERTD, "serve", "--config", DEMO, "--uds", path, "--http-workers", "2"]
+    with log.open("wb") as stderr:
+        process = subprocess.Popen(command, stderr=stderr, env=clean_environment())
+    try:
+        wait_for(path.exists, "it listens")
+        transport = httpx.HTTPTransport(uds=str(path))
+        with httpx.Client(transport=transport, base_url="http://x", timeout=30) as client:
+            wait_for(lambda: client.get("/v2/health/ready").status_code == 200, "it is ready")
+            values = np.ones((2, 512), np.float32)
+            body, length = hidden_request(values)
+            headers = {"Inference-Header-Content-Length": str(length)}
+
+            def answers() -> bool:
+                return client.post("/v2/models/demo/infer", content=body, headers=headers).status_code == 200
+
+            wait_for(answers, "the process has its channel")
+        process.terminate()
+        assert process.wait(30) == 0, log.read_text()
+        assert not path.exists()
+    finally:
+        process.kill()
+        process.wait()
