@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.waiting import wait_for
+
 EXPERTD = Path(sys.executable).parent / "expertd"
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "demo.yaml"
 HIDDEN, TOP_K, NUM_EXPERTS = 512, 4, 16
@@ -31,11 +33,24 @@ class RunningServer:
     @contextmanager
     def stopped(self) -> Iterator[None]:
         """The server does nothing for a while, neither computes nor answers."""
-        self.process.send_signal(signal.SIGSTOP)
+        self.stop()
         try:
             yield
         finally:
             self.process.send_signal(signal.SIGCONT)
+
+    def stop(self) -> None:
+        """Stop all threads of the server, and wait until they are."""
+        self.process.send_signal(signal.SIGSTOP)
+        tasks = Path(f"/proc/{self.process.pid}/task")
+
+        def states() -> set[str]:
+            try:
+                return {(task / "stat").read_text().rpartition(")")[2].split()[0] for task in tasks.iterdir()}
+            except FileNotFoundError:  # a thread has just ended
+                return set()
+
+        wait_for(lambda: states() == {"T"}, "all threads stop")
 
     def ask(self, path: str, method: str = "GET") -> Any:
         """The JSON of an answer, or None."""

@@ -1,7 +1,6 @@
 """Channels and shared memory when servers stop, die or are full, and when callers leave or fork."""
 
 import asyncio
-import signal
 import subprocess
 import sys
 import threading
@@ -141,7 +140,7 @@ def test_a_killed_server_ends_all_calls(
 ) -> None:
     client = connect(server.url, transport=transport)
     client.infer(MODEL, X)
-    server.process.send_signal(signal.SIGSTOP)  # so that the call is in progress
+    server.stop()  # so that the call is in progress
     threading.Timer(0.1, server.process.kill).start()
     with pytest.raises(ServerUnreachableError):
         client.infer(MODEL, X)
@@ -152,7 +151,7 @@ def test_a_killed_server_ends_all_calls(
 def test_a_killed_server_wakes_every_thread(server: RunningServer, transport: TransportName) -> None:
     with ExpertClient(server.url, transport=transport) as client, ThreadPoolExecutor(5) as pool:
         client.infer(MODEL, X)
-        server.process.send_signal(signal.SIGSTOP)
+        server.stop()
         calls = [pool.submit(client.infer, MODEL, X) for _ in range(5)]
         threading.Timer(0.1, server.process.kill).start()
         for call in calls:
