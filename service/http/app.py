@@ -17,8 +17,8 @@ from expertd.service.engine.loading import Loader, load
 from expertd.service.engine.metrics import Metrics
 from expertd.service.http.bodies import BodyReader, ClientGoneError
 from expertd.service.http.delivery import delivery
+from expertd.service.http.endpoint import InferEndpoint
 from expertd.service.http.errors import http_error
-from expertd.service.http.infer import InferEndpoint
 from expertd.service.http.infer_route import InferRoute
 from expertd.service.http.protocol import OipError, error_body
 from expertd.service.http.request_head import decoded, infer_head

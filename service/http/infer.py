@@ -13,11 +13,10 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from expertd.service.engine.errors import QueueTimeoutError, RegionsElsewhereError
-from expertd.service.engine.refusals import Reason
 from expertd.service.engine.spec import LayerSpec
 from expertd.service.http.answers import Answer, client_gone, error_answer, output_answer, refusal_of
-from expertd.service.http.infer_body import ALIGNMENT, LARGE_BYTES, InferBody, take
-from expertd.service.http.infer_engine import Forward, InferEngine
+from expertd.service.http.endpoint import InferEndpoint
+from expertd.service.http.infer_body import LARGE_BYTES, InferBody, take
 from expertd.service.http.infer_head import InferHead
 from expertd.service.http.parsing import INLINE_BYTES, Received, parse_body, takes_long
 from expertd.service.http.plans import Plan
@@ -40,29 +39,6 @@ class Caller(Protocol):
 
     def reply(self, call: "InferCall", answer: Answer | None) -> None:
         """Send `answer`, then call `call.sent`; None: the request has ended, and nobody waits for it."""
-
-
-class Counts(Protocol):
-    """Where requests are counted; implemented by `RequestCounts` and `Metrics`."""
-
-    def request_done(self, model: str, status: int, seconds: float) -> None: ...
-    def refused(self, model: str, reason: Reason) -> None: ...
-    def connection_refused(self, status: int) -> None: ...
-
-
-class InferEndpoint:
-    """What all infer requests share; `forward` is for an engine that raises RegionsElsewhereError."""
-
-    def __init__(self, engine: InferEngine, metrics: Counts, forward: Forward | None = None) -> None:
-        self.engine = engine
-        self.metrics = metrics
-        self.forward = forward
-
-    @property
-    def max_body_bytes(self) -> int:
-        """Of one body, which also has to fit into the arena."""
-        limit, arena = self.engine.settings.limits.max_body_bytes, self.engine.arena
-        return limit if arena is None else min(limit, arena.num_bytes - ALIGNMENT)
 
 
 class InferCall:

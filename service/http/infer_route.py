@@ -6,7 +6,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from expertd.service.http.answers import Answer
 from expertd.service.http.bodies import BodyReader, ClientGoneError
-from expertd.service.http.infer import InferCall, InferEndpoint
+from expertd.service.http.endpoint import InferEndpoint
+from expertd.service.http.infer import InferCall
 from expertd.service.http.infer_head import InferHead
 
 # Requests that wait for less than this get no task that watches for a disconnect.

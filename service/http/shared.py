@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from starlette.types import ASGIApp
 
-from expertd.service.http.infer import Counts, InferEndpoint
+from expertd.service.http.endpoint import Counts, InferEndpoint
 from expertd.service.http.refused import Headers, first_lines
 from expertd.service.http.request_head import Heads
 from expertd.service.settings.model import Settings

@@ -20,7 +20,7 @@ from expertd.service.engine.request_counts import RequestCounts
 from expertd.service.http.accepting import Acceptor
 from expertd.service.http.bodies import BodyReader
 from expertd.service.http.connection import Connection
-from expertd.service.http.infer import InferEndpoint
+from expertd.service.http.endpoint import InferEndpoint
 from expertd.service.http.passage import Passage
 from expertd.service.http.serving import STOPPED, ConnectionServer, exit_process
 from expertd.service.http.shared import Shared

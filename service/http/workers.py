@@ -19,7 +19,7 @@ from expertd.service.channels.hub import Entry
 from expertd.service.channels.listener import hand_over
 from expertd.service.channels.opening import Opening
 from expertd.service.http.app import ExpertApp
-from expertd.service.http.listening import Listener, listen
+from expertd.service.http.listening import BindError, Listener, listen
 from expertd.service.http.worker_setup import (
     DRAIN,
     FINISH,
@@ -43,10 +43,16 @@ class Workers:
     """`settings.http_workers` processes that accept connections on `public`.
 
     engine_settings  those of the server in this process, which listens on `engine_listener`, a private socket
+
+    Raises BindError if that socket cannot be made.
     """
 
     def __init__(self, settings: Settings, public: Listener) -> None:
-        self._directory = Path(tempfile.mkdtemp(prefix="expertd-"))  # only this user may enter it
+        try:
+            self._directory = Path(tempfile.mkdtemp(prefix="expertd-"))  # only this user may enter it
+        except OSError as error:
+            expected = "a folder for temporary files, for the socket between the processes"
+            raise BindError(f"http_workers: expected {expected}, got none: {error.strerror}") from error
         path = self._directory / "engine"
         self._public = public
         self._public.socket.setblocking(False)

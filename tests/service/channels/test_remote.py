@@ -1,0 +1,191 @@
+"""The HTTP processes' access to the engine, in one process with it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from expertd.service.channels.cells import CELL_BYTES
+from expertd.service.channels.opening import Opening
+from expertd.service.channels.remote import RemoteEngine
+from expertd.service.engine.errors import (
+    MemoryFullError,
+    QueueFullError,
+    QueueTimeoutError,
+    RegionsElsewhereError,
+    RequestRefusedError,
+    SchedulerClosedError,
+    StepFailedError,
+)
+from expertd.service.memory import host_view
+from expertd.service.moe.request import LayerRequest, Output
+from tests.service.apps import HIDDEN, NUM_EXPERTS, Serving, rows, tiny_settings
+from tests.service.channels.servers import channel_server, mapped
+from tests.service.runners import EchoRunner
+from tests.service.waiting import until
+
+SLOTS = 4
+ARENA = 8 * CELL_BYTES
+
+
+@asynccontextmanager
+async def remote(
+    directory: Path, runner: EchoRunner | None = None, **limits: float
+) -> AsyncIterator[tuple[Serving, RemoteEngine]]:
+    """A server, and an engine that computes in it."""
+    given = {"max_request_tokens": 512, "max_batch_tokens": 512, "max_queue_tokens": 4096, **limits}
+    async with channel_server(directory, runner, given) as server:
+        app = server.app
+        entry = await app.channels.open_ours(
+            Opening(("tiny",), SLOTS, 512, memory=SLOTS * CELL_BYTES + ARENA)
+        )
+        assert entry.token is not None
+        channel = app.channels.claim(entry.token, 1, lambda: None)
+        assert channel is not None
+        engine = RemoteEngine(app.engine.settings)
+        engine.connect(channel.take_descriptors())
+        yield server, engine
+        asyncio.get_running_loop().remove_reader(engine._answers)
+
+
+class Asked:
+    """A request to the engine, and its answer."""
+
+    def __init__(self, engine: RemoteEngine, request: LayerRequest) -> None:
+        self.answers: list[Output | Exception] = []
+        self.pending = engine.submit("tiny", request, self.answers.append)
+
+    async def answer(self) -> Output | Exception:
+        await until(lambda: bool(self.answers))
+        assert len(self.answers) == 1
+        return self.answers[0]
+
+    async def output(self) -> bytes:
+        answer = await self.answer()
+        assert not isinstance(answer, Exception), answer
+        return bytes(host_view(answer))
+
+
+def request(num_tokens: int, seed: int = 0) -> LayerRequest:
+    return LayerRequest(num_tokens, rows(num_tokens, seed).tobytes(), "FP32", None, "INT32", None, "FP32")
+
+
+async def test_small_and_large_tensors_and_those_in_the_arena(tmp_path: Path) -> None:
+    async with remote(tmp_path, EchoRunner()) as (_, engine):
+        assert engine.arena is not None
+        for num_tokens in (1, 100, 128, 129, 400):  # in a cell, of 128 KiB for both tensors, or in a block
+            echoed = await Asked(engine, request(num_tokens, num_tokens)).output()
+            assert echoed == rows(num_tokens, num_tokens).tobytes()
+        assert engine.arena.used_bytes == 0
+        body, output = engine.arena.take(512 * 4 * HIDDEN), engine.arena.take(512 * 4 * HIDDEN)
+        assert body is not None
+        assert output is not None
+        body.view[:] = rows(512, 7).tobytes()
+        given = LayerRequest(512, body.span, "FP32", None, "INT32", None, "FP32", output.span)
+        answer = await Asked(engine, given).answer()
+        assert answer is output.span, "written in place"
+        assert bytes(output.view) == bytes(body.view)
+
+
+async def test_more_requests_than_slots_wait_for_one(tmp_path: Path) -> None:
+    runner = EchoRunner()
+    async with remote(tmp_path, runner) as (server, engine):
+        runner.gate.clear()
+        asked = [Asked(engine, request(1 + number, number)) for number in range(3 * SLOTS)]
+        error = QueueTimeoutError("late")
+        assert engine.cancel(asked[-1].pending, error), "it has no slot"
+        assert asked[-1].answers == [error]
+        runner.gate.set()
+        for number, each in enumerate(asked[:-1]):
+            assert await each.output() == rows(1 + number, number).tobytes()
+        assert server.metric("requests_total", model="tiny", status="200") == 0, "the HTTP process counts"
+        assert server.metric("channels") == 0
+
+
+async def test_a_queued_request_is_cancelled_with_its_error(tmp_path: Path) -> None:
+    runner = EchoRunner()
+    async with remote(tmp_path, runner) as (server, engine):
+        runner.gate.clear()
+        begun = Asked(engine, request(1))
+        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        queued = Asked(engine, request(2))
+        error = QueueTimeoutError("late")
+        assert not engine.cancel(begun.pending, error)
+        assert not engine.cancel(queued.pending, error)
+        server.app.engine.scheduler.poll_sources()
+        assert await queued.answer() is error
+        runner.gate.set()
+        assert await begun.output() == rows(1).tobytes()
+
+
+async def test_errors_are_those_of_the_engine(tmp_path: Path) -> None:
+    runner = EchoRunner(poison=float(rows(1)[0, 0]))
+    async with remote(tmp_path, runner, max_queue_requests=1) as (server, engine):
+        assert isinstance(await Asked(engine, request(1)).answer(), StepFailedError)
+        runner.gate.clear()
+        begun = Asked(engine, request(1, 1))
+        for _ in range(2):  # steps
+            assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        assert begun.answers == []
+        asked = [Asked(engine, request(1, 2)) for _ in range(2)]
+        server.app.engine.scheduler.poll_sources()
+        refused = await asked[1].answer()
+        assert isinstance(refused, QueueFullError)
+        assert refused.retry_after >= 1
+        runner.gate.set()
+        await asked[0].output()
+        server.app.engine.scheduler.close()
+        assert isinstance(await Asked(engine, request(1)).answer(), SchedulerClosedError)
+
+
+async def test_routing_is_checked_and_64_bit_ids_become_32_bit_ones(tmp_path: Path) -> None:
+    async with remote(tmp_path) as (_, engine):
+        weights = np.full((2, 2), 0.5, np.float32).tobytes()
+
+        def routed(ids: list[list[int]], datatype: str) -> LayerRequest:
+            given = np.array(ids, np.int64 if datatype == "INT64" else np.int32).tobytes()
+            return LayerRequest(2, rows(2).tobytes(), "FP32", given, datatype, weights, "FP32")
+
+        outputs = [
+            await Asked(engine, routed([[0, 3], [2, 1]], each)).output() for each in ("INT32", "INT64")
+        ]
+        assert outputs[0] == outputs[1]
+        refused = await Asked(engine, routed([[0, NUM_EXPERTS], [2, 1]], "INT32")).answer()
+        assert isinstance(refused, RequestRefusedError)
+        assert str(refused) == "topk_ids: expected 0 to 3, got 4 in token 0"
+        with pytest.raises(ValueError, match="topk_ids: expected 0 to 3, got 4294967296 in token 0"):
+            engine.validate("tiny", routed([[0, 2**32], [2, 1]], "INT64"))
+
+
+async def test_a_full_arena_refuses_what_needs_it(tmp_path: Path) -> None:
+    async with remote(tmp_path, EchoRunner()) as (_, engine):
+        assert engine.arena is not None
+        block = engine.arena.take(engine.arena.num_bytes)
+        assert block is not None
+        with pytest.raises(MemoryFullError, match=r"limits\.max_buffered_bytes: expected memory"):
+            engine.submit("tiny", request(400), lambda _: None)
+        assert await Asked(engine, request(1)).output() == rows(1).tobytes(), "no slot was lost"
+        block.release()
+        assert await Asked(engine, request(400)).output() == rows(400).tobytes()
+
+
+def test_only_the_engines_process_has_regions() -> None:
+    settings = tiny_settings()
+    assert RemoteEngine(settings).region_uses() is None
+    allowed = settings.shared_memory.model_copy(update={"enabled": True})
+    with pytest.raises(RegionsElsewhereError):
+        RemoteEngine(settings.model_copy(update={"shared_memory": allowed})).region_uses()
+
+
+async def test_the_servers_memory_is_freed(tmp_path: Path) -> None:
+    before = mapped()
+    async with remote(tmp_path, EchoRunner()) as (server, engine):
+        await Asked(engine, request(1)).output()
+        del engine
+        (entry,) = server.app.channels.entries.values()
+        server.app.channels.close(entry.channel, "test")
+        del entry
+    await until(lambda: mapped() <= before + 2)
