@@ -10,7 +10,14 @@ from typing import Any
 from benchmarks.layer_problem import LAYERS, Layer
 from benchmarks.markdown import paragraph, percent, span, table
 from benchmarks.moe_layer import BANDS, means
-from benchmarks.serving_sections import serving, serving_callers, serving_headline, serving_machine, steps
+from benchmarks.serving_sections import (
+    ping_pong,
+    serving,
+    serving_callers,
+    serving_headline,
+    serving_machine,
+    steps,
+)
 
 _PEERS = {"over_two_gemms": "DeepGEMM's two GEMMs alone", "over_mega_moe": "SM90 Mega MoE"}
 Section = Callable[[Path], str]
@@ -204,6 +211,7 @@ SECTIONS: dict[str, Section] = {
         headline, layer_machine, layer, layer_means, layer_around, router, grouped_gemm_machine, grouped_gemm,
         host_cost, sm_counts, cpu_layer_machine, cpu_layer, cpu_layer_same_input, layouts, numerics_machine,
         numerics, serving_headline, serving_machine, serving, serving_callers, steps,
+        ping_pong,
     )
 }  # fmt: skip
 """Section functions, by the name in the documents' markers."""

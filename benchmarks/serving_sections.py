@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.markdown import paragraph, table
+from examples.afd.intervals import read_timeline, times
 
 WAYS = {
     ("http", None): "HTTP",
@@ -64,6 +65,17 @@ def serving_headline(results: Path) -> str:
         f"[channel](docs/channels.md) {one['p50_us'] - one['gpu_us']:.0f} µs after the GPU alone would be "
         f"done at 1 token, and {100 * (many['p50_us'] / many['gpu_us'] - 1):.0f}% after at 4096; over HTTP, "
         f"{http['p50_us'] - http['gpu_us']:.0f} µs after at 1 token."
+    )
+
+
+def ping_pong(results: Path) -> str:
+    """What the timeline of the example amounts to."""
+    about, intervals = read_timeline(results / "afd_timeline-h200.json")
+    took = times(intervals)
+    return paragraph(
+        f"{about['title'][0].upper()}{about['title'][1:]}. Attention ran for {1e3 * took.attention:.1f} ms "
+        f"and experts for {1e3 * took.experts:.1f} ms of {1e3 * took.wall:.1f} ms: {took.overlap:.0%} of the "
+        "shorter is hidden behind the other."
     )
 
 
