@@ -1,7 +1,6 @@
 """Connections: kept, found stale, broken at every point, and the answers that come early or late."""
 
 import asyncio
-import os
 import signal
 import socket
 import subprocess
@@ -213,10 +212,12 @@ async def test_cancelling_the_task_closes_the_connection() -> None:
 
 def test_ctrl_c_closes_the_connection() -> None:
     left: list[bool] = []
+    main = threading.get_ident()
 
     def handle(peer: Peer) -> None:
         peer.request()
-        os.kill(os.getpid(), signal.SIGINT)
+        # To the thread that waits: another one would leave its system call uninterrupted.
+        signal.pthread_kill(main, signal.SIGINT)
         left.append(peer.is_closed_by_client())
 
     with (

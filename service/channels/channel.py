@@ -27,10 +27,11 @@ from expertd.service.channels.layout import (
 )
 from expertd.service.channels.memory import DataRegion, SealedMemory
 from expertd.service.channels.requests import InvalidRequestError, Line, RequestReader
-from expertd.service.engine.batching import Pending, Scheduler
+from expertd.service.engine.batching import Scheduler
 from expertd.service.engine.errors import EngineError, QueueFullError, QueueTimeoutError
 from expertd.service.engine.refusals import Reason
 from expertd.service.engine.statuses import ANSWERS
+from expertd.service.engine.steps import Pending
 from expertd.service.moe.request import LayerRequest, Output
 
 logger = logging.getLogger(__name__)

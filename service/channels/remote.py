@@ -27,7 +27,6 @@ from expertd.service.channels.layout import (
     SLOT_BYTES,
     fence,
 )
-from expertd.service.engine.batching import Done
 from expertd.service.engine.errors import (
     EngineError,
     NotReadyError,
@@ -39,6 +38,7 @@ from expertd.service.engine.errors import (
     StepFailedError,
 )
 from expertd.service.engine.spec import MODEL_VERSION, LayerSpec, served, specs_of
+from expertd.service.engine.steps import Done
 from expertd.service.memory import Arena, Block, RegionUses
 from expertd.service.moe.request import LayerRequest, Output
 from expertd.service.moe.routing_checks import check_routing

@@ -15,18 +15,16 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from expertd.service.engine.errors import QueueFullError, SchedulerClosedError, StepFailedError
+from expertd.service.engine.steps import Done, Pending, Runner, State, Step, StepObserver
 from expertd.service.engine.wakeup import Source, Wakeup
-from expertd.service.moe.request import LayerRequest, Output, StepResult
+from expertd.service.moe.request import LayerRequest, Output
 from expertd.service.settings.model import Limits
 
 T = TypeVar("T")
-Done = Callable[[Output | Exception], object]
-"""Called once for each request, with its output or the error that it fails with."""
 
 logger = logging.getLogger(__name__)
 
@@ -40,55 +38,6 @@ _MAX_REJOIN_SECONDS = 100e-6
 _MAX_REPORTS = 64  # of steps and answers, that wait for a moment in which they delay nothing
 _POLLED_PART = 0.9  # of a large step's likely time; for the rest, waiting for its end alone ends sooner
 _POLL_SECONDS = 100e-6  # how often a running step is checked for its end while others may begin
-
-
-class Step(Protocol):
-    """A step on the device, from its begin on; implemented by `expertd.service.moe.runner.RunningStep`."""
-
-    def is_done(self) -> bool:
-        """Whether `finish` would return at once."""
-
-    def finish(self) -> StepResult:
-        """Wait for the result; raises if the step failed."""
-
-
-class Runner(Protocol):
-    """Computes steps; implemented by `expertd.service.moe.runner.LayerRunner`."""
-
-    def validate(self, request: LayerRequest) -> None: ...
-
-    def begin(self, requests: Sequence[LayerRequest]) -> Step:
-        """Start a step, while at most one other is running on the device."""
-
-
-class StepObserver(Protocol):
-    """Notified of every step, on the event loop, after its answers are delivered."""
-
-    def step_done(self, model: str, result: StepResult, queue_seconds: Sequence[float]) -> None: ...
-
-    def step_failed(self, model: str, num_requests: int) -> None: ...
-
-
-class _State(Enum):
-    WAITING = auto()
-    STARTED = auto()
-    CANCELLED = auto()
-
-
-class Pending:
-    """An accepted request, until its `done` is called; the last two attributes are set before."""
-
-    __slots__ = ("arrived", "began", "compute_seconds", "done", "model", "on_worker", "request", "state")
-
-    def __init__(self, model: str, request: LayerRequest, done: Done, on_worker: bool) -> None:
-        self.model = model
-        self.request = request
-        self.done = done
-        self.on_worker = on_worker
-        self.arrived = time.perf_counter()
-        self.began: float | None = None  # of its step; None: never
-        self.compute_seconds = 0.0  # of its step
-        self.state = _State.WAITING
 
 
 _Answer = tuple[Pending, Output | Exception]
@@ -208,9 +157,9 @@ class Scheduler:
     def cancel(self, pending: Pending, error: Exception) -> bool:
         """Answer a queued request with `error`; False if its step has begun or it is already answered."""
         with self._lock:
-            if pending.state is not _State.WAITING:
+            if pending.state is not State.WAITING:
                 return False
-            pending.state = _State.CANCELLED
+            pending.state = State.CANCELLED
             queue = self._queues[pending.model]
             queue.waiting.remove(pending)
             queue.num_tokens -= pending.request.num_tokens
@@ -365,7 +314,7 @@ class Scheduler:
         room = self._limits.max_batch_tokens
         while queue.waiting and (queue.waiting[0].request.num_tokens <= room or not step):
             pending = queue.waiting.popleft()
-            pending.state = _State.STARTED
+            pending.state = State.STARTED
             room -= pending.request.num_tokens
             step.append(pending)
         queue.num_tokens -= self._limits.max_batch_tokens - room

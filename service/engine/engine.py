@@ -8,7 +8,7 @@ from enum import Enum
 from functools import partial
 
 from expertd.kernels.jit import stats as jit_stats
-from expertd.service.engine.batching import Done, Pending, Scheduler
+from expertd.service.engine.batching import Scheduler
 from expertd.service.engine.errors import (
     NotReadyError,
     PartitionsRefusedError,
@@ -20,6 +20,7 @@ from expertd.service.engine.loading import LoadCancelledError, Loaded, Loader, P
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.shared_memory import SharedMemory
 from expertd.service.engine.spec import MODEL_VERSION, LayerSpec, served, specs_of
+from expertd.service.engine.steps import Done, Pending
 from expertd.service.memory import Arena, RegionUses
 from expertd.service.moe.request import LayerRequest, zero_request
 from expertd.service.sentences import all_of

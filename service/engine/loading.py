@@ -16,7 +16,7 @@ from expertd.kernels import Backend, resolve_backend
 from expertd.kernels.backends import why_not
 from expertd.service.checkpoints import CheckpointModelSettings
 from expertd.service.checkpoints.weights import read_layer
-from expertd.service.engine.batching import Runner
+from expertd.service.engine.steps import Runner
 from expertd.service.memory import OpenCuda, Register, nothing_to_register
 from expertd.service.moe.batch import FLOATS
 from expertd.service.moe.capture import GraphPool

@@ -3,8 +3,8 @@
 from collections.abc import Awaitable, Mapping
 from typing import Any, Protocol
 
-from expertd.service.engine.batching import Done
 from expertd.service.engine.spec import LayerSpec
+from expertd.service.engine.steps import Done
 from expertd.service.http.infer_head import InferHead
 from expertd.service.memory import Arena, RegionUses
 from expertd.service.moe.request import LayerRequest

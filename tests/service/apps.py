@@ -10,8 +10,8 @@ import httpx
 import numpy as np
 import numpy.typing as npt
 
-from expertd.service.engine.batching import Runner
 from expertd.service.engine.loading import Loaded, Loader, Partitions, load
+from expertd.service.engine.steps import Runner
 from expertd.service.http.app import ExpertApp
 from expertd.service.settings.model import Settings
 

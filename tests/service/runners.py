@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from expertd.layout import Layout
-from expertd.service.engine.batching import Pending, Scheduler
+from expertd.service.engine.batching import Scheduler
+from expertd.service.engine.steps import Pending
 from expertd.service.memory import host_view
 from expertd.service.moe.request import LayerRequest, Output, StepResult
 

@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from expertd.service.engine.batching import Runner
 from expertd.service.engine.loading import load
+from expertd.service.engine.steps import Runner
 from tests.service.apps import Serving, serving, serving_runner, tiny_settings
 from tests.service.channels.peer import Answer, Peer
 

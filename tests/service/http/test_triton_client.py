@@ -11,8 +11,8 @@ import pytest
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
-from expertd.service.engine.batching import Runner
 from expertd.service.engine.loading import load
+from expertd.service.engine.steps import Runner
 from expertd.service.memory import host_view
 from expertd.service.moe.request import LayerRequest
 from tests.service.apps import HIDDEN, NUM_EXPERTS, TOP_K, rows, tiny_settings

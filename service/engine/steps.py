@@ -1,0 +1,60 @@
+"""What the scheduler runs and whom it serves: requests that are pending, steps, runners, observers."""
+
+import time
+from collections.abc import Callable, Sequence
+from enum import Enum, auto
+from typing import Protocol
+
+from expertd.service.moe.request import LayerRequest, Output, StepResult
+
+Done = Callable[[Output | Exception], object]
+"""Called once for each request, with its output or the error that it fails with."""
+
+
+class Step(Protocol):
+    """A step on the device, from its begin on; implemented by `expertd.service.moe.runner.RunningStep`."""
+
+    def is_done(self) -> bool:
+        """Whether `finish` would return at once."""
+
+    def finish(self) -> StepResult:
+        """Wait for the result; raises if the step failed."""
+
+
+class Runner(Protocol):
+    """Computes steps; implemented by `expertd.service.moe.runner.LayerRunner`."""
+
+    def validate(self, request: LayerRequest) -> None: ...
+
+    def begin(self, requests: Sequence[LayerRequest]) -> Step:
+        """Start a step, while at most one other is running on the device."""
+
+
+class StepObserver(Protocol):
+    """Notified of every step, on the event loop, after its answers are delivered."""
+
+    def step_done(self, model: str, result: StepResult, queue_seconds: Sequence[float]) -> None: ...
+
+    def step_failed(self, model: str, num_requests: int) -> None: ...
+
+
+class State(Enum):
+    WAITING = auto()
+    STARTED = auto()
+    CANCELLED = auto()
+
+
+class Pending:
+    """An accepted request, until its `done` is called; the last two attributes are set before."""
+
+    __slots__ = ("arrived", "began", "compute_seconds", "done", "model", "on_worker", "request", "state")
+
+    def __init__(self, model: str, request: LayerRequest, done: Done, on_worker: bool) -> None:
+        self.model = model
+        self.request = request
+        self.done = done
+        self.on_worker = on_worker
+        self.arrived = time.perf_counter()
+        self.began: float | None = None  # of its step; None: never
+        self.compute_seconds = 0.0  # of its step
+        self.state = State.WAITING
