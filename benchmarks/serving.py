@@ -4,7 +4,7 @@ DeepSeek-V3's layer with all 256 experts, random weights, bf16. The server and i
 their own. A row is a way to the server (HTTP over loopback, tensors in shared memory, channels; host memory,
 the GPU's, or another GPU's), a number of tokens and of callers, each of which sends its next request when it
 has read the last answer. The columns: the median and the 99th percentile of the caller's time, tokens per
-second, the mean of `expertd_compute_seconds` meanwhile, and the GPU's own time for a step of so many tokens.
+second, the mean of `expertd_compute_seconds` meanwhile, and the GPU's own time for such a step.
 """
 
 import argparse

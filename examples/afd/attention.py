@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace, url: str) -> bool:
                 f"two micro-batches of {arguments.tokens} tokens by {transport}: "
                 f"{ratio:.2f} of the sequential time"
             )
-            options = {name: str(value) for name, value in vars(arguments).items()}
+            options = {name: str(value) for name, value in vars(arguments).items() if name != "json"}
             write_timeline(arguments.json, {"title": title, "options": options}, worker.intervals)
     return same(results["ping-pong"], results["sequential"])
 

@@ -1,4 +1,4 @@
-"""The head of an infer request: its model, and the headers that matter, read once for all that are alike."""
+"""The head of an infer request: its model, and the headers that matter. Equal heads are read once."""
 
 from collections.abc import Sequence
 

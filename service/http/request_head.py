@@ -1,4 +1,4 @@
-"""A request's line and headers: parsed by httptools, checked, and kept for requests that begin alike."""
+"""A request's line and headers: parsed by httptools, checked, and kept for requests with the same head."""
 
 import logging
 import re

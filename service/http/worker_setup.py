@@ -1,4 +1,4 @@
-"""What an HTTP process is started with, and what it is told later; imports no torch."""
+"""What an HTTP process is started with, and the messages that it gets later; imports no torch."""
 
 import mmap
 import os

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ def least_sizes(need: Need) -> Sizes:
     return Sizes(max(1, need.tokens), aligned(max(1, need.num_bytes), _PLACE_ALIGNMENT), 1)
 
 
-class Arena:
+class Arena(ABC):
     """Places that calls take in turn. `Holder` guards all of its attributes and calls all of its methods."""
 
     def __init__(self, sizes: Sizes) -> None:
@@ -58,21 +59,21 @@ class Arena:
         self.users = 0
         self.retired = False  # takes no more calls, and is closed after the last of them
 
+    @abstractmethod
     def is_usable(self) -> bool:
         """Whether the server still has it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def abandon(self, place: int, request: int) -> None:
         """The caller at a place has gone, but the server may still work on its request."""
-        raise NotImplementedError
 
     def reclaim(self) -> bool:
         """Make places free whose calls ended early, once the server is done; False if it is not with some."""
         return True
 
+    @abstractmethod
     def close(self) -> None:
         """Give it up; no call uses it."""
-        raise NotImplementedError
 
 
 A = TypeVar("A", bound=Arena)

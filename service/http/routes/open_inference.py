@@ -83,14 +83,14 @@ def protocol_router(engine: Engine, bodies: BodyReader) -> APIRouter:
     @router.post("/models/{model}/infer", responses=infer_responses, openapi_extra=INFER_REQUEST)
     async def model_infer(model: ModelName) -> Response:
         """The layer's output for hidden states, routed by the layer or by topk_ids and topk_weights."""
-        raise NotImplementedError
+        raise AssertionError("ExpertApp answers infer requests before its routes do")
 
     @router.post(
         "/models/{model}/versions/{version}/infer", responses=infer_responses, openapi_extra=INFER_REQUEST
     )
     async def model_version_infer(model: ModelName, version: Version) -> Response:
         """The layer's output for hidden states, routed by the layer or by topk_ids and topk_weights."""
-        raise NotImplementedError
+        raise AssertionError("ExpertApp answers infer requests before its routes do")
 
     @router.post(
         "/repository/index", response_model=list[ModelIndexEntry], responses=errors(400, 408, 413, 415, 503)

@@ -87,6 +87,6 @@ def _receive(pipes: list[Connection], progress: Callable[[float], None]) -> list
 
 
 def _shares(connections: int, processes: int) -> list[int]:
-    """`connections` split evenly over at most so many processes."""
+    """`connections` split evenly over at most this number of processes."""
     count = min(connections, processes)
     return [connections // count + (number < connections % count) for number in range(count)]

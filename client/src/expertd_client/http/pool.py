@@ -42,7 +42,7 @@ class Pool:
         self._idle.append(connection)
 
     def close(self) -> None:
-        """Close what is idle now, and what is in use once it is put back."""
+        """Close what is idle now, and what is in use when its call ends."""
         self.closed = True
         while self._idle:
             self._idle.pop().close()
