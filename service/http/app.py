@@ -167,9 +167,10 @@ async def _http_error(request: Request, error: Exception) -> Response:
         text = f"path: expected one of this API (see /docs), got {shown(request.url.path)}"
     headers = dict(error.headers or {})
     if error.status_code == 405:
-        if methods := sorted(request.app.methods_of(request.scope)):
-            headers["Allow"] = ", ".join(methods)
-        allowed = any_of(headers.get("Allow", "").split(", "))
+        # Sorted, because the framework's own routes name theirs in any order.
+        methods = sorted(request.app.methods_of(request.scope) or headers.get("Allow", "").split(", "))
+        headers["Allow"] = ", ".join(methods)
+        allowed = any_of(methods)
         text = f"method: expected {allowed} at {shown(request.url.path)}, got {shown(request.method)}"
     return Response(error_body(text), error.status_code, headers, "application/json")
 
