@@ -1,6 +1,5 @@
 """The regions that one request names for its tensors."""
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -29,7 +28,7 @@ class Place:
 
 
 class RegionUses:
-    """Holds a request's regions until its handler and its step have both called `release`.
+    """Holds the regions of one request until `release`.
 
     Where the device accesses memory in place, a tensor is a span. Else it is copied: `load` fills the inputs,
     `store` writes the output. Both may run in any thread, and raise RegionError if a file was shrunk.
@@ -43,8 +42,6 @@ class RegionUses:
         self._copies: list[tuple[Place, SystemMemory, memoryview]] = []
         self._stored: tuple[Place, SystemMemory, int] | None = None
         self._inputs: list[tuple[Place, Region]] = []
-        self._holders = 1  # the handler
-        self._lock = threading.Lock()
         self.output_place: Place | None = None
 
     @property
@@ -113,17 +110,8 @@ class RegionUses:
         except RegionError as error:
             raise RegionError(f"{place.what}: {error}") from error
 
-    def retain(self) -> None:
-        """Hold the regions for one more `release`: that of the step."""
-        with self._lock:
-            self._holders += 1
-
     def release(self) -> None:
-        """Call once when the handler is done, and once after each `retain`."""
-        with self._lock:
-            self._holders -= 1
-            if self._holders:
-                return
+        """Give the regions and the copies back; call it once, when the step has ended."""
         for block in self._blocks:
             block.release()
         for region in self._held:
