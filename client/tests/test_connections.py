@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -210,7 +211,15 @@ async def test_cancelling_the_task_closes_the_connection() -> None:
     assert left == [True]
 
 
-def test_ctrl_c_closes_the_connection() -> None:
+@pytest.fixture
+def default_sigint() -> Iterator[None]:
+    """KeyboardInterrupt on SIGINT, which a shell's background processes ignore."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_closes_the_connection(default_sigint: None) -> None:
     left: list[bool] = []
     main = threading.get_ident()
 
