@@ -30,7 +30,6 @@ REQUEST = struct.Struct("<IBBHQQQQQII")
 # status, error_bytes, retry_after_ms, reason, queue_ns, compute_ns: all but the sequence
 ANSWER = struct.Struct("<IIIIQQ")
 SEQUENCE_BYTES = 8
-LINE_BYTES = SEQUENCE_BYTES + REQUEST.size
 
 DATATYPES = {1: ("BF16", 2), 2: ("FP16", 2), 3: ("FP32", 4)}  # code -> name, bytes
 DATATYPE_CODES = {name: code for code, (name, _) in DATATYPES.items()}
