@@ -73,7 +73,7 @@ class Function:
         else:
             outputs = [_computed(request) for request in requests]
         seconds = time.perf_counter() - start
-        return Done(StepResult(outputs, Layout.CONTIGUOUS, tokens, np.array([tokens, 0]), seconds))
+        return Done(StepResult(outputs, Layout.CONTIGUOUS, tokens, lambda: np.array([tokens, 0]), seconds))
 
 
 def _multiplied_together(requests: Sequence[LayerRequest]) -> list[Output]:

@@ -127,7 +127,7 @@ def test_a_client_beyond_the_servers_number_of_channels(
     ("opened", "text"),
     [
         ({}, "answer: expected a channel, got"),
-        ({"version": 2}, "version of channels: expected 1, got 2"),
+        ({"version": 1}, "version of channels: expected 2, got 1"),
         ({"version": 1}, "socket of channels /nowhere: expected a connection, got"),
     ],
 )

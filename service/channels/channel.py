@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 from expertd.service.channels.layout import (
     ANSWER,
     ANSWER_OFFSET,
+    TIMES_OFFSET,
     CANCEL_OFFSET,
     CANCELS_OFFSET,
     ERROR_BYTES,
@@ -32,7 +33,7 @@ from expertd.service.engine.errors import EngineError, QueueFullError, QueueTime
 from expertd.service.engine.refusals import Reason
 from expertd.service.engine.statuses import ANSWERS
 from expertd.service.engine.steps import Pending
-from expertd.service.moe.request import LayerRequest, Output
+from expertd.service.moe.request import LayerRequest, Output, Signal
 
 logger = logging.getLogger(__name__)
 
@@ -87,10 +88,15 @@ class Memory(NamedTuple):
 class _Slot:
     """The state of one slot. `data` and `line` are its latest valid request line, because lines repeat."""
 
-    __slots__ = ("data", "deadline", "line", "pending", "request", "sequence", "start", "taken")
+    __slots__ = (
+        "data", "deadline", "line", "pending", "request", "says_ok", "sequence", "signal", "start", "taken", "word",
+    )  # fmt: skip
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, control: int) -> None:
         self.start = HEADER_BYTES + index * SLOT_BYTES
+        self.word = (self.start + ANSWER_OFFSET) // SEQUENCE_BYTES  # of the answer line
+        self.signal = Signal(control + self.start + ANSWER_OFFSET)
+        self.says_ok = False  # the answer line has status 200 already
         self.sequence = 0  # of the latest request
         self.taken = False  # and not answered
         self.pending: Pending | None = None
@@ -122,7 +128,9 @@ class Channel:
         self._words = self._view.cast("Q")  # reads and writes 8 bytes at once
         header = memory.geometry.header()
         self._view[: len(header)] = header
-        self._slots = [_Slot(index) for index in range(memory.geometry.num_slots)]
+        address = memory.control.span.address
+        self._slots = [_Slot(index, address) for index in range(memory.geometry.num_slots)]
+        self._look_again = False  # a slot was used again before the end of its step was noticed
         self._requests = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         # A pipe, because the caller could make an eventfd's writer block: both sides share its flags.
         self._answers_read, self._answers = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -236,6 +244,9 @@ class Channel:
                 return False
             raise BrokenError(f"sequence of slot {index}: expected {expected}, got {sequence}")
         if slot.taken:
+            if self._words[slot.word] == slot.sequence:  # the device has answered
+                self._look_again = True
+                return False
             raise BrokenError(f"slot {index}: expected request {expected} after answer {slot.sequence}")
         fence()
         start = slot.start + SEQUENCE_BYTES
@@ -261,9 +272,13 @@ class Channel:
             return
         request = slot.request
         if request is None:
-            request = self._reader.request(line)
+            request = self._reader.request(line, slot.signal)
             if line.topk_ids is None:
                 slot.request = request
+        slot.signal.value = slot.sequence
+        if not slot.says_ok:  # before the device announces the output
+            ANSWER.pack_into(self._view, slot.start + ANSWER_OFFSET + SEQUENCE_BYTES, 200, 0, 0, 0, 0, 0)
+            slot.says_ok = True
         done = partial(self._done, slot)
         slot.pending = pending = self._scheduler.submit(line.model.name, request, done, on_worker=True)
         if line.timeout_us:
@@ -276,8 +291,17 @@ class Channel:
         with self._lock:
             if isinstance(output, Exception):
                 self._fail(slot, output)
+            elif self._words[slot.word] == slot.sequence and not self._closed:  # the device has answered
+                pending, slot.pending = slot.pending, None
+                assert pending is not None
+                slot.deadline = math.inf
+                slot.taken = False
+                self._scheduler.do_later(partial(self._note, slot, slot.sequence, pending))
             else:
                 self._answer(slot, 200, None, "")
+        if self._look_again:
+            self._look_again = False
+            self.poll()
 
     def _fail(self, slot: _Slot, error: Exception) -> None:
         if isinstance(error, EngineError):
@@ -287,6 +311,13 @@ class Channel:
         else:
             self._answer(slot, 499, "client_gone", str(error))
 
+    def _note(self, slot: _Slot, sequence: int, pending: Pending) -> None:
+        """Complete the answer to a request that the device has answered; its slot may be in use again."""
+        with self._lock:
+            seconds = self._announce(slot, sequence, pending)
+        if self.counted:
+            self._owner.answered(self, Answered(pending.model, sequence, 200, None, "", seconds))
+
     def _answer(
         self, slot: _Slot, status: int, reason: Reason | None, text: str, retry_after_ms: int = 0
     ) -> None:
@@ -294,27 +325,37 @@ class Channel:
         pending, slot.pending = slot.pending, None
         slot.deadline = math.inf
         slot.taken = False
-        self._in_flight -= 1
+        if not self._closed:
+            if status != 200 or not slot.says_ok:
+                error = text.encode()[:ERROR_BYTES]
+                self._view[slot.start + ERROR_OFFSET : slot.start + ERROR_OFFSET + len(error)] = error
+                code = 0 if reason is None else REASON_CODES.get(reason, 0)
+                values = (status, len(error), retry_after_ms, code, 0, 0)
+                ANSWER.pack_into(self._view, slot.start + ANSWER_OFFSET + SEQUENCE_BYTES, *values)
+                slot.says_ok = status == 200
+            fence()
+            self._words[slot.word] = slot.sequence
+        seconds = self._announce(slot, slot.sequence, pending)
+        if self.counted:
+            model = self.models[0] if len(self.models) == 1 else slot.line.model.name if slot.line else ""
+            self._owner.answered(self, Answered(model, slot.sequence, status, reason, text, seconds))
+
+    def _announce(self, slot: _Slot, sequence: int, pending: Pending | None) -> float:
+        """Write the times of an answer, and ring; seconds since the request was read."""
         queue = seconds = compute = 0.0
         if pending is not None:
             now = time.perf_counter()
             seconds = now - pending.arrived
             queue = (pending.began or now) - pending.arrived
             compute = pending.compute_seconds
+        self._in_flight -= 1
         if not self._closed:
-            error = text.encode()[:ERROR_BYTES]
-            place = slot.start + ANSWER_OFFSET
-            if error:
-                self._view[slot.start + ERROR_OFFSET : slot.start + ERROR_OFFSET + len(error)] = error
-            code = 0 if reason is None else REASON_CODES.get(reason, 0)
-            values = (status, len(error), retry_after_ms, code, int(queue * 1e9), int(compute * 1e9))
-            ANSWER.pack_into(self._view, place + SEQUENCE_BYTES, *values)
+            words, times = self._words, slot.word + TIMES_OFFSET // SEQUENCE_BYTES
+            words[times], words[times + 1] = int(queue * 1e9), int(compute * 1e9)
             fence()
-            self._words[place // SEQUENCE_BYTES] = slot.sequence
+            words[times + 2] = sequence
             with suppress(OSError):  # full: it is readable anyway; broken: the caller is gone
                 os.write(self._answers, b"\1")
         elif not self._in_flight:
             self._owner.idle(self)
-        if self.counted:
-            model = self.models[0] if len(self.models) == 1 else slot.line.model.name if slot.line else ""
-            self._owner.answered(self, Answered(model, slot.sequence, status, reason, text, seconds))
+        return seconds

@@ -9,7 +9,7 @@ from typing import Self
 from expertd.service.engine.refusals import Reason
 
 MAGIC = b"expertd\0"
-VERSION = 1
+VERSION = 2
 GREETING = MAGIC + struct.pack("<I", VERSION)  # what a claimed channel's socket sends, with the descriptors
 TOKEN_BYTES = 32
 ALIGNMENT = 64  # of every tensor in the data region
@@ -29,6 +29,7 @@ ERROR_BYTES = SLOT_BYTES - ERROR_OFFSET
 REQUEST = struct.Struct("<IBBHQQQQQII")
 # status, error_bytes, retry_after_ms, reason, queue_ns, compute_ns: all but the sequence
 ANSWER = struct.Struct("<IIIIQQ")
+TIMES_OFFSET = 24  # in the answer line: queue_ns, compute_ns, and the sequence that they belong to
 SEQUENCE_BYTES = 8
 
 DATATYPES = {1: ("BF16", 2), 2: ("FP16", 2), 3: ("FP32", 4)}  # code -> name, bytes

@@ -73,7 +73,13 @@ class Opening:
         else:
             make = partial(SealedMemory, "expertd-channel-data", geometry.data_bytes, loaded.register)
             region = await asyncio.to_thread(make)
-        return Memory(geometry, SealedMemory("expertd-channel", geometry.control_bytes), region)
+        make = partial(SealedMemory, "expertd-channel", geometry.control_bytes, loaded.register)
+        try:
+            control = await asyncio.to_thread(make)
+        except BaseException:
+            region.close()
+            raise
+        return Memory(geometry, control, region)
 
     async def _opened(self, memory: CudaMemory, loaded: Loaded) -> DataRegion:
         if loaded.open_cuda is None:

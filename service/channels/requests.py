@@ -7,7 +7,7 @@ from typing import NamedTuple, NoReturn
 from expertd.service.channels.layout import ALIGNMENT, DATATYPES, REQUEST, ROUTED, Geometry
 from expertd.service.engine.refusals import Reason
 from expertd.service.memory import Span, host_view
-from expertd.service.moe.request import LayerRequest
+from expertd.service.moe.request import LayerRequest, Signal
 
 
 class InvalidRequestError(Exception):
@@ -87,8 +87,8 @@ class RequestReader:
         datatypes = (datatype, output_datatype)
         return Line(model, num_tokens, timeout_us, *datatypes, hidden_states, output, ids, weights)
 
-    def request(self, line: Line) -> LayerRequest:
-        """The request of `line`. Raises InvalidRequestError for invalid routing."""
+    def request(self, line: Line, signal: Signal) -> LayerRequest:
+        """The request of `line`, which announces its output. Raises InvalidRequestError: invalid routing."""
         ids: Span | bytes | None = line.topk_ids
         weights: Span | bytes | None = line.topk_weights
         if line.topk_ids is not None and line.topk_weights is not None and self._region.view is not None:
@@ -102,6 +102,7 @@ class RequestReader:
             weights,
             line.output_datatype,
             line.output,
+            signal,
         )
         if ids is not None:
             try:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from expertd.service.engine.errors import QueueFullError, SchedulerClosedError, StepFailedError
 from expertd.service.engine.steps import Done, Pending, Runner, State, Step, StepObserver
 from expertd.service.engine.wakeup import Source, Wakeup
-from expertd.service.moe.request import LayerRequest, Output
+from expertd.service.moe.request import LayerRequest, Output, StepResult
 from expertd.service.settings.model import Limits
 
 T = TypeVar("T")
@@ -81,6 +81,7 @@ class Scheduler:
         self._jobs: deque[tuple[Callable[[], object], Future[Any]]] = deque()
         self._running: deque[_Running] = deque()  # used by the worker thread alone
         self._reports: deque[Callable[[], None]] = deque()  # to call on the event loop
+        self._chores: deque[Callable[[], None]] = deque()  # of the worker thread, when nothing else is to do
         self._spin_seconds = spin_seconds  # before sleeping, if there are sources
         self._wakeup = Wakeup()
         self._lock = threading.Lock()
@@ -182,6 +183,13 @@ class Scheduler:
         for source in self._wakeup.all():
             source.poll()
 
+    def do_later(self, chore: Callable[[], None]) -> None:
+        """Call `chore` on the worker thread, once the next step runs or if there is none; for that thread.
+
+        The next request of a caller that has its answer comes within microseconds: chores delay it least.
+        """
+        self._chores.append(chore)
+
     def report_later(self, report: Callable[[], None]) -> None:
         """Call `report` on the event loop soon, where it delays no step; for the worker thread."""
         self._reports.append(report)
@@ -236,17 +244,19 @@ class Scheduler:
                 if self._turns and not self._running:
                     self._wait_for_callers()
             with self._lock:
-                if self._stopped and not self._running:
+                if self._stopped and not self._running and not self._chores:
                     break
                 if not self._running:
                     job = self._jobs.popleft() if self._jobs else None
                 if job is None and self._may_begin():
                     model, requests = self._next_step()
-                self._sleeping = not (job or requests or self._running)
+                self._sleeping = not (job or requests or self._running or self._chores)
             if job:
                 self._run_job(*job)
             elif requests:
                 self._begin(model, requests)
+            elif self._chores:
+                self._chores.popleft()()
             elif not self._running:
                 self._wait()
             elif not self._wait_for_more():
@@ -280,6 +290,8 @@ class Scheduler:
         """Poll sources until the callers of the last step are back, for a short time."""
         while self._returning and time.perf_counter() < self._rejoin_until:
             self._poll(0)
+            if self._chores:
+                self._chores.popleft()()
         self._returning = 0
 
     def _may_begin(self) -> bool:
@@ -338,33 +350,50 @@ class Scheduler:
             self._finish(running)
         else:
             self._running.append(running)
-            self._flush_reports()  # while the device computes
+            while self._chores:  # while the device computes
+                self._chores.popleft()()
+            self._flush_reports()
 
     def _finish(self, running: _Running) -> None:
         model, requests = running.model, running.requests
-        queue = self._queues[model]
         try:
             result = running.step.finish()
             answers = list(zip(requests, result.outputs, strict=True))
         except Exception as error:
             self._failed(model, requests, error)
             return
-        queue.failures = 0
         took = result.compute_seconds
+        self._returning = sum(pending.on_worker for pending in requests)
+        self._rejoin_until = time.perf_counter() + min(_REJOIN_PART * took, _MAX_REJOIN_SECONDS)
+        for pending, output in answers:
+            pending.compute_seconds = took
+            if pending.on_worker:
+                pending.done(output)
+        self._queues[model].failures = 0
+        others = [pair for pair in answers if not pair[0].on_worker]
+        finished = partial(self._finished, running, result, len(answers) - len(others))
+        if others:
+            finished()
+            self._deliver_soon(others)  # and what has to be reported
+        else:
+            self._chores.append(finished)
+
+    def _finished(self, running: _Running, result: StepResult, num_on_worker: int) -> None:
+        """Note a step whose answers are on their way."""
+        queue, took = self._queues[running.model], result.compute_seconds
         queue.step_seconds = took if not queue.step_seconds else 0.8 * queue.step_seconds + 0.2 * took
         if running.num_tokens >= _EARLY_TOKENS:
             queue.large_step_seconds[running.size] = took
-        waited = [running.began - pending.arrived for pending in requests]
-        for pending in requests:
-            pending.compute_seconds = took
-        self._returning = sum(pending.on_worker for pending in requests)
-        self._rejoin_until = time.perf_counter() + min(_REJOIN_PART * took, _MAX_REJOIN_SECONDS)
-        self._answer(answers, partial(self._observer.step_done, model, result, waited))
+        waited = [running.began - pending.arrived for pending in running.requests]
+        self.report_later(partial(self._observer.step_done, running.model, result, waited))
+        if num_on_worker:
+            self._answered(num_on_worker)
 
     def _failed(self, model: str, requests: list[Pending], error: Exception) -> None:
         self._queues[model].failures += 1
         logger.error("step of model %s with %d requests failed", model, len(requests), exc_info=error)
-        self._answer([], partial(self._observer.step_failed, model, len(requests)))
+        self.report_later(partial(self._observer.step_failed, model, len(requests)))
+        self._flush_reports()
         if len(requests) > 1:
             # One request may have caused it: retry each alone.
             for pending in requests:
@@ -374,20 +403,11 @@ class Scheduler:
             return
         failure = StepFailedError(f"the step failed: {type(error).__name__}")
         failure.__cause__ = error
-        self._answer([(requests[0], failure)])
-
-    def _answer(self, answers: Sequence[_Answer], report: Callable[[], None] | None = None) -> None:
-        """Call each request's `done`; the loop is woken once for all of its own, and for the reports."""
-        if report is not None:
-            self.report_later(report)
-        others = [pair for pair in answers if not pair[0].on_worker]
-        for pending, answer in answers:
-            if pending.on_worker:
-                pending.done(answer)
-        if len(others) < len(answers):
-            self._answered(len(answers) - len(others))
-        if others or not answers:
-            self._deliver_soon(others)
+        if requests[0].on_worker:
+            requests[0].done(failure)
+            self._answered(1)
+        else:
+            self._deliver_soon([(requests[0], failure)])
 
     def _deliver_soon(self, answers: Sequence[_Answer]) -> None:
         assert self._loop is not None

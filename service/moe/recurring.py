@@ -30,10 +30,7 @@ class RecurringSteps:
         `key` names everything that its launches depend on. Once it has come often enough, `work` is captured
         while it runs. Graphs of one pool must not run at the same time; None: nothing is captured.
         """
-        graph = self._graphs.get(key)
-        if graph is not None:
-            self._graphs.move_to_end(key)
-            graph.replay()
+        if self.replay(key):
             return
         work()
         if pool is None:
@@ -49,6 +46,18 @@ class RecurringSteps:
             logger.warning("capturing a recurring step failed", exc_info=True)
             return
         _drop_oldest(self._graphs)
+
+    def replay(self, key: object) -> bool:
+        """Enqueue the graph of `key` on the current stream; False if there is none."""
+        graph = self._graphs.get(key)
+        if graph is None:
+            return False
+        self._graphs.move_to_end(key)
+        graph.replay()
+        return True
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._graphs
 
     def clear(self) -> None:
         """Free all graphs."""

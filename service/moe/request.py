@@ -1,6 +1,7 @@
 """The input and output of a layer's step, as bytes or spans of memory; imports no torch."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,14 +13,26 @@ from expertd.service.memory.span import Buffer, Span
 Output = Buffer | Span
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
+class Signal:
+    """8 bytes of memory that the device can write: it writes `value` there once the output is in its place.
+
+    On a CPU nobody writes it.
+    """
+
+    address: int
+    value: int = 0
+
+
+@dataclass(slots=True)
 class LayerRequest:
     """One request's tensors: row-major bytes of validated size, and Open Inference Protocol datatypes.
 
     hidden_states [num_tokens, H] of `datatype` (BF16, FP16, FP32); topk_ids [num_tokens, top_k] of
     `topk_ids_datatype` (INT32, INT64) and topk_weights [num_tokens, top_k] FP32, both or neither. A step
     reads spans in place, and copies buffers. The output [num_tokens, H] of `output_datatype` is written to
-    `output`; None: to memory of the runner's own.
+    `output`; None: to memory of the runner's own. `plan` is the runner's: what it keeps for the next step of
+    the same request.
     """
 
     num_tokens: int
@@ -30,6 +43,8 @@ class LayerRequest:
     topk_weights: Buffer | Span | None
     output_datatype: str
     output: Span | None = None
+    signal: Signal | None = None
+    plan: Any = field(default=None, repr=False, compare=False)
 
 
 def zero_request(num_tokens: int, hidden_size: int) -> LayerRequest:
@@ -41,12 +56,16 @@ def zero_request(num_tokens: int, hidden_size: int) -> LayerRequest:
 class StepResult:
     """A step's result: each request's rows [num_tokens, H] in its output_datatype, and what metrics need.
 
-    An output is the request's own `output`, or else bytes. tokens_per_expert has an entry for each of the
-    layer's experts, and counts those that are held here.
+    An output is the request's own `output`, or else bytes.
     """
 
     outputs: list[Output]
     layout: Layout
     num_tokens: int
-    tokens_per_expert: NDArray[np.integer[Any]]
+    count_tokens: Callable[[], NDArray[np.integer[Any]]]
     compute_seconds: float
+
+    @property
+    def tokens_per_expert(self) -> NDArray[np.integer[Any]]:
+        """Tokens of each of the layer's experts that are held here; counted when it is asked for."""
+        return self.count_tokens()

@@ -55,11 +55,13 @@ class LayerRunner:
 
     def begin(self, requests: Sequence[LayerRequest]) -> RunningStep | DoneStep:
         """Start all requests, which have passed `validate`, as one step. At most one other may be running."""
-        batch = Batch(requests)
         if not self._on_gpu:
             with torch.inference_mode():
-                return DoneStep(self._on_host.run(batch))
+                return DoneStep(self._on_host.run(Batch(requests)))
         with self._stream():
+            if self._graphs is not None and len(requests) == 1 and (step := self._graphs.again(requests[0])):
+                return step
+            batch = Batch(requests)
             if self._graphs is not None and self._graphs.fits(batch):
                 return self._graphs.begin(batch)
             stream = torch.cuda.current_stream(self._device)

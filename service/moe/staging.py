@@ -9,6 +9,7 @@ from torch import Tensor
 from expertd.limits import MAX_GROUPS
 from expertd.service.memory import Buffer, Span, host_view
 from expertd.service.moe.capture import GraphPool
+from expertd.service.moe.signals import Signals
 
 ALIGNMENT = 16  # bytes, of rows that kernels read and write in place
 _STEPS = 2
@@ -18,12 +19,14 @@ class Piece:
     """Bytes on the GPU, or pinned on the host, which grow to the largest step."""
 
     def __init__(self, device: torch.device | None) -> None:
+        self.generation = 0  # of its memory
         self._device = device  # None: pinned memory of the host
         self._bytes = self._empty(0)
 
     def take(self, num_bytes: int) -> Tensor:
         """uint8 [num_bytes], uninitialized; valid until the next call."""
         if num_bytes > self._bytes.numel():
+            self.generation += 1
             self._bytes = self._empty(0)  # freed first
             self._bytes = self._empty(num_bytes)
         return self._bytes[:num_bytes]
@@ -45,6 +48,11 @@ class Slot:
         self.pool: GraphPool | None = None  # of graphs that run in this slot
         self.kept: list[Tensor] = []  # until the step ends: copies read them on another stream
 
+    @property
+    def generations(self) -> tuple[int, int]:
+        """Others than before: hidden states or outputs are staged elsewhere."""
+        return self.device_in.generation, self.device_out.generation
+
 
 class Staging:
     """The slots of a GPU, shared by all its layers, and its streams for copies in each direction."""
@@ -52,6 +60,7 @@ class Staging:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.copy_in, self.copy_out = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
+        self.signals = Signals(device)
         self._free = [Slot(device) for _ in range(_STEPS)]
         self._ended = 0.0
 

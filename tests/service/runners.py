@@ -46,7 +46,7 @@ class EchoRunner:
             outputs=[_echo(request) for request in requests],
             layout=Layout.MASKED,
             num_tokens=tokens,
-            tokens_per_expert=np.array([tokens, 0, 0, tokens]),
+            count_tokens=lambda: np.array([tokens, 0, 0, tokens]),
             compute_seconds=0.001,
         )
 

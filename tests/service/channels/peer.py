@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-GREETING = b"expertd\0" + struct.pack("<I", 1)
+GREETING = b"expertd\0" + struct.pack("<I", 2)
 HEADER = struct.Struct("<8s6I7Q")
 REQUEST = struct.Struct("<IBBHQQQQQII")
 ANSWER = struct.Struct("<IIIIQQ")
@@ -124,7 +124,10 @@ class Peer:
                 continue
             self._sleep(sequence, deadline)
         start = self.starts[(sequence - 1) % self.num_slots] + 128
-        status, length, retry_after, _, queue, compute = ANSWER.unpack_from(self.control, start + 8)
+        status, length, retry_after, _, _, _ = ANSWER.unpack_from(self.control, start + 8)
+        while self.words[start // 8 + 5] != sequence:  # the times follow the answer
+            assert time.perf_counter() < deadline
+        _, _, _, _, queue, compute = ANSWER.unpack_from(self.control, start + 8)
         error = self.control[start + 64 : start + 64 + length].decode(errors="replace")
         return Answer(status, error, retry_after / 1e3, queue / 1e9, compute / 1e9)
 

@@ -27,7 +27,7 @@ BODY = {"model": "tiny", "num_slots": 2, "max_tokens": 4}
 async def test_the_answer_describes_the_memory(tmp_path: Path) -> None:
     async with channel_server(tmp_path, EchoRunner()) as server:
         answer = await opened(server, num_slots=3, max_tokens=5, datatype="BF16")
-        assert (answer["id"], answer["version"], answer["model"]) == ("1", 1, "tiny")
+        assert (answer["id"], answer["version"], answer["model"]) == ("1", 2, "tiny")
         assert answer["geometry"] == {
             "num_slots": 3,
             "max_tokens": 5,

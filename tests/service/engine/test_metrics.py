@@ -194,7 +194,7 @@ async def test_two_applications_do_not_share_metrics() -> None:
 
 async def test_a_step_without_tokens_has_no_imbalance() -> None:
     async with serving(tiny_settings()) as server:
-        empty = StepResult([], Layout.CONTIGUOUS, 0, np.zeros(NUM_EXPERTS, np.int32), 0.001)
+        empty = StepResult([], Layout.CONTIGUOUS, 0, lambda: np.zeros(NUM_EXPERTS, np.int32), 0.001)
         server.app.metrics.step_done("tiny", empty, [])
         assert server.metric("load_imbalance_ratio_count", model="tiny", layout="contiguous") == 0
 

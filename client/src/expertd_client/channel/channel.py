@@ -49,14 +49,21 @@ class Channel:
         return self._shapes.top_k
 
     def submit(
-        self, slot: Slot, num_tokens: int, *, routed: bool = False, timeout: float | None = None
+        self,
+        slot: Slot,
+        num_tokens: int,
+        *,
+        routed: bool = False,
+        timeout: float | None = None,
+        synchronize: bool = True,
     ) -> Ticket:
         """Have the server compute the first `num_tokens` rows of a slot, whose arrays it has until `wait`.
 
-        routed   topk_ids and topk_weights are given; else the layer's router chooses
-        timeout  seconds until the answer must be there (default: the client's; math.inf: any time)
+        routed       topk_ids and topk_weights are given; else the layer's router chooses
+        timeout      seconds until the answer must be there (default: the client's; math.inf: any time)
+        synchronize  on a GPU, wait for the current stream first, so that everything written there is in
+                     memory. False, if the caller knows that it is, saves 5 to 40 us
 
-        On a GPU it first waits for the current stream, so that everything written there is in memory.
         Raises InvalidRequestError, ServerUnreachableError.
         """
         if slot.ticket is not None:
@@ -65,12 +72,12 @@ class Channel:
         line = slot.lines.get((num_tokens, routed, seconds))
         if line is None:
             line = self._line(slot, num_tokens, routed, seconds)
-        if self._synchronize is not None:
+        if synchronize and self._synchronize is not None:
             self._synchronize()
         link = self._link
         while not (sequence := link.send(line)):
             self._settle(self._tickets[link.sequence + 1 - link.num_slots])
-        ticket = Ticket(slot, num_tokens, Deadline(seconds), sequence)
+        ticket = Ticket(slot, num_tokens, Deadline(seconds), sequence, link)
         slot.ticket = self._tickets[sequence] = ticket
         return ticket
 
@@ -119,11 +126,9 @@ class Channel:
         del self._tickets[sequence]
         ticket.is_done = True
         try:
-            queue, compute = link.take_answer(sequence)
+            link.take_answer(sequence)
         except ExpertError as error:
             ticket.error = error
-        else:
-            ticket.queue_seconds, ticket.compute_seconds = queue / 1e9, compute / 1e9
 
     def _sleep(self, ticket: Ticket) -> None:
         link = self._link

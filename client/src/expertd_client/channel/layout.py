@@ -1,14 +1,15 @@
-"""The memory of a channel to the byte: version 1 of the server's docs/channels.md."""
+"""The memory of a channel to the byte: version 2 of the server's docs/channels.md."""
 
 import platform
 import struct
 import threading
 
-VERSION = 1
+VERSION = 2
 GREETING = b"expertd\0" + struct.pack("<I", VERSION)
 HEADER_BYTES = 256
 SLOT_BYTES = 512
 ANSWER_OFFSET = 128  # of the answer line within a slot
+TIMES_OFFSET = 24  # in the answer line: queue_ns, compute_ns, and the sequence that they belong to
 ERROR_OFFSET = 192  # of the error's text
 WORD_BYTES = 8
 

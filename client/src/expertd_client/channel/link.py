@@ -14,6 +14,7 @@ from expertd_client.channel.layout import (
     HEADER_BYTES,
     RING,
     SLOT_BYTES,
+    TIMES_OFFSET,
     WEAKLY_ORDERED,
     WORD_BYTES,
     fence,
@@ -77,8 +78,8 @@ class Link:
         start = HEADER_BYTES + (sequence - 1) % self.num_slots * SLOT_BYTES
         return bool(self._words[(start + ANSWER_OFFSET) // WORD_BYTES] == sequence)
 
-    def take_answer(self, sequence: int) -> tuple[int, int]:
-        """End a request whose answer is there: nanoseconds in the queue, and of its step. Raises ExpertError.
+    def take_answer(self, sequence: int) -> None:
+        """End a request whose answer is there. Raises ExpertError.
 
         Its slot can be used for another request afterwards.
         """
@@ -86,18 +87,34 @@ class Link:
             fence()
         slot = (sequence - 1) % self.num_slots
         start = HEADER_BYTES + slot * SLOT_BYTES
-        status, length, retry_after, _, queue, compute = ANSWER.unpack_from(
+        status, length, retry_after, _, _, _ = ANSWER.unpack_from(
             self._control, start + ANSWER_OFFSET + WORD_BYTES
         )
         if status == 200:
             self._is_taken[slot] = False
-            return queue, compute
+            return
         error = bytes(self._control[start + ERROR_OFFSET : start + ERROR_OFFSET + length])
         self._is_taken[slot] = False  # last: another thread may write to it at once
         text = error.decode(errors="replace")
         if status == 499:
             raise ServerUnreachableError(f"channel: expected an answer, got: {text}", status)
         raise error_of(status, text, retry_after / 1e3 if retry_after else None)
+
+    def times(self, sequence: int) -> tuple[float, float] | None:
+        """Seconds in the queue and of the step, which follow an answer soon.
+
+        None: the slot is used by a later request, or the channel has ended.
+        """
+        words = self._words
+        word = (HEADER_BYTES + (sequence - 1) % self.num_slots * SLOT_BYTES + ANSWER_OFFSET) // WORD_BYTES
+        times = word + TIMES_OFFSET // WORD_BYTES
+        while words[times + 2] < sequence:
+            if not self.is_alive():
+                return None
+        fence()
+        queue, compute = words[times], words[times + 1]
+        fence()
+        return (queue / 1e9, compute / 1e9) if words[times + 2] == sequence else None
 
     def drop_answer(self, sequence: int) -> None:
         """End a request whose answer is there and nobody wants."""

@@ -1,5 +1,6 @@
 """The places of an open channel as arrays, and requests in flight."""
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -7,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from expertd_client.arrays import FLOATS
+from expertd_client.channel.link import Link
 from expertd_client.channel.opening import Opened
 from expertd_client.deadline import Deadline
 from expertd_client.errors import ExpertError
@@ -22,17 +24,38 @@ _NAMES = {datatype: name for name, datatype in FLOATS.items()}
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A request in flight; both times are 0 until it has been waited for."""
+    """A request in flight."""
 
     slot: "Slot"
     num_tokens: int
     deadline: Deadline
     sequence: int
-    queue_seconds: float = 0.0  # on the server, until its step began
-    compute_seconds: float = 0.0  # of its step
+    link: Link
     error: ExpertError | None = None
     is_done: bool = False
     is_late: bool = False  # a wait for it has ended without an answer
+    times: tuple[float, float] | None = None
+
+    @property
+    def queue_seconds(self) -> float:
+        """On the server until its step began; 0 until it has been waited for."""
+        return self._times()[0]
+
+    @property
+    def compute_seconds(self) -> float:
+        """Of its step; 0 until it has been waited for.
+
+        The server measures both after the answer: the first access may wait for them, for microseconds. NaN
+        if another request has used the slot meanwhile.
+        """
+        return self._times()[1]
+
+    def _times(self) -> tuple[float, float]:
+        if not self.is_done:
+            return 0.0, 0.0
+        if self.times is None:
+            self.times = self.link.times(self.sequence) or (math.nan, math.nan)
+        return self.times
 
 
 @dataclass(slots=True, eq=False)
