@@ -54,6 +54,9 @@ class Done:
     def is_done(self) -> bool:
         return True
 
+    def wait(self) -> float:
+        return self._result.compute_seconds
+
     def finish(self) -> StepResult:
         return self._result
 

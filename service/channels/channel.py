@@ -13,7 +13,6 @@ from typing import NamedTuple, Protocol
 from expertd.service.channels.layout import (
     ANSWER,
     ANSWER_OFFSET,
-    TIMES_OFFSET,
     CANCEL_OFFSET,
     CANCELS_OFFSET,
     ERROR_BYTES,
@@ -23,6 +22,7 @@ from expertd.service.channels.layout import (
     REQUEST,
     SEQUENCE_BYTES,
     SLOT_BYTES,
+    TIMES_OFFSET,
     Geometry,
     fence,
 )
@@ -89,8 +89,18 @@ class _Slot:
     """The state of one slot. `data` and `line` are its latest valid request line, because lines repeat."""
 
     __slots__ = (
-        "data", "deadline", "line", "pending", "request", "says_ok", "sequence", "signal", "start", "taken", "word",
-    )  # fmt: skip
+        "data",
+        "deadline",
+        "line",
+        "pending",
+        "request",
+        "says_ok",
+        "sequence",
+        "signal",
+        "start",
+        "taken",
+        "word",
+    )
 
     def __init__(self, index: int, control: int) -> None:
         self.start = HEADER_BYTES + index * SLOT_BYTES

@@ -53,12 +53,13 @@ class _Queue:
     large_step_seconds: dict[int, float] = field(default_factory=dict)  # of the last one, by `_Running.size`
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that takes longer
 class _Running:
     model: str
     requests: list[Pending]
     step: Step
     began: float
+    is_direct: bool  # all requests are sources', with memory of their own for the output
 
     @property
     def num_tokens(self) -> int:
@@ -345,7 +346,8 @@ class Scheduler:
                 self._finish(self._running.popleft())
             self._failed(model, requests, error)
             return
-        running = _Running(model, requests, step, began)
+        direct = all(pending.on_worker and pending.request.output is not None for pending in requests)
+        running = _Running(model, requests, step, began, direct)
         if step.is_done() and not self._running:
             self._finish(running)
         else:
@@ -355,6 +357,9 @@ class Scheduler:
             self._flush_reports()
 
     def _finish(self, running: _Running) -> None:
+        if running.is_direct:
+            self._finish_directly(running)
+            return
         model, requests = running.model, running.requests
         try:
             result = running.step.finish()
@@ -363,31 +368,52 @@ class Scheduler:
             self._failed(model, requests, error)
             return
         took = result.compute_seconds
-        self._returning = sum(pending.on_worker for pending in requests)
-        self._rejoin_until = time.perf_counter() + min(_REJOIN_PART * took, _MAX_REJOIN_SECONDS)
-        for pending, output in answers:
+        direct = [pair for pair in answers if pair[0].on_worker]
+        self._expect_callers(len(direct), took)
+        for pending, _ in answers:
             pending.compute_seconds = took
-            if pending.on_worker:
-                pending.done(output)
+        for pending, output in direct:
+            pending.done(output)
         self._queues[model].failures = 0
-        others = [pair for pair in answers if not pair[0].on_worker]
-        finished = partial(self._finished, running, result, len(answers) - len(others))
-        if others:
-            finished()
-            self._deliver_soon(others)  # and what has to be reported
-        else:
-            self._chores.append(finished)
+        self._note(running, result)
+        if direct:
+            self._answered(len(direct))
+        self._deliver_soon([pair for pair in answers if not pair[0].on_worker])
 
-    def _finished(self, running: _Running, result: StepResult, num_on_worker: int) -> None:
-        """Note a step whose answers are on their way."""
+    def _finish_directly(self, running: _Running) -> None:
+        """Answer sources' requests before anything else: their callers send the next ones at once."""
+        try:
+            took = running.step.wait()
+        except Exception as error:
+            self._failed(running.model, running.requests, error)
+            return
+        self._expect_callers(len(running.requests), took)
+        for pending in running.requests:
+            pending.compute_seconds = took
+            output = pending.request.output
+            assert output is not None
+            pending.done(output)
+        self._queues[running.model].failures = 0
+
+        def note() -> None:
+            self._note(running, running.step.finish())
+            self._answered(len(running.requests))
+
+        self._chores.append(note)
+
+    def _expect_callers(self, count: int, step_seconds: float) -> None:
+        self._returning = count
+        if count:
+            self._rejoin_until = time.perf_counter() + min(_REJOIN_PART * step_seconds, _MAX_REJOIN_SECONDS)
+
+    def _note(self, running: _Running, result: StepResult) -> None:
+        """Keep what a step took, for the next ones and for metrics."""
         queue, took = self._queues[running.model], result.compute_seconds
         queue.step_seconds = took if not queue.step_seconds else 0.8 * queue.step_seconds + 0.2 * took
         if running.num_tokens >= _EARLY_TOKENS:
             queue.large_step_seconds[running.size] = took
         waited = [running.began - pending.arrived for pending in running.requests]
         self.report_later(partial(self._observer.step_done, running.model, result, waited))
-        if num_on_worker:
-            self._answered(num_on_worker)
 
     def _failed(self, model: str, requests: list[Pending], error: Exception) -> None:
         self._queues[model].failures += 1

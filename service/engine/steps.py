@@ -17,6 +17,12 @@ class Step(Protocol):
     def is_done(self) -> bool:
         """Whether `finish` would return at once."""
 
+    def wait(self) -> float:
+        """Wait for the outputs; the seconds that the step took. Raises if it failed.
+
+        Another step may begin before `finish` if each request has its output in memory of its own.
+        """
+
     def finish(self) -> StepResult:
         """Wait for the result; raises if the step failed."""
 

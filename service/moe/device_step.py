@@ -9,10 +9,11 @@ import functools
 import time
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from expertd.service.memory import Span, host_view, is_on_gpu
@@ -29,10 +30,10 @@ _Routing = tuple[Tensor, Tensor]
 
 
 class _Plan(NamedTuple):
-    """What the next step of the same request repeats if it gets the same slot, with memory as it was."""
+    """What the next step of the same request repeats if it gets the same slot, with everything as it was."""
 
-    key: tuple[Any, ...]  # of its graph
-    generations: tuple[int, int]
+    graph: torch.cuda.CUDAGraph
+    valid: tuple[object, ...]
     copies_in: Copies
     copies_out: Copies
 
@@ -54,14 +55,17 @@ class DeviceSteps:
         began = time.perf_counter()
         slot = self._staging.take()
         try:
-            outputs = self._again(batch, slot, stream, num_sms) or self._enqueue(
-                batch, slot, stream, num_sms
-            )
+            outputs = self._again(batch, slot, stream, num_sms) or self._enqueue(batch, slot, stream, num_sms)
         except BaseException:
             torch.cuda.synchronize(self._staging.device)  # copies to and from the slot may be running
             self._staging.give_back(slot)
             raise
-        return RunningStep(slot.copied_out, partial(self._finish, batch, slot, outputs, began))
+        return RunningStep(
+            slot.copied_out,
+            slot.host_offsets,
+            partial(self._ended, slot, began),
+            partial(self._result, batch, outputs),
+        )
 
     def _enqueue(
         self, batch: Batch, slot: Slot, stream: torch.cuda.Stream, num_sms: int | None
@@ -79,16 +83,17 @@ class DeviceSteps:
         key = (*map(_name, (hidden_states, topk_ids, out)), id(slot), num_sms, stream.cuda_stream)
         if len(parts) == 1 and len(batch.with_routing) in (0, len(batch.requests)):
             # All of its memory is the slot's, or the request's own.
-            self._recurring.run(key, compute, slot.pool, stream)
+            graph = self._recurring.run(key, compute, slot.pool, stream)
         else:
             compute()
+            graph = None
         outputs = self._outputs(batch, slot, out, copies_out)
         self._copy_out(slot, copies_out, stream, batch)
-        if len(batch.requests) == 1 and _stays_in_place(batch.requests[0]):
-            request = batch.requests[0]
+        request = batch.requests[0]
+        if graph is not None and len(batch.requests) == 1 and _stays_in_place(request):
             if type(request.plan) is not dict:
                 request.plan = {}
-            request.plan[slot] = _Plan(key, slot.generations, copies_in, copies_out)
+            request.plan[slot] = _Plan(graph, self._valid(slot, stream, num_sms), copies_in, copies_out)
         return outputs
 
     def _again(
@@ -99,15 +104,18 @@ class DeviceSteps:
         if len(batch.requests) > 1 or type(request.plan) is not dict:
             return None
         plan: _Plan | None = request.plan.get(slot)
-        if plan is None or plan.generations != slot.generations:
-            return None
-        if plan.key[-2:] != (num_sms, stream.cuda_stream) or plan.key not in self._recurring:
+        if plan is None or plan.valid != self._valid(slot, stream, num_sms):
             return None
         self._copy_in(slot, plan.copies_in, stream)
-        self._recurring.replay(plan.key)
+        plan.graph.replay()
         self._copy_out(slot, plan.copies_out, stream, batch)
         assert request.output is not None
         return [request.output]
+
+    def _valid(self, slot: Slot, stream: torch.cuda.Stream, num_sms: int | None) -> tuple[object, ...]:
+        """Differs if a plan must not be repeated: graphs were freed, or memory lies elsewhere."""
+        staged = slot.device_in.generation, slot.device_out.generation
+        return self._recurring.generation, *staged, num_sms, stream.cuda_stream
 
     def _copy_in(self, slot: Slot, copies: Copies, stream: torch.cuda.Stream) -> None:
         """`stream` waits for the copies, which the step before does not delay."""
@@ -127,21 +135,22 @@ class DeviceSteps:
         self._staging.signals.enqueue(batch.requests, last)
         slot.copied_out.record(last)
 
-    def _finish(self, batch: Batch, slot: Slot, outputs: list[Output | Tensor], began: float) -> StepResult:
-        try:
-            slot.copied_out.synchronize()
-            offsets = slot.offsets.numpy().copy()  # a later step in this slot overwrites them
-            return StepResult(
-                outputs=[
-                    output.numpy().tobytes() if isinstance(output, Tensor) else output for output in outputs
-                ],
-                layout=self._layer.layout(batch.num_tokens),
-                num_tokens=batch.num_tokens,
-                count_tokens=partial(self._layer.tokens_per_expert, offsets),
-                compute_seconds=self._staging.seconds_since(began),
-            )
-        finally:
-            self._staging.give_back(slot)
+    def _ended(self, slot: Slot, began: float) -> float:
+        self._staging.give_back(slot)
+        return self._staging.seconds_since(began)
+
+    def _result(
+        self, batch: Batch, outputs: list[Output | Tensor], offsets: NDArray[np.int32], seconds: float
+    ) -> StepResult:
+        return StepResult(
+            outputs=[
+                output.numpy().tobytes() if isinstance(output, Tensor) else output for output in outputs
+            ],
+            layout=self._layer.layout(batch.num_tokens),
+            num_tokens=batch.num_tokens,
+            count_tokens=partial(self._layer.tokens_per_expert, offsets),
+            compute_seconds=seconds,
+        )
 
     def _hidden_states(self, batch: Batch, slot: Slot, copies: Copies) -> list[Tensor]:
         """[T, H] once `copies` are done, in one part for each request if their dtypes differ."""

@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from expertd.kernels.request_table import MAX_GIVEN_TOP_K, MAX_REQUESTS, RequestRows, RequestTable
 from expertd.layout import Layout
@@ -128,7 +130,12 @@ class StepGraphs:
         self._graphs[key].replay()
         self._staging.signals.enqueue(requests, self._stream)
         num_tokens = sum(request.num_tokens for request in requests)
-        return RunningStep(self._stream, partial(self._finish, num_tokens, outputs, began))
+        return RunningStep(
+            self._stream,
+            self._tensors.host_offsets,
+            partial(self._staging.seconds_since, began),
+            partial(self._result, num_tokens, outputs),
+        )
 
     def _is_current(self) -> bool:
         current = torch._C._cuda_getCurrentRawStream(self._stream.device_index)
@@ -151,19 +158,21 @@ class StepGraphs:
             wide,
         )  # fmt: skip
 
-    def _finish(self, num_tokens: int, outputs: Callable[[], list[Output]], began: float) -> StepResult:
-        self._stream.synchronize()
-        offsets = self._tensors.host_offsets.copy()  # the next step overwrites them
+    def _result(
+        self, num_tokens: int, outputs: Callable[[], list[Output]], offsets: NDArray[np.int32], seconds: float
+    ) -> StepResult:
         return StepResult(
             outputs=outputs(),
             layout=Layout.CONTIGUOUS,
             num_tokens=num_tokens,
             count_tokens=partial(self._layer.tokens_per_expert, offsets),
-            compute_seconds=self._staging.seconds_since(began),
+            compute_seconds=seconds,
         )
 
     def _outputs(self, batch: Batch) -> list[Output]:
-        return [self._output(request, part) for request, part in zip(batch.requests, batch.parts, strict=True)]
+        return [
+            self._output(request, part) for request, part in zip(batch.requests, batch.parts, strict=True)
+        ]
 
     def _output(self, request: LayerRequest, part: slice) -> Output:
         if request.output is not None and is_aligned(request.output):
@@ -214,7 +223,9 @@ def _fits(request: LayerRequest) -> bool:
 def _stays_in_place(request: LayerRequest) -> bool:
     """Whether nothing of a request that fits is copied on the host."""
     memories = request.hidden_states, request.output
-    return request.topk_ids is None and all(isinstance(memory, Span) and is_aligned(memory) for memory in memories)
+    return request.topk_ids is None and all(
+        isinstance(memory, Span) and is_aligned(memory) for memory in memories
+    )
 
 
 def _padded(num_tokens: int) -> int:

@@ -19,52 +19,49 @@ class RecurringSteps:
     """Graphs by the memory that a step reads and writes; the least recently used is dropped."""
 
     def __init__(self) -> None:
+        self.generation = 0  # rises when graphs are freed: others must not keep them
         self._seen: OrderedDict[object, int] = OrderedDict()
         self._graphs: OrderedDict[object, torch.cuda.CUDAGraph] = OrderedDict()
 
     def run(
         self, key: object, work: Callable[[], object], pool: GraphPool | None, stream: torch.cuda.Stream
-    ) -> None:
-        """Enqueue `work` on `stream`, the current one.
+    ) -> torch.cuda.CUDAGraph | None:
+        """Enqueue `work` on `stream`, the current one; its graph if there is one.
 
         `key` names everything that its launches depend on. Once it has come often enough, `work` is captured
         while it runs. Graphs of one pool must not run at the same time; None: nothing is captured.
         """
-        if self.replay(key):
-            return
+        graph = self._graphs.get(key)
+        if graph is not None:
+            self._graphs.move_to_end(key)
+            graph.replay()
+            return graph
         work()
         if pool is None:
-            return
+            return None
         count = self._seen.pop(key, 0) + 1
         if count < _CAPTURE_AT:
             self._seen[key] = count
             _drop_oldest(self._seen)
-            return
+            return None
         try:
-            self._graphs[key] = pool.capture(work, stream)
+            self._graphs[key] = graph = pool.capture(work, stream)
         except RuntimeError:  # above all a lack of memory: such steps run as before
             logger.warning("capturing a recurring step failed", exc_info=True)
-            return
-        _drop_oldest(self._graphs)
-
-    def replay(self, key: object) -> bool:
-        """Enqueue the graph of `key` on the current stream; False if there is none."""
-        graph = self._graphs.get(key)
-        if graph is None:
-            return False
-        self._graphs.move_to_end(key)
-        graph.replay()
-        return True
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._graphs
+            return None
+        if _drop_oldest(self._graphs):
+            self.generation += 1
+        return graph
 
     def clear(self) -> None:
         """Free all graphs."""
+        self.generation += 1
         self._seen.clear()
         self._graphs.clear()
 
 
-def _drop_oldest(kept: OrderedDict[object, Any]) -> None:
-    while len(kept) > _MOST:
-        kept.popitem(last=False)
+def _drop_oldest(kept: OrderedDict[object, Any]) -> bool:
+    if len(kept) <= _MOST:
+        return False
+    kept.popitem(last=False)
+    return True

@@ -44,14 +44,10 @@ class Slot:
         self.host_in, self.host_out, self.host_routing = (Piece(None) for _ in range(3))
         self.device_in, self.device_out, self.device_routing = (Piece(device) for _ in range(3))
         self.offsets = torch.zeros(MAX_GROUPS + 1, dtype=torch.int32, pin_memory=True)
+        self.host_offsets = self.offsets.numpy()
         self.copied_in, self.computed, self.copied_out = (torch.cuda.Event() for _ in range(3))  # type: ignore[no-untyped-call]
         self.pool: GraphPool | None = None  # of graphs that run in this slot
         self.kept: list[Tensor] = []  # until the step ends: copies read them on another stream
-
-    @property
-    def generations(self) -> tuple[int, int]:
-        """Others than before: hidden states or outputs are staged elsewhere."""
-        return self.device_in.generation, self.device_out.generation
 
 
 class Staging:

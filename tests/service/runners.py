@@ -84,6 +84,9 @@ class Computed:
     def is_done(self) -> bool:
         return True
 
+    def wait(self) -> float:
+        return self._result.compute_seconds
+
     def finish(self) -> StepResult:
         return self._result
 
