@@ -301,7 +301,7 @@ class Channel:
         with self._lock:
             if isinstance(output, Exception):
                 self._fail(slot, output)
-            elif self._words[slot.word] == slot.sequence and not self._closed:  # the device has answered
+            elif not self._closed and self._words[slot.word] == slot.sequence:  # the device has answered
                 pending, slot.pending = slot.pending, None
                 assert pending is not None
                 slot.deadline = math.inf

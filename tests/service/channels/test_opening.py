@@ -50,7 +50,7 @@ async def test_the_answer_describes_the_memory(tmp_path: Path) -> None:
         magic, *header = HEADER.unpack_from(peer.control)
         assert (magic, header) == (
             b"expertd\0",
-            [1, 256, 3, 5, 128, 2, 3 * 4096, 4096, 0, 1280, 1344, 1408, 256 + 3 * 512],
+            [2, 256, 3, 5, 128, 2, 3 * 4096, 4096, 0, 1280, 1344, 1408, 256 + 3 * 512],
         )
         listed = (await server.http.get("/v1/channels")).json()
         assert listed == {"channels": [(await server.http.get("/v1/channels/1")).json()]}
