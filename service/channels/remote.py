@@ -119,7 +119,7 @@ class RemoteEngine:
         if request.topk_ids_datatype == "INT64":
             check_routing(request, self._experts[model], self.models[model].top_k)
 
-    def submit(self, model: str, request: LayerRequest, done: Done) -> RemoteCall:
+    def submit(self, model: str, request: LayerRequest, done: Done, alone: bool = False) -> RemoteCall:
         call = RemoteCall(model, request, done)
         if self._waiting or self._sequence % self._num_slots in self._calls:
             self._waiting.append(call)

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 # Steps of this many tokens begin before the preceding one is done: they take longer to copy than to prepare.
 _EARLY_TOKENS = 512
+# A step that likely takes no longer may run on the event loop: handing it over takes about 0.1 ms.
+_SHORT_SECONDS = 0.5e-3
 _MAX_RUNNING = 2  # steps: one whose bytes are copied, and one that computes
 # The callers of a step need a moment for their next requests. If others are waiting already, the next step
 # begins up to this part of the last one's time later, so that it has all of them.
@@ -50,7 +52,7 @@ class _Queue:
     num_tokens: int = 0
     step_seconds: float = 0.0  # smoothed over recent steps
     failures: int = 0  # consecutive steps that raised
-    large_step_seconds: dict[int, float] = field(default_factory=dict)  # of the last one, by `_Running.size`
+    last_seconds: dict[int, float] = field(default_factory=dict)  # of the last step, by `_size`
 
 
 @dataclass(slots=True)  # not frozen: that takes longer
@@ -65,10 +67,10 @@ class _Running:
     def num_tokens(self) -> int:
         return sum(pending.request.num_tokens for pending in self.requests)
 
-    @property
-    def size(self) -> int:
-        """Steps of similar size take a similar time."""
-        return self.num_tokens.bit_length()
+
+def _size(num_tokens: int) -> int:
+    """Steps of the same size take a similar time."""
+    return num_tokens.bit_length()
 
 
 class Scheduler:
@@ -86,6 +88,7 @@ class Scheduler:
         self._spin_seconds = spin_seconds  # before sleeping, if there are sources
         self._wakeup = Wakeup()
         self._lock = threading.Lock()
+        self._turn = threading.Lock()  # of the thread that uses the device
         self._sleeping = False
         self._returning = 0  # sources' requests of the last step whose callers have not sent another one
         self._rejoin_until = 0.0
@@ -134,11 +137,16 @@ class Scheduler:
         retry_after = max(1, math.ceil(steps * queue.step_seconds))
         raise QueueFullError(f"the queue of model {model} is full: {waiting} are waiting", retry_after)
 
-    def submit(self, model: str, request: LayerRequest, done: Done, on_worker: bool = False) -> Pending:
+    def submit(
+        self, model: str, request: LayerRequest, done: Done, on_worker: bool = False, alone: bool = False
+    ) -> Pending:
         """Put `request` in the model's queue. Raises as `check_capacity` does.
 
         `done` is called on the event loop, or directly on the worker thread: then it must return soon,
         because the next step waits for it. It must not raise.
+
+        alone  the event loop has no other requests at present: if nothing else runs and the step is likely to
+               be short, it runs there, after all that has arrived there
         """
         pending = Pending(model, request, done, on_worker)
         queue = self._queues[model]
@@ -151,6 +159,10 @@ class Scheduler:
             self._unanswered += 1
             if on_worker and self._returning:
                 self._returning -= 1
+            if alone and self._sleeping and self._is_short(queue):
+                assert self._loop is not None
+                self._loop.call_soon(self._run_here, pending)
+                return pending
             asleep, self._sleeping = self._sleeping, False
         if asleep:
             self._wakeup.wake()
@@ -252,19 +264,62 @@ class Scheduler:
                 if job is None and self._may_begin():
                     model, requests = self._next_step()
                 self._sleeping = not (job or requests or self._running or self._chores)
-            if job:
-                self._run_job(*job)
-            elif requests:
-                self._begin(model, requests)
-            elif self._chores:
-                self._chores.popleft()()
-            elif not self._running:
+            if not (job or requests or self._chores or self._running):
                 self._wait()
-            elif not self._wait_for_more():
-                self._finish(self._running.popleft())
+                continue
+            with self._turn:
+                if job:
+                    self._run_job(*job)
+                elif requests:
+                    self._begin(model, requests)
+                elif self._chores:
+                    self._chores.popleft()()
+                elif not self._wait_for_more():
+                    self._finish(self._running.popleft())
         self._wakeup.close()
         for _, done in self._jobs:
             done.cancel()
+
+    @staticmethod
+    def _is_short(queue: _Queue) -> bool:
+        """Whether a step of all that is queued is likely to be short."""
+        return 0.0 < queue.last_seconds.get(_size(queue.num_tokens), 0.0) <= _SHORT_SECONDS
+
+    def _run_here(self, pending: Pending) -> None:
+        """Run a request's step on the event loop, unless the worker thread is awake or more has arrived."""
+        with self._lock:
+            if pending.state is not State.WAITING:
+                return
+            asleep = self._sleeping
+            alone = asleep and list(self._turns) == [pending.model] and not self._jobs
+            alone = alone and len(self._queues[pending.model].waiting) == 1
+            # Never held for long: a worker that wakes up now waits for this step.
+            alone = alone and self._turn.acquire(blocking=False)
+            if alone:
+                self._next_step()
+            else:
+                self._sleeping = False
+        if not alone:
+            if asleep:
+                self._wakeup.wake()
+            return
+        try:
+            self._begin_and_finish(pending)
+        finally:
+            self._turn.release()
+
+    def _begin_and_finish(self, pending: Pending) -> None:
+        pending.began = began = time.perf_counter()
+        try:
+            step = self._queues[pending.model].runner.begin([pending.request])
+            result = step.finish()
+        except Exception as error:
+            self._failed(pending.model, [pending], error)
+            return
+        self._queues[pending.model].failures = 0
+        pending.compute_seconds = result.compute_seconds
+        self._note(_Running(pending.model, [pending], step, began, False), result)
+        self._deliver([(pending, result.outputs[0])])
 
     def _wait(self) -> None:
         """Wait for a wake-up or a source: if there are sources, awake for a short time, then asleep."""
@@ -308,7 +363,7 @@ class Scheduler:
         running = self._running
         if len(running) == _MAX_RUNNING or running[0].num_tokens < _EARLY_TOKENS:
             return False  # a small step is over before another is worth beginning
-        seconds = self._queues[running[0].model].large_step_seconds.get(running[0].size, 0.0)
+        seconds = self._queues[running[0].model].last_seconds.get(_size(running[0].num_tokens), 0.0)
         until = running[0].began + _POLLED_PART * seconds
         while time.perf_counter() < until and not running[0].step.is_done():
             if self._wakeup.sources:
@@ -410,8 +465,7 @@ class Scheduler:
         """Keep what a step took, for the next ones and for metrics."""
         queue, took = self._queues[running.model], result.compute_seconds
         queue.step_seconds = took if not queue.step_seconds else 0.8 * queue.step_seconds + 0.2 * took
-        if running.num_tokens >= _EARLY_TOKENS:
-            queue.large_step_seconds[running.size] = took
+        queue.last_seconds[_size(running.num_tokens)] = took
         waited = [running.began - pending.arrived for pending in running.requests]
         self.report_later(partial(self._observer.step_done, running.model, result, waited))
 

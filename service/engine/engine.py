@@ -112,9 +112,9 @@ class Engine:
         """Raise ValueError for invalid routing."""
         self.scheduler.runner(model).validate(request)
 
-    def submit(self, model: str, request: LayerRequest, done: Done) -> Pending:
+    def submit(self, model: str, request: LayerRequest, done: Done, alone: bool = False) -> Pending:
         """Put a request in its queue; see `Scheduler.submit`."""
-        return self.scheduler.submit(model, request, done)
+        return self.scheduler.submit(model, request, done, alone=alone)
 
     def cancel(self, pending: Pending, error: Exception) -> bool:
         """Answer a queued request with `error`; see `Scheduler.cancel`."""

@@ -7,6 +7,9 @@ from expertd.service.http.infer_body import ALIGNMENT
 from expertd.service.http.infer_engine import Forward, InferEngine
 
 
+_ALONE = 8  # requests of one caller in a row
+
+
 class Counts(Protocol):
     """Where requests are counted; implemented by `RequestCounts` and `Metrics`."""
 
@@ -22,6 +25,16 @@ class InferEndpoint:
         self.engine = engine
         self.metrics = metrics
         self.forward = forward
+        self._last_caller: object = None
+        self._in_a_row = 0  # requests of the last caller
+
+    def is_alone(self, caller: object) -> bool:
+        """Whether a new request's caller has sent the last ones, too: others have no requests meanwhile."""
+        if caller is self._last_caller:
+            self._in_a_row += 1
+        else:
+            self._last_caller, self._in_a_row = caller, 0
+        return self._in_a_row >= _ALONE
 
     @property
     def max_body_bytes(self) -> int:

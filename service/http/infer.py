@@ -193,7 +193,8 @@ class InferCall:
             return
         assert self._plan is not None
         engine = self._endpoint.engine
-        self._pending = engine.submit(self._head.model, self._layer, self._computed)
+        alone = self._endpoint.is_alone(self._caller)
+        self._pending = engine.submit(self._head.model, self._layer, self._computed, alone)
         if (seconds := self._plan.request.timeout_seconds) is not None:
             expired = QueueTimeoutError(f"the request's timeout of {seconds} s expired in the queue")
             self._timer = self._caller.loop.call_later(seconds, engine.cancel, self._pending, expired)

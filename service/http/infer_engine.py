@@ -38,8 +38,11 @@ class InferEngine(Protocol):
     def validate(self, model: str, request: LayerRequest) -> None:
         """Raise ValueError for invalid routing; without an error, it may still be refused by `done`."""
 
-    def submit(self, model: str, request: LayerRequest, done: Done) -> Any:
-        """Compute `request`, and call `done` once on the event loop. Raises EngineError."""
+    def submit(self, model: str, request: LayerRequest, done: Done, alone: bool) -> Any:
+        """Compute `request`, and call `done` once on the event loop. Raises EngineError.
+
+        alone  its caller is the only one at present
+        """
 
     def cancel(self, pending: Any, error: Exception) -> bool:
         """Answer a queued request with `error`, now (True) or soon; not if its step has begun."""

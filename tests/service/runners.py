@@ -17,8 +17,10 @@ class EchoRunner:
     """Answers each request with its own bytes, and holds every step while `gate` is closed.
 
     `steps` lists the tokens of each request of every step that has begun. A request whose first float is
-    `poison` makes its step raise.
+    `poison` makes its step raise. A step says that it took `seconds`.
     """
+
+    seconds = 0.001
 
     def __init__(self, poison: float | None = None) -> None:
         self.gate = threading.Event()
@@ -47,7 +49,7 @@ class EchoRunner:
             layout=Layout.MASKED,
             num_tokens=tokens,
             count_tokens=lambda: np.array([tokens, 0, 0, tokens]),
-            compute_seconds=0.001,
+            compute_seconds=self.seconds,
         )
 
 
@@ -94,9 +96,9 @@ class Computed:
 class Submitted:
     """A request in a scheduler's queue; `answer` is a future of its output."""
 
-    def __init__(self, scheduler: Scheduler, model: str, request: LayerRequest) -> None:
+    def __init__(self, scheduler: Scheduler, model: str, request: LayerRequest, alone: bool = False) -> None:
         self.answer: asyncio.Future[Output] = asyncio.get_running_loop().create_future()
-        self.pending: Pending = scheduler.submit(model, request, self._done)
+        self.pending: Pending = scheduler.submit(model, request, self._done, alone=alone)
         self.model = model
 
     def _done(self, output: Output | Exception) -> None:

@@ -91,7 +91,7 @@ async def test_a_slot_is_used_again_before_the_server_has_noticed(tmp_path: Path
 
 
 async def test_an_error_after_an_output_and_before_the_next(tmp_path: Path) -> None:
-    """The status that the device announces is written before it does, also where the last one was an error."""
+    """The status that the device announces is there before it, also after an error."""
     runner = SignallingRunner()
     runner.noticed.set()
     async with channel_server(tmp_path, runner) as server:
