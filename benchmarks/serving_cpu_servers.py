@@ -92,13 +92,12 @@ def _multiplied_together(requests: Sequence[LayerRequest]) -> list[Output]:
 
 
 def _computed(request: LayerRequest) -> Output:
-    if request.output is None:
+    if request.datatype == "BF16":
         return host_view(request.hidden_states)
-    if request.datatype == "FP32":
-        x, y = (torch.from_numpy(_rows(memory)) for memory in (request.hidden_states, request.output))
-        torch.mm(x, W, out=y)
-    else:
-        host_view(request.output)[:] = host_view(request.hidden_states)
+    x = torch.from_numpy(_rows(request.hidden_states))
+    if request.output is None:
+        return torch.mm(x, W).numpy().data.cast("B")
+    torch.mm(x, W, out=torch.from_numpy(_rows(request.output)))
     return request.output
 
 

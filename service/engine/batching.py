@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 # Steps of this many tokens begin before the preceding one is done: they take longer to copy than to prepare.
 _EARLY_TOKENS = 512
-# A step that likely takes no longer may run on the event loop: handing it over takes about 0.1 ms.
-_SHORT_SECONDS = 0.5e-3
+# A step that likely takes no longer may run on the event loop: handing it over and back takes 0.1 to 0.3 ms.
+_SHORT_SECONDS = 5e-3
 _MAX_RUNNING = 2  # steps: one whose bytes are copied, and one that computes
 # The callers of a step need a moment for their next requests. If others are waiting already, the next step
 # begins up to this part of the last one's time later, so that it has all of them.

@@ -6,7 +6,6 @@ from expertd.service.engine.refusals import Reason
 from expertd.service.http.infer_body import ALIGNMENT
 from expertd.service.http.infer_engine import Forward, InferEngine
 
-
 _ALONE = 8  # requests of one caller in a row
 
 

@@ -34,6 +34,11 @@ class GraphPool:
         return _captured(work, self._side_stream if default else stream, self._anchor.pool())
 
 
+def is_current(stream: torch.cuda.Stream) -> bool:
+    """Whether `stream` is the current one of its device; in less time than by torch's own objects."""
+    return bool(torch._C._cuda_getCurrentRawStream(stream.device_index) == stream.cuda_stream)
+
+
 def _captured(work: Callable[[], object], stream: torch.cuda.Stream, pool: Any) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     collects = gc.isenabled()

@@ -7,6 +7,7 @@ in this GPU's memory is not copied at all.
 
 import functools
 import time
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple, TypeGuard
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from expertd.service.memory import Span, host_view, is_on_gpu
 from expertd.service.moe.batch import FLOATS, Batch
+from expertd.service.moe.capture import is_current
 from expertd.service.moe.copies import Copies
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.recurring import RecurringSteps
@@ -33,9 +35,12 @@ class _Plan(NamedTuple):
     """What the next step of the same request repeats if it gets the same slot, with everything as it was."""
 
     graph: torch.cuda.CUDAGraph
-    valid: tuple[object, ...]
+    valid: tuple[int, int, int]
+    batch: Batch
+    stream: torch.cuda.Stream
     copies_in: Copies
     copies_out: Copies
+    outputs: list[Output | Tensor]
 
 
 class DeviceSteps:
@@ -55,17 +60,43 @@ class DeviceSteps:
         began = time.perf_counter()
         slot = self._staging.take()
         try:
-            outputs = self._again(batch, slot, stream, num_sms) or self._enqueue(batch, slot, stream, num_sms)
+            outputs = self._enqueue(batch, slot, stream, num_sms)
         except BaseException:
-            torch.cuda.synchronize(self._staging.device)  # copies to and from the slot may be running
-            self._staging.give_back(slot)
+            self._abandon(slot)
             raise
+        return self._running(batch, slot, outputs, began)
+
+    def again(self, request: LayerRequest) -> RunningStep | None:
+        """As `begin` for a request alone that recurs, in less time; None: not possible."""
+        plans = request.plan
+        if type(plans) is not dict:
+            return None
+        began = time.perf_counter()
+        slot = self._staging.take()
+        plan: _Plan | None = plans.get(slot)
+        if plan is None or plan.valid != self._valid(slot) or not is_current(plan.stream):
+            self._staging.give_back(slot)
+            return None
+        try:
+            self._copy_in(slot, plan.copies_in, plan.stream)
+            plan.graph.replay()
+            self._copy_out(slot, plan.copies_out, plan.stream, plan.batch)
+        except BaseException:
+            self._abandon(slot)
+            raise
+        return self._running(plan.batch, slot, plan.outputs, began)
+
+    def _running(self, batch: Batch, slot: Slot, outputs: list[Output | Tensor], began: float) -> RunningStep:
         return RunningStep(
             slot.copied_out,
             slot.host_offsets,
             partial(self._ended, slot, began),
             partial(self._result, batch, outputs),
         )
+
+    def _abandon(self, slot: Slot) -> None:
+        torch.cuda.synchronize(self._staging.device)  # copies to and from the slot may be running
+        self._staging.give_back(slot)
 
     def _enqueue(
         self, batch: Batch, slot: Slot, stream: torch.cuda.Stream, num_sms: int | None
@@ -93,29 +124,13 @@ class DeviceSteps:
         if graph is not None and len(batch.requests) == 1 and _stays_in_place(request):
             if type(request.plan) is not dict:
                 request.plan = {}
-            request.plan[slot] = _Plan(graph, self._valid(slot, stream, num_sms), copies_in, copies_out)
+            own = Batch([replace(request, plan=None)])  # no circle of references
+            request.plan[slot] = _Plan(graph, self._valid(slot), own, stream, copies_in, copies_out, outputs)
         return outputs
 
-    def _again(
-        self, batch: Batch, slot: Slot, stream: torch.cuda.Stream, num_sms: int | None
-    ) -> list[Output | Tensor] | None:
-        """As `_enqueue` for a request alone that recurs, in less time; None: not possible."""
-        request = batch.requests[0]
-        if len(batch.requests) > 1 or type(request.plan) is not dict:
-            return None
-        plan: _Plan | None = request.plan.get(slot)
-        if plan is None or plan.valid != self._valid(slot, stream, num_sms):
-            return None
-        self._copy_in(slot, plan.copies_in, stream)
-        plan.graph.replay()
-        self._copy_out(slot, plan.copies_out, stream, batch)
-        assert request.output is not None
-        return [request.output]
-
-    def _valid(self, slot: Slot, stream: torch.cuda.Stream, num_sms: int | None) -> tuple[object, ...]:
+    def _valid(self, slot: Slot) -> tuple[int, int, int]:
         """Differs if a plan must not be repeated: graphs were freed, or memory lies elsewhere."""
-        staged = slot.device_in.generation, slot.device_out.generation
-        return self._recurring.generation, *staged, num_sms, stream.cuda_stream
+        return self._recurring.generation, slot.device_in.generation, slot.device_out.generation
 
     def _copy_in(self, slot: Slot, copies: Copies, stream: torch.cuda.Stream) -> None:
         """`stream` waits for the copies, which the step before does not delay."""

@@ -18,7 +18,7 @@ from expertd.layout import Layout
 from expertd.limits import MAX_GROUPS
 from expertd.service.memory import Span, host_view, is_on_gpu
 from expertd.service.moe.batch import FLOATS, Batch
-from expertd.service.moe.capture import GraphPool
+from expertd.service.moe.capture import GraphPool, is_current
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.request import LayerRequest, Output, StepResult
 from expertd.service.moe.running import RunningStep
@@ -94,7 +94,7 @@ class StepGraphs:
             and all(map(_fits, batch.requests))
             and len(batch.with_routing) in (0, len(batch.requests))
             and (_padded(batch.num_tokens), not batch.with_routing) in self._graphs
-            and self._is_current()
+            and is_current(self._stream)
         )
 
     def begin(self, batch: Batch) -> RunningStep:
@@ -112,7 +112,7 @@ class StepGraphs:
     def again(self, request: LayerRequest) -> RunningStep | None:
         """As `begin` for a request alone that was alone before, in less time; None: not possible."""
         plan = request.plan
-        if type(plan) is not _Plan or plan.owner is not self._owner or not self._is_current():
+        if type(plan) is not _Plan or plan.owner is not self._owner or not is_current(self._stream):
             return None
         began = time.perf_counter()
         self._tensors.table.restore(plan.table)
@@ -136,10 +136,6 @@ class StepGraphs:
             partial(self._staging.seconds_since, began),
             partial(self._result, num_tokens, outputs),
         )
-
-    def _is_current(self) -> bool:
-        current = torch._C._cuda_getCurrentRawStream(self._stream.device_index)
-        return bool(current == self._stream.cuda_stream)
 
     def _rows(self, request: LayerRequest, part: slice) -> RequestRows:
         """Where the request's rows are, or are copied to."""

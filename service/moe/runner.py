@@ -59,7 +59,7 @@ class LayerRunner:
             with torch.inference_mode():
                 return DoneStep(self._on_host.run(Batch(requests)))
         with self._stream():
-            if self._graphs is not None and len(requests) == 1 and (step := self._graphs.again(requests[0])):
+            if len(requests) == 1 and (step := self._again(requests[0])):
                 return step
             batch = Batch(requests)
             if self._graphs is not None and self._graphs.fits(batch):
@@ -88,6 +88,12 @@ class LayerRunner:
             self._graphs = None
             self._on_device.release_graphs()
             self._staging.release_graphs()
+
+    def _again(self, request: LayerRequest) -> RunningStep | None:
+        """The step of a request that has recurred, with what is known from before."""
+        if request.plan is None or self._graphs is None:
+            return None
+        return self._graphs.again(request) or self._on_device.again(request)
 
     def _stream(self) -> AbstractContextManager[object]:
         if self._partitions is None or self._partition is None:

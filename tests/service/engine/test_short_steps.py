@@ -57,7 +57,7 @@ async def test_a_step_runs_here_once_its_size_is_known_to_be_short() -> None:
 
 
 async def test_long_steps_do_not() -> None:
-    runner = Threads(seconds=0.001)
+    runner = Threads(seconds=0.01)
     async with running(runner) as scheduler:
         for value in (1.0, 2.0, 3.0):
             assert await alone(scheduler, [value]) == value
