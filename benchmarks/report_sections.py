@@ -14,8 +14,11 @@ from benchmarks.serving_sections import (
     ping_pong,
     serving,
     serving_callers,
+    serving_cpu,
+    serving_cpu_machine,
     serving_headline,
     serving_machine,
+    serving_workers,
     steps,
 )
 
@@ -211,7 +214,7 @@ SECTIONS: dict[str, Section] = {
         headline, layer_machine, layer, layer_means, layer_around, router, grouped_gemm_machine, grouped_gemm,
         host_cost, sm_counts, cpu_layer_machine, cpu_layer, cpu_layer_same_input, layouts, numerics_machine,
         numerics, serving_headline, serving_machine, serving, serving_callers, steps,
-        ping_pong,
+        ping_pong, serving_workers, serving_cpu, serving_cpu_machine,
     )
 }  # fmt: skip
 """Section functions, by the name in the documents' markers."""

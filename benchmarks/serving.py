@@ -1,4 +1,5 @@
-"""Callers of a server on one machine: `python -m benchmarks.serving [--json FILE] [--rows WORD ...]`.
+"""Callers of a server on one machine: `python -m benchmarks.serving [--json FILE] [--rows WORD ...]
+[--http-workers N]`.
 
 DeepSeek-V3's layer with all 256 experts, random weights, bf16. The server and its callers are processes of
 their own. A row is a way to the server (HTTP over loopback, tensors in shared memory, channels; host memory,
@@ -33,7 +34,7 @@ models:
   - {name: deepseek-v3, hidden_size: 7168, intermediate_size: 2048, num_experts: 256, top_k: 8,
      routing: {scoring_func: sigmoid, routed_scaling_factor: 2.5, num_expert_groups: 8, topk_group: 4}}
 shared_memory: {enabled: true}
-limits: {max_body_bytes: 134217728}
+limits: {max_body_bytes: 134217728, max_buffered_bytes: 2147483648}
 """
 
 

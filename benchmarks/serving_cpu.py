@@ -17,8 +17,11 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from benchmarks.timing import cpu_name
 
 SECONDS = 3.0
 
@@ -112,7 +115,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     rows.append(compare(case, ports, given.rounds))
                     print(line(rows[-1]), flush=True)
     if given.json:
-        machine = {"cpus": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
+        machine = {
+            "cpus": len(os.sched_getaffinity(0)),
+            "cpu": cpu_name(),
+            "python": platform.python_version(),
+            "starlette": metadata.version("starlette"),
+        }
         given.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
     return 0
 

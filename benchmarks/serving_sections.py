@@ -54,6 +54,53 @@ def serving_callers(results: Path) -> str:
     )  # fmt: skip
 
 
+def serving_workers(results: Path) -> str:
+    """Rates of HTTP callers with one process and with several."""
+    many = _content(results, "serving-workers-h200.json")
+    ones = {(row["way"], row["callers"], row["tokens"]): row for row in _content(results)["rows"]}
+    cells = []
+    for row in many["rows"]:
+        rates = [
+            r["tokens_per_second"] / row["tokens"] for r in (ones["http", row["callers"], row["tokens"]], row)
+        ]
+        cells.append(
+            (row["callers"], row["tokens"], *(f"{rate:.0f}" for rate in rates), f"{rates[1] / rates[0]:.1f}")
+        )
+    workers = f"{many['http_workers']} and the device's"
+    return table(("callers", "tokens of each request", "one process, requests/s", workers, "ratio"), cells)
+
+
+def serving_cpu(results: Path) -> str:
+    """HTTP on a CPU beside a plain Starlette route."""
+    rows = _content(results, "serving_cpu.json")["rows"]
+    cells = [
+        (
+            row["connections"], f"{row['datatype']} [{row['tokens']}, {row['hidden_size']}]",
+            *(f"{row[name]['rps']:.0f}" for name in ("starlette", "expertd")), f"{row['ratio']:.2f}",
+            *(f"{row[name]['p50_ms']:.3g}" for name in ("starlette", "expertd")),
+        )
+        for row in rows
+    ]  # fmt: skip
+    columns = (
+        "connections",
+        "tensor",
+        "Starlette, requests/s",
+        "expertd",
+        "ratio",
+        "Starlette, p50, ms",
+        "expertd",
+    )
+    return table(columns, cells)
+
+
+def serving_cpu_machine(results: Path) -> str:
+    """The machine and versions."""
+    about = _content(results, "serving_cpu.json")["machine"]
+    return paragraph(
+        f"{about['cpus']} cores of an {about['cpu']}, Python {about['python']}, Starlette {about['starlette']}."
+    )
+
+
 def serving_headline(results: Path) -> str:
     """What a caller adds to the GPU's time, in a sentence."""
     rows = _content(results)["rows"]
@@ -101,6 +148,6 @@ def _us(microseconds: float) -> str:
     return f"{microseconds:.0f}"
 
 
-def _content(results: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((results / "serving-h200.json").read_text())
+def _content(results: Path, name: str = "serving-h200.json") -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((results / name).read_text())
     return content

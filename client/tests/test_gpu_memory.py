@@ -149,11 +149,11 @@ def test_channels_without_copies(
 def test_memory_outlives_its_channel(over_http: ExpertClient) -> None:
     """Tensors of a closed channel are still memory of ours, freed with the last of them."""
     free, _ = torch.cuda.mem_get_info(0)
-    channel = over_http.open_channel(MODEL, max_tokens=8192, num_slots=8, device="cuda:0")
+    channel = over_http.open_channel(MODEL, max_tokens=4096, num_slots=16, device="cuda:0")
     slot = channel.slots[0]
     channel.close()
     slot.hidden_states[:] = 1
-    assert slot.hidden_states.sum().item() == 8192 * HIDDEN
-    num_bytes = 8 * 2 * slot.hidden_states.nbytes
+    assert slot.hidden_states.sum().item() == 4096 * HIDDEN
+    num_bytes = 16 * 2 * slot.hidden_states.nbytes
     del channel, slot
     wait_for(lambda: torch.cuda.mem_get_info(0)[0] > free - num_bytes // 4, "it is freed")
