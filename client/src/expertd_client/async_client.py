@@ -7,7 +7,9 @@ from typing import Any
 from expertd_client.address import parse_address
 from expertd_client.arrays import Array
 from expertd_client.calls import check_limits, check_model, layer_call
+from expertd_client.channel.async_channel import AsyncChannel
 from expertd_client.channel.events import AsyncChannelTransport
+from expertd_client.channel.making import ChannelOptions, make_channel
 from expertd_client.client import DEFAULT_CONNECTIONS, DEFAULT_RETRIES, DEFAULT_TIMEOUT
 from expertd_client.deadline import Deadline
 from expertd_client.errors import (
@@ -27,6 +29,7 @@ from expertd_client.metadata import (
     read_statuses,
 )
 from expertd_client.shared_memory.events import AsyncSharedMemoryTransport
+from expertd_client.steps import run_async
 from expertd_client.transport import AsyncTransport, Choice, NotThisCallError, TransportName
 
 
@@ -114,6 +117,28 @@ class AsyncExpertClient:
     async def live(self, *, timeout: float | None = None) -> bool:
         """Whether the server answers, which it also does while it loads."""
         return await self._is_ok("/v2/health/live", timeout)
+
+    async def open_channel(
+        self,
+        model: str,
+        *,
+        max_tokens: int,
+        num_slots: int = 4,
+        datatype: str | None = None,
+        output_datatype: str | None = None,
+        device: object = None,
+        timeout: float | None = None,
+    ) -> AsyncChannel:
+        """A channel to a server on this machine: no copies, and as many requests in flight as slots.
+
+        Arguments and errors as in ExpertClient.open_channel. There is no spin_seconds: tasks that wait for an
+        answer leave the event loop to the others.
+        """
+        deadline = self._deadline(timeout)
+        options = ChannelOptions(
+            model, num_slots, max_tokens, datatype, output_datatype, device, deadline.seconds
+        )
+        return await run_async(make_channel(AsyncChannel, options, deadline), self._http, deadline)
 
     async def close(self) -> None:
         """Close connections and free what transports hold."""

@@ -158,19 +158,11 @@ class ExpertClient:
         Raises InvalidRequestError, UnknownModelError, ServerBusyError if the server has no room for it,
         TransportUnavailableError, ServerUnreachableError, DeadlineError.
         """
-        check_model(model)
         deadline = self._deadline(timeout)
         options = ChannelOptions(
-            model,
-            num_slots,
-            max_tokens,
-            datatype,
-            output_datatype,
-            None if device is None else str(device),
-            deadline.seconds,
-            spin_seconds,
+            model, num_slots, max_tokens, datatype, output_datatype, device, deadline.seconds, spin_seconds
         )
-        return run(make_channel(options, deadline), self._http, deadline)
+        return run(make_channel(Channel, options, deadline), self._http, deadline)
 
     def close(self) -> None:
         """Close connections and free what transports hold."""

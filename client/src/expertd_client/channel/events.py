@@ -1,13 +1,12 @@
 """Calls over channels, for asyncio."""
 
 import asyncio
-import math
-from contextlib import suppress
 
 from expertd_client.arenas import Holder, Lease, Sizes
 from expertd_client.calls import LayerCall
 from expertd_client.channel.arena import ChannelArena
 from expertd_client.channel.opening import Opened, open_largest
+from expertd_client.channel.waiting import TaskWaiters
 from expertd_client.deadline import Deadline
 from expertd_client.directory import Directory, Wanted, need_of
 from expertd_client.errors import InvalidRequestError, ServerBusyError
@@ -25,61 +24,20 @@ class _Arena(ChannelArena):
     def __init__(self, opened: Opened, holder: "Holder[_Arena]") -> None:
         super().__init__(opened)
         self._holder = holder
-        self._waiting: dict[int, asyncio.Future[None]] = {}
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self.link.answers, self._look)
-        self._loop.add_reader(self.link.connection.fileno(), self._end)
+        self.waiters = TaskWaiters(self.link, self._wake)
 
     def is_usable(self) -> bool:
         """Whether the server still has it, and this is its event loop."""
-        return self._loop is asyncio.get_running_loop() and super().is_usable()
+        return self.waiters.loop is asyncio.get_running_loop() and super().is_usable()
 
     def close(self) -> None:
         """Close the channel."""
-        self._listen_no_more()
+        self.waiters.stop()
         super().close()
 
-    async def wait(self, sequence: int, deadline: Deadline) -> None:
-        """Until the answer is there. Raises ServerUnreachableError if it will not come, DeadlineError."""
-        if self.link.is_answered(sequence):
-            return
-        ready = self._waiting[sequence] = self._loop.create_future()
-        left = deadline.remaining()
-        timer = None if math.isinf(left) else self._loop.call_later(left, _set, ready)
-        try:
-            if self.link.is_open:
-                await ready
-        finally:
-            del self._waiting[sequence]
-            if timer is not None:
-                timer.cancel()
-        if not self.link.is_answered(sequence):
-            raise deadline.error() if self.link.is_open else self.link.closed_error()
-
-    def _look(self) -> None:
-        """The server has rung: wake the tasks that have an answer."""
-        self.link.clear()
-        for sequence, ready in self._waiting.items():
-            if self.link.is_answered(sequence):
-                _set(ready)
-        if self.has_abandoned:
+    def _wake(self) -> None:
+        if self.has_abandoned or not self.link.is_open:
             self._holder.wake()
-        if not self.link.is_open:
-            self._end()
-
-    def _end(self) -> None:
-        """The server has closed the channel."""
-        self.link.is_open = False
-        self._listen_no_more()
-        for ready in self._waiting.values():
-            _set(ready)
-        self._holder.wake()
-
-    def _listen_no_more(self) -> None:
-        if not self.link.is_closed:
-            with suppress(RuntimeError):  # of a closed event loop
-                self._loop.remove_reader(self.link.answers)
-                self._loop.remove_reader(self.link.connection.fileno())
 
 
 def _make(wanted: Wanted, holder: Holder[_Arena]) -> Steps[_Arena]:
@@ -152,12 +110,7 @@ async def _exchange(lease: Lease[_Arena], call: LayerCall, deadline: Deadline, u
         deadline.check()
         await asyncio.sleep(_FULL_SECONDS)  # an answer is overdue whose slot is next
     unanswered.append(sequence)
-    await arena.wait(sequence, deadline)
+    await arena.waiters.wait(sequence, deadline)
     unanswered.clear()
     arena.link.take_answer(sequence)
     arena.fetch(call, lease.place)
-
-
-def _set(ready: "asyncio.Future[None]") -> None:
-    if not ready.done():
-        ready.set_result(None)
