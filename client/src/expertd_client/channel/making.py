@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from expertd_client.arenas import Sizes
 from expertd_client.calls import check_model
@@ -17,7 +17,8 @@ from expertd_client.errors import InvalidRequestError
 from expertd_client.http.requests import model_path
 from expertd_client.metadata import read_metadata
 from expertd_client.places import aligned
-from expertd_client.steps import Ask, Steps
+from expertd_client.steps import Steps
+from expertd_client.transport import Asker
 
 _SLOT_ALIGNMENT = 4096
 C = TypeVar("C", bound=BaseChannel)
@@ -33,7 +34,7 @@ class ChannelOptions:
     datatype: str | None
     output_datatype: str | None
     device: object
-    timeout: float
+    timeout: float | None
     spin_seconds: float = SPIN_SECONDS
 
     def check(self) -> None:
@@ -52,12 +53,15 @@ class ChannelOptions:
             raise InvalidRequestError(f"spin_seconds: expected at least 0, got {self.spin_seconds}")
 
 
-def make_channel(kind: type[C], options: ChannelOptions, deadline: Deadline) -> Steps[C]:
-    """Ask for the layer's sizes, and open a channel for them. Raises as ExpertClient.open_channel."""
+def make_channel(http: Asker, kind: type[C], options: ChannelOptions, timeout: float) -> Steps[C]:
+    """Ask for the layer's sizes, and open a channel for them. Raises as ExpertClient.open_channel.
+
+    `timeout`: seconds, if `options` have none.
+    """
+    deadline = Deadline(timeout if options.timeout is None else options.timeout)
     check_model(options.model)
     options.check()
-    answer: Any = yield Ask("GET", model_path(options.model))
-    model = read_metadata(answer)
+    model = read_metadata((yield from http.request("GET", model_path(options.model), deadline)))
     datatype = options.datatype or model.datatype
     shapes = Shapes(
         options.max_tokens, model.hidden_size, model.top_k, datatype, options.output_datatype or datatype
@@ -65,11 +69,11 @@ def make_channel(kind: type[C], options: ChannelOptions, deadline: Deadline) -> 
     sizes = Sizes(options.max_tokens, aligned(shapes.layout.num_bytes, _SLOT_ALIGNMENT), options.num_slots)
     gpu = _gpu(options.device)
     try:
-        opened = yield from open_channel(options.model, sizes, gpu, deadline, options.spin_seconds)
+        opened = yield from open_channel(http, options.model, sizes, gpu, deadline, options.spin_seconds)
     except RefusedError as refused:
         raise refused.error from None
     slots = make_slots(opened, shapes, options.device is not None)
-    return kind(opened, shapes, slots, options.timeout)
+    return kind(opened, shapes, slots, deadline.seconds)
 
 
 def _gpu(device: object) -> int | None:

@@ -1,7 +1,6 @@
 """Waiting for answers of one channel: threads, one of which listens for all, and tasks of an event loop."""
 
 import asyncio
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -9,11 +8,12 @@ from contextlib import suppress
 
 from expertd_client.channel.link import Link
 from expertd_client.deadline import Deadline
+from expertd_client.steps import settle, settled
 
 _MAX_SECONDS = 1e6
 
 
-class Waiters:
+class ThreadWaiters:
     """The server's rings do not say whose answer they announce, so the listener looks for everybody's."""
 
     def __init__(self, link: Link) -> None:
@@ -103,16 +103,13 @@ class TaskWaiters:
             raise link.closed_error()
         left = deadline.check()
         ready: asyncio.Future[bool] = self.loop.create_future()
-        timer = None if math.isinf(left) else self.loop.call_later(left, _set, ready, False)
         self._waiting[ready] = sequence
         try:
             # Its result, not another look: another task may have taken the answer since.
-            if not await ready and not link.is_answered(sequence):
+            if not await settled(ready, left, False) and not link.is_answered(sequence):
                 raise deadline.error() if link.is_open else link.closed_error()
         finally:
             del self._waiting[ready]
-            if timer is not None:
-                timer.cancel()
 
     def stop(self) -> None:
         """Watch the channel no more, which is about to be closed, and wake all tasks that wait."""
@@ -122,14 +119,14 @@ class TaskWaiters:
                 self.loop.remove_reader(self._link.connection)
         self._is_watched = False
         for ready in self._waiting:
-            _set(ready, False)
+            settle(ready, False)
 
     def _look(self) -> None:
         """The server has rung: wake the tasks that have an answer."""
         self._link.clear()
         for ready, sequence in self._waiting.items():
             if self._link.is_answered(sequence):
-                _set(ready, True)
+                settle(ready, True)
         if self._link.is_open:
             self._on_news()
         else:
@@ -140,8 +137,3 @@ class TaskWaiters:
         self._link.is_open = False
         self.stop()
         self._on_news()
-
-
-def _set(ready: "asyncio.Future[bool]", answered: bool) -> None:
-    if not ready.done():
-        ready.set_result(answered)
