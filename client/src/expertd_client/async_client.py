@@ -74,7 +74,8 @@ class AsyncExpertClient(BaseClient):
         Arguments and errors as in ExpertClient.open_channel. There is no spin_seconds: tasks that wait for an
         answer leave the event loop to the others.
         """
-        options = ChannelOptions(model, num_slots, max_tokens, datatype, output_datatype, device, timeout)
+        deadline = self._deadline(timeout)
+        options = ChannelOptions(model, num_slots, max_tokens, datatype, output_datatype, device, deadline)
         return await run_async(self._open_channel(AsyncChannel, options))
 
     async def close(self) -> None:

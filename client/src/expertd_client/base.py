@@ -98,7 +98,7 @@ class BaseClient:
         return self._is_ok("/v2/health/live", timeout)
 
     def _open_channel(self, kind: type[C], options: ChannelOptions) -> Steps[C]:
-        return make_channel(self._http, kind, options, self._timeout)
+        return make_channel(self._http, kind, options)
 
     def _close(self) -> Steps[None]:
         yield from self._choice.close()

@@ -95,8 +95,9 @@ class ExpertClient(BaseClient):
         Raises InvalidRequestError, UnknownModelError, ServerBusyError if the server has no room for it,
         TransportUnavailableError, ServerUnreachableError, DeadlineError.
         """
+        deadline = self._deadline(timeout)
         options = ChannelOptions(
-            model, num_slots, max_tokens, datatype, output_datatype, device, timeout, spin_seconds
+            model, num_slots, max_tokens, datatype, output_datatype, device, deadline, spin_seconds
         )
         return run(self._open_channel(Channel, options))
 

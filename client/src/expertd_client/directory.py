@@ -125,13 +125,14 @@ class Directory(Generic[A]):
     def _attempt(self, call: LayerCall, deadline: Deadline, exchange: Exchange[A]) -> Steps[bool]:
         gpu, need = self.gpu_for(call), need_of(call)
         holder = self.holder(call.model, gpu)
-
-        def open_arena(sizes: Sizes) -> Steps[A | None]:
-            return self.open(Wanted(call.model, need, sizes, gpu, deadline))
-
         holder.enter()
         try:
-            lease = yield from take_place(holder, need, deadline, open_arena)
+            lease = yield from take_place(
+                holder,
+                need,
+                deadline,
+                lambda sizes: self.open(Wanted(call.model, need, sizes, gpu, deadline)),
+            )
             if lease is None:
                 return False
             unanswered: list[int] = []

@@ -34,11 +34,12 @@ class ChannelOptions:
     datatype: str | None
     output_datatype: str | None
     device: object
-    timeout: float | None
+    deadline: Deadline  # of the opening; requests have as many seconds
     spin_seconds: float = SPIN_SECONDS
 
     def check(self) -> None:
         """Raises InvalidRequestError for arguments that cannot work."""
+        check_model(self.model)
         for name, value in (("num_slots", self.num_slots), ("max_tokens", self.max_tokens)):
             if not 1 <= value < 1 << 32:
                 raise InvalidRequestError(f"{name}: expected at least 1, got {value}")
@@ -53,13 +54,9 @@ class ChannelOptions:
             raise InvalidRequestError(f"spin_seconds: expected at least 0, got {self.spin_seconds}")
 
 
-def make_channel(http: Asker, kind: type[C], options: ChannelOptions, timeout: float) -> Steps[C]:
-    """Ask for the layer's sizes, and open a channel for them. Raises as ExpertClient.open_channel.
-
-    `timeout`: seconds, if `options` have none.
-    """
-    deadline = Deadline(timeout if options.timeout is None else options.timeout)
-    check_model(options.model)
+def make_channel(http: Asker, kind: type[C], options: ChannelOptions) -> Steps[C]:
+    """Ask for the layer's sizes, and open a channel for them. Raises as ExpertClient.open_channel."""
+    deadline = options.deadline
     options.check()
     model = read_metadata((yield from http.request("GET", model_path(options.model), deadline)))
     datatype = options.datatype or model.datatype
