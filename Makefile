@@ -5,6 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 CONFIG ?= configs/demo.yaml
 PORT   ?= 8000
+EXPERTD ?= $(BIN)/expertd
 
 # Without an NVIDIA GPU, torch's CPU build is enough. It is in PyTorch's own index; PyPI's brings gigabytes of CUDA.
 ifndef VARIANT
@@ -19,10 +20,10 @@ LOCKED  := $(VENV)/.locked-$(VARIANT)
 RUNTIME := $(VENV)/.runtime
 DEV     := $(VENV)/.dev
 
-.PHONY: help install serve test test-fast test-gpu bench lint format check lock clean
+.PHONY: help install serve test test-fast test-client test-gpu bench lint format check lock clean
 
 help: ## list the chores
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F '|' '{ printf "make %-10s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F '|' '{ printf "make %-11s %s\n", $$1, $$2 }'
 
 install: $(RUNTIME) ## build .venv with only the packages that the server needs
 	@echo "$(BIN)/expertd is installed ($(VARIANT))"
@@ -37,6 +38,9 @@ test: $(RUNTIME) $(DEV) ## run every test that needs no GPU
 test-fast: $(RUNTIME) $(DEV) ## run only the quick ones
 	$(BIN)/python -m pytest -m "not gpu and not slow"
 	cd client && ../$(BIN)/python -m pytest -m "not gpu and not slow"
+
+test-client: $(RUNTIME) $(DEV) ## run the client's tests against EXPERTD, the command of any installed server
+	cd client && EXPERTD=$(abspath $(EXPERTD)) ../$(BIN)/python -m pytest -m "not gpu"
 
 test-gpu: $(RUNTIME) $(DEV) ## run the tests that need a Hopper GPU
 	$(BIN)/python -m pytest -m gpu

@@ -113,6 +113,20 @@ def test_a_checkout_called_expertd_does_not_hide_the_package(tmp_path: Path) -> 
     assert run(sys.executable, "-c", program, cwd=tmp_path) == f"{VERSION}\n"
 
 
+def test_the_clients_tests_run_against_an_installed_server(site: Path, tmp_path: Path) -> None:
+    """Against the command that EXPERTD names, as `make test-client` has it."""
+    command = tmp_path / "expertd"
+    command.write_text(f'#!/bin/sh\necho started >> {tmp_path}/log\nexec {site}/bin/expertd "$@"\n')
+    command.chmod(0o755)
+    tests = ("tests/test_server.py", "-k", "says_about_itself or routing", "-p", "no:cacheprovider")
+    paths = f"{site}:{ROOT}/client/src"
+    told = run(
+        sys.executable, "-m", "pytest", *tests, cwd=ROOT / "client", EXPERTD=str(command), PYTHONPATH=paths
+    )
+    assert "4 passed" in told
+    assert (tmp_path / "log").read_text() == "started\n"
+
+
 def test_the_command_runs_from_the_wheel(site: Path, tmp_path: Path) -> None:
     command = site / "bin" / "expertd"
     assert run(command, "--version", cwd=tmp_path, PYTHONPATH=str(site)) == f"expertd {VERSION}\n"

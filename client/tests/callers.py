@@ -1,10 +1,20 @@
-"""Both clients behind one interface, so that each test runs with both."""
+"""Both clients, and both channels, behind one interface, so that each test runs with both."""
 
 import asyncio
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from expertd_client import AsyncExpertClient, ExpertClient, ModelMetadata, ModelStatus, ServerMetadata
+from expertd_client import (
+    AsyncChannel,
+    AsyncExpertClient,
+    Channel,
+    ExpertClient,
+    ModelMetadata,
+    ModelStatus,
+    ServerMetadata,
+    Slot,
+    Ticket,
+)
 
 
 class Caller:
@@ -30,6 +40,9 @@ class Caller:
 
     def live(self, **options: Any) -> bool:
         return self.client.live(**options)
+
+    def open_channel(self, model: str, **options: Any) -> Channel:
+        return self.client.open_channel(model, **options)
 
     def close(self) -> None:
         self.client.close()
@@ -71,6 +84,10 @@ class AsyncCaller:
     def live(self, **options: Any) -> bool:
         return self._runner.run(self.client.live(**options))
 
+    def open_channel(self, model: str, **options: Any) -> "AsyncChannelCaller":
+        opened = self._runner.run(self.client.open_channel(model, **options))
+        return AsyncChannelCaller(opened, self._runner)
+
     def close(self) -> None:
         self._runner.run(self.client.close())
 
@@ -80,5 +97,36 @@ class AsyncCaller:
         self._runner.close()
 
 
+class AsyncChannelCaller:
+    """An AsyncChannel with the methods of a Channel."""
+
+    def __init__(self, channel: AsyncChannel, runner: asyncio.Runner) -> None:
+        self._channel, self._runner, self._link = channel, runner, channel._link
+        self.slots = channel.slots
+        self.max_tokens, self.hidden_size, self.top_k = channel.max_tokens, channel.hidden_size, channel.top_k
+
+    def submit(self, slot: Slot, num_tokens: int, **options: Any) -> Ticket:
+        return self._runner.run(self._channel.submit(slot, num_tokens, **options))
+
+    def wait(self, ticket: Ticket) -> Any:
+        return self._runner.run(self._channel.wait(ticket))
+
+    def infer(self, slot: Slot, num_tokens: int, **options: Any) -> Any:
+        return self._runner.run(self._channel.infer(slot, num_tokens, **options))
+
+    def is_answered(self, ticket: Ticket) -> bool:
+        return self._channel.is_answered(ticket)
+
+    def close(self) -> None:
+        self._runner.run(self._channel.close())
+
+    def __enter__(self) -> "AsyncChannelCaller":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+AnyChannel: TypeAlias = Channel | AsyncChannelCaller
 AnyCaller: TypeAlias = Caller | AsyncCaller
 Connect: TypeAlias = Callable[..., AnyCaller]

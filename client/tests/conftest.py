@@ -31,7 +31,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """`expertd serve` with the demo layer, for tests that do not end it."""
+    """`expertd serve` with a small layer, for tests that do not end it."""
     with running_server(tmp_path_factory.mktemp("server")) as running:
         yield running
 

@@ -1,4 +1,4 @@
-"""A real server in a process of its own: the `expertd` beside this Python."""
+"""A real server in a process of its own: the command `EXPERTD`, or else the `expertd` beside this Python."""
 
 import json
 import os
@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,10 +16,18 @@ from typing import Any
 
 from tests.waiting import wait_for
 
-EXPERTD = Path(sys.executable).parent / "expertd"
-CONFIG = Path(__file__).resolve().parents[2] / "configs" / "demo.yaml"
+EXPERTD = os.environ.get("EXPERTD") or str(Path(sys.executable).parent / "expertd")
 HIDDEN, TOP_K, NUM_EXPERTS = 512, 4, 16
 MODEL = "demo"
+LAYER = {
+    "name": MODEL,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 256,
+    "num_experts": NUM_EXPERTS,
+    "top_k": TOP_K,
+    "weights": {"seed": 0},
+    "datatype": "FP32",
+}
 _SECONDS = 60.0
 
 
@@ -64,6 +73,15 @@ class RunningServer:
         channels: list[dict[str, Any]] = self.ask("/v1/channels")["channels"]
         return channels
 
+    def close_channels(self) -> None:
+        """Close the open channels, except those that their callers close meanwhile."""
+        for channel in self.channels():
+            try:
+                self.ask(f"/v1/channels/{channel['id']}", "DELETE")
+            except urllib.error.HTTPError as error:
+                if error.code != 404:
+                    raise
+
     def regions(self) -> list[str]:
         """The names of registered regions of host memory."""
         return [region["name"] for region in self.ask("/v2/systemsharedmemory/status")]
@@ -96,9 +114,10 @@ def sharing(directory: Path) -> tuple[str, str]:
 
 @contextmanager
 def running_server(directory: Path, *settings: str) -> Iterator[RunningServer]:
-    """The demo layer on a free port, with settings such as `limits.max_request_tokens=64`."""
-    log = directory / "server.log"
-    command: list[str | Path] = [EXPERTD, "serve", "--config", CONFIG, "--host", "127.0.0.1", "--port", "0"]
+    """A small layer on a free port, with settings such as `limits.max_request_tokens=64`."""
+    log, config = directory / "server.log", directory / "server.yaml"
+    config.write_text(json.dumps({"models": [LAYER]}))
+    command = [EXPERTD, "serve", "--config", str(config), "--host", "127.0.0.1", "--port", "0"]
     for setting in settings:
         command += ["--set", setting]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("EXPERTD_")}

@@ -20,7 +20,7 @@ from expertd_client.http.attempts import Attempts
 from expertd_client.http.connection import Connection
 from expertd_client.http.head import Head, parse_head
 from expertd_client.http.waits import Connect as ConnectWait
-from expertd_client.http.waits import Sleep, Waiting
+from expertd_client.steps import Sleep, Steps
 from tests.callers import Connect
 from tests.fakes import Peer, answer, answering, fake_server, refusal
 
@@ -127,10 +127,10 @@ def test_the_timeout_of_a_second_attempt_is_what_is_left(connect: Connect) -> No
     assert second < first
 
 
-def busy_call(retry_after: float, seconds: float) -> Waiting[object]:
+def busy_call(retry_after: float, seconds: float) -> Steps[object]:
     """A call whose answer is that the server is busy."""
 
-    def read(connection: Connection, head: Head) -> Waiting[object]:
+    def read(connection: Connection, head: Head) -> Steps[object]:
         raise ServerBusyError("full", 503, retry_after)
         yield  # a generator all the same
 

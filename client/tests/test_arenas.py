@@ -1,8 +1,8 @@
 """Places are shared, replaced by larger ones, and never used twice at the same time."""
 
+import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from expertd_client.device_memory import DeviceMemoryError
 from expertd_client.directory import Directory, RefusedError, Wanted
 from expertd_client.errors import DeadlineError, ServerBusyError, TransportUnavailableError
 from expertd_client.leasing import take_place
-from expertd_client.steps import Ask, Steps, run
+from expertd_client.steps import Steps, Work, run, run_async
 from expertd_client.transport import NotThisCallError
 
 
@@ -189,8 +189,8 @@ def test_places_are_never_shared_by_threads() -> None:
     holder: Holder[Memory] = Holder(5)
     made: list[Memory] = []
 
-    def open_arena(sizes: Sizes) -> Memory:
-        made.append(Memory(sizes))
+    def open_arena(sizes: Sizes) -> Steps[Memory]:
+        made.append((yield Work(lambda: Memory(sizes))))
         holder.opened(made[-1])
         return made[-1]
 
@@ -198,7 +198,7 @@ def test_places_are_never_shared_by_threads() -> None:
         need = Need(1 + number * 37 % 400, (1 + number * 37 % 400) * 2048)
         holder.enter()
         try:
-            lease = take_place(holder, need, Deadline(30), open_arena)
+            lease = run(take_place(holder, need, Deadline(30), open_arena))
             assert lease is not None
             assert lease.arena.sizes.hold(need)
             assert lease.arena.in_use[lease.place].acquire(blocking=False), "the place was free"
@@ -221,9 +221,20 @@ def test_waiting_for_a_place_ends_at_the_deadline() -> None:
     holder: Holder[Memory] = Holder(1)
     lease = leased(holder, SMALL)
     with pytest.raises(DeadlineError):
-        take_place(holder, SMALL, Deadline(0.02), never)  # type: ignore[arg-type]
+        run(take_place(holder, SMALL, Deadline(0.02), never))  # type: ignore[arg-type]
     holder.give_back(lease)
-    assert take_place(holder, SMALL, Deadline(1), never) == lease  # type: ignore[arg-type]
+    assert run(take_place(holder, SMALL, Deadline(1), never)) == lease  # type: ignore[arg-type]
+
+
+async def test_a_call_that_is_cancelled_when_it_has_just_been_woken_wakes_the_next() -> None:
+    holder: Holder[Memory] = Holder(1)
+    lease = leased(holder, SMALL)
+    steps = [take_place(holder, SMALL, Deadline(20), never) for _ in range(2)]  # type: ignore[arg-type]
+    first, second = (asyncio.create_task(run_async(each)) for each in steps)
+    await asyncio.sleep(0)
+    holder.give_back(lease)
+    first.cancel()
+    assert await second == lease
 
 
 class OnGpu:
@@ -235,13 +246,10 @@ class OnGpu:
 
 def test_a_gpu_that_is_refused_is_not_asked_again(caplog: pytest.LogCaptureFixture) -> None:
     def make(wanted: Wanted, holder: Holder[Memory]) -> Steps[Memory]:
-        yield Ask("GET", "/")
+        yield Work(lambda: None)
         if wanted.gpu is not None:
             raise DeviceMemoryError("cuMemAlloc_v2: expected CUDA_SUCCESS, got status 2")
         return Memory(wanted.sizes)
-
-    class Http:
-        def request(self, *arguments: object) -> None: ...
 
     directory = Directory("channel", 4, make, by_model=True)
     call = layer_call("m", np.zeros((1, 3), np.float32))
@@ -249,7 +257,7 @@ def test_a_gpu_that_is_refused_is_not_asked_again(caplog: pytest.LogCaptureFixtu
     assert directory.gpu_for(call) == 3
     for _ in range(2):
         wanted = Wanted("m", SMALL, Sizes(1, 4096, 1), 3, Deadline(1))
-        assert run(directory.open(wanted), Http(), Deadline(1)) is None
+        assert run(directory.open(wanted)) is None
     assert directory.gpu_for(call) is None
     text = "memory of GPU 3: cuMemAlloc_v2: expected CUDA_SUCCESS, got status 2; taking host memory"
     assert caplog.messages == [f"transport channel: {text}"]
@@ -257,14 +265,11 @@ def test_a_gpu_that_is_refused_is_not_asked_again(caplog: pytest.LogCaptureFixtu
 
 def test_a_refused_arena_concerns_this_call() -> None:
     def make(wanted: Wanted, holder: Holder[Memory]) -> Steps[Memory]:
-        yield Ask("GET", "/")
+        yield Work(lambda: None)
         raise RefusedError(ServerBusyError("limit: expected room, got none", 503))
-
-    class Http:
-        def request(self, *arguments: Any) -> None: ...
 
     directory = Directory("channel", 4, make, by_model=True)
     wanted = Wanted("m", SMALL, Sizes(1, 4096, 1), None, Deadline(1))
     with pytest.raises(NotThisCallError) as caught:
-        run(directory.open(wanted), Http(), Deadline(1))
+        run(directory.open(wanted))
     assert isinstance(caught.value.error, ServerBusyError)

@@ -11,6 +11,7 @@ from expertd_client import ExpertClient, ExpertError, InvalidRequestError, Trans
 from expertd_client.address import parse_address
 from expertd_client.calls import LayerCall
 from expertd_client.deadline import Deadline
+from expertd_client.steps import Steps, run
 from expertd_client.transport import Choice, Transport, TransportName
 from tests.callers import Connect
 from tests.fakes import Peer, answer, echo, echoing, fake_server, refusal
@@ -28,15 +29,20 @@ class Fake:
         if from_the_start:
             raise TransportUnavailableError(f"{name}: expected a server that offers it, got another")
 
-    def infer(self, call: LayerCall, deadline: Deadline) -> None:
+    def infer(self, call: LayerCall, deadline: Deadline) -> Steps[None]:
         raise TransportUnavailableError(f"{self.name}: expected shared memory, got none")
 
-    def close(self) -> None:
+    def close(self) -> Steps[None]:
         self.closed = True
+        yield from ()
 
 
 def test_auto_takes_the_fastest_for_a_server_on_this_machine(caplog: pytest.LogCaptureFixture) -> None:
-    factories = {name: lambda name=name: Fake(name) for name in ("http", "shared_memory", "channel")}
+    factories: dict[str, Callable[[], Transport]] = {
+        "http": lambda: Fake("http"),
+        "shared_memory": lambda: Fake("shared_memory"),
+        "channel": lambda: Fake("channel"),
+    }
     with caplog.at_level(logging.INFO, "expertd_client"):
         assert Choice("auto", HERE, factories).current.name == "channel"
         assert Choice("auto", THERE, factories).current.name == "http"
@@ -48,24 +54,25 @@ def test_auto_takes_the_fastest_for_a_server_on_this_machine(caplog: pytest.LogC
 
 
 def test_it_falls_back_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    factories = {
+    factories: dict[str, Callable[[], Transport]] = {
         "channel": lambda: Fake("channel", from_the_start=True),
         "shared_memory": lambda: Fake("shared_memory"),
         "http": lambda: Fake("http"),
     }
     choice = Choice("auto", HERE, factories)
     first = choice.current
+    assert isinstance(first, Fake)
     assert first.name == "shared_memory"
     error = TransportUnavailableError("region: expected permission, got none")
-    choice.fall_back(first, error)
-    choice.fall_back(first, error)  # of another thread's call, which failed at the same time
+    run(choice.fall_back(first, error))
+    run(choice.fall_back(first, error))  # of another thread's call, which failed at the same time
     assert (choice.current.name, first.closed) == ("http", True)
     assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == [
         "transport channel: channel: expected a server that offers it, got another; taking the next",
         "transport shared_memory: region: expected permission, got none; taking the next",
     ]
     with pytest.raises(TransportUnavailableError, match="expected permission"):
-        choice.fall_back(choice.current, error)
+        run(choice.fall_back(choice.current, error))
 
 
 def test_the_same_call_is_made_with_the_next_transport() -> None:
@@ -86,7 +93,7 @@ def test_the_same_call_is_made_with_the_next_transport() -> None:
 def test_a_transport_that_was_asked_for_is_not_replaced() -> None:
     choice = Choice("channel", HERE, {"channel": lambda: Fake("channel"), "http": lambda: Fake("http")})
     with pytest.raises(TransportUnavailableError, match="expected memory"):
-        choice.fall_back(choice.current, TransportUnavailableError("x: expected memory, got none"))
+        run(choice.fall_back(choice.current, TransportUnavailableError("x: expected memory, got none")))
 
 
 class WithoutSharedMemory:

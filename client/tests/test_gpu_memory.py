@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from expertd_client import ExpertClient, device_memory
+from expertd_client import AsyncExpertClient, ExpertClient, device_memory
 from expertd_client.transport import TransportName
 from tests.expertd import HIDDEN, MODEL, NUM_EXPERTS, TOP_K, RunningServer
 from tests.waiting import wait_for
@@ -144,6 +144,26 @@ def test_channels_without_copies(
             output = channel.wait(channel.submit(slot, count))
             assert output.data_ptr() == slot.output.data_ptr()
             assert torch.equal(output, over_http.infer(MODEL, values))
+
+
+async def test_channels_of_event_loops_without_copies(
+    over_http: ExpertClient, sharing_server: RunningServer, device: torch.device
+) -> None:
+    """What the current stream has yet to write is part of the request."""
+    async with (
+        AsyncExpertClient(sharing_server.url) as client,
+        await client.open_channel(MODEL, max_tokens=300, datatype="BF16", device=device) as channel,
+    ):
+        assert kinds(sharing_server) == {"cuda"}
+        for turn, count in enumerate((300, 1, 64, 299, 300)):
+            slot, values = channel.slots[turn % 4], rows(count, device, torch.bfloat16)
+            expected = over_http.infer(MODEL, values)
+            with torch.cuda.device(device):
+                torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
+            slot.hidden_states[:count] = values
+            output = await channel.infer(slot, count)
+            assert output.data_ptr() == slot.output.data_ptr()
+            assert torch.equal(output, expected)
 
 
 def test_memory_outlives_its_channel(over_http: ExpertClient) -> None:

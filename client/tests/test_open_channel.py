@@ -1,8 +1,6 @@
-"""Channels without copies: slots, tickets, and what can go wrong with them."""
+"""Channels without copies, of threads and of event loops: slots, tickets, and what callers can do wrong."""
 
-import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,18 +8,16 @@ import pytest
 import torch
 
 from expertd_client import (
-    Channel,
     DeadlineError,
     ExpertClient,
     InvalidRequestError,
     ServerBusyError,
-    ServerUnreachableError,
     TransportUnavailableError,
     UnknownModelError,
 )
 from expertd_client.channel import layout, link
-from tests.expertd import HIDDEN, MODEL, NUM_EXPERTS, TOP_K, RunningServer, running_server, sharing
-from tests.waiting import wait_for
+from tests.callers import AnyCaller, AnyChannel, Connect
+from tests.expertd import HIDDEN, MODEL, NUM_EXPERTS, TOP_K, RunningServer
 
 pytestmark = pytest.mark.slow  # a server process
 RNG = np.random.default_rng(14)
@@ -31,18 +27,17 @@ WEIGHTS = RNG.random((40, TOP_K), dtype=np.float32)
 
 
 @pytest.fixture
-def client(sharing_server: RunningServer) -> Iterator[ExpertClient]:
-    with ExpertClient(sharing_server.url, transport="http") as made:
-        yield made
+def client(connect: Connect, sharing_server: RunningServer) -> AnyCaller:
+    return connect(sharing_server.url)
 
 
 @pytest.fixture
-def channel(client: ExpertClient) -> Iterator[Channel]:
+def channel(client: AnyCaller) -> Iterator[AnyChannel]:
     with client.open_channel(MODEL, max_tokens=16, num_slots=2) as opened:
         yield opened
 
 
-def test_slots_are_arrays_of_the_models_datatype(channel: Channel) -> None:
+def test_slots_are_arrays_of_the_models_datatype(channel: AnyChannel) -> None:
     assert (channel.max_tokens, channel.hidden_size, channel.top_k) == (16, HIDDEN, TOP_K)
     assert len(channel.slots) == 2
     for slot in channel.slots:
@@ -56,7 +51,7 @@ def test_slots_are_arrays_of_the_models_datatype(channel: Channel) -> None:
             assert array.ctypes.data % 64 == 0
 
 
-def test_slots_do_not_overlap(channel: Channel) -> None:
+def test_slots_do_not_overlap(channel: AnyChannel) -> None:
     arrays = [
         array
         for slot in channel.slots
@@ -68,7 +63,7 @@ def test_slots_do_not_overlap(channel: Channel) -> None:
         assert (array == number).all()
 
 
-def test_requests_in_any_order(client: ExpertClient, channel: Channel) -> None:
+def test_requests_in_any_order(client: AnyCaller, channel: AnyChannel) -> None:
     expected = [client.infer(MODEL, X[start : start + 8]) for start in range(0, 40, 8)]
     first, second = channel.slots
     for round_number in range(30):  # more than there are slots on the server's side
@@ -85,7 +80,7 @@ def test_requests_in_any_order(client: ExpertClient, channel: Channel) -> None:
         assert ticket.queue_seconds > 0
 
 
-def test_a_request_that_nobody_waits_for_holds_nothing_up(client: ExpertClient, channel: Channel) -> None:
+def test_a_request_that_nobody_waits_for_holds_nothing_up(client: AnyCaller, channel: AnyChannel) -> None:
     """Requests take the server's slots in turn, and those are more than the caller's, but not endless."""
     expected = client.infer(MODEL, X[:3])
     first, second = channel.slots
@@ -97,11 +92,11 @@ def test_a_request_that_nobody_waits_for_holds_nothing_up(client: ExpertClient, 
     np.testing.assert_allclose(channel.wait(ticket), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_routing_by_the_caller(client: ExpertClient, channel: Channel) -> None:
+def test_routing_by_the_caller(client: AnyCaller, channel: AnyChannel) -> None:
     slot = channel.slots[0]
     slot.hidden_states[:] = X[:16]
     slot.topk_ids[:], slot.topk_weights[:] = IDS[:16], WEIGHTS[:16]
-    routed = channel.wait(channel.submit(slot, 16, routed=True)).copy()
+    routed = channel.infer(slot, 16, routed=True).copy()
     np.testing.assert_allclose(
         routed, client.infer(MODEL, X[:16], IDS[:16], WEIGHTS[:16]), rtol=1e-4, atol=1e-5
     )
@@ -113,7 +108,7 @@ def test_routing_by_the_caller(client: ExpertClient, channel: Channel) -> None:
     np.testing.assert_allclose(unrouted, client.infer(MODEL, X[:16]), rtol=1e-4, atol=1e-5)
 
 
-def test_tensors_in_the_same_memory(client: ExpertClient) -> None:
+def test_tensors_in_the_same_memory(client: AnyCaller) -> None:
     options: dict[str, Any] = {"datatype": "BF16", "output_datatype": "FP32", "device": torch.device("cpu")}
     rows = torch.from_numpy(X).to(torch.bfloat16)
     with client.open_channel(MODEL, max_tokens=40, **options) as channel:
@@ -126,7 +121,7 @@ def test_tensors_in_the_same_memory(client: ExpertClient) -> None:
         torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_bits_of_bfloat16(client: ExpertClient) -> None:
+def test_bits_of_bfloat16(client: AnyCaller) -> None:
     bits = (X.view(np.uint32) >> 16).astype(np.uint16)
     with client.open_channel(MODEL, max_tokens=40, datatype="BF16") as channel:
         slot = channel.slots[0]
@@ -134,11 +129,11 @@ def test_bits_of_bfloat16(client: ExpertClient) -> None:
         np.testing.assert_array_equal(channel.wait(channel.submit(slot, 40)), client.infer(MODEL, bits))
 
 
-def test_no_tokens(channel: Channel) -> None:
-    assert channel.wait(channel.submit(channel.slots[0], 0)).shape == (0, HIDDEN)
+def test_no_tokens(channel: AnyChannel) -> None:
+    assert channel.infer(channel.slots[0], 0).shape == (0, HIDDEN)
 
 
-def test_misuse(channel: Channel) -> None:
+def test_misuse(client: AnyCaller, channel: AnyChannel) -> None:
     first, second = channel.slots
     for number in (-1, 17):
         with pytest.raises(InvalidRequestError, match=rf"^num_tokens: expected 0 to 16, got {number}$"):
@@ -152,6 +147,13 @@ def test_misuse(channel: Channel) -> None:
     channel.wait(ticket)
     with pytest.raises(InvalidRequestError, match=r"^ticket: expected one that was not waited for"):
         channel.wait(ticket)
+    with client.open_channel(MODEL, max_tokens=1) as other:
+        foreign = other.submit(other.slots[0], 1)
+        with pytest.raises(InvalidRequestError, match=r"^slot: expected one of this channel, got one of ano"):
+            channel.submit(other.slots[1], 1)
+        with pytest.raises(InvalidRequestError, match=r"^ticket: expected one of this channel, got one of a"):
+            channel.wait(foreign)
+        assert other.wait(foreign).shape == (1, HIDDEN)
 
 
 @pytest.mark.parametrize(
@@ -163,109 +165,55 @@ def test_misuse(channel: Channel) -> None:
         ({"datatype": "FP8"}, "datatype: expected BF16, FP16, FP32 or None, got 'FP8'"),
         ({"output_datatype": "x"}, "output_datatype: expected BF16"),
         ({"device": "tpu"}, "device: expected None, cpu or cuda:0, got 'tpu'"),
-        ({"spin_seconds": -1}, "spin_seconds: expected at least 0, got -1"),
         ({"max_tokens": 1 << 30}, "max_tokens: expected 1 to "),
     ],
 )
-def test_options_that_cannot_work(client: ExpertClient, options: dict[str, Any], text: str) -> None:
+def test_options_that_cannot_work(client: AnyCaller, options: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"^{text}"):
         client.open_channel(MODEL, **{"max_tokens": 1, **options})
 
 
-def test_channels_that_are_refused(client: ExpertClient, server: RunningServer) -> None:
+def test_channels_that_are_refused(client: AnyCaller, connect: Connect, server: RunningServer) -> None:
     with pytest.raises(UnknownModelError):
         client.open_channel("other", max_tokens=1)
+    with pytest.raises(InvalidRequestError, match=r"^model: expected a name, got ''$"):
+        client.open_channel("", max_tokens=1)
     with pytest.raises(ServerBusyError, match=r"^channels\.max_bytes: expected"):
         client.open_channel(MODEL, max_tokens=4096, num_slots=1000)
-    with (
-        ExpertClient(server.url) as without,
-        pytest.raises(TransportUnavailableError, match=r"setting channels.socket"),
-    ):
-        without.open_channel(MODEL, max_tokens=1)
+    with pytest.raises(TransportUnavailableError, match=r"setting channels.socket"):
+        connect(server.url).open_channel(MODEL, max_tokens=1)
 
 
-def test_spinning_or_not(client: ExpertClient) -> None:
-    for seconds in (0.0, 10.0):
-        with client.open_channel(MODEL, max_tokens=4, spin_seconds=seconds) as channel:
-            for _ in range(20):
-                assert channel.wait(channel.submit(channel.slots[0], 4)).shape == (4, HIDDEN)
+def test_spinning_or_not(sharing_server: RunningServer) -> None:
+    with ExpertClient(sharing_server.url) as client:
+        for seconds in (0.0, 10.0):
+            with client.open_channel(MODEL, max_tokens=4, spin_seconds=seconds) as channel:
+                for _ in range(20):
+                    assert channel.wait(channel.submit(channel.slots[0], 4)).shape == (4, HIDDEN)
+        with pytest.raises(InvalidRequestError, match=r"^spin_seconds: expected at least 0, got -1$"):
+            client.open_channel(MODEL, max_tokens=1, spin_seconds=-1)
 
 
-@pytest.fixture
-def own_server(tmp_path: Path) -> Iterator[RunningServer]:
-    with running_server(tmp_path, *sharing(tmp_path)) as running:
-        yield running
-
-
-def test_a_deadline_and_the_slot_afterwards(own_server: RunningServer) -> None:
-    with ExpertClient(own_server.url) as client, client.open_channel(MODEL, max_tokens=4) as channel:
-        slot = channel.slots[0]
-        with own_server.stopped():
-            ticket = channel.submit(slot, 4, timeout=0.05)
-            for _ in range(2):
-                with pytest.raises(DeadlineError):
-                    channel.wait(ticket)
-            with pytest.raises(InvalidRequestError, match=r"^slot 0: expected a free one, got one in use"):
-                channel.submit(slot, 4)
-        wait_for(lambda: channel.is_answered(ticket), "the server is done with it")
-        slot.hidden_states[:] = X[:4]
-        output = channel.wait(channel.submit(slot, 4))
-        np.testing.assert_allclose(output, client.infer(MODEL, X[:4]), rtol=1e-4, atol=1e-5)
-
-
-def test_a_killed_server(own_server: RunningServer) -> None:
-    with ExpertClient(own_server.url) as client, client.open_channel(MODEL, max_tokens=4) as channel:
-        channel.slots[0].hidden_states[:] = 1
-        with own_server.stopped():
-            tickets = [channel.submit(slot, 4) for slot in channel.slots]
-            own_server.process.kill()
-        for ticket in tickets:
-            with pytest.raises(ServerUnreachableError, match=r"^channel: expected an answer, got its end$"):
-                channel.wait(ticket)
-        assert channel.slots[0].hidden_states.sum() == 4 * HIDDEN  # still ours
-
-
-def test_a_closed_channel(client: ExpertClient, sharing_server: RunningServer) -> None:
-    channel = client.open_channel(MODEL, max_tokens=4)
-    slot = channel.slots[0]
-    channel.wait(channel.submit(slot, 1))
-    channel.close()
-    channel.close()
-    with pytest.raises(ServerUnreachableError):
-        channel.submit(slot, 1)
-    slot.hidden_states[:] = 0  # memory that is still mapped
-    wait_for(lambda: not sharing_server.channels(), "the server has closed it")
-
-
-def test_a_channel_that_is_dropped_is_closed(client: ExpertClient, sharing_server: RunningServer) -> None:
-    client.open_channel(MODEL, max_tokens=4)
-    wait_for(lambda: not sharing_server.channels(), "the server has closed it")
-
-
-def test_channels_of_several_threads(client: ExpertClient) -> None:
-    expected = client.infer(MODEL, X[:8])
-    failures: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            with client.open_channel(MODEL, max_tokens=8, num_slots=1) as channel:
-                for _ in range(50):
-                    channel.slots[0].hidden_states[:] = X[:8]
-                    output = channel.wait(channel.submit(channel.slots[0], 8))
-                    np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+def test_an_earlier_request_whose_answer_is_overdue(
+    channel: AnyChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request waits for the server's slot that comes next, for as long as its own timeout allows."""
+    first, second = channel.slots
+    ticket = channel.submit(first, 3, timeout=60)
+    for _ in range(7):
+        channel.wait(channel.submit(second, 1))  # the others of the server's eight slots
+    with monkeypatch.context() as patch:
+        is_answered = channel._link.is_answered
+        patch.setattr(channel._link, "is_answered", lambda number: number > 1 and is_answered(number))
+        patch.setattr(channel._link, "spin", lambda _: False)
+        with pytest.raises(DeadlineError, match=r"within 0\.05 s"):
+            channel.submit(second, 1, timeout=0.05)
+    assert channel.infer(second, 1).shape == (1, HIDDEN)
+    assert channel.wait(ticket).shape == (3, HIDDEN)
 
 
 def test_sequence_numbers_are_fenced_on_weakly_ordered_machines(
-    channel: Channel, monkeypatch: pytest.MonkeyPatch
+    channel: AnyChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After all that a request has written, and before all that is read of its answer."""
     fences: list[bool] = []

@@ -1,5 +1,6 @@
 """The distribution stands on its own: NumPy is all that it needs."""
 
+import re
 import subprocess
 import sys
 import zipfile
@@ -32,6 +33,14 @@ def test_importing_it_imports_neither_the_server_nor_torch() -> None:
     loaded = run(sys.executable, "-c", program, cwd=ROOT, path=path).split()
     assert "expertd_client" in loaded
     assert not {"expertd", "torch", "ml_dtypes", "tqdm", "httpx", "uvloop"} & set(loaded)
+
+
+def test_neither_it_nor_its_tests_import_the_server() -> None:
+    """So the tests run against any server that is installed, wherever that is."""
+    files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
+    assert len(files) > 60
+    imports = re.compile(r"^\s*(?:import|from)\s+expertd\b", re.M)
+    assert [str(file) for file in files if imports.search(file.read_text())] == []
 
 
 @pytest.mark.slow

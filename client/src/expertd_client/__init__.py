@@ -1,6 +1,7 @@
 """A client for expertd, the server for the expert layers of Mixture-of-Experts models. See README.md."""
 
 from expertd_client.async_client import AsyncExpertClient
+from expertd_client.channel.async_channel import AsyncChannel
 from expertd_client.channel.channel import Channel
 from expertd_client.channel.slots import Slot, Ticket
 from expertd_client.client import ExpertClient
@@ -18,6 +19,7 @@ from expertd_client.metadata import ModelMetadata, ModelStatus, ServerMetadata
 from expertd_client.version import __version__
 
 __all__ = [
+    "AsyncChannel",
     "AsyncExpertClient",
     "Channel",
     "DeadlineError",

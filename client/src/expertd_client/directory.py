@@ -9,11 +9,12 @@ from typing import Generic
 
 import numpy as np
 
-from expertd_client.arenas import A, Holder, Need, Sizes
+from expertd_client.arenas import A, Holder, Lease, Need, Sizes
 from expertd_client.calls import LayerCall
 from expertd_client.deadline import Deadline
 from expertd_client.device_memory import DeviceMemoryError
 from expertd_client.errors import ExpertError, InvalidRequestError, TransportUnavailableError
+from expertd_client.leasing import take_place
 from expertd_client.places import layout_of
 from expertd_client.steps import Steps
 from expertd_client.transport import NotThisCallError
@@ -34,6 +35,11 @@ class Wanted:
     sizes: Sizes
     gpu: int | None
     deadline: Deadline
+
+
+Exchange = Callable[[LayerCall, Deadline, Lease[A], list[int]], Steps[bool]]
+"""Has a call answered in a place; False if it needs another one. If it ends without an answer, it leaves the
+request's number in the list: the server may still use the place."""
 
 
 class RefusedError(Exception):
@@ -64,6 +70,11 @@ class Directory(Generic[A]):
         self._refused_gpus: set[int] = set()
         self._routed_on_host: set[str] = set()
         self._closed = False
+
+    def answer(self, call: LayerCall, deadline: Deadline, exchange: Exchange[A]) -> Steps[None]:
+        """Have a call answered in a place of its own. Raises DeadlineError, and what the other two do."""
+        while not (yield from self._attempt(call, deadline, exchange)):
+            pass
 
     def gpu_for(self, call: LayerCall) -> int | None:
         """The GPU in whose memory a call's channel is; None: in the host's."""
@@ -111,7 +122,32 @@ class Directory(Generic[A]):
         holder.opened(arena)
         return arena
 
-    def learn(self, error: InvalidRequestError, call: LayerCall, gpu: int | None) -> bool:
+    def _attempt(self, call: LayerCall, deadline: Deadline, exchange: Exchange[A]) -> Steps[bool]:
+        gpu, need = self.gpu_for(call), need_of(call)
+        holder = self.holder(call.model, gpu)
+        holder.enter()
+        try:
+            lease = yield from take_place(
+                holder,
+                need,
+                deadline,
+                lambda sizes: self.open(Wanted(call.model, need, sizes, gpu, deadline)),
+            )
+            if lease is None:
+                return False
+            unanswered: list[int] = []
+            try:
+                return (yield from exchange(call, deadline, lease, unanswered))
+            finally:
+                holder.give_back(lease, *unanswered)
+        except InvalidRequestError as error:
+            if not self._learn(error, call, gpu):
+                raise
+            return False
+        finally:
+            holder.leave()
+
+    def _learn(self, error: InvalidRequestError, call: LayerCall, gpu: int | None) -> bool:
         """Whether the call that was refused would work in host memory."""
         if gpu is None or not str(error).startswith(_ROUTING):
             return False

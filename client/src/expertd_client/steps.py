@@ -1,6 +1,12 @@
-"""What it takes to share memory with a server, written once for threads and for event loops."""
+"""Calls as steps, written once for threads and for event loops.
+
+A call is a generator that yields whatever it waits for, and is resumed with what that gave or raised. `run`
+waits in this thread, `run_async` in the event loop.
+"""
 
 import asyncio
+import math
+import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -10,71 +16,96 @@ from expertd_client.deadline import Deadline
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """An HTTP call without tensors; gives the answer's JSON."""
+class Wait(Protocol):
+    """Something to wait for; either way gives, or raises, the same."""
 
-    method: str
-    path: str
-    body: object = None
+    def in_thread(self) -> object:
+        """Block this thread."""
+
+    async def in_loop(self) -> object:
+        """Leave the event loop to others."""
 
 
-@dataclass(frozen=True, slots=True)
+Steps: TypeAlias = Generator[Wait, Any, T]
+"""A call in progress that returns T."""
+
+
+def run(steps: Steps[T]) -> T:
+    """The result of a call, which waits in this thread."""
+    try:
+        wait = next(steps)
+        while True:
+            try:
+                given = wait.in_thread()
+            except BaseException as error:
+                wait = steps.throw(error)
+            else:
+                wait = steps.send(given)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+
+
+async def run_async(steps: Steps[T]) -> T:
+    """The result of a call, which waits in the running event loop."""
+    try:
+        wait = next(steps)
+        while True:
+            try:
+                given = await wait.in_loop()
+            except BaseException as error:
+                wait = steps.throw(error)
+            else:
+                wait = steps.send(given)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+
+
+@dataclass(slots=True)
 class Work:
     """Something that may take a moment; gives what it returns."""
 
     run: Callable[[], object]
 
+    def in_thread(self) -> object:
+        """Do it."""
+        return self.run()
 
-Steps: TypeAlias = Generator[Ask | Work, Any, T]
-"""Yields what is to be done, is resumed with its result or its exception, and returns T."""
-
-
-class Asker(Protocol):
-    """HTTP for threads."""
-
-    def request(self, method: str, path: str, deadline: Deadline, body: object = None) -> Any: ...
+    async def in_loop(self) -> object:
+        """Do it in a thread."""
+        return await asyncio.to_thread(self.run)
 
 
-class AsyncAsker(Protocol):
-    """HTTP for event loops."""
+@dataclass(slots=True)
+class Sleep:
+    """For `seconds`, at most until the deadline. Raises DeadlineError if that has passed before."""
 
-    async def request(self, method: str, path: str, deadline: Deadline, body: object = None) -> Any: ...
+    seconds: float
+    deadline: Deadline
+
+    def in_thread(self) -> None:
+        """As Wait.in_thread."""
+        time.sleep(min(self.seconds, self.deadline.check()))
+
+    async def in_loop(self) -> None:
+        """As Wait.in_loop."""
+        await asyncio.sleep(min(self.seconds, self.deadline.check()))
 
 
-def run(steps: Steps[T], http: Asker, deadline: Deadline) -> T:
-    """Do the steps in this thread."""
+async def settled(ready: "asyncio.Future[T]", seconds: float, otherwise: T) -> T:
+    """The result of a future, which is `otherwise` after `seconds` (math.inf: never)."""
+    timer = None
+    if not math.isinf(seconds):
+        timer = asyncio.get_running_loop().call_later(seconds, settle, ready, otherwise)
     try:
-        step = next(steps)
-        while True:
-            try:
-                if isinstance(step, Ask):
-                    given = http.request(step.method, step.path, deadline, step.body)
-                else:
-                    given = step.run()
-            except BaseException as error:
-                step = steps.throw(error)
-            else:
-                step = steps.send(given)
-    except StopIteration as stop:
-        result: T = stop.value
-        return result
+        return await ready
+    finally:
+        if timer is not None:
+            timer.cancel()
 
 
-async def run_async(steps: Steps[T], http: AsyncAsker, deadline: Deadline) -> T:
-    """Do the steps, the HTTP calls in the event loop and the others in a thread."""
-    try:
-        step = next(steps)
-        while True:
-            try:
-                if isinstance(step, Ask):
-                    given = await http.request(step.method, step.path, deadline, step.body)
-                else:
-                    given = await asyncio.to_thread(step.run)
-            except BaseException as error:
-                step = steps.throw(error)
-            else:
-                step = steps.send(given)
-    except StopIteration as stop:
-        result: T = stop.value
-        return result
+def settle(ready: "asyncio.Future[T]", result: T) -> None:
+    """Give a future its result, unless it has one or is cancelled."""
+    if not ready.done():
+        ready.set_result(result)

@@ -3,12 +3,13 @@
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
 from expertd_client.address import Address
 from expertd_client.calls import LayerCall
 from expertd_client.deadline import Deadline
 from expertd_client.errors import ExpertError, InvalidRequestError, TransportUnavailableError
+from expertd_client.steps import Steps
 
 logger = logging.getLogger("expertd_client")
 
@@ -35,46 +36,41 @@ class NotThisCallError(Exception):
         self.error = error
 
 
-class Named(Protocol):
-    """What every transport has."""
+class Asker(Protocol):
+    """Calls over HTTP, which other transports need too."""
+
+    def request(self, method: str, path: str, deadline: Deadline, body: object = None) -> Steps[Any]:
+        """A call without tensors, with `body` as JSON: the answer's JSON, or None."""
+
+
+class Transport(Protocol):
+    """A way to a server, used by several threads, or by tasks of one event loop, at once."""
 
     @property
     def name(self) -> TransportName:
         """One of ORDER."""
 
-    def close(self) -> None:
-        """Free what it holds; calls in progress end as they would."""
-
-
-class Transport(Named, Protocol):
-    """A way to a server, used by several threads at once."""
-
-    def infer(self, call: LayerCall, deadline: Deadline) -> None:
+    def infer(self, call: LayerCall, deadline: Deadline) -> Steps[None]:
         """Have the layer's output written into the memory of `call.output`.
 
         Raises ExpertError; TransportUnavailableError and NotThisCallError only if nothing was sent, so that
         another one can be taken for the same call.
         """
 
-
-class AsyncTransport(Named, Protocol):
-    """The same in an event loop."""
-
-    async def infer(self, call: LayerCall, deadline: Deadline) -> None:
-        """As Transport.infer."""
+    def close(self) -> Steps[None]:
+        """Free what it holds; calls in progress end as they would."""
 
 
-T = TypeVar("T", bound=Named)
-
-
-class Choice(Generic[T]):
+class Choice:
     """The transport in use; with `auto`, the first of ORDER that works with this server.
 
     `factories` has those that this version knows. One may raise TransportUnavailableError, then or when it
     is used; the client then takes the next.
     """
 
-    def __init__(self, wanted: str, address: Address, factories: Mapping[str, Callable[[], T]]) -> None:
+    def __init__(
+        self, wanted: str, address: Address, factories: Mapping[str, Callable[[], Transport]]
+    ) -> None:
         if wanted != "auto" and wanted not in ORDER:
             raise InvalidRequestError(f"transport: expected auto, {', '.join(ORDER)}, got {wanted!r}")
         if wanted != "auto" and wanted not in factories:
@@ -91,7 +87,7 @@ class Choice(Generic[T]):
         self._lock = threading.Lock()
         self.current = self._next()
 
-    def fall_back(self, failed: T, error: TransportUnavailableError) -> None:
+    def fall_back(self, failed: Transport, error: TransportUnavailableError) -> Steps[None]:
         """Take the next transport after `failed`, with a warning; raises `error` if there is none."""
         with self._lock:
             if self._is_closed:
@@ -102,9 +98,9 @@ class Choice(Generic[T]):
                 raise error
             _report(failed.name, error)
             self.current = self._next()
-        failed.close()
+        yield from failed.close()
 
-    def pass_over(self, unfit: T, reason: NotThisCallError) -> None:
+    def pass_over(self, unfit: Transport, reason: NotThisCallError) -> None:
         """Take HTTP for one call, with a warning the first time; raises its error if `unfit` is wanted."""
         if not self._is_free:
             raise reason.error
@@ -114,13 +110,13 @@ class Choice(Generic[T]):
             self._reported.add(name)
             logger.warning("transport %s: %s; taking http for this call", unfit.name, text)
 
-    def close(self) -> None:
+    def close(self) -> Steps[None]:
         """Close the transport in use; calls that find it closed do not take the next."""
         with self._lock:
             self._is_closed = True
-        self.current.close()
+        yield from self.current.close()
 
-    def _next(self) -> T:
+    def _next(self) -> Transport:
         while True:
             name, make = self._left.pop(0)
             try:

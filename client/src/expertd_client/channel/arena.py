@@ -1,9 +1,15 @@
-"""A channel whose places are shared by calls: copies in and out, and requests for them."""
+"""A channel whose places are shared by calls: copies in and out, requests for them, and answers."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from expertd_client.arenas import Arena
 from expertd_client.calls import LayerCall
 from expertd_client.channel.layout import CODES, REQUEST, ROUTED
 from expertd_client.channel.opening import Opened
+from expertd_client.channel.waiting import TaskWaiters, ThreadWaiters
 from expertd_client.deadline import Deadline
 from expertd_client.errors import InvalidRequestError
 from expertd_client.gpu_places import GpuPlaces
@@ -14,23 +20,34 @@ _kept: list[object] = []  # memory that a step may still use
 
 
 class ChannelArena(Arena):
-    """The channel of one model, for tensors of the host or of one GPU."""
+    """The channel of one model, for tensors of the host or of one GPU.
 
-    def __init__(self, opened: Opened) -> None:
+    `wake`: called if places may have become free, or the channel unusable. Threads find that out themselves.
+    """
+
+    def __init__(self, opened: Opened, wake: Callable[[], None]) -> None:
         super().__init__(opened.sizes)
         self.link = opened.link
+        self.sending = threading.Lock()
+        self.threads = ThreadWaiters(self.link)
+        self._tasks: TaskWaiters | None = None
+        self._wake = wake
         self._opened = opened
         self._abandoned: dict[int, int] = {}  # place -> its request, whose caller has gone
         self._gpu = None if opened.device is None else GpuPlaces(opened.device)
 
     def is_usable(self) -> bool:
-        """Whether the server still has it; False in a forked child, too."""
+        """Whether the server still has it; False in a forked child, and in another event loop."""
+        if self._tasks is not None and self._tasks.loop is not asyncio.get_running_loop():
+            return False
         return self.link.is_alive()
 
     @property
-    def has_abandoned(self) -> bool:
-        """Whether there are requests whose caller has gone."""
-        return bool(self._abandoned)
+    def tasks(self) -> TaskWaiters:
+        """The tasks that wait for answers. To be used in an event loop, always in the same."""
+        if self._tasks is None:
+            self._tasks = TaskWaiters(self.link, self._on_news)
+        return self._tasks
 
     def abandon(self, place: int, sequence: int) -> None:
         """The caller of a request has gone: its place is free once there is an answer."""
@@ -49,6 +66,8 @@ class ChannelArena(Arena):
         """Close the channel; the server frees its memory after the step that runs, if it is in it."""
         if self._opened.device is not None and not self.reclaim():
             _kept.append(self._opened.device)  # freeing it under a step would be undefined
+        if self._tasks is not None:
+            self._tasks.stop()
         self.link.close()
 
     def check(self, call: LayerCall) -> None:
@@ -92,3 +111,24 @@ class ChannelArena(Arena):
             self._gpu.copy_out(start, call, where)
         elif self._opened.host is not None:
             copy_out(self._opened.host[start : start + where.num_bytes], call, where)
+
+    def _on_news(self) -> None:
+        if self._abandoned or not self.link.is_open:
+            self._wake()
+
+
+@dataclass(slots=True)
+class Answer:
+    """Until a request has its answer. Raises ServerUnreachableError if it will not come, DeadlineError."""
+
+    arena: ChannelArena
+    sequence: int
+    deadline: Deadline
+
+    def in_thread(self) -> None:
+        """As Wait.in_thread. It spins only if no other thread waits."""
+        self.arena.threads.wait(self.sequence, self.deadline, spins=self.arena.users == 1)
+
+    async def in_loop(self) -> None:
+        """As Wait.in_loop."""
+        await self.arena.tasks.wait(self.sequence, self.deadline)

@@ -1,12 +1,14 @@
-"""From the arguments of ExpertClient.open_channel to a channel."""
+"""From the arguments of a client's open_channel to a channel."""
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 from expertd_client.arenas import Sizes
-from expertd_client.channel.channel import Channel
+from expertd_client.calls import check_model
+from expertd_client.channel.base import BaseChannel
 from expertd_client.channel.layout import CODES, MAX_REQUESTS
+from expertd_client.channel.link import SPIN_SECONDS
 from expertd_client.channel.opening import open_channel
 from expertd_client.channel.slots import Shapes, make_slots
 from expertd_client.deadline import Deadline
@@ -15,9 +17,11 @@ from expertd_client.errors import InvalidRequestError
 from expertd_client.http.requests import model_path
 from expertd_client.metadata import read_metadata
 from expertd_client.places import aligned
-from expertd_client.steps import Ask, Steps
+from expertd_client.steps import Steps
+from expertd_client.transport import Asker
 
 _SLOT_ALIGNMENT = 4096
+C = TypeVar("C", bound=BaseChannel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +33,13 @@ class ChannelOptions:
     max_tokens: int
     datatype: str | None
     output_datatype: str | None
-    device: str | None
-    timeout: float
-    spin_seconds: float
+    device: object
+    deadline: Deadline  # of the opening; requests have as many seconds
+    spin_seconds: float = SPIN_SECONDS
 
     def check(self) -> None:
         """Raises InvalidRequestError for arguments that cannot work."""
+        check_model(self.model)
         for name, value in (("num_slots", self.num_slots), ("max_tokens", self.max_tokens)):
             if not 1 <= value < 1 << 32:
                 raise InvalidRequestError(f"{name}: expected at least 1, got {value}")
@@ -43,17 +48,17 @@ class ChannelOptions:
         for name, datatype in (("datatype", self.datatype), ("output_datatype", self.output_datatype)):
             if datatype is not None and datatype not in CODES:
                 raise InvalidRequestError(f"{name}: expected {', '.join(CODES)} or None, got {datatype!r}")
-        if self.device is not None and re.fullmatch("cpu|cuda(:[0-9]+)?", self.device) is None:
-            raise InvalidRequestError(f"device: expected None, cpu or cuda:0, got {self.device!r}")
+        if self.device is not None and re.fullmatch("cpu|cuda(:[0-9]+)?", str(self.device)) is None:
+            raise InvalidRequestError(f"device: expected None, cpu or cuda:0, got {str(self.device)!r}")
         if not self.spin_seconds >= 0:
             raise InvalidRequestError(f"spin_seconds: expected at least 0, got {self.spin_seconds}")
 
 
-def make_channel(options: ChannelOptions, deadline: Deadline) -> Steps[Channel]:
+def make_channel(http: Asker, kind: type[C], options: ChannelOptions) -> Steps[C]:
     """Ask for the layer's sizes, and open a channel for them. Raises as ExpertClient.open_channel."""
+    deadline = options.deadline
     options.check()
-    answer: Any = yield Ask("GET", model_path(options.model))
-    model = read_metadata(answer)
+    model = read_metadata((yield from http.request("GET", model_path(options.model), deadline)))
     datatype = options.datatype or model.datatype
     shapes = Shapes(
         options.max_tokens, model.hidden_size, model.top_k, datatype, options.output_datatype or datatype
@@ -61,18 +66,18 @@ def make_channel(options: ChannelOptions, deadline: Deadline) -> Steps[Channel]:
     sizes = Sizes(options.max_tokens, aligned(shapes.layout.num_bytes, _SLOT_ALIGNMENT), options.num_slots)
     gpu = _gpu(options.device)
     try:
-        opened = yield from open_channel(options.model, sizes, gpu, deadline, options.spin_seconds)
+        opened = yield from open_channel(http, options.model, sizes, gpu, deadline, options.spin_seconds)
     except RefusedError as refused:
         raise refused.error from None
     slots = make_slots(opened, shapes, options.device is not None)
-    return Channel(opened, shapes, slots, options.timeout)
+    return kind(opened, shapes, slots, deadline.seconds)
 
 
-def _gpu(device: str | None) -> int | None:
+def _gpu(device: object) -> int | None:
     """The number of the GPU, with a context on it; None for the host."""
-    if device in (None, "cpu"):
+    if device is None or str(device) == "cpu":
         return None
     import torch
 
-    index: int = torch.empty(0, device=device).device.index
+    index: int = torch.empty(0, device=str(device)).device.index
     return index

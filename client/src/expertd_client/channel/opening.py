@@ -23,8 +23,8 @@ from expertd_client.errors import (
     UnknownModelError,
 )
 from expertd_client.http.requests import model_path
-from expertd_client.steps import Ask, Steps, Work
-from expertd_client.transport import NotOfferedError
+from expertd_client.steps import Steps, Work
+from expertd_client.transport import Asker, NotOfferedError
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +48,12 @@ class Opened:
 
 
 def open_channel(
-    model: str, sizes: Sizes, device: int | None, deadline: Deadline, spin_seconds: float = SPIN_SECONDS
+    http: Asker,
+    model: str,
+    sizes: Sizes,
+    device: int | None,
+    deadline: Deadline,
+    spin_seconds: float = SPIN_SECONDS,
 ) -> Steps[Opened]:
     """Open a channel with `sizes.num_bytes` of data, on the GPU `device` or in host memory (None).
 
@@ -62,7 +67,7 @@ def open_channel(
         memory = {"cuda": exported.described()}
     num_slots = min(MAX_REQUESTS, _SLOTS_PER_PLACE * sizes.num_places)
     body = {"model": model, "num_slots": num_slots, "max_tokens": sizes.max_tokens, "memory": memory}
-    opened = yield from _post(model, body)
+    opened = yield from _post(http, model, body, deadline)
     link = yield Work(lambda: Link(claim(opened, deadline), spin_seconds))
     geometry = opened["geometry"]
     try:
@@ -73,20 +78,21 @@ def open_channel(
     return Opened(link, sizes, hidden_size, top_k, host, exported.tensor() if exported else None)
 
 
-def open_largest(wanted: Wanted) -> Steps[Opened]:
+def open_largest(http: Asker, wanted: Wanted) -> Steps[Opened]:
     """`open_channel` with the sizes that are wanted, or else for one call at a time."""
     model, gpu, deadline = wanted.model, wanted.gpu, wanted.deadline
     try:
-        return (yield from open_channel(model, wanted.sizes, gpu, deadline))
+        return (yield from open_channel(http, model, wanted.sizes, gpu, deadline))
     except RefusedError:
-        return (yield from open_channel(model, least_sizes(wanted.need), gpu, deadline))
+        return (yield from open_channel(http, model, least_sizes(wanted.need), gpu, deadline))
 
 
-def _post(model: str, body: object) -> Steps[Any]:
+def _post(http: Asker, model: str, body: object, deadline: Deadline) -> Steps[Any]:
     try:
-        return (yield Ask("POST", _PATH, body))
+        return (yield from http.request("POST", _PATH, deadline, body))
     except UnknownModelError as error:
-        yield Ask("GET", model_path(model))  # raises it too, unless it is the path that is unknown
+        # Raises it too, unless it is the path that is unknown.
+        yield from http.request("GET", model_path(model), deadline)
         raise NotOfferedError(f"channels: expected a server that has them, got: {error}") from error
     except InvalidRequestError as error:
         if error.status in (403, 405):

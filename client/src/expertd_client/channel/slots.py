@@ -29,8 +29,8 @@ class Ticket:
     slot: "Slot"
     num_tokens: int
     deadline: Deadline
-    sequence: int
     link: Link
+    sequence: int = 0  # once it is sent
     error: ExpertError | None = None
     is_done: bool = False
     is_late: bool = False  # a wait for it has ended without an answer

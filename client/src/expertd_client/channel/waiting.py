@@ -1,15 +1,19 @@
-"""Threads that wait for answers of one channel: one of them listens for all."""
+"""Waiting for answers of one channel: threads, one of which listens for all, and tasks of an event loop."""
 
+import asyncio
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 
 from expertd_client.channel.link import Link
 from expertd_client.deadline import Deadline
+from expertd_client.steps import settle, settled
 
 _MAX_SECONDS = 1e6
 
 
-class Waiters:
+class ThreadWaiters:
     """The server's rings do not say whose answer they announce, so the listener looks for everybody's."""
 
     def __init__(self, link: Link) -> None:
@@ -73,3 +77,63 @@ class Waiters:
                 self._others.popitem()[1].release()
                 if self._link.is_open:
                     return
+
+
+class TaskWaiters:
+    """Tasks of the running event loop, which watches the channel until `stop`.
+
+    `on_news` is called whenever the server has rung, and at the channel's end.
+    """
+
+    def __init__(self, link: Link, on_news: Callable[[], None] = lambda: None) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._link = link
+        self._on_news = on_news
+        self._waiting: dict[asyncio.Future[bool], int] = {}  # -> request; the result: whether it is answered
+        self._is_watched = True
+        self.loop.add_reader(link.answers, self._look)
+        self.loop.add_reader(link.connection, self._end)
+
+    async def wait(self, sequence: int, deadline: Deadline) -> None:
+        """Until the answer is there. Raises ServerUnreachableError if it will not come, DeadlineError."""
+        link = self._link
+        if link.is_answered(sequence):
+            return
+        if not link.is_open:
+            raise link.closed_error()
+        left = deadline.check()
+        ready: asyncio.Future[bool] = self.loop.create_future()
+        self._waiting[ready] = sequence
+        try:
+            # Its result, not another look: another task may have taken the answer since.
+            if not await settled(ready, left, False) and not link.is_answered(sequence):
+                raise deadline.error() if link.is_open else link.closed_error()
+        finally:
+            del self._waiting[ready]
+
+    def stop(self) -> None:
+        """Watch the channel no more, which is about to be closed, and wake all tasks that wait."""
+        if self._is_watched and not self._link.is_closed:
+            with suppress(RuntimeError):  # of a closed event loop
+                self.loop.remove_reader(self._link.answers)
+                self.loop.remove_reader(self._link.connection)
+        self._is_watched = False
+        for ready in self._waiting:
+            settle(ready, False)
+
+    def _look(self) -> None:
+        """The server has rung: wake the tasks that have an answer."""
+        self._link.clear()
+        for ready, sequence in self._waiting.items():
+            if self._link.is_answered(sequence):
+                settle(ready, True)
+        if self._link.is_open:
+            self._on_news()
+        else:
+            self._end()
+
+    def _end(self) -> None:
+        """The server has closed the channel."""
+        self._link.is_open = False
+        self.stop()
+        self._on_news()

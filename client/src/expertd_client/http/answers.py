@@ -12,14 +12,14 @@ from expertd_client.http.attempts import RefusedError
 from expertd_client.http.connection import Connection
 from expertd_client.http.exchange import receive_bytes, receive_into
 from expertd_client.http.head import Head
-from expertd_client.http.waits import Waiting
+from expertd_client.steps import Steps
 
 _MAX_JSON_BYTES = 16 << 20  # of an answer without tensors
 _ERROR_CHARACTERS = 500
 _DECODER = json.JSONDecoder()
 
 
-def read_json(connection: Connection, head: Head) -> Waiting[Any]:
+def read_json(connection: Connection, head: Head) -> Steps[Any]:
     """The JSON of a successful answer; None if the body is empty. Raises RefusedError for an error."""
     if head.content_length > _MAX_JSON_BYTES:
         text = (
@@ -32,7 +32,7 @@ def read_json(connection: Connection, head: Head) -> Waiting[Any]:
     return _json(body, head.status) if body else None
 
 
-def read_output(call: LayerCall, connection: Connection, head: Head) -> Waiting[None]:
+def read_output(call: LayerCall, connection: Connection, head: Head) -> Steps[None]:
     """Write the output's bytes into the memory of `call.output`. Raises RefusedError for an error."""
     if head.status != 200:
         yield from read_json(connection, head)
@@ -51,7 +51,7 @@ def read_output(call: LayerCall, connection: Connection, head: Head) -> Waiting[
     yield from receive_into(connection, call.output.memory())
 
 
-def read_placed(call: LayerCall, connection: Connection, head: Head) -> Waiting[None]:
+def read_placed(call: LayerCall, connection: Connection, head: Head) -> Steps[None]:
     """The answer whose output is in shared memory. Raises RefusedError for an error."""
     _check((yield from read_json(connection, head)), list(call.shape), call.output.datatype)
 

@@ -8,17 +8,18 @@ from typing import TypeVar
 
 from expertd_client.address import Address
 from expertd_client.deadline import Deadline
-from expertd_client.errors import ServerBusyError, ServerUnreachableError
+from expertd_client.errors import ServerUnreachableError
 from expertd_client.http.connection import Connection
 from expertd_client.http.exchange import BrokenError, send_request
 from expertd_client.http.head import Head
 from expertd_client.http.pool import Pool
-from expertd_client.http.waits import Connect, Sleep, Waiting
-from expertd_client.retries import delay_before_retry
+from expertd_client.http.waits import Connect
+from expertd_client.retries import with_retries
+from expertd_client.steps import Steps
 
 T = TypeVar("T")
 Request = Callable[[], list[memoryview]]
-Reader = Callable[[Connection, Head], Waiting[T]]
+Reader = Callable[[Connection, Head], Steps[T]]
 
 
 class Attempts:
@@ -29,35 +30,30 @@ class Attempts:
         self._max_retries = max_retries
         self.pool = Pool()
 
-    def call(self, request: Request, read: Reader[T], deadline: Deadline) -> Waiting[T]:
+    def call(self, request: Request, read: Reader[T], deadline: Deadline) -> Steps[T]:
         """The answer to the request that `request()` makes, as `read` returns it.
 
         A busy server is asked again after its Retry-After and a little, if the deadline allows that.
         """
-        retries = 0
-        while True:
-            deadline.check()
-            try:
-                return (yield from self._attempt(request, read))
-            except ServerBusyError as busy:
-                delay = delay_before_retry(busy, retries, self._max_retries, deadline)
-            retries += 1
-            yield Sleep(delay)
+        return with_retries(lambda: self._attempt(request, read, deadline), self._max_retries, deadline)
 
-    def _attempt(self, request: Request, read: Reader[T]) -> Waiting[T]:
+    def _attempt(self, request: Request, read: Reader[T], deadline: Deadline) -> Steps[T]:
         if (kept := self.pool.take()) is not None:
             try:
-                return (yield from self._exchange(kept, request, read))
+                return (yield from self._exchange(kept, request, read, deadline))
             except BrokenError as error:
                 if error.answered:
                     raise self._unreachable(error) from error
-        connection: Connection = yield Connect(self._address)
+        connection: Connection = yield Connect(self._address, deadline)
         try:
-            return (yield from self._exchange(connection, request, read))
+            return (yield from self._exchange(connection, request, read, deadline))
         except BrokenError as error:
             raise self._unreachable(error) from error
 
-    def _exchange(self, connection: Connection, request: Request, read: Reader[T]) -> Waiting[T]:
+    def _exchange(
+        self, connection: Connection, request: Request, read: Reader[T], deadline: Deadline
+    ) -> Steps[T]:
+        connection.deadline = deadline
         keep = False
         try:
             head, sent = yield from send_request(connection, request())

@@ -1,14 +1,19 @@
 """One connection: a socket that never blocks, and what has been received on it but not been read."""
 
+import math
 import select
 import socket
 import time
 
+from expertd_client.deadline import Deadline
+
 
 class Connection:
-    """Used by one call at a time. Bytes `start` to `end` of `buffer` are not yet read."""
+    """Used by one call at a time, whose `deadline` it has. Bytes `start` to `end` of `buffer` are unread."""
 
-    __slots__ = ("_poll", "_polled", "buffer", "end", "idle_since", "reused", "sock", "start", "view")
+    __slots__ = (
+        "_poll", "_polled", "buffer", "deadline", "end", "idle_since", "reused", "sock", "start", "view"
+    )  # fmt: skip
 
     BUFFER_BYTES = 64 * 1024
 
@@ -20,6 +25,7 @@ class Connection:
         self.buffer = bytearray(self.BUFFER_BYTES)
         self.view = memoryview(self.buffer)
         self.start = self.end = 0
+        self.deadline = Deadline(math.inf)
         self.reused = False
         self.idle_since = 0.0
         self._poll = select.poll()

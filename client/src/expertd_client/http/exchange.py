@@ -3,7 +3,8 @@
 from expertd_client.errors import InvalidAnswerError
 from expertd_client.http.connection import Connection
 from expertd_client.http.head import Head, parse_head
-from expertd_client.http.waits import READ, WRITE, Wait, Waiting
+from expertd_client.http.waits import READ, WRITE, Ready
+from expertd_client.steps import Steps
 
 
 class BrokenError(Exception):
@@ -14,7 +15,7 @@ class BrokenError(Exception):
         self.answered = answered
 
 
-def send_request(connection: Connection, parts: list[memoryview]) -> Waiting[tuple[Head, bool]]:
+def send_request(connection: Connection, parts: list[memoryview]) -> Steps[tuple[Head, bool]]:
     """Send `parts`, and receive the response's head, also if it comes earlier than all is sent.
 
     Also returns whether all was sent: the connection is of no further use if not.
@@ -29,14 +30,14 @@ def send_request(connection: Connection, parts: list[memoryview]) -> Waiting[tup
             raise InvalidAnswerError("status: expected an answer, got 101")
 
 
-def receive_bytes(connection: Connection, count: int) -> Waiting[bytes]:
+def receive_bytes(connection: Connection, count: int) -> Steps[bytes]:
     """The next `count` bytes, which are few."""
     into = memoryview(bytearray(count))
     yield from receive_into(connection, into)
     return bytes(into)
 
 
-def receive_into(connection: Connection, into: memoryview) -> Waiting[None]:
+def receive_into(connection: Connection, into: memoryview) -> Steps[None]:
     """The next bytes, straight into the memory that they are for."""
     done = connection.take(into)
     while done < len(into):
@@ -45,13 +46,13 @@ def receive_into(connection: Connection, into: memoryview) -> Waiting[None]:
         done += count
 
 
-def _send(connection: Connection, parts: list[memoryview]) -> Waiting[list[memoryview]]:
+def _send(connection: Connection, parts: list[memoryview]) -> Steps[list[memoryview]]:
     """Send until all is sent or something can be read; what is not sent."""
     while parts:
         try:
             count = connection.sock.sendmsg(parts)
         except BlockingIOError:
-            if (yield Wait(connection, READ | WRITE)) & READ:
+            if (yield Ready(connection, READ | WRITE)) & READ:
                 return parts  # refused before it was read, or closed: which of them the answer says
             continue
         except OSError:
@@ -64,7 +65,7 @@ def _send(connection: Connection, parts: list[memoryview]) -> Waiting[list[memor
     return parts
 
 
-def _receive_head(connection: Connection) -> Waiting[Head]:
+def _receive_head(connection: Connection) -> Steps[Head]:
     searched = connection.start
     while (end := connection.buffer.find(b"\r\n\r\n", searched, connection.end)) < 0:
         searched = max(0, connection.end - connection.start - 3)
@@ -74,7 +75,7 @@ def _receive_head(connection: Connection) -> Waiting[Head]:
                 f"answer: expected headers of at most {len(connection.view)} bytes, got more"
             )
         if not connection.end:
-            yield Wait(connection, READ)  # it cannot be there yet: saves a system call that would fail
+            yield Ready(connection, READ)  # it cannot be there yet: saves a system call that would fail
         if not (count := (yield from _receive(connection, room, answered=connection.end > 0))):
             raise BrokenError("expected an answer, got none before it was closed", connection.end > 0)
         connection.end += count
@@ -83,11 +84,11 @@ def _receive_head(connection: Connection) -> Waiting[Head]:
     return head
 
 
-def _receive(connection: Connection, into: memoryview, answered: bool) -> Waiting[int]:
+def _receive(connection: Connection, into: memoryview, answered: bool) -> Steps[int]:
     while True:
         try:
             return connection.sock.recv_into(into)
         except BlockingIOError:
-            yield Wait(connection, READ)
+            yield Ready(connection, READ)
         except OSError as error:
             raise BrokenError(str(error), answered) from error

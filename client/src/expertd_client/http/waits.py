@@ -1,40 +1,123 @@
-"""What a call can wait for. Generators yield these, and are resumed with the result."""
+"""What a call over HTTP waits for: connections, and what can be done with them. Works with uvloop too."""
 
+import asyncio
+import math
 import select
-from collections.abc import Generator
+import socket
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any
 
 from expertd_client.address import Address
+from expertd_client.deadline import Deadline
+from expertd_client.errors import ServerUnreachableError
 from expertd_client.http.connection import Connection
+from expertd_client.steps import settle, settled
 
 READ = select.POLLIN
 WRITE = select.POLLOUT
 
-T = TypeVar("T")
+_MAX_POLL_SECONDS = 1e6  # poll() takes a C int of milliseconds
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """Until the connection can be read or (`events` has both bits) written; gives the bits that hold."""
+@dataclass(slots=True)
+class Ready:
+    """Until the connection can be read or (`events` has both bits) written; gives the bits that hold.
+
+    Raises DeadlineError.
+    """
 
     connection: Connection
     events: int
 
+    def in_thread(self) -> int:
+        """As Wait.in_thread."""
+        connection = self.connection
+        while True:
+            milliseconds = 1e3 * min(connection.deadline.check(), _MAX_POLL_SECONDS)
+            if events := connection.poll(self.events, milliseconds):
+                return events
 
-@dataclass(frozen=True, slots=True)
+    async def in_loop(self) -> int:
+        """As Wait.in_loop."""
+        sock, deadline = self.connection.sock, self.connection.deadline
+        left = deadline.check()
+        loop = asyncio.get_running_loop()
+        ready: asyncio.Future[int] = loop.create_future()
+        loop.add_reader(sock, settle, ready, READ)
+        if self.events & WRITE:
+            loop.add_writer(sock, settle, ready, WRITE)
+        try:
+            events = await settled(ready, left, 0)
+        finally:
+            loop.remove_reader(sock)
+            if self.events & WRITE:
+                loop.remove_writer(sock)
+        if not events:
+            raise deadline.error()
+        return events
+
+
+@dataclass(slots=True)
 class Connect:
-    """Until there is a new connection, which it gives; raises ServerUnreachableError."""
+    """Until there is a new connection, which it gives. Raises ServerUnreachableError, DeadlineError."""
 
     address: Address
+    deadline: Deadline
+
+    def in_thread(self) -> Connection:
+        """As Wait.in_thread."""
+        address, left = self.address, self.deadline.check()
+        timeout = None if math.isinf(left) else left
+        try:
+            if address.path is None:
+                return Connection(socket.create_connection((address.host, address.port), timeout))
+            sock = socket.socket(socket.AF_UNIX)
+            try:
+                sock.settimeout(timeout)
+                sock.connect(address.path)
+            except BaseException:
+                sock.close()
+                raise
+            return Connection(sock)
+        except OSError as error:
+            self.deadline.check()
+            raise self._unreachable(error) from error
+
+    async def in_loop(self) -> Connection:
+        """As Wait.in_loop."""
+        left = self.deadline.check()
+        try:
+            return await asyncio.wait_for(self._first(), None if math.isinf(left) else left)
+        except asyncio.TimeoutError:
+            raise self.deadline.error() from None
+
+    async def _first(self) -> Connection:
+        """A connection to the first of the host's addresses that has one."""
+        address, loop = self.address, asyncio.get_running_loop()
+        error = OSError("no address")
+        try:
+            if address.path is not None:
+                return await _connected(socket.AF_UNIX, address.path)
+            found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+            for family, _, _, _, place in found:
+                try:
+                    return await _connected(family, place)
+                except OSError as failed:
+                    error = failed
+        except OSError as failed:
+            error = failed
+        raise self._unreachable(error) from error
+
+    def _unreachable(self, error: OSError) -> ServerUnreachableError:
+        return ServerUnreachableError(f"server {self.address.url}: expected a connection, got {error}")
 
 
-@dataclass(frozen=True, slots=True)
-class Sleep:
-    """For a time; gives nothing."""
-
-    seconds: float
-
-
-Waiting: TypeAlias = Generator["Wait | Connect | Sleep", Any, T]
-"""A call in progress that returns T. Any wait may raise DeadlineError instead of giving its result."""
+async def _connected(family: int, place: Any) -> Connection:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    try:
+        await asyncio.get_running_loop().sock_connect(sock, place)
+    except BaseException:
+        sock.close()
+        raise
+    return Connection(sock)

@@ -4,13 +4,14 @@ import os
 import secrets
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from expertd_client.arenas import Arena, Sizes, least_sizes
 from expertd_client.calls import LayerCall
+from expertd_client.deadline import Deadline
 from expertd_client.device_memory import DeviceMemory, DeviceMemoryError
 from expertd_client.directory import RefusedError, Wanted
 from expertd_client.errors import (
@@ -25,8 +26,8 @@ from expertd_client.gpu_places import GpuPlaces
 from expertd_client.http.requests import Placed
 from expertd_client.places import copy_in, copy_out, layout_of
 from expertd_client.shared_memory.files import SharedFile
-from expertd_client.steps import Ask, Steps, Work
-from expertd_client.transport import NotOfferedError
+from expertd_client.steps import Steps, Work
+from expertd_client.transport import Asker, NotOfferedError
 
 if TYPE_CHECKING:
     import torch
@@ -107,9 +108,9 @@ def is_answer(error: ExpertError) -> bool:
     return isinstance(error, InvalidRequestError | ServerBusyError) or (error.status or 0) >= 400
 
 
-def make_region(wanted: Wanted, closed: list[str]) -> Steps[RegionArena]:
+def make_region(http: Asker, wanted: Wanted, closed: list[str]) -> Steps[RegionArena]:
     """A registered region. Raises RefusedError, TransportUnavailableError, NotOfferedError."""
-    about: Any = yield Ask("GET", "/v2")
+    about = yield from http.request("GET", "/v2", wanted.deadline)
     kind = "system" if wanted.gpu is None else "cuda"
     extensions = about.get("extensions", ()) if isinstance(about, dict) else ()
     if f"{kind}_shared_memory" not in extensions:
@@ -118,23 +119,24 @@ def make_region(wanted: Wanted, closed: list[str]) -> Steps[RegionArena]:
             raise DeviceMemoryError(text)
         raise NotOfferedError(text)
     try:
-        return (yield from _register(wanted.sizes, wanted.gpu, closed))
+        return (yield from _register(http, wanted, wanted.sizes, closed))
     except RefusedError:
-        return (yield from _register(least_sizes(wanted.need), wanted.gpu, closed))
+        return (yield from _register(http, wanted, least_sizes(wanted.need), closed))
 
 
-def unregister(closed: list[str]) -> Steps[None]:
+def unregister(http: Asker, closed: list[str], deadline: Deadline) -> Steps[None]:
     """Unregister the regions that were closed, as far as the server can be reached."""
     while closed:
         name = closed.pop()
         for kind in ("system", "cuda"):
             with suppress(ExpertError):
-                yield Ask("POST", f"/v2/{kind}sharedmemory/region/{name}/unregister")
+                path = f"/v2/{kind}sharedmemory/region/{name}/unregister"
+                yield from http.request("POST", path, deadline)
 
 
-def _register(sizes: Sizes, gpu: int | None, closed: list[str]) -> Steps[RegionArena]:
+def _register(http: Asker, wanted: Wanted, sizes: Sizes, closed: list[str]) -> Steps[RegionArena]:
     name = f"expertd-client-{secrets.token_hex(16)}"
-    if gpu is None:
+    if wanted.gpu is None:
         try:
             file = yield Work(partial(SharedFile, sizes.num_bytes))
         except OSError as error:
@@ -143,11 +145,12 @@ def _register(sizes: Sizes, gpu: int | None, closed: list[str]) -> Steps[RegionA
         body = {"key": file.key, "offset": 0, "byte_size": sizes.num_bytes}
         arena, kind = RegionArena(sizes, name, file, None, closed), "system"
     else:
-        memory = yield Work(partial(DeviceMemory, gpu, sizes.num_bytes))
+        memory = yield Work(partial(DeviceMemory, wanted.gpu, sizes.num_bytes))
         body, kind = memory.described(), "cuda"
         arena = RegionArena(sizes, name, None, memory.tensor(), closed)
     try:
-        yield Ask("POST", f"/v2/{kind}sharedmemory/region/{name}/register", body)
+        path = f"/v2/{kind}sharedmemory/region/{name}/register"
+        yield from http.request("POST", path, wanted.deadline, body)
     except BaseException as error:
         arena.close()
         raise _refusal(error) from error

@@ -1,0 +1,115 @@
+"""What the clients for threads and for event loops share: their calls as steps."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from expertd_client.address import parse_address
+from expertd_client.calls import LayerCall, check_limits, check_model
+from expertd_client.channel.base import BaseChannel
+from expertd_client.channel.making import ChannelOptions, make_channel
+from expertd_client.channel.transport import ChannelTransport
+from expertd_client.deadline import Deadline
+from expertd_client.errors import (
+    DeadlineError,
+    ServerBusyError,
+    ServerUnreachableError,
+    TransportUnavailableError,
+)
+from expertd_client.http.requests import model_path
+from expertd_client.http.transport import HttpTransport
+from expertd_client.metadata import (
+    ModelMetadata,
+    ModelStatus,
+    ServerMetadata,
+    read_metadata,
+    read_server,
+    read_statuses,
+)
+from expertd_client.shared_memory.transport import SharedMemoryTransport
+from expertd_client.steps import Steps
+from expertd_client.transport import Choice, NotThisCallError, Transport, TransportName
+
+DEFAULT_TIMEOUT = 60.0
+DEFAULT_CONNECTIONS = 128
+DEFAULT_RETRIES = 3
+
+C = TypeVar("C", bound=BaseChannel)
+
+
+class BaseClient:
+    """Settings, the transport in use, and calls; `timeout` None is the client's."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        transport: TransportName = "auto",
+        timeout: float = DEFAULT_TIMEOUT,
+        max_connections: int = DEFAULT_CONNECTIONS,
+        max_retries: int = DEFAULT_RETRIES,
+    ) -> None:
+        check_limits(timeout, max_connections, max_retries)
+        address = parse_address(url)
+        self._timeout = timeout
+        self._http = HttpTransport(address, max_connections, max_retries)
+        factories: dict[str, Callable[[], Transport]] = {
+            "channel": lambda: ChannelTransport(self._http, max_connections, max_retries),
+            "shared_memory": lambda: SharedMemoryTransport(self._http, max_connections),
+            "http": lambda: self._http,
+        }
+        self._choice = Choice(transport, address, factories)
+
+    @property
+    def transport(self) -> TransportName:
+        """The transport that infer calls take now."""
+        return self._choice.current.name
+
+    def _infer(self, call: LayerCall, timeout: float | None) -> Steps[None]:
+        deadline = self._deadline(timeout)
+        while True:
+            transport = self._choice.current
+            try:
+                yield from transport.infer(call, deadline)
+            except NotThisCallError as reason:
+                self._choice.pass_over(transport, reason)
+                yield from self._http.infer(call, deadline)
+            except TransportUnavailableError as error:
+                yield from self._choice.fall_back(transport, error)
+                continue
+            return
+
+    def _metadata(self, model: str, timeout: float | None) -> Steps[ModelMetadata]:
+        check_model(model)
+        deadline = self._deadline(timeout)
+        return read_metadata((yield from self._http.request("GET", model_path(model), deadline)))
+
+    def _server(self, timeout: float | None) -> Steps[ServerMetadata]:
+        return read_server((yield from self._http.request("GET", "/v2", self._deadline(timeout))))
+
+    def _models(self, timeout: float | None) -> Steps[list[ModelStatus]]:
+        deadline = self._deadline(timeout)
+        return read_statuses((yield from self._http.request("POST", "/v2/repository/index", deadline)))
+
+    def _ready(self, model: str | None, timeout: float | None) -> Steps[bool]:
+        path = "/v2/health/ready" if model is None else f"{model_path(model)}/ready"
+        return self._is_ok(path, timeout)
+
+    def _live(self, timeout: float | None) -> Steps[bool]:
+        return self._is_ok("/v2/health/live", timeout)
+
+    def _open_channel(self, kind: type[C], options: ChannelOptions) -> Steps[C]:
+        return make_channel(self._http, kind, options)
+
+    def _close(self) -> Steps[None]:
+        yield from self._choice.close()
+        yield from self._http.close()
+
+    def _is_ok(self, path: str, timeout: float | None) -> Steps[bool]:
+        try:
+            yield from self._http.request("GET", path, self._deadline(timeout))
+        except (ServerBusyError, ServerUnreachableError, DeadlineError):
+            return False
+        return True
+
+    def _deadline(self, timeout: float | None) -> Deadline:
+        return Deadline(self._timeout if timeout is None else timeout)

@@ -1,0 +1,65 @@
+"""Calls over channels."""
+
+from expertd_client.arenas import Holder, Lease
+from expertd_client.calls import LayerCall
+from expertd_client.channel.arena import Answer, ChannelArena
+from expertd_client.channel.opening import open_largest
+from expertd_client.deadline import Deadline
+from expertd_client.directory import Directory, Wanted
+from expertd_client.retries import with_retries
+from expertd_client.steps import Sleep, Steps
+from expertd_client.transport import Asker, TransportName
+
+_FULL_SECONDS = 0.5e-3
+
+
+class ChannelTransport:
+    """Calls over a channel of each model, which is opened by its first call and grows with the calls.
+
+    At most `max_connections` calls of a model run at a time, and few if they are large; others wait.
+    """
+
+    name: TransportName = "channel"
+
+    def __init__(self, http: Asker, max_connections: int, max_retries: int) -> None:
+        self._http = http
+        self._max_retries = max_retries
+        self._directory = Directory(self.name, max_connections, self._make, by_model=True)
+
+    def infer(self, call: LayerCall, deadline: Deadline) -> Steps[None]:
+        """Have the layer's output written to `call.output`."""
+        return with_retries(
+            lambda: self._directory.answer(call, deadline, _exchange), self._max_retries, deadline
+        )
+
+    def close(self) -> Steps[None]:
+        """Close channels now, or after the last call of each."""
+        self._directory.close()
+        yield from ()
+
+    def _make(self, wanted: Wanted, holder: Holder[ChannelArena]) -> Steps[ChannelArena]:
+        opened = yield from open_largest(self._http, wanted)
+        return ChannelArena(opened, holder.wake)
+
+
+def _exchange(
+    call: LayerCall, deadline: Deadline, lease: Lease[ChannelArena], unanswered: list[int]
+) -> Steps[bool]:
+    """Send a call and receive its answer; `unanswered` has its number until that is there."""
+    arena = lease.arena
+    line = arena.fill(call, lease.place, deadline)
+    while not (sequence := _send(arena, line, unanswered)):
+        yield Sleep(_FULL_SECONDS, deadline)  # an answer is overdue whose slot is next: hardly ever
+    yield Answer(arena, sequence, deadline)
+    unanswered.clear()
+    arena.link.take_answer(sequence)
+    arena.fetch(call, lease.place)
+    return True
+
+
+def _send(arena: ChannelArena, line: bytes, unanswered: list[int]) -> int:
+    with arena.sending:
+        sequence = arena.link.send(line)
+        if sequence:
+            unanswered.append(sequence)
+    return sequence

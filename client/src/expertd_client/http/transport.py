@@ -1,0 +1,57 @@
+"""Calls over HTTP."""
+
+from functools import partial
+from typing import Any, TypeVar
+
+from expertd_client.address import Address
+from expertd_client.calls import LayerCall
+from expertd_client.deadline import Deadline
+from expertd_client.errors import ExpertError
+from expertd_client.http.answers import read_json, read_output, read_placed
+from expertd_client.http.attempts import Attempts, Reader, Request
+from expertd_client.http.requests import Placed, control_request, infer_request
+from expertd_client.steps import Steps
+from expertd_client.transport import TransportName
+from expertd_client.turns import Turns
+
+T = TypeVar("T")
+
+
+class HttpTransport:
+    """Calls over HTTP, at most `max_connections` at a time: further ones wait for their turn."""
+
+    name: TransportName = "http"
+
+    def __init__(self, address: Address, max_connections: int, max_retries: int) -> None:
+        self.address = address
+        self._attempts = Attempts(address, max_retries)
+        self._turns = Turns(max_connections)
+
+    def infer(self, call: LayerCall, deadline: Deadline) -> Steps[None]:
+        """Have the layer's output written into the memory of `call.output`."""
+        request = infer_request(self.address, call, deadline)
+        return self._call(request, partial(read_output, call), deadline)
+
+    def infer_placed(self, call: LayerCall, placed: Placed, deadline: Deadline) -> Steps[None]:
+        """Have the layer's output written to its place in shared memory."""
+        request = infer_request(self.address, call, deadline, placed)
+        return self._call(request, partial(read_placed, call), deadline)
+
+    def request(self, method: str, path: str, deadline: Deadline, body: object = None) -> Steps[Any]:
+        """A call without tensors, with `body` as JSON: the answer's JSON, or None."""
+        return self._call(control_request(self.address, method, path, body), read_json, deadline)
+
+    def close(self) -> Steps[None]:
+        """Close idle connections now, and others once their calls are done."""
+        self._attempts.pool.close()
+        yield from ()
+
+    def _call(self, request: Request, read: Reader[T], deadline: Deadline) -> Steps[T]:
+        if self._attempts.pool.closed:
+            raise ExpertError("client: expected an open one, got a closed one")
+        deadline.check()
+        yield from self._turns.take(deadline)
+        try:
+            return (yield from self._attempts.call(request, read, deadline))
+        finally:
+            self._turns.give_back()

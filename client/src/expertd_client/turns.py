@@ -1,0 +1,97 @@
+"""Calls that wait for each other."""
+
+import asyncio
+import threading
+from collections import deque
+from dataclasses import dataclass
+
+from expertd_client.deadline import Deadline
+from expertd_client.steps import Steps, settle, settled
+
+
+class Signal:
+    """Wakes the one call that waits for it. Set once, from any thread or from the event loop that waits."""
+
+    __slots__ = ("is_set", "lock", "ready")
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self.lock = threading.Lock()  # held until it is set
+        self.lock.acquire()
+        self.ready: asyncio.Future[bool] | None = None
+
+    def set(self) -> None:
+        """Wake the call."""
+        self.is_set = True
+        if self.ready is not None:
+            settle(self.ready, True)
+        self.lock.release()
+
+
+@dataclass(slots=True)
+class Until:
+    """Until a signal is set, which it then gives; False: after `seconds`, or at the deadline.
+
+    Raises DeadlineError if that has passed before.
+    """
+
+    signal: Signal
+    deadline: Deadline
+    seconds: float | None = None
+
+    def in_thread(self) -> bool:
+        """As Wait.in_thread."""
+        return self.signal.lock.acquire(timeout=min(self._left(), threading.TIMEOUT_MAX))
+
+    async def in_loop(self) -> bool:
+        """As Wait.in_loop."""
+        if self.signal.is_set:
+            return True
+        self.signal.ready = asyncio.get_running_loop().create_future()
+        return await settled(self.signal.ready, self._left(), False)
+
+    def _left(self) -> float:
+        left = self.deadline.check()
+        return left if self.seconds is None else min(left, self.seconds)
+
+
+class Turns:
+    """At most `count` calls at a time; others wait, and the first of them is next."""
+
+    def __init__(self, count: int) -> None:
+        self._left = count
+        self._lock = threading.Lock()
+        self._waiting: deque[Signal] = deque()
+
+    def take(self, deadline: Deadline) -> Steps[None]:
+        """Take a turn, which is to be given back. Raises DeadlineError."""
+        with self._lock:
+            if self._left:
+                self._left -= 1
+                return
+            signal = Signal()
+            self._waiting.append(signal)
+        has_turn = False
+        try:
+            has_turn = yield Until(signal, deadline)
+        finally:
+            if not has_turn:
+                self._forget(signal)
+        if not has_turn:
+            raise deadline.error()
+
+    def give_back(self) -> None:
+        """Hand the turn on."""
+        with self._lock:
+            if self._waiting:
+                self._waiting.popleft().set()
+            else:
+                self._left += 1
+
+    def _forget(self, signal: Signal) -> None:
+        """A call does not wait any more; it may have been given a turn at the last moment."""
+        with self._lock:
+            if not signal.is_set:
+                self._waiting.remove(signal)
+                return
+        self.give_back()

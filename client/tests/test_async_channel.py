@@ -1,0 +1,142 @@
+"""What only channels of event loops do: many tasks wait at once, and the loop goes on."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from expertd_client import (
+    AsyncChannel,
+    AsyncExpertClient,
+    DeadlineError,
+    InvalidRequestError,
+    ServerUnreachableError,
+    Slot,
+)
+from tests.expertd import HIDDEN, MODEL, RunningServer, running_server, sharing
+from tests.waiting import wait_for
+
+pytestmark = pytest.mark.slow  # a server process
+X = np.random.default_rng(16).standard_normal((24, HIDDEN), dtype=np.float32)
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[RunningServer]:
+    with running_server(tmp_path, *sharing(tmp_path)) as running:
+        yield running
+
+
+@asynccontextmanager
+async def opened(server: RunningServer, num_slots: int = 2) -> AsyncIterator[AsyncChannel]:
+    async with (
+        AsyncExpertClient(server.url, transport="http") as client,
+        await client.open_channel(MODEL, max_tokens=8, num_slots=num_slots) as channel,
+    ):
+        yield channel
+
+
+async def stop_of(server: RunningServer, channel: AsyncChannel) -> "asyncio.Task[object]":
+    """A task that waits for an answer of a server that has just been stopped."""
+    server.stop()
+    task = asyncio.create_task(channel.infer(channel.slots[0], 8))
+    while channel.slots[0].ticket is None or not channel._waiters._waiting:
+        await asyncio.sleep(0)
+    return task
+
+
+async def test_tasks_with_a_slot_each(sharing_server: RunningServer) -> None:
+    async with AsyncExpertClient(sharing_server.url, transport="http") as client:
+        expected = [await client.infer(MODEL, X[start : start + 8]) for start in (0, 8, 16)]
+
+    async def work(channel: AsyncChannel, slot: Slot) -> None:
+        for turn in range(40):
+            number = (slot.index + turn) % 3
+            slot.hidden_states[:] = X[8 * number : 8 * number + 8]
+            output = await channel.infer(slot, 8)
+            np.testing.assert_allclose(output, expected[number], rtol=1e-4, atol=1e-5)
+
+    async with opened(sharing_server, num_slots=6) as channel:
+        await asyncio.gather(*(work(channel, slot) for slot in channel.slots))
+
+
+async def test_the_event_loop_goes_on_while_a_task_waits(own_server: RunningServer) -> None:
+    async with opened(own_server) as channel:
+        with own_server.stopped():
+            task = await stop_of(own_server, channel)
+            for _ in range(100):
+                await asyncio.sleep(0)
+            assert not task.done()
+        await asyncio.wait_for(task, 20)
+
+
+async def test_a_cancelled_wait_leaves_the_slot_until_the_server_is_done(own_server: RunningServer) -> None:
+    async with opened(own_server) as channel:
+        slot = channel.slots[0]
+        with own_server.stopped():
+            task = await stop_of(own_server, channel)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            with pytest.raises(InvalidRequestError, match=r"^slot 0: expected a free one, got one in use"):
+                await channel.submit(slot, 8)
+            ticket = slot.ticket
+        assert ticket is not None
+        async with asyncio.timeout(20):
+            while not channel.is_answered(ticket):
+                await asyncio.sleep(0.001)
+        assert (await channel.infer(slot, 8)).shape == (8, HIDDEN)
+
+
+async def test_two_tasks_that_wait_for_one_ticket(own_server: RunningServer) -> None:
+    """One of them gets the output, and the other one is told so."""
+    async with opened(own_server) as channel:
+        with own_server.stopped():
+            ticket = await channel.submit(channel.slots[0], 8)
+            tasks = [asyncio.create_task(channel.wait(ticket)) for _ in range(2)]
+            await asyncio.sleep(0)
+        assert (await asyncio.wait_for(tasks[0], 20)).shape == (8, HIDDEN)
+        with pytest.raises(InvalidRequestError, match=r"^ticket: expected one that was not waited for, got"):
+            await asyncio.wait_for(tasks[1], 20)
+
+
+async def test_a_late_task_does_not_end_the_others_wait(own_server: RunningServer) -> None:
+    async with opened(own_server) as channel:
+        with own_server.stopped():
+            early = asyncio.create_task(channel.infer(channel.slots[0], 8, timeout=0.05))
+            later = asyncio.create_task(channel.infer(channel.slots[1], 8))
+            with pytest.raises(DeadlineError, match=r"within 0\.05 s"):
+                await early
+        assert (await asyncio.wait_for(later, 20)).shape == (8, HIDDEN)
+
+
+async def test_closing_ends_the_tasks_that_wait(own_server: RunningServer) -> None:
+    async with opened(own_server) as channel:
+        with own_server.stopped():
+            task = await stop_of(own_server, channel)
+            await channel.close()
+            with pytest.raises(ServerUnreachableError, match=r"^channel: expected an answer, got its end$"):
+                await asyncio.wait_for(task, 20)
+
+
+async def test_a_killed_server_ends_the_tasks_that_wait(own_server: RunningServer) -> None:
+    async with opened(own_server) as channel:
+        task = await stop_of(own_server, channel)
+        own_server.process.kill()
+        with pytest.raises(ServerUnreachableError, match=r"^channel: expected an answer, got its end$"):
+            await asyncio.wait_for(task, 20)
+
+
+def test_a_channel_may_be_left_open_when_its_event_loop_ends(sharing_server: RunningServer) -> None:
+    left: list[AsyncChannel] = []
+
+    async def leave() -> None:
+        async with AsyncExpertClient(sharing_server.url, transport="http") as client:
+            left.append(await client.open_channel(MODEL, max_tokens=8))
+
+    asyncio.run(leave())
+    assert len(sharing_server.channels()) == 1
+    left.clear()
+    wait_for(lambda: not sharing_server.channels(), "the server has closed it")

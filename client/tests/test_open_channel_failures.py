@@ -1,0 +1,94 @@
+"""Channels without copies when servers stop or die, and when callers close or forget them."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from expertd_client import DeadlineError, ExpertClient, InvalidRequestError, ServerUnreachableError
+from tests.callers import Connect
+from tests.expertd import HIDDEN, MODEL, RunningServer, running_server, sharing
+from tests.waiting import wait_for
+
+pytestmark = pytest.mark.slow  # a server process
+X = np.random.default_rng(15).standard_normal((8, HIDDEN), dtype=np.float32)
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[RunningServer]:
+    with running_server(tmp_path, *sharing(tmp_path)) as running:
+        yield running
+
+
+def test_a_deadline_and_the_slot_afterwards(connect: Connect, own_server: RunningServer) -> None:
+    client = connect(own_server.url)
+    with client.open_channel(MODEL, max_tokens=4) as channel:
+        slot = channel.slots[0]
+        with own_server.stopped():
+            ticket = channel.submit(slot, 4, timeout=0.05)
+            for _ in range(2):
+                with pytest.raises(DeadlineError):
+                    channel.wait(ticket)
+            with pytest.raises(InvalidRequestError, match=r"^slot 0: expected a free one, got one in use"):
+                channel.submit(slot, 4)
+        wait_for(lambda: channel.is_answered(ticket), "the server is done with it")
+        slot.hidden_states[:] = X[:4]
+        output = channel.wait(channel.submit(slot, 4))
+        np.testing.assert_allclose(output, client.infer(MODEL, X[:4]), rtol=1e-4, atol=1e-5)
+
+
+def test_a_killed_server(connect: Connect, own_server: RunningServer) -> None:
+    with connect(own_server.url).open_channel(MODEL, max_tokens=4) as channel:
+        channel.slots[0].hidden_states[:] = 1
+        with own_server.stopped():
+            tickets = [channel.submit(slot, 4) for slot in channel.slots]
+            own_server.process.kill()
+        for ticket in tickets:
+            with pytest.raises(ServerUnreachableError, match=r"^channel: expected an answer, got its end$"):
+                channel.wait(ticket)
+        assert channel.slots[0].hidden_states.sum() == 4 * HIDDEN  # still ours
+        with pytest.raises(ServerUnreachableError, match=r"^channel: expected an answer, got its end$"):
+            channel.submit(channel.slots[0], 4)
+
+
+def test_a_closed_channel(connect: Connect, sharing_server: RunningServer) -> None:
+    channel = connect(sharing_server.url).open_channel(MODEL, max_tokens=4)
+    slot = channel.slots[0]
+    channel.wait(channel.submit(slot, 1))
+    channel.close()
+    channel.close()
+    for _ in range(2):  # the failed request leaves its slot
+        with pytest.raises(ServerUnreachableError):
+            channel.submit(slot, 1)
+    slot.hidden_states[:] = 0  # memory that is still mapped
+    wait_for(lambda: not sharing_server.channels(), "the server has closed it")
+
+
+def test_a_channel_that_is_dropped_is_closed(connect: Connect, sharing_server: RunningServer) -> None:
+    connect(sharing_server.url).open_channel(MODEL, max_tokens=4)
+    wait_for(lambda: not sharing_server.channels(), "the server has closed it")
+
+
+def test_channels_of_several_threads(sharing_server: RunningServer) -> None:
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with client.open_channel(MODEL, max_tokens=8, num_slots=1) as channel:
+                for _ in range(50):
+                    channel.slots[0].hidden_states[:] = X
+                    output = channel.wait(channel.submit(channel.slots[0], 8))
+                    np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)
+        except BaseException as error:
+            failures.append(error)
+
+    with ExpertClient(sharing_server.url) as client:
+        expected = client.infer(MODEL, X)
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert failures == []
