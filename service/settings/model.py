@@ -56,6 +56,12 @@ class Limits(_Frozen):
         allow_inf_nan=False,
         description="seconds for a request's body to arrive after its headers",
     )
+    min_response_bytes_per_second: int = Field(
+        default=256 * 1024,
+        ge=0,
+        description="minimum bytes per second that a client reads of a response that does not fit into the "
+        "socket's buffers, as a mean over `keep_alive_seconds`; 0: any",
+    )
     max_header_bytes: int = Field(
         default=64 * 1024, ge=1024, description="maximum bytes of the request line and headers"
     )
