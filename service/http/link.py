@@ -156,7 +156,8 @@ class Link(asyncio.BufferedProtocol):
     def eof_received(self) -> bool:
         if self._is_lingering:
             return False
-        self._drop_incomplete()
+        if not self.more_pending:
+            self._drop_incomplete()
         if self._call is None and not self.more_pending:
             return False
         # True keeps the transport open: the client may only have shut down its sending side.
