@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from expertd.service.channels.channel import Answered, Channel, Memory
+from expertd.service.channels.channel import Channel
 from expertd.service.channels.layout import TOKEN_BYTES, Geometry
+from expertd.service.channels.open_channel import Answered, Memory, OpenChannel
 from expertd.service.channels.opening import Opening
 from expertd.service.channels.requests import ChannelModel, RequestReader
 from expertd.service.engine.engine import Engine
@@ -125,7 +126,7 @@ class ChannelHub:
                 return entry.channel
         return None
 
-    def close(self, channel: Channel, why: str) -> None:
+    def close(self, channel: OpenChannel, why: str) -> None:
         """Close a channel; its memory is freed once no step uses it. Later calls do nothing."""
         entry = self.entries.pop(channel.id, None)
         if entry is None:
@@ -145,38 +146,38 @@ class ChannelHub:
         await asyncio.sleep(0)  # runs the calls of `_free`
         await asyncio.gather(*self._freeing)
 
-    def answered(self, channel: Channel, answer: Answered) -> None:
+    def answered(self, channel: OpenChannel, answer: Answered) -> None:
         report = partial(self._count, channel.id, answer)
         if threading.get_ident() == self._thread:
             report()
         else:
             self._engine.scheduler.report_later(report)
 
-    def broken(self, channel: Channel, why: str) -> None:
+    def broken(self, channel: OpenChannel, why: str) -> None:
         logger.warning("channel %s of %s: %s", channel.id, channel.served, why)
         self._soon(self.close, channel, "its caller broke the protocol")
 
-    def idle(self, channel: Channel) -> None:
+    def idle(self, channel: OpenChannel) -> None:
         self._soon(self._free, channel)
 
-    def expire_at(self, channel: Channel, when: float) -> None:
+    def expire_at(self, channel: OpenChannel, when: float) -> None:
         self._soon(self._expire_at, channel, when)
 
     def _soon(self, call: Callable[..., object], *arguments: object) -> None:
         assert self._loop is not None
         self._loop.call_soon_threadsafe(call, *arguments)
 
-    def _expire_at(self, channel: Channel, when: float) -> None:
+    def _expire_at(self, channel: OpenChannel, when: float) -> None:
         assert self._loop is not None
         if channel.id in self.entries:
             self._loop.call_later(max(0.0, when - time.perf_counter()), channel.expire)
 
-    def _free(self, channel: Channel) -> None:
+    def _free(self, channel: OpenChannel) -> None:
         task = asyncio.get_running_loop().create_task(self._release(channel))
         self._freeing.add(task)
         task.add_done_callback(self._freeing.discard)
 
-    async def _release(self, channel: Channel) -> None:
+    async def _release(self, channel: OpenChannel) -> None:
         try:
             await asyncio.to_thread(channel.release)
         except Exception:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from expertd.service.channels.channel import Memory
 from expertd.service.channels.layout import DATATYPES, Geometry
 from expertd.service.channels.memory import DataRegion, SealedMemory
+from expertd.service.channels.open_channel import Memory
 from expertd.service.engine.errors import ChannelRefusedError
 from expertd.service.engine.loading import Loaded
 from expertd.service.engine.spec import LayerSpec

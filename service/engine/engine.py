@@ -223,7 +223,7 @@ class Engine:
 
     def _load_all(self) -> tuple[Loaded, Arena]:
         loaded = self._load(self.settings, lambda: self.phase is not Phase.LOADING)
-        return loaded, Arena(self.settings.limits.max_buffered_bytes, loaded.register)
+        return loaded, Arena(self.settings.buffered_bytes, loaded.register)
 
     def _failing(self, models: tuple[str, ...]) -> list[str]:
         return [model for model in models or self.models if self.scheduler.failures(model) >= _FAILING_STEPS]

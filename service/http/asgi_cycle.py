@@ -76,8 +76,13 @@ class AsgiCycle:
         """Take a piece of the body."""
         self._body += piece
         self._changed.set()
-        if len(self._body) > _MAX_UNREAD_BYTES:
+        if self.is_full:
             self._connection.receive_body(False)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the application has to read before more of the body is received."""
+        return len(self._body) > _MAX_UNREAD_BYTES
 
     def end_body(self) -> None:
         """The body is complete."""

@@ -7,6 +7,7 @@ are received directly into a block of the arena, everything else into a buffer t
 import asyncio
 from typing import Any
 
+from expertd.service.http.asgi_cycle import AsgiCycle
 from expertd.service.http.framing import FixedBody
 from expertd.service.http.infer import InferCall
 from expertd.service.http.protocol import OipError
@@ -36,6 +37,11 @@ class Connection(Receiving):
         return len(self._data) - self._position > self._parsed
 
     # The callbacks of asyncio.
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._turn is not None:
+            self._turn.cancel()
+        super().connection_lost(exc)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         if self._reads_infer_body:
@@ -71,14 +77,16 @@ class Connection(Receiving):
         self._is_consuming = True
         try:
             while self._position < len(self._data) and not self._ignore_input:
+                if not turns and (self._call is None or self._body is not None):
+                    self._turn = self.loop.call_soon(self._take_turn)
+                    break
                 if self._body is not None:
                     self._position = self._body.feed(self._data, self._position)
                     if self._body is not None and self._body.done:
                         self._end_body()
+                    else:
+                        turns = 0  # either there is no more data, or the chunks are many
                 elif self._call is not None:
-                    break
-                elif not turns:
-                    self._turn = self.loop.call_soon(self._take_turn)
                     break
                 elif self._read_head():
                     turns -= 1
@@ -94,7 +102,7 @@ class Connection(Receiving):
 
     def _take_turn(self) -> None:
         self._turn = None
-        self._settle()
+        self._consume()
 
     def _settle(self) -> None:
         if self._is_consuming or self._ignore_input or self._turn is not None:
@@ -105,7 +113,8 @@ class Connection(Receiving):
             self.receive_body(True)
             self._reads_infer_body = self._infer_body.rest is not None
         elif self._call is not None:
-            return
+            if self._body is not None and isinstance(self._call, AsgiCycle) and not self._call.is_full:
+                self.receive_body(True)
         elif self._body is not None:
             self._drop_body()
         elif self.more_pending:
@@ -206,6 +215,8 @@ class Connection(Receiving):
                 head = self._shared.heads.parse(rest[position:end])
                 if head.infer is not None:
                     InferCall(self._shared.endpoint, head.infer, self).leave()
-                position = self._framing(head, None).feed(rest, end)
+                body, position = self._framing(head, None), end
+                while position < len(rest) and not body.done:
+                    position = body.feed(rest, position)
         except RefusedError:
             return

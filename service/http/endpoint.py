@@ -3,7 +3,6 @@
 from typing import Protocol
 
 from expertd.service.engine.refusals import Reason
-from expertd.service.http.infer_body import ALIGNMENT
 from expertd.service.http.infer_engine import Forward, InferEngine
 
 _ALONE = 8  # requests of one caller in a row
@@ -37,6 +36,5 @@ class InferEndpoint:
 
     @property
     def max_body_bytes(self) -> int:
-        """Of one body, which also has to fit into the arena."""
-        limit, arena = self.engine.settings.limits.max_body_bytes, self.engine.arena
-        return limit if arena is None else min(limit, arena.num_bytes - ALIGNMENT)
+        """Of one body."""
+        return self.engine.settings.limits.max_body_bytes

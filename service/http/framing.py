@@ -10,6 +10,7 @@ Sink = Callable[[memoryview], object]
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})([ \t]*;[\t\x20-\x7e\x80-\xff]*)?", re.DOTALL)
 _TRAILER = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t\x20-\x7e\x80-\xff]*")
 _MAX_SIZE_LINE = 1024
+_MAX_LINES = 1000  # about a millisecond
 
 
 class ChunkedBody:
@@ -29,11 +30,13 @@ class ChunkedBody:
     def feed(self, data: bytes, position: int) -> int:
         """Decode `data` from `position` on; returns where the body ends, or the length of `data`.
 
+        It also returns after many lines, because chunks can be tiny, and other connections wait.
         Raises RefusedError (400; 431 for trailers that are too large).
         """
         end = len(data)
         view = memoryview(data)
-        while position < end and not self.done:
+        lines = _MAX_LINES
+        while lines and position < end and not self.done:
             if self._remaining > 2:
                 size = min(self._remaining - 2, end - position)
                 if self.sink is not None:
@@ -42,6 +45,7 @@ class ChunkedBody:
                 position += size
             else:
                 position = self._read_line(data, position)
+                lines -= 1
         return position
 
     def _read_line(self, data: bytes, position: int) -> int:

@@ -6,85 +6,30 @@ Bodies stay where they arrived: tensors are views or spans of them. Work that gr
 """
 
 import asyncio
-import logging
-import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from expertd.service.engine.errors import QueueTimeoutError, RegionsElsewhereError
+from expertd.service.engine.errors import QueueTimeoutError
 from expertd.service.engine.spec import LayerSpec
-from expertd.service.http.answers import Answer, client_gone, error_answer, output_answer, refusal_of
-from expertd.service.http.endpoint import InferEndpoint
+from expertd.service.http.answers import Answer, client_gone, output_answer
 from expertd.service.http.infer_body import LARGE_BYTES, InferBody, take
-from expertd.service.http.infer_head import InferHead
+from expertd.service.http.infer_ending import InferEnding
 from expertd.service.http.parsing import INLINE_BYTES, Received, parse_body, takes_long
-from expertd.service.http.plans import Plan
 from expertd.service.http.protocol import ELEMENT_BYTES, OipError
-from expertd.service.memory import Arena, Block, Buffer, RegionUses, Span, host_view, is_on_gpu
+from expertd.service.memory import Buffer, Span, host_view, is_on_gpu
 from expertd.service.moe.request import LayerRequest, Output
-from expertd.service.sentences import shown
 
 T = TypeVar("T")
-logger = logging.getLogger(__name__)
-
-_NOTHING = Received(b"", None)
 
 
-class Caller(Protocol):
-    """Who asked."""
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop: ...
-
-    def reply(self, call: "InferCall", answer: Answer | None) -> None:
-        """Send `answer`, then call `call.sent`; None: the request has ended, and nobody waits for it."""
-
-
-class InferCall:
+class InferCall(InferEnding):
     """One infer request: `admit`, then `receive`, or at any time `refuse` or `leave`; `caller.reply` ends it.
 
     arena  where large outputs are written; None: to memory of the runner's own
     """
 
-    __slots__ = (
-        "_arena",
-        "_caller",
-        "_endpoint",
-        "_forwarding",
-        "_head",
-        "_layer",
-        "_left",
-        "_output",
-        "_pending",
-        "_plan",
-        "_received",
-        "_refusal",
-        "_regions",
-        "_spec",
-        "_started",
-        "_timer",
-        "_working",
-    )
-
-    def __init__(
-        self, endpoint: InferEndpoint, head: InferHead, caller: Caller, arena: Arena | None = None
-    ) -> None:
-        self._started = time.perf_counter()
-        self._endpoint = endpoint
-        self._head = head
-        self._caller = caller
-        self._arena = arena
-        self._received = _NOTHING
-        self._regions: RegionUses | None = None
-        self._output: Block | None = None
-        self._plan: Plan | None = None
-        self._pending: Any = None  # what the engine's `submit` returned, until its answer
-        self._forwarding: asyncio.Task[Answer] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._left: OipError | None = None
-        self._refusal: OipError | None = None
-        self._working = False  # in a thread
+    __slots__ = ("_layer", "_spec")
 
     def admit(self) -> bool:
         """Check all that is known before the body; False if the request is refused."""
@@ -117,39 +62,6 @@ class InferCall:
             self._run(takes_long(received, head), self._parse, self._parsed)
         except Exception as error:
             self.refuse(error)
-
-    def refuse(self, error: Exception) -> None:
-        """Answer with `error`."""
-        if isinstance(error, RegionsElsewhereError) and self._left is None:
-            self._forward()
-            return
-        refusal = self._left or refusal_of(error, self._head.model)
-        if self._plan is not None and refusal.request_id is None:
-            refusal.request_id = self._plan.request.id
-        self._refusal = refusal
-        self._release()
-        if self._left is None:
-            self._caller.reply(self, error_answer(refusal, self._head.expects))
-        else:
-            self._count()
-            self._caller.reply(self, None)
-
-    def leave(self, error: OipError | None = None) -> None:
-        """Nobody is left to answer: the client disconnected, or its body was refused with `error`."""
-        self._left = left = error or client_gone()
-        if self._pending is not None:
-            self._endpoint.engine.cancel(self._pending, left)
-        elif self._forwarding is not None:
-            self._forwarding.cancel()
-        elif not self._working:
-            self.refuse(left)
-
-    def sent(self, delivered: bool) -> None:
-        """The answer was sent; or not, because the client had disconnected."""
-        if not delivered:
-            self._refusal = client_gone()
-        self._release()
-        self._count()
 
     # The stages of an answer. Whatever they raise is refused.
 
@@ -249,48 +161,3 @@ class InferCall:
             then(result)
         except Exception as error:
             self.refuse(error)
-
-    def _forward(self) -> None:
-        """Have the engine's process answer."""
-        forward = self._endpoint.forward
-        assert forward is not None
-        content = bytes(host_view(self._received.content))
-        self._received.release()
-
-        async def forwarding() -> Answer:
-            status, fields, body = await forward(self._head, content)
-            return Answer(status, fields, [body])
-
-        self._forwarding = task = self._caller.loop.create_task(forwarding())
-        task.add_done_callback(self._forwarded)
-
-    def _forwarded(self, task: "asyncio.Task[Answer]") -> None:
-        if self._left is not None or task.cancelled():
-            self._caller.reply(self, None)
-        elif (error := task.exception()) is not None:
-            self._forwarding = None  # the engine has not counted it
-            self.refuse(error if isinstance(error, Exception) else RuntimeError(repr(error)))
-        else:
-            self._caller.reply(self, task.result())
-
-    def _release(self) -> None:
-        """Give back the memory of the body, of the output, and of regions."""
-        regions, self._regions = self._regions, None
-        if regions is not None:
-            regions.release()
-        self._received.release()
-        if self._output is not None:
-            self._output.release()
-
-    def _count(self) -> None:
-        if self._forwarding is not None:
-            return  # the engine's process does
-        head, metrics, refusal = self._head, self._endpoint.metrics, self._refusal
-        known = head.model if head.model in self._endpoint.engine.models else ""
-        status = 200
-        if refusal is not None:
-            status = refusal.status
-            metrics.refused(known, refusal.reason)
-            what = (status, refusal.reason, shown(head.model), shown(refusal.request_id), refusal.message)
-            logger.debug("%d %s: model %s, id %s: %s", *what)
-        metrics.request_done(known, status, time.perf_counter() - self._started)

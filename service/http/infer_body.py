@@ -74,7 +74,10 @@ class InferBody:
         """Continue in a block for `size` bytes."""
         if self._arena is None:
             return
-        block = take(self._arena, self._start + min(size, self._limit))
+        needed = self._start + min(size, self._limit)
+        if self.block is not None and self.block.extend(needed):
+            return
+        block = take(self._arena, needed)
         end = self._start + self._size
         if self.block is None:
             block.view[self._start : end] = self._small

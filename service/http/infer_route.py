@@ -8,6 +8,7 @@ from expertd.service.http.answers import Answer
 from expertd.service.http.bodies import BodyReader, ClientGoneError
 from expertd.service.http.endpoint import InferEndpoint
 from expertd.service.http.infer import InferCall
+from expertd.service.http.infer_ending import InferEnding
 from expertd.service.http.infer_head import InferHead
 
 # Requests that wait for less than this get no task that watches for a disconnect.
@@ -58,7 +59,7 @@ class _AsgiCaller:
         self.answer: asyncio.Future[Answer | None] = self.loop.create_future()
         self.has_body = False  # until then, the messages are the body's
 
-    def reply(self, call: InferCall, answer: Answer | None) -> None:
+    def reply(self, call: InferEnding, answer: Answer | None) -> None:
         if not self.answer.done():
             self.answer.set_result(answer)
 

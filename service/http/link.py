@@ -109,7 +109,8 @@ class Link(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.transport = transport
         seconds = self._shared.keep_alive_seconds
-        self._sender = Sender(transport, self.loop, seconds, self._sent, self._cut_off)
+        least = self._shared.least_read_bytes
+        self._sender = Sender(transport, self.loop, seconds, least, self._sent, self._cut_off)
         connections = self._state.connections
         connections.add(self)
         if len(connections) <= self._limits.max_connections:
@@ -155,7 +156,8 @@ class Link(asyncio.BufferedProtocol):
     def eof_received(self) -> bool:
         if self._is_lingering:
             return False
-        self._drop_incomplete()
+        if not self.more_pending:
+            self._drop_incomplete()
         if self._call is None and not self.more_pending:
             return False
         # True keeps the transport open: the client may only have shut down its sending side.
@@ -233,7 +235,7 @@ class Link(asyncio.BufferedProtocol):
         self.transport.close()
 
     def _cut_off(self) -> None:
-        """Abort a connection whose client does not read its response."""
+        """Abort a connection whose client does not read its response, or too slowly."""
         self._shared.cut_off += 1
         self._abort()
 

@@ -46,15 +46,19 @@ def parse_body(
     """Parse a body, after replacing its content if it is compressed. Raises OipError."""
     if head.content_encoding is not None:
         content = decompress(host_view(received.content), head.content_encoding, limits.max_body_bytes)
+        received.release()  # before its successor takes memory
+        received.content, received.body = content, None
         body = InferBody(arena, limits.max_body_bytes, len(content), head.header_length)
         body.write(memoryview(content))
-        received.release()
         received.content, received.body = body.content(), body
     size, limit = _json_bytes(received, head), limits.max_json_bytes
     if size > limit:
         text = f"JSON: expected at most {limit} bytes, got {size}; send tensors in binary"
         raise OipError(413, text, reason="json_too_large")
-    return head.plans.parse(received.content, head.header_length, spec, new_uses)
+    plan = head.plans.parse(received.content, head.header_length, spec, new_uses)
+    if not plan.uses_body:
+        received.release()
+    return plan
 
 
 def _json_bytes(received: Received, head: InferHead) -> int:

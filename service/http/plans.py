@@ -48,9 +48,17 @@ class Plan:
     @property
     def is_worth_keeping(self) -> bool:
         """Whether every tensor is a part of the body."""
-        tensors = (self._states, self._ids, self._weights)
-        is_binary = all(tensor is None or isinstance(tensor, tuple) for tensor in tensors)
+        is_binary = all(tensor is None or isinstance(tensor, tuple) for tensor in self._tensors)
         return is_binary and self.request.regions is None
+
+    @property
+    def uses_body(self) -> bool:
+        """Whether a tensor is a part of the body."""
+        return any(isinstance(tensor, tuple) for tensor in self._tensors)
+
+    @property
+    def _tensors(self) -> "tuple[Buffer | Span | _Part | None, ...]":
+        return self._states, self._ids, self._weights
 
     @property
     def num_tokens(self) -> int:

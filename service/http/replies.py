@@ -5,8 +5,8 @@ from abc import abstractmethod
 
 from expertd.service.http.answers import Answer
 from expertd.service.http.asgi_cycle import AsgiCycle
-from expertd.service.http.infer import InferCall
 from expertd.service.http.infer_body import LARGE_BYTES
+from expertd.service.http.infer_ending import InferEnding
 from expertd.service.http.link import Link
 from expertd.service.http.refused import Headers, header_lines
 from expertd.service.http.request_head import RequestHead
@@ -31,7 +31,7 @@ class Replies(Link):
 
     # Of infer requests.
 
-    def reply(self, call: InferCall, answer: Answer | None) -> None:
+    def reply(self, call: InferEnding, answer: Answer | None) -> None:
         """Send an answer; see `Caller`."""
         if answer is None:
             return

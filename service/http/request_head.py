@@ -69,6 +69,7 @@ class HeadParser:
         self._target = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._head: RequestHead | None = None
+        self._error: Exception | None = None  # of a callback
         self._parser = httptools.HttpRequestParser(self)
         # We refuse other versions with a message of our own.
         self._parser.set_dangerous_leniencies(lenient_version=True)
@@ -96,7 +97,8 @@ class HeadParser:
 
     def on_message_begin(self) -> None:
         if self._head is not None:
-            raise RefusedError(400, "request: expected HTTP/1.1, got invalid input: two heads")
+            self._error = RefusedError(400, "request: expected HTTP/1.1, got invalid input: two heads")
+            raise self._error
 
     def on_url(self, url: bytes) -> None:
         self._target += url
@@ -105,6 +107,14 @@ class HeadParser:
         self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
+        try:
+            self._head = self._complete()
+        except Exception as error:
+            # The parser's error has it as context only if no other exception is being handled.
+            self._error = error
+            raise
+
+    def _complete(self) -> RequestHead:
         parser, headers = self._parser, self._headers
         version = parser.get_http_version()
         self._check(version)
@@ -112,7 +122,7 @@ class HeadParser:
         method = parser.get_method().decode("ascii")
         length = next((value for name, value in headers if name == b"content-length"), None)
         expect = next((value for name, value in headers if name == b"expect"), b"")
-        self._head = RequestHead(
+        return RequestHead(
             method=method,
             raw_path=raw_path,
             query=query,
@@ -148,10 +158,10 @@ class HeadParser:
 
     def _refusal_of(self, error: httptools.HttpParserError) -> RefusedError:
         """The refusal for input that the parser, or one of its callbacks, rejected."""
-        if isinstance(error.__context__, RefusedError):
-            return error.__context__
+        if isinstance(self._error, RefusedError):
+            return self._error
         if isinstance(error, httptools.HttpParserCallbackError):
-            logger.error("failed to handle the head of a request", exc_info=error.__context__)
+            logger.error("failed to handle the head of a request", exc_info=self._error)
             return RefusedError(500, "internal server error: see the server's log")
         if self._parser.get_method() == b"PRI":
             return RefusedError(505, "HTTP version: expected 1.1 or 1.0, got 2.0")

@@ -1,4 +1,4 @@
-"""The sending side of a connection: whether the transport still holds bytes, and whether the client reads."""
+"""The sending side of a connection: whether the transport holds bytes, and how fast the client reads."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,7 +8,8 @@ class Sender:
     """Watches what the transport could not send at once.
 
     `taken` is called when the transport has sent everything: it refers to no written memory any more.
-    `stalled` is called when the client has read nothing for `seconds`.
+    `stalled` is called when the client has read less than `least` bytes, and not all, in `seconds`. So an
+    answer of n bytes is held for at most `seconds` times n / `least`, rounded up.
     """
 
     def __init__(
@@ -16,6 +17,7 @@ class Sender:
         transport: asyncio.Transport,
         loop: asyncio.AbstractEventLoop,
         seconds: float,
+        least: int,
         taken: Callable[[], object],
         stalled: Callable[[], object],
     ) -> None:
@@ -23,9 +25,10 @@ class Sender:
         self._transport = transport
         self._loop = loop
         self._seconds = seconds
+        self._least = least
         self._taken = taken
         self._stalled = stalled
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
         self._unsent = 0
         self._waiting: list[asyncio.Future[None]] = []
         # So the transport reports every write that it could not finish, and the end of it.
@@ -34,7 +37,8 @@ class Sender:
     def pause(self) -> None:
         """The transport's pause_writing."""
         self.holds_bytes = True
-        self._watch()
+        # Soon, because more of the same answer may be written at once.
+        self._timer = self._loop.call_soon(self._watch)
 
     def resume(self) -> None:
         """The transport's resume_writing."""
@@ -63,7 +67,7 @@ class Sender:
         self._timer = self._loop.call_later(self._seconds, self._check_progress)
 
     def _check_progress(self) -> None:
-        if self._transport.get_write_buffer_size() == self._unsent:
+        if self._transport.get_write_buffer_size() > self._unsent - self._least:
             self._stalled()
         else:
             self._watch()

@@ -28,9 +28,10 @@ class ServerState(Protocol):
 class Shared:
     """State shared by all connections of a server, on one event loop.
 
-    scratch    where sockets are read to; the bytes are consumed before any other read
-    lingering  connections beyond max_connections that are being refused
-    cut_off    connections whose client did not read its response in time, up to now
+    scratch           where sockets are read to; the bytes are consumed before any other read
+    least_read_bytes  that a client must read of a response in keep_alive_seconds, unless it has read all
+    lingering         connections beyond max_connections that are being refused
+    cut_off           connections whose client did not read its response in time, up to now
     """
 
     def __init__(self, app: ASGIApp, endpoint: InferEndpoint, metrics: Counts, settings: Settings) -> None:
@@ -38,7 +39,8 @@ class Shared:
         self.endpoint = endpoint
         self.engine = endpoint.engine
         self.limits = settings.limits
-        self.keep_alive_seconds = settings.keep_alive_seconds
+        self.keep_alive_seconds = seconds = settings.keep_alive_seconds
+        self.least_read_bytes = max(1, seconds * settings.limits.min_response_bytes_per_second)
         self.access_log = settings.access_log
         self.count_refusal = metrics.connection_refused
         self.heads = Heads(settings.limits)

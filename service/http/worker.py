@@ -43,7 +43,7 @@ class _WorkerServer(ConnectionServer):
     def __init__(self, setup: WorkerSetup) -> None:
         settings = setup.settings
         self._setup = setup
-        self._counts = SharedCounts(setup.counts, settings.http_workers, len(settings.models))
+        self._counts = SharedCounts(setup.counts, setup.num_processes, len(settings.models))
         self._engine = RemoteEngine(settings)
         self._control = socket.socket(fileno=setup.control)
         self._control.setblocking(False)

@@ -17,15 +17,16 @@ FINISH = b"finish"  # accept no more connections, and exit when all are answered
 STOP = b"stop"  # exit at once
 
 _MAX_SLOTS = 512
-_CELLS_PART = 4  # at most this part of the memory is cells
+_CELLS_PART = 4  # beside the memory for large bodies, at most this part of it for cells
 
 
 class WorkerSetup(BaseModel):
-    """The setup of one process, as JSON on its standard input; the numbers but `index` are descriptors.
+    """The setup of one process, as JSON on its standard input; the numbers from `control` on are descriptors.
 
-    settings   with this process's share of the limits
-    engine     path of the engine's Unix socket
-    waits      for its channel, before it accepts connections: the engine has loaded
+    settings       of a server of one process, with this one's share of the limits
+    engine         path of the engine's Unix socket
+    num_processes  and the number of this one, from 0
+    waits          for its channel, before it accepts connections: the engine has loaded
     """
 
     model_config = ConfigDict(frozen=True)
@@ -33,6 +34,7 @@ class WorkerSetup(BaseModel):
     settings: Settings
     engine: Path
     index: int
+    num_processes: int
     waits: bool
     control: int
     listener: int
@@ -56,17 +58,16 @@ class SharedCounts:
 
 
 def shares(settings: Settings) -> Settings:
-    """One process's settings: its share of connections and memory."""
+    """The settings of one process alone: its share of connections and memory."""
     count, limits = settings.http_workers, settings.limits
     update = {
         "max_connections": max(1, -(-limits.max_connections // count)),
-        "max_buffered_bytes": max(1, limits.max_buffered_bytes // count),
+        "max_buffered_bytes": settings.buffered_bytes // count,
     }
-    return settings.model_copy(update={"limits": limits.model_copy(update=update)})
+    return settings.model_copy(update={"http_workers": 1, "limits": limits.model_copy(update=update)})
 
 
 def channel_sizes(settings: Settings) -> tuple[int, int]:
     """The number of slots, and the bytes of the data region, of the channel of a process."""
-    num_bytes = settings.limits.max_buffered_bytes
-    num_slots = max(8, min(_MAX_SLOTS, num_bytes // _CELLS_PART // CELL_BYTES))
-    return num_slots, max(num_bytes, (num_slots + 1) * CELL_BYTES)
+    num_slots = max(8, min(_MAX_SLOTS, settings.buffered_bytes // _CELLS_PART // CELL_BYTES))
+    return num_slots, num_slots * CELL_BYTES + settings.buffered_bytes

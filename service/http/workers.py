@@ -58,7 +58,7 @@ class Workers:
         self._public.socket.setblocking(False)
         self._count = settings.http_workers
         update = {"uds": path, "access_log": False}
-        memory = {"max_buffered_bytes": shares(settings).limits.max_buffered_bytes}
+        memory = {"max_buffered_bytes": shares(settings).buffered_bytes}
         limits = settings.limits.model_copy(update=memory)
         self.engine_settings = settings.model_copy(update={**update, "limits": limits})
         self.engine_listener = listen(self.engine_settings)
@@ -172,6 +172,7 @@ class Workers:
                 settings=self._settings,
                 engine=self._engine_path,
                 index=index,
+                num_processes=self._count,
                 waits=waits,
                 control=theirs.fileno(),
                 listener=self._public.socket.fileno(),

@@ -27,6 +27,13 @@ class Block:
         assert self.span.view is not None
         return self.span.view
 
+    def extend(self, num_bytes: int) -> bool:
+        """Make the block longer, where it is: `num_bytes`. False if the memory behind it is in use."""
+        assert self._arena is not None
+        longer = self._arena._extended(self._start, self.span.num_bytes, num_bytes)
+        self.span = longer or self.span
+        return longer is not None
+
     def release(self) -> None:
         """Give the memory back; later calls do nothing. Nobody may use the block's views afterwards."""
         arena, self._arena = self._arena, None
@@ -69,19 +76,35 @@ class Arena:
             start = next((start for start, free in self._free.items() if free >= size), None)
             if start is None:
                 return None
-            free = self._free.pop(start)
-            if free > size:
-                self._free[start + size] = free - size
-                self._free = dict(sorted(self._free.items()))
-            self._used += size
-        span = Span(self._address + start, num_bytes, None, self._view[start : start + num_bytes], self)
-        return Block(self, start, span)
+            self._use(start, size)
+        return Block(self, start, self._span(start, num_bytes))
 
     def close(self) -> None:
         """Unregister the memory. It is unmapped once nothing refers to it."""
         self._unregister()
         if self.fd >= 0:
             os.close(self.fd)
+
+    def _extended(self, start: int, old_bytes: int, num_bytes: int) -> Span | None:
+        end = start + _rounded(old_bytes)
+        more = start + _rounded(num_bytes) - end
+        with self._lock:
+            if more > 0:
+                if self._free.get(end, 0) < more:
+                    return None
+                self._use(end, more)
+        return self._span(start, num_bytes)
+
+    def _span(self, start: int, num_bytes: int) -> Span:
+        return Span(self._address + start, num_bytes, None, self._view[start : start + num_bytes], self)
+
+    def _use(self, start: int, size: int) -> None:
+        """Take `size` bytes of the free piece at `start`. The caller holds the lock."""
+        free = self._free.pop(start)
+        if free > size:
+            self._free[start + size] = free - size
+            self._free = dict(sorted(self._free.items()))
+        self._used += size
 
     def _free_block(self, start: int, num_bytes: int) -> None:
         size = _rounded(num_bytes)

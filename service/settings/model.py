@@ -12,6 +12,7 @@ from expertd.limits import MAX_EXPERTS, SCALE_BLOCK
 from expertd.routing import Routing
 from expertd.service.moe.shape import LayerShape
 from expertd.service.sentences import shown
+from expertd.service.settings.buffers import default_bytes, needed_bytes, region_bytes
 from expertd.service.settings.spans import Layers, Span, numbers
 
 ENV_PREFIX = "EXPERTD_"
@@ -43,18 +44,23 @@ class Limits(_Frozen):
         ge=1,
         description="maximum bytes of JSON in an infer request; parsing blocks the event loop",
     )
-    max_buffered_bytes: int = Field(
-        default=1024 * MIB,
+    max_buffered_bytes: int | None = Field(
+        default=None,
         ge=1,
         description="maximum bytes of large request bodies and outputs held at once; on a GPU this memory is "
-        "pinned at start-up",
+        "pinned at start-up; null: 1 GiB, or what the largest requests need (docs/http.md)",
     )
-
     body_timeout_seconds: float = Field(
         default=60,
         gt=0,
         allow_inf_nan=False,
         description="seconds for a request's body to arrive after its headers",
+    )
+    min_response_bytes_per_second: int = Field(
+        default=256 * 1024,
+        ge=0,
+        description="minimum bytes per second that a client reads of a response that does not fit into the "
+        "socket's buffers, as a mean over `keep_alive_seconds`; 0: any",
     )
     max_header_bytes: int = Field(
         default=64 * 1024, ge=1024, description="maximum bytes of the request line and headers"
@@ -361,6 +367,28 @@ class Settings(BaseSettings):
                 raise ValueError(
                     f"{key}.{number}.partition: expected one of partitions ({known}), got {entry.partition!r}"
                 )
+
+    @property
+    def buffered_bytes(self) -> int:
+        """`limits.max_buffered_bytes`, or its default."""
+        return self.limits.max_buffered_bytes or default_bytes(self._needed_bytes)
+
+    @property
+    def _needed_bytes(self) -> int:
+        regions = 0
+        if self.shared_memory.enabled:
+            tokens = self.limits.max_request_tokens
+            regions = max(
+                (region_bytes(tokens, model.hidden_size, model.top_k) for model in self.models), default=0
+            )
+        return needed_bytes(self.limits.max_body_bytes, regions, self.http_workers)
+
+    @model_validator(mode="after")
+    def _largest_request_fits(self) -> Self:
+        needed, got = self._needed_bytes, self.buffered_bytes
+        if got < needed:
+            raise ValueError(f"limits.max_buffered_bytes: expected at least {needed}, got {got}")
+        return self
 
     def with_models(self, models: Sequence[ModelSettings]) -> Self:
         """These settings with `checkpoints` replaced by their layers in `models`, validated again."""

@@ -101,11 +101,15 @@ def ask(port: int, data: bytes, half_close: bool = False) -> list[Answer]:
 
 @asynccontextmanager
 async def listening(
-    server: Serving, other: ASGIApp | None = None, connections: set[Connection] | None = None
+    server: Serving,
+    other: ASGIApp | None = None,
+    connections: set[Connection] | None = None,
+    send_buffer: int | None = None,
 ) -> AsyncIterator[int]:
     """Serve the running application on a socket in this process; yields its port.
 
     `other` takes the place of the application, for all but infer requests. `connections` receives those open.
+    `send_buffer` is the size of the system's buffer for what is written; None: it grows.
     """
     app = server.app
     shared = Shared(other or app, app.infer, app.metrics, app.engine.settings)
@@ -113,9 +117,12 @@ async def listening(
     if connections is not None:
         vars(state)["connections"] = connections
     loop = asyncio.get_running_loop()
-    listener = await loop.create_server(lambda: Connection(shared, state, {}), "127.0.0.1", 0)
+    sock = socket.create_server(("127.0.0.1", 0), backlog=100)
+    if send_buffer is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)  # connections inherit it
+    listener = await loop.create_server(lambda: Connection(shared, state, {}), sock=sock)
     try:
-        yield listener.sockets[0].getsockname()[1]
+        yield sock.getsockname()[1]
     finally:
         listener.close()
         for connection in list(state.connections):

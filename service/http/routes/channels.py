@@ -1,7 +1,6 @@
 """/v1/channels: opens, lists and closes channels; their requests do not pass through HTTP."""
 
 import base64
-import binascii
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Request
@@ -124,7 +123,7 @@ def _models(given: ChannelRequest) -> tuple[str, ...]:
 def _handle(text: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
-    except binascii.Error as error:
+    except ValueError as error:  # binascii.Error is one; a text that is not ASCII raises another
         raise OipError(400, f"raw_handle.b64: expected base64, got {shown(text)}") from error
 
 

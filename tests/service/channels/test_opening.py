@@ -95,6 +95,11 @@ async def test_a_server_without_the_setting_has_no_channels() -> None:
             "raw_handle.b64: expected base64, got 'A'",
         ),
         (
+            {"memory": {"cuda": {"device_id": 0, "raw_handle": {"b64": "\u00e9"}, "byte_size": 64}}},
+            400,
+            "raw_handle.b64: expected base64, got '\\xe9'",
+        ),
+        (
             {"max_tokens": 64, "num_slots": 100},
             503,
             "channels.max_bytes: expected a region of at most 1000000 bytes, got 6963200",

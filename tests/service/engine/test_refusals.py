@@ -25,7 +25,7 @@ from tests.service.apps import (
 from tests.service.runners import EchoRunner
 from tests.service.waiting import until
 
-LOGGER = "expertd.service.http.infer"
+LOGGER = "expertd.service.http.infer_ending"
 GOOD = hidden_request(rows(3))
 POISON = 666.0
 

@@ -287,6 +287,13 @@ def test_refusals_of_connections_are_counted(
     assert refusals(server) == before | {status: before[status] + 1}
 
 
+def test_an_invalid_request_behind_an_error_is_refused(server: ServerProcess) -> None:
+    """It is parsed while the application handles the exception of the request before."""
+    for request, status in ((head("GET /v2 HTTP/1.2"), 505), (head("GET /v2 HTTP/1.1", "Host: y"), 400)):
+        first, second = ask(server.port, head("GET /v1/partitions HTTP/1.1") + request)
+        assert (first.status, second.status) == (409, status)
+
+
 def test_a_response_to_head_has_no_body(server: ServerProcess) -> None:
     requests = head("HEAD /openapi.json HTTP/1.1") + head("GET /v2 HTTP/1.1", "Connection: close")
     with connect(server.port) as sock:

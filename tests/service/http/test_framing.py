@@ -37,6 +37,18 @@ def test_a_chunked_body_ends_where_the_next_request_begins(chunks: list[bytes], 
     assert decode(pieces) == (b"".join(chunks), AFTER)
 
 
+def test_many_chunks_are_decoded_in_turns() -> None:
+    data = chunked([b"x"] * 5000) + AFTER
+    body = bytearray()
+    framing = ChunkedBody(body.extend, 100)
+    ends = [0]
+    while not framing.done:
+        ends.append(framing.feed(data, ends[-1]))
+    assert bytes(body) == b"x" * 5000
+    assert data[ends[-1] :] == AFTER
+    assert max(end - begin for begin, end in pairwise(ends)) < 6 * 1000
+
+
 def test_extensions_and_leading_zeros_are_skipped() -> None:
     assert decode([b'003;a=b\r\nabc\r\n2 ; c="d"\r\nde\r\n000\r\n\r\n']) == (b"abcde", b"")
 

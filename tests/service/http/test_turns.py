@@ -7,9 +7,11 @@ import pytest
 import uvloop
 
 from expertd.service.http import connection
+from expertd.service.http.framing import ChunkedBody
 from tests.service.apps import Serving, hidden_request, rows, serving, serving_runner, tiny_settings
 from tests.service.runners import EchoRunner
-from tests.service.sockets import INFER, answers, head, infer, listening
+from tests.service.sockets import INFER, answers, connect, head, infer, listening
+from tests.service.waiting import until
 
 GET = head("GET /v2/health/live HTTP/1.1")
 BAD = head(f"POST {INFER} HTTP/1.1")  # refused at once: an empty body is no JSON
@@ -67,6 +69,67 @@ def test_pipelined_requests_leave_turns_to_others(data: bytes, monkeypatch: pyte
         got = answers(await pipelining)
         assert len(got) == MANY + 1
         assert {answer.status for answer in got[:-1]} == {200 if data is GET else 400}
+
+    served(check)
+
+
+TINY = b"1\r\n \r\n" * 512 * 64 + b"0\r\n\r\n"  # a body in chunks of one byte
+CHUNKED = "Transfer-Encoding: chunked"
+RAW = head(f"POST {INFER} HTTP/1.1", CHUNKED, "Inference-Header-Content-Length: 0") + TINY
+INDEX = head("POST /v2/repository/index HTTP/1.1", CHUNKED) + TINY
+REFUSED = head("POST /v2/models/no/infer HTTP/1.1", CHUNKED) + TINY
+TINY_CHUNKS = pytest.mark.parametrize(
+    ("data", "status"), [(RAW, 200), (INDEX, 400), (REFUSED, 404)], ids=["infer", "application", "refused"]
+)
+
+
+@TINY_CHUNKS
+def test_tiny_chunks_leave_turns_to_others(data: bytes, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    handled = 0
+
+    def feed(body: ChunkedBody, data: bytes, position: int) -> int:
+        nonlocal handled
+        end = decode(body, data, position)
+        handled += end - position
+        return end
+
+    decode = ChunkedBody.feed
+    monkeypatch.setattr(ChunkedBody, "feed", feed)
+
+    async def check(server: Serving, port: int) -> None:
+        last = head("GET /v2/health/live HTTP/1.1", "Connection: close")
+        sending = asyncio.ensure_future(read(port, data + last))
+        most = 0
+        while not sending.done():
+            before = handled
+            await asyncio.sleep(0)
+            most = max(most, handled - before)
+        assert [answer.status for answer in answers(await sending)] == [status, 200]
+        assert handled == len(TINY)
+        assert most <= 2 * 1000 * 3, "bytes of a thousand lines, perhaps before and after the others' turn"
+
+    served(check)
+
+
+@TINY_CHUNKS
+def test_tiny_chunks_before_a_half_close_are_a_whole_body(data: bytes, status: int) -> None:
+    async def check(server: Serving, port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(data + GET)
+        writer.write_eof()
+        assert [answer.status for answer in answers(await reader.read())] == [status, 200]
+        writer.close()
+
+    served(check)
+
+
+def test_a_client_that_leaves_between_the_turns_of_its_chunks_is_counted() -> None:
+    async def check(server: Serving, port: int) -> None:
+        for data in (RAW[:-5], RAW[: len(RAW) // 2]):
+            sock = connect(port)
+            await asyncio.to_thread(sock.sendall, data)
+            sock.close()
+        await until(lambda: server.metric("requests_total", model="tiny", status="499") == 2)
 
     served(check)
 

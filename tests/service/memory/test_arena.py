@@ -43,6 +43,29 @@ def test_a_full_arena_gives_nothing_until_a_block_is_released() -> None:
     assert arena.take(GRAIN) is not None
 
 
+def test_a_block_is_extended_into_the_free_memory_behind_it() -> None:
+    arena = Arena(8 * GRAIN)
+    first = arena.take(100)
+    assert first is not None
+    first.view[:] = bytes(range(100))
+    assert first.extend(GRAIN)
+    assert arena.used_bytes == GRAIN, "it fits where it is"
+    assert first.extend(3 * GRAIN + 1)
+    assert len(first.view) == 3 * GRAIN + 1
+    assert bytes(first.view[:100]) == bytes(range(100))
+    assert arena.used_bytes == 4 * GRAIN
+    behind = arena.take(2 * GRAIN)
+    assert behind is not None
+    assert behind.span.address == first.span.address + 4 * GRAIN
+    assert not first.extend(4 * GRAIN + 1), "the memory behind it is in use"
+    assert not behind.extend(4 * GRAIN + 1), "it would be larger than the arena"
+    assert behind.extend(4 * GRAIN)
+    first.release()
+    behind.release()
+    assert arena.used_bytes == 0
+    assert arena.take(8 * GRAIN) is not None
+
+
 def test_the_memory_is_registered_once_and_can_be_mapped_elsewhere() -> None:
     calls: list[tuple[int, int]] = []
 

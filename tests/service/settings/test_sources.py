@@ -38,6 +38,11 @@ def config(tmp_path: Path) -> Path:
             r"limits\.max_request_tokens: expected at most max_batch_tokens \(5000\), got 6000$",
         ),
         (
+            {"EXPERTD_LIMITS__MAX_BUFFERED_BYTES": "268763135"},
+            r"^environment variable EXPERTD_LIMITS__MAX_BUFFERED_BYTES: "
+            r"limits\.max_buffered_bytes: expected at least 268763136, got 268763135$",
+        ),
+        (
             {"EXPERTD_LIMITS": "7"},
             r"^environment variable EXPERTD_LIMITS: limits: expected a mapping, got 7$",
         ),

@@ -1,0 +1,193 @@
+"""A channel's memory, descriptors and slots, from its opening to its release."""
+
+import math
+import os
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from expertd.service.channels.layout import ANSWER_OFFSET, HEADER_BYTES, SEQUENCE_BYTES, SLOT_BYTES, Geometry
+from expertd.service.channels.memory import DataRegion, SealedMemory
+from expertd.service.channels.requests import Line, RequestReader
+from expertd.service.engine.batching import Scheduler
+from expertd.service.engine.errors import QueueTimeoutError
+from expertd.service.engine.refusals import Reason
+from expertd.service.engine.steps import Pending
+from expertd.service.moe.request import LayerRequest, Signal
+
+
+class Answered(NamedTuple):
+    """A request that has been answered; reason: None for status 200, seconds: since it was read.
+
+    model is "" if the request names none of the channel's several models.
+    """
+
+    model: str
+    sequence: int
+    status: int
+    reason: Reason | None
+    text: str
+    seconds: float
+
+
+class Owner(Protocol):
+    """Where a channel reports to, from any thread."""
+
+    def answered(self, channel: "OpenChannel", answer: Answered) -> None: ...
+
+    def broken(self, channel: "OpenChannel", why: str) -> None:
+        """The caller broke the protocol; the channel takes no more requests, and must be closed."""
+
+    def idle(self, channel: "OpenChannel") -> None:
+        """No step uses the closed channel any more: `release` may be called."""
+
+    def expire_at(self, channel: "OpenChannel", when: float) -> None:
+        """`expire` must be called at `when`, by `time.perf_counter`."""
+
+
+class ClosedError(Exception):
+    """The channel was closed, or the request cancelled, before the request's step."""
+
+
+class BrokenError(Exception):
+    """The caller broke the protocol; the text says how."""
+
+
+class Memory(NamedTuple):
+    """What caller and server share: the control memory, and the data region that requests lie in."""
+
+    geometry: Geometry
+    control: SealedMemory
+    region: DataRegion
+
+
+class Slot:
+    """The state of one slot. `data` and `line` are its latest valid request line, because lines repeat."""
+
+    __slots__ = (
+        "data",
+        "deadline",
+        "line",
+        "pending",
+        "request",
+        "says_ok",
+        "sequence",
+        "signal",
+        "start",
+        "taken",
+        "word",
+    )
+
+    def __init__(self, index: int, control: int) -> None:
+        self.start = HEADER_BYTES + index * SLOT_BYTES
+        self.word = (self.start + ANSWER_OFFSET) // SEQUENCE_BYTES  # of the answer line
+        self.signal = Signal(control + self.start + ANSWER_OFFSET)
+        self.says_ok = False  # the answer line has status 200 already
+        self.sequence = 0  # of the latest request
+        self.taken = False  # and not answered
+        self.pending: Pending | None = None
+        self.deadline = math.inf
+        self.data = b""
+        self.line: Line | None = None
+        self.request: LayerRequest | None = None  # of `line`, unless it has routing
+
+
+class OpenChannel:
+    """A channel apart from its requests, which the subclass takes and answers."""
+
+    def __init__(
+        self,
+        number: int,
+        models: Sequence[str],
+        memory: Memory,
+        reader: RequestReader,
+        scheduler: Scheduler,
+        owner: Owner,
+        counted: bool = True,
+    ) -> None:
+        self.id, self.models, self.memory = str(number), models, memory
+        self.taken = 0  # requests so far
+        self._cancels = 0  # so far
+        self._reader, self._scheduler, self._owner = reader, scheduler, owner
+        self.counted = counted  # in metrics
+        self._view = memory.control.view
+        self._words = self._view.cast("Q")  # reads and writes 8 bytes at once
+        header = memory.geometry.header()
+        self._view[: len(header)] = header
+        address = memory.control.span.address
+        self._slots = [Slot(index, address) for index in range(memory.geometry.num_slots)]
+        self._look_again = False  # a slot was used again before the end of its step was noticed
+        self._requests = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        # A pipe, because the caller could make an eventfd's writer block: both sides share its flags.
+        self._answers_read, self._answers = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._lock = threading.Lock()  # of the slots' states and `_closed`
+        self._ended = False  # takes no more requests
+        self._closed = False  # writes no more answers
+        self._in_flight = 0
+        self._alarm = math.inf  # when `expire` will be called
+
+    @property
+    def served(self) -> str:
+        """The names of the models, for log lines."""
+        return f"model{'s' if len(self.models) > 1 else ''} {', '.join(self.models)}"
+
+    def fileno(self) -> int:
+        return self._requests
+
+    def take_descriptors(self) -> list[int]:
+        """The descriptors for the caller, which belong to the receiver of this list."""
+        memory = self.memory
+        shared = [memory.control.take_descriptor()]
+        if isinstance(memory.region, SealedMemory):
+            shared.append(memory.region.take_descriptor())
+        answers, self._answers_read = self._answers_read, -1
+        return [*shared, os.dup(self._requests), answers]
+
+    @abstractmethod
+    def poll(self) -> None:
+        """Submit every request that has arrived, and cancel those that the caller wants no more."""
+
+    def expire(self) -> None:
+        """Cancel the queued requests whose time is over."""
+        now = time.perf_counter()
+        with self._lock:
+            late = [slot for slot in self._slots if slot.deadline <= now]
+            pendings = [(slot.pending, slot.deadline) for slot in late if slot.pending is not None]
+            for slot in late:
+                slot.deadline = math.inf
+            self._alarm = min((slot.deadline for slot in self._slots), default=math.inf)
+            alarm = self._alarm
+        for pending, deadline in pendings:
+            seconds = round(deadline - pending.arrived, 6)
+            text = f"the request's timeout of {seconds} s expired in the queue"
+            self._scheduler.cancel(pending, QueueTimeoutError(text))
+        if alarm < math.inf:
+            self._owner.expire_at(self, alarm)
+
+    def close(self) -> None:
+        """Take no more requests, and answer the queued ones with 499; later calls do nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._ended = True
+            queued = [slot.pending for slot in self._slots if slot.pending is not None]
+        self._scheduler.remove_source(self)
+        for pending in queued:
+            self._scheduler.cancel(pending, ClosedError("the channel was closed"))
+        with self._lock:
+            self._closed = True
+            for descriptor in (self._requests, self._answers, self._answers_read):
+                if descriptor >= 0:
+                    os.close(descriptor)
+            self._words.release()
+            idle = not self._in_flight
+        if idle:
+            self._owner.idle(self)
+
+    def release(self) -> None:
+        """End the device's access to the memory, and forget it; may take milliseconds on a GPU."""
+        self._slots.clear()  # they hold parts of the region
+        self.memory.region.close()
+        self.memory.control.close()

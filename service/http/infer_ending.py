@@ -1,0 +1,149 @@
+"""How an infer request ends: answered, refused, left by its client, or forwarded; and its count."""
+
+import asyncio
+import logging
+import time
+from typing import Any, Protocol
+
+from expertd.service.engine.errors import RegionsElsewhereError
+from expertd.service.http.answers import Answer, client_gone, error_answer, refusal_of
+from expertd.service.http.endpoint import InferEndpoint
+from expertd.service.http.infer_head import InferHead
+from expertd.service.http.parsing import Received
+from expertd.service.http.plans import Plan
+from expertd.service.http.protocol import OipError
+from expertd.service.memory import Arena, Block, RegionUses, host_view
+from expertd.service.sentences import shown
+
+logger = logging.getLogger(__name__)
+
+_NOTHING = Received(b"", None)
+
+
+class Caller(Protocol):
+    """Who asked."""
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop: ...
+
+    def reply(self, call: "InferEnding", answer: Answer | None) -> None:
+        """Send `answer`, then call `call.sent`; None: the request has ended, and nobody waits for it."""
+
+
+class InferEnding:
+    """The state of a request, and its ends: `refuse` and `leave` at any time, `sent` after `caller.reply`."""
+
+    __slots__ = (
+        "_arena",
+        "_caller",
+        "_endpoint",
+        "_forwarding",
+        "_head",
+        "_left",
+        "_output",
+        "_pending",
+        "_plan",
+        "_received",
+        "_refusal",
+        "_regions",
+        "_started",
+        "_timer",
+        "_working",
+    )
+
+    def __init__(
+        self, endpoint: InferEndpoint, head: InferHead, caller: Caller, arena: Arena | None = None
+    ) -> None:
+        self._started = time.perf_counter()
+        self._endpoint = endpoint
+        self._head = head
+        self._caller = caller
+        self._arena = arena
+        self._received = _NOTHING
+        self._regions: RegionUses | None = None
+        self._output: Block | None = None
+        self._plan: Plan | None = None
+        self._pending: Any = None  # what the engine's `submit` returned, until its answer
+        self._forwarding: asyncio.Task[Answer] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._left: OipError | None = None
+        self._refusal: OipError | None = None
+        self._working = False  # in a thread
+
+    def refuse(self, error: Exception) -> None:
+        """Answer with `error`."""
+        if isinstance(error, RegionsElsewhereError) and self._left is None:
+            self._forward()
+            return
+        refusal = self._left or refusal_of(error, self._head.model)
+        if self._plan is not None and refusal.request_id is None:
+            refusal.request_id = self._plan.request.id
+        self._refusal = refusal
+        self._release()
+        if self._left is None:
+            self._caller.reply(self, error_answer(refusal, self._head.expects))
+        else:
+            self._count()
+            self._caller.reply(self, None)
+
+    def leave(self, error: OipError | None = None) -> None:
+        """Nobody is left to answer: the client disconnected, or its body was refused with `error`."""
+        self._left = left = error or client_gone()
+        if self._pending is not None:
+            self._endpoint.engine.cancel(self._pending, left)
+        elif self._forwarding is not None:
+            self._forwarding.cancel()
+        elif not self._working:
+            self.refuse(left)
+
+    def sent(self, delivered: bool) -> None:
+        """The answer was sent; or not, because the client had disconnected."""
+        if not delivered:
+            self._refusal = client_gone()
+        self._release()
+        self._count()
+
+    def _forward(self) -> None:
+        """Have the engine's process answer."""
+        forward = self._endpoint.forward
+        assert forward is not None
+        content = bytes(host_view(self._received.content))
+        self._received.release()
+
+        async def forwarding() -> Answer:
+            status, fields, body = await forward(self._head, content)
+            return Answer(status, fields, [body])
+
+        self._forwarding = task = self._caller.loop.create_task(forwarding())
+        task.add_done_callback(self._forwarded)
+
+    def _forwarded(self, task: "asyncio.Task[Answer]") -> None:
+        if self._left is not None or task.cancelled():
+            self._caller.reply(self, None)
+        elif (error := task.exception()) is not None:
+            self._forwarding = None  # the engine has not counted it
+            self.refuse(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+        else:
+            self._caller.reply(self, task.result())
+
+    def _release(self) -> None:
+        """Give back the memory of the body, of the output, and of regions."""
+        regions, self._regions = self._regions, None
+        if regions is not None:
+            regions.release()
+        self._received.release()
+        if self._output is not None:
+            self._output.release()
+
+    def _count(self) -> None:
+        if self._forwarding is not None:
+            return  # the engine's process does
+        head, metrics, refusal = self._head, self._endpoint.metrics, self._refusal
+        known = head.model if head.model in self._endpoint.engine.models else ""
+        status = 200
+        if refusal is not None:
+            status = refusal.status
+            metrics.refused(known, refusal.reason)
+            what = (status, refusal.reason, shown(head.model), shown(refusal.request_id), refusal.message)
+            logger.debug("%d %s: model %s, id %s: %s", *what)
+        metrics.request_done(known, status, time.perf_counter() - self._started)

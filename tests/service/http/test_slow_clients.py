@@ -1,0 +1,205 @@
+"""Clients that read or send a trickle: each byte is progress, and yet they hold memory only for a time."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import numpy as np
+import pytest
+import uvloop
+
+from expertd.service.http.sender import Sender
+from tests.service.apps import HIDDEN, Serving, hidden_request, serving, serving_runner, tiny_settings
+from tests.service.runners import EchoRunner
+from tests.service.sockets import answers, connect, infer, listening, read_answer
+from tests.service.waiting import until
+
+TOKENS = 32768
+OUTPUT_BYTES = TOKENS * HIDDEN * 4  # 16 MiB, which no socket's buffers hold
+LIMITS: dict[str, float] = {
+    "max_request_tokens": TOKENS,
+    "max_batch_tokens": TOKENS,
+    "max_queue_tokens": 2 * TOKENS,
+    "max_body_bytes": 8 * TOKENS * HIDDEN,
+}
+PERIOD = 0.05
+
+
+class Pipe:
+    """A transport that has taken what `unsent` does not count."""
+
+    def __init__(self) -> None:
+        self.unsent = 0
+
+    def set_write_buffer_limits(self, high: int) -> None:
+        assert high == 0
+
+    def get_write_buffer_size(self) -> int:
+        return self.unsent
+
+
+class Sending:
+    """A sender that wants 100 bytes to be read in each period."""
+
+    def __init__(self) -> None:
+        self.pipe = Pipe()
+        self.stalled = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        self.sender = Sender(self.pipe, loop, PERIOD, 100, lambda: None, self.stalled.set)  # type: ignore[arg-type]
+
+    async def stalls_within(self, periods: int) -> bool:
+        try:
+            await asyncio.wait_for(self.stalled.wait(), periods * PERIOD)
+        except TimeoutError:
+            return False
+        return True
+
+
+async def test_a_client_that_reads_too_little_in_a_period_stalls() -> None:
+    this = Sending()
+    this.pipe.unsent = 1000
+    this.sender.pause()
+    await asyncio.sleep(0)
+    this.pipe.unsent = 901
+    assert await this.stalls_within(100)
+
+
+async def test_a_client_that_reads_enough_in_each_period_does_not_stall() -> None:
+    this = Sending()
+    this.pipe.unsent = 100_000
+
+    def read() -> None:
+        this.pipe.unsent -= 1000
+        reading.append(loop.call_later(PERIOD / 10, read))
+
+    loop = asyncio.get_running_loop()
+    reading: list[asyncio.TimerHandle] = []
+    this.sender.pause()
+    loop.call_soon(read)
+    assert not await this.stalls_within(5)
+    reading[-1].cancel()
+    assert await this.stalls_within(100), "nor does it read the rest"
+
+
+async def test_what_is_written_after_the_pause_is_not_taken_for_a_stall() -> None:
+    this = Sending()
+    this.pipe.unsent = 10
+    this.sender.pause()
+    this.pipe.unsent = 5000
+    await asyncio.sleep(0)
+    this.pipe.unsent = 4800
+    assert not await this.stalls_within(1)
+
+
+async def test_the_rest_of_an_answer_may_be_less_than_the_least() -> None:
+    this = Sending()
+    this.pipe.unsent = 50
+    this.sender.pause()
+    await asyncio.sleep(0)
+    this.sender.resume()
+    assert not await this.stalls_within(3)
+
+
+class Trickle(threading.Thread):
+    """Reads or sends a few bytes, again and again, until `stop` or the end of the connection."""
+
+    def __init__(self, step: Callable[[], object]) -> None:
+        super().__init__()
+        self._step = step
+        self._stopped = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        try:
+            while not self._stopped.wait(0.02):
+                self._step()
+        except OSError:
+            pass
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self.join()
+
+
+def run(check: Callable[[Serving, int], Coroutine[Any, Any, None]], limits: dict[str, float]) -> None:
+    """Run `check` with a server in this process and its port."""
+
+    async def main() -> None:
+        settings = tiny_settings({**LIMITS, **limits}, keep_alive_seconds=1)
+        async with (
+            serving(settings, serving_runner(EchoRunner())) as server,
+            listening(server, send_buffer=8192) as port,
+        ):
+            await check(server, port)
+
+    uvloop.run(main())
+
+
+def request() -> bytes:
+    return infer(*hidden_request(np.ones((TOKENS, HIDDEN), np.float32)))
+
+
+def used_bytes(server: Serving) -> int:
+    assert server.app.engine.arena is not None
+    return server.app.engine.arena.used_bytes
+
+
+def counted(server: Serving, status: int) -> float:
+    return server.metric("requests_total", model="tiny", status=str(status))
+
+
+@pytest.mark.slow
+def test_a_trickle_of_reads_does_not_hold_an_answer() -> None:
+    async def check(server: Serving, port: int) -> None:
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.connect(("127.0.0.1", port))
+            await asyncio.to_thread(sock.sendall, request())
+            await until(lambda: used_bytes(server) > 0)
+            reader = Trickle(lambda: sock.recv(1000))
+            try:
+                await until(lambda: counted(server, 499) == 1)
+                assert used_bytes(server) == 0
+            finally:
+                reader.stop()
+
+    run(check, {})
+
+
+@pytest.mark.slow
+def test_a_slow_client_within_the_rate_gets_its_answer() -> None:
+    async def check(server: Serving, port: int) -> None:
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.connect(("127.0.0.1", port))
+            await asyncio.to_thread(sock.sendall, request())
+            pieces: list[bytes] = []
+            reader = Trickle(lambda: pieces.append(sock.recv(16384)))
+            await asyncio.sleep(3)  # three periods
+            reader.stop()
+            assert 0 < sum(map(len, pieces)) < OUTPUT_BYTES
+            while sum(map(len, pieces)) < OUTPUT_BYTES:
+                pieces.append(await asyncio.to_thread(sock.recv, 1 << 20))
+                assert pieces[-1], "the connection is open"
+            (answer,) = answers(b"".join(pieces))
+            assert answer.status == 200
+        await until(lambda: counted(server, 200) == 1)
+
+    run(check, {"min_response_bytes_per_second": 0})
+
+
+@pytest.mark.slow
+def test_a_trickle_of_sent_bytes_does_not_hold_a_body() -> None:
+    async def check(server: Serving, port: int) -> None:
+        with connect(port) as sock:
+            await asyncio.to_thread(sock.sendall, request()[:-100_000])
+            await until(lambda: used_bytes(server) > 0)
+            sender = Trickle(lambda: sock.send(b"x"))
+            answer = await asyncio.to_thread(read_answer, sock)
+            sender.stop()
+        assert answer.error == "body: expected the whole body within 1 s, got a part of it"
+        assert (answer.status, used_bytes(server), counted(server, 408)) == (408, 0, 1)
+
+    run(check, {"body_timeout_seconds": 1})
