@@ -90,9 +90,13 @@ def run(port: int, request: bytes, least_bytes: int, connections: int, seconds: 
 
 
 def main() -> None:
-    """Reads {port, model, tokens, hidden_size, connections, seconds} from stdin; prints latencies as JSON."""
+    """Reads {port, model, tokens, hidden_size, connections, seconds} from stdin; prints latencies as JSON.
+
+    Several callers begin together at `start`, seconds since the epoch.
+    """
     given = json.load(sys.stdin)
     request = infer_request(given["model"], given["tokens"], given["hidden_size"])
+    time.sleep(max(0.0, given.get("start", 0.0) - time.time()))
     least = given["tokens"] * given["hidden_size"] * 2
     print(json.dumps(run(given["port"], request, least, given["connections"], given["seconds"])))
 

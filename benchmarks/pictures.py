@@ -107,7 +107,7 @@ def draw_roofline(result: Path, picture: Path) -> None:
 def draw_serving(result: Path, picture: Path) -> None:
     """One caller's median time over the GPU's, by tokens and way."""
     content = json.loads(result.read_text())
-    rows = [row for row in content["rows"] if row["callers"] == 1]
+    rows = [row for row in content["rows"] if row["callers"] == row.get("http_workers", 1) == 1]
     figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
     for (way, device), style in SERVING_STYLES.items():
         of = [row for row in rows if (row["way"], row["device"]) == (way, device)]

@@ -18,7 +18,6 @@ from benchmarks.serving_sections import (
     serving_cpu_machine,
     serving_headline,
     serving_machine,
-    serving_workers,
     steps,
 )
 
@@ -214,7 +213,7 @@ SECTIONS: dict[str, Section] = {
         headline, layer_machine, layer, layer_means, layer_around, router, grouped_gemm_machine, grouped_gemm,
         host_cost, sm_counts, cpu_layer_machine, cpu_layer, cpu_layer_same_input, layouts, numerics_machine,
         numerics, serving_headline, serving_machine, serving, serving_callers, steps,
-        ping_pong, serving_workers, serving_cpu, serving_cpu_machine,
+        ping_pong, serving_cpu, serving_cpu_machine,
     )
 }  # fmt: skip
 """Section functions, by the name in the documents' markers."""

@@ -1,11 +1,11 @@
-"""Callers of a server on one machine: `python -m benchmarks.serving [--json FILE] [--rows WORD ...]
-[--http-workers N]`.
+"""Callers of a server on one machine: `python -m benchmarks.serving [--json FILE] [--rows WORD ...]`.
 
 DeepSeek-V3's layer with all 256 experts, random weights, bf16. The server and its callers are processes of
 their own. A row is a way to the server (HTTP over loopback, tensors in shared memory, channels; host memory,
 the GPU's, or another GPU's), a number of tokens and of callers, each of which sends its next request when it
 has read the last answer. The columns: the median and the 99th percentile of the caller's time, tokens per
-second, the mean of `expertd_compute_seconds` meanwhile, and the GPU's own time for such a step.
+second, the mean of `expertd_compute_seconds` meanwhile, and the GPU's own time for such a step. HTTP is
+measured once more with four HTTP processes.
 """
 
 import argparse
@@ -28,13 +28,14 @@ from benchmarks.timing import expect_gpu, header
 Row = dict[str, Any]
 MODEL, HIDDEN = "deepseek-v3", 7168
 SECONDS = 2.0
+CALLER_PROCESSES, START_SECONDS = 4, 1.5
 TOKENS = (1, 8, 64, 256, 1024, 4096)
 CONFIG = """
 models:
   - {name: deepseek-v3, hidden_size: 7168, intermediate_size: 2048, num_experts: 256, top_k: 8,
      routing: {scoring_func: sigmoid, routed_scaling_factor: 2.5, num_expert_groups: 8, topk_group: 4}}
 shared_memory: {enabled: true}
-limits: {max_body_bytes: 134217728, max_buffered_bytes: 2147483648}
+limits: {max_body_bytes: 134217728}
 """
 
 
@@ -93,13 +94,14 @@ def measure(case: Case, url: str, port: int) -> Row:
     given = {"url": url, "port": port, "model": MODEL, "hidden_size": HIDDEN, "seconds": SECONDS}
     given |= {"tokens": case.tokens, "device": case.device}
     program = {"http": "http_caller", "shared memory": "region_caller", "channel": "channel_caller"}[case.way]
-    given |= {"connections": case.callers, "callers": case.callers}
     before = compute_seconds(url)
-    command = [sys.executable, "-m", f"benchmarks.{program}"]
-    ran = subprocess.run(command, input=json.dumps(given), capture_output=True, text=True, check=False)
-    if ran.returncode:
-        raise RuntimeError(ran.stderr)
-    latencies = sorted(json.loads(ran.stdout))
+    # HTTP callers share few processes: more threads of one would wait for each other.
+    processes = min(case.callers, CALLER_PROCESSES) if case.way == "http" else 1
+    callers = case.callers // processes
+    given |= {"connections": callers, "callers": callers}
+    if processes > 1:
+        given["start"] = time.time() + START_SECONDS
+    latencies = sorted(latency for part in run_callers(program, given, processes) for latency in part)
     after = compute_seconds(url)
     return {
         **case._asdict(),
@@ -110,6 +112,24 @@ def measure(case: Case, url: str, port: int) -> Row:
         "compute_us": 1e6 * (after[0] - before[0]) / max(1.0, after[1] - before[1]),
         "steps": after[1] - before[1],
     }
+
+
+def run_callers(program: str, given: Row, processes: int) -> list[list[float]]:
+    """What each of the callers' processes has measured."""
+    command = [sys.executable, "-m", f"benchmarks.{program}"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    running = [subprocess.Popen(command, text=True, **pipes) for _ in range(processes)]  # type: ignore[call-overload]
+    for process in running:
+        process.stdin.write(json.dumps(given))
+        process.stdin.close()
+    found = []
+    for process in running:
+        with process:
+            found.append(process.stdout.read())
+            errors = process.stderr.read()
+        if process.returncode:
+            raise RuntimeError(errors)
+    return [json.loads(text) for text in found]
 
 
 def compute_seconds(url: str) -> tuple[float, float]:
@@ -136,27 +156,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rows", nargs="+", help="only ways that begin with one of these words")
-    parser.add_argument("--http-workers", type=int, default=1)
+    parser.add_argument("--http-workers", type=int, nargs="+", default=(1, 4), help="only HTTP with several")
     arguments = parser.parse_args()
     expect_gpu("serving")
     import torch
 
     gpu = gpu_times()
-    rows = []
-    with server(arguments.http_workers) as (url, port):
-        for case in cases(torch.cuda.device_count()):
-            if arguments.rows and not case.way.startswith(tuple(arguments.rows)):
-                continue
-            row = measure(case, url, port)
-            row["gpu_us"] = gpu.get(case.tokens)
-            rows.append(row)
-            print(
-                json.dumps({k: round(v, 1) if isinstance(v, float) else v for k, v in row.items()}),
-                flush=True,
-            )
-    result = {"header": header(), "http_workers": arguments.http_workers, "rows": rows}
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    rows: list[Row] = []
+    result = {"header": header(), "rows": rows}
+    for workers in arguments.http_workers:
+        ways = tuple(arguments.rows or ("",)) if workers == 1 else ("http",)
+        wanted = [case for case in cases(torch.cuda.device_count()) if case.way.startswith(ways)]
+        with server(workers) as (url, port):
+            for case in wanted:
+                row = {"http_workers": workers, **measure(case, url, port), "gpu_us": gpu.get(case.tokens)}
+                rows.append(row)
+                rounded = {k: round(v, 1) if isinstance(v, float) else v for k, v in row.items()}
+                print(json.dumps(rounded), flush=True)
+                if arguments.json:  # after each row, so that an interrupted run leaves some
+                    arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 

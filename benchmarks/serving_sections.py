@@ -30,7 +30,7 @@ def serving_machine(results: Path) -> str:
 
 def serving(results: Path) -> str:
     """The median time of one caller by tokens and way."""
-    rows = [row for row in _content(results)["rows"] if row["callers"] == 1]
+    rows = [row for row in _rows(results) if row["callers"] == 1]
     cells = []
     for tokens in dict.fromkeys(row["tokens"] for row in rows):
         of = {(row["way"], row["device"]): row for row in rows if row["tokens"] == tokens}
@@ -41,7 +41,7 @@ def serving(results: Path) -> str:
 
 def serving_callers(results: Path) -> str:
     """Rates of several callers."""
-    rows = [row for row in _content(results)["rows"] if row["callers"] > 1]
+    rows = [row for row in _rows(results) if row["callers"] > 1]
     return table(
         ("callers", "tokens of each request", "way", "requests/s", "tokens/s", "p50, µs", "p99, µs"),
         [
@@ -52,22 +52,6 @@ def serving_callers(results: Path) -> str:
             for row in rows
         ],
     )  # fmt: skip
-
-
-def serving_workers(results: Path) -> str:
-    """Rates of HTTP callers with one process and with several."""
-    many = _content(results, "serving-workers-h200.json")
-    ones = {(row["way"], row["callers"], row["tokens"]): row for row in _content(results)["rows"]}
-    cells = []
-    for row in many["rows"]:
-        rates = [
-            r["tokens_per_second"] / row["tokens"] for r in (ones["http", row["callers"], row["tokens"]], row)
-        ]
-        cells.append(
-            (row["callers"], row["tokens"], *(f"{rate:.0f}" for rate in rates), f"{rates[1] / rates[0]:.1f}")
-        )
-    workers = f"{many['http_workers']} and the device's"
-    return table(("callers", "tokens of each request", "one process, requests/s", workers, "ratio"), cells)
 
 
 def serving_cpu(results: Path) -> str:
@@ -96,14 +80,13 @@ def serving_cpu(results: Path) -> str:
 def serving_cpu_machine(results: Path) -> str:
     """The machine and versions."""
     about = _content(results, "serving_cpu.json")["machine"]
-    return paragraph(
-        f"{about['cpus']} cores of an {about['cpu']}, Python {about['python']}, Starlette {about['starlette']}."
-    )
+    versions = f"Python {about['python']}, Starlette {about['starlette']}"
+    return paragraph(f"{about['cpus']} cores of an {about['cpu']}, {versions}.")
 
 
 def serving_headline(results: Path) -> str:
     """What a caller adds to the GPU's time, in a sentence."""
-    rows = _content(results)["rows"]
+    rows = _rows(results)
     one, many = (_row(rows, "channel", "cuda:0", tokens) for tokens in (1, 4096))
     http = _row(rows, "http", None, 1)
     gpu = _content(results)["header"]["gpu"].split(",")[0]
@@ -133,6 +116,11 @@ def steps(results: Path) -> str:
         ("tokens", "GPU alone", "rows in pinned memory", "in the GPU's memory"),
         [(row["tokens"], *(_us(row[f"{key}_us"]) for key in ("gpu", "pinned", "device"))) for row in rows],
     )
+
+
+def _rows(results: Path) -> list[dict[str, Any]]:
+    """Those of one HTTP process."""
+    return [row for row in _content(results)["rows"] if row.get("http_workers", 1) == 1]
 
 
 def _row(rows: Iterable[dict[str, Any]], way: str, device: str | None, tokens: int) -> dict[str, Any]:

@@ -153,3 +153,29 @@ async def test_over_http_after_some_requests_of_one_connection(callers: int) -> 
     assert not any(runner.here[:8])
     assert all(runner.here[9:]) == (callers == 1)
     assert any(runner.here) == (callers == 1)
+
+
+async def test_the_event_loop_stays_awake_for_a_moment_after_quick_callers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner, rounds = Threads(), 0
+    stay_awake = Scheduler._stay_awake
+
+    def counted(scheduler: Scheduler) -> None:
+        nonlocal rounds
+        rounds += 1
+        stay_awake(scheduler)
+
+    monkeypatch.setattr(Scheduler, "_stay_awake", counted)
+    async with running(runner) as scheduler:
+        await alone(scheduler, [1.0])
+        await asyncio.sleep(0.01)
+        await alone(scheduler, [2.0])
+        assert rounds == 0, "its caller was slow"
+        await Submitted(scheduler, "0", layer_request([3.0]), alone=True).answer
+        assert rounds > 0
+        await asyncio.sleep(0.01)
+        after = rounds
+        await asyncio.sleep(0.01)
+    assert rounds == after, "not for long"
+    assert runner.here == [False, True, True]
