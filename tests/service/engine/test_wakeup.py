@@ -123,7 +123,7 @@ async def two_in_a_step(runner: EchoRunner, bell: Bell, answers: list[Output | E
 
 
 async def test_the_callers_of_a_step_meet_again_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("expertd.service.engine.batching._MAX_REJOIN_SECONDS", 30.0)
+    monkeypatch.setattr("expertd.service.engine.stepping._MAX_REJOIN_SECONDS", 30.0)
     runner = Slow()
     async with belled(runner, Observed()) as (scheduler, bell, answers):
         await two_in_a_step(runner, bell, answers)
@@ -138,7 +138,7 @@ async def test_the_callers_of_a_step_meet_again_in_the_next(monkeypatch: pytest.
 async def test_a_caller_that_does_not_return_delays_the_others_only_briefly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("expertd.service.engine.batching._MAX_REJOIN_SECONDS", 0.05)
+    monkeypatch.setattr("expertd.service.engine.stepping._MAX_REJOIN_SECONDS", 0.05)
     runner = Slow()
     async with belled(runner, Observed()) as (_, bell, answers):
         await two_in_a_step(runner, bell, answers)

@@ -1,0 +1,80 @@
+"""Brings answers and reports from the thread of the steps to the event loop."""
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from expertd.service.engine.steps import Pending
+from expertd.service.moe.request import Output
+
+Answer = tuple[Pending, Output | Exception]
+
+_MAX_REPORTS = 64  # of steps and answers, that wait for a moment in which they delay nothing
+
+
+class Delivery:
+    """Calls requests' `done` on the event loop, and counts the requests without an answer.
+
+    Reports (metrics, log lines) are called on the event loop too, after the answers. Safe from any thread.
+    """
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._reports: deque[Callable[[], None]] = deque()
+        self._unanswered = 0
+        self._lock = threading.Lock()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def start(self) -> None:
+        """Use the running event loop from now on."""
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        assert self._loop is not None
+        return self._loop
+
+    def accepted(self) -> None:
+        """A request will be answered."""
+        with self._lock:
+            self._unanswered += 1
+
+    def answered(self, count: int = 1) -> None:
+        """Requests have been answered."""
+        with self._lock:
+            self._unanswered -= count
+        if not self._unanswered and not self._idle.is_set() and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._idle.set)
+
+    async def drained(self) -> None:
+        """Wait until every accepted request is answered."""
+        self._idle.clear()
+        while self._unanswered:
+            await self._idle.wait()
+
+    def deliver_soon(self, answers: Sequence[Answer]) -> None:
+        """Answer requests on the event loop, which is woken once for all of them and for the reports."""
+        self.loop.call_soon_threadsafe(self.deliver, answers)
+
+    def deliver(self, answers: Sequence[Answer]) -> None:
+        """Answer requests; on the event loop."""
+        for pending, answer in answers:
+            pending.done(answer)
+        if answers:
+            self.answered(len(answers))
+        # These run after the handlers just woken, so that no response waits for metrics.
+        while self._reports:
+            self.loop.call_soon(self._reports.popleft())
+
+    def report_later(self, report: Callable[[], None]) -> None:
+        """Call `report` on the event loop, with the next answers or at the next `flush`."""
+        self._reports.append(report)
+        if len(self._reports) % _MAX_REPORTS == 0:
+            self.flush()
+
+    def flush(self) -> None:
+        """Call what has been reported soon."""
+        if self._reports:
+            self.deliver_soon([])
