@@ -1,0 +1,138 @@
+"""One row of `benchmarks.serving`: a server, its callers, and what they have measured."""
+
+import json
+import re
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Row = dict[str, Any]
+MODEL, HIDDEN = "deepseek-v3", 7168
+SECONDS = 2.0
+CALLER_PROCESSES, START_SECONDS = 4, 1.5
+PROGRAMS = {
+    "http": "http_caller",
+    "sockets": "http_caller",
+    "shared memory": "region_caller",
+    "channel": "channel_caller",
+}
+CONFIG = """
+models:
+  - {name: deepseek-v3, hidden_size: 7168, intermediate_size: 2048, num_experts: 256, top_k: 8,
+     routing: {scoring_func: sigmoid, routed_scaling_factor: 2.5, num_expert_groups: 8, topk_group: 4}}
+shared_memory: {enabled: true}
+limits: {max_body_bytes: 134217728}
+"""
+
+
+class Case(NamedTuple):
+    """One row: the way, the device of the tensors, tokens a request, callers."""
+
+    way: str  # of `PROGRAMS`; "sockets": HTTP with a server that computes nothing
+    device: str | None  # None: host memory
+    tokens: int
+    callers: int = 1
+
+
+@contextmanager
+def server(workers: int) -> Iterator[tuple[str, int]]:
+    """A ready server: its URL and port."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "serving.yaml"
+        config.write_text(f"{CONFIG}channels: {{socket: {folder}/channels}}\n")
+        port = free_port()
+        program = "import sys; from expertd.service.cli import main; sys.exit(main())"
+        command = [sys.executable, "-c", program, "serve", "--config", str(config)]
+        options = ["--port", str(port), *(["--http-workers", str(workers)] if workers > 1 else [])]
+        process = subprocess.Popen([*command, *options])
+        url = f"http://127.0.0.1:{port}"
+        try:
+            for _ in range(3000):
+                if process.poll() is not None:
+                    raise RuntimeError(f"the server ended with code {process.returncode}")
+                try:
+                    urllib.request.urlopen(f"{url}/v2/health/ready")
+                    break
+                except OSError:
+                    time.sleep(0.1)
+            yield url, port
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
+
+
+def measure(case: Case, url: str, port: int) -> Row:
+    """One row."""
+    before = compute_seconds(url)
+    if case.way == "sockets":
+        port = free_port()
+        with subprocess.Popen([sys.executable, "-m", "benchmarks.loopback", str(port)]) as echo:
+            time.sleep(0.5)  # it listens
+            latencies = latencies_of(case, url, port)
+            echo.terminate()
+    else:
+        latencies = latencies_of(case, url, port)
+    after = compute_seconds(url)
+    return {
+        **case._asdict(),
+        "requests": len(latencies),
+        "p50_us": 1e6 * statistics.median(latencies),
+        "p99_us": 1e6 * latencies[int(0.99 * len(latencies))],
+        "tokens_per_second": len(latencies) * case.tokens / SECONDS,
+        "compute_us": 1e6 * (after[0] - before[0]) / max(1.0, after[1] - before[1]),
+        "steps": after[1] - before[1],
+    }
+
+
+def latencies_of(case: Case, url: str, port: int) -> list[float]:
+    """Of all callers of a row, sorted."""
+    given = {"url": url, "port": port, "model": MODEL, "hidden_size": HIDDEN, "seconds": SECONDS}
+    given |= {"tokens": case.tokens, "device": case.device}
+    # HTTP callers share few processes: more threads of one would wait for each other.
+    processes = min(case.callers, CALLER_PROCESSES) if case.way == "http" else 1
+    callers = case.callers // processes
+    given |= {"connections": callers, "callers": callers}
+    if processes > 1:
+        given["start"] = time.time() + START_SECONDS
+    command = [sys.executable, "-m", f"benchmarks.{PROGRAMS[case.way]}"]
+    with ThreadPoolExecutor(processes) as pool:
+        found = pool.map(lambda _: run(command, given), range(processes))
+        return sorted(latency for part in found for latency in part)
+
+
+def run(command: Sequence[str], given: Row) -> list[float]:
+    """What one process of callers has measured."""
+    ran = subprocess.run(command, input=json.dumps(given), capture_output=True, text=True, check=False)
+    if ran.returncode:
+        raise RuntimeError(ran.stderr)
+    latencies: list[float] = json.loads(ran.stdout)
+    return latencies
+
+
+def compute_seconds(url: str) -> tuple[float, float]:
+    """The sum and the count of `expertd_compute_seconds`."""
+    time.sleep(0.3)  # steps are counted after their answers
+    with urllib.request.urlopen(f"{url}/metrics") as response:
+        text = response.read().decode()
+    found = [
+        sum(float(value) for value in re.findall(rf"^expertd_compute_seconds_{name}{{.*}} (.+)$", text, re.M))
+        for name in ("sum", "count")
+    ]
+    return found[0], found[1]
