@@ -1,4 +1,4 @@
-"""An HTTP server that only receives and sends, for `benchmarks.serving`: `python -m benchmarks.loopback PORT`.
+"""An HTTP server that only receives and sends, for benchmarks.serving: `python -m benchmarks.loopback PORT`.
 
 It answers each request with as many bytes as its body has, from memory that is there, with plain blocking
 sockets and a thread for each connection: no server that receives a body before it answers is faster.

@@ -3,9 +3,10 @@
 DeepSeek-V3's layer with all 256 experts, random weights, bf16. The server and its callers are processes of
 their own. A row is a way to the server (HTTP over loopback, tensors in shared memory, channels; host memory,
 the GPU's, or another GPU's), a number of tokens and of callers, each of which sends its next request when it
-has read the last answer. "sockets" is HTTP with a server that only receives and sends. The columns: the median and the 99th percentile of the caller's time, tokens per
-second, the mean of `expertd_compute_seconds` meanwhile, and the GPU's own time for such a step. HTTP is
-measured once more with four HTTP processes.
+has read the last answer. "sockets" is HTTP with a server that only receives and sends. The columns: the
+median and the 99th percentile of the caller's time, tokens per second, the mean of
+`expertd_compute_seconds` meanwhile, and the GPU's own time for such a step. HTTP is measured once more with
+four HTTP processes.
 """
 
 import argparse
