@@ -104,6 +104,21 @@ class Backend(ABC):
         activated = quantize_rows(swiglu(self._multiply(a, gate_up, offsets, num_sms), activation))
         return self._multiply(activated, down, offsets, num_sms)
 
+    def unpermute(self, rows: Tensor, inverse: Tensor, topk_weights: Tensor, out: Tensor) -> None:
+        """Write out fp32 [T, H]: the sum over s of topk_weights[t, s] * rows[inverse[t, s]], in this order.
+
+        rows          [R, H] of any float dtype, contiguous; bf16 rows give the bits of `experts`, whose last
+                      step this is
+        inverse       int32 [T, C], contiguous; -1: nothing to add, whatever the weight is
+        topk_weights  fp32 [T, C], contiguous
+
+        The preceding launch must not write inverse and topk_weights.
+        """
+        if rows.shape[0] == 0:
+            out.zero_()
+            return
+        unpermute_rows(rows, inverse.clamp(min=0), topk_weights, inverse < 0, out)
+
     def choose_experts(
         self, logits: Tensor, bias: Tensor | None, top_k: int, routing: Routing
     ) -> tuple[Tensor, Tensor]:

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from expertd.service.memory import Span, host_view, is_on_gpu
+from expertd.service.moe.base import Layer
 from expertd.service.moe.batch import FLOATS, Batch
 from expertd.service.moe.capture import is_current
 from expertd.service.moe.copies import Copies
-from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.recurring import RecurringSteps
 from expertd.service.moe.request import LayerRequest, Output, StepResult
 from expertd.service.moe.running import RunningStep
@@ -46,7 +46,7 @@ class _Plan(NamedTuple):
 class DeviceSteps:
     """Begins the steps of one layer."""
 
-    def __init__(self, layer: MoELayer, staging: Staging) -> None:
+    def __init__(self, layer: Layer, staging: Staging) -> None:
         self._layer = layer
         self._staging = staging
         self._recurring = RecurringSteps()

@@ -17,9 +17,9 @@ from expertd.kernels.request_table import MAX_GIVEN_TOP_K, MAX_REQUESTS, Request
 from expertd.layout import Layout
 from expertd.limits import MAX_GROUPS
 from expertd.service.memory import Span, host_view, is_on_gpu
+from expertd.service.moe.base import Layer
 from expertd.service.moe.batch import FLOATS, Batch
 from expertd.service.moe.capture import GraphPool, is_current
-from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.request import LayerRequest, Output, StepResult
 from expertd.service.moe.running import RunningStep
 from expertd.service.moe.staging import ALIGNMENT, PinnedRows, Staging, is_aligned
@@ -67,7 +67,7 @@ class StepGraphs:
 
     def __init__(
         self,
-        layer: MoELayer,
+        layer: Layer,
         stream: torch.cuda.Stream,
         num_sms: int | None,
         pool: GraphPool,

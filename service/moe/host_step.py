@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from expertd.service.memory import Buffer, Span, host_view
+from expertd.service.moe.base import Layer
 from expertd.service.moe.batch import FLOATS, Batch
-from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.request import Output, StepResult
 
 _ALIGNMENT = 16  # bytes, of an output that the layer writes in place
@@ -20,7 +20,7 @@ _ALIGNMENT = 16  # bytes, of an output that the layer writes in place
 class HostSteps:
     """Runs the steps of one layer."""
 
-    def __init__(self, layer: MoELayer) -> None:
+    def __init__(self, layer: Layer) -> None:
         self._layer = layer
 
     def run(self, batch: Batch) -> StepResult:

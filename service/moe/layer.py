@@ -83,6 +83,18 @@ class MoELayer:
             hidden_states, router, self._bias, self.shape.top_k, self.routing, end_token
         )
 
+    def routing_of(
+        self, hidden_states: Tensor, topk_ids: Tensor | None, topk_weights: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """What a call with these arguments uses: the given routing, or that of `route`. Checks them."""
+        self._check_hidden_states(hidden_states)
+        if topk_ids is None and topk_weights is None:
+            topk_ids, topk_weights = self.route(hidden_states)
+        if topk_ids is None or topk_weights is None:
+            raise ValueError("topk_ids and topk_weights: expected both or neither, got one")
+        self._check_routing(hidden_states.shape[0], topk_ids, topk_weights)
+        return topk_ids, topk_weights
+
     def __call__(
         self,
         hidden_states: Tensor,
@@ -105,12 +117,7 @@ class MoELayer:
 
         Raises ValueError (name, expected, got).
         """
-        self._check_hidden_states(hidden_states)
-        if topk_ids is None and topk_weights is None:
-            topk_ids, topk_weights = self.route(hidden_states)
-        if topk_ids is None or topk_weights is None:
-            raise ValueError("topk_ids and topk_weights: expected both or neither, got one")
-        self._check_routing(hidden_states.shape[0], topk_ids, topk_weights)
+        topk_ids, topk_weights = self.routing_of(hidden_states, topk_ids, topk_weights)
         group_ids, weights = self._groups(topk_ids, topk_weights)
         gate_up, down = self.weights.gate_up, self.weights.down
         if hidden_states.shape[0] > 0 and self.layout(hidden_states.shape[0]) is Layout.MASKED:
@@ -125,11 +132,7 @@ class MoELayer:
 
     def tokens_per_expert(self, offsets: NDArray[np.int32]) -> NDArray[np.int32]:
         """Tokens of each expert, from the `offsets` of a call; 0 for experts held elsewhere."""
-        held = self.shape.held_experts
-        tokens = offsets[1 : len(held) + 1] - offsets[: len(held)]
-        if len(held) < self.shape.num_experts:
-            tokens = np.pad(tokens, (held.start, self.shape.num_experts - held.stop))
-        return tokens
+        return tokens_per_expert(self.shape, offsets)
 
     def _groups(self, topk_ids: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor]:
         """Group (-1: none here) and weight of each (token, slot), shared experts after the routed ones."""
@@ -160,3 +163,12 @@ class MoELayer:
                 raise ValueError(f"{name} shape: expected {expected}, got {tuple(tensor.shape)}")
             if tensor.dtype != dtype:
                 raise ValueError(f"{name} dtype: expected {dtype}, got {tensor.dtype}")
+
+
+def tokens_per_expert(shape: LayerShape, offsets: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Tokens of each expert [E], from the offsets [G + 1] of a call; 0 for experts held elsewhere."""
+    held = shape.held_experts
+    tokens = offsets[1 : len(held) + 1] - offsets[: len(held)]
+    if len(held) < shape.num_experts:
+        tokens = np.pad(tokens, (held.start, shape.num_experts - held.stop))
+    return tokens

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from expertd.service.moe.base import Layer
 from expertd.service.moe.batch import Batch
 from expertd.service.moe.capture import GraphPool
 from expertd.service.moe.device_step import DeviceSteps
 from expertd.service.moe.graphs import StepGraphs
 from expertd.service.moe.host_step import HostSteps
-from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.request import LayerRequest, StepResult
 from expertd.service.moe.routing_checks import check_routing
 from expertd.service.moe.running import DoneStep, RunningStep
@@ -29,7 +29,7 @@ class LayerRunner:
 
     def __init__(
         self,
-        layer: MoELayer,
+        layer: Layer,
         device: torch.device | str,
         partitions: "SMPartitions | None" = None,
         partition: str | None = None,

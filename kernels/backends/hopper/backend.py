@@ -15,6 +15,7 @@ from expertd.kernels.backends.hopper.layer import Layer
 from expertd.kernels.backends.hopper.route_tokens import can_route, route_tokens
 from expertd.kernels.backends.hopper.router_logits import Logits
 from expertd.kernels.backends.hopper.scatter_rows import scatter_rows
+from expertd.kernels.backends.hopper.unpermute_rows import unpermute_rows
 from expertd.kernels.backends.hopper.variants import VARIANTS
 from expertd.kernels.ops.activation import Swiglu
 from expertd.kernels.ops.quantize import Quantized
@@ -106,6 +107,14 @@ class HopperBackend(Backend):
             num_sms,
             offsets,
         )
+
+    def unpermute(self, rows: Tensor, inverse: Tensor, topk_weights: Tensor, out: Tensor) -> None:
+        """See `Backend.unpermute`; one launch for bf16 rows."""
+        if rows.dtype != torch.bfloat16 or out.shape[0] == 0 or not (_is_aligned(rows) and _is_aligned(out)):
+            super().unpermute(rows, inverse, topk_weights, out)
+            return
+        on = current_stream(_current(rows, "rows"))
+        unpermute_rows(self._kernels, on, rows, inverse, topk_weights, out)
 
     def choose_experts(
         self, logits: Tensor, bias: Tensor | None, top_k: int, routing: Routing

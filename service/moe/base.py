@@ -1,0 +1,34 @@
+"""What a runner needs of a layer: one that a device holds alone, or one that ranks hold together."""
+
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from expertd.kernels import Backend
+from expertd.layout import Layout
+from expertd.service.moe.shape import LayerShape
+
+
+class Layer(Protocol):
+    """See `MoELayer`, whose methods these are."""
+
+    shape: LayerShape
+    backend: Backend
+
+    def layout(self, num_tokens: int) -> Layout: ...
+
+    def route(self, hidden_states: Tensor, end_token: Tensor | None = None) -> tuple[Tensor, Tensor]: ...
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        num_sms: int | None = None,
+        out: Tensor | None = None,
+        offsets: Tensor | None = None,
+    ) -> Tensor: ...
+
+    def tokens_per_expert(self, offsets: NDArray[np.int32]) -> NDArray[np.int32]: ...

@@ -1,0 +1,206 @@
+"""A layer whose routed experts are split over the ranks of an exchange."""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from expertd.kernels import Backend, Quantized, Routing, fused_experts
+from expertd.layout import Layout
+from expertd.service.moe.layer import MoELayer, tokens_per_expert
+from expertd.service.moe.parallel.exchange import Combined, Dispatched, Exchange
+from expertd.service.moe.shape import LayerShape
+from expertd.service.moe.split import split_experts
+from expertd.service.moe.weights import ExpertWeights, check_weights
+
+_OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class ParallelLayer:
+    """One rank's side of a layer; calls are collective.
+
+    shape     of the whole layer; `split_experts` says which of its experts this rank holds
+    weights   the router, this rank's experts, then all shared experts
+    exchange  connects the ranks
+    routing   the router's rule; see `MoELayer`
+    exact     rows come home unreduced, one for each slot, at top_k times the memory and traffic
+
+    Each rank routes its own tokens, sends each once to every rank that holds one of its experts, runs its
+    experts on what arrives, and sends back one row for each of these tokens: the weighted sum over its
+    experts. The token's rank adds these rows in the order of ranks, then the shared experts', which it runs
+    itself, all in float32.
+
+    How far this is from one rank's `MoELayer`, for the same routing and a batch-invariant backend:
+
+    - Tokens go out as they are. Rows come back in bfloat16 if `out` is bfloat16, otherwise in float32.
+    - In float32, only the order of float32 additions differs: at most (top_k + R) * 2**-23 of the sum of
+      absolute values. In bfloat16, each rank's row is also rounded once, by at most 2**-8 of its absolute
+      value, as the result itself is. The bits do not depend on which rank has a token, nor on other tokens.
+    - With `exact`, the bits are the same. Rows come back in bfloat16, to which an expert's output is rounded
+      before it is weighted in any case, and are added in the order of slots.
+
+    The reference backend is batch-invariant on CPUs with bf16 instructions; `docs/parallel.md` has the rest.
+    Raises ValueError if weights and shape do not match, or if there are more ranks than experts.
+    """
+
+    masked_max_tokens = 0
+
+    def __init__(
+        self,
+        shape: LayerShape,
+        weights: ExpertWeights,
+        backend: Backend,
+        exchange: Exchange,
+        *,
+        routing: Routing | None = None,
+        exact: bool = False,
+    ) -> None:
+        parts = split_experts(shape.held_experts, exchange.num_ranks)
+        own = replace(shape, local_experts=parts[exchange.rank])
+        check_weights(own, weights)
+        self.shape = shape
+        self.backend = backend
+        self.exact = exact
+        self._exchange = exchange
+        num_held, device = len(own.held_experts), weights.router.device
+        routed, self._shared = _cut(weights, num_held)
+        # The shared experts see other tokens than the routed ones.
+        self._own = MoELayer(replace(own, num_shared_experts=0), routed, backend, routing=routing)
+        self._owners = torch.full((shape.num_experts + 1,), exchange.num_ranks, device=device)
+        for rank, part in enumerate(parts):
+            self._owners[part.start : part.stop] = rank
+
+    def layout(self, num_tokens: int) -> Layout:
+        """Always the contiguous one."""
+        return Layout.CONTIGUOUS
+
+    def route(self, hidden_states: Tensor, end_token: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """See `MoELayer.route`; not collective."""
+        return self._own.route(hidden_states, end_token)
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        num_sms: int | None = None,
+        out: Tensor | None = None,
+        offsets: Tensor | None = None,
+    ) -> Tensor:
+        """The layer's output for this rank's tokens [T, H]; see `MoELayer`, whose arguments these are.
+
+        T may differ between ranks, and be 0; dtypes may not. Ids outside 0 to E - 1 name no expert. `offsets`
+        counts the rows that this rank's experts computed, for all ranks' tokens, and 0 for other experts; the
+        shared experts' rows are those of this rank's tokens.
+
+        Raises ValueError (name, expected, got), and then ExchangeError on the other ranks; ExchangeError if
+        the exchange fails. If the backend fails, the other ranks wait until the exchange's timeout.
+        """
+        try:
+            topk_ids, topk_weights = self._own.routing_of(hidden_states, topk_ids, topk_weights)
+            out = self._checked_out(hidden_states, out, offsets, num_sms)
+            owners = self._owners_of(topk_ids)
+        except Exception:
+            self._exchange.refuse()
+            raise
+        row_dtype = torch.bfloat16 if self.exact or out.dtype == torch.bfloat16 else torch.float32
+        arrived = self._exchange.dispatch(hidden_states, topk_ids, topk_weights, owners, row_dtype)
+        counts = hidden_states.new_zeros(len(self._own.shape.held_experts) + 1, dtype=torch.int32)
+        if self.exact:
+            back = arrived.combine_slots(self._rows_of_slots(arrived, num_sms, counts))
+        else:
+            back = arrived.combine(self._rows_of_tokens(arrived, row_dtype, num_sms, counts))
+            topk_weights = topk_weights.new_ones(back.index.shape)
+        if offsets is not None:
+            offsets.copy_(self._offsets(counts, hidden_states.shape[0]), non_blocking=True)
+        return self._add_up(back, topk_weights.contiguous(), hidden_states, num_sms, out)
+
+    def tokens_per_expert(self, offsets: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Tokens of each expert, from the `offsets` of a call; 0 for other ranks' experts."""
+        return tokens_per_expert(self.shape, offsets)
+
+    def _owners_of(self, topk_ids: Tensor) -> Tensor:
+        """int64 [T, top_k]: the rank that holds each slot's expert; R: none does."""
+        num_experts = self.shape.num_experts
+        return self._owners[torch.where((topk_ids >= 0) & (topk_ids < num_experts), topk_ids, num_experts)]
+
+    def _rows_of_tokens(
+        self, arrived: Dispatched, dtype: torch.dtype, num_sms: int | None, counts: Tensor
+    ) -> Tensor:
+        """[N, H]: the weighted sum of each arrived token's experts on this rank."""
+        rows = torch.empty(arrived.hidden_states.shape, dtype=dtype, device=counts.device)
+        routing = arrived.topk_ids, arrived.topk_weights
+        return self._own(arrived.hidden_states, *routing, num_sms, rows, counts)
+
+    def _rows_of_slots(self, arrived: Dispatched, num_sms: int | None, counts: Tensor) -> Tensor:
+        """bf16 [P, H]: the output of each expert on this rank for each arrived token that chose it."""
+        held = self._own.shape.held_experts
+        here = (arrived.topk_ids >= held.start) & (arrived.topk_ids < held.stop)
+        groups = arrived.topk_ids[here] - held.start
+        rows = arrived.hidden_states[here.nonzero()[:, 0]]
+        return self._unweighted(rows, groups, self._own.weights, num_sms, counts)
+
+    def _unweighted(
+        self,
+        hidden_states: Tensor,
+        groups: Tensor,
+        weights: ExpertWeights,
+        num_sms: int | None,
+        offsets: Tensor | None = None,
+    ) -> Tensor:
+        """bf16 [P, H]: the output of one expert for each row."""
+        return fused_experts(
+            hidden_states, groups[:, None], torch.ones(groups.shape, device=groups.device)[:, None],
+            weights.gate_up, weights.down, out=torch.empty_like(hidden_states, dtype=torch.bfloat16),
+            backend=self.backend, num_sms=num_sms, offsets=offsets,
+        )  # fmt: skip
+
+    def _add_up(
+        self, back: Combined, weights: Tensor, hidden_states: Tensor, num_sms: int | None, out: Tensor
+    ) -> Tensor:
+        total = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+        self.backend.unpermute(back.rows, back.index, weights, total)
+        num_tokens, num_shared = hidden_states.shape[0], self.shape.num_shared_experts
+        if num_shared > 0:
+            groups = torch.arange(num_shared, dtype=torch.int32, device=out.device)
+            groups = groups.repeat_interleave(num_tokens)
+            rows = self._unweighted(hidden_states.repeat(num_shared, 1), groups, self._shared, num_sms)
+            for shared in rows.view(num_shared, num_tokens, -1) if num_tokens else ():
+                total += shared
+        return total if total is out else out.copy_(total)
+
+    def _offsets(self, counts: Tensor, num_tokens: int) -> Tensor:
+        """The call's offsets int32 [G + 1], over all experts of the layer, from those of this rank's."""
+        held, own = self.shape.held_experts, self._own.shape.held_experts
+        shared = torch.arange(1, self.shape.num_shared_experts + 1, dtype=torch.int32, device=counts.device)
+        before, after = counts.new_zeros(own.start - held.start), counts[-1:].expand(held.stop - own.stop)
+        return torch.cat([before, counts, after, counts[-1] + num_tokens * shared])
+
+    def _checked_out(
+        self, hidden_states: Tensor, out: Tensor | None, offsets: Tensor | None, num_sms: int | None
+    ) -> Tensor:
+        """out, or a new one. Raises ValueError before other ranks wait for this one."""
+        size, groups = tuple(hidden_states.shape), (self.shape.num_groups + 1,)
+        if num_sms is not None and num_sms < 1:
+            raise ValueError(f"num_sms: expected None or at least 1, got {num_sms}")
+        if offsets is not None and (offsets.shape != groups or offsets.dtype != torch.int32):
+            raise ValueError(f"offsets: expected int32 {groups}, got {offsets.dtype} {tuple(offsets.shape)}")
+        if out is None:
+            return torch.empty(size, dtype=torch.float32, device=hidden_states.device)
+        if out.shape != size or not out.is_contiguous():
+            raise ValueError(f"out: expected a contiguous {size}, got {tuple(out.shape)}, {out.stride()}")
+        if out.dtype not in _OUT_DTYPES:
+            raise ValueError(f"out dtype: expected {' or '.join(map(str, _OUT_DTYPES))}, got {out.dtype}")
+        return out
+
+
+def _cut(weights: ExpertWeights, at: int) -> tuple[ExpertWeights, ExpertWeights]:
+    """The weights of the groups before `at`, and of those from there on."""
+
+    def part(groups: slice) -> ExpertWeights:
+        gate_up, down = (Quantized(w.data[groups], w.scales[groups]) for w in (weights.gate_up, weights.down))
+        return replace(weights, gate_up=gate_up, down=down)
+
+    return part(slice(at)), part(slice(at, None))

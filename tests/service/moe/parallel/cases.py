@@ -1,0 +1,133 @@
+"""What ranks compute in tests: a layer together, or one rank alone."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from expertd.kernels import Backend, Quantized, Routing, Swiglu
+from expertd.kernels.backends.reference.backend import ReferenceBackend
+from expertd.service.moe.layer import MoELayer
+from expertd.service.moe.parallel import Exchange, ParallelLayer
+from expertd.service.moe.shape import LayerShape
+from expertd.service.moe.split import split_experts
+from expertd.service.moe.weights import ExpertWeights, random_weights
+
+Given = tuple[Tensor, Tensor]
+
+
+class RowByRow(ReferenceBackend):
+    """Computes each row alone, so that on any CPU its bits cannot depend on the batch."""
+
+    def ffn(
+        self,
+        hidden_states: Tensor,
+        tokens: Tensor,
+        gate_up: Quantized,
+        down: Quantized,
+        offsets: Tensor,
+        activation: Swiglu,
+        num_sms: int | None,
+    ) -> Tensor:
+        out = torch.full((len(tokens), hidden_states.shape[1]), torch.nan, dtype=torch.bfloat16)
+        for group, (start, end) in enumerate(pairwise(offsets.tolist())):
+            alone = torch.zeros_like(offsets)
+            alone[group + 1 :] = 1
+            compute = partial(super().ffn, hidden_states)
+            for row in range(start, end):
+                token = tokens[row : row + 1]
+                out[row] = compute(token, gate_up, down, alone, activation, num_sms)[0]
+        return out
+
+
+BACKENDS: dict[str, Backend] = {"reference": ReferenceBackend(), "row by row": RowByRow()}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of a layer whose weights come from a seed; tokens, and any routing, by rank."""
+
+    shape: LayerShape
+    seed: int
+    tokens: Sequence[Tensor]
+    given: Sequence[Given] | None = None
+    out_dtype: torch.dtype = torch.float32
+    backend: str = "reference"
+    exact: bool = False
+    routing: Routing | None = None
+
+    @property
+    def all_tokens(self) -> Tensor:
+        return torch.cat(list(self.tokens))
+
+    @property
+    def all_given(self) -> Given:
+        assert self.given is not None
+        ids, weights = zip(*self.given, strict=True)
+        return torch.cat(ids), torch.cat(weights)
+
+
+@lru_cache(maxsize=8)
+def weights_of(shape: LayerShape, seed: int) -> ExpertWeights:
+    return random_weights(shape, seed, "cpu")
+
+
+def part_of(weights: ExpertWeights, held: range, own: range, num_shared: int) -> ExpertWeights:
+    """The weights of `own`, and of the shared experts, of a layer that holds `held`."""
+    groups = [*range(own.start - held.start, own.stop - held.start)]
+    groups += range(len(held), len(held) + num_shared)
+    gate_up, down = (Quantized(w.data[groups], w.scales[groups]) for w in (weights.gate_up, weights.down))
+    return replace(weights, gate_up=gate_up, down=down)
+
+
+def parallel_layer(exchange: Exchange, case: Case) -> ParallelLayer:
+    """This rank's part of a case's layer."""
+    held = case.shape.held_experts
+    own = split_experts(held, exchange.num_ranks)[exchange.rank]
+    weights = part_of(weights_of(case.shape, case.seed), held, own, case.shape.num_shared_experts)
+    backend = BACKENDS[case.backend]
+    return ParallelLayer(case.shape, weights, backend, exchange, routing=case.routing, exact=case.exact)
+
+
+def run_case(exchange: Exchange, case: Case) -> tuple[Tensor, list[int], Tensor]:
+    """This rank's output, its tokens per expert, and its offsets; all written over poison."""
+    layer = parallel_layer(exchange, case)
+    tokens = case.tokens[exchange.rank]
+    out = torch.full(tokens.shape, torch.nan, dtype=case.out_dtype)
+    offsets = torch.full((case.shape.num_groups + 1,), -1, dtype=torch.int32)
+    given = (None, None) if case.given is None else case.given[exchange.rank]
+    with torch.inference_mode():  # as in steps
+        result = layer(tokens, *given, None, out, offsets)
+    assert result is out
+    return out, layer.tokens_per_expert(offsets.numpy()).tolist(), offsets
+
+
+def run_alone(exchange: Exchange, case: Case) -> Tensor:
+    """The output of one rank's layer for all tokens of a case."""
+    weights, backend = weights_of(case.shape, case.seed), BACKENDS[case.backend]
+    layer = MoELayer(case.shape, weights, backend, routing=case.routing)
+    given = (None, None) if case.given is None else case.all_given
+    out = torch.full(case.all_tokens.shape, torch.nan, dtype=case.out_dtype)
+    return layer(case.all_tokens, *given, None, out)
+
+
+def run_parts(exchange: Exchange, case: Case, num_ranks: int) -> list[Tensor]:
+    """float32 outputs for all tokens: of each rank's experts alone, then of each shared expert alone."""
+    whole, backend = weights_of(case.shape, case.seed), BACKENDS[case.backend]
+    held, outputs = case.shape.held_experts, []
+    for own in split_experts(held, num_ranks):
+        shape = replace(case.shape, local_experts=own, num_shared_experts=0)
+        layer = MoELayer(shape, part_of(whole, held, own, 0), backend)
+        outputs.append(layer(case.all_tokens, *case.all_given))
+    ids, weights = case.all_given
+    for shared in range(case.shape.num_shared_experts):
+        group = [len(held) + shared]
+        gate_up, down = (Quantized(w.data[group], w.scales[group]) for w in (whole.gate_up, whole.down))
+        shape = replace(case.shape, num_experts=1, top_k=1, local_experts=None, num_shared_experts=0)
+        alone = MoELayer(shape, ExpertWeights(whole.router[:1], gate_up, down), backend)
+        first = torch.zeros_like(ids[:, :1])
+        outputs.append(alone(case.all_tokens, first, torch.ones_like(weights[:, :1])))
+    return outputs
