@@ -9,12 +9,14 @@ from torch import Tensor
 from expertd.kernels import Backend
 from expertd.layout import Layout
 from expertd.service.moe.shape import LayerShape
+from expertd.service.moe.weights import ExpertWeights
 
 
 class Layer(Protocol):
-    """See `MoELayer`, whose methods these are."""
+    """See `MoELayer`, whose methods these are; weights are those on this device."""
 
     shape: LayerShape
+    weights: ExpertWeights
     backend: Backend
 
     def layout(self, num_tokens: int) -> Layout: ...

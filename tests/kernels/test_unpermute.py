@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from expertd.kernels import unpermute_rows
+from expertd.kernels.backends.reference.backend import ReferenceBackend
 from tests.kernels.helpers import fresh_generator
 
 
@@ -39,3 +40,20 @@ def test_absent_pairs_add_nothing_whatever_they_hold(size: tuple[int, int, int])
     assert torch.equal(out, expected)
     assert not out[0].any()
     assert out[1].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_backends_sum_leaves_out_rows_of_minus_one(dtype: torch.dtype) -> None:
+    rows, inverse_permutation, weights = _case(5, 4, 256)
+    absent = torch.rand(weights.shape, generator=fresh_generator()) < 0.5
+    out = torch.full((5, 256), torch.nan)
+    inverse = inverse_permutation.masked_fill(absent, -1).to(torch.int32)
+    ReferenceBackend().unpermute(rows.to(dtype), inverse, weights.masked_fill(absent, torch.inf), out)
+    assert torch.equal(out, unpermute_rows(rows, inverse_permutation, weights, absent))
+
+
+def test_a_backends_sum_of_no_rows_is_zero() -> None:
+    out = torch.full((3, 128), torch.nan)
+    nothing = torch.full((3, 2), -1, dtype=torch.int32)
+    ReferenceBackend().unpermute(torch.empty(0, 128), nothing, torch.full((3, 2), torch.nan), out)
+    assert torch.equal(out, torch.zeros(3, 128))

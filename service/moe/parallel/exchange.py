@@ -56,10 +56,12 @@ class Exchange(ABC):
 
     rank       this one, from 0
     num_ranks  their number R
+    failed     why it can no longer be used, so that all ranks have to start again; None: it can
     """
 
     rank: int
     num_ranks: int
+    failed: str | None
 
     @abstractmethod
     def dispatch(

@@ -61,6 +61,7 @@ class ParallelLayer:
         own = replace(shape, local_experts=parts[exchange.rank])
         check_weights(own, weights)
         self.shape = shape
+        self.weights = weights
         self.backend = backend
         self.exact = exact
         self._exchange = exchange

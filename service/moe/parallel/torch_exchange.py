@@ -43,7 +43,7 @@ class TorchExchange(Exchange):
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
-        self._failed: str | None = None
+        self.failed = None
         self.rank = dist.get_rank(group)
         self.num_ranks = dist.get_world_size(group)
         on_gpu = "nccl" in str(dist.get_backend(group))
@@ -81,15 +81,15 @@ class TorchExchange(Exchange):
         self, operation: str, rows: Tensor, sent_counts: Sequence[int], counts: Sequence[int]
     ) -> Tensor:
         """counts[r] rows of each rank r, in their order, for sent_counts[r] of rows [M, K] to it."""
-        if self._failed is not None:
-            raise ExchangeError(f"{operation}: expected a group without failures, got: {self._failed}")
+        if self.failed is not None:
+            raise ExchangeError(f"{operation}: expected a group without failures, got: {self.failed}")
         received = rows.new_empty((sum(counts), rows.shape[1]))
         try:
             dist.all_to_all_single(received, rows, list(counts), list(sent_counts), group=self._group)
         except RuntimeError as error:
             who = f"rank {self.rank} of {self.num_ranks}"
-            self._failed = f"{operation} on {who}: expected every rank to take part, got: {error}"
-            raise ExchangeError(self._failed) from error
+            self.failed = f"{operation} on {who}: expected every rank to take part, got: {error}"
+            raise ExchangeError(self.failed) from error
         return received
 
     def _counts(self, header: Tensor, layout: int) -> tuple[Tensor, Tensor]:

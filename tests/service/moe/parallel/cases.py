@@ -98,9 +98,9 @@ def run_case(exchange: Exchange, case: Case) -> tuple[Tensor, list[int], Tensor]
     tokens = case.tokens[exchange.rank]
     out = torch.full(tokens.shape, torch.nan, dtype=case.out_dtype)
     offsets = torch.full((case.shape.num_groups + 1,), -1, dtype=torch.int32)
-    given = (None, None) if case.given is None else case.given[exchange.rank]
+    ids, weights = (None, None) if case.given is None else case.given[exchange.rank]
     with torch.inference_mode():  # as in steps
-        result = layer(tokens, *given, None, out, offsets)
+        result = layer(tokens, ids, weights, None, out, offsets)
     assert result is out
     return out, layer.tokens_per_expert(offsets.numpy()).tolist(), offsets
 
@@ -109,9 +109,9 @@ def run_alone(exchange: Exchange, case: Case) -> Tensor:
     """The output of one rank's layer for all tokens of a case."""
     weights, backend = weights_of(case.shape, case.seed), BACKENDS[case.backend]
     layer = MoELayer(case.shape, weights, backend, routing=case.routing)
-    given = (None, None) if case.given is None else case.all_given
+    ids, topk_weights = (None, None) if case.given is None else case.all_given
     out = torch.full(case.all_tokens.shape, torch.nan, dtype=case.out_dtype)
-    return layer(case.all_tokens, *given, None, out)
+    return layer(case.all_tokens, ids, topk_weights, None, out)
 
 
 def run_parts(exchange: Exchange, case: Case, num_ranks: int) -> list[Tensor]:

@@ -14,11 +14,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from expertd.service.moe.parallel import TorchExchange, join_group
 
 _START_SECONDS = 60  # to import torch and to join, on a busy machine
 _LOOPBACK = "127.0.0.1"
+
+
+def new_store() -> TCPStore:
+    """A store that this process serves, on a free port."""
+    return TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False)
 
 
 class Ranks:
@@ -28,7 +34,7 @@ class Ranks:
     """
 
     def __init__(self, num_ranks: int, groups: Sequence[Sequence[int]], timeout_seconds: float) -> None:
-        self._store = dist.TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False)
+        self._store = new_store()
         self._timeout = timeout_seconds
         context = multiprocessing.get_context("spawn")
         self._connections: list[Connection] = []
@@ -96,7 +102,7 @@ def _serve(
 ) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)  # ranks share the machine, and one thread adds in one order
-    store = dist.TCPStore(_LOOPBACK, port, is_master=False)
+    store = TCPStore(_LOOPBACK, port, is_master=False)
     join_group(store, rank, num_ranks, timeout_seconds=_START_SECONDS, backend="gloo")
     exchanges = {}
     for group in groups:
