@@ -105,7 +105,7 @@ class Backend(ABC):
         return self._multiply(activated, down, offsets, num_sms)
 
     def unpermute(self, rows: Tensor, inverse: Tensor, topk_weights: Tensor, out: Tensor) -> None:
-        """Write out fp32 [T, H]: the sum over s of topk_weights[t, s] * rows[inverse[t, s]], in this order.
+        """Write out [T, H]: the fp32 sum over s of topk_weights[t, s] * rows[inverse[t, s]], in this order.
 
         rows          [R, H] of any float dtype, contiguous; bf16 rows give the bits of `experts`, whose last
                       step this is

@@ -269,6 +269,23 @@ def test_five_launches_match_the_separate_steps(tokens: int) -> None:
     assert diff(layer.run(), composed.double()) < (2e-4 if tokens > 16 else 2e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 300])
+def test_slots_computed_alone_are_summed_to_the_same_bits(tokens: int, dtype: torch.dtype) -> None:
+    layer = _layer(2048, 768, 32, 8, tokens)
+    alone = layer._replace(
+        hidden_states=layer.hidden_states.repeat_interleave(8, dim=0),
+        topk_ids=layer.topk_ids.view(-1, 1),
+        topk_weights=torch.ones(tokens * 8, 1, device="cuda"),
+    )
+    inverse = torch.arange(tokens * 8, dtype=torch.int32, device="cuda").view(tokens, 8)
+    inverse[:, 3] = -1
+    out = torch.full((tokens, 2048), torch.nan, dtype=dtype, device="cuda")
+    resolve_backend("hopper").unpermute(alone.run(torch.bfloat16), inverse, layer.topk_weights, out)
+    layer.topk_ids[:, 3] = -1
+    assert torch.equal(out, layer.run(dtype))
+
+
 def test_experts_that_are_not_local_add_nothing() -> None:
     """They cost no rows either. The hidden states are unaligned."""
     layer = _layer(512, 256, 8, 3, 100)
