@@ -22,7 +22,8 @@ def join_group(store: Store, rank: int, num_ranks: int, *, timeout_seconds: floa
     """Make the process's default group: `num_ranks` processes that meet in `store`.
 
     timeout_seconds  how long each later operation, and this one, waits for the other ranks
-    backend          "gloo" for tensors of a CPU, "nccl" for a GPU's
+    backend          "gloo" for tensors of a CPU, "nccl" for a GPU's. gloo listens at the address of the
+                     host's name, or of the interface that GLOO_SOCKET_IFNAME names
 
     Raises ExchangeError if they do not meet.
     """
