@@ -88,13 +88,15 @@ def serving_headline(results: Path) -> str:
     """What a caller adds to the GPU's time, in a sentence."""
     rows = _rows(results)
     one, many = (_row(rows, "channel", "cuda:0", tokens) for tokens in (1, 4096))
-    http = _row(rows, "http", None, 1)
+    http, http_many = (_row(rows, "http", None, tokens) for tokens in (1, 4096))
     gpu = _content(results)["header"]["gpu"].split(",")[0]
     return paragraph(
         f"On one {gpu}, a caller of DeepSeek-V3's whole layer gets its answer through a "
         f"[channel](docs/channels.md) {one['p50_us'] - one['gpu_us']:.0f} µs after the GPU alone would be "
-        f"done at 1 token, and {100 * (many['p50_us'] / many['gpu_us'] - 1):.0f}% after at 4096; over HTTP, "
-        f"{http['p50_us'] - http['gpu_us']:.0f} µs after at 1 token."
+        f"done at 1 token, and {100 * (many['p50_us'] / many['gpu_us'] - 1):.0f}% after at 4096, with its "
+        f"tensors in the GPU's memory. Over HTTP it is {http['p50_us'] - http['gpu_us']:.0f} µs after at 1 "
+        f"token; at 4096, where the bodies are what takes time, {http_many['p50_us'] / 1e3:.0f} ms instead of "
+        f"{http_many['gpu_us'] / 1e3:.0f}."
     )
 
 
