@@ -95,7 +95,7 @@ def serving_headline(results: Path) -> str:
         f"[channel](docs/channels.md) {one['p50_us'] - one['gpu_us']:.0f} µs after the GPU alone would be "
         f"done at 1 token, and {100 * (many['p50_us'] / many['gpu_us'] - 1):.0f}% after at 4096, with its "
         f"tensors in the GPU's memory. Over HTTP it is {http['p50_us'] - http['gpu_us']:.0f} µs after at 1 "
-        f"token; at 4096, where the bodies are what takes time, {http_many['p50_us'] / 1e3:.0f} ms instead of "
+        f"token; at 4096, where bodies take the time, {http_many['p50_us'] / 1e3:.0f} ms instead of "
         f"{http_many['gpu_us'] / 1e3:.0f}."
     )
 
