@@ -1,0 +1,31 @@
+"""Which rank holds which experts: placements, the policies that make them, and changes from one to another.
+
+Pure functions of NumPy arrays, so that every rank computes the same; docs/parallel.md explains them.
+"""
+
+from expertd.service.moe.placement.changes import (
+    Change,
+    count_moves,
+    plan_change,
+    relabel,
+)
+from expertd.service.moe.placement.placement import Placement, contiguous_placement
+from expertd.service.moe.placement.policies import (
+    activation_frequencies,
+    global_placement,
+    hierarchical_placement,
+)
+from expertd.service.moe.placement.replicas import choose_replicas
+
+__all__ = [
+    "Change",
+    "Placement",
+    "activation_frequencies",
+    "choose_replicas",
+    "contiguous_placement",
+    "count_moves",
+    "global_placement",
+    "hierarchical_placement",
+    "plan_change",
+    "relabel",
+]
