@@ -1,7 +1,7 @@
 """A better placement by few moves: the step that gains most, again and again."""
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +12,8 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 # A move must lower a layer's measure by this part of the layer's mean load.
 LEAST_GAIN = 1e-3
-# The measure is the norm of the ranks' loads with this exponent: nearly the largest load, but it also falls if
-# one of several equally loaded ranks is relieved.
+# The measure is the norm of the ranks' loads with this exponent: nearly the largest load, but it also falls
+# if one of several equally loaded ranks is relieved.
 EXPONENT = 16
 
 
@@ -28,7 +28,7 @@ class _Step:
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """One layer: physical experts [slots], which `apply` changes, with their ranks and nodes; loads [experts]."""
+    """One layer: physical experts [slots], which `apply` changes, their ranks and nodes; loads [experts]."""
 
     slots: Ints
     ranks: Ints
@@ -40,7 +40,9 @@ class _Layer:
         held = np.zeros((len(self.loads), int(self.ranks[-1]) + 1))
         np.add.at(held, (self.slots, self.ranks), 1)
         counts = held.sum(axis=1)
-        load = np.bincount(self.ranks, (self.loads / counts)[self.slots], held.shape[1])
+        load: Floats = np.bincount(self.ranks, (self.loads / counts)[self.slots], held.shape[1]).astype(
+            np.float64
+        )
         heavy = int(load.argmax())
         steps = [self._replacement(held, load, heavy)] if most_moves >= 1 else []
         steps += [self._exchange(held, load, heavy)] if most_moves >= 2 else []
@@ -51,7 +53,7 @@ class _Layer:
         self.slots[list(step.slots)] = step.experts
 
     def _replacement(self, held: Floats, load: Floats, heavy: int) -> _Step | None:
-        """The best slot to go from an expert with several replicas to one of which the heavy rank has less then."""
+        """The best slot to take from an expert with several replicas, for another expert."""
         counts = held.sum(axis=1)
         near = self.nodes == self.nodes[self.ranks == heavy][0]
         # Another replica of an expert of the heavy rank, or for the heavy rank another expert.
@@ -93,12 +95,15 @@ class _Layer:
         return _Step(gain, slots, (int(self.slots[slots[1]]), int(self.slots[slots[0]])))
 
 
-def improve(placement: Placement, loads: Floats, max_moves: int, num_nodes: int) -> Ints:
-    """`physical_to_logical` after at most `max_moves` moves, int64 [num_layers, num_physical].
+def improve(
+    placement: Placement, loads: Floats, layers: Ints, max_moves: int, num_nodes: int
+) -> tuple[Placement, int]:
+    """The placement after at most `max_moves` moves in some layers, and the moves.
 
-    loads  float64 [num_layers, num_experts]
+    loads   float64 [num_layers, num_experts]
+    layers  the layers that may change
 
-    The step that gains most by move, in any layer, is taken first. A step gives a slot of an expert with
+    The step that gains most by move, in any of them, is taken first. A step gives a slot of an expert with
     several replicas to another expert (one move), or exchanges two experts (two); it relieves the most loaded
     rank of its layer, and stays within that rank's node.
     """
@@ -107,21 +112,19 @@ def improve(placement: Placement, loads: Floats, max_moves: int, num_nodes: int)
     nodes = ranks // (placement.num_ranks // num_nodes)
     # Relative to the largest load, no sum overflows; layers stay comparable.
     relative = loads / (loads.max() or 1.0)
-    layers = [_Layer(slots[i], ranks, nodes, relative[i]) for i in range(len(slots))]
-    # Sorted by gain, the largest first; the number of the layer decides between equal ones.
-    waiting = [
-        (-step.gain, i, step) for i, layer in enumerate(layers) if (step := layer.best_step(max_moves))
-    ]
+    parts = {i: _Layer(slots[i], ranks, nodes, relative[i]) for i in layers.tolist()}
+    # The largest gain first; the number of the layer decides between equal ones.
+    waiting = [(-step.gain, i, step) for i, part in parts.items() if (step := part.best_step(max_moves))]
     heapq.heapify(waiting)
     left = max_moves
     while waiting:
         _, i, step = heapq.heappop(waiting)
         if len(step.slots) <= left:
-            layers[i].apply(step)
+            parts[i].apply(step)
             left -= len(step.slots)
-        if following := layers[i].best_step(left):
+        if following := parts[i].best_step(left):
             heapq.heappush(waiting, (-following.gain, i, following))
-    return slots
+    return replace(placement, physical_to_logical=slots), max_moves - left
 
 
 def _norm(loads: Floats) -> Floats:

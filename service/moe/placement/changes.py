@@ -77,9 +77,11 @@ def plan_change(
 ) -> Change:
     """How to go from `old` to `new`, or part of the way: at most `max_moves` experts move, over all layers.
 
-    Layers whose max/mean would fall by less than 5 % keep their old placement. If more experts would move than
-    `max_moves` allows, `new` is left aside, and `old` is improved by the moves that gain most, one after
-    another. (With several nodes these stay within a node.) Raises ValueError (name, expected, got).
+    loads  [num_layers, num_experts], those that `new` was made for
+
+    Layers whose max/mean would fall by less than 5 % keep their old placement. If more experts would move
+    than `max_moves` allows, `new` is left aside, and `old` is improved by the moves that gain most, one after
+    another, each within a node. Raises ValueError (name, expected, got).
     """
     require("max_moves", max_moves is None or max_moves >= 0, "at least 0", max_moves)
     checked = checked_loads(loads)
@@ -87,9 +89,16 @@ def plan_change(
     change = _worthwhile(old, relabel(old, new, num_nodes=num_nodes), checked, before)
     if max_moves is None or change.moves <= max_moves:
         return change
-    nodes = num_nodes
-    improved = replace(old, physical_to_logical=improve(old, checked, max_moves, nodes))
-    return _worthwhile(old, improved, checked, before)
+    gaining = np.flatnonzero(change.after < before)
+    together, moves = improve(old, checked, gaining, max_moves, num_nodes)
+    change = _worthwhile(old, together, checked, before)
+    # Moves of layers that gained too little are left: each of these layers tries them alone.
+    alone = gaining[change.after[gaining] == before[gaining]] if moves == max_moves else gaining[:0]
+    for layer in alone[np.argsort(-before[alone], kind="stable")]:
+        left = max_moves - change.moves
+        improved, _ = improve(change.placement, checked, np.array([layer]), left, num_nodes)
+        change = _worthwhile(old, improved, checked, before)
+    return change
 
 
 def _worthwhile(
@@ -118,9 +127,9 @@ def _moved(old: Placement, new: Placement) -> NDArray[np.bool_]:
 
 
 def _kept(before: NDArray[np.int64], after: NDArray[np.int64], num_experts: int) -> NDArray[np.int64]:
-    """Experts that would stay if a part of `after` took the place of a part of `before`: [rows, parts, parts]."""
+    """Experts that stay if a part of `after` takes the place of one of `before`: [rows, before, after]."""
     rows, parts, _ = before.shape
-    held = np.zeros((rows, parts, num_experts + 1), dtype=np.float32)  # one more, for slots that do not exist
+    held = np.zeros((rows, parts, num_experts + 1), dtype=np.float32)  # the last: no slot
     held[np.arange(rows)[:, None, None], np.arange(parts)[:, None], before] = 1
     held[:, :, -1] = 0
     comes = np.zeros_like(held)

@@ -14,8 +14,8 @@ def pack(per_replica: Floats, counts: Ints, capacity: Ints) -> Ints:
     counts       int64 [rows, experts], replicas of each expert; a row's sum is capacity's
     capacity     int64 [ranks], slots of each rank
 
-    The longest-first greedy rule of DeepSeek's EPLB: replicas by falling load, each to the least loaded rank that
-    has room. Equal ones go in the order of experts and of ranks. All rows are packed at once, a replica a turn.
+    The longest-first greedy rule of DeepSeek's EPLB: replicas by falling load, each to the least loaded rank
+    that has room. Equal ones go in the order of experts and of ranks. A turn places one replica of each row.
     """
     rows = len(per_replica)
     num_ranks, total = len(capacity), int(capacity.sum())
@@ -26,15 +26,14 @@ def pack(per_replica: Floats, counts: Ints, capacity: Ints) -> Ints:
     load = np.where(capacity > 0, np.zeros((rows, num_ranks)), np.inf)
     flat, room = load.ravel(), np.tile(capacity, rows)
     first = np.arange(rows) * num_ranks
-    first_full = int(capacity[capacity > 0].min()) - 1
+    # Added to a load, by the room that is left: a full rank is never the least loaded.
+    penalty = np.zeros(int(capacity.max()))
+    penalty[0] = np.inf
     for turn in range(total):
         at = first + load.argmin(axis=1, out=rank_of[turn])
         left = room[at] - 1
         room[at] = left
-        new = flat[at] + weights[turn]
-        if turn >= first_full:
-            new[left == 0] = np.inf
-        flat[at] = new
+        flat[at] += weights[turn] + penalty[left]
     # Few ranks fit into 16 bits, which NumPy sorts by radix.
     by_rank = np.argsort(np.ascontiguousarray(rank_of.T, dtype=np.uint16), axis=1, kind="stable")
     return spread_slots(np.take_along_axis(experts, by_rank, axis=1), capacity)
@@ -46,7 +45,7 @@ def slot_mask(capacity: Ints) -> NDArray[np.bool_]:
 
 
 def spread_slots(experts: Ints, capacity: Ints) -> Ints:
-    """Experts [rows, all slots], rank after rank, as [rows, ranks, slots] with -1 behind a rank's last slot."""
+    """Experts [rows, all slots], rank after rank, as [rows, ranks, slots]; -1 where there is no slot."""
     mask = slot_mask(capacity)
     slots = np.full((len(experts), *mask.shape), -1, dtype=np.int64)
     slots[:, mask] = experts

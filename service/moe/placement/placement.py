@@ -12,9 +12,9 @@ from expertd.service.moe.placement.checks import checked_loads, require
 class Placement:
     """The experts of every rank, for each layer. All arrays are read-only int64.
 
-    physical_to_logical  [num_layers, num_physical], the expert of each physical expert, rank after rank: the
+    physical_to_logical  [num_layers, num_physical], the expert of each physical expert, rank after rank; the
                          first num_physical % num_ranks ranks hold one more than the others
-    logical_to_physical  [num_layers, num_experts, max_replicas], each expert's replicas in rising order, then -1
+    logical_to_physical  [num_layers, num_experts, max_replicas], each expert's replicas, rising, then -1
     num_replicas         [num_layers, num_experts], replicas of each expert, at least 1
 
     Raises ValueError (name, expected, got) for experts that do not exist, and experts without a replica.
@@ -33,10 +33,10 @@ class Placement:
         require(name, integers and held.size > 0, "integers [num_layers, num_physical]", _described(held))
         require("num_experts", num_experts >= 1, "at least 1", num_experts)
         require("num_ranks", self.num_ranks >= 1, "at least 1", self.num_ranks)
-        known = 0 <= held.min() and held.max() < num_experts
+        known = held.min() >= 0 and held.max() < num_experts
         require(name, known, f"experts 0 to {num_experts - 1}", f"{held.min()} to {held.max()}")
         held = held.astype(np.int64)
-        num_layers, num_physical = held.shape
+        num_layers = len(held)
         which = held + np.arange(num_layers)[:, None] * num_experts
         counts = np.bincount(which.ravel(), minlength=num_layers * num_experts).reshape(num_layers, -1)
         if not counts.all():
@@ -63,7 +63,7 @@ class Placement:
     @property
     def num_physical(self) -> int:
         """Physical experts of a layer, on all ranks together."""
-        return self.physical_to_logical.shape[1]
+        return int(self.physical_to_logical.shape[1])
 
     def slots_of_rank(self, rank: int) -> slice:
         """A rank's physical experts, the same in every layer."""
@@ -102,19 +102,28 @@ class Placement:
 
 
 def rank_slots(num_physical: int, num_ranks: int) -> NDArray[np.int64]:
-    """Physical experts of each rank, int64 [num_ranks]: as even as possible, the first ranks have one more."""
+    """Physical experts of each rank, int64 [num_ranks]: even, or the first ranks have one more."""
     require("num_ranks", num_ranks >= 1, "at least 1", num_ranks)
     return num_physical // num_ranks + (np.arange(num_ranks) < num_physical % num_ranks).astype(np.int64)
 
 
-def contiguous_placement(num_layers: int, num_experts: int, num_ranks: int) -> Placement:
-    """The static placement: every expert once, in order; the first num_experts % num_ranks ranks have one more.
+def contiguous_placement(
+    num_layers: int, num_experts: int, num_ranks: int, num_replicas: int | None = None
+) -> Placement:
+    """The static placement: experts in order; the first num_experts % num_ranks ranks have one more.
 
+    num_replicas  physical experts of a layer, at least num_experts, which it is if None; a rank's spare slots
+                  get the experts that follow its own
     Raises ValueError (name, expected, got).
     """
     require("num_layers", num_layers >= 1, "at least 1", num_layers)
     require("num_experts", num_experts >= 1, "at least 1", num_experts)
-    return Placement(np.tile(np.arange(num_experts), (num_layers, 1)), num_experts, num_ranks)
+    total = num_experts if num_replicas is None else num_replicas
+    require("num_replicas", total >= num_experts, f"at least num_experts ({num_experts})", total)
+    own, capacity = rank_slots(num_experts, num_ranks), rank_slots(total, num_ranks)
+    first = np.repeat(np.cumsum(own) - own, capacity)
+    slot = np.arange(total) - np.repeat(np.cumsum(capacity) - capacity, capacity)
+    return Placement(np.tile((first + slot) % num_experts, (num_layers, 1)), num_experts, num_ranks)
 
 
 def _described(values: NDArray[np.generic]) -> str:

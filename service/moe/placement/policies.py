@@ -9,7 +9,7 @@ from expertd.service.moe.placement.placement import Placement, rank_slots
 from expertd.service.moe.placement.replication import replicate
 from expertd.service.moe.placement.swaps import level, separate
 
-# A load that cannot change a decision, for experts that got no tokens: their spare replicas are spread evenly.
+# For experts without load, so small that it changes no decision: spares are spread evenly over them.
 LEAST_LOAD = 1e-12
 # Sums in another order may differ by less.
 ROUNDING = 1e-12
@@ -24,8 +24,9 @@ def global_placement(loads: ArrayLike, num_ranks: int, num_replicas: int) -> Pla
     num_replicas  physical experts of a layer, at least num_experts; the first num_replicas % num_ranks ranks
                   hold one more than the others
 
-    A layer's largest load of a rank is never above that of DeepSeek's greedy rules (replicate the most loaded,
-    pack the longest first), and no rank holds an expert twice unless there is no other way to that.
+    The largest load of a layer's ranks is never above what DeepSeek's greedy rules reach (replicate the most
+    loaded expert, pack the heaviest replica first). No rank holds an expert twice, unless there are more
+    replicas than that allows or no way was found that is as balanced.
     Raises ValueError (name, expected, got).
     """
     checked = checked_loads(loads)
@@ -91,8 +92,9 @@ def activation_frequencies(tokens_per_step: ArrayLike) -> NDArray[np.float64]:
 def _relative(loads: Floats) -> Floats:
     """Each row relative to its largest load, in (0, 1]; a row without any load counts as even."""
     largest = loads.max(axis=1, keepdims=True)
-    relative = np.divide(loads, largest, out=np.ones_like(loads), where=largest > 0)
-    return np.maximum(relative, LEAST_LOAD)
+    relative: Floats = np.divide(loads, largest, out=np.ones_like(loads), where=largest > 0)
+    np.maximum(relative, LEAST_LOAD, out=relative)
+    return relative
 
 
 def _place(loads: Floats, capacity: Ints, num_nodes: int = 1) -> Ints:
@@ -102,7 +104,8 @@ def _place(loads: Floats, capacity: Ints, num_nodes: int = 1) -> Ints:
     greedy, allowed = _greedy(loads, counts, slots, capacity)
     by_layer = (len(loads) // num_nodes, num_nodes)
     allowed = np.repeat(allowed.reshape(by_layer).max(axis=1), num_nodes)
-    mean = np.repeat(loads.reshape(by_layer[0], -1).sum(axis=1), num_nodes) / (num_nodes * len(capacity))
+    # No placement of these replicas reaches less than the mean of the node with most load.
+    mean = np.repeat(loads.sum(axis=1).reshape(by_layer).max(axis=1), num_nodes) / len(capacity)
     separate(slots, loads / counts)
     level(slots, loads / counts, np.minimum(allowed, mean * NEARLY_LEVEL))
     worse = _largest(loads / counts, slots) > allowed
@@ -127,4 +130,5 @@ def _greedy(loads: Floats, counts: Ints, slots: Ints, capacity: Ints) -> tuple[I
 
 def _largest(per_replica: Floats, slots: Ints) -> Floats:
     """Each row's largest load of a rank, with a margin for rounding."""
-    return slot_loads(per_replica, slots).sum(axis=2).max(axis=1) * (1 + ROUNDING)
+    largest: Floats = slot_loads(per_replica, slots).sum(axis=2).max(axis=1)
+    return largest * (1 + ROUNDING)

@@ -6,7 +6,7 @@ from numpy.typing import ArrayLike, NDArray
 from expertd.service.moe.placement.checks import require
 from expertd.service.moe.placement.placement import Placement
 
-# 2^32 divided by the golden ratio: its multiples spread evenly, however many of them and whatever their stride.
+# 2^32 divided by the golden ratio: its multiples spread evenly, however many there are.
 GOLDEN = 2654435769
 
 

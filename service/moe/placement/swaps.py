@@ -1,4 +1,4 @@
-"""Exchanges of replicas between ranks, after packing: no expert twice on a rank, and smaller largest loads."""
+"""Exchanges of replicas between ranks after packing: no expert twice on a rank, lower largest loads."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from expertd.service.moe.placement.packing import Floats, Ints, slot_loads
 
 # Each turn exchanges one pair in each row; the heaviest rank's partner is one of the lightest, in turn.
-MAX_TURNS = 24
+MAX_TURNS = 16
 PARTNERS = 4
 # An exchange must gain more than rounding: this part of the difference of the two loads.
 LEAST_GAIN = 1e-6
@@ -98,11 +98,13 @@ def separate(slots: Ints, per_replica: Floats) -> None:
 
 def _repeated(slots: Ints) -> NDArray[np.bool_]:
     """Which slots have an expert that an earlier slot of their rank has too."""
-    repeated = np.zeros(slots.shape, dtype=np.bool_)
-    for distance in range(1, slots.shape[2]):
-        repeated[:, :, distance:] |= slots[:, :, distance:] == slots[:, :, :-distance]
-    repeated &= slots >= 0
-    return repeated
+    # Slots first, so that the comparisons run over long rows.
+    by_slot = np.ascontiguousarray(slots.transpose(2, 0, 1))
+    repeated = np.zeros(by_slot.shape, dtype=np.bool_)
+    for distance in range(1, len(by_slot)):
+        repeated[distance:] |= by_slot[distance:] == by_slot[:-distance]
+    repeated &= by_slot >= 0
+    return repeated.transpose(1, 2, 0)
 
 
 def _least_harm(slots: Ints, weights: Floats, load: Floats, rank: Ints, a: Ints) -> tuple[Ints, Ints, Floats]:
@@ -110,7 +112,9 @@ def _least_harm(slots: Ints, weights: Floats, load: Floats, rank: Ints, a: Ints)
     each = np.arange(len(slots))
     expert = slots[each, rank, a][:, None, None]
     holds_expert = (slots == expert).any(axis=2, keepdims=True)
-    held_here = (slots[:, :, :, None] == slots[each, rank][:, None, None, :]).any(axis=3)
+    held_here = np.zeros(slots.shape, dtype=np.bool_)
+    for held in slots[each, rank].T:
+        held_here |= slots == held[:, None, None]
     moved = weights[each, rank, a][:, None, None] - weights
     worst = np.maximum(load[each, rank][:, None, None] - moved, load[:, :, None] + moved)
     worst = np.where(holds_expert | held_here | (slots < 0), np.inf, worst).reshape(len(slots), -1)
