@@ -11,7 +11,7 @@ from expertd.service.moe.placement.placement import Placement
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 # A move must lower a layer's measure by this part of the layer's mean load.
-LEAST_GAIN = 1e-3
+LEAST_GAIN = 3e-4
 # The measure is the norm of the ranks' loads with this exponent: nearly the largest load, but it also falls
 # if one of several equally loaded ranks is relieved.
 EXPONENT = 16

@@ -11,10 +11,10 @@ from expertd.service.moe.placement.swaps import level, separate
 
 # For experts without load, so small that it changes no decision: spares are spread evenly over them.
 LEAST_LOAD = 1e-12
-# Sums in another order may differ by less.
-ROUNDING = 1e-12
 # max/mean below which a layer is not improved further, unless the greedy rules reach less.
 NEARLY_LEVEL = 1.001
+# max/mean that counts as perfect: 1.0000, to four decimals.
+LEVEL = 1.00005
 
 
 def global_placement(loads: ArrayLike, num_ranks: int, num_replicas: int) -> Placement:
@@ -24,9 +24,9 @@ def global_placement(loads: ArrayLike, num_ranks: int, num_replicas: int) -> Pla
     num_replicas  physical experts of a layer, at least num_experts; the first num_replicas % num_ranks ranks
                   hold one more than the others
 
-    The largest load of a layer's ranks is never above what DeepSeek's greedy rules reach (replicate the most
-    loaded expert, pack the heaviest replica first). No rank holds an expert twice, unless there are more
-    replicas than that allows or no way was found that is as balanced.
+    A layer's max/mean is never above 1.00005 or what DeepSeek's greedy rules reach (replicate the most loaded
+    expert, pack the heaviest replica first). No rank holds an expert twice, unless there are more replicas than
+    that allows, or no way to it is found within that bound.
     Raises ValueError (name, expected, got).
     """
     checked = checked_loads(loads)
@@ -102,12 +102,14 @@ def _place(loads: Floats, capacity: Ints, num_nodes: int = 1) -> Ints:
     counts = replicate(loads, int(capacity.sum()), len(capacity))
     slots = pack(loads / counts, counts, capacity)
     greedy, allowed = _greedy(loads, counts, slots, capacity)
-    by_layer = (len(loads) // num_nodes, num_nodes)
-    allowed = np.repeat(allowed.reshape(by_layer).max(axis=1), num_nodes)
-    # No placement of these replicas reaches less than the mean of the node with most load.
-    mean = np.repeat(loads.sum(axis=1).reshape(by_layer).max(axis=1), num_nodes) / len(capacity)
+    of_nodes = loads.sum(axis=1).reshape(-1, num_nodes) / len(capacity)
+    allowed = np.maximum(allowed.reshape(of_nodes.shape).max(axis=1), of_nodes.mean(axis=1) * LEVEL)
+    # No placement reaches less than the mean of the node with most load.
+    nearly = np.minimum(allowed, of_nodes.max(axis=1) * NEARLY_LEVEL)
+    allowed, nearly = np.repeat(allowed, num_nodes), np.repeat(nearly, num_nodes)
     separate(slots, loads / counts)
-    level(slots, loads / counts, np.minimum(allowed, mean * NEARLY_LEVEL))
+    level(slots, loads / counts, nearly)
+    level(slots, loads / counts, allowed)
     worse = _largest(loads / counts, slots) > allowed
     slots[worse] = greedy[worse]
     return slots[:, slot_mask(capacity)]
@@ -129,6 +131,6 @@ def _greedy(loads: Floats, counts: Ints, slots: Ints, capacity: Ints) -> tuple[I
 
 
 def _largest(per_replica: Floats, slots: Ints) -> Floats:
-    """Each row's largest load of a rank, with a margin for rounding."""
+    """Each row's largest load of a rank."""
     largest: Floats = slot_loads(per_replica, slots).sum(axis=2).max(axis=1)
-    return largest * (1 + ROUNDING)
+    return largest
