@@ -42,6 +42,7 @@ TORCH_FREE = (
     "expertd.service.http.protocol",
     "expertd.service.http.worker",
     "expertd.service.memory",
+    "expertd.service.moe.placement",
     "expertd.service.moe.request",
     "expertd.service.moe.shape",
     "expertd.service.moe.weights_file",

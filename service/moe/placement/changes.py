@@ -41,11 +41,11 @@ def count_moves(old: Placement, new: Placement) -> int:
 
 
 def relabel(old: Placement, new: Placement, *, num_nodes: int = 1) -> Placement:
-    """`new` with its ranks renumbered, layer by layer, so that few experts move.
+    """`new` with its ranks renumbered, layer by layer, so that as few experts move as possible.
 
-    Nodes are renumbered as a whole, so that the groups of a node stay together. Experts that stay on a rank
-    keep their slot. The loads of the ranks are the same, in another order. It looks for the best numbering
-    by exchanging pairs, which need not find it. Raises ValueError (name, expected, got).
+    Nodes are renumbered as a whole, before the ranks of each, so that the groups of a node stay together.
+    Experts that stay on a rank keep their slot. The loads of the ranks are the same, in another order.
+    Raises ValueError (name, expected, got).
     """
     _require_alike(old, new)
     num_ranks = old.num_ranks

@@ -1,5 +1,7 @@
 """Checks of what callers give to placements."""
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -23,3 +25,8 @@ def checked_loads(loads: ArrayLike, name: str = "loads") -> NDArray[np.float64]:
         got = f"{checked[layer, expert]} at [{layer}, {expert}]"
         raise ValueError(f"{name}: expected finite numbers, not negative, got {got}")
     return checked
+
+
+def described(values: NDArray[Any]) -> str:
+    """An array's dtype and shape, for error messages."""
+    return f"{values.dtype} {list(values.shape)}"

@@ -4,6 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
+FAR = np.iinfo(np.int64).max
 
 
 def match(kept: Ints) -> Ints:
@@ -11,35 +12,43 @@ def match(kept: Ints) -> Ints:
 
     kept  int64 [rows, old parts, new parts], experts that stay if the new part takes the old one's place
 
-    The best pair first, then exchanges of two while more stays.
+    As many as possible stay, over all parts of a row.
     """
-    rows, parts, _ = kept.shape
-    each = np.arange(rows)
-    chosen = np.zeros((rows, parts), dtype=np.int64)
-    left = kept.astype(np.float64)
-    for _ in range(parts):
-        old, new = np.divmod(left.reshape(rows, -1).argmax(axis=1), parts)
-        chosen[each, old] = new
-        left[each, old] = -np.inf
-        left[each, :, new] = -np.inf
-    _exchange_pairs(kept, chosen)
-    return chosen
+    return np.stack([_assign(-row) for row in kept])
 
 
-def _exchange_pairs(kept: Ints, chosen: Ints) -> None:
-    """Exchange two parts of each row at a time, in place, while more stays: ends, as each exchange gains."""
-    rows, parts = chosen.shape
-    pending = np.arange(rows)
-    while len(pending):
-        each = np.arange(len(pending))
-        # [rows, i, j]: what stays if old part i gets the new part of j.
-        stays = np.take_along_axis(kept[pending], chosen[pending][:, None, :], axis=2)
-        now = np.diagonal(stays, axis1=1, axis2=2)
-        gain = stays + stays.transpose(0, 2, 1) - now[:, :, None] - now[:, None, :]
-        i, j = np.divmod(gain.reshape(len(pending), -1).argmax(axis=1), parts)
-        gains = gain[each, i, j] > 0
-        pending, i, j = pending[gains], i[gains], j[gains]
-        chosen[pending, i], chosen[pending, j] = chosen[pending, j], chosen[pending, i]
+def _assign(cost: Ints) -> Ints:
+    """The permutation of least total cost, by the Hungarian method: shortest augmenting paths with prices."""
+    parts = len(cost)
+    column_of = np.full(parts, -1, dtype=np.int64)
+    row_of = np.full(parts, -1, dtype=np.int64)
+    row_price, column_price = cost.min(axis=1), np.zeros(parts, dtype=np.int64)
+    for start in range(parts):
+        distance = np.full(parts, FAR)
+        open_distance = distance.copy()  # FAR also where a column is done
+        previous = np.zeros(parts, dtype=np.int64)
+        done = np.zeros(parts, dtype=np.bool_)
+        row, length, rows = start, 0, [start]
+        while row >= 0:
+            through = length + cost[row] - row_price[row] - column_price
+            shorter = (through < open_distance) & ~done
+            open_distance[shorter] = distance[shorter] = through[shorter]
+            previous[shorter] = row
+            column = int(open_distance.argmin())
+            length = int(distance[column])
+            done[column], open_distance[column] = True, FAR
+            row = int(row_of[column])
+            rows.append(row)
+        # Prices rise by what each row or column on the way lies below the path's length.
+        column_price[done] += distance[done] - length
+        row_price[start] += length
+        matched = np.array(rows[1:-1], dtype=np.int64)
+        row_price[matched] += length - distance[column_of[matched]]
+        while row != start:
+            row = int(previous[column])
+            row_of[column] = row
+            column_of[row], column = column, int(column_of[row])
+    return column_of
 
 
 def keep_slots(before: Ints, after: Ints) -> Ints:

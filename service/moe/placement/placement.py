@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from expertd.service.moe.placement.checks import checked_loads, require
+from expertd.service.moe.placement.checks import checked_loads, described, require
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +30,7 @@ class Placement:
         held = np.array(self.physical_to_logical)
         name, num_experts = "physical_to_logical", self.num_experts
         integers = held.ndim == 2 and held.dtype.kind in "iu"
-        require(name, integers and held.size > 0, "integers [num_layers, num_physical]", _described(held))
+        require(name, integers and held.size > 0, "integers [num_layers, num_physical]", described(held))
         require("num_experts", num_experts >= 1, "at least 1", num_experts)
         require("num_ranks", self.num_ranks >= 1, "at least 1", self.num_ranks)
         known = held.min() >= 0 and held.max() < num_experts
@@ -124,7 +124,3 @@ def contiguous_placement(
     first = np.repeat(np.cumsum(own) - own, capacity)
     slot = np.arange(total) - np.repeat(np.cumsum(capacity) - capacity, capacity)
     return Placement(np.tile((first + slot) % num_experts, (num_layers, 1)), num_experts, num_ranks)
-
-
-def _described(values: NDArray[np.generic]) -> str:
-    return f"{values.dtype} {list(values.shape)}"

@@ -25,8 +25,8 @@ def global_placement(loads: ArrayLike, num_ranks: int, num_replicas: int) -> Pla
                   hold one more than the others
 
     A layer's max/mean is never above 1.00005 or what DeepSeek's greedy rules reach (replicate the most loaded
-    expert, pack the heaviest replica first). No rank holds an expert twice, unless there are more replicas than
-    that allows, or no way to it is found within that bound.
+    expert, pack the heaviest replica first). No rank holds an expert twice, unless there are more replicas
+    than that allows, or no way to it is found within that bound.
     Raises ValueError (name, expected, got).
     """
     checked = checked_loads(loads)

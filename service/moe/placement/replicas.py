@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from expertd.service.moe.placement.checks import require
+from expertd.service.moe.placement.checks import described, require
 from expertd.service.moe.placement.placement import Placement
 
 # 2^32 divided by the golden ratio: its multiples spread evenly, however many there are.
@@ -25,9 +25,10 @@ def choose_replicas(
     Raises ValueError (name, expected, got).
     """
     ids, rows = np.asarray(topk_ids), np.asarray(positions)
-    require("topk_ids", ids.ndim == 2 and ids.dtype.kind in "iu", "integers [T, top_k]", ids.shape)
-    require("positions", rows.dtype.kind in "iu" and rows.shape == ids.shape[:1], f"[{len(ids)}]", rows.shape)
-    require("positions", not (rows < 0).any(), "at least 0", rows.min(initial=0))
+    require("topk_ids", ids.ndim == 2 and ids.dtype.kind in "iu", "integers [T, top_k]", described(ids))
+    same = rows.dtype.kind in "iu" and rows.shape == ids.shape[:1]
+    require("positions", same, f"integers [{len(ids)}]", described(rows))
+    require("positions", bool((rows >= 0).all()), "at least 0", rows.min(initial=0))
     require("layer", 0 <= layer < placement.num_layers, f"0 to {placement.num_layers - 1}", layer)
     known = (ids >= -1) & (ids < placement.num_experts)
     require("topk_ids", bool(known.all()), f"-1 to {placement.num_experts - 1}", ids[~known][:1])

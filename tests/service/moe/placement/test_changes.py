@@ -1,0 +1,223 @@
+"""From one placement to another: which experts move, and which changes are not worth it."""
+
+from dataclasses import replace
+from itertools import permutations
+
+import numpy as np
+import pytest
+
+from expertd.service.moe.placement import (
+    Placement,
+    contiguous_placement,
+    count_moves,
+    global_placement,
+    hierarchical_placement,
+    plan_change,
+    relabel,
+)
+from tests.service.moe.placement.greedy import draw
+
+
+def slots(*ranks: list[int], num_experts: int) -> Placement:
+    """One layer by the experts of each rank."""
+    return Placement(np.concatenate(ranks)[None], num_experts, len(ranks))
+
+
+def by_rank(placement: Placement) -> list[list[list[int]]]:
+    """The sorted experts of each rank of each layer."""
+    return [
+        [sorted(placement.experts_of_rank(layer, rank).tolist()) for rank in range(placement.num_ranks)]
+        for layer in range(placement.num_layers)
+    ]
+
+
+def test_only_experts_that_a_rank_lacks_move() -> None:
+    old = slots([0, 1, 2], [3, 4, 0], num_experts=5)
+    assert count_moves(old, old) == 0
+    assert count_moves(old, slots([2, 0, 1], [0, 4, 3], num_experts=5)) == 0
+    assert count_moves(old, slots([0, 1, 4], [3, 2, 2], num_experts=5)) == 3
+    assert count_moves(old, slots([0, 1, 1], [3, 4, 2], num_experts=5)) == 1
+
+
+def test_renumbered_ranks_keep_their_experts_and_slots() -> None:
+    old = slots([0, 1, 2], [3, 4, 5], [6, 7, 0], num_experts=8)
+    new = slots([6, 0, 7], [2, 0, 3], [5, 1, 4], num_experts=8)
+    found = relabel(old, new)
+    assert found.physical_to_logical.tolist() == [[0, 3, 2, 1, 4, 5, 6, 7, 0]]
+    assert count_moves(old, found) == 2
+
+
+def test_few_ranks_are_renumbered_as_well_as_possible() -> None:
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        old, new = (global_placement(draw("lognormal", rng, 1, 12), 4, 16) for _ in range(2))
+        ranks = new.physical_to_logical.reshape(4, 4)
+        every = (ranks[list(order)].reshape(1, -1) for order in permutations(range(4)))
+        best = min(count_moves(old, replace(new, physical_to_logical=order)) for order in every)
+        found = relabel(old, new)
+        assert count_moves(old, found) == best, f"seed {seed}"
+        assert sorted(by_rank(found)[0]) == sorted(by_rank(new)[0])
+
+
+@pytest.mark.parametrize(("num_ranks", "num_replicas"), [(32, 288), (7, 290), (1, 260)])
+def test_a_shuffled_placement_is_recognised(num_ranks: int, num_replicas: int) -> None:
+    rng = np.random.default_rng(0)
+    old = global_placement(draw("lognormal", rng, 6, 256), num_ranks, num_replicas)
+    shuffled = old.physical_to_logical.copy()
+    spare = num_replicas % num_ranks
+    for layer in shuffled:
+        ranks = [layer[old.slots_of_rank(rank)].copy() for rank in range(num_ranks)]
+        # Only ranks of equally many slots can take each other's place.
+        order = [*rng.permutation(spare), *(spare + rng.permutation(num_ranks - spare))]
+        layer[:] = np.concatenate([rng.permutation(ranks[rank]) for rank in order])
+    new = replace(old, physical_to_logical=shuffled)
+    found = relabel(old, new)
+    assert count_moves(old, found) == 0
+    assert (found.physical_to_logical == old.physical_to_logical).all()
+
+
+def test_renumbering_keeps_the_groups_of_a_node_together() -> None:
+    rng = np.random.default_rng(0)
+    first, second = (draw("lognormal", rng, 4, 64) for _ in range(2))
+    old = hierarchical_placement(first, 8, 80, num_nodes=4, num_groups=8)
+    new = hierarchical_placement(second, 8, 80, num_nodes=4, num_groups=8)
+    found = relabel(old, new, num_nodes=4)
+    for layer in range(4):
+        nodes = [sorted(set(n.tolist())) for n in found.physical_to_logical[layer].reshape(4, -1)]
+        theirs = [sorted(set(n.tolist())) for n in new.physical_to_logical[layer].reshape(4, -1)]
+        assert sorted(nodes) == sorted(theirs)
+    assert count_moves(old, found) < count_moves(old, new)
+    assert found.imbalance(second) == pytest.approx(new.imbalance(second))
+
+
+def test_layers_that_gain_less_than_5_percent_stay() -> None:
+    old = contiguous_placement(3, 4, 2)
+    # max/mean of the static placement: 1.04, 1.2 and 2.
+    loads = np.array([[26.0, 26, 26, 22], [30, 30, 20, 20], [1, 1, 0, 0]])
+    change = plan_change(old, global_placement(loads, 2, 4), loads)
+    assert (change.placement.physical_to_logical[0] == old.physical_to_logical[0]).all()
+    assert change.before.tolist() == pytest.approx([1.04, 1.2, 2.0])
+    assert change.after.tolist() == pytest.approx([1.04, 1.0, 1.0])
+    assert change.worthwhile
+    assert change.moves == count_moves(old, change.placement) == 4
+
+
+def test_a_change_that_gains_too_little_is_not_worthwhile() -> None:
+    loads = np.array([[26.0, 26, 26, 22]])
+    old = contiguous_placement(1, 4, 2)
+    change = plan_change(old, global_placement(loads, 2, 4), loads)
+    assert not change.worthwhile
+    assert change.moves == 0
+    assert (change.placement.physical_to_logical == old.physical_to_logical).all()
+
+
+def test_noise_moves_nothing() -> None:
+    rng = np.random.default_rng(0)
+    loads = draw("lognormal", rng, 58, 256)
+    old = global_placement(loads, 32, 288)
+    noisy = loads * rng.lognormal(sigma=0.02, size=loads.shape)
+    assert not plan_change(old, global_placement(noisy, 32, 288), noisy).worthwhile
+
+
+@pytest.mark.parametrize("max_moves", [0, 1, 2, 5, 20, 80])
+@pytest.mark.parametrize("name", ["lognormal", "zipf 1.0"])
+def test_no_more_experts_move_than_allowed(name: str, max_moves: int) -> None:
+    for seed in range(3):
+        loads = draw(name, np.random.default_rng(seed), 4, 64)
+        old = contiguous_placement(4, 64, 8, 72)
+        change = plan_change(old, global_placement(loads, 8, 72), loads, max_moves=max_moves)
+        assert change.moves == count_moves(old, change.placement) <= max_moves, f"seed {seed}"
+        changed = (change.placement.physical_to_logical != old.physical_to_logical).any(axis=1)
+        assert (change.after[changed] <= 0.95 * change.before[changed]).all(), f"seed {seed}"
+        assert (change.after[~changed] == change.before[~changed]).all(), f"seed {seed}"
+        assert change.worthwhile == (max_moves > 0), f"seed {seed}"
+
+
+def test_few_moves_are_the_ones_that_gain_most() -> None:
+    # Zipf 1.0 over 64 experts on 2 ranks, and 256 on 4: eight moves suffice for the goal of 1.05.
+    for num_experts, num_ranks in ((64, 2), (256, 4)):
+        for seed in range(5):
+            loads = draw("zipf 1.0", np.random.default_rng(seed), 1, num_experts)
+            old = contiguous_placement(1, num_experts, num_ranks, num_experts + 32)
+            new = global_placement(loads, num_ranks, num_experts + 32)
+            change = plan_change(old, new, loads, max_moves=8)
+            assert change.after[0] <= 1.05 or not change.worthwhile, f"seed {seed}: {change.after}"
+
+
+def test_several_small_changes_reach_balance() -> None:
+    loads = draw("zipf 1.0", np.random.default_rng(0), 4, 64)
+    new = global_placement(loads, 8, 72)
+    placement = contiguous_placement(4, 64, 8, 72)
+    for _ in range(40):
+        change = plan_change(placement, new, loads, max_moves=8)
+        if not change.worthwhile:
+            break
+        assert change.after.mean() < change.before.mean()
+        placement = change.placement
+    assert placement.imbalance(loads).max() < 1.08
+
+
+def test_a_plan_that_fits_is_carried_out_whole() -> None:
+    loads = draw("zipf 1.0", np.random.default_rng(0), 2, 64)
+    old, new = contiguous_placement(2, 64, 8, 72), global_placement(loads, 8, 72)
+    whole = plan_change(old, new, loads)
+    bounded = plan_change(old, new, loads, max_moves=whole.moves)
+    assert (bounded.placement.physical_to_logical == whole.placement.physical_to_logical).all()
+    assert by_rank(whole.placement) != by_rank(old)
+    assert [sorted(ranks) for ranks in by_rank(whole.placement)] == [sorted(r) for r in by_rank(new)]
+
+
+def test_moves_that_were_too_few_for_many_layers_help_one() -> None:
+    # In each of 30 layers two moves gain less than 5 %, so that 40 moves shared by all are worth nothing.
+    rng = np.random.default_rng(3)
+    loads = draw("lognormal", rng, 30, 256)
+    old = global_placement(loads, 32, 288)
+    loads = loads * rng.lognormal(sigma=0.1, size=loads.shape)
+    change = plan_change(old, global_placement(loads, 32, 288), loads, max_moves=40)
+    assert 2 < change.moves <= 40
+    assert (change.after <= 0.95 * change.before).any()
+
+
+def test_experts_stay_on_their_node_when_few_may_move() -> None:
+    rng = np.random.default_rng(0)
+    old = hierarchical_placement(draw("lognormal", rng, 3, 64), 8, 80, num_nodes=4, num_groups=8)
+    loads = draw("lognormal", rng, 3, 64)
+    new = hierarchical_placement(loads, 8, 80, num_nodes=4, num_groups=8)
+    change = plan_change(old, new, loads, max_moves=10, num_nodes=4)
+    assert change.worthwhile
+    for layer in range(3):
+        nodes = [set(n.tolist()) for n in old.physical_to_logical[layer].reshape(4, -1)]
+        after = [set(n.tolist()) for n in change.placement.physical_to_logical[layer].reshape(4, -1)]
+        assert after == nodes
+
+
+def test_placements_of_different_sizes_are_refused() -> None:
+    old = contiguous_placement(2, 8, 2, 10)
+    for name, new in (
+        ("num_layers", contiguous_placement(3, 8, 2, 10)),
+        ("num_experts", contiguous_placement(2, 9, 2, 10)),
+        ("num_ranks", contiguous_placement(2, 8, 5, 10)),
+        ("num_physical", contiguous_placement(2, 8, 2, 8)),
+    ):
+        expected = f"^{name}: expected {getattr(old, name)}, got {getattr(new, name)}$"
+        for change in (count_moves, relabel):
+            with pytest.raises(ValueError, match=expected):
+                change(old, new)
+        with pytest.raises(ValueError, match=expected):
+            plan_change(old, new, np.ones((2, 8)))
+
+
+def test_impossible_limits_are_refused() -> None:
+    old = contiguous_placement(1, 8, 4)
+    with pytest.raises(ValueError, match=r"^max_moves: expected at least 0, got -1$"):
+        plan_change(old, old, np.ones((1, 8)), max_moves=-1)
+    for num_nodes in (0, 3):
+        with pytest.raises(ValueError, match=rf"^num_nodes: expected a divisor of 4, got {num_nodes}$"):
+            plan_change(old, old, np.ones((1, 8)), num_nodes=num_nodes)
+    uneven = contiguous_placement(1, 9, 4)
+    with pytest.raises(
+        ValueError, match=r"^num_nodes: expected 1 where ranks hold different numbers, got 2$"
+    ):
+        relabel(uneven, uneven, num_nodes=2)
+    with pytest.raises(ValueError, match=r"^loads: expected \[1, 8\], got \[1, 7\]$"):
+        plan_change(old, old, np.ones((1, 7)))
