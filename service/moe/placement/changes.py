@@ -131,7 +131,6 @@ def _kept(before: NDArray[np.int64], after: NDArray[np.int64], num_experts: int)
     rows, parts, _ = before.shape
     held = np.zeros((rows, parts, num_experts + 1), dtype=np.float32)  # the last: no slot
     held[np.arange(rows)[:, None, None], np.arange(parts)[:, None], before] = 1
-    held[:, :, -1] = 0
     comes = np.zeros_like(held)
     np.add.at(comes, (np.arange(rows)[:, None, None], np.arange(parts)[:, None], after), 1)
     return (held @ comes.transpose(0, 2, 1)).astype(np.int64)

@@ -21,12 +21,9 @@ def level(slots: Ints, per_replica: Floats, enough: Floats) -> None:
 
     No exchange raises a row's largest load, or brings an expert to a rank that holds it already.
     """
-    num_ranks = slots.shape[1]
-    if num_ranks < 2:
-        return
     weights = slot_loads(per_replica, slots)
     load = weights.sum(axis=2)
-    partners = min(PARTNERS, num_ranks - 1)
+    partners = min(PARTNERS, slots.shape[1])
     idle = np.zeros(len(slots), dtype=np.int64)
     for turn in range(MAX_TURNS):
         rows = np.flatnonzero((load.max(axis=1) > enough) & (idle < partners))
@@ -103,7 +100,6 @@ def _repeated(slots: Ints) -> NDArray[np.bool_]:
     repeated = np.zeros(by_slot.shape, dtype=np.bool_)
     for distance in range(1, len(by_slot)):
         repeated[distance:] |= by_slot[distance:] == by_slot[:-distance]
-    repeated &= by_slot >= 0
     return repeated.transpose(1, 2, 0)
 
 

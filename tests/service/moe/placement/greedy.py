@@ -5,6 +5,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from expertd.service.moe.placement import Placement
+
 Floats = NDArray[np.float64]
 
 LOADS: dict[str, Callable[[np.random.Generator, int], Floats]] = {
@@ -59,3 +61,13 @@ def _pack(weights: list[float], capacity: list[int]) -> tuple[list[list[int]], l
         packed[pack].append(weights[item])
         sums[pack] += weights[item]
     return items, packed
+
+
+def repeated(placement: Placement) -> int:
+    """Physical experts whose rank holds the same expert in another slot."""
+    held = [
+        placement.experts_of_rank(layer, rank)
+        for layer in range(placement.num_layers)
+        for rank in range(placement.num_ranks)
+    ]
+    return sum(len(experts) - len(set(experts.tolist())) for experts in held)

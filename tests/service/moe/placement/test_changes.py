@@ -15,7 +15,7 @@ from expertd.service.moe.placement import (
     plan_change,
     relabel,
 )
-from tests.service.moe.placement.greedy import draw
+from tests.service.moe.placement.greedy import draw, repeated
 
 
 def slots(*ranks: list[int], num_experts: int) -> Placement:
@@ -90,6 +90,24 @@ def test_renumbering_keeps_the_groups_of_a_node_together() -> None:
     assert found.imbalance(second) == pytest.approx(new.imbalance(second))
 
 
+def test_whole_nodes_are_recognised() -> None:
+    old = hierarchical_placement(
+        draw("lognormal", np.random.default_rng(0), 3, 64), 8, 80, num_nodes=4, num_groups=8
+    )
+    nodes = old.physical_to_logical.reshape(3, 4, 2, 10)[:, [2, 3, 1, 0], ::-1]
+    new = replace(old, physical_to_logical=nodes.reshape(3, 80))
+    assert (relabel(old, new, num_nodes=4).physical_to_logical == old.physical_to_logical).all()
+
+
+def test_ranks_of_different_sizes_keep_them() -> None:
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        old, new = (global_placement(draw("lognormal", rng, 3, 9), 4, 11) for _ in range(2))
+        for ours, theirs in zip(by_rank(relabel(old, new)), by_rank(new), strict=True):
+            assert sorted(ours) == sorted(theirs), f"seed {seed}"
+            assert [len(rank) for rank in ours] == [3, 3, 3, 2]
+
+
 def test_layers_that_gain_less_than_5_percent_stay() -> None:
     old = contiguous_placement(3, 4, 2)
     # max/mean of the static placement: 1.04, 1.2 and 2.
@@ -131,6 +149,7 @@ def test_no_more_experts_move_than_allowed(name: str, max_moves: int) -> None:
         assert (change.after[changed] <= 0.95 * change.before[changed]).all(), f"seed {seed}"
         assert (change.after[~changed] == change.before[~changed]).all(), f"seed {seed}"
         assert change.worthwhile == (max_moves > 0), f"seed {seed}"
+        assert repeated(change.placement) == 0, f"seed {seed}"
 
 
 def test_few_moves_are_the_ones_that_gain_most() -> None:
@@ -142,6 +161,14 @@ def test_few_moves_are_the_ones_that_gain_most() -> None:
             new = global_placement(loads, num_ranks, num_experts + 32)
             change = plan_change(old, new, loads, max_moves=8)
             assert change.after[0] <= 1.05 or not change.worthwhile, f"seed {seed}: {change.after}"
+
+
+def test_the_unit_of_loads_does_not_matter() -> None:
+    loads = draw("zipf 1.0", np.random.default_rng(0), 2, 64)
+    old, new = contiguous_placement(2, 64, 8, 72), global_placement(loads, 8, 72)
+    one, huge = (plan_change(old, new, loads * unit, max_moves=8) for unit in (1.0, 2.0**1023))
+    assert (one.placement.physical_to_logical == huge.placement.physical_to_logical).all()
+    assert one.worthwhile
 
 
 def test_several_small_changes_reach_balance() -> None:

@@ -8,12 +8,11 @@ import pytest
 from numpy.typing import NDArray
 
 from expertd.service.moe.placement import (
-    Placement,
     activation_frequencies,
     global_placement,
     hierarchical_placement,
 )
-from tests.service.moe.placement.greedy import LOADS, draw, greedy_global, greedy_hierarchical
+from tests.service.moe.placement.greedy import LOADS, draw, greedy_global, greedy_hierarchical, repeated
 
 # experts, ranks, replicas
 SIZES = [
@@ -39,16 +38,6 @@ def allowed(theirs: list[float], loads: NDArray[np.float64], num_ranks: int) -> 
     totals = loads.sum(axis=1)
     ratios = np.where(totals > 0, np.array(theirs) * num_ranks / np.maximum(totals, 1e-300), 1.0)
     return np.maximum(ratios, 1.00005) + 1e-12
-
-
-def repeated(placement: Placement) -> int:
-    """Physical experts whose rank holds the same expert in another slot."""
-    held = [
-        placement.experts_of_rank(layer, rank)
-        for layer in range(placement.num_layers)
-        for rank in range(placement.num_ranks)
-    ]
-    return sum(len(experts) - len(set(experts.tolist())) for experts in held)
 
 
 @pytest.mark.parametrize("name", LOADS)
@@ -112,8 +101,13 @@ def test_zipf_over_few_ranks_is_balanced_by_32_spare_replicas(num_experts: int, 
 def test_no_rank_holds_an_expert_twice(
     name: str, num_experts: int, num_ranks: int, num_replicas: int
 ) -> None:
-    loads = draw(name, np.random.default_rng(0), 6, num_experts)
+    loads = draw(name, np.random.default_rng(0), 20, num_experts)
     assert repeated(global_placement(loads, num_ranks, num_replicas)) == 0
+
+
+def test_no_rank_holds_an_expert_twice_where_that_needs_many_exchanges() -> None:
+    loads = draw("dirichlet 0.3", np.random.default_rng(0), 58, 256)
+    assert repeated(global_placement(loads, 32, 288)) == 0
 
 
 def test_every_expert_of_a_group_is_on_one_node() -> None:
@@ -149,6 +143,16 @@ def test_without_load_spare_replicas_are_spread_evenly() -> None:
     assert placement.num_replicas[1].max() == 4
     assert sorted(placement.num_replicas[1])[:-1] == [1, 1, 2, 2, 2, 2, 2]
     assert placement.imbalance(loads).tolist() == [1.0, 1.0]
+
+
+def test_more_replicas_than_ranks_can_hold_apart_are_spread_evenly() -> None:
+    assert global_placement(np.ones((1, 4)), 1, 8).num_replicas.tolist() == [[2] * 4]
+    assert global_placement(np.ones((1, 4)), 2, 12).num_replicas.tolist() == [[3] * 4]
+
+
+def test_equal_loads_are_placed_in_the_order_of_experts_and_ranks() -> None:
+    placement = global_placement(np.ones((1, 64)), 8, 64)
+    assert (placement.physical_to_logical.reshape(8, 8) == np.arange(64).reshape(8, 8).T).all()
 
 
 def test_equal_loads_give_the_same_placement_every_time() -> None:
