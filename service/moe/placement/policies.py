@@ -106,10 +106,9 @@ def _place(loads: Floats, capacity: Ints, num_nodes: int = 1) -> Ints:
     allowed = np.maximum(allowed.reshape(of_nodes.shape).max(axis=1), of_nodes.mean(axis=1) * LEVEL)
     # No placement reaches less than the mean of the node with most load.
     nearly = np.minimum(allowed, of_nodes.max(axis=1) * NEARLY_LEVEL)
-    allowed, nearly = np.repeat(allowed, num_nodes), np.repeat(nearly, num_nodes)
+    allowed = np.repeat(allowed, num_nodes)
     separate(slots, loads / counts)
-    level(slots, loads / counts, nearly)
-    level(slots, loads / counts, allowed)
+    level(slots, loads / counts, np.repeat(nearly, num_nodes))
     worse = _largest(loads / counts, slots) > allowed
     slots[worse] = greedy[worse]
     return slots[:, slot_mask(capacity)]
