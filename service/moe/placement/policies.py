@@ -15,6 +15,8 @@ LEAST_LOAD = 1e-12
 NEARLY_LEVEL = 1.001
 # max/mean that counts as perfect: 1.0000, to four decimals.
 LEVEL = 1.00005
+# Sums in another order differ by less.
+ROUNDING = 1 + 1e-12
 
 
 def global_placement(loads: ArrayLike, num_ranks: int, num_replicas: int) -> Placement:
@@ -109,7 +111,7 @@ def _place(loads: Floats, capacity: Ints, num_nodes: int = 1) -> Ints:
     allowed = np.repeat(allowed, num_nodes)
     separate(slots, loads / counts)
     level(slots, loads / counts, np.repeat(nearly, num_nodes))
-    worse = _largest(loads / counts, slots) > allowed
+    worse = _largest(loads / counts, slots) > allowed * ROUNDING
     slots[worse] = greedy[worse]
     return slots[:, slot_mask(capacity)]
 

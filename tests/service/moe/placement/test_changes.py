@@ -152,6 +152,15 @@ def test_no_more_experts_move_than_allowed(name: str, max_moves: int) -> None:
         assert repeated(change.placement) == 0, f"seed {seed}"
 
 
+def test_few_moves_bring_no_expert_to_a_rank_twice() -> None:
+    for seed in range(100):
+        rng = np.random.default_rng(seed)
+        old, loads = global_placement(draw("pareto 1.2", rng, 1, 12), 4, 16), draw("pareto 1.2", rng, 1, 12)
+        new = global_placement(loads, 4, 16)
+        change = plan_change(old, new, loads, max_moves=5)
+        assert repeated(change.placement) <= max(repeated(old), repeated(new)), f"seed {seed}"
+
+
 def test_few_moves_are_the_ones_that_gain_most() -> None:
     # Zipf 1.0 over 64 experts on 2 ranks, and 256 on 4: eight moves suffice for the goal of 1.05.
     for num_experts, num_ranks in ((64, 2), (256, 4)):

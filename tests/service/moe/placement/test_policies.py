@@ -146,8 +146,9 @@ def test_more_replicas_than_ranks_can_hold_apart_are_spread_evenly() -> None:
 
 
 def test_equal_loads_are_placed_in_the_order_of_experts_and_ranks() -> None:
-    placement = global_placement(np.ones((1, 64)), 8, 64)
-    assert (placement.physical_to_logical.reshape(8, 8) == np.arange(64).reshape(8, 8).T).all()
+    placement = global_placement(np.tile([1.0, 2.0], (1, 64)), 8, 128)
+    order = [*range(1, 128, 2), *range(0, 128, 2)]
+    assert (placement.physical_to_logical.reshape(8, 16) == np.reshape(order, (16, 8)).T).all()
 
 
 def test_equal_loads_give_the_same_placement_every_time() -> None:
