@@ -1,6 +1,6 @@
 """Which rank holds which experts: placements, the policies that make them, and changes from one to another.
 
-Pure functions of NumPy arrays, so that every rank computes the same; docs/parallel.md explains them.
+Pure functions of NumPy arrays. One process computes a placement for all ranks; docs/parallel.md explains it.
 """
 
 from expertd.service.moe.placement.changes import (
