@@ -71,3 +71,11 @@ def repeated(placement: Placement) -> int:
         for rank in range(placement.num_ranks)
     ]
     return sum(len(experts) - len(set(experts.tolist())) for experts in held)
+
+
+def by_rank(placement: Placement) -> list[list[list[int]]]:
+    """The sorted experts of each rank of each layer."""
+    return [
+        [sorted(placement.experts_of_rank(layer, rank).tolist()) for rank in range(placement.num_ranks)]
+        for layer in range(placement.num_layers)
+    ]

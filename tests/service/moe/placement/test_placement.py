@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from expertd.service.moe.placement import Placement, contiguous_placement, global_placement
+from expertd.service.moe.split import split_experts
 from tests.service.moe.placement.greedy import draw
 
 # Two layers of four experts on three ranks, with 3, 2 and 2 slots.
@@ -77,6 +78,13 @@ def test_the_static_placement_has_experts_in_order(
     placement = contiguous_placement(3, num_experts, num_ranks, num_replicas)
     for layer in range(3):
         assert [placement.experts_of_rank(layer, r).tolist() for r in range(num_ranks)] == ranks
+
+
+@pytest.mark.parametrize(("num_experts", "num_ranks"), [(8, 2), (7, 3), (256, 32), (10, 4)])
+def test_the_static_placement_is_the_contiguous_split_of_layers(num_experts: int, num_ranks: int) -> None:
+    placement = contiguous_placement(1, num_experts, num_ranks)
+    for rank, part in enumerate(split_experts(range(num_experts), num_ranks)):
+        assert placement.experts_of_rank(0, rank).tolist() == list(part)
 
 
 @pytest.mark.parametrize(
