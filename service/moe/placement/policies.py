@@ -111,6 +111,7 @@ def _place(loads: Floats, capacity: Ints, num_nodes: int = 1) -> Ints:
     allowed = np.repeat(allowed, num_nodes)
     separate(slots, loads / counts)
     level(slots, loads / counts, np.repeat(nearly, num_nodes))
+    level(slots, loads / counts, allowed)  # more turns for those that exceed it still
     worse = _largest(loads / counts, slots) > allowed * ROUNDING
     slots[worse] = greedy[worse]
     return slots[:, slot_mask(capacity)]

@@ -105,6 +105,11 @@ def test_no_rank_holds_an_expert_twice(
     assert repeated(global_placement(loads, num_ranks, num_replicas)) == 0
 
 
+def test_no_rank_holds_an_expert_twice_where_that_takes_many_exchanges() -> None:
+    loads = draw("zipf 1.5", np.random.default_rng(0), 10, 256)
+    assert repeated(global_placement(loads, 8, 288)) == 0
+
+
 def test_every_expert_of_a_group_is_on_one_node() -> None:
     loads = draw("lognormal", np.random.default_rng(0), 5, 64)
     placement = hierarchical_placement(loads, 8, 80, num_nodes=4, num_groups=8)
