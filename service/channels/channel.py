@@ -22,7 +22,7 @@ from expertd.service.channels.layout import (
 )
 from expertd.service.channels.open_channel import Answered, BrokenError, ClosedError, OpenChannel, Slot
 from expertd.service.channels.requests import InvalidRequestError
-from expertd.service.engine.errors import EngineError, QueueFullError
+from expertd.service.engine.errors import EngineError
 from expertd.service.engine.refusals import Reason
 from expertd.service.engine.statuses import ANSWERS
 from expertd.service.engine.steps import Pending
@@ -142,8 +142,7 @@ class Channel(OpenChannel):
     def _fail(self, slot: Slot, error: Exception) -> None:
         if isinstance(error, EngineError):
             status, reason = ANSWERS[type(error)]
-            retry_after = error.retry_after * 1000 if isinstance(error, QueueFullError) else 0
-            self._answer(slot, status, reason, str(error), retry_after)
+            self._answer(slot, status, reason, str(error), error.retry_after * 1000)
         else:
             self._answer(slot, 499, "client_gone", str(error))
 

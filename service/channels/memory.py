@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from expertd.service.memory import Register, Span, nothing_to_register
+from expertd.service.memory import Mapped, Register, Span, nothing_to_register
 
 # Neither side can change the size, so no access by this process ends in SIGBUS.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -33,7 +33,7 @@ class SealedMemory:
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
             mapped = mmap.mmap(descriptor, num_bytes)
             address = int(np.frombuffer(mapped, np.uint8).ctypes.data)
-            self._unregister = register(address, num_bytes)
+            self._unregister = register(Mapped(address, num_bytes, descriptor))
         except BaseException:
             os.close(descriptor)
             raise

@@ -28,6 +28,7 @@ from expertd.service.channels.layout import (
     fence,
 )
 from expertd.service.engine.errors import (
+    DeviceLostError,
     EngineError,
     NotReadyError,
     QueueFullError,
@@ -52,7 +53,7 @@ _ERRORS: dict[int, type[EngineError]] = {
     REASON_CODES["step_failed"]: StepFailedError,
     REASON_CODES["queue_timeout"]: QueueTimeoutError,
     REASON_CODES["shutting_down"]: SchedulerClosedError,
-    REASON_CODES["not_ready"]: NotReadyError,
+    REASON_CODES["not_ready"]: DeviceLostError,
 }
 
 

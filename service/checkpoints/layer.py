@@ -1,6 +1,6 @@
 """Finds the tensors of one MoE layer of a checkpoint, and checks their shapes and dtypes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from expertd.limits import SCALE_BLOCK
 from expertd.service.checkpoints.config import CheckpointError
@@ -39,6 +39,10 @@ class LayerSource:
     def num_bytes(self) -> int:
         """Bytes of the experts' weights in the files."""
         return sum(matrix.num_bytes for group in self.groups for matrix in group)
+
+    def part(self, experts: range, num_experts: int) -> "LayerSource":
+        """The same with only the routed `experts`, of all `num_experts`, and the shared ones."""
+        return replace(self, groups=self.groups[experts.start : experts.stop] + self.groups[num_experts:])
 
     @property
     def formats(self) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from functools import partial
 from expertd.kernels.jit import stats as jit_stats
 from expertd.service.engine.batching import Scheduler
 from expertd.service.engine.errors import (
+    DeviceLostError,
     NotReadyError,
     PartitionsRefusedError,
     PartitionsUnavailableError,
@@ -76,6 +77,8 @@ class Engine:
             return f"the server is {self.phase.value}"
         if not self.can_be_reached():
             return "the server is starting its HTTP processes"
+        if self.loaded is not None and (lost := self.loaded.why_not()) is not None:
+            return lost
         if failing := self._failing(models):
             return f"model {', '.join(failing)}: at least the last {_FAILING_STEPS} steps failed"
         return None
@@ -85,7 +88,7 @@ class Engine:
         reason = self.why_not_ready(*models)
         if reason is None:
             return
-        if self.phase is Phase.READY:
+        if self.phase is Phase.READY and self.loaded is not None and self.loaded.why_not() is None:
             for model in self._failing(models):
                 if model not in self._retries:
                     self._retries[model] = asyncio.get_running_loop().create_task(self._retry(model))
@@ -100,9 +103,11 @@ class Engine:
         return served(self.models, name, version)
 
     def check_loaded(self, model: str) -> None:
-        """Raise NotReadyError during loading."""
+        """Raise NotReadyError during loading, and DeviceLostError while no step can run."""
         if self.loaded is None:
             raise NotReadyError(f"model {model} is not ready: the server is {self.phase.value}")
+        if (lost := self.loaded.why_not()) is not None:
+            raise DeviceLostError(f"model {model} is not ready: {lost}")
 
     def check_capacity(self, model: str) -> None:
         """Raise QueueFullError or SchedulerClosedError if every request would be refused now."""
@@ -160,6 +165,8 @@ class Engine:
             await self.shared_memory.stop()
             if self.arena is not None:
                 self.arena.close()
+            if self.loaded is not None:
+                await asyncio.to_thread(self.loaded.close)
         else:
             logger.warning("the worker thread is still busy: exiting without waiting for it")
         for task in (tasks := [*self._retries.values(), *([self._loading] if self._loading else [])]):

@@ -2,7 +2,12 @@
 
 
 class EngineError(Exception):
-    """Base class; the text is one sentence for the caller."""
+    """Base class; the text is one sentence for the caller.
+
+    retry_after  seconds until another try may succeed; 0: unknown
+    """
+
+    retry_after = 0
 
 
 class UnknownModelError(EngineError):
@@ -11,6 +16,12 @@ class UnknownModelError(EngineError):
 
 class NotReadyError(EngineError):
     """The server or a model is not ready."""
+
+
+class DeviceLostError(EngineError):
+    """The device computes nothing at present, and is being started again."""
+
+    retry_after = 1
 
 
 class QueueFullError(EngineError):
@@ -31,6 +42,8 @@ class QueueTimeoutError(EngineError):
 
 class MemoryFullError(EngineError):
     """The memory for bodies and outputs is in use."""
+
+    retry_after = 1
 
 
 class RequestRefusedError(EngineError):

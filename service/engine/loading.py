@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,7 +14,7 @@ import torch
 from expertd.backends import BACKENDS
 from expertd.kernels import Backend, resolve_backend
 from expertd.kernels.backends import why_not
-from expertd.service.checkpoints import CheckpointModelSettings
+from expertd.service.checkpoints import CheckpointModelSettings, LayerSource
 from expertd.service.checkpoints.weights import read_layer
 from expertd.service.engine.steps import Runner
 from expertd.service.memory import OpenCuda, Register, nothing_to_register
@@ -75,8 +75,10 @@ class Loaded:
 
     memory returns (used, total) bytes of the device, None without a GPU. Call prepare_steps on the worker
     thread after partitions are replaced: it captures CUDA graphs again. It may raise LoadCancelledError or
-    fail; steps run in either case. register makes host memory accessible to the device. open_cuda opens GPU
-    memory of other processes; None without a GPU.
+    fail; steps run in either case. register makes host memory accessible to the device. register_files does
+    so for files of callers, who may shrink them; None: the CPU copies. open_cuda opens GPU memory of other
+    processes; None without a GPU. why_not says why no step can run at present, and they raise
+    DeviceLostError. close ends what loading has started, after the last step.
     """
 
     backend: str
@@ -86,14 +88,27 @@ class Loaded:
     memory: Callable[[], tuple[int, int] | None]
     prepare_steps: Callable[[Cancelled], None]
     register: Register = nothing_to_register
+    register_files: Register | None = None
     open_cuda: OpenCuda | None = None
+    why_not: Callable[[], str | None] = lambda: None
+    close: Callable[[], None] = lambda: None
 
 
 Loader = Callable[[Settings, Cancelled], Loaded]
 
 
-def load(settings: Settings, cancelled: Cancelled) -> Loaded:
+class MakeLayer(Protocol):
+    """Makes the layer that a model describes; `layer_of` is one."""
+
+    def __call__(
+        self, model: ModelSettings, backend: Backend, device: torch.device, cancelled: Cancelled, /
+    ) -> MoELayer: ...
+
+
+def load(settings: Settings, cancelled: Cancelled, make_layer: MakeLayer | None = None) -> Loaded:
     """Load everything in `settings`, on the worker thread, which will also run the steps.
+
+    make_layer  makes each model's layer; None: `layer_of`
 
     Raises ValueError if the device or a weights file does not fit the settings, and LoadCancelledError once
     `cancelled` returns True.
@@ -114,7 +129,7 @@ def load(settings: Settings, cancelled: Cancelled) -> Loaded:
             f"partitions: expected a backend whose device has SMs to partition, got {backend.name!r}"
         )
 
-    runners = _load_models(settings, backend, partitions, cancelled)
+    runners = _load_models(settings, backend, partitions, cancelled, make_layer or layer_of)
     on_gpu = list(runners.values()) if device.type == "cuda" else []
     capture_graphs(on_gpu, device, cancelled)
     return Loaded(
@@ -125,12 +140,17 @@ def load(settings: Settings, cancelled: Cancelled) -> Loaded:
         lambda: device_memory(device),
         partial(capture_graphs, on_gpu, device),
         register_for(device),
+        register_for(device) if device.type == "cuda" else None,
         opener_for(device),
     )
 
 
 def _load_models(
-    settings: Settings, backend: Backend, partitions: "SMPartitions | None", cancelled: Cancelled
+    settings: Settings,
+    backend: Backend,
+    partitions: "SMPartitions | None",
+    cancelled: Cancelled,
+    make_layer: MakeLayer,
 ) -> dict[str, LayerRunner]:
     runners: dict[str, LayerRunner] = {}
     staging = Staging(backend.device) if backend.device.type == "cuda" else None
@@ -140,7 +160,7 @@ def _load_models(
             if not shows_bars():
                 logger.info("loading model %s", model.name)
             advance(0, model.name)
-            layer = layer_of(model, backend, backend.device, cancelled)
+            layer = make_layer(model, backend, backend.device, cancelled)
             if staging is not None:
                 itemsize = FLOATS[model.datatype].itemsize
                 staging.prepare(settings.limits.max_batch_tokens, model.hidden_size, model.top_k, itemsize)
@@ -151,11 +171,22 @@ def _load_models(
     return runners
 
 
-def layer_of(model: ModelSettings, backend: Backend, device: torch.device, cancelled: Cancelled) -> MoELayer:
-    """The layer that `model` describes, with its weights on `device`. Raises as `load` does."""
+def layer_of(
+    model: ModelSettings,
+    backend: Backend,
+    device: torch.device,
+    cancelled: Cancelled,
+    held: range | None = None,
+) -> MoELayer:
+    """The layer that `model` describes, with its weights on `device`. Raises as `load` does.
+
+    held  the routed experts that are held here, of a model that holds all, beside all shared ones; None: the
+          model's
+    """
+    shape = model.shape if held is None else replace(model.shape, local_experts=held)
     return MoELayer(
-        model.shape,
-        _weights(model, model.shape, device, cancelled),
+        shape,
+        _weights(model, shape, device, cancelled, held),
         backend,
         routing=model.routing.rule,
         masked_max_tokens=model.masked_max_tokens,
@@ -163,20 +194,25 @@ def layer_of(model: ModelSettings, backend: Backend, device: torch.device, cance
 
 
 def _weights(
-    model: ModelSettings, shape: LayerShape, device: torch.device, cancelled: Cancelled
+    model: ModelSettings,
+    shape: LayerShape,
+    device: torch.device,
+    cancelled: Cancelled,
+    held: range | None,
 ) -> ExpertWeights:
     if isinstance(model, CheckpointModelSettings):
-        return _from_checkpoint(model, shape, device, cancelled)
+        source = model.source if held is None else model.source.part(held, model.num_experts)
+        return _from_checkpoint(model.name, source, shape, device, cancelled)
     if model.weights.path is not None:
-        return load_weights(model.weights.path, shape, device)
-    return random_weights(shape, model.weights.seed or 0, device)
+        return load_weights(model.weights.path, model.shape, device, held)
+    return random_weights(model.shape, model.weights.seed or 0, device, held)
 
 
 def _from_checkpoint(
-    model: CheckpointModelSettings, shape: LayerShape, device: torch.device, cancelled: Cancelled
+    name: str, source: LayerSource, shape: LayerShape, device: torch.device, cancelled: Cancelled
 ) -> ExpertWeights:
-    source, start = model.source, time.perf_counter()
-    with progress_bar(model.name, source.num_bytes, "B") as advance:
+    start = time.perf_counter()
+    with progress_bar(name, source.num_bytes, "B") as advance:
 
         def progress(num_bytes: int) -> None:
             _stop_if(cancelled)
@@ -186,7 +222,7 @@ def _from_checkpoint(
     check_weights(shape, weights)
     if not shows_bars():
         seconds, megabytes = time.perf_counter() - start, source.num_bytes / 1e6
-        logger.info("read %.1f MB of %s, %.0f MB/s", megabytes, model.name, megabytes / seconds)
+        logger.info("read %.1f MB of %s, %.0f MB/s", megabytes, name, megabytes / seconds)
     return weights
 
 

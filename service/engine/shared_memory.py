@@ -21,7 +21,6 @@ from expertd.service.memory import (
     Regions,
     RegionUses,
     SystemMemory,
-    nothing_to_register,
 )
 from expertd.service.memory.system import file_name
 from expertd.service.sentences import shown
@@ -83,7 +82,7 @@ class SharedMemory:
     async def register_system(self, name: str, key: str, offset: int, num_bytes: int) -> None:
         """Register a file of /dev/shm. Raises RegionRefusedError, SharedMemoryDisabledError."""
         loaded = self._check_ready()
-        register = None if loaded.register is nothing_to_register else loaded.register
+        register = loaded.register_files
         prefix = self._settings.key_prefix
 
         def opened() -> SystemMemory:

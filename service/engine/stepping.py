@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from expertd.service.engine.delivery import Delivery
-from expertd.service.engine.errors import StepFailedError
+from expertd.service.engine.errors import DeviceLostError, StepFailedError
 from expertd.service.engine.queues import Queues
 from expertd.service.engine.steps import Pending, Step, StepObserver
 from expertd.service.moe.request import StepResult
@@ -156,6 +156,9 @@ class Stepping:
         self._delivery.report_later(partial(self._observer.step_done, running.model, result, waited))
 
     def _failed(self, requests: list[Pending], error: Exception) -> None:
+        if isinstance(error, DeviceLostError):
+            self._refuse(requests, error)
+            return
         model = requests[0].model
         self._queues[model].failures += 1
         logger.error("step of model %s with %d requests failed", model, len(requests), exc_info=error)
@@ -169,8 +172,13 @@ class Stepping:
             return
         failure = StepFailedError(f"the step failed: {type(error).__name__}")
         failure.__cause__ = error
-        if requests[0].on_worker:
-            requests[0].done(failure)
-            self._delivery.answered()
-        else:
-            self._delivery.deliver_soon([(requests[0], failure)])
+        self._refuse(requests, failure)
+
+    def _refuse(self, requests: list[Pending], error: Exception) -> None:
+        """Answer the requests of a step without output."""
+        direct = [pending for pending in requests if pending.on_worker]
+        for pending in direct:
+            pending.done(error)
+        if direct:
+            self._delivery.answered(len(direct))
+        self._delivery.deliver_soon([(pending, error) for pending in requests if not pending.on_worker])

@@ -28,7 +28,10 @@ class Step(Protocol):
 
 
 class Runner(Protocol):
-    """Computes steps; implemented by `expertd.service.moe.runner.LayerRunner`."""
+    """Computes steps; implemented by `expertd.service.moe.runner.LayerRunner`.
+
+    A step whose `begin` or end raises DeviceLostError is no fault of its requests.
+    """
 
     def validate(self, request: LayerRequest) -> None: ...
 

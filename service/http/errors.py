@@ -1,6 +1,6 @@
 """The engine's errors as HTTP errors."""
 
-from expertd.service.engine.errors import EngineError, MemoryFullError, QueueFullError
+from expertd.service.engine.errors import EngineError
 from expertd.service.engine.statuses import ANSWERS
 from expertd.service.http.protocol import OipError
 
@@ -8,9 +8,7 @@ from expertd.service.http.protocol import OipError
 def http_error(error: EngineError) -> OipError:
     """The engine's error as an HTTP error."""
     status, reason = ANSWERS[type(error)]
-    headers = {}
-    if isinstance(error, QueueFullError | MemoryFullError):
-        headers["Retry-After"] = str(error.retry_after if isinstance(error, QueueFullError) else 1)
+    headers = {"Retry-After": str(error.retry_after)} if error.retry_after else {}
     answer = OipError(status, str(error), reason=reason, headers=headers)
     answer.__cause__ = error
     return answer

@@ -6,6 +6,7 @@ from expertd.service.memory.regions import Kind, Region, Regions
 from expertd.service.memory.span import (
     Buffer,
     DeviceMemory,
+    Mapped,
     OpenCuda,
     Register,
     Span,
@@ -22,6 +23,7 @@ __all__ = [
     "Buffer",
     "DeviceMemory",
     "Kind",
+    "Mapped",
     "NoBlockError",
     "OpenCuda",
     "Place",

@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 
-from expertd.service.memory.span import Register, Span, Unregister, nothing_to_register
+from expertd.service.memory.span import Mapped, Register, Span, Unregister, nothing_to_register
 
 _GRAIN = 64 * 1024  # blocks start and end at multiples of it: few sizes, so that freed blocks fit again
 
@@ -45,7 +45,7 @@ class Arena:
     """At most `num_bytes` of memory for bodies and outputs, as blocks. Safe from any thread.
 
     memory  where they are; None: in a file without a name, whose pages the kernel allocates on first use.
-            `register` touches all of them
+            `register` may touch all of them
     """
 
     def __init__(
@@ -62,7 +62,9 @@ class Arena:
         self._free = {0: self.num_bytes}  # start -> bytes, in the order of addresses
         self._lock = threading.Lock()
         self._used = 0
-        self._unregister: Unregister = register(self._address, self.num_bytes)
+        self._unregister: Unregister = lambda: None
+        if self.fd >= 0:
+            self._unregister = register(Mapped(self._address, self.num_bytes, self.fd))
 
     @property
     def used_bytes(self) -> int:

@@ -7,11 +7,23 @@ from typing import TypeGuard
 Buffer = bytes | bytearray | memoryview
 
 Unregister = Callable[[], None]
-Register = Callable[[int, int], Unregister]
-"""Makes host memory (address, bytes) accessible to the device; returns the function that ends it."""
 
 
-def nothing_to_register(address: int, num_bytes: int) -> Unregister:
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """Host memory: `num_bytes` at `address`, mapped from `offset` of the file `descriptor` on."""
+
+    address: int
+    num_bytes: int
+    descriptor: int
+    offset: int = 0
+
+
+Register = Callable[[Mapped], Unregister]
+"""Makes host memory accessible to the device; returns the function that ends it."""
+
+
+def nothing_to_register(memory: Mapped) -> Unregister:
     """A CPU accesses all host memory."""
     return lambda: None
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from expertd.service.memory.span import Register, Span, Unregister
+from expertd.service.memory.span import Mapped, Register, Span, Unregister
 
 FOLDER = Path("/dev/shm")
 
@@ -106,7 +106,7 @@ class SystemMemory:
         try:
             self._map = mmap.mmap(self._fd, size, offset=first)
             address = int(np.frombuffer(self._map, np.uint8).ctypes.data)
-            self._unregister = register(address, size)
+            self._unregister = register(Mapped(address, size, self._fd, first))
         except (OSError, ValueError, RuntimeError) as error:
             text = (
                 f"byte_size: expected memory that the device can access, got {self.num_bytes} bytes: {error}"

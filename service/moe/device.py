@@ -4,7 +4,7 @@ import platform
 
 import torch
 
-from expertd.service.memory import Register, Unregister, nothing_to_register
+from expertd.service.memory import Mapped, Register, Unregister, nothing_to_register
 
 _PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegister: in every context, and at the same address on the GPU
 
@@ -27,12 +27,13 @@ def register_for(device: torch.device) -> Register:
     if device.type != "cuda":
         return nothing_to_register
 
-    def register(address: int, num_bytes: int) -> Unregister:
+    def register(memory: Mapped) -> Unregister:
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         with torch.cuda.device(device):
-            status = runtime.cudaHostRegister(address, num_bytes, _PORTABLE_AND_MAPPED)
+            status = runtime.cudaHostRegister(memory.address, memory.num_bytes, _PORTABLE_AND_MAPPED)
         if int(status):
-            raise RuntimeError(f"cudaHostRegister: expected {num_bytes} bytes to be registered, got {status}")
-        return lambda: runtime.cudaHostUnregister(address)
+            expected = f"{memory.num_bytes} bytes to be registered"
+            raise RuntimeError(f"cudaHostRegister: expected {expected}, got {status}")
+        return lambda: runtime.cudaHostUnregister(memory.address)
 
     return register

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -36,12 +37,20 @@ class ExpertWeights:
     router_bias: Tensor | None = None
 
 
-def random_weights(shape: LayerShape, seed: int, device: torch.device | str) -> ExpertWeights:
-    """Normal weights with variance 1/fan-in, quantized; reproducible for a seed on one type of device."""
+def random_weights(
+    shape: LayerShape, seed: int, device: torch.device | str, part: range | None = None
+) -> ExpertWeights:
+    """Normal weights with variance 1/fan-in, quantized; reproducible for a seed on one type of device.
+
+    part  only these of the routed experts, and all shared ones, with the weights that they have among all;
+          None: all groups of `shape`
+    """
+    kept = _kept(shape, part)
     generator = torch.Generator(device).manual_seed(seed)
     router = _normal((shape.num_experts, shape.hidden_size), generator).to(torch.bfloat16)
-    gate_up = _random_experts(shape.num_groups, 2 * shape.intermediate_size, shape.hidden_size, generator)
-    down = _random_experts(shape.num_groups, shape.hidden_size, shape.intermediate_size, generator)
+    i, h = shape.intermediate_size, shape.hidden_size
+    gate_up = _random_experts(shape.num_groups, kept, 2 * i, h, generator)
+    down = _random_experts(shape.num_groups, kept, h, i, generator)
     return ExpertWeights(router, gate_up, down)
 
 
@@ -50,8 +59,12 @@ def save_weights(path: Path | str, weights: ExpertWeights) -> None:
     save_file(_by_name(weights), str(path))
 
 
-def load_weights(path: Path | str, shape: LayerShape, device: torch.device | str) -> ExpertWeights:
-    """Read a file in the format of `save_weights` directly to `device`.
+def load_weights(
+    path: Path | str, shape: LayerShape, device: torch.device | str, part: range | None = None
+) -> ExpertWeights:
+    """Read a file of `shape`, in the format of `save_weights`, directly to `device`.
+
+    part  only these of the routed experts, and all shared ones; None: all groups of `shape`
 
     Raises ValueError if the file cannot be read, or if a tensor is missing, unknown, or has the wrong shape
     or dtype.
@@ -59,7 +72,10 @@ def load_weights(path: Path | str, shape: LayerShape, device: torch.device | str
     check_weights_file(Path(path), shape)
     try:
         with safe_open(str(path), framework="pt", device=str(device)) as file:
-            tensors = {name: _aligned(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118  (no mapping)
+            tensors = {
+                name: _aligned(_part(file, name, _kept(shape, part)))
+                for name in file.keys()  # noqa: SIM118  (no mapping)
+            }
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path}: expected a safetensors file, got: {error}") from error
     return ExpertWeights(
@@ -68,6 +84,24 @@ def load_weights(path: Path | str, shape: LayerShape, device: torch.device | str
         Quantized(tensors["down"], tensors["down_scale"]),
         tensors.get("router_bias"),
     )
+
+
+def _kept(shape: LayerShape, part: range | None) -> list[int]:
+    """The groups of `shape` that are kept: `part` of its routed experts, None: all, and the shared ones."""
+    num_routed = len(shape.held_experts)
+    return [*(range(num_routed) if part is None else part), *range(num_routed, shape.num_groups)]
+
+
+def _part(file: Any, name: str, kept: list[int]) -> Tensor:
+    """A tensor of the open file, with only the groups in `kept`, which has at most one gap."""
+    tensor: Tensor
+    if name.startswith("router") or len(kept) == file.get_slice(name).get_shape()[0]:
+        tensor = file.get_tensor(name)
+        return tensor
+    stored = file.get_slice(name)
+    gap = next((at for at in range(1, len(kept)) if kept[at] != kept[at - 1] + 1), len(kept))
+    runs = [run for run in (kept[:gap], kept[gap:]) if run]
+    return torch.cat([stored[run[0] : run[-1] + 1] for run in runs])
 
 
 def _aligned(tensor: Tensor) -> Tensor:
@@ -94,13 +128,18 @@ def _by_name(weights: ExpertWeights) -> dict[str, Tensor]:
     }
 
 
-def _random_experts(num_groups: int, n: int, k: int, generator: torch.Generator) -> Quantized:
-    data = torch.empty((num_groups, n, k), dtype=torch.float8_e4m3fn, device=generator.device)
-    scales = torch.empty((num_groups, n // SCALE_BLOCK, k // SCALE_BLOCK), device=generator.device)
+def _random_experts(
+    num_groups: int, kept: list[int], n: int, k: int, generator: torch.Generator
+) -> Quantized:
+    data = torch.empty((len(kept), n, k), dtype=torch.float8_e4m3fn, device=generator.device)
+    scales = torch.empty((len(kept), n // SCALE_BLOCK, k // SCALE_BLOCK), device=generator.device)
+    places = {group: place for place, group in enumerate(kept)}
     for group in range(num_groups):  # one at a time: a large layer would not fit unquantized
-        group_data, group_scales = quantize_blocks(_normal((n, k), generator))
-        data[group].copy_(group_data)
-        scales[group].copy_(group_scales)
+        normal = _normal((n, k), generator)  # also of the others: the next ones depend on it
+        if group in places:
+            group_data, group_scales = quantize_blocks(normal)
+            data[places[group]].copy_(group_data)
+            scales[places[group]].copy_(group_scales)
     return Quantized(data, scales)
 
 

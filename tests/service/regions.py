@@ -10,7 +10,7 @@ import httpx
 import numpy as np
 
 from expertd.service.engine.loading import Loaded, Loader
-from expertd.service.memory import DeviceMemory, Span, Unregister
+from expertd.service.memory import DeviceMemory, Mapped, Span, Unregister
 from expertd.service.moe.request import LayerRequest, Output, StepResult
 from expertd.service.settings.model import Settings
 from tests.service.apps import HIDDEN, Serving, tiny_settings
@@ -70,13 +70,13 @@ class Device:
         """Where the "GPU's" memory begins, aligned as an allocation."""
         return -(-ctypes.addressof(self.memory) // 256) * 256
 
-    def register(self, address: int, num_bytes: int) -> Unregister:
+    def register(self, memory: Mapped) -> Unregister:
         """See `Loaded.register`; the first call is for the arena."""
         if self.loading:
             self.loading = False
             return lambda: None
-        self.registered[address] = num_bytes
-        return lambda: self.registered.__delitem__(address)
+        self.registered[memory.address] = memory.num_bytes
+        return lambda: self.registered.__delitem__(memory.address)
 
     def open_cuda(self, handle: bytes, device_id: int, num_bytes: int) -> DeviceMemory:
         """See `Loaded.open_cuda`."""
@@ -100,6 +100,7 @@ class Device:
                 None,
                 lambda: None,
                 lambda _: None,
+                self.register,
                 self.register,
                 self.open_cuda,
             )

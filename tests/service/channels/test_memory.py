@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from expertd.service.channels.memory import SealedMemory
+from expertd.service.memory import Mapped
 from tests.service.channels.servers import mapped
 
 
@@ -24,8 +25,9 @@ def test_neither_side_can_change_the_size() -> None:
 def test_memory_is_registered_and_goes_with_its_last_user() -> None:
     events: list[object] = []
 
-    def register(address: int, num_bytes: int) -> Callable[[], None]:
-        events.append((address, num_bytes))
+    def register(memory: Mapped) -> Callable[[], None]:
+        assert os.fstat(memory.descriptor).st_size == memory.num_bytes
+        events.append((memory.address, memory.num_bytes))
         return lambda: events.append("unregistered")
 
     before = mapped()
@@ -41,7 +43,7 @@ def test_memory_is_registered_and_goes_with_its_last_user() -> None:
 
 
 def test_memory_that_cannot_be_registered_is_not_kept() -> None:
-    def register(address: int, num_bytes: int) -> Callable[[], None]:
+    def register(memory: Mapped) -> Callable[[], None]:
         raise RuntimeError("too much")
 
     before = mapped()

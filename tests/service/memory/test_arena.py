@@ -1,11 +1,12 @@
 """Blocks of the arena: distinct, reused, merged when freed, and bounded."""
 
 import mmap
+import os
 import random
 
 import pytest
 
-from expertd.service.memory import Arena, Block, Span, host_view
+from expertd.service.memory import Arena, Block, Mapped, Span, Unregister, host_view
 
 GRAIN = 64 * 1024
 
@@ -69,11 +70,12 @@ def test_a_block_is_extended_into_the_free_memory_behind_it() -> None:
 def test_the_memory_is_registered_once_and_can_be_mapped_elsewhere() -> None:
     calls: list[tuple[int, int]] = []
 
-    def register(address: int, num_bytes: int) -> object:
-        calls.append((address, num_bytes))
+    def register(memory: Mapped) -> Unregister:
+        assert os.fstat(memory.descriptor).st_size == memory.num_bytes
+        calls.append((memory.address, memory.num_bytes))
         return lambda: calls.append((0, 0))
 
-    arena = Arena(3 * GRAIN, register)  # type: ignore[arg-type]
+    arena = Arena(3 * GRAIN, register)
     block = arena.take(10)
     assert block is not None
     address, num_bytes = calls[0]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from expertd.service.memory import RegionError, SystemMemory, Unregister
+from expertd.service.memory import Mapped, RegionError, SystemMemory, Unregister
 from expertd.service.memory.system import FOLDER, file_name
 from tests.service.shm import shm_file
 
@@ -24,9 +24,11 @@ class Device:
     def __init__(self) -> None:
         self.registered: dict[int, int] = {}
 
-    def register(self, address: int, num_bytes: int) -> Unregister:
-        self.registered[address] = num_bytes
-        return lambda: self.registered.__delitem__(address)
+    def register(self, memory: Mapped) -> Unregister:
+        assert memory.offset % PAGE == 0
+        assert memory.offset + memory.num_bytes <= os.fstat(memory.descriptor).st_size
+        self.registered[memory.address] = memory.num_bytes
+        return lambda: self.registered.__delitem__(memory.address)
 
 
 @pytest.mark.parametrize("slash", ["", "/"])
@@ -64,7 +66,7 @@ def test_a_device_gets_whole_pages_and_the_address_of_the_first_byte() -> None:
 
 
 def test_a_failed_registration_leaves_nothing_behind() -> None:
-    def refuse(address: int, num_bytes: int) -> Unregister:
+    def refuse(memory: Mapped) -> Unregister:
         raise RuntimeError("cudaHostRegister: expected 64 bytes to be registered, got 2")
 
     with shm_file() as file:
