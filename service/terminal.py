@@ -12,9 +12,19 @@ from tqdm import tqdm
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
-def configure_logging(level: str) -> None:
-    """Log lines with time, level and module on stderr, for this process and the libraries in it."""
-    logging.basicConfig(level=level.upper(), handlers=[_Handler()], format=_FORMAT)
+_bars = True
+
+
+def configure_logging(level: str, source: str = "", bars: bool = True) -> None:
+    """Log lines with time, level and module on stderr, for this process and the libraries in it.
+
+    source  what each message begins with, if several processes write to one stderr
+    bars    whether this process may show progress bars; only one of them can
+    """
+    global _bars
+    _bars = bars
+    form = _FORMAT.replace("%(message)s", f"{source}%(message)s")
+    logging.basicConfig(level=level.upper(), handlers=[_Handler()], format=form)
     logging.captureWarnings(True)  # else they would overwrite the bars
     if level != "debug":
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # we log start and shutdown ourselves
@@ -23,7 +33,7 @@ def configure_logging(level: str) -> None:
 def shows_bars() -> bool:
     """Whether stderr can show progress bars; if not, callers log progress instead."""
     # A terminal without a size (a container's, while nobody is attached) cannot show them.
-    return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
+    return _bars and sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
 
 
 @contextmanager

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from expertd.service.settings.model import Settings
     from expertd.service.settings.values import Values
 
-_COMMON = ("host", "port", "uds", "http_workers", "backend", "log_level")
+_COMMON = ("host", "port", "uds", "http_workers", "backend", "devices", "ranks", "log_level")
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +26,8 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--uds", help="path of a Unix socket to listen on, instead of host and port")
     parser.add_argument("--http-workers", help="number of processes that speak HTTP (default: 1)")
     parser.add_argument("--backend", help=f"auto, {' or '.join(BACKENDS)}")
+    parser.add_argument("--devices", help="GPUs that share every layer, such as 0-1 (default: one)")
+    parser.add_argument("--ranks", help="number of processes that share every layer on the CPU (default: 1)")
     parser.add_argument("--log-level", help="debug, info, warning or error")
     parser.add_argument(
         "--set",

@@ -171,37 +171,28 @@ def _load_models(
     return runners
 
 
-def layer_of(
-    model: ModelSettings,
-    backend: Backend,
-    device: torch.device,
-    cancelled: Cancelled,
-    held: range | None = None,
-) -> MoELayer:
-    """The layer that `model` describes, with its weights on `device`. Raises as `load` does.
-
-    held  the routed experts that are held here, of a model that holds all, beside all shared ones; None: the
-          model's
-    """
-    shape = model.shape if held is None else replace(model.shape, local_experts=held)
+def layer_of(model: ModelSettings, backend: Backend, device: torch.device, cancelled: Cancelled) -> MoELayer:
+    """The layer that `model` describes, with its weights on `device`. Raises as `load` does."""
     return MoELayer(
-        shape,
-        _weights(model, shape, device, cancelled, held),
+        model.shape,
+        weights_of(model, device, cancelled),
         backend,
         routing=model.routing.rule,
         masked_max_tokens=model.masked_max_tokens,
     )
 
 
-def _weights(
-    model: ModelSettings,
-    shape: LayerShape,
-    device: torch.device,
-    cancelled: Cancelled,
-    held: range | None,
+def weights_of(
+    model: ModelSettings, device: torch.device, cancelled: Cancelled, held: range | None = None
 ) -> ExpertWeights:
+    """The weights of `model` on `device`. Raises as `load` does.
+
+    held  only these routed experts, of a model that holds all, and all shared ones; None: the model's
+    """
     if isinstance(model, CheckpointModelSettings):
-        source = model.source if held is None else model.source.part(held, model.num_experts)
+        shape, source = model.shape, model.source
+        if held is not None:
+            shape, source = replace(shape, local_experts=held), source.part(held, model.num_experts)
         return _from_checkpoint(model.name, source, shape, device, cancelled)
     if model.weights.path is not None:
         return load_weights(model.weights.path, model.shape, device, held)

@@ -68,11 +68,11 @@ class HostSteps:
                 np.copyto(_bytes(topk_weights[part]), _array(request.topk_weights, np.uint8))
         return topk_ids, topk_weights
 
-    def _out(self, batch: Batch) -> Tensor | None:
-        """The only request's own memory for its output; None: the layer allocates float32."""
+    def _out(self, batch: Batch) -> Tensor:
+        """[T, H] of `batch.out_dtype`; the only request's own memory for its output if it has such."""
         wanted, h = batch.requests[0].output, self._layer.shape.hidden_size
         if len(batch.requests) > 1 or wanted is None or wanted.address % _ALIGNMENT:
-            return None
+            return torch.empty((batch.num_tokens, h), dtype=batch.out_dtype)
         return torch.frombuffer(host_view(wanted), dtype=batch.out_dtype).view(-1, h)
 
 

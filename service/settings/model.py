@@ -13,7 +13,7 @@ from expertd.routing import Routing
 from expertd.service.moe.shape import LayerShape
 from expertd.service.sentences import shown
 from expertd.service.settings.buffers import default_bytes, needed_bytes, region_bytes
-from expertd.service.settings.spans import Layers, Span, numbers
+from expertd.service.settings.spans import Devices, Layers, Span, numbers
 
 ENV_PREFIX = "EXPERTD_"
 ENV_DELIMITER = "__"
@@ -306,6 +306,17 @@ class Settings(BaseSettings):
     backend: str = Field(
         default="auto", description=f"{' or '.join(BACKENDS)}; auto: the first one that can run"
     )
+    devices: Devices | None = Field(
+        default=None,
+        description="GPUs that share every layer, e.g. `0-1` or a list: each has a process, a rank, with its part "
+        "of the experts; see docs/parallel.md; null: one GPU, or `ranks`",
+    )
+    ranks: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="number of ranks that share every layer on the CPU; with `devices`, their number",
+    )
     partitions: dict[str, int] = Field(default={}, description="number of SMs of each SM partition, by name")
     limits: Limits = Field(default=Limits(), description="limits on requests, steps and queues")
     shared_memory: SharedMemorySettings = Field(
@@ -358,6 +369,40 @@ class Settings(BaseSettings):
                 raise ValueError(f"partitions.{partition}: expected at least 1 SM, got {sms}")
         self._check_partitions("models", self.models)
         self._check_partitions("checkpoints", self.checkpoints)
+        return self
+
+    @property
+    def num_ranks(self) -> int:
+        """The processes that share every layer; 1: this one computes."""
+        return self.ranks if self.devices is None else len(numbers(self.devices))
+
+    @model_validator(mode="after")
+    def _ranks_can_share(self) -> Self:
+        count = self.num_ranks
+        if self.devices is not None:
+            if self.backend not in ("auto", "hopper"):
+                raise ValueError(f"devices: expected backend hopper, got {self.backend!r}")
+            if count < 2:
+                raise ValueError(f"devices: expected two GPUs or more, got {self.devices}")
+            if self.ranks not in (1, count):
+                raise ValueError(f"ranks: expected the number of devices ({count}), got {self.ranks}")
+        if count == 1:
+            return self
+        for key, part, served in (
+            ("models", "local_experts", self.models),
+            ("checkpoints", "experts", self.checkpoints),
+        ):
+            for number, entry in enumerate(served):
+                what = f"{key}.{number}"
+                if (held := getattr(entry, part)) is not None:
+                    raise ValueError(f"{what}.{part}: expected null with {count} ranks, got {held}")
+                if entry.masked_max_tokens:
+                    got = entry.masked_max_tokens
+                    raise ValueError(f"{what}.masked_max_tokens: expected 0 with {count} ranks, got {got}")
+        for model in self.models:
+            if model.num_experts < count:
+                expected = f"at most num_experts of model {model.name} ({model.num_experts})"
+                raise ValueError(f"ranks: expected {expected}, got {count}")
         return self
 
     def _check_partitions(self, key: str, served: Sequence[ModelSettings | CheckpointSettings]) -> None:

@@ -62,5 +62,11 @@ def _checked_layers(layers: str) -> str:
     return _checked(layers)
 
 
+def _list_to_text(value: object) -> object:
+    """YAML parses [0, 1] as a list."""
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else _to_text(value)
+
+
 Span = Annotated[str, BeforeValidator(_to_text), AfterValidator(_checked_one)]
 Layers = Annotated[str, BeforeValidator(_to_text), AfterValidator(_checked_layers)]
+Devices = Annotated[str, BeforeValidator(_list_to_text), AfterValidator(_checked)]

@@ -1,0 +1,190 @@
+"""The ranks that work together, from their start until one of them is lost."""
+
+import select
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from expertd.service.engine.errors import DeviceLostError
+from expertd.service.ranks.messages import StepEnd
+from expertd.service.ranks.rank import Rank
+from expertd.service.ranks.regions import Region
+from expertd.service.ranks.ring import Bell
+from expertd.service.ranks.setup import MAP, SPIN_SECONDS, STOP, UNMAP, RankSetup
+from expertd.service.settings.model import Settings
+
+_CHECK_SECONDS = 0.25  # between two looks for ranks that were stopped
+_STOP_SECONDS = 2.0
+_ALONE_SECONDS = 1.0  # for other ranks to fail too: those that wait for a rank that failed alone never end
+
+
+class LoadFailedError(Exception):
+    """A rank could not load; is_expected: the text is a sentence about the settings or files."""
+
+    def __init__(self, text: str, is_expected: bool) -> None:
+        super().__init__(text)
+        self.is_expected = is_expected
+
+
+class RankGroup:
+    """Started ranks. `begin` and `wait` are for one thread at a time, the rest is safe from any.
+
+    Every waiting ends when a rank is lost: its process has ended, or was stopped, or it failed alone.
+    """
+
+    def __init__(self, settings: Settings, port: int, generation: int) -> None:
+        self.ranks: list[Rank] = []
+        self.lost: str | None = None
+        self.about: tuple[str, str] | None = None  # the backend and device of rank 0, once it has loaded
+        self._bell = Bell()
+        self._woken = Bell()  # wakes `watch`
+        self._mapped: dict[int, dict[int, str]] = {}  # region -> rank -> error or ""
+        self._changed = threading.Condition()
+        self._ends: dict[int, list[StepEnd]] = {}  # of steps that have not ended on all ranks
+        try:
+            for rank in range(settings.num_ranks):
+                setup = RankSetup(settings, rank, settings.num_ranks, port, generation)
+                self.ranks.append(Rank(setup, self._bell))
+        except BaseException:
+            self.end()
+            raise
+
+    def wait_loaded(self, stop: Callable[[], bool]) -> None:
+        """Return once all ranks have loaded, or `stop` is true. Raises LoadFailedError."""
+        while not stop() and not all(rank.loaded for rank in self.ranks):
+            readable = self._readable(_CHECK_SECONDS / 5)
+            for rank in readable:
+                match rank.receive():
+                    case ["loaded", str(backend), str(device)]:
+                        rank.loaded = True
+                        self.about = self.about or (backend, device)
+                    case ["failed", str(text), bool(is_expected)]:
+                        raise LoadFailedError(f"rank {rank.number}: {text}", is_expected)
+                    case _:
+                        raise LoadFailedError(f"loading: {_why_gone(rank)}", False)
+            for rank in self.ranks:
+                if (why := rank.why_gone()) is not None and not self._readable(0):
+                    raise LoadFailedError(f"loading: {why}", False)
+
+    def watch(self, stop: Callable[[], bool]) -> None:
+        """Take the ranks' messages until one is lost, or `stop` is true."""
+        while not stop() and self.lost is None:
+            for rank in self._readable(_CHECK_SECONDS):
+                match rank.receive():
+                    case ["mapped", int(region), str(error)]:
+                        with self._changed:
+                            self._mapped.setdefault(region, {})[rank.number] = error
+                            self._changed.notify_all()
+                    case _:
+                        self.lose(_why_gone(rank))
+            for rank in self.ranks:
+                if (why := rank.why_gone()) is not None:
+                    self.lose(why)
+        self.lose("the server is shutting down")
+
+    def map(self, regions: Sequence[Region]) -> None:
+        """Have all ranks map regions, and wait until they have. Raises DeviceLostError, RuntimeError."""
+        for region in regions:
+            memory = region.memory
+            what = MAP, region.number, memory.num_bytes, memory.offset
+            for rank in self.ranks:
+                rank.send(*what, descriptors=[memory.descriptor])
+        for region in regions:
+            with self._changed:
+                self._changed.wait_for(lambda number=region.number: self._is_mapped(number))  # type: ignore[misc]
+                errors = self._mapped.pop(region.number, {})
+            self.check()
+            for number, error in errors.items():
+                if error:
+                    raise RuntimeError(f"rank {number}: {error}")
+
+    def unmap(self, region: Region) -> None:
+        """Have all ranks forget a region that no step uses any more."""
+        for rank in self.ranks:
+            rank.send(UNMAP, region.number)
+
+    def check(self) -> None:
+        """Raise DeviceLostError if a rank is lost."""
+        if self.lost is not None:
+            raise DeviceLostError(self.lost)
+
+    def begin(self, number: int, command: bytes) -> None:
+        """Send a step to all ranks. Raises DeviceLostError."""
+        self.check()
+        self._ends[number] = []
+        for rank in self.ranks:
+            rank.put(command)
+
+    def is_done(self, number: int) -> bool:
+        """Whether a step has ended on all ranks, or one is lost."""
+        for rank in self.ranks:
+            while (data := rank.rings.ends.take()) is not None:
+                end = StepEnd.unpacked(data)
+                self._ends[end.number].append(end)
+        return self.lost is not None or len(self._ends[number]) == len(self.ranks)
+
+    def wait(self, number: int) -> list[StepEnd]:
+        """Each rank's end of a step, once. Raises DeviceLostError; RuntimeError if the step failed."""
+        self._bell.wait(lambda: self.is_done(number) or self._first_error(number) != "", SPIN_SECONDS)
+        if not self.is_done(number) and not self._bell.wait(
+            lambda: self.is_done(number), 0.0, _ALONE_SECONDS
+        ):
+            self.lose(f"the step failed on some ranks alone: {self._first_error(number)}")
+        ends = self._ends.pop(number)
+        if len(ends) < len(self.ranks):
+            self.check()
+        if errors := [end.error for end in ends if end.error]:
+            refused = [error for error in errors if error.startswith("ValueError")]
+            if len(errors) < len(ends) or not refused:
+                self.lose(f"a step failed: {errors[0]}")  # the ranks may be at different operations
+            raise RuntimeError((refused or errors)[0])
+        return ends
+
+    def lose(self, why: str) -> None:
+        """Give the ranks up: all that waits for them ends."""
+        with self._changed:
+            self.lost = self.lost or why
+            self._changed.notify_all()
+        self._bell.ring()
+        self._woken.ring()
+
+    def stop(self) -> None:
+        """End the ranks after their present steps."""
+        for rank in self.ranks:
+            rank.send(STOP)
+        until = time.monotonic() + _STOP_SECONDS
+        for rank in self.ranks:
+            rank.end(max(0.0, until - time.monotonic()))
+
+    def end(self) -> None:
+        """End the ranks at once."""
+        for rank in self.ranks:
+            rank.process.kill()
+        for rank in self.ranks:
+            rank.end()
+
+    def wake(self) -> None:
+        """Have `wait_loaded` and `watch` look at `stop`."""
+        self._woken.ring()
+
+    def _readable(self, seconds: float) -> list[Rank]:
+        """The ranks that have sent something, or have ended, once there are any; after `seconds` or `wake` none."""
+        poll = select.poll()
+        by_descriptor = {rank.connection.fileno(): rank for rank in self.ranks}
+        for descriptor in (*by_descriptor, self._woken.descriptor):
+            poll.register(descriptor, select.POLLIN)
+        found = [descriptor for descriptor, _ in poll.poll(1000 * seconds)]
+        if self._woken.descriptor in found:
+            self._woken.clear()
+        return [by_descriptor[descriptor] for descriptor in found if descriptor in by_descriptor]
+
+    def _is_mapped(self, region: int) -> bool:
+        return self.lost is not None or len(self._mapped.get(region, {})) == len(self.ranks)
+
+    def _first_error(self, number: int) -> str:
+        return next((end.error for end in self._ends[number] if end.error), "")
+
+
+def _why_gone(rank: Rank) -> str:
+    """For a rank whose socket has ended."""
+    return rank.why_gone(_STOP_SECONDS) or f"rank {rank.number}: its socket was closed"

@@ -1,0 +1,56 @@
+"""The loader of a server with several ranks; see `expertd.service.engine.loading.load`."""
+
+import logging
+from contextlib import ExitStack
+
+from expertd.service.engine.loading import Cancelled, LoadCancelledError, Loaded
+from expertd.service.ranks.group import LoadFailedError
+from expertd.service.ranks.runner import RankRunner, Steps
+from expertd.service.ranks.staging import Staging, staging_bytes
+from expertd.service.ranks.supervisor import Supervisor
+from expertd.service.settings.model import Settings
+
+logger = logging.getLogger(__name__)
+
+_MAX_RUNNING = 2  # steps
+
+
+def load_ranks(settings: Settings, cancelled: Cancelled) -> Loaded:
+    """Start the ranks of `settings`, and wait until each has loaded its part of every model.
+
+    Raises ValueError for what a rank finds wrong with settings or files, RuntimeError if it fails otherwise,
+    and LoadCancelledError once `cancelled` returns True.
+    """
+    supervisor = Supervisor(settings)
+    with ExitStack() as stack:
+        stack.callback(supervisor.stop)
+        try:
+            about = supervisor.start(cancelled)
+        except LoadFailedError as error:
+            raise (ValueError if error.is_expected else RuntimeError)(str(error)) from error
+        if about is None:
+            raise LoadCancelledError
+        tokens = settings.limits.max_batch_tokens
+        most = max(staging_bytes(tokens, model.hidden_size, model.top_k) for model in settings.models)
+        staging = [Staging(most, supervisor.register) for _ in range(_MAX_RUNNING)]
+        stack.pop_all()
+    backend, device = about
+    logger.info("%d ranks are ready, each with its part of every layer", settings.num_ranks)
+    steps = Steps(supervisor, staging)
+
+    def close() -> None:
+        for memory in staging:
+            memory.close()
+        supervisor.stop()
+
+    return Loaded(
+        backend,
+        f"{settings.num_ranks} x {device}",
+        {model.name: RankRunner(steps, index, model) for index, model in enumerate(settings.models)},
+        None,
+        lambda: None,
+        lambda _: None,
+        supervisor.register,
+        why_not=supervisor.why_not,
+        close=close,
+    )

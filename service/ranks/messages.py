@@ -1,0 +1,139 @@
+"""What front end and ranks send each other: steps and their ends in rings, the rest over a socket, as JSON."""
+
+import json
+import socket
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from expertd.layout import Layout
+
+DATATYPES = ("BF16", "FP16", "FP32")
+ID_DATATYPES = ("INT32", "INT64")
+ERROR_BYTES = 512
+_MESSAGE_BYTES = 4096
+_MAX_DESCRIPTORS = 4
+
+_STEP = struct.Struct("<QII")  # number, model, requests
+# tokens, datatypes of hidden_states, topk_ids and output, region and offset of the four tensors
+_REQUEST = struct.Struct("<IBBBx4I4Q")
+# number, seconds, layout, bytes of the error, experts
+_ENDED = struct.Struct("<QdIII4x")
+_LAYOUTS = tuple(Layout)
+
+
+class Place(NamedTuple):
+    """A tensor's memory: the region that holds it, from 1 on, and the offset in it; region 0: no tensor."""
+
+    region: int
+    offset: int
+
+
+NOWHERE = Place(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedRequest:
+    """One request of a step, by the places of its tensors; see `LayerRequest`."""
+
+    num_tokens: int
+    datatype: str
+    topk_ids_datatype: str
+    output_datatype: str
+    hidden_states: Place
+    topk_ids: Place
+    topk_weights: Place
+    output: Place
+
+    def packed(self) -> bytes:
+        places = (self.hidden_states, self.topk_ids, self.topk_weights, self.output)
+        return _REQUEST.pack(
+            self.num_tokens,
+            DATATYPES.index(self.datatype),
+            ID_DATATYPES.index(self.topk_ids_datatype),
+            DATATYPES.index(self.output_datatype),
+            *(place.region for place in places),
+            *(place.offset for place in places),
+        )
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> "PlacedRequest":
+        num_tokens, datatype, ids, output, *numbers = _REQUEST.unpack(data)
+        places = [Place(*place) for place in zip(numbers[:4], numbers[4:], strict=True)]
+        return cls(num_tokens, DATATYPES[datatype], ID_DATATYPES[ids], DATATYPES[output], *places)
+
+
+@dataclass(frozen=True, slots=True)
+class StepCommand:
+    """A step: its number, from 1 on, the model's place in the settings, and all of its requests."""
+
+    number: int
+    model: int
+    requests: Sequence[PlacedRequest]
+
+    def packed(self) -> bytes:
+        head = _STEP.pack(self.number, self.model, len(self.requests))
+        return head + b"".join([request.packed() for request in self.requests])
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> "StepCommand":
+        number, model, num_requests = _STEP.unpack_from(data)
+        starts = range(_STEP.size, _STEP.size + num_requests * _REQUEST.size, _REQUEST.size)
+        requests = [PlacedRequest.unpacked(data[start : start + _REQUEST.size]) for start in starts]
+        return cls(number, model, requests)
+
+
+def step_bytes(max_requests: int) -> int:
+    """The most bytes of a step's command."""
+    return _STEP.size + max_requests * _REQUEST.size
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnd:
+    """A step's end on one rank: an error (""; none), or its seconds and the tokens of each expert there."""
+
+    number: int
+    error: str = ""
+    seconds: float = 0.0
+    layout: Layout = Layout.CONTIGUOUS
+    tokens_per_expert: NDArray[np.int64] | None = None
+
+    def packed(self) -> bytes:
+        error = self.error.encode()[:ERROR_BYTES]
+        tokens = self.tokens_per_expert
+        num_experts = 0 if tokens is None else len(tokens)
+        head = _ENDED.pack(
+            self.number, self.seconds, _LAYOUTS.index(self.layout), len(error), num_experts
+        )
+        return head + error + (b"" if tokens is None else tokens.astype(np.int64).tobytes())
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> "StepEnd":
+        number, seconds, layout, error_bytes, num_experts = _ENDED.unpack_from(data)
+        start = _ENDED.size + error_bytes
+        error = data[_ENDED.size : start].decode(errors="replace")
+        tokens = np.frombuffer(data[start : start + 8 * num_experts], np.int64)
+        return cls(number, error, seconds, _LAYOUTS[layout], tokens)
+
+
+def end_bytes(max_experts: int) -> int:
+    """The most bytes of a step's end."""
+    return _ENDED.size + ERROR_BYTES + 8 * max_experts
+
+
+def send(connection: socket.socket, *message: Any, descriptors: Sequence[int] = ()) -> None:
+    """Send values as one message, with descriptors. Raises OSError."""
+    socket.send_fds(connection, [json.dumps(message).encode()], list(descriptors))
+
+
+def receive(connection: socket.socket) -> tuple[list[Any], list[int]]:
+    """The next message, and its descriptors, which belong to the caller; empty at the connection's end."""
+    try:
+        data, descriptors, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, _MAX_DESCRIPTORS)
+    except ConnectionError:
+        return [], []
+    return (json.loads(data) if data else []), descriptors

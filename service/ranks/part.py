@@ -1,0 +1,119 @@
+"""A rank's part of every model, and its part of every step."""
+
+import logging
+import os
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.distributed import PrefixStore, TCPStore
+
+from expertd.kernels import Backend
+from expertd.service.engine.loading import Cancelled, Loaded, load, weights_of
+from expertd.service.engine.steps import Runner, Step
+from expertd.service.moe.parallel import ParallelLayer, TorchExchange, join_group
+from expertd.service.moe.split import split_experts
+from expertd.service.ranks.messages import StepCommand, StepEnd
+from expertd.service.ranks.regions import MappedRegions
+from expertd.service.ranks.setup import SPIN_SECONDS, RankSetup, Rings
+from expertd.service.ranks.split import requests_of
+from expertd.service.settings.model import ModelSettings
+
+logger = logging.getLogger(__name__)
+
+HOST = "127.0.0.1"
+_TIMEOUT_SECONDS = 3600.0  # for ranks that load more slowly; the front end ends those whose peers are gone
+_MAX_RUNNING = 2  # steps: one whose bytes are copied, and one that computes
+_POLL_SECONDS = 50e-6
+
+
+@dataclass(slots=True)
+class _Running:
+    number: int
+    step: Step
+
+
+class RankPart:
+    """Loads the part of every model. Raises as `load` does, and ExchangeError if the ranks do not meet."""
+
+    def __init__(self, setup: RankSetup, regions: MappedRegions) -> None:
+        self._setup, self._regions = setup, regions
+        if setup.settings.devices is None:  # the ranks share the CPU's cores
+            torch.set_num_threads(max(1, torch.get_num_threads() // setup.num_ranks))
+        os.putenv("GLOO_SOCKET_IFNAME", "lo")  # no connections from other machines
+        store = TCPStore(HOST, setup.port, is_master=False, wait_for_workers=False)
+        join_group(
+            PrefixStore(str(setup.generation), store),
+            setup.rank,
+            setup.num_ranks,
+            timeout_seconds=_TIMEOUT_SECONDS,
+            backend="gloo",
+        )
+        self._exchange = TorchExchange()
+        self.loaded: Loaded = load(setup.settings, lambda: False, self._layer)
+        self._models: list[tuple[ModelSettings, Runner]] = [
+            (model, self.loaded.runners[model.name]) for model in setup.settings.models
+        ]
+        self._running: deque[_Running] = deque()
+
+    def serve(self, rings: Rings, stopped: Callable[[], bool]) -> None:
+        """Run steps in the order of their commands, until `stopped` and its bell say so."""
+        commands, bell = rings.commands, rings.command_bell
+
+        def called() -> bool:
+            return stopped() or not commands.is_empty()
+
+        while not stopped():
+            if self._running:
+                bell.wait(lambda: called() or self._running[0].step.is_done(), SPIN_SECONDS, _POLL_SECONDS)
+            else:
+                bell.wait(called, SPIN_SECONDS)
+            if len(self._running) < _MAX_RUNNING and (data := commands.take()) is not None:
+                self._begin(StepCommand.unpacked(data), rings)
+            elif self._running and self._running[0].step.is_done():
+                self._finish(rings)
+
+    def _layer(
+        self, model: ModelSettings, backend: Backend, device: torch.device, cancelled: Cancelled
+    ) -> ParallelLayer:
+        held = split_experts(range(model.num_experts), self._setup.num_ranks)[self._setup.rank]
+        weights = weights_of(model, device, cancelled, held)
+        return ParallelLayer(model.shape, weights, backend, self._exchange, routing=model.routing.rule)
+
+    def _begin(self, command: StepCommand, rings: Rings) -> None:
+        setup, (model, runner) = self._setup, self._models[command.model]
+        sizes = model.hidden_size, model.top_k
+        try:
+            requests = requests_of(
+                command.requests, setup.rank, setup.num_ranks, *sizes, self._regions.span
+            )
+            step = runner.begin(requests)
+        except Exception as error:
+            while self._running:  # ends are in the order of the steps
+                self._finish(rings)
+            self._end(rings, _failed(command.number, error))
+            return
+        self._running.append(_Running(command.number, step))
+        if step.is_done():
+            self._finish(rings)
+
+    def _finish(self, rings: Rings) -> None:
+        running = self._running.popleft()
+        try:
+            result = running.step.finish()
+            tokens = result.tokens_per_expert.astype("int64")
+            end = StepEnd(running.number, "", result.compute_seconds, result.layout, tokens)
+        except Exception as error:
+            end = _failed(running.number, error)
+        self._end(rings, end)
+
+    @staticmethod
+    def _end(rings: Rings, end: StepEnd) -> None:
+        rings.ends.put(end.packed())
+        rings.end_bell.ring()
+
+
+def _failed(number: int, error: Exception) -> StepEnd:
+    logger.debug("step %d failed", number, exc_info=error)
+    return StepEnd(number, f"{type(error).__name__}: {error}")

@@ -1,0 +1,108 @@
+"""One rank: `python -m expertd.service.ranks.process DESCRIPTOR`, started by the front end.
+
+It loads its part of every layer, and runs steps in the order of its ring. The descriptor is its socket to the
+front end: when that ends, so does the process, whatever it is doing.
+"""
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from typing import Any
+
+from expertd.service.memory import Register, nothing_to_register
+from expertd.service.ranks import setup as words
+from expertd.service.ranks.messages import receive, send
+from expertd.service.ranks.regions import MappedRegions
+from expertd.service.ranks.ring import Bell
+from expertd.service.ranks.setup import RankSetup, Rings, RingSizes
+from expertd.service.terminal import configure_logging
+
+logger = logging.getLogger(__name__)
+
+
+class Control:
+    """The socket to the front end. A thread answers it; `send` is for any thread."""
+
+    def __init__(self, connection: socket.socket, rings: Rings) -> None:
+        self.register: Register = nothing_to_register  # with the device, once it is known
+        self.regions = MappedRegions()
+        self.stopped = False
+        self._connection, self._rings = connection, rings
+        threading.Thread(target=self._answer, name="expertd-control", daemon=True).start()
+
+    def send(self, *message: Any) -> None:
+        """Tell the front end; nothing happens if it is gone, since this process ends then."""
+        send(self._connection, *message)
+
+    def _answer(self) -> None:
+        try:
+            while not self.stopped:
+                self._handle(*receive(self._connection))
+        except BaseException:
+            logger.exception("the connection to the front end failed")
+            os._exit(1)
+
+    def _handle(self, message: list[Any], descriptors: list[int]) -> None:
+        match message:
+            case []:  # the front end is gone, perhaps without time to clean up
+                os._exit(1)
+            case [words.MAP, number, num_bytes, offset]:
+                text = ""
+                try:
+                    self.regions.map(number, descriptors[0], num_bytes, offset, self.register)
+                except (OSError, RuntimeError) as error:
+                    text = str(error)
+                self.send(words.MAPPED, number, text)
+            case [words.UNMAP, number]:
+                self.regions.unmap(number)
+            case [words.STOP]:
+                self.stopped = True
+                self._rings.command_bell.ring()
+            case _:
+                raise ValueError(f"message: expected one of those of a front end, got {message}")
+
+
+def main() -> int:
+    """Run until told to stop; the exit code."""
+    for number in (signal.SIGINT, signal.SIGHUP):  # the front end is signalled too, and says what to do
+        signal.signal(number, signal.SIG_IGN)
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    message, descriptors = receive(connection)
+    if not message:
+        return 1
+    setup_file, ring_file, command_bell, end_bell = descriptors
+    with os.fdopen(setup_file, "rb") as file:
+        setup = RankSetup.read(file)
+    rings = RingSizes.of(setup.settings).rings(ring_file, Bell(command_bell), Bell(end_bell))
+    os.close(ring_file)
+    control = Control(connection, rings)
+    level = setup.settings.log_level
+    if setup.rank and level == "info":
+        level = "warning"  # the others would repeat what rank 0 says
+    configure_logging(level, f"rank {setup.rank}: ", bars=setup.rank == 0)
+    return _run(setup, control, rings)
+
+
+def _run(setup: RankSetup, control: Control, rings: Rings) -> int:
+    # Imported here: it takes seconds, in which the front end may end already.
+    from expertd.service.ranks.part import RankPart
+
+    try:
+        part = RankPart(setup, control.regions)
+    except Exception as error:
+        expected = isinstance(error, (ValueError, OSError))
+        if not expected:
+            logger.exception("loading failed")
+        control.send(words.FAILED, str(error) or type(error).__name__, expected)
+        return 1
+    control.register = part.loaded.register
+    control.send(words.LOADED, part.loaded.backend, part.loaded.device)
+    part.serve(rings, lambda: control.stopped)
+    return 0
+
+
+if __name__ == "__main__":
+    os._exit(main())  # threads of libraries may wait for ranks that are gone

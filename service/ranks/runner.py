@@ -1,0 +1,107 @@
+"""The runner of the front end: it sends a model's steps to the ranks, and has no device."""
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from expertd.service.moe.request import LayerRequest, StepResult
+from expertd.service.moe.routing_checks import check_routing
+from expertd.service.ranks.group import RankGroup
+from expertd.service.ranks.messages import StepEnd
+from expertd.service.ranks.staging import StagedStep, Staging
+from expertd.service.ranks.supervisor import Supervisor
+from expertd.service.settings.model import ModelSettings
+
+
+class Steps:
+    """What the runners of all models share: the ranks, the numbers of steps, memory for two of them."""
+
+    def __init__(self, supervisor: Supervisor, staging: Sequence[Staging]) -> None:
+        self.supervisor = supervisor
+        self._free = list(staging)
+        self._last = 0
+        self._lock = threading.Lock()
+
+    def next_number(self) -> int:
+        """Steps count from 1 on, also over several groups of ranks."""
+        self._last += 1
+        return self._last
+
+    def take(self) -> Staging:
+        """Memory for a step; to give back at its end."""
+        with self._lock:
+            return self._free.pop()
+
+    def give_back(self, staging: Staging) -> None:
+        """A step has ended."""
+        with self._lock:
+            self._free.append(staging)
+
+
+class RankRunner:
+    """Begins steps of one model; see `Runner`. `index` is the model's place in the settings."""
+
+    def __init__(self, steps: Steps, index: int, model: ModelSettings) -> None:
+        self._steps, self._index, self._model = steps, index, model
+
+    def validate(self, request: LayerRequest) -> None:
+        """Raise ValueError (name, expected, got) for invalid routing."""
+        check_routing(request, self._model.num_experts, self._model.top_k)
+
+    def begin(self, requests: Sequence[LayerRequest]) -> "RankStep":
+        """Send a step to all ranks, while at most one other is running. Raises DeviceLostError."""
+        steps = self._steps
+        group = steps.supervisor.group()
+        staging, number = steps.take(), steps.next_number()
+        try:
+            staged = StagedStep(requests, self._model.hidden_size, staging, steps.supervisor.regions)
+            group.begin(number, staged.command(number, self._index).packed())
+        except BaseException:
+            steps.give_back(staging)
+            raise
+        return RankStep(steps, group, number, staged, staging)
+
+
+class RankStep:
+    """A step on all ranks; see `expertd.service.engine.steps.Step`."""
+
+    def __init__(
+        self, steps: Steps, group: RankGroup, number: int, staged: StagedStep, staging: Staging
+    ) -> None:
+        self._steps, self._group, self._number = steps, group, number
+        self._staged, self._staging = staged, staging
+        self._result: StepResult | None = None
+
+    def is_done(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self._result is not None or self._group.is_done(self._number)
+
+    def wait(self) -> float:
+        """Wait for the outputs; the seconds that the slowest rank took.
+
+        Raises DeviceLostError if a rank is lost, RuntimeError if the step failed.
+        """
+        return self.finish().compute_seconds
+
+    def finish(self) -> StepResult:
+        """Wait for the result. Raises as `wait` does."""
+        if self._result is None:
+            try:
+                ends = self._group.wait(self._number)
+                self._result = self._made(ends)
+            finally:
+                self._steps.give_back(self._staging)
+        return self._result
+
+    def _made(self, ends: Sequence[StepEnd]) -> StepResult:
+        def count() -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+            return np.sum([end.tokens_per_expert for end in ends], axis=0)
+
+        return StepResult(
+            outputs=list(self._staged.outputs()),
+            layout=ends[0].layout,
+            num_tokens=self._staged.num_tokens,
+            count_tokens=count,
+            compute_seconds=max(end.seconds for end in ends),
+        )

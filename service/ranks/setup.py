@@ -1,0 +1,90 @@
+"""What a rank is started with, and the memory of its two rings; imports no torch."""
+
+import mmap
+import pickle
+import time
+from dataclasses import dataclass
+from typing import IO, NamedTuple
+
+from expertd.service.ranks.messages import end_bytes, step_bytes
+from expertd.service.ranks.ring import Bell, Ring, ring_bytes
+from expertd.service.settings.model import Settings
+
+NUM_SLOTS = 4  # of each ring: two steps may be in flight
+SPIN_SECONDS = 50e-6  # before sleeping: the next step of a busy layer comes within it
+
+# Messages over the socket: the first word, and what follows it.
+SETUP = "setup"  # to a rank, with the descriptors of the pickled `RankSetup`, the rings and the two bells
+MAP = "map"  # a region's number, bytes and offset, with its descriptor
+UNMAP = "unmap"  # a region's number
+STOP = "stop"  # end after the present step
+LOADED = "loaded"  # from a rank: the names of its backend and device
+FAILED = "failed"  # while loading: a sentence, and whether it is expected of wrong settings
+MAPPED = "mapped"  # a region's number; a sentence instead of "" if it could not be mapped
+
+
+@dataclass(frozen=True)
+class RankSetup:
+    """What one rank is: its number, and how to find the others.
+
+    port        of the store on this machine in which the ranks meet
+    generation  counts the groups of ranks, which must not meet each other
+    """
+
+    settings: Settings
+    rank: int
+    num_ranks: int
+    port: int
+    generation: int
+
+    def write(self, file: IO[bytes]) -> None:
+        """Write it for `read`, from the file's start."""
+        pickle.dump(self, file)
+        file.flush()
+
+    @classmethod
+    def read(cls, file: IO[bytes]) -> "RankSetup":
+        """What the front end has written."""
+        file.seek(0)
+        setup = pickle.load(file)
+        assert isinstance(setup, cls)
+        return setup
+
+
+class Rings(NamedTuple):
+    """Both rings of a rank, and the bells that wake their readers."""
+
+    commands: Ring
+    ends: Ring
+    command_bell: Bell
+    end_bell: Bell
+
+
+class RingSizes(NamedTuple):
+    """The most bytes of a message in each ring."""
+
+    command: int
+    end: int
+
+    @classmethod
+    def of(cls, settings: Settings) -> "RingSizes":
+        """A step has at most a request for each token."""
+        most_experts = max(model.num_experts for model in settings.models)
+        return cls(step_bytes(settings.limits.max_batch_tokens), end_bytes(most_experts))
+
+    @property
+    def total_bytes(self) -> int:
+        """Of the file with both rings."""
+        return ring_bytes(NUM_SLOTS, self.command) + ring_bytes(NUM_SLOTS, self.end)
+
+    def rings(self, descriptor: int, command_bell: Bell, end_bell: Bell) -> Rings:
+        """Both rings in the file `descriptor`, one side of each."""
+        view = memoryview(mmap.mmap(descriptor, self.total_bytes))
+        middle = ring_bytes(NUM_SLOTS, self.command)
+        commands = Ring(view[:middle], NUM_SLOTS, self.command)
+        return Rings(commands, Ring(view[middle:], NUM_SLOTS, self.end), command_bell, end_bell)
+
+
+def deadline(seconds: float) -> float:
+    """The `time.monotonic` in `seconds`."""
+    return time.monotonic() + seconds

@@ -1,0 +1,176 @@
+"""Keeps a group of ranks running: starts them, starts them again when one is lost, and ends them."""
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+from torch.distributed import TCPStore
+
+from expertd.service.engine.errors import DeviceLostError
+from expertd.service.memory import Mapped, Unregister
+from expertd.service.ranks.group import LoadFailedError, RankGroup
+from expertd.service.ranks.regions import SharedRegions
+from expertd.service.settings.model import Settings
+
+logger = logging.getLogger(__name__)
+
+HOST = "127.0.0.1"
+_FIRST_PAUSE, _LAST_PAUSE = 0.1, 5.0  # seconds before ranks that fail at once are started again, doubled each time
+_STEADY_SECONDS = 10.0  # ranks that ran for this long are started again at once
+
+
+class Supervisor:
+    """The ranks of a server. Its thread starts with `start` and ends with `stop`; all is safe from any thread."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.regions = SharedRegions()
+        self.starts = 0  # of groups, so far
+        self._settings = settings
+        self._listener = _listen()
+        self._group: RankGroup | None = None  # maps regions
+        self._serving: RankGroup | None = None  # runs steps
+        self._why = "the ranks are starting"
+        self._stopped = False
+        self._failure: LoadFailedError | None = None
+        self._changed = threading.Condition()
+        self._wake: Callable[[], None] = lambda: None  # the thread, where it waits for ranks
+        self._mapping = threading.Lock()  # a region is added, or a group gets all of them
+        self._thread = threading.Thread(target=self._run, name="expertd-ranks", daemon=True)
+
+    def start(self, cancelled: Callable[[], bool]) -> tuple[str, str] | None:
+        """Start the ranks; (backend, device) once they have loaded, None if `cancelled` came first.
+
+        Raises LoadFailedError.
+        """
+        self._thread.start()
+        with self._changed:
+            while self._serving is None and self._failure is None and not cancelled():
+                self._changed.wait(0.05)
+            if self._failure is not None:
+                raise self._failure
+            return None if self._serving is None else self._serving.about
+
+    def group(self) -> RankGroup:
+        """The ranks that run steps. Raises DeviceLostError while there are none."""
+        group = self._serving
+        if group is None:
+            raise DeviceLostError(self._why)
+        group.check()
+        return group
+
+    def why_not(self) -> str | None:
+        """Why no step can run at present; None: it can."""
+        group = self._serving
+        return self._why if group is None else group.lost
+
+    def register(self, memory: Mapped) -> Unregister:
+        """Share memory with the ranks, also with those that are started later. Raises RuntimeError."""
+        with self._mapping:
+            region, group = self.regions.add(memory), self._group
+            try:
+                if group is not None:
+                    group.map([region])
+            except DeviceLostError:
+                pass  # the next ones map it
+            except BaseException:
+                self.regions.remove(region)
+                raise
+
+        def unregister() -> None:
+            with self._mapping:
+                self.regions.remove(region)
+                if self._group is not None:
+                    self._group.unmap(region)
+
+        return unregister
+
+    def stop(self) -> None:
+        """End the ranks, after their present steps."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        self._wake()
+        self._thread.join()
+
+    def _run(self) -> None:
+        # The store outlives the ranks, rank 0 too.
+        store = TCPStore(
+            HOST,
+            self._listener.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=10),
+            master_listen_fd=self._listener.detach(),
+        )
+        pause = _FIRST_PAUSE
+        while not self._stopped:
+            began = time.monotonic()
+            try:
+                self._run_group(store.port)
+            except (LoadFailedError, OSError) as error:
+                failure = error if isinstance(error, LoadFailedError) else LoadFailedError(str(error), True)
+                if self.starts == 1:
+                    self._note(failure=failure)
+                    return
+                self._note(why=f"the ranks could not be started again: {failure}")
+                logger.error("%s", self._why)
+            steady = time.monotonic() - began > _STEADY_SECONDS
+            pause = _FIRST_PAUSE if steady else min(2 * pause, _LAST_PAUSE)
+            self._pause(pause)
+
+    def _run_group(self, port: int) -> None:
+        """Run one group until it is lost, or `stop`. Raises LoadFailedError, OSError."""
+        self.starts += 1
+        began = time.monotonic()
+        group = RankGroup(self._settings, port, self.starts)
+        try:
+            self._wake = group.wake
+            group.wait_loaded(lambda: self._stopped)
+            watcher = threading.Thread(target=group.watch, args=(lambda: self._stopped,), daemon=True)
+            watcher.start()
+            self._share_all(group)
+            self._note(serving=group)
+            if self.starts > 1:
+                logger.info("the ranks are ready again, after %.1f s", time.monotonic() - began)
+            watcher.join()
+            if not self._stopped:
+                self._note(why=f"{group.lost}; the ranks are starting again")
+                logger.error("%s", self._why)
+        finally:
+            with self._mapping:
+                self._group = None
+            if self._stopped:
+                group.stop()
+            else:
+                group.end()
+
+    def _share_all(self, group: RankGroup) -> None:
+        """Have a new group map all regions, also those to come. Raises LoadFailedError."""
+        with self._mapping:
+            try:
+                group.map(self.regions.all())
+            except (DeviceLostError, RuntimeError) as error:
+                raise LoadFailedError(str(error), False) from error
+            self._group = group
+
+    def _note(
+        self, serving: RankGroup | None = None, why: str = "", failure: LoadFailedError | None = None
+    ) -> None:
+        with self._changed:
+            self._serving, self._why, self._failure = serving, why or self._why, failure
+            self._changed.notify_all()
+
+    def _pause(self, seconds: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped, seconds)
+
+
+def _listen() -> socket.socket:
+    """A socket for the store. It would listen on every address of the machine by itself."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind((HOST, 0))
+    listener.listen()
+    return listener
