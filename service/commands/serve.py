@@ -15,6 +15,7 @@ from expertd.service.commands.arguments import add_serve_arguments, read_argumen
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
+    from expertd.service.engine.loading import Loader
     from expertd.service.settings.model import Settings
 
 logger = logging.getLogger(__name__)
@@ -53,9 +54,20 @@ def run(arguments: argparse.Namespace) -> int:
     if settings.uds is None and (warning := exposure(settings.host, settings.port)) is not None:
         logger.warning(warning)
     try:
-        return serve(settings)
+        return serve(settings, _loader(settings))
     except BindError as error:
         return _refuse(error)
+
+
+def _loader(settings: "Settings") -> "Loader":
+    """What loads the models: this process, or a rank for each device."""
+    if settings.num_ranks > 1:
+        from expertd.service.ranks.loading import load_ranks
+
+        return load_ranks
+    from expertd.service.engine.loading import load
+
+    return load
 
 
 def check_weights(settings: "Settings") -> None:

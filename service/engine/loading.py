@@ -18,6 +18,7 @@ from expertd.service.checkpoints import CheckpointModelSettings, LayerSource
 from expertd.service.checkpoints.weights import read_layer
 from expertd.service.engine.steps import Runner
 from expertd.service.memory import OpenCuda, Register, nothing_to_register
+from expertd.service.moe.base import Layer
 from expertd.service.moe.batch import FLOATS
 from expertd.service.moe.capture import GraphPool
 from expertd.service.moe.device import device_memory, device_name, register_for
@@ -102,7 +103,7 @@ class MakeLayer(Protocol):
 
     def __call__(
         self, model: ModelSettings, backend: Backend, device: torch.device, cancelled: Cancelled, /
-    ) -> MoELayer: ...
+    ) -> Layer: ...
 
 
 def load(settings: Settings, cancelled: Cancelled, make_layer: MakeLayer | None = None) -> Loaded:
@@ -165,7 +166,7 @@ def _load_models(
                 itemsize = FLOATS[model.datatype].itemsize
                 staging.prepare(settings.limits.max_batch_tokens, model.hidden_size, model.top_k, itemsize)
             runner = LayerRunner(layer, backend.device, partitions, model.partition, staging)
-            _first_steps(runner, layer, settings.limits.max_request_tokens)
+            _first_steps(runner, model, settings.limits.max_request_tokens)
             runners[model.name] = runner
             advance(1, model.name)
     return runners
@@ -246,10 +247,10 @@ def _warm_up(backend: Backend, cancelled: Cancelled) -> None:
         backend.warm_up(progress)
 
 
-def _first_steps(runner: LayerRunner, layer: MoELayer, max_request_tokens: int) -> None:
+def _first_steps(runner: LayerRunner, model: ModelSettings, max_request_tokens: int) -> None:
     """Run one step in each layout the settings allow, so that a layer that fails never becomes ready."""
-    for num_tokens in sorted({1, min(layer.masked_max_tokens + 1, max_request_tokens)}):
-        runner.run([zero_request(num_tokens, layer.shape.hidden_size)])
+    for num_tokens in sorted({1, min(model.masked_max_tokens + 1, max_request_tokens)}):
+        runner.run([zero_request(num_tokens, model.hidden_size)])
 
 
 def capture_graphs(runners: Sequence[LayerRunner], device: torch.device, cancelled: Cancelled) -> None:

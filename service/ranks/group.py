@@ -168,7 +168,7 @@ class RankGroup:
         self._woken.ring()
 
     def _readable(self, seconds: float) -> list[Rank]:
-        """The ranks that have sent something, or have ended, once there are any; after `seconds` or `wake` none."""
+        """The ranks that have sent something or ended, once there are any; none after `seconds` or `wake`."""
         poll = select.poll()
         by_descriptor = {rank.connection.fileno(): rank for rank in self.ranks}
         for descriptor in (*by_descriptor, self._woken.descriptor):

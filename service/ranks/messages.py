@@ -1,4 +1,4 @@
-"""What front end and ranks send each other: steps and their ends in rings, the rest over a socket, as JSON."""
+"""What front end and ranks send each other: steps and their ends in rings, all else over a socket."""
 
 import json
 import socket
@@ -97,19 +97,21 @@ class StepEnd:
     """A step's end on one rank: an error (""; none), or its seconds and the tokens of each expert there."""
 
     number: int
-    error: str = ""
-    seconds: float = 0.0
-    layout: Layout = Layout.CONTIGUOUS
-    tokens_per_expert: NDArray[np.int64] | None = None
+    error: str
+    seconds: float
+    layout: Layout
+    tokens_per_expert: NDArray[np.int64]
+
+    @classmethod
+    def failed(cls, number: int, error: str) -> "StepEnd":
+        """The end of a step that failed."""
+        return cls(number, error, 0.0, Layout.CONTIGUOUS, np.zeros(0, np.int64))
 
     def packed(self) -> bytes:
         error = self.error.encode()[:ERROR_BYTES]
         tokens = self.tokens_per_expert
-        num_experts = 0 if tokens is None else len(tokens)
-        head = _ENDED.pack(
-            self.number, self.seconds, _LAYOUTS.index(self.layout), len(error), num_experts
-        )
-        return head + error + (b"" if tokens is None else tokens.astype(np.int64).tobytes())
+        head = _ENDED.pack(self.number, self.seconds, _LAYOUTS.index(self.layout), len(error), len(tokens))
+        return head + error + tokens.tobytes()
 
     @classmethod
     def unpacked(cls, data: bytes) -> "StepEnd":

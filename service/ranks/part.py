@@ -6,8 +6,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-from torch.distributed import PrefixStore, TCPStore
+import torch.distributed as dist
 
 from expertd.kernels import Backend
 from expertd.service.engine.loading import Cancelled, Loaded, load, weights_of
@@ -42,9 +43,11 @@ class RankPart:
         if setup.settings.devices is None:  # the ranks share the CPU's cores
             torch.set_num_threads(max(1, torch.get_num_threads() // setup.num_ranks))
         os.putenv("GLOO_SOCKET_IFNAME", "lo")  # no connections from other machines
-        store = TCPStore(HOST, setup.port, is_master=False, wait_for_workers=False)
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            HOST, setup.port, is_master=False, wait_for_workers=False
+        )
         join_group(
-            PrefixStore(str(setup.generation), store),
+            dist.PrefixStore(str(setup.generation), store),  # type: ignore[attr-defined]
             setup.rank,
             setup.num_ranks,
             timeout_seconds=_TIMEOUT_SECONDS,
@@ -85,9 +88,7 @@ class RankPart:
         setup, (model, runner) = self._setup, self._models[command.model]
         sizes = model.hidden_size, model.top_k
         try:
-            requests = requests_of(
-                command.requests, setup.rank, setup.num_ranks, *sizes, self._regions.span
-            )
+            requests = requests_of(command.requests, setup.rank, setup.num_ranks, *sizes, self._regions.span)
             step = runner.begin(requests)
         except Exception as error:
             while self._running:  # ends are in the order of the steps
@@ -102,7 +103,7 @@ class RankPart:
         running = self._running.popleft()
         try:
             result = running.step.finish()
-            tokens = result.tokens_per_expert.astype("int64")
+            tokens = result.tokens_per_expert.astype(np.int64)
             end = StepEnd(running.number, "", result.compute_seconds, result.layout, tokens)
         except Exception as error:
             end = _failed(running.number, error)
@@ -116,4 +117,4 @@ class RankPart:
 
 def _failed(number: int, error: Exception) -> StepEnd:
     logger.debug("step %d failed", number, exc_info=error)
-    return StepEnd(number, f"{type(error).__name__}: {error}")
+    return StepEnd.failed(number, f"{type(error).__name__}: {error}")

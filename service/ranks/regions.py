@@ -79,7 +79,7 @@ class MappedRegions:
         self._unregister: dict[int, Unregister] = {}
 
     def map(self, number: int, descriptor: int, num_bytes: int, offset: int, register: Register) -> None:
-        """Map `num_bytes` from `offset` of a file on, and close its descriptor. Raises OSError, RuntimeError."""
+        """Map a part of a file, and close its descriptor. Raises OSError, RuntimeError."""
         try:
             mapped = mmap.mmap(descriptor, num_bytes, offset=offset)
             address = int(np.frombuffer(mapped, np.uint8).ctypes.data)

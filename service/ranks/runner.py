@@ -4,6 +4,7 @@ import threading
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from expertd.service.moe.request import LayerRequest, StepResult
 from expertd.service.moe.routing_checks import check_routing
@@ -95,8 +96,9 @@ class RankStep:
         return self._result
 
     def _made(self, ends: Sequence[StepEnd]) -> StepResult:
-        def count() -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
-            return np.sum([end.tokens_per_expert for end in ends], axis=0)
+        def count() -> NDArray[np.int64]:
+            counts: NDArray[np.int64] = np.sum([end.tokens_per_expert for end in ends], axis=0)
+            return counts
 
         return StepResult(
             outputs=list(self._staged.outputs()),

@@ -20,7 +20,12 @@ def part_of(total: int, rank: int, num_ranks: int) -> range:
 
 
 def requests_of(
-    requests: Sequence[PlacedRequest], rank: int, num_ranks: int, hidden_size: int, top_k: int, span_of: SpanOf
+    requests: Sequence[PlacedRequest],
+    rank: int,
+    num_ranks: int,
+    hidden_size: int,
+    top_k: int,
+    span_of: SpanOf,
 ) -> list[LayerRequest]:
     """The rows of a step that belong to `rank`, in place.
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
-from torch.distributed import TCPStore
+import torch.distributed as dist
 
 from expertd.service.engine.errors import DeviceLostError
 from expertd.service.memory import Mapped, Unregister
@@ -18,12 +18,15 @@ from expertd.service.settings.model import Settings
 logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
-_FIRST_PAUSE, _LAST_PAUSE = 0.1, 5.0  # seconds before ranks that fail at once are started again, doubled each time
-_STEADY_SECONDS = 10.0  # ranks that ran for this long are started again at once
+_FIRST_PAUSE, _LAST_PAUSE = (
+    0.1,
+    5.0,
+)  # seconds before ranks that fail at once start again
+_STEADY_SECONDS = 10.0  # ranks that ran for this long start again with the first pause
 
 
 class Supervisor:
-    """The ranks of a server. Its thread starts with `start` and ends with `stop`; all is safe from any thread."""
+    """The ranks of a server, from `start` to `stop`. Safe from any thread."""
 
     def __init__(self, settings: Settings) -> None:
         self.regions = SharedRegions()
@@ -97,7 +100,7 @@ class Supervisor:
 
     def _run(self) -> None:
         # The store outlives the ranks, rank 0 too.
-        store = TCPStore(
+        store = dist.TCPStore(  # type: ignore[attr-defined]
             HOST,
             self._listener.getsockname()[1],
             is_master=True,

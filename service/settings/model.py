@@ -271,6 +271,14 @@ class CheckpointSettings(_Frozen):
     partition: str | None = Field(default=None, description="see `models.N.partition`")
 
 
+def _check_shared(key: str, name: str, held: str | None, masked_max_tokens: int) -> None:
+    """Raise ValueError unless ranks can share the layers: the setting `name` holds part of their experts."""
+    if held is not None:
+        raise ValueError(f"{key}.{name}: expected null with several ranks, got {held}")
+    if masked_max_tokens:
+        raise ValueError(f"{key}.masked_max_tokens: expected 0 with several ranks, got {masked_max_tokens}")
+
+
 class Settings(BaseSettings):
     """All settings of a server. Built directly, it reads neither files nor the environment."""
 
@@ -308,8 +316,8 @@ class Settings(BaseSettings):
     )
     devices: Devices | None = Field(
         default=None,
-        description="GPUs that share every layer, e.g. `0-1` or a list: each has a process, a rank, with its part "
-        "of the experts; see docs/parallel.md; null: one GPU, or `ranks`",
+        description="GPUs that share every layer, e.g. `0-1`: each has a process, a rank, with part of the "
+        "experts (docs/parallel.md); null: one GPU, or `ranks`",
     )
     ranks: int = Field(
         default=1,
@@ -388,21 +396,13 @@ class Settings(BaseSettings):
                 raise ValueError(f"ranks: expected the number of devices ({count}), got {self.ranks}")
         if count == 1:
             return self
-        for key, part, served in (
-            ("models", "local_experts", self.models),
-            ("checkpoints", "experts", self.checkpoints),
-        ):
-            for number, entry in enumerate(served):
-                what = f"{key}.{number}"
-                if (held := getattr(entry, part)) is not None:
-                    raise ValueError(f"{what}.{part}: expected null with {count} ranks, got {held}")
-                if entry.masked_max_tokens:
-                    got = entry.masked_max_tokens
-                    raise ValueError(f"{what}.masked_max_tokens: expected 0 with {count} ranks, got {got}")
-        for model in self.models:
+        for number, model in enumerate(self.models):
+            _check_shared(f"models.{number}", "local_experts", model.local_experts, model.masked_max_tokens)
             if model.num_experts < count:
                 expected = f"at most num_experts of model {model.name} ({model.num_experts})"
                 raise ValueError(f"ranks: expected {expected}, got {count}")
+        for number, served in enumerate(self.checkpoints):
+            _check_shared(f"checkpoints.{number}", "experts", served.experts, served.masked_max_tokens)
         return self
 
     def _check_partitions(self, key: str, served: Sequence[ModelSettings | CheckpointSettings]) -> None:

@@ -1,0 +1,51 @@
+"""Applications whose layers are shared by ranks, and what tests need to know of their processes."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from expertd.service.ranks.loading import load_ranks
+from expertd.service.settings.model import Settings
+from tests.service.apps import Serving, hidden_request, output_of, serving
+
+ROUNDING = 2e-5
+"""The difference between one rank and several, relative to the largest element: the order of FP32 additions."""
+
+
+@asynccontextmanager
+async def serving_ranks(settings: Settings) -> AsyncIterator[Serving]:
+    """As `serving`, with ranks; checks that none is left."""
+    async with serving(settings, load_ranks) as server:
+        assert server.app.engine.loaded is not None, "loading failed: see the log"
+        started = rank_processes()
+        yield server
+    assert not set(started) & set(rank_processes())
+
+
+def rank_processes(of: int | None = None) -> list[int]:
+    """The ranks that are children of the process `of`, None: this one, in the order of their numbers."""
+    task = Path(f"/proc/{of or 'self'}/task")
+    children = [int(pid) for file in task.glob("*/children") for pid in file.read_text().split()]
+    return sorted(pid for pid in children if b"expertd.service.ranks.process" in command_of(pid))
+
+
+def command_of(process: int) -> bytes:
+    """The command line of a process; empty if it has ended."""
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+async def output_for(server: Serving, values: NDArray[np.float32], **more: Any) -> NDArray[np.float32]:
+    """The output of the model "tiny" for `values`."""
+    return output_of(await server.infer(*hidden_request(values, **more)))
+
+
+def close(got: NDArray[np.float32], expected: NDArray[np.float32]) -> bool:
+    """Whether they differ by rounding only."""
+    return bool(np.abs(got - expected).max() <= ROUNDING * np.abs(expected).max())
