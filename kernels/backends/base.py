@@ -31,8 +31,10 @@ class Backend(ABC):
 
     @property
     def device(self) -> torch.device:
-        """The device on which a server keeps the tensors of its layers."""
-        return torch.device(self.device_type or "cpu", *([0] if self.device_type == "cuda" else []))
+        """Where a server keeps the tensors of its layers; the current GPU if it needs one."""
+        if self.device_type == "cuda":
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device(self.device_type or "cpu")
 
     def partitions(self) -> "SMPartitions | None":
         """Partitions of the device's SMs, whose counts become `num_sms`; None if it cannot be partitioned."""

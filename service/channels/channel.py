@@ -18,7 +18,6 @@ from expertd.service.channels.layout import (
     REQUEST,
     SEQUENCE_BYTES,
     TIMES_OFFSET,
-    fence,
 )
 from expertd.service.channels.open_channel import Answered, BrokenError, ClosedError, OpenChannel, Slot
 from expertd.service.channels.requests import InvalidRequestError
@@ -26,6 +25,7 @@ from expertd.service.engine.errors import EngineError
 from expertd.service.engine.refusals import Reason
 from expertd.service.engine.statuses import ANSWERS
 from expertd.service.engine.steps import Pending
+from expertd.service.memory.fence import fence
 from expertd.service.moe.request import Output
 
 logger = logging.getLogger(__name__)

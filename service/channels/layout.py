@@ -1,8 +1,6 @@
 """The control memory of a channel, to the byte, as docs/channels.md has it; imports no torch."""
 
-import platform
 import struct
-import threading
 from dataclasses import asdict, dataclass, replace
 from typing import Self
 
@@ -46,21 +44,6 @@ REASON_CODES: dict[Reason, int] = {
     "shutting_down": 7,
     "not_ready": 8,
 }
-
-_WEAKLY_ORDERED = platform.machine() not in ("x86_64", "AMD64", "i686")
-_barrier = threading.Lock()
-
-
-def fence() -> None:
-    """Order the accesses to memory before this call with those after it; x86 does so by itself.
-
-    Elsewhere the release of the first lock and the acquisition of the second one are the barrier.
-    """
-    if _WEAKLY_ORDERED:
-        with _barrier:
-            pass
-        with _barrier:
-            pass
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,6 @@ from expertd.service.channels.layout import (
     ROUTED,
     SEQUENCE_BYTES,
     SLOT_BYTES,
-    fence,
 )
 from expertd.service.engine.errors import (
     DeviceLostError,
@@ -41,6 +40,7 @@ from expertd.service.engine.errors import (
 from expertd.service.engine.spec import MODEL_VERSION, LayerSpec, served, specs_of
 from expertd.service.engine.steps import Done
 from expertd.service.memory import Arena, Block, RegionUses
+from expertd.service.memory.fence import fence
 from expertd.service.moe.request import LayerRequest, Output
 from expertd.service.moe.routing_checks import check_routing
 from expertd.service.settings.model import Settings

@@ -15,7 +15,6 @@ from expertd.service.commands.arguments import add_serve_arguments, read_argumen
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from expertd.service.engine.loading import Loader
     from expertd.service.settings.model import Settings
 
 logger = logging.getLogger(__name__)
@@ -54,20 +53,13 @@ def run(arguments: argparse.Namespace) -> int:
     if settings.uds is None and (warning := exposure(settings.host, settings.port)) is not None:
         logger.warning(warning)
     try:
-        return serve(settings, _loader(settings))
-    except BindError as error:
-        return _refuse(error)
-
-
-def _loader(settings: "Settings") -> "Loader":
-    """What loads the models: this process, or a rank for each device."""
-    if settings.num_ranks > 1:
+        if settings.num_ranks == 1:
+            return serve(settings)
         from expertd.service.ranks.loading import load_ranks
 
-        return load_ranks
-    from expertd.service.engine.loading import load
-
-    return load
+        return serve(settings, load_ranks)
+    except BindError as error:
+        return _refuse(error)
 
 
 def check_weights(settings: "Settings") -> None:

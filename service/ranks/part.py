@@ -20,6 +20,7 @@ from expertd.service.ranks.regions import MappedRegions
 from expertd.service.ranks.setup import SPIN_SECONDS, RankSetup, Rings
 from expertd.service.ranks.split import requests_of
 from expertd.service.settings.model import ModelSettings
+from expertd.service.settings.spans import numbers
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +41,11 @@ class RankPart:
 
     def __init__(self, setup: RankSetup, regions: MappedRegions) -> None:
         self._setup, self._regions = setup, regions
-        if setup.settings.devices is None:  # the ranks share the CPU's cores
+        devices = setup.settings.devices
+        if devices is None:  # the ranks share the CPU's cores
             torch.set_num_threads(max(1, torch.get_num_threads() // setup.num_ranks))
+        else:
+            torch.cuda.set_device(numbers(devices)[setup.rank])
         os.putenv("GLOO_SOCKET_IFNAME", "lo")  # no connections from other machines
         store = dist.TCPStore(  # type: ignore[attr-defined]
             HOST, setup.port, is_master=False, wait_for_workers=False
@@ -51,7 +55,7 @@ class RankPart:
             setup.rank,
             setup.num_ranks,
             timeout_seconds=_TIMEOUT_SECONDS,
-            backend="gloo",
+            backend="gloo" if devices is None else "nccl",
         )
         self._exchange = TorchExchange()
         self.loaded: Loaded = load(setup.settings, lambda: False, self._layer)

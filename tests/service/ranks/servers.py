@@ -13,7 +13,7 @@ from expertd.service.settings.model import Settings
 from tests.service.apps import Serving, hidden_request, output_of, serving
 
 ROUNDING = 2e-5
-"""The difference between one rank and several, relative to the largest element: the order of FP32 additions."""
+"""Between one rank and several, relative to the largest element: the order of FP32 additions differs."""
 
 
 @asynccontextmanager
