@@ -145,7 +145,7 @@ class Supervisor:
         finally:
             with self._mapping:
                 self._group = None
-            if self._stopped:
+            if self._stopped and group.about is not None:
                 group.stop()
             else:
                 group.end()

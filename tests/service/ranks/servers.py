@@ -1,5 +1,6 @@
 """Applications whose layers are shared by ranks, and what tests need to know of their processes."""
 
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -39,6 +40,12 @@ def command_of(process: int) -> bytes:
         return Path(f"/proc/{process}/cmdline").read_bytes()
     except OSError:
         return b""
+
+
+def cpu_seconds(processes: list[int]) -> float:
+    """The processor time that processes have used."""
+    stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in processes]
+    return sum(int(stat[11]) + int(stat[12]) for stat in stats) / os.sysconf("SC_CLK_TCK")
 
 
 async def output_for(server: Serving, values: NDArray[np.float32], **more: Any) -> NDArray[np.float32]:

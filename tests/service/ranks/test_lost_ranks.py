@@ -1,4 +1,4 @@
-"""A rank that is killed or stopped under traffic: nothing is lost, wrong or hung, and the group comes back."""
+"""A rank that is killed or stopped under traffic: nothing is lost, wrong or hung, and the ranks come back."""
 
 import asyncio
 import os

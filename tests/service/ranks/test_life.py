@@ -1,0 +1,99 @@
+"""Servers with ranks in processes of their own: drains, and ends of any kind, that leave nothing behind."""
+
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import yaml
+
+from expertd.service.memory import host_view
+from expertd.service.moe.request import zero_request
+from tests.service.apps import HIDDEN, hidden_request, rows, tiny_settings
+from tests.service.http.processes import alive, two_processes
+from tests.service.processes import EXPERTD, ServerProcess, clean_environment, server_process
+from tests.service.ranks.servers import rank_processes, serving_ranks
+from tests.service.runners import Submitted
+from tests.service.sockets import connect, infer, read_answer
+from tests.service.waiting import wait_for
+
+pytestmark = pytest.mark.slow  # server processes
+
+LARGE = {"name": "large", "hidden_size": 4096, "intermediate_size": 4096, "num_experts": 256, "top_k": 2}
+
+
+@contextmanager
+def _server(directory: Path) -> Iterator[tuple[ServerProcess, list[int]]]:
+    """A server with two ranks, and their processes."""
+    with server_process(tiny_settings(ranks=2), directory) as server:
+        ranks = rank_processes(server.process.pid)
+        assert len(ranks) == 2
+        yield server, ranks
+
+
+def _ended(processes: list[int]) -> Callable[[], bool]:
+    return lambda: not any(alive(process) for process in processes)
+
+
+async def test_a_drain_answers_what_was_accepted() -> None:
+    async with serving_ranks(tiny_settings(ranks=2)) as server:
+        engine = server.app.engine
+        asked = [Submitted(engine.scheduler, "tiny", zero_request(5, HIDDEN)) for _ in range(20)]
+        assert await engine.drain()
+        for request in asked:
+            assert host_view(await request.answer) == bytes(4 * 5 * HIDDEN)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_ranks_end_with_the_server(number: signal.Signals, tmp_path: Path) -> None:
+    with _server(tmp_path) as (server, ranks):
+        server.process.send_signal(number)
+        assert server.process.wait(20) == 0
+        assert _ended(ranks)()
+        assert "ERROR" not in server.log()
+
+
+def test_ranks_end_with_a_front_end_that_is_killed(tmp_path: Path) -> None:
+    with _server(tmp_path) as (server, ranks):
+        server.process.kill()
+        server.process.wait()
+        wait_for(_ended(ranks), "the ranks end", 5)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 0)])
+def test_ranks_that_load_end_with_the_server(number: signal.Signals, code: int, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    settings = tiny_settings(ranks=2, models=[LARGE], port=0)
+    config.write_text(yaml.safe_dump(settings.model_dump(mode="json")))
+    with (tmp_path / "log").open("wb") as log:
+        server = subprocess.Popen([EXPERTD, "serve", "--config", config], stderr=log, env=clean_environment())
+    try:
+        loading = "rank 0: loading model large"
+        wait_for(lambda: loading in (tmp_path / "log").read_text(), "the ranks load")
+        ranks = rank_processes(server.pid)
+        assert len(ranks) == 2
+        server.send_signal(number)
+        assert server.wait(10) == code
+        wait_for(_ended(ranks), "the ranks end", 5)
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_several_http_processes_share_the_ranks(tmp_path: Path) -> None:
+    settings = two_processes(ranks=2)
+    with server_process(settings, tmp_path) as server:
+        ranks = rank_processes(server.process.pid)
+        values = infer(*hidden_request(rows(5)))
+        answers = []
+        for _ in range(2):
+            with connect(server.port) as caller:
+                caller.sendall(values)
+                answers.append(read_answer(caller))
+        assert [answer.status for answer in answers] == [200, 200]
+        assert answers[0].body == answers[1].body
+        server.terminate()
+        assert server.process.wait(20) == 0
+        assert _ended(ranks)()
