@@ -11,7 +11,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from expertd.kernels import dequantize_blocks
+from expertd.kernels import Quantized, dequantize_blocks
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import ExpertWeights, load_weights, random_weights, save_weights
 from expertd.service.moe.weights_file import OPTIONAL, tensor_specs
@@ -33,6 +33,31 @@ def _equal(a: ExpertWeights, b: ExpertWeights) -> bool:
 def test_a_seed_gives_the_same_weights_again() -> None:
     assert _equal(random_weights(SHAPE, 5, "cpu"), random_weights(SHAPE, 5, "cpu"))
     assert not _equal(random_weights(SHAPE, 5, "cpu"), random_weights(SHAPE, 6, "cpu"))
+
+
+def _part(weights: ExpertWeights, groups: list[int]) -> ExpertWeights:
+    """The same with only these groups."""
+    gate_up, down = (Quantized(w.data[groups], w.scales[groups]) for w in (weights.gate_up, weights.down))
+    return replace(weights, gate_up=gate_up, down=down)
+
+
+@pytest.mark.parametrize(
+    ("num_shared", "part", "groups"),
+    [(0, range(1), [0]), (0, range(1, 3), [1, 2]), (2, range(1), [0, 3, 4]), (2, range(2, 3), [2, 3, 4])],
+)
+def test_part_of_the_experts_is_that_of_the_whole(
+    num_shared: int, part: range, groups: list[int], tmp_path: Path
+) -> None:
+    shape = replace(SHAPE, num_shared_experts=num_shared)
+    whole = random_weights(shape, 5, "cpu")
+    expected = _part(whole, groups)
+    assert _equal(random_weights(shape, 5, "cpu", part), expected)
+    bias = torch.tensor([0.5, -1.0, 2.0])
+    save_weights(tmp_path / "layer.safetensors", replace(whole, router_bias=bias))
+    loaded = load_weights(tmp_path / "layer.safetensors", shape, "cpu", part)
+    assert _equal(loaded, expected)
+    assert loaded.router_bias is not None
+    assert torch.equal(loaded.router_bias, bias)
 
 
 def test_random_weights_keep_the_magnitude_of_a_token() -> None:

@@ -1,0 +1,77 @@
+"""Ranks load weights of every kind, and a rank that cannot load is reported in a sentence."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from expertd.service.checkpoints import resolve_checkpoints
+from expertd.service.engine.loading import LoadCancelledError, load
+from expertd.service.moe.request import LayerRequest
+from expertd.service.moe.shape import LayerShape
+from expertd.service.moe.weights import random_weights, save_weights
+from expertd.service.ranks.loading import load_ranks
+from expertd.service.settings.model import CheckpointSettings, Settings
+from tests.families import HIDDEN
+from tests.service.apps import MODEL, rows, tiny_settings
+from tests.service.checkpoints.builders import Checkpoint, edit_tensors, shard_of
+from tests.service.ranks.servers import close, rank_processes
+
+pytestmark = pytest.mark.slow  # each start of ranks takes seconds
+
+SHAPE = LayerShape(HIDDEN, 128, 4, 2)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Checkpoint("deepseek-v3", tmp_path_factory.mktemp("made") / "model", torch.float32).directory
+
+
+def of_checkpoint(directory: Path, ranks: int) -> Settings:
+    """Layer 1 of a checkpoint with shared experts."""
+    served = CheckpointSettings(path=directory, layers="1", datatype="FP32")
+    return resolve_checkpoints(Settings(backend="reference", ranks=ranks, checkpoints=(served,)))
+
+
+def computed(settings: Settings) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    """The output of the only model for 5 tokens; with ranks if there are several."""
+    loaded = (load if settings.num_ranks == 1 else load_ranks)(settings, lambda: False)
+    try:
+        hidden_states = rows(5 * HIDDEN // rows(1).shape[1]).tobytes()
+        request = LayerRequest(5, hidden_states, "FP32", None, "INT32", None, "FP32")
+        (runner,) = loaded.runners.values()
+        return np.frombuffer(bytes(runner.begin([request]).finish().outputs[0]), np.float32)  # type: ignore[arg-type]
+    finally:
+        loaded.close()
+
+
+def test_a_checkpoint_is_split(checkpoint: Path) -> None:
+    assert close(computed(of_checkpoint(checkpoint, 2)), computed(of_checkpoint(checkpoint, 1)))
+
+
+def test_a_weights_file_is_split(tmp_path: Path) -> None:
+    path = tmp_path / "layer.safetensors"
+    save_weights(path, random_weights(SHAPE, 3, "cpu"))
+    models = [{**MODEL, "hidden_size": HIDDEN, "weights": {"path": path}}]
+    assert close(computed(tiny_settings(models=models, ranks=2)), computed(tiny_settings(models=models)))
+
+
+def test_one_rank_that_cannot_load_ends_the_load_with_its_sentence(checkpoint: Path, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(checkpoint, tmp_path / "model"))
+    name = "model.layers.1.mlp.experts.7.up_proj.weight"  # the last expert: rank 1 has it
+    file = shard_of(directory, name)
+    values = load_file(file)[name]
+    values[0, 0] = torch.nan
+    edit_tensors(file, **{name: values})
+    with pytest.raises(ValueError, match=rf"rank 1: .*{name}: expected finite numbers, got others"):
+        load_ranks(of_checkpoint(directory, 2), lambda: False)
+    assert rank_processes() == []
+
+
+def test_a_load_that_is_cancelled_leaves_no_ranks() -> None:
+    with pytest.raises(LoadCancelledError):
+        load_ranks(tiny_settings(ranks=2), lambda: len(rank_processes()) == 2)
+    assert rank_processes() == []

@@ -1,0 +1,93 @@
+"""A step's rows over the ranks: all of them, in place, with the step's datatypes on every rank."""
+
+import random
+
+import pytest
+
+from expertd.service.memory import Span
+from expertd.service.moe.batch import Batch
+from expertd.service.ranks.messages import NOWHERE, Place, PlacedRequest, StepCommand
+from expertd.service.ranks.split import part_of, requests_of
+
+HIDDEN, TOP_K = 128, 2
+
+
+def placed(num_tokens: int, start: int, datatype: str = "FP32", output: str = "FP32") -> PlacedRequest:
+    """A request in region 1 from `start` on, with outputs in region 2 and without routing."""
+    return PlacedRequest(
+        num_tokens, datatype, "INT32", output, Place(1, start), NOWHERE, NOWHERE, Place(2, start)
+    )
+
+
+def span_of(region: int, offset: int, num_bytes: int) -> Span:
+    """Region r begins at address r * 2**32."""
+    return Span((region << 32) + offset, num_bytes)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_parts_are_contiguous_and_even(ranks: int) -> None:
+    for total in range(20):
+        parts = [part_of(total, rank, ranks) for rank in range(ranks)]
+        assert [row for part in parts for row in part] == list(range(total))
+        sizes = [len(part) for part in parts]
+        assert max(sizes) - min(sizes) <= 1
+        assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_row_belongs_to_one_rank_where_it_lies(ranks: int) -> None:
+    generator = random.Random(ranks)
+    row = 4 * HIDDEN
+    for _ in range(50):
+        counts = [generator.randint(1, 5) for _ in range(generator.randint(1, 6))]
+        starts = [100_000 * index for index in range(len(counts))]
+        step = [placed(*pair) for pair in zip(counts, starts, strict=True)]
+        got = []
+        for rank in range(ranks):
+            own = requests_of(step, rank, ranks, HIDDEN, TOP_K, span_of)
+            assert own, "every rank takes part"
+            for request in (request for request in own if request.num_tokens):
+                assert isinstance(request.hidden_states, Span)
+                assert request.output is not None
+                assert request.hidden_states.num_bytes == request.num_tokens * row
+                assert request.output.address - request.hidden_states.address == 1 << 32
+                offset = request.hidden_states.address - (1 << 32)
+                got += [offset + index * row for index in range(request.num_tokens)]
+        expected = zip(counts, starts, strict=True)
+        assert got == [start + index * row for count, start in expected for index in range(count)]
+
+
+def test_routing_lies_beside_its_rows() -> None:
+    request = PlacedRequest(
+        4, "BF16", "INT64", "FP16", Place(1, 0), Place(2, 64), Place(3, 128), Place(4, 256)
+    )
+    (own,) = requests_of([request], 1, 2, HIDDEN, TOP_K, span_of)
+    spans = (own.hidden_states, own.topk_ids, own.topk_weights, own.output)
+    assert spans == (
+        Span((1 << 32) + 2 * 2 * HIDDEN, 2 * 2 * HIDDEN),
+        Span((2 << 32) + 64 + 2 * 8 * TOP_K, 2 * 8 * TOP_K),
+        Span((3 << 32) + 128 + 2 * 4 * TOP_K, 2 * 4 * TOP_K),
+        Span((4 << 32) + 256 + 2 * 2 * HIDDEN, 2 * 2 * HIDDEN),
+    )
+    assert (own.datatype, own.topk_ids_datatype, own.output_datatype) == ("BF16", "INT64", "FP16")
+
+
+@pytest.mark.parametrize("outputs", [("BF16", "BF16"), ("BF16", "FP32")])
+@pytest.mark.parametrize("datatypes", [("BF16", "BF16"), ("BF16", "FP16"), ("FP16", "FP32")])
+@pytest.mark.parametrize("tokens", [(1, 1), (3, 1), (1, 5)])
+def test_batches_have_the_same_dtypes_on_all_ranks(
+    tokens: tuple[int, int], datatypes: tuple[str, str], outputs: tuple[str, str]
+) -> None:
+    step = [
+        placed(n, 0, *types) for n, types in zip(tokens, zip(datatypes, outputs, strict=True), strict=True)
+    ]
+    whole = Batch(requests_of(step, 0, 1, HIDDEN, TOP_K, span_of))
+    for rank in range(3):
+        batch = Batch(requests_of(step, rank, 3, HIDDEN, TOP_K, span_of))
+        assert (batch.dtype, batch.out_dtype) == (whole.dtype, whole.out_dtype)
+
+
+def test_a_command_survives_its_bytes() -> None:
+    requests = [placed(3, 64, "BF16", "FP16"), placed(2**31, 2**40)]
+    command = StepCommand(2**40, 7, requests)
+    assert StepCommand.unpacked(command.packed()) == command
