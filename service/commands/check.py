@@ -131,7 +131,17 @@ def _backend(settings: "Settings") -> str:
     from expertd.kernels import resolve_backend
 
     backend = resolve_backend(settings.backend)
-    return f"{backend.name} on {backend.device}"
+    if settings.devices is None:
+        return f"{backend.name} on {backend.device}"
+    if backend.name != "hopper":
+        raise ValueError(f"devices: expected backend hopper, got {backend.name!r}")
+    import torch
+
+    from expertd.service.settings.spans import numbers
+
+    if (last := max(numbers(settings.devices))) >= (count := torch.cuda.device_count()):
+        raise ValueError(f"devices: expected numbers below {count}, the GPUs of this machine, got {last}")
+    return f"{backend.name} on GPUs {settings.devices}"
 
 
 def _partitions(settings: "Settings") -> str | None:

@@ -65,6 +65,7 @@ class Engine:
         metrics.watch_queues(self._waiting)
         metrics.watch_partitions(self._partition_sizes)
         metrics.watch_shared_memory(self.shared_memory.totals)
+        metrics.watch_ranks(lambda: self.loaded.ranks() if self.loaded else ())
         metrics.watch_device_memory(lambda: self.loaded.memory() if self.loaded else None)
 
     def why_not_ready(self, *models: str) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -70,6 +70,15 @@ class Partitions(Protocol):
     def apply(self, sizes: Mapping[str, int]) -> Sequence[Partition]: ...
 
 
+class RankState(NamedTuple):
+    """A rank: whether it is ready; its starts, seconds in steps, and its experts' tokens so far."""
+
+    is_up: bool
+    starts: int
+    compute_seconds: float
+    expert_tokens: int
+
+
 @dataclass(frozen=True)
 class Loaded:
     """The result of loading.
@@ -79,7 +88,8 @@ class Loaded:
     fail; steps run in either case. register makes host memory accessible to the device. register_files does
     so for files of callers, who may shrink them; None: the CPU copies. open_cuda opens GPU memory of other
     processes; None without a GPU. why_not says why no step can run at present, and they raise
-    DeviceLostError. close ends what loading has started, after the last step.
+    DeviceLostError. ranks are those that share the layers. close ends what loading has started, after all
+    steps.
     """
 
     backend: str
@@ -92,6 +102,7 @@ class Loaded:
     register_files: Register | None = None
     open_cuda: OpenCuda | None = None
     why_not: Callable[[], str | None] = lambda: None
+    ranks: Callable[[], Sequence[RankState]] = tuple
     close: Callable[[], None] = lambda: None
 
 

@@ -13,7 +13,7 @@ from prometheus_client import (
     ProcessCollector,
     disable_created_metrics,
 )
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from expertd.layout import Layout
 from expertd.service.engine.collectors import CallbackCollector, ExpertTokens, count
@@ -197,6 +197,30 @@ class Metrics:
                 regions.add_metric([kind], num_regions)
                 sizes.add_metric([kind], num_bytes)
             yield from (regions, sizes)
+
+        self.registry.register(CallbackCollector(collect))
+
+    def watch_ranks(self, states: Callable[[], Sequence[tuple[bool, int, float, int]]]) -> None:
+        """Report ranks at each scrape: ready, starts, seconds in steps, tokens of their experts, of each."""
+
+        def collect() -> Iterator[Metric]:
+            now = states()
+            if not now:
+                return
+            up = GaugeMetricFamily("expertd_rank_up", "1 when the rank is ready", labels=["rank"])
+            counts = [
+                CounterMetricFamily(f"expertd_rank_{name}", text, labels=["rank"])
+                for name, text in (
+                    ("starts", "Starts of the rank"),
+                    ("compute_seconds", "Time in steps"),
+                    ("expert_tokens", "Tokens computed by the rank's experts"),
+                )
+            ]
+            for rank, (is_up, *values) in enumerate(now):
+                up.add_metric([str(rank)], is_up)
+                for counter, value in zip(counts, values, strict=True):
+                    counter.add_metric([str(rank)], value)
+            yield from (up, *counts)
 
         self.registry.register(CallbackCollector(collect))
 

@@ -40,7 +40,7 @@ class RankGroup:
         self._woken = Bell()  # wakes `watch`
         self._mapped: dict[int, dict[int, str]] = {}  # region -> rank -> error or ""
         self._changed = threading.Condition()
-        self._ends: dict[int, list[StepEnd]] = {}  # of steps that have not ended on all ranks
+        self._ends: dict[int, dict[int, StepEnd]] = {}  # of steps that are not over, by rank
         try:
             for rank in range(settings.num_ranks):
                 setup = RankSetup(settings, rank, settings.num_ranks, port, generation)
@@ -68,19 +68,15 @@ class RankGroup:
 
     def watch(self, stop: Callable[[], bool]) -> None:
         """Take the ranks' messages until one is lost, or `stop` is true."""
-        while not stop() and self.lost is None:
-            for rank in self._readable(_CHECK_SECONDS):
-                match rank.receive():
-                    case ["mapped", int(region), str(error)]:
-                        with self._changed:
-                            self._mapped.setdefault(region, {})[rank.number] = error
-                            self._changed.notify_all()
-                    case _:
-                        self.lose(_why_gone(rank))
-            for rank in self.ranks:
-                if (why := rank.why_gone()) is not None:
-                    self.lose(why)
-        self.lose("the server is shutting down")
+        try:
+            while not stop() and self.lost is None:
+                for rank in self._readable(_CHECK_SECONDS):
+                    self._take(rank)
+                for rank in self.ranks:
+                    if (why := rank.why_gone()) is not None:
+                        self.lose(why)
+        finally:  # nobody may wait for messages that nobody takes
+            self.lose("the server is shutting down")
 
     def map(self, regions: Sequence[Region]) -> None:
         """Have all ranks map regions, and wait until they have. Raises DeviceLostError, RuntimeError."""
@@ -111,7 +107,7 @@ class RankGroup:
     def begin(self, number: int, command: bytes) -> None:
         """Send a step to all ranks. Raises DeviceLostError."""
         self.check()
-        self._ends[number] = []
+        self._ends[number] = {}
         for rank in self.ranks:
             rank.put(command)
 
@@ -120,25 +116,28 @@ class RankGroup:
         for rank in self.ranks:
             while (data := rank.rings.ends.take()) is not None:
                 end = StepEnd.unpacked(data)
-                self._ends[end.number].append(end)
+                if end.number in self._ends:  # else it has failed on another rank, long before
+                    self._ends[end.number][rank.number] = end
         return self.lost is not None or len(self._ends[number]) == len(self.ranks)
 
     def wait(self, number: int) -> list[StepEnd]:
-        """Each rank's end of a step, once. Raises DeviceLostError; RuntimeError if the step failed."""
+        """Each rank's end of a step, once. Raises DeviceLostError; RuntimeError if it failed on all ranks."""
         self._bell.wait(lambda: self.is_done(number) or self._first_error(number) != "", SPIN_SECONDS)
         if not self.is_done(number) and not self._bell.wait(
             lambda: self.is_done(number), 0.0, _ALONE_SECONDS
         ):
             self.lose(f"the step failed on some ranks alone: {self._first_error(number)}")
-        ends = self._ends.pop(number)
-        if len(ends) < len(self.ranks):
+        by_rank = self._ends.pop(number)
+        ends = [by_rank[rank] for rank in sorted(by_rank)]
+        errors = [end.error for end in ends if end.error]
+        refused = [error for error in errors if error.startswith("ValueError")]
+        if errors and (len(errors) < len(self.ranks) or not refused):
+            self.lose(f"a step failed: {errors[0]}")  # the ranks may be at different operations
+        if len(ends) - len(errors) == len(self.ranks):
+            return ends
+        if len(errors) < len(self.ranks):
             self.check()
-        if errors := [end.error for end in ends if end.error]:
-            refused = [error for error in errors if error.startswith("ValueError")]
-            if len(errors) < len(ends) or not refused:
-                self.lose(f"a step failed: {errors[0]}")  # the ranks may be at different operations
-            raise RuntimeError((refused or errors)[0])
-        return ends
+        raise RuntimeError((refused or errors)[0])
 
     def lose(self, why: str) -> None:
         """Give the ranks up: all that waits for them ends."""
@@ -178,11 +177,21 @@ class RankGroup:
             self._woken.clear()
         return [by_descriptor[descriptor] for descriptor in found if descriptor in by_descriptor]
 
+    def _take(self, rank: Rank) -> None:
+        """Take a message of a rank that has loaded."""
+        match rank.receive():
+            case ["mapped", int(region), str(error)]:
+                with self._changed:
+                    self._mapped.setdefault(region, {})[rank.number] = error
+                    self._changed.notify_all()
+            case _:
+                self.lose(_why_gone(rank))
+
     def _is_mapped(self, region: int) -> bool:
         return self.lost is not None or len(self._mapped.get(region, {})) == len(self.ranks)
 
     def _first_error(self, number: int) -> str:
-        return next((end.error for end in self._ends[number] if end.error), "")
+        return next((end.error for end in self._ends[number].values() if end.error), "")
 
 
 def _why_gone(rank: Rank) -> str:

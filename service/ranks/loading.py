@@ -36,7 +36,7 @@ def load_ranks(settings: Settings, cancelled: Cancelled) -> Loaded:
         stack.pop_all()
     backend, device = about
     logger.info("%d ranks are ready, each with its part of every layer", settings.num_ranks)
-    steps = Steps(supervisor, staging)
+    steps = Steps(supervisor, staging, settings.num_ranks)
 
     def close() -> None:
         for memory in staging:
@@ -52,5 +52,6 @@ def load_ranks(settings: Settings, cancelled: Cancelled) -> Loaded:
         lambda _: None,
         supervisor.register,
         why_not=supervisor.why_not,
+        ranks=steps.states,
         close=close,
     )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from expertd.service.engine.loading import RankState
 from expertd.service.moe.request import LayerRequest, StepResult
 from expertd.service.moe.routing_checks import check_routing
 from expertd.service.ranks.group import RankGroup
@@ -18,9 +19,11 @@ from expertd.service.settings.model import ModelSettings
 class Steps:
     """What the runners of all models share: the ranks, the numbers of steps, memory for two of them."""
 
-    def __init__(self, supervisor: Supervisor, staging: Sequence[Staging]) -> None:
+    def __init__(self, supervisor: Supervisor, staging: Sequence[Staging], num_ranks: int) -> None:
         self.supervisor = supervisor
         self._free = list(staging)
+        self._seconds = [0.0] * num_ranks
+        self._expert_tokens = [0] * num_ranks
         self._last = 0
         self._lock = threading.Lock()
 
@@ -28,6 +31,18 @@ class Steps:
         """Steps count from 1 on, also over several groups of ranks."""
         self._last += 1
         return self._last
+
+    def note(self, ends: Sequence[StepEnd]) -> None:
+        """Count a step's ends on all ranks."""
+        for rank, end in enumerate(ends):
+            self._seconds[rank] += end.seconds
+            self._expert_tokens[rank] += int(end.tokens_per_expert.sum())
+
+    def states(self) -> list[RankState]:
+        """Each rank's state."""
+        is_up, starts = self.supervisor.why_not() is None, self.supervisor.starts
+        totals = zip(self._seconds, self._expert_tokens, strict=True)
+        return [RankState(is_up, starts, seconds, tokens) for seconds, tokens in totals]
 
     def take(self) -> Staging:
         """Memory for a step; to give back at its end."""
@@ -91,6 +106,7 @@ class RankStep:
             try:
                 ends = self._group.wait(self._number)
                 self._result = self._made(ends)
+                self._steps.note(ends)
             finally:
                 self._steps.give_back(self._staging)
         return self._result

@@ -99,7 +99,31 @@ class Supervisor:
         self._thread.join()
 
     def _run(self) -> None:
-        # The store outlives the ranks, rank 0 too.
+        try:
+            port = self._open_store()
+            pause = _FIRST_PAUSE
+            while not self._stopped:
+                began = time.monotonic()
+                try:
+                    self._run_group(port)
+                except (LoadFailedError, OSError) as error:
+                    if self.starts == 1:
+                        raise
+                    self._note(why=f"the ranks could not be started again: {error}")
+                    logger.error("%s", self._why)
+                steady = time.monotonic() - began > _STEADY_SECONDS
+                pause = _FIRST_PAUSE if steady else min(2 * pause, _LAST_PAUSE)
+                self._pause(pause)
+        except LoadFailedError as error:
+            self._note(failure=error)
+        except Exception as error:
+            logger.exception("the ranks cannot be started")
+            self._note(
+                failure=LoadFailedError(str(error), False), why=f"the ranks cannot be started: {error}"
+            )
+
+    def _open_store(self) -> int:
+        """The port of a store for the ranks, which outlives them, rank 0 too. Raises RuntimeError."""
         store = dist.TCPStore(  # type: ignore[attr-defined]
             HOST,
             self._listener.getsockname()[1],
@@ -108,21 +132,9 @@ class Supervisor:
             timeout=timedelta(seconds=10),
             master_listen_fd=self._listener.detach(),
         )
-        pause = _FIRST_PAUSE
-        while not self._stopped:
-            began = time.monotonic()
-            try:
-                self._run_group(store.port)
-            except (LoadFailedError, OSError) as error:
-                failure = error if isinstance(error, LoadFailedError) else LoadFailedError(str(error), True)
-                if self.starts == 1:
-                    self._note(failure=failure)
-                    return
-                self._note(why=f"the ranks could not be started again: {failure}")
-                logger.error("%s", self._why)
-            steady = time.monotonic() - began > _STEADY_SECONDS
-            pause = _FIRST_PAUSE if steady else min(2 * pause, _LAST_PAUSE)
-            self._pause(pause)
+        self._store = store  # its server ends with it
+        port: int = store.port
+        return port
 
     def _run_group(self, port: int) -> None:
         """Run one group until it is lost, or `stop`. Raises LoadFailedError, OSError."""
@@ -132,6 +144,8 @@ class Supervisor:
         try:
             self._wake = group.wake
             group.wait_loaded(lambda: self._stopped)
+            if self._stopped:
+                return
             watcher = threading.Thread(target=group.watch, args=(lambda: self._stopped,), daemon=True)
             watcher.start()
             self._share_all(group)
@@ -145,7 +159,7 @@ class Supervisor:
         finally:
             with self._mapping:
                 self._group = None
-            if self._stopped and group.about is not None:
+            if self._stopped and group is self._serving:
                 group.stop()
             else:
                 group.end()

@@ -1,5 +1,6 @@
 """Servers with ranks in processes of their own: drains, and ends of any kind, that leave nothing behind."""
 
+import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from tests.service.http.processes import alive, two_processes
 from tests.service.processes import EXPERTD, ServerProcess, clean_environment, server_process
 from tests.service.ranks.servers import rank_processes, serving_ranks
 from tests.service.runners import Submitted
-from tests.service.sockets import connect, infer, read_answer
+from tests.service.sockets import Answer, connect, infer, read_answer
 from tests.service.waiting import wait_for
 
 pytestmark = pytest.mark.slow  # server processes
@@ -81,18 +82,26 @@ def test_ranks_that_load_end_with_the_server(number: signal.Signals, code: int, 
         server.wait()
 
 
+def _answer(server: ServerProcess, status: int) -> Answer | None:
+    """The answer to a request, if it has this status."""
+    with connect(server.port) as caller:
+        caller.sendall(infer(*hidden_request(rows(5))))
+        answer = read_answer(caller)
+    return answer if answer.status == status else None
+
+
 def test_several_http_processes_share_the_ranks(tmp_path: Path) -> None:
     settings = two_processes(ranks=2)
     with server_process(settings, tmp_path) as server:
         ranks = rank_processes(server.process.pid)
-        values = infer(*hidden_request(rows(5)))
-        answers = []
-        for _ in range(2):
-            with connect(server.port) as caller:
-                caller.sendall(values)
-                answers.append(read_answer(caller))
-        assert [answer.status for answer in answers] == [200, 200]
+        answers = [wait_for(lambda: _answer(server, 200), "an answer", 5) for _ in range(2)]
         assert answers[0].body == answers[1].body
+        os.kill(ranks[1], signal.SIGKILL)
+        refused = wait_for(lambda: _answer(server, 503), "a request is refused", 5)
+        assert refused.headers["retry-after"] == "1"
+        again = wait_for(lambda: _answer(server, 200), "the ranks are back", 30)
+        assert again.body == answers[0].body
+        ranks += rank_processes(server.process.pid)
         server.terminate()
         assert server.process.wait(20) == 0
         assert _ended(ranks)()

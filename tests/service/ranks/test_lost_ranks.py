@@ -75,3 +75,5 @@ async def test_a_lost_rank_costs_no_request_its_answer(rank: int, number: signal
         assert traffic.refused > 0
         assert traffic.longest < 1.0
         assert not set(before) & set(rank_processes()), "the whole group is new"
+        assert server.metric("rank_starts_total", rank="0") == 2
+        assert server.metric("step_failures_total", model="tiny") == 0

@@ -137,6 +137,11 @@ async def test_channels_and_metrics(tmp_path: Path) -> None:
             for expert in range(NUM_EXPERTS)
         ]
         assert sum(experts) == TOP_K * tokens
+        of_ranks = [server.metric("rank_expert_tokens_total", rank=rank) for rank in "01"]
+        assert of_ranks == [sum(experts[:2]), sum(experts[2:])]
+        for rank in "01":
+            assert server.metric("rank_up", rank=rank) == server.metric("rank_starts_total", rank=rank) == 1
+            assert server.metric("rank_compute_seconds_total", rank=rank) > 0
 
 
 async def test_a_rank_without_work_uses_less_than_a_hundredth_of_a_core() -> None:

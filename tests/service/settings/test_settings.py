@@ -170,6 +170,32 @@ def test_settings_are_frozen(config: Path) -> None:
             for name in ("shutdown_delay_seconds", "drain_timeout_seconds")
         ),
         (f"models: [{MODEL}]\npartitions: {{p: 0}}", r"partitions\.p: expected at least 1 SM, got 0"),
+        (
+            f"models: [{MODEL}]\nranks: 5",
+            r"ranks: expected at most num_experts of model m \(4\), got 5",
+        ),
+        (
+            f"models: [{MODEL[:-1]}, local_experts: 0-1}}]\nranks: 2",
+            r"models\.0\.local_experts: expected null with several ranks, got 0-1",
+        ),
+        (
+            f"models: [{MODEL[:-1]}, masked_max_tokens: 8}}]\ndevices: [0, 1]",
+            r"models\.0\.masked_max_tokens: expected 0 with several ranks, got 8",
+        ),
+        (
+            "checkpoints: [{path: /none, layers: 3, experts: 0-1}]\ndevices: 0-1",
+            r"checkpoints\.0\.experts: expected null with several ranks, got 0-1",
+        ),
+        (
+            f"models: [{MODEL}]\nbackend: reference\ndevices: [0, 1]",
+            r"devices: expected backend hopper, got 'reference'",
+        ),
+        (f"models: [{MODEL}]\ndevices: 1", r"devices: expected two GPUs or more, got 1"),
+        (f"models: [{MODEL}]\ndevices: [1, 1]", r"devices: expected each number once, got 1,1"),
+        (
+            f"models: [{MODEL}]\ndevices: 0-1\nranks: 3",
+            r"ranks: expected the number of devices \(2\), got 3",
+        ),
         ("models: []", r"models or checkpoints: expected at least one layer to serve, got none"),
         ("port: 1", r"models or checkpoints: expected at least one layer to serve, got none"),
         ("- a\n- b", r"expected a mapping of setting names to values, got \['a', 'b'\]"),
@@ -184,6 +210,14 @@ def test_invalid_settings_are_refused_with_one_sentence(tmp_path: Path, text: st
         load_settings(path)
     assert str(caught.value).startswith(str(path))
     assert "\n" not in str(caught.value)
+
+
+def test_ranks_are_counted_by_devices_or_alone(config: Path) -> None:
+    assert load_settings(config).num_ranks == 1
+    assert load_settings(config, [Flag("--ranks", "ranks", "4")]).num_ranks == 4
+    assert load_settings(config, [Flag("--devices", "devices", "0-2")]).num_ranks == 3
+    config.write_text(config.read_text() + "devices: [1, 0]\n")
+    assert load_settings(config).devices == "1,0"
 
 
 def test_an_invalid_flag_is_named(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
