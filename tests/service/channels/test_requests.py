@@ -232,7 +232,7 @@ async def test_each_refusal_is_one_line_at_debug(tmp_path: Path, caplog: pytest.
 async def test_machines_with_weaker_order_get_a_barrier(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("expertd.service.channels.layout._WEAKLY_ORDERED", True)
+    monkeypatch.setattr("expertd.service.memory.fence._WEAKLY_ORDERED", True)
     async with channel_server(tmp_path, EchoRunner()) as server:
         peer = await claimed(server)
         assert np.array_equal(await asyncio.to_thread(peer.infer, rows(3)), rows(3))
