@@ -49,10 +49,18 @@ class Traffic:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("rank", [0, 1])
-async def test_a_lost_rank_costs_no_request_its_answer(rank: int, number: signal.Signals) -> None:
-    async with serving_ranks(tiny_settings(ranks=2)) as server, asyncio.timeout(60):
+@pytest.mark.parametrize(
+    ("ranks", "rank", "number"),
+    [
+        (2, 0, signal.SIGKILL),
+        (2, 1, signal.SIGKILL),
+        (2, 0, signal.SIGSTOP),
+        (2, 1, signal.SIGSTOP),
+        (4, 2, signal.SIGKILL),
+    ],
+)
+async def test_a_lost_rank_costs_no_request_its_answer(ranks: int, rank: int, number: signal.Signals) -> None:
+    async with serving_ranks(tiny_settings(ranks=ranks)) as server, asyncio.timeout(60):
         values = [rows(tokens, seed=tokens) for tokens in range(1, _CALLERS + 1)]
         traffic = Traffic(server)
         expected = [await output_for(server, each) for each in values]
@@ -73,7 +81,7 @@ async def test_a_lost_rank_costs_no_request_its_answer(rank: int, number: signal
         await asyncio.gather(*callers)
         assert traffic.wrong == []
         assert traffic.refused > 0
-        assert traffic.longest < 1.0
+        assert traffic.longest < 5.0
         assert not set(before) & set(rank_processes()), "the whole group is new"
         assert server.metric("rank_starts_total", rank="0") == 2
         assert server.metric("step_failures_total", model="tiny") == 0

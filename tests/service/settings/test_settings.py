@@ -212,6 +212,12 @@ def test_invalid_settings_are_refused_with_one_sentence(tmp_path: Path, text: st
     assert "\n" not in str(caught.value)
 
 
+def test_the_demo_with_ranks_is_the_same_layer() -> None:
+    demo, shared = (load_settings(ROOT / "configs" / f"{name}.yaml") for name in ("demo", "demo-2ranks"))
+    assert shared.models == demo.models
+    assert (demo.num_ranks, shared.num_ranks) == (1, 2)
+
+
 def test_ranks_are_counted_by_devices_or_alone(config: Path) -> None:
     assert load_settings(config).num_ranks == 1
     assert load_settings(config, [Flag("--ranks", "ranks", "4")]).num_ranks == 4
