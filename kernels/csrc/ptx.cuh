@@ -285,6 +285,23 @@ __device__ __forceinline__ void wait_bulk_stores() {
     asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group 0;" ::: "memory");
 }
 
+// Memory that other GPUs and the host access, too.
+__device__ __forceinline__ u32 load_acquire_system(const u32* place) {
+    u32 value;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(place) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void store_release_system(u32* place, u32 value) {
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(place), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ u64 global_nanoseconds() {
+    u64 value;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(value));
+    return value;
+}
+
 __device__ __forceinline__ void store_shared(u32 address, u16 value) {
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(value) : "memory");
 }

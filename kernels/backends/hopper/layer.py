@@ -3,16 +3,24 @@
 import torch
 from torch import Tensor
 
-from expertd.kernels.backends.hopper.compute_permutation import compute_permutation
+from expertd.kernels.backends.hopper.compute_permutation import Placement, compute_permutation
 from expertd.kernels.backends.hopper.grouped_gemm import GroupedGemm, Groups
 from expertd.kernels.backends.hopper.launch import Kernels, OnStream
 from expertd.kernels.backends.hopper.quantize_permute import quantize_permute
+from expertd.kernels.backends.hopper.ranks import (
+    add_ranks,
+    await_ranks,
+    dispatch_rows,
+    expand_rows,
+    return_rows,
+)
 from expertd.kernels.backends.hopper.route_tokens import route_tokens
 from expertd.kernels.backends.hopper.router_logits import router_logits
 from expertd.kernels.backends.hopper.tensor_maps import TensorMapCache, describe_rows
 from expertd.kernels.backends.hopper.unpermute_rows import unpermute_rows
 from expertd.kernels.ops.activation import Swiglu
 from expertd.kernels.ops.quantize import Quantized
+from expertd.kernels.rank_memory import RankMemory, RankTokens
 from expertd.layout import Layout
 from expertd.routing import Routing
 
@@ -60,16 +68,69 @@ class Layer:
 
         hidden_states is contiguous and 16-byte aligned.
         """
-        num_groups, h, _ = down.data.shape
-        inverse, device_offsets, tile_counters = compute_permutation(
-            self._kernels, on, topk_ids, num_groups, num_sms, offsets
+        placement = compute_permutation(self._kernels, on, topk_ids, down.data.shape[0], num_sms, offsets)
+        a = quantize_permute(self._kernels, on, hidden_states, placement.inverse)
+        rows = self._multiply(on, a, placement, gate_up, down, activation, num_sms)
+        unpermute_rows(self._kernels, on, rows, placement.inverse, topk_weights, out)
+
+    def parallel_experts(
+        self,
+        on: OnStream,
+        memory: RankMemory,
+        tokens: RankTokens,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        gate_up: Quantized,
+        down: Quantized,
+        out: Tensor,
+        activation: Swiglu,
+        num_sms: int | None,
+        offsets: Tensor | None,
+    ) -> None:
+        """As `experts`, with the experts of all ranks: every rank of `memory` calls it with tokens of its own.
+
+        gate_up and down have this rank's experts. Eight launches. A token's sum on each rank is rounded to
+        bf16, and those are added up in fp32 in the order of ranks.
+        """
+        kernels, num_tokens = self._kernels, tokens.num_tokens
+        dispatch_rows(
+            kernels,
+            on,
+            memory.ranks,
+            tokens.first_tokens,
+            tokens.places,
+            hidden_states,
+            topk_ids,
+            topk_weights,
         )
+        await_ranks(kernels, on, memory.ranks)
+        group_ids = memory.group_ids[:num_tokens]
+        placement = compute_permutation(kernels, on, group_ids, down.data.shape[0], num_sms, offsets)
+        a = expand_rows(kernels, on, memory.data, memory.scales, placement.inverse)
+        rows = self._multiply(on, a, placement, gate_up, down, activation, num_sms)
+        return_rows(kernels, on, memory.ranks, tokens.first_tokens, rows, placement.inverse)
+        add_ranks(kernels, on, memory.ranks, tokens.places, topk_ids, out)
+
+    def _multiply(
+        self,
+        on: OnStream,
+        a: Quantized,
+        placement: Placement,
+        gate_up: Quantized,
+        down: Quantized,
+        activation: Swiglu,
+        num_sms: int | None,
+    ) -> Tensor:
+        """Both GEMMs: permuted rows bf16 [T * top_k, H]."""
+        inverse = placement.inverse
         first, second = (
-            Groups(device_offsets, ready=True, tile_counter=counter) for counter in tile_counters.unbind()
+            Groups(placement.offsets, ready=True, tile_counter=counter)
+            for counter in placement.tile_counters.unbind()
         )
-        a = quantize_permute(self._kernels, on, hidden_states, inverse)
         activated = self._gemm.multiply_swiglu(on, a, gate_up, first, activation, num_sms)
+        num_groups, h, _ = down.data.shape
         rows = torch.empty((inverse.numel(), h), dtype=torch.bfloat16, device=inverse.device)
         expected_m = inverse.numel() / num_groups
         self._gemm.multiply(on, Layout.CONTIGUOUS, activated, down, second, rows, expected_m, num_sms)
-        unpermute_rows(self._kernels, on, rows, inverse, topk_weights, out)
+        return rows

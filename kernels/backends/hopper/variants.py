@@ -5,6 +5,7 @@ from expertd.kernels.backends.hopper import (
     gather_rows,
     grouped_gemm,
     quantize_permute,
+    ranks,
     route_tokens,
     router_logits,
     scatter_rows,
@@ -20,4 +21,5 @@ VARIANTS = (
     route_tokens.VARIANT,
     gather_rows.VARIANT,
     scatter_rows.VARIANT,
+    *ranks.VARIANTS,
 )

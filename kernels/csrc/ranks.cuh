@@ -1,0 +1,75 @@
+// Memory that all ranks of an expert-parallel layer read and write, and the flags that order their accesses.
+//
+// A call has two phases. In `dispatch` each rank writes its tokens to the ranks that hold their experts, in `combine`
+// those write the results back. After its last write of a phase a rank sets its flag in every rank's memory to the
+// number of the call. A rank begins a call only after all results of the one before, so nobody is still reading what
+// the call overwrites, and no other barrier is needed.
+#pragma once
+
+#include "ptx.cuh"
+
+enum Phase { DISPATCH, COMBINE };
+
+constexpr int kMaxRanks = 8;
+constexpr int kFlagStride = 32;  // u32: each flag has a cache line of its own
+
+// The memory of one rank; every rank has one of the same layout. Sizes are those of kernels/parallel/memory.py.
+struct RankMemory {
+    u64 flags;         // u32 [2 phases][kMaxRanks][kFlagStride]: number of the last call whose writes are complete
+    u64 group_ids;     // int32 [max_tokens, top_k]: groups of this rank, -1: no expert here
+    u64 topk_weights;  // fp32 [max_tokens, top_k]
+    u64 data;          // e4m3 [max_tokens, h]
+    u64 scales;        // fp32 [max_tokens, h / 128]
+    u64 partial_sums;  // bf16 [num_ranks, max_own_tokens, h]: of this rank's own tokens, by the rank that computed them
+};
+
+// The calling rank's view: all memories, and its own state.
+struct Ranks {
+    RankMemory memory[kMaxRanks];  // addresses in the caller's address space
+    u32 num_ranks, rank;
+    u32 call;       // number of the current call
+    u32 done[2];    // CTAs of the current launch of each phase that have ended
+    u32 unused;
+    u64 status;     // u32 in pinned host memory: 0, or 1 + the rank that was waited for in vain
+    u64 timeout;    // nanoseconds
+    u64 max_own_tokens;
+
+    __device__ __forceinline__ const RankMemory& own() const { return memory[rank]; }
+
+    __device__ __forceinline__ u32* flag(int owner, Phase phase, int source) const {
+        return reinterpret_cast<u32*>(memory[owner].flags) + (phase * kMaxRanks + source) * kFlagStride;
+    }
+
+    // Called by all threads of every CTA after its last write of a phase: the last CTA sets the flags.
+    __device__ __forceinline__ void announce(Phase phase, u32 num_ctas) {
+        __shared__ bool last;
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            __threadfence_system();  // this CTA's writes, which the barrier has ordered before it
+            last = atomicAdd(&done[phase], 1u) == num_ctas - 1;
+            if (last) {
+                done[phase] = 0;
+                if (phase == DISPATCH) ++call;
+                __threadfence_system();
+            }
+        }
+        __syncthreads();
+        if (last && threadIdx.x < num_ranks)
+            ptx::store_release_system(flag(static_cast<int>(threadIdx.x), phase, static_cast<int>(rank)), call);
+    }
+
+    // Waits until every rank's writes of a phase have arrived; after the time limit it notes whom it waited for.
+    __device__ __forceinline__ void wait(Phase phase) {
+        if (threadIdx.x < num_ranks) {
+            const u32* const place = flag(static_cast<int>(rank), phase, static_cast<int>(threadIdx.x));
+            const u64 until = ptx::global_nanoseconds() + timeout;
+            while (static_cast<int>(ptx::load_acquire_system(place) - call) < 0) {
+                if (ptx::global_nanoseconds() > until) {
+                    ptx::store_release_system(reinterpret_cast<u32*>(status), threadIdx.x + 1);
+                    break;
+                }
+            }
+        }
+        __syncthreads();
+    }
+};

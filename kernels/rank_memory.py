@@ -1,0 +1,99 @@
+"""Memory that the ranks of an expert-parallel layer share over NVLink; see csrc/ranks.cuh for the protocol."""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from expertd.limits import SCALE_BLOCK
+
+MAX_RANKS = 8
+_FLAG_BYTES = 2 * MAX_RANKS * 128
+_ALIGNMENT = 1024
+# csrc/ranks.cuh: the memories, then num_ranks, rank, call, done[2], unused, status, timeout, max_own_tokens
+_RANKS = struct.Struct(f"<{6 * MAX_RANKS}Q6I3Q")
+
+
+@dataclass(frozen=True, slots=True)
+class RankTokens:
+    """How a call's tokens, and the experts, are spread over the ranks; on the device.
+
+    num_tokens    of all ranks
+    first_tokens  int32 [R + 1]: rank r has the tokens from first_tokens[r] to first_tokens[r + 1]
+    places        int32 [E]: rank * 65536 + group there, of each expert
+    """
+
+    num_tokens: int
+    first_tokens: Tensor
+    places: Tensor
+
+
+class RankMemory:
+    """One rank's part of the memory, and the addresses of all others'. Collective: all ranks make it together.
+
+    group           on GPUs of one host, each with access to the others; at most 8 ranks
+    max_own_tokens  maximum tokens of a rank in one call
+    max_tokens      maximum tokens of all ranks in one call
+    timeout         seconds that a launch waits for another rank before it gives up (see `late_rank`)
+
+    Raises ValueError (name, expected, got).
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        max_own_tokens: int,
+        max_tokens: int,
+        hidden_size: int,
+        top_k: int,
+        timeout: float,
+    ) -> None:
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        num_ranks = group.size()
+        if num_ranks > MAX_RANKS:
+            raise ValueError(f"group size: expected at most {MAX_RANKS}, got {num_ranks}")
+        self.num_ranks, self.rank = num_ranks, group.rank()
+        self.max_own_tokens, self.max_tokens = max_own_tokens, max_tokens
+        scale_columns = hidden_size // SCALE_BLOCK
+        sizes = (
+            _FLAG_BYTES,
+            max_tokens * top_k * 4,
+            max_tokens * top_k * 4,
+            max_tokens * hidden_size,
+            max_tokens * scale_columns * 4,
+            num_ranks * max_own_tokens * hidden_size * 2,
+        )
+        starts = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
+        self._bytes = symmetric_memory.empty(starts[-1], dtype=torch.uint8, device=device)
+        self._bytes[: starts[1]] = 0  # no call has been made
+        torch.cuda.synchronize(device)
+        self._handle = symmetric_memory.rendezvous(self._bytes, group)
+        parts = [self._bytes[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+        self.group_ids = parts[1].view(torch.int32).view(max_tokens, top_k)
+        self.topk_weights = parts[2].view(torch.float32).view(max_tokens, top_k)
+        self.data = parts[3].view(torch.float8_e4m3fn).view(max_tokens, hidden_size)
+        self.scales = parts[4].view(torch.float32).view(max_tokens, scale_columns)
+        self._status = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self.ranks = self._state(self._handle.buffer_ptrs, starts, timeout).to(device)
+        """For launches: the addresses and counters of csrc/ranks.cuh."""
+
+    @property
+    def late_rank(self) -> int | None:
+        """The rank that a launch has waited for in vain; from then on results are undefined."""
+        status = int(self._status.item())
+        return status - 1 if status else None
+
+    def _state(self, bases: Sequence[int], starts: Sequence[int], timeout: float) -> Tensor:
+        addresses = [base + start for base in bases for start in starts[:-1]]
+        addresses += [0] * (6 * MAX_RANKS - len(addresses))
+        packed = _RANKS.pack(
+            *addresses, self.num_ranks, self.rank, 0, 0, 0, 0,
+            self._status.data_ptr(), int(timeout * 1e9), self.max_own_tokens,
+        )  # fmt: skip
+        return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
