@@ -1,4 +1,4 @@
-"""Memory that the ranks of an expert-parallel layer share over NVLink; see csrc/ranks.cuh for the protocol."""
+"""Memory that the ranks of an expert-parallel layer share over NVLink; csrc/ranks.cuh has the protocol."""
 
 import struct
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class RankTokens:
 
 
 class RankMemory:
-    """One rank's part of the memory, and the addresses of all others'. Collective: all ranks make it together.
+    """One rank's memory, and the addresses of all others'. Collective: all ranks make it together.
 
     group           on GPUs of one host, each with access to the others; at most 8 ranks
     max_own_tokens  maximum tokens of a rank in one call

@@ -88,29 +88,21 @@ class Layer:
         num_sms: int | None,
         offsets: Tensor | None,
     ) -> None:
-        """As `experts`, with the experts of all ranks: every rank of `memory` calls it with tokens of its own.
+        """As `experts`, with the experts of all ranks: each rank of `memory` calls it with its own tokens.
 
         gate_up and down have this rank's experts. Eight launches. A token's sum on each rank is rounded to
         bf16, and those are added up in fp32 in the order of ranks.
         """
-        kernels, num_tokens = self._kernels, tokens.num_tokens
-        dispatch_rows(
-            kernels,
-            on,
-            memory.ranks,
-            tokens.first_tokens,
-            tokens.places,
-            hidden_states,
-            topk_ids,
-            topk_weights,
-        )
-        await_ranks(kernels, on, memory.ranks)
+        kernels, num_tokens, ranks = self._kernels, tokens.num_tokens, memory.ranks
+        firsts, places = tokens.first_tokens, tokens.places
+        dispatch_rows(kernels, on, ranks, firsts, places, hidden_states, topk_ids, topk_weights)
+        await_ranks(kernels, on, ranks)
         group_ids = memory.group_ids[:num_tokens]
         placement = compute_permutation(kernels, on, group_ids, down.data.shape[0], num_sms, offsets)
         a = expand_rows(kernels, on, memory.data, memory.scales, placement.inverse)
         rows = self._multiply(on, a, placement, gate_up, down, activation, num_sms)
-        return_rows(kernels, on, memory.ranks, tokens.first_tokens, rows, placement.inverse)
-        add_ranks(kernels, on, memory.ranks, tokens.places, topk_ids, out)
+        return_rows(kernels, on, ranks, firsts, rows, placement.inverse)
+        add_ranks(kernels, on, ranks, places, topk_ids, out)
 
     def _multiply(
         self,

@@ -1,4 +1,4 @@
-"""Launches the kernels that connect the ranks of an expert-parallel layer: csrc/ranks.cuh has their protocol."""
+"""Launches the kernels between the ranks of an expert-parallel layer; csrc/ranks.cuh has their protocol."""
 
 import math
 
@@ -62,7 +62,7 @@ def await_ranks(kernels: Kernels, on: OnStream, ranks: Tensor) -> None:
 def expand_rows(
     kernels: Kernels, on: OnStream, received: Tensor, received_scales: Tensor, inverse: Tensor
 ) -> Quantized:
-    """received e4m3 [T, K], fp32 scales [T, K / 128], as permuted rows [T * top_k, K]; inverse: -1, no row."""
+    """received e4m3 [T, K], fp32 scales [T, K / 128], as permuted rows [T * top_k, K]; inverse -1: none."""
     (num_tokens, top_k), k, num_rows = inverse.shape, received.shape[1], inverse.numel()
     data = torch.empty((num_rows, k), dtype=torch.float8_e4m3fn, device=inverse.device)
     scales = torch.empty((k // SCALE_BLOCK, num_rows), device=inverse.device)
