@@ -22,7 +22,7 @@ from expertd.kernels.rank_memory import RankMemory, RankTokens
 pytestmark = pytest.mark.gpu
 
 RANKS = 2
-H, I, E, TOP_K = 1024, 512, 16, 4
+H, INTERMEDIATE, E, TOP_K = 1024, 512, 16, 4
 MOST = 512  # tokens of a rank
 
 # Tokens of each rank in a call, and how their experts are chosen.
@@ -61,8 +61,8 @@ def run(rank: int, port: int, seed: int) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
     device = torch.device("cuda", rank)
     generator = torch.Generator().manual_seed(seed)
-    gate_up = quantize_blocks(torch.randn(E, 2 * I, H, generator=generator).to(device))
-    down = quantize_blocks(torch.randn(E, H, I, generator=generator).to(device))
+    gate_up = quantize_blocks(torch.randn(E, 2 * INTERMEDIATE, H, generator=generator).to(device))
+    down = quantize_blocks(torch.randn(E, H, INTERMEDIATE, generator=generator).to(device))
     held = slice(rank * E // RANKS, (rank + 1) * E // RANKS)
     own_gate_up = Quantized(gate_up.data[held].contiguous(), gate_up.scales[held].contiguous())
     own_down = Quantized(down.data[held].contiguous(), down.scales[held].contiguous())
@@ -107,4 +107,4 @@ def test_two_ranks_compute_what_one_does() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    multiprocessing.spawn(run, (port, seed), RANKS)
+    multiprocessing.spawn(run, (port, seed), RANKS)  # type: ignore[attr-defined, no-untyped-call]
