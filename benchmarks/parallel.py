@@ -67,10 +67,10 @@ class RankProblem:
 
     def layer(self) -> None:
         """The whole layer."""
-        own = self._own
+        own, on = self._own, current_stream(self._own.out.device.index)
         self._layer.parallel_experts(
-            current_stream(own.out.device.index), self._memory, self._tokens, own.hidden_states, self.topk_ids,
-            own.topk_weights, own.weights.gate_up, own.weights.down, own.out, SILU, None, None,
+            on, self._memory, self._tokens, own.hidden_states, self.topk_ids, own.topk_weights,
+            own.weights.gate_up, own.weights.down, own.out, SILU, None, None,
         )  # fmt: skip
 
     def exchange(self) -> None:
@@ -115,6 +115,7 @@ def device_barrier() -> Callable[[], object]:
     import torch.distributed._symmetric_memory as symmetric_memory
 
     signals = symmetric_memory.empty(1, dtype=torch.uint8, device=torch.device("cuda", dist.get_rank()))
+    assert dist.group.WORLD is not None
     handle = symmetric_memory.rendezvous(signals, dist.group.WORLD)
     return lambda: handle.barrier(channel=0)
 
