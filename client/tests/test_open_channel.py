@@ -129,6 +129,20 @@ def test_bits_of_bfloat16(client: AnyCaller) -> None:
         np.testing.assert_array_equal(channel.wait(channel.submit(slot, 40)), client.infer(MODEL, bits))
 
 
+def test_slots_and_tickets_are_printed_without_their_arrays(channel: AnyChannel) -> None:
+    slot = channel.slots[1]
+    assert repr(slot) == f"Slot(1, max_tokens=16, hidden_size={HIDDEN})"
+    ticket = channel.submit(slot, 5)
+    assert repr(ticket) == "Ticket(slot=1, num_tokens=5, in flight)"
+    channel.wait(ticket)
+    assert repr(ticket) == "Ticket(slot=1, num_tokens=5, answered)"
+    slot.topk_ids[:5] = 99
+    wrong = channel.submit(slot, 5, routed=True)
+    with pytest.raises(InvalidRequestError):
+        channel.wait(wrong)
+    assert repr(wrong) == "Ticket(slot=1, num_tokens=5, failed)"
+
+
 def test_no_tokens(channel: AnyChannel) -> None:
     assert channel.infer(channel.slots[0], 0).shape == (0, HIDDEN)
 
