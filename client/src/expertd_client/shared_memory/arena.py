@@ -141,7 +141,7 @@ def _register(http: Asker, wanted: Wanted, sizes: Sizes, closed: list[str]) -> S
             file = yield Work(partial(SharedFile, sizes.num_bytes))
         except OSError as error:
             text = f"shared memory: expected {sizes.num_bytes} bytes in /dev/shm, got {error}"
-            raise RefusedError(ExpertError(text)) from error
+            raise RefusedError(TransportUnavailableError(text)) from error
         body = {"key": file.key, "offset": 0, "byte_size": sizes.num_bytes}
         arena, kind = RegionArena(sizes, name, file, None, closed), "system"
     else:
