@@ -12,8 +12,9 @@ from expertd_client.channel.link import SPIN_SECONDS
 from expertd_client.channel.opening import open_channel
 from expertd_client.channel.slots import Shapes, make_slots
 from expertd_client.deadline import Deadline
+from expertd_client.device_memory import DeviceMemoryError
 from expertd_client.directory import RefusedError
-from expertd_client.errors import InvalidRequestError
+from expertd_client.errors import InvalidRequestError, TransportUnavailableError
 from expertd_client.http.requests import model_path
 from expertd_client.metadata import read_metadata
 from expertd_client.places import aligned
@@ -69,6 +70,8 @@ def make_channel(http: Asker, kind: type[C], options: ChannelOptions) -> Steps[C
         opened = yield from open_channel(http, options.model, sizes, gpu, deadline, options.spin_seconds)
     except RefusedError as refused:
         raise refused.error from None
+    except DeviceMemoryError as error:
+        raise TransportUnavailableError(str(error)) from None
     slots = make_slots(opened, shapes, options.device is not None)
     return kind(opened, shapes, slots, deadline.seconds)
 
