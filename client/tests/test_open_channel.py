@@ -16,7 +16,6 @@ from expertd_client import (
     UnknownModelError,
 )
 from expertd_client.channel import layout, link
-from expertd_client.device_memory import DeviceMemoryError
 from tests.callers import AnyCaller, AnyChannel, Connect
 from tests.expertd import HIDDEN, MODEL, NUM_EXPERTS, TOP_K, RunningServer
 
@@ -197,17 +196,6 @@ def test_channels_that_are_refused(client: AnyCaller, connect: Connect, server: 
         client.open_channel(MODEL, max_tokens=4096, num_slots=1000)
     with pytest.raises(TransportUnavailableError, match=r"setting channels.socket") as caught:
         connect(server.url).open_channel(MODEL, max_tokens=1)
-    assert caught.type is TransportUnavailableError
-
-
-def test_memory_that_the_driver_does_not_share(client: AnyCaller, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*arguments: int) -> None:
-        raise DeviceMemoryError("cuIpcGetMemHandle: expected CUDA_SUCCESS, got status 801")
-
-    monkeypatch.setattr("expertd_client.channel.making._gpu", lambda device: 0)
-    monkeypatch.setattr("expertd_client.channel.opening.DeviceMemory", refused)
-    with pytest.raises(TransportUnavailableError, match=r"^cuIpcGetMemHandle: .* status 801$") as caught:
-        client.open_channel(MODEL, max_tokens=1, device="cuda:0")
     assert caught.type is TransportUnavailableError
 
 

@@ -7,7 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from expertd_client import DeadlineError, ExpertClient, InvalidRequestError, ServerUnreachableError
+from expertd_client import (
+    DeadlineError,
+    ExpertClient,
+    InvalidRequestError,
+    ServerUnreachableError,
+    TransportUnavailableError,
+)
+from expertd_client.device_memory import DeviceMemoryError
 from tests.callers import Connect
 from tests.expertd import HIDDEN, MODEL, RunningServer, running_server, sharing
 from tests.waiting import wait_for
@@ -71,6 +78,19 @@ def test_a_closed_channel(connect: Connect, sharing_server: RunningServer) -> No
 def test_a_channel_that_is_dropped_is_closed(connect: Connect, sharing_server: RunningServer) -> None:
     connect(sharing_server.url).open_channel(MODEL, max_tokens=4)
     wait_for(lambda: not sharing_server.channels(), "the server has closed it")
+
+
+def test_memory_that_the_driver_does_not_share(
+    connect: Connect, sharing_server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*arguments: int) -> None:
+        raise DeviceMemoryError("cuIpcGetMemHandle: expected CUDA_SUCCESS, got status 801")
+
+    monkeypatch.setattr("expertd_client.channel.making._gpu", lambda device: 0)
+    monkeypatch.setattr("expertd_client.channel.opening.DeviceMemory", refused)
+    with pytest.raises(TransportUnavailableError, match=r"^cuIpcGetMemHandle: .* status 801$") as caught:
+        connect(sharing_server.url).open_channel(MODEL, max_tokens=1, device="cuda:0")
+    assert caught.type is TransportUnavailableError
 
 
 def test_channels_of_several_threads(sharing_server: RunningServer) -> None:
