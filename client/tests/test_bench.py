@@ -188,6 +188,15 @@ def test_no_server(capsys: Captured) -> None:
     assert capsys.readouterr().err.startswith("bench: server http://127.0.0.1:1: expected a connection, got")
 
 
+@pytest.mark.parametrize(
+    ("file", "reason"), [("/no/such/x.json", "No such file or directory"), ("/dev", "Is a directory")]
+)
+def test_a_file_that_cannot_be_written_to(capsys: Captured, file: str, reason: str) -> None:
+    assert bench("--url", "http://127.0.0.1:1", "--json", file) == 2
+    text = f"bench: --json: expected a file that can be written to, got {file}: {reason}\n"
+    assert capsys.readouterr().err == text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "text"),
@@ -196,7 +205,6 @@ def test_no_server(capsys: Captured) -> None:
         (["--tokens", "20000"], "bench: request: expected at most"),
         (["--transport", "channel"], "bench: channels: expected the setting channels.socket, got null"),
         (["--transport", "shared_memory"], "bench: extensions: expected system_shared_memory, got"),
-        (["--json", "/no/such/folder/x.json", "--tokens", "1", "--connections", "1"], "bench: [Errno 2]"),
     ],
 )
 def test_what_cannot_be_measured(

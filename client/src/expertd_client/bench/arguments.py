@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure and print; returns 0, 1 if a request failed, 2 if nothing could be measured."""
     try:
         if arguments.json is not None:
-            arguments.json.touch()  # before minutes are spent
+            _check_writable(arguments.json)  # before minutes are spent
         target, server = _find(arguments)
         results = _measure(target, _cases(arguments), arguments.processes)
         if arguments.json is not None:
@@ -77,6 +77,16 @@ def _find(arguments: argparse.Namespace) -> tuple[Target, dict[str, object]]:
             arguments.url, client.transport, name, model.hidden_size, model.datatype, arguments.timeout
         )
         return target, {"name": server.name, "version": server.version}
+
+
+def _check_writable(path: Path) -> None:
+    """Raises BenchError."""
+    try:
+        with path.open("a"):
+            pass
+    except OSError as error:
+        text = f"--json: expected a file that can be written to, got {path}: {error.strerror}"
+        raise BenchError(text) from error
 
 
 def _cases(arguments: argparse.Namespace) -> list[Case]:
