@@ -19,7 +19,7 @@ _TEXTS = ("DefaultCPUAllocator", "Storage size calculation overflowed", "integer
 
 @contextmanager
 def in_one_sentence(name: str, shape: LayerShape, device: torch.device) -> Iterator[None]:
-    """Turn errors of allocation, while model `name` is loaded to `device`, into a MemoryError with a sentence."""
+    """Turn errors of allocation, while a model is loaded to `device`, into a MemoryError with a sentence."""
     free = _free_bytes(device)
     try:
         yield
