@@ -100,8 +100,31 @@ async def test_a_server_without_the_setting_has_no_channels() -> None:
             "raw_handle.b64: expected base64, got '\\xe9'",
         ),
         (
+            {"memory": "gpu"},
+            400,
+            'memory: expected "system", {"system": ...} or {"cuda": ...}, got \'gpu\'',
+        ),
+        (
+            {"memory": {"system": {"byte_size": 1}, "cuda": {}}},
+            400,
+            'memory: expected "system", {"system": ...} or {"cuda": ...}, got an object',
+        ),
+        (
+            {"memory": {"system": {"byte_size": 0}}},
+            400,
+            "memory.system.byte_size: expected a number greater than 0, got 0",
+        ),
+        ({"memory": {"system": {}}}, 400, "memory.system.byte_size: expected a value, got none"),
+        (
+            {"memory": {"cuda": {"device_id": -1}}},
+            400,
+            "memory.cuda.device_id: expected a number greater than or equal to 0, got -1",
+        ),
+        ({"memory": None}, 400, 'memory: expected "system", {"system": ...} or {"cuda": ...}, got null'),
+        ({"model": None, "models": []}, 400, "models: expected at least 1 entry, got none"),
+        (
             {"max_tokens": 64, "num_slots": 100},
-            503,
+            400,
             "channels.max_bytes: expected a region of at most 1000000 bytes, got 6963200",
         ),
     ],
@@ -124,6 +147,43 @@ async def test_the_number_of_channels_is_limited(tmp_path: Path) -> None:
         first.close()
         await until(lambda: server.metric("channels") == 1)
         await opened(server)
+
+
+async def test_the_bytes_of_channels_are_limited(tmp_path: Path) -> None:
+    async with channel_server(tmp_path, EchoRunner(), channels={"max_bytes": 1_000_000}) as server:
+        peer = await claimed(server, memory={"system": {"byte_size": 600_000}})
+        body = {**BODY, "memory": {"system": {"byte_size": 500_000}}}
+        text = error_of(await server.http.post("/v1/channels", json=body), 503)
+        expected = "expected a region of at most 400000 bytes beside the open channels, got 500000"
+        assert text == f"channels.max_bytes: {expected}"
+        peer.close()
+
+
+async def test_unclaimed_channels_give_way(tmp_path: Path) -> None:
+    async with channel_server(tmp_path, EchoRunner(), channels={"max_channels": 3}) as server:
+        server.app.channels.give_way_seconds = 0
+        peer = await claimed(server)
+        oldest, _, _ = [await opened(server) for _ in range(3)]
+        listed = (await server.http.get("/v1/channels")).json()["channels"]
+        assert [channel["id"] for channel in listed] == ["1", "3", "4"]
+        with pytest.raises(ChannelClosedError):
+            await asyncio.to_thread(Peer, oldest)
+        await asyncio.to_thread(peer.infer, rows(1))
+        others = [await claimed(server) for _ in range(2)]
+        error_of(await server.http.post("/v1/channels", json=BODY), 503)
+        for claimed_channel in (peer, *others):
+            claimed_channel.close()
+
+
+async def test_the_memory_of_unclaimed_channels_gives_way(tmp_path: Path) -> None:
+    async with channel_server(tmp_path, EchoRunner(), channels={"max_bytes": 1_000_000}) as server:
+        for _ in range(2):
+            await opened(server, memory={"system": {"byte_size": 400_000}})
+        body = {**BODY, "memory": {"system": {"byte_size": 900_000}}}
+        error_of(await server.http.post("/v1/channels", json=body), 503)  # they are new
+        server.app.channels.give_way_seconds = 0
+        await opened(server, memory={"system": {"byte_size": 900_000}})
+        assert server.metric("channel_bytes") == 900_000
 
 
 async def test_memory_is_freed_when_the_owner_leaves(tmp_path: Path) -> None:
