@@ -49,6 +49,10 @@ class ChannelListener:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.remove()
+
+    def remove(self) -> None:
+        """Listen no more, and remove the socket."""
         if self._socket is not None:
             with suppress(OSError):  # it may have been removed
                 self._path.unlink()
@@ -85,6 +89,8 @@ class ChannelListener:
             )
             try:
                 token = await self._token(connection)
+                if not token:  # somebody looked whether a server listens
+                    return
                 channel = self._hub.claim(token, pid, partial(_shut_down, connection))
                 if channel is None:
                     logger.info("channels.socket: process %d of user %d sent an unknown token", pid, uid)

@@ -155,7 +155,10 @@ class Engine:
         try:
             await asyncio.wait_for(self.scheduler.drained(), self.settings.drain_timeout_seconds)
         except TimeoutError:
-            logger.error("requests are still unanswered after drain_timeout_seconds: cancelling them")
+            left = self.scheduler.unanswered
+            logger.error(
+                "requests still unanswered after drain_timeout_seconds: %d, and no longer waited for", left
+            )
             self.scheduler.cancel_all()
             return False
         return True

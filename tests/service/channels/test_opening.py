@@ -263,6 +263,20 @@ async def test_a_token_is_good_once(tmp_path: Path) -> None:
         peer.close()
 
 
+async def test_a_connection_that_sends_nothing_is_not_mentioned(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "expertd.service.channels")
+    async with channel_server(tmp_path, EchoRunner()) as server:
+        for sent in (b"", b"x"):
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.connect(str(tmp_path / "channels"))
+                probe.sendall(sent)
+        await until(lambda: "unknown token" in caplog.text)
+        assert caplog.text.count("unknown token") == 1
+        assert server.metric("channels") == 0
+
+
 async def test_bytes_after_the_token_end_the_channel(tmp_path: Path) -> None:
     async with channel_server(tmp_path, EchoRunner()) as server:
         peer = await claimed(server)

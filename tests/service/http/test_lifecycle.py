@@ -204,7 +204,7 @@ async def test_a_drain_that_times_out_is_logged(caplog: pytest.LogCaptureFixture
         assert error_of(await second, 503) == "the server is shutting down"
         runner.gate.set()
         output_of(await first)
-    assert "still unanswered after drain_timeout_seconds" in caplog.text
+    assert "still unanswered after drain_timeout_seconds: 2, and no longer waited for" in caplog.text
 
 
 async def test_stopping_during_loading_cancels_it(caplog: pytest.LogCaptureFixture) -> None:
