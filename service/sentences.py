@@ -8,7 +8,7 @@ from pydantic_core import ErrorDetails
 
 _MAX_LISTED = 8  # names in a sentence
 _SHOULD_BE = re.compile(r"^Input should (be )?")
-_KINDS = {"model_type": "a mapping", "tuple_type": "a list"}  # others keep their Python names
+_KINDS = {"model_type": "an object", "tuple_type": "a list"}  # others keep their Python names
 
 
 def shown(value: object, limit: int = 80) -> str:
