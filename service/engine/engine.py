@@ -155,10 +155,8 @@ class Engine:
         try:
             await asyncio.wait_for(self.scheduler.drained(), self.settings.drain_timeout_seconds)
         except TimeoutError:
-            left = self.scheduler.unanswered
-            logger.error(
-                "requests still unanswered after drain_timeout_seconds: %d, and no longer waited for", left
-            )
+            text = "requests still unanswered after drain_timeout_seconds: %d, and no longer waited for"
+            logger.error(text, self.scheduler.unanswered)
             self.scheduler.cancel_all()
             return False
         return True
