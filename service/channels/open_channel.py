@@ -160,8 +160,8 @@ class OpenChannel:
             self._alarm = min((slot.deadline for slot in self._slots), default=math.inf)
             alarm = self._alarm
         for pending, deadline in pendings:
-            seconds = round(deadline - pending.arrived, 6)
-            text = f"the request's timeout of {seconds} s expired in the queue"
+            given = round((deadline - pending.arrived) * 1e6)
+            text = f"the request's timeout of {given} microseconds expired in the queue"
             self._scheduler.cancel(pending, QueueTimeoutError(text))
         if alarm < math.inf:
             self._owner.expire_at(self, alarm)
