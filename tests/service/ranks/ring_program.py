@@ -1,8 +1,8 @@
 """The other side of a ring, in a process of its own: it adds 1 to each number, until 0.
 
 `python ring_program.py SLOTS SLOT_BYTES MEMORY THEIR_BELL OUR_BELL`, the last three descriptors. The memory
-has two rings: to this process, and back. Its last answer is the time in ns that the reader ran between the first two
-messages.
+has two rings: to this process, and back. Its last answer is the time in ns that the reader ran between the
+first two messages.
 """
 
 import mmap
