@@ -93,7 +93,7 @@ async def test_a_cancelled_wait_leaves_the_slot_until_the_server_is_done(own_ser
 
 
 async def test_two_tasks_that_wait_for_one_ticket(own_server: RunningServer) -> None:
-    """One of them gets the output, and the other one is told so."""
+    """One of them gets the output, the other one an error."""
     async with opened(own_server) as channel:
         with own_server.stopped():
             ticket = await channel.submit(channel.slots[0], 8)

@@ -31,7 +31,7 @@ class InferBody:
             self._move(length)
 
     def expect(self, num_bytes: int) -> None:
-        """Raise OipError (413) if so many more bytes would be too many."""
+        """Raise OipError (413) if this many more bytes exceed the limit."""
         if self._size + num_bytes > self._limit:
             raise OipError(413, f"body: expected at most {self._limit} bytes, got more")
 

@@ -1,4 +1,4 @@
-"""What a model is told that does not fit in the device's memory."""
+"""The error for a model that does not fit in the device's memory."""
 
 import math
 import re
