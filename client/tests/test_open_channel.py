@@ -11,7 +11,6 @@ from expertd_client import (
     DeadlineError,
     ExpertClient,
     InvalidRequestError,
-    ServerBusyError,
     TransportUnavailableError,
     UnknownModelError,
 )
@@ -192,7 +191,7 @@ def test_channels_that_are_refused(client: AnyCaller, connect: Connect, server: 
         client.open_channel("other", max_tokens=1)
     with pytest.raises(InvalidRequestError, match=r"^model: expected a name, got ''$"):
         client.open_channel("", max_tokens=1)
-    with pytest.raises(ServerBusyError, match=r"^channels\.max_bytes: expected"):
+    with pytest.raises(InvalidRequestError, match=r"^channels\.max_bytes: expected"):
         client.open_channel(MODEL, max_tokens=4096, num_slots=1000)
     with pytest.raises(TransportUnavailableError, match=r"setting channels.socket") as caught:
         connect(server.url).open_channel(MODEL, max_tokens=1)
