@@ -77,6 +77,7 @@ class Slot:
         "signal",
         "start",
         "taken",
+        "timed",
         "word",
     )
 
@@ -84,6 +85,7 @@ class Slot:
         self.start = HEADER_BYTES + index * SLOT_BYTES
         self.word = (self.start + ANSWER_OFFSET) // SEQUENCE_BYTES  # of the answer line
         self.signal = Signal(control + self.start + ANSWER_OFFSET)
+        self.timed = 0  # the latest request whose times are written
         self.says_ok = False  # the answer line has status 200 already
         self.sequence = 0  # of the latest request
         self.taken = False  # and not answered
