@@ -20,13 +20,16 @@ LOCKED  := $(VENV)/.locked-$(VARIANT)
 RUNTIME := $(VENV)/.runtime
 DEV     := $(VENV)/.dev
 
-.PHONY: help install serve test test-fast test-client test-gpu bench lint format check lock clean
+.PHONY: help install install-dev serve test test-fast test-client test-gpu bench lint format check lock clean
 
 help: ## list the chores
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F '|' '{ printf "make %-11s %s\n", $$1, $$2 }'
 
 install: $(RUNTIME) ## build .venv with only the packages that the server needs
 	@echo "$(BIN)/expertd is installed ($(VARIANT))"
+
+install-dev: $(RUNTIME) $(DEV) ## add what tests, checks and the documents' examples need
+	@echo "$(VENV) is ready for development ($(VARIANT))"
 
 serve: $(RUNTIME) ## serve CONFIG (the demo layer) on PORT (8000)
 	$(BIN)/expertd serve --config $(CONFIG) --port $(PORT)

@@ -8,7 +8,7 @@ from pydantic_core import ErrorDetails
 
 _MAX_LISTED = 8  # names in a sentence
 _SHOULD_BE = re.compile(r"^Input should (be )?")
-_KINDS = {"model_type": "a mapping", "tuple_type": "a list"}  # others keep their Python names
+_KINDS = {"model_type": "an object", "tuple_type": "a list"}  # others keep their Python names
 
 
 def shown(value: object, limit: int = 80) -> str:
@@ -39,6 +39,9 @@ def expected_and_got(error: ErrorDetails) -> str:
         return str(error["ctx"]["error"])
     if error["type"] in _KINDS:
         return f"expected {_KINDS[error['type']]}, got {shown(error['input'])}"
+    if error["type"] == "too_short":
+        least, got = error["ctx"]["min_length"], error["ctx"]["actual_length"]
+        return f"expected at least {least} {'entry' if least == 1 else 'entries'}, got {got or 'none'}"
     if error["type"] == "too_long":
         got = error["ctx"]["actual_length"] or "more"  # pydantic does not count a mapping to its end
         return f"expected at most {error['ctx']['max_length']} entries, got {got}"

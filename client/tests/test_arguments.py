@@ -213,3 +213,21 @@ def test_errors_survive_pickling(error: ExpertError) -> None:
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is type(error)
     assert (str(copy), vars(copy)) == (str(error), vars(error))
+
+
+def test_a_gpu_that_torch_does_not_have() -> None:
+    """Whatever torch raises: it asserts if it was built without CUDA."""
+    with ExpertClient("http://127.0.0.1:1") as client:
+        with pytest.raises(
+            InvalidRequestError, match=r"^device: expected one that torch has, got cuda:99: \S"
+        ):
+            client.open_channel("m", max_tokens=1, device="cuda:99")
+        with pytest.raises(ServerUnreachableError):
+            client.open_channel("m", max_tokens=1, device="cpu")
+
+
+def test_a_device_where_torch_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    text = r"^device: expected None where torch is missing, got cpu$"
+    with ExpertClient("http://127.0.0.1:1") as client, pytest.raises(InvalidRequestError, match=text):
+        client.open_channel("m", max_tokens=1, device="cpu")

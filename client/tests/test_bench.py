@@ -13,9 +13,9 @@ import pytest
 
 from expertd_client import ExpertError, __version__
 from expertd_client.__main__ import main
-from expertd_client.bench.case import Case, Sample, Target, summarize
+from expertd_client.bench.case import Case, Sample, summarize
 from expertd_client.bench.load import Load, hidden_states
-from expertd_client.bench.processes import BenchError, Processes, _shares
+from expertd_client.bench.processes import _shares
 from tests.expertd import HIDDEN, MODEL, RunningServer
 from tests.fakes import Peer, answer, echo, fake_server, refusal
 
@@ -183,29 +183,6 @@ def control(line: str) -> Any:
     return paths[line.split()[1]]
 
 
-def test_no_server(capsys: Captured) -> None:
-    assert bench("--url", "http://127.0.0.1:1") == 2
-    assert capsys.readouterr().err.startswith("bench: server http://127.0.0.1:1: expected a connection, got")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["--model", "other"], "bench: model: expected demo, got 'other'"),
-        (["--tokens", "20000"], "bench: request: expected at most"),
-        (["--transport", "channel"], "bench: channels: expected the setting channels.socket, got null"),
-        (["--transport", "shared_memory"], "bench: extensions: expected system_shared_memory, got"),
-        (["--json", "/no/such/folder/x.json", "--tokens", "1", "--connections", "1"], "bench: [Errno 2]"),
-    ],
-)
-def test_what_cannot_be_measured(
-    server: RunningServer, capsys: Captured, arguments: list[str], text: str
-) -> None:
-    assert bench("--url", server.url, *arguments) == 2
-    assert capsys.readouterr().err.startswith(text)
-
-
 @pytest.mark.parametrize(
     ("flag", "value"),
     [("--tokens", "0"), ("--tokens", "1,x"), ("--connections", "-1"), ("--rate", "nan"), ("--seconds", "0")],
@@ -221,14 +198,6 @@ def test_the_version(capsys: Captured) -> None:
     with pytest.raises(SystemExit):
         main(["--version"])
     assert capsys.readouterr().out == f"expertd-client {__version__}\n"
-
-
-def test_a_process_that_dies_is_reported() -> None:
-    target = Target("http://127.0.0.1:1", "http", "m", 3, "FP32", 1.0)
-    with Processes(target, 1) as made:
-        made._processes[0].kill()
-        with pytest.raises(BenchError, match="expected it to go on, got its end"):
-            made.measure(Case(1, 1, None, 0.1, 0.1), lambda seconds: None)
 
 
 def test_connections_are_shared_evenly() -> None:

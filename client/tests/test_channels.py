@@ -10,7 +10,6 @@ import pytest
 from expertd_client import (
     ExpertClient,
     InvalidRequestError,
-    ServerBusyError,
     ServerUnreachableError,
     TransportUnavailableError,
 )
@@ -102,7 +101,7 @@ def test_calls_beyond_the_servers_memory_go_over_http(
         (warning,) = caplog.messages
         assert warning.startswith("transport channel: channels.max_bytes: expected ")
         assert warning.endswith("; taking http for this call")
-        with pytest.raises(ServerBusyError, match=r"^channels\.max_bytes: expected"):
+        with pytest.raises(InvalidRequestError, match=r"^channels\.max_bytes: expected"):
             connect(server.url, transport="channel").infer(MODEL, large)
         client.close()
 

@@ -159,8 +159,9 @@ def test_one_that_is_asked_for_is_used_or_nothing(connect: Connect, name: str, t
     with fake_server(WithoutSharedMemory(403)) as server:
         client = connect(server.url, transport=name)
         for _ in range(2):
-            with pytest.raises(TransportUnavailableError, match=f"^{text}"):
+            with pytest.raises(TransportUnavailableError, match=f"^{text}") as caught:
                 client.infer("m", np.ones((2, 3), np.float32))
+            assert caught.type is TransportUnavailableError  # none that this package does not export
         assert client.client.transport == name
         client.close()
     assert not any("infer" in request.line for request in server.requests)

@@ -11,7 +11,6 @@ from expertd_client import (
     DeadlineError,
     ExpertClient,
     InvalidRequestError,
-    ServerBusyError,
     TransportUnavailableError,
     UnknownModelError,
 )
@@ -129,6 +128,20 @@ def test_bits_of_bfloat16(client: AnyCaller) -> None:
         np.testing.assert_array_equal(channel.wait(channel.submit(slot, 40)), client.infer(MODEL, bits))
 
 
+def test_slots_and_tickets_are_printed_without_their_arrays(channel: AnyChannel) -> None:
+    slot = channel.slots[1]
+    assert repr(slot) == f"Slot(1, max_tokens=16, hidden_size={HIDDEN})"
+    ticket = channel.submit(slot, 5)
+    assert repr(ticket) == "Ticket(slot=1, num_tokens=5, in flight)"
+    channel.wait(ticket)
+    assert repr(ticket) == "Ticket(slot=1, num_tokens=5, answered)"
+    slot.topk_ids[:5] = 99
+    wrong = channel.submit(slot, 5, routed=True)
+    with pytest.raises(InvalidRequestError):
+        channel.wait(wrong)
+    assert repr(wrong) == "Ticket(slot=1, num_tokens=5, failed)"
+
+
 def test_no_tokens(channel: AnyChannel) -> None:
     assert channel.infer(channel.slots[0], 0).shape == (0, HIDDEN)
 
@@ -178,10 +191,11 @@ def test_channels_that_are_refused(client: AnyCaller, connect: Connect, server: 
         client.open_channel("other", max_tokens=1)
     with pytest.raises(InvalidRequestError, match=r"^model: expected a name, got ''$"):
         client.open_channel("", max_tokens=1)
-    with pytest.raises(ServerBusyError, match=r"^channels\.max_bytes: expected"):
+    with pytest.raises(InvalidRequestError, match=r"^channels\.max_bytes: expected"):
         client.open_channel(MODEL, max_tokens=4096, num_slots=1000)
-    with pytest.raises(TransportUnavailableError, match=r"setting channels.socket"):
+    with pytest.raises(TransportUnavailableError, match=r"setting channels.socket") as caught:
         connect(server.url).open_channel(MODEL, max_tokens=1)
+    assert caught.type is TransportUnavailableError
 
 
 def test_spinning_or_not(sharing_server: RunningServer) -> None:

@@ -7,12 +7,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from expertd_client import DeadlineError, ExpertClient, InvalidRequestError, ServerUnreachableError
+from expertd_client import (
+    DeadlineError,
+    ExpertClient,
+    InvalidRequestError,
+    ServerUnreachableError,
+    TransportUnavailableError,
+)
+from expertd_client.device_memory import DeviceMemoryError
 from tests.callers import Connect
 from tests.expertd import HIDDEN, MODEL, RunningServer, running_server, sharing
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow  # a server process
+GONE = r"^channel: expected an answer, got none: the server has closed it$"
+CLOSED = r"^channel: expected an open one, got a closed one$"
 X = np.random.default_rng(15).standard_normal((8, HIDDEN), dtype=np.float32)
 
 
@@ -46,10 +55,10 @@ def test_a_killed_server(connect: Connect, own_server: RunningServer) -> None:
             tickets = [channel.submit(slot, 4) for slot in channel.slots]
             own_server.process.kill()
         for ticket in tickets:
-            with pytest.raises(ServerUnreachableError, match=r"^channel: expected an answer, got its end$"):
+            with pytest.raises(ServerUnreachableError, match=GONE):
                 channel.wait(ticket)
         assert channel.slots[0].hidden_states.sum() == 4 * HIDDEN  # still ours
-        with pytest.raises(ServerUnreachableError, match=r"^channel: expected an answer, got its end$"):
+        with pytest.raises(ServerUnreachableError, match=GONE):
             channel.submit(channel.slots[0], 4)
 
 
@@ -60,7 +69,7 @@ def test_a_closed_channel(connect: Connect, sharing_server: RunningServer) -> No
     channel.close()
     channel.close()
     for _ in range(2):  # the failed request leaves its slot
-        with pytest.raises(ServerUnreachableError):
+        with pytest.raises(ServerUnreachableError, match=CLOSED):
             channel.submit(slot, 1)
     slot.hidden_states[:] = 0  # memory that is still mapped
     wait_for(lambda: not sharing_server.channels(), "the server has closed it")
@@ -69,6 +78,19 @@ def test_a_closed_channel(connect: Connect, sharing_server: RunningServer) -> No
 def test_a_channel_that_is_dropped_is_closed(connect: Connect, sharing_server: RunningServer) -> None:
     connect(sharing_server.url).open_channel(MODEL, max_tokens=4)
     wait_for(lambda: not sharing_server.channels(), "the server has closed it")
+
+
+def test_memory_that_the_driver_does_not_share(
+    connect: Connect, sharing_server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*arguments: int) -> None:
+        raise DeviceMemoryError("cuIpcGetMemHandle: expected CUDA_SUCCESS, got status 801")
+
+    monkeypatch.setattr("expertd_client.channel.making._gpu", lambda device: 0)
+    monkeypatch.setattr("expertd_client.channel.opening.DeviceMemory", refused)
+    with pytest.raises(TransportUnavailableError, match=r"^cuIpcGetMemHandle: .* status 801$") as caught:
+        connect(sharing_server.url).open_channel(MODEL, max_tokens=1, device="cuda:0")
+    assert caught.type is TransportUnavailableError
 
 
 def test_channels_of_several_threads(sharing_server: RunningServer) -> None:

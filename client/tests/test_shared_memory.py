@@ -109,8 +109,25 @@ def test_memory_that_the_system_does_not_have(
     with ExpertClient(sharing_server.url, transport="shared_memory") as client:
         client._choice._is_free = True  # as with auto
         assert client.infer(MODEL, X).shape == X.shape
+        assert client.transport == "shared_memory"  # the next call may have room
     assert "No space left on device; taking http for this call" in caplog.text
     assert our_files() == before
+
+
+@slow
+def test_memory_that_is_asked_for_and_that_the_system_does_not_have(
+    connect: Connect, sharing_server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    client = connect(sharing_server.url, transport="shared_memory")
+    for _ in range(2):
+        with pytest.raises(
+            TransportUnavailableError, match=r"^shared memory: expected \d+ bytes in /dev/shm"
+        ):
+            client.infer(MODEL, X)
 
 
 EXIT = """

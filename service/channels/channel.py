@@ -185,10 +185,11 @@ class Channel(OpenChannel):
             compute = pending.compute_seconds
         self._in_flight -= 1
         if not self._closed:
-            words, times = self._words, slot.word + TIMES_OFFSET // SEQUENCE_BYTES
-            words[times], words[times + 1] = int(queue * 1e9), int(compute * 1e9)
-            fence()
-            words[times + 2] = sequence
+            if sequence > slot.timed:  # else a later request of the slot has its answer already
+                words, times = self._words, slot.word + TIMES_OFFSET // SEQUENCE_BYTES
+                words[times], words[times + 1] = int(queue * 1e9), int(compute * 1e9)
+                fence()
+                words[times + 2] = slot.timed = sequence
             with suppress(OSError):  # full: it is readable anyway; broken: the caller is gone
                 os.write(self._answers, b"\1")
         elif not self._in_flight:

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from expertd.service.channels.channel import Channel
-from expertd.service.channels.layout import TOKEN_BYTES, Geometry
+from expertd.service.channels.layout import TOKEN_BYTES
 from expertd.service.channels.open_channel import Answered, Memory, OpenChannel
 from expertd.service.channels.opening import Opening
 from expertd.service.channels.requests import ChannelModel, RequestReader
 from expertd.service.engine.engine import Engine
 from expertd.service.engine.errors import (
     ChannelLimitError,
+    ChannelRefusedError,
     ChannelsDisabledError,
     SchedulerClosedError,
     UnknownChannelError,
@@ -28,6 +29,7 @@ from expertd.service.settings.model import ChannelSettings
 logger = logging.getLogger(__name__)
 
 _CLAIM_SECONDS = 10.0
+_GIVE_WAY_SECONDS = 1.0
 
 
 @dataclass(slots=True)
@@ -37,6 +39,7 @@ class Entry:
     channel: Channel
     opening: Opening
     token: bytes | None
+    opened: float  # of time.monotonic
     ours: bool = False  # of an HTTP process of this server: not limited, not listed, not counted
     owner: int | None = None
     expiry: asyncio.TimerHandle | None = None
@@ -49,6 +52,7 @@ class ChannelHub:
     def __init__(self, settings: ChannelSettings, engine: Engine, metrics: Metrics) -> None:
         self.settings = settings
         self.claim_seconds = _CLAIM_SECONDS
+        self.give_way_seconds = _GIVE_WAY_SECONDS
         self.entries: dict[str, Entry] = {}  # by id
         self.used_bytes = 0  # of data regions, also those of closed channels until they are freed
         self._engine, self._metrics = engine, metrics
@@ -66,6 +70,7 @@ class ChannelHub:
     async def open(self, opening: Opening) -> Entry:
         """Open a channel, which must be claimed within `claim_seconds`.
 
+        If there is no place for it, it takes those of channels that were not claimed for `give_way_seconds`.
         Raises ChannelLimitError, ChannelRefusedError, ChannelsDisabledError, NotReadyError,
         SchedulerClosedError and UnknownModelError.
         """
@@ -77,7 +82,8 @@ class ChannelHub:
             self._engine.check_loaded(name)
         assert self._engine.loaded is not None
         geometry = opening.geometry(specs)
-        self._reserve(geometry)
+        await self._make_room(geometry.data_bytes)
+        self._reserve(geometry.data_bytes)
         try:
             memory = await opening.allocate(geometry, self._engine.loaded)
         except BaseException:
@@ -143,8 +149,7 @@ class ChannelHub:
         """Close every channel, and free the memory that no step uses."""
         for entry in list(self.entries.values()):
             self.close(entry.channel, "the server is shutting down")
-        await asyncio.sleep(0)  # runs the calls of `_free`
-        await asyncio.gather(*self._freeing)
+        await self._freed()
 
     def answered(self, channel: OpenChannel, answer: Answered) -> None:
         report = partial(self._count, channel.id, answer)
@@ -193,20 +198,37 @@ class ChannelHub:
             logger.debug("%d %s: model %s, channel %s, request %d: %s", *what)
         self._metrics.request_done(answer.model, answer.status, answer.seconds)
 
-    def _reserve(self, geometry: Geometry) -> None:
+    async def _make_room(self, num_bytes: int) -> None:
+        """Close the oldest unclaimed channels if a new one of `num_bytes` does not fit beside them."""
+        settings, latest = self.settings, time.monotonic() - self.give_way_seconds
+        if num_bytes > settings.max_bytes:
+            expected = f"expected a region of at most {settings.max_bytes} bytes"
+            raise ChannelRefusedError(f"channels.max_bytes: {expected}, got {num_bytes}")
+        idle = [entry for entry in self.listed if entry.token is not None and entry.opened <= latest]
+        for entry in idle:
+            full = len(self.listed) + self._opening >= settings.max_channels
+            if not full and num_bytes <= settings.max_bytes - self.used_bytes:
+                return
+            if entry.token is not None:  # not claimed meanwhile
+                self.close(entry.channel, "its place was needed before it was claimed")
+                await self._freed()
+
+    async def _freed(self) -> None:
+        """Wait until the memory of closed channels that no step uses is freed."""
+        await asyncio.sleep(0)  # runs the calls of `_free`
+        await asyncio.gather(*self._freeing)
+
+    def _reserve(self, num_bytes: int) -> None:
         settings = self.settings
         if len(self.listed) + self._opening >= settings.max_channels:
-            raise ChannelLimitError(
-                f"channels.max_channels: expected fewer than {settings.max_channels} open channels, got "
-                f"{len(self.listed)}"
-            )
+            expected = f"expected fewer than {settings.max_channels} open channels"
+            raise ChannelLimitError(f"channels.max_channels: {expected}, got {len(self.listed)}")
         left = settings.max_bytes - self.used_bytes
-        if geometry.data_bytes > left:
-            raise ChannelLimitError(
-                f"channels.max_bytes: expected a region of at most {left} bytes, got {geometry.data_bytes}"
-            )
+        if num_bytes > left:
+            expected = f"expected a region of at most {left} bytes beside the open channels"
+            raise ChannelLimitError(f"channels.max_bytes: {expected}, got {num_bytes}")
         self._opening += 1
-        self.used_bytes += geometry.data_bytes
+        self.used_bytes += num_bytes
 
     def _add(self, opening: Opening, memory: Memory, ours: bool = False) -> Entry:
         models = [self._model(name, opening.kind == "system") for name in opening.models]
@@ -214,7 +236,7 @@ class ChannelHub:
         self._opened += 1
         scheduler = self._engine.scheduler
         channel = Channel(self._opened, opening.models, memory, reader, scheduler, self, counted=not ours)
-        entry = Entry(channel, opening, secrets.token_bytes(TOKEN_BYTES), ours)
+        entry = Entry(channel, opening, secrets.token_bytes(TOKEN_BYTES), time.monotonic(), ours)
         text = f"it was not claimed within {self.claim_seconds:g} s"
         entry.expiry = asyncio.get_running_loop().call_later(self.claim_seconds, self.close, channel, text)
         self.entries[channel.id] = entry

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import socket
+import stat
 import struct
 from collections.abc import Coroutine
 from contextlib import suppress
@@ -49,6 +50,10 @@ class ChannelListener:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.remove()
+
+    def remove(self) -> None:
+        """Listen no more, and remove the socket."""
         if self._socket is not None:
             with suppress(OSError):  # it may have been removed
                 self._path.unlink()
@@ -85,6 +90,8 @@ class ChannelListener:
             )
             try:
                 token = await self._token(connection)
+                if not token:  # somebody looked whether a server listens
+                    return
                 channel = self._hub.claim(token, pid, partial(_shut_down, connection))
                 if channel is None:
                     logger.info("channels.socket: process %d of user %d sent an unknown token", pid, uid)
@@ -134,25 +141,36 @@ def _shut_down(connection: socket.socket) -> None:
 def listen_at(path: Path) -> socket.socket:
     """A socket that listens at `path`, for this user only. Raises OSError, with a sentence."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    taken: str | None = None
     try:
-        _remove_stale(path)
+        if (taken := make_free(path)) is not None:
+            raise FileExistsError
         made.bind(str(path))
         path.chmod(0o600)  # before it listens, so that nobody else can connect
         made.listen(_BACKLOG)
     except OSError as error:
         made.close()
-        reason = error.strerror or str(error)
-        raise OSError(f"channels.socket: expected a path for a new socket, got {path}: {reason}") from error
+        text = taken or f"expected a path for a new socket, got {path}: {error.strerror or error}"
+        raise OSError(f"channels.socket: {text}") from error
     made.setblocking(False)
     return made
 
 
-def _remove_stale(path: Path) -> None:
-    """Remove the socket of a server that was killed, but not one on which a server listens."""
-    if not path.is_socket():
-        return
+def make_free(path: Path) -> str | None:
+    """Remove a socket that nobody listens on any more; if `path` is not free then, why."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISSOCK(mode):
+        return f"expected a free path or a socket, got {path}, which is another file"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1)
         try:
             probe.connect(str(path))
         except ConnectionRefusedError:
             path.unlink()
+            return None
+        except TimeoutError:
+            pass  # its backlog is full: it is alive
+    return f"expected a free path, got {path}, on which another server listens"

@@ -77,6 +77,7 @@ class Slot:
         "signal",
         "start",
         "taken",
+        "timed",
         "word",
     )
 
@@ -84,6 +85,7 @@ class Slot:
         self.start = HEADER_BYTES + index * SLOT_BYTES
         self.word = (self.start + ANSWER_OFFSET) // SEQUENCE_BYTES  # of the answer line
         self.signal = Signal(control + self.start + ANSWER_OFFSET)
+        self.timed = 0  # the latest request whose times are written
         self.says_ok = False  # the answer line has status 200 already
         self.sequence = 0  # of the latest request
         self.taken = False  # and not answered
@@ -160,8 +162,8 @@ class OpenChannel:
             self._alarm = min((slot.deadline for slot in self._slots), default=math.inf)
             alarm = self._alarm
         for pending, deadline in pendings:
-            seconds = round(deadline - pending.arrived, 6)
-            text = f"the request's timeout of {seconds} s expired in the queue"
+            given = round((deadline - pending.arrived) * 1e6)
+            text = f"the request's timeout of {given} microseconds expired in the queue"
             self._scheduler.cancel(pending, QueueTimeoutError(text))
         if alarm < math.inf:
             self._owner.expire_at(self, alarm)

@@ -158,6 +158,11 @@ class Scheduler:
         for pending in self._queues.all_waiting():
             self.cancel(pending, SchedulerClosedError("the server is shutting down"))
 
+    @property
+    def unanswered(self) -> int:
+        """The number of accepted requests without an answer."""
+        return self._delivery.unanswered
+
     async def drained(self) -> None:
         """Wait until every accepted request is answered."""
         await self._delivery.drained()

@@ -36,6 +36,11 @@ class Delivery:
         assert self._loop is not None
         return self._loop
 
+    @property
+    def unanswered(self) -> int:
+        """The number of accepted requests without an answer."""
+        return self._unanswered
+
     def accepted(self) -> None:
         """A request will be answered."""
         with self._lock:

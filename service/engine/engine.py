@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 _STOP_SECONDS = 5.0
 # After this many consecutive failures, the device is the likely cause: the model becomes not ready.
 _FAILING_STEPS = 5
+_SENTENCES = (ValueError, OSError, MemoryError)  # of loading: their texts say what is wrong
 
 
 class Phase(Enum):
@@ -154,7 +155,8 @@ class Engine:
         try:
             await asyncio.wait_for(self.scheduler.drained(), self.settings.drain_timeout_seconds)
         except TimeoutError:
-            logger.error("requests are still unanswered after drain_timeout_seconds: cancelling them")
+            text = "requests still unanswered after drain_timeout_seconds: %d, and no longer waited for"
+            logger.error(text, self.scheduler.unanswered)
             self.scheduler.cancel_all()
             return False
         return True
@@ -219,7 +221,7 @@ class Engine:
         except Exception as error:
             if self.phase is Phase.LOADING:
                 self.phase = Phase.FAILED
-            logger.error("loading failed: %s", error, exc_info=not isinstance(error, (ValueError, OSError)))
+            logger.error("loading failed: %s", error, exc_info=not isinstance(error, _SENTENCES))
             return
         self.scheduler.set_runners(loaded.runners)
         self.loaded, self.arena = loaded, arena

@@ -24,6 +24,7 @@ from expertd.service.moe.capture import GraphPool
 from expertd.service.moe.device import device_memory, device_name, register_for
 from expertd.service.moe.ipc import opener_for
 from expertd.service.moe.layer import MoELayer
+from expertd.service.moe.out_of_memory import in_one_sentence
 from expertd.service.moe.request import zero_request
 from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.shape import LayerShape
@@ -122,8 +123,8 @@ def load(settings: Settings, cancelled: Cancelled, make_layer: MakeLayer | None 
 
     make_layer  makes each model's layer; None: `layer_of`
 
-    Raises ValueError if the device or a weights file does not fit the settings, and LoadCancelledError once
-    `cancelled` returns True.
+    Raises ValueError if the device or a weights file does not fit the settings, MemoryError if a model does
+    not fit in the device's memory, and LoadCancelledError once `cancelled` returns True.
     """
     try:
         backend = resolve_backend(settings.backend)
@@ -172,12 +173,13 @@ def _load_models(
             if not shows_bars():
                 logger.info("loading model %s", model.name)
             advance(0, model.name)
-            layer = make_layer(model, backend, backend.device, cancelled)
-            if staging is not None:
-                itemsize = FLOATS[model.datatype].itemsize
-                staging.prepare(settings.limits.max_batch_tokens, model.hidden_size, model.top_k, itemsize)
-            runner = LayerRunner(layer, backend.device, partitions, model.partition, staging)
-            _first_steps(runner, model, settings.limits.max_request_tokens)
+            with in_one_sentence(model.name, model.shape, backend.device):
+                layer = make_layer(model, backend, backend.device, cancelled)
+                if staging is not None:
+                    itemsize, tokens = FLOATS[model.datatype].itemsize, settings.limits.max_batch_tokens
+                    staging.prepare(tokens, model.hidden_size, model.top_k, itemsize)
+                runner = LayerRunner(layer, backend.device, partitions, model.partition, staging)
+                _first_steps(runner, model, settings.limits.max_request_tokens)
             runners[model.name] = runner
             advance(1, model.name)
     return runners

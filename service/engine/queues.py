@@ -22,7 +22,7 @@ class Queue:
     failures: int = 0  # consecutive steps that raised
 
     def likely_seconds(self, num_tokens: int) -> float:
-        """What the last step of about so many tokens took; 0: there was none."""
+        """Seconds of the last step with about as many tokens; 0: there was none."""
         return self.last_seconds.get(num_tokens.bit_length(), 0.0)
 
     def note(self, num_tokens: int, seconds: float) -> None:

@@ -14,12 +14,22 @@ _MAX_LINES = 1000  # about a millisecond
 
 
 class ChunkedBody:
-    """`sink` receives the pieces of the body; None: they are dropped."""
+    """`sink` receives the pieces of the body; None: they are dropped. `announce` receives chunks' sizes."""
 
-    __slots__ = ("_in_trailers", "_line", "_max_trailers", "_remaining", "_trailer_bytes", "done", "sink")
+    __slots__ = (
+        "_in_trailers",
+        "_line",
+        "_max_trailers",
+        "_remaining",
+        "_trailer_bytes",
+        "announce",
+        "done",
+        "sink",
+    )
 
     def __init__(self, sink: Sink | None, max_trailers: int) -> None:
         self.sink = sink
+        self.announce: Callable[[int], object] | None = None
         self.done = False
         self._max_trailers = max_trailers
         self._line = b""  # the beginning of an incomplete line
@@ -74,6 +84,8 @@ class ChunkedBody:
                 raise _invalid("a chunk size that is no number")
             self._remaining = int(size[1], 16)
             self._in_trailers = not self._remaining
+            if self.announce is not None:
+                self.announce(self._remaining)
             self._remaining += 2 if self._remaining else 0
         elif not line:
             self.done = True

@@ -108,7 +108,8 @@ class InferCall(InferEnding):
         alone = self._endpoint.is_alone(self._caller)
         self._pending = engine.submit(self._head.model, self._layer, self._computed, alone)
         if (seconds := self._plan.request.timeout_seconds) is not None:
-            expired = QueueTimeoutError(f"the request's timeout of {seconds} s expired in the queue")
+            text = f"the request's timeout of {round(seconds * 1e6)} microseconds expired in the queue"
+            expired = QueueTimeoutError(text)
             self._timer = self._caller.loop.call_later(seconds, engine.cancel, self._pending, expired)
 
     def _computed(self, output: Output | Exception) -> None:

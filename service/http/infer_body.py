@@ -30,11 +30,15 @@ class InferBody:
         if length is not None and length >= LARGE_BYTES:
             self._move(length)
 
+    def expect(self, num_bytes: int) -> None:
+        """Raise OipError (413) if this many more bytes exceed the limit."""
+        if self._size + num_bytes > self._limit:
+            raise OipError(413, f"body: expected at most {self._limit} bytes, got more")
+
     def write(self, piece: memoryview) -> None:
         """Append `piece`. Raises OipError (413; 503 if the arena is full)."""
         size = self._size + len(piece)
-        if size > self._limit:
-            raise OipError(413, f"body: expected at most {self._limit} bytes, got more")
+        self.expect(len(piece))
         if self.block is None:
             if size < LARGE_BYTES or self._arena is None:
                 self._small += piece

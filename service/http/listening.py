@@ -5,9 +5,9 @@ import logging
 import os
 import resource
 import socket
-import stat
 from pathlib import Path
 
+from expertd.service.channels.listener import make_free
 from expertd.service.settings.model import Settings
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,8 @@ def _listen_on_port(host: str, port: int) -> socket.socket:
 def _listen_on_path(path: Path) -> Listener:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        _make_free(path)
+        if (taken := make_free(path)) is not None:
+            raise BindError(f"uds: {taken}")
         before = os.umask(0o177)  # only this user may connect, from the beginning on
         try:
             sock.bind(str(path))
@@ -87,24 +88,6 @@ def _listen_on_path(path: Path) -> Listener:
         sock.close()
         reason = error.strerror or str(error)
         raise BindError(f"uds: expected a path for a new socket, got {path}: {reason}") from error
-
-
-def _make_free(path: Path) -> None:
-    """Remove a socket that nobody listens on any more."""
-    if _inode(path) is None:
-        return
-    if not stat.S_ISSOCK(path.lstat().st_mode):
-        raise BindError(f"uds: expected a free path or a socket, got {path}, which is another file")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1)
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink()
-            return
-        except TimeoutError:
-            pass  # its backlog is full: it is alive
-    raise BindError(f"uds: expected a free path, got {path}, on which another server listens")
 
 
 def _inode(path: Path) -> int | None:

@@ -79,6 +79,8 @@ class Receiving(Replies):
             call.refuse(error)
             return
         self._body.sink = self._receive_piece
+        if isinstance(self._body, ChunkedBody):
+            self._body.announce = self._expect_chunk
         self._timer.set(self._limits.body_timeout_seconds, self._refuse_late_body)
         self.ask_for_body()
 
@@ -104,6 +106,13 @@ class Receiving(Replies):
             self._infer_body.write(piece)
         except OipError as error:
             self._refuse_body(error)
+
+    def _expect_chunk(self, num_bytes: int) -> None:
+        if self._infer_body is not None:  # else it is refused already
+            try:
+                self._infer_body.expect(num_bytes)
+            except OipError as error:
+                self._refuse_body(error)
 
     def _end_body(self) -> None:
         body, self._infer_body = self._infer_body, None

@@ -113,11 +113,15 @@ class _Server(ConnectionServer):
 
     def exit_now(self, code: int = 1) -> None:
         self._listener.remove()
+        if self._app.listener is not None:
+            self._app.listener.remove()
         if self._workers is not None:
             self._workers.close()
         exit_process(code)
 
     def _stop_now(self) -> None:
+        left = self._engine.scheduler.unanswered
+        logger.warning("second signal: exiting at once, with unanswered requests: %d", left)
         if self._workers is None:
             self.end_now(STOPPED)
         else:  # when this process ends, they do

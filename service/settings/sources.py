@@ -46,7 +46,7 @@ def from_file(path: Path) -> list[Assignment]:
         raise SettingsError(str(error)) from error
     values = {} if parsed.value is None else parsed.value  # None: an empty file
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise SettingsError(f"{path}: expected a mapping of setting names to values, got {shown(values)}")
+        raise SettingsError(f"{path}: expected an object with names of settings, got {shown(values)}")
 
     def origin(key: Key) -> str:
         while key and key not in parsed.lines:  # merged by <<

@@ -25,6 +25,7 @@ from expertd_client.metadata import (
     read_server,
     read_statuses,
 )
+from expertd_client.places import WideIdsError
 from expertd_client.shared_memory.transport import SharedMemoryTransport
 from expertd_client.steps import Steps
 from expertd_client.transport import Choice, NotThisCallError, Transport, TransportName
@@ -70,6 +71,8 @@ class BaseClient:
             transport = self._choice.current
             try:
                 yield from transport.infer(call, deadline)
+            except WideIdsError:  # over HTTP, the server says which experts it has
+                yield from self._http.infer(call, deadline)
             except NotThisCallError as reason:
                 self._choice.pass_over(transport, reason)
                 yield from self._http.infer(call, deadline)

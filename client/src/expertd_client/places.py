@@ -14,6 +14,10 @@ ALIGNMENT = 64
 _INT32 = np.iinfo(np.int32)
 
 
+class WideIdsError(InvalidRequestError):
+    """Some topk_ids do not fit in int32, as memory that is shared has them: no expert has such a number."""
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Offsets of a call's tensors, each a multiple of ALIGNMENT, and the bytes of all."""
@@ -46,7 +50,7 @@ def aligned(num_bytes: int, alignment: int = ALIGNMENT) -> int:
 
 
 def copy_in(memory: "npt.NDArray[np.uint8]", call: LayerCall, where: Layout) -> None:
-    """Copy a call's inputs to its place in host memory. Raises InvalidRequestError."""
+    """Copy a call's inputs to its place in host memory. Raises WideIdsError."""
     hidden_states = call.inputs[0]
     part = memory[where.hidden_states : where.hidden_states + hidden_states.num_bytes]
     value = hidden_states.value
@@ -72,13 +76,13 @@ def copy_out(memory: "npt.NDArray[np.uint8]", call: LayerCall, where: Layout) ->
 
 
 def narrow_ids(ids: Tensor) -> npt.NDArray[Any]:
-    """topk_ids in host memory, all within int32. Raises InvalidRequestError."""
+    """topk_ids in host memory, all within int32. Raises WideIdsError."""
     values = _on_host(ids)
     if ids.datatype == "INT64" and values.size:
         least, most = int(values.min()), int(values.max())
         if least < _INT32.min or most > _INT32.max:
             got = least if least < _INT32.min else most
-            raise InvalidRequestError(f"topk_ids: expected experts' numbers, got {got}")
+            raise WideIdsError(f"topk_ids: expected experts of 32 bits, got {got}")
     return values
 
 

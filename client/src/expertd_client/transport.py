@@ -21,10 +21,6 @@ ORDER = ("channel", "shared_memory", "http")
 _MAX_REPORTS = 100
 
 
-class NotOfferedError(TransportUnavailableError):
-    """The server does not have this transport, which is no reason for a warning."""
-
-
 class NotThisCallError(Exception):
     """The transport works with this server, but not for this call, which HTTP may answer; nothing was sent.
 
@@ -131,5 +127,5 @@ class Choice:
 
 
 def _report(name: str, error: TransportUnavailableError) -> None:
-    level = logging.INFO if isinstance(error, NotOfferedError) else logging.WARNING
+    level = logging.WARNING if error.is_offered else logging.INFO
     logger.log(level, "transport %s: %s; taking the next", name, error)

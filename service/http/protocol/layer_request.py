@@ -29,16 +29,21 @@ class Output:
     place: Place | None = None
 
 
+def check_shape(name: str, shape: list[int], num_tokens: int, spec: LayerSpec) -> None:
+    """Raise OipError (400) if an input's shape does not fit the tokens, the model or its limit on tokens."""
+    expected = [num_tokens, spec.hidden_size if name == "hidden_states" else spec.top_k]
+    if shape != expected:
+        raise OipError(400, f"shape of input {name}: expected {expected}, got {shape}")
+    if num_tokens > spec.max_request_tokens:
+        text = f"request: expected at most {spec.max_request_tokens} tokens, got {num_tokens}"
+        raise OipError(400, text, reason="too_many_tokens")
+
+
 def check_shapes(tensors: Mapping[str, Tensor], spec: LayerSpec) -> None:
     """Raise OipError (400) if the inputs do not fit each other, the model or its limit on tokens."""
     num_tokens = tensors["hidden_states"].shape[0]
     for name, tensor in tensors.items():
-        expected = [num_tokens, spec.hidden_size if name == "hidden_states" else spec.top_k]
-        if tensor.shape != expected:
-            raise OipError(400, f"shape of input {name}: expected {expected}, got {tensor.shape}")
-    if num_tokens > spec.max_request_tokens:
-        text = f"request: expected at most {spec.max_request_tokens} tokens, got {num_tokens}"
-        raise OipError(400, text, reason="too_many_tokens")
+        check_shape(name, tensor.shape, num_tokens, spec)
     if ("topk_ids" in tensors) != ("topk_weights" in tensors):
         given = "topk_ids" if "topk_ids" in tensors else "topk_weights"
         raise OipError(400, f"inputs topk_ids and topk_weights: expected both or neither, got {given} alone")

@@ -7,7 +7,13 @@ from typing import Any, NoReturn, TypeGuard
 from expertd.service.engine.spec import LayerSpec
 from expertd.service.http.protocol.datatypes import ELEMENT_BYTES, FLOATS, numbers_to_bytes
 from expertd.service.http.protocol.errors import OipError
-from expertd.service.http.protocol.layer_request import Output, Tensor, check_shapes, layer_request
+from expertd.service.http.protocol.layer_request import (
+    Output,
+    Tensor,
+    check_shape,
+    check_shapes,
+    layer_request,
+)
 from expertd.service.http.protocol.places import REGION, NewUses, no_regions, place_of, uses_of
 from expertd.service.memory import Buffer, RegionUses, Span, host_view
 from expertd.service.moe.request import LayerRequest
@@ -113,6 +119,7 @@ def _parse_header(
     if (region := parameters.get(REGION)) is not None:
         _refuse(f"parameter {REGION} of the request: expected it at a tensor, got {shown(region)} here")
     tensors: dict[str, Tensor] = {}
+    num_tokens: int | None = None
     offset, size = 0, len(host_view(binary))
     for entry in _objects(header, "inputs"):
         name = entry.get("name")
@@ -120,7 +127,11 @@ def _parse_header(
             _refuse(f"name of an input: expected {any_of(INPUT_DATATYPES)}, got {shown(name)}")
         if name in tensors:
             _refuse(f"input {name}: expected once, got twice")
-        tensors[name], offset = _parse_input(name, entry, binary, offset)
+        shape = _shape(name, entry)
+        num_tokens = shape[0] if name == "hidden_states" else num_tokens
+        if num_tokens is not None:  # before the data, whose size follows from the shape
+            check_shape(name, shape, num_tokens, spec)
+        tensors[name], offset = _parse_input(name, shape, entry, binary, offset)
     if offset != size:
         _refuse(
             f"binary_data_size of all inputs: expected a sum of {size}, the bytes after the JSON, "
@@ -143,14 +154,22 @@ def _parse_header(
     return InferRequest(request_id, layer, output.binary, timeout, uses)
 
 
-def _parse_input(name: str, entry: dict[str, Any], binary: Buffer | Span, offset: int) -> tuple[Tensor, int]:
+def _shape(name: str, entry: dict[str, Any]) -> list[int]:
+    shape = entry.get("shape")
+    if not _is_shape(shape):
+        _refuse(
+            f"shape of input {name}: expected two sizes of at least 0, [tokens, columns], got {shown(shape)}"
+        )
+    return shape
+
+
+def _parse_input(
+    name: str, shape: list[int], entry: dict[str, Any], binary: Buffer | Span, offset: int
+) -> tuple[Tensor, int]:
     where = f"input {name}"
     datatype = entry.get("datatype")
     if datatype not in INPUT_DATATYPES[name]:
         _refuse(f"datatype of {where}: expected {any_of(INPUT_DATATYPES[name])}, got {shown(datatype)}")
-    shape = entry.get("shape")
-    if not _is_shape(shape):
-        _refuse(f"shape of {where}: expected two sizes of at least 0, [tokens, columns], got {shown(shape)}")
     parameters = _parameters(entry, where)
     size, place = parameters.get("binary_data_size"), place_of(parameters, where)
     expected = shape[0] * shape[1] * ELEMENT_BYTES[datatype]

@@ -99,7 +99,10 @@ def _opening(body: bytes) -> Opening:
         given = ChannelRequest.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        where = shortened(".".join(map(str, first["loc"]))) or "body"
+        path = list(map(str, first["loc"]))
+        if path[:1] == ["memory"]:
+            del path[1:2]  # the name of the form
+        where = shortened(".".join(path)) or "body"
         raise OipError(400, f"{where}: {expected_and_got(first)}") from error
     memory: int | CudaMemory | None = None
     if isinstance(given.memory, SystemMemory):

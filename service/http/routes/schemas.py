@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, NonNegativeInt, PositiveInt, Tag
 
 
 class ErrorResponse(BaseModel):
@@ -133,6 +133,28 @@ class CudaMemoryRegion(_Strict):
     cuda: CudaMemoryHandle
 
 
+def _form_of(memory: object) -> str | None:
+    """The form of a channel's memory, so that errors are those of this form."""
+    if isinstance(memory, str):
+        return "system" if memory == "system" else None
+    if isinstance(memory, dict):
+        memory = [key for key in ("system", "cuda") if key in memory]
+        return f"{memory[0]} object" if len(memory) == 1 else None
+    return None
+
+
+_Memory = Annotated[
+    Annotated[Literal["system"], Tag("system")]
+    | Annotated[SystemMemory, Tag("system object")]
+    | Annotated[CudaMemoryRegion, Tag("cuda object")],
+    Discriminator(
+        _form_of,
+        custom_error_type="memory_form",
+        custom_error_message='expected "system", {"system": ...} or {"cuda": ...}',
+    ),
+]
+
+
 class ChannelRequest(_Strict):
     """A channel to open, for `model` or for all of `models`."""
 
@@ -143,7 +165,7 @@ class ChannelRequest(_Strict):
     datatype: Literal["BF16", "FP16", "FP32"] | None = Field(
         default=None, description="the widest datatype of a slot's default places; null: the model's"
     )
-    memory: Literal["system"] | SystemMemory | CudaMemoryRegion = Field(
+    memory: _Memory = Field(
         default="system", description="where the tensors are; system: host memory with room for every slot"
     )
 

@@ -96,8 +96,12 @@ def test_the_client_works(tmp_path: Path) -> None:
         many = "for n in range(1, 65):\n    channel.infer(np.ones((n, 512), np.float32))\n"
         wrong = "try:\n    channel.infer(np.ones((65, 512), np.float32))\n"
         wrong += "except RuntimeError as error:\n    print(error)\n"
+        closed = f"channels = 'http://{server.url}/v1/channels/1'\n"
+        closed += "urllib.request.urlopen(urllib.request.Request(channels, method='DELETE')).close()\n"
+        closed += "try:\n    channel.infer(np.ones((1, 512), np.float32))\n"
+        closed += "except ConnectionError as error:\n    print(error)\n"
         result = subprocess.run(
-            [sys.executable, "-c", f"{program}\n{many}\n{wrong}"],
+            [sys.executable, "-c", f"{program}\n{many}\n{wrong}\n{closed}"],
             capture_output=True,
             text=True,
             check=False,
@@ -105,4 +109,8 @@ def test_the_client_works(tmp_path: Path) -> None:
             env=clean_environment(),
         )
     assert result.stderr == ""
-    assert result.stdout.splitlines() == ["(5, 512)", "num_tokens: expected at most 64, got 65"]
+    assert result.stdout.splitlines() == [
+        "(5, 512)",
+        "num_tokens: expected at most 64, got 65",
+        "the server has closed the channel",
+    ]

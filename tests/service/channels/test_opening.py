@@ -100,8 +100,31 @@ async def test_a_server_without_the_setting_has_no_channels() -> None:
             "raw_handle.b64: expected base64, got '\\xe9'",
         ),
         (
+            {"memory": "gpu"},
+            400,
+            'memory: expected "system", {"system": ...} or {"cuda": ...}, got \'gpu\'',
+        ),
+        (
+            {"memory": {"system": {"byte_size": 1}, "cuda": {}}},
+            400,
+            'memory: expected "system", {"system": ...} or {"cuda": ...}, got an object',
+        ),
+        (
+            {"memory": {"system": {"byte_size": 0}}},
+            400,
+            "memory.system.byte_size: expected a number greater than 0, got 0",
+        ),
+        ({"memory": {"system": {}}}, 400, "memory.system.byte_size: expected a value, got none"),
+        (
+            {"memory": {"cuda": {"device_id": -1}}},
+            400,
+            "memory.cuda.device_id: expected a number greater than or equal to 0, got -1",
+        ),
+        ({"memory": None}, 400, 'memory: expected "system", {"system": ...} or {"cuda": ...}, got null'),
+        ({"model": None, "models": []}, 400, "models: expected at least 1 entry, got none"),
+        (
             {"max_tokens": 64, "num_slots": 100},
-            503,
+            400,
             "channels.max_bytes: expected a region of at most 1000000 bytes, got 6963200",
         ),
     ],
@@ -124,6 +147,43 @@ async def test_the_number_of_channels_is_limited(tmp_path: Path) -> None:
         first.close()
         await until(lambda: server.metric("channels") == 1)
         await opened(server)
+
+
+async def test_the_bytes_of_channels_are_limited(tmp_path: Path) -> None:
+    async with channel_server(tmp_path, EchoRunner(), channels={"max_bytes": 1_000_000}) as server:
+        peer = await claimed(server, memory={"system": {"byte_size": 600_000}})
+        body = {**BODY, "memory": {"system": {"byte_size": 500_000}}}
+        text = error_of(await server.http.post("/v1/channels", json=body), 503)
+        expected = "expected a region of at most 400000 bytes beside the open channels, got 500000"
+        assert text == f"channels.max_bytes: {expected}"
+        peer.close()
+
+
+async def test_unclaimed_channels_give_way(tmp_path: Path) -> None:
+    async with channel_server(tmp_path, EchoRunner(), channels={"max_channels": 3}) as server:
+        server.app.channels.give_way_seconds = 0
+        peer = await claimed(server)
+        oldest, _, _ = [await opened(server) for _ in range(3)]
+        listed = (await server.http.get("/v1/channels")).json()["channels"]
+        assert [channel["id"] for channel in listed] == ["1", "3", "4"]
+        with pytest.raises(ChannelClosedError):
+            await asyncio.to_thread(Peer, oldest)
+        await asyncio.to_thread(peer.infer, rows(1))
+        others = [await claimed(server) for _ in range(2)]
+        error_of(await server.http.post("/v1/channels", json=BODY), 503)
+        for claimed_channel in (peer, *others):
+            claimed_channel.close()
+
+
+async def test_the_memory_of_unclaimed_channels_gives_way(tmp_path: Path) -> None:
+    async with channel_server(tmp_path, EchoRunner(), channels={"max_bytes": 1_000_000}) as server:
+        for _ in range(2):
+            await opened(server, memory={"system": {"byte_size": 400_000}})
+        body = {**BODY, "memory": {"system": {"byte_size": 900_000}}}
+        error_of(await server.http.post("/v1/channels", json=body), 503)  # they are new
+        server.app.channels.give_way_seconds = 0
+        await opened(server, memory={"system": {"byte_size": 900_000}})
+        assert server.metric("channel_bytes") == 900_000
 
 
 async def test_memory_is_freed_when_the_owner_leaves(tmp_path: Path) -> None:
@@ -203,6 +263,20 @@ async def test_a_token_is_good_once(tmp_path: Path) -> None:
         peer.close()
 
 
+async def test_a_connection_that_sends_nothing_is_not_mentioned(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "expertd.service.channels")
+    async with channel_server(tmp_path, EchoRunner()) as server:
+        for sent in (b"", b"x"):
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.connect(str(tmp_path / "channels"))
+                probe.sendall(sent)
+        await until(lambda: "unknown token" in caplog.text)
+        assert caplog.text.count("unknown token") == 1
+        assert server.metric("channels") == 0
+
+
 async def test_bytes_after_the_token_end_the_channel(tmp_path: Path) -> None:
     async with channel_server(tmp_path, EchoRunner()) as server:
         peer = await claimed(server)
@@ -217,14 +291,14 @@ async def test_the_socket_is_for_this_user_only_and_goes_with_the_server(tmp_pat
         stale.bind(str(path))  # as a killed server leaves it
     async with channel_server(tmp_path, EchoRunner()):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        with pytest.raises(
-            OSError, match=r"channels\.socket: expected a path for a new socket, got .*: Address already"
-        ):
+        taken = r"^channels\.socket: expected a free path, got .*, on which another server listens$"
+        with pytest.raises(OSError, match=taken):
             ChannelListener(path, None).bind()  # type: ignore[arg-type]
         assert path.is_socket()
     assert not path.exists()
     path.write_text("a file of the user's")
-    with pytest.raises(OSError, match="Address already in use"):
+    other = r"^channels\.socket: expected a free path or a socket, got .*, which is another file$"
+    with pytest.raises(OSError, match=other):
         ChannelListener(path, None).bind()  # type: ignore[arg-type]
     assert path.read_text() == "a file of the user's"
     with pytest.raises(OSError, match=r"channels\.socket: .*too long"):

@@ -181,11 +181,11 @@ async def test_a_request_waits_no_longer_than_its_timeout(tmp_path: Path) -> Non
         }
         gate.let_one_through()
         assert await asyncio.to_thread(runner.entered.acquire, True, 10)
-        for tokens, seconds in ((5, "0.02"), (3, "0.05")):
+        for tokens, seconds in ((5, 0.02), (3, 0.05)):
             answer = await answer_to(peer, sent[tokens])
-            expected = f"the request's timeout of {seconds} s expired in the queue"
+            expected = f"the request's timeout of {round(seconds * 1e6)} microseconds expired in the queue"
             assert (answer.status, answer.error) == (503, expected)
-            assert answer.queue_seconds >= float(seconds)
+            assert answer.queue_seconds >= seconds
         gate.set()
         for tokens in (2, 4):
             assert (await answer_to(peer, sent[tokens])).status == 200

@@ -90,6 +90,19 @@ async def test_a_slot_is_used_again_before_the_server_has_noticed(tmp_path: Path
         peer.close()
 
 
+async def test_times_are_never_those_of_an_earlier_request(tmp_path: Path) -> None:
+    runner = SignallingRunner()
+    async with channel_server(tmp_path, runner) as server:
+        peer = await claimed(server, num_slots=1)
+        await sent(peer, 1.0)
+        invalid = peer.send(17, peer.places(1))
+        runner.noticed.set()
+        assert (await answer_to(peer, invalid)).status == 400
+        await until(lambda: server.metric("requests_total", model="tiny", status="200") == 1)
+        assert peer.words[(peer.starts[0] + 128) // 8 + 5] == invalid
+        peer.close()
+
+
 async def test_an_error_after_an_output_and_before_the_next(tmp_path: Path) -> None:
     """The status that the device announces is there before it, also after an error."""
     runner = SignallingRunner()

@@ -110,7 +110,7 @@ def test_check_reports_what_would_prevent_a_start(config: Path, capsys: Output, 
     assert not path.exists(), "it leaves nothing behind"
     path.mkdir()
     _, about = check(capsys, "--config", config, "--port", "0", "--set", f"channels.socket={path}")
-    text = f"channels.socket: expected a path for a new socket, got {path}: Address already in use"
+    text = f"channels.socket: expected a free path or a socket, got {path}, which is another file"
     assert failed(about) == {"channels": text}
     _, about = check(capsys, "--config", config, "--set", "partitions={p: 8}")
     assert failed(about)["partitions"].startswith("partitions: expected a backend whose device has SMs")

@@ -247,6 +247,7 @@ def test_a_client_that_leaves_while_its_answer_is_sent_holds_nothing(run: Run) -
         (infer(*body(666.0)), 500),
         (infer(bytes(2 * SIZE + 1), 0), 413),
         (chunked(bytes(2 * SIZE + 1), 0), 413),
+        (head(f"POST {INFER} HTTP/1.1", "Transfer-Encoding: chunked") + b"fffffffffffff\r\n", 413),
         (chunked(body(1.0)[0], 0)[:-5] + b"x\r\n", 400),
         (infer(bytes(SIZE), 0, "Content-Encoding: gzip"), 400),
         (infer(gzip.compress(bytes(3 * SIZE)), 0, "Content-Encoding: gzip"), 413),

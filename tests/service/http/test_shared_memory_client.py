@@ -85,10 +85,14 @@ def test_the_example_of_the_document_works(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "http.md").read_text()
     (code,) = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
     settings = load_settings(DEMO)
-    allowed = settings.shared_memory.model_copy(update={"enabled": True})
+    given_in_the_text = {"enabled": True, "key_prefix": "expertd-"}
+    assert "--set 'shared_memory={enabled: true, key_prefix: expertd-}'" in text
+    allowed = settings.shared_memory.model_copy(update=given_in_the_text)
     with server_process(settings.model_copy(update={"shared_memory": allowed}), tmp_path) as server:
         shown: dict[str, Any] = {}
-        exec(code.replace("127.0.0.1:8000", server.url).replace('"/mine"', f'"/mine-{os.getpid()}"'), shown)
+        own = code.replace('"/expertd-mine"', f'"/expertd-mine-{os.getpid()}"')
+        assert own != code
+        exec(own.replace("127.0.0.1:8000", server.url), shown)
         with triton.InferenceServerClient(server.url) as client:
             given = tensor(shown["hidden_states"])
             given.set_data_from_numpy(shown["hidden_states"])

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ SLOW = {
 
 @contextmanager
 def in_a_slow_step(
-    directory: Path, tokens: int = SLOW_TOKENS, **settings: float
+    directory: Path, tokens: int = SLOW_TOKENS, **settings: Any
 ) -> Iterator[tuple[ServerProcess, list[socket.socket]]]:
     """A server that runs a step for one client; the next waits, one has sent half a request, one nothing."""
     limits = {
@@ -72,7 +73,9 @@ def ended(sock: socket.socket) -> list[Answer]:
     ids=lambda signals: "+".join(number.name for number in signals),
 )
 def test_a_second_signal_exits_at_once(tmp_path: Path, signals: tuple[signal.Signals, ...]) -> None:
-    with in_a_slow_step(tmp_path) as (server, socks):
+    channels = tmp_path / "channels"
+    with in_a_slow_step(tmp_path, channels={"socket": str(channels)}) as (server, socks):
+        assert channels.is_socket()
         server.process.send_signal(signals[0])
         wait_for(lambda: "shutting down" in server.log(), "the first signal took effect")
         started = time.monotonic()
@@ -87,6 +90,8 @@ def test_a_second_signal_exits_at_once(tmp_path: Path, signals: tuple[signal.Sig
         assert server.process.wait(30) == 1
         assert time.monotonic() - started < 5, "it does not wait for the step"
         log = server.log()
+        assert "second signal: exiting at once, with unanswered requests: 2" in log
+        assert not channels.exists()
         for word in ("Traceback", "Error", "ERROR", "terminate"):
             assert word not in log
 

@@ -201,7 +201,7 @@ def test_a_queue_timeout_is_the_callers(tmp_path: Path) -> None:
         body = hidden_request(np.ones((1, 1024), np.float32), parameters={"timeout": 1000})
         answer = asked(sock, infer(*body))
         assert answer.status == 503
-        assert answer.error == "the request's timeout of 0.001 s expired in the queue"
+        assert answer.error == "the request's timeout of 1000 microseconds expired in the queue"
 
 
 def test_a_unix_socket(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """The other side of a ring, in a process of its own: it adds 1 to each number, until 0.
 
 `python ring_program.py SLOTS SLOT_BYTES MEMORY THEIR_BELL OUR_BELL`, the last three descriptors. The memory
-has two rings: to this process, and back. Its last answer is the processor time in ns between the first two
-messages.
+has two rings: to this process, and back. Its last answer is the time in ns that the reader ran between the
+first two messages.
 """
 
 import mmap
@@ -25,7 +25,7 @@ def main() -> None:
         our_bell.wait(lambda: not inward.is_empty(), 50e-6)
         message = inward.take()
         assert message is not None
-        used.append(time.process_time_ns())
+        used.append(time.thread_time_ns())
         number = int.from_bytes(message[:8], "little")
         answer = number + 1 if number else used[1] - used[0]
         back.put(answer.to_bytes(8, "little") + message[8:])

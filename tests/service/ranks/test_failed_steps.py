@@ -1,4 +1,4 @@
-"""Steps that fail: on all ranks alike, or on one alone while the others wait for it."""
+"""Steps that fail: on all ranks, or on one alone while the others wait for it."""
 
 import asyncio
 import os

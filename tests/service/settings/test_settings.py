@@ -198,7 +198,7 @@ def test_settings_are_frozen(config: Path) -> None:
         ),
         ("models: []", r"models or checkpoints: expected at least one layer to serve, got none"),
         ("port: 1", r"models or checkpoints: expected at least one layer to serve, got none"),
-        ("- a\n- b", r"expected a mapping of setting names to values, got \['a', 'b'\]"),
+        ("- a\n- b", r"expected an object with names of settings, got \['a', 'b'\]"),
         ("", r"models or checkpoints: expected at least one layer to serve, got none"),
         ("models: [", r"expected YAML"),
     ],

@@ -44,7 +44,7 @@ def config(tmp_path: Path) -> Path:
         ),
         (
             {"EXPERTD_LIMITS": "7"},
-            r"^environment variable EXPERTD_LIMITS: limits: expected a mapping, got 7$",
+            r"^environment variable EXPERTD_LIMITS: limits: expected an object, got 7$",
         ),
         (
             {"EXPERTD_LIMITS": "{1: 2}"},

@@ -10,9 +10,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from expertd_client.bench.case import Case, Result, Target
+from expertd_client.bench.case import BenchError, Case, Result, Target
 from expertd_client.bench.load import hidden_states
-from expertd_client.bench.processes import BenchError, Processes
+from expertd_client.bench.processes import Processes
 from expertd_client.bench.report import heading, progress_bar, remarks, row, write_json
 from expertd_client.client import ExpertClient
 from expertd_client.errors import ExpertError
@@ -46,11 +46,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure and print; returns 0, 1 if a request failed, 2 if nothing could be measured."""
     try:
         if arguments.json is not None:
-            arguments.json.touch()  # before minutes are spent
+            _check_writable(arguments.json)  # before minutes are spent
         target, server = _find(arguments)
-        results = _measure(target, _cases(arguments), arguments.processes)
-        if arguments.json is not None:
-            write_json(arguments.json, target, server, results)
+        results: list[Result] = []
+        try:
+            _measure(target, _cases(arguments), arguments.processes, results)
+        finally:
+            if arguments.json is not None:
+                write_json(arguments.json, target, server, results)
     except (ExpertError, BenchError, OSError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
@@ -79,6 +82,16 @@ def _find(arguments: argparse.Namespace) -> tuple[Target, dict[str, object]]:
         return target, {"name": server.name, "version": server.version}
 
 
+def _check_writable(path: Path) -> None:
+    """Raises BenchError."""
+    try:
+        with path.open("a"):
+            pass
+    except OSError as error:
+        text = f"--json: expected a file that can be written to, got {path}: {error.strerror}"
+        raise BenchError(text) from error
+
+
 def _cases(arguments: argparse.Namespace) -> list[Case]:
     return [
         Case(tokens, connections, rate, arguments.seconds, arguments.warmup)
@@ -88,10 +101,10 @@ def _cases(arguments: argparse.Namespace) -> list[Case]:
     ]
 
 
-def _measure(target: Target, cases: list[Case], processes: int | None) -> list[Result]:
+def _measure(target: Target, cases: list[Case], processes: int | None, results: list[Result]) -> None:
+    """Append what is measured to `results`. Raises BenchError."""
     most = max(case.connections for case in cases)
     count = min(most, processes or max(1, (os.cpu_count() or 1) // 2))
-    results = []
     total = sum(case.seconds + case.warmup for case in cases)
     with Processes(target, count) as senders, progress_bar(total) as progress:
         progress.write(heading())
@@ -99,7 +112,6 @@ def _measure(target: Target, cases: list[Case], processes: int | None) -> list[R
             name = f"{case.tokens} tokens, {case.connections} connections"
             results.append(senders.measure(case, partial(progress.advance, name)))
             progress.write(row(results[-1]))
-    return results
 
 
 def _list_of(kind: type[Number]) -> Callable[[str], list[Number]]:

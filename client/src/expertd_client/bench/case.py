@@ -11,6 +11,10 @@ import numpy.typing as npt
 from expertd_client.transport import TransportName
 
 
+class BenchError(Exception):
+    """Nothing can be measured, or no more."""
+
+
 @dataclass(frozen=True)
 class Target:
     """The server and the layer that all requests go to."""

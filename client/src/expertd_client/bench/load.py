@@ -13,9 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from expertd_client.bench.case import Case, Sample, Target
+from expertd_client.bench.case import BenchError, Case, Sample, Target
 from expertd_client.client import ExpertClient
-from expertd_client.errors import ExpertError
+from expertd_client.errors import ExpertError, ServerUnreachableError
+
+_LOST_SECONDS = 1.0  # without a connection: the server has gone
+_RETRY_SECONDS = 0.01  # from a failed connection to the next attempt
 
 Request = Callable[[], object]
 
@@ -23,19 +26,24 @@ Request = Callable[[], object]
 def work(pipe: Connection, target: Target, seed: int) -> None:
     """Measure each (case, connections, rate) that comes, together with other processes, until the pipe ends.
 
-    After the warm-up it says so, and waits for a common start: a value of time.monotonic().
+    After the warm-up it says so, and waits for a common start: a value of time.monotonic(). If the server
+    has gone, it sends a BenchError instead, and ends.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends us
-    generator = np.random.default_rng(seed)
-    with suppress(EOFError):
+    generator, watch = np.random.default_rng(seed), Watch()
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
             case, connections, rate = pipe.recv()
             with _client(target, connections) as client:
                 requests = [_request(client, target, case.tokens, generator) for _ in range(connections)]
-                load = Load(case, requests)
-                load.warm_up()
-                pipe.send(None)
-                pipe.send(load.run(pipe.recv(), _due(case, rate, generator), target.timeout))
+                load = Load(case, requests, watch)
+                try:
+                    load.warm_up()
+                    pipe.send(None)
+                    pipe.send(load.run(pipe.recv(), _due(case, rate, generator), target.timeout))
+                except BenchError as error:
+                    pipe.send(error)
+                    return
 
 
 def _client(target: Target, connections: int) -> ExpertClient:
@@ -58,25 +66,63 @@ def hidden_states(
     return values.astype(np.float16) if datatype == "FP16" else values
 
 
+class Watch:
+    """Whether the server can still be reached, over all cases of a process. Used by all of its threads."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None  # when connections began to fail
+        self._lost: ServerUnreachableError | None = None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether no request has reached the server for a second."""
+        return self._lost is not None
+
+    def answered(self) -> None:
+        """A request has reached the server."""
+        self._since = None
+
+    def failed(self, error: ExpertError) -> None:
+        """A request has failed; a moment's rest if it has not reached the server."""
+        if not isinstance(error, ServerUnreachableError):
+            self.answered()
+            return
+        since, now = self._since, time.monotonic()
+        if since is None:
+            self._since = now
+        elif now - since >= _LOST_SECONDS:
+            self._lost = error
+        time.sleep(_RETRY_SECONDS)
+
+    def check(self) -> None:
+        """Raises BenchError if the server is lost."""
+        if self._lost is not None:
+            raise BenchError(f"{self._lost} (for {_LOST_SECONDS:g} s)")
+
+
 class Load:
     """The threads of one case; each has a request of its own."""
 
-    def __init__(self, case: Case, requests: list[Request]) -> None:
+    def __init__(self, case: Case, requests: list[Request], watch: "Watch | None" = None) -> None:
         self._case = case
         self._requests = requests
         self._latencies: list[float] = []  # appending is atomic
         self._late: list[float] = []
         self._errors: list[str] = []
         self._unsent = 0
+        self._watch = watch or Watch()
 
     def warm_up(self) -> None:
-        """Send as in a closed loop for a while, at least once, and forget it."""
+        """Send as in a closed loop for a while, at least once, and forget it. Raises BenchError."""
         self._closed_loop(time.monotonic() + self._case.warmup)
         for results in (self._latencies, self._errors):
             results.clear()
 
     def run(self, start: float, due: npt.NDArray[np.float64] | None, patience: float) -> Sample:
-        """Measure from `start` on; `due` are the seconds after it when requests of an open loop are due."""
+        """Measure from `start` on; `due` are the seconds after it when requests of an open loop are due.
+
+        Raises BenchError if no request has reached the server for a second.
+        """
         time.sleep(max(0.0, start - time.monotonic()))
         cpu = time.process_time()
         if due is None:
@@ -97,7 +143,7 @@ class Load:
             while True:
                 began = time.monotonic()
                 self._send(request, began)
-                if time.monotonic() >= end:
+                if time.monotonic() >= end or self._watch.is_lost:
                     return
 
         self._in_threads(loop)
@@ -107,7 +153,7 @@ class Load:
         numbers = itertools.count()
 
         def loop(request: Request) -> None:
-            while (number := next(numbers)) < len(times):
+            while not self._watch.is_lost and (number := next(numbers)) < len(times):
                 at = times[number]
                 if (wait := at - time.monotonic()) > 0:
                     time.sleep(wait)
@@ -125,8 +171,10 @@ class Load:
             request()
         except ExpertError as error:
             self._errors.append(type(error).__name__)
+            self._watch.failed(error)
         else:
             self._latencies.append(time.monotonic() - since)
+            self._watch.answered()
 
     def _in_threads(self, loop: Callable[[Request], None]) -> None:
         threads = [threading.Thread(target=loop, args=(request,)) for request in self._requests]
@@ -134,6 +182,7 @@ class Load:
             thread.start()
         for thread in threads:
             thread.join()
+        self._watch.check()
 
 
 def _request(client: ExpertClient, target: Target, tokens: int, generator: np.random.Generator) -> Request:

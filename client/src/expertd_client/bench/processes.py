@@ -7,17 +7,13 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, cast
 
-from expertd_client.bench.case import Case, Result, Sample, Target, summarize
+from expertd_client.bench.case import BenchError, Case, Result, Sample, Target, summarize
 from expertd_client.bench.load import work
 
 _HEAD_START = 0.05  # seconds for the common start to reach every process
 
 
 _ENDED = "a process that sends requests: expected it to go on, got its end"
-
-
-class BenchError(Exception):
-    """A process of the load has ended."""
 
 
 class Processes:
@@ -70,7 +66,7 @@ def _send(pipe: Connection, value: object) -> None:
 
 
 def _receive(pipes: list[Connection], progress: Callable[[float], None]) -> list[Any]:
-    """One value from each pipe."""
+    """One value from each pipe. Raises BenchError if a process sends that instead, or ends."""
     values: dict[Any, Any] = {}
     last = time.monotonic()
     while len(values) < len(pipes):
@@ -80,6 +76,8 @@ def _receive(pipes: list[Connection], progress: Callable[[float], None]) -> list
                 values[pipe] = pipe.recv()
             except (EOFError, ConnectionResetError):
                 raise BenchError(_ENDED) from None
+            if isinstance(values[pipe], BenchError):
+                raise values[pipe]
         now = time.monotonic()
         progress(now - last)
         last = now

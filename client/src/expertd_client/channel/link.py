@@ -168,7 +168,9 @@ class Link:
 
     def closed_error(self) -> ServerUnreachableError:
         """The error of requests that will have no answer."""
-        return ServerUnreachableError("channel: expected an answer, got its end")
+        if self.is_closed:
+            return ServerUnreachableError("channel: expected an open one, got a closed one")
+        return ServerUnreachableError("channel: expected an answer, got none: the server has closed it")
 
     def close(self) -> None:
         """Give the channel up. Nothing may wait for it."""

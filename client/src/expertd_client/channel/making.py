@@ -12,8 +12,9 @@ from expertd_client.channel.link import SPIN_SECONDS
 from expertd_client.channel.opening import open_channel
 from expertd_client.channel.slots import Shapes, make_slots
 from expertd_client.deadline import Deadline
+from expertd_client.device_memory import DeviceMemoryError
 from expertd_client.directory import RefusedError
-from expertd_client.errors import InvalidRequestError
+from expertd_client.errors import InvalidRequestError, TransportUnavailableError
 from expertd_client.http.requests import model_path
 from expertd_client.metadata import read_metadata
 from expertd_client.places import aligned
@@ -58,26 +59,34 @@ def make_channel(http: Asker, kind: type[C], options: ChannelOptions) -> Steps[C
     """Ask for the layer's sizes, and open a channel for them. Raises as ExpertClient.open_channel."""
     deadline = options.deadline
     options.check()
+    gpu = _gpu(options.device)
     model = read_metadata((yield from http.request("GET", model_path(options.model), deadline)))
     datatype = options.datatype or model.datatype
     shapes = Shapes(
         options.max_tokens, model.hidden_size, model.top_k, datatype, options.output_datatype or datatype
     )
     sizes = Sizes(options.max_tokens, aligned(shapes.layout.num_bytes, _SLOT_ALIGNMENT), options.num_slots)
-    gpu = _gpu(options.device)
     try:
         opened = yield from open_channel(http, options.model, sizes, gpu, deadline, options.spin_seconds)
     except RefusedError as refused:
         raise refused.error from None
+    except DeviceMemoryError as error:
+        raise TransportUnavailableError(str(error)) from None
     slots = make_slots(opened, shapes, options.device is not None)
     return kind(opened, shapes, slots, deadline.seconds)
 
 
 def _gpu(device: object) -> int | None:
-    """The number of the GPU, with a context on it; None for the host."""
-    if device is None or str(device) == "cpu":
+    """The number of the GPU, with a context on it; None for the host. Raises InvalidRequestError."""
+    if device is None:
         return None
-    import torch
-
-    index: int = torch.empty(0, device=str(device)).device.index
+    try:
+        import torch
+    except ImportError as error:
+        raise InvalidRequestError(f"device: expected None where torch is missing, got {device}") from error
+    try:
+        index: int | None = torch.empty(0, device=str(device)).device.index
+    except (AssertionError, RuntimeError) as error:  # a torch without CUDA asserts
+        reason = str(error).partition("\n")[0]
+        raise InvalidRequestError(f"device: expected one that torch has, got {device}: {reason}") from error
     return index

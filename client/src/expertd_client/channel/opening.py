@@ -24,7 +24,7 @@ from expertd_client.errors import (
 )
 from expertd_client.http.requests import model_path
 from expertd_client.steps import Steps, Work
-from expertd_client.transport import Asker, NotOfferedError
+from expertd_client.transport import Asker
 
 if TYPE_CHECKING:
     import torch
@@ -57,8 +57,8 @@ def open_channel(
 ) -> Steps[Opened]:
     """Open a channel with `sizes.num_bytes` of data, on the GPU `device` or in host memory (None).
 
-    Raises RefusedError, NotOfferedError if the server has no channels, TransportUnavailableError if they
-    cannot be used from here; UnknownModelError, DeadlineError, ServerUnreachableError.
+    Raises RefusedError, TransportUnavailableError if the server has no channels or they cannot be used from
+    here; UnknownModelError, DeadlineError, ServerUnreachableError.
     """
     memory: Any = {"system": {"byte_size": sizes.num_bytes}}
     exported = None
@@ -93,10 +93,11 @@ def _post(http: Asker, model: str, body: object, deadline: Deadline) -> Steps[An
     except UnknownModelError as error:
         # Raises it too, unless it is the path that is unknown.
         yield from http.request("GET", model_path(model), deadline)
-        raise NotOfferedError(f"channels: expected a server that has them, got: {error}") from error
+        text = f"channels: expected a server that has them, got: {error}"
+        raise TransportUnavailableError(text, is_offered=False) from error
     except InvalidRequestError as error:
         if error.status in (403, 405):
-            raise NotOfferedError(str(error), error.status) from error
+            raise TransportUnavailableError(str(error), error.status, is_offered=False) from error
         raise RefusedError(error) from error
     except (DeadlineError, ServerUnreachableError):
         raise

@@ -22,7 +22,7 @@ _NUMPY = {"FP32": np.float32, "FP16": np.float16, "BF16": np.uint16}
 _NAMES = {datatype: name for name, datatype in FLOATS.items()}
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Ticket:
     """A request in flight."""
 
@@ -50,6 +50,10 @@ class Ticket:
         """
         return self._times()[1]
 
+    def __repr__(self) -> str:
+        state = "in flight" if not self.is_done else "answered" if self.error is None else "failed"
+        return f"Ticket(slot={self.slot.index}, num_tokens={self.num_tokens}, {state})"
+
     def _times(self) -> tuple[float, float]:
         if not self.is_done:
             return 0.0, 0.0
@@ -58,7 +62,7 @@ class Ticket:
         return self.times
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Slot:
     """Memory of one request at a time, shared with the server. A request uses the first rows of each array.
 
@@ -85,6 +89,10 @@ class Slot:
                 self.outputs.clear()
             view = self.outputs[num_tokens] = self.output[:num_tokens]
         return view
+
+    def __repr__(self) -> str:
+        rows, columns = self.hidden_states.shape
+        return f"Slot({self.index}, max_tokens={rows}, hidden_size={columns})"
 
 
 _MAX_KEPT = 64

@@ -27,7 +27,7 @@ from expertd_client.http.requests import Placed
 from expertd_client.places import copy_in, copy_out, layout_of
 from expertd_client.shared_memory.files import SharedFile
 from expertd_client.steps import Steps, Work
-from expertd_client.transport import Asker, NotOfferedError
+from expertd_client.transport import Asker
 
 if TYPE_CHECKING:
     import torch
@@ -109,7 +109,7 @@ def is_answer(error: ExpertError) -> bool:
 
 
 def make_region(http: Asker, wanted: Wanted, closed: list[str]) -> Steps[RegionArena]:
-    """A registered region. Raises RefusedError, TransportUnavailableError, NotOfferedError."""
+    """A registered region. Raises RefusedError, TransportUnavailableError."""
     about = yield from http.request("GET", "/v2", wanted.deadline)
     kind = "system" if wanted.gpu is None else "cuda"
     extensions = about.get("extensions", ()) if isinstance(about, dict) else ()
@@ -117,7 +117,7 @@ def make_region(http: Asker, wanted: Wanted, closed: list[str]) -> Steps[RegionA
         text = f"extensions: expected {kind}_shared_memory, got {', '.join(map(str, extensions))}"
         if "system_shared_memory" in extensions:
             raise DeviceMemoryError(text)
-        raise NotOfferedError(text)
+        raise TransportUnavailableError(text, is_offered=False)
     try:
         return (yield from _register(http, wanted, wanted.sizes, closed))
     except RefusedError:
@@ -141,7 +141,7 @@ def _register(http: Asker, wanted: Wanted, sizes: Sizes, closed: list[str]) -> S
             file = yield Work(partial(SharedFile, sizes.num_bytes))
         except OSError as error:
             text = f"shared memory: expected {sizes.num_bytes} bytes in /dev/shm, got {error}"
-            raise RefusedError(ExpertError(text)) from error
+            raise RefusedError(TransportUnavailableError(text)) from error
         body = {"key": file.key, "offset": 0, "byte_size": sizes.num_bytes}
         arena, kind = RegionArena(sizes, name, file, None, closed), "system"
     else:

@@ -164,6 +164,18 @@ def test_unknown_parameters_are_ignored() -> None:
             request_body(ONE_ROW | {"shape": [2, 2]}),
             "shape of input hidden_states: expected [2, 4], got [2, 2]",
         ),
+        (
+            request_body(ONE_ROW | {"shape": [1, 3], "data": [1]}),
+            "shape of input hidden_states: expected [1, 4], got [1, 3]",
+        ),
+        (
+            request_body({k: v for k, v in ONE_ROW.items() if k != "data"} | {"shape": [9, 4]}),
+            "request: expected at most 8 tokens, got 9",
+        ),
+        (
+            request_body(ONE_ROW, IDS | {"shape": [5000, 2], "data": []}, WEIGHTS),
+            "shape of input topk_ids: expected [1, 2], got [5000, 2]",
+        ),
         (request_body(ONE_ROW | {"shape": [2, 4]}), "data of input hidden_states: expected 8 numbers, got 4"),
         (
             request_body(ONE_ROW | {"data": 1}),

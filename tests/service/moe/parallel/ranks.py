@@ -1,4 +1,4 @@
-"""Rank processes for tests: they join one group over loopback, and run functions when they are told to."""
+"""Rank processes for tests: they join one group over loopback, and run functions on request."""
 
 import multiprocessing
 import os
@@ -54,7 +54,7 @@ class Ranks:
     ) -> list[Any]:
         """The results, or exceptions, of function(exchange, *arguments) on each of the ranks of a group.
 
-        late  a rank that is told only when the others have begun
+        late  a rank that begins only after the others
         """
         for rank in ranks:
             if rank != late:

@@ -70,7 +70,7 @@ def test_hierarchical_is_never_worse_than_the_greedy_rules(
 
 
 def test_small_layers_of_few_tokens_are_never_worse_than_the_greedy_rules() -> None:
-    # Among so many are layers where the greedy rules put an expert on a rank twice, and win by that.
+    # In some of these layers the greedy rules put an expert on a rank twice, and gain by it.
     for seed in range(300):
         rng = np.random.default_rng(seed)
         num_experts, num_ranks = int(rng.integers(1, 9)), int(rng.integers(1, 6))

@@ -1,0 +1,117 @@
+"""What `expertd-client bench` says when it cannot measure, or no more."""
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from expertd_client import ServerUnreachableError
+from expertd_client.bench.case import BenchError, Case, Result, Target
+from expertd_client.bench.load import Load
+from expertd_client.bench.processes import Processes
+from expertd_client.bench.report import row
+from tests.expertd import RunningServer, running_server, sharing
+from tests.test_bench import Captured, bench
+
+
+def test_no_server(capsys: Captured) -> None:
+    assert bench("--url", "http://127.0.0.1:1") == 2
+    assert capsys.readouterr().err.startswith("bench: server http://127.0.0.1:1: expected a connection, got")
+
+
+@pytest.mark.parametrize(
+    ("file", "reason"), [("/no/such/x.json", "No such file or directory"), ("/dev", "Is a directory")]
+)
+def test_a_file_that_cannot_be_written_to(capsys: Captured, file: str, reason: str) -> None:
+    assert bench("--url", "http://127.0.0.1:1", "--json", file) == 2
+    text = f"bench: --json: expected a file that can be written to, got {file}: {reason}\n"
+    assert capsys.readouterr().err == text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--model", "other"], "bench: model: expected demo, got 'other'"),
+        (["--tokens", "20000"], "bench: request: expected at most"),
+        (["--transport", "channel"], "bench: channels: expected the setting channels.socket, got null"),
+        (["--transport", "shared_memory"], "bench: extensions: expected system_shared_memory, got"),
+    ],
+)
+def test_what_cannot_be_measured(
+    server: RunningServer, capsys: Captured, arguments: list[str], text: str
+) -> None:
+    assert bench("--url", server.url, *arguments) == 2
+    assert capsys.readouterr().err.startswith(text)
+
+
+def test_a_process_that_dies_is_reported() -> None:
+    target = Target("http://127.0.0.1:1", "http", "m", 3, "FP32", 1.0)
+    with Processes(target, 1) as made:
+        made._processes[0].kill()
+        with pytest.raises(BenchError, match="expected it to go on, got its end"):
+            made.measure(Case(1, 1, None, 0.1, 0.1), lambda seconds: None)
+
+
+class Flaky:
+    """A request that finds no server, except for each tenth of those that are made while it `recovers`."""
+
+    def __init__(self, recovers: bool) -> None:
+        self.count = 0
+        self._recovers = recovers
+
+    def __call__(self) -> None:
+        self.count += 1
+        if not (self._recovers and self.count % 10 == 0):
+            raise ServerUnreachableError("server http://x: expected a connection, got none")
+
+
+@pytest.mark.parametrize("due", [None, np.linspace(0, 60, 100_000)])
+def test_a_load_ends_a_second_after_its_server(due: "np.ndarray[tuple[int], np.dtype[np.float64]]") -> None:
+    request, began = Flaky(recovers=False), time.monotonic()
+    with pytest.raises(BenchError, match=r"^server http://x: expected a connection, got none \(for 1 s\)$"):
+        Load(Case(1, 4, None, 60, 0), [request] * 4).run(began, due, 60)
+    assert 1 <= time.monotonic() - began < 20
+    assert request.count <= 404  # it does not spin
+
+
+def test_a_warm_up_ends_too() -> None:
+    with pytest.raises(BenchError, match=r"\(for 1 s\)$"):
+        Load(Case(1, 1, None, 60, 60), [Flaky(recovers=False)]).warm_up()
+
+
+def test_a_server_that_comes_back_is_measured_on() -> None:
+    request = Flaky(recovers=True)
+    sample = Load(Case(1, 1, None, 1.3, 0), [request]).run(time.monotonic(), None, 60)
+    assert len(sample.latencies) >= 1
+    assert sample.errors["ServerUnreachableError"] + len(sample.latencies) == request.count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["http", "channel"])
+def test_a_server_that_goes_away(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    """Also if each case takes less than a second. What was measured before is kept."""
+    results: list[Result] = []
+
+    def row_then_kill(result: Result) -> str:
+        results.append(result)
+        if len(results) == 2:
+            server.process.kill()
+        return row(result)
+
+    monkeypatch.setattr("expertd_client.bench.arguments.row", row_then_kill)
+    file = tmp_path / "results.json"
+    sizes = ",".join(["1"] * 50)
+    arguments = ["--transport", transport, "--connections", "4", "--tokens", sizes, "--processes", "2"]
+    with running_server(tmp_path, *sharing(tmp_path)) as server:
+        assert bench("--url", server.url, *arguments, "--json", str(file)) == 2
+    kept = json.loads(file.read_text())["results"]
+    assert kept == [result.as_json() for result in results]
+    assert 2 <= len(kept) < 20
+    (error,) = capfd.readouterr().err.splitlines()  # and none of the processes that send
+    assert error.startswith("bench: ")
+    assert error.endswith(" (for 1 s)")
