@@ -30,7 +30,7 @@ from expertd.kernels.backends.hopper.compute_permutation import compute_permutat
 from expertd.kernels.backends.hopper.grouped_gemm import GroupedGemm
 from expertd.kernels.backends.hopper.launch import Kernels, current_stream
 from expertd.kernels.backends.hopper.layer import Layer as HopperLayer
-from expertd.kernels.backends.hopper.ranks import add_ranks, await_ranks, dispatch_rows, return_rows
+from expertd.kernels.backends.hopper.ranks import add_ranks, dispatch_rows, return_rows
 from expertd.kernels.backends.hopper.tiles import choose
 from expertd.kernels.ops.activation import SILU
 from expertd.kernels.rank_memory import RankMemory, RankTokens
@@ -79,9 +79,8 @@ class RankProblem:
         on = current_stream(own.out.device.index)
         firsts, places = self._tokens.first_tokens, self._tokens.places
         dispatch_rows(kernels, on, ranks, firsts, places, own.hidden_states, self.topk_ids, own.topk_weights)
-        await_ranks(kernels, on, ranks)
         groups = self._memory.group_ids[: self._tokens.num_tokens]
-        inverse = compute_permutation(kernels, on, groups, own.layer.num_experts, None).inverse
+        inverse = compute_permutation(kernels, on, groups, own.layer.num_experts, None, None, ranks).inverse
         return_rows(kernels, on, ranks, firsts, self._rows, inverse)
         add_ranks(kernels, on, ranks, places, self.topk_ids, own.out)
 

@@ -5,7 +5,7 @@
 // counts the groups in its own stretch of pairs, and the counts of all earlier warps, in its CTA and in earlier CTAs,
 // give its first row in each group. A pair whose id names no group gets row -1.
 // Loops are kept rolled: instruction fetch dominates, see route_tokens.cu.
-#include "ptx.cuh"
+#include "ranks.cuh"
 
 constexpr int kWarps = 32;
 constexpr int kAtOnce = 4;  // loads per lane in flight
@@ -85,7 +85,8 @@ __device__ __forceinline__ void compare_all(const int* group_ids, int num_pairs,
 }
 
 extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
-    compute_permutation(const int* group_ids,  // [num_pairs]; 0 .. num_groups - 1, or no group
+    compute_permutation(const Ranks* ranks,    // whose tokens to wait for; null: there are no other ranks
+                        const int* group_ids,  // [num_pairs]; 0 .. num_groups - 1, or no group
                         int num_pairs, int num_groups,
                         int* __restrict__ inverse_permutation,  // [num_pairs], the permuted row of each pair, -1: none
                         int* __restrict__ offsets,              // [num_groups + 1]
@@ -94,6 +95,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
     ) {
     if (num_pairs <= kFewPairs) {
         ptx::grid_dependency_wait();
+        if (ranks != nullptr) ranks->wait(DISPATCH);
         ptx::launch_dependents();
         compare_all(group_ids, num_pairs, num_groups, inverse_permutation, offsets, offsets_copy, tile_counters);
         return;
@@ -112,6 +114,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
     for (int i = thread; i < warps * num_groups; i += blockDim.x) counters[i] = 0;
     __syncthreads();
     ptx::grid_dependency_wait();
+    if (ranks != nullptr) ranks->wait(DISPATCH);
     ptx::launch_dependents();
     Chunk chunk;
 #pragma unroll 1

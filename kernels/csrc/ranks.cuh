@@ -13,7 +13,7 @@ enum Phase { DISPATCH, COMBINE };
 constexpr int kMaxRanks = 8;
 constexpr int kFlagStride = 32;  // u32: each flag has a cache line of its own
 
-// The memory of one rank; every rank has one of the same layout. Sizes are those of kernels/parallel/memory.py.
+// The memory of one rank; every rank has one of the same layout. Sizes are those of kernels/rank_memory.py.
 struct RankMemory {
     u64 flags;         // u32 [2 phases][kMaxRanks][kFlagStride]: number of the last call whose writes are complete
     u64 group_ids;     // int32 [max_tokens, top_k]: groups of this rank, -1: no expert here
@@ -59,7 +59,7 @@ struct Ranks {
     }
 
     // Waits until every rank's writes of a phase have arrived; after the time limit it notes whom it waited for.
-    __device__ __forceinline__ void wait(Phase phase) {
+    __device__ __forceinline__ void wait(Phase phase) const {
         if (threadIdx.x < num_ranks) {
             const u32* const place = flag(static_cast<int>(rank), phase, static_cast<int>(threadIdx.x));
             const u64 until = ptx::global_nanoseconds() + timeout;

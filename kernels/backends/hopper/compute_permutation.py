@@ -42,10 +42,12 @@ def compute_permutation(
     num_groups: int,
     num_sms: int | None,
     offsets_copy: Tensor | None = None,
+    ranks: Tensor | None = None,
 ) -> Placement:
     """The placement of group_ids int32 [T, top_k]; an id outside 0 to num_groups - 1 names no group.
 
     offsets_copy  where to write the offsets as well: int32 [G + 1], pinned
+    ranks         `RankMemory.ranks`, if the tokens are those of all ranks: waits on the device for them
     """
     device, num_pairs = group_ids.device, group_ids.numel()
     placement = Placement(
@@ -57,7 +59,7 @@ def compute_permutation(
     shared_bytes = 0 if num_pairs <= FEW_PAIRS else VARIANT.shared_bytes(num_groups)
     kernels.launch(
         on, VARIANT, Grid(1, 1 if one_cta else _CLUSTER, shared_bytes),
-        group_ids, np.int32(num_pairs), np.int32(num_groups),
+        ranks, group_ids, np.int32(num_pairs), np.int32(num_groups),
         placement.inverse, placement.offsets, offsets_copy, placement.tile_counters,
     )  # fmt: skip
     return placement

@@ -9,7 +9,6 @@ from expertd.kernels.backends.hopper.launch import Kernels, OnStream
 from expertd.kernels.backends.hopper.quantize_permute import quantize_permute
 from expertd.kernels.backends.hopper.ranks import (
     add_ranks,
-    await_ranks,
     dispatch_rows,
     expand_rows,
     return_rows,
@@ -70,7 +69,8 @@ class Layer:
         """
         placement = compute_permutation(self._kernels, on, topk_ids, down.data.shape[0], num_sms, offsets)
         a = quantize_permute(self._kernels, on, hidden_states, placement.inverse)
-        rows = self._multiply(on, a, placement, gate_up, down, activation, num_sms)
+        expected_m = topk_ids.numel() / down.data.shape[0]
+        rows = self._multiply(on, a, placement, gate_up, down, activation, expected_m, num_sms)
         unpermute_rows(self._kernels, on, rows, placement.inverse, topk_weights, out)
 
     def parallel_experts(
@@ -90,17 +90,17 @@ class Layer:
     ) -> None:
         """As `experts`, with the experts of all ranks: each rank of `memory` calls it with its own tokens.
 
-        gate_up and down have this rank's experts. Eight launches. A token's sum on each rank is rounded to
+        gate_up and down have this rank's experts. Seven launches. A token's sum on each rank is rounded to
         bf16, and those are added up in fp32 in the order of ranks.
         """
         kernels, num_tokens, ranks = self._kernels, tokens.num_tokens, memory.ranks
         firsts, places = tokens.first_tokens, tokens.places
         dispatch_rows(kernels, on, ranks, firsts, places, hidden_states, topk_ids, topk_weights)
-        await_ranks(kernels, on, ranks)
         group_ids = memory.group_ids[:num_tokens]
-        placement = compute_permutation(kernels, on, group_ids, down.data.shape[0], num_sms, offsets)
+        placement = compute_permutation(kernels, on, group_ids, down.data.shape[0], num_sms, offsets, ranks)
         a = expand_rows(kernels, on, memory.data, memory.scales, placement.inverse)
-        rows = self._multiply(on, a, placement, gate_up, down, activation, num_sms)
+        expected_m = group_ids.numel() / places.numel()
+        rows = self._multiply(on, a, placement, gate_up, down, activation, expected_m, num_sms)
         return_rows(kernels, on, ranks, firsts, rows, placement.inverse)
         add_ranks(kernels, on, ranks, places, topk_ids, out)
 
@@ -112,6 +112,7 @@ class Layer:
         gate_up: Quantized,
         down: Quantized,
         activation: Swiglu,
+        expected_m: float,
         num_sms: int | None,
     ) -> Tensor:
         """Both GEMMs: permuted rows bf16 [T * top_k, H]."""
@@ -121,8 +122,7 @@ class Layer:
             for counter in placement.tile_counters.unbind()
         )
         activated = self._gemm.multiply_swiglu(on, a, gate_up, first, activation, num_sms)
-        num_groups, h, _ = down.data.shape
+        h = down.data.shape[1]
         rows = torch.empty((inverse.numel(), h), dtype=torch.bfloat16, device=inverse.device)
-        expected_m = inverse.numel() / num_groups
         self._gemm.multiply(on, Layout.CONTIGUOUS, activated, down, second, rows, expected_m, num_sms)
         return rows

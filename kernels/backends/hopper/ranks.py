@@ -19,13 +19,12 @@ from expertd.kernels.ops.quantize import Quantized
 from expertd.limits import SCALE_BLOCK
 
 _DISPATCH = variants_by_dtype("dispatch_rows", 128)
-_AWAIT = Variant(named_source("await_ranks"), 32, no_shared_bytes)
 _EXPAND = Variant(named_source("expand_rows"), 128, no_shared_bytes)
 _RETURN = Variant(named_source("return_rows"), 256, no_shared_bytes)
 _ADD = variants_by_dtype("add_ranks", 256)
 _COLUMNS = 2048  # per CTA, of each of them
 
-VARIANTS = (*_DISPATCH.values(), _AWAIT, _EXPAND, _RETURN, *_ADD.values())
+VARIANTS = (*_DISPATCH.values(), _EXPAND, _RETURN, *_ADD.values())
 
 
 def _parts(columns: int) -> int:
@@ -52,11 +51,6 @@ def dispatch_rows(
         ranks, first_tokens, places, np.int32(places.numel()), hidden_states, topk_ids, topk_weights,
         np.int32(num_tokens), np.int32(topk_ids.shape[1]), np.int32(h),
     )  # fmt: skip
-
-
-def await_ranks(kernels: Kernels, on: OnStream, ranks: Tensor) -> None:
-    """Wait on the device for all ranks' tokens."""
-    kernels.launch(on, _AWAIT, Grid(1), ranks)
 
 
 def expand_rows(
@@ -89,8 +83,8 @@ def add_ranks(
 ) -> None:
     """Write out [t, N]: the sums that the ranks have returned for this rank's tokens."""
     num_tokens, n = out.shape
-    if num_tokens > 0:
-        kernels.launch(
-            on, _ADD[out.dtype], Grid(num_tokens * _parts(n)),
-            ranks, places, np.int32(places.numel()), topk_ids, np.int32(topk_ids.shape[1]), np.int32(n), out,
-        )  # fmt: skip
+    kernels.launch(
+        on, _ADD[out.dtype], Grid(max(1, num_tokens * _parts(n))),
+        ranks, places, np.int32(places.numel()), topk_ids,
+        np.int32(num_tokens), np.int32(topk_ids.shape[1]), np.int32(n), out,
+    )  # fmt: skip
