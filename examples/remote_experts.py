@@ -84,7 +84,9 @@ def run(arguments: argparse.Namespace, checkpoint: Path, url: str) -> bool:
     prompt = torch.tensor([list(arguments.prompt.encode())], device=arguments.device)
     with ExpertClient(url, transport=arguments.transport) as client:
         model = load_model(checkpoint, arguments.device, lambda name: RemoteExperts(client, name, traffic))
-        generate(model, prompt, 1)  # opens connections
+        generate(
+            model, prompt, arguments.new_tokens
+        )  # opens connections, and loads kernels at their first use
         traffic.calls = traffic.num_bytes = 0
         begin = time.perf_counter()
         ids = generate(model, prompt, arguments.new_tokens)
