@@ -18,6 +18,7 @@ from benchmarks.serving_sections import (
     serving_cpu_machine,
     serving_headline,
     serving_machine,
+    serving_workers,
     steps,
 )
 
@@ -212,7 +213,8 @@ SECTIONS: dict[str, Section] = {
     for function in (
         headline, layer_machine, layer, layer_means, layer_around, router, grouped_gemm_machine, grouped_gemm,
         host_cost, sm_counts, cpu_layer_machine, cpu_layer, cpu_layer_same_input, layouts, numerics_machine,
-        numerics, serving_headline, serving_machine, serving, serving_callers, steps,
+        numerics, serving_headline, serving_machine, serving, serving_callers,
+        serving_workers, steps,
         ping_pong, serving_cpu, serving_cpu_machine,
     )
 }  # fmt: skip

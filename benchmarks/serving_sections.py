@@ -10,6 +10,7 @@ from examples.afd.intervals import read_timeline, times
 
 WAYS = {
     ("http", None): "HTTP",
+    ("sockets", None): "its bytes alone",
     ("shared memory", None): "shared memory of the host",
     ("shared memory", "cuda:0"): "of the server's GPU",
     ("shared memory", "cuda:1"): "of another GPU",
@@ -52,6 +53,24 @@ def serving_callers(results: Path) -> str:
             for row in rows
         ],
     )  # fmt: skip
+
+
+def serving_workers(results: Path) -> str:
+    """Rates of one HTTP process and of several."""
+    rows = [row for row in _content(results)["rows"] if row["way"] == "http" and row["callers"] > 1]
+    cells = []
+    for one in (row for row in rows if row["http_workers"] == 1):
+        for many in rows:
+            if _load(many) == _load(one) and many["http_workers"] > 1:
+                rates = [row["tokens_per_second"] / row["tokens"] for row in (one, many)]
+                cells.append(
+                    (
+                        one["callers"], one["tokens"], many["http_workers"],
+                        *(f"{rate:.0f}" for rate in rates), f"{rates[1] / rates[0]:.2f}",
+                    )
+                )  # fmt: skip
+    columns = ("callers", "tokens of each request", "HTTP processes", "one, requests/s", "several", "ratio")
+    return table(columns, cells)
 
 
 def serving_cpu(results: Path) -> str:
@@ -128,6 +147,10 @@ def _rows(results: Path) -> list[dict[str, Any]]:
 def _row(rows: Iterable[dict[str, Any]], way: str, device: str | None, tokens: int) -> dict[str, Any]:
     wanted = way, device, tokens, 1
     return next(r for r in rows if (r["way"], r["device"], r["tokens"], r["callers"]) == wanted)
+
+
+def _load(row: dict[str, Any]) -> tuple[int, int]:
+    return row["callers"], row["tokens"]
 
 
 def _way(row: dict[str, Any]) -> str:
