@@ -2,7 +2,7 @@
 
 One process a GPU. Every row has a layer's experts on each GPU, and as many tokens on each, which go to the
 experts of all. The columns: dispatch and combine alone (with nothing between them), the whole layer, the
-layer of one GPU with its own experts on as many tokens, and, if DeepGEMM's wheel is installed, its SM90 Mega
+layer of one GPU with the same rows for each of its experts (as tokens that go to its experts alone), and, if DeepGEMM's wheel is installed, its SM90 Mega
 MoE over the same GPUs. All but Mega MoE are replayed as CUDA graphs. L2 is flushed before each call, a
 barrier on the device lines the ranks up, and events around the call are read on every rank: a row has the
 median of the slowest rank's times.
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from torch import Tensor
 
 from benchmarks import deep_gemm_peer, layer_peers
 from benchmarks.layer_problem import LAYERS, Layer, LayerProblem, make_problem, make_weights
@@ -53,11 +54,8 @@ class RankProblem:
         self._memory = RankMemory(group, own.out.device, *sizes, TIMEOUT_SECONDS)
         experts = num_ranks * layer.num_experts
         places = [e // layer.num_experts << 16 | e % layer.num_experts for e in range(experts)]
-        firsts = [rank * num_tokens for rank in range(num_ranks + 1)]
-        first_tokens, on_device = (
-            torch.tensor(values, dtype=torch.int32, device=own.out.device) for values in (firsts, places)
-        )
-        self._tokens = RankTokens(num_ranks * num_tokens, first_tokens, on_device)
+        on_device = torch.tensor(places, dtype=torch.int32, device=own.out.device)
+        self._tokens = RankTokens.of([num_tokens] * num_ranks, on_device)
         drawn = torch.rand(num_tokens, experts, device=own.out.device).argsort(dim=1)
         self.topk_ids = drawn[:, : layer.top_k].to(torch.int32).contiguous()
         self._kernels = Kernels()
@@ -78,17 +76,33 @@ class RankProblem:
         own, kernels, ranks = self._own, self._kernels, self._memory.ranks
         on = current_stream(own.out.device.index)
         firsts, places = self._tokens.first_tokens, self._tokens.places
-        dispatch_rows(kernels, on, ranks, firsts, places, own.hidden_states, self.topk_ids, own.topk_weights)
+        dispatch_rows(
+            kernels, on, ranks, firsts, places, own.hidden_states, self.topk_ids, own.topk_weights,
+            self._tokens.num_tokens, None,
+        )  # fmt: skip
         groups = self._memory.group_ids[: self._tokens.num_tokens]
         inverse = compute_permutation(kernels, on, groups, own.layer.num_experts, None, None, ranks).inverse
-        return_rows(kernels, on, ranks, firsts, self._rows, inverse)
-        add_ranks(kernels, on, ranks, places, self.topk_ids, own.out)
+        return_rows(kernels, on, ranks, firsts, self._rows, inverse, None)
+        add_ranks(kernels, on, ranks, places, self.topk_ids, own.out, None)
 
     def check(self) -> None:
         """Raise RuntimeError if a rank was late."""
         torch.cuda.synchronize()
         if self._memory.late_rank is not None:
             raise RuntimeError(f"rank {self._memory.late_rank} was late")
+
+
+def same_work(own: LayerProblem, topk_ids: Tensor) -> LayerProblem:
+    """For one GPU: the pairs of all ranks' tokens that go to its experts, as tokens with `top_k` of them each."""
+    every = [torch.empty_like(topk_ids) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, topk_ids)
+    ids = torch.cat(every).flatten() - dist.get_rank() * own.layer.num_experts
+    ids = ids[(ids >= 0) & (ids < own.layer.num_experts)]
+    top_k, missing = own.layer.top_k, -ids.numel() % own.layer.top_k
+    ids = torch.nn.functional.pad(ids, (0, missing), value=-1).view(-1, top_k)
+    hidden_states = torch.randn(len(ids), own.layer.hidden_size, device="cuda").to(torch.bfloat16)
+    out, weights = torch.empty_like(hidden_states), torch.rand(len(ids), top_k, device="cuda")
+    return LayerProblem(own.layer, own.weights, hidden_states, ids, weights, out)
 
 
 def microseconds(call: Callable[[], object], barrier: Callable[[], object]) -> float:
@@ -148,7 +162,11 @@ def measure(
     """One row; collective."""
     problem = RankProblem(own, num_ranks)
     row: Row = {"layer": layer.name, "tokens": own.hidden_states.shape[0]}
-    calls = {"exchange_us": problem.exchange, "layer_us": problem.layer, "one_gpu_us": own.run}
+    calls = {
+        "exchange_us": problem.exchange,
+        "layer_us": problem.layer,
+        "one_gpu_us": same_work(own, problem.topk_ids).run,
+    }
     for name, call in calls.items():
         row[name] = microseconds(graph_of(call), barrier)
         problem.check()

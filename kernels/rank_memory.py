@@ -12,10 +12,10 @@ from torch import Tensor
 from expertd.limits import SCALE_BLOCK
 
 MAX_RANKS = 8
-_FLAG_BYTES = 2 * MAX_RANKS * 128
+_COUNTER_BYTES = 2 * MAX_RANKS * 128
 _ALIGNMENT = 1024
-# csrc/ranks.cuh: the memories, then num_ranks, rank, call, done[2], unused, status, timeout, max_own_tokens
-_RANKS = struct.Struct(f"<{6 * MAX_RANKS}Q6I3Q")
+# csrc/ranks.cuh: the memories, then num_ranks, rank, arrived, status, timeout, max_own_tokens
+_RANKS = struct.Struct(f"<{6 * MAX_RANKS}Q2I{2 * MAX_RANKS}I3Q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +23,21 @@ class RankTokens:
     """How a call's tokens, and the experts, are spread over the ranks; on the device.
 
     num_tokens    of all ranks
-    first_tokens  int32 [R + 1]: rank r has the tokens from first_tokens[r] to first_tokens[r + 1]
+    first_tokens  int32 [MAX_RANKS + 1]: rank r has the tokens from first_tokens[r] to first_tokens[r + 1]
     places        int32 [E]: rank * 65536 + group there, of each expert
     """
 
     num_tokens: int
     first_tokens: Tensor
     places: Tensor
+
+    @classmethod
+    def of(cls, counts: Sequence[int], places: Tensor) -> "RankTokens":
+        """The tokens of a call in which rank r has counts[r] of them."""
+        firsts = list(accumulate(counts, initial=0))
+        firsts += [firsts[-1]] * (MAX_RANKS + 1 - len(firsts))
+        first_tokens = torch.tensor(firsts, dtype=torch.int32, device=places.device)
+        return cls(sum(counts), first_tokens, places)
 
 
 class RankMemory:
@@ -62,7 +70,7 @@ class RankMemory:
         self.max_own_tokens, self.max_tokens = max_own_tokens, max_tokens
         scale_columns = hidden_size // SCALE_BLOCK
         sizes = (
-            _FLAG_BYTES,
+            _COUNTER_BYTES,
             max_tokens * top_k * 4,
             max_tokens * top_k * 4,
             max_tokens * hidden_size,
@@ -93,7 +101,7 @@ class RankMemory:
         addresses = [base + start for base in bases for start in starts[:-1]]
         addresses += [0] * (6 * MAX_RANKS - len(addresses))
         packed = _RANKS.pack(
-            *addresses, self.num_ranks, self.rank, 0, 0, 0, 0,
+            *addresses, self.num_ranks, self.rank, *[0] * (2 * MAX_RANKS),
             self._status.data_ptr(), int(timeout * 1e9), self.max_own_tokens,
         )  # fmt: skip
         return torch.frombuffer(bytearray(packed), dtype=torch.uint8)

@@ -3,40 +3,47 @@
 #include "floats.cuh"
 #include "ranks.cuh"
 
+constexpr int kThreads = 256;
+constexpr int kColumns = kThreads * 8;  // of a token, per CTA and step
 constexpr auto kDatatype = floats::DATATYPE;
 
-extern "C" __global__ void __launch_bounds__(256)
-    add_ranks(Ranks* ranks,
+extern "C" __global__ void __launch_bounds__(kThreads)
+    add_ranks(const Ranks* ranks,
               const int* __restrict__ places,    // [num_experts]: rank * 65536 + group of each expert
               int num_experts,
               const int* __restrict__ topk_ids,  // [num_tokens, top_k]
               int num_tokens, int top_k, int n,
               void* __restrict__ out  // kDatatype [num_tokens, n]
     ) {
-    constexpr int kColumns = 256 * 8;  // per CTA; the CTAs of a token are neighbors
-    const int parts = (n + kColumns - 1) / kColumns;
-    const i64 token = blockIdx.x / parts;
-    const int column = blockIdx.x % parts * kColumns + threadIdx.x * 8;
-    __shared__ u32 computed;  // a bit per rank that holds an expert of the token
-    if (threadIdx.x == 0) computed = 0;
-    __syncthreads();
-    for (int slot = static_cast<int>(threadIdx.x); slot < top_k && token < num_tokens; slot += 256) {
-        const int id = topk_ids[token * top_k + slot];
-        if (static_cast<u32>(id) < static_cast<u32>(num_experts)) atomicOr(&computed, 1u << (places[id] >> 16));
-    }
+    extern __shared__ int place_of[];  // a copy of places
+    for (int i = static_cast<int>(threadIdx.x); i < num_experts; i += kThreads) place_of[i] = places[i];
+    const int parts = (n + kColumns - 1) / kColumns, steps = num_tokens * parts;
+    const int num_ranks = static_cast<int>(ranks->num_ranks);
+    const i64 max_own_tokens = static_cast<i64>(ranks->max_own_tokens);
+    const u16* const sums = reinterpret_cast<const u16*>(ranks->own().partial_sums);
     ptx::grid_dependency_wait();
     ptx::launch_dependents();
     ranks->wait(COMBINE);
-    if (column >= n || token >= num_tokens) return;
-    const u16* const sums = reinterpret_cast<const u16*>(ranks->own().partial_sums);
-    float sum[8] = {};
-    for (int r = 0; r < static_cast<int>(ranks->num_ranks); ++r) {
-        if ((computed >> r & 1) == 0) continue;
-        const i64 place = r * static_cast<i64>(ranks->max_own_tokens) + token;
-        float value[8];
-        floats::load<floats::BF16>(value, sums, place * n + column);
+#pragma unroll 1
+    for (int step = static_cast<int>(blockIdx.x); step < steps; step += static_cast<int>(gridDim.x)) {
+        const i64 token = step / parts;
+        const int column = step % parts * kColumns + static_cast<int>(threadIdx.x) * 8;
+        if (column >= n) continue;
+        u32 computed = 0;  // a bit per rank that holds an expert of the token
+#pragma unroll 8
+        for (int slot = 0; slot < top_k; ++slot) {
+            const int id = topk_ids[token * top_k + slot];
+            if (static_cast<u32>(id) < static_cast<u32>(num_experts)) computed |= 1u << (place_of[id] >> 16);
+        }
+        float sum[8] = {};
+#pragma unroll 2
+        for (int r = 0; r < num_ranks; ++r) {
+            if ((computed >> r & 1) == 0) continue;
+            float value[8];
+            floats::load<floats::BF16>(value, sums, (r * max_own_tokens + token) * n + column);
 #pragma unroll
-        for (int j = 0; j < 8; ++j) sum[j] += value[j];
+            for (int j = 0; j < 8; ++j) sum[j] += value[j];
+        }
+        floats::store<kDatatype>(out, token * n + column, sum);
     }
-    floats::store<kDatatype>(out, token * n + column, sum);
 }

@@ -1,9 +1,10 @@
-// Memory that all ranks of an expert-parallel layer read and write, and the flags that order their accesses.
+// Memory that all ranks of an expert-parallel layer read and write, and the counters that order their accesses.
 //
 // A call has two phases. In `dispatch` each rank writes its tokens to the ranks that hold their experts, in `combine`
-// those write the results back. After its last write of a phase a rank sets its flag in every rank's memory to the
-// number of the call. A rank begins a call only after all results of the one before, so nobody is still reading what
-// the call overwrites, and no other barrier is needed.
+// those write the results back. After its last write of a phase, each CTA adds one to its rank's counter in every rank's
+// memory, so a rank has arrived when its counter has grown by the number of its CTAs, which all ranks know. A rank begins
+// a call only after all results of the one before, so nobody is still reading what the call overwrites, and no other
+// barrier is needed.
 #pragma once
 
 #include "ptx.cuh"
@@ -11,11 +12,11 @@
 enum Phase { DISPATCH, COMBINE };
 
 constexpr int kMaxRanks = 8;
-constexpr int kFlagStride = 32;  // u32: each flag has a cache line of its own
+constexpr int kCounterStride = 32;  // u32: each counter has a cache line of its own
 
 // The memory of one rank; every rank has one of the same layout. Sizes are those of kernels/rank_memory.py.
 struct RankMemory {
-    u64 flags;         // u32 [2 phases][kMaxRanks][kFlagStride]: number of the last call whose writes are complete
+    u64 counters;      // u32 [2 phases][kMaxRanks][kCounterStride]: CTAs of each rank that have written all they write
     u64 group_ids;     // int32 [max_tokens, top_k]: groups of this rank, -1: no expert here
     u64 topk_weights;  // fp32 [max_tokens, top_k]
     u64 data;          // e4m3 [max_tokens, h]
@@ -27,43 +28,30 @@ struct RankMemory {
 struct Ranks {
     RankMemory memory[kMaxRanks];  // addresses in the caller's address space
     u32 num_ranks, rank;
-    u32 call;       // number of the current call
-    u32 done[2];    // CTAs of the current launch of each phase that have ended
-    u32 unused;
-    u64 status;     // u32 in pinned host memory: 0, or 1 + the rank that was waited for in vain
-    u64 timeout;    // nanoseconds
+    u32 arrived[2][kMaxRanks];  // what the counters are, at least, once all ranks have arrived in the current call
+    u64 status;                 // u32 in pinned host memory: 0, or 1 + the rank that was waited for in vain
+    u64 timeout;                // nanoseconds
     u64 max_own_tokens;
 
     __device__ __forceinline__ const RankMemory& own() const { return memory[rank]; }
 
-    __device__ __forceinline__ u32* flag(int owner, Phase phase, int source) const {
-        return reinterpret_cast<u32*>(memory[owner].flags) + (phase * kMaxRanks + source) * kFlagStride;
+    __device__ __forceinline__ u32* counter(u32 owner, Phase phase, u32 source) const {
+        return reinterpret_cast<u32*>(memory[owner].counters) + (phase * kMaxRanks + source) * kCounterStride;
     }
 
-    // Called by all threads of every CTA after its last write of a phase: the last CTA sets the flags.
-    __device__ __forceinline__ void announce(Phase phase, u32 num_ctas) {
-        __shared__ bool last;
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            __threadfence_system();  // this CTA's writes, which the barrier has ordered before it
-            last = atomicAdd(&done[phase], 1u) == num_ctas - 1;
-            if (last) {
-                done[phase] = 0;
-                if (phase == DISPATCH) ++call;
-                __threadfence_system();
-            }
-        }
-        __syncthreads();
-        if (last && threadIdx.x < num_ranks)
-            ptx::store_release_system(flag(static_cast<int>(threadIdx.x), phase, static_cast<int>(rank)), call);
+    // Called by all threads of every CTA after its last write of a phase.
+    __device__ __forceinline__ void announce(Phase phase) const {
+        __syncthreads();  // orders the CTA's writes before those that follow
+        if (threadIdx.x < num_ranks) ptx::add_release_system(counter(threadIdx.x, phase, rank), 1);
     }
 
     // Waits until every rank's writes of a phase have arrived; after the time limit it notes whom it waited for.
     __device__ __forceinline__ void wait(Phase phase) const {
         if (threadIdx.x < num_ranks) {
-            const u32* const place = flag(static_cast<int>(rank), phase, static_cast<int>(threadIdx.x));
+            const u32* const place = counter(rank, phase, threadIdx.x);
+            const u32 wanted = arrived[phase][threadIdx.x];
             const u64 until = ptx::global_nanoseconds() + timeout;
-            while (static_cast<int>(ptx::load_acquire_system(place) - call) < 0) {
+            while (static_cast<int>(ptx::load_acquire_system(place) - wanted) < 0) {
                 if (ptx::global_nanoseconds() > until) {
                     ptx::store_release_system(reinterpret_cast<u32*>(status), threadIdx.x + 1);
                     break;

@@ -3,41 +3,36 @@
 #include "floats.cuh"
 #include "ranks.cuh"
 
-constexpr int kAtOnce = 8;  // slots whose loads are in flight together
+constexpr int kThreads = 256;
+constexpr int kColumns = kThreads * 8;  // of a token, per CTA and step
+constexpr int kAtOnce = 8;              // slots whose loads are in flight together
 
-extern "C" __global__ void __launch_bounds__(256)
-    return_rows(Ranks* ranks,
-                const int* __restrict__ first_tokens,         // [num_ranks + 1]
-                const u16* rows,                              // bf16 [rows, n]
-                const int* __restrict__ inverse_permutation,  // [num_tokens, top_k] of all ranks, -1: nothing to add
-                int num_tokens, int top_k, int n) {
-    constexpr int kColumns = 256 * 8;  // per CTA; the CTAs of a token are neighbors
-    const int parts = (n + kColumns - 1) / kColumns;
-    const int token = static_cast<int>(blockIdx.x) / parts;
-    const int column = static_cast<int>(blockIdx.x) % parts * kColumns + static_cast<int>(threadIdx.x) * 8;
-    const float* const topk_weights = reinterpret_cast<const float*>(ranks->own().topk_weights);
-    float sum[8] = {};
-    bool any = false;
-    const i64 pairs = static_cast<i64>(token) * top_k;
-    for (int first = 0; first < top_k; first += kAtOnce) {
-        i64 row[kAtOnce];
-        float weight[kAtOnce];
+// A token's rows and their weights, up to kAtOnce of them.
+struct Slots {
+    int row[kAtOnce];
+    float weight[kAtOnce];
+
+    __device__ __forceinline__ void load(const int* inverse_permutation, const float* topk_weights, i64 first, int count) {
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            row[i] = i < count ? inverse_permutation[first + i] : -1;
+            weight[i] = row[i] >= 0 ? topk_weights[first + i] : 0.0f;
+        }
+    }
+
+    __device__ __forceinline__ bool any() const {
+        bool found = false;
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) found = found || row[i] >= 0;
+        return found;
+    }
+
+    __device__ __forceinline__ void add(float (&sum)[8], const u16* rows, i64 n, i64 column) const {
         uint4 packed[kAtOnce];
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
-            const bool valid = first + i < top_k && token < num_tokens;
-            row[i] = valid ? inverse_permutation[pairs + first + i] : -1;
-            weight[i] = row[i] >= 0 ? topk_weights[pairs + first + i] : 0.0f;
-            any = any || row[i] >= 0;
-        }
-        if (first == 0) {  // all but `rows` was complete before the preceding launch began
-            ptx::grid_dependency_wait();
-            ptx::launch_dependents();
-        }
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
             packed[i] = {0, 0, 0, 0};
-            if (row[i] >= 0 && column < n) packed[i] = *reinterpret_cast<const uint4*>(rows + row[i] * n + column);
+            if (row[i] >= 0) packed[i] = *reinterpret_cast<const uint4*>(rows + row[i] * n + column);
         }
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
@@ -47,12 +42,57 @@ extern "C" __global__ void __launch_bounds__(256)
             for (int j = 0; j < 8; ++j) sum[j] += weight[i] * value[j];
         }
     }
-    if (any && column < n) {
-        int owner = 0;
-        while (token >= first_tokens[owner + 1]) ++owner;
-        const i64 place = static_cast<i64>(ranks->rank) * static_cast<i64>(ranks->max_own_tokens) +
-                          (token - first_tokens[owner]);
-        floats::store<floats::BF16>(reinterpret_cast<void*>(ranks->memory[owner].partial_sums), place * n + column, sum);
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    return_rows(const Ranks* ranks,
+                const int* __restrict__ first_tokens,         // [kMaxRanks + 1]
+                const u16* rows,                              // bf16 [rows, n]
+                const int* __restrict__ inverse_permutation,  // [num_tokens, top_k] of all ranks, -1: nothing to add
+                int num_tokens, int top_k, int n) {
+    __shared__ Ranks copy;
+    __shared__ int firsts[kMaxRanks + 1];
+    const int thread = static_cast<int>(threadIdx.x);
+    for (int i = thread; i < static_cast<int>(sizeof(Ranks) / 4); i += kThreads)
+        reinterpret_cast<u32*>(&copy)[i] = reinterpret_cast<const u32*>(ranks)[i];
+    if (thread <= kMaxRanks) firsts[thread] = first_tokens[thread];
+    __syncthreads();
+    // Tokens of all ranks in turn, so that all links and the own memory are busy all the time.
+    const int num_ranks = static_cast<int>(copy.num_ranks), parts = (n + kColumns - 1) / kColumns;
+    int most = 0;  // tokens of a rank
+    for (int r = 0; r < num_ranks; ++r) most = max(most, firsts[r + 1] - firsts[r]);
+    const int steps = most * num_ranks * parts;
+    const float* const topk_weights = reinterpret_cast<const float*>(copy.own().topk_weights);
+    bool waited = false;
+#pragma unroll 1
+    for (int step = static_cast<int>(blockIdx.x); step < steps; step += static_cast<int>(gridDim.x)) {
+        const int owner = (step / parts + static_cast<int>(copy.rank) + 1) % num_ranks;
+        const int own_token = step / parts / num_ranks, token = firsts[owner] + own_token;
+        const int column = step % parts * kColumns + thread * 8;
+        if (token >= firsts[owner + 1]) continue;
+        const i64 pairs = static_cast<i64>(token) * top_k;
+        float sum[8] = {};
+        bool any = false;
+#pragma unroll 1
+        for (int first = 0; first < top_k; first += kAtOnce) {
+            Slots slots;
+            slots.load(inverse_permutation, topk_weights, pairs + first, top_k - first);
+            any = any || slots.any();
+            if (!waited) {  // all but `rows` was complete before the preceding launch began
+                ptx::grid_dependency_wait();
+                ptx::launch_dependents();
+                waited = true;
+            }
+            if (column < n) slots.add(sum, rows, n, column);
+        }
+        if (any && column < n) {
+            const i64 place = static_cast<i64>(copy.rank) * static_cast<i64>(copy.max_own_tokens) + own_token;
+            floats::store<floats::BF16>(reinterpret_cast<void*>(copy.memory[owner].partial_sums), place * n + column, sum);
+        }
     }
-    ranks->announce(COMBINE, gridDim.x);
+    if (!waited) {
+        ptx::grid_dependency_wait();
+        ptx::launch_dependents();
+    }
+    copy.announce(COMBINE);
 }

@@ -81,8 +81,7 @@ def run(rank: int, port: int, seed: int) -> None:
         ids, weights = (tensor.to(device) for tensor in routing(num_tokens, kind, generator))
         expected = fused_experts(hidden_states, ids, weights, gate_up, down)
         own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
-        firsts = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32, device=device)
-        tokens = RankTokens(num_tokens, firsts, places.to(device))
+        tokens = RankTokens.of(counts, places.to(device))
         on, outs = current_stream(device.index), []
         for _ in range(10):
             out = torch.full((counts[rank], H), torch.nan, device=device)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from expertd.kernels.backends.hopper import tiles
-from expertd.kernels.backends.hopper.launch import Kernels, OnStream, Variant, cuda_core
+from expertd.kernels.backends.hopper.launch import Kernels, OnStream, Variant, cuda_core, multiprocessors
 from expertd.kernels.backends.hopper.tensor_maps import TensorMapCache, describe_rows
 from expertd.kernels.backends.hopper.tile_counters import TileCounters
 from expertd.kernels.backends.hopper.tiles import Plan, TileConfig
@@ -143,7 +143,7 @@ class GroupedGemm:
         expected_m: float,
         num_sms: int | None,
     ) -> _Prepared:
-        plan = self._choose(layout, n, k, num_groups, expected_m, _sms(device, num_sms))
+        plan = self._choose(layout, n, k, num_groups, expected_m, multiprocessors(device, num_sms))
         return self._prepare(device, layout, n, k, num_groups, plan, num_sms)
 
     def _prepare(
@@ -153,7 +153,7 @@ class GroupedGemm:
         kernel = self._kernels.get(device, variant)
         self.tile_counters.prepare(device)
         launch_config = cuda_core().LaunchConfig(
-            grid=_sms(device, num_sms) // config.cluster,
+            grid=multiprocessors(device, num_sms) // config.cluster,
             cluster=config.cluster if config.cluster > 1 else None,
             block=variant.threads,
             shmem_size=config.shared_bytes(num_groups, plan.passes),
@@ -190,8 +190,3 @@ class GroupedGemm:
             *outputs,
             self.tile_counters.get(on.device, on.handle) if counter is None else counter.data_ptr(),
         )
-
-
-def _sms(device: int, num_sms: int | None) -> int:
-    every: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return every if num_sms is None else min(num_sms, every)

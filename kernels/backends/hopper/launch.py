@@ -53,10 +53,18 @@ def named_source(stem: str, suffix: str = "", **defines: object) -> jit.Source:
     return jit.Source(name, f"{stem}.cu", stem, tuple((key, str(value)) for key, value in defines.items()))
 
 
-def variants_by_dtype(stem: str, threads: int) -> dict[torch.dtype, Variant]:
-    """The variants of csrc/<stem>.cu, which has one per floating-point type and no dynamic shared memory."""
+def multiprocessors(device: int, num_sms: int | None) -> int:
+    """The SMs of a launch that is limited to `num_sms`."""
+    every: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return every if num_sms is None else min(num_sms, every)
+
+
+def variants_by_dtype(
+    stem: str, threads: int, shared_bytes: Callable[[int], int] = no_shared_bytes
+) -> dict[torch.dtype, Variant]:
+    """The variants of csrc/<stem>.cu, which has one per floating-point type."""
     return {
-        dtype: Variant(named_source(stem, name.lower(), DATATYPE=name), threads, no_shared_bytes)
+        dtype: Variant(named_source(stem, name.lower(), DATATYPE=name), threads, shared_bytes)
         for dtype, name in _DATATYPES.items()
     }
 

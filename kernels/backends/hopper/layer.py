@@ -95,14 +95,16 @@ class Layer:
         """
         kernels, num_tokens, ranks = self._kernels, tokens.num_tokens, memory.ranks
         firsts, places = tokens.first_tokens, tokens.places
-        dispatch_rows(kernels, on, ranks, firsts, places, hidden_states, topk_ids, topk_weights)
+        dispatch_rows(
+            kernels, on, ranks, firsts, places, hidden_states, topk_ids, topk_weights, num_tokens, num_sms
+        )
         group_ids = memory.group_ids[:num_tokens]
         placement = compute_permutation(kernels, on, group_ids, down.data.shape[0], num_sms, offsets, ranks)
         a = expand_rows(kernels, on, memory.data, memory.scales, placement.inverse)
         expected_m = group_ids.numel() / places.numel()
         rows = self._multiply(on, a, placement, gate_up, down, activation, expected_m, num_sms)
-        return_rows(kernels, on, ranks, firsts, rows, placement.inverse)
-        add_ranks(kernels, on, ranks, places, topk_ids, out)
+        return_rows(kernels, on, ranks, firsts, rows, placement.inverse, num_sms)
+        add_ranks(kernels, on, ranks, places, topk_ids, out, num_sms)
 
     def _multiply(
         self,
