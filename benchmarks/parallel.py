@@ -2,10 +2,10 @@
 
 One process a GPU. Every row has a layer's experts on each GPU, and as many tokens on each, which go to the
 experts of all. The columns: dispatch and combine alone (with nothing between them), the whole layer, the
-layer of one GPU with the same rows for each of its experts (as tokens that go to its experts alone), and, if DeepGEMM's wheel is installed, its SM90 Mega
-MoE over the same GPUs. All but Mega MoE are replayed as CUDA graphs. L2 is flushed before each call, a
-barrier on the device lines the ranks up, and events around the call are read on every rank: a row has the
-median of the slowest rank's times.
+layer of one GPU with the same rows for each of its experts (as tokens that go to its experts alone), and, if
+DeepGEMM's wheel is installed, its SM90 Mega MoE over the same GPUs. All are replayed as CUDA graphs. L2 is
+flushed before each call, a barrier on the device lines the ranks up, and events around the call are read on
+every rank: a row has the median of the slowest rank's times.
 """
 
 import argparse
@@ -93,7 +93,7 @@ class RankProblem:
 
 
 def same_work(own: LayerProblem, topk_ids: Tensor) -> LayerProblem:
-    """For one GPU: the pairs of all ranks' tokens that go to its experts, as tokens with `top_k` of them each."""
+    """The pairs of all ranks' tokens that go to this GPU's experts, as tokens with `top_k` of them each."""
     every = [torch.empty_like(topk_ids) for _ in range(dist.get_world_size())]
     dist.all_gather(every, topk_ids)
     ids = torch.cat(every).flatten() - dist.get_rank() * own.layer.num_experts
@@ -177,7 +177,7 @@ def measure(
         spread = LayerProblem(
             everywhere, own.weights, own.hidden_states, problem.topk_ids, own.topk_weights, own.out
         )
-        row["mega_moe_us"] = microseconds(layer_peers.mega_moe(spread), barrier)
+        row["mega_moe_us"] = microseconds(graph_of(layer_peers.mega_moe(spread)), barrier)
         row["over_mega_moe"] = row["layer_us"] / row["mega_moe_us"]
     return row
 
