@@ -14,12 +14,15 @@ from expertd.kernels.ops.quantize import (
 )
 from expertd.kernels.ops.router import choose_experts
 from expertd.kernels.ops.unpermute import unpermute_rows
+from expertd.kernels.rank_memory import RankMemory, RankTokens
 from expertd.routing import Routing
 
 __all__ = [
     "Backend",
     "Permutation",
     "Quantized",
+    "RankMemory",
+    "RankTokens",
     "Routing",
     "Swiglu",
     "backend_names",

@@ -16,6 +16,7 @@ from expertd.routing import Routing
 
 if TYPE_CHECKING:
     from expertd.kernels.partitions import SMPartitions
+    from expertd.kernels.rank_memory import RankMemory, RankTokens
     from expertd.kernels.request_table import RequestTable
 
 Progress = Callable[[int, int, str], None]
@@ -105,6 +106,33 @@ class Backend(ABC):
         a = permute_rows(quantize_rows(hidden_states), tokens)  # quantized once per token, not once per row
         activated = quantize_rows(swiglu(self._multiply(a, gate_up, offsets, num_sms), activation))
         return self._multiply(activated, down, offsets, num_sms)
+
+    def parallel_experts(
+        self,
+        memory: "RankMemory",
+        tokens: "RankTokens",
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        gate_up: Quantized,
+        down: Quantized,
+        out: Tensor,
+        num_sms: int | None,
+        offsets: Tensor | None = None,
+    ) -> None:
+        """As `experts` with SiLU, with the experts of all ranks of `memory`, each of which calls it together.
+
+        hidden_states  [t, H], this rank's tokens; t may be 0, and as `tokens` says
+        topk_ids       int32 [t, top_k]: experts of all ranks, as in `tokens.places`; others name none
+        gate_up, down  this rank's experts
+        out            [t, H]: each rank's sum rounded to bf16, and these added in fp32, in the order of ranks
+        num_sms        the same on all ranks, at least 2
+        offsets        int32 [G + 1] over this rank's experts, of all ranks' tokens
+
+        Nothing waits on the host. On the device a rank waits for the others up to the memory's timeout, and
+        then sets `memory.late_rank`.
+        """
+        raise RuntimeError(f"backend: expected one whose ranks share a GPU's memory, got {self.name!r}")
 
     def unpermute(self, rows: Tensor, inverse: Tensor, topk_weights: Tensor, out: Tensor) -> None:
         """Write out [T, H]: the fp32 sum over s of topk_weights[t, s] * rows[inverse[t, s]], in this order.

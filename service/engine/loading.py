@@ -143,7 +143,8 @@ def load(settings: Settings, cancelled: Cancelled, make_layer: MakeLayer | None 
         )
 
     runners = _load_models(settings, backend, partitions, cancelled, make_layer or layer_of)
-    on_gpu = list(runners.values()) if device.type == "cuda" else []
+    capturable = [runner for runner in runners.values() if runner.layer.is_capturable]
+    on_gpu = capturable if device.type == "cuda" else []
     capture_graphs(on_gpu, device, cancelled)
     return Loaded(
         backend.name,

@@ -18,6 +18,8 @@ class Layer(Protocol):
     shape: LayerShape
     weights: ExpertWeights
     backend: Backend
+    is_capturable: bool
+    """Whether its calls can be captured in CUDA graphs, for any number of tokens."""
 
     def layout(self, num_tokens: int) -> Layout: ...
 

@@ -27,6 +27,8 @@ class MoELayer:
     own row. Raises ValueError if weights and shape do not match.
     """
 
+    is_capturable = True
+
     def __init__(
         self,
         shape: LayerShape,

@@ -3,28 +3,36 @@
 import logging
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from expertd.kernels import Backend
+from expertd.kernels import Backend, RankMemory
 from expertd.service.engine.loading import Cancelled, Loaded, load, weights_of
 from expertd.service.engine.steps import Runner, Step
-from expertd.service.moe.parallel import ParallelLayer, TorchExchange, join_group
+from expertd.service.moe.base import Layer
+from expertd.service.moe.parallel import (
+    ExchangeError,
+    ParallelLayer,
+    SymmetricLayer,
+    TorchExchange,
+    join_group,
+)
 from expertd.service.moe.split import split_experts
 from expertd.service.ranks.messages import StepCommand, StepEnd
 from expertd.service.ranks.regions import MappedRegions
 from expertd.service.ranks.setup import SPIN_SECONDS, RankSetup, Rings
-from expertd.service.ranks.split import requests_of
+from expertd.service.ranks.split import part_of, requests_of
 from expertd.service.settings.model import ModelSettings
 from expertd.service.settings.spans import numbers
 
 logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
+_DEVICE_SECONDS = 5.0  # a launch waits so long for another rank: they begin a step within milliseconds
 _TIMEOUT_SECONDS = 3600.0  # for ranks that load more slowly; the front end ends those whose peers are gone
 _MAX_RUNNING = 2  # steps: one whose bytes are copied, and one that computes
 _POLL_SECONDS = 50e-6
@@ -45,7 +53,7 @@ class RankPart:
         if devices is None:  # the ranks share the CPU's cores
             torch.set_num_threads(max(1, torch.get_num_threads() // setup.num_ranks))
         else:
-            torch.cuda.set_device(numbers(devices)[setup.rank])
+            _use_device(numbers(devices), setup.rank)
         os.putenv("GLOO_SOCKET_IFNAME", "lo")  # no connections from other machines
         store = dist.TCPStore(  # type: ignore[attr-defined]
             HOST, setup.port, is_master=False, wait_for_workers=False
@@ -55,9 +63,10 @@ class RankPart:
             setup.rank,
             setup.num_ranks,
             timeout_seconds=_TIMEOUT_SECONDS,
-            backend="gloo" if devices is None else "nccl",
+            backend="gloo",  # GPUs exchange no tensors by it
         )
-        self._exchange = TorchExchange()
+        self._memories: dict[object, RankMemory] = {}
+        self._symmetric: dict[str, SymmetricLayer] = {}
         self.loaded: Loaded = load(setup.settings, lambda: False, self._layer)
         self._models: list[tuple[ModelSettings, Runner]] = [
             (model, self.loaded.runners[model.name]) for model in setup.settings.models
@@ -83,16 +92,36 @@ class RankPart:
 
     def _layer(
         self, model: ModelSettings, backend: Backend, device: torch.device, cancelled: Cancelled
-    ) -> ParallelLayer:
+    ) -> Layer:
         held = split_experts(range(model.num_experts), self._setup.num_ranks)[self._setup.rank]
         weights = weights_of(model, device, cancelled, held)
-        return ParallelLayer(model.shape, weights, backend, self._exchange, routing=model.routing.rule)
+        if device.type == "cpu":
+            return ParallelLayer(model.shape, weights, backend, TorchExchange(), routing=model.routing.rule)
+        memory = self._memory(model, device)
+        layer = SymmetricLayer(model.shape, weights, backend, memory, routing=model.routing.rule)
+        self._symmetric[model.name] = layer
+        dist.barrier()  # a launch does not wait for a rank that is still loading
+        return layer
+
+    def _memory(self, model: ModelSettings, device: torch.device) -> RankMemory:
+        """What the layers of one stream share, which run one after another."""
+        assert dist.group.WORLD is not None
+        key = model.partition, model.hidden_size, model.top_k
+        if key not in self._memories:
+            tokens, num_ranks = self._setup.settings.limits.max_batch_tokens, self._setup.num_ranks
+            most = len(part_of(tokens, 0, num_ranks))
+            sizes = most, tokens, model.hidden_size, model.top_k
+            self._memories[key] = RankMemory(dist.group.WORLD, device, *sizes, _DEVICE_SECONDS)
+        return self._memories[key]
 
     def _begin(self, command: StepCommand, rings: Rings) -> None:
         setup, (model, runner) = self._setup, self._models[command.model]
         sizes = model.hidden_size, model.top_k
         try:
             requests = requests_of(command.requests, setup.rank, setup.num_ranks, *sizes, self._regions.span)
+            if layer := self._symmetric.get(model.name):
+                total = sum(request.num_tokens for request in command.requests)
+                layer.expect([len(part_of(total, rank, setup.num_ranks)) for rank in range(setup.num_ranks)])
             step = runner.begin(requests)
         except Exception as error:
             while self._running:  # ends are in the order of the steps
@@ -107,16 +136,34 @@ class RankPart:
         running = self._running.popleft()
         try:
             result = running.step.finish()
+            self._check_ranks()
             tokens = result.tokens_per_expert.astype(np.int64)
             end = StepEnd(running.number, "", result.compute_seconds, result.layout, tokens)
         except Exception as error:
             end = _failed(running.number, error)
         self._end(rings, end)
 
+    def _check_ranks(self) -> None:
+        for memory in self._memories.values():
+            if memory.late_rank is not None:
+                expected = f"expected rank {memory.late_rank} to take part within {_DEVICE_SECONDS:g} s"
+                raise ExchangeError(f"step: {expected}, got nothing")
+
     @staticmethod
     def _end(rings: Rings, end: StepEnd) -> None:
         rings.ends.put(end.packed())
         rings.end_bell.ring()
+
+
+def _use_device(devices: Sequence[int], rank: int) -> None:
+    """Raises ValueError if a GPU is missing, or its memory cannot be reached from the others."""
+    count, own = torch.cuda.device_count(), devices[rank]
+    if max(devices) >= count:
+        raise ValueError(f"devices: expected GPUs from 0 to {count - 1}, got {max(devices)}")
+    for other in devices:
+        if other != own and not torch.cuda.can_device_access_peer(own, other):
+            raise ValueError(f"devices: expected GPUs that reach each other's memory, got {own} and {other}")
+    torch.cuda.set_device(own)
 
 
 def _failed(number: int, error: Exception) -> StepEnd:

@@ -17,9 +17,10 @@ from expertd.kernels.backends.hopper.router_logits import Logits
 from expertd.kernels.backends.hopper.scatter_rows import scatter_rows
 from expertd.kernels.backends.hopper.unpermute_rows import unpermute_rows
 from expertd.kernels.backends.hopper.variants import VARIANTS
-from expertd.kernels.ops.activation import Swiglu
+from expertd.kernels.ops.activation import SILU, Swiglu
 from expertd.kernels.ops.quantize import Quantized
 from expertd.kernels.partitions import SMPartitions
+from expertd.kernels.rank_memory import RankMemory, RankTokens
 from expertd.kernels.request_table import RequestTable
 from expertd.layout import Layout
 from expertd.routing import Routing
@@ -104,6 +105,36 @@ class HopperBackend(Backend):
             down,
             out,
             activation,
+            num_sms,
+            offsets,
+        )
+
+    def parallel_experts(
+        self,
+        memory: RankMemory,
+        tokens: RankTokens,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        gate_up: Quantized,
+        down: Quantized,
+        out: Tensor,
+        num_sms: int | None,
+        offsets: Tensor | None = None,
+    ) -> None:
+        """See `Backend.parallel_experts`."""
+        on = current_stream(_current(hidden_states, "hidden_states"))
+        self._layer.parallel_experts(
+            on,
+            memory,
+            tokens,
+            _aligned(hidden_states),
+            topk_ids,
+            topk_weights,
+            gate_up,
+            down,
+            out,
+            SILU,
             num_sms,
             offsets,
         )

@@ -2,6 +2,7 @@
 
 from expertd.service.moe.parallel.exchange import Combined, Dispatched, Exchange, ExchangeError
 from expertd.service.moe.parallel.layer import ParallelLayer
+from expertd.service.moe.parallel.symmetric_layer import SymmetricLayer
 from expertd.service.moe.parallel.torch_exchange import TorchExchange, join_group
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "Exchange",
     "ExchangeError",
     "ParallelLayer",
+    "SymmetricLayer",
     "TorchExchange",
     "join_group",
 ]

@@ -46,6 +46,7 @@ class ParallelLayer:
     """
 
     masked_max_tokens = 0
+    is_capturable = False
 
     def __init__(
         self,

@@ -1,0 +1,130 @@
+"""A layer whose ranks are GPUs of one host, which exchange tokens and sums inside the layer's launches."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from expertd.kernels import Backend, Quantized, RankMemory, RankTokens, Routing, fused_experts
+from expertd.layout import Layout
+from expertd.service.moe.layer import MoELayer
+from expertd.service.moe.shape import LayerShape
+from expertd.service.moe.split import split_experts
+from expertd.service.moe.weights import ExpertWeights
+
+
+class SymmetricLayer:
+    """One rank's side of a layer; calls are collective, and none waits on the host.
+
+    shape    of the whole layer; `split_experts` says which of its experts this rank holds
+    weights  the router, this rank's experts, then all shared experts
+    backend  one that has `parallel_experts`
+    memory   what the ranks share; layers on one stream may share it, too
+    routing  the router's rule; see `MoELayer`
+
+    Each rank routes its own tokens, and runs the shared experts on them. The rest is
+    `Backend.parallel_experts`: each rank's sum of a token's experts is rounded to bfloat16, and these sums
+    are added up in float32 in the order of ranks. The bits do not depend on which rank has a token, nor on
+    other tokens.
+
+    Raises ValueError if weights and shape do not match, or if there are more ranks than experts.
+    """
+
+    masked_max_tokens = 0
+    is_capturable = False
+
+    def __init__(
+        self,
+        shape: LayerShape,
+        weights: ExpertWeights,
+        backend: Backend,
+        memory: RankMemory,
+        *,
+        routing: Routing | None = None,
+    ) -> None:
+        parts = split_experts(shape.held_experts, memory.num_ranks)
+        own = replace(shape, local_experts=parts[memory.rank])
+        self.shape, self.weights, self.backend = shape, weights, backend
+        self.memory = memory
+        self._held = own.held_experts
+        self._own = MoELayer(own, weights, backend, routing=routing)
+        places = torch.full((shape.num_experts,), -1, dtype=torch.int32)
+        for rank, part in enumerate(parts):
+            places[part.start : part.stop] = rank << 16 | torch.arange(len(part), dtype=torch.int32)
+        self._places = places.to(weights.router.device)
+        self._tokens: dict[tuple[int, ...], RankTokens] = {}
+        self.expect([1] * memory.num_ranks)
+
+    def expect(self, counts: Sequence[int]) -> None:
+        """The next calls have counts[r] tokens on rank r. All ranks say the same before a call."""
+        key = tuple(counts)
+        if key not in self._tokens:
+            self._tokens[key] = RankTokens.of(key, self._places)
+        self._counts = key
+
+    def layout(self, num_tokens: int) -> Layout:
+        """Always the contiguous one."""
+        return Layout.CONTIGUOUS
+
+    def route(self, hidden_states: Tensor, end_token: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """See `MoELayer.route`; not collective."""
+        return self._own.route(hidden_states, end_token)
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        num_sms: int | None = None,
+        out: Tensor | None = None,
+        offsets: Tensor | None = None,
+    ) -> Tensor:
+        """The layer's output for this rank's tokens [T, H]; see `MoELayer`, whose arguments these are.
+
+        `offsets` counts the rows that this rank's experts computed, for all ranks' tokens.
+
+        Raises ValueError (name, expected, got); the other ranks then wait until the memory's timeout.
+        """
+        num_tokens, expected = hidden_states.shape[0], self._counts[self.memory.rank]
+        if num_tokens != expected:
+            raise ValueError(f"hidden_states: expected {expected} tokens on this rank, got {num_tokens}")
+        topk_ids, topk_weights = self._own.routing_of(hidden_states, topk_ids, topk_weights)
+        if out is None:
+            out = torch.empty_like(hidden_states, dtype=torch.float32)
+        routed, num_held = self._part(slice(0, len(self._held))), len(self._held)
+        total = out if self.shape.num_shared_experts == 0 else torch.empty_like(out, dtype=torch.float32)
+        self.backend.parallel_experts(
+            self.memory, self._tokens[self._counts], hidden_states, topk_ids.contiguous(),
+            topk_weights.contiguous(), *routed, total, num_sms,
+            None if offsets is None else offsets[: num_held + 1],
+        )  # fmt: skip
+        if total is not out:
+            if num_tokens > 0:
+                total += self._shared(hidden_states, num_sms)
+            out.copy_(total)
+        return out
+
+    def tokens_per_expert(self, offsets: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Tokens of each expert, from the `offsets` of a call; 0 for other ranks' experts."""
+        held = self._held
+        counts = np.zeros(self.shape.num_experts, offsets.dtype)
+        counts[held.start : held.stop] = np.diff(offsets[: len(held) + 1])
+        return counts
+
+    def _shared(self, hidden_states: Tensor, num_sms: int | None) -> Tensor:
+        """fp32 [T, H]: the sum of the shared experts' outputs."""
+        size = hidden_states.shape[0], self.shape.num_shared_experts
+        ids = torch.arange(size[1], dtype=torch.int32, device=hidden_states.device).expand(size)
+        ones = torch.ones(size, device=hidden_states.device)
+        weights = self._part(slice(len(self._held), None))
+        return fused_experts(
+            hidden_states, ids.contiguous(), ones, *weights, backend=self.backend, num_sms=num_sms
+        )
+
+    def _part(self, groups: slice) -> tuple[Quantized, Quantized]:
+        gate_up, down = self.weights.gate_up, self.weights.down
+        first = Quantized(gate_up.data[groups], gate_up.scales[groups])
+        return first, Quantized(down.data[groups], down.scales[groups])

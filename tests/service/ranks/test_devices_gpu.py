@@ -1,0 +1,80 @@
+"""Two ranks on two GPUs answer as one GPU does, and come back after one is lost."""
+
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from tests.service.apps import MODEL, Serving, rows, serving, tiny_settings
+from tests.service.ranks.servers import output_for, rank_processes, serving_ranks
+from tests.service.ranks.test_serving import routed
+from tests.service.waiting import until
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+LIMITS = {"max_request_tokens": 1024, "max_batch_tokens": 1024, "max_body_bytes": 1 << 23}
+LAYER = {
+    **MODEL,
+    "hidden_size": 1024,
+    "intermediate_size": 512,
+    "num_experts": 32,
+    "top_k": 6,
+    "num_shared_experts": 1,
+}
+COUNTS = (1, 2, 3, 5, 64, 1000)  # fewer than ranks, odd, small bodies and large ones
+
+
+def close(got: NDArray[np.float32], expected: NDArray[np.float32]) -> bool:
+    """Within one rounding to bf16 of each rank's sum: 2^-9 of at most the largest, for each of two."""
+    return bool(np.abs(got - expected).max() <= 2 * 2**-9 * np.abs(expected).max())
+
+
+def inputs() -> list[NDArray[np.float32]]:
+    """hidden_states of each count, fresh."""
+    random = np.random.default_rng()
+    return [random.standard_normal((count, 1024), np.float32) for count in COUNTS]
+
+
+async def test_outputs_are_those_of_one_gpu() -> None:
+    settings = tiny_settings(LIMITS, backend="hopper", models=[LAYER])
+    async with serving(settings) as server:
+        values = inputs()
+        expected = [await output_for(server, value) for value in values]
+    settings = tiny_settings(LIMITS, backend="hopper", models=[LAYER], devices="0-1")
+    async with serving_ranks(settings) as server:
+        for _ in range(3):
+            for value, wanted in zip(values, expected, strict=True):
+                got = await output_for(server, value)
+                assert close(got, wanted), (len(value), np.abs(got - wanted).max(), np.abs(wanted).max())
+                again = await output_for(server, value)
+                assert np.array_equal(got, again), "the same bits in every run"
+
+
+async def test_given_routing() -> None:
+    async with serving(tiny_settings(LIMITS, backend="hopper")) as server:
+        expected = await routed(server, rows(33), "INT64")
+    async with serving_ranks(tiny_settings(LIMITS, backend="hopper", devices="0-1")) as server:
+        assert close(await routed(server, rows(33), "INT64"), expected)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_lost_gpu_rank(number: signal.Signals) -> None:
+    async with serving_ranks(tiny_settings(LIMITS, backend="hopper", devices="0-1")) as server:
+        expected = await output_for(server, rows(8))
+        os.kill(rank_processes()[1], number)
+        await until(lambda: server.app.engine.why_not_ready() is not None)
+        await until(lambda: server.app.engine.why_not_ready() is None, seconds=60)
+        assert np.array_equal(await output_for(server, rows(8)), expected)
+        await answers(server)
+
+
+async def answers(server: Serving) -> None:
+    """The server is alive and ready."""
+    for path in ("/v2/health/live", "/v2/health/ready"):
+        assert (await server.http.get(path)).status_code == 200
