@@ -27,11 +27,13 @@ from benchmarks import deep_gemm_peer, layer_peers
 from benchmarks.layer_problem import LAYERS, Layer, LayerProblem, make_problem, make_weights
 from benchmarks.moe_layer import FLUSH_BYTES, graph_of
 from benchmarks.timing import expect_gpu, header
+from expertd.kernels.backends.hopper.add_ranks import add_ranks
 from expertd.kernels.backends.hopper.compute_permutation import compute_permutation
+from expertd.kernels.backends.hopper.dispatch_rows import dispatch_rows
 from expertd.kernels.backends.hopper.grouped_gemm import GroupedGemm
 from expertd.kernels.backends.hopper.launch import Kernels, current_stream
 from expertd.kernels.backends.hopper.layer import Layer as HopperLayer
-from expertd.kernels.backends.hopper.ranks import add_ranks, dispatch_rows, return_rows
+from expertd.kernels.backends.hopper.return_rows import return_rows
 from expertd.kernels.backends.hopper.tiles import choose
 from expertd.kernels.ops.activation import SILU
 from expertd.kernels.rank_memory import RankMemory, RankTokens

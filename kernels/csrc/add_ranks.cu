@@ -16,6 +16,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
               void* __restrict__ out  // kDatatype [num_tokens, n]
     ) {
     extern __shared__ int place_of[];  // a copy of places
+#pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < num_experts; i += kThreads) place_of[i] = places[i];
     const int parts = (n + kColumns - 1) / kColumns, steps = num_tokens * parts;
     const int num_ranks = static_cast<int>(ranks->num_ranks);
@@ -23,18 +24,19 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const u16* const sums = reinterpret_cast<const u16*>(ranks->own().partial_sums);
     ptx::grid_dependency_wait();
     ptx::launch_dependents();
-    ranks->wait(COMBINE);
+    ranks->wait(COMBINE);  // which orders the copy, too
 #pragma unroll 1
     for (int step = static_cast<int>(blockIdx.x); step < steps; step += static_cast<int>(gridDim.x)) {
         const i64 token = step / parts;
         const int column = step % parts * kColumns + static_cast<int>(threadIdx.x) * 8;
-        if (column >= n) continue;
         u32 computed = 0;  // a bit per rank that holds an expert of the token
-#pragma unroll 8
-        for (int slot = 0; slot < top_k; ++slot) {
-            const int id = topk_ids[token * top_k + slot];
-            if (static_cast<u32>(id) < static_cast<u32>(num_experts)) computed |= 1u << (place_of[id] >> 16);
+#pragma unroll 1
+        for (int slot = static_cast<int>(threadIdx.x) % 32, first = 0; first < top_k; slot += 32, first += 32) {
+            const int id = slot < top_k ? topk_ids[token * top_k + slot] : -1;
+            const bool valid = static_cast<u32>(id) < static_cast<u32>(num_experts);
+            computed |= __reduce_or_sync(0xffffffff, valid && place_of[id] >= 0 ? 1u << (place_of[id] >> 16) : 0);
         }
+        if (column >= n) continue;
         float sum[8] = {};
 #pragma unroll 2
         for (int r = 0; r < num_ranks; ++r) {

@@ -53,13 +53,15 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     __shared__ Ranks copy;
     __shared__ int firsts[kMaxRanks + 1];
     const int thread = static_cast<int>(threadIdx.x);
-    for (int i = thread; i < static_cast<int>(sizeof(Ranks) / 4); i += kThreads)
+    static_assert(sizeof(Ranks) / 4 <= kThreads);
+    if (const int i = thread; i < static_cast<int>(sizeof(Ranks) / 4))
         reinterpret_cast<u32*>(&copy)[i] = reinterpret_cast<const u32*>(ranks)[i];
     if (thread <= kMaxRanks) firsts[thread] = first_tokens[thread];
     __syncthreads();
     // Tokens of all ranks in turn, so that all links and the own memory are busy all the time.
     const int num_ranks = static_cast<int>(copy.num_ranks), parts = (n + kColumns - 1) / kColumns;
     int most = 0;  // tokens of a rank
+#pragma unroll 1
     for (int r = 0; r < num_ranks; ++r) most = max(most, firsts[r + 1] - firsts[r]);
     const int steps = most * num_ranks * parts;
     const float* const topk_weights = reinterpret_cast<const float*>(copy.own().topk_weights);

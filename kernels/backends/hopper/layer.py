@@ -3,16 +3,14 @@
 import torch
 from torch import Tensor
 
+from expertd.kernels.backends.hopper.add_ranks import add_ranks
 from expertd.kernels.backends.hopper.compute_permutation import Placement, compute_permutation
+from expertd.kernels.backends.hopper.dispatch_rows import dispatch_rows
+from expertd.kernels.backends.hopper.expand_rows import expand_rows
 from expertd.kernels.backends.hopper.grouped_gemm import GroupedGemm, Groups
 from expertd.kernels.backends.hopper.launch import Kernels, OnStream
 from expertd.kernels.backends.hopper.quantize_permute import quantize_permute
-from expertd.kernels.backends.hopper.ranks import (
-    add_ranks,
-    dispatch_rows,
-    expand_rows,
-    return_rows,
-)
+from expertd.kernels.backends.hopper.return_rows import return_rows
 from expertd.kernels.backends.hopper.route_tokens import route_tokens
 from expertd.kernels.backends.hopper.router_logits import router_logits
 from expertd.kernels.backends.hopper.tensor_maps import TensorMapCache, describe_rows

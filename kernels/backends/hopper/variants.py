@@ -1,11 +1,14 @@
 """The closed list of all variants, used by warm-up, `expertd kernels` and the tests."""
 
 from expertd.kernels.backends.hopper import (
+    add_ranks,
     compute_permutation,
+    dispatch_rows,
+    expand_rows,
     gather_rows,
     grouped_gemm,
     quantize_permute,
-    ranks,
+    return_rows,
     route_tokens,
     router_logits,
     scatter_rows,
@@ -21,5 +24,8 @@ VARIANTS = (
     route_tokens.VARIANT,
     gather_rows.VARIANT,
     scatter_rows.VARIANT,
-    *ranks.VARIANTS,
+    *dispatch_rows.VARIANTS,
+    expand_rows.VARIANT,
+    return_rows.VARIANT,
+    *add_ranks.VARIANTS,
 )

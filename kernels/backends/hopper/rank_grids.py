@@ -1,0 +1,23 @@
+"""Grids of the kernels between the ranks of an expert-parallel layer; csrc/ranks.cuh has their protocol."""
+
+import math
+
+from expertd.kernels.backends.hopper.launch import OnStream, multiprocessors
+
+_COLUMNS = 2048  # per CTA and step, of each kernel
+RETURN_CTAS = 4  # per SM at most, of return_rows: as many as run at once
+
+
+def place_bytes(num_experts: int) -> int:
+    """Shared memory for the places of all experts."""
+    return 4 * num_experts
+
+
+def parts(columns: int) -> int:
+    """The steps of a row."""
+    return math.ceil(columns / _COLUMNS)
+
+
+def ctas(on: OnStream, num_sms: int | None, per_sm: int, steps: int) -> int:
+    """The CTAs of a launch with so many steps."""
+    return max(1, min(steps, per_sm * multiprocessors(on.device, num_sms)))
