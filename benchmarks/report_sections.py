@@ -23,6 +23,7 @@ from benchmarks.serving_sections import (
 )
 
 _PEERS = {"over_two_gemms": "DeepGEMM's two GEMMs alone", "over_mega_moe": "SM90 Mega MoE"}
+_DEEP_GEMM = "https://github.com/deepseek-ai/DeepGEMM"
 Section = Callable[[Path], str]
 
 
@@ -33,10 +34,10 @@ def headline(results: Path) -> str:
     mean, faster = statistics.geometric_mean(speeds), sum(speed > 1 for speed in speeds)
     tokens, layers = [row["tokens"] for row in rows], len({row["layer"] for row in rows})
     return paragraph(
-        f"On one {_gpu(about)}, a whole MoE layer runs **{mean:.2f} times as fast as DeepGEMM's SM90 Mega "
-        f"MoE**: the geometric mean of {len(rows)} cases ({layers} models' layers, {min(tokens)} to "
-        f"{max(tokens)} tokens), {span(speeds)} times, and faster in "
-        f"{'every one' if faster == len(rows) else f'{faster} of them'}. It takes "
+        f"On one {_gpu(about)}, a whole MoE layer runs **{mean:.2f} times as fast as "
+        f"[DeepGEMM]({_DEEP_GEMM})'s SM90 Mega MoE**: the geometric mean of {len(rows)} cases "
+        f"({layers} models' layers, {min(tokens)} to {max(tokens)} tokens), {span(speeds)} times, and faster "
+        f"in {'every one' if faster == len(rows) else f'{faster} of them'}. It takes "
         f"{_mean(rows, 'over_two_gemms'):.2f} times as long as DeepGEMM's two grouped GEMMs alone."
     )
 

@@ -45,6 +45,9 @@ def expected_and_got(error: ErrorDetails) -> str:
     if error["type"] == "too_long":
         got = error["ctx"]["actual_length"] or "more"  # pydantic does not count a mapping to its end
         return f"expected at most {error['ctx']['max_length']} entries, got {got}"
+    if error["type"] == "string_too_short":
+        least = error["ctx"]["min_length"]
+        return f"expected at least {least} character{'s' * (least > 1)}, got {shown(error['input'])}"
     if error["type"] == "string_too_long":
         return f"expected at most {error['ctx']['max_length']} characters, got {shown(error['input'])}"
     if error["type"] == "string_pattern_mismatch":

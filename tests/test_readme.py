@@ -6,11 +6,17 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pytest
+import torch
 
+from examples.small_model import Sizes, make_checkpoint
 from expertd.service.settings.loader import load_settings
+from tests.families import quiet_transformers
 from tests.paths import DEMO, ROOT
 from tests.service.processes import ServerProcess, server_process, serving
 
@@ -89,3 +95,48 @@ def test_the_small_checkpoint_of_the_documentation(tmp_path: Path) -> None:
     assert answer.startswith(
         '{"model_name":"small-deepseek-v3.layers.1","model_version":"1","outputs":[{"name":'
     )
+
+
+@pytest.mark.slow
+def test_servers_that_hold_half_of_the_experts_each(tmp_path: Path) -> None:
+    with quiet_transformers():
+        make_checkpoint(tmp_path / "small", "qwen3_moe", Sizes(1), torch.float32, "cpu")
+    commands = block("examples/README.md", "sh", "--experts").replace("/tmp/small", f"{tmp_path}/small")
+    program = block("examples/README.md", "python", "AsyncExpertClient")
+    with ExitStack() as running:
+
+        def server_of(number: int, arguments: list[str]) -> str:
+            (directory := tmp_path / str(number)).mkdir()
+            return running.enter_context(serving(arguments, directory)).url
+
+        given = [shlex.split(command) for command in commands.splitlines()]
+        assert [command[:2] for command in given] == [[".venv/bin/expertd", "serve"]] * 2
+        ports = [command[-1] for command in given]
+        urls = [server_of(number, command[2:-2]) for number, command in enumerate(given)]
+        whole = server_of(2, ["--model", f"{tmp_path}/small", "--layers", "all"])
+        for port, url in zip(ports, urls, strict=True):
+            program = program.replace(f"localhost:{port}", url)
+        halves, first, all_of_it = (
+            run(sys.executable, "-c", re.sub(r"^URLS = .*", f"URLS = {tuple(used)}", program, flags=re.M))
+            for used in (
+                [f"http://{url}" for url in urls],
+                [f"http://{urls[0]}"],
+                [f"http://{whole}"],
+            )
+        )
+    assert re.search(r'"http://127', program), "its servers were replaced"
+    assert all_of_it.startswith("(5, 256) [")
+    np.testing.assert_allclose(numbers(halves), numbers(all_of_it), rtol=0.02, atol=1e-3)
+    assert np.abs(numbers(first) - numbers(all_of_it)).max() > 0.01, "each half computes a part"
+
+
+def numbers(printed: str) -> npt.NDArray[np.float64]:
+    return np.array(printed.partition("[")[2].strip(" ]\n").split(), np.float64)
+
+
+@pytest.mark.slow
+def test_a_dictionary_knows_the_server_of_each_layer(server: ServerProcess) -> None:
+    program = block("examples/README.md", "python", "server_of")
+    given = "import numpy as np; from expertd_client import ExpertClient; layer = 'demo'"
+    given += f"; urls = ['http://{server.url}']; hidden_states = np.ones((5, 512), np.float32)"
+    assert run(sys.executable, "-c", f"{given}\n{program}\nprint(output.shape)") == "(5, 512)\n"

@@ -1,6 +1,8 @@
 """Channels without copies when servers stop or die, and when callers close or forget them."""
 
+import json
 import threading
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +31,15 @@ X = np.random.default_rng(15).standard_normal((8, HIDDEN), dtype=np.float32)
 def own_server(tmp_path: Path) -> Iterator[RunningServer]:
     with running_server(tmp_path, *sharing(tmp_path)) as running:
         yield running
+
+
+def test_places_of_channels_that_are_never_claimed(connect: Connect, tmp_path: Path) -> None:
+    with running_server(tmp_path, *sharing(tmp_path), "channels.max_channels=1") as server:
+        body = json.dumps({"model": MODEL, "num_slots": 1, "max_tokens": 1}).encode()
+        with urllib.request.urlopen(f"{server.url}/v1/channels", body, timeout=30) as response:
+            assert response.status == 201  # nobody claims it
+        with connect(server.url).open_channel(MODEL, max_tokens=4) as channel:
+            channel.wait(channel.submit(channel.slots[0], 1))
 
 
 def test_a_deadline_and_the_slot_afterwards(connect: Connect, own_server: RunningServer) -> None:

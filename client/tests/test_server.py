@@ -63,8 +63,9 @@ def test_what_a_server_says_about_itself(connect: Connect, server: RunningServer
     assert client.metadata(MODEL) == ModelMetadata(MODEL, HIDDEN, TOP_K, "FP32")
     with pytest.raises(UnknownModelError, match=r"^model: expected demo, got 'other'"):
         client.metadata("other")
-    with pytest.raises(UnknownModelError):
-        client.ready("other")
+    assert client.ready("other") is False
+    with pytest.raises(InvalidRequestError, match=r"^model: expected a name, got ''$"):
+        client.ready("")
 
 
 def test_arrays(connect: Connect, server: RunningServer, expected: npt.NDArray[np.float32]) -> None:

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 _CLAIM_SECONDS = 10.0
 _GIVE_WAY_SECONDS = 1.0
+_RETRY_SECONDS = 1  # then they do
 
 
 @dataclass(slots=True)
@@ -219,14 +220,15 @@ class ChannelHub:
         await asyncio.gather(*self._freeing)
 
     def _reserve(self, num_bytes: int) -> None:
-        settings = self.settings
-        if len(self.listed) + self._opening >= settings.max_channels:
-            expected = f"expected fewer than {settings.max_channels} open channels"
-            raise ChannelLimitError(f"channels.max_channels: {expected}, got {len(self.listed)}")
-        left = settings.max_bytes - self.used_bytes
-        if num_bytes > left:
-            expected = f"expected a region of at most {left} bytes beside the open channels"
-            raise ChannelLimitError(f"channels.max_bytes: {expected}, got {num_bytes}")
+        count, left, text = len(self.listed), self.settings.max_bytes - self.used_bytes, ""
+        if count + self._opening >= (most := self.settings.max_channels):
+            text = f"channels.max_channels: expected fewer than {most} open channels, got {count}"
+        elif num_bytes > left:
+            expected = f"a region of at most {left} bytes beside the open channels"
+            text = f"channels.max_bytes: expected {expected}, got {num_bytes}"
+        if text:
+            gives_way = self._opening or any(entry.token is not None for entry in self.listed)
+            raise ChannelLimitError(text, _RETRY_SECONDS if gives_way else 0)
         self._opening += 1
         self.used_bytes += num_bytes
 

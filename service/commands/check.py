@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         settings, values = read_arguments(arguments)
     except SettingsError as error:
-        results = [Result("settings", False, str(error))]
+        results = [Result("settings", False, mistake) for mistake in error.mistakes]
     else:
         rows = list(_rows(settings.model_dump(mode="json"), values, ()))
         results = [Result("settings", True), *_checks(settings)]

@@ -42,7 +42,9 @@ def run(arguments: argparse.Namespace) -> int:
         settings, _ = read_arguments(arguments)
         settings = resolve_checkpoints(settings)
         check_weights(settings)
-    except (SettingsError, ValueError) as error:
+    except SettingsError as error:
+        return _refuse(*error.mistakes)
+    except ValueError as error:
         return _refuse(error)
     # Imported after the settings are read: these take seconds, and invalid settings should fail at once.
     from expertd.service.http.listening import BindError
@@ -91,6 +93,7 @@ def _exit_now(number: int, frame: FrameType | None) -> None:
     os._exit(0)
 
 
-def _refuse(error: Exception) -> int:
-    print(f"expertd: {error}", file=sys.stderr)
+def _refuse(*mistakes: object) -> int:
+    for mistake in mistakes:
+        print(f"expertd: {mistake}", file=sys.stderr)
     return 2

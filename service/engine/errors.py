@@ -89,6 +89,10 @@ class ChannelRefusedError(EngineError):
 class ChannelLimitError(EngineError):
     """Too many channels are open, or they have too much memory."""
 
+    def __init__(self, message: str, retry_after: int) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
 
 class UnknownChannelError(EngineError):
     """No channel with that id is open."""

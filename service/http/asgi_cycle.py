@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from starlette.types import ASGIApp, Message, Scope
 
+from expertd.service.http.bodies import BYTES_AHEAD
 from expertd.service.http.protocol import OipError, error_body
 from expertd.service.http.refused import Headers
 from expertd.service.http.request_head import RequestHead, decoded
@@ -48,6 +49,7 @@ class AsgiCycle:
         self._connection = connection
         self._scope = scope
         self._body = bytearray()
+        self._ahead = 0  # bytes of the current chunk that are still to come
         self._more_body = True
         self._changed = asyncio.Event()
         self._gone = False
@@ -72,9 +74,15 @@ class AsgiCycle:
 
     # The connection's side.
 
+    def expect(self, num_bytes: int) -> None:
+        """A chunk of this many bytes begins: the application may refuse it before it arrives."""
+        self._ahead = num_bytes
+        self._changed.set()
+
     def receive(self, piece: memoryview) -> None:
         """Take a piece of the body."""
         self._body += piece
+        self._ahead = max(0, self._ahead - len(piece))
         self._changed.set()
         if self.is_full:
             self._connection.receive_body(False)
@@ -109,7 +117,7 @@ class AsgiCycle:
         if self._gone or self._complete:
             return {"type": "http.disconnect"}
         body, self._body = bytes(self._body), bytearray()
-        return {"type": "http.request", "body": body, "more_body": self._more_body}
+        return {"type": "http.request", "body": body, "more_body": self._more_body, BYTES_AHEAD: self._ahead}
 
     async def _send(self, message: Message) -> None:
         if self._gone:

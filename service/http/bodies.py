@@ -10,6 +10,8 @@ from expertd.service.sentences import shown
 from expertd.service.settings.model import Limits
 
 CONTROL_BODY_BYTES = 64 * 1024
+# In an ASGI message of our own server: bytes that the body is known to have after this part of it.
+BYTES_AHEAD = "expertd.bytes_ahead"
 
 
 class ClientGoneError(Exception):
@@ -67,7 +69,7 @@ async def _read(receive: Receive, content_length: int | None, limit: int) -> byt
         chunk = message.get("body", b"")
         chunks.append(chunk)
         size += len(chunk)
-        if size > limit:
+        if size + message.get(BYTES_AHEAD, 0) > limit:
             raise OipError(413, f"body: expected at most {limit} bytes, got more")
         if not message.get("more_body", False):
             return b"".join(chunks)

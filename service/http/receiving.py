@@ -89,6 +89,8 @@ class Receiving(Replies):
         cycle = self._call = AsgiCycle(self, scope)
         if head.chunked or head.content_length:
             self._body = self._framing(head, cycle.receive)
+            if isinstance(self._body, ChunkedBody):
+                self._body.announce = cycle.expect
         else:
             cycle.end_body()
         task = self.loop.create_task(cycle.run(self._shared.app))

@@ -1,42 +1,56 @@
-"""Turns a validation error into one sentence that begins with the origin of the invalid value."""
+"""Turns a validation error into sentences, each of which begins with the origin of an invalid value."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from expertd.service.sentences import expected_and_got
 from expertd.service.settings.schema import is_setting, model_at
-from expertd.service.settings.values import Key, Values, dotted
+from expertd.service.settings.values import DisagreementError, Key, Values, dotted
 
 _NAMED = re.compile(r"([a-z_]\w*(?:\.\w+)*): (.*)", re.DOTALL)
 _WORD = re.compile(r"[a-z_]\w*(?:\.\w+)*")
 _MOST_ORIGINS = 3
+_MOST_SENTENCES = 20
 
 
-def sentence(error: ValidationError, values: Values, otherwise: str) -> str:
-    """`origin: name: expected this, got that` for the first error.
+def sentences(error: ValidationError, values: Values, otherwise: str) -> list[str]:
+    """`origin: name: expected this, got that` for each mistake; after the first few, their number.
 
-    The origins are those of the values the error concerns, or `otherwise` if all of them are defaults.
+    The origins are those of the values the mistake concerns, or `otherwise` if all of them are defaults.
     """
     details = error.errors(include_url=False)
     # A misspelled key often explains why another one is missing.
-    first = min(details, key=lambda detail: detail["type"] != "extra_forbidden")
-    key = tuple(str(part) for part in first["loc"])
-    name, text = _name_and_text(first, key)
-    origins = [origin for about in _about(first, key) for origin in values.origins(about)]
+    details.sort(key=lambda detail: detail["type"] != "extra_forbidden")
+    found = [_sentence(detail, text, values, otherwise) for detail in details for text in _texts(detail)]
+    found = list(dict.fromkeys(found))
+    if (more := len(found) - _MOST_SENTENCES) > 0:
+        found[_MOST_SENTENCES:] = [f"{otherwise}: expected valid settings, got {more} more that are not"]
+    return found
+
+
+def _sentence(error: ErrorDetails, text: str, values: Values, otherwise: str) -> str:
+    key = tuple(str(part) for part in error["loc"])
+    name, shown = _name_and_text(error, key, text)
+    origins = [origin for about in _about(error, key, text) for origin in values.origins(about)]
     origins = origins or values.nearest(key) or [otherwise]
-    return f"{', '.join(list(dict.fromkeys(origins))[:_MOST_ORIGINS])}: {f'{name}: ' if name else ''}{text}"
+    return f"{', '.join(list(dict.fromkeys(origins))[:_MOST_ORIGINS])}: {f'{name}: ' if name else ''}{shown}"
 
 
-def _name_and_text(error: ErrorDetails, key: Key) -> tuple[str, str]:
+def _texts(error: ErrorDetails) -> Sequence[str]:
+    """The texts of an error: several if settings disagree in several ways."""
+    cause = error.get("ctx", {}).get("error")
+    return cause.mistakes if isinstance(cause, DisagreementError) else [expected_and_got(error)]
+
+
+def _name_and_text(error: ErrorDetails, key: Key, text: str) -> tuple[str, str]:
     name = dotted(key)
     if error["type"] == "extra_forbidden":
         owner = model_at(key[:-1])
         known = ", ".join(owner.model_fields) if owner else ""
         return name, f"expected one of {known}, got an unknown setting"
-    text = expected_and_got(error)
     if error["type"] == "value_error" and (named := _NAMED.fullmatch(text)):
         within = (*key, *named[1].split("."))  # a check of several values names the invalid one
         if is_setting(within):
@@ -44,14 +58,13 @@ def _name_and_text(error: ErrorDetails, key: Key) -> tuple[str, str]:
     return name, text
 
 
-def _about(error: ErrorDetails, key: Key) -> Iterator[Key]:
+def _about(error: ErrorDetails, key: Key, text: str) -> Iterator[Key]:
     """The keys an error concerns: its own, or all settings that a check of several values names."""
     model = model_at(key)
     if error["type"] != "value_error" or model is None:
         yield key
         return
-    expected = expected_and_got(error).partition(", got ")[0]
-    for word in _WORD.findall(expected):
+    for word in _WORD.findall(text.partition(", got ")[0]):
         yield from _named(key, model, tuple(word.split(".")))
 
 

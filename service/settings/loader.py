@@ -1,11 +1,11 @@
-"""Loads settings: flags override the environment, which overrides one YAML file. Errors are one sentence."""
+"""Loads settings: flags override the environment, which overrides one YAML file. Errors are sentences."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from expertd.service.settings.errors import sentence
+from expertd.service.settings.errors import sentences
 from expertd.service.settings.model import Settings
 from expertd.service.settings.sources import Flag, default_config, from_environment, from_file, from_flags
 from expertd.service.settings.values import SettingsError, Values
@@ -17,7 +17,7 @@ def load_settings(path: Path | None, flags: Sequence[Flag] = ()) -> Settings:
     """Load settings from the YAML file at `path` (None: no file), EXPERTD_... variables, and `flags`.
 
     Later sources and flags override earlier ones. Raises SettingsError with the origin, the key, the expected
-    value and the actual one.
+    value and the actual one of each mistake.
     """
     return read_settings(path, flags)[0]
 
@@ -34,4 +34,4 @@ def read_settings(path: Path | None, flags: Sequence[Flag] = ()) -> tuple[Settin
     try:
         return Settings.model_validate(values.tree), values
     except ValidationError as error:
-        raise SettingsError(sentence(error, values, str(path or "settings"))) from error
+        raise SettingsError(*sentences(error, values, str(path or "settings"))) from error

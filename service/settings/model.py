@@ -1,6 +1,8 @@
 """All settings with their defaults, bounds and meanings. `expertd.service.settings.loader` loads them."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -14,6 +16,7 @@ from expertd.service.moe.shape import LayerShape
 from expertd.service.sentences import shown
 from expertd.service.settings.buffers import default_bytes, needed_bytes, region_bytes
 from expertd.service.settings.spans import Devices, Layers, Span, numbers
+from expertd.service.settings.values import check_agreement
 
 ENV_PREFIX = "EXPERTD_"
 ENV_DELIMITER = "__"
@@ -78,12 +81,11 @@ class Limits(_Frozen):
 
     @model_validator(mode="after")
     def _one_request_fits(self) -> Self:
-        for name in ("max_batch_tokens", "max_queue_tokens"):
-            if self.max_request_tokens > getattr(self, name):
-                raise ValueError(
-                    f"max_request_tokens: expected at most {name} ({getattr(self, name)}), "
-                    f"got {self.max_request_tokens}"
-                )
+        check_agreement(
+            f"max_request_tokens: expected at most {name} ({most}), got {self.max_request_tokens}"
+            for name in ("max_batch_tokens", "max_queue_tokens")
+            if self.max_request_tokens > (most := getattr(self, name))
+        )
         return self
 
 
@@ -271,12 +273,12 @@ class CheckpointSettings(_Frozen):
     partition: str | None = Field(default=None, description="see `models.N.partition`")
 
 
-def _check_shared(key: str, name: str, held: str | None, masked_max_tokens: int) -> None:
-    """Raise ValueError unless ranks can share the layers: the setting `name` holds part of their experts."""
+def _not_shared(key: str, name: str, held: str | None, masked_max_tokens: int) -> Iterator[str]:
+    """Why ranks cannot share the layers, of whose experts the setting `name` holds a part."""
     if held is not None:
-        raise ValueError(f"{key}.{name}: expected null with several ranks, got {held}")
+        yield f"{key}.{name}: expected null with several ranks, got {held}"
     if masked_max_tokens:
-        raise ValueError(f"{key}.masked_max_tokens: expected 0 with several ranks, got {masked_max_tokens}")
+        yield f"{key}.masked_max_tokens: expected 0 with several ranks, got {masked_max_tokens}"
 
 
 class Settings(BaseSettings):
@@ -361,22 +363,16 @@ class Settings(BaseSettings):
         return name
 
     @model_validator(mode="after")
-    def _something_is_served(self) -> Self:
-        if not self.models and not self.checkpoints:
-            raise ValueError("models or checkpoints: expected at least one layer to serve, got none")
-        return self
-
-    @model_validator(mode="after")
-    def _names_agree(self) -> Self:
-        names = [model.name for model in self.models]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"models: expected different names, got {name!r} {names.count(name)} times")
-        for partition, sms in self.partitions.items():
-            if sms < 1:
-                raise ValueError(f"partitions.{partition}: expected at least 1 SM, got {sms}")
-        self._check_partitions("models", self.models)
-        self._check_partitions("checkpoints", self.checkpoints)
+    def _settings_agree(self) -> Self:
+        check_agreement(
+            chain(
+                self._wrong_names(),
+                self._wrong_partitions("models", self.models),
+                self._wrong_partitions("checkpoints", self.checkpoints),
+                self._wrong_ranks(),
+                self._wrong_buffers(),
+            )
+        )
         return self
 
     @property
@@ -384,34 +380,49 @@ class Settings(BaseSettings):
         """The processes that share every layer; 1: this one computes."""
         return self.ranks if self.devices is None else len(numbers(self.devices))
 
-    @model_validator(mode="after")
-    def _ranks_can_share(self) -> Self:
+    def _wrong_names(self) -> Iterator[str]:
+        if not self.models and not self.checkpoints:
+            yield "models or checkpoints: expected at least one layer to serve, got none"
+        for name, count in Counter(model.name for model in self.models).items():
+            if count > 1:
+                yield f"models: expected different names, got {name!r} {count} times"
+        for partition, sms in self.partitions.items():
+            if sms < 1:
+                yield f"partitions.{partition}: expected at least 1 SM, got {sms}"
+
+    def _wrong_partitions(
+        self, key: str, served: Sequence[ModelSettings | CheckpointSettings]
+    ) -> Iterator[str]:
+        expected = f"one of partitions ({', '.join(self.partitions) or 'none'})"
+        for number, entry in enumerate(served):
+            if entry.partition is not None and entry.partition not in self.partitions:
+                yield f"{key}.{number}.partition: expected {expected}, got {entry.partition!r}"
+
+    def _wrong_ranks(self) -> Iterator[str]:
         count = self.num_ranks
         if self.devices is not None:
             if self.backend not in ("auto", "hopper"):
-                raise ValueError(f"devices: expected backend hopper, got {self.backend!r}")
+                yield f"devices: expected backend hopper, got {self.backend!r}"
             if count < 2:
-                raise ValueError(f"devices: expected two GPUs or more, got {self.devices}")
+                yield f"devices: expected two GPUs or more, got {self.devices}"
             if self.ranks not in (1, count):
-                raise ValueError(f"ranks: expected the number of devices ({count}), got {self.ranks}")
+                yield f"ranks: expected the number of devices ({count}), got {self.ranks}"
         if count == 1:
-            return self
+            return
         for number, model in enumerate(self.models):
-            _check_shared(f"models.{number}", "local_experts", model.local_experts, model.masked_max_tokens)
+            held, key = model.local_experts, f"models.{number}"
+            yield from _not_shared(key, "local_experts", held, model.masked_max_tokens)
             if model.num_experts < count:
                 expected = f"at most num_experts of model {model.name} ({model.num_experts})"
-                raise ValueError(f"ranks: expected {expected}, got {count}")
+                yield f"ranks: expected {expected}, got {count}"
         for number, served in enumerate(self.checkpoints):
-            _check_shared(f"checkpoints.{number}", "experts", served.experts, served.masked_max_tokens)
-        return self
+            key = f"checkpoints.{number}"
+            yield from _not_shared(key, "experts", served.experts, served.masked_max_tokens)
 
-    def _check_partitions(self, key: str, served: Sequence[ModelSettings | CheckpointSettings]) -> None:
-        for number, entry in enumerate(served):
-            if entry.partition is not None and entry.partition not in self.partitions:
-                known = ", ".join(self.partitions) or "none"
-                raise ValueError(
-                    f"{key}.{number}.partition: expected one of partitions ({known}), got {entry.partition!r}"
-                )
+    def _wrong_buffers(self) -> Iterator[str]:
+        needed, got = self._needed_bytes, self.buffered_bytes
+        if got < needed:
+            yield f"limits.max_buffered_bytes: expected at least {needed}, got {got}"
 
     @property
     def buffered_bytes(self) -> int:
@@ -427,13 +438,6 @@ class Settings(BaseSettings):
                 (region_bytes(tokens, model.hidden_size, model.top_k) for model in self.models), default=0
             )
         return needed_bytes(self.limits.max_body_bytes, regions, self.http_workers)
-
-    @model_validator(mode="after")
-    def _largest_request_fits(self) -> Self:
-        needed, got = self._needed_bytes, self.buffered_bytes
-        if got < needed:
-            raise ValueError(f"limits.max_buffered_bytes: expected at least {needed}, got {got}")
-        return self
 
     def with_models(self, models: Sequence[ModelSettings]) -> Self:
         """These settings with `checkpoints` replaced by their layers in `models`, validated again."""

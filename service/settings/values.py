@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,25 @@ def dotted(key: Key) -> str:
 
 
 class SettingsError(Exception):
-    """Invalid settings; the message is one sentence for the user."""
+    """Invalid settings; the text has a line for each mistake, one sentence for the user."""
+
+    def __init__(self, *mistakes: str) -> None:
+        super().__init__("\n".join(mistakes))
+        self.mistakes = mistakes
+
+
+class DisagreementError(ValueError):
+    """Settings that do not fit each other; `mistakes` has a sentence for each."""
+
+    def __init__(self, mistakes: Sequence[str]) -> None:
+        super().__init__("; ".join(mistakes))
+        self.mistakes = mistakes
+
+
+def check_agreement(mistakes: Iterable[str]) -> None:
+    """Raise DisagreementError if there are any."""
+    if found := list(mistakes):
+        raise DisagreementError(found)
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,10 @@ class AsyncExpertClient(BaseClient):
         return await run_async(self._models(timeout))
 
     async def ready(self, model: str | None = None, *, timeout: float | None = None) -> bool:
-        """Whether the server, or one model of it, would answer infer calls; False if it cannot be reached."""
+        """Whether the server, or one model of it, would answer infer calls.
+
+        False if the server cannot be reached, or has no such model.
+        """
         return await run_async(self._ready(model, timeout))
 
     async def live(self, *, timeout: float | None = None) -> bool:

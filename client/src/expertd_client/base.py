@@ -14,6 +14,7 @@ from expertd_client.errors import (
     ServerBusyError,
     ServerUnreachableError,
     TransportUnavailableError,
+    UnknownModelError,
 )
 from expertd_client.http.requests import model_path
 from expertd_client.http.transport import HttpTransport
@@ -94,8 +95,13 @@ class BaseClient:
         return read_statuses((yield from self._http.request("POST", "/v2/repository/index", deadline)))
 
     def _ready(self, model: str | None, timeout: float | None) -> Steps[bool]:
-        path = "/v2/health/ready" if model is None else f"{model_path(model)}/ready"
-        return self._is_ok(path, timeout)
+        if model is None:
+            return (yield from self._is_ok("/v2/health/ready", timeout))
+        check_model(model)
+        try:
+            return (yield from self._is_ok(f"{model_path(model)}/ready", timeout))
+        except UnknownModelError:
+            return False
 
     def _live(self, timeout: float | None) -> Steps[bool]:
         return self._is_ok("/v2/health/live", timeout)

@@ -63,7 +63,10 @@ class ExpertClient(BaseClient):
         return run(self._models(timeout))
 
     def ready(self, model: str | None = None, *, timeout: float | None = None) -> bool:
-        """Whether the server, or one model of it, would answer infer calls; False if it cannot be reached."""
+        """Whether the server, or one model of it, would answer infer calls.
+
+        False if the server cannot be reached, or has no such model.
+        """
         return run(self._ready(model, timeout))
 
     def live(self, *, timeout: float | None = None) -> bool:

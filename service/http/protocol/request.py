@@ -14,7 +14,15 @@ from expertd.service.http.protocol.layer_request import (
     check_shapes,
     layer_request,
 )
-from expertd.service.http.protocol.places import REGION, NewUses, no_regions, place_of, uses_of
+from expertd.service.http.protocol.places import (
+    BYTE_SIZE,
+    OFFSET,
+    REGION,
+    NewUses,
+    no_regions,
+    place_of,
+    uses_of,
+)
 from expertd.service.memory import Buffer, RegionUses, Span, host_view
 from expertd.service.moe.request import LayerRequest
 from expertd.service.sentences import any_of, shown
@@ -23,6 +31,21 @@ INPUT_DATATYPES = {"hidden_states": FLOATS, "topk_ids": ("INT32", "INT64"), "top
 OUTPUT = "hidden_states"
 # Parameters of the protocol that this server does not support: ignoring them would mislead.
 _UNSUPPORTED = frozenset({"priority", "sequence_id", "sequence_start", "sequence_end", "classification"})
+# Where a parameter belongs: elsewhere it would be ignored, as unknown ones are, and the answer be another.
+_PLACES = {
+    **dict.fromkeys(("timeout", "binary_data_output"), "the request"),
+    **dict.fromkeys((REGION, BYTE_SIZE, OFFSET), "a tensor"),
+    "binary_data_size": "an input",
+    **dict.fromkeys(("binary_data", "datatype"), "an output"),
+}
+_MISPLACED = {
+    owner: frozenset(name for name, place in _PLACES.items() if place not in places)
+    for owner, *places in (
+        ("request", "the request"),
+        ("input", "a tensor", "an input"),
+        ("output", "a tensor", "an output"),
+    )
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +138,7 @@ def _parse_header(
     spec: LayerSpec,
     new_uses: NewUses,
 ) -> InferRequest:
-    parameters = _parameters(header, "the request")
-    if (region := parameters.get(REGION)) is not None:
-        _refuse(f"parameter {REGION} of the request: expected it at a tensor, got {shown(region)} here")
+    parameters = _parameters(header, "the request", "request")
     tensors: dict[str, Tensor] = {}
     num_tokens: int | None = None
     offset, size = 0, len(host_view(binary))
@@ -170,7 +191,7 @@ def _parse_input(
     datatype = entry.get("datatype")
     if datatype not in INPUT_DATATYPES[name]:
         _refuse(f"datatype of {where}: expected {any_of(INPUT_DATATYPES[name])}, got {shown(datatype)}")
-    parameters = _parameters(entry, where)
+    parameters = _parameters(entry, where, "input")
     size, place = parameters.get("binary_data_size"), place_of(parameters, where)
     expected = shape[0] * shape[1] * ELEMENT_BYTES[datatype]
     if place is not None:
@@ -211,7 +232,7 @@ def _parse_outputs(outputs: list[dict[str, Any]], output: Output) -> Output:
     for entry in outputs:
         if entry.get("name") != OUTPUT:
             _refuse(f"name of an output: expected {OUTPUT}, got {shown(entry.get('name'))}")
-        parameters = _parameters(entry, f"output {OUTPUT}")
+        parameters = _parameters(entry, f"output {OUTPUT}", "output")
         binary = _boolean(parameters, "binary_data", output.binary)
         datatype = parameters.get("datatype", output.datatype)
         if datatype not in FLOATS:
@@ -226,8 +247,9 @@ def _is_shape(shape: object) -> TypeGuard[list[int]]:
     )
 
 
-def _parameters(owner: dict[str, Any], where: str) -> dict[str, Any]:
-    parameters = owner.get("parameters")
+def _parameters(entry: dict[str, Any], where: str, owner: str) -> dict[str, Any]:
+    """The parameters of the request or of a tensor; those that nobody knows are ignored, as in Triton."""
+    parameters = entry.get("parameters")
     if parameters is None:
         return {}
     if not isinstance(parameters, dict):
@@ -236,6 +258,9 @@ def _parameters(owner: dict[str, Any], where: str) -> dict[str, Any]:
         if parameters[name]:
             got = shown(parameters[name])
             _refuse(f"parameter {name} of {where}: expected none (not supported), got {got}")
+    for name, value in parameters.items():
+        if name in _MISPLACED[owner] and value is not None:
+            _refuse(f"parameter {name} of {where}: expected it at {_PLACES[name]}, got {shown(value)} here")
     return parameters
 
 

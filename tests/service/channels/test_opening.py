@@ -144,6 +144,7 @@ async def test_the_number_of_channels_is_limited(tmp_path: Path) -> None:
         response = await server.http.post("/v1/channels", json=BODY)
         text = "channels.max_channels: expected fewer than 2 open channels, got 2"
         assert error_of(response, 503) == text
+        assert response.headers["retry-after"] == "1", "one of them is not claimed yet"
         first.close()
         await until(lambda: server.metric("channels") == 1)
         await opened(server)
@@ -153,7 +154,9 @@ async def test_the_bytes_of_channels_are_limited(tmp_path: Path) -> None:
     async with channel_server(tmp_path, EchoRunner(), channels={"max_bytes": 1_000_000}) as server:
         peer = await claimed(server, memory={"system": {"byte_size": 600_000}})
         body = {**BODY, "memory": {"system": {"byte_size": 500_000}}}
-        text = error_of(await server.http.post("/v1/channels", json=body), 503)
+        response = await server.http.post("/v1/channels", json=body)
+        text = error_of(response, 503)
+        assert "retry-after" not in response.headers, "nobody knows when the caller leaves"
         expected = "expected a region of at most 400000 bytes beside the open channels, got 500000"
         assert text == f"channels.max_bytes: {expected}"
         peer.close()

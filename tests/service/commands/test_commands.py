@@ -96,6 +96,21 @@ def test_check_as_a_table(config: Path, capsys: Output) -> None:
     assert captured.err == "expertd check: the server would not start\n"
 
 
+def test_every_wrong_setting_is_reported(config: Path, capsys: Output) -> None:
+    arguments = ["--config", str(config), "--set", "port=x", "--set", "host=", "--set", "colour=red"]
+    assert main(["serve", *arguments]) == 2
+    mistakes = re.findall(
+        r"^expertd: flag --set (\w+): \1: expected .*, got .*\n", capsys.readouterr().err, re.M
+    )
+    assert mistakes == ["colour", "host", "port"]
+    assert main(["check", *arguments]) == 2
+    out = capsys.readouterr().out
+    assert re.findall(r"^settings +error +flag --set (\w+): \1: expected .*, got ", out, re.M) == mistakes
+    code, about = check(capsys, *arguments)
+    assert code == 2
+    assert [result["detail"].split(": ")[1] for result in about["checks"]] == mistakes
+
+
 def test_check_reports_what_would_prevent_a_start(config: Path, capsys: Output, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

@@ -245,6 +245,62 @@ def test_an_invalid_body_is_refused_and_counted_as_400(server: ServerProcess) ->
     wait_for(lambda: counted(server, 400) == before + 1, "it is counted")
 
 
+CONTROL_CALLS = (
+    "PUT /v1/partitions",
+    "POST /v1/channels",
+    "POST /v2/systemsharedmemory/region/mine/register",
+    "POST /v2/cudasharedmemory/region/mine/register",
+    "POST /v2/repository/index",
+)
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one process", "several"])
+def control_server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
+    directory = tmp_path_factory.mktemp("control")
+    settings = tiny_settings(
+        http_workers=request.param,
+        channels={"socket": str(directory / "channels")},
+        shared_memory={"enabled": True},
+    )
+    with server_process(settings, directory) as process:
+        yield process
+        assert "Traceback" not in process.log()
+
+
+@pytest.mark.parametrize("call", CONTROL_CALLS)
+@pytest.mark.parametrize(
+    ("body", "status", "text"),
+    [
+        (b"10001\r\n", 413, "body: expected at most 65536 bytes, got more"),
+        (b"fffffffffffffff\r\n", 413, "body: expected at most 65536 bytes, got more"),
+        (b"1\r\n \r\n10000\r\n", 413, "body: expected at most 65536 bytes, got more"),
+        (b"4\r\nabcd\r\n-1\r\n", 400, "a chunk size that is no number"),
+        (b"4\r\nabcdef\r\n", 400, "bytes after a chunk"),
+        (b"2\r\n{}\r\n0\r\nno header\r\n\r\n", 400, "a trailer that is no header"),
+    ],
+)
+def test_a_wrong_chunk_of_a_control_call_is_refused_at_once(
+    control_server: ServerProcess, call: str, body: bytes, status: int, text: str
+) -> None:
+    """Before the rest of it arrives."""
+    with connect(control_server.port) as sock:
+        sock.sendall(head(f"{call} HTTP/1.1", "Transfer-Encoding: chunked") + body)
+        answer = read_answer(sock)
+        assert (answer.status, answer.error.endswith(text)) == (status, True), answer.error
+    assert [after.status for after in ask(control_server.port, LAST)] == [200]
+
+
+def test_the_largest_body_of_a_control_call_is_read(control_server: ServerProcess) -> None:
+    body = b" " * (64 * 1024)
+    for chunks in (b"10000\r\n" + body + b"\r\n", (b"800\r\n" + body[:2048] + b"\r\n") * 32):
+        request = head("POST /v1/channels HTTP/1.1", "Transfer-Encoding: chunked") + chunks + b"0\r\n\r\n"
+        answer, after = ask(control_server.port, request + LAST)
+        assert (answer.status, after.status) == (400, 200)
+        assert "expected JSON" in answer.error
+
+
 def test_a_half_closed_client_gets_its_responses(server: ServerProcess) -> None:
     request = infer(*hidden_request(rows(1)))
     for data, number in ((request, 1), (request + LIVE + request, 3), (request + LIVE[:20], 1)):

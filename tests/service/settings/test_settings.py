@@ -1,6 +1,7 @@
 """Settings: file, environment and flags override each other, and invalid ones are refused."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -154,10 +155,6 @@ def test_settings_are_frozen(config: Path) -> None:
             r"layers: expected all, or numbers and ranges .*, got '.uff11'",
         ),
         (
-            "checkpoints: [{path: /none, layer: 3}]",
-            r"checkpoints\.0\.layer: expected one of path, layers,.* unknown",
-        ),
-        (
             f"models: [{MODEL[:-1]}, weights: {{seed: 9223372036854775808}}}}]",
             r"models\.0\.weights\.seed: .*less than or equal to 9223372036854775807, got 9223372036854775808",
         ),
@@ -210,6 +207,73 @@ def test_invalid_settings_are_refused_with_one_sentence(tmp_path: Path, text: st
         load_settings(path)
     assert str(caught.value).startswith(str(path))
     assert "\n" not in str(caught.value)
+
+
+TWO_WRONG = (
+    MODEL.replace("256", "200").replace("m,", "a,"),
+    MODEL.replace("top_k: 2", "top_k: 9").replace("m,", "b,"),
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "checkpoints: [{path: /none, layer: 3}]",
+            [
+                r":1: checkpoints\.0\.layer: expected one of path, layers,.*, got an unknown setting",
+                r":1: checkpoints\.0\.layers: expected a value, got none",
+            ],
+        ),
+        (
+            f"port: many\nmodels:\n- {TWO_WRONG[0]}\n- {TWO_WRONG[1]}\n"
+            "limits: {max_headers: 0}\ncolour: red",
+            [
+                r":6: colour: expected one of host, .*, got an unknown setting",
+                r":1: port: expected a valid integer, got 'many'",
+                r":5: limits\.max_headers: expected a number greater than or equal to 1, got 0",
+                r":3: models\.0\.hidden_size: expected a multiple of 128, got 200",
+                r":4: models\.1\.top_k: expected 1 to num_experts \(4\), got 9",
+            ],
+        ),
+        (
+            "limits: {max_batch_tokens: 5, max_queue_tokens: 6}\nbackend: tpu",
+            [
+                r":2: backend: expected one of auto, .*, got 'tpu'",
+                r":1: limits\.max_request_tokens: expected at most max_batch_tokens \(5\), got 4096",
+                r":1: limits\.max_request_tokens: expected at most max_queue_tokens \(6\), got 4096",
+            ],
+        ),
+        (
+            f"ranks: 5\nmodels:\n- {MODEL}\n- {MODEL[:-1]}, partition: p}}\nlimits:\n  max_buffered_bytes: 1",
+            [
+                r":2: models: expected different names, got 'm' 2 times",
+                r":4: models\.1\.partition: expected one of partitions \(none\), got 'p'",
+                r":1: ranks: expected at most num_experts of model m \(4\), got 5",
+                r":6: limits\.max_buffered_bytes: expected at least [0-9]+, got 1",
+            ],
+        ),
+    ],
+)
+def test_every_mistake_is_reported_on_a_line(tmp_path: Path, text: str, expected: list[str]) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(SettingsError) as caught:
+        load_settings(path)
+    lines = str(caught.value).splitlines()
+    assert list(caught.value.mistakes) == lines
+    for line, pattern in zip(lines, expected, strict=True):
+        assert re.fullmatch(re.escape(str(path)) + pattern, line), line
+
+
+def test_a_long_list_of_mistakes_is_cut(tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text("".join(f"key_{number}: 1\n" for number in range(100)))
+    with pytest.raises(SettingsError) as caught:
+        load_settings(path)
+    *listed, last = caught.value.mistakes
+    assert [line.split(": ")[1] for line in listed] == [f"key_{number}" for number in range(20)]
+    assert last == f"{path}: expected valid settings, got 80 more that are not"
 
 
 def test_the_demo_with_ranks_is_the_same_layer() -> None:

@@ -96,6 +96,44 @@ def test_the_timeout_is_in_microseconds_and_zero_means_none() -> None:
 
 def test_unknown_parameters_are_ignored() -> None:
     parse_request(request_body(ONE_ROW, parameters={"mine": 1, "priority": 0, "sequence_id": 0}), None, SPEC)
+    tensor = ONE_ROW | {"parameters": {"content_type": "np", "timeout": None}}
+    output = {"name": "hidden_states", "parameters": {"mine": {}}}
+    parse_request(request_body(tensor, outputs=[output]), None, SPEC)
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (
+            {"parameters": {"binary_data": True}},
+            "binary_data of the request: expected it at an output, got true",
+        ),
+        (
+            {"parameters": {"datatype": "BF16"}},
+            "datatype of the request: expected it at an output, got 'BF16'",
+        ),
+        (
+            {"parameters": {"binary_data_size": 8}},
+            "binary_data_size of the request: expected it at an input, got 8",
+        ),
+        (
+            {"parameters": {"shared_memory_offset": 8}},
+            "shared_memory_offset of the request: expected it at a tensor, got 8",
+        ),
+        (
+            {"inputs": [ONE_ROW | {"parameters": {"timeout": 5}}]},
+            "timeout of input hidden_states: expected it at the request, got 5",
+        ),
+        (
+            {"outputs": [{"name": "hidden_states", "parameters": {"binary_data_output": False}}]},
+            "binary_data_output of output hidden_states: expected it at the request, got false",
+        ),
+    ],
+)
+def test_a_parameter_in_the_wrong_place_is_refused(more: dict[str, Any], expected: str) -> None:
+    with pytest.raises(OipError) as caught:
+        parse_request(json.dumps({"inputs": [ONE_ROW], **more}).encode(), None, SPEC)
+    assert (caught.value.status, str(caught.value)) == (400, f"parameter {expected} here")
 
 
 @pytest.mark.parametrize(
