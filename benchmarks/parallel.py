@@ -30,6 +30,7 @@ from benchmarks.timing import expect_gpu, header
 from expertd.kernels.backends.hopper.add_ranks import add_ranks
 from expertd.kernels.backends.hopper.compute_permutation import compute_permutation
 from expertd.kernels.backends.hopper.dispatch_rows import dispatch_rows
+from expertd.kernels.backends.hopper.expand_rows import expand_rows
 from expertd.kernels.backends.hopper.grouped_gemm import GroupedGemm
 from expertd.kernels.backends.hopper.launch import Kernels, current_stream
 from expertd.kernels.backends.hopper.layer import Layer as HopperLayer
@@ -84,6 +85,8 @@ class RankProblem:
         )  # fmt: skip
         groups = self._memory.group_ids[: self._tokens.num_tokens]
         inverse = compute_permutation(kernels, on, groups, own.layer.num_experts, None, None, ranks).inverse
+        # return_rows reads the permutation early: it must be complete before the preceding launch begins.
+        expand_rows(kernels, on, self._memory.data[:1], self._memory.scales[:1], inverse[:1])
         return_rows(kernels, on, ranks, firsts, self._rows, inverse, None)
         add_ranks(kernels, on, ranks, places, self.topk_ids, own.out, None)
 
@@ -139,6 +142,7 @@ def run(rank: int, num_ranks: int, port: int, tokens: Sequence[int], json_file: 
     """All rows, on one rank."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.cuda.set_device(rank)
+    torch.manual_seed(rank)  # tokens of their own
     limit = timedelta(seconds=300)
     dist.init_process_group("cpu:gloo,cuda:nccl", rank=rank, world_size=num_ranks, timeout=limit)
     barrier = device_barrier()
