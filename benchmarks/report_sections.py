@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks.layer_problem import LAYERS, Layer
 from benchmarks.markdown import paragraph, percent, span, table
 from benchmarks.moe_layer import BANDS, means
+from benchmarks.parallel_sections import parallel, parallel_headline, parallel_machine
 from benchmarks.serving_sections import (
     ping_pong,
     serving,
@@ -216,7 +217,7 @@ SECTIONS: dict[str, Section] = {
         host_cost, sm_counts, cpu_layer_machine, cpu_layer, cpu_layer_same_input, layouts, numerics_machine,
         numerics, serving_headline, serving_machine, serving, serving_callers,
         serving_workers, steps,
-        ping_pong, serving_cpu, serving_cpu_machine,
+        ping_pong, serving_cpu, serving_cpu_machine, parallel_machine, parallel, parallel_headline,
     )
 }  # fmt: skip
 """Section functions, by the name in the documents' markers."""
