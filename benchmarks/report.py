@@ -15,7 +15,7 @@ from benchmarks.report_sections import SECTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = ("README.md", "docs/benchmarks.md", "docs/numerics.md")
+DOCUMENTS = ("docs/parallel.md", "README.md", "docs/benchmarks.md", "docs/numerics.md")
 _OPEN, _CLOSE = "<!-- report:", "<!-- /report -->"
 _SECTION = re.compile(rf"({_OPEN}([\w-]+) -->\n).*?({_CLOSE})", re.S)
 
