@@ -4,6 +4,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from expertd.service.engine.errors import DeviceLostError
 from expertd.service.ranks.messages import StepEnd
@@ -11,9 +12,11 @@ from expertd.service.ranks.rank import Rank
 from expertd.service.ranks.regions import Region
 from expertd.service.ranks.ring import Bell
 from expertd.service.ranks.setup import MAP, SPIN_SECONDS, STOP, UNMAP, RankSetup
+from expertd.service.ranks.step_time import StepTime
 from expertd.service.settings.model import Settings
 
-_CHECK_SECONDS = 0.25  # between two looks for ranks that were stopped
+_CHECK_SECONDS = 0.25  # between two looks for ranks that were stopped, and at the time of a step
+_MAP_SECONDS = 60.0  # locking memory for a GPU takes about 0.3 s for each GB
 _STOP_SECONDS = 2.0
 _ALONE_SECONDS = 1.0  # for other ranks to fail too: those that wait for a rank that failed alone never end
 
@@ -41,6 +44,7 @@ class RankGroup:
         self._mapped: dict[int, dict[int, str]] = {}  # region -> rank -> error or ""
         self._changed = threading.Condition()
         self._ends: dict[int, dict[int, StepEnd]] = {}  # of steps that are not over, by rank
+        self._first_step = StepTime(settings.step_timeout_seconds)
         try:
             for rank in range(settings.num_ranks):
                 setup = RankSetup(settings, rank, settings.num_ranks, port, generation)
@@ -75,6 +79,8 @@ class RankGroup:
                 for rank in self.ranks:
                     if (why := rank.why_gone()) is not None:
                         self.lose(why)
+                if (late := self._first_step.why_late(min(list(self._ends), default=None))) is not None:
+                    self.lose(late)
         finally:  # nobody may wait for messages that nobody takes
             self.lose("the server is shutting down")
 
@@ -87,7 +93,8 @@ class RankGroup:
                 rank.send(*what, descriptors=[memory.descriptor])
         for region in regions:
             with self._changed:
-                self._changed.wait_for(lambda number=region.number: self._is_mapped(number))  # type: ignore[misc]
+                if not self._changed.wait_for(partial(self._is_mapped, region.number), _MAP_SECONDS):
+                    self.lose(f"a rank hangs: expected all to map memory within {_MAP_SECONDS:g} s")
                 errors = self._mapped.pop(region.number, {})
             self.check()
             for number, error in errors.items():

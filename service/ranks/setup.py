@@ -2,7 +2,6 @@
 
 import mmap
 import pickle
-import time
 from dataclasses import dataclass
 from typing import IO, NamedTuple
 
@@ -83,8 +82,3 @@ class RingSizes(NamedTuple):
         middle = ring_bytes(NUM_SLOTS, self.command)
         commands = Ring(view[:middle], NUM_SLOTS, self.command)
         return Rings(commands, Ring(view[middle:], NUM_SLOTS, self.end), command_bell, end_bell)
-
-
-def deadline(seconds: float) -> float:
-    """The `time.monotonic` in `seconds`."""
-    return time.monotonic() + seconds

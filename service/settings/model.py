@@ -327,6 +327,13 @@ class Settings(BaseSettings):
         le=64,
         description="number of ranks that share every layer on the CPU; with `devices`, their number",
     )
+    step_timeout_seconds: float = Field(
+        default=60,
+        gt=0,
+        allow_inf_nan=False,
+        description="seconds that a step may take on the ranks; then one of them hangs, and all start again "
+        "(docs/parallel.md)",
+    )
     partitions: dict[str, int] = Field(default={}, description="number of SMs of each SM partition, by name")
     limits: Limits = Field(default=Limits(), description="limits on requests, steps and queues")
     shared_memory: SharedMemorySettings = Field(

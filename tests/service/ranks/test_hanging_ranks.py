@@ -1,0 +1,79 @@
+"""A rank that runs, but never ends its step: the deadline of steps notices it."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from expertd.service.ranks.step_time import StepTime
+from tests.service.apps import error_of, hidden_request, rows, tiny_settings
+from tests.service.ranks.hanging import allow_hanging, hang
+from tests.service.ranks.servers import output_for, rank_processes, serving_ranks
+from tests.service.waiting import until
+
+
+class Clock:
+    """A time that tests set."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def late_after(time_of_steps: StepTime, clock: Clock, number: int | None, seconds: float) -> bool:
+    """Whether step `number` is late, after looks at it in `seconds`."""
+    why = None
+    for _ in range(round(seconds / 0.25)):
+        clock.now += 0.25
+        why = time_of_steps.why_late(number)
+    return why is not None
+
+
+def test_a_step_is_late_by_its_own_time() -> None:
+    clock = Clock()
+    times = StepTime(2.0, clock)
+    assert not late_after(times, clock, None, 10.0)
+    assert not late_after(times, clock, 1, 2.0)
+    assert not late_after(times, clock, 2, 2.0), "it had to wait for the first"
+    assert late_after(times, clock, 2, 0.5)
+    assert times.why_late(2) == "a rank hangs: expected the end of a step within 2 s, got none"
+    assert times.why_late(3) is None
+
+
+def test_time_in_which_the_front_end_did_not_run_does_not_count() -> None:
+    clock = Clock()
+    times = StepTime(2.0, clock)
+    assert not late_after(times, clock, 1, 0.5)
+    clock.now += 100.0
+    assert times.why_late(1) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_a_rank_that_hangs_costs_no_request_its_answer(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allow_hanging(tmp_path, monkeypatch)
+    settings = tiny_settings(ranks=2, step_timeout_seconds=1.5)
+    async with serving_ranks(settings) as server, asyncio.timeout(60):
+        values = rows(4)
+        expected = await output_for(server, values)
+        ranks = rank_processes()
+        hang(ranks[rank])
+        began = time.perf_counter()
+        in_step = asyncio.create_task(server.infer(*hidden_request(values)))
+        scheduler = server.app.engine.scheduler
+        await until(lambda: scheduler.unanswered == 1 and scheduler.waiting("tiny") == (0, 0))
+        impatient = await server.infer(*hidden_request(values, parameters={"timeout": 300_000}))
+        assert "timeout" in error_of(impatient, 503)
+        assert time.perf_counter() - began < 1.5, "its own deadline"
+        refused = await in_step
+        assert "a rank hangs: expected the end of a step within 1.5 s" in error_of(refused, 503)
+        assert refused.headers["retry-after"] == "1"
+        assert 1.5 <= time.perf_counter() - began < 3.5
+        await until(lambda: server.app.engine.why_not_ready() is None, 30)
+        assert (await output_for(server, values) == expected).all()
+        assert not set(ranks) & set(rank_processes()), "the whole group is new"
