@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from expertd.service.settings.model import Settings
     from expertd.service.settings.values import Values
 
-_COMMON = ("host", "port", "uds", "http_workers", "backend", "devices", "ranks", "log_level")
+_NODES = ("nnodes", "node_rank", "rendezvous")
+_COMMON = ("host", "port", "uds", "http_workers", "backend", "devices", "ranks", *_NODES, "log_level")
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +29,9 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", help=f"auto, {' or '.join(BACKENDS)}")
     parser.add_argument("--devices", help="GPUs that share every layer, such as 0-1 (default: one)")
     parser.add_argument("--ranks", help="number of processes that share every layer on the CPU (default: 1)")
+    parser.add_argument("--nnodes", help="number of nodes with as many ranks each (default: 1)")
+    parser.add_argument("--node-rank", help="number of this node; 0 has the front end (default: 0)")
+    parser.add_argument("--rendezvous", help="HOST:PORT of node 0, where the nodes meet")
     parser.add_argument("--log-level", help="debug, info, warning or error")
     parser.add_argument(
         "--set",

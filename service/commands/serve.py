@@ -52,6 +52,10 @@ def run(arguments: argparse.Namespace) -> int:
     from expertd.service.terminal import configure_logging
 
     configure_logging(settings.log_level)
+    if settings.node_rank > 0:
+        from expertd.service.ranks.agent import run_agent
+
+        return run_agent(settings)
     if settings.uds is None and (warning := exposure(settings.host, settings.port)) is not None:
         logger.warning(warning)
     try:

@@ -13,7 +13,6 @@ from expertd.service.ranks.regions import Region
 from expertd.service.ranks.ring import Bell
 from expertd.service.ranks.setup import MAP, SPIN_SECONDS, STOP, UNMAP, RankSetup
 from expertd.service.ranks.step_time import StepTime
-from expertd.service.settings.model import Settings
 
 _CHECK_SECONDS = 0.25  # between two looks for ranks that were stopped, and at the time of a step
 _MAP_SECONDS = 60.0  # locking memory for a GPU takes about 0.3 s for each GB
@@ -32,22 +31,30 @@ class LoadFailedError(Exception):
 class RankGroup:
     """Started ranks. `begin` and `wait` are for one thread at a time, the rest is safe from any.
 
+    step_seconds  that a step may take
+    why_beside    says why the ranks are lost by other signs than their own; asked often
+
     Every waiting ends when a rank is lost: its process has ended, or was stopped, or it failed alone.
     """
 
-    def __init__(self, settings: Settings, port: int, generation: int) -> None:
+    def __init__(
+        self,
+        setups: Sequence[RankSetup],
+        step_seconds: float,
+        why_beside: Callable[[], str | None] = lambda: None,
+    ) -> None:
         self.ranks: list[Rank] = []
         self.lost: str | None = None
         self.about: tuple[str, str] | None = None  # the backend and device of rank 0, once it has loaded
+        self._why_beside = why_beside
         self._bell = Bell()
         self._woken = Bell()  # wakes `watch`
         self._mapped: dict[int, dict[int, str]] = {}  # region -> rank -> error or ""
         self._changed = threading.Condition()
         self._ends: dict[int, dict[int, StepEnd]] = {}  # of steps that are not over, by rank
-        self._first_step = StepTime(settings.step_timeout_seconds)
+        self._first_step = StepTime(step_seconds)
         try:
-            for rank in range(settings.num_ranks):
-                setup = RankSetup(settings, rank, settings.num_ranks, port, generation)
+            for setup in setups:
                 self.ranks.append(Rank(setup, self._bell))
         except BaseException:
             self.end()
@@ -64,11 +71,15 @@ class RankGroup:
                         self.about = self.about or (backend, device)
                     case ["failed", str(text), bool(is_expected)]:
                         raise LoadFailedError(f"rank {rank.number}: {text}", is_expected)
+                    case ["lost", str(text)]:
+                        raise LoadFailedError(f"loading: {text}", False)
                     case _:
                         raise LoadFailedError(f"loading: {_why_gone(rank)}", False)
             for rank in self.ranks:
                 if (why := rank.why_gone()) is not None and not self._readable(0):
                     raise LoadFailedError(f"loading: {why}", False)
+            if (beside := self._why_beside()) is not None:
+                raise LoadFailedError(f"loading: {beside}", False)
 
     def watch(self, stop: Callable[[], bool]) -> None:
         """Take the ranks' messages until one is lost, or `stop` is true."""
@@ -79,7 +90,8 @@ class RankGroup:
                 for rank in self.ranks:
                     if (why := rank.why_gone()) is not None:
                         self.lose(why)
-                if (late := self._first_step.why_late(min(list(self._ends), default=None))) is not None:
+                first = min(list(self._ends), default=None)
+                if (late := self._first_step.why_late(first) or self._why_beside()) is not None:
                     self.lose(late)
         finally:  # nobody may wait for messages that nobody takes
             self.lose("the server is shutting down")
@@ -191,6 +203,8 @@ class RankGroup:
                 with self._changed:
                     self._mapped.setdefault(region, {})[rank.number] = error
                     self._changed.notify_all()
+            case ["lost", str(why)]:
+                self.lose(why)
             case _:
                 self.lose(_why_gone(rank))
 

@@ -31,7 +31,6 @@ from expertd.service.settings.spans import numbers
 
 logger = logging.getLogger(__name__)
 
-HOST = "127.0.0.1"
 _DEVICE_SECONDS = 5.0  # a launch waits so long for another rank: they begin a step within milliseconds
 _TIMEOUT_SECONDS = 3600.0  # for ranks that load more slowly; the front end ends those whose peers are gone
 _MAX_RUNNING = 2  # steps: one whose bytes are copied, and one that computes
@@ -51,19 +50,17 @@ class RankPart:
         self._setup, self._regions = setup, regions
         devices = setup.settings.devices
         if devices is None:  # the ranks share the CPU's cores
-            torch.set_num_threads(max(1, torch.get_num_threads() // setup.num_ranks))
+            torch.set_num_threads(max(1, torch.get_num_threads() // setup.settings.ranks_per_node))
         else:
-            _use_device(numbers(devices), setup.rank)
-        os.putenv("GLOO_SOCKET_IFNAME", "lo")  # no connections from other machines
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            HOST, setup.port, is_master=False, wait_for_workers=False
-        )
+            _use_device(numbers(devices), setup.local_rank)
+        os.putenv("GLOO_SOCKET_IFNAME", setup.meeting.interface)
         join_group(
-            dist.PrefixStore(str(setup.generation), store),  # type: ignore[attr-defined]
+            setup.meeting.store(str(setup.generation)),
             setup.rank,
             setup.num_ranks,
             timeout_seconds=_TIMEOUT_SECONDS,
-            backend="gloo",  # GPUs exchange no tensors by it
+            # GPUs of one node exchange no tensors by it.
+            backend="gloo" if devices is None or setup.settings.nnodes == 1 else "nccl",
         )
         self._memories: dict[object, RankMemory] = {}
         self._symmetric: dict[str, SymmetricLayer] = {}
@@ -95,7 +92,7 @@ class RankPart:
     ) -> Layer:
         held = split_experts(range(model.num_experts), self._setup.num_ranks)[self._setup.rank]
         weights = weights_of(model, device, cancelled, held)
-        if device.type == "cpu":
+        if device.type == "cpu" or self._setup.settings.nnodes > 1:
             return ParallelLayer(model.shape, weights, backend, TorchExchange(), routing=model.routing.rule)
         memory = self._memory(model, device)
         layer = SymmetricLayer(model.shape, weights, backend, memory, routing=model.routing.rule)
@@ -118,7 +115,7 @@ class RankPart:
         setup, (model, runner) = self._setup, self._models[command.model]
         sizes = model.hidden_size, model.top_k
         try:
-            requests = requests_of(command.requests, setup.rank, setup.num_ranks, *sizes, self._regions.span)
+            requests = requests_of(command.requests, *setup.share, *sizes, self._regions.span)
             if layer := self._symmetric.get(model.name):
                 total = sum(request.num_tokens for request in command.requests)
                 layer.expect([len(part_of(total, rank, setup.num_ranks)) for rank in range(setup.num_ranks)])

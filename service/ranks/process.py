@@ -1,7 +1,7 @@
-"""One rank: `python -m expertd.service.ranks.process DESCRIPTOR`, started by the front end.
+"""One rank: `python -m expertd.service.ranks.process DESCRIPTOR`, started by the front end or a node's agent.
 
 It loads its part of every layer, and runs steps in the order of its ring. The descriptor is its socket to the
-front end: when that ends, so does the process, whatever it is doing.
+process that has started it: when that ends, so does this one, whatever it is doing.
 """
 
 import logging
@@ -17,14 +17,14 @@ from expertd.service.ranks import setup as words
 from expertd.service.ranks.messages import receive, send
 from expertd.service.ranks.regions import MappedRegions
 from expertd.service.ranks.ring import Bell
-from expertd.service.ranks.setup import RankSetup, Rings, RingSizes
+from expertd.service.ranks.setup import RankSetup, Rings, RingSizes, Role
 from expertd.service.terminal import configure_logging
 
 logger = logging.getLogger(__name__)
 
 
 class Control:
-    """The socket to the front end. A thread answers it; `send` is for any thread."""
+    """The socket to the front end, or a node's agent. A thread answers it; `send` is for any thread."""
 
     def __init__(self, connection: socket.socket, rings: Rings) -> None:
         self.register: Register = nothing_to_register  # with the device, once it is known
@@ -36,6 +36,11 @@ class Control:
     def send(self, *message: Any) -> None:
         """Tell the front end; nothing happens if it is gone, since this process ends then."""
         send(self._connection, *message)
+
+    def stop(self) -> None:
+        """End after the present step."""
+        self.stopped = True
+        self._rings.command_bell.ring()
 
     def _answer(self) -> None:
         try:
@@ -59,8 +64,7 @@ class Control:
             case [words.UNMAP, number]:
                 self.regions.unmap(number)
             case [words.STOP]:
-                self.stopped = True
-                self._rings.command_bell.ring()
+                self.stop()
             case _:
                 raise ValueError(f"message: expected one of those of a front end, got {message}")
 
@@ -73,22 +77,42 @@ def main() -> int:
     message, descriptors = receive(connection)
     if not message:
         return 1
-    setup_file, ring_file, command_bell, end_bell = descriptors
+    setup_file, ring_file, *bells = descriptors
     with os.fdopen(setup_file, "rb") as file:
         setup = RankSetup.read(file)
-    rings = RingSizes.of(setup.settings).rings(ring_file, Bell(command_bell), Bell(end_bell))
+    sizes, (command_bell, end_bell) = RingSizes.of(setup.settings), map(Bell, bells)
+    rings = sizes.rings(ring_file, command_bell, end_bell)
+    other_side = sizes.rings(ring_file, command_bell, end_bell)
     os.close(ring_file)
     control = Control(connection, rings)
     level = setup.settings.log_level
     if setup.rank and level == "info":
         level = "warning"  # the others would repeat what rank 0 says
     configure_logging(level, f"rank {setup.rank}: ", bars=setup.rank == 0)
-    return _run(setup, control, rings)
+    if setup.role is Role.PROXY:
+        return _stand_for(setup, control, rings)
+    return _run(setup, control, rings, other_side)
 
 
-def _run(setup: RankSetup, control: Control, rings: Rings) -> int:
+def _stand_for(setup: RankSetup, control: Control, rings: Rings) -> int:
+    from expertd.service.ranks.proxy import Proxy
+
+    return Proxy(setup, control.regions, rings, control.send).serve(lambda: control.stopped)
+
+
+def _run(setup: RankSetup, control: Control, rings: Rings, other_side: Rings) -> int:
     # Imported here: it takes seconds, in which the front end may end already.
     from expertd.service.ranks.part import RankPart
+    from expertd.service.ranks.remote import RemoteSteps
+
+    remote = None
+    if setup.role is Role.REMOTE:
+        remote = RemoteSteps(setup, control.regions, other_side, control.stop)
+
+    def say(*message: Any) -> None:
+        if remote is not None:
+            remote.tell(*message)
+        control.send(*message)
 
     try:
         part = RankPart(setup, control.regions)
@@ -96,10 +120,12 @@ def _run(setup: RankSetup, control: Control, rings: Rings) -> int:
         expected = isinstance(error, (ValueError, OSError))
         if not expected:
             logger.exception("loading failed")
-        control.send(words.FAILED, str(error) or type(error).__name__, expected)
+        say(words.FAILED, str(error) or type(error).__name__, expected)
         return 1
     control.register = part.loaded.register
-    control.send(words.LOADED, part.loaded.backend, part.loaded.device)
+    if remote is not None:
+        remote.share(part.loaded.register)
+    say(words.LOADED, part.loaded.backend, part.loaded.device)
     part.serve(rings, lambda: control.stopped)
     return 0
 

@@ -1,4 +1,4 @@
-"""The front end's side of one rank: its process, its socket and its rings."""
+"""One rank, or the proxy of one, for the process that starts it: its process, its socket and its rings."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from typing import Any
 
 from expertd.service.ranks.messages import receive, send
 from expertd.service.ranks.ring import Bell
-from expertd.service.ranks.setup import SETUP, RankSetup, RingSizes
+from expertd.service.ranks.setup import SETUP, RankSetup, RingSizes, Role
 
 _MODULE = "expertd.service.ranks.process"
 _SEND_SECONDS = 1.0  # a rank that reads nothing for so long is as good as dead
@@ -23,6 +23,7 @@ class Rank:
 
     def __init__(self, setup: RankSetup, end_bell: Bell) -> None:
         self.number = setup.rank
+        self._name = "its proxy's process" if setup.role is Role.PROXY else "its process"
         self.loaded = False
         self.connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.connection.settimeout(_SEND_SECONDS)
@@ -61,9 +62,9 @@ class Rank:
         with suppress(subprocess.TimeoutExpired):
             code = self.process.wait(seconds)
             how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-            return f"rank {self.number}: its process ended {how}"
+            return f"rank {self.number}: {self._name} ended {how}"
         stopped = os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
-        return None if stopped is None else f"rank {self.number}: its process was stopped"
+        return None if stopped is None else f"rank {self.number}: {self._name} was stopped"
 
     def put(self, command: bytes) -> None:
         """Send a step."""

@@ -3,8 +3,10 @@
 import mmap
 import pickle
 from dataclasses import dataclass
+from enum import Enum
 from typing import IO, NamedTuple
 
+from expertd.service.ranks.meeting import Meeting
 from expertd.service.ranks.messages import end_bytes, step_bytes
 from expertd.service.ranks.ring import Bell, Ring, ring_bytes
 from expertd.service.settings.model import Settings
@@ -19,22 +21,55 @@ UNMAP = "unmap"  # a region's number
 STOP = "stop"  # end after the present step
 LOADED = "loaded"  # from a rank: the names of its backend and device
 FAILED = "failed"  # while loading: a sentence, and whether it is expected of wrong settings
+LOST = "lost"  # from the proxy of a rank on another node: why that is lost
 MAPPED = "mapped"  # a region's number; a sentence instead of "" if it could not be mapped
+
+
+class Role(Enum):
+    """What a process does.
+
+    HERE    it is a rank on the front end's node
+    PROXY   it stands for a rank of another node, beside the front end
+    REMOTE  it is that rank
+    """
+
+    HERE = "here"
+    PROXY = "proxy"
+    REMOTE = "remote"
 
 
 @dataclass(frozen=True)
 class RankSetup:
     """What one rank is: its number, and how to find the others.
 
-    port        of the store on this machine in which the ranks meet
+    meeting     where the ranks meet
     generation  counts the groups of ranks, which must not meet each other
     """
 
     settings: Settings
     rank: int
-    num_ranks: int
-    port: int
+    meeting: Meeting
     generation: int
+    role: Role = Role.HERE
+
+    @property
+    def num_ranks(self) -> int:
+        return self.settings.num_ranks
+
+    @property
+    def node(self) -> int:
+        """The node of the rank."""
+        return self.rank // self.settings.ranks_per_node
+
+    @property
+    def local_rank(self) -> int:
+        """The rank's place among those of its node."""
+        return self.rank % self.settings.ranks_per_node
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """(k, n): the rank computes the k-th of n parts of a command's rows."""
+        return (0, 1) if self.role is Role.REMOTE else (self.rank, self.num_ranks)
 
     def write(self, file: IO[bytes]) -> None:
         """Write it for `read`, from the file's start."""

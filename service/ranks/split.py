@@ -6,7 +6,7 @@ from expertd.service.memory import Span
 from expertd.service.moe.request import LayerRequest
 from expertd.service.ranks.messages import PlacedRequest
 
-_BYTES = {"BF16": 2, "FP16": 2, "FP32": 4, "INT32": 4, "INT64": 8}
+BYTES = {"BF16": 2, "FP16": 2, "FP32": 4, "INT32": 4, "INT64": 8}
 
 SpanOf = Callable[[int, int, int], Span]
 """The memory of (region, offset, bytes)."""
@@ -56,7 +56,7 @@ def _datatypes(requests: Sequence[PlacedRequest | LayerRequest]) -> tuple[str, s
 def _rows(request: PlacedRequest, rows: range, hidden_size: int, top_k: int, span_of: SpanOf) -> LayerRequest:
     def part(name: str, columns: int, datatype: str) -> Span | None:
         region, offset = getattr(request, name)
-        size = columns * _BYTES[datatype]
+        size = columns * BYTES[datatype]
         return span_of(region, offset + rows.start * size, len(rows) * size) if region else None
 
     hidden_states = part("hidden_states", hidden_size, request.datatype)

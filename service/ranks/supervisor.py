@@ -12,12 +12,14 @@ import torch.distributed as dist
 from expertd.service.engine.errors import DeviceLostError
 from expertd.service.memory import Mapped, Unregister
 from expertd.service.ranks.group import LoadFailedError, RankGroup
+from expertd.service.ranks.meeting import LOOPBACK, Meeting, between_nodes, listen, on_this_machine
+from expertd.service.ranks.nodes import Nodes
 from expertd.service.ranks.regions import SharedRegions
+from expertd.service.ranks.setup import RankSetup, Role
 from expertd.service.settings.model import Settings
 
 logger = logging.getLogger(__name__)
 
-HOST = "127.0.0.1"
 _FIRST_PAUSE, _LAST_PAUSE = (
     0.1,
     5.0,
@@ -32,7 +34,7 @@ class Supervisor:
         self.regions = SharedRegions()
         self.starts = 0  # of groups, so far
         self._settings = settings
-        self._listener = _listen()
+        self._meeting, self._listener = _meeting(settings)
         self._group: RankGroup | None = None  # maps regions
         self._serving: RankGroup | None = None  # runs steps
         self._why = "the ranks are starting"
@@ -100,12 +102,13 @@ class Supervisor:
 
     def _run(self) -> None:
         try:
-            port = self._open_store()
+            self._open_store()
+            nodes = Nodes(self._settings, self._meeting) if self._settings.nnodes > 1 else None
             pause = _FIRST_PAUSE
             while not self._stopped:
                 began = time.monotonic()
                 try:
-                    self._run_group(port)
+                    self._run_group(nodes)
                 except (LoadFailedError, OSError) as error:
                     if self.starts == 1:
                         raise
@@ -122,25 +125,26 @@ class Supervisor:
                 failure=LoadFailedError(str(error), False), why=f"the ranks cannot be started: {error}"
             )
 
-    def _open_store(self) -> int:
-        """The port of a store for the ranks, which outlives them, rank 0 too. Raises RuntimeError."""
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            HOST,
-            self._listener.getsockname()[1],
+    def _open_store(self) -> None:
+        """Open a store for the ranks, which outlives them, rank 0 too. Raises RuntimeError."""
+        self._store = dist.TCPStore(  # type: ignore[attr-defined]
+            self._meeting.host,
+            self._meeting.port,
             is_master=True,
             wait_for_workers=False,
             timeout=timedelta(seconds=10),
             master_listen_fd=self._listener.detach(),
-        )
-        self._store = store  # its server ends with it
-        port: int = store.port
-        return port
+        )  # its server ends with it
 
-    def _run_group(self, port: int) -> None:
-        """Run one group until it is lost, or `stop`. Raises LoadFailedError, OSError."""
+    def _run_group(self, nodes: Nodes | None) -> None:
+        """Run one group until it is lost, or `stop`. Raises LoadFailedError, OSError, RuntimeError."""
         self.starts += 1
         began = time.monotonic()
-        group = RankGroup(self._settings, port, self.starts)
+        if nodes is not None:
+            nodes.wait_present(lambda: self._stopped, is_first=self.starts == 1)
+            nodes.begin(self.starts)
+        why_lost = (lambda: None) if nodes is None else nodes.why_lost
+        group = RankGroup(self._setups(), self._settings.step_timeout_seconds, why_lost)
         try:
             self._wake = group.wake
             group.wait_loaded(lambda: self._stopped)
@@ -164,6 +168,15 @@ class Supervisor:
             else:
                 group.end()
 
+    def _setups(self) -> list[RankSetup]:
+        """What each rank of the next group is started with, those of other nodes by a proxy."""
+        settings = self._settings
+        here = settings.ranks_per_node
+        roles = [Role.HERE] * here + [Role.PROXY] * (settings.num_ranks - here)
+        return [
+            RankSetup(settings, rank, self._meeting, self.starts, role) for rank, role in enumerate(roles)
+        ]
+
     def _share_all(self, group: RankGroup) -> None:
         """Have a new group map all regions, also those to come. Raises LoadFailedError."""
         with self._mapping:
@@ -185,9 +198,10 @@ class Supervisor:
             self._changed.wait_for(lambda: self._stopped, seconds)
 
 
-def _listen() -> socket.socket:
-    """A socket for the store. It would listen on every address of the machine by itself."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind((HOST, 0))
-    listener.listen()
-    return listener
+def _meeting(settings: Settings) -> tuple[Meeting, socket.socket]:
+    """Where the ranks meet, and a socket there for the store. Raises ValueError."""
+    if settings.nnodes > 1:
+        meeting = between_nodes(settings)
+        return meeting, listen(meeting.host, meeting.port)
+    listener = listen(LOOPBACK, 0)
+    return on_this_machine(listener.getsockname()[1]), listener

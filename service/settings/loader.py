@@ -7,7 +7,14 @@ from pydantic import ValidationError
 
 from expertd.service.settings.errors import sentences
 from expertd.service.settings.model import Settings
-from expertd.service.settings.sources import Flag, default_config, from_environment, from_file, from_flags
+from expertd.service.settings.sources import (
+    Flag,
+    default_config,
+    from_environment,
+    from_file,
+    from_flags,
+    from_torchrun,
+)
 from expertd.service.settings.values import SettingsError, Values
 
 __all__ = ["Flag", "SettingsError", "default_config", "load_settings", "read_settings"]
@@ -16,8 +23,8 @@ __all__ = ["Flag", "SettingsError", "default_config", "load_settings", "read_set
 def load_settings(path: Path | None, flags: Sequence[Flag] = ()) -> Settings:
     """Load settings from the YAML file at `path` (None: no file), EXPERTD_... variables, and `flags`.
 
-    Later sources and flags override earlier ones. Raises SettingsError with the origin, the key, the expected
-    value and the actual one of each mistake.
+    Later sources and flags override earlier ones; torchrun's variables come after the file. Raises
+    SettingsError with the origin, the key, the expected value and the actual one of each mistake.
     """
     return read_settings(path, flags)[0]
 
@@ -25,7 +32,9 @@ def load_settings(path: Path | None, flags: Sequence[Flag] = ()) -> Settings:
 def read_settings(path: Path | None, flags: Sequence[Flag] = ()) -> tuple[Settings, Values]:
     """Load settings as `load_settings` does; also return the given values, which know their origins."""
     values = Values()
-    for assignment in (*(from_file(path) if path else ()), *from_environment(), *from_flags(flags)):
+    of_file, others = from_file(path) if path else [], [*from_environment(), *from_flags(flags)]
+    nnodes_given = any(assignment.key == ("nnodes",) for assignment in (*of_file, *others))
+    for assignment in (*of_file, *from_torchrun(nnodes_given), *others):
         values.put(assignment)
     if path is None and not values.tree.get("models") and not values.tree.get("checkpoints"):
         raise SettingsError(

@@ -15,6 +15,7 @@ from expertd.routing import Routing
 from expertd.service.moe.shape import LayerShape
 from expertd.service.sentences import shown
 from expertd.service.settings.buffers import default_bytes, needed_bytes, region_bytes
+from expertd.service.settings.rendezvous import Rendezvous
 from expertd.service.settings.spans import Devices, Layers, Span, numbers
 from expertd.service.settings.values import check_agreement
 
@@ -327,6 +328,27 @@ class Settings(BaseSettings):
         le=64,
         description="number of ranks that share every layer on the CPU; with `devices`, their number",
     )
+    nnodes: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="number of nodes, each with as many ranks as `devices` or `ranks` say (docs/parallel.md)",
+    )
+    node_rank: int = Field(
+        default=0,
+        ge=0,
+        description="number of this node; 0 has the front end, the others run its ranks",
+    )
+    rendezvous: Rendezvous | None = Field(
+        default=None,
+        description="`HOST:PORT` of node 0, where the nodes meet; anybody who reaches it can interfere",
+    )
+    rendezvous_timeout_seconds: float = Field(
+        default=600,
+        gt=0,
+        allow_inf_nan=False,
+        description="seconds in which the other nodes must arrive, or the front end on the other nodes",
+    )
     step_timeout_seconds: float = Field(
         default=60,
         gt=0,
@@ -376,6 +398,7 @@ class Settings(BaseSettings):
                 self._wrong_names(),
                 self._wrong_partitions("models", self.models),
                 self._wrong_partitions("checkpoints", self.checkpoints),
+                self._wrong_nodes(),
                 self._wrong_ranks(),
                 self._wrong_buffers(),
             )
@@ -383,9 +406,14 @@ class Settings(BaseSettings):
         return self
 
     @property
+    def ranks_per_node(self) -> int:
+        """The ranks of each node, numbered node by node."""
+        return self.ranks if self.devices is None else len(numbers(self.devices))
+
+    @property
     def num_ranks(self) -> int:
         """The processes that share every layer; 1: this one computes."""
-        return self.ranks if self.devices is None else len(numbers(self.devices))
+        return self.nnodes * self.ranks_per_node
 
     def _wrong_names(self) -> Iterator[str]:
         if not self.models and not self.checkpoints:
@@ -405,6 +433,12 @@ class Settings(BaseSettings):
             if entry.partition is not None and entry.partition not in self.partitions:
                 yield f"{key}.{number}.partition: expected {expected}, got {entry.partition!r}"
 
+    def _wrong_nodes(self) -> Iterator[str]:
+        if self.node_rank >= self.nnodes:
+            yield f"node_rank: expected less than nnodes ({self.nnodes}), got {self.node_rank}"
+        if self.nnodes > 1 and self.rendezvous is None:
+            yield f"rendezvous: expected HOST:PORT with nnodes {self.nnodes}, got none"
+
     def _wrong_ranks(self) -> Iterator[str]:
         count = self.num_ranks
         if self.devices is not None:
@@ -412,8 +446,9 @@ class Settings(BaseSettings):
                 yield f"devices: expected backend hopper, got {self.backend!r}"
             if count < 2:
                 yield f"devices: expected two GPUs or more, got {self.devices}"
-            if self.ranks not in (1, count):
-                yield f"ranks: expected the number of devices ({count}), got {self.ranks}"
+            if self.ranks not in (1, self.ranks_per_node):
+                expected = f"the number of devices ({self.ranks_per_node})"
+                yield f"ranks: expected {expected}, got {self.ranks}"
         if count == 1:
             return
         for number, model in enumerate(self.models):

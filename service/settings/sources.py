@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from expertd.service.files import read_text
 from expertd.service.sentences import shown
 from expertd.service.settings.model import ENV_DELIMITER, ENV_PREFIX, Settings
+from expertd.service.settings.rendezvous import TORCHRUN, torchrun_assignments
 from expertd.service.settings.values import Assignment, Key, SettingsError, dotted
 from expertd.service.settings.variables import VariableSource
 from expertd.service.settings.yaml_text import YamlTextError, parse
@@ -73,6 +74,14 @@ def from_environment() -> list[Assignment]:
             raise SettingsError(f"environment: expected one of {other} and {name}, got both")
         assignments.append(_read(source, f"{ENV_PREFIX}{path}", key, text, f"environment variable {name}"))
     return sorted(assignments, key=lambda assignment: len(assignment.key))
+
+
+def from_torchrun(nnodes_given: bool) -> list[Assignment]:
+    """The settings in variables with torchrun's names, if one of them, or `nnodes_given`, asks for nodes."""
+    found = {name: text for name in TORCHRUN if (text := os.environ.get(name))}
+    if not nnodes_given and "NNODES" not in found:
+        return []  # an environment of other programs
+    return torchrun_assignments(found)
 
 
 def from_flags(flags: Sequence[Flag]) -> list[Assignment]:

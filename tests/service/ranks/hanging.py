@@ -1,4 +1,4 @@
-"""Ranks that hang on demand: not their process, which answers and is not stopped, but the thread of the steps."""
+"""Ranks that hang on demand: not their process, which is not stopped, but the thread that runs steps."""
 
 import os
 import signal

@@ -1,0 +1,193 @@
+"""The agent of a node without the front end: it starts the node's ranks when the front end says so.
+
+It waits for the front end, which may be gone and come back; shows that it is there; and ends its ranks when
+one of them is lost, so that the others' exchanges fail and the front end starts all again.
+"""
+
+import logging
+import signal
+import socket
+import threading
+import time
+from types import FrameType
+
+from expertd.service.ranks.board import BEAT_SECONDS, Board
+from expertd.service.ranks.group import LoadFailedError, RankGroup
+from expertd.service.ranks.meeting import Meeting, between_nodes
+from expertd.service.ranks.nodes import shared_settings
+from expertd.service.ranks.setup import RankSetup, Role
+from expertd.service.settings.model import Settings
+
+logger = logging.getLogger(__name__)
+
+_SILENT_SECONDS = 5.0  # of the store, after which the front end's machine is out of reach
+_CONNECT_SECONDS = 1.0
+
+
+def run_agent(settings: Settings) -> int:
+    """Run the node's ranks until SIGTERM, SIGINT or SIGHUP; the exit code.
+
+    After a signal the ranks go on while the front end drains, at most as long as that may take; a second one
+    ends them at once. 1 if the front end was away for too long, 2 if the settings do not fit its own.
+    """
+    return _Agent(settings).run()
+
+
+class _RefusedError(Exception):
+    """The front end does not take this agent."""
+
+
+class _Agent:
+    def __init__(self, settings: Settings) -> None:
+        self._settings, self._node = settings, settings.node_rank
+        self._signalled = threading.Event()
+        self._end_by = 0.0  # after a signal
+        self._group: RankGroup | None = None
+
+    def run(self) -> int:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                signal.signal(number, self._end)
+        seconds = self._settings.rendezvous_timeout_seconds
+        while True:
+            logger.info("waiting %g s for the front end at %s", seconds, self._settings.rendezvous)
+            meeting = self._find(seconds)
+            if meeting is None:
+                break
+            try:
+                session = _Session(self._settings, meeting)
+                self._serve(session)
+            except _RefusedError as error:
+                logger.error("%s", error)
+                return 2
+            except RuntimeError as error:
+                logger.debug("the store failed", exc_info=error)
+            if self._signalled.is_set():
+                return 0
+            logger.error("the front end is gone")
+        if self._signalled.is_set():
+            return 0
+        logger.error("rendezvous: expected a front end within %g s, got none", seconds)
+        return 1
+
+    def _find(self, seconds: float) -> Meeting | None:
+        """Where the front end is, once it is there; None after `seconds`, or a signal."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self._signalled.is_set():
+            try:
+                meeting = between_nodes(self._settings)  # each time: a name may get another address
+                socket.create_connection((meeting.host, meeting.port), _CONNECT_SECONDS).close()
+                return meeting
+            except (OSError, ValueError) as error:
+                logger.debug("no front end: %s", error)
+            self._signalled.wait(BEAT_SECONDS)
+        return None
+
+    def _serve(self, session: "_Session") -> None:
+        """Run groups until the front end is gone, or a signal and the last group's end."""
+        done = 0
+        while session.is_alive() and not (self._signalled.is_set() and self._is_over()):
+            if session.refused is not None:
+                raise _RefusedError(session.refused)
+            if session.generation == done:
+                if self._signalled.wait(BEAT_SECONDS / 5):
+                    return
+                continue
+            done = session.generation
+            self._run_group(session, done)
+            if self._signalled.is_set():
+                return
+
+    def _run_group(self, session: "_Session", generation: int) -> None:
+        setups = [
+            RankSetup(self._settings, rank, session.meeting, generation, Role.REMOTE)
+            for rank in range(self._settings.num_ranks)
+            if rank // self._settings.ranks_per_node == self._node
+        ]
+
+        def stop() -> bool:
+            over = self._signalled.is_set() and self._is_over()
+            return over or session.generation != generation or not session.is_alive()
+
+        group = RankGroup(setups, self._settings.step_timeout_seconds)
+        self._group = group
+        try:
+            group.wait_loaded(stop)
+            if not stop():
+                logger.info("the ranks of node %d are ready", self._node)
+            group.watch(stop)
+            why = group.lost or ""
+        except LoadFailedError as error:
+            why = str(error)
+        finally:
+            self._group = None
+            session.report(generation, f"{why} (node {self._node})")
+            group.end()
+        logger.info("the ranks of node %d have ended: %s", self._node, why)
+
+    def _end(self, number: int, frame: FrameType | None) -> None:
+        """A signal."""
+        settings = self._settings
+        again = self._signalled.is_set()
+        drain = settings.shutdown_delay_seconds + settings.drain_timeout_seconds
+        self._end_by = time.monotonic() + (0.0 if again else drain)
+        self._signalled.set()
+        if self._group is not None:
+            self._group.wake()
+
+    def _is_over(self) -> bool:
+        return self._group is None or time.monotonic() > self._end_by
+
+
+class _Session:
+    """The time from a front end's arrival to its end. A thread beats. Raises RuntimeError."""
+
+    def __init__(self, settings: Settings, meeting: Meeting) -> None:
+        self.meeting = meeting
+        self.generation = 0  # of the present group
+        self.refused: str | None = None
+        self._settings, self._node = settings, settings.node_rank
+        self._board, self._reports = Board(meeting), Board(meeting)
+        self._place = self._board.arrive(self._node)
+        self._beaten = time.monotonic()
+        self._gone = False
+        threading.Thread(target=self._beat, name="expertd-beat", daemon=True).start()
+
+    def is_alive(self) -> bool:
+        """Whether the store has answered lately."""
+        return not self._gone and time.monotonic() - self._beaten < _SILENT_SECONDS
+
+    def report(self, generation: int, why: str) -> None:
+        """Tell the front end why the node's ranks have ended, if it is there."""
+        try:
+            if self.is_alive():
+                self._reports.report(generation, self._node, why)
+        except RuntimeError:
+            self._gone = True
+
+    def _beat(self) -> None:
+        count, agreed = 0, False
+        try:
+            while not self._gone and self.refused is None:
+                if not agreed and (shared := self._board.shared()) is not None:
+                    self.refused, agreed = self._difference(shared), True
+                elif self._board.agents(self._node) != self._place:
+                    self.refused = f"node {self._node}: expected one agent, got another one"
+                elif agreed:
+                    count += 1
+                    self._board.beat(self._node, f"{self._place}:{count}")
+                    self.generation = self._board.generation()
+                self._beaten = time.monotonic()
+                time.sleep(BEAT_SECONDS)
+        except RuntimeError:
+            self._gone = True
+
+    def _difference(self, shared: dict[str, object]) -> str | None:
+        """Say which setting differs from the front end's, also to it."""
+        own: dict[str, object] = shared_settings(self._settings)
+        for name in sorted(own.keys() | shared.keys()):
+            if own.get(name) != shared.get(name):
+                text = f"{name}: expected on node {self._node} what node 0 has, got something else"
+                self._board.refuse(self._node, text)
+                return text
+        return None

@@ -1,0 +1,96 @@
+"""The connection between a rank of another node and its proxy beside the front end: a gloo group of two.
+
+A message is a kind, a few bytes that describe it, and a payload that lies in tensors at both ends.
+"""
+
+import json
+import threading
+from datetime import timedelta
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from expertd.service.ranks.meeting import Meeting
+
+_NEVER = timedelta(days=3650)  # a link is idle as long as its server; a lost end closes its connection
+
+
+class Kind(IntEnum):
+    """What a message is.
+
+    STEP     to the rank: a step's command, and the rows of the rank
+    END      from the rank: a step's end, and its rows of the output
+    CONTROL  either way: a list of JSON, without payload
+    """
+
+    STEP = 0
+    END = 1
+    CONTROL = 2
+
+
+class Head(NamedTuple):
+    """A message whose payload, of `num_bytes`, has to be taken next."""
+
+    kind: Kind
+    text: bytes
+    num_bytes: int
+
+    @property
+    def words(self) -> list[Any]:
+        """The list of a CONTROL message."""
+        words: list[Any] = json.loads(self.text)
+        return words
+
+
+class Link:
+    """One end. Any thread sends, one receives. Both raise RuntimeError once the other end is gone.
+
+    end  0: the proxy; 1: the rank
+    """
+
+    def __init__(self, meeting: Meeting, generation: int, rank: int, end: int) -> None:
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=meeting.address)]
+        options._timeout = _NEVER
+        store = meeting.store(f"{generation}/link/{rank}", _NEVER.total_seconds())
+        self._group = gloo(store, end, 2, options)
+        self._other = 1 - end
+        self._sending = threading.Lock()
+
+    def send(self, kind: Kind, text: bytes, payload: Tensor | None = None) -> None:
+        """Send a message. payload: uint8 [N]; None: empty."""
+        num_bytes = 0 if payload is None else payload.numel()
+        with self._sending:
+            self._send(torch.tensor([kind, len(text), num_bytes]))
+            self._send(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+            if payload is not None and num_bytes:
+                self._send(payload)
+
+    def tell(self, *words: Any) -> None:
+        """Send a CONTROL message."""
+        self.send(Kind.CONTROL, json.dumps(words).encode())
+
+    def receive(self) -> Head:
+        """The next message, whose payload `take` takes."""
+        head = torch.empty(3, dtype=torch.int64)
+        self._receive(head)
+        kind, text_bytes, num_bytes = head.tolist()
+        text = np.empty(text_bytes, np.uint8)
+        self._receive(torch.from_numpy(text))
+        return Head(Kind(kind), text.tobytes(), num_bytes)
+
+    def take(self, payload: Tensor) -> None:
+        """Take a payload into uint8 [num_bytes]."""
+        if payload.numel():
+            self._receive(payload)
+
+    def _send(self, tensor: Tensor) -> None:
+        self._group.send([tensor], self._other, 0).wait()
+
+    def _receive(self, tensor: Tensor) -> None:
+        self._group.recv([tensor], self._other, 0).wait()

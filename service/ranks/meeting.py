@@ -1,0 +1,96 @@
+"""Where ranks meet: the store of the front end, and each machine's own address on the way to it.
+
+Imports torch only to open a store.
+"""
+
+import fcntl
+import socket
+import struct
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from expertd.service.settings.model import Settings
+from expertd.service.settings.rendezvous import host_and_port
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+LOOPBACK = "127.0.0.1"
+_SIOCGIFADDR = 0x8915
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """How a rank finds the others.
+
+    host, port  of the store
+    address     of this machine, at which it takes connections of other ranks
+    interface   the network interface with this address
+    """
+
+    host: str
+    port: int
+    address: str
+    interface: str
+
+    def store(self, prefix: str, timeout_seconds: float = 300.0) -> "Store":
+        """A client of the store, with names that begin with `prefix`. Raises RuntimeError."""
+        import torch.distributed as dist
+
+        client = dist.TCPStore(  # type: ignore[attr-defined]
+            self.host,
+            self.port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_seconds),
+        )
+        return dist.PrefixStore(prefix, client)  # type: ignore[attr-defined]
+
+
+def on_this_machine(port: int) -> Meeting:
+    """For ranks of one node: no connections from other machines."""
+    return Meeting(LOOPBACK, port, LOOPBACK, "lo")
+
+
+def between_nodes(settings: Settings) -> Meeting:
+    """For ranks of several nodes. Raises ValueError (name, expected, got) without a way there."""
+    assert settings.rendezvous is not None
+    name, port = host_and_port(settings.rendezvous)
+    try:
+        host = socket.gethostbyname(name)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
+            route.connect((host, port))  # sends nothing
+            address: str = route.getsockname()[0]
+    except OSError as error:
+        expected = "a host that this machine can reach"
+        raise ValueError(f"rendezvous: expected {expected}, got {settings.rendezvous} ({error})") from error
+    return Meeting(host, port, address, _interface_of(address))
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket for the store, which would listen on every address by itself. Raises ValueError."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after a server that has just ended
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        expected = "a free port on an address of node 0"
+        raise ValueError(f"rendezvous: expected {expected}, got {host}:{port} ({error.strerror})") from error
+    listener.listen()
+    return listener
+
+
+def _interface_of(address: str) -> str:
+    if address.startswith("127."):
+        return "lo"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
+        for _, name in socket.if_nameindex():
+            try:
+                found = fcntl.ioctl(query.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:
+                continue  # without an IPv4 address
+            if socket.inet_ntoa(found[20:24]) == address:
+                return name
+    raise ValueError(f"rendezvous: expected a network interface with address {address}, got none")

@@ -1,0 +1,77 @@
+"""The front end's view of the other nodes: their agents, which start ranks there."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from expertd.service.ranks.board import BEAT_SECONDS, Board
+from expertd.service.ranks.group import LoadFailedError
+from expertd.service.ranks.meeting import Meeting
+from expertd.service.settings.model import Settings
+
+LOST_SECONDS = 3.0  # without a beat: far more than a busy machine delays one
+_SHARED = {"backend", "devices", "ranks", "nnodes", "partitions", "models"}
+
+
+def shared_settings(settings: Settings) -> dict[str, Any]:
+    """What all nodes must agree on: each reads its own settings. Paths may differ."""
+    shared = settings.model_dump(mode="json", include=_SHARED)
+    for number, model in enumerate(settings.models):
+        shared["models"][number] = model.model_dump(
+            mode="json", exclude={"source": True, "weights": {"path"}}
+        )
+    shared["max_batch_tokens"] = settings.limits.max_batch_tokens
+    shared["torch"] = torch.__version__
+    return shared
+
+
+class Nodes:
+    """The agents of nodes 1 to nnodes - 1. For one thread at a time. Raises RuntimeError without a store."""
+
+    def __init__(self, settings: Settings, meeting: Meeting) -> None:
+        self._num_nodes = settings.nnodes
+        self._timeout = settings.rendezvous_timeout_seconds
+        self._board = Board(meeting)
+        self._board.describe(shared_settings(settings))
+        self._beats: dict[int, str] = {}
+        self._seen: dict[int, float] = {}  # when each agent's beat was new
+
+    def wait_present(self, stop: Callable[[], bool], is_first: bool) -> None:
+        """Return once all agents are there, or `stop` is true.
+
+        Raises LoadFailedError for one with other settings, and for one that does not come in time, if
+        `is_first`: later they are waited for as long as it takes.
+        """
+        self._beats, self._seen = self._board.beats(self._num_nodes), {}
+        until = time.monotonic() + self._timeout
+        while not stop():
+            if refusals := self._board.refusals(self._num_nodes):
+                raise LoadFailedError(refusals[0], True)
+            self._look()
+            missing = [node for node in range(1, self._num_nodes) if node not in self._seen]
+            if not missing:
+                return
+            if is_first and time.monotonic() > until:
+                expected = f"an agent within {self._timeout:g} s"
+                raise LoadFailedError(f"node {missing[0]}: expected {expected}, got none", True)
+            time.sleep(BEAT_SECONDS / 5)
+
+    def begin(self, generation: int) -> None:
+        """Have the agents start their ranks of a new group."""
+        self._board.begin(generation)
+
+    def why_lost(self) -> str | None:
+        """Which node has been silent for too long; None: none has."""
+        self._look()
+        now = time.monotonic()
+        for node, seen in self._seen.items():
+            if now - seen > LOST_SECONDS:
+                return f"node {node}: expected a sign of its agent within {LOST_SECONDS:g} s, got none"
+        return None
+
+    def _look(self) -> None:
+        for node, beat in self._board.beats(self._num_nodes).items():
+            if self._beats.get(node) != beat:
+                self._beats[node], self._seen[node] = beat, time.monotonic()

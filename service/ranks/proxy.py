@@ -1,0 +1,99 @@
+"""The front end's proxy of a rank on another node: what the front end sees of it, rings and shared memory.
+
+It sends the rank its rows of each step, and writes the rows that come back where they belong.
+"""
+
+import os
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from expertd.service.moe.request import LayerRequest
+from expertd.service.ranks import setup as words
+from expertd.service.ranks.board import Board
+from expertd.service.ranks.link import Kind, Link
+from expertd.service.ranks.messages import StepCommand, StepEnd
+from expertd.service.ranks.packing import PackedStep, pack, unpack
+from expertd.service.ranks.regions import MappedRegions
+from expertd.service.ranks.remote import region_of
+from expertd.service.ranks.setup import SPIN_SECONDS, RankSetup, Rings
+from expertd.service.ranks.split import requests_of
+
+_END_SECONDS = 1.5  # for the rank to end after its last step
+_REPORT_SECONDS = 0.3
+
+
+class Proxy:
+    """Connects to the rank. `say` tells the front end."""
+
+    def __init__(
+        self, setup: RankSetup, regions: MappedRegions, rings: Rings, say: Callable[..., None]
+    ) -> None:
+        self._setup, self._regions, self._rings, self._say = setup, regions, rings, say
+        self._steps: dict[int, tuple[PackedStep, list[LayerRequest]]] = {}  # on the rank
+        self._stopping = False
+        self._link = Link(setup.meeting, setup.generation, setup.rank, 0)
+        self._receiver = threading.Thread(target=self._receive, name="expertd-link", daemon=True)
+        self._receiver.start()
+
+    def serve(self, stopped: Callable[[], bool]) -> int:
+        """Pass on steps until `stopped` and the bell of commands say so; the exit code."""
+        commands, bell = self._rings.commands, self._rings.command_bell
+        while True:
+            bell.wait(lambda: stopped() or not commands.is_empty(), SPIN_SECONDS)
+            if stopped():
+                break
+            if (data := commands.take()) is not None:
+                self._send(StepCommand.unpacked(data))
+        self._stopping = True
+        self._link.tell(words.STOP)
+        self._receiver.join(_END_SECONDS)
+        return 0
+
+    def _send(self, command: StepCommand) -> None:
+        setup, model = self._setup, self._setup.settings.models[command.model]
+        sizes = model.hidden_size, model.top_k
+        try:
+            requests = requests_of(command.requests, *setup.share, *sizes, self._regions.span)
+            step = pack(command.number, command.model, requests, model.hidden_size, region_of(command.number))
+        except Exception as error:
+            self._end(StepEnd.failed(command.number, f"{type(error).__name__}: {error}").packed())
+            return
+        self._steps[command.number] = step, requests
+        try:
+            self._link.send(Kind.STEP, step.command.packed(), torch.from_numpy(step.inputs))
+        except RuntimeError:
+            self._receiver.join()  # it says why, and ends the process
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                head = self._link.receive()
+                if head.kind is Kind.CONTROL:
+                    self._say(*head.words)
+                else:
+                    self._finish(head.text, head.num_bytes)
+        except RuntimeError:
+            if not self._stopping:
+                self._say(words.LOST, self._why_lost())
+                os._exit(1)
+
+    def _finish(self, end: bytes, num_bytes: int) -> None:
+        outputs = np.empty(num_bytes, np.uint8)
+        self._link.take(torch.from_numpy(outputs))
+        step, requests = self._steps.pop(StepEnd.unpacked(end).number)
+        if num_bytes:
+            unpack(outputs, step, requests)
+        self._end(end)
+
+    def _end(self, end: bytes) -> None:
+        self._rings.ends.put(end)
+        self._rings.end_bell.ring()
+
+    def _why_lost(self) -> str:
+        """What the agent of its node says, which may have just noticed."""
+        setup = self._setup
+        said = Board(setup.meeting).await_report(setup.generation, setup.node, _REPORT_SECONDS)
+        return said or f"rank {setup.rank}: its connection to node {setup.node} ended"

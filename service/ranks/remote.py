@@ -1,0 +1,99 @@
+"""A rank's end of the link to its proxy: it feeds the rank's rings, as the front end does on its own node."""
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from expertd.service.memory import Register, host_view
+from expertd.service.ranks import setup as words
+from expertd.service.ranks.link import Kind, Link
+from expertd.service.ranks.messages import StepCommand, StepEnd
+from expertd.service.ranks.packing import outputs_of
+from expertd.service.ranks.regions import MappedRegions
+from expertd.service.ranks.setup import SPIN_SECONDS, RankSetup, Rings
+from expertd.service.ranks.split import part_of
+from expertd.service.ranks.staging import staging_bytes
+
+_REGIONS = (1, 2)  # one for each step in flight
+
+
+def region_of(number: int) -> int:
+    """The region of step `number`."""
+    return _REGIONS[number % len(_REGIONS)]
+
+
+class RemoteSteps:
+    """Connects to the proxy; steps may come after `share`. The process ends with the connection.
+
+    rings  the front end's side of the rank's rings
+    stop   called when the front end has no more steps
+    """
+
+    def __init__(
+        self, setup: RankSetup, regions: MappedRegions, rings: Rings, stop: Callable[[], None]
+    ) -> None:
+        self._setup, self._regions, self._rings, self._stop = setup, regions, rings, stop
+        self._steps: dict[int, StepCommand] = {}
+        self._link = Link(setup.meeting, setup.generation, setup.rank, 1)
+        for work in (self._receive, self._send):
+            threading.Thread(target=self._run, args=(work,), name="expertd-link", daemon=True).start()
+
+    def share(self, register: Register) -> None:
+        """Make memory for steps that the device can access. Raises OSError, RuntimeError."""
+        settings = self._setup.settings
+        most_rows = len(part_of(settings.limits.max_batch_tokens, 0, self._setup.num_ranks)) + 1
+        size = max(staging_bytes(most_rows, model.hidden_size, model.top_k) for model in settings.models)
+        for region in _REGIONS:
+            descriptor = os.memfd_create("expertd-staging", os.MFD_CLOEXEC)
+            os.ftruncate(descriptor, size)
+            self._regions.map(region, descriptor, size, 0, register)
+
+    def tell(self, *message: Any) -> None:
+        """Tell the front end."""
+        try:
+            self._link.tell(*message)
+        except RuntimeError:
+            os._exit(1)
+
+    @staticmethod
+    def _run(work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException:  # the proxy is gone, and the group with it
+            os._exit(1)
+
+    def _receive(self) -> None:
+        while True:
+            head = self._link.receive()
+            if head.kind is Kind.CONTROL:
+                assert head.words == [words.STOP]
+                self._stop()
+                continue
+            command = StepCommand.unpacked(head.text)
+            self._link.take(self._tensor(region_of(command.number), 0, head.num_bytes))
+            self._steps[command.number] = command
+            self._rings.commands.put(head.text)
+            self._rings.command_bell.ring()
+
+    def _send(self) -> None:
+        ends, bell = self._rings.ends, self._rings.end_bell
+        while True:
+            bell.wait(lambda: not ends.is_empty(), SPIN_SECONDS)
+            if (end := ends.take()) is not None:
+                step = StepEnd.unpacked(end)
+                command = self._steps.pop(step.number)
+                self._link.send(Kind.END, end, None if step.error else self._outputs(command))
+
+    def _outputs(self, command: StepCommand) -> Tensor:
+        """The memory of a step's outputs."""
+        where = outputs_of(command, self._setup.settings.models[command.model].hidden_size)
+        return self._tensor(region_of(command.number), where.start, len(where))
+
+    def _tensor(self, region: int, offset: int, num_bytes: int) -> Tensor:
+        if num_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(host_view(self._regions.span(region, offset, num_bytes)), dtype=torch.uint8)
