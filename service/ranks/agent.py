@@ -87,8 +87,6 @@ class _Agent:
         """Run groups until the front end is gone, or a signal and the last group's end."""
         done = 0
         while session.is_alive() and not (self._signalled.is_set() and self._is_over()):
-            if session.refused is not None:
-                raise _RefusedError(session.refused)
             if session.generation == done:
                 if self._signalled.wait(BEAT_SECONDS / 5):
                     return
@@ -97,6 +95,8 @@ class _Agent:
             self._run_group(session, done)
             if self._signalled.is_set():
                 return
+        if session.refused is not None:
+            raise _RefusedError(session.refused)
 
     def _run_group(self, session: "_Session", generation: int) -> None:
         setups = [
@@ -154,13 +154,15 @@ class _Session:
         threading.Thread(target=self._beat, name="expertd-beat", daemon=True).start()
 
     def is_alive(self) -> bool:
-        """Whether the store has answered lately."""
-        return not self._gone and time.monotonic() - self._beaten < _SILENT_SECONDS
+        """Whether the front end is there, and has not refused this agent."""
+        if self._gone or self.refused is not None:
+            return False
+        return time.monotonic() - self._beaten < _SILENT_SECONDS
 
     def report(self, generation: int, why: str) -> None:
         """Tell the front end why the node's ranks have ended, if it is there."""
         try:
-            if self.is_alive():
+            if not self._gone:
                 self._reports.report(generation, self._node, why)
         except RuntimeError:
             self._gone = True

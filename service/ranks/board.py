@@ -5,7 +5,7 @@ beats, and why its part of a group has ended. All values are text or JSON: nothi
 """
 
 import json
-from datetime import timedelta
+import time
 from typing import Any
 
 from expertd.service.ranks.meeting import Meeting
@@ -40,12 +40,10 @@ class Board:
 
     def await_report(self, generation: int, node: int, seconds: float) -> str | None:
         """Why a node's part of a group has ended, if its agent says so within `seconds`."""
-        key = f"ended/{generation}/{node}"
-        try:
-            self._store.wait([key], timedelta(seconds=seconds))
-            return self._store.get(key).decode()
-        except RuntimeError:
-            return None
+        until = time.monotonic() + seconds
+        while (text := self._get(f"ended/{generation}/{node}")) is None and time.monotonic() < until:
+            time.sleep(0.01)
+        return text
 
     # An agent's.
 

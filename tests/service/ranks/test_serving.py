@@ -1,24 +1,15 @@
 """A server with several ranks answers as one with a single process does."""
 
 import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from numpy.typing import NDArray
 
-from expertd.service.memory import host_view
-from expertd.service.moe.batch import FLOATS
-from expertd.service.moe.request import LayerRequest
 from tests.service.apps import (
-    HIDDEN,
     MODEL,
     NUM_EXPERTS,
     TOP_K,
-    Serving,
-    binary_request,
     json_input,
     json_request,
     output_of,
@@ -28,31 +19,12 @@ from tests.service.apps import (
 )
 from tests.service.channels.servers import claimed
 from tests.service.ranks.servers import close, cpu_seconds, output_for, rank_processes, serving_ranks
+from tests.service.ranks.steps import LIMITS, outputs_of, request, routed, routing, tolerance_of
 from tests.service.waiting import until
 
 pytestmark = pytest.mark.slow  # each server starts processes
 
-LIMITS = {"max_request_tokens": 1024, "max_batch_tokens": 1024}
 SHARED = {**MODEL, "num_shared_experts": 2, "num_experts": 7, "weights": {"seed": 5}}
-
-
-def routing(num_tokens: int, seed: int = 0) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """Random distinct experts and weights."""
-    random = np.random.default_rng(seed)
-    ids = np.argsort(random.random((num_tokens, NUM_EXPERTS)), axis=1)[:, :TOP_K]
-    return ids.astype(np.int32), random.random((num_tokens, TOP_K), np.float32)
-
-
-async def routed(server: Serving, values: NDArray[np.float32], datatype: str) -> NDArray[np.float32]:
-    """The output for given routing, with ids of `datatype`, in a binary request."""
-    ids, weights = routing(len(values))
-    tensors = {
-        "hidden_states": ("FP32", list(values.shape), values.tobytes()),
-        "topk_ids": (datatype, list(ids.shape), ids.astype(datatype.lower()).tobytes()),
-        "topk_weights": ("FP32", list(weights.shape), weights.tobytes()),
-    }
-    body, length = binary_request(tensors, parameters={"binary_data_output": True})
-    return output_of(await server.infer(body, length))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -80,29 +52,6 @@ async def test_shared_experts_and_uneven_parts() -> None:
         assert close(await output_for(server, values), await output_for(one, values))
 
 
-def request(
-    values: NDArray[np.float32], datatype: str, output_datatype: str, given: bool = False
-) -> LayerRequest:
-    """A request of the runner, as bytes."""
-    hidden_states = torch.from_numpy(values).to(FLOATS[datatype]).view(torch.uint8).numpy().tobytes()
-    ids, weights = (tensor.tobytes() if given else None for tensor in routing(len(values)))
-    return LayerRequest(len(values), hidden_states, datatype, ids, "INT32", weights, output_datatype)
-
-
-async def outputs_of(server: Serving, requests: Sequence[LayerRequest]) -> list[NDArray[np.float32]]:
-    """The outputs of one step."""
-    assert server.app.engine.loaded is not None
-    runner = server.app.engine.loaded.runners["tiny"]
-    result = await asyncio.to_thread(lambda: runner.begin(requests).finish())
-    assert result.num_tokens == sum(request.num_tokens for request in requests)
-    assert result.tokens_per_expert.sum() == TOP_K * result.num_tokens
-    tensors = [
-        torch.frombuffer(bytearray(host_view(output)), dtype=FLOATS[request.output_datatype])
-        for request, output in zip(requests, result.outputs, strict=True)
-    ]
-    return [tensor.float().numpy().reshape(-1, HIDDEN) for tensor in tensors]
-
-
 async def test_requests_of_one_step_may_differ() -> None:
     """In datatypes and routing: no rank sees all of a step, but all must exchange the same dtypes."""
     steps = [
@@ -115,8 +64,7 @@ async def test_requests_of_one_step_may_differ() -> None:
         for step in steps:
             expected, got = await outputs_of(one, step), await outputs_of(server, step)
             for row, want, sent in zip(got, expected, step, strict=True):
-                tolerance = 2**-7 if sent.output_datatype == "BF16" else 2e-5
-                assert np.abs(row - want).max() <= tolerance * np.abs(want).max()
+                assert np.abs(row - want).max() <= tolerance_of(sent) * np.abs(want).max()
 
 
 async def test_channels_and_metrics(tmp_path: Path) -> None:

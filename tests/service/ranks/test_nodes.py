@@ -1,0 +1,128 @@
+"""Two nodes, as two groups of processes on loopback: answers, and losses of any kind."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.service.apps import error_of, rows, serving, tiny_settings
+from tests.service.channels.servers import claimed
+from tests.service.http.processes import alive
+from tests.service.ranks.nodes import Agent, agent, node_settings
+from tests.service.ranks.servers import close, output_for, rank_processes, serving_ranks
+from tests.service.ranks.steps import LIMITS, outputs_of, request, routed, tolerance_of
+from tests.service.ranks.traffic import traffic_to
+from tests.service.waiting import until
+
+pytestmark = pytest.mark.slow  # each server starts processes
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_answers_are_those_of_one_process(ranks: int, tmp_path: Path) -> None:
+    settings = node_settings(LIMITS, ranks=ranks, channels={"socket": str(tmp_path / "channels")})
+    with agent(settings, tmp_path) as other:
+        async with serving(tiny_settings(LIMITS)) as one, serving_ranks(settings) as server:
+            assert len(other.ranks()) == ranks
+            assert len(rank_processes()) == 2 * ranks, "its own ranks, and a proxy for each other one"
+            for num_tokens in (1, 2, 3, 5, 64, 1000):  # fewer than ranks, and more
+                values = rows(num_tokens, seed=num_tokens)
+                assert close(await output_for(server, values), await output_for(one, values)), num_tokens
+                for datatype in ("INT32", "INT64"):
+                    assert close(await routed(server, values, datatype), await routed(one, values, datatype))
+            step = [
+                request(rows(3), "BF16", "FP32"),
+                request(rows(1, 1), "FP32", "BF16"),
+                request(rows(5, 2), "FP16", "FP32", given=True),
+            ]
+            expected, got = await outputs_of(one, step), await outputs_of(server, step)
+            for row, want, sent in zip(got, expected, step, strict=True):
+                assert abs(row - want).max() <= tolerance_of(sent) * abs(want).max()
+            peer = await claimed(server)
+            for num_tokens in (1, 16):
+                values = rows(num_tokens, num_tokens)
+                assert close(await asyncio.to_thread(peer.infer, values), await output_for(one, values))
+            peer.close()
+            computed = [
+                server.metric("rank_expert_tokens_total", rank=str(rank)) for rank in range(2 * ranks)
+            ]
+            assert all(computed)
+
+
+def kill_a_rank(other: Agent) -> None:
+    os.kill(other.ranks()[0], signal.SIGKILL)
+
+
+def stop_a_rank(other: Agent) -> None:
+    os.kill(other.ranks()[0], signal.SIGSTOP)
+
+
+def kill_a_proxy(other: Agent) -> None:
+    os.kill(rank_processes()[1], signal.SIGKILL)
+
+
+def kill_a_rank_of_node_0(other: Agent) -> None:
+    os.kill(rank_processes()[0], signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("lose", "why"),
+    [
+        (kill_a_rank, "rank 1: its process ended by SIGKILL (node 1)"),
+        (stop_a_rank, "rank 1: its process was stopped (node 1)"),
+        (kill_a_proxy, "rank 1: its proxy's process ended by SIGKILL"),
+        (kill_a_rank_of_node_0, "rank 0: its process ended by SIGKILL"),
+    ],
+)
+async def test_a_lost_rank_costs_no_request_its_answer(
+    lose: Callable[[Agent], None], why: str, tmp_path: Path
+) -> None:
+    settings = node_settings()
+    with agent(settings, tmp_path) as other:
+        async with serving_ranks(settings) as server, asyncio.timeout(60), traffic_to(server) as traffic:
+            before = [*rank_processes(), *other.ranks()]
+            began = time.perf_counter()
+            lose(other)
+            await until(lambda: server.app.engine.why_not_ready() is not None)
+            assert time.perf_counter() - began < 1.0
+            assert why in error_of(await server.http.get("/v2/health/ready"), 503)
+            await traffic.flows_again()
+            assert not any(map(alive, before)), "the whole group is new"
+        assert traffic.wrong == []
+        assert traffic.refused > 0
+        assert traffic.longest < 5.0
+
+
+async def test_a_lost_node_is_waited_for(tmp_path: Path) -> None:
+    settings = node_settings()
+    with agent(settings, tmp_path) as first:
+        async with serving_ranks(settings) as server, asyncio.timeout(60), traffic_to(server) as traffic:
+            ranks = first.ranks()
+            began = time.perf_counter()
+            first.process.kill()
+            await until(lambda: server.app.engine.why_not_ready() is not None)
+            assert time.perf_counter() - began < 1.0
+            await until(lambda: not any(map(alive, ranks)), 5)
+            with agent(settings, tmp_path, "second"):
+                await traffic.flows_again()
+        assert traffic.wrong == []
+        assert traffic.longest < 5.0
+
+
+async def test_a_node_that_is_silent_is_lost_until_it_speaks_again(tmp_path: Path) -> None:
+    settings = node_settings()
+    with agent(settings, tmp_path) as other:
+        async with serving_ranks(settings) as server, asyncio.timeout(60), traffic_to(server) as traffic:
+            began = time.perf_counter()
+            os.kill(other.process.pid, signal.SIGSTOP)
+            await until(lambda: server.app.engine.why_not_ready() is not None)
+            assert 2.5 < time.perf_counter() - began < 4.5
+            ready = await server.http.get("/v2/health/ready")
+            assert "node 1: expected a sign of its agent within 3 s, got none" in error_of(ready, 503)
+            os.kill(other.process.pid, signal.SIGCONT)
+            await traffic.flows_again()
+        assert traffic.wrong == []
+        assert traffic.longest < 5.0

@@ -1,0 +1,68 @@
+"""Callers that ask a server without end, and count what they were told."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import httpx
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.service.apps import Serving, hidden_request, output_of, rows
+from tests.service.ranks.servers import close, output_for
+from tests.service.waiting import until
+
+_CALLERS = 4
+
+
+@dataclass
+class Traffic:
+    """Callers that ask again at once, and what they were told; `wrong` has what they should not have been."""
+
+    server: Serving
+    right: int = 0
+    refused: int = 0
+    wrong: list[str] = field(default_factory=list)
+    longest: float = 0.0
+    stopped: bool = False
+
+    async def call(self, values: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
+        """One caller."""
+        body = hidden_request(values)
+        while not self.stopped:
+            began = time.perf_counter()
+            response = await self.server.infer(*body)
+            self.longest = max(self.longest, time.perf_counter() - began)
+            self._count(response, expected)
+            await asyncio.sleep(0.01 if response.status_code == 503 else 0)
+
+    def _count(self, response: httpx.Response, expected: NDArray[np.float32]) -> None:
+        if response.status_code == 200 and close(output_of(response), expected):
+            self.right += 1
+        elif response.status_code == 503 and response.headers["retry-after"] == "1":
+            self.refused += 1
+        else:
+            self.wrong.append(f"{response.status_code}: {response.text[:200]!r}")
+
+    async def flows_again(self) -> None:
+        """Wait until the server is ready, and has answered more."""
+        await until(lambda: self.server.app.engine.why_not_ready() is None, 30)
+        answered = self.right
+        await until(lambda: self.right > answered + 20)
+
+
+@asynccontextmanager
+async def traffic_to(server: Serving) -> AsyncIterator[Traffic]:
+    """Callers with different requests, which have had answers before the block, and have ended after it."""
+    values = [rows(tokens, seed=tokens) for tokens in range(1, _CALLERS + 1)]
+    traffic = Traffic(server)
+    expected = [await output_for(server, each) for each in values]
+    callers = [asyncio.create_task(traffic.call(*pair)) for pair in zip(values, expected, strict=True)]
+    try:
+        await until(lambda: traffic.right > 20)
+        yield traffic
+    finally:
+        traffic.stopped = True
+        await asyncio.gather(*callers)
