@@ -46,16 +46,18 @@ def run(arguments: argparse.Namespace) -> int:
         return _refuse(*error.mistakes)
     except ValueError as error:
         return _refuse(error)
-    # Imported after the settings are read: these take seconds, and invalid settings should fail at once.
-    from expertd.service.http.listening import BindError
-    from expertd.service.http.server import serve
     from expertd.service.terminal import configure_logging
 
     configure_logging(settings.log_level)
+    # Imported after the settings are read: these take seconds, and invalid settings should fail at once.
     if settings.node_rank > 0:
+        os.putenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # else its store traces the stack when the front end ends
         from expertd.service.ranks.agent import run_agent
 
         return run_agent(settings)
+    from expertd.service.http.listening import BindError
+    from expertd.service.http.server import serve
+
     if settings.uds is None and (warning := exposure(settings.host, settings.port)) is not None:
         logger.warning(warning)
     try:

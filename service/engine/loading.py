@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -16,6 +16,7 @@ from expertd.kernels import Backend, resolve_backend
 from expertd.kernels.backends import why_not
 from expertd.service.checkpoints import CheckpointModelSettings, LayerSource
 from expertd.service.checkpoints.weights import read_layer
+from expertd.service.engine.rank_metrics import RankState
 from expertd.service.engine.steps import Runner
 from expertd.service.memory import OpenCuda, Register, nothing_to_register
 from expertd.service.moe.base import Layer
@@ -69,15 +70,6 @@ class Partitions(Protocol):
     def partitions(self) -> Sequence[Partition]: ...
 
     def apply(self, sizes: Mapping[str, int]) -> Sequence[Partition]: ...
-
-
-class RankState(NamedTuple):
-    """A rank: whether it is ready; its starts, seconds in steps, and its experts' tokens so far."""
-
-    is_up: bool
-    starts: int
-    compute_seconds: float
-    expert_tokens: int
 
 
 @dataclass(frozen=True)

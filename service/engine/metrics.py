@@ -13,10 +13,11 @@ from prometheus_client import (
     ProcessCollector,
     disable_created_metrics,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, Metric
 
 from expertd.layout import Layout
 from expertd.service.engine.collectors import CallbackCollector, ExpertTokens, count
+from expertd.service.engine.rank_metrics import RankState, rank_metrics
 from expertd.service.engine.refusals import Reason
 from expertd.service.engine.request_counts import SECONDS, RequestCounts, request_metrics
 from expertd.service.moe.request import StepResult
@@ -200,29 +201,9 @@ class Metrics:
 
         self.registry.register(CallbackCollector(collect))
 
-    def watch_ranks(self, states: Callable[[], Sequence[tuple[bool, int, float, int]]]) -> None:
-        """Report ranks at each scrape: ready, starts, seconds in steps, tokens of their experts, of each."""
-
-        def collect() -> Iterator[Metric]:
-            now = states()
-            if not now:
-                return
-            up = GaugeMetricFamily("expertd_rank_up", "1 when the rank is ready", labels=["rank"])
-            counts = [
-                CounterMetricFamily(f"expertd_rank_{name}", text, labels=["rank"])
-                for name, text in (
-                    ("starts", "Starts of the rank"),
-                    ("compute_seconds", "Time in steps"),
-                    ("expert_tokens", "Tokens computed by the rank's experts"),
-                )
-            ]
-            for rank, (is_up, *values) in enumerate(now):
-                up.add_metric([str(rank)], is_up)
-                for counter, value in zip(counts, values, strict=True):
-                    counter.add_metric([str(rank)], value)
-            yield from (up, *counts)
-
-        self.registry.register(CallbackCollector(collect))
+    def watch_ranks(self, states: Callable[[], Sequence[RankState]]) -> None:
+        """Report the result of `states` at each scrape: the state of each rank, if there are ranks."""
+        self.registry.register(CallbackCollector(lambda: rank_metrics(states())))
 
     def watch_channels(self, totals: Callable[[], tuple[int, int]]) -> None:
         """Report (open channels, bytes of their data regions) at each scrape."""

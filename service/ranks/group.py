@@ -71,6 +71,8 @@ class RankGroup:
                         self.about = self.about or (backend, device)
                     case ["failed", str(text), bool(is_expected)]:
                         raise LoadFailedError(f"rank {rank.number}: {text}", is_expected)
+                    case ["device", memory, *of_kernels]:
+                        rank.note_device(memory, *of_kernels)
                     case ["lost", str(text)]:
                         raise LoadFailedError(f"loading: {text}", False)
                     case _:
@@ -203,6 +205,8 @@ class RankGroup:
                 with self._changed:
                     self._mapped.setdefault(region, {})[rank.number] = error
                     self._changed.notify_all()
+            case ["device", memory, *of_kernels]:
+                rank.note_device(memory, *of_kernels)
             case ["lost", str(why)]:
                 self.lose(why)
             case _:

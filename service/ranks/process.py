@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+from functools import partial
 from typing import Any
 
 from expertd.service.memory import Register, nothing_to_register
@@ -102,6 +103,7 @@ def _stand_for(setup: RankSetup, control: Control, rings: Rings) -> int:
 
 def _run(setup: RankSetup, control: Control, rings: Rings, other_side: Rings) -> int:
     # Imported here: it takes seconds, in which the front end may end already.
+    from expertd.service.ranks.device import tell_changes
     from expertd.service.ranks.part import RankPart
     from expertd.service.ranks.remote import RemoteSteps
 
@@ -126,6 +128,7 @@ def _run(setup: RankSetup, control: Control, rings: Rings, other_side: Rings) ->
     if remote is not None:
         remote.share(part.loaded.register)
     say(words.LOADED, part.loaded.backend, part.loaded.device)
+    tell_changes(part.loaded.memory, partial(say, words.DEVICE))
     part.serve(rings, lambda: control.stopped)
     return 0
 

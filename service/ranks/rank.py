@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from expertd.service.engine.rank_metrics import RankDevice
 from expertd.service.ranks.messages import receive, send
 from expertd.service.ranks.ring import Bell
 from expertd.service.ranks.setup import SETUP, RankSetup, RingSizes, Role
@@ -25,6 +26,7 @@ class Rank:
         self.number = setup.rank
         self._name = "its proxy's process" if setup.role is Role.PROXY else "its process"
         self.loaded = False
+        self.device = RankDevice()
         self.connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.connection.settimeout(_SEND_SECONDS)
         bell, sizes = Bell(), RingSizes.of(setup.settings)
@@ -65,6 +67,10 @@ class Rank:
             return f"rank {self.number}: {self._name} ended {how}"
         stopped = os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
         return None if stopped is None else f"rank {self.number}: {self._name} was stopped"
+
+    def note_device(self, memory: Sequence[int] | None, *of_kernels: Any) -> None:
+        """Keep what a DEVICE message says."""
+        self.device = RankDevice(None if memory is None else (memory[0], memory[1]), *of_kernels)
 
     def put(self, command: bytes) -> None:
         """Send a step."""

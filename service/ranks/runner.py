@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from expertd.service.engine.loading import RankState
+from expertd.service.engine.rank_metrics import RankState
 from expertd.service.moe.request import LayerRequest, StepResult
 from expertd.service.moe.routing_checks import check_routing
 from expertd.service.ranks.group import RankGroup
@@ -41,8 +41,8 @@ class Steps:
     def states(self) -> list[RankState]:
         """Each rank's state."""
         is_up, starts = self.supervisor.why_not() is None, self.supervisor.starts
-        totals = zip(self._seconds, self._expert_tokens, strict=True)
-        return [RankState(is_up, starts, seconds, tokens) for seconds, tokens in totals]
+        of_ranks = zip(self._seconds, self._expert_tokens, self.supervisor.devices(), strict=True)
+        return [RankState(is_up, starts, *of_rank) for of_rank in of_ranks]
 
     def take(self) -> Staging:
         """Memory for a step; to give back at its end."""

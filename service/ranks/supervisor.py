@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from expertd.service.engine.errors import DeviceLostError
+from expertd.service.engine.rank_metrics import RankDevice
 from expertd.service.memory import Mapped, Unregister
 from expertd.service.ranks.group import LoadFailedError, RankGroup
 from expertd.service.ranks.meeting import LOOPBACK, Meeting, between_nodes, listen, on_this_machine
@@ -70,6 +71,13 @@ class Supervisor:
         """Why no step can run at present; None: it can."""
         group = self._serving
         return self._why if group is None else group.lost
+
+    def devices(self) -> list[RankDevice]:
+        """What is known of each rank's device; nothing while the ranks are lost."""
+        group = self._serving
+        if group is None:
+            return [RankDevice()] * self._settings.num_ranks
+        return [rank.device for rank in group.ranks]
 
     def register(self, memory: Mapped) -> Unregister:
         """Share memory with the ranks, also with those that are started later. Raises RuntimeError."""

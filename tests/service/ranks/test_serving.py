@@ -90,6 +90,9 @@ async def test_channels_and_metrics(tmp_path: Path) -> None:
         for rank in "01":
             assert server.metric("rank_up", rank=rank) == server.metric("rank_starts_total", rank=rank) == 1
             assert server.metric("rank_compute_seconds_total", rank=rank) > 0
+            value = server.app.metrics.registry.get_sample_value
+            assert value("expertd_rank_jit_compilations_total", {"rank": rank}) == 0, "it says so"
+            assert value("expertd_rank_device_memory_used_bytes", {"rank": rank}) is None, "a CPU"
 
 
 async def test_a_rank_without_work_uses_less_than_a_hundredth_of_a_core() -> None:

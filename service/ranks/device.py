@@ -1,0 +1,31 @@
+"""Tells the front end about the rank's device and kernels, for its metrics."""
+
+import threading
+import time
+from collections.abc import Callable
+
+from expertd.kernels.jit import stats
+from expertd.service.engine.rank_metrics import RankDevice
+
+_SECONDS = 2.0  # between two looks
+
+
+def tell_changes(memory: Callable[[], tuple[int, int] | None], tell: Callable[..., None]) -> None:
+    """Tell the fields of `RankDevice` now, and whenever they have changed. `memory`: see `Loaded`."""
+    known: RankDevice | None = None
+
+    def look() -> None:
+        nonlocal known
+        kernels = stats()
+        now = RankDevice(memory(), kernels.compilations, kernels.compile_seconds, kernels.cache_hits)
+        if now != known:
+            known = now
+            tell(*now)
+
+    def watch() -> None:
+        while True:
+            time.sleep(_SECONDS)
+            look()
+
+    look()
+    threading.Thread(target=watch, name="expertd-device", daemon=True).start()

@@ -1,0 +1,44 @@
+"""What ranks say of their devices and kernels, and the metrics that it becomes."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from expertd.kernels.jit.statistics import JitStats
+from expertd.service.engine.metrics import Metrics
+from expertd.service.engine.rank_metrics import RankDevice, RankState
+from expertd.service.ranks import device
+from expertd.service.ranks.rank import Rank
+from tests.service.waiting import wait_for
+
+
+def test_changes_are_told_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_SECONDS", 0.001)
+    monkeypatch.setattr(device, "stats", lambda: JitStats(3, 1.5, 2))
+    used: Iterator[int] = iter([5, 5, 5, 7])
+    last = 7
+    told: list[tuple[Any, ...]] = []
+    device.tell_changes(lambda: (next(used, last), 9), lambda *fields: told.append(fields))
+    assert told == [((5, 9), 3, 1.5, 2)], "at once"
+    wait_for(lambda: len(told) > 1, "the change is told", 5)
+    assert told[1:] == [((7, 9), 3, 1.5, 2)]
+
+
+def test_a_message_becomes_a_ranks_device() -> None:
+    rank = object.__new__(Rank)
+    for said in (RankDevice((5, 9), 3, 1.5, 2), RankDevice()):
+        rank.note_device(*json.loads(json.dumps(said)))
+        assert rank.device == said
+
+
+def test_metrics_have_each_ranks_device() -> None:
+    metrics = Metrics("1")
+    states = [RankState(True, 1, 0.5, 10, RankDevice((5, 9), 3, 1.5, 2)), RankState(False, 2, 0.0, 0)]
+    metrics.watch_ranks(lambda: states)
+    value = metrics.registry.get_sample_value
+    names = ("up", "device_memory_used_bytes", "device_memory_total_bytes", "starts_total")
+    jit = ("jit_compilations_total", "jit_compile_seconds_total", "jit_cache_hits_total")
+    got = [[value(f"expertd_rank_{name}", {"rank": rank}) for name in (*names, *jit)] for rank in "01"]
+    assert got == [[1, 5, 9, 1, 3, 1.5, 2], [0, None, None, 2, 0, 0, 0]]
