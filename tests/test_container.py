@@ -129,6 +129,22 @@ def test_compose_mounts_and_config_exist() -> None:
     assert [path for path in [*paths, config] if not (ROOT / path).is_file()] == []
 
 
+def test_the_nodes_of_compose_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    base, nodes = compose("docker-compose.yml"), compose("docker", "nodes.yml")
+    settings = []
+    for service in (base["expertd"] | nodes["expertd"], nodes["expertd-1"]):
+        for name, value in {**image_environment(), **service["environment"]}.items():
+            monkeypatch.setenv(name, default_of(value))
+        settings.append(load_settings(ROOT / "configs" / "demo.yaml"))
+    assert [each.node_rank for each in settings] == [0, 1]
+    assert {each.nnodes for each in settings} == {2}
+    (rendezvous,) = {each.rendezvous for each in settings}
+    assert rendezvous is not None
+    assert rendezvous.partition(":")[0] in base, "the name of node 0's container"
+    hardening = ("read_only", "cap_drop", "security_opt", "stop_grace_period")
+    assert all(nodes["expertd-1"][name] == base["expertd"][name] for name in hardening)
+
+
 def test_compose_gives_the_server_longer_than_it_may_drain() -> None:
     settings = load_settings(ROOT / "configs" / "demo.yaml")
     grace = compose("docker-compose.yml")["expertd"]["stop_grace_period"]

@@ -92,6 +92,7 @@ def _checks(settings: "Settings") -> Iterator[Result]:
     yield _result("checkpoints", checkpoints)
     yield _result("weights", lambda: check_weights(settings))
     yield _result("address", lambda: _address(settings))
+    yield _result("rendezvous", lambda: _rendezvous(settings))
     yield _result("channels", lambda: _channels(settings))
     yield _result("backend", lambda: _backend(settings))
     yield _result("partitions", lambda: _partitions(settings))
@@ -104,9 +105,23 @@ def _result(name: str, check: Callable[[], str | None]) -> Result:
         return Result(name, False, str(error))
 
 
+def _rendezvous(settings: "Settings") -> str:
+    from expertd.service.ranks.meeting import between_nodes, listen
+
+    if settings.nnodes == 1:
+        return "none"
+    meeting = between_nodes(settings)
+    if settings.node_rank > 0:
+        return f"{settings.rendezvous}, from {meeting.address} on {meeting.interface}"
+    listen(meeting.host, meeting.port).close()
+    return f"{settings.rendezvous} is free"
+
+
 def _address(settings: "Settings") -> str:
     from expertd.service.http.listening import BindError, listen
 
+    if settings.node_rank > 0:
+        return "none: node 0 has the front end"
     try:
         listen(settings).close()
     except BindError as error:

@@ -68,6 +68,17 @@ def between_nodes(settings: Settings) -> Meeting:
     return Meeting(host, port, address, _interface_of(address))
 
 
+def exposure(meeting: Meeting) -> str | None:
+    """A warning if other machines can reach the ranks, else None."""
+    if meeting.address.startswith("127."):
+        return None
+    return (
+        f"rendezvous {meeting.host}:{meeting.port} and the ranks' connections at {meeting.address} have no "
+        "authentication or encryption: anyone who can reach them can read and change tokens and outputs; "
+        "keep the nodes in a network of their own, or restrict access with a firewall"
+    )
+
+
 def listen(host: str, port: int) -> socket.socket:
     """A socket for the store, which would listen on every address by itself. Raises ValueError."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)

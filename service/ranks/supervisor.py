@@ -13,7 +13,7 @@ from expertd.service.engine.errors import DeviceLostError
 from expertd.service.engine.rank_metrics import RankDevice
 from expertd.service.memory import Mapped, Unregister
 from expertd.service.ranks.group import LoadFailedError, RankGroup
-from expertd.service.ranks.meeting import LOOPBACK, Meeting, between_nodes, listen, on_this_machine
+from expertd.service.ranks.meeting import LOOPBACK, Meeting, between_nodes, exposure, listen, on_this_machine
 from expertd.service.ranks.nodes import Nodes
 from expertd.service.ranks.regions import SharedRegions
 from expertd.service.ranks.setup import RankSetup, Role
@@ -210,6 +210,8 @@ def _meeting(settings: Settings) -> tuple[Meeting, socket.socket]:
     """Where the ranks meet, and a socket there for the store. Raises ValueError."""
     if settings.nnodes > 1:
         meeting = between_nodes(settings)
+        if (warning := exposure(meeting)) is not None:
+            logger.warning(warning)
         return meeting, listen(meeting.host, meeting.port)
     listener = listen(LOOPBACK, 0)
     return on_this_machine(listener.getsockname()[1]), listener

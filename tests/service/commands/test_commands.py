@@ -81,7 +81,7 @@ def test_check_prints_every_setting_with_its_origin(
     assert config.read_text().splitlines()[line - 1].split() == ["top_k:", "2"]
     assert rows["host"] == ("127.0.0.1", "default")
     assert [result["name"] for result in about["checks"]] == [
-        "settings", "checkpoints", "weights", "address", "channels", "backend", "partitions",
+        "settings", "checkpoints", "weights", "address", "rendezvous", "channels", "backend", "partitions",
     ]  # fmt: skip
 
 
@@ -139,6 +139,20 @@ def test_check_reports_what_would_prevent_a_start(config: Path, capsys: Output, 
 
 
 @pytest.mark.usefixtures("no_gpu")
+def test_check_looks_at_the_rendezvous(config: Path, capsys: Output) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = f"127.0.0.1:{taken.getsockname()[1]}"
+        given = ("--config", config, "--port", "0", "--nnodes", "2", "--rendezvous", place)
+        code, about = check(capsys, *given)
+        assert (code, list(failed(about))) == (2, ["rendezvous"])
+        assert f"rendezvous: expected a free port on an address of node 0, got {place}" in str(failed(about))
+        code, about = check(capsys, *given, "--node-rank", "1")
+        details = {result["name"]: result["detail"] for result in about["checks"]}
+        assert (code, details["rendezvous"]) == (0, f"{place}, from 127.0.0.1 on lo")
+        assert details["address"] == "none: node 0 has the front end"
+    assert check(capsys, *given)[0] == 0
+
+
 def test_check_reports_a_backend_that_cannot_run(config: Path, capsys: Output) -> None:
     code, about = check(capsys, "--config", config, "--backend", "hopper")
     assert code == 2

@@ -188,6 +188,22 @@ def test_settings_are_frozen(config: Path) -> None:
             r"devices: expected backend hopper, got 'reference'",
         ),
         (f"models: [{MODEL}]\ndevices: 1", r"devices: expected two GPUs or more, got 1"),
+        (f"models: [{MODEL}]\nnnodes: 2", r"rendezvous: expected HOST:PORT with nnodes 2, got none"),
+        (
+            f"models: [{MODEL}]\nnnodes: 2\nnode_rank: 2\nrendezvous: a:1",
+            r"node_rank: expected less than nnodes \(2\), got 2",
+        ),
+        *(
+            (
+                f"models: [{MODEL}]\nrendezvous: '{text}'",
+                rf"rendezvous: expected HOST:PORT, with a port of 1 to 65535, got '{text}'",
+            )
+            for text in ("a", "a:0", "a:65536", ":1", "a:b:1", "a b:1")
+        ),
+        (
+            f"models: [{MODEL}]\nnnodes: 3\nranks: 2\nrendezvous: a:1",
+            r"ranks: expected at most num_experts of model m \(4\), got 6",
+        ),
         (f"models: [{MODEL}]\ndevices: [1, 1]", r"devices: expected each number once, got 1,1"),
         (
             f"models: [{MODEL}]\ndevices: 0-1\nranks: 3",
@@ -274,6 +290,14 @@ def test_a_long_list_of_mistakes_is_cut(tmp_path: Path) -> None:
     *listed, last = caught.value.mistakes
     assert [line.split(": ")[1] for line in listed] == [f"key_{number}" for number in range(20)]
     assert last == f"{path}: expected valid settings, got 80 more that are not"
+
+
+def test_ranks_of_several_nodes() -> None:
+    given = {"models": [yaml.safe_load(MODEL)], "rendezvous": "node-0:29500", "nnodes": 2}
+    for more in ({"ranks": 2}, {"devices": "0-1"}):
+        settings = Settings.model_validate({**given, **more})
+        assert (settings.num_ranks, settings.ranks_per_node) == (4, 2)
+    assert Settings.model_validate({**given, "devices": "0"}).num_ranks == 2, "one GPU of each node"
 
 
 def test_the_demo_with_ranks_is_the_same_layer() -> None:

@@ -97,6 +97,47 @@ def test_the_variable_with_the_invalid_value_is_named(
         load_settings(config)
 
 
+TORCHRUN = {"NNODES": "3", "GROUP_RANK": "1", "MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "flags", "expected"),
+    [
+        (TORCHRUN, [], (3, 1, "node-0:29500")),
+        ({**TORCHRUN, "NODE_RANK": "2"}, [], (3, 2, "node-0:29500")),
+        ({**TORCHRUN, "EXPERTD_NODE_RANK": "0"}, [], (3, 0, "node-0:29500")),
+        (
+            TORCHRUN,
+            [Flag("--nnodes", "nnodes", "2"), Flag("--rendezvous", "rendezvous", "a:1")],
+            (2, 1, "a:1"),
+        ),
+        ({**TORCHRUN, "NNODES": ""}, [Flag("--nnodes", "nnodes", "2")], (2, 1, "node-0:29500")),
+        ({**TORCHRUN, "NNODES": ""}, [], (1, 0, None)),
+    ],
+)
+def test_torchruns_variables_are_settings_if_nodes_are_asked_for(
+    config: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    environment: dict[str, str],
+    flags: list[Flag],
+    expected: tuple[int, int, str | None],
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    settings = load_settings(config, flags)
+    assert (settings.nnodes, settings.node_rank, settings.rendezvous) == expected
+
+
+def test_torchruns_variables_override_the_file_and_are_named_in_errors(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config.write_text(f"nnodes: 5\nrendezvous: a:1\n{config.read_text()}")
+    monkeypatch.setenv("NNODES", "2:4")
+    expected = r"^environment variable NNODES: nnodes: expected a valid integer, got '2:4'$"
+    with pytest.raises(SettingsError, match=expected):
+        load_settings(config)
+
+
 def test_a_file_is_named_only_for_its_own_values(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EXPERTD_LIMITS__MAX_QUEUE_TOKENS", "9000")
     config.write_text(config.read_text().replace("5000", "0"))

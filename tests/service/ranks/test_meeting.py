@@ -1,0 +1,42 @@
+"""Where nodes meet: addresses and interfaces of this machine."""
+
+import socket
+
+import pytest
+
+from expertd.service.ranks.meeting import Meeting, between_nodes, exposure, listen
+from tests.service.ranks.nodes import node_settings
+
+
+def test_the_way_to_this_machine_is_the_loopback_interface() -> None:
+    for host in ("127.0.0.1", "localhost"):
+        meeting = between_nodes(node_settings(rendezvous=f"{host}:29500"))
+        assert meeting == Meeting("127.0.0.1", 29500, "127.0.0.1", "lo")
+        assert exposure(meeting) is None
+
+
+def test_an_address_of_another_interface_is_found() -> None:
+    """The one that leads elsewhere, if this machine has such a route."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
+        try:
+            route.connect(("192.0.2.1", 9))  # an address for documents; nothing is sent
+        except OSError:
+            address = "127.0.0.1"
+        else:
+            address = route.getsockname()[0]
+    meeting = between_nodes(node_settings(rendezvous=f"{address}:29500"))
+    assert (meeting.host, meeting.address) == (address, address)
+    assert meeting.interface in [name for _, name in socket.if_nameindex()]
+    assert (exposure(meeting) is None) == (address == "127.0.0.1")
+
+
+def test_a_host_that_does_not_exist_is_named() -> None:
+    with pytest.raises(
+        ValueError, match=r"rendezvous: expected a host that .*, got nowhere\.invalid:29500 \("
+    ):
+        between_nodes(node_settings(rendezvous="nowhere.invalid:29500"))
+
+
+def test_an_address_of_another_machine_cannot_be_listened_at() -> None:
+    with pytest.raises(ValueError, match=r"rendezvous: expected a free port .*, got 192\.0\.2\.1:29500"):
+        listen("192.0.2.1", 29500)
