@@ -4,6 +4,7 @@ A message is a kind, a few bytes that describe it, and a payload that lies in te
 """
 
 import json
+import struct
 import threading
 from datetime import timedelta
 from enum import IntEnum
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from expertd.service.ranks.meeting import Meeting
 
+_HEAD = struct.Struct("<QQQ")  # kind, bytes of the text and of the payload
+_FIRST_BYTES = 4096  # sizes are fixed in advance: the first part of a message has the head and most texts
 _NEVER = timedelta(days=3650)  # a link is idle as long as its server; a lost end closes its connection
 
 
@@ -65,9 +68,14 @@ class Link:
     def send(self, kind: Kind, text: bytes, payload: Tensor | None = None) -> None:
         """Send a message. payload: uint8 [N]; None: empty."""
         num_bytes = 0 if payload is None else payload.numel()
+        first = np.zeros(_FIRST_BYTES, np.uint8)
+        first[: _HEAD.size] = np.frombuffer(_HEAD.pack(kind, len(text), num_bytes), np.uint8)
+        inside = min(len(text), _FIRST_BYTES - _HEAD.size)
+        first[_HEAD.size : _HEAD.size + inside] = np.frombuffer(text[:inside], np.uint8)
         with self._sending:
-            self._send(torch.tensor([kind, len(text), num_bytes]))
-            self._send(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+            self._send(torch.from_numpy(first))
+            if inside < len(text):
+                self._send(torch.frombuffer(bytearray(text[inside:]), dtype=torch.uint8))
             if payload is not None and num_bytes:
                 self._send(payload)
 
@@ -77,12 +85,15 @@ class Link:
 
     def receive(self) -> Head:
         """The next message, whose payload `take` takes."""
-        head = torch.empty(3, dtype=torch.int64)
-        self._receive(head)
-        kind, text_bytes, num_bytes = head.tolist()
-        text = np.empty(text_bytes, np.uint8)
-        self._receive(torch.from_numpy(text))
-        return Head(Kind(kind), text.tobytes(), num_bytes)
+        first = np.empty(_FIRST_BYTES, np.uint8)
+        self._receive(torch.from_numpy(first))
+        kind, text_bytes, num_bytes = _HEAD.unpack_from(first.data)
+        text = first[_HEAD.size :][:text_bytes].tobytes()
+        if len(text) < text_bytes:
+            rest = np.empty(text_bytes - len(text), np.uint8)
+            self._receive(torch.from_numpy(rest))
+            text += rest.tobytes()
+        return Head(Kind(kind), text, num_bytes)
 
     def take(self, payload: Tensor) -> None:
         """Take a payload into uint8 [num_bytes]."""

@@ -36,7 +36,8 @@ class Agent:
         self._log = directory / f"{name}.log"
         command: list[str | Path] = [EXPERTD, "serve", "--config", config, "--node-rank", "1"]
         with self._log.open("wb") as log:
-            self.process = subprocess.Popen(command, stderr=log, env=clean_environment())
+            environment = clean_environment(OMP_NUM_THREADS="1")  # node 0 needs cores, too
+            self.process = subprocess.Popen(command, stderr=log, env=environment)
 
     def log(self) -> str:
         """Its output so far."""
