@@ -118,7 +118,7 @@ class _Agent:
             group.watch(stop)
             why = group.lost or ""
         except LoadFailedError as error:
-            why = str(error)
+            why = str(error).removeprefix("loading: ")
         finally:
             self._group = None
             session.report(generation, f"{why} (node {self._node})")

@@ -38,10 +38,14 @@ class Board:
         """What agents found wrong with their settings."""
         return [text for node in range(1, num_nodes) if (text := self._get(f"refused/{node}")) is not None]
 
+    def report_of(self, generation: int, node: int) -> str | None:
+        """Why a node's part of a group has ended; None: it has not."""
+        return self._get(f"ended/{generation}/{node}")
+
     def await_report(self, generation: int, node: int, seconds: float) -> str | None:
         """Why a node's part of a group has ended, if its agent says so within `seconds`."""
         until = time.monotonic() + seconds
-        while (text := self._get(f"ended/{generation}/{node}")) is None and time.monotonic() < until:
+        while (text := self.report_of(generation, node)) is None and time.monotonic() < until:
             time.sleep(0.01)
         return text
 

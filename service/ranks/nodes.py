@@ -12,16 +12,19 @@ from expertd.service.ranks.meeting import Meeting
 from expertd.service.settings.model import Settings
 
 LOST_SECONDS = 3.0  # without a beat: far more than a busy machine delays one
-_SHARED = {"backend", "devices", "ranks", "nnodes", "partitions", "models"}
+_REPORT_SECONDS = 1.0  # after an agent's report: ranks that can say more themselves have done so
+_SHARED = {"backend", "nnodes", "partitions", "models"}
 
 
 def shared_settings(settings: Settings) -> dict[str, Any]:
-    """What all nodes must agree on: each reads its own settings. Paths may differ."""
+    """What all nodes must agree on: each reads its own settings. Paths and numbers of GPUs may differ."""
     shared = settings.model_dump(mode="json", include=_SHARED)
     for number, model in enumerate(settings.models):
         shared["models"][number] = model.model_dump(
             mode="json", exclude={"source": True, "weights": {"path"}}
         )
+    shared["ranks"] = settings.ranks_per_node
+    shared["on GPUs"] = settings.devices is not None
     shared["max_batch_tokens"] = settings.limits.max_batch_tokens
     shared["torch"] = torch.__version__
     return shared
@@ -37,6 +40,8 @@ class Nodes:
         self._board.describe(shared_settings(settings))
         self._beats: dict[int, str] = {}
         self._seen: dict[int, float] = {}  # when each agent's beat was new
+        self._generation = 0
+        self._reported: float | None = None  # when a report about the present group was there
 
     def wait_present(self, stop: Callable[[], bool], is_first: bool) -> None:
         """Return once all agents are there, or `stop` is true.
@@ -60,15 +65,20 @@ class Nodes:
 
     def begin(self, generation: int) -> None:
         """Have the agents start their ranks of a new group."""
+        self._generation, self._reported = generation, None
         self._board.begin(generation)
 
     def why_lost(self) -> str | None:
-        """Which node has been silent for too long; None: none has."""
+        """Which node has been silent for too long, or why its ranks have ended; None: neither."""
         self._look()
         now = time.monotonic()
         for node, seen in self._seen.items():
             if now - seen > LOST_SECONDS:
                 return f"node {node}: expected a sign of its agent within {LOST_SECONDS:g} s, got none"
+            if (report := self._board.report_of(self._generation, node)) is not None:
+                self._reported = self._reported or now
+                if now - self._reported > _REPORT_SECONDS:
+                    return report
         return None
 
     def _look(self) -> None:

@@ -87,9 +87,11 @@ def main() -> int:
     os.close(ring_file)
     control = Control(connection, rings)
     level = setup.settings.log_level
-    if setup.rank and level == "info":
-        level = "warning"  # the others would repeat what rank 0 says
-    configure_logging(level, f"rank {setup.rank}: ", bars=setup.rank == 0)
+    if setup.local_rank and level == "info":
+        level = "warning"  # the others would repeat what the first rank of the node says
+    configure_logging(
+        level, f"rank {setup.rank}: ", bars=setup.local_rank == 0 and setup.role is not Role.PROXY
+    )
     if setup.role is Role.PROXY:
         return _stand_for(setup, control, rings)
     return _run(setup, control, rings, other_side)

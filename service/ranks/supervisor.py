@@ -117,7 +117,7 @@ class Supervisor:
                 began = time.monotonic()
                 try:
                     self._run_group(nodes)
-                except (LoadFailedError, OSError) as error:
+                except (LoadFailedError, OSError, RuntimeError) as error:
                     if self.starts == 1:
                         raise
                     self._note(why=f"the ranks could not be started again: {error}")
@@ -150,6 +150,8 @@ class Supervisor:
         began = time.monotonic()
         if nodes is not None:
             nodes.wait_present(lambda: self._stopped, is_first=self.starts == 1)
+            if self._stopped:
+                return
             nodes.begin(self.starts)
         why_lost = (lambda: None) if nodes is None else nodes.why_lost
         group = RankGroup(self._setups(), self._settings.step_timeout_seconds, why_lost)

@@ -17,7 +17,7 @@ Links = tuple[Link, Link]
 
 @pytest.fixture
 def links() -> Iterator[Links]:
-    store = dist.TCPStore(
+    store = dist.TCPStore(  # type: ignore[attr-defined]
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10)
     )
     meeting = on_this_machine(store.port)

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from expertd.service.ranks.loading import load_ranks
 from tests.service.apps import error_of, rows, serving, tiny_settings
 from tests.service.channels.servers import claimed
 from tests.service.http.processes import alive
+from tests.service.ranks.hanging import allow_hanging, hang
 from tests.service.ranks.nodes import Agent, agent, node_settings
 from tests.service.ranks.servers import close, output_for, rank_processes, serving_ranks
 from tests.service.ranks.steps import LIMITS, outputs_of, request, routed, tolerance_of
@@ -126,3 +128,37 @@ async def test_a_node_that_is_silent_is_lost_until_it_speaks_again(tmp_path: Pat
             await traffic.flows_again()
         assert traffic.wrong == []
         assert traffic.longest < 5.0
+
+
+async def test_a_rank_that_hangs_on_another_node_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allow_hanging(tmp_path, monkeypatch)
+    settings = node_settings(step_timeout_seconds=1.5)
+    with agent(settings, tmp_path) as other:
+        async with serving_ranks(settings) as server, asyncio.timeout(60), traffic_to(server) as traffic:
+            ranks = other.ranks()
+            hang(ranks[0])
+            await until(lambda: server.app.engine.why_not_ready() is not None, 5)
+            await traffic.flows_again()
+            assert not any(map(alive, ranks))
+        assert traffic.wrong == []
+        assert 1.5 <= traffic.longest < 5.0
+
+
+async def test_a_rank_that_ends_before_it_says_anything_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = node_settings()
+    with monkeypatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+        (tmp_path / "sitecustomize.py").write_text(
+            "import os, sys\nif '--node-rank' not in sys.orig_argv: os._exit(7)\n"
+        )
+        other = Agent(settings, tmp_path)
+    try:
+        expected = r"loading: rank 1: its process ended with exit code 7 \(node 1\)"
+        with pytest.raises(RuntimeError, match=expected):
+            await asyncio.to_thread(load_ranks, settings, lambda: False)
+    finally:
+        other.kill()
