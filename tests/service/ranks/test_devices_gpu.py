@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from tests.service.apps import MODEL, Serving, rows, serving, tiny_settings
 from tests.service.ranks.servers import output_for, rank_processes, serving_ranks
-from tests.service.ranks.test_serving import routed
+from tests.service.ranks.steps import routed
 from tests.service.waiting import until
 
 pytestmark = [
