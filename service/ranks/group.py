@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from expertd.service.engine.errors import DeviceLostError
 from expertd.service.ranks.messages import StepEnd
@@ -16,6 +17,7 @@ from expertd.service.ranks.step_time import StepTime
 
 _CHECK_SECONDS = 0.25  # between two looks for ranks that were stopped, and at the time of a step
 _MAP_SECONDS = 60.0  # locking memory for a GPU takes about 0.3 s for each GB
+_ANSWER_SECONDS = 120.0  # capturing the CUDA graphs of all layers takes seconds
 _STOP_SECONDS = 2.0
 _ALONE_SECONDS = 1.0  # for other ranks to fail too: those that wait for a rank that failed alone never end
 
@@ -45,11 +47,13 @@ class RankGroup:
     ) -> None:
         self.ranks: list[Rank] = []
         self.lost: str | None = None
-        self.about: tuple[str, str] | None = None  # the backend and device of rank 0, once it has loaded
+        # The backend, device and partitions of the first rank that has loaded: all have the same.
+        self.about: tuple[str, str, list[Any]] | None = None
         self._why_beside = why_beside
         self._bell = Bell()
         self._woken = Bell()  # wakes `watch`
         self._mapped: dict[int, dict[int, str]] = {}  # region -> rank -> error or ""
+        self._answers: dict[int, list[Any]] = {}  # to the last question, by rank
         self._changed = threading.Condition()
         self._ends: dict[int, dict[int, StepEnd]] = {}  # of steps that are not over, by rank
         self._first_step = StepTime(step_seconds)
@@ -68,11 +72,13 @@ class RankGroup:
                 match rank.receive():
                     case ["loaded", str(backend), str(device)]:
                         rank.loaded = True
-                        self.about = self.about or (backend, device)
+                        self.about = self.about or (backend, device, rank.partitions)
                     case ["failed", str(text), bool(is_expected)]:
                         raise LoadFailedError(f"rank {rank.number}: {text}", is_expected)
                     case ["device", memory, *of_kernels]:
                         rank.note_device(memory, *of_kernels)
+                    case ["partitions", str(), list(shown)]:
+                        rank.partitions = shown
                     case ["lost", str(text)]:
                         raise LoadFailedError(f"loading: {text}", False)
                     case _:
@@ -119,6 +125,20 @@ class RankGroup:
         """Have all ranks forget a region that no step uses any more."""
         for rank in self.ranks:
             rank.send(UNMAP, region.number)
+
+    def ask(self, *message: Any) -> dict[int, list[Any]]:
+        """Each rank's answer to a message, which it gives between two steps; for one thread at a time.
+
+        Raises DeviceLostError.
+        """
+        self._answers.clear()
+        for rank in self.ranks:
+            rank.send(*message)
+        with self._changed:
+            if not self._changed.wait_for(self._is_answered, _ANSWER_SECONDS):
+                self.lose(f"a rank hangs: expected an answer within {_ANSWER_SECONDS:g} s, got none")
+        self.check()
+        return dict(self._answers)
 
     def check(self) -> None:
         """Raise DeviceLostError if a rank is lost."""
@@ -207,6 +227,10 @@ class RankGroup:
                     self._changed.notify_all()
             case ["device", memory, *of_kernels]:
                 rank.note_device(memory, *of_kernels)
+            case ["partitions", *answer]:
+                with self._changed:
+                    self._answers[rank.number] = answer
+                    self._changed.notify_all()
             case ["lost", str(why)]:
                 self.lose(why)
             case _:
@@ -214,6 +238,9 @@ class RankGroup:
 
     def _is_mapped(self, region: int) -> bool:
         return self.lost is not None or len(self._mapped.get(region, {})) == len(self.ranks)
+
+    def _is_answered(self) -> bool:
+        return self.lost is not None or len(self._answers) == len(self.ranks)
 
     def _first_error(self, number: int) -> str:
         return next((end.error for end in self._ends[number].values() if end.error), "")

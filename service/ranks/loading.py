@@ -5,6 +5,7 @@ from contextlib import ExitStack
 
 from expertd.service.engine.loading import Cancelled, LoadCancelledError, Loaded
 from expertd.service.ranks.group import LoadFailedError
+from expertd.service.ranks.partitions import RankPartitions
 from expertd.service.ranks.runner import RankRunner, Steps
 from expertd.service.ranks.staging import Staging, staging_bytes
 from expertd.service.ranks.supervisor import Supervisor
@@ -34,9 +35,12 @@ def load_ranks(settings: Settings, cancelled: Cancelled) -> Loaded:
         most = max(staging_bytes(tokens, model.hidden_size, model.top_k) for model in settings.models)
         staging = [Staging(most, supervisor.register) for _ in range(_MAX_RUNNING)]
         stack.pop_all()
-    backend, device = about
+    backend, device, partitions = about
     logger.info("%d ranks are ready, each with its part of every layer", settings.num_ranks)
     steps = Steps(supervisor, staging, settings.num_ranks)
+
+    def keep(sizes: dict[str, int]) -> None:
+        supervisor.partitions = sizes
 
     def close() -> None:
         for memory in staging:
@@ -47,7 +51,7 @@ def load_ranks(settings: Settings, cancelled: Cancelled) -> Loaded:
         backend,
         f"{settings.num_ranks} x {device}",
         {model.name: RankRunner(steps, index, model) for index, model in enumerate(settings.models)},
-        None,
+        RankPartitions(supervisor.group, partitions, keep) if partitions else None,
         lambda: None,
         lambda _: None,
         supervisor.register,

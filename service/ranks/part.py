@@ -69,19 +69,22 @@ class RankPart:
             (model, self.loaded.runners[model.name]) for model in setup.settings.models
         ]
         self._running: deque[_Running] = deque()
+        self.jobs: deque[Callable[[], None]] = deque()  # to do while no step runs, after the bell of commands
 
     def serve(self, rings: Rings, stopped: Callable[[], bool]) -> None:
         """Run steps in the order of their commands, until `stopped` and its bell say so."""
         commands, bell = rings.commands, rings.command_bell
 
         def called() -> bool:
-            return stopped() or not commands.is_empty()
+            return stopped() or bool(self.jobs) or not commands.is_empty()
 
         while not stopped():
             if self._running:
                 bell.wait(lambda: called() or self._running[0].step.is_done(), SPIN_SECONDS, _POLL_SECONDS)
             else:
                 bell.wait(called, SPIN_SECONDS)
+            if self.jobs and not self._running:
+                self.jobs.popleft()()
             if len(self._running) < _MAX_RUNNING and (data := commands.take()) is not None:
                 self._begin(StepCommand.unpacked(data), rings)
             elif self._running and self._running[0].step.is_done():

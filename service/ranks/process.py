@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,7 @@ class Control:
 
     def __init__(self, connection: socket.socket, rings: Rings) -> None:
         self.register: Register = nothing_to_register  # with the device, once it is known
+        self.replace_partitions: Callable[[dict[str, int]], None] = lambda _: None  # has them replaced
         self.regions = MappedRegions()
         self.stopped = False
         self._connection, self._rings = connection, rings
@@ -66,6 +68,8 @@ class Control:
                 self.regions.unmap(number)
             case [words.STOP]:
                 self.stop()
+            case [words.PARTITIONS, sizes]:
+                self.replace_partitions(sizes)
             case _:
                 raise ValueError(f"message: expected one of those of a front end, got {message}")
 
@@ -100,18 +104,21 @@ def main() -> int:
 def _stand_for(setup: RankSetup, control: Control, rings: Rings) -> int:
     from expertd.service.ranks.proxy import Proxy
 
-    return Proxy(setup, control.regions, rings, control.send).serve(lambda: control.stopped)
+    proxy = Proxy(setup, control.regions, rings, control.send)
+    control.replace_partitions = proxy.replace_partitions
+    return proxy.serve(lambda: control.stopped)
 
 
 def _run(setup: RankSetup, control: Control, rings: Rings, other_side: Rings) -> int:
     # Imported here: it takes seconds, in which the front end may end already.
     from expertd.service.ranks.device import tell_changes
     from expertd.service.ranks.part import RankPart
+    from expertd.service.ranks.partitions import replace, shown
     from expertd.service.ranks.remote import RemoteSteps
 
     remote = None
     if setup.role is Role.REMOTE:
-        remote = RemoteSteps(setup, control.regions, other_side, control.stop)
+        remote = RemoteSteps(setup, control.regions, other_side, control)
 
     def say(*message: Any) -> None:
         if remote is not None:
@@ -129,6 +136,14 @@ def _run(setup: RankSetup, control: Control, rings: Rings, other_side: Rings) ->
     control.register = part.loaded.register
     if remote is not None:
         remote.share(part.loaded.register)
+    loaded = part.loaded
+
+    def replace_partitions(sizes: dict[str, int]) -> None:
+        part.jobs.append(lambda: say(words.PARTITIONS, *replace(loaded, sizes)))
+        rings.command_bell.ring()
+
+    control.replace_partitions = replace_partitions
+    say(words.PARTITIONS, "", shown(loaded))
     say(words.LOADED, part.loaded.backend, part.loaded.device)
     tell_changes(part.loaded.memory, partial(say, words.DEVICE))
     part.serve(rings, lambda: control.stopped)

@@ -52,6 +52,10 @@ class Proxy:
         self._receiver.join(_END_SECONDS)
         return 0
 
+    def replace_partitions(self, sizes: dict[str, int]) -> None:
+        """Pass the sizes on; the answer comes as other words do."""
+        self._link.tell(words.PARTITIONS, sizes)
+
     def _send(self, command: StepCommand) -> None:
         setup, model = self._setup, self._setup.settings.models[command.model]
         sizes = model.hidden_size, model.top_k

@@ -27,6 +27,7 @@ class Rank:
         self._name = "its proxy's process" if setup.role is Role.PROXY else "its process"
         self.loaded = False
         self.device = RankDevice()
+        self.partitions: list[Any] = []  # what it said of them when it had loaded
         self.connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.connection.settimeout(_SEND_SECONDS)
         bell, sizes = Bell(), RingSizes.of(setup.settings)

@@ -3,7 +3,7 @@
 import os
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,17 +26,25 @@ def region_of(number: int) -> int:
     return _REGIONS[number % len(_REGIONS)]
 
 
+class RemoteControl(Protocol):
+    """The part of `Control` that the front end of another node reaches."""
+
+    replace_partitions: Callable[[dict[str, int]], None]
+
+    def stop(self) -> None: ...
+
+
 class RemoteSteps:
     """Connects to the proxy; steps may come after `share`. The process ends with the connection.
 
-    rings  the front end's side of the rank's rings
-    stop   called when the front end has no more steps
+    rings    the front end's side of the rank's rings
+    control  does what the front end asks for
     """
 
     def __init__(
-        self, setup: RankSetup, regions: MappedRegions, rings: Rings, stop: Callable[[], None]
+        self, setup: RankSetup, regions: MappedRegions, rings: Rings, control: RemoteControl
     ) -> None:
-        self._setup, self._regions, self._rings, self._stop = setup, regions, rings, stop
+        self._setup, self._regions, self._rings, self._control = setup, regions, rings, control
         self._steps: dict[int, StepCommand] = {}
         self._link = Link(setup.meeting, setup.generation, setup.rank, 1)
         for work in (self._receive, self._send):
@@ -70,14 +78,20 @@ class RemoteSteps:
         while True:
             head = self._link.receive()
             if head.kind is Kind.CONTROL:
-                assert head.words == [words.STOP]
-                self._stop()
+                self._handle(head.words)
                 continue
             command = StepCommand.unpacked(head.text)
             self._link.take(self._tensor(region_of(command.number), 0, head.num_bytes))
             self._steps[command.number] = command
             self._rings.commands.put(head.text)
             self._rings.command_bell.ring()
+
+    def _handle(self, message: list[Any]) -> None:
+        match message:
+            case [words.STOP]:
+                self._control.stop()
+            case [words.PARTITIONS, sizes]:
+                self._control.replace_partitions(sizes)
 
     def _send(self) -> None:
         ends, bell = self._rings.ends, self._rings.end_bell

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -34,6 +35,7 @@ class Supervisor:
     def __init__(self, settings: Settings) -> None:
         self.regions = SharedRegions()
         self.starts = 0  # of groups, so far
+        self.partitions = settings.partitions  # of those to come
         self._settings = settings
         self._meeting, self._listener = _meeting(settings)
         self._group: RankGroup | None = None  # maps regions
@@ -46,8 +48,8 @@ class Supervisor:
         self._mapping = threading.Lock()  # a region is added, or a group gets all of them
         self._thread = threading.Thread(target=self._run, name="expertd-ranks", daemon=True)
 
-    def start(self, cancelled: Callable[[], bool]) -> tuple[str, str] | None:
-        """Start the ranks; (backend, device) once they have loaded, None if `cancelled` came first.
+    def start(self, cancelled: Callable[[], bool]) -> tuple[str, str, list[Any]] | None:
+        """Start the ranks; `RankGroup.about` once they have loaded, None if `cancelled` came first.
 
         Raises LoadFailedError.
         """
@@ -180,7 +182,7 @@ class Supervisor:
 
     def _setups(self) -> list[RankSetup]:
         """What each rank of the next group is started with, those of other nodes by a proxy."""
-        settings = self._settings
+        settings = self._settings.model_copy(update={"partitions": self.partitions})
         here = settings.ranks_per_node
         roles = [Role.HERE] * here + [Role.PROXY] * (settings.num_ranks - here)
         return [
