@@ -68,7 +68,7 @@ def test_all_ranks_get_the_same() -> None:
     group, kept = FakeGroup(FakeRank(), FakeRank()), list[dict[str, int]]()
     partitions = partitions_of(group, kept)
     assert (partitions.device_name, partitions.total_sms, partitions.granularity) == ("arithmetic", 132, 8)
-    assert partitions.partitions == ()
+    assert len(partitions.partitions) == 0
     changes: list[dict[str, int]] = [{"compute": 100, "communication": 20}, {"compute": 50}]
     for sizes in changes:
         granted = partitions.apply(sizes)
