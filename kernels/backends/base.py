@@ -1,7 +1,7 @@
 """The interface every backend of grouped GEMMs and experts implements."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -43,6 +43,15 @@ class Backend(ABC):
 
     def warm_up(self, progress: Progress | None = None) -> None:  # noqa: B027  (a backend may have nothing to do)
         """Do everything that a first call would otherwise do lazily, above all compilation."""
+
+    def prepare_weights(self, group: Quantized) -> object:
+        """What is kept of a group that will have these weights [N, K]; for `weights_changed`."""
+        return None
+
+    def weights_changed(  # noqa: B027
+        self, weights: Quantized, groups: Sequence[int], prepared: Sequence[object]
+    ) -> None:
+        """These groups were overwritten, and no others. `prepared`: of each, by `prepare_weights`."""
 
     @abstractmethod
     def contiguous(

@@ -1,5 +1,6 @@
 """Finds the tensors of one MoE layer of a checkpoint, and checks their shapes and dtypes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from expertd.limits import SCALE_BLOCK
@@ -40,9 +41,10 @@ class LayerSource:
         """Bytes of the experts' weights in the files."""
         return sum(matrix.num_bytes for group in self.groups for matrix in group)
 
-    def part(self, experts: range, num_experts: int) -> "LayerSource":
-        """The same with only the routed `experts`, of all `num_experts`, and the shared ones."""
-        return replace(self, groups=self.groups[experts.start : experts.stop] + self.groups[num_experts:])
+    def part(self, experts: Sequence[int], num_experts: int) -> "LayerSource":
+        """The same with the routed `experts` in this order, of all `num_experts`, and the shared ones."""
+        held = tuple(self.groups[expert] for expert in experts)
+        return replace(self, groups=held + self.groups[num_experts:])
 
     @property
     def formats(self) -> tuple[str, ...]:

@@ -49,6 +49,12 @@ class LayerShape:
         return range(self.num_experts) if self.local_experts is None else self.local_experts
 
     @property
+    def expert_bytes(self) -> int:
+        """Bytes of an expert's weights on a device: FP8 data and fp32 scales."""
+        matrix, block = self.hidden_size * self.intermediate_size, SCALE_BLOCK**2
+        return 3 * (matrix + 4 * (matrix // block))
+
+    @property
     def num_groups(self) -> int:
         """Groups G of the grouped GEMMs: the held experts, then the shared ones."""
         return len(self.held_experts) + self.num_shared_experts

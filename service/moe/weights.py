@@ -1,6 +1,9 @@
 """The weights of one MoE layer: random by seed, or read from a safetensors file."""
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +41,12 @@ class ExpertWeights:
 
 
 def random_weights(
-    shape: LayerShape, seed: int, device: torch.device | str, part: range | None = None
+    shape: LayerShape, seed: int, device: torch.device | str, part: Sequence[int] | None = None
 ) -> ExpertWeights:
     """Normal weights with variance 1/fan-in, quantized; reproducible for a seed on one type of device.
 
-    part  only these of the routed experts, and all shared ones, with the weights that they have among all;
-          None: all groups of `shape`
+    part  these of the routed experts in this order, also several times, then all shared ones, with the
+          weights that they have among all; None: all groups of `shape`
     """
     kept = _kept(shape, part)
     generator = torch.Generator(device).manual_seed(seed)
@@ -60,11 +63,12 @@ def save_weights(path: Path | str, weights: ExpertWeights) -> None:
 
 
 def load_weights(
-    path: Path | str, shape: LayerShape, device: torch.device | str, part: range | None = None
+    path: Path | str, shape: LayerShape, device: torch.device | str, part: Sequence[int] | None = None
 ) -> ExpertWeights:
     """Read a file of `shape`, in the format of `save_weights`, directly to `device`.
 
-    part  only these of the routed experts, and all shared ones; None: all groups of `shape`
+    part  these of the routed experts in this order, also several times, then all shared ones; None: all
+          groups of `shape`
 
     Raises ValueError if the file cannot be read, or if a tensor is missing, unknown, or has the wrong shape
     or dtype.
@@ -86,22 +90,22 @@ def load_weights(
     )
 
 
-def _kept(shape: LayerShape, part: range | None) -> list[int]:
+def _kept(shape: LayerShape, part: Sequence[int] | None) -> list[int]:
     """The groups of `shape` that are kept: `part` of its routed experts, None: all, and the shared ones."""
     num_routed = len(shape.held_experts)
     return [*(range(num_routed) if part is None else part), *range(num_routed, shape.num_groups)]
 
 
 def _part(file: Any, name: str, kept: list[int]) -> Tensor:
-    """A tensor of the open file, with only the groups in `kept`, which has at most one gap."""
+    """A tensor of the open file, with the groups in `kept`, in their order."""
     tensor: Tensor
-    if name.startswith("router") or len(kept) == file.get_slice(name).get_shape()[0]:
+    if name.startswith("router") or kept == list(range(file.get_slice(name).get_shape()[0])):
         tensor = file.get_tensor(name)
         return tensor
     stored = file.get_slice(name)
-    gap = next((at for at in range(1, len(kept)) if kept[at] != kept[at - 1] + 1), len(kept))
-    runs = [run for run in (kept[:gap], kept[gap:]) if run]
-    return torch.cat([stored[run[0] : run[-1] + 1] for run in runs])
+    starts = [at for at in range(len(kept)) if at == 0 or kept[at] != kept[at - 1] + 1]
+    runs = [(kept[start], kept[end - 1] + 1) for start, end in pairwise([*starts, len(kept)])]
+    return torch.cat([stored[first:end] for first, end in runs])
 
 
 def _aligned(tensor: Tensor) -> Tensor:
@@ -133,13 +137,16 @@ def _random_experts(
 ) -> Quantized:
     data = torch.empty((len(kept), n, k), dtype=torch.float8_e4m3fn, device=generator.device)
     scales = torch.empty((len(kept), n // SCALE_BLOCK, k // SCALE_BLOCK), device=generator.device)
-    places = {group: place for place, group in enumerate(kept)}
+    places = defaultdict[int, list[int]](list)
+    for place, group in enumerate(kept):
+        places[group].append(place)
     for group in range(num_groups):  # one at a time: a large layer would not fit unquantized
         normal = _normal((n, k), generator)  # also of the others: the next ones depend on it
         if group in places:
             group_data, group_scales = quantize_blocks(normal)
-            data[places[group]].copy_(group_data)
-            scales[places[group]].copy_(group_scales)
+            for place in places[group]:
+                data[place].copy_(group_data)
+                scales[place].copy_(group_scales)
     return Quantized(data, scales)
 
 

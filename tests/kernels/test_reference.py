@@ -111,6 +111,19 @@ def test_weights_are_dequantized_once_and_freed_with_the_callers() -> None:
     assert watched() is None
 
 
+def test_only_groups_that_changed_are_dequantized_again() -> None:
+    backend = ReferenceBackend()
+    weights = quantize_blocks(torch.ones(3, 64, 128))
+    before = backend._weights.get(*weights)
+    other = quantize_blocks(torch.full((64, 128), -0.5))
+    weights.data[1], weights.scales[1] = other
+    backend.weights_changed(weights, [1], [backend.prepare_weights(other)])
+    after = backend._weights.get(*weights)
+    assert [new is old for new, old in zip(after, before, strict=True)] == [True, False, True]
+    assert torch.equal(_plain(after), dequantize_blocks(*weights, torch.bfloat16))
+    backend.weights_changed(quantize_blocks(torch.ones(1, 64, 128)), [], [])  # never seen: nothing to do
+
+
 def test_weights_made_in_inference_mode_work() -> None:
     with torch.inference_mode():
         case = random_contiguous([4, 0], 64, 128)

@@ -1,5 +1,6 @@
 """The reference backend: plain PyTorch, correct on any device and fast on a CPU."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import ClassVar
 
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from expertd.kernels.backends.base import Backend
 from expertd.kernels.backends.reference import cpu_ffn
-from expertd.kernels.backends.reference.matrices import WeightCache, multiply
+from expertd.kernels.backends.reference.matrices import WeightCache, multiply, prepared_matrix
 from expertd.kernels.ops.activation import Swiglu
 from expertd.kernels.ops.quantize import Quantized, dequantize_rows
 
@@ -20,6 +21,15 @@ class ReferenceBackend(Backend):
 
     def __init__(self) -> None:
         self._weights = WeightCache()
+
+    def prepare_weights(self, group: Quantized) -> object:
+        """See `Backend.prepare_weights`."""
+        return prepared_matrix(*group)
+
+    def weights_changed(self, weights: Quantized, groups: Sequence[int], prepared: Sequence[object]) -> None:
+        """See `Backend.weights_changed`; else the next call would make the matrices of all groups again."""
+        matrices = [matrix for matrix in prepared if isinstance(matrix, Tensor)]
+        self._weights.refresh(*weights, groups, matrices)
 
     def contiguous(
         self, a: Quantized, b: Quantized, offsets: Tensor, out: Tensor, num_sms: int | None

@@ -3,7 +3,7 @@
 import functools
 import platform
 import weakref
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 
 import torch
 from torch import Tensor
@@ -57,13 +57,26 @@ class WeightCache:
         self._entries[b] = (weakref.ref(b_scales), versions, matrices)
         return matrices
 
+    def refresh(
+        self, b: Tensor, b_scales: Tensor, groups: Sequence[int], replacements: Sequence[Tensor]
+    ) -> None:
+        """Take these matrices for groups that have changed, after changes to no others."""
+        entry = self._entries.get(b)
+        if entry is None or entry[0]() is not b_scales:
+            return
+        matrices = list(entry[2])
+        for group, matrix in zip(groups, replacements, strict=True):
+            matrices[group] = matrix
+        self._entries[b] = entry[0], (b._version, b_scales._version), tuple(matrices)
+
 
 def _matrices(b: Tensor, b_scales: Tensor) -> Matrices:
     # Group by group, so that there is never a whole bf16 copy beside the packed one.
-    return tuple(_matrix(*group) for group in zip(b.unbind(), b_scales.unbind(), strict=True))
+    return tuple(prepared_matrix(*group) for group in zip(b.unbind(), b_scales.unbind(), strict=True))
 
 
-def _matrix(data: Tensor, scales: Tensor) -> Tensor:
+def prepared_matrix(data: Tensor, scales: Tensor) -> Tensor:
+    """The matrix of one group [N, K], in the layout that multiplies fastest."""
     matrix = dequantize_blocks(data, scales, torch.bfloat16)
     if matrix.device.type == "cpu" and can_pack():
         packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(matrix, _PACKED_ROWS)

@@ -2,6 +2,7 @@
 
 from expertd.service.moe.parallel.exchange import Combined, Dispatched, Exchange, ExchangeError
 from expertd.service.moe.parallel.layer import ParallelLayer
+from expertd.service.moe.parallel.placed import PlacedExperts, held_by
 from expertd.service.moe.parallel.symmetric_layer import SymmetricLayer
 from expertd.service.moe.parallel.torch_exchange import TorchExchange, join_group
 
@@ -11,7 +12,9 @@ __all__ = [
     "Exchange",
     "ExchangeError",
     "ParallelLayer",
+    "PlacedExperts",
     "SymmetricLayer",
     "TorchExchange",
+    "held_by",
     "join_group",
 ]

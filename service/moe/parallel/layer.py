@@ -1,5 +1,6 @@
 """A layer whose routed experts are split over the ranks of an exchange."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -7,12 +8,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from expertd.kernels import Backend, Quantized, Routing, fused_experts
+from expertd.kernels import Backend, Routing, fused_experts
 from expertd.layout import Layout
 from expertd.service.moe.layer import MoELayer, tokens_per_expert
 from expertd.service.moe.parallel.exchange import Combined, Dispatched, Exchange
+from expertd.service.moe.parallel.placed import PlacedExperts, cut
+from expertd.service.moe.parallel.replicas import tables_of
 from expertd.service.moe.shape import LayerShape
-from expertd.service.moe.split import split_experts
 from expertd.service.moe.weights import ExpertWeights, check_weights
 
 _OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -21,11 +23,13 @@ _OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class ParallelLayer:
     """One rank's side of a layer; calls are collective.
 
-    shape     of the whole layer; `split_experts` says which of its experts this rank holds
-    weights   the router, this rank's experts, then all shared experts
+    shape     of the whole layer
+    weights   the router, this rank's physical experts, then all shared experts
     exchange  connects the ranks
     routing   the router's rule; see `MoELayer`
     exact     rows come home unreduced, one for each slot, at top_k times the memory and traffic
+    physical  the expert of each physical expert, rank after rank, as in `Placement`; None: those of
+              `split_experts`
 
     Each rank routes its own tokens, sends each once to every rank that holds one of its experts, runs its
     experts on what arrives, and sends back one row for each of these tokens: the weighted sum over its
@@ -42,7 +46,9 @@ class ParallelLayer:
       before it is weighted in any case, and are added in the order of slots.
 
     The reference backend is batch-invariant on CPUs with bf16 instructions; `docs/parallel.md` has the rest.
-    Raises ValueError if weights and shape do not match, or if there are more ranks than experts.
+    Where an expert has several replicas, a token's position chooses one (`placed.begin_step`); this, like the
+    placement, changes which terms are added first, so only the bits of `exact` do not depend on it.
+    Raises ValueError if weights, shape and placement do not match, or if there are more ranks than experts.
     """
 
     masked_max_tokens = 0
@@ -57,22 +63,21 @@ class ParallelLayer:
         *,
         routing: Routing | None = None,
         exact: bool = False,
+        physical: Sequence[int] | None = None,
     ) -> None:
-        parts = split_experts(shape.held_experts, exchange.num_ranks)
-        own = replace(shape, local_experts=parts[exchange.rank])
+        tables = tables_of(shape, exchange.num_ranks, physical, weights.router.device)
+        num_slots = len(tables.slots_of_rank[exchange.rank])
+        own = replace(shape, local_experts=range(num_slots))
         check_weights(own, weights)
         self.shape = shape
         self.weights = weights
         self.backend = backend
         self.exact = exact
         self._exchange = exchange
-        num_held, device = len(own.held_experts), weights.router.device
-        routed, self._shared = _cut(weights, num_held)
-        # The shared experts see other tokens than the routed ones.
+        routed, self._shared = cut(weights, num_slots)
+        self.placed = PlacedExperts(tables, exchange.rank, routed, self._shared, backend)
+        # The shared experts see other tokens than the routed ones. This one's experts are slots, from 0 on.
         self._own = MoELayer(replace(own, num_shared_experts=0), routed, backend, routing=routing)
-        self._owners = torch.full((shape.num_experts + 1,), exchange.num_ranks, device=device)
-        for rank, part in enumerate(parts):
-            self._owners[part.start : part.stop] = rank
 
     def layout(self, num_tokens: int) -> Layout:
         """Always the contiguous one."""
@@ -103,13 +108,14 @@ class ParallelLayer:
         try:
             topk_ids, topk_weights = self._own.routing_of(hidden_states, topk_ids, topk_weights)
             out = self._checked_out(hidden_states, out, offsets, num_sms)
-            owners = self._owners_of(topk_ids)
+            physical = self.placed.choose(topk_ids)
         except Exception:
             self._exchange.refuse()
             raise
         row_dtype = torch.bfloat16 if self.exact or out.dtype == torch.bfloat16 else torch.float32
-        arrived = self._exchange.dispatch(hidden_states, topk_ids, topk_weights, owners, row_dtype)
-        counts = hidden_states.new_zeros(len(self._own.shape.held_experts) + 1, dtype=torch.int32)
+        owners = self.placed.tables.owners(physical)
+        arrived = self._exchange.dispatch(hidden_states, physical, topk_weights, owners, row_dtype)
+        counts = hidden_states.new_zeros(len(self.placed.slots) + 1, dtype=torch.int32)
         if self.exact:
             back = arrived.combine_slots(self._rows_of_slots(arrived, num_sms, counts))
         else:
@@ -123,24 +129,19 @@ class ParallelLayer:
         """Tokens of each expert, from the `offsets` of a call; 0 for other ranks' experts."""
         return tokens_per_expert(self.shape, offsets)
 
-    def _owners_of(self, topk_ids: Tensor) -> Tensor:
-        """int64 [T, top_k]: the rank that holds each slot's expert; R: none does."""
-        num_experts = self.shape.num_experts
-        return self._owners[torch.where((topk_ids >= 0) & (topk_ids < num_experts), topk_ids, num_experts)]
-
     def _rows_of_tokens(
         self, arrived: Dispatched, dtype: torch.dtype, num_sms: int | None, counts: Tensor
     ) -> Tensor:
         """[N, H]: the weighted sum of each arrived token's experts on this rank."""
         rows = torch.empty(arrived.hidden_states.shape, dtype=dtype, device=counts.device)
-        routing = arrived.topk_ids, arrived.topk_weights
+        routing = arrived.topk_ids - self.placed.slots.start, arrived.topk_weights
         return self._own(arrived.hidden_states, *routing, num_sms, rows, counts)
 
     def _rows_of_slots(self, arrived: Dispatched, num_sms: int | None, counts: Tensor) -> Tensor:
         """bf16 [P, H]: the output of each expert on this rank for each arrived token that chose it."""
-        held = self._own.shape.held_experts
-        here = (arrived.topk_ids >= held.start) & (arrived.topk_ids < held.stop)
-        groups = arrived.topk_ids[here] - held.start
+        slots = self.placed.slots
+        here = (arrived.topk_ids >= slots.start) & (arrived.topk_ids < slots.stop)
+        groups = arrived.topk_ids[here] - slots.start
         rows = arrived.hidden_states[here.nonzero()[:, 0]]
         return self._unweighted(rows, groups, self._own.weights, num_sms, counts)
 
@@ -175,10 +176,11 @@ class ParallelLayer:
 
     def _offsets(self, counts: Tensor, num_tokens: int) -> Tensor:
         """The call's offsets int32 [G + 1], over all experts of the layer, from those of this rank's."""
-        held, own = self.shape.held_experts, self._own.shape.held_experts
+        held = self.shape.held_experts
+        tokens = counts.new_zeros(len(held) + 1)
+        tokens.index_add_(0, self.placed.experts - held.start + 1, counts.diff())
         shared = torch.arange(1, self.shape.num_shared_experts + 1, dtype=torch.int32, device=counts.device)
-        before, after = counts.new_zeros(own.start - held.start), counts[-1:].expand(held.stop - own.stop)
-        return torch.cat([before, counts, after, counts[-1] + num_tokens * shared])
+        return torch.cat([tokens.cumsum(0, dtype=torch.int32), counts[-1] + num_tokens * shared])
 
     def _checked_out(
         self, hidden_states: Tensor, out: Tensor | None, offsets: Tensor | None, num_sms: int | None
@@ -196,13 +198,3 @@ class ParallelLayer:
         if out.dtype not in _OUT_DTYPES:
             raise ValueError(f"out dtype: expected {' or '.join(map(str, _OUT_DTYPES))}, got {out.dtype}")
         return out
-
-
-def _cut(weights: ExpertWeights, at: int) -> tuple[ExpertWeights, ExpertWeights]:
-    """The weights of the groups before `at`, and of those from there on."""
-
-    def part(groups: slice) -> ExpertWeights:
-        gate_up, down = (Quantized(w.data[groups], w.scales[groups]) for w in (weights.gate_up, weights.down))
-        return replace(weights, gate_up=gate_up, down=down)
-
-    return part(slice(at)), part(slice(at, None))

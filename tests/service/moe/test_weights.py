@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,10 +44,17 @@ def _part(weights: ExpertWeights, groups: list[int]) -> ExpertWeights:
 
 @pytest.mark.parametrize(
     ("num_shared", "part", "groups"),
-    [(0, range(1), [0]), (0, range(1, 3), [1, 2]), (2, range(1), [0, 3, 4]), (2, range(2, 3), [2, 3, 4])],
+    [
+        (0, range(1), [0]),
+        (0, range(1, 3), [1, 2]),
+        (2, range(1), [0, 3, 4]),
+        (2, range(2, 3), [2, 3, 4]),
+        (0, [2, 1, 0], [2, 1, 0]),
+        (2, [0, 1, 1, 0, 2], [0, 1, 1, 0, 2, 3, 4]),
+    ],
 )
 def test_part_of_the_experts_is_that_of_the_whole(
-    num_shared: int, part: range, groups: list[int], tmp_path: Path
+    num_shared: int, part: Sequence[int], groups: list[int], tmp_path: Path
 ) -> None:
     shape = replace(SHAPE, num_shared_experts=num_shared)
     whole = random_weights(shape, 5, "cpu")

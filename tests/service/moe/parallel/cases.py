@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,6 +13,7 @@ from expertd.kernels import Backend, Quantized, Routing, Swiglu
 from expertd.kernels.backends.reference.backend import ReferenceBackend
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.parallel import Exchange, ParallelLayer
+from expertd.service.moe.placement import Placement
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.split import split_experts
 from expertd.service.moe.weights import ExpertWeights, random_weights
@@ -58,6 +60,8 @@ class Case:
     backend: str = "reference"
     exact: bool = False
     routing: Routing | None = None
+    physical: Sequence[int] | None = None
+    by_row: bool = True  # which tokens use which replica
 
     @property
     def all_tokens(self) -> Tensor:
@@ -75,9 +79,9 @@ def weights_of(shape: LayerShape, seed: int) -> ExpertWeights:
     return random_weights(shape, seed, "cpu")
 
 
-def part_of(weights: ExpertWeights, held: range, own: range, num_shared: int) -> ExpertWeights:
+def part_of(weights: ExpertWeights, held: range, own: Sequence[int], num_shared: int) -> ExpertWeights:
     """The weights of `own`, and of the shared experts, of a layer that holds `held`."""
-    groups = [*range(own.start - held.start, own.stop - held.start)]
+    groups = [expert - held.start for expert in own]
     groups += range(len(held), len(held) + num_shared)
     gate_up, down = (Quantized(w.data[groups], w.scales[groups]) for w in (weights.gate_up, weights.down))
     return replace(weights, gate_up=gate_up, down=down)
@@ -86,16 +90,29 @@ def part_of(weights: ExpertWeights, held: range, own: range, num_shared: int) ->
 def parallel_layer(exchange: Exchange, case: Case) -> ParallelLayer:
     """This rank's part of a case's layer."""
     held = case.shape.held_experts
-    own = split_experts(held, exchange.num_ranks)[exchange.rank]
+    own: Sequence[int] = split_experts(held, exchange.num_ranks)[exchange.rank]
+    if case.physical is not None:
+        placement = Placement(np.array([case.physical]), case.shape.num_experts, exchange.num_ranks)
+        own = placement.experts_of_rank(0, exchange.rank).tolist()
     weights = part_of(weights_of(case.shape, case.seed), held, own, case.shape.num_shared_experts)
     backend = BACKENDS[case.backend]
-    return ParallelLayer(case.shape, weights, backend, exchange, routing=case.routing, exact=case.exact)
+    return ParallelLayer(
+        case.shape, weights, backend, exchange, routing=case.routing, exact=case.exact, physical=case.physical
+    )
 
 
 def run_case(exchange: Exchange, case: Case) -> tuple[Tensor, list[int], Tensor]:
     """This rank's output, its tokens per expert, and its offsets; all written over poison."""
     layer = parallel_layer(exchange, case)
+    return call(exchange, case, layer)
+
+
+def call(exchange: Exchange, case: Case, layer: ParallelLayer) -> tuple[Tensor, list[int], Tensor]:
+    """See `run_case`."""
     tokens = case.tokens[exchange.rank]
+    layer.placed.begin_step(
+        sum(len(part) for part in case.tokens[: exchange.rank]) if case.by_row else 7, case.by_row
+    )
     out = torch.full(tokens.shape, torch.nan, dtype=case.out_dtype)
     offsets = torch.full((case.shape.num_groups + 1,), -1, dtype=torch.int32)
     ids, weights = (None, None) if case.given is None else case.given[exchange.rank]
