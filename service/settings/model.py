@@ -137,6 +137,36 @@ class ChannelSettings(_Frozen):
     )
 
 
+class PlacementSettings(_Frozen):
+    """Which rank holds which experts (docs/parallel.md)."""
+
+    policy: Literal["static", "balanced"] | None = Field(
+        default=None,
+        description="static: placements change by `POST /v1/placement` only; balanced: by measured loads, "
+        "too; null: each rank holds a contiguous part of the experts",
+    )
+    replicas: int = Field(
+        default=0,
+        ge=0,
+        description="physical experts of each layer beyond its routed experts, on all ranks together, for "
+        "replicas of busy ones",
+    )
+    interval_seconds: float = Field(
+        default=60,
+        gt=0,
+        allow_inf_nan=False,
+        description="seconds between two plans, and until a measured load counts half",
+    )
+    max_moves: int = Field(
+        default=64, ge=1, description="maximum experts, of all layers together, that move by one plan"
+    )
+    objective: Literal["tokens", "activated"] = Field(
+        default="tokens",
+        description="what ranks get equal shares of: tokens, or experts that are activated in a step, which "
+        "suits small steps",
+    )
+
+
 class WeightsSettings(_Frozen):
     """The source of a layer's weights: a random seed or a safetensors file."""
 
@@ -356,6 +386,14 @@ class Settings(BaseSettings):
         description="seconds that a step may take on the ranks; then one of them hangs, and all start again "
         "(docs/parallel.md)",
     )
+    placement: PlacementSettings = Field(
+        default=PlacementSettings(), description="which rank holds which experts"
+    )
+    exact_combine: bool | None = Field(
+        default=None,
+        description="whether ranks send back a row for each expert, not one for each token: the bits of one "
+        "rank, whatever the placement, for up to `top_k` times the bytes; null: with `placement.policy`",
+    )
     partitions: dict[str, int] = Field(default={}, description="number of SMs of each SM partition, by name")
     limits: Limits = Field(default=Limits(), description="limits on requests, steps and queues")
     shared_memory: SharedMemorySettings = Field(
@@ -449,6 +487,7 @@ class Settings(BaseSettings):
             if self.ranks not in (1, self.ranks_per_node):
                 expected = f"the number of devices ({self.ranks_per_node})"
                 yield f"ranks: expected {expected}, got {self.ranks}"
+        yield from self._wrong_placement(count)
         if count == 1:
             return
         for number, model in enumerate(self.models):
@@ -465,6 +504,31 @@ class Settings(BaseSettings):
         needed, got = self._needed_bytes, self.buffered_bytes
         if got < needed:
             yield f"limits.max_buffered_bytes: expected at least {needed}, got {got}"
+
+    def _wrong_placement(self, num_ranks: int) -> Iterator[str]:
+        policy, replicas = self.placement.policy, self.placement.replicas
+        if policy is None and replicas:
+            yield f"placement.replicas: expected 0 without placement.policy, got {replicas}"
+            return
+        if self.devices is not None and policy is not None:
+            yield f"placement.policy: expected null with devices, got {policy!r}"
+        if self.nnodes > 1 and policy is not None:
+            yield f"placement.policy: expected null with several nodes, got {policy!r}"
+        if self.devices is not None and self.exact_combine:
+            yield "exact_combine: expected false with devices, got true"
+        if num_ranks == 1 and policy is not None:
+            yield f"placement.policy: expected null with one rank, got {policy!r}"
+            return
+        for model in self.models:
+            most = model.num_experts * (num_ranks - 1)
+            if replicas > most:
+                what = f"{most}, with which every rank has all experts of model {model.name}"
+                yield f"placement.replicas: expected at most {what}, got {replicas}"
+
+    @property
+    def combines_exactly(self) -> bool:
+        """`exact_combine`, or its default."""
+        return self.placement.policy is not None if self.exact_combine is None else self.exact_combine
 
     @property
     def buffered_bytes(self) -> int:

@@ -209,6 +209,38 @@ def test_settings_are_frozen(config: Path) -> None:
             f"models: [{MODEL}]\ndevices: 0-1\nranks: 3",
             r"ranks: expected the number of devices \(2\), got 3",
         ),
+        (
+            f"models: [{MODEL}]\nplacement: {{policy: static}}",
+            r"placement\.policy: expected null with one rank, got 'static'",
+        ),
+        (
+            f"models: [{MODEL}]\nranks: 2\nplacement: {{replicas: 1}}",
+            r"placement\.replicas: expected 0 without placement\.policy, got 1",
+        ),
+        (
+            f"models: [{MODEL}]\nranks: 3\nplacement: {{policy: balanced, replicas: 9}}",
+            r"placement\.replicas: expected at most 8, with which every rank has all experts.*, got 9",
+        ),
+        (
+            f"models: [{MODEL}]\ndevices: 0-1\nplacement: {{policy: static}}",
+            r"placement\.policy: expected null with devices, got 'static'",
+        ),
+        (
+            f"models: [{MODEL}]\nranks: 2\nnnodes: 2\nrendezvous: a:1\nplacement: {{policy: static}}",
+            r"placement\.policy: expected null with several nodes, got 'static'",
+        ),
+        (
+            f"models: [{MODEL}]\ndevices: 0-1\nexact_combine: true",
+            r"exact_combine: expected false with devices, got true",
+        ),
+        (
+            f"models: [{MODEL}]\nranks: 2\nplacement: {{policy: best}}",
+            r"placement\.policy: expected 'static' or 'balanced', got 'best'",
+        ),
+        (
+            f"models: [{MODEL}]\nranks: 2\nplacement: {{policy: balanced, interval_seconds: 0}}",
+            r"placement\.interval_seconds: expected a number greater than 0, got 0",
+        ),
         ("models: []", r"models or checkpoints: expected at least one layer to serve, got none"),
         ("port: 1", r"models or checkpoints: expected at least one layer to serve, got none"),
         ("- a\n- b", r"expected an object with names of settings, got \['a', 'b'\]"),
@@ -298,6 +330,15 @@ def test_ranks_of_several_nodes() -> None:
         settings = Settings.model_validate({**given, **more})
         assert (settings.num_ranks, settings.ranks_per_node) == (4, 2)
     assert Settings.model_validate({**given, "devices": "0"}).num_ranks == 2, "one GPU of each node"
+
+
+def test_ranks_combine_exactly_where_placements_change(config: Path) -> None:
+    ranks, policy = Flag("--ranks", "ranks", "2"), Flag("--set", "placement.policy", "static")
+    given = Flag("--set", "exact_combine", "false")
+    assert not load_settings(config, [ranks]).combines_exactly
+    assert load_settings(config, [ranks, policy]).combines_exactly
+    assert not load_settings(config, [ranks, policy, given]).combines_exactly
+    assert load_settings(config, [ranks, Flag("--set", "exact_combine", "true")]).combines_exactly
 
 
 def test_the_demo_with_ranks_is_the_same_layer() -> None:
