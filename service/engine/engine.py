@@ -14,11 +14,14 @@ from expertd.service.engine.errors import (
     NotReadyError,
     PartitionsRefusedError,
     PartitionsUnavailableError,
+    PlacementUnavailableError,
     QueueFullError,
     SchedulerClosedError,
 )
 from expertd.service.engine.loading import LoadCancelledError, Loaded, Loader, Partitions
 from expertd.service.engine.metrics import Metrics
+from expertd.service.engine.placement import Placements
+from expertd.service.engine.placement_metrics import placement_metrics
 from expertd.service.engine.shared_memory import SharedMemory
 from expertd.service.engine.spec import MODEL_VERSION, LayerSpec, served, specs_of
 from expertd.service.engine.steps import Done, Pending
@@ -67,6 +70,7 @@ class Engine:
         metrics.watch_partitions(self._partition_sizes)
         metrics.watch_shared_memory(self.shared_memory.totals)
         metrics.watch_ranks(lambda: self.loaded.ranks() if self.loaded else ())
+        metrics.watch(lambda: placement_metrics(self.loaded.placements if self.loaded else None))
         metrics.watch_device_memory(lambda: self.loaded.memory() if self.loaded else None)
 
     def why_not_ready(self, *models: str) -> str | None:
@@ -190,6 +194,17 @@ class Engine:
                     f"them, got {all_of(sizes) or 'none'}"
                 )
         await self.scheduler.between_steps(partial(self._replace, partitions, sizes))
+
+    def placements(self) -> Placements:
+        """The placements of all layers. Raises PlacementUnavailableError if they never change."""
+        if self.loaded is None:
+            raise NotReadyError(f"the server is {self.phase.value}")
+        if self.loaded.placements is None:
+            ranks = self.settings.num_ranks
+            got = "one rank" if ranks == 1 else f"{ranks} ranks and null"
+            expected = "several ranks, and the setting placement.policy"
+            raise PlacementUnavailableError(f"placement: expected {expected}, got {got}")
+        return self.loaded.placements
 
     def partitions(self) -> Partitions:
         """The device's partitions. Raises PartitionsUnavailableError if it cannot be partitioned."""

@@ -66,6 +66,14 @@ class PartitionsRefusedError(EngineError):
     """The new partitions do not fit the device, or lack one that a model runs in."""
 
 
+class PlacementUnavailableError(EngineError):
+    """The experts' placement cannot be changed; the text says why."""
+
+
+class PlacementRefusedError(EngineError):
+    """A placement does not fit the ranks, or lacks an expert."""
+
+
 class SharedMemoryDisabledError(EngineError):
     """The settings do not allow shared memory."""
 

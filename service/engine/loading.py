@@ -16,6 +16,7 @@ from expertd.kernels import Backend, resolve_backend
 from expertd.kernels.backends import why_not
 from expertd.service.checkpoints import CheckpointModelSettings, LayerSource
 from expertd.service.checkpoints.weights import read_layer
+from expertd.service.engine.placement import Placements
 from expertd.service.engine.rank_metrics import RankState
 from expertd.service.engine.steps import Runner
 from expertd.service.memory import OpenCuda, Register, nothing_to_register
@@ -81,8 +82,8 @@ class Loaded:
     fail; steps run in either case. register makes host memory accessible to the device. register_files does
     so for files of callers, who may shrink them; None: the CPU copies. open_cuda opens GPU memory of other
     processes; None without a GPU. why_not says why no step can run at present, and they raise
-    DeviceLostError. ranks are those that share the layers. close ends what loading has started, after all
-    steps.
+    DeviceLostError. ranks are those that share the layers. placements say which rank holds which experts;
+    None: that never changes. close ends what loading has started, after all steps.
     """
 
     backend: str
@@ -96,6 +97,7 @@ class Loaded:
     open_cuda: OpenCuda | None = None
     why_not: Callable[[], str | None] = lambda: None
     ranks: Callable[[], Sequence[RankState]] = tuple
+    placements: Placements | None = None
     close: Callable[[], None] = lambda: None
 
 
@@ -190,16 +192,18 @@ def layer_of(model: ModelSettings, backend: Backend, device: torch.device, cance
 
 
 def weights_of(
-    model: ModelSettings, device: torch.device, cancelled: Cancelled, held: range | None = None
+    model: ModelSettings, device: torch.device, cancelled: Cancelled, held: Sequence[int] | None = None
 ) -> ExpertWeights:
     """The weights of `model` on `device`. Raises as `load` does.
 
-    held  only these routed experts, of a model that holds all, and all shared ones; None: the model's
+    held  these routed experts in this order, of a model that holds all, also several times, then all shared
+          ones; None: the model's
     """
     if isinstance(model, CheckpointModelSettings):
         shape, source = model.shape, model.source
         if held is not None:
-            shape, source = replace(shape, local_experts=held), source.part(held, model.num_experts)
+            shape = replace(shape, local_experts=range(len(held)))
+            source = source.part(held, model.num_experts)
         return _from_checkpoint(model.name, source, shape, device, cancelled)
     if model.weights.path is not None:
         return load_weights(model.weights.path, model.shape, device, held)

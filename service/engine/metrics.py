@@ -1,6 +1,6 @@
 """Every metric of the server; each application has its own registry."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple, Protocol
 
@@ -204,6 +204,10 @@ class Metrics:
     def watch_ranks(self, states: Callable[[], Sequence[RankState]]) -> None:
         """Report the result of `states` at each scrape: the state of each rank, if there are ranks."""
         self.registry.register(CallbackCollector(lambda: rank_metrics(states())))
+
+    def watch(self, collect: Callable[[], Iterable[Metric]]) -> None:
+        """Report the result of `collect` at each scrape."""
+        self.registry.register(CallbackCollector(collect))
 
     def watch_channels(self, totals: Callable[[], tuple[int, int]]) -> None:
         """Report (open channels, bytes of their data regions) at each scrape."""

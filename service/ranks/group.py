@@ -45,6 +45,7 @@ class RankGroup:
         step_seconds: float,
         why_beside: Callable[[], str | None] = lambda: None,
     ) -> None:
+        self.generation = setups[0].generation
         self.ranks: list[Rank] = []
         self.lost: str | None = None
         # The backend, device and partitions of the first rank that has loaded: all have the same.
@@ -54,7 +55,9 @@ class RankGroup:
         self._woken = Bell()  # wakes `watch`
         self._mapped: dict[int, dict[int, str]] = {}  # region -> rank -> error or ""
         self._answers: dict[int, list[Any]] = {}  # to the last question, by rank
+        self._moved: dict[int, dict[int, tuple[float, str]]] = {}  # command -> rank -> seconds, error or ""
         self._changed = threading.Condition()
+        self._putting = threading.Lock()  # all ranks get commands in one order
         self._ends: dict[int, dict[int, StepEnd]] = {}  # of steps that are not over, by rank
         self._first_step = StepTime(step_seconds)
         try:
@@ -149,8 +152,23 @@ class RankGroup:
         """Send a step to all ranks. Raises DeviceLostError."""
         self.check()
         self._ends[number] = {}
-        for rank in self.ranks:
-            rank.put(command)
+        self._put(command)
+
+    def move(self, number: int, command: bytes) -> float:
+        """Have all ranks carry out a `MoveCommand` between two steps; the seconds of the slowest.
+
+        For one thread at a time, any. Raises DeviceLostError, also if it fails on a rank, which is then lost.
+        """
+        self.check()
+        self._put(command)
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_moved(number))
+            moved = self._moved.pop(number, {})
+        for rank, (_, error) in moved.items():
+            if error:
+                self.lose(f"rank {rank}: moving experts failed: {error}")
+        self.check()
+        return max(seconds for seconds, _ in moved.values())
 
     def is_done(self, number: int) -> bool:
         """Whether a step has ended on all ranks, or one is lost."""
@@ -225,6 +243,10 @@ class RankGroup:
                 with self._changed:
                     self._mapped.setdefault(region, {})[rank.number] = error
                     self._changed.notify_all()
+            case ["moved", int(number), float(seconds), str(error)]:
+                with self._changed:
+                    self._moved.setdefault(number, {})[rank.number] = seconds, error
+                    self._changed.notify_all()
             case ["device", memory, *of_kernels]:
                 rank.note_device(memory, *of_kernels)
             case ["partitions", *answer]:
@@ -235,6 +257,16 @@ class RankGroup:
                 self.lose(why)
             case _:
                 self.lose(_why_gone(rank))
+
+    def _put(self, command: bytes) -> None:
+        with self._putting:
+            for rank in self.ranks:
+                rank.put(command)
+
+    def _has_moved(self, number: int) -> bool:
+        moved = self._moved.get(number, {}).values()
+        failed = any(error for _, error in moved)  # then others may wait for that rank
+        return self.lost is not None or failed or len(moved) == len(self.ranks)
 
     def _is_mapped(self, region: int) -> bool:
         return self.lost is not None or len(self._mapped.get(region, {})) == len(self.ranks)

@@ -4,8 +4,11 @@ import logging
 from contextlib import ExitStack
 
 from expertd.service.engine.loading import Cancelled, LoadCancelledError, Loaded
+from expertd.service.ranks.balancer import Balancer
 from expertd.service.ranks.group import LoadFailedError
+from expertd.service.ranks.loads import load_windows
 from expertd.service.ranks.partitions import RankPartitions
+from expertd.service.ranks.placements import PlacementStore
 from expertd.service.ranks.runner import RankRunner, Steps
 from expertd.service.ranks.staging import Staging, staging_bytes
 from expertd.service.ranks.supervisor import Supervisor
@@ -22,7 +25,8 @@ def load_ranks(settings: Settings, cancelled: Cancelled) -> Loaded:
     Raises ValueError for what a rank finds wrong with settings or files, RuntimeError if it fails otherwise,
     and LoadCancelledError once `cancelled` returns True.
     """
-    supervisor = Supervisor(settings)
+    placements = PlacementStore(settings) if settings.placement.policy is not None else None
+    supervisor = Supervisor(settings, placements)
     with ExitStack() as stack:
         stack.callback(supervisor.stop)
         try:
@@ -39,10 +43,18 @@ def load_ranks(settings: Settings, cancelled: Cancelled) -> Loaded:
     logger.info("%d ranks are ready, each with its part of every layer", settings.num_ranks)
     steps = Steps(supervisor, staging, settings.num_ranks)
 
+    loads = load_windows(settings)
+    balancer = None
+    if placements is not None:
+        balancer = Balancer(settings, supervisor, placements, loads)
+        balancer.start()
+
     def keep(sizes: dict[str, int]) -> None:
         supervisor.partitions = sizes
 
     def close() -> None:
+        if balancer is not None:
+            balancer.stop()
         for memory in staging:
             memory.close()
         supervisor.stop()
@@ -50,12 +62,16 @@ def load_ranks(settings: Settings, cancelled: Cancelled) -> Loaded:
     return Loaded(
         backend,
         f"{settings.num_ranks} x {device}",
-        {model.name: RankRunner(steps, index, model) for index, model in enumerate(settings.models)},
+        {
+            model.name: RankRunner(steps, index, model, loads[index] if placements else None)
+            for index, model in enumerate(settings.models)
+        },
         RankPartitions(supervisor.group, partitions, keep) if partitions else None,
         lambda: None,
         lambda _: None,
         supervisor.register,
         why_not=supervisor.why_not,
         ranks=steps.states,
+        placements=balancer,
         close=close,
     )

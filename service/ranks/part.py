@@ -17,12 +17,14 @@ from expertd.service.moe.base import Layer
 from expertd.service.moe.parallel import (
     ExchangeError,
     ParallelLayer,
+    PlacedExperts,
     SymmetricLayer,
     TorchExchange,
     join_group,
 )
-from expertd.service.moe.split import split_experts
 from expertd.service.ranks.messages import StepCommand, StepEnd
+from expertd.service.ranks.moves import NO_STEP, MoveCommand
+from expertd.service.ranks.placed import RankPlacements
 from expertd.service.ranks.regions import MappedRegions
 from expertd.service.ranks.setup import SPIN_SECONDS, RankSetup, Rings
 from expertd.service.ranks.split import part_of, requests_of
@@ -54,8 +56,9 @@ class RankPart:
         else:
             _use_device(numbers(devices), setup.local_rank)
         os.putenv("GLOO_SOCKET_IFNAME", setup.meeting.interface)
+        store = setup.meeting.store(str(setup.generation))
         join_group(
-            setup.meeting.store(str(setup.generation)),
+            store,
             setup.rank,
             setup.num_ranks,
             timeout_seconds=_TIMEOUT_SECONDS,
@@ -64,15 +67,21 @@ class RankPart:
         )
         self._memories: dict[object, RankMemory] = {}
         self._symmetric: dict[str, SymmetricLayer] = {}
+        self._placements = RankPlacements(setup, store, regions)
+        self._placed: list[PlacedExperts] = []  # of the models, in their order
         self.loaded: Loaded = load(setup.settings, lambda: False, self._layer)
+        self._placements.set_layers(self._placed)
         self._models: list[tuple[ModelSettings, Runner]] = [
             (model, self.loaded.runners[model.name]) for model in setup.settings.models
         ]
         self._running: deque[_Running] = deque()
         self.jobs: deque[Callable[[], None]] = deque()  # to do while no step runs, after the bell of commands
 
-    def serve(self, rings: Rings, stopped: Callable[[], bool]) -> None:
-        """Run steps in the order of their commands, until `stopped` and its bell say so."""
+    def serve(self, rings: Rings, stopped: Callable[[], bool], moved: Callable[..., None]) -> None:
+        """Run steps in the order of their commands, until `stopped` and its bell say so.
+
+        moved  tells the front end of a `MoveCommand`: its number, its seconds, and an error or ""
+        """
         commands, bell = rings.commands, rings.command_bell
 
         def called() -> bool:
@@ -86,22 +95,31 @@ class RankPart:
             if self.jobs and not self._running:
                 self.jobs.popleft()()
             if len(self._running) < _MAX_RUNNING and (data := commands.take()) is not None:
-                self._begin(StepCommand.unpacked(data), rings)
+                if data.startswith(NO_STEP):
+                    while self._running:
+                        self._finish(rings)
+                    moved(*self._placements.move(MoveCommand.unpacked(data)))
+                else:
+                    self._begin(StepCommand.unpacked(data), rings)
             elif self._running and self._running[0].step.is_done():
                 self._finish(rings)
 
     def _layer(
         self, model: ModelSettings, backend: Backend, device: torch.device, cancelled: Cancelled
     ) -> Layer:
-        held = split_experts(range(model.num_experts), self._setup.num_ranks)[self._setup.rank]
-        weights = weights_of(model, device, cancelled, held)
+        weights = weights_of(model, device, cancelled, self._placements.held(model))
         if device.type == "cpu" or self._setup.settings.nnodes > 1:
-            return ParallelLayer(model.shape, weights, backend, TorchExchange(), routing=model.routing.rule)
+            layer = ParallelLayer(
+                model.shape, weights, backend, TorchExchange(), routing=model.routing.rule,
+                exact=self._setup.settings.combines_exactly, physical=self._placements.physical(model),
+            )  # fmt: skip
+            self._placed.append(layer.placed)
+            return layer
         memory = self._memory(model, device)
-        layer = SymmetricLayer(model.shape, weights, backend, memory, routing=model.routing.rule)
-        self._symmetric[model.name] = layer
+        symmetric = SymmetricLayer(model.shape, weights, backend, memory, routing=model.routing.rule)
+        self._symmetric[model.name] = symmetric
         dist.barrier()  # a launch does not wait for a rank that is still loading
-        return layer
+        return symmetric
 
     def _memory(self, model: ModelSettings, device: torch.device) -> RankMemory:
         """What the layers of one stream share, which run one after another."""
@@ -118,6 +136,7 @@ class RankPart:
         setup, (model, runner) = self._setup, self._models[command.model]
         sizes = model.hidden_size, model.top_k
         try:
+            self._placements.begin_step(command)
             requests = requests_of(command.requests, *setup.share, *sizes, self._regions.span)
             if layer := self._symmetric.get(model.name):
                 total = sum(request.num_tokens for request in command.requests)

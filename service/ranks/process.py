@@ -17,6 +17,7 @@ from typing import Any
 from expertd.service.memory import Register, nothing_to_register
 from expertd.service.ranks import setup as words
 from expertd.service.ranks.messages import receive, send
+from expertd.service.ranks.moves import MOVED
 from expertd.service.ranks.regions import MappedRegions
 from expertd.service.ranks.ring import Bell
 from expertd.service.ranks.setup import RankSetup, Rings, RingSizes, Role
@@ -146,7 +147,7 @@ def _run(setup: RankSetup, control: Control, rings: Rings, other_side: Rings) ->
     say(words.PARTITIONS, "", shown(loaded))
     say(words.LOADED, part.loaded.backend, part.loaded.device)
     tell_changes(part.loaded.memory, partial(say, words.DEVICE))
-    part.serve(rings, lambda: control.stopped)
+    part.serve(rings, lambda: control.stopped, partial(say, MOVED))
     return 0
 
 

@@ -10,6 +10,7 @@ from expertd.service.engine.rank_metrics import RankState
 from expertd.service.moe.request import LayerRequest, StepResult
 from expertd.service.moe.routing_checks import check_routing
 from expertd.service.ranks.group import RankGroup
+from expertd.service.ranks.loads import LoadWindow
 from expertd.service.ranks.messages import StepEnd
 from expertd.service.ranks.staging import StagedStep, Staging
 from expertd.service.ranks.supervisor import Supervisor
@@ -58,8 +59,11 @@ class Steps:
 class RankRunner:
     """Begins steps of one model; see `Runner`. `index` is the model's place in the settings."""
 
-    def __init__(self, steps: Steps, index: int, model: ModelSettings) -> None:
+    def __init__(
+        self, steps: Steps, index: int, model: ModelSettings, loads: LoadWindow | None = None
+    ) -> None:
         self._steps, self._index, self._model = steps, index, model
+        self._loads = loads
 
     def validate(self, request: LayerRequest) -> None:
         """Raise ValueError (name, expected, got) for invalid routing."""
@@ -76,15 +80,22 @@ class RankRunner:
         except BaseException:
             steps.give_back(staging)
             raise
-        return RankStep(steps, group, number, staged, staging)
+        return RankStep(steps, group, number, staged, staging, self._loads)
 
 
 class RankStep:
     """A step on all ranks; see `expertd.service.engine.steps.Step`."""
 
     def __init__(
-        self, steps: Steps, group: RankGroup, number: int, staged: StagedStep, staging: Staging
+        self,
+        steps: Steps,
+        group: RankGroup,
+        number: int,
+        staged: StagedStep,
+        staging: Staging,
+        loads: LoadWindow | None,
     ) -> None:
+        self._loads = loads
         self._steps, self._group, self._number = steps, group, number
         self._staged, self._staging = staged, staging
         self._result: StepResult | None = None
@@ -107,6 +118,8 @@ class RankStep:
                 ends = self._group.wait(self._number)
                 self._result = self._made(ends)
                 self._steps.note(ends)
+                if self._loads is not None:
+                    self._loads.note([end.tokens_per_expert for end in ends])
             finally:
                 self._steps.give_back(self._staging)
         return self._result

@@ -8,6 +8,7 @@ from typing import IO, NamedTuple
 
 from expertd.service.ranks.meeting import Meeting
 from expertd.service.ranks.messages import end_bytes, step_bytes
+from expertd.service.ranks.moves import move_bytes
 from expertd.service.ranks.ring import Bell, Ring, ring_bytes
 from expertd.service.settings.model import Settings
 
@@ -106,7 +107,8 @@ class RingSizes(NamedTuple):
     def of(cls, settings: Settings) -> "RingSizes":
         """A step has at most a request for each token."""
         most_experts = max(model.num_experts for model in settings.models)
-        return cls(step_bytes(settings.limits.max_batch_tokens), end_bytes(most_experts))
+        command = max(step_bytes(settings.limits.max_batch_tokens), move_bytes(settings.num_ranks))
+        return cls(command, end_bytes(most_experts))
 
     @property
     def total_bytes(self) -> int:
@@ -119,3 +121,8 @@ class RingSizes(NamedTuple):
         middle = ring_bytes(NUM_SLOTS, self.command)
         commands = Ring(view[:middle], NUM_SLOTS, self.command)
         return Rings(commands, Ring(view[middle:], NUM_SLOTS, self.end), command_bell, end_bell)
+
+
+def largest_expert(settings: Settings) -> int:
+    """Bytes of the weights of an expert of the largest layer."""
+    return max(model.shape.expert_bytes for model in settings.models)

@@ -16,6 +16,7 @@ from expertd.service.memory import Mapped, Unregister
 from expertd.service.ranks.group import LoadFailedError, RankGroup
 from expertd.service.ranks.meeting import LOOPBACK, Meeting, between_nodes, exposure, listen, on_this_machine
 from expertd.service.ranks.nodes import Nodes
+from expertd.service.ranks.placements import PlacementStore, group_store
 from expertd.service.ranks.regions import SharedRegions
 from expertd.service.ranks.setup import RankSetup, Role
 from expertd.service.settings.model import Settings
@@ -32,7 +33,8 @@ _STEADY_SECONDS = 10.0  # ranks that ran for this long start again with the firs
 class Supervisor:
     """The ranks of a server, from `start` to `stop`. Safe from any thread."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, placements: PlacementStore | None = None) -> None:
+        self._placements = placements
         self.regions = SharedRegions()
         self.starts = 0  # of groups, so far
         self.partitions = settings.partitions  # of those to come
@@ -155,6 +157,8 @@ class Supervisor:
             if self._stopped:
                 return
             nodes.begin(self.starts)
+        if self._placements is not None:
+            self._placements.begin(self.starts, group_store(self._store, self.starts))
         why_lost = (lambda: None) if nodes is None else nodes.why_lost
         group = RankGroup(self._setups(), self._settings.step_timeout_seconds, why_lost)
         try:

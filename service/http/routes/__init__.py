@@ -1,8 +1,9 @@
-"""All routes except infer: metadata, shared memory, channels, partitions, metrics, documentation page."""
+"""All routes except infer: metadata, shared memory, channels, partitions, placement, metrics, documents."""
 
 from expertd.service.http.routes.channels import channels_router
 from expertd.service.http.routes.open_inference import protocol_router
 from expertd.service.http.routes.partitions import partitions_router
+from expertd.service.http.routes.placement import placement_router
 from expertd.service.http.routes.prometheus import metrics_router
 from expertd.service.http.routes.shared_memory import shared_memory_router
 from expertd.service.http.routes.swagger import swagger_router
@@ -11,6 +12,7 @@ __all__ = [
     "channels_router",
     "metrics_router",
     "partitions_router",
+    "placement_router",
     "protocol_router",
     "shared_memory_router",
     "swagger_router",

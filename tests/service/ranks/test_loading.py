@@ -14,7 +14,7 @@ from expertd.service.moe.request import LayerRequest
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import random_weights, save_weights
 from expertd.service.ranks.loading import load_ranks
-from expertd.service.settings.model import CheckpointSettings, Settings
+from expertd.service.settings.model import CheckpointSettings, PlacementSettings, Settings
 from tests.families import HIDDEN
 from tests.service.apps import MODEL, rows, tiny_settings
 from tests.service.checkpoints.builders import Checkpoint, edit_tensors, shard_of
@@ -30,10 +30,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Checkpoint("deepseek-v3", tmp_path_factory.mktemp("made") / "model", torch.float32).directory
 
 
-def of_checkpoint(directory: Path, ranks: int) -> Settings:
+def of_checkpoint(directory: Path, ranks: int, replicas: int = 0) -> Settings:
     """Layer 1 of a checkpoint with shared experts."""
     served = CheckpointSettings(path=directory, layers="1", datatype="FP32")
-    return resolve_checkpoints(Settings(backend="reference", ranks=ranks, checkpoints=(served,)))
+    placed = PlacementSettings(policy="static" if replicas else None, replicas=replicas)
+    return resolve_checkpoints(
+        Settings(backend="reference", ranks=ranks, checkpoints=(served,), placement=placed)
+    )
 
 
 def computed(settings: Settings) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
@@ -57,6 +60,12 @@ def test_a_weights_file_is_split(tmp_path: Path) -> None:
     save_weights(path, random_weights(SHAPE, 3, "cpu"))
     models = [{**MODEL, "hidden_size": HIDDEN, "weights": {"path": path}}]
     assert close(computed(tiny_settings(models=models, ranks=2)), computed(tiny_settings(models=models)))
+
+
+@pytest.mark.parametrize("replicas", [1, 5])
+def test_ranks_load_replicas(checkpoint: Path, replicas: int) -> None:
+    got = computed(of_checkpoint(checkpoint, 2, replicas))
+    assert close(got, computed(of_checkpoint(checkpoint, 1)))
 
 
 def test_one_rank_that_cannot_load_ends_the_load_with_its_sentence(checkpoint: Path, tmp_path: Path) -> None:

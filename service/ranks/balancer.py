@@ -1,0 +1,201 @@
+"""Makes plans from the loads of all models and has them carried out, on a thread of the front end."""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+
+import numpy as np
+
+from expertd.service.engine.errors import DeviceLostError, PlacementRefusedError, SchedulerClosedError
+from expertd.service.engine.placement import PlacementState, PlanState
+from expertd.service.moe.placement import Placement, global_placement, plan_change
+from expertd.service.ranks.carrying import Carrier
+from expertd.service.ranks.loads import LoadWindow
+from expertd.service.ranks.placements import PlacementStore
+from expertd.service.ranks.setup import largest_expert
+from expertd.service.ranks.staging import Staging
+from expertd.service.ranks.supervisor import Supervisor
+from expertd.service.ranks.transport import spaced
+from expertd.service.settings.model import Settings
+
+logger = logging.getLogger(__name__)
+
+# Plans by themselves wait for as much load for each expert: with less, chance decides.
+_LEAST_LOAD = 16
+
+Job = Callable[[], None]
+
+
+class Balancer:
+    """See `expertd.service.engine.placement.Placements`. Runs from `start` to `stop`. Raises RuntimeError."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        supervisor: Supervisor,
+        placements: PlacementStore,
+        loads: Sequence[LoadWindow],
+    ) -> None:
+        size = settings.num_ranks * spaced(largest_expert(settings))
+        self._memory = Staging(size, supervisor.register)
+        region = supervisor.regions.place(self._memory.take(size)[0], size).region
+        assert settings.placement.policy is not None
+        self.policy: str = settings.placement.policy
+        self.objective: str = settings.placement.objective
+        self.is_moving = False
+        self.failures = 0  # plans that were not carried out to their end
+        self._settings, self._supervisor = settings, supervisor
+        self._placements, self._loads = placements, loads
+        self._names = [model.name for model in settings.models]
+        self._carrier = Carrier(placements, len(self._names), lambda: self._stopped, region)
+        self._plans: list[PlanState | None] = [None] * len(self._names)
+        self._pinned: set[int] = set()
+        self._jobs: deque[tuple[Job, Future[None]]] = deque()
+        self._stopped = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="expertd-placement", daemon=True)
+
+    def start(self) -> None:
+        """Begin to plan."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End after the present slice."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        self._thread.join()
+        self._memory.close()
+
+    def states(self) -> dict[str, PlacementState]:
+        """See `Placements.states`."""
+        return {name: self._state(model) for model, name in enumerate(self._names)}
+
+    def rebalance(self, models: Sequence[str]) -> "Future[None]":
+        """See `Placements.rebalance`."""
+        return self._add(partial(self._rebalance, [self._names.index(name) for name in models]))
+
+    def pin(self, model: str, ranks: Sequence[Sequence[int]]) -> "Future[None]":
+        """See `Placements.pin`."""
+        index = self._names.index(model)
+        return self._add(partial(self._pin, index, pinned(self._placements.get(index), ranks)))
+
+    def _add(self, job: Job) -> "Future[None]":
+        done: Future[None] = Future()
+        with self._changed:
+            if self._stopped:
+                raise SchedulerClosedError("the server is shutting down")
+            self._jobs.append((job, done))
+            self._changed.notify_all()
+        return done
+
+    def _run(self) -> None:
+        seconds = self._settings.placement.interval_seconds if self.policy == "balanced" else None
+        while not self._stopped:
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopped or bool(self._jobs), seconds)
+                job, done = self._jobs.popleft() if self._jobs else (self._rebalance_loaded, None)
+            if not self._stopped:
+                self._do(job, done)
+            elif done is not None:
+                done.set_exception(SchedulerClosedError("the server is shutting down"))
+        for _, done in self._jobs:
+            done.set_exception(SchedulerClosedError("the server is shutting down"))
+
+    def _do(self, job: Job, done: "Future[None] | None") -> None:
+        if done is not None and not done.set_running_or_notify_cancel():
+            return
+        error: Exception | None = None
+        try:
+            job()
+        except Exception as caught:
+            error = caught
+            if not isinstance(error, SchedulerClosedError):
+                self.failures += 1
+                unexpected = not isinstance(error, DeviceLostError)
+                logger.error("changing the placement failed: %s", error, exc_info=unexpected)
+        finally:
+            self.is_moving = False
+        if done is not None and error is not None:
+            done.set_exception(error)
+        elif done is not None:
+            done.set_result(None)
+
+    def _rebalance_loaded(self) -> None:
+        """Plan for those models whose loads say something."""
+        models = [
+            model
+            for model, loads in enumerate(self._loads)
+            if model not in self._pinned and loads.loads().sum() >= _LEAST_LOAD * len(loads.loads())
+        ]
+        self._rebalance(models)
+
+    def _rebalance(self, models: Sequence[int]) -> None:
+        self._pinned -= set(models)
+        group = self._supervisor.group()
+        left = self._settings.placement.max_moves
+        for model in sorted(models, key=lambda model: -self._imbalance(model)):  # the worst has most moves
+            old, loads = self._placements.get(model), self._loads[model].loads()[None]
+            if left == 0 or not loads.any():
+                continue
+            new = global_placement(loads, old.num_ranks, old.num_physical)
+            change = plan_change(old, new, loads, max_moves=left)
+            self._plans[model] = PlanState(float(change.before[0]), float(change.after[0]), change.moves)
+            if change.worthwhile:
+                left -= change.moves
+                self.is_moving = True
+                self._carrier.carry_out(group, model, self._settings.models[model].shape, change.placement)
+                plan = self._names[model], change.moves, change.before[0], change.after[0]
+                logger.info("model %s: moved %d experts, max/mean of ranks from %.3f to %.3f", *plan)
+
+    def _pin(self, model: int, target: Placement) -> None:
+        self.is_moving = True
+        shape = self._settings.models[model].shape
+        self._carrier.carry_out(self._supervisor.group(), model, shape, target)
+        self._pinned.add(model)
+
+    def _imbalance(self, model: int) -> float:
+        return float(self._placements.get(model).imbalance(self._loads[model].loads()[None])[0])
+
+    def _state(self, model: int) -> PlacementState:
+        placement, loads = self._placements.get(model), self._loads[model].loads()
+        return PlacementState(
+            ranks=[placement.experts_of_rank(0, rank).tolist() for rank in range(placement.num_ranks)],
+            loads=loads.tolist(),
+            rank_loads=placement.load_by_rank(loads[None])[0].tolist(),
+            imbalance=float(placement.imbalance(loads[None])[0]),
+            is_pinned=model in self._pinned,
+            last_plan=self._plans[model],
+            moves=self._carrier.moves[model],
+            move_seconds=self._carrier.seconds[model],
+        )
+
+
+def pinned(present: Placement, ranks: Sequence[Sequence[int]]) -> Placement:
+    """The placement with these experts on each rank, of the size of `present`.
+
+    Raises PlacementRefusedError if they do not fit, or are not all of the layer's experts.
+    """
+    if len(ranks) != present.num_ranks:
+        raise PlacementRefusedError(
+            f"ranks: expected a list for each of {present.num_ranks}, got {len(ranks)}"
+        )
+    for rank, experts in enumerate(ranks):
+        slots = present.slots_of_rank(rank)
+        room = slots.stop - slots.start
+        if len(experts) != room:
+            expected = f"{room} experts, for which rank {rank} has memory"
+            raise PlacementRefusedError(f"ranks.{rank}: expected {expected}, got {len(experts)}")
+        for expert in experts:
+            if not 0 <= expert < present.num_experts:
+                expected = f"experts 0 to {present.num_experts - 1}"
+                raise PlacementRefusedError(f"ranks.{rank}: expected {expected}, got {expert}")
+    held = np.array([expert for experts in ranks for expert in experts])
+    missing = np.setdiff1d(np.arange(present.num_experts), held)
+    if missing.size:
+        expected = f"each of {present.num_experts} experts on a rank"
+        raise PlacementRefusedError(f"ranks: expected {expected}, got none with expert {missing[0]}")
+    return Placement(held[None], present.num_experts, present.num_ranks)

@@ -1,0 +1,109 @@
+"""How the weights of experts travel from rank to rank."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from expertd.service.memory import host_view
+from expertd.service.ranks.split import SpanOf
+
+_ALIGNMENT = 4096
+
+
+class Send(NamedTuple):
+    """Contiguous memory uint8 [n], for the bytes from `offset` on of what `rank` fetches."""
+
+    memory: Tensor
+    rank: int
+    offset: int
+
+
+class Receive(NamedTuple):
+    """The bytes `offset` to `end` of what this rank fetches, which come from `rank`."""
+
+    rank: int
+    offset: int
+    end: int
+
+
+class Transport(Protocol):
+    """Moves bytes between the ranks."""
+
+    def connect(self) -> None:
+        """Do what the first `exchange` would otherwise do. Collective."""
+
+    def fetched(self, region: int) -> Tensor:
+        """Where this rank's bytes arrive: uint8, enough for one expert. `region`: see `MoveCommand`."""
+
+    def exchange(self, region: int, sends: Sequence[Send], receives: Sequence[Receive]) -> None:
+        """Send and receive all of these. Every rank that has a part in it calls, between the same two steps.
+
+        The bytes are there once it has returned on all ranks. Raises RuntimeError if a rank is gone.
+        """
+
+
+class SharedTransport:
+    """For ranks that share their machine's memory and compute in it: who sends writes to where it is fetched.
+
+    num_bytes  of the largest expert
+    """
+
+    def __init__(self, rank: int, num_bytes: int, span_of: SpanOf) -> None:
+        self._rank, self._num_bytes, self._span_of = rank, num_bytes, span_of
+
+    def connect(self) -> None:
+        """See `Transport.connect`."""
+
+    def fetched(self, region: int) -> Tensor:
+        """See `Transport.fetched`."""
+        return self._memory(region, self._rank)
+
+    def exchange(self, region: int, sends: Sequence[Send], receives: Sequence[Receive]) -> None:
+        """See `Transport.exchange`."""
+        for memory, rank, offset in sends:
+            self._memory(region, rank)[offset : offset + len(memory)].copy_(memory)
+
+    def _memory(self, region: int, rank: int) -> Tensor:
+        span = self._span_of(region, rank * spaced(self._num_bytes), self._num_bytes)
+        return torch.frombuffer(host_view(span), dtype=torch.uint8)
+
+
+class TorchTransport:
+    """Over the default process group: NCCL, and so NVLink, between GPUs; gloo between machines' CPUs."""
+
+    def __init__(self, num_bytes: int) -> None:
+        on_gpu = "nccl" in str(dist.get_backend())
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self._fetched = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+
+    def connect(self) -> None:
+        """See `Transport.connect`: NCCL connects two ranks when they first exchange anything."""
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        others = [other for other in range(num_ranks) if other != rank]
+        sent = torch.zeros(1, dtype=torch.uint8, device=self._fetched.device)
+        self.exchange(0, [Send(sent, to, 0) for to in others], [Receive(other, 0, 1) for other in others])
+
+    def fetched(self, region: int) -> Tensor:
+        """See `Transport.fetched`."""
+        return self._fetched
+
+    def exchange(self, region: int, sends: Sequence[Send], receives: Sequence[Receive]) -> None:
+        """See `Transport.exchange`. What one rank sends to another arrives in the same order."""
+        operations = [
+            *(dist.P2POp(dist.isend, send.memory, send.rank) for send in sends),
+            *(dist.P2POp(dist.irecv, self._fetched[part.offset : part.end], part.rank) for part in receives),
+        ]
+        if not operations:
+            return
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        if self._fetched.is_cuda:
+            torch.cuda.synchronize()
+
+
+def spaced(num_bytes: int) -> int:
+    """Bytes from one rank's part of a shared region to the next."""
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
