@@ -1,5 +1,5 @@
-// Adds up what the ranks have returned for each of this rank's tokens, in fp32 and in the order of ranks. A rank without
-// tokens waits for the others, too: its next call would overwrite what they still read.
+// Adds up what the ranks have returned for each of this rank's tokens, in fp32 and in the order of ranks. A rank
+// without tokens waits for the others, too: its next call would overwrite what they still read.
 #include "floats.cuh"
 #include "ranks.cuh"
 
@@ -9,7 +9,7 @@ constexpr auto kDatatype = floats::DATATYPE;
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     add_ranks(const Ranks* ranks,
-              const int* __restrict__ places,    // [num_experts]: rank * 65536 + group of each expert
+              const int* __restrict__ places,  // [num_experts]: rank * 65536 + group of each expert
               int num_experts,
               const int* __restrict__ topk_ids,  // [num_tokens, top_k]
               int num_tokens, int top_k, int n,

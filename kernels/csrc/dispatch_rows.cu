@@ -20,8 +20,8 @@ __device__ __forceinline__ void copy(Word* to, const Word* from, int count) {
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     dispatch_rows(Ranks* ranks_in_memory,
-                  const int* __restrict__ first_tokens,    // [kMaxRanks + 1]: rank r has those from first_tokens[r] on
-                  const int* __restrict__ places,          // [num_experts]: rank * 65536 + group of each expert
+                  const int* __restrict__ first_tokens,  // [kMaxRanks + 1]: rank r has those from first_tokens[r] on
+                  const int* __restrict__ places,        // [num_experts]: rank * 65536 + group of each expert
                   int num_experts,
                   const void* __restrict__ hidden_states,  // [num_tokens, h], contiguous
                   const int* topk_ids,                     // [num_tokens, top_k]; others name no expert

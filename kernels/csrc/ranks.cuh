@@ -1,10 +1,10 @@
 // Memory that all ranks of an expert-parallel layer read and write, and the counters that order their accesses.
 //
 // A call has two phases. In `dispatch` each rank writes its tokens to the ranks that hold their experts, in `combine`
-// those write the results back. After its last write of a phase, each CTA adds one to its rank's counter in every rank's
-// memory, so a rank has arrived when its counter has grown by the number of its CTAs, which all ranks know. A rank begins
-// a call only after all results of the one before, so nobody is still reading what the call overwrites, and no other
-// barrier is needed.
+// those write the results back. After its last write of a phase, each CTA adds one to its rank's counter in every
+// rank's memory, so a rank has arrived when its counter has grown by the number of its CTAs, which all ranks know. A
+// rank begins a call only after all results of the one before, so nobody is still reading what the call overwrites, and
+// no other barrier is needed.
 #pragma once
 
 #include "ptx.cuh"

@@ -1,5 +1,5 @@
-// The weighted sum of each token's permuted rows on this rank, in fp32 and in the order of its slots, written as bf16 to
-// the rank whose token it is. A token without a row here is left out.
+// The weighted sum of each token's permuted rows on this rank, in fp32 and in the order of its slots, written as bf16
+// to the rank whose token it is. A token without a row here is left out.
 #include "floats.cuh"
 #include "ranks.cuh"
 
@@ -12,7 +12,8 @@ struct Slots {
     int row[kAtOnce];
     float weight[kAtOnce];
 
-    __device__ __forceinline__ void load(const int* inverse_permutation, const float* topk_weights, i64 first, int count) {
+    __device__ __forceinline__ void load(const int* inverse_permutation, const float* topk_weights, i64 first,
+                                         int count) {
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
             row[i] = i < count ? inverse_permutation[first + i] : -1;
@@ -89,7 +90,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         }
         if (any && column < n) {
             const i64 place = static_cast<i64>(copy.rank) * static_cast<i64>(copy.max_own_tokens) + own_token;
-            floats::store<floats::BF16>(reinterpret_cast<void*>(copy.memory[owner].partial_sums), place * n + column, sum);
+            floats::store<floats::BF16>(reinterpret_cast<void*>(copy.memory[owner].partial_sums), place * n + column,
+                                        sum);
         }
     }
     if (!waited) {

@@ -162,7 +162,8 @@ class RankGroup:
         self.check()
         self._put(command)
         with self._changed:
-            self._changed.wait_for(lambda: self._has_moved(number))
+            if not self._changed.wait_for(lambda: self._has_moved(number), _ANSWER_SECONDS):
+                self.lose(f"a rank hangs: expected a move of experts within {_ANSWER_SECONDS:g} s, got none")
             moved = self._moved.pop(number, {})
         for rank, (_, error) in moved.items():
             if error:
@@ -243,10 +244,6 @@ class RankGroup:
                 with self._changed:
                     self._mapped.setdefault(region, {})[rank.number] = error
                     self._changed.notify_all()
-            case ["moved", int(number), float(seconds), str(error)]:
-                with self._changed:
-                    self._moved.setdefault(number, {})[rank.number] = seconds, error
-                    self._changed.notify_all()
             case ["device", memory, *of_kernels]:
                 rank.note_device(memory, *of_kernels)
             case ["partitions", *answer]:
@@ -255,6 +252,10 @@ class RankGroup:
                     self._changed.notify_all()
             case ["lost", str(why)]:
                 self.lose(why)
+            case ["moved", int(number), float(seconds), str(error)]:
+                with self._changed:
+                    self._moved.setdefault(number, {})[rank.number] = seconds, error
+                    self._changed.notify_all()
             case _:
                 self.lose(_why_gone(rank))
 

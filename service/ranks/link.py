@@ -26,6 +26,7 @@ class Kind(IntEnum):
     """What a message is.
 
     STEP     to the rank: a step's command, and the rows of the rank
+    MOVE     to the rank: a command that is no step, as it is in the ring
     END      from the rank: a step's end, and its rows of the output
     CONTROL  either way: a list of JSON, without payload
     """
@@ -33,6 +34,7 @@ class Kind(IntEnum):
     STEP = 0
     END = 1
     CONTROL = 2
+    MOVE = 3
 
 
 class Head(NamedTuple):

@@ -13,7 +13,7 @@ from expertd.service.settings.model import Settings
 
 LOST_SECONDS = 3.0  # without a beat: far more than a busy machine delays one
 _REPORT_SECONDS = 1.0  # after an agent's report: ranks that can say more themselves have done so
-_SHARED = {"backend", "nnodes", "partitions", "models"}
+_SHARED = {"backend", "nnodes", "partitions", "models", "placement", "exact_combine"}
 
 
 def shared_settings(settings: Settings) -> dict[str, Any]:

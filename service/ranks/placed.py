@@ -15,7 +15,7 @@ from expertd.service.ranks.placements import read_placements
 from expertd.service.ranks.regions import MappedRegions
 from expertd.service.ranks.setup import RankSetup, largest_expert
 from expertd.service.ranks.split import part_of
-from expertd.service.ranks.transport import SharedTransport, Transport
+from expertd.service.ranks.transport import SharedTransport, TorchTransport, Transport
 from expertd.service.settings.model import ModelSettings
 
 logger = logging.getLogger(__name__)
@@ -53,6 +53,8 @@ class RankPlacements:
 
     def _transport(self, device: torch.device) -> Transport:
         num_bytes = largest_expert(self._setup.settings)
+        if self._setup.settings.nnodes > 1:
+            return TorchTransport(num_bytes)
         if device.type == "cuda":
             return PeerTransport(num_bytes, device)
         return SharedTransport(self._setup.rank, num_bytes, self._regions.span)

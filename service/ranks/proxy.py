@@ -15,6 +15,7 @@ from expertd.service.ranks import setup as words
 from expertd.service.ranks.board import Board
 from expertd.service.ranks.link import Kind, Link
 from expertd.service.ranks.messages import StepCommand, StepEnd
+from expertd.service.ranks.moves import NO_STEP
 from expertd.service.ranks.packing import PackedStep, pack, unpack
 from expertd.service.ranks.regions import MappedRegions
 from expertd.service.ranks.remote import region_of
@@ -46,7 +47,7 @@ class Proxy:
             if stopped():
                 break
             if (data := commands.take()) is not None:
-                self._send(StepCommand.unpacked(data))
+                self._pass_on(data)
         self._stopping = True
         self._link.tell(words.STOP)
         self._receiver.join(_END_SECONDS)
@@ -55,6 +56,15 @@ class Proxy:
     def replace_partitions(self, sizes: dict[str, int]) -> None:
         """Pass the sizes on; the answer comes as other words do."""
         self._link.tell(words.PARTITIONS, sizes)
+
+    def _pass_on(self, data: bytes) -> None:
+        try:
+            if data.startswith(NO_STEP):
+                self._link.send(Kind.MOVE, data)
+            else:
+                self._send(StepCommand.unpacked(data))
+        except RuntimeError:
+            self._receiver.join()  # it says why, and ends the process
 
     def _send(self, command: StepCommand) -> None:
         setup, model = self._setup, self._setup.settings.models[command.model]
@@ -66,10 +76,7 @@ class Proxy:
             self._end(StepEnd.failed(command.number, f"{type(error).__name__}: {error}").packed())
             return
         self._steps[command.number] = step, requests
-        try:
-            self._link.send(Kind.STEP, step.command.packed(), torch.from_numpy(step.inputs))
-        except RuntimeError:
-            self._receiver.join()  # it says why, and ends the process
+        self._link.send(Kind.STEP, step.command.packed(), torch.from_numpy(step.inputs))
 
     def _receive(self) -> None:
         try:

@@ -80,9 +80,10 @@ class RemoteSteps:
             if head.kind is Kind.CONTROL:
                 self._handle(head.words)
                 continue
-            command = StepCommand.unpacked(head.text)
-            self._link.take(self._tensor(region_of(command.number), 0, head.num_bytes))
-            self._steps[command.number] = command
+            if head.kind is Kind.STEP:
+                command = StepCommand.unpacked(head.text)
+                self._link.take(self._tensor(region_of(command.number), 0, head.num_bytes))
+                self._steps[command.number] = command
             self._rings.commands.put(head.text)
             self._rings.command_bell.ring()
 

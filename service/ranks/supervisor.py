@@ -152,13 +152,13 @@ class Supervisor:
         """Run one group until it is lost, or `stop`. Raises LoadFailedError, OSError, RuntimeError."""
         self.starts += 1
         began = time.monotonic()
+        if self._placements is not None:
+            self._placements.begin(self.starts, group_store(self._store, self.starts))
         if nodes is not None:
             nodes.wait_present(lambda: self._stopped, is_first=self.starts == 1)
             if self._stopped:
                 return
             nodes.begin(self.starts)
-        if self._placements is not None:
-            self._placements.begin(self.starts, group_store(self._store, self.starts))
         why_lost = (lambda: None) if nodes is None else nodes.why_lost
         group = RankGroup(self._setups(), self._settings.step_timeout_seconds, why_lost)
         try:

@@ -512,8 +512,6 @@ class Settings(BaseSettings):
             return
         if self.devices is not None and policy is not None:
             yield f"placement.policy: expected null with devices, got {policy!r}"
-        if self.nnodes > 1 and policy is not None:
-            yield f"placement.policy: expected null with several nodes, got {policy!r}"
         if self.devices is not None and self.exact_combine:
             yield "exact_combine: expected false with devices, got true"
         if num_ranks == 1 and policy is not None:

@@ -226,10 +226,6 @@ def test_settings_are_frozen(config: Path) -> None:
             r"placement\.policy: expected null with devices, got 'static'",
         ),
         (
-            f"models: [{MODEL}]\nranks: 2\nnnodes: 2\nrendezvous: a:1\nplacement: {{policy: static}}",
-            r"placement\.policy: expected null with several nodes, got 'static'",
-        ),
-        (
             f"models: [{MODEL}]\ndevices: 0-1\nexact_combine: true",
             r"exact_combine: expected false with devices, got true",
         ),
