@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow  # a server process each
 BODY = 1 << 20
 ROW = 2 * HIDDEN  # bytes of a token in BF16, and of one in JSON as "0,"
 TOKENS = (BODY - 400) // ROW
-OUTPUT = {"parameters": {"binary_data_output": True, "datatype": "FP32"}}
+OUTPUT = {"parameters": {"binary_data": True, "datatype": "FP32"}}
 
 
 def least(http_workers: int) -> Settings:
