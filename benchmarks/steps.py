@@ -29,7 +29,7 @@ from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.staging import Staging
 from expertd.service.moe.weights import random_weights
-from expertd.service.settings.model import Limits
+from expertd.service.settings.parts import Limits
 
 Row = dict[str, Any]
 TOKENS = (1, 8, 64, 256, 512, 1024, 4096)

@@ -9,7 +9,7 @@ from expertd.kernels import resolve_backend
 from expertd.service.checkpoints import models_of
 from expertd.service.engine.loading import layer_of
 from expertd.service.moe.layer import MoELayer
-from expertd.service.settings.model import CheckpointSettings
+from expertd.service.settings.served import CheckpointSettings
 
 
 class LocalExperts(torch.nn.Module):

@@ -24,7 +24,7 @@ from expertd.service.engine.errors import (
 )
 from expertd.service.engine.metrics import Metrics
 from expertd.service.sentences import shown
-from expertd.service.settings.model import ChannelSettings
+from expertd.service.settings.parts import ChannelSettings
 
 logger = logging.getLogger(__name__)
 

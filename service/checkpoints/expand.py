@@ -10,7 +10,8 @@ from expertd.service.checkpoints.layer import LayerSource, find_layer, present_l
 from expertd.service.checkpoints.model import MoEModel
 from expertd.service.checkpoints.read import read_model
 from expertd.service.sentences import expected_and_got, shown
-from expertd.service.settings.model import CheckpointSettings, ModelSettings, Settings
+from expertd.service.settings.model import Settings
+from expertd.service.settings.served import CheckpointSettings, ModelSettings
 from expertd.service.settings.spans import ALL, numbers, spans
 
 

@@ -22,7 +22,7 @@ from expertd.service.engine.stepping import Stepping
 from expertd.service.engine.steps import Done, Pending, Runner, State, StepObserver
 from expertd.service.engine.wakeup import Source, Wakeup
 from expertd.service.moe.request import LayerRequest
-from expertd.service.settings.model import Limits
+from expertd.service.settings.parts import Limits
 
 T = TypeVar("T")
 

@@ -32,7 +32,8 @@ from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.staging import Staging
 from expertd.service.moe.weights import ExpertWeights, check_weights, load_weights, random_weights
-from expertd.service.settings.model import ModelSettings, Settings
+from expertd.service.settings.model import Settings
+from expertd.service.settings.served import ModelSettings
 from expertd.service.terminal import progress_bar, shows_bars
 
 if TYPE_CHECKING:

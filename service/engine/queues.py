@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from expertd.service.engine.errors import QueueFullError
 from expertd.service.engine.steps import Pending, Runner, State
-from expertd.service.settings.model import Limits
+from expertd.service.settings.parts import Limits
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ from expertd.service.memory import (
 )
 from expertd.service.memory.system import file_name
 from expertd.service.sentences import shown
-from expertd.service.settings.model import SharedMemorySettings
+from expertd.service.settings.parts import SharedMemorySettings
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from starlette.types import Receive
 
 from expertd.service.http.protocol import OipError
 from expertd.service.sentences import shown
-from expertd.service.settings.model import Limits
+from expertd.service.settings.parts import Limits
 
 CONTROL_BODY_BYTES = 64 * 1024
 # In an ASGI message of our own server: bytes that the body is known to have after this part of it.

@@ -8,7 +8,7 @@ from expertd.service.http.infer_head import InferHead
 from expertd.service.http.plans import Plan
 from expertd.service.http.protocol import NewUses, OipError, decompress
 from expertd.service.memory import Arena, Buffer, Span, host_view
-from expertd.service.settings.model import Limits
+from expertd.service.settings.parts import Limits
 
 # Below this many bytes a thread hop costs more than the work.
 INLINE_BYTES = 64 * 1024

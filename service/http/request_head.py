@@ -11,7 +11,7 @@ from expertd.service.engine.spec import MODEL_VERSION
 from expertd.service.http.infer_head import InferHead
 from expertd.service.http.refused import RefusedError
 from expertd.service.sentences import shown
-from expertd.service.settings.model import Limits
+from expertd.service.settings.parts import Limits
 
 logger = logging.getLogger(__name__)
 

@@ -29,7 +29,8 @@ from expertd.service.http.worker_setup import (
     channel_sizes,
     shares,
 )
-from expertd.service.settings.model import ModelSettings, Settings
+from expertd.service.settings.model import Settings
+from expertd.service.settings.served import ModelSettings
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from expertd.service.ranks.placed import RankPlacements
 from expertd.service.ranks.regions import MappedRegions
 from expertd.service.ranks.setup import SPIN_SECONDS, RankSetup, Rings
 from expertd.service.ranks.split import part_of, requests_of
-from expertd.service.settings.model import ModelSettings
+from expertd.service.settings.served import ModelSettings
 from expertd.service.settings.spans import numbers
 
 logger = logging.getLogger(__name__)

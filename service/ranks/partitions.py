@@ -51,7 +51,7 @@ class RankPartitions:
 
     group  the ranks that run steps; raises DeviceLostError
     first  what rank 0 said when it had loaded
-    keep   is told the sizes that ranks which start again shall have
+    keep   called with the sizes for ranks that start again
     """
 
     def __init__(

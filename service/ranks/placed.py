@@ -16,7 +16,7 @@ from expertd.service.ranks.regions import MappedRegions
 from expertd.service.ranks.setup import RankSetup, largest_expert
 from expertd.service.ranks.split import part_of
 from expertd.service.ranks.transport import SharedTransport, TorchTransport, Transport
-from expertd.service.settings.model import ModelSettings
+from expertd.service.settings.served import ModelSettings
 
 logger = logging.getLogger(__name__)
 

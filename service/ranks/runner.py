@@ -14,7 +14,7 @@ from expertd.service.ranks.loads import LoadWindow
 from expertd.service.ranks.messages import StepEnd
 from expertd.service.ranks.staging import StagedStep, Staging
 from expertd.service.ranks.supervisor import Supervisor
-from expertd.service.settings.model import ModelSettings
+from expertd.service.settings.served import ModelSettings
 
 
 class Steps:

@@ -40,7 +40,7 @@ def as_nobody(code: str) -> str:
         "from expertd.service.moe.weights import load_weights\n"
         "from expertd.service.moe.shape import LayerShape\n"
         "from expertd.service.settings.loader import SettingsError, load_settings\n"
-        "from expertd.service.settings.model import CheckpointSettings\n"
+        "from expertd.service.settings.served import CheckpointSettings\n"
         f"if os.geteuid() == 0: os.setuid({UID})\n"
         f"try: {code}\n"
         "except (ValueError, SettingsError) as error: print(error)\n"

@@ -19,5 +19,5 @@ def parts(columns: int) -> int:
 
 
 def ctas(on: OnStream, num_sms: int | None, per_sm: int, steps: int) -> int:
-    """The CTAs of a launch with so many steps."""
+    """The CTAs of a launch with this number of steps."""
     return max(1, min(steps, per_sm * multiprocessors(on.device, num_sms)))

@@ -12,7 +12,7 @@ from expertd.kernels import resolve_backend
 from expertd.service.checkpoints import CheckpointError, models_of
 from expertd.service.engine.loading import LoadCancelledError, layer_of
 from expertd.service.moe.layer import MoELayer
-from expertd.service.settings.model import CheckpointSettings
+from expertd.service.settings.served import CheckpointSettings
 from tests.families import EXPERTS, FAMILIES, HIDDEN, INTERMEDIATE
 from tests.kernels.helpers import diff, fresh_generator
 from tests.service.checkpoints.builders import Checkpoint, edit_tensors, shard_of

@@ -12,7 +12,7 @@ from expertd.kernels import quantize_blocks, resolve_backend
 from expertd.service.checkpoints import models_of
 from expertd.service.engine.loading import layer_of
 from expertd.service.moe.layer import MoELayer
-from expertd.service.settings.model import CheckpointSettings
+from expertd.service.settings.served import CheckpointSettings
 from tests.kernels.helpers import fresh_generator
 from tests.service.moe.reference_layer import assert_close, reference_layer
 

@@ -13,7 +13,7 @@ import torch
 
 from expertd.service.checkpoints import CheckpointError, models_of
 from expertd.service.checkpoints.families import FAMILIES as SERVED
-from expertd.service.settings.model import CheckpointSettings
+from expertd.service.settings.served import CheckpointSettings
 from tests.families import FAMILIES
 from tests.service.checkpoints.builders import Checkpoint, edit_json, edit_tensors, shard_of
 

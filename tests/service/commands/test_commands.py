@@ -19,7 +19,7 @@ from expertd.service.cli import main
 from expertd.service.commands.serve import exposure
 from expertd.service.engine.loading import load
 from expertd.service.moe.weights import random_weights, save_weights
-from expertd.service.settings.model import CheckpointSettings
+from expertd.service.settings.served import CheckpointSettings
 from tests.paths import ROOT
 from tests.service.apps import MODEL, tiny_settings
 from tests.service.checkpoints.builders import Checkpoint, edit_json

@@ -19,7 +19,7 @@ from expertd.service.engine.errors import (
 )
 from expertd.service.memory import host_view
 from expertd.service.moe.request import Output, StepResult
-from expertd.service.settings.model import Limits
+from expertd.service.settings.parts import Limits
 from tests.service.runners import EchoRunner, Submitted, layer_request
 
 T = TypeVar("T")

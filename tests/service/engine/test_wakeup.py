@@ -14,7 +14,7 @@ import pytest
 from expertd.service.engine.batching import Scheduler
 from expertd.service.engine.wakeup import Source, Wakeup
 from expertd.service.moe.request import LayerRequest, Output, StepResult
-from expertd.service.settings.model import Limits
+from expertd.service.settings.parts import Limits
 from tests.service.engine.test_batching import Observed
 from tests.service.runners import EchoRunner, layer_request
 from tests.service.waiting import until

@@ -9,7 +9,8 @@ import torch
 import tritonclient.http as triton
 from torch import Tensor
 
-from expertd.service.settings.model import CheckpointSettings, Settings
+from expertd.service.settings.model import Settings
+from expertd.service.settings.served import CheckpointSettings
 from tests.families import FAMILIES, HIDDEN
 from tests.kernels.helpers import diff, fresh_generator
 from tests.service.checkpoints.builders import Checkpoint

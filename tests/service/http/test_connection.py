@@ -10,7 +10,7 @@ import pytest
 
 from expertd.service.http.refused import RefusedError
 from expertd.service.http.request_head import Heads
-from expertd.service.settings.model import Limits
+from expertd.service.settings.parts import Limits
 from tests.service.apps import HIDDEN, hidden_request, rows, tiny_settings
 from tests.service.processes import ServerProcess, server_process
 from tests.service.sockets import INFER, ask, connect, head, infer, read_answer, read_to_end

@@ -10,7 +10,7 @@ import pytest
 
 from expertd.service.http.bodies import BodyReader
 from expertd.service.http.passage import Passage
-from expertd.service.settings.model import Limits
+from expertd.service.settings.parts import Limits
 from tests.service.apps import error_of
 
 

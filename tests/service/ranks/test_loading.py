@@ -14,7 +14,9 @@ from expertd.service.moe.request import LayerRequest
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import random_weights, save_weights
 from expertd.service.ranks.loading import load_ranks
-from expertd.service.settings.model import CheckpointSettings, PlacementSettings, Settings
+from expertd.service.settings.model import Settings
+from expertd.service.settings.parts import PlacementSettings
+from expertd.service.settings.served import CheckpointSettings
 from tests.families import HIDDEN
 from tests.service.apps import MODEL, rows, tiny_settings
 from tests.service.checkpoints.builders import Checkpoint, edit_tensors, shard_of

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from expertd.service.settings.loader import Flag, SettingsError, load_settings, read_settings
-from expertd.service.settings.model import CheckpointSettings
+from expertd.service.settings.served import CheckpointSettings
 
 MODEL = "{name: m, hidden_size: 256, intermediate_size: 128, num_experts: 4, top_k: 2}"
 JSON_MODEL = (

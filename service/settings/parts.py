@@ -1,0 +1,150 @@
+"""Parts of the settings: limits, shared memory, channels, placement."""
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from expertd.service.settings.values import check_agreement
+
+MIB = 1024 * 1024
+
+
+class Frozen(BaseModel):
+    """Values that do not change, and no other keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Limits(Frozen):
+    """Limits on one request, one step and one model's queue."""
+
+    max_batch_tokens: int = Field(default=4096, ge=1, description="maximum tokens per step")
+    max_request_tokens: int = Field(default=4096, ge=1, description="maximum tokens per request")
+    max_queue_tokens: int = Field(default=65536, ge=1, description="maximum queued tokens per model")
+    max_queue_requests: int = Field(default=4096, ge=1, description="maximum queued requests per model")
+    max_body_bytes: int = Field(
+        default=64 * MIB, ge=1, description="maximum bytes of a request body, compressed and decompressed"
+    )
+    max_json_bytes: int = Field(
+        default=8 * MIB,
+        ge=1,
+        description="maximum bytes of JSON in an infer request; parsing blocks the event loop",
+    )
+    max_buffered_bytes: int | None = Field(
+        default=None,
+        ge=1,
+        description="maximum bytes of large request bodies and outputs held at once; on a GPU this memory is "
+        "pinned at start-up; null: 1 GiB, or what the largest requests need (docs/http.md)",
+    )
+    body_timeout_seconds: float = Field(
+        default=60,
+        gt=0,
+        allow_inf_nan=False,
+        description="seconds for a request's body to arrive after its headers",
+    )
+    min_response_bytes_per_second: int = Field(
+        default=256 * 1024,
+        ge=0,
+        description="minimum bytes per second that a client reads of a response that does not fit into the "
+        "socket's buffers, as a mean over `keep_alive_seconds`; 0: any",
+    )
+    max_header_bytes: int = Field(
+        default=64 * 1024, ge=1024, description="maximum bytes of the request line and headers"
+    )
+    max_headers: int = Field(default=100, ge=1, description="maximum headers per request")
+    header_timeout_seconds: float = Field(
+        default=10,
+        gt=0,
+        allow_inf_nan=False,
+        description="seconds for a request's headers to arrive after its first byte",
+    )
+    max_connections: int = Field(
+        default=4096, ge=1, description="maximum open connections; further ones are answered 503 and closed"
+    )
+
+    @model_validator(mode="after")
+    def _one_request_fits(self) -> Self:
+        check_agreement(
+            f"max_request_tokens: expected at most {name} ({most}), got {self.max_request_tokens}"
+            for name in ("max_batch_tokens", "max_queue_tokens")
+            if self.max_request_tokens > (most := getattr(self, name))
+        )
+        return self
+
+
+class SharedMemorySettings(Frozen):
+    """Memory of callers on this machine, which requests name instead of carrying tensors."""
+
+    enabled: bool = Field(
+        default=False, description="whether callers may register shared memory; see docs/http.md"
+    )
+    key_prefix: str = Field(
+        default="",
+        pattern="^[^/]*$",
+        description="beginning of the names in /dev/shm that may be registered; empty: any name",
+    )
+    max_regions: int = Field(default=64, ge=1, le=4096, description="maximum registered regions")
+    max_bytes: int = Field(
+        default=4096 * MIB,
+        ge=1,
+        description="maximum bytes of all registered regions; on a GPU, those of /dev/shm are pinned",
+    )
+    idle_seconds: float = Field(
+        default=600,
+        gt=0,
+        allow_inf_nan=False,
+        description="seconds after which a region that no request uses is unregistered",
+    )
+
+
+class ChannelSettings(Frozen):
+    """Channels: requests through shared memory (docs/channels.md)."""
+
+    socket: Path | None = Field(
+        default=None,
+        description="path of the Unix socket where the server's user claims channels; null: no channels",
+    )
+    max_channels: int = Field(default=64, ge=1, description="maximum open channels")
+    max_bytes: int = Field(
+        default=1024 * MIB,
+        ge=1,
+        description="maximum bytes of all channels' data regions; on a GPU, those in host memory are pinned",
+    )
+    spin_microseconds: int = Field(
+        default=50,
+        ge=0,
+        le=1_000_000,
+        description="microseconds after each step in which the server looks for requests of channels without "
+        "sleeping; it occupies a CPU core meanwhile",
+    )
+
+
+class PlacementSettings(Frozen):
+    """Which rank holds which experts (docs/parallel.md)."""
+
+    policy: Literal["static", "balanced"] | None = Field(
+        default=None,
+        description="static: placements change by `POST /v1/placement` only; balanced: by measured loads, "
+        "too; null: each rank holds a contiguous part of the experts",
+    )
+    replicas: int = Field(
+        default=0,
+        ge=0,
+        description="physical experts of each layer beyond its routed experts, on all ranks together, for "
+        "replicas of busy ones",
+    )
+    interval_seconds: float = Field(
+        default=60,
+        gt=0,
+        allow_inf_nan=False,
+        description="seconds between two plans, and until a measured load counts half",
+    )
+    max_moves: int = Field(
+        default=64, ge=1, description="maximum experts, of all layers together, that move by one plan"
+    )
+    objective: Literal["tokens", "activated"] = Field(
+        default="tokens",
+        description="what ranks get equal shares of: tokens, or experts that are activated in a step, which "
+        "suits small steps",
+    )
