@@ -114,11 +114,13 @@ async def _lifespan(app: ExpertApp) -> AsyncIterator[None]:
     app.channels.start()
     if app.listener is not None:
         app.listener.start()
-    yield
-    if app.listener is not None:
-        await app.listener.stop()
-    await app.channels.stop()
-    await app.engine.stop()
+    try:
+        yield
+    finally:  # whatever ends it: nothing that was started may be left
+        if app.listener is not None:
+            await app.listener.stop()
+        await app.channels.stop()
+        await app.engine.stop()
 
 
 def _closing(scope: Scope, send: Send) -> Send:

@@ -83,7 +83,7 @@ async def test_skewed_routing_is_balanced() -> None:
         after = await change(server, action="rebalance")
         assert after["max_over_mean"] <= 1.05
         assert after["last_plan"]["before"] == pytest.approx(before["max_over_mean"])
-        assert after["last_plan"]["after"] == after["max_over_mean"]
+        assert after["last_plan"]["after"] == pytest.approx(after["max_over_mean"])  # summed in another order
         assert after["moves"] >= after["last_plan"]["moves"] > 0
 
 
