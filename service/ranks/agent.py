@@ -10,12 +10,14 @@ import socket
 import threading
 import time
 from types import FrameType
+from typing import Any
 
 from expertd.service.ranks.board import BEAT_SECONDS, Board
 from expertd.service.ranks.group import LoadFailedError, RankGroup
 from expertd.service.ranks.meeting import Meeting, between_nodes
 from expertd.service.ranks.nodes import shared_settings
 from expertd.service.ranks.setup import RankSetup, Role
+from expertd.service.sentences import shown
 from expertd.service.settings.model import Settings
 
 logger = logging.getLogger(__name__)
@@ -189,7 +191,21 @@ class _Session:
         own: dict[str, object] = shared_settings(self._settings)
         for name in sorted(own.keys() | shared.keys()):
             if own.get(name) != shared.get(name):
-                text = f"{name}: expected on node {self._node} what node 0 has, got something else"
-                self._board.refuse(self._node, text)
+                path, expected, got = _difference(name, shared.get(name), own.get(name))
+                text = f"{path}: expected on node {self._node} what node 0 has, {expected}, got {got}"
+                self._board.refuse(self._node, self._place, text)
                 return text
         return None
+
+
+def _difference(path: str, expected: Any, got: Any) -> tuple[str, str, str]:
+    """The path of the first value that differs, and both values, short enough for a sentence."""
+    if isinstance(expected, dict) and isinstance(got, dict):
+        for name in sorted(expected.keys() | got.keys()):
+            if expected.get(name) != got.get(name):
+                return _difference(f"{path}.{name}", expected.get(name), got.get(name))
+    if isinstance(expected, list) and isinstance(got, list) and len(expected) == len(got):
+        for number, pair in enumerate(zip(expected, got, strict=True)):
+            if pair[0] != pair[1]:
+                return _difference(f"{path}.{number}", *pair)
+    return path, shown(expected), shown(got)

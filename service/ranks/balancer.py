@@ -153,6 +153,7 @@ class Balancer:
 
     def _pin(self, model: int, target: Placement) -> None:
         self.is_moving = True
+        self._pinned.discard(model)  # until it is where the caller wants it
         shape = self._settings.models[model].shape
         self._carrier.carry_out(self._supervisor.group(), model, shape, target)
         self._pinned.add(model)

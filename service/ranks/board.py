@@ -35,8 +35,14 @@ class Board:
         return {node: beat for node in range(1, num_nodes) if (beat := self._get(f"beat/{node}")) is not None}
 
     def refusals(self, num_nodes: int) -> list[str]:
-        """What agents found wrong with their settings."""
-        return [text for node in range(1, num_nodes) if (text := self._get(f"refused/{node}")) is not None]
+        """What the last agent of each node found wrong with its settings."""
+        found = []
+        for node in range(1, num_nodes):
+            if (text := self._get(f"refused/{node}")) is not None:
+                place, why = json.loads(text)
+                if place == self.agents(node):
+                    found.append(why)
+        return found
 
     def report_of(self, generation: int, node: int) -> str | None:
         """Why a node's part of a group has ended; None: it has not."""
@@ -73,9 +79,9 @@ class Board:
         """Show that the agent is there; each text once."""
         self._store.set(f"beat/{node}", text)
 
-    def refuse(self, node: int, text: str) -> None:
-        """Say why the agent cannot take part."""
-        self._store.set(f"refused/{node}", text)
+    def refuse(self, node: int, place: int, text: str) -> None:
+        """Say why the agent with this place, from `arrive`, cannot take part."""
+        self._store.set(f"refused/{node}", json.dumps([place, text]))
 
     def report(self, generation: int, node: int, text: str) -> None:
         """Say why the node's part of a group has ended."""

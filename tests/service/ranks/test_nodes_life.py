@@ -79,11 +79,24 @@ def test_a_node_with_other_settings_is_refused(tmp_path: Path) -> None:
     settings = node_settings()
     differs = settings.model_validate({**settings.model_dump(), "models": [{**MODEL, "num_experts": 8}]})
     with agent(differs, tmp_path) as other:
-        refused = "models: expected on node 1 what node 0 has, got something else"
+        refused = "models.0.num_experts: expected on node 1 what node 0 has, 4, got 8"
         with pytest.raises(ValueError, match=refused):
             load_ranks(settings, lambda: False)
         assert other.process.wait(20) == 2
         assert refused in other.log()
+
+
+async def test_an_agent_that_fits_may_follow_one_that_does_not(tmp_path: Path) -> None:
+    settings = node_settings()
+    differs = settings.model_validate({**settings.model_dump(), "models": [{**MODEL, "num_experts": 8}]})
+    with agent(settings, tmp_path, "first") as first:
+        async with serving_ranks(settings) as server, asyncio.timeout(60):
+            first.kill()
+            await until(lambda: server.app.engine.why_not_ready() is not None)
+            with agent(differs, tmp_path, "wrong") as wrong:
+                assert await asyncio.to_thread(wrong.process.wait, 20) == 2
+            with agent(settings, tmp_path, "right"):
+                await until(lambda: server.app.engine.why_not_ready() is None, 30)
 
 
 async def test_a_second_agent_takes_the_place_of_the_first(tmp_path: Path) -> None:
