@@ -22,7 +22,7 @@ PACKAGES = {
     "engine": ("memory", "moe", "settings", "checkpoints", "sentences", "terminal"),
     "channels": ("memory", "moe", "settings", "engine", "sentences"),
     "http": ("memory", "moe", "settings", "engine", "channels", "sentences", "terminal"),
-    "ranks": ("memory", "moe", "settings", "engine", "terminal"),
+    "ranks": ("memory", "moe", "settings", "engine", "sentences", "terminal"),
     "commands": ("moe", "settings", "checkpoints", "channels", "http", "ranks", "terminal"),
     "cli": ("commands",),
     "files": (),
