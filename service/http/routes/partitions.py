@@ -3,14 +3,12 @@
 from typing import Any
 
 from fastapi import APIRouter, Request
-from pydantic import ValidationError
 
 from expertd.service.engine.engine import Engine
 from expertd.service.http.bodies import BodyReader, control_body
-from expertd.service.http.protocol import OipError
 from expertd.service.http.routes.documentation import errors
+from expertd.service.http.routes.parsing import parsed
 from expertd.service.http.routes.schemas import PartitionsRequest, PartitionsResponse
-from expertd.service.sentences import expected_and_got, shortened
 
 _BODY: dict[str, Any] = {
     "requestBody": {
@@ -42,20 +40,11 @@ def partitions_router(engine: Engine, bodies: BodyReader) -> APIRouter:
     )
     async def put_partitions(request: Request) -> dict[str, Any]:
         """Replace all partitions between two steps, or change nothing; no request is dropped."""
-        await engine.set_partitions(_sizes(await control_body(request, bodies)))
+        wanted = parsed(PartitionsRequest, await control_body(request, bodies))
+        await engine.set_partitions(dict(wanted.partitions))
         return _shown(engine)
 
     return router
-
-
-def _sizes(body: bytes) -> dict[str, int]:
-    try:
-        return dict(PartitionsRequest.model_validate_json(body).partitions)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = shortened(".".join(map(str, first["loc"]))) or "body"
-        status = 400 if first["type"] == "json_invalid" else 422
-        raise OipError(status, f"{where}: {expected_and_got(first)}") from error
 
 
 def _shown(engine: Engine) -> dict[str, Any]:

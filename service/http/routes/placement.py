@@ -5,15 +5,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request
-from pydantic import ValidationError
 
 from expertd.service.engine.engine import Engine
 from expertd.service.engine.placement import PlacementState
 from expertd.service.http.bodies import BodyReader, control_body
-from expertd.service.http.protocol import OipError
 from expertd.service.http.routes.documentation import errors
+from expertd.service.http.routes.parsing import parsed
 from expertd.service.http.routes.placement_schemas import PlacementRequest, PlacementResponse
-from expertd.service.sentences import expected_and_got, shortened
 
 _BODY: dict[str, Any] = {
     "requestBody": {
@@ -45,7 +43,7 @@ def placement_router(engine: Engine, bodies: BodyReader) -> APIRouter:
     )
     async def post_placement(request: Request) -> dict[str, Any]:
         """Rebalance now, or pin a model's placement; answered once all experts have moved."""
-        wanted = _parsed(await control_body(request, bodies))
+        wanted = parsed(PlacementRequest, await control_body(request, bodies))
         placements = engine.placements()
         if wanted.model is not None:
             engine.model(wanted.model)
@@ -57,16 +55,6 @@ def placement_router(engine: Engine, bodies: BodyReader) -> APIRouter:
         return _shown(engine)
 
     return router
-
-
-def _parsed(body: bytes) -> PlacementRequest:
-    try:
-        return PlacementRequest.model_validate_json(body)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = shortened(".".join(map(str, first["loc"]))) or "body"
-        status = 400 if first["type"] == "json_invalid" else 422
-        raise OipError(status, f"{where}: {expected_and_got(first)}") from error
 
 
 def _shown(engine: Engine) -> dict[str, Any]:

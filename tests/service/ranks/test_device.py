@@ -22,7 +22,7 @@ def test_changes_are_told_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> N
     told: list[tuple[Any, ...]] = []
     device.tell_changes(lambda: (next(used, last), 9), lambda *fields: told.append(fields))
     assert told[0] == ((5, 9), 3, 1.5, 2), "at once"
-    wait_for(lambda: len(told) > 1, "the change is told", 5)
+    wait_for(lambda: len(told) > 1, "the change is reported", 5)
     assert told[1] == ((7, 9), 3, 1.5, 2)
 
 
