@@ -81,7 +81,7 @@ class RankProblem:
         firsts, places = self._tokens.first_tokens, self._tokens.places
         dispatch_rows(
             kernels, on, ranks, firsts, places, own.hidden_states, self.topk_ids, own.topk_weights,
-            self._tokens.num_tokens, None,
+            None,
         )  # fmt: skip
         groups = self._memory.group_ids[: self._tokens.num_tokens]
         inverse = compute_permutation(kernels, on, groups, own.layer.num_experts, None, None, ranks).inverse

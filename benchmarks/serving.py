@@ -6,7 +6,8 @@ the GPU's, or another GPU's), a number of tokens and of callers, each of which s
 has read the last answer. "sockets" is HTTP with a server that only receives and sends. The columns: the
 median and the 99th percentile of the caller's time, tokens per second, the mean of
 `expertd_compute_seconds` meanwhile, and the GPU's own time for such a step. HTTP is measured once more with
-four HTTP processes.
+four HTTP processes. With --devices, several GPUs share the layer, and only the rows are measured that they
+can serve: HTTP and channels in host memory.
 """
 
 import argparse
@@ -47,17 +48,20 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rows", nargs="+", help="only ways that begin with one of these words")
     parser.add_argument("--http-workers", type=int, nargs="+", default=(1, 4), help="only HTTP with several")
+    parser.add_argument("--devices", help="GPUs that share the layer, e.g. 0-1; default: one GPU")
     arguments = parser.parse_args()
     expect_gpu("serving")
     import torch
 
-    gpu = gpu_times()
+    gpu = {} if arguments.devices else gpu_times()
     rows: list[Row] = []
-    result = {"header": header(), "rows": rows}
+    result = {"header": header() | {"devices": arguments.devices}, "rows": rows}
     for workers in arguments.http_workers:
         ways = tuple(arguments.rows or ("",)) if workers == 1 else ("http",)
         wanted = [case for case in cases(torch.cuda.device_count()) if case.way.startswith(ways)]
-        with server(workers) as (url, port):
+        if arguments.devices:
+            wanted = [case for case in wanted if case.way in ("http", "channel") and case.device is None]
+        with server(workers, arguments.devices) as (url, port):
             for case in wanted:
                 row = {"http_workers": workers, **measure(case, url, port), "gpu_us": gpu.get(case.tokens)}
                 rows.append(row)

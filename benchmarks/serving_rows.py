@@ -44,8 +44,8 @@ class Case(NamedTuple):
 
 
 @contextmanager
-def server(workers: int) -> Iterator[tuple[str, int]]:
-    """A ready server: its URL and port."""
+def server(workers: int, devices: str | None = None) -> Iterator[tuple[str, int]]:
+    """A ready server, on one GPU or on `devices`: its URL and port."""
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "serving.yaml"
         config.write_text(f"{CONFIG}channels: {{socket: {folder}/channels}}\n")
@@ -53,6 +53,7 @@ def server(workers: int) -> Iterator[tuple[str, int]]:
         program = "import sys; from expertd.service.cli import main; sys.exit(main())"
         command = [sys.executable, "-c", program, "serve", "--config", str(config)]
         options = ["--port", str(port), *(["--http-workers", str(workers)] if workers > 1 else [])]
+        options += ["--devices", devices] if devices else []
         process = subprocess.Popen([*command, *options])
         url = f"http://127.0.0.1:{port}"
         try:

@@ -14,8 +14,8 @@ from expertd.limits import SCALE_BLOCK
 MAX_RANKS = 8
 _COUNTER_BYTES = 2 * MAX_RANKS * 128
 _ALIGNMENT = 1024
-# csrc/ranks.cuh: the memories, then num_ranks, rank, arrived, status, timeout, max_own_tokens
-_RANKS = struct.Struct(f"<{6 * MAX_RANKS}Q2I{2 * MAX_RANKS}I3Q")
+# csrc/ranks.cuh: the memories, then num_ranks, rank, reached, done, unused, status, timeout, max_own_tokens
+_RANKS = struct.Struct(f"<{6 * MAX_RANKS}Q2I{2 * MAX_RANKS}I2I3Q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,7 @@ class RankMemory:
         starts = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
         self._bytes = symmetric_memory.empty(starts[-1], dtype=torch.uint8, device=device)
         self._bytes[: starts[1]] = 0  # no call has been made
+        self._bytes[starts[5] :] = 0xFF  # kNothing
         torch.cuda.synchronize(device)
         self._handle = symmetric_memory.rendezvous(self._bytes, group)
         parts = [self._bytes[start : start + size] for start, size in zip(starts, sizes, strict=False)]
@@ -101,7 +102,7 @@ class RankMemory:
         addresses = [base + start for base in bases for start in starts[:-1]]
         addresses += [0] * (6 * MAX_RANKS - len(addresses))
         packed = _RANKS.pack(
-            *addresses, self.num_ranks, self.rank, *[0] * (2 * MAX_RANKS),
+            *addresses, self.num_ranks, self.rank, *[0] * (2 * MAX_RANKS + 2),
             self._status.data_ptr(), int(timeout * 1e9), self.max_own_tokens,
         )  # fmt: skip
         return torch.frombuffer(bytearray(packed), dtype=torch.uint8)

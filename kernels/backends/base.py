@@ -138,7 +138,7 @@ class Backend(ABC):
         num_sms        the same on all ranks, at least 2
         offsets        int32 [G + 1] over this rank's experts, of all ranks' tokens
 
-        Nothing waits on the host. On the device a rank waits for the others up to the memory's timeout, and
+        The preceding launch must not write hidden_states. Nothing waits on the host. On the device a rank waits for the others up to the memory's timeout, and
         then sets `memory.late_rank`.
         """
         raise RuntimeError(f"backend: expected one whose ranks share a GPU's memory, got {self.name!r}")

@@ -95,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
     ) {
     if (num_pairs <= kFewPairs) {
         ptx::grid_dependency_wait();
-        if (ranks != nullptr) ranks->wait(DISPATCH);
+        if (ranks != nullptr) ranks->wait(DISPATCHED);
         ptx::launch_dependents();
         compare_all(group_ids, num_pairs, num_groups, inverse_permutation, offsets, offsets_copy, tile_counters);
         return;
@@ -114,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
     for (int i = thread; i < warps * num_groups; i += blockDim.x) counters[i] = 0;
     __syncthreads();
     ptx::grid_dependency_wait();
-    if (ranks != nullptr) ranks->wait(DISPATCH);
+    if (ranks != nullptr) ranks->wait(DISPATCHED);
     ptx::launch_dependents();
     Chunk chunk;
 #pragma unroll 1

@@ -27,8 +27,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                   const int* topk_ids,                     // [num_tokens, top_k]; others name no expert
                   const float* topk_weights,               // [num_tokens, top_k]
                   int num_tokens, int top_k, int h,
-                  int max_ctas,     // of each rank's launch of this kernel
-                  int combine_ctas  // of each rank's launch of return_rows
+                  int max_ctas  // of each rank's launch of this kernel
     ) {
     extern __shared__ int place_of[];  // a copy of places
     __shared__ Ranks ranks;            // a copy: loads that depend on each other cost a microsecond each
@@ -48,13 +47,14 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             copy(reinterpret_cast<u32*>(&ranks), reinterpret_cast<const u32*>(ranks_in_memory), sizeof(Ranks) / 4);
             copy(firsts, first_tokens, kMaxRanks + 1);
             copy(place_of, places, num_experts);
+            __syncthreads();
+            ranks.wait(CONSUMED);
             ptx::grid_dependency_wait();  // the routing may not be complete yet; the tokens are
             ptx::launch_dependents();
-            __syncthreads();
             if (blockIdx.x == 0 && thread < ranks.num_ranks) {  // the preceding call, which reads these, is complete
                 const int all = (firsts[thread + 1] - firsts[thread]) * static_cast<int>(parts);
-                atomicAdd(&ranks_in_memory->arrived[DISPATCH][thread], min(max(all, 1), max_ctas));
-                atomicAdd(&ranks_in_memory->arrived[COMBINE][thread], combine_ctas);
+                atomicAdd(&ranks_in_memory->reached[DISPATCHED][thread], min(max(all, 1), max_ctas));
+                atomicAdd(&ranks_in_memory->reached[CONSUMED][thread], 1);
             }
             if (step >= steps) break;
         }
@@ -84,5 +84,5 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                 reinterpret_cast<float*>(memory.scales)[place * (static_cast<u32>(h) / 128) + column / 128] = row.scale;
         }
     }
-    ranks.announce(DISPATCH);
+    ranks.announce(DISPATCHED);
 }

@@ -18,6 +18,13 @@ __device__ __forceinline__ void unpack(float* to, uint4 eight) {
     }
 }
 
+// Rounds eight numbers to 16 bits.
+template <bool kBf16>
+__device__ __forceinline__ uint4 pack(const float (&from)[8]) {
+    return {ptx::pack<kBf16>(from[0], from[1]), ptx::pack<kBf16>(from[2], from[3]), ptx::pack<kBf16>(from[4], from[5]),
+            ptx::pack<kBf16>(from[6], from[7])};
+}
+
 // Loads kCount consecutive numbers from `index` on; kCount is a multiple of eight, and eight numbers are aligned.
 template <Datatype kDatatype, int kCount>
 __device__ __forceinline__ void load(float (&to)[kCount], const void* from, i64 index) {
@@ -44,10 +51,7 @@ __device__ __forceinline__ void store(void* to, i64 index, const float (&from)[8
         out[0] = {from[0], from[1], from[2], from[3]};
         out[1] = {from[4], from[5], from[6], from[7]};
     } else {
-        constexpr bool kBf16 = kDatatype == BF16;
-        *reinterpret_cast<uint4*>(static_cast<u16*>(to) + index) = {
-            ptx::pack<kBf16>(from[0], from[1]), ptx::pack<kBf16>(from[2], from[3]), ptx::pack<kBf16>(from[4], from[5]),
-            ptx::pack<kBf16>(from[6], from[7])};
+        *reinterpret_cast<uint4*>(static_cast<u16*>(to) + index) = pack<kDatatype == BF16>(from);
     }
 }
 

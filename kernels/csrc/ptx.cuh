@@ -292,6 +292,21 @@ __device__ __forceinline__ u32 load_acquire_system(const u32* place) {
     return value;
 }
 
+__device__ __forceinline__ uint4 load_relaxed_system(const uint4* place) {
+    uint4 four;
+    asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(four.x), "=r"(four.y), "=r"(four.z), "=r"(four.w)
+                 : "l"(place)
+                 : "memory");
+    return four;
+}
+
+__device__ __forceinline__ void store_relaxed_system(uint4* place, uint4 four) {
+    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(place), "r"(four.x), "r"(four.y),
+                 "r"(four.z), "r"(four.w)
+                 : "memory");
+}
+
 __device__ __forceinline__ void store_release_system(u32* place, u32 value) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(place), "r"(value) : "memory");
 }

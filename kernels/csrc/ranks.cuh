@@ -1,22 +1,23 @@
-// Memory that all ranks of an expert-parallel layer read and write, and the counters that order their accesses.
+// Memory that all ranks of an expert-parallel layer read and write, and what orders their accesses.
 //
-// A call has two phases. In `dispatch` each rank writes its tokens to the ranks that hold their experts, in `combine`
-// those write the results back. After its last write of a phase, each CTA adds one to its rank's counter in every
-// rank's memory, so a rank has arrived when its counter has grown by the number of its CTAs, which all ranks know. A
-// rank begins a call only after all results of the one before, so nobody is still reading what the call overwrites, and
-// no other barrier is needed.
+// In a call each rank first writes its tokens to the ranks that hold their experts. After its last write each CTA adds
+// one to its rank's counter in every rank's memory, so a rank's tokens have arrived when its counter has grown by the
+// number of its CTAs, which all ranks know. The sums go back without counters: before a call, kNothing stands wherever
+// one will be written, which no rounded number equals. Who takes a sum puts kNothing back. A rank begins a call once
+// all ranks are done with the tokens of the call before, which a second counter says.
 #pragma once
 
 #include "ptx.cuh"
 
-enum Phase { DISPATCH, COMBINE };
+enum Event { DISPATCHED, CONSUMED };
 
 constexpr int kMaxRanks = 8;
-constexpr int kCounterStride = 32;  // u32: each counter has a cache line of its own
+constexpr int kCounterStride = 32;    // u32: each counter has a cache line of its own
+constexpr u32 kNothing = 0xffffffff;  // two bf16 NaNs with all bits set; rounding makes only the NaN 0x7fff
 
 // The memory of one rank; every rank has one of the same layout. Sizes are those of kernels/rank_memory.py.
 struct RankMemory {
-    u64 counters;      // u32 [2 phases][kMaxRanks][kCounterStride]: CTAs of each rank that have written all they write
+    u64 counters;      // u32 [2 events][kMaxRanks][kCounterStride], of each rank
     u64 group_ids;     // int32 [max_tokens, top_k]: groups of this rank, -1: no expert here
     u64 topk_weights;  // fp32 [max_tokens, top_k]
     u64 data;          // e4m3 [max_tokens, h]
@@ -28,36 +29,56 @@ struct RankMemory {
 struct Ranks {
     RankMemory memory[kMaxRanks];  // addresses in the caller's address space
     u32 num_ranks, rank;
-    u32 arrived[2][kMaxRanks];  // what the counters are, at least, once all ranks have arrived in the current call
+    u32 reached[2][kMaxRanks];  // what the counters are, at least, after the event in the current call
+    u32 done, unused;           // CTAs of return_rows that are done with the tokens
     u64 status;                 // u32 in pinned host memory: 0, or 1 + the rank that was waited for in vain
     u64 timeout;                // nanoseconds
     u64 max_own_tokens;
 
     __device__ __forceinline__ const RankMemory& own() const { return memory[rank]; }
 
-    __device__ __forceinline__ u32* counter(u32 owner, Phase phase, u32 source) const {
-        return reinterpret_cast<u32*>(memory[owner].counters) + (phase * kMaxRanks + source) * kCounterStride;
+    __device__ __forceinline__ u32* counter(u32 owner, Event event, u32 source) const {
+        return reinterpret_cast<u32*>(memory[owner].counters) + (event * kMaxRanks + source) * kCounterStride;
     }
 
-    // Called by all threads of every CTA after its last write of a phase.
-    __device__ __forceinline__ void announce(Phase phase) const {
+    // Tells all ranks of an event; called by all threads of a CTA, after the writes that come before it.
+    __device__ __forceinline__ void announce(Event event) const {
         __syncthreads();  // orders the CTA's writes before those that follow
-        if (threadIdx.x < num_ranks) ptx::add_release_system(counter(threadIdx.x, phase, rank), 1);
+        if (threadIdx.x < num_ranks) ptx::add_release_system(counter(threadIdx.x, event, rank), 1);
     }
 
-    // Waits until every rank's writes of a phase have arrived; after the time limit it notes whom it waited for.
-    __device__ __forceinline__ void wait(Phase phase) const {
+    // Waits until an event has come on every rank; called by all threads of a CTA.
+    __device__ __forceinline__ void wait(Event event) const {
         if (threadIdx.x < num_ranks) {
-            const u32* const place = counter(rank, phase, threadIdx.x);
-            const u32 wanted = arrived[phase][threadIdx.x];
+            const u32* const place = counter(rank, event, threadIdx.x);
+            const u32 wanted = reached[event][threadIdx.x];
             const u64 until = ptx::global_nanoseconds() + timeout;
-            while (static_cast<int>(ptx::load_acquire_system(place) - wanted) < 0) {
-                if (ptx::global_nanoseconds() > until) {
-                    ptx::store_release_system(reinterpret_cast<u32*>(status), threadIdx.x + 1);
-                    break;
-                }
+            while (static_cast<int>(ptx::load_acquire_system(place) - wanted) < 0 && !is_late(until, threadIdx.x)) {
             }
         }
         __syncthreads();
+    }
+
+    // What `source` writes to `place`, once it is there.
+    __device__ __forceinline__ uint4 take(uint4 four, uint4* place, u32 source) const {
+        if (is_missing(four)) {
+            const u64 until = ptx::global_nanoseconds() + timeout;
+            do four = ptx::load_relaxed_system(place);
+            while (is_missing(four) && !is_late(until, source));
+        }
+        *place = {kNothing, kNothing, kNothing, kNothing};
+        return four;
+    }
+
+  private:
+    static __device__ __forceinline__ bool is_missing(uint4 four) {
+        return four.x == kNothing || four.y == kNothing || four.z == kNothing || four.w == kNothing;
+    }
+
+    // Whether it is time to give up waiting for a rank; if so, notes which.
+    __device__ __forceinline__ bool is_late(u64 until, u32 source) const {
+        if (ptx::global_nanoseconds() < until) return false;
+        ptx::store_release_system(reinterpret_cast<u32*>(status), source + 1);
+        return true;
     }
 };

@@ -46,7 +46,7 @@ struct Slots {
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    return_rows(const Ranks* ranks,
+    return_rows(Ranks* ranks,
                 const int* __restrict__ first_tokens,         // [kMaxRanks + 1]
                 const u16* rows,                              // bf16 [rows, n]
                 const int* __restrict__ inverse_permutation,  // [num_tokens, top_k] of all ranks, -1: nothing to add
@@ -90,13 +90,20 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         }
         if (any && column < n) {
             const i64 place = static_cast<i64>(copy.rank) * static_cast<i64>(copy.max_own_tokens) + own_token;
-            floats::store<floats::BF16>(reinterpret_cast<void*>(copy.memory[owner].partial_sums), place * n + column,
-                                        sum);
+            u16* const sums = reinterpret_cast<u16*>(copy.memory[owner].partial_sums) + place * n + column;
+            ptx::store_relaxed_system(reinterpret_cast<uint4*>(sums), floats::pack<true>(sum));
         }
     }
     if (!waited) {
         ptx::grid_dependency_wait();
         ptx::launch_dependents();
     }
-    copy.announce(COMBINE);
+    __shared__ bool is_last;
+    __syncthreads();
+    if (thread == 0) is_last = atomicAdd(&ranks->done, 1) == gridDim.x - 1;
+    __syncthreads();
+    if (is_last) {
+        if (thread == 0) ranks->done = 0;
+        copy.announce(CONSUMED);
+    }
 }

@@ -7,7 +7,7 @@ from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, vari
 from expertd.kernels.backends.hopper.rank_grids import ctas, parts, place_bytes
 
 _BY_DTYPE = variants_by_dtype("add_ranks", 256, place_bytes)
-_CTAS = 8  # per SM at most: as many as run at once
+_CTAS = 2  # per SM at most: they run beside those of return_rows
 
 VARIANTS = tuple(_BY_DTYPE.values())
 

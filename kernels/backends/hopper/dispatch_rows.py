@@ -4,7 +4,7 @@ import numpy as np
 from torch import Tensor
 
 from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, multiprocessors, variants_by_dtype
-from expertd.kernels.backends.hopper.rank_grids import RETURN_CTAS, ctas, parts, place_bytes
+from expertd.kernels.backends.hopper.rank_grids import ctas, parts, place_bytes
 
 _BY_DTYPE = variants_by_dtype("dispatch_rows", 128, place_bytes)
 _CTAS = 16  # per SM at most: as many as run at once
@@ -21,13 +21,12 @@ def dispatch_rows(
     hidden_states: Tensor,
     topk_ids: Tensor,
     topk_weights: Tensor,
-    total_tokens: int,
     num_sms: int | None,
 ) -> None:
     """Quantize this rank's tokens [t, H], and write each to the ranks that hold its experts.
 
-    first_tokens int32 [MAX_RANKS + 1]; places int32 [E], rank * 65536 + group of each expert; total_tokens
-    of all ranks; num_sms is the same on all ranks.
+    first_tokens int32 [MAX_RANKS + 1]; places int32 [E], rank * 65536 + group of each expert; num_sms is the
+    same on all ranks.
     """
     num_tokens, h = hidden_states.shape
     most = _CTAS * multiprocessors(on.device, num_sms)
@@ -36,5 +35,5 @@ def dispatch_rows(
         on, _BY_DTYPE[hidden_states.dtype], grid,
         ranks, first_tokens, places, np.int32(places.numel()), hidden_states, topk_ids, topk_weights,
         np.int32(num_tokens), np.int32(topk_ids.shape[1]), np.int32(h),
-        np.int32(most), np.int32(ctas(on, num_sms, RETURN_CTAS, total_tokens * parts(h))),
+        np.int32(most),
     )  # fmt: skip

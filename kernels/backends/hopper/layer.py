@@ -93,9 +93,7 @@ class Layer:
         """
         kernels, num_tokens, ranks = self._kernels, tokens.num_tokens, memory.ranks
         firsts, places = tokens.first_tokens, tokens.places
-        dispatch_rows(
-            kernels, on, ranks, firsts, places, hidden_states, topk_ids, topk_weights, num_tokens, num_sms
-        )
+        dispatch_rows(kernels, on, ranks, firsts, places, hidden_states, topk_ids, topk_weights, num_sms)
         group_ids = memory.group_ids[:num_tokens]
         placement = compute_permutation(kernels, on, group_ids, down.data.shape[0], num_sms, offsets, ranks)
         a = expand_rows(kernels, on, memory.data, memory.scales, placement.inverse)

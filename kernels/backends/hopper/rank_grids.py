@@ -5,7 +5,6 @@ import math
 from expertd.kernels.backends.hopper.launch import OnStream, multiprocessors
 
 _COLUMNS = 2048  # per CTA and step, of each kernel
-RETURN_CTAS = 4  # per SM at most, of return_rows: as many as run at once
 
 
 def place_bytes(num_experts: int) -> int:

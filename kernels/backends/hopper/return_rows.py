@@ -11,9 +11,10 @@ from expertd.kernels.backends.hopper.launch import (
     named_source,
     no_shared_bytes,
 )
-from expertd.kernels.backends.hopper.rank_grids import RETURN_CTAS, ctas, parts
+from expertd.kernels.backends.hopper.rank_grids import ctas, parts
 
 VARIANT = Variant(named_source("return_rows"), 256, no_shared_bytes)
+_CTAS = 3  # per SM at most: leaves room for those of add_ranks
 
 
 def return_rows(
@@ -28,6 +29,6 @@ def return_rows(
     """Write each token's weighted sum of rows bf16 [R, N] to the token's rank."""
     (num_tokens, top_k), n = inverse.shape, rows.shape[1]
     kernels.launch(
-        on, VARIANT, Grid(ctas(on, num_sms, RETURN_CTAS, num_tokens * parts(n))),
+        on, VARIANT, Grid(ctas(on, num_sms, _CTAS, num_tokens * parts(n))),
         ranks, first_tokens, rows, inverse, np.int32(num_tokens), np.int32(top_k), np.int32(n),
     )  # fmt: skip
