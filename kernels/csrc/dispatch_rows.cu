@@ -27,7 +27,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                   const int* topk_ids,                     // [num_tokens, top_k]; others name no expert
                   const float* topk_weights,               // [num_tokens, top_k]
                   int num_tokens, int top_k, int h,
-                  int max_ctas  // of each rank's launch of this kernel
+                  int max_ctas,         // of each rank's launch of this kernel
+                  int tokens_are_ready  // the preceding launch does not write them
     ) {
     extern __shared__ int place_of[];  // a copy of places
     __shared__ Ranks ranks;            // a copy: loads that depend on each other cost a microsecond each
@@ -35,6 +36,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const u32 parts = static_cast<u32>(h + kColumns - 1) / kColumns, steps = static_cast<u32>(num_tokens) * parts;
     const u32 thread = threadIdx.x;
     bool has_begun = false;
+    if (!tokens_are_ready) ptx::grid_dependency_wait();
 #pragma unroll 1
     for (u32 step = blockIdx.x; step < steps || !has_begun; step += gridDim.x) {
         const u32 token = step / parts, part = step - token * parts;
@@ -49,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             copy(place_of, places, num_experts);
             __syncthreads();
             ranks.wait(CONSUMED);
-            ptx::grid_dependency_wait();  // the routing may not be complete yet; the tokens are
+            ptx::grid_dependency_wait();  // the routing may not be complete yet
             ptx::launch_dependents();
             if (blockIdx.x == 0 && thread < ranks.num_ranks) {  // the preceding call, which reads these, is complete
                 const int all = (firsts[thread + 1] - firsts[thread]) * static_cast<int>(parts);

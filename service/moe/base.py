@@ -19,9 +19,13 @@ class Layer(Protocol):
     weights: ExpertWeights
     backend: Backend
     is_capturable: bool
-    """Whether its calls can be captured in CUDA graphs, for any number of tokens."""
+    """Whether its calls can be captured in CUDA graphs."""
+    rank_tokens: tuple[int, ...]
+    """The tokens of the next calls on each rank, on which their launches depend; (): there are no ranks."""
 
     def layout(self, num_tokens: int) -> Layout: ...
+
+    def expect_each(self, num_tokens: int) -> None: ...
 
     def route(self, hidden_states: Tensor, end_token: Tensor | None = None) -> tuple[Tensor, Tensor]: ...
 

@@ -111,7 +111,13 @@ class DeviceSteps:
         out = self._out(batch, slot)
         offsets = slot.offsets[: self._layer.shape.num_groups + 1]
         compute = partial(self._layer, hidden_states, topk_ids, topk_weights, num_sms, out, offsets)
-        key = (*map(_name, (hidden_states, topk_ids, out)), id(slot), num_sms, stream.cuda_stream)
+        key = (
+            *map(_name, (hidden_states, topk_ids, out)),
+            id(slot),
+            num_sms,
+            stream.cuda_stream,
+            self._layer.rank_tokens,
+        )
         if len(parts) == 1 and len(batch.with_routing) in (0, len(batch.requests)):
             # All of its memory is the slot's, or the request's own.
             graph = self._recurring.run(key, compute, slot.pool, stream)

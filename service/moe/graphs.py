@@ -93,18 +93,25 @@ class StepGraphs:
             and len(batch.requests) <= MAX_REQUESTS
             and all(map(_fits, batch.requests))
             and len(batch.with_routing) in (0, len(batch.requests))
-            and (_padded(batch.num_tokens), not batch.with_routing) in self._graphs
+            and (padded_tokens(batch.num_tokens), not batch.with_routing) in self._graphs
             and is_current(self._stream)
         )
 
-    def begin(self, batch: Batch) -> RunningStep:
-        """Replay a step on the current stream."""
+    def has(self, padded: int, routed: bool) -> bool:
+        """Whether there is a graph for so many tokens, which the layer routes or not."""
+        return (padded, routed) in self._graphs
+
+    def begin(self, batch: Batch, padded: int | None = None, routed: bool | None = None) -> RunningStep:
+        """Replay a step on the current stream.
+
+        padded, routed  the graph, which ranks choose together: its tokens, and whether the layer routes
+        """
         began = time.perf_counter()
         tensors = self._tensors
         tensors.table.write(
             [self._rows(request, part) for request, part in zip(batch.requests, batch.parts, strict=True)]
         )
-        key = _padded(batch.num_tokens), not batch.with_routing
+        key = padded or padded_tokens(batch.num_tokens), not batch.with_routing if routed is None else routed
         if len(batch.requests) == 1 and _stays_in_place(batch.requests[0]):
             batch.requests[0].plan = _Plan(self._owner, key, tensors.table.only_request())
         return self._replay(key, batch.requests, partial(self._outputs, batch), began)
@@ -196,6 +203,7 @@ class StepGraphs:
             tensor[:count] for tensor in (step.hidden_states, step.topk_ids, step.topk_weights, step.out)
         )
         offsets = step.offsets[: self._layer.shape.num_groups + 1]
+        self._layer.expect_each(count)
         if routed:
             backend.gather_rows(step.table, hidden_states, None, None)
             topk_ids, topk_weights = self._layer.route(hidden_states, step.table.end_token)
@@ -224,5 +232,6 @@ def _stays_in_place(request: LayerRequest) -> bool:
     )
 
 
-def _padded(num_tokens: int) -> int:
+def padded_tokens(num_tokens: int) -> int:
+    """The tokens of the graph for so many."""
     return next(count for count in TOKEN_COUNTS if num_tokens <= count)

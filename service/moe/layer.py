@@ -28,6 +28,7 @@ class MoELayer:
     """
 
     is_capturable = True
+    rank_tokens: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -59,6 +60,9 @@ class MoELayer:
         in_bf16 = weights.router.to(torch.bfloat16).contiguous()
         exact = in_bf16.is_cuda and in_bf16.to(torch.float32).equal(self._router)
         self._bf16_router = in_bf16 if exact else None
+
+    def expect_each(self, num_tokens: int) -> None:
+        """For layers with ranks: the next calls have `num_tokens` on each. Here nothing depends on it."""
 
     def layout(self, num_tokens: int) -> Layout:
         """The layout of a call with `num_tokens` tokens."""

@@ -68,6 +68,22 @@ class LayerRunner:
             with torch.inference_mode():
                 return self._on_device.begin(batch, stream, self._num_sms())
 
+    def replay(self, requests: Sequence[LayerRequest], padded: int, routed: bool) -> RunningStep | None:
+        """`begin` by the graph for `padded` tokens, which all ranks of the layer replay; None: there is none.
+
+        The requests are bf16, with routing unless `routed`; there may be none. No other step is running.
+        """
+        if self._graphs is None or not self._graphs.has(padded, routed):
+            return None
+        with self._stream():
+            return self._graphs.begin(Batch(requests), padded, routed)
+
+    def launch(self, requests: Sequence[LayerRequest]) -> RunningStep:
+        """`begin` launch by launch, as all ranks of the layer do."""
+        with self._stream(), torch.inference_mode():
+            stream = torch.cuda.current_stream(self._device)
+            return self._on_device.begin(Batch(requests), stream, self._num_sms())
+
     def run(self, requests: Sequence[LayerRequest]) -> StepResult:
         """Run all requests as one step, and wait for the result."""
         return self.begin(requests).finish()

@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 
 from expertd.kernels import Backend, RankMemory
+from expertd.kernels.request_table import MAX_REQUESTS
 from expertd.service.engine.loading import Cancelled, Loaded, load, weights_of
 from expertd.service.engine.steps import Runner, Step
 from expertd.service.moe.base import Layer
+from expertd.service.moe.graphs import TOKEN_COUNTS, padded_tokens
 from expertd.service.moe.parallel import (
     ExchangeError,
     ParallelLayer,
@@ -22,7 +24,9 @@ from expertd.service.moe.parallel import (
     TorchExchange,
     join_group,
 )
-from expertd.service.ranks.messages import StepCommand, StepEnd
+from expertd.service.moe.request import LayerRequest
+from expertd.service.moe.runner import LayerRunner
+from expertd.service.ranks.messages import PlacedRequest, StepCommand, StepEnd
 from expertd.service.ranks.moves import NO_STEP, MoveCommand
 from expertd.service.ranks.placed import RankPlacements
 from expertd.service.ranks.regions import MappedRegions
@@ -76,6 +80,7 @@ class RankPart:
         ]
         self._running: deque[_Running] = deque()
         self.jobs: deque[Callable[[], None]] = deque()  # to do while no step runs, after the bell of commands
+        self._replays = False  # the last step replays a graph
 
     def serve(self, rings: Rings, stopped: Callable[[], bool], moved: Callable[..., None]) -> None:
         """Run steps in the order of their commands, until `stopped` and its bell say so.
@@ -126,22 +131,20 @@ class RankPart:
         assert dist.group.WORLD is not None
         key = model.partition, model.hidden_size, model.top_k
         if key not in self._memories:
-            tokens, num_ranks = self._setup.settings.limits.max_batch_tokens, self._setup.num_ranks
-            most = len(part_of(tokens, 0, num_ranks))
-            sizes = most, tokens, model.hidden_size, model.top_k
+            num_ranks = self._setup.num_ranks
+            most = len(part_of(self._setup.settings.limits.max_batch_tokens, 0, num_ranks))
+            most = max(most, TOKEN_COUNTS[-1])  # graphs pad steps
+            sizes = most, num_ranks * most, model.hidden_size, model.top_k
             self._memories[key] = RankMemory(dist.group.WORLD, device, *sizes, _DEVICE_SECONDS)
         return self._memories[key]
 
     def _begin(self, command: StepCommand, rings: Rings) -> None:
-        setup, (model, runner) = self._setup, self._models[command.model]
+        setup, (model, _) = self._setup, self._models[command.model]
         sizes = model.hidden_size, model.top_k
         try:
             self._placements.begin_step(command)
             requests = requests_of(command.requests, *setup.share, *sizes, self._regions.span)
-            if layer := self._symmetric.get(model.name):
-                total = sum(request.num_tokens for request in command.requests)
-                layer.expect([len(part_of(total, rank, setup.num_ranks)) for rank in range(setup.num_ranks)])
-            step = runner.begin(requests)
+            step = self._step(command, requests, rings)
         except Exception as error:
             while self._running:  # ends are in the order of the steps
                 self._finish(rings)
@@ -150,6 +153,27 @@ class RankPart:
         self._running.append(_Running(command.number, step))
         if step.is_done():
             self._finish(rings)
+
+    def _step(self, command: StepCommand, requests: Sequence[LayerRequest], rings: Rings) -> Step:
+        """Begin a step. On GPUs the ranks must make the same launches, so the whole step decides how."""
+        model, runner = self._models[command.model]
+        layer = self._symmetric.get(model.name)
+        if layer is None:
+            return runner.begin(requests)
+        assert isinstance(runner, LayerRunner)
+        num_ranks = self._setup.num_ranks
+        total = sum(request.num_tokens for request in command.requests)
+        counts = [len(part_of(total, rank, num_ranks)) for rank in range(num_ranks)]
+        graph = _graph_of(command.requests, max(counts))
+        if graph is not None or self._replays:
+            while self._running:  # all graphs use the same memory
+                self._finish(rings)
+        if graph is not None and (step := runner.replay([r for r in requests if r.num_tokens], *graph)):
+            self._replays = True
+            return step
+        self._replays = False
+        layer.expect(counts)
+        return runner.launch(requests)
 
     def _finish(self, rings: Rings) -> None:
         running = self._running.popleft()
@@ -183,6 +207,15 @@ def _use_device(devices: Sequence[int], rank: int) -> None:
         if other != own and not torch.cuda.can_device_access_peer(own, other):
             raise ValueError(f"devices: expected GPUs that reach each other's memory, got {own} and {other}")
     torch.cuda.set_device(own)
+
+
+def _graph_of(requests: Sequence[PlacedRequest], most: int) -> tuple[int, bool] | None:
+    """The graph for a step with up to `most` tokens on a rank: its tokens, and whether the layer routes."""
+    given = {request.topk_ids.region > 0 for request in requests}
+    fits = most <= TOKEN_COUNTS[-1] and len(requests) <= MAX_REQUESTS and len(given) == 1
+    if not fits or any(request.datatype != "BF16" for request in requests):
+        return None
+    return padded_tokens(most), not given.pop()
 
 
 def _failed(number: int, error: Exception) -> StepEnd:

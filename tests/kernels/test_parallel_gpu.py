@@ -22,7 +22,7 @@ from expertd.kernels.rank_memory import RankMemory, RankTokens
 pytestmark = pytest.mark.gpu
 
 RANKS = 2
-H, INTERMEDIATE, E, TOP_K = 1024, 512, 16, 4
+H, INTERMEDIATE, E, TOP_K = 2304, 512, 16, 4  # H: more than a CTA has columns, and not a multiple
 MOST = 512  # tokens of a rank
 
 # Tokens of each rank in a call, and how their experts are chosen.

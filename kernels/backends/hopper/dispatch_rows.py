@@ -22,11 +22,13 @@ def dispatch_rows(
     topk_ids: Tensor,
     topk_weights: Tensor,
     num_sms: int | None,
+    *,
+    tokens_are_ready: bool = False,
 ) -> None:
     """Quantize this rank's tokens [t, H], and write each to the ranks that hold its experts.
 
     first_tokens int32 [MAX_RANKS + 1]; places int32 [E], rank * 65536 + group of each expert; num_sms is the
-    same on all ranks.
+    same on all ranks. tokens_are_ready: hidden_states were complete before the preceding launch began.
     """
     num_tokens, h = hidden_states.shape
     most = _CTAS * multiprocessors(on.device, num_sms)
@@ -35,5 +37,5 @@ def dispatch_rows(
         on, _BY_DTYPE[hidden_states.dtype], grid,
         ranks, first_tokens, places, np.int32(places.numel()), hidden_states, topk_ids, topk_weights,
         np.int32(num_tokens), np.int32(topk_ids.shape[1]), np.int32(h),
-        np.int32(most),
+        np.int32(most), np.int32(tokens_are_ready),
     )  # fmt: skip

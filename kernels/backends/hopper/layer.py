@@ -85,6 +85,8 @@ class Layer:
         activation: Swiglu,
         num_sms: int | None,
         offsets: Tensor | None,
+        *,
+        tokens_are_ready: bool = False,
     ) -> None:
         """As `experts`, with the experts of all ranks: each rank of `memory` calls it with its own tokens.
 
@@ -93,7 +95,9 @@ class Layer:
         """
         kernels, num_tokens, ranks = self._kernels, tokens.num_tokens, memory.ranks
         firsts, places = tokens.first_tokens, tokens.places
-        dispatch_rows(kernels, on, ranks, firsts, places, hidden_states, topk_ids, topk_weights, num_sms)
+        dispatch_rows(kernels, on, ranks, firsts, places, hidden_states, topk_ids, topk_weights, num_sms,
+            tokens_are_ready=tokens_are_ready,
+        )  # fmt: skip
         group_ids = memory.group_ids[:num_tokens]
         placement = compute_permutation(kernels, on, group_ids, down.data.shape[0], num_sms, offsets, ranks)
         a = expand_rows(kernels, on, memory.data, memory.scales, placement.inverse)

@@ -53,6 +53,7 @@ class ParallelLayer:
 
     masked_max_tokens = 0
     is_capturable = False
+    rank_tokens: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -78,6 +79,9 @@ class ParallelLayer:
         self.placed = PlacedExperts(tables, exchange.rank, routed, self._shared, backend)
         # The shared experts see other tokens than the routed ones. This one's experts are slots, from 0 on.
         self._own = MoELayer(replace(own, num_shared_experts=0), routed, backend, routing=routing)
+
+    def expect_each(self, num_tokens: int) -> None:
+        """Nothing: the ranks tell each other how many tokens they send."""
 
     def layout(self, num_tokens: int) -> Layout:
         """Always the contiguous one."""

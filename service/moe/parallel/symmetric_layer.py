@@ -34,7 +34,7 @@ class SymmetricLayer:
     """
 
     masked_max_tokens = 0
-    is_capturable = False
+    is_capturable = True
 
     def __init__(
         self,
@@ -56,14 +56,17 @@ class SymmetricLayer:
             places[part.start : part.stop] = rank << 16 | torch.arange(len(part), dtype=torch.int32)
         self._places = places.to(weights.router.device)
         self._tokens: dict[tuple[int, ...], RankTokens] = {}
-        self.expect([1] * memory.num_ranks)
+        self.expect_each(1)
 
     def expect(self, counts: Sequence[int]) -> None:
         """The next calls have counts[r] tokens on rank r. All ranks say the same before a call."""
-        key = tuple(counts)
-        if key not in self._tokens:
-            self._tokens[key] = RankTokens.of(key, self._places)
-        self._counts = key
+        self.rank_tokens = tuple(counts)
+        if self.rank_tokens not in self._tokens:
+            self._tokens[self.rank_tokens] = RankTokens.of(self.rank_tokens, self._places)
+
+    def expect_each(self, num_tokens: int) -> None:
+        """The next calls have `num_tokens` on each rank."""
+        self.expect([num_tokens] * self.memory.num_ranks)
 
     def layout(self, num_tokens: int) -> Layout:
         """Always the contiguous one."""
@@ -88,18 +91,19 @@ class SymmetricLayer:
 
         Raises ValueError (name, expected, got); the other ranks then wait until the memory's timeout.
         """
-        num_tokens, expected = hidden_states.shape[0], self._counts[self.memory.rank]
+        num_tokens, expected = hidden_states.shape[0], self.rank_tokens[self.memory.rank]
         if num_tokens != expected:
             raise ValueError(f"hidden_states: expected {expected} tokens on this rank, got {num_tokens}")
+        routes = topk_ids is None
         topk_ids, topk_weights = self._own.routing_of(hidden_states, topk_ids, topk_weights)
         if out is None:
             out = torch.empty_like(hidden_states, dtype=torch.float32)
         routed, num_held = self._part(slice(0, len(self._held))), len(self._held)
         total = out if self.shape.num_shared_experts == 0 else torch.empty_like(out, dtype=torch.float32)
         self.backend.parallel_experts(
-            self.memory, self._tokens[self._counts], hidden_states, topk_ids.contiguous(),
+            self.memory, self._tokens[self.rank_tokens], hidden_states, topk_ids.contiguous(),
             topk_weights.contiguous(), *routed, total, num_sms,
-            None if offsets is None else offsets[: num_held + 1],
+            None if offsets is None else offsets[: num_held + 1], tokens_are_ready=routes,
         )  # fmt: skip
         if total is not out:
             if num_tokens > 0:

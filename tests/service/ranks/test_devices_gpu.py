@@ -1,5 +1,6 @@
 """Two ranks on two GPUs answer as one GPU does, and come back after one is lost."""
 
+import asyncio
 import os
 import signal
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from tests.service.apps import MODEL, Serving, rows, serving, tiny_settings
+from tests.service.apps import MODEL, Serving, binary_request, output_of, rows, serving, tiny_settings
 from tests.service.ranks.servers import output_for, rank_processes, serving_ranks
 from tests.service.ranks.steps import routed
 from tests.service.waiting import until
@@ -54,6 +55,35 @@ async def test_outputs_are_those_of_one_gpu() -> None:
                 assert close(got, wanted), (len(value), np.abs(got - wanted).max(), np.abs(wanted).max())
                 again = await output_for(server, value)
                 assert np.array_equal(got, again), "the same bits in every run"
+
+
+async def bf16_output(server: Serving, values: NDArray[np.float32], given: bool) -> NDArray[np.float32]:
+    """The output for values in BF16, which graphs compute if they are few, perhaps with routing."""
+    rounded = torch.from_numpy(values).bfloat16().view(torch.int16).numpy()
+    tensors = {"hidden_states": ("BF16", list(values.shape), rounded.tobytes())}
+    if given:
+        ids = (np.arange(len(values))[:, None] + np.arange(6) * 5).astype(np.int32) % 32
+        weights = np.linspace(0.1, 1, ids.size, dtype=np.float32).reshape(ids.shape)
+        tensors["topk_ids"] = ("INT32", list(ids.shape), ids.tobytes())
+        tensors["topk_weights"] = ("FP32", list(ids.shape), weights.tobytes())
+    body = binary_request(tensors, parameters={"binary_data_output": True})
+    return output_of(await server.infer(*body))
+
+
+@pytest.mark.parametrize("given", [False, True])
+async def test_steps_that_are_graphs(given: bool) -> None:
+    async with serving(tiny_settings(LIMITS, backend="hopper", models=[LAYER])) as server:
+        values = inputs()
+        expected = [await bf16_output(server, value, given) for value in values]
+    settings = tiny_settings(LIMITS, backend="hopper", models=[LAYER], devices="0-1")
+    async with serving_ranks(settings) as server:
+        for _ in range(3):
+            for value, wanted in zip(values, expected, strict=True):
+                got = await bf16_output(server, value, given)
+                assert close(got, wanted), (len(value), np.abs(got - wanted).max(), np.abs(wanted).max())
+        together = await asyncio.gather(*(bf16_output(server, value, given) for value in values))
+        for got, wanted in zip(together, expected, strict=True):
+            assert close(got, wanted)
 
 
 async def test_given_routing() -> None:
