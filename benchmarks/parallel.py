@@ -61,6 +61,7 @@ class RankProblem:
         self._tokens = RankTokens.of([num_tokens] * num_ranks, on_device)
         drawn = torch.rand(num_tokens, experts, device=own.out.device).argsort(dim=1)
         self.topk_ids = drawn[:, : layer.top_k].to(torch.int32).contiguous()
+        self._no_rows = torch.full((1, layer.top_k), -1, dtype=torch.int32, device=own.out.device)
         self._kernels = Kernels()
         self._layer = HopperLayer(self._kernels, GroupedGemm(self._kernels, choose))
         pairs = num_ranks * num_tokens * layer.top_k
@@ -86,7 +87,7 @@ class RankProblem:
         groups = self._memory.group_ids[: self._tokens.num_tokens]
         inverse = compute_permutation(kernels, on, groups, own.layer.num_experts, None, None, ranks).inverse
         # return_rows reads the permutation early: it must be complete before the preceding launch begins.
-        expand_rows(kernels, on, self._memory.data[:1], self._memory.scales[:1], inverse[:1])
+        expand_rows(kernels, on, self._memory.data[:1], self._memory.scales[:1], self._no_rows)
         return_rows(kernels, on, ranks, firsts, self._rows, inverse, None)
         add_ranks(kernels, on, ranks, places, self.topk_ids, own.out, None)
 

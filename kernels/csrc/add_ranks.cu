@@ -7,7 +7,7 @@ constexpr int kColumns = kThreads * 8;  // of a token, per CTA and step
 constexpr int kAtOnce = 4;              // ranks whose sums are loaded together
 constexpr auto kDatatype = floats::DATATYPE;
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
     add_ranks(const Ranks* ranks_in_memory,
               const int* __restrict__ places,  // [num_experts]: rank * 65536 + group of each expert
               int num_experts,
@@ -28,6 +28,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     __syncthreads();
     const int parts = (n + kColumns - 1) / kColumns, steps = num_tokens * parts;
     u16* const sums = reinterpret_cast<u16*>(ranks.own().partial_sums);
+    const u64 until = ptx::global_nanoseconds() + ranks.timeout;
 #pragma unroll 1
     for (int step = static_cast<int>(blockIdx.x); step < steps; step += static_cast<int>(gridDim.x)) {
         const i64 token = step / parts;
@@ -56,9 +57,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             for (u32 i = 0; i < kAtOnce; ++i) {
                 if ((computed >> (first + i) & 1) == 0) continue;
                 float value[8];
-                floats::unpack<true>(value, ranks.take(four[i], place[i], first + i));
+                floats::unpack<true>(value, ranks.wait_for(four[i], place[i], first + i, until));
 #pragma unroll
                 for (int j = 0; j < 8; ++j) sum[j] += value[j];
+                *place[i] = {kNothing, kNothing, kNothing, kNothing};
             }
         }
         floats::store<kDatatype>(out, token * n + column, sum);

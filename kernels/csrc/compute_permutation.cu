@@ -85,7 +85,7 @@ __device__ __forceinline__ void compare_all(const int* group_ids, int num_pairs,
 }
 
 extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
-    compute_permutation(const Ranks* ranks,    // whose tokens to wait for; null: there are no other ranks
+    compute_permutation(Ranks* ranks,          // whose tokens to wait for; null: there are no other ranks
                         const int* group_ids,  // [num_pairs]; 0 .. num_groups - 1, or no group
                         int num_pairs, int num_groups,
                         int* __restrict__ inverse_permutation,  // [num_pairs], the permuted row of each pair, -1: none
@@ -95,7 +95,10 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
     ) {
     if (num_pairs <= kFewPairs) {
         ptx::grid_dependency_wait();
-        if (ranks != nullptr) ranks->wait(DISPATCHED);
+        if (ranks != nullptr) {
+            ranks->wait(DISPATCHED);
+            ranks->expect_consumed();
+        }
         ptx::launch_dependents();
         compare_all(group_ids, num_pairs, num_groups, inverse_permutation, offsets, offsets_copy, tile_counters);
         return;
@@ -114,7 +117,10 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
     for (int i = thread; i < warps * num_groups; i += blockDim.x) counters[i] = 0;
     __syncthreads();
     ptx::grid_dependency_wait();
-    if (ranks != nullptr) ranks->wait(DISPATCHED);
+    if (ranks != nullptr) {
+        ranks->wait(DISPATCHED);
+        if (rank == 0) ranks->expect_consumed();
+    }
     ptx::launch_dependents();
     Chunk chunk;
 #pragma unroll 1

@@ -56,7 +56,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             if (blockIdx.x == 0 && thread < ranks.num_ranks) {  // the preceding call, which reads these, is complete
                 const int all = (firsts[thread + 1] - firsts[thread]) * static_cast<int>(parts);
                 atomicAdd(&ranks_in_memory->reached[DISPATCHED][thread], min(max(all, 1), max_ctas));
-                atomicAdd(&ranks_in_memory->reached[CONSUMED][thread], 1);
             }
             if (step >= steps) break;
         }

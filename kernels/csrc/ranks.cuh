@@ -59,14 +59,15 @@ struct Ranks {
         __syncthreads();
     }
 
-    // What `source` writes to `place`, once it is there.
-    __device__ __forceinline__ uint4 take(uint4 four, uint4* place, u32 source) const {
-        if (is_missing(four)) {
-            const u64 until = ptx::global_nanoseconds() + timeout;
-            do four = ptx::load_relaxed_system(place);
-            while (is_missing(four) && !is_late(until, source));
-        }
-        *place = {kNothing, kNothing, kNothing, kNothing};
+    // Says that a call has begun whose tokens all ranks will be done with. No launch may be waiting for CONSUMED: a CTA
+    // that starts late would wait for the call it belongs to.
+    __device__ __forceinline__ void expect_consumed() {
+        if (threadIdx.x < num_ranks) reached[CONSUMED][threadIdx.x] += 1;
+    }
+
+    // What `source` writes to `place`, once it is there; `four` was there before. The caller puts kNothing back.
+    __device__ __forceinline__ uint4 wait_for(uint4 four, const uint4* place, u32 source, u64 until) const {
+        while (is_missing(four) && !is_late(until, source)) four = ptx::load_relaxed_system(place);
         return four;
     }
 

@@ -100,6 +100,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
     __shared__ bool is_last;
     __syncthreads();
+    __threadfence();  // the CTA's reads come first
     if (thread == 0) is_last = atomicAdd(&ranks->done, 1) == gridDim.x - 1;
     __syncthreads();
     if (is_last) {

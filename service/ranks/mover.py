@@ -33,6 +33,8 @@ class Mover:
                 self._prepare(layer, command)
             case Kind.SWITCH:
                 self._switch(layer, command)
+        if layer.places.is_cuda:  # other ranks go on, and so do this one's steps, on whichever stream
+            torch.cuda.synchronize()
         return time.perf_counter() - began
 
     def _exchange(self, layer: PlacedExperts, command: MoveCommand) -> None:

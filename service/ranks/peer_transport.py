@@ -22,7 +22,6 @@ class PeerTransport:
 
         group = dist.group.WORLD
         assert group is not None
-        self._device = device
         self._fetched = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
         handle = symmetric_memory.rendezvous(self._fetched, group)
         self._of_ranks = [handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(group.size())]
@@ -35,7 +34,6 @@ class PeerTransport:
         return self._fetched
 
     def exchange(self, region: int, sends: Sequence[Send], receives: Sequence[Receive]) -> None:
-        """See `Transport.exchange`."""
+        """See `Transport.exchange`; the caller waits for the GPU."""
         for memory, rank, offset in sends:
             self._of_ranks[rank][offset : offset + len(memory)].copy_(memory, non_blocking=True)
-        torch.cuda.synchronize(self._device)  # also what was copied within this GPU

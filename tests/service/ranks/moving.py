@@ -39,13 +39,14 @@ def run_moves(
     )
     made = rounds(old, new)
     for each in made:
-        for start in range(0, SHAPE.expert_bytes, slice_bytes):
-            end = min(start + slice_bytes, SHAPE.expert_bytes)
-            mover.run(MoveCommand(1, 0, Kind.FETCH, each.fetches, start, end))
+        commands = [
+            MoveCommand(1, 0, Kind.FETCH, each.fetches, start, min(start + slice_bytes, SHAPE.expert_bytes))
+            for start in range(0, SHAPE.expert_bytes, slice_bytes)
+        ]
+        commands += [MoveCommand(2, 0, Kind.PREPARE, each.fetches, matrix) for matrix in range(2)]
+        for command in (*commands, MoveCommand(3, 0, Kind.SWITCH, each.fetches)):
+            mover.run(command)
             dist.barrier()  # the front end waits for all ranks after each command
-        for matrix in range(2):
-            mover.run(MoveCommand(2, 0, Kind.PREPARE, each.fetches, matrix))
-        mover.run(MoveCommand(3, 0, Kind.SWITCH, each.fetches))
     physical = experts.tables.physical
     for rank in range(exchange.num_ranks):
         held = held_by(rank, exchange.num_ranks, physical)
