@@ -27,14 +27,13 @@ from benchmarks import deep_gemm_peer, layer_peers
 from benchmarks.layer_problem import LAYERS, Layer, LayerProblem, make_problem, make_weights
 from benchmarks.moe_layer import FLUSH_BYTES, graph_of
 from benchmarks.timing import expect_gpu, header
-from expertd.kernels.backends.hopper.add_ranks import add_ranks
-from expertd.kernels.backends.hopper.compute_permutation import compute_permutation
+from expertd.kernels.backends.hopper.combine_rows import combine_rows
+from expertd.kernels.backends.hopper.compute_permutation import permutation_of_ranks
 from expertd.kernels.backends.hopper.dispatch_rows import dispatch_rows
 from expertd.kernels.backends.hopper.expand_rows import expand_rows
 from expertd.kernels.backends.hopper.grouped_gemm import GroupedGemm
 from expertd.kernels.backends.hopper.launch import Kernels, current_stream
 from expertd.kernels.backends.hopper.layer import Layer as HopperLayer
-from expertd.kernels.backends.hopper.return_rows import return_rows
 from expertd.kernels.backends.hopper.tiles import choose
 from expertd.kernels.ops.activation import SILU
 from expertd.kernels.rank_memory import RankMemory, RankTokens
@@ -61,7 +60,6 @@ class RankProblem:
         self._tokens = RankTokens.of([num_tokens] * num_ranks, on_device)
         drawn = torch.rand(num_tokens, experts, device=own.out.device).argsort(dim=1)
         self.topk_ids = drawn[:, : layer.top_k].to(torch.int32).contiguous()
-        self._no_rows = torch.full((1, layer.top_k), -1, dtype=torch.int32, device=own.out.device)
         self._kernels = Kernels()
         self._layer = HopperLayer(self._kernels, GroupedGemm(self._kernels, choose))
         pairs = num_ranks * num_tokens * layer.top_k
@@ -76,20 +74,29 @@ class RankProblem:
         )  # fmt: skip
 
     def exchange(self) -> None:
-        """Dispatch and combine, with the permutation that combine needs."""
-        own, kernels, ranks = self._own, self._kernels, self._memory.ranks
-        on = current_stream(own.out.device.index)
-        firsts, places = self._tokens.first_tokens, self._tokens.places
+        """Dispatch and combine, with nothing between them."""
+        own, kernels, memory, tokens = self._own, self._kernels, self._memory, self._tokens
+        on, top_k = current_stream(own.out.device.index), own.layer.top_k
         dispatch_rows(
-            kernels, on, ranks, firsts, places, own.hidden_states, self.topk_ids, own.topk_weights,
-            None, tokens_are_ready=True,
+            kernels, on, memory.ranks, tokens.places, own.hidden_states, self.topk_ids, own.topk_weights,
+            sum(tokens.counts[: memory.rank]), None, tokens_are_ready=True,
         )  # fmt: skip
-        groups = self._memory.group_ids[: self._tokens.num_tokens]
-        inverse = compute_permutation(kernels, on, groups, own.layer.num_experts, None, None, ranks).inverse
-        # return_rows reads the permutation early: it must be complete before the preceding launch begins.
-        expand_rows(kernels, on, self._memory.data[:1], self._memory.scales[:1], self._no_rows)
-        return_rows(kernels, on, ranks, firsts, self._rows, inverse, None)
-        add_ranks(kernels, on, ranks, places, self.topk_ids, own.out, None)
+        inverse = permutation_of_ranks(
+            kernels, on, memory, tokens, top_k, own.layer.num_experts, None
+        ).inverse
+        expand_rows(kernels, on, memory, tokens, inverse)
+        combine_rows(
+            kernels,
+            on,
+            memory.ranks,
+            tokens,
+            self.topk_ids,
+            own.topk_weights,
+            self._rows,
+            inverse,
+            own.out,
+            None,
+        )
 
     def check(self) -> None:
         """Raise RuntimeError if a rank was late."""

@@ -12,24 +12,30 @@ from torch import Tensor
 from expertd.limits import SCALE_BLOCK
 
 MAX_RANKS = 8
-_COUNTER_BYTES = 2 * MAX_RANKS * 128
+_COUNTER_BYTES = MAX_RANKS * 128
 _ALIGNMENT = 1024
-# csrc/ranks.cuh: the memories, then num_ranks, rank, reached, done, unused, status, timeout, max_own_tokens
-_RANKS = struct.Struct(f"<{6 * MAX_RANKS}Q2I{2 * MAX_RANKS}I2I3Q")
+_PARTS = 5  # of a rank's memory
+# csrc/ranks.cuh: the memories, then num_ranks, rank, calls, done, status, timeout, max_own_tokens
+_RANKS = struct.Struct(f"<{_PARTS * MAX_RANKS}Q4I3Q")
 
 
 @dataclass(frozen=True, slots=True)
 class RankTokens:
     """How a call's tokens, and the experts, are spread over the ranks; on the device.
 
-    num_tokens    of all ranks
+    counts        tokens of each rank
     first_tokens  int32 [MAX_RANKS + 1]: rank r has the tokens from first_tokens[r] to first_tokens[r + 1]
     places        int32 [E]: rank * 65536 + group there, of each expert
     """
 
-    num_tokens: int
+    counts: tuple[int, ...]
     first_tokens: Tensor
     places: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all ranks."""
+        return sum(self.counts)
 
     @classmethod
     def of(cls, counts: Sequence[int], places: Tensor) -> "RankTokens":
@@ -37,7 +43,7 @@ class RankTokens:
         firsts = list(accumulate(counts, initial=0))
         firsts += [firsts[-1]] * (MAX_RANKS + 1 - len(firsts))
         first_tokens = torch.tensor(firsts, dtype=torch.int32, device=places.device)
-        return cls(sum(counts), first_tokens, places)
+        return cls(tuple(counts), first_tokens, places)
 
 
 class RankMemory:
@@ -71,23 +77,20 @@ class RankMemory:
         scale_columns = hidden_size // SCALE_BLOCK
         sizes = (
             _COUNTER_BYTES,
-            max_tokens * top_k * 4,
-            max_tokens * top_k * 4,
+            max_tokens * top_k * 8,
             max_tokens * hidden_size,
             max_tokens * scale_columns * 4,
             num_ranks * max_own_tokens * hidden_size * 2,
         )
         starts = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
         self._bytes = symmetric_memory.empty(starts[-1], dtype=torch.uint8, device=device)
-        self._bytes[: starts[1]] = 0  # no call has been made
-        self._bytes[starts[5] :] = 0xFF  # kNothing
+        self._bytes[: starts[1]] = 0
+        self._bytes[starts[1] :] = 0xFF  # kNothing: no call has written anything
         torch.cuda.synchronize(device)
         self._handle = symmetric_memory.rendezvous(self._bytes, group)
         parts = [self._bytes[start : start + size] for start, size in zip(starts, sizes, strict=False)]
-        self.group_ids = parts[1].view(torch.int32).view(max_tokens, top_k)
-        self.topk_weights = parts[2].view(torch.float32).view(max_tokens, top_k)
-        self.data = parts[3].view(torch.float8_e4m3fn).view(max_tokens, hidden_size)
-        self.scales = parts[4].view(torch.float32).view(max_tokens, scale_columns)
+        self.data = parts[2].view(torch.float8_e4m3fn).view(max_tokens, hidden_size)
+        self.scales = parts[3].view(torch.float32).view(max_tokens, scale_columns)
         self._status = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         self.ranks = self._state(self._handle.buffer_ptrs, starts, timeout).to(device)
         """For launches: the addresses and counters of csrc/ranks.cuh."""
@@ -100,9 +103,9 @@ class RankMemory:
 
     def _state(self, bases: Sequence[int], starts: Sequence[int], timeout: float) -> Tensor:
         addresses = [base + start for base in bases for start in starts[:-1]]
-        addresses += [0] * (6 * MAX_RANKS - len(addresses))
+        addresses += [0] * (_PARTS * MAX_RANKS - len(addresses))
         packed = _RANKS.pack(
-            *addresses, self.num_ranks, self.rank, *[0] * (2 * MAX_RANKS + 2),
+            *addresses, self.num_ranks, self.rank, 0, 0,
             self._status.data_ptr(), int(timeout * 1e9), self.max_own_tokens,
         )  # fmt: skip
         return torch.frombuffer(bytearray(packed), dtype=torch.uint8)

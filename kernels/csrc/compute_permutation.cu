@@ -13,16 +13,48 @@ constexpr int kChunk = kAtOnce * 32;
 constexpr int kMaxCtas = 8;
 constexpr int kFewPairs = FEW_PAIRS;
 
+// The groups of pairs: as they are given, or as they arrive from all ranks.
+struct GroupIds {
+    const int* given;  // [num_pairs]; null: they arrive
+    const Ranks* ranks;
+    const int* first_tokens;  // [kMaxRanks + 1]: rank r has those from first_tokens[r] on
+    int top_k;
+    Pair* pairs;  // of this rank's memory
+    u64 until;
+
+    __device__ __forceinline__ int load(int pair) const {
+        if (given != nullptr) return given[pair];
+        return static_cast<int>(ptx::load_relaxed_system(reinterpret_cast<const u32*>(&pairs[pair].group)));
+    }
+
+    // The group, which was `group` before.
+    __device__ __forceinline__ int wait_for(int group, int pair) const {
+        if (given != nullptr || !Ranks::is_missing(static_cast<u32>(group))) return group;
+        u32 source = 0;
+        while (first_tokens[source + 1] * top_k <= pair) ++source;
+        const u32* const place = reinterpret_cast<const u32*>(&pairs[pair].group);
+        return static_cast<int>(ranks->wait_for(static_cast<u32>(group), place, source, until));
+    }
+
+    // Has `wait_for` wait for the next call's group.
+    __device__ __forceinline__ void clear(int pair) const {
+        if (given == nullptr) pairs[pair].group = static_cast<int>(kNothing);
+    }
+};
+
 // A chunk of pairs from i on: this lane's groups, -1 for none, and the lanes of the warp with the same group.
 struct Chunk {
     int group[kAtOnce];
     u32 same_group[kAtOnce];
 
-    __device__ __forceinline__ void load(const int* group_ids, int i, int end, int num_groups) {
+    __device__ __forceinline__ void load(const GroupIds& group_ids, int i, int end, int num_groups) {
+        const int first = i + static_cast<int>(threadIdx.x % 32);
+#pragma unroll
+        for (int part = 0; part < kAtOnce; ++part)
+            group[part] = first + part * 32 < end ? group_ids.load(first + part * 32) : -1;
 #pragma unroll
         for (int part = 0; part < kAtOnce; ++part) {
-            const int pair = i + part * 32 + static_cast<int>(threadIdx.x % 32);
-            group[part] = pair < end ? group_ids[pair] : -1;
+            if (first + part * 32 < end) group[part] = group_ids.wait_for(group[part], first + part * 32);
             if (static_cast<u32>(group[part]) >= static_cast<u32>(num_groups)) group[part] = -1;
         }
 #pragma unroll
@@ -54,13 +86,18 @@ struct Chunk {
 };
 
 // Few pairs: compares each pair with all others, and each offset with all pairs.
-__device__ __forceinline__ void compare_all(const int* group_ids, int num_pairs, int num_groups,
+__device__ __forceinline__ void compare_all(const GroupIds& group_ids, int num_pairs, int num_groups,
                                             int* inverse_permutation, int* offsets, int* offsets_copy,
                                             int* tile_counters) {
     __shared__ __align__(16) u32 groups[kFewPairs];
     const int thread = threadIdx.x;
     const u32 none = static_cast<u32>(num_groups);
-    if (thread < kFewPairs) groups[thread] = thread < num_pairs ? min(static_cast<u32>(group_ids[thread]), none) : none;
+    if (thread < num_pairs) {
+        groups[thread] = min(static_cast<u32>(group_ids.wait_for(group_ids.load(thread), thread)), none);
+        group_ids.clear(thread);
+    } else if (thread < kFewPairs) {
+        groups[thread] = none;
+    }
     if (thread < 4) tile_counters[thread] = 0;
     __syncthreads();
     const auto count = [&](u32 group, int pair) {  // pairs of lower groups, and earlier pairs of this one
@@ -85,21 +122,24 @@ __device__ __forceinline__ void compare_all(const int* group_ids, int num_pairs,
 }
 
 extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
-    compute_permutation(Ranks* ranks,          // whose tokens to wait for; null: there are no other ranks
-                        const int* group_ids,  // [num_pairs]; 0 .. num_groups - 1, or no group
-                        int num_pairs, int num_groups,
+    compute_permutation(const int* given_ids,     // [num_pairs]; 0 .. num_groups - 1, or no group; null: from ranks
+                        Ranks* ranks,             // from which the pairs arrive; null: given_ids
+                        const int* first_tokens,  // [kMaxRanks + 1], with ranks
+                        int num_pairs, int top_k, int num_groups,
                         int* __restrict__ inverse_permutation,  // [num_pairs], the permuted row of each pair, -1: none
                         int* __restrict__ offsets,              // [num_groups + 1]
                         int* __restrict__ offsets_copy,         // the same, for the host; null: not wanted
                         int* __restrict__ tile_counters         // [2, 2], zeroed for the two GEMMs that follow
     ) {
+    GroupIds group_ids = {given_ids, ranks, first_tokens, top_k, nullptr, 0};
+    if (ranks != nullptr) {
+        group_ids.pairs = reinterpret_cast<Pair*>(ranks->own().pairs);
+        group_ids.until = ranks->until();
+    }
     if (num_pairs <= kFewPairs) {
         ptx::grid_dependency_wait();
-        if (ranks != nullptr) {
-            ranks->wait(DISPATCHED);
-            ranks->expect_consumed();
-        }
         ptx::launch_dependents();
+        if (ranks != nullptr && threadIdx.x == 0) ranks->calls += 1;
         compare_all(group_ids, num_pairs, num_groups, inverse_permutation, offsets, offsets_copy, tile_counters);
         return;
     }
@@ -117,11 +157,8 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
     for (int i = thread; i < warps * num_groups; i += blockDim.x) counters[i] = 0;
     __syncthreads();
     ptx::grid_dependency_wait();
-    if (ranks != nullptr) {
-        ranks->wait(DISPATCHED);
-        if (rank == 0) ranks->expect_consumed();
-    }
     ptx::launch_dependents();
+    if (ranks != nullptr && rank == 0 && thread == 0) ranks->calls += 1;
     Chunk chunk;
 #pragma unroll 1
     for (int i = begin; i < end; i += kChunk) {
@@ -184,7 +221,9 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
             const int pair = i + part * 32 + lane;
             if (i + part * 32 >= end) break;
             const int row = chunk.take(own, part);
-            if (pair < end) inverse_permutation[pair] = chunk.group[part] >= 0 ? row : -1;
+            if (pair >= end) continue;
+            inverse_permutation[pair] = chunk.group[part] >= 0 ? row : -1;
+            group_ids.clear(pair);
         }
     }
 }

@@ -292,6 +292,12 @@ __device__ __forceinline__ u32 load_acquire_system(const u32* place) {
     return value;
 }
 
+__device__ __forceinline__ u32 load_relaxed_system(const u32* place) {
+    u32 value;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(place) : "memory");
+    return value;
+}
+
 __device__ __forceinline__ uint4 load_relaxed_system(const uint4* place) {
     uint4 four;
     asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -299,6 +305,14 @@ __device__ __forceinline__ uint4 load_relaxed_system(const uint4* place) {
                  : "l"(place)
                  : "memory");
     return four;
+}
+
+__device__ __forceinline__ void store_relaxed_system(u32* place, u32 value) {
+    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(place), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_relaxed_system(uint2* place, uint2 two) {
+    asm volatile("st.relaxed.sys.global.v2.u32 [%0], {%1, %2};" ::"l"(place), "r"(two.x), "r"(two.y) : "memory");
 }
 
 __device__ __forceinline__ void store_relaxed_system(uint4* place, uint4 four) {

@@ -1,8 +1,8 @@
 // Quantizes each token once and writes it to all of its permuted rows: e4m3 with an fp32 scale per row and 128 columns.
+#include "permuted_rows.cuh"
 #include "quantize.cuh"
 
 constexpr int kWarps = 4;
-constexpr int kAtOnce = 8;  // slots whose rows are looked up together
 constexpr auto kDatatype = floats::DATATYPE;
 
 extern "C" __global__ void __launch_bounds__(kWarps * 32)
@@ -21,16 +21,9 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32)
     ptx::grid_dependency_wait();  // inverse_permutation may not be complete yet; the tokens are
     ptx::launch_dependents();
     if (column >= k) return;
-    inverse_permutation += token * top_k;
-    for (int first = 0; first < top_k; first += kAtOnce) {
-        i64 row[kAtOnce];
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) row[i] = first + i < top_k ? inverse_permutation[first + i] : -1;
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-            if (row[i] < 0) continue;
-            *reinterpret_cast<uint4*>(data + row[i] * k + column) = tokens.packed();
-            if (threadIdx.x % 8 == 0) scales[static_cast<i64>(column / 128) * scale_stride + row[i]] = tokens.scale;
-        }
+    PermutedRows rows;
+    for (int first = 0; first < top_k; first += rows.kAtOnce) {
+        rows.load(inverse_permutation + token * top_k + first, top_k - first);
+        rows.write(tokens.packed(), tokens.scale, column, k, data, scales, scale_stride);
     }
 }

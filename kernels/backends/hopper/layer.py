@@ -3,14 +3,17 @@
 import torch
 from torch import Tensor
 
-from expertd.kernels.backends.hopper.add_ranks import add_ranks
-from expertd.kernels.backends.hopper.compute_permutation import Placement, compute_permutation
+from expertd.kernels.backends.hopper.combine_rows import combine_rows
+from expertd.kernels.backends.hopper.compute_permutation import (
+    Placement,
+    compute_permutation,
+    permutation_of_ranks,
+)
 from expertd.kernels.backends.hopper.dispatch_rows import dispatch_rows
 from expertd.kernels.backends.hopper.expand_rows import expand_rows
 from expertd.kernels.backends.hopper.grouped_gemm import GroupedGemm, Groups
 from expertd.kernels.backends.hopper.launch import Kernels, OnStream
 from expertd.kernels.backends.hopper.quantize_permute import quantize_permute
-from expertd.kernels.backends.hopper.return_rows import return_rows
 from expertd.kernels.backends.hopper.route_tokens import route_tokens
 from expertd.kernels.backends.hopper.router_logits import router_logits
 from expertd.kernels.backends.hopper.tensor_maps import TensorMapCache, describe_rows
@@ -90,21 +93,22 @@ class Layer:
     ) -> None:
         """As `experts`, with the experts of all ranks: each rank of `memory` calls it with its own tokens.
 
-        gate_up and down have this rank's experts. Seven launches. A token's sum on each rank is rounded to
+        gate_up and down have this rank's experts. Six launches. A token's sum on each rank is rounded to
         bf16, and those are added up in fp32 in the order of ranks.
         """
-        kernels, num_tokens, ranks = self._kernels, tokens.num_tokens, memory.ranks
-        firsts, places = tokens.first_tokens, tokens.places
-        dispatch_rows(kernels, on, ranks, firsts, places, hidden_states, topk_ids, topk_weights, num_sms,
-            tokens_are_ready=tokens_are_ready,
+        kernels, ranks, top_k = self._kernels, memory.ranks, topk_ids.shape[1]
+        dispatch_rows(
+            kernels, on, ranks, tokens.places, hidden_states, topk_ids, topk_weights,
+            sum(tokens.counts[: memory.rank]), num_sms, tokens_are_ready=tokens_are_ready,
         )  # fmt: skip
-        group_ids = memory.group_ids[:num_tokens]
-        placement = compute_permutation(kernels, on, group_ids, down.data.shape[0], num_sms, offsets, ranks)
-        a = expand_rows(kernels, on, memory.data, memory.scales, placement.inverse)
-        expected_m = group_ids.numel() / places.numel()
+        num_groups = down.data.shape[0]
+        placement = permutation_of_ranks(kernels, on, memory, tokens, top_k, num_groups, num_sms, offsets)
+        a = expand_rows(kernels, on, memory, tokens, placement.inverse)
+        expected_m = placement.inverse.numel() / tokens.places.numel()
         rows = self._multiply(on, a, placement, gate_up, down, activation, expected_m, num_sms)
-        return_rows(kernels, on, ranks, firsts, rows, placement.inverse, num_sms)
-        add_ranks(kernels, on, ranks, places, topk_ids, out, num_sms)
+        combine_rows(
+            kernels, on, ranks, tokens, topk_ids, topk_weights, rows, placement.inverse, out, num_sms
+        )
 
     def _multiply(
         self,

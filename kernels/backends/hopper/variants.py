@@ -1,14 +1,13 @@
 """The closed list of all variants, used by warm-up, `expertd kernels` and the tests."""
 
 from expertd.kernels.backends.hopper import (
-    add_ranks,
+    combine_rows,
     compute_permutation,
     dispatch_rows,
     expand_rows,
     gather_rows,
     grouped_gemm,
     quantize_permute,
-    return_rows,
     route_tokens,
     router_logits,
     scatter_rows,
@@ -26,6 +25,5 @@ VARIANTS = (
     scatter_rows.VARIANT,
     *dispatch_rows.VARIANTS,
     expand_rows.VARIANT,
-    return_rows.VARIANT,
-    *add_ranks.VARIANTS,
+    *combine_rows.VARIANTS,
 )

@@ -66,7 +66,7 @@ async def bf16_output(server: Serving, values: NDArray[np.float32], given: bool)
         weights = np.linspace(0.1, 1, ids.size, dtype=np.float32).reshape(ids.shape)
         tensors["topk_ids"] = ("INT32", list(ids.shape), ids.tobytes())
         tensors["topk_weights"] = ("FP32", list(ids.shape), weights.tobytes())
-    outputs = [{"name": "output", "parameters": {"datatype": "FP32"}}]
+    outputs = [{"name": "hidden_states", "parameters": {"datatype": "FP32"}}]
     body = binary_request(tensors, parameters={"binary_data_output": True}, outputs=outputs)
     return output_of(await server.infer(*body))
 
