@@ -30,7 +30,6 @@ from benchmarks.timing import expect_gpu, header
 from expertd.kernels.backends.hopper.combine_rows import combine_rows
 from expertd.kernels.backends.hopper.compute_permutation import permutation_of_ranks
 from expertd.kernels.backends.hopper.dispatch_rows import dispatch_rows
-from expertd.kernels.backends.hopper.expand_rows import expand_rows
 from expertd.kernels.backends.hopper.grouped_gemm import GroupedGemm
 from expertd.kernels.backends.hopper.launch import Kernels, current_stream
 from expertd.kernels.backends.hopper.layer import Layer as HopperLayer
@@ -70,33 +69,17 @@ class RankProblem:
         own, on = self._own, current_stream(self._own.out.device.index)
         self._layer.parallel_experts(
             on, self._memory, self._tokens, own.hidden_states, self.topk_ids, own.topk_weights,
-            own.weights.gate_up, own.weights.down, own.out, SILU, None, None, tokens_are_ready=True,
+            own.weights.gate_up, own.weights.down, own.out, SILU, None, None,
         )  # fmt: skip
 
     def exchange(self) -> None:
         """Dispatch and combine, with nothing between them."""
         own, kernels, memory, tokens = self._own, self._kernels, self._memory, self._tokens
-        on, top_k = current_stream(own.out.device.index), own.layer.top_k
-        dispatch_rows(
-            kernels, on, memory.ranks, tokens.places, own.hidden_states, self.topk_ids, own.topk_weights,
-            sum(tokens.counts[: memory.rank]), None, tokens_are_ready=True,
-        )  # fmt: skip
-        inverse = permutation_of_ranks(
-            kernels, on, memory, tokens, top_k, own.layer.num_experts, None
-        ).inverse
-        expand_rows(kernels, on, memory, tokens, inverse)
-        combine_rows(
-            kernels,
-            on,
-            memory.ranks,
-            tokens,
-            self.topk_ids,
-            own.topk_weights,
-            self._rows,
-            inverse,
-            own.out,
-            None,
-        )
+        on, num_groups = current_stream(own.out.device.index), own.layer.num_experts
+        routing = self.topk_ids, own.topk_weights
+        inverse = permutation_of_ranks(kernels, on, memory, tokens, *routing, num_groups, None).inverse
+        dispatch_rows(kernels, on, memory, tokens, own.hidden_states, self.topk_ids, inverse, None)
+        combine_rows(kernels, on, memory, tokens, *routing, self._rows, inverse, own.out, None)
 
     def check(self) -> None:
         """Raise RuntimeError if a rank was late."""
@@ -123,8 +106,8 @@ def microseconds(call: Callable[[], object], barrier: Callable[[], object]) -> f
     flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
     times = torch.empty(REPEATS)
     for repeat in range(-WARM_UP, REPEATS):
-        flush.fill_(1)
         dist.barrier()
+        flush.fill_(1)  # meanwhile the host enqueues the rest
         barrier()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()

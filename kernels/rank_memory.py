@@ -88,9 +88,8 @@ class RankMemory:
         self._bytes[starts[1] :] = 0xFF  # kNothing: no call has written anything
         torch.cuda.synchronize(device)
         self._handle = symmetric_memory.rendezvous(self._bytes, group)
-        parts = [self._bytes[start : start + size] for start, size in zip(starts, sizes, strict=False)]
-        self.data = parts[2].view(torch.float8_e4m3fn).view(max_tokens, hidden_size)
-        self.scales = parts[3].view(torch.float32).view(max_tokens, scale_columns)
+        self.consumed = self._bytes[: starts[1]].view(torch.int32)
+        """The own counters of csrc/ranks.cuh, for launches."""
         self._status = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         self.ranks = self._state(self._handle.buffer_ptrs, starts, timeout).to(device)
         """For launches: the addresses and counters of csrc/ranks.cuh."""

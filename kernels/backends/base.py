@@ -128,8 +128,6 @@ class Backend(ABC):
         out: Tensor,
         num_sms: int | None,
         offsets: Tensor | None = None,
-        *,
-        tokens_are_ready: bool = False,
     ) -> None:
         """As `experts` with SiLU, with the experts of all ranks of `memory`, each of which calls it together.
 
@@ -139,7 +137,6 @@ class Backend(ABC):
         out            [t, H]: each rank's sum rounded to bf16, and these added in fp32, in the order of ranks
         num_sms        the same on all ranks, at least 2
         offsets        int32 [G + 1] over this rank's experts, of all ranks' tokens
-        tokens_are_ready  the preceding launch does not write hidden_states: they are read before it ends
 
         Nothing waits on the host. On the device a rank waits for the others up to the memory's timeout, and
         then sets `memory.late_rank`.

@@ -4,6 +4,10 @@
 // With few pairs, one CTA compares each pair with all others. With more, one CTA or a cluster sorts them: each warp
 // counts the groups in its own stretch of pairs, and the counts of all earlier warps, in its CTA and in earlier CTAs,
 // give its first row in each group. A pair whose id names no group gets row -1.
+//
+// With kRanks the pairs are those of all ranks: each sends its own to all others, and waits for theirs. Begins a call,
+// see ranks.cuh.
+//
 // Loops are kept rolled: instruction fetch dominates, see route_tokens.cu.
 #include "ranks.cuh"
 
@@ -12,33 +16,61 @@ constexpr int kAtOnce = 4;  // loads per lane in flight
 constexpr int kChunk = kAtOnce * 32;
 constexpr int kMaxCtas = 8;
 constexpr int kFewPairs = FEW_PAIRS;
+constexpr bool kRanks = RANKS;
 
-// The groups of pairs: as they are given, or as they arrive from all ranks.
+// What this rank sends to the others: its tokens' pairs.
+struct OwnPairs {
+    const int* topk_ids;  // [count]; others than experts name none
+    const float* topk_weights;
+    int count, first;  // `first`: of its pairs, among those of all ranks
+};
+
+// The groups of pairs: as they are given, or with kRanks as they arrive from all ranks.
 struct GroupIds {
-    const int* given;  // [num_pairs]; null: they arrive
+    const int* given;  // [num_pairs]
     const Ranks* ranks;
     const int* first_tokens;  // [kMaxRanks + 1]: rank r has those from first_tokens[r] on
     int top_k;
-    Pair* pairs;  // of this rank's memory
     u64 until;
 
+    __device__ __forceinline__ Pair* pairs() const { return reinterpret_cast<Pair*>(ranks->own().pairs); }
+
     __device__ __forceinline__ int load(int pair) const {
-        if (given != nullptr) return given[pair];
-        return static_cast<int>(ptx::load_relaxed_system(reinterpret_cast<const u32*>(&pairs[pair].group)));
+        if constexpr (!kRanks) return given[pair];
+        return static_cast<int>(ptx::load_relaxed_system(reinterpret_cast<const u32*>(&pairs()[pair].group)));
     }
 
     // The group, which was `group` before.
     __device__ __forceinline__ int wait_for(int group, int pair) const {
-        if (given != nullptr || !Ranks::is_missing(static_cast<u32>(group))) return group;
+        if (!kRanks || !Ranks::is_missing(static_cast<u32>(group))) return group;
         u32 source = 0;
         while (first_tokens[source + 1] * top_k <= pair) ++source;
-        const u32* const place = reinterpret_cast<const u32*>(&pairs[pair].group);
+        const u32* const place = reinterpret_cast<const u32*>(&pairs()[pair].group);
         return static_cast<int>(ranks->wait_for(static_cast<u32>(group), place, source, until));
     }
 
     // Has `wait_for` wait for the next call's group.
     __device__ __forceinline__ void clear(int pair) const {
-        if (given == nullptr) pairs[pair].group = static_cast<int>(kNothing);
+        if constexpr (kRanks) pairs()[pair].group = static_cast<int>(kNothing);
+    }
+
+    // Sends own pairs to all ranks; called by the cluster's threads.
+    __device__ __forceinline__ void send(const OwnPairs& own, const int* place_of, int num_experts, int thread,
+                                         int threads) const {
+#pragma unroll 1
+        for (int pair = thread; pair < own.count; pair += threads) {
+            const int id = own.topk_ids[pair];
+            const int at = static_cast<u32>(id) < static_cast<u32>(num_experts) ? place_of[id] : -1;
+            const u32 weight = __float_as_uint(own.topk_weights[pair]);
+            u32 to = ranks->rank;
+#pragma unroll 1
+            for (u32 i = 0; i < ranks->num_ranks; ++i) {  // other ranks first
+                to = to + 1 == ranks->num_ranks ? 0 : to + 1;
+                const u32 group = at >= 0 && static_cast<u32>(at) >> 16 == to ? at & 0xffff : kNoGroup;
+                uint2* const there = reinterpret_cast<uint2*>(ranks->memory[to].pairs);
+                ptx::store_relaxed_system(there + own.first + pair, {group, weight});
+            }
+        }
     }
 };
 
@@ -122,32 +154,48 @@ __device__ __forceinline__ void compare_all(const GroupIds& group_ids, int num_p
 }
 
 extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
-    compute_permutation(const int* given_ids,     // [num_pairs]; 0 .. num_groups - 1, or no group; null: from ranks
-                        Ranks* ranks,             // from which the pairs arrive; null: given_ids
-                        const int* first_tokens,  // [kMaxRanks + 1], with ranks
+    compute_permutation(const int* given_ids,  // [num_pairs]; 0 .. num_groups - 1, or no group. With kRanks: topk_ids
+                        const float* topk_weights, int own_pairs, int first_pair,  // see OwnPairs
+                        const int* __restrict__ places,  // [num_experts]: rank * 65536 + group of each expert
+                        int num_experts, Ranks* ranks_in_memory,
+                        const u32* consumed,                   // [kMaxRanks][kCounterStride], of this rank's memory
+                        const int* __restrict__ first_tokens,  // these seven: only with kRanks
                         int num_pairs, int top_k, int num_groups,
                         int* __restrict__ inverse_permutation,  // [num_pairs], the permuted row of each pair, -1: none
                         int* __restrict__ offsets,              // [num_groups + 1]
                         int* __restrict__ offsets_copy,         // the same, for the host; null: not wanted
                         int* __restrict__ tile_counters         // [2, 2], zeroed for the two GEMMs that follow
     ) {
-    GroupIds group_ids = {given_ids, ranks, first_tokens, top_k, nullptr, 0};
-    if (ranks != nullptr) {
-        group_ids.pairs = reinterpret_cast<Pair*>(ranks->own().pairs);
-        group_ids.until = ranks->until();
+    extern __shared__ int words[];
+    const int thread = threadIdx.x, ctas = static_cast<int>(ptx::cluster_size());
+    const int rank = static_cast<int>(ptx::cluster_rank());
+    GroupIds group_ids = {given_ids, nullptr, first_tokens, top_k, 0};
+    int* counters = words;  // [kWarps][num_groups], then totals [num_groups] of this CTA
+    if constexpr (kRanks) {
+        __shared__ Ranks ranks;
+        int* const place_of = words;  // a copy of places
+        counters += num_experts;
+        const u32 seen = thread < kMaxRanks ? ptx::load_acquire_system(consumed + thread * kCounterStride) : 0;
+        copy_words(reinterpret_cast<u32*>(&ranks), ranks_in_memory, sizeof(Ranks) / 4);
+        copy_words(place_of, places, num_experts);
+        __syncthreads();
+        group_ids.ranks = &ranks;
+        group_ids.until = ranks.until();
+        ranks.wait_for_consumed(seen, group_ids.until);
+        ptx::grid_dependency_wait();
+        group_ids.send({given_ids, topk_weights, own_pairs, first_pair}, place_of, num_experts,
+                       rank * static_cast<int>(blockDim.x) + thread, ctas * static_cast<int>(blockDim.x));
     }
     if (num_pairs <= kFewPairs) {
         ptx::grid_dependency_wait();
         ptx::launch_dependents();
-        if (ranks != nullptr && threadIdx.x == 0) ranks->calls += 1;
+        if (kRanks && thread == 0) ranks_in_memory->calls += 1;
         compare_all(group_ids, num_pairs, num_groups, inverse_permutation, offsets, offsets_copy, tile_counters);
         return;
     }
-    extern __shared__ int counters[];  // [kWarps][num_groups], then totals [num_groups] of this CTA
     __shared__ int sums[kWarps];
     int* const totals = counters + kWarps * num_groups;
-    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-    const int ctas = static_cast<int>(ptx::cluster_size()), rank = static_cast<int>(ptx::cluster_rank());
+    const int warp = thread / 32, lane = thread % 32;
     int* const own = counters + warp * num_groups;
     const int each = (num_pairs + ctas * kWarps * 32 - 1) / (ctas * kWarps * 32) * 32;  // pairs per warp
     const int begin = min((rank * kWarps + warp) * each, num_pairs), end = min(begin + each, num_pairs);
@@ -158,7 +206,6 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
     __syncthreads();
     ptx::grid_dependency_wait();
     ptx::launch_dependents();
-    if (ranks != nullptr && rank == 0 && thread == 0) ranks->calls += 1;
     Chunk chunk;
 #pragma unroll 1
     for (int i = begin; i < end; i += kChunk) {
@@ -182,6 +229,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
         totals[thread] = here;
     }
     ptx::cluster_sync();
+    if (kRanks && rank == 0 && thread == 0) ranks_in_memory->calls += 1;  // all CTAs have read it
     if (thread < num_groups) {
         int count[kMaxCtas];
 #pragma unroll

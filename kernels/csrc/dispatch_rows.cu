@@ -1,79 +1,167 @@
-// Quantizes this rank's tokens and writes each to every rank that holds one of its experts, and all of its experts to
-// all ranks: e4m3 with an fp32 scale per row and 128 columns. Begins a call: see ranks.cuh.
+// Quantizes this rank's tokens, and writes each to its permuted rows here and to the other ranks that hold its experts;
+// copies the tokens that arrive from those to their permuted rows. e4m3 with an fp32 scale per row and 128 columns.
 //
-// The arithmetic is that of quantize_permute.cu: the same bits as on one GPU. Loops are kept rolled: with few tokens,
-// instruction fetch dominates, see route_tokens.cu.
+// The arithmetic is that of quantize_permute.cu: the same bits as on one GPU. A CTA sends a token, then copies one of
+// each other rank from its step before, which has had that time to arrive. With few tokens, each of these has a CTA of
+// its own.
+#include "permuted_rows.cuh"
 #include "quantize.cuh"
 #include "ranks.cuh"
 
-constexpr int kWarps = 4;
-constexpr int kThreads = kWarps * 32;
+constexpr int kThreads = 128;
 constexpr int kColumns = kThreads * quantize::kEach;  // of a token, per CTA and step
 constexpr auto kDatatype = floats::DATATYPE;
 
+struct Problem {
+    const void* hidden_states;       // [num_tokens of this rank, k], contiguous
+    const int* topk_ids;             // [num_tokens of this rank, top_k]; others name no expert
+    const int* inverse_permutation;  // [num_tokens of all ranks, top_k], -1: no row
+    const int* place_of;             // [num_experts]: rank * 65536 + group of each expert
+    int num_experts, top_k, k;
+    u8* data;       // e4m3 [rows, k]
+    float* scales;  // fp32 [k / 128, scale_stride]
+    u32 scale_stride;
+
+    __device__ __forceinline__ void write(const PermutedRows& rows, uint4 columns, float scale, int column) const {
+        rows.write(columns, scale, column, k, data, scales, scale_stride);
+    }
+};
+
+struct Dispatch {
+    const Ranks& ranks;
+    const int* firsts;  // [kMaxRanks + 1]: rank r has the tokens from firsts[r] on
+    const Problem& problem;
+    int column;
+    u64 until;
+
+    __device__ __forceinline__ int tokens(u32 rank) const { return firsts[rank + 1] - firsts[rank]; }
+
+    __device__ __forceinline__ quantize::Row load(int token) const {
+        quantize::Row row;
+        const bool valid = token < tokens(ranks.rank) && column < problem.k;
+        row.load<kDatatype>(problem.hidden_states, static_cast<i64>(token) * problem.k + column, valid);
+        return row;
+    }
+
+    // An own token, to the other ranks and to its rows here. Called by whole warps.
+    __device__ __forceinline__ void send(int token, const quantize::Row& row) const {
+        u32 wanted = 0;  // a bit per rank that holds an expert of the token
+#pragma unroll 1
+        for (int slot = static_cast<int>(threadIdx.x % 32), first = 0; first < problem.top_k; slot += 32, first += 32) {
+            const int id = slot < problem.top_k ? problem.topk_ids[static_cast<i64>(token) * problem.top_k + slot] : -1;
+            const int at = static_cast<u32>(id) < static_cast<u32>(problem.num_experts) ? problem.place_of[id] : -1;
+            wanted |= __reduce_or_sync(0xffffffff, at >= 0 ? 1u << (at >> 16) : 0);
+        }
+        if (column >= problem.k) return;
+        const i64 among_all = static_cast<i64>(firsts[ranks.rank]) + token;
+        u32 to = ranks.rank;
+#pragma unroll 1
+        for (u32 i = 1; i < ranks.num_ranks; ++i) {  // not all ranks to the same one at once
+            to = to + 1 == ranks.num_ranks ? 0 : to + 1;
+            if ((wanted >> to & 1) == 0) continue;
+            ptx::store_relaxed_system(data(to, among_all), row.packed());
+            if (threadIdx.x % 8 == 0) ptx::store_relaxed_system(scale(to, among_all), __float_as_uint(row.scale));
+        }
+        if ((wanted >> ranks.rank & 1) == 0) return;
+        PermutedRows rows;
+#pragma unroll 1
+        for (int first = 0; first < problem.top_k; first += rows.kAtOnce) {
+            rows.load(problem.inverse_permutation + among_all * problem.top_k + first, problem.top_k - first);
+            problem.write(rows, row.packed(), row.scale, column);
+        }
+    }
+
+    // A token of rank `source`, if it comes to this rank.
+    __device__ __forceinline__ void receive(u32 source, int token) const {
+        if (column >= problem.k) return;
+        const i64 among_all = static_cast<i64>(firsts[source]) + token;
+        uint4* const place = data(ranks.rank, among_all);
+        u32* const scale_place = scale(ranks.rank, among_all);
+        uint4 columns = ptx::load_relaxed_system(place);
+        u32 scale = ptx::load_relaxed_system(scale_place);
+        bool is_here = false;
+        PermutedRows rows;
+#pragma unroll 1
+        for (int first = 0; first < problem.top_k; first += rows.kAtOnce) {
+            rows.load(problem.inverse_permutation + among_all * problem.top_k + first, problem.top_k - first);
+            if (!is_here && rows.any()) {
+                is_here = true;
+                columns = ranks.wait_for(columns, place, source, until);
+                *place = {kNothing, kNothing, kNothing, kNothing};
+                if (threadIdx.x % 8 == 0) {
+                    scale = ranks.wait_for(scale, scale_place, source, until);
+                    *scale_place = kNothing;
+                }
+            }
+            problem.write(rows, columns, __uint_as_float(scale), column);
+        }
+    }
+
+  private:
+    __device__ __forceinline__ uint4* data(u32 owner, i64 token) const {
+        return reinterpret_cast<uint4*>(ranks.memory[owner].data + token * problem.k + column);
+    }
+    __device__ __forceinline__ u32* scale(u32 owner, i64 token) const {
+        return reinterpret_cast<u32*>(ranks.memory[owner].scales) + token * (problem.k / 128) + column / 128;
+    }
+};
+
 extern "C" __global__ void __launch_bounds__(kThreads)
     dispatch_rows(const Ranks* ranks_in_memory,
-                  const int* __restrict__ places,  // [num_experts]: rank * 65536 + group of each expert
-                  int num_experts,
-                  const void* __restrict__ hidden_states,  // [num_tokens, h], contiguous
-                  const int* topk_ids,                     // [num_tokens, top_k]; others name no expert
-                  const float* topk_weights,               // [num_tokens, top_k]
-                  int num_tokens, int top_k, int h,
-                  int first_token,      // of this rank, among those of all ranks
-                  int tokens_are_ready  // the preceding launch does not write them
+                  const int* __restrict__ first_tokens,  // [kMaxRanks + 1]
+                  const int* __restrict__ places,        // [num_experts]
+                  int num_experts, const void* __restrict__ hidden_states,
+                  const int* __restrict__ topk_ids,  // see Problem
+                  const int* inverse_permutation,    // likewise
+                  int most,                          // tokens of a rank
+                  int top_k, int k, u8* __restrict__ data, float* __restrict__ scales, u32 scale_stride  // see Problem
     ) {
     extern __shared__ int place_of[];  // a copy of places
     __shared__ Ranks ranks;
-    const u32 parts = static_cast<u32>(h + kColumns - 1) / kColumns, steps = static_cast<u32>(num_tokens) * parts;
-    const u32 thread = threadIdx.x;
-    const auto load = [&](quantize::Row& row, u32 step) {
-        const u32 column = step % parts * kColumns + thread * quantize::kEach;
-        row.load<kDatatype>(hidden_states, static_cast<i64>(step / parts) * h + column, step < steps && column < h);
-    };
-    const auto place = [&](int id) { return static_cast<u32>(id) < static_cast<u32>(num_experts) ? place_of[id] : -1; };
-    if (!tokens_are_ready) ptx::grid_dependency_wait();
-    quantize::Row row;
-    load(row, blockIdx.x);
+    __shared__ int firsts[kMaxRanks + 1];
     copy_words(reinterpret_cast<u32*>(&ranks), ranks_in_memory, sizeof(Ranks) / 4);
+    copy_words(firsts, first_tokens, kMaxRanks + 1);
     copy_words(place_of, places, num_experts);
     __syncthreads();
-    ranks.wait_for_consumed(ranks.until());
-    ptx::grid_dependency_wait();  // the routing may not be complete yet
-    ptx::launch_dependents();
-
-    // All pairs first: with them the ranks can permute while tokens are on their way.
-    const u32 pairs = static_cast<u32>(num_tokens * top_k);
-#pragma unroll 1
-    for (u32 pair = blockIdx.x * kThreads + thread; pair < pairs; pair += gridDim.x * kThreads) {
-        const int at = place(topk_ids[pair]);
-        const u32 weight = __float_as_uint(topk_weights[pair]);
-#pragma unroll 1
-        for (u32 to = 0; to < ranks.num_ranks; ++to) {
-            const u32 group = at >= 0 && static_cast<u32>(at) >> 16 == to ? at & 0xffff : kNoGroup;
-            uint2* const there = reinterpret_cast<uint2*>(ranks.memory[to].pairs);
-            ptx::store_relaxed_system(there + static_cast<i64>(first_token) * top_k + pair, {group, weight});
+    const Problem problem = {hidden_states, topk_ids, inverse_permutation, place_of, num_experts, top_k, k,
+                             data,          scales,   scale_stride};
+    const int parts = (k + kColumns - 1) / kColumns, index = static_cast<int>(blockIdx.x) / parts;
+    const int column =
+        static_cast<int>(blockIdx.x) % parts * kColumns + static_cast<int>(threadIdx.x) * quantize::kEach;
+    const Dispatch dispatch = {ranks, firsts, problem, column, ranks.until()};
+    const int num_ranks = static_cast<int>(ranks.num_ranks), rank = static_cast<int>(ranks.rank);
+    const int each = static_cast<int>(gridDim.x) / parts;  // CTAs for the same columns
+    const int own_tokens = dispatch.tokens(ranks.rank);
+    if (each >= most * num_ranks) {
+        const int token = index / num_ranks, source = index % num_ranks;
+        if (source == rank) {
+            const quantize::Row row = dispatch.load(token);
+            ptx::grid_dependency_wait();  // inverse_permutation may not be complete yet; the tokens are
+            ptx::launch_dependents();
+            if (token < own_tokens) dispatch.send(token, row);
+        } else {
+            ptx::grid_dependency_wait();
+            ptx::launch_dependents();
+            if (token < dispatch.tokens(source)) dispatch.receive(source, token);
         }
+        return;
     }
+    int token = index;
+    quantize::Row row = dispatch.load(token);
+    ptx::grid_dependency_wait();
+    ptx::launch_dependents();
 #pragma unroll 1
-    for (u32 step = blockIdx.x; step < steps; step += gridDim.x) {
-        if (step != blockIdx.x) load(row, step);
-        const u32 token = step / parts, column = step % parts * kColumns + thread * quantize::kEach;
-        u32 wanted = 0;  // a bit per rank that holds an expert of the token
-#pragma unroll 1
-        for (int slot = thread % 32, first = 0; first < top_k; slot += 32, first += 32) {
-            const int at = slot < top_k ? place(topk_ids[static_cast<i64>(token) * top_k + slot]) : -1;
-            wanted |= __reduce_or_sync(0xffffffff, at >= 0 ? 1u << (at >> 16) : 0);
+    for (; token < most + each; token += each) {
+        if (token < own_tokens) {
+            if (token != index) row = dispatch.load(token);
+            dispatch.send(token, row);
         }
-        const i64 row_there = static_cast<i64>(first_token) + token;
-        u32 to = ranks.rank;
+        const int before = token - each;
+        int source = rank;
 #pragma unroll 1
-        for (u32 i = 0; i < ranks.num_ranks; ++i) {  // others first, and not all ranks the same one at once
-            to = to + 1 == ranks.num_ranks ? 0 : to + 1;
-            if ((wanted >> to & 1) == 0 || column >= h) continue;
-            const RankMemory& memory = ranks.memory[to];
-            ptx::store_relaxed_system(reinterpret_cast<uint4*>(memory.data + row_there * h + column), row.packed());
-            u32* const scales = reinterpret_cast<u32*>(memory.scales) + row_there * (static_cast<u32>(h) / 128);
-            if (thread % 8 == 0) ptx::store_relaxed_system(scales + column / 128, __float_as_uint(row.scale));
+        for (int i = 1; i < num_ranks; ++i) {
+            source = source + 1 == num_ranks ? 0 : source + 1;
+            if (before >= 0 && before < dispatch.tokens(source)) dispatch.receive(source, before);
         }
     }
 }

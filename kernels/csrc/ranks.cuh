@@ -34,7 +34,7 @@ struct Ranks {
     RankMemory memory[kMaxRanks];  // addresses in the caller's address space
     u32 num_ranks, rank;
     u32 calls;    // whose tokens have all arrived here
-    u32 done;     // CTAs of combine_rows that are done with the tokens of others
+    u32 done;     // CTAs of combine_rows that are done with the tokens of other ranks
     u64 status;   // u32 in pinned host memory: 0, or 1 + the rank that was waited for in vain
     u64 timeout;  // nanoseconds
     u64 max_own_tokens;
@@ -58,20 +58,19 @@ struct Ranks {
         return value;
     }
 
-    // Waits until all ranks are done with the tokens of all calls so far; called by all threads of a CTA.
-    __device__ __forceinline__ void wait_for_consumed(u64 until) const {
+    // Waits until all ranks are done with the tokens of all calls so far; called by all threads of a CTA. `seen`: the
+    // own counter of rank threadIdx.x.
+    __device__ __forceinline__ void wait_for_consumed(u32 seen, u64 until) const {
         if (threadIdx.x < num_ranks) {
-            const u32* const place = consumed(rank, threadIdx.x);
-            while (static_cast<int>(ptx::load_acquire_system(place) - calls) < 0 && !is_late(threadIdx.x, until)) {
-            }
+            while (static_cast<int>(seen - calls) < 0 && !is_late(threadIdx.x, until))
+                seen = ptx::load_acquire_system(consumed(rank, threadIdx.x));
         }
         __syncthreads();
     }
 
-    // Tells all ranks that this one is done with a call's tokens; called by all threads of a CTA.
-    __device__ __forceinline__ void announce_consumed() const {
-        __syncthreads();
-        if (threadIdx.x < num_ranks) ptx::add_release_system(consumed(threadIdx.x, rank), 1);
+    // Tells a rank that this one is done with a call's tokens.
+    __device__ __forceinline__ void announce_consumed(u32 to) const {
+        if (to < num_ranks) ptx::add_release_system(consumed(to, rank), 1);
     }
 
     static __device__ __forceinline__ bool is_missing(u32 word) { return word == kNothing; }

@@ -3,42 +3,47 @@
 
 #include "floats.cuh"
 
-// Up to kAtOnce of a token's slots.
+// Up to 32 of a token's slots, one in each lane of a warp, all of whose lanes call.
 struct Slots {
+    static constexpr int kMost = 32;
     static constexpr int kAtOnce = 8;  // rows whose loads are in flight together
-    int row[kAtOnce];                  // -1: nothing to add
-    float weight[kAtOnce];
+    int row = -1;                      // -1: nothing to add
+    float weight = 0.0f;
 
     // `weights` has one for every `stride` numbers.
     __device__ __forceinline__ void load(const int* inverse_permutation, const float* weights, int stride, int count) {
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-            row[i] = i < count ? inverse_permutation[i] : -1;
-            weight[i] = row[i] >= 0 ? weights[i * stride] : 0.0f;
-        }
+        const int lane = static_cast<int>(threadIdx.x % 32);
+        row = lane < count ? inverse_permutation[lane] : -1;
+        weight = lane < count ? weights[lane * stride] : 0.0f;
     }
 
-    __device__ __forceinline__ bool any() const {
-        bool found = false;
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) found = found || row[i] >= 0;
-        return found;
-    }
+    __device__ __forceinline__ bool any() const { return __any_sync(0xffffffff, row >= 0); }
 
     // rows: bf16 [rows, n]
-    __device__ __forceinline__ void add(float (&sum)[8], const u16* rows, int n, int column) const {
-        uint4 packed[kAtOnce];
+    __device__ __forceinline__ void add(float (&sum)[8], int count, const u16* rows, int n, int column) const {
+#pragma unroll 1
+        for (int first = 0; first < min(count, kMost); first += kAtOnce) {
+            int from[kAtOnce];
+            float by[kAtOnce];
+            uint4 packed[kAtOnce];
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-            packed[i] = {0, 0, 0, 0};
-            if (row[i] >= 0) packed[i] = *reinterpret_cast<const uint4*>(rows + static_cast<i64>(row[i]) * n + column);
-        }
+            for (int i = 0; i < kAtOnce; ++i) {
+                from[i] = __shfl_sync(0xffffffff, row, first + i);
+                by[i] = __shfl_sync(0xffffffff, weight, first + i);
+            }
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-            float value[8];
-            floats::unpack<true>(value, packed[i]);
+            for (int i = 0; i < kAtOnce; ++i) {
+                packed[i] = {0, 0, 0, 0};
+                if (from[i] >= 0 && column < n)
+                    packed[i] = *reinterpret_cast<const uint4*>(rows + static_cast<i64>(from[i]) * n + column);
+            }
 #pragma unroll
-            for (int j = 0; j < 8; ++j) sum[j] += weight[i] * value[j];
+            for (int i = 0; i < kAtOnce; ++i) {
+                float value[8];
+                floats::unpack<true>(value, packed[i]);
+#pragma unroll
+                for (int j = 0; j < 8; ++j) sum[j] += (from[i] >= 0 ? by[i] : 0.0f) * value[j];
+            }
         }
     }
 };

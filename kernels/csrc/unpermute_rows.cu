@@ -1,6 +1,7 @@
 // The weighted sum of each token's permuted rows, in fp32 and in the order of its slots.
-#include "slots.cuh"
+#include "floats.cuh"
 
+constexpr int kAtOnce = 8;  // slots whose loads are in flight together
 constexpr auto kDatatype = floats::DATATYPE;
 
 extern "C" __global__ void __launch_bounds__(256)
@@ -12,18 +13,37 @@ extern "C" __global__ void __launch_bounds__(256)
     ) {
     constexpr int kColumns = 256 * 8;  // per CTA; the CTAs of a token are neighbors
     const int parts = (n + kColumns - 1) / kColumns;
-    const i64 token = blockIdx.x / parts, pairs = token * top_k;
+    const i64 token = blockIdx.x / parts;
     const int column = blockIdx.x % parts * kColumns + threadIdx.x * 8;
     float sum[8] = {};
-    Slots slots;
-    for (int first = 0; first < top_k; first += slots.kAtOnce) {
-        slots.load(inverse_permutation + pairs + first, topk_weights + pairs + first, 1,
-                   column < n ? top_k - first : 0);
+    inverse_permutation += token * top_k;
+    topk_weights += token * top_k;
+    for (int first = 0; first < top_k; first += kAtOnce) {
+        i64 row[kAtOnce];
+        float weight[kAtOnce];
+        uint4 packed[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            const bool valid = first + i < top_k && column < n;
+            row[i] = valid ? inverse_permutation[first + i] : -1;
+            weight[i] = row[i] >= 0 ? topk_weights[first + i] : 0.0f;
+        }
         if (first == 0) {  // all but `rows` was complete before the preceding launch began
             ptx::grid_dependency_wait();
             ptx::launch_dependents();
         }
-        slots.add(sum, rows, n, column);
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            packed[i] = {0, 0, 0, 0};
+            if (row[i] >= 0) packed[i] = *reinterpret_cast<const uint4*>(rows + row[i] * n + column);
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            float value[8];
+            floats::unpack<true>(value, packed[i]);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) sum[j] += weight[i] * value[j];
+        }
     }
     if (column < n) floats::store<kDatatype>(out, token * n + column, sum);
 }

@@ -121,8 +121,6 @@ class HopperBackend(Backend):
         out: Tensor,
         num_sms: int | None,
         offsets: Tensor | None = None,
-        *,
-        tokens_are_ready: bool = False,
     ) -> None:
         """See `Backend.parallel_experts`."""
         on = current_stream(_current(hidden_states, "hidden_states"))
@@ -139,7 +137,6 @@ class HopperBackend(Backend):
             SILU,
             num_sms,
             offsets,
-            tokens_are_ready=tokens_are_ready,
         )
 
     def unpermute(self, rows: Tensor, inverse: Tensor, topk_weights: Tensor, out: Tensor) -> None:

@@ -4,11 +4,11 @@ import numpy as np
 from torch import Tensor
 
 from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, variants_by_dtype
-from expertd.kernels.backends.hopper.rank_grids import ctas, parts, place_bytes
-from expertd.kernels.rank_memory import RankTokens
+from expertd.kernels.backends.hopper.rank_grids import ctas, place_bytes
+from expertd.kernels.rank_memory import RankMemory, RankTokens
 
-_BY_DTYPE = variants_by_dtype("combine_rows", 256, place_bytes)
 _CTAS = 3  # per SM at most: as many as run at once
+_BY_DTYPE = variants_by_dtype("combine_rows", 256, place_bytes)
 
 VARIANTS = tuple(_BY_DTYPE.values())
 
@@ -16,7 +16,7 @@ VARIANTS = tuple(_BY_DTYPE.values())
 def combine_rows(
     kernels: Kernels,
     on: OnStream,
-    ranks: Tensor,
+    memory: RankMemory,
     tokens: RankTokens,
     topk_ids: Tensor,
     topk_weights: Tensor,
@@ -30,9 +30,9 @@ def combine_rows(
     topk_ids int32, topk_weights fp32 [t, top_k]; rows bf16 [R, N]; inverse [T, top_k] of all ranks' tokens.
     """
     top_k, n, places, most = inverse.shape[1], rows.shape[1], tokens.places, max(tokens.counts)
-    num_ctas = ctas(on, num_sms, _CTAS, most * parts(n))
+    num_ctas = ctas(on, num_sms, _CTAS, tokens.counts, n)
     kernels.launch(
         on, _BY_DTYPE[out.dtype], Grid(num_ctas, 1, place_bytes(places.numel())),
-        ranks, tokens.first_tokens, places, np.int32(places.numel()), topk_ids, topk_weights,
+        memory.ranks, tokens.first_tokens, places, np.int32(places.numel()), topk_ids, topk_weights,
         rows, inverse, np.int32(most), np.int32(top_k), np.int32(n), out,
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """Launches csrc/compute_permutation.cu: the permutation that sorts (token, slot) pairs by group."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, Variant, named_source
+from expertd.kernels.backends.hopper.rank_grids import place_bytes
 from expertd.kernels.rank_memory import RankMemory, RankTokens
 
 FEW_PAIRS = 128
@@ -21,7 +22,18 @@ def _shared_bytes(num_groups: int) -> int:
     return 33 * num_groups * 4  # a counter per group for each of 32 warps, and for their sum
 
 
-VARIANT = Variant(named_source("compute_permutation", FEW_PAIRS=FEW_PAIRS), 1024, _shared_bytes)
+def _shared_bytes_of_ranks(num_experts: int) -> int:
+    return place_bytes(num_experts) + _shared_bytes(num_experts)
+
+
+def _variant(suffix: str, shared_bytes: Callable[[int], int], **defines: int) -> Variant:
+    return Variant(
+        named_source("compute_permutation", suffix, FEW_PAIRS=FEW_PAIRS, **defines), 1024, shared_bytes
+    )
+
+
+VARIANT = _variant("", _shared_bytes, RANKS=0)
+OF_RANKS = _variant("ranks", _shared_bytes_of_ranks, RANKS=1)
 
 
 class Placement(NamedTuple):
@@ -50,7 +62,11 @@ def compute_permutation(
     offsets_copy  where to write the offsets as well: int32 [G + 1], pinned
     """
     placement = _empty(group_ids.shape, num_groups, group_ids.device)
-    _launch(kernels, on, placement, num_sms, offsets_copy, group_ids, None, None)
+    zero = np.int32(0)
+    _launch(
+        kernels, on, VARIANT, placement, num_sms, offsets_copy, 0,
+        group_ids, None, zero, zero, None, zero, None, None, None,
+    )  # fmt: skip
     return placement
 
 
@@ -59,14 +75,25 @@ def permutation_of_ranks(
     on: OnStream,
     memory: RankMemory,
     tokens: RankTokens,
-    top_k: int,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
     num_groups: int,
     num_sms: int | None,
     offsets_copy: Tensor | None = None,
 ) -> Placement:
-    """As `compute_permutation`, for the pairs of all ranks, for which it waits on the device."""
-    placement = _empty((tokens.num_tokens, top_k), num_groups, tokens.places.device)
-    _launch(kernels, on, placement, num_sms, offsets_copy, None, memory.ranks, tokens.first_tokens)
+    """As `compute_permutation`, for the pairs of all ranks: each sends its own, and waits for all.
+
+    topk_ids      int32 [t, top_k] of this rank's tokens; others than experts name none
+    topk_weights  fp32 [t, top_k]
+    """
+    top_k, places = topk_ids.shape[1], tokens.places
+    placement = _empty((tokens.num_tokens, top_k), num_groups, places.device)
+    first_pair = sum(tokens.counts[: memory.rank]) * top_k
+    _launch(
+        kernels, on, OF_RANKS, placement, num_sms, offsets_copy, place_bytes(places.numel()),
+        topk_ids, topk_weights, np.int32(topk_ids.numel()), np.int32(first_pair),
+        places, np.int32(places.numel()), memory.ranks, memory.consumed, tokens.first_tokens,
+    )  # fmt: skip
     return placement
 
 
@@ -81,19 +108,19 @@ def _empty(size: Sequence[int], num_groups: int, device: torch.device) -> Placem
 def _launch(
     kernels: Kernels,
     on: OnStream,
+    variant: Variant,
     placement: Placement,
     num_sms: int | None,
     offsets_copy: Tensor | None,
-    group_ids: Tensor | None,
-    ranks: Tensor | None,
-    first_tokens: Tensor | None,
+    more_shared_bytes: int,
+    *given: object,
 ) -> None:
-    num_pairs, num_groups = placement.inverse.numel(), placement.offsets.numel() - 1
+    (num_tokens, top_k), num_groups = placement.inverse.shape, placement.offsets.numel() - 1
+    num_pairs = num_tokens * top_k
     one_cta = num_pairs <= _ONE_CTA_PAIRS or (num_sms is not None and num_sms < _CLUSTER_SMS)
-    shared_bytes = 0 if num_pairs <= FEW_PAIRS else VARIANT.shared_bytes(num_groups)
+    shared_bytes = 0 if num_pairs <= FEW_PAIRS else _shared_bytes(num_groups)
     kernels.launch(
-        on, VARIANT, Grid(1, 1 if one_cta else _CLUSTER, shared_bytes),
-        group_ids, ranks, first_tokens,
-        np.int32(num_pairs), np.int32(placement.inverse.shape[1]), np.int32(num_groups),
+        on, variant, Grid(1, 1 if one_cta else _CLUSTER, shared_bytes + more_shared_bytes), *given,
+        np.int32(num_pairs), np.int32(top_k), np.int32(num_groups),
         placement.inverse, placement.offsets, offsets_copy, placement.tile_counters,
     )  # fmt: skip

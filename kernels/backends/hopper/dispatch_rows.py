@@ -1,13 +1,17 @@
-"""Launches csrc/dispatch_rows.cu: a rank's tokens, quantized, to the ranks that hold their experts."""
+"""Launches csrc/dispatch_rows.cu: quantized tokens to their permuted rows, here and on other ranks."""
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, variants_by_dtype
-from expertd.kernels.backends.hopper.rank_grids import ctas, parts, place_bytes
+from expertd.kernels.backends.hopper.rank_grids import ctas, place_bytes
+from expertd.kernels.ops.quantize import Quantized
+from expertd.kernels.rank_memory import RankMemory, RankTokens
+from expertd.limits import SCALE_BLOCK
 
 _BY_DTYPE = variants_by_dtype("dispatch_rows", 128, place_bytes)
-_CTAS = 8  # per SM at most: leaves room for the launches that take the tokens
+_CTAS = 8  # per SM at most: as many as run at once
 
 VARIANTS = tuple(_BY_DTYPE.values())
 
@@ -15,26 +19,26 @@ VARIANTS = tuple(_BY_DTYPE.values())
 def dispatch_rows(
     kernels: Kernels,
     on: OnStream,
-    ranks: Tensor,
-    places: Tensor,
+    memory: RankMemory,
+    tokens: RankTokens,
     hidden_states: Tensor,
     topk_ids: Tensor,
-    topk_weights: Tensor,
-    first_token: int,
+    inverse: Tensor,
     num_sms: int | None,
-    *,
-    tokens_are_ready: bool = False,
-) -> None:
-    """Quantize this rank's tokens [t, H], and write each to the ranks that hold its experts.
+) -> Quantized:
+    """The permuted rows [T * top_k, K] of all ranks' tokens on this rank; inverse int32 [T, top_k], -1: none.
 
-    places int32 [E], rank * 65536 + group of each expert; first_token: this rank's, among those of all ranks.
-    tokens_are_ready: hidden_states were complete before the preceding launch began.
+    hidden_states [t, K] and topk_ids int32 [t, top_k] are those of this rank's tokens. The preceding launch
+    must not write them: they are read before it ends.
     """
-    num_tokens, h = hidden_states.shape
-    grid = Grid(ctas(on, num_sms, _CTAS, num_tokens * parts(h)), 1, place_bytes(places.numel()))
+    k, num_rows, top_k, places = hidden_states.shape[1], inverse.numel(), inverse.shape[1], tokens.places
+    data = torch.empty((num_rows, k), dtype=torch.float8_e4m3fn, device=inverse.device)
+    scales = torch.empty((k // SCALE_BLOCK, num_rows), device=inverse.device)
+    num_ctas = ctas(on, num_sms, _CTAS, tokens.counts, k)
     kernels.launch(
-        on, _BY_DTYPE[hidden_states.dtype], grid,
-        ranks, places, np.int32(places.numel()), hidden_states, topk_ids, topk_weights,
-        np.int32(num_tokens), np.int32(topk_ids.shape[1]), np.int32(h),
-        np.int32(first_token), np.int32(tokens_are_ready),
+        on, _BY_DTYPE[hidden_states.dtype], Grid(num_ctas, 1, place_bytes(places.numel())),
+        memory.ranks, tokens.first_tokens, places, np.int32(places.numel()),
+        hidden_states, topk_ids, inverse, np.int32(max(tokens.counts)), np.int32(top_k), np.int32(k),
+        data, scales, np.uint32(num_rows),
     )  # fmt: skip
+    return Quantized(data, scales.t())

@@ -10,7 +10,6 @@ from expertd.kernels.backends.hopper.compute_permutation import (
     permutation_of_ranks,
 )
 from expertd.kernels.backends.hopper.dispatch_rows import dispatch_rows
-from expertd.kernels.backends.hopper.expand_rows import expand_rows
 from expertd.kernels.backends.hopper.grouped_gemm import GroupedGemm, Groups
 from expertd.kernels.backends.hopper.launch import Kernels, OnStream
 from expertd.kernels.backends.hopper.quantize_permute import quantize_permute
@@ -88,27 +87,21 @@ class Layer:
         activation: Swiglu,
         num_sms: int | None,
         offsets: Tensor | None,
-        *,
-        tokens_are_ready: bool = False,
     ) -> None:
         """As `experts`, with the experts of all ranks: each rank of `memory` calls it with its own tokens.
 
-        gate_up and down have this rank's experts. Six launches. A token's sum on each rank is rounded to
+        gate_up and down have this rank's experts. Five launches. A token's sum on each rank is rounded to
         bf16, and those are added up in fp32 in the order of ranks.
         """
-        kernels, ranks, top_k = self._kernels, memory.ranks, topk_ids.shape[1]
-        dispatch_rows(
-            kernels, on, ranks, tokens.places, hidden_states, topk_ids, topk_weights,
-            sum(tokens.counts[: memory.rank]), num_sms, tokens_are_ready=tokens_are_ready,
-        )  # fmt: skip
-        num_groups = down.data.shape[0]
-        placement = permutation_of_ranks(kernels, on, memory, tokens, top_k, num_groups, num_sms, offsets)
-        a = expand_rows(kernels, on, memory, tokens, placement.inverse)
-        expected_m = placement.inverse.numel() / tokens.places.numel()
-        rows = self._multiply(on, a, placement, gate_up, down, activation, expected_m, num_sms)
-        combine_rows(
-            kernels, on, ranks, tokens, topk_ids, topk_weights, rows, placement.inverse, out, num_sms
+        kernels, num_groups = self._kernels, down.data.shape[0]
+        placement = permutation_of_ranks(
+            kernels, on, memory, tokens, topk_ids, topk_weights, num_groups, num_sms, offsets
         )
+        inverse = placement.inverse
+        a = dispatch_rows(kernels, on, memory, tokens, hidden_states, topk_ids, inverse, num_sms)
+        expected_m = inverse.numel() / tokens.places.numel()
+        rows = self._multiply(on, a, placement, gate_up, down, activation, expected_m, num_sms)
+        combine_rows(kernels, on, memory, tokens, topk_ids, topk_weights, rows, inverse, out, num_sms)
 
     def _multiply(
         self,

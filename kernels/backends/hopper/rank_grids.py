@@ -1,6 +1,7 @@
 """Grids of the kernels between the ranks of an expert-parallel layer; csrc/ranks.cuh has their protocol."""
 
 import math
+from collections.abc import Sequence
 
 from expertd.kernels.backends.hopper.launch import OnStream, multiprocessors
 
@@ -17,6 +18,12 @@ def parts(columns: int) -> int:
     return math.ceil(columns / _COLUMNS)
 
 
-def ctas(on: OnStream, num_sms: int | None, per_sm: int, steps: int) -> int:
-    """The CTAs of a launch with this number of steps."""
-    return max(1, min(steps, per_sm * multiprocessors(on.device, num_sms)))
+def ctas(on: OnStream, num_sms: int | None, per_sm: int, tokens: Sequence[int], columns: int) -> int:
+    """The CTAs of a launch: one for each step of each rank, or as many as run at once.
+
+    per_sm  of the latter
+    tokens  of each rank
+    """
+    every = max(1, len(tokens) * max(tokens)) * parts(columns)
+    most = per_sm * multiprocessors(on.device, num_sms)
+    return every if every <= most else most // parts(columns) * parts(columns)

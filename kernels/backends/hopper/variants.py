@@ -4,7 +4,6 @@ from expertd.kernels.backends.hopper import (
     combine_rows,
     compute_permutation,
     dispatch_rows,
-    expand_rows,
     gather_rows,
     grouped_gemm,
     quantize_permute,
@@ -17,6 +16,7 @@ from expertd.kernels.backends.hopper import (
 VARIANTS = (
     *grouped_gemm.VARIANTS.values(),
     compute_permutation.VARIANT,
+    compute_permutation.OF_RANKS,
     *quantize_permute.VARIANTS.values(),
     *unpermute_rows.VARIANTS.values(),
     router_logits.VARIANT,
@@ -24,6 +24,5 @@ VARIANTS = (
     gather_rows.VARIANT,
     scatter_rows.VARIANT,
     *dispatch_rows.VARIANTS,
-    expand_rows.VARIANT,
     *combine_rows.VARIANTS,
 )

@@ -94,7 +94,6 @@ class SymmetricLayer:
         num_tokens, expected = hidden_states.shape[0], self.rank_tokens[self.memory.rank]
         if num_tokens != expected:
             raise ValueError(f"hidden_states: expected {expected} tokens on this rank, got {num_tokens}")
-        routes = topk_ids is None
         topk_ids, topk_weights = self._own.routing_of(hidden_states, topk_ids, topk_weights)
         if out is None:
             out = torch.empty_like(hidden_states, dtype=torch.float32)
@@ -103,7 +102,7 @@ class SymmetricLayer:
         self.backend.parallel_experts(
             self.memory, self._tokens[self.rank_tokens], hidden_states, topk_ids.contiguous(),
             topk_weights.contiguous(), *routed, total, num_sms,
-            None if offsets is None else offsets[: num_held + 1], tokens_are_ready=routes,
+            None if offsets is None else offsets[: num_held + 1],
         )  # fmt: skip
         if total is not out:
             if num_tokens > 0:
