@@ -17,7 +17,6 @@ its rows in the file.
 
 import json
 import os
-import socket
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
@@ -42,6 +41,7 @@ from benchmarks.rank_timing import (
     microseconds,
 )
 from benchmarks.rank_tokens import UNEVEN, all_experts, draw_experts, imbalance, same_work
+from benchmarks.serving_rows import free_port
 from benchmarks.timing import expect_gpu
 from expertd.kernels import resolve_backend
 from expertd.kernels.backends.hopper.combine_rows import combine_rows
@@ -249,10 +249,8 @@ def main() -> int:
         run(int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]), None, given)
         return 0
     count = given.ranks or torch.cuda.device_count()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    multiprocessing.spawn(run, (count, port, given), count)  # type: ignore[attr-defined, no-untyped-call]
+    arguments = count, free_port(), given
+    multiprocessing.spawn(run, arguments, count)  # type: ignore[attr-defined, no-untyped-call]
     return 0
 
 
