@@ -19,7 +19,7 @@ import json
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
 from benchmarks import deep_gemm_peer, layer_peers, nccl_peer
-from benchmarks.layer_problem import Layer, LayerProblem, make_problem, make_weights
+from benchmarks.layer_problem import LayerProblem, make_problem, make_weights
 from benchmarks.moe_layer import compile_peers, graph_of
 from benchmarks.parallel_options import about, options, write
 from benchmarks.rank_timing import (
@@ -40,7 +40,7 @@ from benchmarks.rank_timing import (
     join,
     microseconds,
 )
-from benchmarks.rank_tokens import UNEVEN, all_experts, draw_experts, imbalance, same_work
+from benchmarks.rank_tokens import UNEVEN, all_experts, draw_experts, imbalance, same_work, spread
 from benchmarks.serving_rows import free_port
 from benchmarks.timing import expect_gpu
 from expertd.kernels import resolve_backend
@@ -148,19 +148,10 @@ def measure(
         row["over_two_gemms"] = row["layer_us"] / row["two_gemms_us"]
     if "mega_moe" in peers and min(counts) > 0:
         ranks.meet()
-        row["mega_moe_us"] = microseconds(graph_of(mega_moe(own, topk_ids, counts)), ranks)
+        mega_moe = layer_peers.mega_moe(spread(own, topk_ids, ranks.count), max(counts))
+        row["mega_moe_us"] = microseconds(graph_of(mega_moe), ranks)
         row["over_mega_moe"] = row["layer_us"] / row["mega_moe_us"]
     return row
-
-
-def mega_moe(own: LayerProblem, topk_ids: Tensor, counts: Sequence[int]) -> Callable[[], object]:
-    """Mega MoE on all GPUs."""
-    layer = own.layer
-    sizes = layer.hidden_size, layer.intermediate_size, len(counts) * layer.num_experts, layer.top_k
-    spread = LayerProblem(
-        Layer(layer.name, *sizes), own.weights, own.hidden_states, topk_ids, own.topk_weights, own.out
-    )
-    return layer_peers.mega_moe(spread, max(counts))
 
 
 def measure_growth(own: LayerProblem, ranks: Ranks) -> Row:

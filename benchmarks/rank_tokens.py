@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.layer_problem import LayerProblem
+from benchmarks.layer_problem import Layer, LayerProblem
 from benchmarks.rank_timing import Ranks
 
 _PLACES = 0  # seed of the order in which experts are popular: the same on all ranks
@@ -59,3 +59,11 @@ def same_work(own: LayerProblem, every: Sequence[Tensor], rank: int) -> LayerPro
     hidden_states = torch.randn(len(ids), layer.hidden_size, device=device).to(torch.bfloat16)
     out, weights = torch.empty_like(hidden_states), torch.rand(len(ids), layer.top_k, device=device)
     return LayerProblem(layer, own.weights, hidden_states, ids, weights, out)
+
+
+def spread(own: LayerProblem, topk_ids: Tensor, num_ranks: int) -> LayerProblem:
+    """The rank's part of a layer with the experts of all ranks."""
+    layer = own.layer
+    sizes = layer.hidden_size, layer.intermediate_size, num_ranks * layer.num_experts, layer.top_k
+    whole = Layer(layer.name, *sizes)
+    return LayerProblem(whole, own.weights, own.hidden_states, topk_ids, own.topk_weights, own.out)
