@@ -1,6 +1,8 @@
 """The parts of `benchmarks.parallel` that need no GPU: routing, NCCL's exchange over gloo, files, tables."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import parallel_options, rank_tokens
+from benchmarks import parallel_options, rank_timing, rank_tokens
 from benchmarks.layer_problem import LAYERS, Layer, LayerProblem
 from benchmarks.nccl_peer import NcclExchange
 from benchmarks.parallel_sections import NOT_MEASURED, link_microseconds, other_ranks
@@ -218,3 +220,30 @@ def test_serving_with_several_gpus_is_shown_beside_one(tmp_path: Path) -> None:
         "| 8 | 1800 | 900 | - | - |",
     ]
     assert SECTIONS["serving-ranks-callers"](tmp_path).splitlines()[2:] == ["| 4 | 8 | 1 | 2000 | 1000 |"]
+
+
+@pytest.mark.parametrize("captures", [(True, True), (True, False), (False, True)])
+def test_a_call_that_any_rank_cannot_capture_is_timed_as_it_is(
+    captures: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    class Graph:
+        def replay(self) -> None:
+            calls.append("replay")
+
+    @contextmanager
+    def capture(graph: Graph, capture_error_mode: str) -> Iterator[None]:
+        yield
+        if not captures[0]:
+            raise RuntimeError("not permitted")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(rank_timing, "gathered", lambda own, ranks: [own, [int(captures[1])]])
+    ranks: Any = SimpleNamespace(meet=lambda: None, rank=0)
+    made, captured = rank_timing.graph_or_call(lambda: calls.append("call"), ranks)
+    assert captured is all(captures)
+    made()
+    assert calls == ["call", "call", "replay" if all(captures) else "call"]
