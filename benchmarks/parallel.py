@@ -131,7 +131,7 @@ def measure(
     counts = [count for (count,) in gathered([len(topk_ids)], ranks)]
     every = all_experts(topk_ids, counts, ranks)
     same = same_work(own, every, ranks.rank)
-    row: Row = {"layer": layer.name, "tokens": max(counts)} | (more or {})
+    row: Row = {"layer": layer.name, "tokens": max(counts), "gpus": ranks.count} | (more or {})
     row["imbalance"] = imbalance(every, layer.num_experts)
     problem = RankProblem(own, topk_ids, counts, ranks)
     for name, call in (("exchange", problem.exchange), ("layer", problem.layer), ("one_gpu", same.run)):

@@ -53,7 +53,11 @@ def about(given: Namespace, num_ranks: int) -> dict[str, Any]:
 
 
 def write(file: Path | None, machine: Mapping[str, Any], measured: Mapping[str, Any]) -> None:
-    """Replace the sections of the file that have been measured, if there is to be one."""
+    """Replace the sections of the file that have been measured, if there is to be one.
+
+    What it says of the machine is that of "rows": growth may come from one with more GPUs.
+    """
     if file is not None:
         before = json.loads(file.read_text()) if file.exists() else {}
-        file.write_text(json.dumps({**before, "about": machine, **measured}, indent=1) + "\n")
+        about_rows = machine if "rows" in measured else before.get("about", machine)
+        file.write_text(json.dumps({**before, "about": about_rows, **measured}, indent=1) + "\n")

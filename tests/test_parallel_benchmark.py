@@ -132,7 +132,9 @@ def test_sections_that_are_not_measured_keep_their_rows(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     parallel_options.write(file, {"ranks": 2}, {"rows": [1], "growth": [2]})
     parallel_options.write(file, {"ranks": 4}, {"growth": [3]})
-    assert json.loads(file.read_text()) == {"about": {"ranks": 4}, "rows": [1], "growth": [3]}
+    assert json.loads(file.read_text()) == {"about": {"ranks": 2}, "rows": [1], "growth": [3]}
+    parallel_options.write(file, {"ranks": 4}, {"rows": [5]})
+    assert json.loads(file.read_text()) == {"about": {"ranks": 4}, "rows": [5], "growth": [3]}
     parallel_options.write(None, {}, {})
 
 
