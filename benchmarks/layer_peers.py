@@ -13,10 +13,14 @@ from expertd.kernels import Quantized
 MASKED_MAX_TOKENS = 256  # above this, DeepGEMM's contiguous layout is faster
 
 
-def two_gemms(problem: LayerProblem) -> Callable[[], object]:
-    """Both of DeepGEMM's grouped GEMMs on the layer's own rows, and nothing else of the layer."""
+def two_gemms(problem: LayerProblem, masked: bool | None = None) -> Callable[[], object]:
+    """Both of DeepGEMM's grouped GEMMs on the layer's own rows, and nothing else of the layer.
+
+    masked  in the masked layout; None: if the layer has few tokens
+    """
     first, second, rows = problem.rows()
-    masked = problem.hidden_states.shape[0] <= MASKED_MAX_TOKENS
+    if masked is None:
+        masked = problem.hidden_states.shape[0] <= MASKED_MAX_TOKENS
     prepare = _masked if masked else _contiguous
     calls = [
         prepare(*pair, rows) for pair in ((first, problem.weights.gate_up), (second, problem.weights.down))
@@ -36,13 +40,18 @@ def has_mega_moe() -> bool:
     return hasattr(deep_gemm, "get_symm_buffer_for_sm90_mega_moe")
 
 
-def mega_moe(problem: LayerProblem) -> Callable[[], Tensor]:
-    """SM90 Mega MoE on one GPU, routing given: quantize and dispatch, then all the rest in one kernel."""
+def mega_moe(problem: LayerProblem, most_tokens: int | None = None) -> Callable[[], Tensor]:
+    """SM90 Mega MoE, routing given: quantize and dispatch, then all the rest in one kernel.
+
+    It runs on the GPUs of the default group, of which this one has the problem's weights and tokens.
+    most_tokens  of a GPU; None: as many as here
+    """
     import deep_gemm
 
     (num_tokens, h), layer = problem.hidden_states.shape, problem.layer
+    capacity = -(-(most_tokens or num_tokens) // 128) * 128
     buffer = deep_gemm.get_symm_buffer_for_sm90_mega_moe(
-        _group(), layer.num_experts, max(num_tokens, 128), layer.top_k, h, layer.intermediate_size
+        _group(), layer.num_experts, capacity, layer.top_k, h, layer.intermediate_size
     )
     weights = deep_gemm.transform_weights_for_mega_moe_sm90(
         tuple(problem.weights.gate_up), tuple(problem.weights.down)

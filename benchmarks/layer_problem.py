@@ -54,7 +54,8 @@ class LayerProblem:
     def rows(self) -> tuple[Quantized, Quantized, list[int]]:
         """(rows of the first GEMM, rows of the second, rows of each expert), sorted by expert."""
         backend: Backend = resolve_backend("hopper")
-        permutation = compute_permutation(self.topk_ids, self.layer.num_experts)
+        none = self.layer.num_experts  # of slots without an expert, whose rows are the last
+        permutation = compute_permutation(self.topk_ids.where(self.topk_ids >= 0, none), none)
         first = permute_rows(quantize_rows(self.hidden_states), permutation.token_ids)
         size = (permutation.token_ids.numel(), 2 * self.layer.intermediate_size)
         gate_up = torch.empty(size, dtype=torch.bfloat16, device="cuda")

@@ -174,7 +174,7 @@ def main() -> None:
     expect_gpu("benchmarks.moe_layer")
     with_peer = not options.no_peer and deep_gemm_peer.available()
     if with_peer:
-        _compile_peers(layers, options.tokens)
+        compile_peers(layers, options.tokens)
     resolve_backend("hopper").warm_up()
     about = header() | {"copy_tbps": copy_bandwidth(), "repeats": REPEATS, "pause_seconds": PAUSE_SECONDS}
     if with_peer:
@@ -220,7 +220,7 @@ def _stages(call: Callable[[], object], repeats: int = 10) -> dict[str, float]:
     return {stage: statistics.median(call[stage] for call in calls) for stage in STAGES}
 
 
-def _compile_peers(layers: Sequence[Layer], tokens: Sequence[int]) -> None:
+def compile_peers(layers: Sequence[Layer], tokens: Sequence[int]) -> None:
     """Compile DeepGEMM's kernels, one per shape, with nvcc in parallel processes before anything is timed."""
     with ProcessPoolExecutor(len(layers), mp_context=get_context("spawn")) as pool:
         list(pool.map(_compile_peers_of, layers, [tokens] * len(layers)))

@@ -1,21 +1,25 @@
 """Experts spread over the GPUs of one host: `python -m benchmarks.parallel [--ranks N] [--json FILE]`.
 
-One process a GPU. Every row has a layer's experts on each GPU, and as many tokens on each, which go to the
-experts of all. The columns: dispatch and combine alone (with nothing between them), the whole layer, the
-layer of one GPU with the same rows for each of its experts (as tokens that go to its experts alone), and, if
-DeepGEMM's wheel is installed, its SM90 Mega MoE over the same GPUs. All are replayed as CUDA graphs. L2 is
-flushed before each call, a barrier on the device lines the ranks up, and events around the call are read on
-every rank: a row has the median of the slowest rank's times.
+One process a GPU, started here or by torchrun. Every GPU has a layer's experts, and tokens of its own, which
+go to the experts of all. The sections:
+
+rows     dispatch and combine alone (with nothing between them), and by NCCL; the whole layer; the layer of
+         one GPU with the same rows for each of its experts (as tokens that go to its experts alone); and, if
+         DeepGEMM's wheel is installed, its two grouped GEMMs alone on these rows, and its SM90 Mega MoE over
+         the same GPUs
+skewed   the same with experts drawn by Zipf's law, the same on all ranks
+uneven   other numbers of tokens on each rank
+growth   the whole layer on 1, 2, 4 and 8 GPUs, as many as there are, with the same work for each
+
+All are replayed as CUDA graphs. `rank_timing` says how they are timed. A section that is not measured keeps
+its rows in the file.
 """
 
-import argparse
 import json
 import os
-import socket
 import sys
-from collections.abc import Callable, Sequence
-from datetime import timedelta
-from pathlib import Path
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,10 +27,23 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
-from benchmarks import deep_gemm_peer, layer_peers
-from benchmarks.layer_problem import LAYERS, Layer, LayerProblem, make_problem, make_weights
-from benchmarks.moe_layer import FLUSH_BYTES, graph_of
-from benchmarks.timing import expect_gpu, header
+from benchmarks import deep_gemm_peer, layer_peers, nccl_peer
+from benchmarks.layer_problem import LayerProblem, make_problem, make_weights
+from benchmarks.moe_layer import compile_peers, graph_of
+from benchmarks.parallel_options import about, options, write
+from benchmarks.rank_timing import (
+    Ranks,
+    first_ranks,
+    gathered,
+    graph_or_call,
+    group_sizes,
+    join,
+    microseconds,
+)
+from benchmarks.rank_tokens import UNEVEN, all_experts, draw_experts, imbalance, same_work, spread
+from benchmarks.serving_rows import free_port
+from benchmarks.timing import expect_gpu
+from expertd.kernels import resolve_backend
 from expertd.kernels.backends.hopper.combine_rows import combine_rows
 from expertd.kernels.backends.hopper.compute_permutation import permutation_of_ranks
 from expertd.kernels.backends.hopper.dispatch_rows import dispatch_rows
@@ -38,30 +55,29 @@ from expertd.kernels.ops.activation import SILU
 from expertd.kernels.rank_memory import RankMemory, RankTokens
 
 Row = dict[str, Any]
-TOKENS = (1, 16, 64, 128, 256, 1024, 4096)
-REPEATS, WARM_UP = 20, 3
+SKEWED_TOKENS = (64, 256, 1024, 4096)
+GROWTH_TOKENS = (1, 128, 1024, 4096)
 TIMEOUT_SECONDS = 2.0
 
 
 class RankProblem:
-    """One rank's calls for a row."""
+    """One rank's calls for a row.
 
-    def __init__(self, own: LayerProblem, num_ranks: int) -> None:
-        layer, self._own = own.layer, own
-        num_tokens = own.hidden_states.shape[0]
-        group = dist.group.WORLD
-        assert group is not None
-        sizes = (num_tokens, num_ranks * num_tokens, layer.hidden_size, layer.top_k)
-        self._memory = RankMemory(group, own.out.device, *sizes, TIMEOUT_SECONDS)
-        experts = num_ranks * layer.num_experts
+    topk_ids  int32 [t, top_k] of its tokens, experts of all ranks
+    counts    tokens of each rank
+    """
+
+    def __init__(self, own: LayerProblem, topk_ids: Tensor, counts: Sequence[int], ranks: Ranks) -> None:
+        layer, self._own, self.topk_ids = own.layer, own, topk_ids
+        sizes = (max(counts), sum(counts), layer.hidden_size, layer.top_k)
+        self._memory = RankMemory(ranks.group, own.out.device, *sizes, TIMEOUT_SECONDS)
+        experts = len(counts) * layer.num_experts
         places = [e // layer.num_experts << 16 | e % layer.num_experts for e in range(experts)]
         on_device = torch.tensor(places, dtype=torch.int32, device=own.out.device)
-        self._tokens = RankTokens.of([num_tokens] * num_ranks, on_device)
-        drawn = torch.rand(num_tokens, experts, device=own.out.device).argsort(dim=1)
-        self.topk_ids = drawn[:, : layer.top_k].to(torch.int32).contiguous()
+        self._tokens = RankTokens.of(counts, on_device)
         self._kernels = Kernels()
         self._layer = HopperLayer(self._kernels, GroupedGemm(self._kernels, choose))
-        pairs = num_ranks * num_tokens * layer.top_k
+        pairs = sum(counts) * layer.top_k
         self._rows = torch.zeros(pairs, layer.hidden_size, dtype=torch.bfloat16, device=own.out.device)
 
     def layer(self) -> None:
@@ -88,110 +104,127 @@ class RankProblem:
             raise RuntimeError(f"rank {self._memory.late_rank} was late")
 
 
-def same_work(own: LayerProblem, topk_ids: Tensor) -> LayerProblem:
-    """The pairs of all ranks' tokens that go to this GPU's experts, as tokens with `top_k` of them each."""
-    every = [torch.empty_like(topk_ids) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, topk_ids)
-    ids = torch.cat(every).flatten() - dist.get_rank() * own.layer.num_experts
-    ids = ids[(ids >= 0) & (ids < own.layer.num_experts)]
-    top_k, missing = own.layer.top_k, -ids.numel() % own.layer.top_k
-    ids = torch.nn.functional.pad(ids, (0, missing), value=-1).view(-1, top_k)
-    hidden_states = torch.randn(len(ids), own.layer.hidden_size, device="cuda").to(torch.bfloat16)
-    out, weights = torch.empty_like(hidden_states), torch.rand(len(ids), top_k, device="cuda")
-    return LayerProblem(own.layer, own.weights, hidden_states, ids, weights, out)
-
-
-def microseconds(call: Callable[[], object], barrier: Callable[[], object]) -> float:
-    """The median of the slowest rank's times; collective."""
-    flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
-    times = torch.empty(REPEATS)
-    for repeat in range(-WARM_UP, REPEATS):
-        dist.barrier()
-        flush.fill_(1)  # meanwhile the host enqueues the rest
-        barrier()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        times[max(0, repeat)] = 1e3 * start.elapsed_time(end)
-    dist.all_reduce(times, dist.ReduceOp.MAX)
-    return float(times.median())
-
-
-def device_barrier() -> Callable[[], object]:
-    """A barrier of all ranks on the current stream."""
-    import torch.distributed._symmetric_memory as symmetric_memory
-
-    signals = symmetric_memory.empty(1, dtype=torch.uint8, device=torch.device("cuda", dist.get_rank()))
-    assert dist.group.WORLD is not None
-    handle = symmetric_memory.rendezvous(signals, dist.group.WORLD)
-    return lambda: handle.barrier(channel=0)
-
-
-def run(rank: int, num_ranks: int, port: int, tokens: Sequence[int], json_file: Path | None) -> None:
-    """All rows, on one rank."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.cuda.set_device(rank)
-    torch.manual_seed(rank)  # tokens of their own
-    limit = timedelta(seconds=300)
-    dist.init_process_group("cpu:gloo,cuda:nccl", rank=rank, world_size=num_ranks, timeout=limit)
-    barrier = device_barrier()
-    with_peer = deep_gemm_peer.available() and layer_peers.has_mega_moe()
-    rows = []
-    for layer in LAYERS:
-        weights = make_weights(layer)
-        for num_tokens in tokens:
-            own = make_problem(layer, weights, num_tokens)
-            row = measure(own, layer, num_ranks, barrier, with_peer)
-            rows.append(row)
-            if rank == 0:
-                print(json.dumps(row), flush=True)
-                if json_file:
-                    content = {"about": header() | {"ranks": num_ranks}, "rows": rows}
-                    json_file.write_text(json.dumps(content, indent=1) + "\n")
-    dist.destroy_process_group()
-
-
 def measure(
-    own: LayerProblem, layer: Layer, num_ranks: int, barrier: Callable[[], object], with_peer: bool
+    own: LayerProblem, ranks: Ranks, zipf: float, peers: Sequence[str], more: Row | None = None
 ) -> Row:
-    """One row; collective."""
-    problem = RankProblem(own, num_ranks)
-    row: Row = {"layer": layer.name, "tokens": own.hidden_states.shape[0]}
-    calls = {
-        "exchange_us": problem.exchange,
-        "layer_us": problem.layer,
-        "one_gpu_us": same_work(own, problem.topk_ids).run,
-    }
-    for name, call in calls.items():
-        row[name] = microseconds(graph_of(call), barrier)
+    """One row of "rows", "skewed" or "uneven"; collective."""
+    layer = own.layer
+    experts = ranks.count * layer.num_experts
+    topk_ids = draw_experts(len(own.hidden_states), experts, layer.top_k, zipf, "cuda")
+    counts = [count for (count,) in gathered([len(topk_ids)], ranks)]
+    every = all_experts(topk_ids, counts, ranks)
+    same = same_work(own, every, ranks.rank)
+    row: Row = {"layer": layer.name, "tokens": max(counts), "gpus": ranks.count} | (more or {})
+    row["imbalance"] = imbalance(every, layer.num_experts)
+    problem = RankProblem(own, topk_ids, counts, ranks)
+    for name, call in (("exchange", problem.exchange), ("layer", problem.layer), ("one_gpu", same.run)):
+        ranks.meet()  # a launch does not wait long for the others
+        row[f"{name}_us"] = microseconds(graph_of(call), ranks)
         problem.check()
-    if with_peer:
-        everywhere = Layer(
-            layer.name, layer.hidden_size, layer.intermediate_size, num_ranks * layer.num_experts, layer.top_k
-        )
-        spread = LayerProblem(
-            everywhere, own.weights, own.hidden_states, problem.topk_ids, own.topk_weights, own.out
-        )
-        row["mega_moe_us"] = microseconds(graph_of(layer_peers.mega_moe(spread)), barrier)
+    if "nccl" in peers:
+        exchange = nccl_peer.NcclExchange(own.hidden_states, topk_ids, layer.num_experts, ranks)
+        replay, row["nccl_captured"] = graph_or_call(exchange, ranks)
+        row["nccl_us"] = microseconds(replay, ranks)
+    if "two_gemms" in peers:
+        masked = max(counts) <= layer_peers.MASKED_MAX_TOKENS
+        row["two_gemms_us"] = microseconds(graph_of(layer_peers.two_gemms(same, masked)), ranks)
+        row["over_two_gemms"] = row["layer_us"] / row["two_gemms_us"]
+    if "mega_moe" in peers and min(counts) > 0:
+        ranks.meet()
+        mega_moe = layer_peers.mega_moe(spread(own, topk_ids, ranks.count), max(counts))
+        row["mega_moe_us"] = microseconds(graph_of(mega_moe), ranks)
         row["over_mega_moe"] = row["layer_us"] / row["mega_moe_us"]
     return row
 
 
+def measure_growth(own: LayerProblem, ranks: Ranks) -> Row:
+    """One row of "growth"; collective."""
+    layer, num_tokens = own.layer, len(own.hidden_states)
+    row: Row = {"layer": layer.name, "tokens": num_tokens, "gpus": ranks.count}
+    if ranks.count == 1:
+        return row | {"layer_us": microseconds(graph_of(own.run), ranks)}
+    topk_ids = draw_experts(num_tokens, ranks.count * layer.num_experts, layer.top_k, 0.0, "cuda")
+    problem = RankProblem(own, topk_ids, [num_tokens] * ranks.count, ranks)
+    ranks.meet()
+    row["layer_us"] = microseconds(graph_of(problem.layer), ranks)
+    problem.check()
+    return row
+
+
+def sections(given: Namespace, ranks: Ranks) -> Iterator[tuple[str, Row]]:
+    """Every row with its section, except for "growth"; collective."""
+    for section in given.sections if ranks.count > 1 else ():
+        for layer in given.layers:
+            weights = make_weights(layer)
+            if section == "rows":
+                for num_tokens in given.tokens:
+                    own = make_problem(layer, weights, num_tokens)
+                    yield section, measure(own, ranks, 0.0, given.peers)
+            if section == "skewed" and given.zipf > 0:
+                for num_tokens in SKEWED_TOKENS:
+                    own = make_problem(layer, weights, num_tokens)
+                    yield section, measure(own, ranks, given.zipf, given.peers, {"zipf": given.zipf})
+            if section == "uneven":
+                for name, tokens_of in UNEVEN.items():
+                    own = make_problem(layer, weights, tokens_of(ranks.rank))
+                    peers = [peer for peer in given.peers if peer == "mega_moe"]
+                    yield section, measure(own, ranks, 0.0, peers, {"uneven": name})
+
+
+def growth(given: Namespace, num_ranks: int) -> Iterator[tuple[str, Row]]:
+    """The rows of "growth", with fewer and fewer ranks; collective."""
+    for size in group_sizes(num_ranks) if "growth" in given.sections else ():
+        ranks = first_ranks(size)
+        if ranks is None:
+            continue
+        for layer in given.layers:
+            weights = make_weights(layer)
+            for num_tokens in GROWTH_TOKENS:
+                yield "growth", measure_growth(make_problem(layer, weights, num_tokens), ranks)
+
+
+def run(local_rank: int, num_ranks: int, port: int | None, given: Namespace) -> None:
+    """All rows, on one rank. port: None under torchrun."""
+    rank = local_rank if port is not None else int(os.environ["RANK"])
+    join(rank, num_ranks, local_rank, port)
+    torch.manual_seed(rank)  # tokens of their own
+    ranks = first_ranks(num_ranks)
+    assert ranks is not None
+    for first in (True, False):  # the others find the kernels that rank 0 has compiled
+        if (rank == 0) is first:
+            resolve_backend("hopper").warm_up()
+        ranks.meet()
+    machine = about(given, num_ranks)
+    measured: dict[str, list[Row]] = {}
+    for rows in (sections(given, ranks), growth(given, num_ranks)):
+        for section, row in rows:
+            measured.setdefault(section, []).append(row)
+            if rank == 0:
+                print(section, json.dumps(row), flush=True)
+                write(given.json, machine, measured)
+    torch.cuda.synchronize()
+    ranks.meet()
+    dist.destroy_process_group()
+
+
 def main() -> int:
-    """Start a process for each GPU."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
-    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
+    """Start a process for each GPU, unless torchrun has."""
+    given = options()
     expect_gpu("parallel")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    arguments = (given.ranks, port, given.tokens, given.json)
-    multiprocessing.spawn(run, arguments, given.ranks)  # type: ignore[attr-defined, no-untyped-call]
+    started = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if not deep_gemm_peer.available():
+        given.peers = [peer for peer in given.peers if peer == "nccl"]
+    elif not layer_peers.has_mega_moe():
+        given.peers = [peer for peer in given.peers if peer != "mega_moe"]
+    compiles = "two_gemms" in given.peers and ("rows" in given.sections or "skewed" in given.sections)
+    if compiles and os.environ.get("RANK", "0") == "0":
+        compile_peers(given.layers, given.tokens)
+    if started:
+        run(int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]), None, given)
+        return 0
+    count = given.ranks or torch.cuda.device_count()
+    arguments = count, free_port(), given
+    multiprocessing.spawn(run, arguments, count)  # type: ignore[attr-defined, no-untyped-call]
     return 0
 
 

@@ -2,50 +2,153 @@
 
 import json
 import statistics
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.layer_problem import LAYERS
 from benchmarks.markdown import paragraph, span, table
+
+Row = dict[str, Any]
+Column = tuple[str, Callable[[Row], object]]
+NOT_MEASURED = "Not measured yet."
+NVLINK_BYTES_PER_US = 370e3  # each way, as measured by copies; 450e3 is its name
 
 
 def parallel_machine(results: Path) -> str:
     """The machine and versions."""
     about = _content(results)["about"]
     name, driver = about["gpu"].split("\n")[0].split(", ")[:2]
-    return paragraph(
-        f"{about['ranks']} GPUs of one host: {name}, driver {driver}, NVRTC {about['nvrtc']}, torch "
-        f"{about['torch']}."
-    )
+    versions = [f"{label} {about[key]}" for key, label in _VERSIONS.items() if key in about]
+    return paragraph(f"{about['ranks']} GPUs of one host: {name}, driver {driver}, {', '.join(versions)}.")
 
 
 def parallel(results: Path) -> str:
     """Every row."""
-    return table(
-        (
-            "layer", "tokens a GPU", "dispatch and combine alone", "one GPU, the same work", "whole layer",
-            "added", "Mega MoE", "whole layer over it",
-        ),
-        [
-            (
-                row["layer"], row["tokens"], f"{row['exchange_us']:.0f}", f"{row['one_gpu_us']:.0f}",
-                f"{row['layer_us']:.0f}", f"{row['layer_us'] - row['one_gpu_us']:.0f}",
-                f"{row['mega_moe_us']:.0f}", f"{row['over_mega_moe']:.2f}",
-            )
-            for row in _content(results)["rows"]
-        ],
-    )  # fmt: skip
+    return _table(_rows(results, "rows"), [_LAYER, _TOKENS, *_TIMES])
 
 
 def parallel_headline(results: Path) -> str:
-    """The whole layer against Mega MoE, in a sentence."""
-    ratios = [row["over_mega_moe"] for row in _content(results)["rows"]]
-    slower = sum(ratio > 1 for ratio in ratios)
-    return paragraph(
-        f"The whole layer takes {statistics.geometric_mean(ratios):.2f} times as long as SM90 Mega MoE (the "
-        f"geometric mean of {len(ratios)} rows, {span(ratios)}); in {slower} of them it is slower."
+    """The whole layer against its peers, in a sentence each."""
+    rows = _rows(results, "rows")
+    sentences = []
+    for key, peer in _PEERS.items():
+        ratios = [row[f"over_{key}"] for row in rows if f"over_{key}" in row]
+        if ratios:
+            slower = sum(ratio > 1 for ratio in ratios)
+            sentences.append(
+                f"The whole layer takes {statistics.geometric_mean(ratios):.2f} times as long as {peer} (the "
+                f"geometric mean of {len(ratios)} rows, {span(ratios)}); in {slower} of them it is slower."
+            )
+    return paragraph(" ".join(sentences))
+
+
+def parallel_skewed(results: Path) -> str:
+    """The rows whose experts are drawn by Zipf's law."""
+    return _table(_rows(results, "skewed"), [_LAYER, _TOKENS, ("Zipf", _number("zipf")), _IMBALANCE, *_TIMES])
+
+
+def parallel_uneven(results: Path) -> str:
+    """The rows with other numbers of tokens on each rank."""
+    return _table(
+        _rows(results, "uneven"), [_LAYER, ("tokens of ranks 0, 1, ...", _number("uneven")), *_TIMES]
     )
+
+
+def parallel_growth(results: Path) -> str:
+    """The layer's time by the number of GPUs."""
+    rows = _rows(results, "growth")
+    counts = sorted({row["gpus"] for row in rows})
+    times = {(row["layer"], row["tokens"], row["gpus"]): row["layer_us"] for row in rows}
+    cases = list(dict.fromkeys((row["layer"], row["tokens"]) for row in rows))
+    if not cases:
+        return NOT_MEASURED
+    cells = []
+    for case in cases:
+        of_case = [times.get((*case, count)) for count in counts]
+        first, last = of_case[0], of_case[-1]
+        ratio = "-" if first is None or last is None else f"{last / first:.2f}"
+        cells.append((*case, *("-" if us is None else f"{us:.0f}" for us in of_case), ratio))
+    names = [f"{count} GPU{'s' if count > 1 else ''}" for count in counts]
+    return table(("layer", "tokens a GPU", *names, f"{counts[-1]} over {counts[0]}"), cells)
+
+
+def parallel_expected(results: Path) -> str:
+    """The layer's time on more GPUs by arithmetic, and on those that were measured beside it."""
+    name = LAYERS[0].name
+    rows = {row["tokens"]: row for row in _rows(results, "rows") if row["layer"] == name}
+    if not {1, *_EXPECTED} <= rows.keys():
+        return NOT_MEASURED
+    fixed = rows[1]["layer_us"] - rows[1]["one_gpu_us"]
+    measured = _content(results)["about"]["ranks"]
+    cells = []
+    for tokens in _EXPECTED:
+        alone, layer_us = rows[tokens]["one_gpu_us"], rows[tokens]["layer_us"]
+        links = [sum(link_microseconds(tokens, count)) for count in _COUNTS]
+        times = [f"{alone + fixed + link:.0f}" for link in links]
+        cells.append((tokens, *(f"{link:.0f}" for link in links), f"{alone:.0f}", *times, f"{layer_us:.0f}"))
+    columns = (
+        "tokens a GPU", *(f"link, {count} GPUs" for count in _COUNTS), "one GPU, the same work: measured",
+        *(f"whole layer, {count} GPUs" for count in _COUNTS), f"measured on {measured}",
+    )  # fmt: skip
+    return table(columns, cells)
+
+
+def other_ranks(num_ranks: int, top_k: int) -> float:
+    """How many other ranks a token goes to, on average, if all experts are equally likely."""
+    return float((num_ranks - 1) * (1 - (1 - 1 / num_ranks) ** top_k))
+
+
+def link_microseconds(tokens: int, num_ranks: int) -> tuple[float, float]:
+    """The time that the first layer's rows of a GPU's tokens take over NVLink: there in FP8, back in bf16."""
+    layer = LAYERS[0]
+    rows, h = tokens * other_ranks(num_ranks, layer.top_k), layer.hidden_size
+    return rows * (h + h // 128 * 4) / NVLINK_BYTES_PER_US, rows * 2 * h / NVLINK_BYTES_PER_US
+
+
+def _number(key: str, digits: int = -1) -> Callable[[Row], object]:
+    """The value of a row, rounded; None: it has none."""
+
+    def value(row: Row) -> object:
+        found = row.get(key)
+        return found if found is None or digits < 0 else f"{found:.{digits}f}"
+
+    return value
+
+
+_VERSIONS = {"nvrtc": "NVRTC", "torch": "torch", "nccl": "NCCL", "deep_gemm": "DeepGEMM: sgl-deep-gemm"}
+_PEERS = {"two_gemms": "DeepGEMM's two GEMMs alone", "mega_moe": "SM90 Mega MoE"}
+_COUNTS, _EXPECTED = (2, 4, 8), (128, 1024, 4096)  # GPUs, and tokens of each
+_LAYER: Column = "layer", _number("layer")
+_TOKENS: Column = "tokens a GPU", _number("tokens")
+_IMBALANCE: Column = "max/mean of the GPUs' rows", _number("imbalance", 2)
+_TIMES: Sequence[Column] = (
+    ("dispatch and combine alone", _number("exchange_us", 0)),
+    ("by NCCL", _number("nccl_us", 0)),
+    ("one GPU, the same work", _number("one_gpu_us", 0)),
+    ("whole layer", _number("layer_us", 0)),
+    ("added", lambda row: f"{row['layer_us'] - row['one_gpu_us']:.0f}"),
+    ("two GEMMs alone", _number("two_gemms_us", 0)),
+    ("whole layer over them", _number("over_two_gemms", 2)),
+    ("Mega MoE", _number("mega_moe_us", 0)),
+    ("whole layer over it", _number("over_mega_moe", 2)),
+)
+
+
+def _table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
+    """The columns for which any row has a value."""
+    if not rows:
+        return NOT_MEASURED
+    shown = [(name, value) for name, value in columns if any(value(row) is not None for row in rows)]
+    cells = [["-" if (cell := value(row)) is None else cell for _, value in shown] for row in rows]
+    return table([name for name, _ in shown], cells)
 
 
 def _content(results: Path) -> dict[str, Any]:
     content: dict[str, Any] = json.loads((results / "parallel-h200.json").read_text())
     return content
+
+
+def _rows(results: Path, section: str) -> list[Row]:
+    rows: list[Row] = _content(results).get(section, [])
+    return rows

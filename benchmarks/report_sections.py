@@ -10,7 +10,15 @@ from typing import Any
 from benchmarks.layer_problem import LAYERS, Layer
 from benchmarks.markdown import paragraph, percent, span, table
 from benchmarks.moe_layer import BANDS, means
-from benchmarks.parallel_sections import parallel, parallel_headline, parallel_machine
+from benchmarks.parallel_sections import (
+    parallel,
+    parallel_expected,
+    parallel_growth,
+    parallel_headline,
+    parallel_machine,
+    parallel_skewed,
+    parallel_uneven,
+)
 from benchmarks.serving_sections import (
     ping_pong,
     serving,
@@ -19,6 +27,8 @@ from benchmarks.serving_sections import (
     serving_cpu_machine,
     serving_headline,
     serving_machine,
+    serving_ranks,
+    serving_ranks_callers,
     serving_workers,
     steps,
 )
@@ -217,7 +227,9 @@ SECTIONS: dict[str, Section] = {
         host_cost, sm_counts, cpu_layer_machine, cpu_layer, cpu_layer_same_input, layouts, numerics_machine,
         numerics, serving_headline, serving_machine, serving, serving_callers,
         serving_workers, steps,
-        ping_pong, serving_cpu, serving_cpu_machine, parallel_machine, parallel, parallel_headline,
+        ping_pong, serving_cpu, serving_cpu_machine, serving_ranks, serving_ranks_callers,
+        parallel_machine, parallel, parallel_headline, parallel_skewed, parallel_uneven, parallel_growth,
+        parallel_expected,
     )
 }  # fmt: skip
 """Section functions, by the name in the documents' markers."""

@@ -163,7 +163,8 @@ def test_only_the_loader_and_the_cache_read_the_environment() -> None:
 
 
 def test_tests_and_benchmarks_do_not_import_each_other() -> None:
-    of_benchmarks = {"tests/test_benchmarks.py", "tests/test_report.py", "tests/test_make_checkpoint.py"}
+    names = ("benchmarks", "make_checkpoint", "parallel_benchmark", "report")
+    of_benchmarks = {f"tests/test_{name}.py" for name in names}
     for path in (*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")):
         name = str(path.relative_to(ROOT))
         other = "benchmarks" if name.startswith("tests/") else "tests"

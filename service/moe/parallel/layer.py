@@ -123,8 +123,10 @@ class ParallelLayer:
         if self.exact:
             back = arrived.combine_slots(self._rows_of_slots(arrived, num_sms, counts))
         else:
+            # Written before: the launch that adds up reads them before the preceding one ends.
+            ones = topk_weights.new_ones((hidden_states.shape[0], self._exchange.num_ranks))
             back = arrived.combine(self._rows_of_tokens(arrived, row_dtype, num_sms, counts))
-            topk_weights = topk_weights.new_ones(back.index.shape)
+            topk_weights = ones
         if offsets is not None:
             offsets.copy_(self._offsets(counts, hidden_states.shape[0]), non_blocking=True)
         return self._add_up(back, topk_weights.contiguous(), hidden_states, num_sms, out)

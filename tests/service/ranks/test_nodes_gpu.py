@@ -1,0 +1,105 @@
+"""Two nodes on loopback, with a GPU each, which exchange tokens by NCCL: answers, and ranks that are lost."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from tests.service.apps import Serving, binary_request, rows, serving, tiny_settings
+from tests.service.ranks.nodes import Agent, agent, node_settings
+from tests.service.ranks.servers import ROUNDING, close, output_for, rank_processes, serving_ranks
+from tests.service.ranks.steps import routed
+from tests.service.ranks.test_devices_gpu import LAYER, LIMITS, answers, inputs
+from tests.service.waiting import until
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+TOLERANCES = {"FP32": ROUNDING, "BF16": 2**-7}  # in BF16 each rank's sum is rounded, and the output
+
+
+@asynccontextmanager
+async def nodes(tmp_path: Path, **changes: Any) -> AsyncIterator[tuple[Serving, Agent]]:
+    """The front end of node 0 with GPU 0, and the agent of node 1 with GPU 1."""
+    common = {"backend": "hopper", "rendezvous_timeout_seconds": 120, **changes}
+    settings = node_settings({**LIMITS, "max_queue_tokens": 4096}, devices="0", **common)
+    with agent(settings.model_copy(update={"devices": "1"}), tmp_path) as other:
+        async with serving_ranks(settings) as server:
+            yield server, other
+
+
+async def output_of_bf16(
+    server: Serving, values: NDArray[np.float32], given: bool, datatype: str
+) -> NDArray[np.float32]:
+    """The output in `datatype` for values in BF16, perhaps with routing."""
+    rounded = torch.from_numpy(values).bfloat16().view(torch.int16).numpy()
+    tensors = {"hidden_states": ("BF16", list(values.shape), rounded.tobytes())}
+    if given:
+        ids = (np.arange(len(values))[:, None] + np.arange(6) * 5).astype(np.int32) % 32
+        weights = np.linspace(0.1, 1, ids.size, dtype=np.float32).reshape(ids.shape)
+        tensors["topk_ids"] = ("INT32", list(ids.shape), ids.tobytes())
+        tensors["topk_weights"] = ("FP32", list(ids.shape), weights.tobytes())
+    outputs = [{"name": "hidden_states", "parameters": {"datatype": datatype}}]
+    body = binary_request(tensors, parameters={"binary_data_output": True}, outputs=outputs)
+    response = await server.infer(*body)
+    assert response.status_code == 200, response.text
+    data = response.content[int(response.headers["inference-header-content-length"]) :]
+    dtype = torch.float32 if datatype == "FP32" else torch.bfloat16
+    return torch.frombuffer(bytearray(data), dtype=dtype).float().numpy().reshape(values.shape)
+
+
+CASES = [(given, datatype) for given in (False, True) for datatype in ("FP32", "BF16")]
+
+
+async def test_answers_are_those_of_one_gpu(tmp_path: Path) -> None:
+    values = inputs()
+    async with serving(tiny_settings(LIMITS, backend="hopper", models=[LAYER])) as one:
+        expected = {case: [await output_of_bf16(one, value, *case) for value in values] for case in CASES}
+    async with nodes(tmp_path, models=[LAYER]) as (server, other):
+        assert len(other.ranks()) == 1
+        assert len(rank_processes()) == 2, "its own rank, and a proxy"
+        for case, outputs in expected.items():
+            alone = [await output_of_bf16(server, value, *case) for value in values]
+            together = await asyncio.gather(*(output_of_bf16(server, value, *case) for value in values))
+            for one_gpu, *got in zip(outputs, alone, together, strict=True):
+                for output in got:
+                    difference = np.abs(output - one_gpu).max() / np.abs(one_gpu).max()
+                    assert difference <= TOLERANCES[case[1]], (case, len(output), difference)
+        assert all(server.metric("rank_expert_tokens_total", rank=rank) for rank in "01")
+
+
+async def test_given_routing_of_fp32_tokens(tmp_path: Path) -> None:
+    async with serving(tiny_settings(LIMITS, backend="hopper")) as one:
+        expected = [await routed(one, rows(count), "INT64") for count in (1, 33)]
+    async with nodes(tmp_path) as (server, _):
+        for count, wanted in zip((1, 33), expected, strict=True):
+            assert close(await routed(server, rows(count), "INT64"), wanted)
+
+
+def kill_a_rank_of_node_1(other: Agent) -> None:
+    os.kill(other.ranks()[0], signal.SIGKILL)
+
+
+def kill_the_rank_of_node_0(other: Agent) -> None:
+    os.kill(rank_processes()[0], signal.SIGKILL)
+
+
+@pytest.mark.parametrize("lose", [kill_a_rank_of_node_1, kill_the_rank_of_node_0])
+async def test_a_killed_rank_comes_back(lose: Callable[[Agent], None], tmp_path: Path) -> None:
+    async with nodes(tmp_path) as (server, other):
+        expected = await output_for(server, rows(8))
+        lose(other)
+        await until(lambda: server.app.engine.why_not_ready() is not None)
+        await until(lambda: server.app.engine.why_not_ready() is None, seconds=60)
+        assert np.array_equal(await output_for(server, rows(8)), expected), "the same bits"
+        await answers(server)

@@ -1,0 +1,251 @@
+"""The parts of `benchmarks.parallel` that need no GPU: routing, NCCL's exchange over gloo, files, tables."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks import parallel_options, rank_timing, rank_tokens
+from benchmarks.layer_problem import LAYERS, Layer, LayerProblem
+from benchmarks.nccl_peer import NcclExchange
+from benchmarks.parallel_sections import NOT_MEASURED, link_microseconds, other_ranks
+from benchmarks.rank_timing import Ranks, group_sizes
+from benchmarks.report_sections import SECTIONS
+from expertd.service.moe.parallel import TorchExchange
+from tests.service.moe.parallel.ranks import ranks_of
+
+COUNTS = (5, 0, 3)
+EXPERTS, TOP_K = 4, 3  # of each rank, of a token
+
+
+def test_experts_are_drawn_without_repetition_and_by_the_law() -> None:
+    torch.manual_seed(0)
+    for zipf in (0.0, 1.0):
+        ids = rank_tokens.draw_experts(20000, 16, 4, zipf, "cpu")
+        assert ids.dtype == torch.int32
+        assert ids.shape == (20000, 4)
+        assert (ids.sort(dim=1).values.diff(dim=1) > 0).all(), "different experts"
+        first = torch.bincount(ids[:, 0], minlength=16).sort(descending=True).values / len(ids)
+        weights = torch.arange(1, 17) ** -zipf
+        assert torch.allclose(first, weights / weights.sum(), atol=0.02)
+
+
+def test_all_ranks_find_the_same_experts_popular() -> None:
+    popular = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        popular.append(rank_tokens.draw_experts(5000, 16, 1, 1.5, "cpu").mode(dim=0).values.item())
+    assert len(set(popular)) == 1
+
+
+def test_uneven_counts_differ_between_two_ranks() -> None:
+    for name, tokens_of in rank_tokens.UNEVEN.items():
+        counts = [tokens_of(rank) for rank in range(8)]
+        assert counts[0] != counts[1], name
+        assert min(counts) >= 0, name
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes"), [(1, [1]), (2, [2, 1]), (3, [3, 2, 1]), (4, [4, 2, 1]), (8, [8, 4, 2, 1])]
+)
+def test_growth_is_over_powers_of_two(ranks: int, sizes: list[int]) -> None:
+    assert group_sizes(ranks) == sizes
+
+
+def problem(num_tokens: int) -> LayerProblem:
+    hidden_states = torch.randn(num_tokens, 128)
+    weights: Any = SimpleNamespace()
+    nothing = torch.empty(0)
+    layer = Layer("invented", 128, 128, EXPERTS, TOP_K)
+    return LayerProblem(layer, weights, hidden_states, nothing, nothing, torch.empty_like(hidden_states))
+
+
+def test_same_work_has_the_pairs_of_one_rank() -> None:
+    every = [
+        torch.tensor([[0, 5, 4], [7, 1, 2]]),
+        torch.empty(0, 3, dtype=torch.int64),
+        torch.tensor([[4, 9, 3]]),
+    ]
+    assert rank_tokens.imbalance(every, EXPERTS) == pytest.approx(4 / 3)
+    same = rank_tokens.same_work(problem(2), every, 1)
+    assert same.topk_ids.tolist() == [[1, 0, 3], [0, -1, -1]]
+    assert same.hidden_states.shape == (2, 128)
+    assert rank_tokens.same_work(problem(2), every[1:2], 0).topk_ids.tolist() == [[0, -1, -1]]
+
+
+def exchanged(exchange: TorchExchange) -> tuple[bool, list[list[list[int]]]]:
+    """Whether NCCL's exchange, here over gloo, adds up what came back; and all ranks' experts."""
+    assert dist.group.WORLD is not None
+    ranks = Ranks(dist.group.WORLD, lambda: None)
+    torch.manual_seed(exchange.rank)
+    count = COUNTS[exchange.rank]
+    ids = rank_tokens.draw_experts(count, len(COUNTS) * EXPERTS, TOP_K, 0.0, "cpu")
+    hidden_states = torch.randn(count, 128)
+    peer = NcclExchange(hidden_states, ids, EXPERTS, ranks)
+    for _ in range(2):
+        peer.out.fill_(torch.nan)
+        peer()
+    owners = torch.tensor([len(set(row)) for row in (ids // EXPERTS).tolist()]).view(-1, 1)
+    every = rank_tokens.all_experts(ids, COUNTS, ranks)
+    assert every[exchange.rank].equal(ids)
+    return torch.allclose(peer.out, owners * hidden_states), [each.tolist() for each in every]
+
+
+@pytest.mark.slow
+def test_nccls_exchange_sends_every_token_to_each_rank_once() -> None:
+    group = tuple(range(len(COUNTS)))
+    with ranks_of(len(COUNTS), [group], timeout_seconds=20) as ranks:
+        results = ranks.run(group, exchanged)
+    assert all(same for same, _ in results)
+    assert all(every == results[0][1] for _, every in results)
+    assert [len(ids) for ids in results[0][1]] == list(COUNTS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokens", "16", "0"], "--tokens: expected numbers of at least 1, got 0"),
+        (["--layer", "gpt"], "--layer: expected a part of deepseek-v3/ep8, .*, got 'gpt'"),
+        (["--ranks", "9"], "--ranks: expected 1 to 8, got 9"),
+        (["--zipf", "-1"], "--zipf: expected at least 0, got -1"),
+    ],
+)
+def test_invalid_options_are_refused(arguments: list[str], message: str) -> None:
+    with pytest.raises(SystemExit, match=message):
+        parallel_options.options(arguments)
+
+
+def test_options_select_layers_and_peers() -> None:
+    given = parallel_options.options(["--layer", "qwen3", "--skip", "nccl", "--sections", "growth"])
+    assert [layer.name for layer in given.layers] == ["qwen3-30b-a3b", "qwen3-235b/ep4"]
+    assert given.peers == ["two_gemms", "mega_moe"]
+    assert given.sections == ["growth"]
+
+
+def test_sections_that_are_not_measured_keep_their_rows(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    parallel_options.write(file, {"ranks": 2}, {"rows": [1], "growth": [2]})
+    parallel_options.write(file, {"ranks": 4}, {"growth": [3]})
+    assert json.loads(file.read_text()) == {"about": {"ranks": 2}, "rows": [1], "growth": [3]}
+    parallel_options.write(file, {"ranks": 4}, {"rows": [5]})
+    assert json.loads(file.read_text()) == {"about": {"ranks": 4}, "rows": [5], "growth": [3]}
+    parallel_options.write(None, {}, {})
+
+
+ROW = {"layer": "l", "tokens": 1, "exchange_us": 10.0, "layer_us": 50.0, "one_gpu_us": 40.0}
+
+
+def result(tmp_path: Path, **sections: Any) -> Path:
+    about = {"gpu": "GPU, 1.2, x\nGPU, 1.2, x", "nvrtc": "13.0", "torch": "2", "ranks": 2}
+    (tmp_path / "parallel-h200.json").write_text(json.dumps({"about": about, **sections}))
+    return tmp_path
+
+
+def test_columns_without_values_are_left_out(tmp_path: Path) -> None:
+    results = result(tmp_path, rows=[ROW])
+    assert SECTIONS["parallel"](results).splitlines()[2:] == ["| l | 1 | 10 | 40 | 50 | 10 |"]
+    peers = {"nccl_us": 30.0, "two_gemms_us": 25.0, "over_two_gemms": 2.0}
+    results = result(tmp_path, rows=[ROW, ROW | peers])
+    assert SECTIONS["parallel"](results).splitlines()[2:] == [
+        "| l | 1 | 10 | - | 40 | 50 | 10 | - | - |",
+        "| l | 1 | 10 | 30 | 40 | 50 | 10 | 25 | 2.00 |",
+    ]
+    assert "2.00 times as long as DeepGEMM's two GEMMs alone" in SECTIONS["parallel-headline"](results)
+    assert "Mega MoE" not in SECTIONS["parallel-headline"](results)
+
+
+def test_sections_without_rows_say_so(tmp_path: Path) -> None:
+    results = result(tmp_path, rows=[ROW])
+    for name in ("skewed", "uneven", "growth", "expected"):
+        assert SECTIONS[f"parallel-{name}"](results) == NOT_MEASURED, name
+    for name in ("serving-ranks", "serving-ranks-callers"):
+        assert SECTIONS[name](results) == NOT_MEASURED, name
+
+
+def test_skewed_and_uneven_rows_say_how(tmp_path: Path) -> None:
+    more = {"imbalance": 1.256, "zipf": 1.0, "uneven": "1 and 0"}
+    results = result(tmp_path, skewed=[ROW | more], uneven=[ROW | more])
+    assert SECTIONS["parallel-skewed"](results).splitlines()[2:] == [
+        "| l | 1 | 1.0 | 1.26 | 10 | 40 | 50 | 10 |"
+    ]
+    assert SECTIONS["parallel-uneven"](results).splitlines()[2:] == ["| l | 1 and 0 | 10 | 40 | 50 | 10 |"]
+
+
+def test_growth_has_a_column_for_each_number_of_gpus(tmp_path: Path) -> None:
+    rows = [
+        {"layer": "l", "tokens": tokens, "gpus": gpus, "layer_us": us}
+        for tokens, gpus, us in ((1, 4, 30.0), (8, 4, 50.0), (1, 2, 20.0), (8, 2, 45.0), (1, 1, 10.0))
+    ]
+    assert SECTIONS["parallel-growth"](result(tmp_path, growth=rows)).splitlines() == [
+        "| layer | tokens a GPU | 1 GPU | 2 GPUs | 4 GPUs | 4 over 1 |",
+        "|---|---|---|---|---|---|",
+        "| l | 1 | 10 | 20 | 30 | 3.00 |",
+        "| l | 8 | - | 45 | 50 | - |",
+    ]
+
+
+def test_a_token_goes_to_each_other_rank_at_most_once() -> None:
+    assert other_ranks(2, 8) == pytest.approx(1 - 2**-8)
+    assert other_ranks(8, 1) == pytest.approx(7 / 8)
+    assert other_ranks(8, 1000) == pytest.approx(7)
+    there, back = link_microseconds(4096, 2)
+    assert (round(there), round(back)) == (82, 158)
+
+
+def test_more_gpus_take_what_was_measured_and_the_links_time(tmp_path: Path) -> None:
+    name = LAYERS[0].name
+    rows = [
+        ROW | {"layer": name, "tokens": tokens, "one_gpu_us": alone, "layer_us": alone + 10}
+        for tokens, alone in ((1, 100.0), (128, 400.0), (1024, 800.0), (4096, 2700.0))
+    ]
+    text = SECTIONS["parallel-expected"](result(tmp_path, rows=rows))
+    assert text.splitlines()[-1] == "| 4096 | 240 | 649 | 1105 | 2700 | 2950 | 3359 | 3815 | 2710 |"
+
+
+def test_serving_with_several_gpus_is_shown_beside_one(tmp_path: Path) -> None:
+    row = {"way": "http", "device": None, "tokens": 8, "callers": 1, "http_workers": 1, "p50_us": 900.0}
+    many = row | {"callers": 4, "tokens_per_second": 1000.0}
+    for name, factor in (("serving-h200.json", 1), ("serving_ranks-h200.json", 2)):
+        rows = [row | {"p50_us": factor * 900.0}, many | {"tokens_per_second": factor * 1000.0}]
+        content = {"header": {"devices": "0-1"}, "rows": rows}
+        (tmp_path / name).write_text(json.dumps(content))
+    assert SECTIONS["serving-ranks"](tmp_path).splitlines() == [
+        "| tokens | HTTP, GPUs 0-1 | HTTP, one GPU | channel, memory of the host, GPUs 0-1 "
+        "| channel, memory of the host, one GPU |",
+        "|---|---|---|---|---|",
+        "| 8 | 1800 | 900 | - | - |",
+    ]
+    assert SECTIONS["serving-ranks-callers"](tmp_path).splitlines()[2:] == ["| 4 | 8 | 1 | 2000 | 1000 |"]
+
+
+@pytest.mark.parametrize("captures", [(True, True), (True, False), (False, True)])
+def test_a_call_that_any_rank_cannot_capture_is_timed_as_it_is(
+    captures: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    class Graph:
+        def replay(self) -> None:
+            calls.append("replay")
+
+    @contextmanager
+    def capture(graph: Graph, capture_error_mode: str) -> Iterator[None]:
+        yield
+        if not captures[0]:
+            raise RuntimeError("not permitted")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(rank_timing, "gathered", lambda own, ranks: [own, [int(captures[1])]])
+    ranks: Any = SimpleNamespace(meet=lambda: None, rank=0)
+    made, captured = rank_timing.graph_or_call(lambda: calls.append("call"), ranks)
+    assert captured is all(captures)
+    made()
+    assert calls == ["call", "call", "replay" if all(captures) else "call"]
