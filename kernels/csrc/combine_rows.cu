@@ -89,12 +89,12 @@ struct Combine {
     __device__ __forceinline__ void run(Item item, const Fetched& fetched) const {
         float sum[8] = {};
         bool any = fetched.slots.any();
-        fetched.slots.add(sum, problem.top_k, problem.rows, problem.n, column);
+        fetched.slots.add(sum, problem.rows, problem.n, column);
 #pragma unroll 1
         for (int first = Slots::kMost; first < problem.top_k; first += Slots::kMost) {
             const Slots more = slots(item, first);
             any = any || more.any();
-            more.add(sum, problem.top_k - first, problem.rows, problem.n, column);
+            more.add(sum, problem.rows, problem.n, column);
         }
         const uint4 own = floats::pack<true>(sum);
         if (completes(item)) {
@@ -158,7 +158,7 @@ struct Combine {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads, 3)
+extern "C" __global__ void __launch_bounds__(kThreads, 4)
     combine_rows(Ranks* ranks_in_memory,
                  const int* __restrict__ first_tokens,  // [kMaxRanks + 1]: rank r has those from first_tokens[r] on
                  const int* __restrict__ places,        // [num_experts]

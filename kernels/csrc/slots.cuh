@@ -6,7 +6,7 @@
 // Up to 32 of a token's slots, one in each lane of a warp, all of whose lanes call.
 struct Slots {
     static constexpr int kMost = 32;
-    static constexpr int kAtOnce = 8;  // rows whose loads are in flight together
+    static constexpr int kAtOnce = 4;  // rows whose loads are in flight together: a token has few on each rank
     int row = -1;                      // -1: nothing to add
     float weight = 0.0f;
 
@@ -20,29 +20,29 @@ struct Slots {
     __device__ __forceinline__ bool any() const { return __any_sync(0xffffffff, row >= 0); }
 
     // rows: bf16 [rows, n]
-    __device__ __forceinline__ void add(float (&sum)[8], int count, const u16* rows, int n, int column) const {
+    __device__ __forceinline__ void add(float (&sum)[8], const u16* rows, int n, int column) const {
+        u32 left = __ballot_sync(0xffffffff, row >= 0);  // slots that are not added yet
 #pragma unroll 1
-        for (int first = 0; first < min(count, kMost); first += kAtOnce) {
-            int from[kAtOnce];
+        while (left != 0) {
             float by[kAtOnce];
             uint4 packed[kAtOnce];
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i) {
-                from[i] = __shfl_sync(0xffffffff, row, first + i);
-                by[i] = __shfl_sync(0xffffffff, weight, first + i);
-            }
-#pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
+                const int lane = __ffs(static_cast<int>(left)) - 1;  // -1: no more
+                const int from = __shfl_sync(0xffffffff, row, lane);
+                by[i] = __shfl_sync(0xffffffff, weight, lane);
                 packed[i] = {0, 0, 0, 0};
-                if (from[i] >= 0 && column < n)
-                    packed[i] = *reinterpret_cast<const uint4*>(rows + static_cast<i64>(from[i]) * n + column);
+                if (left == 0) by[i] = 0.0f;
+                if (left != 0 && column < n)
+                    packed[i] = *reinterpret_cast<const uint4*>(rows + static_cast<i64>(from) * n + column);
+                left &= left - 1;
             }
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i) {
                 float value[8];
                 floats::unpack<true>(value, packed[i]);
 #pragma unroll
-                for (int j = 0; j < 8; ++j) sum[j] += (from[i] >= 0 ? by[i] : 0.0f) * value[j];
+                for (int j = 0; j < 8; ++j) sum[j] += by[i] * value[j];
             }
         }
     }

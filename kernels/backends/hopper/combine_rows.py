@@ -7,7 +7,7 @@ from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, vari
 from expertd.kernels.backends.hopper.rank_grids import ctas, place_bytes
 from expertd.kernels.rank_memory import RankMemory, RankTokens
 
-_CTAS = 3  # per SM at most: as many as run at once
+_CTAS = 4  # per SM at most: as many as run at once
 _BY_DTYPE = variants_by_dtype("combine_rows", 256, place_bytes)
 
 VARIANTS = tuple(_BY_DTYPE.values())
