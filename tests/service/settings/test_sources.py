@@ -6,8 +6,8 @@ import pytest
 
 from expertd.service.settings.loader import Flag, SettingsError, load_settings, read_settings
 from expertd.service.settings.served import CheckpointSettings
+from tests.service.settings.refusals import MODEL
 
-MODEL = "{name: m, hidden_size: 256, intermediate_size: 128, num_experts: 4, top_k: 2}"
 JSON_MODEL = (
     '{"name": "m", "hidden_size": 256, "intermediate_size": 128, "num_experts": 4,\t"top_k": 2, '
     '"datatype": "%s"}'
