@@ -47,6 +47,14 @@ def config(tmp_path: Path) -> Path:
             f"models: [{MODEL}]\nnnodes: 2\nnode_rank: 2\nrendezvous: a:1",
             r"node_rank: expected less than nnodes \(2\), got 2",
         ),
+        (
+            f"models: [{MODEL}]\nrendezvous: a:1",
+            r"bad\.yaml:2: nnodes: expected 2 or more with rendezvous a:1, got 1",
+        ),
+        (
+            f"models: [{MODEL}]\nnode_rank: 1",
+            r"bad\.yaml:2: node_rank: expected less than nnodes \(1\), got 1",
+        ),
         *(
             (
                 f"models: [{MODEL}]\nrendezvous: '{text}'",
