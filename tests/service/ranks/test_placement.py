@@ -300,6 +300,23 @@ async def test_a_move_that_fails_on_one_rank_starts_all_again() -> None:
         assert close(await output_for(server, rows(3)), expected)
 
 
+async def test_changes_are_refused_while_ranks_start_again() -> None:
+    settings = tiny_settings(ranks=2, models=[SMALL], placement={"policy": "static"})
+    halves = [[0, 1, 2, 4], [3, 5, 6, 7]]
+    async with serving_ranks(settings) as server, asyncio.timeout(60):
+        await change(server, action="pin", model="tiny", ranks=halves)
+        os.kill(rank_processes()[0], signal.SIGKILL)
+        await until(lambda: server.app.engine.why_not_ready() is not None)
+        for body in ({"action": "rebalance"}, {"action": "pin", "model": "tiny", "ranks": halves[::-1]}):
+            refused = await server.http.post("/v1/placement", json=body)
+            assert "rank 0: its process ended by SIGKILL" in error_of(refused, 503)
+            assert refused.headers["retry-after"] == "1"
+        assert server.metric("placement_failures_total") == 0, "none had begun"
+        layer = (await placement(server))["models"]["tiny"]
+        assert (held(layer), layer["pinned"]) == (halves, True)
+        assert layer["moves"] == server.metric("placement_moves_total", model="tiny") == 2
+
+
 async def check_tokens_of_ranks(server: Serving, ids: NDArray[np.int32], layer: Any) -> None:
     """The ranks compute what they should by the placement that the server shows."""
 
