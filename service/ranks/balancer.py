@@ -153,11 +153,13 @@ class Balancer:
                 logger.info("model %s: moved %d experts, max/mean of ranks from %.3f to %.3f", *plan)
 
     def _pin(self, model: int, target: Placement) -> None:
-        group = self._supervisor.group()
+        group, before = self._supervisor.group(), self._carrier.moves[model]
         self.is_moving = True
         self._pinned.discard(model)  # until it is where the caller wants it
         self._carrier.carry_out(group, model, self._settings.models[model].shape, target)
         self._pinned.add(model)
+        moves = self._carrier.moves[model] - before
+        logger.info("model %s: pinned the placement, moved %d experts", self._names[model], moves)
 
     def _imbalance(self, model: int) -> float:
         return float(self._placements.get(model).imbalance(self._loads[model].loads()[None])[0])

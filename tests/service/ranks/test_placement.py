@@ -1,6 +1,7 @@
 """Experts that change their ranks while steps run."""
 
 import asyncio
+import logging
 import os
 import signal
 from collections.abc import Sequence
@@ -300,11 +301,13 @@ async def test_a_move_that_fails_on_one_rank_starts_all_again() -> None:
         assert close(await output_for(server, rows(3)), expected)
 
 
-async def test_changes_are_refused_while_ranks_start_again() -> None:
+async def test_changes_are_refused_while_ranks_start_again(caplog: pytest.LogCaptureFixture) -> None:
     settings = tiny_settings(ranks=2, models=[SMALL], placement={"policy": "static"})
     halves = [[0, 1, 2, 4], [3, 5, 6, 7]]
     async with serving_ranks(settings) as server, asyncio.timeout(60):
-        await change(server, action="pin", model="tiny", ranks=halves)
+        with caplog.at_level(logging.INFO, "expertd.service.ranks.balancer"):
+            await change(server, action="pin", model="tiny", ranks=halves)
+        assert caplog.messages == ["model tiny: pinned the placement, moved 2 experts"]
         os.kill(rank_processes()[0], signal.SIGKILL)
         await until(lambda: server.app.engine.why_not_ready() is not None)
         for body in ({"action": "rebalance"}, {"action": "pin", "model": "tiny", "ranks": halves[::-1]}):
