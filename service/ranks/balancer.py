@@ -181,6 +181,7 @@ class Balancer:
 def pinned(present: Placement, ranks: Sequence[Sequence[int]]) -> Placement:
     """The placement with these experts on each rank, of the size of `present`.
 
+    A rank may hold an expert twice, as plans may have it: then two shares of the expert's load are there.
     Raises PlacementRefusedError if they do not fit, or are not all of the layer's experts.
     """
     if len(ranks) != present.num_ranks:

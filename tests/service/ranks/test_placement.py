@@ -12,10 +12,15 @@ import pytest
 from numpy.typing import NDArray
 
 from expertd.service.engine.errors import DeviceLostError
-from expertd.service.moe.placement import Placement, choose_replicas
+from expertd.service.moe.placement import (
+    Placement,
+    choose_replicas,
+    contiguous_placement,
+    global_placement,
+)
 from expertd.service.moe.placement.rounds import Fetch
 from expertd.service.ranks import carrying
-from expertd.service.ranks.balancer import Balancer
+from expertd.service.ranks.balancer import Balancer, pinned
 from expertd.service.ranks.moves import Kind, MoveCommand
 from tests.service.apps import (
     MODEL,
@@ -244,6 +249,15 @@ async def test_wrong_requests_change_nothing() -> None:
             text = error_of(await server.http.post("/v1/placement", **sent), status)
             assert text.startswith(error), (body, text)
         assert await placement(server) == before
+
+
+def test_what_a_plan_has_made_can_be_pinned() -> None:
+    made = global_placement([[8.0, 8.0, 2.0]], 2, 4)
+    ranks = [made.experts_of_rank(0, rank).tolist() for rank in range(2)]
+    assert ranks == [[1, 2], [0, 0]], "as DeepSeek's rules have it: the spare replica is beside the first"
+    wanted = pinned(contiguous_placement(1, 3, 2, 4), ranks)
+    assert (wanted.physical_to_logical == made.physical_to_logical).all()
+    assert wanted.load_by_rank([[8.0, 8.0, 2.0]]).tolist() == [[10.0, 8.0]]
 
 
 async def test_servers_whose_placement_is_fixed_say_so() -> None:
