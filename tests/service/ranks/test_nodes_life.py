@@ -1,6 +1,7 @@
 """Starts and ends of nodes: drains, a front end that comes back, agents that do not fit."""
 
 import asyncio
+import logging
 import signal
 import socket
 import time
@@ -70,10 +71,12 @@ def test_an_agent_outlives_its_front_end(tmp_path: Path) -> None:
             assert set(other.ranks()).isdisjoint(ranks)
 
 
-def test_a_front_end_ends_if_a_node_does_not_come() -> None:
-    expected = r"node 1: expected an agent within 0\.5 s, got none"
+def test_a_front_end_ends_if_a_node_does_not_come(caplog: pytest.LogCaptureFixture) -> None:
+    expected = r"node 1: expected an agent within 1\.5 s, got none"
+    caplog.set_level(logging.INFO, "expertd.service.ranks.nodes")
     with pytest.raises(ValueError, match=expected):
-        load_ranks(node_settings(rendezvous_timeout_seconds=0.5), lambda: False)
+        load_ranks(node_settings(rendezvous_timeout_seconds=1.5), lambda: False)
+    assert caplog.messages.count("waiting 1.5 s for node 1") == 1
     assert rank_processes() == []
 
 
