@@ -1,6 +1,13 @@
-"""Skips GPU tests if, and only if, there is no Hopper GPU."""
+"""Skips GPU tests if, and only if, there is no Hopper GPU; keeps idle threads from using cores."""
+
+import os
 
 import pytest
+
+# Servers, ranks and callers of a test share few cores: threads of OpenMP must not keep them busy while idle.
+# Read when torch is imported, here and in every process that a test starts.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
 
 

@@ -19,6 +19,7 @@ from expertd.service.settings.loader import load_settings
 from tests.families import quiet_transformers
 from tests.paths import DEMO, ROOT
 from tests.service.processes import ServerProcess, server_process, serving
+from tests.service.waiting import wait_for
 
 needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 
@@ -70,6 +71,20 @@ def test_the_partitions_request_is_understood(server: ServerProcess) -> None:
         answer
         == '{"error": "partitions: expected a backend whose device has SMs to partition, got \'reference\'"}'
     )
+
+
+@needs_curl
+@pytest.mark.slow
+def test_two_ranks_on_a_laptop(tmp_path: Path) -> None:
+    documented = (ROOT / "docs" / "parallel.md").read_text()
+    (printed,) = re.findall(r"^```\n(expertd_rank_up.*?)^```$", documented, re.M | re.S)
+    arguments = shlex.split(block("docs/parallel.md", "sh", "--ranks 2"))
+    assert arguments[:2] == [".venv/bin/expertd", "serve"]
+    assert load_settings(ROOT / "configs" / "demo-2ranks.yaml").models == load_settings(DEMO).models
+    with serving(arguments[2:], tmp_path) as server:
+        run("bash", "-c", asking(server, block("README.md", "sh", "/infer")))
+        metrics = asking(server, block("docs/parallel.md", "sh", "expertd_rank_"))
+        wait_for(lambda: run("bash", "-c", metrics) == printed, "the step is counted", 10)
 
 
 @pytest.mark.slow

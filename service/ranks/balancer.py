@@ -46,7 +46,7 @@ class Balancer:
         self.policy: str = settings.placement.policy
         self.objective: str = settings.placement.objective
         self.is_moving = False
-        self.failures = 0  # plans that were not carried out to their end
+        self.failures = 0  # changes that had begun, and were not carried out to their end
         self._settings, self._supervisor = settings, supervisor
         self._placements, self._loads = placements, loads
         self._names = [model.name for model in settings.models]
@@ -113,7 +113,8 @@ class Balancer:
             job()
         except Exception as caught:
             error = caught
-            if not isinstance(error, SchedulerClosedError):
+            refused = isinstance(error, DeviceLostError) and not self.is_moving  # nothing had begun
+            if not refused and not isinstance(error, SchedulerClosedError):
                 self.failures += 1
                 unexpected = not isinstance(error, DeviceLostError)
                 logger.error("changing the placement failed: %s", error, exc_info=unexpected)
@@ -134,8 +135,8 @@ class Balancer:
         self._rebalance(models)
 
     def _rebalance(self, models: Sequence[int]) -> None:
-        self._pinned -= set(models)
         group = self._supervisor.group()
+        self._pinned -= set(models)
         left = self._settings.placement.max_moves
         for model in sorted(models, key=lambda model: -self._imbalance(model)):  # the worst has most moves
             old, loads = self._placements.get(model), self._loads[model].loads()[None]
@@ -152,11 +153,13 @@ class Balancer:
                 logger.info("model %s: moved %d experts, max/mean of ranks from %.3f to %.3f", *plan)
 
     def _pin(self, model: int, target: Placement) -> None:
+        group, before = self._supervisor.group(), self._carrier.moves[model]
         self.is_moving = True
         self._pinned.discard(model)  # until it is where the caller wants it
-        shape = self._settings.models[model].shape
-        self._carrier.carry_out(self._supervisor.group(), model, shape, target)
+        self._carrier.carry_out(group, model, self._settings.models[model].shape, target)
         self._pinned.add(model)
+        moves = self._carrier.moves[model] - before
+        logger.info("model %s: pinned the placement, moved %d experts", self._names[model], moves)
 
     def _imbalance(self, model: int) -> float:
         return float(self._placements.get(model).imbalance(self._loads[model].loads()[None])[0])
@@ -178,6 +181,7 @@ class Balancer:
 def pinned(present: Placement, ranks: Sequence[Sequence[int]]) -> Placement:
     """The placement with these experts on each rank, of the size of `present`.
 
+    A rank may hold an expert twice, as plans may have it: then two shares of the expert's load are there.
     Raises PlacementRefusedError if they do not fit, or are not all of the layer's experts.
     """
     if len(ranks) != present.num_ranks:

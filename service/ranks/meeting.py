@@ -54,7 +54,10 @@ def on_this_machine(port: int) -> Meeting:
 
 
 def between_nodes(settings: Settings) -> Meeting:
-    """For ranks of several nodes. Raises ValueError (name, expected, got) without a way there."""
+    """For ranks of several nodes.
+
+    Raises ValueError (name, expected, got) without a way there, and if the server is to listen there itself.
+    """
     assert settings.rendezvous is not None
     name, port = host_and_port(settings.rendezvous)
     try:
@@ -65,7 +68,20 @@ def between_nodes(settings: Settings) -> Meeting:
     except OSError as error:
         expected = "a host that this machine can reach"
         raise ValueError(f"rendezvous: expected {expected}, got {settings.rendezvous} ({error})") from error
+    if settings.node_rank == 0 and settings.uds is None and settings.port == port:
+        _check_apart(settings, host)
     return Meeting(host, port, address, _interface_of(address))
+
+
+def _check_apart(settings: Settings, host: str) -> None:
+    """Raise ValueError if the server listens at `host`, too; its port is that of the rendezvous."""
+    try:
+        found = socket.getaddrinfo(settings.host, settings.port, socket.AF_INET, socket.SOCK_STREAM)
+    except OSError:
+        return  # an IPv6 address, which the store does not use, or none: then the server says so
+    if {str(info[4][0]) for info in found} & {host, "0.0.0.0"}:
+        expected = f"another port than the server's own, {settings.host}:{settings.port}"
+        raise ValueError(f"rendezvous: expected {expected}, got {settings.rendezvous}")
 
 
 def exposure(meeting: Meeting) -> str | None:

@@ -1,5 +1,6 @@
 """The front end's view of the other nodes: their agents, which start ranks there."""
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,10 @@ from expertd.service.ranks.group import LoadFailedError
 from expertd.service.ranks.meeting import Meeting
 from expertd.service.settings.model import Settings
 
+logger = logging.getLogger(__name__)
+
 LOST_SECONDS = 3.0  # without a beat: far more than a busy machine delays one
+_ARRIVE_SECONDS = 1.0  # in which agents that are there have shown it: the log says which ones are not
 _REPORT_SECONDS = 1.0  # after an agent's report: ranks that can say more themselves have done so
 _SHARED = {"backend", "nnodes", "partitions", "models", "placement", "exact_combine"}
 
@@ -50,7 +54,7 @@ class Nodes:
         `is_first`: later they are waited for as long as it takes.
         """
         self._beats, self._seen = self._board.beats(self._num_nodes), {}
-        until = time.monotonic() + self._timeout
+        began, told = time.monotonic(), False
         while not stop():
             if refusals := self._board.refusals(self._num_nodes):
                 raise LoadFailedError(refusals[0], True)
@@ -58,7 +62,11 @@ class Nodes:
             missing = [node for node in range(1, self._num_nodes) if node not in self._seen]
             if not missing:
                 return
-            if is_first and time.monotonic() > until:
+            if not told and time.monotonic() > began + _ARRIVE_SECONDS:
+                limit = f" {self._timeout:g} s" if is_first else ""
+                logger.info("waiting%s for %s", limit, ", ".join(f"node {node}" for node in missing))
+                told = True
+            if is_first and time.monotonic() > began + self._timeout:
                 expected = f"an agent within {self._timeout:g} s"
                 raise LoadFailedError(f"node {missing[0]}: expected {expected}, got none", True)
             time.sleep(BEAT_SECONDS / 5)

@@ -33,8 +33,7 @@ def read_settings(path: Path | None, flags: Sequence[Flag] = ()) -> tuple[Settin
     """Load settings as `load_settings` does; also return the given values, which know their origins."""
     values = Values()
     of_file, others = from_file(path) if path else [], [*from_environment(), *from_flags(flags)]
-    nnodes_given = any(assignment.key == ("nnodes",) for assignment in (*of_file, *others))
-    for assignment in (*of_file, *from_torchrun(nnodes_given), *others):
+    for assignment in (*of_file, *from_torchrun(of_file, others), *others):
         values.put(assignment)
     if path is None and not values.tree.get("models") and not values.tree.get("checkpoints"):
         raise SettingsError(

@@ -198,6 +198,8 @@ class Settings(BaseSettings):
             yield f"node_rank: expected less than nnodes ({self.nnodes}), got {self.node_rank}"
         if self.nnodes > 1 and self.rendezvous is None:
             yield f"rendezvous: expected HOST:PORT with nnodes {self.nnodes}, got none"
+        if self.nnodes == 1 and self.rendezvous is not None:
+            yield f"nnodes: expected 2 or more with rendezvous {self.rendezvous}, got 1"
 
     def _wrong_ranks(self) -> Iterator[str]:
         count = self.num_ranks

@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Sequence
 from functools import partial, reduce
+from itertools import chain
 from operator import getitem
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,11 +77,19 @@ def from_environment() -> list[Assignment]:
     return sorted(assignments, key=lambda assignment: len(assignment.key))
 
 
-def from_torchrun(nnodes_given: bool) -> list[Assignment]:
-    """The settings in variables with torchrun's names, if one of them, or `nnodes_given`, asks for nodes."""
+def from_torchrun(of_file: Sequence[Assignment], others: Sequence[Assignment]) -> list[Assignment]:
+    """The settings in variables with torchrun's names, if they or another source give the number of nodes.
+
+    They override the file, and `others` override them.
+    """
     found = {name: text for name in TORCHRUN if (text := os.environ.get(name))}
-    if not nnodes_given and "NNODES" not in found:
+    counts = [[each.value for each in source if each.key == ("nnodes",)] for source in (of_file, others)]
+    counts.insert(1, [found["NNODES"]] if "NNODES" in found else [])
+    given = [*chain(*counts)]
+    if not given:
         return []  # an environment of other programs
+    if str(given[-1]) == "1":
+        found.pop("MASTER_ADDR", None)  # torchrun sets it for one node, too, which meets nobody
     return torchrun_assignments(found)
 
 

@@ -21,7 +21,7 @@ class PlacementRequest(BaseModel):
     ) = Field(
         default=None,
         description="with pin: the experts of each rank, as many as it holds; an expert may be there "
-        "several times",
+        "several times, and each time gets an equal share of its tokens",
     )
 
     @model_validator(mode="after")

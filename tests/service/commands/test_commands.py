@@ -153,6 +153,22 @@ def test_check_looks_at_the_rendezvous(config: Path, capsys: Output) -> None:
     assert check(capsys, *given)[0] == 0
 
 
+@pytest.mark.usefixtures("no_gpu")
+def test_check_refuses_a_rendezvous_where_the_server_listens(config: Path, capsys: Output) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    place = f"127.0.0.1:{port}"
+    for host in ("localhost", "127.0.0.1", "0.0.0.0"):
+        given = ("--config", config, "--host", host, "--port", str(port), "--nnodes", "2", "--rendezvous")
+        code, about = check(capsys, *given, place)
+        expected = f"another port than the server's own, {host}:{port}"
+        assert code == 2
+        assert failed(about) == {"rendezvous": f"rendezvous: expected {expected}, got {place}"}
+        assert check(capsys, *given, place, "--node-rank", "1")[0] == 0, "there is no server"
+    given = ("--config", config, "--host", "127.0.0.1", "--port", str(port), "--nnodes", "2", "--rendezvous")
+    assert check(capsys, *given, f"127.0.0.2:{port}")[0] == 0, "another address"
+
+
 def test_check_reports_a_backend_that_cannot_run(config: Path, capsys: Output) -> None:
     code, about = check(capsys, "--config", config, "--backend", "hopper")
     assert code == 2

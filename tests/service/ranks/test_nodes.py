@@ -5,12 +5,14 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from expertd.service.ranks import supervisor
 from expertd.service.ranks.loading import load_ranks
-from tests.service.apps import error_of, rows, serving, tiny_settings
+from tests.service.apps import Serving, error_of, rows, serving, tiny_settings
 from tests.service.channels.servers import claimed
 from tests.service.http.processes import alive
 from tests.service.ranks.hanging import allow_hanging, hang
@@ -70,80 +72,71 @@ def kill_a_rank_of_node_0(other: Agent) -> None:
     os.kill(rank_processes()[0], signal.SIGKILL)
 
 
-@pytest.mark.parametrize(
-    ("lose", "why"),
-    [
-        (kill_a_rank, "rank 1: its process ended by SIGKILL (node 1)"),
-        (stop_a_rank, "rank 1: its process was stopped (node 1)"),
-        (kill_a_proxy, "rank 1: its proxy's process ended by SIGKILL"),
-        (kill_a_rank_of_node_0, "rank 0: its process ended by SIGKILL"),
-    ],
-)
+def hang_a_rank(other: Agent) -> None:
+    hang(other.ranks()[0])
+
+
+def silence_the_agent(other: Agent) -> None:
+    os.kill(other.process.pid, signal.SIGSTOP)
+
+
+def let_it_speak(other: Agent) -> None:
+    os.kill(other.process.pid, signal.SIGCONT)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What is done; why the server is not ready, and when: the first and last second; what is done then.
+
+    longest  the least time of the longest answer
+    """
+
+    lose: Callable[[Agent], None]
+    why: str
+    noticed: tuple[float, float] = (0.0, 1.0)
+    longest: float = 0.0
+    undo: Callable[[Agent], None] = lambda _: None
+
+
+HANGS = "a rank hangs: expected the end of a step within 1.5 s"
+SILENT = "node 1: expected a sign of its agent within 3 s, got none"
+
+
 async def test_a_lost_rank_costs_no_request_its_answer(
-    lose: Callable[[Agent], None], why: str, tmp_path: Path
-) -> None:
-    settings = node_settings()
-    with agent(settings, tmp_path) as other:
-        async with serving_ranks(settings) as server, asyncio.timeout(60), traffic_to(server) as traffic:
-            before = [*rank_processes(), *other.ranks()]
-            began = time.perf_counter()
-            lose(other)
-            await until(lambda: server.app.engine.why_not_ready() is not None)
-            assert time.perf_counter() - began < 1.0
-            assert why in error_of(await server.http.get("/v2/health/ready"), 503)
-            await traffic.flows_again()
-            assert not any(map(alive, before)), "the whole group is new"
-        assert traffic.wrong == []
-        assert traffic.refused > 0
-        assert traffic.longest < 5.0
-
-
-async def test_a_lost_node_is_waited_for(tmp_path: Path) -> None:
-    settings = node_settings()
-    with agent(settings, tmp_path) as first:
-        async with serving_ranks(settings) as server, asyncio.timeout(60), traffic_to(server) as traffic:
-            ranks = first.ranks()
-            began = time.perf_counter()
-            first.process.kill()
-            await until(lambda: server.app.engine.why_not_ready() is not None)
-            assert time.perf_counter() - began < 1.0
-            await until(lambda: not any(map(alive, ranks)), 5)
-            with agent(settings, tmp_path, "second"):
-                await traffic.flows_again()
-        assert traffic.wrong == []
-        assert traffic.longest < 5.0
-
-
-async def test_a_node_that_is_silent_is_lost_until_it_speaks_again(tmp_path: Path) -> None:
-    settings = node_settings()
-    with agent(settings, tmp_path) as other:
-        async with serving_ranks(settings) as server, asyncio.timeout(60), traffic_to(server) as traffic:
-            began = time.perf_counter()
-            os.kill(other.process.pid, signal.SIGSTOP)
-            await until(lambda: server.app.engine.why_not_ready() is not None)
-            assert 2.5 < time.perf_counter() - began < 4.5
-            ready = await server.http.get("/v2/health/ready")
-            assert "node 1: expected a sign of its agent within 3 s, got none" in error_of(ready, 503)
-            os.kill(other.process.pid, signal.SIGCONT)
-            await traffic.flows_again()
-        assert traffic.wrong == []
-        assert traffic.longest < 5.0
-
-
-async def test_a_rank_that_hangs_on_another_node_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One loss after another, each of ranks that have come back from the one before."""
+    monkeypatch.setattr(supervisor, "_LAST_PAUSE", 0.2)  # so many losses in a row would be waited for
     allow_hanging(tmp_path, monkeypatch)
     settings = node_settings(step_timeout_seconds=1.5)
     with agent(settings, tmp_path) as other:
-        async with serving_ranks(settings) as server, asyncio.timeout(60), traffic_to(server) as traffic:
-            ranks = other.ranks()
-            hang(ranks[0])
-            await until(lambda: server.app.engine.why_not_ready() is not None, 5)
-            await traffic.flows_again()
-            assert not any(map(alive, ranks))
-        assert traffic.wrong == []
-        assert 1.5 <= traffic.longest < 5.0
+        async with serving_ranks(settings) as server, asyncio.timeout(120):
+            for loss in (
+                Loss(kill_a_rank, "rank 1: its process ended by SIGKILL (node 1)"),
+                Loss(stop_a_rank, "rank 1: its process was stopped (node 1)"),
+                Loss(kill_a_proxy, "rank 1: its proxy's process ended by SIGKILL"),
+                Loss(kill_a_rank_of_node_0, "rank 0: its process ended by SIGKILL"),
+                Loss(hang_a_rank, HANGS, noticed=(0.0, 5.0), longest=1.5),
+                Loss(silence_the_agent, SILENT, noticed=(2.5, 4.5), undo=let_it_speak),
+            ):
+                await check_loss(server, other, loss)
+
+
+async def check_loss(server: Serving, other: Agent, loss: Loss) -> None:
+    """Under traffic: the server says why it is not ready, all ranks are replaced, and nothing is wrong."""
+    async with traffic_to(server) as traffic:
+        before = [*rank_processes(), *other.ranks()]
+        began = time.perf_counter()
+        loss.lose(other)
+        await until(lambda: server.app.engine.why_not_ready() is not None)
+        assert loss.noticed[0] <= time.perf_counter() - began < loss.noticed[1], loss.why
+        assert loss.why in error_of(await server.http.get("/v2/health/ready"), 503)
+        loss.undo(other)
+        await traffic.flows_again()
+        assert not any(map(alive, before)), "the whole group is new"
+    assert traffic.wrong == [], loss.why
+    assert traffic.refused > 0, loss.why
+    assert loss.longest <= traffic.longest < 5.0, loss.why
 
 
 async def test_a_rank_that_ends_before_it_says_anything_is_reported(

@@ -1,8 +1,10 @@
 """Starts and ends of nodes: drains, a front end that comes back, agents that do not fit."""
 
 import asyncio
+import logging
 import signal
 import socket
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from tests.service.http.processes import GOOD, alive, asked, connected
 from tests.service.processes import server_process
 from tests.service.ranks.nodes import agent, node_settings
 from tests.service.ranks.servers import rank_processes, serving_ranks
+from tests.service.ranks.traffic import traffic_to
 from tests.service.sockets import connect
 from tests.service.waiting import until, wait_for
 
@@ -68,10 +71,12 @@ def test_an_agent_outlives_its_front_end(tmp_path: Path) -> None:
             assert set(other.ranks()).isdisjoint(ranks)
 
 
-def test_a_front_end_ends_if_a_node_does_not_come() -> None:
-    expected = r"node 1: expected an agent within 0\.5 s, got none"
+def test_a_front_end_ends_if_a_node_does_not_come(caplog: pytest.LogCaptureFixture) -> None:
+    expected = r"node 1: expected an agent within 1\.5 s, got none"
+    caplog.set_level(logging.INFO, "expertd.service.ranks.nodes")
     with pytest.raises(ValueError, match=expected):
-        load_ranks(node_settings(rendezvous_timeout_seconds=0.5), lambda: False)
+        load_ranks(node_settings(rendezvous_timeout_seconds=1.5), lambda: False)
+    assert caplog.messages.count("waiting 1.5 s for node 1") == 1
     assert rank_processes() == []
 
 
@@ -86,29 +91,30 @@ def test_a_node_with_other_settings_is_refused(tmp_path: Path) -> None:
         assert refused in other.log()
 
 
-async def test_an_agent_that_fits_may_follow_one_that_does_not(tmp_path: Path) -> None:
+async def test_a_lost_node_is_waited_for_and_agents_follow_one_another(tmp_path: Path) -> None:
+    """One takes the place of another; one that does not fit is refused; one that fits may follow it."""
     settings = node_settings()
     differs = settings.model_validate({**settings.model_dump(), "models": [{**MODEL, "num_experts": 8}]})
     with agent(settings, tmp_path, "first") as first:
-        async with serving_ranks(settings) as server, asyncio.timeout(60):
-            first.kill()
-            await until(lambda: server.app.engine.why_not_ready() is not None)
-            with agent(differs, tmp_path, "wrong") as wrong:
-                assert await asyncio.to_thread(wrong.process.wait, 20) == 2
-            with agent(settings, tmp_path, "right"):
-                await until(lambda: server.app.engine.why_not_ready() is None, 30)
-
-
-async def test_a_second_agent_takes_the_place_of_the_first(tmp_path: Path) -> None:
-    settings = node_settings()
-    with agent(settings, tmp_path, "first") as first:
-        async with serving_ranks(settings) as server, asyncio.timeout(60):
+        async with serving_ranks(settings) as server, asyncio.timeout(120), traffic_to(server) as traffic:
             with agent(settings, tmp_path, "second") as second:
                 assert await asyncio.to_thread(first.process.wait, 20) == 2
                 assert "node 1: expected one agent, got another one" in first.log()
                 await until(
                     lambda: server.app.engine.why_not_ready() is None and len(second.ranks()) == 1, 30
                 )
+                ranks = second.ranks()
+                began = time.perf_counter()
+                second.process.kill()
+                await until(lambda: server.app.engine.why_not_ready() is not None)
+                assert time.perf_counter() - began < 1.0
+                await until(lambda: not any(map(alive, ranks)), 5)
+            with agent(differs, tmp_path, "wrong") as wrong:
+                assert await asyncio.to_thread(wrong.process.wait, 20) == 2
+            with agent(settings, tmp_path, "right"):
+                await traffic.flows_again()
+        assert traffic.wrong == []
+        assert traffic.longest < 5.0
 
 
 def test_a_port_that_is_taken_is_reported() -> None:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from tests.service.ranks.nodes import agent, node_settings
+from tests.service.ranks.placing import ONE_EACH, SMALL, Traffic, change, held, routed, uniform
 from tests.service.ranks.servers import serving_ranks
-from tests.service.ranks.test_placement import ONE_EACH, SMALL, Traffic, change, held, routed, uniform
 
 
 @pytest.mark.slow

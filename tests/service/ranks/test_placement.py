@@ -1,76 +1,30 @@
-"""Experts that change their ranks while steps run."""
+"""The calls and policies of placements: balanced by measured loads, pinned by callers, refused if wrong."""
 
 import asyncio
-import os
-import signal
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
-from expertd.service.engine.errors import DeviceLostError
-from expertd.service.moe.placement import Placement, choose_replicas
-from expertd.service.moe.placement.rounds import Fetch
-from expertd.service.ranks import carrying
-from expertd.service.ranks.balancer import Balancer
-from expertd.service.ranks.moves import Kind, MoveCommand
-from tests.service.apps import (
-    MODEL,
-    Serving,
-    binary_request,
-    error_of,
-    output_of,
-    rows,
-    serving,
-    tiny_settings,
+from expertd.service.moe.placement import contiguous_placement, global_placement
+from expertd.service.ranks.balancer import pinned
+from tests.service.apps import error_of, output_of, rows, serving, tiny_settings
+from tests.service.ranks.placing import (
+    LIMITS,
+    MANY,
+    ONE_EACH,
+    SMALL,
+    STATIC,
+    change,
+    held,
+    placement,
+    routed,
+    skewed,
+    uniform,
 )
-from tests.service.ranks.servers import close, output_for, rank_processes, serving_ranks
+from tests.service.ranks.servers import close, output_for, serving_ranks
 from tests.service.waiting import until
 
 pytestmark = pytest.mark.slow  # each server starts processes
-
-EXPERTS = 64
-TOP_K = 4
-MANY = {**MODEL, "num_experts": EXPERTS, "top_k": TOP_K}
-STATIC = {"policy": "static", "replicas": 8}
-LIMITS = {"max_request_tokens": 1024, "max_batch_tokens": 2048, "max_queue_tokens": 1 << 16}
-
-
-def skewed(num_tokens: int, seed: int, exponent: float = 1.0) -> NDArray[np.int32]:
-    """Distinct experts of each token, expert e with a weight of 1 / (e + 1) ** exponent."""
-    random = np.random.default_rng(seed)
-    popularity = -exponent * np.log(np.arange(1, EXPERTS + 1))
-    keys = popularity + random.gumbel(size=(num_tokens, EXPERTS))
-    return np.argsort(-keys, axis=1)[:, :TOP_K].astype(np.int32)
-
-
-def routed(ids: NDArray[np.int32], seed: int = 0) -> tuple[bytes, int]:
-    """An infer request with this routing."""
-    values, weights = rows(len(ids), seed), np.random.default_rng(seed).random(ids.shape, np.float32)
-    tensors = {
-        "hidden_states": ("FP32", list(values.shape), values.tobytes()),
-        "topk_ids": ("INT32", list(ids.shape), ids.tobytes()),
-        "topk_weights": ("FP32", list(weights.shape), weights.tobytes()),
-    }
-    return binary_request(tensors, parameters={"binary_data_output": True})
-
-
-async def placement(server: Serving) -> Any:
-    response = await server.http.get("/v1/placement")
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
-async def change(server: Serving, **body: Any) -> Any:
-    response = await server.http.post("/v1/placement", json=body, timeout=60)
-    assert response.status_code == 200, response.text
-    return response.json()["models"]["tiny"]
-
-
-def held(layer: Any) -> list[list[int]]:
-    return [sorted(rank["experts"]) for rank in layer["ranks"]]
 
 
 async def test_skewed_routing_is_balanced() -> None:
@@ -85,72 +39,6 @@ async def test_skewed_routing_is_balanced() -> None:
         assert after["last_plan"]["before"] == pytest.approx(before["max_over_mean"])
         assert after["last_plan"]["after"] == pytest.approx(after["max_over_mean"])  # summed in another order
         assert after["moves"] >= after["last_plan"]["moves"] > 0
-
-
-SMALL = {**MODEL, "num_experts": 8, "top_k": 4, "num_shared_experts": 1}
-# One request is one step: on any CPU, a row has the same bits in GEMMs of the same height.
-ONE_EACH = {"max_request_tokens": 256, "max_batch_tokens": 256, "max_queue_tokens": 1 << 16}
-
-
-class Traffic:
-    """Callers that ask again at once; `wrong` has what they should not have been told."""
-
-    def __init__(self, server: Serving, bodies: Sequence[tuple[bytes, int]]) -> None:
-        self._server, self._bodies = server, bodies
-        self.right = self.refused = 0
-        self.wrong: list[str] = []
-        self._expected: list[NDArray[np.float32]] = []
-        self._tasks: list[asyncio.Task[None]] = []
-        self._stopped = False
-
-    async def __aenter__(self) -> "Traffic":
-        self._expected = [output_of(await self._server.infer(*body)) for body in self._bodies]
-        self._tasks = [asyncio.create_task(self._call(number)) for number in range(len(self._bodies))]
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._stopped = True
-        await asyncio.gather(*self._tasks)
-
-    async def more(self, count: int = 20) -> None:
-        """Wait for some more right answers."""
-        wanted = self.right + count
-        await until(lambda: self.right >= wanted or bool(self.wrong), 30)
-
-    async def _call(self, number: int) -> None:
-        while not self._stopped:
-            response = await self._server.infer(*self._bodies[number])
-            if response.status_code == 503 and response.headers["retry-after"] == "1":
-                self.refused += 1
-                await asyncio.sleep(0.01)
-            elif response.status_code != 200:
-                self.wrong.append(f"{response.status_code}: {response.text[:200]!r}")
-            elif np.array_equal(output_of(response), self._expected[number]):
-                self.right += 1
-            else:
-                self.wrong.append(f"other bits in {number}")
-
-
-def uniform(num_tokens: int, seed: int) -> NDArray[np.int32]:
-    """4 of 8 experts for each token."""
-    random = np.random.default_rng(seed).random((num_tokens, 8))
-    return np.argsort(random, axis=1)[:, :4].astype(np.int32)
-
-
-async def test_answers_keep_their_bits_across_changes_under_traffic() -> None:
-    settings = tiny_settings(ONE_EACH, ranks=2, models=[SMALL], placement={"policy": "static"})
-    async with serving_ranks(settings) as server, asyncio.timeout(60):
-        async with Traffic(server, [routed(uniform(256, seed), seed) for seed in range(3)]) as traffic:
-            for seed in range(6):
-                ranks = np.random.default_rng(seed).permutation(8).reshape(2, 4).tolist()
-                layer = await change(server, action="pin", model="tiny", ranks=ranks)
-                assert held(layer) == [sorted(rank) for rank in ranks]
-                assert layer["pinned"]
-                await traffic.more()
-        assert traffic.wrong == []
-        assert traffic.refused == 0
-        assert layer["moves"] > 0
-        assert server.metric("step_failures_total", model="tiny") == 0
 
 
 @pytest.mark.parametrize("objective", ["tokens", "activated"])
@@ -245,6 +133,15 @@ async def test_wrong_requests_change_nothing() -> None:
         assert await placement(server) == before
 
 
+def test_what_a_plan_has_made_can_be_pinned() -> None:
+    made = global_placement([[8.0, 8.0, 2.0]], 2, 4)
+    ranks = [made.experts_of_rank(0, rank).tolist() for rank in range(2)]
+    assert ranks == [[1, 2], [0, 0]], "as DeepSeek's rules have it: the spare replica is beside the first"
+    wanted = pinned(contiguous_placement(1, 3, 2, 4), ranks)
+    assert (wanted.physical_to_logical == made.physical_to_logical).all()
+    assert wanted.load_by_rank([[8.0, 8.0, 2.0]]).tolist() == [[10.0, 8.0]]
+
+
 async def test_servers_whose_placement_is_fixed_say_so() -> None:
     expected = "placement: expected several ranks, and the setting placement.policy, got "
     async with serving(tiny_settings()) as one, serving_ranks(tiny_settings(ranks=2)) as two:
@@ -252,64 +149,3 @@ async def test_servers_whose_placement_is_fixed_say_so() -> None:
             assert error_of(await server.http.get("/v1/placement"), 409) == expected + got
             response = await server.http.post("/v1/placement", json={"action": "rebalance"})
             assert error_of(response, 409) == expected + got
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-async def test_a_rank_that_is_killed_during_a_move(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is lost or wrong, and the ranks come back with the placement that the server shows."""
-    monkeypatch.setattr(carrying.SliceSize, "note", lambda *_: None)
-    monkeypatch.setattr(carrying, "_FIRST_BYTES", 1024)  # so that there is time to kill
-    settings = tiny_settings(ONE_EACH, ranks=2, models=[{**SMALL, "num_experts": EXPERTS}], placement=STATIC)
-    backwards = [[*range(63, 31, -1), *range(4)], [*range(31, -1, -1), *range(4)]]
-    pin = {"action": "pin", "model": "tiny", "ranks": backwards}
-    async with serving_ranks(settings) as server, asyncio.timeout(60):
-        ids = skewed(256, 0)
-        async with Traffic(server, [routed(ids)]) as traffic:
-            moving = asyncio.create_task(server.http.post("/v1/placement", json=pin))
-            await until(lambda: server.metric("placement_moves_total", model="tiny") > 4)
-            assert (await placement(server))["moving"]
-            os.kill(rank_processes()[rank], signal.SIGKILL)
-            assert "its process ended by SIGKILL" in error_of(await moving, 503)
-            assert (await moving).headers["retry-after"] == "1"
-            await until(lambda: server.app.engine.why_not_ready() is None, 30)
-            await traffic.more()
-        assert traffic.wrong == []
-        assert server.metric("placement_failures_total") == 1
-        shown = (await placement(server))["models"]["tiny"]
-        assert 4 < shown["moves"] < 64
-        assert held(shown) != [sorted(experts) for experts in backwards]
-        await check_tokens_of_ranks(server, ids, shown)
-        monkeypatch.undo()
-        layer = await change(server, **pin)
-        assert held(layer) == [sorted(experts) for experts in backwards]
-        await check_tokens_of_ranks(server, ids, layer)
-
-
-async def test_a_move_that_fails_on_one_rank_starts_all_again() -> None:
-    settings = tiny_settings(ranks=2, models=[SMALL], placement={"policy": "static"})
-    async with serving_ranks(settings) as server, asyncio.timeout(60):
-        expected = await output_for(server, rows(3))
-        assert server.app.engine.loaded is not None
-        balancer = server.app.engine.loaded.placements
-        assert isinstance(balancer, Balancer)
-        wrong = MoveCommand(9, 0, Kind.PREPARE, [Fetch(0, 1, 1)], start=7)  # there is no matrix 7
-        with pytest.raises(DeviceLostError, match="rank 0: moving experts failed: "):
-            await asyncio.to_thread(balancer._supervisor.group().move, 9, wrong.packed())
-        await until(lambda: server.app.engine.why_not_ready() is not None)
-        await until(lambda: server.app.engine.why_not_ready() is None, 30)
-        assert close(await output_for(server, rows(3)), expected)
-
-
-async def check_tokens_of_ranks(server: Serving, ids: NDArray[np.int32], layer: Any) -> None:
-    """The ranks compute what they should by the placement that the server shows."""
-
-    def counts() -> list[float]:
-        return [server.metric("rank_expert_tokens_total", rank=rank) for rank in "01"]
-
-    experts = [expert for rank in layer["ranks"] for expert in rank["experts"]]
-    placed = Placement(np.array([experts]), EXPERTS, 2)
-    chosen = choose_replicas(placed, 0, ids, np.arange(len(ids)))
-    expected = np.bincount(placed.rank_of_slot()[chosen].ravel(), minlength=2)
-    before = counts()
-    output_of(await server.infer(*routed(ids)))
-    assert (np.array(counts()) - before).tolist() == expected.tolist()

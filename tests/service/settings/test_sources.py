@@ -6,8 +6,8 @@ import pytest
 
 from expertd.service.settings.loader import Flag, SettingsError, load_settings, read_settings
 from expertd.service.settings.served import CheckpointSettings
+from tests.service.settings.refusals import MODEL
 
-MODEL = "{name: m, hidden_size: 256, intermediate_size: 128, num_experts: 4, top_k: 2}"
 JSON_MODEL = (
     '{"name": "m", "hidden_size": 256, "intermediate_size": 128, "num_experts": 4,\t"top_k": 2, '
     '"datatype": "%s"}'
@@ -113,6 +113,9 @@ TORCHRUN = {"NNODES": "3", "GROUP_RANK": "1", "MASTER_ADDR": "node-0", "MASTER_P
         ),
         ({**TORCHRUN, "NNODES": ""}, [Flag("--nnodes", "nnodes", "2")], (2, 1, "node-0:29500")),
         ({**TORCHRUN, "NNODES": ""}, [], (1, 0, None)),
+        ({**TORCHRUN, "NNODES": "1", "GROUP_RANK": "0"}, [], (1, 0, None)),
+        ({**TORCHRUN, "NNODES": "1"}, [Flag("--nnodes", "nnodes", "2")], (2, 1, "node-0:29500")),
+        ({**TORCHRUN, "GROUP_RANK": "0"}, [Flag("--nnodes", "nnodes", "1")], (1, 0, None)),
     ],
 )
 def test_torchruns_variables_are_settings_if_nodes_are_asked_for(
