@@ -58,7 +58,7 @@ class LayerRunner:
         if not self._on_gpu:
             with torch.inference_mode():
                 return DoneStep(self._on_host.run(Batch(requests)))
-        with self._stream():
+        with self.on_stream():
             if len(requests) == 1 and (step := self._again(requests[0])):
                 return step
             batch = Batch(requests)
@@ -75,12 +75,12 @@ class LayerRunner:
         """
         if self._graphs is None or not self._graphs.has(padded, routed):
             return None
-        with self._stream():
+        with self.on_stream():
             return self._graphs.begin(Batch(requests), padded, routed)
 
     def launch(self, requests: Sequence[LayerRequest]) -> RunningStep:
         """`begin` launch by launch, as all ranks of the layer do."""
-        with self._stream(), torch.inference_mode():
+        with self.on_stream(), torch.inference_mode():
             stream = torch.cuda.current_stream(self._device)
             return self._on_device.begin(Batch(requests), stream, self._num_sms())
 
@@ -111,7 +111,8 @@ class LayerRunner:
             return None
         return self._graphs.again(request) or self._on_device.again(request)
 
-    def _stream(self) -> AbstractContextManager[object]:
+    def on_stream(self) -> AbstractContextManager[object]:
+        """Makes the stream of this layer's steps the current one."""
         if self._partitions is None or self._partition is None:
             return nullcontext()
         return torch.cuda.stream(self._partitions.stream(self._partition))

@@ -121,7 +121,11 @@ class RankPart:
             self._placed.append(layer.placed)
             return layer
         memory = self._memory(model, device)
-        symmetric = SymmetricLayer(model.shape, weights, backend, memory, routing=model.routing.rule)
+        symmetric = SymmetricLayer(
+            model.shape, weights, backend, memory,
+            routing=model.routing.rule, physical=self._placements.physical(model),
+        )  # fmt: skip
+        self._placed.append(symmetric.placed)
         self._symmetric[model.name] = symmetric
         dist.barrier()  # a launch does not wait for a rank that is still loading
         return symmetric
@@ -142,7 +146,6 @@ class RankPart:
         setup, (model, _) = self._setup, self._models[command.model]
         sizes = model.hidden_size, model.top_k
         try:
-            self._placements.begin_step(command)
             requests = requests_of(command.requests, *setup.share, *sizes, self._regions.span)
             step = self._step(command, requests, rings)
         except Exception as error:
@@ -159,6 +162,7 @@ class RankPart:
         model, runner = self._models[command.model]
         layer = self._symmetric.get(model.name)
         if layer is None:
+            self._placements.begin_step(command)
             return runner.begin(requests)
         assert isinstance(runner, LayerRunner)
         num_ranks = self._setup.num_ranks
@@ -168,6 +172,8 @@ class RankPart:
         if graph is not None or self._replays:
             while self._running:  # all graphs use the same memory
                 self._finish(rings)
+        with runner.on_stream():
+            self._placements.begin_step(command)
         if graph is not None and (step := runner.replay([r for r in requests if r.num_tokens], *graph)):
             self._replays = True
             return step

@@ -114,7 +114,8 @@ class Settings(BaseSettings):
     exact_combine: bool | None = Field(
         default=None,
         description="whether ranks send back a row for each expert, not one for each token: the bits of one "
-        "rank, whatever the placement, for up to `top_k` times the bytes; null: with `placement.policy`",
+        "rank, whatever the placement, for up to `top_k` times the bytes; null: with `placement.policy`, but "
+        "not on GPUs",
     )
     partitions: dict[str, int] = Field(default={}, description="number of SMs of each SM partition, by name")
     limits: Limits = Field(default=Limits(), description="limits on requests, steps and queues")
@@ -234,8 +235,8 @@ class Settings(BaseSettings):
         if policy is None and replicas:
             yield f"placement.replicas: expected 0 without placement.policy, got {replicas}"
             return
-        if self.devices is not None and policy is not None:
-            yield f"placement.policy: expected null with devices, got {policy!r}"
+        if self.devices is not None and self.nnodes > 1 and policy is not None:
+            yield f"placement.policy: expected null with GPUs of several nodes, got {policy!r}"
         if self.devices is not None and self.exact_combine:
             yield "exact_combine: expected false with devices, got true"
         if num_ranks == 1 and policy is not None:
@@ -250,7 +251,9 @@ class Settings(BaseSettings):
     @property
     def combines_exactly(self) -> bool:
         """`exact_combine`, or its default."""
-        return self.placement.policy is not None if self.exact_combine is None else self.exact_combine
+        if self.exact_combine is None:
+            return self.placement.policy is not None and self.devices is None
+        return self.exact_combine
 
     @property
     def buffered_bytes(self) -> int:

@@ -8,22 +8,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from expertd.kernels import Backend, Quantized, RankMemory, RankTokens, Routing, fused_experts
+from expertd.kernels import Backend, RankMemory, RankTokens, Routing, fused_experts
 from expertd.layout import Layout
 from expertd.service.moe.layer import MoELayer
+from expertd.service.moe.parallel.placed import PlacedExperts, cut
+from expertd.service.moe.parallel.replicas import tables_of
 from expertd.service.moe.shape import LayerShape
-from expertd.service.moe.split import split_experts
 from expertd.service.moe.weights import ExpertWeights
 
 
 class SymmetricLayer:
     """One rank's side of a layer; calls are collective, and none waits on the host.
 
-    shape    of the whole layer; `split_experts` says which of its experts this rank holds
-    weights  the router, this rank's experts, then all shared experts
-    backend  one that has `parallel_experts`
-    memory   what the ranks share; layers on one stream may share it, too
-    routing  the router's rule; see `MoELayer`
+    shape     of the whole layer
+    weights   the router, this rank's physical experts, then all shared experts
+    backend   one that has `parallel_experts`
+    memory    what the ranks share; layers on one stream may share it, too
+    routing   the router's rule; see `MoELayer`
+    physical  the expert of each physical expert, as in `ParallelLayer`; None: those of `split_experts`
 
     Each rank routes its own tokens, and runs the shared experts on them. The rest is
     `Backend.parallel_experts`: each rank's sum of a token's experts is rounded to bfloat16, and these sums
@@ -44,17 +46,18 @@ class SymmetricLayer:
         memory: RankMemory,
         *,
         routing: Routing | None = None,
+        physical: Sequence[int] | None = None,
     ) -> None:
-        parts = split_experts(shape.held_experts, memory.num_ranks)
-        own = replace(shape, local_experts=parts[memory.rank])
+        tables = tables_of(shape, memory.num_ranks, physical, weights.router.device)
+        num_held = len(tables.slots_of_rank[memory.rank])
+        own = replace(shape, local_experts=range(num_held))
         self.shape, self.weights, self.backend = shape, weights, backend
         self.memory = memory
-        self._held = own.held_experts
         self._own = MoELayer(own, weights, backend, routing=routing)
-        places = torch.full((shape.num_experts,), -1, dtype=torch.int32)
-        for rank, part in enumerate(parts):
-            places[part.start : part.stop] = rank << 16 | torch.arange(len(part), dtype=torch.int32)
-        self._places = places.to(weights.router.device)
+        self._routed, self._shared_weights = cut(weights, num_held)
+        self.placed = PlacedExperts(tables, memory.rank, self._routed, self._shared_weights, backend)
+        every = range(shape.num_experts)
+        self._is_placed = physical is not None or shape.held_experts != every  # else ids are physical ones
         self._tokens: dict[tuple[int, ...], RankTokens] = {}
         self.expect_each(1)
 
@@ -62,7 +65,7 @@ class SymmetricLayer:
         """The next calls have counts[r] tokens on rank r. All ranks say the same before a call."""
         self.rank_tokens = tuple(counts)
         if self.rank_tokens not in self._tokens:
-            self._tokens[self.rank_tokens] = RankTokens.of(self.rank_tokens, self._places)
+            self._tokens[self.rank_tokens] = RankTokens.of(self.rank_tokens, self.placed.places)
 
     def expect_each(self, num_tokens: int) -> None:
         """The next calls have `num_tokens` on each rank."""
@@ -97,7 +100,9 @@ class SymmetricLayer:
         topk_ids, topk_weights = self._own.routing_of(hidden_states, topk_ids, topk_weights)
         if out is None:
             out = torch.empty_like(hidden_states, dtype=torch.float32)
-        routed, num_held = self._part(slice(0, len(self._held))), len(self._held)
+        if self._is_placed:
+            topk_ids = self.placed.choose(topk_ids)
+        routed, num_held = (self._routed.gate_up, self._routed.down), len(self.placed.slots)
         total = out if self.shape.num_shared_experts == 0 else torch.empty_like(out, dtype=torch.float32)
         self.backend.parallel_experts(
             self.memory, self._tokens[self.rank_tokens], hidden_states, topk_ids.contiguous(),
@@ -112,9 +117,10 @@ class SymmetricLayer:
 
     def tokens_per_expert(self, offsets: NDArray[np.int32]) -> NDArray[np.int32]:
         """Tokens of each expert, from the `offsets` of a call; 0 for other ranks' experts."""
-        held = self._held
+        slots = self.placed.slots
         counts = np.zeros(self.shape.num_experts, offsets.dtype)
-        counts[held.start : held.stop] = np.diff(offsets[: len(held) + 1])
+        held = self.placed.tables.physical[slots.start : slots.stop]
+        np.add.at(counts, held, np.diff(offsets[: len(held) + 1]))
         return counts
 
     def _shared(self, hidden_states: Tensor, num_sms: int | None) -> Tensor:
@@ -122,12 +128,7 @@ class SymmetricLayer:
         size = hidden_states.shape[0], self.shape.num_shared_experts
         ids = torch.arange(size[1], dtype=torch.int32, device=hidden_states.device).expand(size)
         ones = torch.ones(size, device=hidden_states.device)
-        weights = self._part(slice(len(self._held), None))
+        weights = self._shared_weights.gate_up, self._shared_weights.down
         return fused_experts(
             hidden_states, ids.contiguous(), ones, *weights, backend=self.backend, num_sms=num_sms
         )
-
-    def _part(self, groups: slice) -> tuple[Quantized, Quantized]:
-        gate_up, down = self.weights.gate_up, self.weights.down
-        first = Quantized(gate_up.data[groups], gate_up.scales[groups])
-        return first, Quantized(down.data[groups], down.scales[groups])

@@ -19,7 +19,12 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 
-LIMITS = {"max_request_tokens": 1024, "max_batch_tokens": 1024, "max_body_bytes": 1 << 23}
+LIMITS = {
+    "max_request_tokens": 1024,
+    "max_batch_tokens": 1024,
+    "max_queue_tokens": 4096,
+    "max_body_bytes": 1 << 23,
+}
 LAYER = {
     **MODEL,
     "hidden_size": 1024,

@@ -84,8 +84,8 @@ def config(tmp_path: Path) -> Path:
             r"placement\.replicas: expected at most 8, with which every rank has all experts.*, got 9",
         ),
         (
-            f"models: [{MODEL}]\ndevices: 0-1\nplacement: {{policy: static}}",
-            r"placement\.policy: expected null with devices, got 'static'",
+            f"models: [{MODEL}]\ndevices: 0\nnnodes: 2\nrendezvous: a:1\nplacement: {{policy: static}}",
+            r"placement\.policy: expected null with GPUs of several nodes, got 'static'",
         ),
         (
             f"models: [{MODEL}]\ndevices: 0-1\nexact_combine: true",

@@ -1,0 +1,39 @@
+"""Experts that change their GPUs while steps run."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from tests.service.apps import hidden_request, output_of, serving, tiny_settings
+from tests.service.ranks.placing import change, held
+from tests.service.ranks.servers import serving_ranks
+from tests.service.ranks.test_devices_gpu import LAYER, LIMITS, close, inputs
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+
+async def test_answers_stay_right_while_experts_move() -> None:
+    values = inputs()
+    async with serving(tiny_settings(LIMITS, backend="hopper", models=[LAYER])) as one:
+        expected = [output_of(await one.infer(*hidden_request(value))) for value in values]
+    settings = tiny_settings(
+        LIMITS, backend="hopper", models=[LAYER], devices="0-1", placement={"policy": "static", "replicas": 4}
+    )
+    async with serving_ranks(settings) as server, asyncio.timeout(120):
+        random = np.random.default_rng()
+        for _ in range(4):
+            experts = random.permutation(np.append(np.arange(32), random.integers(0, 32, 4)))
+            ranks = experts.reshape(2, 18).tolist()
+            moving = asyncio.create_task(change(server, action="pin", model="tiny", ranks=ranks))
+            while not moving.done():
+                for value, wanted in zip(values, expected, strict=True):
+                    assert close(output_of(await server.infer(*hidden_request(value))), wanted), len(value)
+            assert held(await moving) == [sorted(rank) for rank in ranks]
+        layer = await change(server, action="rebalance")
+        assert layer["max_over_mean"] <= 1.05
+        assert close(output_of(await server.infer(*hidden_request(values[3]))), expected[3])
