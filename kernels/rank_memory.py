@@ -53,6 +53,8 @@ class RankMemory:
     max_own_tokens  maximum tokens of a rank in one call
     max_tokens      maximum tokens of all ranks in one call
     timeout         seconds that a launch waits for another rank before it gives up (see `late_rank`)
+    exact           ranks return each expert's row, not one sum for each token: the bits of one GPU, for up to
+                    top_k times the bytes
 
     Raises ValueError (name, expected, got).
     """
@@ -66,6 +68,7 @@ class RankMemory:
         hidden_size: int,
         top_k: int,
         timeout: float,
+        exact: bool = False,
     ) -> None:
         import torch.distributed._symmetric_memory as symmetric_memory
 
@@ -73,14 +76,14 @@ class RankMemory:
         if num_ranks > MAX_RANKS:
             raise ValueError(f"group size: expected at most {MAX_RANKS}, got {num_ranks}")
         self.num_ranks, self.rank = num_ranks, group.rank()
-        self.max_own_tokens, self.max_tokens = max_own_tokens, max_tokens
+        self.max_own_tokens, self.max_tokens, self.exact = max_own_tokens, max_tokens, exact
         scale_columns = hidden_size // SCALE_BLOCK
         sizes = (
             _COUNTER_BYTES,
             max_tokens * top_k * 8,
             max_tokens * hidden_size,
             max_tokens * scale_columns * 4,
-            num_ranks * max_own_tokens * hidden_size * 2,
+            (top_k if exact else num_ranks) * max_own_tokens * hidden_size * 2,
         )
         starts = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
         self._bytes = symmetric_memory.empty(starts[-1], dtype=torch.uint8, device=device)

@@ -134,7 +134,8 @@ class Backend(ABC):
         hidden_states  [t, H], this rank's tokens; t may be 0, and as `tokens` says
         topk_ids       int32 [t, top_k]: experts of all ranks, as in `tokens.places`; others name none
         gate_up, down  this rank's experts
-        out            [t, H]: each rank's sum rounded to bf16, and these added in fp32, in the order of ranks
+        out            [t, H]: each rank's sum rounded to bf16, and these added in fp32 in the order of ranks,
+                       or as by `experts` with `memory.exact`
         num_sms        the same on all ranks, at least 2
         offsets        int32 [G + 1] over this rank's experts, of all ranks' tokens
 

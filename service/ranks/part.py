@@ -139,7 +139,8 @@ class RankPart:
             most = len(part_of(self._setup.settings.limits.max_batch_tokens, 0, num_ranks))
             most = max(most, TOKEN_COUNTS[-1])  # graphs pad steps
             sizes = most, num_ranks * most, model.hidden_size, model.top_k
-            self._memories[key] = RankMemory(dist.group.WORLD, device, *sizes, _DEVICE_SECONDS)
+            exact = self._setup.settings.combines_exactly
+            self._memories[key] = RankMemory(dist.group.WORLD, device, *sizes, _DEVICE_SECONDS, exact)
         return self._memories[key]
 
     def _begin(self, command: StepCommand, rings: Rings) -> None:

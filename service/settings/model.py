@@ -114,8 +114,7 @@ class Settings(BaseSettings):
     exact_combine: bool | None = Field(
         default=None,
         description="whether ranks send back a row for each expert, not one for each token: the bits of one "
-        "rank, whatever the placement, for up to `top_k` times the bytes; null: with `placement.policy`, but "
-        "not on GPUs",
+        "rank, whatever the placement, for up to `top_k` times the bytes; null: with `placement.policy`",
     )
     partitions: dict[str, int] = Field(default={}, description="number of SMs of each SM partition, by name")
     limits: Limits = Field(default=Limits(), description="limits on requests, steps and queues")
@@ -237,8 +236,6 @@ class Settings(BaseSettings):
             return
         if self.devices is not None and self.nnodes > 1 and policy is not None:
             yield f"placement.policy: expected null with GPUs of several nodes, got {policy!r}"
-        if self.devices is not None and self.exact_combine:
-            yield "exact_combine: expected false with devices, got true"
         if num_ranks == 1 and policy is not None:
             yield f"placement.policy: expected null with one rank, got {policy!r}"
             return
@@ -251,9 +248,7 @@ class Settings(BaseSettings):
     @property
     def combines_exactly(self) -> bool:
         """`exact_combine`, or its default."""
-        if self.exact_combine is None:
-            return self.placement.policy is not None and self.devices is None
-        return self.exact_combine
+        return self.placement.policy is not None if self.exact_combine is None else self.exact_combine
 
     @property
     def buffered_bytes(self) -> int:

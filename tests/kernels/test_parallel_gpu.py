@@ -1,5 +1,6 @@
 """Experts spread over two GPUs, or two processes of one, against one process that has them all."""
 
+import itertools
 import os
 import socket
 from collections.abc import Sequence
@@ -72,10 +73,13 @@ def run(rank: int, port: int, seed: int) -> None:
     own_down = Quantized(down.data[held].contiguous(), down.scales[held].contiguous())
     places = torch.tensor([(e * RANKS // E) << 16 | e % (E // RANKS) for e in range(E)], dtype=torch.int32)
     assert dist.group.WORLD is not None
-    memory = RankMemory(dist.group.WORLD, device, MOST, RANKS * MOST, H, TOP_K, timeout=10.0)
+    memories = [
+        RankMemory(dist.group.WORLD, device, MOST, RANKS * MOST, H, TOP_K, timeout=10.0, exact=exact)
+        for exact in (False, True)
+    ]
     kernels = Kernels()
     layer = Layer(kernels, GroupedGemm(kernels, choose))
-    for counts, kind in CALLS:
+    for (counts, kind), memory in itertools.product(CALLS, memories):
         num_tokens = sum(counts)
         hidden_states = torch.randn(num_tokens, H, generator=generator).to(torch.bfloat16).to(device)
         ids, weights = (tensor.to(device) for tensor in routing(num_tokens, kind, generator))
@@ -94,7 +98,9 @@ def run(rank: int, port: int, seed: int) -> None:
         assert memory.late_rank is None
         for out in outs:
             assert torch.equal(out, outs[0]), (counts, kind, "the same bits in every run")
-        if counts[rank]:
+        if memory.exact:
+            assert torch.equal(outs[0], expected[own]), (counts, kind, "the bits of one GPU")
+        elif counts[rank]:
             # Each rank's sum is rounded to bf16: half of 2^-8 of the largest, for each of two ranks.
             bound = 2**-8 * expected[own].abs().amax() * 2
             difference = (outs[0] - expected[own]).abs().amax()

@@ -1,19 +1,25 @@
 """Launches csrc/combine_rows.cu: sums go back to the ranks of their tokens, and are added up there."""
 
+import functools
+from collections.abc import Mapping
+
 import numpy as np
+import torch
 from torch import Tensor
 
-from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, variants_by_dtype
+from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, Variant, variants_by_dtype
 from expertd.kernels.backends.hopper.rank_grids import ctas, place_bytes
 from expertd.kernels.rank_memory import RankMemory, RankTokens
 
-_CTAS = 4  # per SM at most: as many as run at once
 _BY_DTYPE = variants_by_dtype("combine_rows", 256, place_bytes)
+_CTAS = 4  # per SM at most: as many as run at once
 
 VARIANTS = tuple(_BY_DTYPE.values())
 
 
-def combine_rows(
+def combine(
+    by_dtype: Mapping[torch.dtype, Variant],
+    per_sm: int,
     kernels: Kernels,
     on: OnStream,
     memory: RankMemory,
@@ -29,10 +35,13 @@ def combine_rows(
 
     topk_ids int32, topk_weights fp32 [t, top_k]; rows bf16 [R, N]; inverse [T, top_k] of all ranks' tokens.
     """
-    top_k, n, places, most = inverse.shape[1], rows.shape[1], tokens.places, max(tokens.counts)
-    num_ctas = ctas(on, num_sms, _CTAS, tokens.counts, n)
+    top_k, n, places = inverse.shape[1], rows.shape[1], tokens.places
+    num_ctas = ctas(on, num_sms, per_sm, tokens.counts, n)
     kernels.launch(
-        on, _BY_DTYPE[out.dtype], Grid(num_ctas, 1, place_bytes(places.numel())),
+        on, by_dtype[out.dtype], Grid(num_ctas, 1, place_bytes(places.numel())),
         memory.ranks, tokens.first_tokens, places, np.int32(places.numel()), topk_ids, topk_weights,
-        rows, inverse, np.int32(most), np.int32(top_k), np.int32(n), out,
+        rows, inverse, np.int32(max(tokens.counts)), np.int32(top_k), np.int32(n), out,
     )  # fmt: skip
+
+
+combine_rows = functools.partial(combine, _BY_DTYPE, _CTAS)

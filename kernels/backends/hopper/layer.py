@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from expertd.kernels.backends.hopper.combine_rows import combine_rows
+from expertd.kernels.backends.hopper.combine_slots import combine_slots
 from expertd.kernels.backends.hopper.compute_permutation import (
     Placement,
     compute_permutation,
@@ -91,7 +92,8 @@ class Layer:
         """As `experts`, with the experts of all ranks: each rank of `memory` calls it with its own tokens.
 
         gate_up and down have this rank's experts. Five launches. A token's sum on each rank is rounded to
-        bf16, and those are added up in fp32 in the order of ranks.
+        bf16, and those are added up in fp32 in the order of ranks; with `memory.exact` the result has the bits
+        of `experts`.
         """
         kernels, num_groups = self._kernels, down.data.shape[0]
         placement = permutation_of_ranks(
@@ -101,7 +103,8 @@ class Layer:
         a = dispatch_rows(kernels, on, memory, tokens, hidden_states, topk_ids, inverse, num_sms)
         expected_m = inverse.numel() / tokens.places.numel()
         rows = self._multiply(on, a, placement, gate_up, down, activation, expected_m, num_sms)
-        combine_rows(kernels, on, memory, tokens, topk_ids, topk_weights, rows, inverse, out, num_sms)
+        combine = combine_slots if memory.exact else combine_rows
+        combine(kernels, on, memory, tokens, topk_ids, topk_weights, rows, inverse, out, num_sms)
 
     def _multiply(
         self,

@@ -2,6 +2,7 @@
 
 from expertd.kernels.backends.hopper import (
     combine_rows,
+    combine_slots,
     compute_permutation,
     dispatch_rows,
     gather_rows,
@@ -25,4 +26,5 @@ VARIANTS = (
     scatter_rows.VARIANT,
     *dispatch_rows.VARIANTS,
     *combine_rows.VARIANTS,
+    *combine_slots.VARIANTS,
 )

@@ -30,7 +30,7 @@ class SymmetricLayer:
     Each rank routes its own tokens, and runs the shared experts on them. The rest is
     `Backend.parallel_experts`: each rank's sum of a token's experts is rounded to bfloat16, and these sums
     are added up in float32 in the order of ranks. The bits do not depend on which rank has a token, nor on
-    other tokens.
+    other tokens; with `memory.exact` they are those of one GPU, wherever the experts are.
 
     Raises ValueError if weights and shape do not match, or if there are more ranks than experts.
     """
@@ -110,8 +110,8 @@ class SymmetricLayer:
             None if offsets is None else offsets[: num_held + 1],
         )  # fmt: skip
         if total is not out:
-            if num_tokens > 0:
-                total += self._shared(hidden_states, num_sms)
+            for expert in range(self.shape.num_shared_experts if num_tokens > 0 else 0):
+                total += self._shared(hidden_states, expert, num_sms)
             out.copy_(total)
         return out
 
@@ -123,12 +123,10 @@ class SymmetricLayer:
         np.add.at(counts, held, np.diff(offsets[: len(held) + 1]))
         return counts
 
-    def _shared(self, hidden_states: Tensor, num_sms: int | None) -> Tensor:
-        """fp32 [T, H]: the sum of the shared experts' outputs."""
-        size = hidden_states.shape[0], self.shape.num_shared_experts
-        ids = torch.arange(size[1], dtype=torch.int32, device=hidden_states.device).expand(size)
-        ones = torch.ones(size, device=hidden_states.device)
+    def _shared(self, hidden_states: Tensor, expert: int, num_sms: int | None) -> Tensor:
+        """fp32 [T, H]: the output of one shared expert."""
+        size, device = (hidden_states.shape[0], 1), hidden_states.device
+        ids = torch.full(size, expert, dtype=torch.int32, device=device)
         weights = self._shared_weights.gate_up, self._shared_weights.down
-        return fused_experts(
-            hidden_states, ids.contiguous(), ones, *weights, backend=self.backend, num_sms=num_sms
-        )
+        ones = torch.ones(size, device=device)
+        return fused_experts(hidden_states, ids, ones, *weights, backend=self.backend, num_sms=num_sms)

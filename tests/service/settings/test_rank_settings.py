@@ -88,10 +88,6 @@ def config(tmp_path: Path) -> Path:
             r"placement\.policy: expected null with GPUs of several nodes, got 'static'",
         ),
         (
-            f"models: [{MODEL}]\ndevices: 0-1\nexact_combine: true",
-            r"exact_combine: expected false with devices, got true",
-        ),
-        (
             f"models: [{MODEL}]\nranks: 2\nplacement: {{policy: best}}",
             r"placement\.policy: expected 'static' or 'balanced', got 'best'",
         ),

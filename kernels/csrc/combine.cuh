@@ -1,0 +1,127 @@
+// What combine_rows.cu and combine_slots.cu share: the order in which a CTA returns tokens and completes own ones.
+//
+// A CTA returns a token of each other rank, then completes an own one from its step before, whose rows have had that
+// time to arrive. With few tokens, each of these has a CTA of its own.
+#pragma once
+
+#include "ranks.cuh"
+
+namespace combine {
+
+constexpr int kThreads = 256;
+constexpr int kColumns = kThreads * 8;  // of a token, per CTA and step
+
+struct Problem {
+    const u16* rows;                 // bf16 [rows, n]
+    const int* inverse_permutation;  // [num_tokens of all ranks, top_k], -1: nothing to add
+    const int* topk_ids;             // [num_tokens of this rank, top_k]
+    const float* topk_weights;       // likewise
+    const int* place_of;             // [num_experts]: rank * 65536 + group of each expert
+    int num_experts, top_k, n;
+    void* out;  // [num_tokens of this rank, n]
+};
+
+// What a CTA does next: returns a token to the `other`-th rank from this one on, or completes an own one (the last).
+struct Item {
+    int token, other;
+};
+
+struct Items {
+    const Ranks& ranks;
+    const int* firsts;  // [kMaxRanks + 1]: rank r has the tokens from firsts[r] on
+    const Problem& problem;
+    int column;
+    int each;  // CTAs for the same columns; 0: a CTA has one item
+    u64 until;
+
+    __device__ __forceinline__ bool completes(Item item) const {
+        return item.other == static_cast<int>(ranks.num_ranks);
+    }
+    __device__ __forceinline__ int owner(Item item) const {
+        const int owner = static_cast<int>(ranks.rank) + item.other, num_ranks = static_cast<int>(ranks.num_ranks);
+        return owner < num_ranks ? owner : owner - num_ranks;
+    }
+    __device__ __forceinline__ int token(Item item) const {  // of its rank
+        return completes(item) ? item.token - each : item.token;
+    }
+    __device__ __forceinline__ bool exists(Item item) const {
+        const int owner = this->owner(item), token = this->token(item);
+        return token >= 0 && token < firsts[owner + 1] - firsts[owner];
+    }
+    __device__ __forceinline__ i64 pairs(Item item) const {  // of its token, among those of all ranks
+        return static_cast<i64>(firsts[owner(item)] + token(item)) * problem.top_k;
+    }
+    __device__ __forceinline__ const Pair* sent(Item item) const {  // its pairs
+        return reinterpret_cast<const Pair*>(ranks.own().pairs) + pairs(item);
+    }
+    __device__ __forceinline__ int own_place(Item item, int slot) const {  // of an own token's expert, -1: none
+        if (slot >= problem.top_k) return -1;
+        const int id = problem.topk_ids[static_cast<i64>(token(item)) * problem.top_k + slot];
+        return static_cast<u32>(id) < static_cast<u32>(problem.num_experts) ? problem.place_of[id] : -1;
+    }
+    __device__ __forceinline__ uint4* partial_sums(u32 owner, i64 row) const {  // this thread's columns of a row
+        u16* const sums = reinterpret_cast<u16*>(ranks.memory[owner].partial_sums);
+        return reinterpret_cast<uint4*>(sums + row * problem.n + column);
+    }
+    __device__ __forceinline__ const uint4* computed(int row) const {  // likewise
+        return reinterpret_cast<const uint4*>(problem.rows + static_cast<i64>(row) * problem.n + column);
+    }
+    __device__ __forceinline__ Item after(Item item) const {
+        return completes(item) ? Item{item.token + each, 1} : Item{item.token, item.other + 1};
+    }
+};
+
+// Memory of a launch, besides a copy of places.
+struct Shared {
+    Ranks ranks;
+    int firsts[kMaxRanks + 1];
+    bool is_last;
+};
+
+// Runs everything of a CTA: `fetch` loads what does not depend on the preceding launch, one item ahead of `run`.
+template <class Fetch, class Run>
+__device__ __forceinline__ void run_all(Ranks* ranks_in_memory, Shared& shared, const Items& items, int most,
+                                        const Fetch& fetch, const Run& run) {
+    const int num_ranks = static_cast<int>(shared.ranks.num_ranks);
+    const int parts = (items.problem.n + kColumns - 1) / kColumns, index = static_cast<int>(blockIdx.x) / parts;
+    const bool alone = items.each == 0;
+    Item item = alone ? Item{index / num_ranks, index % num_ranks + 1} : Item{index, 1};
+    auto next = fetch(item);
+    ptx::grid_dependency_wait();  // all but `rows` was complete before the preceding launch began
+    ptx::launch_dependents();
+    const int end = alone ? 0 : most + items.each;  // an own token is completed a step later
+#pragma unroll 1
+    do {
+        const Item now = item;
+        const auto fetched = next;
+        item = items.after(item);
+        if (!alone) next = fetch(item);
+        if (items.exists(now)) run(now, fetched);
+    } while (item.token < end);
+    __syncthreads();
+    __threadfence();  // the CTA's reads come first
+    if (threadIdx.x == 0) shared.is_last = atomicAdd(&ranks_in_memory->done, 1) == gridDim.x - 1;
+    __syncthreads();
+    if (!shared.is_last) return;
+    if (threadIdx.x == 0) ranks_in_memory->done = 0;
+    shared.ranks.announce_consumed(threadIdx.x);
+}
+
+// What a CTA needs, once `shared` is filled.
+__device__ __forceinline__ Items items_of(const Shared& shared, const Problem& problem, int most) {
+    const int parts = (problem.n + kColumns - 1) / kColumns, ctas = static_cast<int>(gridDim.x) / parts;
+    const int column = static_cast<int>(blockIdx.x) % parts * kColumns + static_cast<int>(threadIdx.x) * 8;
+    const bool alone = ctas >= most * static_cast<int>(shared.ranks.num_ranks);
+    return {shared.ranks, shared.firsts, problem, column, alone ? 0 : ctas, shared.ranks.until()};
+}
+
+// Copies to shared memory what launches before the preceding one have written; all threads call it.
+__device__ __forceinline__ void fill(Shared& shared, int* place_of, const Ranks* ranks, const int* first_tokens,
+                                     const int* places, int num_experts) {
+    copy_words(reinterpret_cast<u32*>(&shared.ranks), ranks, sizeof(Ranks) / 4);
+    copy_words(shared.firsts, first_tokens, kMaxRanks + 1);
+    copy_words(place_of, places, num_experts);
+    __syncthreads();
+}
+
+}  // namespace combine

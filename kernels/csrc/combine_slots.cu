@@ -1,0 +1,128 @@
+// As combine_rows.cu, but each permuted row goes back as it is, and the token's rank adds up all of them: in fp32 and
+// in the order of the token's slots, which gives the bits of unpermute_rows.cu.
+#include "combine.cuh"
+#include "floats.cuh"
+
+constexpr int kAtOnce = 4;  // rows whose loads are in flight together
+constexpr auto kDatatype = floats::DATATYPE;
+
+// A slot of the token in each lane.
+struct Fetched {
+    int row = -1;    // on this rank
+    int place = -1;  // of the expert, for an own token
+    float weight = 0.0f;
+};
+
+struct Slots {
+    const combine::Items& items;
+
+    __device__ __forceinline__ Fetched fetch(combine::Item item, int first = 0) const {
+        const combine::Problem& problem = items.problem;
+        const int slot = first + static_cast<int>(threadIdx.x % 32);
+        Fetched fetched;
+        if (!items.exists(item) || slot >= problem.top_k) return fetched;
+        fetched.row = problem.inverse_permutation[items.pairs(item) + slot];
+        if (!items.completes(item)) return fetched;
+        fetched.place = items.own_place(item, slot);
+        fetched.weight = problem.topk_weights[static_cast<i64>(items.token(item)) * problem.top_k + slot];
+        return fetched;
+    }
+
+    __device__ __forceinline__ void run(combine::Item item, Fetched fetched) const {
+        float sum[8] = {};
+#pragma unroll 1
+        for (int first = 0; first < items.problem.top_k; first += 32) {
+            if (first > 0) fetched = fetch(item, first);
+            const i64 slots = static_cast<i64>(items.token(item)) * items.problem.top_k + first;
+            if (items.completes(item))
+                add(sum, slots, fetched);
+            else
+                give_back(items.owner(item), slots, fetched.row);
+        }
+        if (!items.completes(item) || items.column >= items.problem.n) return;
+        const i64 index = static_cast<i64>(items.token(item)) * items.problem.n + items.column;
+        floats::store<kDatatype>(items.problem.out, index, sum);
+    }
+
+  private:
+    // Writes the rows of a token's slots to its rank. `slots`: the first of them, among those of the rank's tokens.
+    __device__ __forceinline__ void give_back(u32 owner, i64 slots, int row) const {
+        u32 left = __ballot_sync(0xffffffff, row >= 0);
+#pragma unroll 1
+        while (left != 0) {
+            uint4 columns[kAtOnce];
+            u32 later = left;
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i, later &= later - 1) {
+                const int from = __shfl_sync(0xffffffff, row, __ffs(static_cast<int>(later)) - 1);
+                if (later != 0 && items.column < items.problem.n) columns[i] = *items.computed(from);
+            }
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i, left &= left - 1) {
+                if (left == 0 || items.column >= items.problem.n) continue;
+                const int slot = __ffs(static_cast<int>(left)) - 1;
+                ptx::store_relaxed_system(items.partial_sums(owner, slots + slot), columns[i]);
+            }
+        }
+    }
+
+    // Adds the rows of an own token's slots, wherever they were computed.
+    __device__ __forceinline__ void add(float (&sum)[8], i64 slots, const Fetched& fetched) const {
+        const Ranks& ranks = items.ranks;
+        u32 left = __ballot_sync(0xffffffff, fetched.place >= 0);
+#pragma unroll 1
+        while (left != 0) {
+            uint4 columns[kAtOnce];
+            u32 source[kAtOnce];
+            u32 later = left;
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i, later &= later - 1) {
+                const int slot = __ffs(static_cast<int>(later)) - 1;
+                const int row = __shfl_sync(0xffffffff, fetched.row, slot);
+                source[i] = static_cast<u32>(__shfl_sync(0xffffffff, fetched.place, slot)) >> 16;
+                columns[i] = {0, 0, 0, 0};
+                if (later == 0 || items.column >= items.problem.n) continue;
+                columns[i] = source[i] == ranks.rank
+                                 ? *items.computed(row)
+                                 : ptx::load_relaxed_system(items.partial_sums(ranks.rank, slots + slot));
+            }
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i, left &= left - 1) {
+                const int slot = __ffs(static_cast<int>(left)) - 1;
+                const float weight = __shfl_sync(0xffffffff, fetched.weight, slot);
+                if (left == 0 || items.column >= items.problem.n) continue;
+                if (source[i] != ranks.rank) {
+                    uint4* const there = items.partial_sums(ranks.rank, slots + slot);
+                    columns[i] = ranks.wait_for(columns[i], there, source[i], items.until);
+                    *there = {kNothing, kNothing, kNothing, kNothing};
+                }
+                float value[8];
+                floats::unpack<true>(value, columns[i]);
+#pragma unroll
+                for (int j = 0; j < 8; ++j) sum[j] += weight * value[j];
+            }
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(combine::kThreads, 3)
+    combine_slots(Ranks* ranks,
+                  const int* __restrict__ first_tokens,  // [kMaxRanks + 1]: rank r has those from first_tokens[r] on
+                  const int* __restrict__ places, int num_experts,                           // see Problem
+                  const int* __restrict__ topk_ids, const float* __restrict__ topk_weights,  // likewise
+                  const u16* rows, const int* __restrict__ inverse_permutation,              // likewise
+                  int most,                                                                  // tokens of a rank
+                  int top_k, int n,
+                  void* __restrict__ out  // kDatatype [num_tokens of this rank, n]
+    ) {
+    extern __shared__ int place_of[];  // a copy of places
+    __shared__ combine::Shared shared;
+    combine::fill(shared, place_of, ranks, first_tokens, places, num_experts);
+    const combine::Problem problem = {
+        rows, inverse_permutation, topk_ids, topk_weights, place_of, num_experts, top_k, n, out};
+    const combine::Items items = combine::items_of(shared, problem, most);
+    const Slots slots = {items};
+    combine::run_all(
+        ranks, shared, items, most, [&](combine::Item item) { return slots.fetch(item); },
+        [&](combine::Item item, const Fetched& fetched) { slots.run(item, fetched); });
+}
