@@ -92,8 +92,8 @@ class Layer:
         """As `experts`, with the experts of all ranks: each rank of `memory` calls it with its own tokens.
 
         gate_up and down have this rank's experts. Five launches. A token's sum on each rank is rounded to
-        bf16, and those are added up in fp32 in the order of ranks; with `memory.exact` the result has the bits
-        of `experts`.
+        bf16, and those are added up in fp32 in the order of ranks; with `memory.exact` the bits are those of
+        `experts`.
         """
         kernels, num_groups = self._kernels, down.data.shape[0]
         placement = permutation_of_ranks(

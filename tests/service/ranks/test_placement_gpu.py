@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.service.apps import hidden_request, output_of, serving, tiny_settings
+from tests.service.apps import serving, tiny_settings
 from tests.service.ranks.placing import change, held
 from tests.service.ranks.servers import serving_ranks
-from tests.service.ranks.test_devices_gpu import LAYER, LIMITS, inputs
+from tests.service.ranks.test_devices_gpu import LAYER, LIMITS, bf16_output, inputs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,7 +20,7 @@ pytestmark = [
 async def test_answers_stay_right_while_experts_move() -> None:
     values = inputs()
     async with serving(tiny_settings(LIMITS, backend="hopper", models=[LAYER])) as one:
-        expected = [output_of(await one.infer(*hidden_request(value))) for value in values]
+        expected = [await bf16_output(one, value, given=False) for value in values]
     settings = tiny_settings(
         LIMITS, backend="hopper", models=[LAYER], devices="0-1", placement={"policy": "static", "replicas": 4}
     )
@@ -32,9 +32,9 @@ async def test_answers_stay_right_while_experts_move() -> None:
             moving = asyncio.create_task(change(server, action="pin", model="tiny", ranks=ranks))
             while not moving.done():
                 for value, wanted in zip(values, expected, strict=True):
-                    got = output_of(await server.infer(*hidden_request(value)))
+                    got = await bf16_output(server, value, given=False)
                     assert np.array_equal(got, wanted), len(value)
             assert held(await moving) == [sorted(rank) for rank in ranks]
         layer = await change(server, action="rebalance")
         assert layer["max_over_mean"] <= 1.05
-        assert np.array_equal(output_of(await server.infer(*hidden_request(values[3]))), expected[3])
+        assert np.array_equal(await bf16_output(server, values[3], given=False), expected[3])
