@@ -18,16 +18,18 @@ class PlanState(NamedTuple):
 class PlacementState:
     """A layer's placement at present.
 
-    ranks        the experts that each rank holds
+    ranks        the experts that each rank holds, or will hold when it has started again
+    are_up       whether each rank runs steps
     loads        of each expert, lately: tokens, or steps in which it was activated
-    rank_loads   of each rank, if replicas share their expert's load equally
-    imbalance    max/mean of these
+    rank_loads   of each rank, if the replicas that are there share their expert's load equally
+    imbalance    max/mean of the loads of the ranks that are there
     is_pinned    whether it was given by a caller, and no plan changes it
     last_plan    None: there was none yet
     moves        experts that have moved so far, and `move_seconds`, the time that this took
     """
 
     ranks: Sequence[Sequence[int]]
+    are_up: Sequence[bool]
     loads: Sequence[float]
     rank_loads: Sequence[float]
     imbalance: float
@@ -55,8 +57,9 @@ class Placements(Protocol):
     def rebalance(self, models: Sequence[str]) -> "Future[None]":
         """Plan anew from the loads of these models, also pinned ones; done once all has moved.
 
-        Fails with DeviceLostError if a rank is lost, and SchedulerClosedError at shutdown.
+        Fails with DeviceLostError if a rank is lost, and SchedulerClosedError at shutdown. Raises
+        DeviceLostError while a rank is missing.
         """
 
     def pin(self, model: str, ranks: Sequence[Sequence[int]]) -> "Future[None]":
-        """Give each rank these experts; fails as `rebalance` does. Raises PlacementRefusedError."""
+        """Give each rank these experts. Raises and fails as `rebalance`; raises PlacementRefusedError."""

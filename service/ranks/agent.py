@@ -13,10 +13,12 @@ from types import FrameType
 from typing import Any
 
 from expertd.service.ranks.board import BEAT_SECONDS, Board
-from expertd.service.ranks.group import LoadFailedError, RankGroup
+from expertd.service.ranks.group import RankGroup
+from expertd.service.ranks.inbox import Inbox
 from expertd.service.ranks.meeting import Meeting, between_nodes
 from expertd.service.ranks.nodes import shared_settings
 from expertd.service.ranks.setup import RankSetup, Role
+from expertd.service.ranks.starting import LoadFailedError, start_ranks, wait_loaded
 from expertd.service.sentences import shown
 from expertd.service.settings.model import Settings
 
@@ -44,6 +46,7 @@ class _Agent:
         self._settings, self._node = settings, settings.node_rank
         self._signalled = threading.Event()
         self._end_by = 0.0  # after a signal
+        self._inbox = Inbox()
         self._group: RankGroup | None = None
 
     def run(self) -> int:
@@ -111,13 +114,15 @@ class _Agent:
             over = self._signalled.is_set() and self._is_over()
             return over or session.generation != generation or not session.is_alive()
 
-        group = RankGroup(setups, self._settings.step_timeout_seconds)
+        ranks = start_ranks(setups, self._inbox)
+        group = RankGroup(generation, ranks, self._inbox, self._settings.step_timeout_seconds)
         self._group = group
         try:
-            group.wait_loaded(stop)
+            wait_loaded(ranks, self._inbox, stop, lambda: None)
             if not stop():
                 logger.info("the ranks of node %d are ready", self._node)
-            group.watch(stop)
+            while not stop() and group.lost is None:
+                group.look()
             why = group.lost or ""
         except LoadFailedError as error:
             why = str(error).removeprefix("loading: ")
@@ -134,8 +139,7 @@ class _Agent:
         drain = settings.shutdown_delay_seconds + settings.drain_timeout_seconds
         self._end_by = time.monotonic() + (0.0 if again else drain)
         self._signalled.set()
-        if self._group is not None:
-            self._group.wake()
+        self._inbox.wake()
 
     def _is_over(self) -> bool:
         return self._group is None or time.monotonic() > self._end_by

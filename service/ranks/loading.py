@@ -5,12 +5,12 @@ from contextlib import ExitStack
 
 from expertd.service.engine.loading import Cancelled, LoadCancelledError, Loaded
 from expertd.service.ranks.balancer import Balancer
-from expertd.service.ranks.group import LoadFailedError
 from expertd.service.ranks.loads import load_windows
 from expertd.service.ranks.partitions import RankPartitions
 from expertd.service.ranks.placements import PlacementStore
 from expertd.service.ranks.runner import RankRunner, Steps
 from expertd.service.ranks.staging import Staging, staging_bytes
+from expertd.service.ranks.starting import LoadFailedError
 from expertd.service.ranks.supervisor import Supervisor
 from expertd.service.settings.model import Settings
 

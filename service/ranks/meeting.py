@@ -4,6 +4,7 @@ Imports torch only to open a store.
 """
 
 import fcntl
+import logging
 import socket
 import struct
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from expertd.service.settings.rendezvous import host_and_port
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
+
+logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915
@@ -107,6 +110,32 @@ def listen(host: str, port: int) -> socket.socket:
         raise ValueError(f"rendezvous: expected {expected}, got {host}:{port} ({error.strerror})") from error
     listener.listen()
     return listener
+
+
+def listen_for_ranks(settings: Settings) -> tuple[Meeting, socket.socket]:
+    """Where the ranks meet, and a socket there for the store. Raises ValueError."""
+    if settings.nnodes > 1:
+        meeting = between_nodes(settings)
+        if (warning := exposure(meeting)) is not None:
+            logger.warning(warning)
+        return meeting, listen(meeting.host, meeting.port)
+    listener = listen(LOOPBACK, 0)
+    return on_this_machine(listener.getsockname()[1]), listener
+
+
+def open_store(meeting: Meeting, listener: socket.socket) -> "Store":
+    """A store that outlives the ranks, rank 0 too; its server ends with it. Raises RuntimeError."""
+    import torch.distributed as dist
+
+    store: Store = dist.TCPStore(  # type: ignore[attr-defined]
+        meeting.host,
+        meeting.port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=10),
+        master_listen_fd=listener.detach(),
+    )
+    return store
 
 
 def _interface_of(address: str) -> str:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from expertd.service.ranks.board import BEAT_SECONDS, Board
-from expertd.service.ranks.group import LoadFailedError
 from expertd.service.ranks.meeting import Meeting
+from expertd.service.ranks.starting import LoadFailedError
 from expertd.service.settings.model import Settings
 
 logger = logging.getLogger(__name__)

@@ -5,6 +5,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,18 +17,13 @@ from expertd.service.engine.loading import Cancelled, Loaded, load, weights_of
 from expertd.service.engine.steps import Runner, Step
 from expertd.service.moe.base import Layer
 from expertd.service.moe.graphs import TOKEN_COUNTS, padded_tokens
-from expertd.service.moe.parallel import (
-    ExchangeError,
-    ParallelLayer,
-    PlacedExperts,
-    SymmetricLayer,
-    TorchExchange,
-    join_group,
-)
+from expertd.service.moe.parallel import ExchangeError, ParallelLayer, PlacedExperts, SymmetricLayer
 from expertd.service.moe.request import LayerRequest
 from expertd.service.moe.runner import LayerRunner
+from expertd.service.ranks.members import MEET, MeetCommand
+from expertd.service.ranks.membership import Membership
 from expertd.service.ranks.messages import PlacedRequest, StepCommand, StepEnd
-from expertd.service.ranks.moves import NO_STEP, MoveCommand
+from expertd.service.ranks.moves import MOVED, NO_STEP, MoveCommand
 from expertd.service.ranks.placed import RankPlacements
 from expertd.service.ranks.regions import MappedRegions
 from expertd.service.ranks.setup import SPIN_SECONDS, RankSetup, Rings
@@ -38,7 +34,6 @@ from expertd.service.settings.spans import numbers
 logger = logging.getLogger(__name__)
 
 _DEVICE_SECONDS = 5.0  # a launch waits so long for another rank: they begin a step within milliseconds
-_TIMEOUT_SECONDS = 3600.0  # for ranks that load more slowly; the front end ends those whose peers are gone
 _MAX_RUNNING = 2  # steps: one whose bytes are copied, and one that computes
 _POLL_SECONDS = 50e-6
 
@@ -61,17 +56,11 @@ class RankPart:
             _use_device(numbers(devices), setup.local_rank)
         os.putenv("GLOO_SOCKET_IFNAME", setup.meeting.interface)
         store = setup.meeting.store(str(setup.generation))
-        join_group(
-            store,
-            setup.rank,
-            setup.num_ranks,
-            timeout_seconds=_TIMEOUT_SECONDS,
-            # GPUs of one node exchange no tensors by it.
-            backend="gloo" if devices is None or setup.settings.nnodes == 1 else "nccl",
-        )
+        self._membership = Membership(setup, store)
         self._memories: dict[object, RankMemory] = {}
         self._symmetric: dict[str, SymmetricLayer] = {}
         self._placements = RankPlacements(setup, store, regions)
+        self._parallel: list[ParallelLayer] = []
         self._placed: list[PlacedExperts] = []  # of the models, in their order
         self.loaded: Loaded = load(setup.settings, lambda: False, self._layer)
         self._placements.set_layers(self._placed)
@@ -82,10 +71,10 @@ class RankPart:
         self.jobs: deque[Callable[[], None]] = deque()  # to do while no step runs, after the bell of commands
         self._replays = False  # the last step replays a graph
 
-    def serve(self, rings: Rings, stopped: Callable[[], bool], moved: Callable[..., None]) -> None:
+    def serve(self, rings: Rings, stopped: Callable[[], bool], say: Callable[..., None]) -> None:
         """Run steps in the order of their commands, until `stopped` and its bell say so.
 
-        moved  tells the front end of a `MoveCommand`: its number, its seconds, and an error or ""
+        say  tells the front end what has come of commands that are no steps
         """
         commands, bell = rings.commands, rings.command_bell
 
@@ -103,11 +92,24 @@ class RankPart:
                 if data.startswith(NO_STEP):
                     while self._running:
                         self._finish(rings)
-                    moved(*self._placements.move(MoveCommand.unpacked(data)))
+                    say(*self._carry_out(data))
                 else:
                     self._begin(StepCommand.unpacked(data), rings)
             elif self._running and self._running[0].step.is_done():
                 self._finish(rings)
+
+    def leave(self, rings: Rings) -> str:
+        """Forget all commands, and leave the group, while no step runs; the digest of the placements."""
+        while rings.commands.take() is not None:
+            pass
+        self._membership.leave()
+        return self._placements.digest()
+
+    def _carry_out(self, data: bytes) -> Sequence[Any]:
+        """What to say of a command that is no step."""
+        if data.startswith(MEET):
+            return self._membership.meet(MeetCommand.unpacked(data), self._parallel, lambda: bool(self.jobs))
+        return MOVED, *self._placements.move(MoveCommand.unpacked(data))
 
     def _layer(
         self, model: ModelSettings, backend: Backend, device: torch.device, cancelled: Cancelled
@@ -115,9 +117,10 @@ class RankPart:
         weights = weights_of(model, device, cancelled, self._placements.held(model))
         if device.type == "cpu" or self._setup.settings.nnodes > 1:
             layer = ParallelLayer(
-                model.shape, weights, backend, TorchExchange(), routing=model.routing.rule,
+                model.shape, weights, backend, self._membership.exchange(), routing=model.routing.rule,
                 exact=self._setup.settings.combines_exactly, physical=self._placements.physical(model),
             )  # fmt: skip
+            self._parallel.append(layer)
             self._placed.append(layer.placed)
             return layer
         memory = self._memory(model, device)
@@ -144,10 +147,10 @@ class RankPart:
         return self._memories[key]
 
     def _begin(self, command: StepCommand, rings: Rings) -> None:
-        setup, (model, _) = self._setup, self._models[command.model]
+        model, _ = self._models[command.model]
         sizes = model.hidden_size, model.top_k
         try:
-            requests = requests_of(command.requests, *setup.share, *sizes, self._regions.span)
+            requests = requests_of(command.requests, *self._membership.share, *sizes, self._regions.span)
             step = self._step(command, requests, rings)
         except Exception as error:
             while self._running:  # ends are in the order of the steps
@@ -163,7 +166,7 @@ class RankPart:
         model, runner = self._models[command.model]
         layer = self._symmetric.get(model.name)
         if layer is None:
-            self._placements.begin_step(command)
+            self._placements.begin_step(command, *self._membership.place)
             return runner.begin(requests)
         assert isinstance(runner, LayerRunner)
         num_ranks = self._setup.num_ranks
@@ -174,7 +177,7 @@ class RankPart:
             while self._running:  # all graphs use the same memory
                 self._finish(rings)
         with runner.on_stream():
-            self._placements.begin_step(command)
+            self._placements.begin_step(command, *self._membership.place)
         if graph is not None and (step := runner.replay([r for r in requests if r.num_tokens], *graph)):
             self._replays = True
             return step

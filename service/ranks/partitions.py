@@ -79,7 +79,7 @@ class RankPartitions:
             same = {error for error, _ in answers.values()}
             raise ValueError(same.pop() if len(same) == 1 else errors[0])
         self._keep(dict(sizes))
-        self._note(answers[0][1])
+        self._note(answers[min(answers)][1])
         return self.partitions
 
     def _note(self, said: Sequence[Any]) -> None:

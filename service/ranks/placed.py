@@ -11,7 +11,7 @@ from expertd.service.ranks.messages import ERROR_BYTES, StepCommand
 from expertd.service.ranks.mover import Mover
 from expertd.service.ranks.moves import MoveCommand
 from expertd.service.ranks.peer_transport import PeerTransport
-from expertd.service.ranks.placements import read_placements
+from expertd.service.ranks.placements import digest, read_placements
 from expertd.service.ranks.regions import MappedRegions
 from expertd.service.ranks.setup import RankSetup, largest_expert
 from expertd.service.ranks.split import part_of
@@ -59,16 +59,23 @@ class RankPlacements:
             return PeerTransport(num_bytes, device)
         return SharedTransport(self._setup.rank, num_bytes, self._regions.span)
 
-    def begin_step(self, command: StepCommand) -> None:
-        """Say where this rank's tokens are: by rows of the whole step, or by the step's number."""
+    def digest(self) -> str:
+        """The `digest` of the placements that this rank uses."""
+        return digest([layer.tables.physical for layer in self._layers])
+
+    def begin_step(self, command: StepCommand, place: int, count: int) -> None:
+        """Say where this rank's tokens are: by rows of the whole step, or by the step's number.
+
+        place, count  the rank computes the part number `place` of `count`
+        """
         if not self._layers:
             return
-        setup, layer = self._setup, self._layers[command.model]
-        if setup.settings.placement.objective == "activated":
+        layer = self._layers[command.model]
+        if self._setup.settings.placement.objective == "activated":
             layer.begin_step(command.number, by_row=False)
         else:
             total = sum(request.num_tokens for request in command.requests)
-            layer.begin_step(part_of(total, setup.rank, setup.num_ranks).start)
+            layer.begin_step(part_of(total, place, count).start)
 
     def move(self, command: MoveCommand) -> tuple[int, float, str]:
         """Carry out a command, after the steps before it: its number, its seconds, and an error or ""."""

@@ -17,7 +17,6 @@ from typing import Any
 from expertd.service.memory import Register, nothing_to_register
 from expertd.service.ranks import setup as words
 from expertd.service.ranks.messages import receive, send
-from expertd.service.ranks.moves import MOVED
 from expertd.service.ranks.regions import MappedRegions
 from expertd.service.ranks.ring import Bell
 from expertd.service.ranks.setup import RankSetup, Rings, RingSizes, Role
@@ -32,6 +31,7 @@ class Control:
     def __init__(self, connection: socket.socket, rings: Rings) -> None:
         self.register: Register = nothing_to_register  # with the device, once it is known
         self.replace_partitions: Callable[[dict[str, int]], None] = lambda _: None  # has them replaced
+        self.leave: Callable[[], None] = lambda: None  # has the rank leave its group
         self.regions = MappedRegions()
         self.stopped = False
         self._connection, self._rings = connection, rings
@@ -71,6 +71,8 @@ class Control:
                 self.stop()
             case [words.PARTITIONS, sizes]:
                 self.replace_partitions(sizes)
+            case [words.LEAVE]:
+                self.leave()
             case _:
                 raise ValueError(f"message: expected one of those of a front end, got {message}")
 
@@ -139,15 +141,19 @@ def _run(setup: RankSetup, control: Control, rings: Rings, other_side: Rings) ->
         remote.share(part.loaded.register)
     loaded = part.loaded
 
-    def replace_partitions(sizes: dict[str, int]) -> None:
-        part.jobs.append(lambda: say(words.PARTITIONS, *replace(loaded, sizes)))
+    def do_between_steps(job: Callable[[], None]) -> None:
+        part.jobs.append(job)
         rings.command_bell.ring()
 
+    def replace_partitions(sizes: dict[str, int]) -> None:
+        do_between_steps(lambda: say(words.PARTITIONS, *replace(loaded, sizes)))
+
     control.replace_partitions = replace_partitions
+    control.leave = lambda: do_between_steps(lambda: say(words.LEFT, part.leave(rings)))
     say(words.PARTITIONS, "", shown(loaded))
     say(words.LOADED, part.loaded.backend, part.loaded.device)
     tell_changes(part.loaded.memory, partial(say, words.DEVICE))
-    part.serve(rings, lambda: control.stopped, partial(say, MOVED))
+    part.serve(rings, lambda: control.stopped, say)
     return 0
 
 

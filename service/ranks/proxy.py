@@ -70,7 +70,7 @@ class Proxy:
         setup, model = self._setup, self._setup.settings.models[command.model]
         sizes = model.hidden_size, model.top_k
         try:
-            requests = requests_of(command.requests, *setup.share, *sizes, self._regions.span)
+            requests = requests_of(command.requests, setup.rank, setup.num_ranks, *sizes, self._regions.span)
             step = pack(command.number, command.model, requests, model.hidden_size, region_of(command.number))
         except Exception as error:
             self._end(StepEnd.failed(command.number, f"{type(error).__name__}: {error}").packed())

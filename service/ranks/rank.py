@@ -1,4 +1,7 @@
-"""One rank, or the proxy of one, for the process that starts it: its process, its socket and its rings."""
+"""One rank, or the proxy of one, for the process that starts it: its process, its socket and its rings.
+
+`Rank` keeps what the rank has said over its socket. One thread at a time takes that by `hear`.
+"""
 
 import os
 import signal
@@ -12,22 +15,38 @@ from typing import Any
 
 from expertd.service.engine.rank_metrics import RankDevice
 from expertd.service.ranks.messages import receive, send
+from expertd.service.ranks.regions import Region
 from expertd.service.ranks.ring import Bell
-from expertd.service.ranks.setup import SETUP, RankSetup, RingSizes, Role
+from expertd.service.ranks.setup import MAP, SETUP, UNMAP, RankSetup, RingSizes, Role
 
 _MODULE = "expertd.service.ranks.process"
 _SEND_SECONDS = 1.0  # a rank that reads nothing for so long is as good as dead
+_CLOSED_SECONDS = 2.0  # from the end of the socket to that of the process
 
 
 class Rank:
-    """A rank that has been started. `end_bell` is rung at the end of its steps. Raises OSError."""
+    """A rank that has been started. `end_bell` is rung at the end of its steps. Raises OSError.
+
+    about    the backend and device, once it has loaded
+    failure  why it could not load, and whether that is a sentence about the settings or files
+    mapped   by region: an error, or ""; None: it has not answered yet
+    answer   its last answer about partitions
+    moved    its last `MoveCommand`: number, seconds, and an error or ""
+    met      the generation of the last group that it has met
+    left     the digest of its placements, once it has left its group; see `placements.digest`
+    """
 
     def __init__(self, setup: RankSetup, end_bell: Bell) -> None:
         self.number = setup.rank
         self._name = "its proxy's process" if setup.role is Role.PROXY else "its process"
-        self.loaded = False
         self.device = RankDevice()
-        self.partitions: list[Any] = []  # what it said of them when it had loaded
+        self.about: tuple[str, str] | None = None
+        self.failure: tuple[str, bool] | None = None
+        self.mapped: dict[int, str | None] = {}
+        self.answer: list[Any] | None = None
+        self.moved: tuple[int, float, str] = (0, 0.0, "")
+        self.met = 0
+        self.left: str | None = None
         self.connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.connection.settimeout(_SEND_SECONDS)
         bell, sizes = Bell(), RingSizes.of(setup.settings)
@@ -55,10 +74,52 @@ class Rank:
         with suppress(OSError):
             send(self.connection, *message, descriptors=descriptors)
 
-    def receive(self) -> list[Any]:
-        """The next message; empty if the process has ended."""
+    def hear(self) -> str | None:
+        """Take the next message, for which this waits; a sentence if it means that the rank is lost."""
         message, _ = receive(self.connection)
-        return message
+        match message:
+            case ["mapped", int(region), str(error)]:
+                if region in self.mapped:
+                    self.mapped[region] = error
+            case ["device", memory, *of_kernels]:
+                self.note_device(memory, *of_kernels)
+            case ["partitions", str(), list()]:
+                self.answer = message[1:]
+            case ["moved", int(number), float(seconds), str(error)]:
+                self.moved = number, seconds, error
+            case ["left", str(digest)]:
+                self.left = digest
+            case ["met", int(generation), str(error)]:
+                self.met = generation
+                return f"rank {self.number}: meeting the other ranks failed: {error}" if error else None
+            case ["loaded", str(backend), str(device)]:
+                self.about = backend, device
+            case ["failed", str(text), bool(is_expected)]:
+                self.failure = f"rank {self.number}: {text}", is_expected
+                return self.failure[0]
+            case ["lost", str(why)]:
+                return why
+            case _:
+                return self.why_gone(_CLOSED_SECONDS) or f"rank {self.number}: its socket was closed"
+        return None
+
+    def note_device(self, memory: Sequence[int] | None, *of_kernels: Any) -> None:
+        """Keep what a DEVICE message says."""
+        self.device = RankDevice(None if memory is None else (memory[0], memory[1]), *of_kernels)
+
+    def map(self, region: Region) -> None:
+        """Have a region mapped, unless it is; `mapped` has the answer."""
+        memory = region.memory
+        if region.number not in self.mapped:
+            self.mapped[region.number] = None
+            what = MAP, region.number, memory.num_bytes, memory.offset
+            self.send(*what, descriptors=[memory.descriptor])
+
+    def unmap(self, number: int) -> None:
+        """Have a region forgotten that no step uses any more."""
+        if number in self.mapped:
+            del self.mapped[number]
+            self.send(UNMAP, number)
 
     def why_gone(self, seconds: float = 0.0) -> str | None:
         """How the process has ended, at most in `seconds`, or been stopped; None: it runs."""
@@ -68,10 +129,6 @@ class Rank:
             return f"rank {self.number}: {self._name} ended {how}"
         stopped = os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
         return None if stopped is None else f"rank {self.number}: {self._name} was stopped"
-
-    def note_device(self, memory: Sequence[int] | None, *of_kernels: Any) -> None:
-        """Keep what a DEVICE message says."""
-        self.device = RankDevice(None if memory is None else (memory[0], memory[1]), *of_kernels)
 
     def put(self, command: bytes) -> None:
         """Send a step."""

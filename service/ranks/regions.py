@@ -89,9 +89,10 @@ class MappedRegions:
         self._spans[number] = Span(address, num_bytes, None, memoryview(mapped), mapped)
 
     def unmap(self, number: int) -> None:
-        """Forget a region, which no step uses any more."""
-        self._unregister.pop(number)()
-        del self._spans[number]
+        """Forget a region, which no step uses any more; nothing happens if it could not be mapped."""
+        if (unregister := self._unregister.pop(number, None)) is not None:
+            unregister()
+            del self._spans[number]
 
     def span(self, number: int, offset: int, num_bytes: int) -> Span:
         """A part of a region."""

@@ -1,7 +1,7 @@
 """The runner of the front end: it sends a model's steps to the ranks, and has no device."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,17 +33,17 @@ class Steps:
         self._last += 1
         return self._last
 
-    def note(self, ends: Sequence[StepEnd]) -> None:
-        """Count a step's ends on all ranks."""
-        for rank, end in enumerate(ends):
+    def note(self, ends: Mapping[int, StepEnd]) -> None:
+        """Count a step's ends, by rank."""
+        for rank, end in ends.items():
             self._seconds[rank] += end.seconds
             self._expert_tokens[rank] += int(end.tokens_per_expert.sum())
 
     def states(self) -> list[RankState]:
         """Each rank's state."""
-        is_up, starts = self.supervisor.why_not() is None, self.supervisor.starts
-        of_ranks = zip(self._seconds, self._expert_tokens, self.supervisor.devices(), strict=True)
-        return [RankState(is_up, starts, *of_rank) for of_rank in of_ranks]
+        ranks = self.supervisor
+        of_ranks = ranks.are_up(), ranks.starts, self._seconds, self._expert_tokens, ranks.devices()
+        return [RankState(*of_rank) for of_rank in zip(*of_ranks, strict=True)]
 
     def take(self) -> Staging:
         """Memory for a step; to give back at its end."""
@@ -116,10 +116,10 @@ class RankStep:
         if self._result is None:
             try:
                 ends = self._group.wait(self._number)
-                self._result = self._made(ends)
+                self._result = self._made(list(ends.values()))
                 self._steps.note(ends)
                 if self._loads is not None:
-                    self._loads.note([end.tokens_per_expert for end in ends])
+                    self._loads.note([end.tokens_per_expert for end in ends.values()])
             finally:
                 self._steps.give_back(self._staging)
         return self._result

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import IO, NamedTuple
 
 from expertd.service.ranks.meeting import Meeting
+from expertd.service.ranks.members import meet_bytes
 from expertd.service.ranks.messages import end_bytes, step_bytes
 from expertd.service.ranks.moves import move_bytes
 from expertd.service.ranks.ring import Bell, Ring, ring_bytes
@@ -26,6 +27,8 @@ PARTITIONS = "partitions"  # to a rank: sizes by name; from it: an error or "", 
 FAILED = "failed"  # while loading: a sentence, and whether it is expected of wrong settings
 LOST = "lost"  # from the proxy of a rank on another node: why that is lost
 MAPPED = "mapped"  # a region's number; a sentence instead of "" if it could not be mapped
+LEAVE = "leave"  # to a rank: forget all commands, and leave the group
+LEFT = "left"  # the answer: the digest of its placements
 
 
 class Role(Enum):
@@ -69,11 +72,6 @@ class RankSetup:
         """The rank's place among those of its node."""
         return self.rank % self.settings.ranks_per_node
 
-    @property
-    def share(self) -> tuple[int, int]:
-        """(k, n): the rank computes the k-th of n parts of a command's rows."""
-        return (0, 1) if self.role is Role.REMOTE else (self.rank, self.num_ranks)
-
     def write(self, file: IO[bytes]) -> None:
         """Write it for `read`, from the file's start."""
         pickle.dump(self, file)
@@ -106,9 +104,10 @@ class RingSizes(NamedTuple):
     @classmethod
     def of(cls, settings: Settings) -> "RingSizes":
         """A step has at most a request for each token."""
+        ranks = settings.num_ranks
         most_experts = max(model.num_experts for model in settings.models)
-        command = max(step_bytes(settings.limits.max_batch_tokens), move_bytes(settings.num_ranks))
-        return cls(command, end_bytes(most_experts))
+        most = step_bytes(settings.limits.max_batch_tokens), move_bytes(ranks), meet_bytes(ranks)
+        return cls(max(most), end_bytes(most_experts))
 
     @property
     def total_bytes(self) -> int:

@@ -1,59 +1,51 @@
 """Keeps a group of ranks running: starts them, starts them again when one is lost, and ends them."""
 
 import logging
-import socket
 import threading
 import time
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch.distributed as dist
-
-from expertd.service.engine.errors import DeviceLostError
-from expertd.service.engine.rank_metrics import RankDevice
-from expertd.service.memory import Mapped, Unregister
-from expertd.service.ranks.group import LoadFailedError, RankGroup
-from expertd.service.ranks.meeting import LOOPBACK, Meeting, between_nodes, exposure, listen, on_this_machine
+from expertd.service.ranks.group import RankGroup
+from expertd.service.ranks.inbox import Inbox
+from expertd.service.ranks.meeting import listen_for_ranks, open_store
 from expertd.service.ranks.nodes import Nodes
 from expertd.service.ranks.placements import PlacementStore, group_store
-from expertd.service.ranks.regions import SharedRegions
+from expertd.service.ranks.present import PresentRanks
+from expertd.service.ranks.rank import Rank
+from expertd.service.ranks.returning import FIRST_PAUSE, LAST_PAUSE, Returning
 from expertd.service.ranks.setup import RankSetup, Role
+from expertd.service.ranks.starting import LOOK_SECONDS, LoadFailedError, share, start_ranks, wait_loaded
+from expertd.service.ranks.survivors import survivors_of
 from expertd.service.settings.model import Settings
 
 logger = logging.getLogger(__name__)
 
-_FIRST_PAUSE, _LAST_PAUSE = (
-    0.1,
-    5.0,
-)  # seconds before ranks that fail at once start again
 _STEADY_SECONDS = 10.0  # ranks that ran for this long start again with the first pause
+_MEET_SECONDS = 30.0  # far more than a meeting takes; a rank that is lost meanwhile is noticed as always
 
 
-class Supervisor:
+class Supervisor(PresentRanks):
     """The ranks of a server, from `start` to `stop`. Safe from any thread."""
 
     def __init__(self, settings: Settings, placements: PlacementStore | None = None) -> None:
-        self._placements = placements
-        self.regions = SharedRegions()
-        self.starts = 0  # of groups, so far
-        self.partitions = settings.partitions  # of those to come
+        super().__init__(settings.num_ranks)
+        self.partitions = settings.partitions  # of ranks to come
         self._settings = settings
-        self._meeting, self._listener = _meeting(settings)
-        self._group: RankGroup | None = None  # maps regions
-        self._serving: RankGroup | None = None  # runs steps
-        self._why = "the ranks are starting"
+        self._placements = placements
+        self._meeting, self._listener = listen_for_ranks(settings)
+        self._inbox = Inbox()
+        self._generation = 0  # of the last group
+        self._has_served = False
         self._stopped = False
         self._failure: LoadFailedError | None = None
         self._changed = threading.Condition()
-        self._wake: Callable[[], None] = lambda: None  # the thread, where it waits for ranks
-        self._mapping = threading.Lock()  # a region is added, or a group gets all of them
         self._thread = threading.Thread(target=self._run, name="expertd-ranks", daemon=True)
 
     def start(self, cancelled: Callable[[], bool]) -> tuple[str, str, list[Any]] | None:
-        """Start the ranks; `RankGroup.about` once they have loaded, None if `cancelled` came first.
+        """Start the ranks; the backend, device and partitions of the first, once all have loaded.
 
-        Raises LoadFailedError.
+        All have the same. None if `cancelled` came first. Raises LoadFailedError.
         """
         self._thread.start()
         with self._changed:
@@ -61,73 +53,37 @@ class Supervisor:
                 self._changed.wait(0.05)
             if self._failure is not None:
                 raise self._failure
-            return None if self._serving is None else self._serving.about
-
-    def group(self) -> RankGroup:
-        """The ranks that run steps. Raises DeviceLostError while there are none."""
-        group = self._serving
-        if group is None:
-            raise DeviceLostError(self._why)
-        group.check()
-        return group
-
-    def why_not(self) -> str | None:
-        """Why no step can run at present; None: it can."""
-        group = self._serving
-        return self._why if group is None else group.lost
-
-    def devices(self) -> list[RankDevice]:
-        """What is known of each rank's device; nothing while the ranks are lost."""
-        group = self._serving
-        if group is None:
-            return [RankDevice()] * self._settings.num_ranks
-        return [rank.device for rank in group.ranks]
-
-    def register(self, memory: Mapped) -> Unregister:
-        """Share memory with the ranks, also with those that are started later. Raises RuntimeError."""
-        with self._mapping:
-            region, group = self.regions.add(memory), self._group
-            try:
-                if group is not None:
-                    group.map([region])
-            except DeviceLostError:
-                pass  # the next ones map it
-            except BaseException:
-                self.regions.remove(region)
-                raise
-
-        def unregister() -> None:
-            with self._mapping:
-                self.regions.remove(region)
-                if self._group is not None:
-                    self._group.unmap(region)
-
-        return unregister
+            if self._serving is None:
+                return None
+            first = self._serving.ranks[0]
+            assert first.about is not None
+            assert first.answer is not None
+            return *first.about, first.answer[1]
 
     def stop(self) -> None:
         """End the ranks, after their present steps."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
-        self._wake()
+        self._inbox.wake()
         self._thread.join()
 
     def _run(self) -> None:
         try:
-            self._open_store()
+            self._store = open_store(self._meeting, self._listener)
             nodes = Nodes(self._settings, self._meeting) if self._settings.nnodes > 1 else None
-            pause = _FIRST_PAUSE
+            pause = FIRST_PAUSE
             while not self._stopped:
                 began = time.monotonic()
                 try:
-                    self._run_group(nodes)
+                    self._run_all(nodes)
                 except (LoadFailedError, OSError, RuntimeError) as error:
-                    if self.starts == 1:
+                    if not self._has_served:
                         raise
                     self._note(why=f"the ranks could not be started again: {error}")
                     logger.error("%s", self._why)
                 steady = time.monotonic() - began > _STEADY_SECONDS
-                pause = _FIRST_PAUSE if steady else min(2 * pause, _LAST_PAUSE)
+                pause = FIRST_PAUSE if steady else min(2 * pause, LAST_PAUSE)
                 self._pause(pause)
         except LoadFailedError as error:
             self._note(failure=error)
@@ -137,70 +93,121 @@ class Supervisor:
                 failure=LoadFailedError(str(error), False), why=f"the ranks cannot be started: {error}"
             )
 
-    def _open_store(self) -> None:
-        """Open a store for the ranks, which outlives them, rank 0 too. Raises RuntimeError."""
-        self._store = dist.TCPStore(  # type: ignore[attr-defined]
-            self._meeting.host,
-            self._meeting.port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=10),
-            master_listen_fd=self._listener.detach(),
-        )  # its server ends with it
+    def _run_all(self, nodes: Nodes | None) -> None:
+        """Start all ranks, and run steps until all have to start again, or `stop`.
 
-    def _run_group(self, nodes: Nodes | None) -> None:
-        """Run one group until it is lost, or `stop`. Raises LoadFailedError, OSError, RuntimeError."""
-        self.starts += 1
-        began = time.monotonic()
-        if self._placements is not None:
-            self._placements.begin(self.starts, group_store(self._store, self.starts))
+        Raises LoadFailedError, OSError, RuntimeError.
+        """
+        began, generation, is_first = time.monotonic(), self._begin_generation(), not self._has_served
         if nodes is not None:
-            nodes.wait_present(lambda: self._stopped, is_first=self.starts == 1)
+            nodes.wait_present(lambda: self._stopped, is_first)
             if self._stopped:
                 return
-            nodes.begin(self.starts)
-        why_lost = (lambda: None) if nodes is None else nodes.why_lost
-        group = RankGroup(self._setups(), self._settings.step_timeout_seconds, why_lost)
+            nodes.begin(generation)
+        why_beside = (lambda: None) if nodes is None else nodes.why_lost
+        timeout = self._settings.step_timeout_seconds
+        ranks = self._start(range(self._settings.num_ranks))
+        group = RankGroup(generation, ranks, self._inbox, timeout, why_beside)
+        returning = Returning(lambda number: self._start([number])[0], self._inbox)
         try:
-            self._wake = group.wake
-            group.wait_loaded(lambda: self._stopped)
+            wait_loaded(ranks, self._inbox, lambda: self._stopped, why_beside)
             if self._stopped:
                 return
-            watcher = threading.Thread(target=group.watch, args=(lambda: self._stopped,), daemon=True)
-            watcher.start()
-            self._share_all(group)
-            self._note(serving=group)
-            if self.starts > 1:
+            self._open(group)
+            if not is_first:
                 logger.info("the ranks are ready again, after %.1f s", time.monotonic() - began)
-            watcher.join()
-            if not self._stopped:
-                self._note(why=f"{group.lost}; the ranks are starting again")
-                logger.error("%s", self._why)
+            while self._watch(group, returning) and (left := self._left_of(group)):
+                for rank in group.ranks:
+                    if rank not in left:
+                        logger.error("%s; rank %d starts again beside the others", group.lost, rank.number)
+                        returning.add(rank.number)
+                group = RankGroup(self._begin_generation(), left, self._inbox, timeout)
+                self._open(group)
         finally:
             with self._mapping:
                 self._group = None
+            returning.end()
             if self._stopped and group is self._serving:
                 group.stop()
             else:
                 group.end()
 
-    def _setups(self) -> list[RankSetup]:
-        """What each rank of the next group is started with, those of other nodes by a proxy."""
-        settings = self._settings.model_copy(update={"partitions": self.partitions})
-        here = settings.ranks_per_node
-        roles = [Role.HERE] * here + [Role.PROXY] * (settings.num_ranks - here)
-        return [
-            RankSetup(settings, rank, self._meeting, self.starts, role) for rank, role in enumerate(roles)
-        ]
+    def _watch(self, group: RankGroup, returning: Returning) -> bool:
+        """Hear the ranks, and take lost ones back, until the group is lost; False: it was stopped."""
+        while not self._stopped and group.lost is None:
+            group.look()
+            returning.look()
+            # A thread that maps a region waits for what is heard here, so this one cannot wait for it.
+            if returning.loaded() and self._mapping.acquire(blocking=False):
+                try:
+                    self._take_back(group, returning)
+                finally:
+                    self._mapping.release()
+        if self._stopped:
+            group.lose("the server is shutting down")
+        return not self._stopped
 
-    def _share_all(self, group: RankGroup) -> None:
-        """Have a new group map all regions, also those to come. Raises LoadFailedError."""
-        with self._mapping:
+    def _take_back(self, group: RankGroup, returning: Returning) -> None:
+        """Have the ranks that have started again meet the others, between two steps."""
+        for rank in returning.loaded():
             try:
-                group.map(self.regions.all())
-            except (DeviceLostError, RuntimeError) as error:
-                raise LoadFailedError(str(error), False) from error
+                share([rank], self._inbox, self.regions.all())
+            except LoadFailedError as error:
+                returning.lose(rank, str(error))
+                continue
+            returning.release(rank)
+            group.meet(self._begin_generation(), [rank])
+            logger.info("rank %d is back", rank.number)
+
+    def _left_of(self, group: RankGroup) -> Sequence[Rank]:
+        """The ranks that go on without those that are lost; none: all start again."""
+        left: Sequence[Rank] = ()
+        if self._placements is not None and self._settings.on_rank_loss == "shrink":
+            self._note(why=f"{group.lost}; the other ranks are meeting again")
+            left = survivors_of(group, self._inbox, self._placements)
+        if left:
+            group.dissolve()
+        else:
+            self._note(why=f"{group.lost}; the ranks are starting again")
+            logger.error("%s", self._why)
+        return left
+
+    def _open(self, group: RankGroup) -> None:
+        """Have a group map all regions, also those to come, and run steps. Raises LoadFailedError."""
+        with self._mapping:
+            share(group.ranks, self._inbox, self.regions.all())
+            if self._settings.on_rank_loss == "shrink":  # else they have met before they loaded
+                self._meet(group)
             self._group = group
+        self._has_served = True
+        self._note(serving=group)
+
+    def _meet(self, group: RankGroup) -> None:
+        group.meet(group.generation)
+        until = time.monotonic() + _MEET_SECONDS
+        while not (group.has_met() or self._stopped):
+            group.look(LOOK_SECONDS)
+            if group.lost is not None:
+                raise LoadFailedError(f"loading: {group.lost}", False)
+            if time.monotonic() > until:
+                raise LoadFailedError(f"loading: expected the ranks to meet in {_MEET_SECONDS:g} s", False)
+
+    def _begin_generation(self) -> int:
+        """The number of the next group, which finds the placements in its part of the store."""
+        self._generation += 1
+        if self._placements is not None:
+            self._placements.begin(self._generation, group_store(self._store, self._generation))
+        return self._generation
+
+    def _start(self, numbers: Iterable[int]) -> list[Rank]:
+        """Start ranks, those of other nodes by a proxy. Raises OSError."""
+        settings = self._settings.model_copy(update={"partitions": self.partitions})
+        setups = []
+        for number in numbers:
+            role = Role.HERE if number < settings.ranks_per_node else Role.PROXY
+            setups.append(RankSetup(settings, number, self._meeting, self._generation, role))
+            self.starts[number] += 1
+        return start_ranks(setups, self._inbox)
 
     def _note(
         self, serving: RankGroup | None = None, why: str = "", failure: LoadFailedError | None = None
@@ -212,14 +219,3 @@ class Supervisor:
     def _pause(self, seconds: float) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._stopped, seconds)
-
-
-def _meeting(settings: Settings) -> tuple[Meeting, socket.socket]:
-    """Where the ranks meet, and a socket there for the store. Raises ValueError."""
-    if settings.nnodes > 1:
-        meeting = between_nodes(settings)
-        if (warning := exposure(meeting)) is not None:
-            logger.warning(warning)
-        return meeting, listen(meeting.host, meeting.port)
-    listener = listen(LOOPBACK, 0)
-    return on_this_machine(listener.getsockname()[1]), listener

@@ -13,6 +13,7 @@ from expertd.backends import BACKENDS
 from expertd.service.sentences import shown
 from expertd.service.settings.buffers import default_bytes, needed_bytes, region_bytes
 from expertd.service.settings.parts import ChannelSettings, Limits, PlacementSettings, SharedMemorySettings
+from expertd.service.settings.rank_checks import wrong_ranks
 from expertd.service.settings.rendezvous import Rendezvous
 from expertd.service.settings.served import CheckpointSettings, ModelSettings
 from expertd.service.settings.spans import Devices, numbers
@@ -24,14 +25,6 @@ ENV_DELIMITER = "__"
 
 def _lower(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
-
-
-def _not_shared(key: str, name: str, held: str | None, masked_max_tokens: int) -> Iterator[str]:
-    """Why ranks cannot share the layers, of whose experts the setting `name` holds a part."""
-    if held is not None:
-        yield f"{key}.{name}: expected null with several ranks, got {held}"
-    if masked_max_tokens:
-        yield f"{key}.masked_max_tokens: expected 0 with several ranks, got {masked_max_tokens}"
 
 
 class Settings(BaseSettings):
@@ -108,6 +101,11 @@ class Settings(BaseSettings):
         description="seconds that a step may take on the ranks; then one of them hangs, and all start again "
         "(docs/parallel.md)",
     )
+    on_rank_loss: Literal["restart", "shrink"] = Field(
+        default="restart",
+        description="when a rank is lost, restart: all start again; shrink: the others go on if they hold "
+        "every expert, and the lost one starts again beside them (docs/parallel.md)",
+    )
     placement: PlacementSettings = Field(
         default=PlacementSettings(), description="which rank holds which experts"
     )
@@ -159,7 +157,7 @@ class Settings(BaseSettings):
                 self._wrong_partitions("models", self.models),
                 self._wrong_partitions("checkpoints", self.checkpoints),
                 self._wrong_nodes(),
-                self._wrong_ranks(),
+                wrong_ranks(self),
                 self._wrong_buffers(),
             )
         )
@@ -201,49 +199,10 @@ class Settings(BaseSettings):
         if self.nnodes == 1 and self.rendezvous is not None:
             yield f"nnodes: expected 2 or more with rendezvous {self.rendezvous}, got 1"
 
-    def _wrong_ranks(self) -> Iterator[str]:
-        count = self.num_ranks
-        if self.devices is not None:
-            if self.backend not in ("auto", "hopper"):
-                yield f"devices: expected backend hopper, got {self.backend!r}"
-            if count < 2:
-                yield f"devices: expected two GPUs or more, got {self.devices}"
-            if self.ranks not in (1, self.ranks_per_node):
-                expected = f"the number of devices ({self.ranks_per_node})"
-                yield f"ranks: expected {expected}, got {self.ranks}"
-        yield from self._wrong_placement(count)
-        if count == 1:
-            return
-        for number, model in enumerate(self.models):
-            held, key = model.local_experts, f"models.{number}"
-            yield from _not_shared(key, "local_experts", held, model.masked_max_tokens)
-            if model.num_experts < count:
-                expected = f"at most num_experts of model {model.name} ({model.num_experts})"
-                yield f"ranks: expected {expected}, got {count}"
-        for number, served in enumerate(self.checkpoints):
-            key = f"checkpoints.{number}"
-            yield from _not_shared(key, "experts", served.experts, served.masked_max_tokens)
-
     def _wrong_buffers(self) -> Iterator[str]:
         needed, got = self._needed_bytes, self.buffered_bytes
         if got < needed:
             yield f"limits.max_buffered_bytes: expected at least {needed}, got {got}"
-
-    def _wrong_placement(self, num_ranks: int) -> Iterator[str]:
-        policy, replicas = self.placement.policy, self.placement.replicas
-        if policy is None and replicas:
-            yield f"placement.replicas: expected 0 without placement.policy, got {replicas}"
-            return
-        if self.devices is not None and self.nnodes > 1 and policy is not None:
-            yield f"placement.policy: expected null with GPUs of several nodes, got {policy!r}"
-        if num_ranks == 1 and policy is not None:
-            yield f"placement.policy: expected null with one rank, got {policy!r}"
-            return
-        for model in self.models:
-            most = model.num_experts * (num_ranks - 1)
-            if replicas > most:
-                what = f"{most}, with which every rank has all experts of model {model.name}"
-                yield f"placement.replicas: expected at most {what}, got {replicas}"
 
     @property
     def combines_exactly(self) -> bool:

@@ -70,8 +70,8 @@ def _shown(engine: Engine) -> dict[str, Any]:
 def _layer(state: PlacementState) -> Mapping[str, Any]:
     return {
         "ranks": [
-            {"experts": experts, "load": load}
-            for experts, load in zip(state.ranks, state.rank_loads, strict=True)
+            {"experts": experts, "load": load, "up": is_up}
+            for experts, load, is_up in zip(state.ranks, state.rank_loads, state.are_up, strict=True)
         ],
         "loads": state.loads,
         "max_over_mean": state.imbalance,

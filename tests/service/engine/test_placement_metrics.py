@@ -16,7 +16,8 @@ class Given:
 
     def states(self) -> dict[str, PlacementState]:
         ranks = [[0, 1], [2, 0]]
-        return {"tiny": PlacementState(ranks, [6.0, 1.0, 4.0], [4.0, 7.0], 7 / 5.5, False, None, 5, 0.25)}
+        loads = [6.0, 1.0, 4.0], [4.0, 7.0]
+        return {"tiny": PlacementState(ranks, [True, True], *loads, 7 / 5.5, False, None, 5, 0.25)}
 
     def rebalance(self, models: Sequence[str]) -> "Future[None]":
         raise AssertionError("metrics only read")

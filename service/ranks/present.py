@@ -1,0 +1,85 @@
+"""The ranks that run steps at present, for all threads of the front end, and the memory that they share."""
+
+import threading
+
+from expertd.service.engine.errors import DeviceLostError
+from expertd.service.engine.rank_metrics import RankDevice
+from expertd.service.memory import Mapped, Unregister
+from expertd.service.ranks.group import RankGroup
+from expertd.service.ranks.rank import Rank
+from expertd.service.ranks.regions import SharedRegions
+
+
+class PresentRanks:
+    """Which group runs steps, of `num_ranks` ranks or fewer. Safe from any thread.
+
+    starts  of each rank, so far
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self.regions = SharedRegions()
+        self.starts = [0] * num_ranks
+        self._serving: RankGroup | None = None  # runs steps
+        self._group: RankGroup | None = None  # maps regions
+        self._why = "the ranks are starting"
+        self._mapping = threading.Lock()  # a region is added, or a group gets all of them
+
+    def group(self) -> RankGroup:
+        """The ranks that run steps. Raises DeviceLostError while there are none."""
+        group = self._serving
+        if group is None:
+            raise DeviceLostError(self._why)
+        group.check()
+        return group
+
+    def whole_group(self) -> RankGroup:
+        """As `group`. Raises DeviceLostError also while a rank is missing."""
+        group = self.group()
+        up = self.are_up()
+        if not all(up):
+            raise DeviceLostError(f"rank {up.index(False)} is lost, and is starting again beside the others")
+        return group
+
+    def why_not(self) -> str | None:
+        """Why no step can run at present; None: it can."""
+        group = self._serving
+        return self._why if group is None else group.lost
+
+    def are_up(self) -> list[bool]:
+        """Whether each rank runs steps."""
+        present = self._present()
+        return [number in present for number in range(len(self.starts))]
+
+    def devices(self) -> list[RankDevice]:
+        """What is known of each rank's device; nothing of ranks that are lost."""
+        present, unknown = self._present(), RankDevice()
+        return [
+            present[number].device if number in present else unknown for number in range(len(self.starts))
+        ]
+
+    def register(self, memory: Mapped) -> Unregister:
+        """Share memory with the ranks, also with those that are started later. Raises RuntimeError."""
+        with self._mapping:
+            region, group = self.regions.add(memory), self._group
+            try:
+                if group is not None:
+                    group.map([region])
+            except DeviceLostError:
+                pass  # the next ones map it
+            except BaseException:
+                self.regions.remove(region)
+                raise
+
+        def unregister() -> None:
+            with self._mapping:
+                self.regions.remove(region)
+                if self._group is not None:
+                    self._group.unmap(region)
+
+        return unregister
+
+    def _present(self) -> dict[int, Rank]:
+        group = self._serving
+        if group is None or group.lost is not None:
+            return {}
+        return {rank.number: rank for rank in group.ranks}

@@ -1,0 +1,86 @@
+"""Ranks from their start until they have loaded and mapped the memory that they share."""
+
+import time
+from collections.abc import Callable, Sequence
+
+from expertd.service.ranks.inbox import Inbox
+from expertd.service.ranks.rank import Rank
+from expertd.service.ranks.regions import Region
+from expertd.service.ranks.setup import RankSetup
+
+LOOK_SECONDS = 0.05
+MAP_SECONDS = 60.0
+"""Locking memory for a GPU takes about 0.3 s for each GB."""
+
+
+class LoadFailedError(Exception):
+    """A rank could not load; is_expected: the text is a sentence about the settings or files."""
+
+    def __init__(self, text: str, is_expected: bool) -> None:
+        super().__init__(text)
+        self.is_expected = is_expected
+
+
+def start_ranks(setups: Sequence[RankSetup], inbox: Inbox) -> list[Rank]:
+    """Start all of these, or none. Raises OSError."""
+    ranks: list[Rank] = []
+    try:
+        for setup in setups:
+            ranks.append(Rank(setup, inbox.bell))
+    except BaseException:
+        end_ranks(ranks)
+        raise
+    return ranks
+
+
+def end_ranks(ranks: Sequence[Rank]) -> None:
+    """End them at once."""
+    for rank in ranks:
+        rank.process.kill()
+    for rank in ranks:
+        rank.end()
+
+
+def wait_loaded(
+    ranks: Sequence[Rank], inbox: Inbox, stop: Callable[[], bool], why_beside: Callable[[], str | None]
+) -> None:
+    """Return once all ranks have loaded, or `stop` is true. Raises LoadFailedError.
+
+    why_beside  says why ranks are lost by other signs than their own; asked often
+    """
+    while not stop() and not all(rank.about for rank in ranks):
+        check_loading(ranks, inbox, LOOK_SECONDS)
+        if (beside := why_beside()) is not None:
+            raise LoadFailedError(f"loading: {beside}", False)
+
+
+def check_loading(ranks: Sequence[Rank], inbox: Inbox, seconds: float) -> None:
+    """Hear ranks that load, at most for `seconds`. Raises LoadFailedError if one is lost."""
+    why = inbox.take(ranks, seconds)
+    for rank in ranks:
+        if rank.failure is not None:
+            raise LoadFailedError(*rank.failure)
+    gone = next((gone for rank in ranks if (gone := rank.why_gone()) is not None), None)
+    if gone is not None and not inbox.has_news(ranks):  # one that has ended may have said why
+        why = gone
+    if why is not None:
+        raise LoadFailedError(f"loading: {why}", False)
+
+
+def share(ranks: Sequence[Rank], inbox: Inbox, regions: Sequence[Region]) -> None:
+    """Have ranks, which nobody else hears, map these regions and no other. Raises LoadFailedError."""
+    numbers = {region.number for region in regions}
+    for rank in ranks:
+        for old in rank.mapped.keys() - numbers:
+            rank.unmap(old)
+        for region in regions:
+            rank.map(region)
+    until = time.monotonic() + MAP_SECONDS
+    while any(error is None for rank in ranks for error in rank.mapped.values()):
+        check_loading(ranks, inbox, LOOK_SECONDS)
+        if time.monotonic() > until:
+            raise LoadFailedError(f"loading: expected memory to be mapped within {MAP_SECONDS:g} s", False)
+    for rank in ranks:
+        for error in rank.mapped.values():
+            if error:
+                raise LoadFailedError(f"rank {rank.number}: {error}", False)

@@ -1,0 +1,78 @@
+"""What several ranks cannot serve, or cannot do when one is lost, as sentences (name, expected, got)."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from expertd.service.settings.model import Settings
+
+
+def wrong_ranks(settings: "Settings") -> Iterator[str]:
+    """What does not fit the number of ranks, or the GPUs."""
+    count = settings.num_ranks
+    if settings.devices is not None:
+        if settings.backend not in ("auto", "hopper"):
+            yield f"devices: expected backend hopper, got {settings.backend!r}"
+        if count < 2:
+            yield f"devices: expected two GPUs or more, got {settings.devices}"
+        if settings.ranks not in (1, settings.ranks_per_node):
+            expected = f"the number of devices ({settings.ranks_per_node})"
+            yield f"ranks: expected {expected}, got {settings.ranks}"
+    yield from _wrong_placement(settings)
+    yield from _wrong_shrinking(settings)
+    if count == 1:
+        return
+    for number, model in enumerate(settings.models):
+        held, key = model.local_experts, f"models.{number}"
+        yield from _not_shared(key, "local_experts", held, model.masked_max_tokens)
+        if model.num_experts < count:
+            expected = f"at most num_experts of model {model.name} ({model.num_experts})"
+            yield f"ranks: expected {expected}, got {count}"
+    for number, served in enumerate(settings.checkpoints):
+        key = f"checkpoints.{number}"
+        yield from _not_shared(key, "experts", served.experts, served.masked_max_tokens)
+
+
+def _not_shared(key: str, name: str, held: str | None, masked_max_tokens: int) -> Iterator[str]:
+    """Why ranks cannot share the layers, of whose experts the setting `name` holds a part."""
+    if held is not None:
+        yield f"{key}.{name}: expected null with several ranks, got {held}"
+    if masked_max_tokens:
+        yield f"{key}.masked_max_tokens: expected 0 with several ranks, got {masked_max_tokens}"
+
+
+def _wrong_placement(settings: "Settings") -> Iterator[str]:
+    policy, replicas = settings.placement.policy, settings.placement.replicas
+    if policy is None and replicas:
+        yield f"placement.replicas: expected 0 without placement.policy, got {replicas}"
+        return
+    if settings.devices is not None and settings.nnodes > 1 and policy is not None:
+        yield f"placement.policy: expected null with GPUs of several nodes, got {policy!r}"
+    if settings.num_ranks == 1 and policy is not None:
+        yield f"placement.policy: expected null with one rank, got {policy!r}"
+        return
+    for model in settings.models:
+        most = model.num_experts * (settings.num_ranks - 1)
+        if replicas > most:
+            what = f"{most}, with which every rank has all experts of model {model.name}"
+            yield f"placement.replicas: expected at most {what}, got {replicas}"
+
+
+def _wrong_shrinking(settings: "Settings") -> Iterator[str]:
+    if settings.on_rank_loss != "shrink":
+        return
+    for without, is_there in (
+        (f"nnodes {settings.nnodes}", settings.nnodes > 1),
+        ("devices", settings.devices is not None),
+        ("one rank", settings.num_ranks == 1),
+        ("placement.policy null", settings.placement.policy is None),
+    ):
+        if is_there:
+            yield f"on_rank_loss: expected restart with {without}, got {settings.on_rank_loss!r}"
+            return
+    for model in settings.models:
+        # The rank with fewest slots has (E + replicas) // R; more than `replicas`, and others lack an expert.
+        least = (model.num_experts - 1) // (settings.num_ranks - 1)
+        if settings.placement.replicas < least:
+            what = f"{least} with on_rank_loss shrink, for the experts of a lost rank of model {model.name}"
+            yield f"placement.replicas: expected at least {what}, got {settings.placement.replicas}"
