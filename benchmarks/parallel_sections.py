@@ -35,10 +35,10 @@ def parallel_headline(results: Path) -> str:
     for key, peer in _PEERS.items():
         ratios = [row[f"over_{key}"] for row in rows if f"over_{key}" in row]
         if ratios:
-            slower = sum(ratio > 1 for ratio in ratios)
+            slower = sum(ratio > 1 for ratio in ratios) or "none"
             sentences.append(
                 f"The whole layer takes {statistics.geometric_mean(ratios):.2f} times as long as {peer} (the "
-                f"geometric mean of {len(ratios)} rows, {span(ratios)}); in {slower} of them it is slower."
+                f"geometric mean of {len(ratios)} rows, {span(ratios)}); it is slower in {slower} of them."
             )
     return paragraph(" ".join(sentences))
 
