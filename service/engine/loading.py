@@ -197,18 +197,20 @@ def weights_of(
 ) -> ExpertWeights:
     """The weights of `model` on `device`. Raises as `load` does.
 
-    held  these routed experts in this order, of a model that holds all, also several times, then all shared
-          ones; None: the model's
+    held  these of the model's routed experts in this order, also several times, then all shared ones; None:
+          the model's
     """
+    every = model.shape.held_experts
+    part = None if held is None else [expert - every.start for expert in held]
     if isinstance(model, CheckpointModelSettings):
         shape, source = model.shape, model.source
-        if held is not None:
-            shape = replace(shape, local_experts=range(len(held)))
-            source = source.part(held, model.num_experts)
+        if part is not None:
+            shape = replace(shape, local_experts=range(len(part)))
+            source = source.part(part, len(every))
         return _from_checkpoint(model.name, source, shape, device, cancelled)
     if model.weights.path is not None:
-        return load_weights(model.weights.path, model.shape, device, held)
-    return random_weights(model.shape, model.weights.seed or 0, device, held)
+        return load_weights(model.weights.path, model.shape, device, part)
+    return random_weights(model.shape, model.weights.seed or 0, device, part)
 
 
 def _from_checkpoint(

@@ -39,7 +39,7 @@ class RankPlacements:
 
     def held(self, model: ModelSettings) -> Sequence[int]:
         """The experts that this rank loads."""
-        physical = self.physical(model) or range(model.num_experts)
+        physical = self.physical(model) or model.shape.held_experts
         return held_by(self._setup.rank, self._setup.num_ranks, physical)
 
     def set_layers(self, layers: Sequence[PlacedExperts]) -> None:

@@ -23,20 +23,22 @@ def wrong_ranks(settings: "Settings") -> Iterator[str]:
     if count == 1:
         return
     for number, model in enumerate(settings.models):
-        held, key = model.local_experts, f"models.{number}"
-        yield from _not_shared(key, "local_experts", held, model.masked_max_tokens)
-        if model.num_experts < count:
-            expected = f"at most num_experts of model {model.name} ({model.num_experts})"
+        key, num_held = f"models.{number}", len(model.shape.held_experts)
+        yield from _wrong_layers(settings, key, "local_experts", model.local_experts, model.masked_max_tokens)
+        if num_held < count:
+            expected = f"at most the number of experts of model {model.name} ({num_held})"
             yield f"ranks: expected {expected}, got {count}"
     for number, served in enumerate(settings.checkpoints):
         key = f"checkpoints.{number}"
-        yield from _not_shared(key, "experts", served.experts, served.masked_max_tokens)
+        yield from _wrong_layers(settings, key, "experts", served.experts, served.masked_max_tokens)
 
 
-def _not_shared(key: str, name: str, held: str | None, masked_max_tokens: int) -> Iterator[str]:
+def _wrong_layers(
+    settings: "Settings", key: str, name: str, held: str | None, masked_max_tokens: int
+) -> Iterator[str]:
     """Why ranks cannot share the layers, of whose experts the setting `name` holds a part."""
-    if held is not None:
-        yield f"{key}.{name}: expected null with several ranks, got {held}"
+    if held is not None and settings.placement.policy is not None:
+        yield f"{key}.{name}: expected null with placement.policy, got {held}"
     if masked_max_tokens:
         yield f"{key}.masked_max_tokens: expected 0 with several ranks, got {masked_max_tokens}"
 

@@ -32,9 +32,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Checkpoint("deepseek-v3", tmp_path_factory.mktemp("made") / "model", torch.float32).directory
 
 
-def of_checkpoint(directory: Path, ranks: int, replicas: int = 0) -> Settings:
-    """Layer 1 of a checkpoint with shared experts."""
-    served = CheckpointSettings(path=directory, layers="1", datatype="FP32")
+def of_checkpoint(directory: Path, ranks: int, replicas: int = 0, experts: str | None = None) -> Settings:
+    """Layer 1 of a checkpoint with shared experts, or some of its experts."""
+    served = CheckpointSettings(path=directory, layers="1", datatype="FP32", experts=experts)
     placed = PlacementSettings(policy="static" if replicas else None, replicas=replicas)
     return resolve_checkpoints(
         Settings(backend="reference", ranks=ranks, checkpoints=(served,), placement=placed)
@@ -53,8 +53,10 @@ def computed(settings: Settings) -> np.ndarray[tuple[int, ...], np.dtype[np.floa
         loaded.close()
 
 
-def test_a_checkpoint_is_split(checkpoint: Path) -> None:
-    assert close(computed(of_checkpoint(checkpoint, 2)), computed(of_checkpoint(checkpoint, 1)))
+@pytest.mark.parametrize("experts", [None, "0-4", "3-7"])
+def test_a_checkpoint_is_split(checkpoint: Path, experts: str | None) -> None:
+    got = computed(of_checkpoint(checkpoint, 2, experts=experts))
+    assert close(got, computed(of_checkpoint(checkpoint, 1, experts=experts)))
 
 
 def test_a_weights_file_is_split(tmp_path: Path) -> None:

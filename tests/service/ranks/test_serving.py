@@ -42,14 +42,19 @@ async def test_outputs_are_those_of_one_process(ranks: int) -> None:
         assert close(output_of(await server.infer(body)), output_of(await one.infer(body)))
 
 
-async def test_shared_experts_and_uneven_parts() -> None:
-    """7 experts on 2 ranks, and 2 shared ones, which each rank runs for its own tokens."""
+@pytest.mark.parametrize("local_experts", [None, "2-4"])
+async def test_shared_experts_and_uneven_parts(local_experts: str | None) -> None:
+    """7 experts, or some of them, on 2 ranks, and 2 shared ones, which each rank runs for its own tokens."""
+    model = {**SHARED, "local_experts": local_experts}
     async with (
-        serving(tiny_settings(models=[SHARED])) as one,
-        serving_ranks(tiny_settings(models=[SHARED], ranks=2)) as server,
+        serving(tiny_settings(models=[model])) as one,
+        serving_ranks(tiny_settings(models=[model], ranks=2)) as server,
     ):
         values = rows(9)
         assert close(await output_for(server, values), await output_for(one, values))
+        if local_experts is not None:
+            of_expert = [server.metric("expert_tokens_total", model="tiny", expert=str(e)) for e in range(7)]
+            assert sum(of_expert[2:5]) == sum(of_expert) > 0
 
 
 async def test_requests_of_one_step_may_differ() -> None:

@@ -161,7 +161,7 @@ TWO_WRONG = (
             [
                 r":2: models: expected different names, got 'm' 2 times",
                 r":4: models\.1\.partition: expected one of partitions \(none\), got 'p'",
-                r":1: ranks: expected at most num_experts of model m \(4\), got 5",
+                r":1: ranks: expected at most the number of experts of model m \(4\), got 5",
                 r":6: limits\.max_buffered_bytes: expected at least [0-9]+, got 1",
             ],
         ),

@@ -23,19 +23,23 @@ def config(tmp_path: Path) -> Path:
     [
         (
             f"models: [{MODEL}]\nranks: 5",
-            r"ranks: expected at most num_experts of model m \(4\), got 5",
+            r"ranks: expected at most the number of experts of model m \(4\), got 5",
         ),
         (
-            f"models: [{MODEL[:-1]}, local_experts: 0-1}}]\nranks: 2",
-            r"models\.0\.local_experts: expected null with several ranks, got 0-1",
+            f"models: [{MODEL[:-1]}, local_experts: 1-2}}]\nranks: 3",
+            r"ranks: expected at most the number of experts of model m \(2\), got 3",
+        ),
+        (
+            f"models: [{MODEL[:-1]}, local_experts: 0-1}}]\nranks: 2\nplacement: {{policy: static}}",
+            r"models\.0\.local_experts: expected null with placement\.policy, got 0-1",
         ),
         (
             f"models: [{MODEL[:-1]}, masked_max_tokens: 8}}]\ndevices: [0, 1]",
             r"models\.0\.masked_max_tokens: expected 0 with several ranks, got 8",
         ),
         (
-            "checkpoints: [{path: /none, layers: 3, experts: 0-1}]\ndevices: 0-1",
-            r"checkpoints\.0\.experts: expected null with several ranks, got 0-1",
+            "checkpoints: [{path: /none, layers: 3, experts: 0-1}]\nranks: 2\nplacement: {policy: static}",
+            r"checkpoints\.0\.experts: expected null with placement\.policy, got 0-1",
         ),
         (
             f"models: [{MODEL}]\nbackend: reference\ndevices: [0, 1]",
@@ -64,7 +68,7 @@ def config(tmp_path: Path) -> Path:
         ),
         (
             f"models: [{MODEL}]\nnnodes: 3\nranks: 2\nrendezvous: a:1",
-            r"ranks: expected at most num_experts of model m \(4\), got 6",
+            r"ranks: expected at most the number of experts of model m \(4\), got 6",
         ),
         (f"models: [{MODEL}]\ndevices: [1, 1]", r"devices: expected each number once, got 1,1"),
         (
