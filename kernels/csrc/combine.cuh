@@ -1,15 +1,17 @@
-// What combine_rows.cu and combine_slots.cu share: the order in which a CTA returns tokens and completes own ones.
+// The order in which a CTA returns tokens and completes own ones.
 //
 // A CTA returns a token of each other rank, then completes an own one from its step before, whose rows have had that
 // time to arrive. With few tokens, each of these has a CTA of its own.
 #pragma once
 
+#include "floats.cuh"
 #include "ranks.cuh"
 
 namespace combine {
 
 constexpr int kThreads = 256;
 constexpr int kColumns = kThreads * 8;  // of a token, per CTA and step
+constexpr auto kDatatype = floats::DATATYPE;
 
 struct Problem {
     const u16* rows;                 // bf16 [rows, n]
@@ -18,7 +20,7 @@ struct Problem {
     const float* topk_weights;       // likewise
     const int* place_of;             // [num_experts]: rank * 65536 + group of each expert
     int num_experts, top_k, n;
-    void* out;  // [num_tokens of this rank, n]
+    void* out;  // kDatatype [num_tokens of this rank, n]
 };
 
 // What a CTA does next: returns a token to the `other`-th rank from this one on, or completes an own one (the last).

@@ -1,116 +1,15 @@
-// Ends a call: writes the weighted sum of each token's permuted rows on this rank to the rank whose token it is, and
-// adds up what all ranks have computed for this rank's tokens.
-//
-// A rank's sum is in fp32 and in the order of the token's slots, and rounded to bf16; the sums of the ranks are added
-// in fp32 and in the order of ranks.
-#include "combine.cuh"
-#include "slots.cuh"
+// Ends a call: returns what this rank has computed for tokens of other ranks, and adds up what all ranks have computed
+// for its own ones.
+#include "combine_slots.cuh"
+#include "combine_sums.cuh"
 
-constexpr int kAtOnce = 4;  // ranks whose sums are loaded together
-constexpr auto kDatatype = floats::DATATYPE;
+#if EXACT
+using How = combine::Rows;
+#else
+using How = combine::Sums;
+#endif
 
-struct Fetched {
-    Slots slots;
-    int place = -1;  // lane l: of the expert in slot l, for an own token
-};
-
-struct Sums {
-    const combine::Items& items;
-
-    __device__ __forceinline__ Slots slots(combine::Item item, int first) const {
-        const combine::Problem& problem = items.problem;
-        const int* const inverse = problem.inverse_permutation + items.pairs(item) + first;
-        const int count = problem.top_k - first;
-        Slots slots;
-        if (items.completes(item)) {
-            const i64 own = static_cast<i64>(items.token(item)) * problem.top_k + first;
-            slots.load(inverse, problem.topk_weights + own, 1, count);
-        } else {
-            slots.load(inverse, &items.sent(item)[first].weight, sizeof(Pair) / sizeof(float), count);
-        }
-        return slots;
-    }
-
-    __device__ __forceinline__ Fetched fetch(combine::Item item) const {
-        Fetched fetched;
-        if (!items.exists(item)) return fetched;
-        fetched.slots = slots(item, 0);
-        if (items.completes(item)) fetched.place = items.own_place(item, static_cast<int>(threadIdx.x % 32));
-        return fetched;
-    }
-
-    __device__ __forceinline__ void run(combine::Item item, const Fetched& fetched) const {
-        const combine::Problem& problem = items.problem;
-        float sum[8] = {};
-        bool any = fetched.slots.any();
-        fetched.slots.add(sum, problem.rows, problem.n, items.column);
-#pragma unroll 1
-        for (int first = Slots::kMost; first < problem.top_k; first += Slots::kMost) {
-            const Slots more = slots(item, first);
-            any = any || more.any();
-            more.add(sum, problem.rows, problem.n, items.column);
-        }
-        const uint4 own = floats::pack<true>(sum);
-        if (items.completes(item)) {
-            const u32 computed = ranks_of(item, fetched.place);
-            if (items.column < problem.n) complete(own, computed, items.token(item));
-        } else if (any && items.column < problem.n) {
-            ptx::store_relaxed_system(place(items.owner(item), items.ranks.rank, items.token(item)), own);
-        }
-    }
-
-  private:
-    // A bit per rank that holds an expert of the item's token.
-    __device__ __forceinline__ u32 ranks_of(combine::Item item, int place) const {
-        u32 found = 0;
-#pragma unroll 1
-        for (int slot = static_cast<int>(threadIdx.x % 32), first = 0; first < items.problem.top_k; first += 32) {
-            if (first > 0) place = items.own_place(item, slot + first);
-            found |= __reduce_or_sync(0xffffffff, place >= 0 ? 1u << (place >> 16) : 0);
-        }
-        return found;
-    }
-
-    // Where rank `source` writes its sum for a token of `owner`.
-    __device__ __forceinline__ uint4* place(u32 owner, u32 source, int token) const {
-        return items.partial_sums(owner, source * static_cast<i64>(items.ranks.max_own_tokens) + token);
-    }
-
-    // Adds up the sums of the ranks in `computed`, of which `own` is this rank's.
-    __device__ __forceinline__ void complete(uint4 own, u32 computed, int token) const {
-        const Ranks& ranks = items.ranks;
-        float sum[8] = {};
-#pragma unroll 1
-        for (u32 first = 0; first < ranks.num_ranks; first += kAtOnce) {
-            uint4 four[kAtOnce];
-#pragma unroll
-            for (u32 i = 0; i < kAtOnce; ++i) {
-                const u32 r = first + i;
-                four[i] = own;
-                if (r != ranks.rank && computed >> r & 1)
-                    four[i] = ptx::load_relaxed_system(place(ranks.rank, r, token));
-            }
-#pragma unroll
-            for (u32 i = 0; i < kAtOnce; ++i) {
-                const u32 r = first + i;
-                if ((computed >> r & 1) == 0) continue;
-                if (r != ranks.rank) {
-                    uint4* const there = place(ranks.rank, r, token);
-                    four[i] = ranks.wait_for(four[i], there, r, items.until);
-                    *there = {kNothing, kNothing, kNothing, kNothing};
-                }
-                float value[8];
-                floats::unpack<true>(value, four[i]);
-#pragma unroll
-                for (int j = 0; j < 8; ++j) sum[j] += value[j];
-            }
-        }
-        const i64 index = static_cast<i64>(token) * items.problem.n + items.column;
-        floats::store<kDatatype>(items.problem.out, index, sum);
-    }
-};
-
-extern "C" __global__ void __launch_bounds__(combine::kThreads, 4)
+extern "C" __global__ void __launch_bounds__(combine::kThreads, How::kCtas)
     combine_rows(Ranks* ranks,
                  const int* __restrict__ first_tokens,  // [kMaxRanks + 1]: rank r has those from first_tokens[r] on
                  const int* __restrict__ places, int num_experts,                           // see Problem
@@ -126,8 +25,8 @@ extern "C" __global__ void __launch_bounds__(combine::kThreads, 4)
     const combine::Problem problem = {
         rows, inverse_permutation, topk_ids, topk_weights, place_of, num_experts, top_k, n, out};
     const combine::Items items = combine::items_of(shared, problem, most);
-    const Sums sums = {items};
+    const How how = {items};
     combine::run_all(
-        ranks, shared, items, most, [&](combine::Item item) { return sums.fetch(item); },
-        [&](combine::Item item, const Fetched& fetched) { sums.run(item, fetched); });
+        ranks, shared, items, most, [&](combine::Item item) { return how.fetch(item); },
+        [&](combine::Item item, const How::Fetched& fetched) { how.run(item, fetched); });
 }

@@ -60,13 +60,19 @@ def multiprocessors(device: int, num_sms: int | None) -> int:
 
 
 def variants_by_dtype(
-    stem: str, threads: int, shared_bytes: Callable[[int], int] = no_shared_bytes
+    stem: str,
+    threads: int,
+    shared_bytes: Callable[[int], int] = no_shared_bytes,
+    prefix: str = "",
+    **defines: object,
 ) -> dict[torch.dtype, Variant]:
-    """The variants of csrc/<stem>.cu, which has one per floating-point type."""
-    return {
-        dtype: Variant(named_source(stem, name.lower(), DATATYPE=name), threads, shared_bytes)
-        for dtype, name in _DATATYPES.items()
-    }
+    """The variants of csrc/<stem>.cu, which has one per floating-point type; others have other prefixes."""
+
+    def variant(name: str) -> Variant:
+        source = named_source(stem, prefix + name.lower(), DATATYPE=name, **defines)
+        return Variant(source, threads, shared_bytes)
+
+    return {dtype: variant(name) for dtype, name in _DATATYPES.items()}
 
 
 class Kernels:

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from expertd.kernels.backends.hopper.combine_rows import combine_rows
-from expertd.kernels.backends.hopper.combine_slots import combine_slots
 from expertd.kernels.backends.hopper.compute_permutation import (
     Placement,
     compute_permutation,
@@ -103,8 +102,7 @@ class Layer:
         a = dispatch_rows(kernels, on, memory, tokens, hidden_states, topk_ids, inverse, num_sms)
         expected_m = inverse.numel() / tokens.places.numel()
         rows = self._multiply(on, a, placement, gate_up, down, activation, expected_m, num_sms)
-        combine = combine_slots if memory.exact else combine_rows
-        combine(kernels, on, memory, tokens, topk_ids, topk_weights, rows, inverse, out, num_sms)
+        combine_rows(kernels, on, memory, tokens, topk_ids, topk_weights, rows, inverse, out, num_sms)
 
     def _multiply(
         self,

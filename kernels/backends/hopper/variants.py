@@ -2,7 +2,6 @@
 
 from expertd.kernels.backends.hopper import (
     combine_rows,
-    combine_slots,
     compute_permutation,
     dispatch_rows,
     gather_rows,
@@ -26,5 +25,4 @@ VARIANTS = (
     scatter_rows.VARIANT,
     *dispatch_rows.VARIANTS,
     *combine_rows.VARIANTS,
-    *combine_slots.VARIANTS,
 )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from tests.service.apps import MODEL, Serving, binary_request, output_of, rows, serving, tiny_settings
+from tests.service.apps import MODEL, Serving, binary_request, rows, serving, tiny_settings
 from tests.service.ranks.servers import output_for, rank_processes, serving_ranks
 from tests.service.ranks.steps import routed
 from tests.service.waiting import until
@@ -62,8 +62,10 @@ async def test_outputs_are_those_of_one_gpu() -> None:
                 assert np.array_equal(got, again), "the same bits in every run"
 
 
-async def bf16_output(server: Serving, values: NDArray[np.float32], given: bool) -> NDArray[np.float32]:
-    """The output for values in BF16, which graphs compute if they are few, perhaps with routing."""
+async def bf16_output(
+    server: Serving, values: NDArray[np.float32], given: bool, datatype: str = "FP32"
+) -> NDArray[np.float32]:
+    """The output in `datatype` for values in BF16, perhaps with routing; few of them are a graph."""
     rounded = torch.from_numpy(values).bfloat16().view(torch.int16).numpy()
     tensors = {"hidden_states": ("BF16", list(values.shape), rounded.tobytes())}
     if given:
@@ -71,9 +73,13 @@ async def bf16_output(server: Serving, values: NDArray[np.float32], given: bool)
         weights = np.linspace(0.1, 1, ids.size, dtype=np.float32).reshape(ids.shape)
         tensors["topk_ids"] = ("INT32", list(ids.shape), ids.tobytes())
         tensors["topk_weights"] = ("FP32", list(ids.shape), weights.tobytes())
-    outputs = [{"name": "hidden_states", "parameters": {"datatype": "FP32"}}]
+    outputs = [{"name": "hidden_states", "parameters": {"datatype": datatype}}]
     body = binary_request(tensors, parameters={"binary_data_output": True}, outputs=outputs)
-    return output_of(await server.infer(*body))
+    response = await server.infer(*body)
+    assert response.status_code == 200, response.text
+    data = response.content[int(response.headers["inference-header-content-length"]) :]
+    dtype = torch.float32 if datatype == "FP32" else torch.bfloat16
+    return torch.frombuffer(bytearray(data), dtype=dtype).float().numpy().reshape(values.shape)
 
 
 @pytest.mark.parametrize("given", [False, True])

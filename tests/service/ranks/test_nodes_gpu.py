@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
-from tests.service.apps import Serving, binary_request, rows, serving, tiny_settings
+from tests.service.apps import Serving, rows, serving, tiny_settings
 from tests.service.ranks.nodes import Agent, agent, node_settings
 from tests.service.ranks.servers import ROUNDING, close, output_for, rank_processes, serving_ranks
 from tests.service.ranks.steps import routed
-from tests.service.ranks.test_devices_gpu import LAYER, LIMITS, answers, inputs
+from tests.service.ranks.test_devices_gpu import LAYER, LIMITS, answers, bf16_output, inputs
 from tests.service.waiting import until
 
 pytestmark = [
@@ -38,39 +37,19 @@ async def nodes(tmp_path: Path, **changes: Any) -> AsyncIterator[tuple[Serving, 
             yield server, other
 
 
-async def output_of_bf16(
-    server: Serving, values: NDArray[np.float32], given: bool, datatype: str
-) -> NDArray[np.float32]:
-    """The output in `datatype` for values in BF16, perhaps with routing."""
-    rounded = torch.from_numpy(values).bfloat16().view(torch.int16).numpy()
-    tensors = {"hidden_states": ("BF16", list(values.shape), rounded.tobytes())}
-    if given:
-        ids = (np.arange(len(values))[:, None] + np.arange(6) * 5).astype(np.int32) % 32
-        weights = np.linspace(0.1, 1, ids.size, dtype=np.float32).reshape(ids.shape)
-        tensors["topk_ids"] = ("INT32", list(ids.shape), ids.tobytes())
-        tensors["topk_weights"] = ("FP32", list(ids.shape), weights.tobytes())
-    outputs = [{"name": "hidden_states", "parameters": {"datatype": datatype}}]
-    body = binary_request(tensors, parameters={"binary_data_output": True}, outputs=outputs)
-    response = await server.infer(*body)
-    assert response.status_code == 200, response.text
-    data = response.content[int(response.headers["inference-header-content-length"]) :]
-    dtype = torch.float32 if datatype == "FP32" else torch.bfloat16
-    return torch.frombuffer(bytearray(data), dtype=dtype).float().numpy().reshape(values.shape)
-
-
 CASES = [(given, datatype) for given in (False, True) for datatype in ("FP32", "BF16")]
 
 
 async def test_answers_are_those_of_one_gpu(tmp_path: Path) -> None:
     values = inputs()
     async with serving(tiny_settings(LIMITS, backend="hopper", models=[LAYER])) as one:
-        expected = {case: [await output_of_bf16(one, value, *case) for value in values] for case in CASES}
+        expected = {case: [await bf16_output(one, value, *case) for value in values] for case in CASES}
     async with nodes(tmp_path, models=[LAYER]) as (server, other):
         assert len(other.ranks()) == 1
         assert len(rank_processes()) == 2, "its own rank, and a proxy"
         for case, outputs in expected.items():
-            alone = [await output_of_bf16(server, value, *case) for value in values]
-            together = await asyncio.gather(*(output_of_bf16(server, value, *case) for value in values))
+            alone = [await bf16_output(server, value, *case) for value in values]
+            together = await asyncio.gather(*(bf16_output(server, value, *case) for value in values))
             for one_gpu, *got in zip(outputs, alone, together, strict=True):
                 for output in got:
                     difference = np.abs(output - one_gpu).max() / np.abs(one_gpu).max()

@@ -1,23 +1,26 @@
-// As combine_rows.cu, but each permuted row goes back as it is, and the token's rank adds up all of them: in fp32 and
-// in the order of the token's slots, which gives the bits of unpermute_rows.cu.
+// Each permuted row goes back as it is, and the token's rank adds up all of them: in fp32 and in the order of the
+// token's slots, which gives the bits of unpermute_rows.cu.
+#pragma once
+
 #include "combine.cuh"
-#include "floats.cuh"
 
-constexpr int kAtOnce = 4;  // rows whose loads are in flight together
-constexpr auto kDatatype = floats::DATATYPE;
+namespace combine {
 
-// A slot of the token in each lane.
-struct Fetched {
-    int row = -1;    // on this rank
-    int place = -1;  // of the expert, for an own token
-    float weight = 0.0f;
-};
+struct Rows {
+    static constexpr int kCtas = 3;    // per SM
+    static constexpr int kAtOnce = 4;  // rows whose loads are in flight together
 
-struct Slots {
-    const combine::Items& items;
+    // A slot of the token in each lane.
+    struct Fetched {
+        int row = -1;    // on this rank
+        int place = -1;  // of the expert, for an own token
+        float weight = 0.0f;
+    };
 
-    __device__ __forceinline__ Fetched fetch(combine::Item item, int first = 0) const {
-        const combine::Problem& problem = items.problem;
+    const Items& items;
+
+    __device__ __forceinline__ Fetched fetch(Item item, int first = 0) const {
+        const Problem& problem = items.problem;
         const int slot = first + static_cast<int>(threadIdx.x % 32);
         Fetched fetched;
         if (!items.exists(item) || slot >= problem.top_k) return fetched;
@@ -28,7 +31,7 @@ struct Slots {
         return fetched;
     }
 
-    __device__ __forceinline__ void run(combine::Item item, Fetched fetched) const {
+    __device__ __forceinline__ void run(Item item, Fetched fetched) const {
         float sum[8] = {};
 #pragma unroll 1
         for (int first = 0; first < items.problem.top_k; first += 32) {
@@ -105,24 +108,4 @@ struct Slots {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(combine::kThreads, 3)
-    combine_slots(Ranks* ranks,
-                  const int* __restrict__ first_tokens,  // [kMaxRanks + 1]: rank r has those from first_tokens[r] on
-                  const int* __restrict__ places, int num_experts,                           // see Problem
-                  const int* __restrict__ topk_ids, const float* __restrict__ topk_weights,  // likewise
-                  const u16* rows, const int* __restrict__ inverse_permutation,              // likewise
-                  int most,                                                                  // tokens of a rank
-                  int top_k, int n,
-                  void* __restrict__ out  // kDatatype [num_tokens of this rank, n]
-    ) {
-    extern __shared__ int place_of[];  // a copy of places
-    __shared__ combine::Shared shared;
-    combine::fill(shared, place_of, ranks, first_tokens, places, num_experts);
-    const combine::Problem problem = {
-        rows, inverse_permutation, topk_ids, topk_weights, place_of, num_experts, top_k, n, out};
-    const combine::Items items = combine::items_of(shared, problem, most);
-    const Slots slots = {items};
-    combine::run_all(
-        ranks, shared, items, most, [&](combine::Item item) { return slots.fetch(item); },
-        [&](combine::Item item, const Fetched& fetched) { slots.run(item, fetched); });
-}
+}  // namespace combine
