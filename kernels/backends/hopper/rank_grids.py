@@ -23,7 +23,9 @@ def ctas(on: OnStream, num_sms: int | None, per_sm: int, tokens: Sequence[int], 
 
     per_sm  of the latter
     tokens  of each rank
+
+    A multiple of the steps of a row, so that a CTA keeps to its columns.
     """
-    every = max(1, len(tokens) * max(tokens)) * parts(columns)
-    most = per_sm * multiprocessors(on.device, num_sms)
-    return every if every <= most else most // parts(columns) * parts(columns)
+    each = parts(columns)
+    most = per_sm * multiprocessors(on.device, num_sms) // each
+    return min(max(1, len(tokens) * max(tokens)), max(1, most)) * each

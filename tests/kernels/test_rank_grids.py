@@ -1,0 +1,37 @@
+"""Grids of the launches between ranks: every CTA runs at once, or has a step of its own."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from expertd.kernels.backends.hopper import rank_grids
+
+
+@pytest.fixture(autouse=True)
+def sms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_grids, "multiprocessors", lambda device, num_sms: num_sms or 132)
+
+
+def ctas(num_sms: int | None, per_sm: int, tokens: list[int], columns: int) -> int:
+    on: Any = SimpleNamespace(device=0)
+    return rank_grids.ctas(on, num_sms, per_sm, tokens, columns)
+
+
+@pytest.mark.parametrize(
+    ("num_sms", "per_sm", "tokens", "columns", "expected"),
+    [
+        (None, 4, [1, 0], 7168, 2 * 4),  # a step for each rank, also one without the token
+        (None, 4, [0, 0], 2048, 1),
+        (None, 4, [33, 66], 7168, 2 * 66 * 4),  # exactly as many as run at once
+        (None, 4, [33, 67], 7168, 528),
+        (None, 3, [1000, 1000], 2304, 396),
+        (None, 1, [1000, 1000], 6144, 132),
+        (20, 4, [4096] * 8, 6144, 78),  # of 80, whole rows of 3 steps
+        (2, 3, [9, 9], 16384, 8),  # fewer SMs than a row has steps
+    ],
+)
+def test_ctas_are_whole_rows_that_run_at_once(
+    num_sms: int | None, per_sm: int, tokens: list[int], columns: int, expected: int
+) -> None:
+    assert ctas(num_sms, per_sm, tokens, columns) == expected
