@@ -42,7 +42,9 @@ class RankTokens:
         """The tokens of a call in which rank r has counts[r] of them."""
         firsts = list(accumulate(counts, initial=0))
         firsts += [firsts[-1]] * (MAX_RANKS + 1 - len(firsts))
-        first_tokens = torch.tensor(firsts, dtype=torch.int32, device=places.device)
+        # From pinned memory, so that the host does not wait for the stream.
+        first_tokens = torch.tensor(firsts, dtype=torch.int32, pin_memory=True)
+        first_tokens = first_tokens.to(places.device, non_blocking=True)
         return cls(tuple(counts), first_tokens, places)
 
 
@@ -76,6 +78,7 @@ class RankMemory:
         if num_ranks > MAX_RANKS:
             raise ValueError(f"group size: expected at most {MAX_RANKS}, got {num_ranks}")
         self.num_ranks, self.rank = num_ranks, group.rank()
+        self.hidden_size, self.top_k = hidden_size, top_k
         self.max_own_tokens, self.max_tokens, self.exact = max_own_tokens, max_tokens, exact
         scale_columns = hidden_size // SCALE_BLOCK
         sizes = (
@@ -102,6 +105,15 @@ class RankMemory:
         """The rank that a launch has waited for in vain; from then on results are undefined."""
         status = int(self._status.item())
         return status - 1 if status else None
+
+    def check(self, counts: Sequence[int]) -> None:
+        """Raise ValueError (name, expected, got) if there is no room for counts[r] tokens of rank r."""
+        if len(counts) != self.num_ranks:
+            raise ValueError(f"counts: expected {self.num_ranks}, got {len(counts)}")
+        if max(counts) > self.max_own_tokens:
+            raise ValueError(f"counts: expected at most {self.max_own_tokens} each, got {max(counts)}")
+        if sum(counts) > self.max_tokens:
+            raise ValueError(f"counts: expected at most {self.max_tokens} in all, got {sum(counts)}")
 
     def _state(self, bases: Sequence[int], starts: Sequence[int], timeout: float) -> Tensor:
         addresses = [base + start for base in bases for start in starts[:-1]]

@@ -89,7 +89,7 @@ __device__ __forceinline__ void run_all(Ranks* ranks_in_memory, Shared& shared, 
     const bool alone = items.each == 0;
     Item item = alone ? Item{index / num_ranks, index % num_ranks + 1} : Item{index, 1};
     auto next = fetch(item);
-    ptx::grid_dependency_wait();  // all but `rows` was complete before the preceding launch began
+    ptx::grid_dependency_wait();  // all but `rows` was complete before that launch let this one begin
     ptx::launch_dependents();
     const int end = alone ? 0 : most + items.each;  // an own token is completed a step later
 #pragma unroll 1

@@ -113,10 +113,16 @@ class MakeLayer(Protocol):
     ) -> Layer: ...
 
 
-def load(settings: Settings, cancelled: Cancelled, make_layer: MakeLayer | None = None) -> Loaded:
+def load(
+    settings: Settings,
+    cancelled: Cancelled,
+    make_layer: MakeLayer | None = None,
+    meet: Callable[[], None] = lambda: None,
+) -> Loaded:
     """Load everything in `settings`, on the worker thread, which will also run the steps.
 
     make_layer  makes each model's layer; None: `layer_of`
+    meet        waits for those who run a layer's steps together with this process, before they begin
 
     Raises ValueError if the device or a weights file does not fit the settings, MemoryError if a model does
     not fit in the device's memory, and LoadCancelledError once `cancelled` returns True.
@@ -137,17 +143,17 @@ def load(settings: Settings, cancelled: Cancelled, make_layer: MakeLayer | None 
             f"partitions: expected a backend whose device has SMs to partition, got {backend.name!r}"
         )
 
-    runners = _load_models(settings, backend, partitions, cancelled, make_layer or layer_of)
+    runners = _load_models(settings, backend, partitions, cancelled, make_layer or layer_of, meet)
     capturable = [runner for runner in runners.values() if runner.layer.is_capturable]
     on_gpu = capturable if device.type == "cuda" else []
-    capture_graphs(on_gpu, device, cancelled)
+    capture_graphs(on_gpu, device, cancelled, meet)
     return Loaded(
         backend.name,
         device_name(device),
         runners,
         partitions,
         lambda: device_memory(device),
-        partial(capture_graphs, on_gpu, device),
+        partial(capture_graphs, on_gpu, device, meet=meet),
         register_for(device),
         register_for(device) if device.type == "cuda" else None,
         opener_for(device),
@@ -160,6 +166,7 @@ def _load_models(
     partitions: "SMPartitions | None",
     cancelled: Cancelled,
     make_layer: MakeLayer,
+    meet: Callable[[], None],
 ) -> dict[str, LayerRunner]:
     runners: dict[str, LayerRunner] = {}
     staging = Staging(backend.device) if backend.device.type == "cuda" else None
@@ -175,6 +182,7 @@ def _load_models(
                     itemsize, tokens = FLOATS[model.datatype].itemsize, settings.limits.max_batch_tokens
                     staging.prepare(tokens, model.hidden_size, model.top_k, itemsize)
                 runner = LayerRunner(layer, backend.device, partitions, model.partition, staging)
+                meet()
                 _first_steps(runner, model, settings.limits.max_request_tokens)
             runners[model.name] = runner
             advance(1, model.name)
@@ -266,7 +274,12 @@ def _first_steps(runner: LayerRunner, model: ModelSettings, max_request_tokens: 
         runner.run([zero_request(num_tokens, model.hidden_size)])
 
 
-def capture_graphs(runners: Sequence[LayerRunner], device: torch.device, cancelled: Cancelled) -> None:
+def capture_graphs(
+    runners: Sequence[LayerRunner],
+    device: torch.device,
+    cancelled: Cancelled,
+    meet: Callable[[], None] = lambda: None,
+) -> None:
     """Capture CUDA graphs in a new pool: the old one's memory belongs to streams that may no longer exist."""
     if not runners:
         return
@@ -279,6 +292,7 @@ def capture_graphs(runners: Sequence[LayerRunner], device: torch.device, cancell
     with progress_bar("graphs", len(runners), "layer") as advance:
         for runner in runners:
             _stop_if(cancelled)
+            meet()
             runner.capture(pool)
             advance(1, "")
 

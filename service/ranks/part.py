@@ -62,8 +62,10 @@ class RankPart:
         self._placements = RankPlacements(setup, store, regions)
         self._parallel: list[ParallelLayer] = []
         self._placed: list[PlacedExperts] = []  # of the models, in their order
-        self.loaded: Loaded = load(setup.settings, lambda: False, self._layer)
+        self.loaded: Loaded = load(setup.settings, lambda: False, self._layer, self._meet)
         self._placements.set_layers(self._placed)
+        self._meet()
+        self._check_ranks()
         self._models: list[tuple[ModelSettings, Runner]] = [
             (model, self.loaded.runners[model.name]) for model in setup.settings.models
         ]
@@ -130,8 +132,13 @@ class RankPart:
         )  # fmt: skip
         self._placed.append(symmetric.placed)
         self._symmetric[model.name] = symmetric
-        dist.barrier()  # a launch does not wait for a rank that is still loading
         return symmetric
+
+    def _meet(self) -> None:
+        """Wait for all ranks if launches do: not for one that is still loading."""
+        if self._memories:
+            torch.cuda.synchronize()
+            dist.barrier()
 
     def _memory(self, model: ModelSettings, device: torch.device) -> RankMemory:
         """What the layers of one stream share, which run one after another."""
@@ -182,7 +189,8 @@ class RankPart:
             self._replays = True
             return step
         self._replays = False
-        layer.expect(counts)
+        with runner.on_stream():
+            layer.expect(counts)
         return runner.launch(requests)
 
     def _finish(self, rings: Rings) -> None:

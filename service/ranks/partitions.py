@@ -29,20 +29,23 @@ def shown(loaded: Loaded) -> list[Any]:
     return [device.device_name, device.total_sms, device.granularity, named]
 
 
-def replace(loaded: Loaded, sizes: Mapping[str, int]) -> tuple[str, list[Any]]:
-    """On a rank, between two steps: an error, "" if there is none, and what the rank has then."""
+def replace(loaded: Loaded, sizes: Mapping[str, int] | None) -> tuple[str, list[Any]]:
+    """On a rank, between two steps: an error, "" if there is none, and what the rank has then.
+
+    sizes  None: they have been replaced on all ranks, which now prepare steps together. If that fails, the
+           rank does, too: without its graphs it would launch what the others do not
+    """
     if loaded.partitions is None:
         expected = "a backend whose device has SMs to partition"
         return f"partitions: expected {expected}, got {loaded.backend!r}", []
+    if sizes is None:
+        loaded.prepare_steps(lambda: False)
+        return "", shown(loaded)
     try:
         loaded.partitions.apply(sizes)
     except Exception as error:
         logger.debug("partitions were refused", exc_info=error)
         return str(error), shown(loaded)
-    try:
-        loaded.prepare_steps(lambda: False)
-    except Exception:  # the new partitions are in place, and steps still run
-        logger.exception("capturing CUDA graphs failed: steps run eagerly")
     return "", shown(loaded)
 
 
@@ -75,6 +78,8 @@ class RankPartitions:
             if wrong := [error for error, _ in undone.values() if error]:
                 group.lose(f"partitions differ between ranks: {wrong[0]}")
                 raise DeviceLostError(wrong[0])
+        if len(errors) < len(answers):
+            group.ask(PARTITIONS, None)
         if errors:
             same = {error for error, _ in answers.values()}
             raise ValueError(same.pop() if len(same) == 1 else errors[0])

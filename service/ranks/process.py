@@ -30,7 +30,7 @@ class Control:
 
     def __init__(self, connection: socket.socket, rings: Rings) -> None:
         self.register: Register = nothing_to_register  # with the device, once it is known
-        self.replace_partitions: Callable[[dict[str, int]], None] = lambda _: None  # has them replaced
+        self.replace_partitions: Callable[[dict[str, int] | None], None] = lambda _: None  # has them replaced
         self.leave: Callable[[], None] = lambda: None  # has the rank leave its group
         self.regions = MappedRegions()
         self.stopped = False
@@ -145,7 +145,7 @@ def _run(setup: RankSetup, control: Control, rings: Rings, other_side: Rings) ->
         part.jobs.append(job)
         rings.command_bell.ring()
 
-    def replace_partitions(sizes: dict[str, int]) -> None:
+    def replace_partitions(sizes: dict[str, int] | None) -> None:
         do_between_steps(lambda: say(words.PARTITIONS, *replace(loaded, sizes)))
 
     control.replace_partitions = replace_partitions

@@ -53,7 +53,7 @@ class Proxy:
         self._receiver.join(_END_SECONDS)
         return 0
 
-    def replace_partitions(self, sizes: dict[str, int]) -> None:
+    def replace_partitions(self, sizes: dict[str, int] | None) -> None:
         """Pass the sizes on; the answer comes as other words do."""
         self._link.tell(words.PARTITIONS, sizes)
 

@@ -29,7 +29,7 @@ def region_of(number: int) -> int:
 class RemoteControl(Protocol):
     """The part of `Control` that the front end of another node reaches."""
 
-    replace_partitions: Callable[[dict[str, int]], None]
+    replace_partitions: Callable[[dict[str, int] | None], None]
 
     def stop(self) -> None: ...
 

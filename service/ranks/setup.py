@@ -23,7 +23,9 @@ UNMAP = "unmap"  # a region's number
 STOP = "stop"  # end after the present step
 LOADED = "loaded"  # from a rank: the names of its backend and device
 DEVICE = "device"  # the fields of `RankDevice`, whenever they have changed
-PARTITIONS = "partitions"  # to a rank: sizes by name; from it: an error or "", and `partitions.shown`
+PARTITIONS = (
+    "partitions"  # to a rank: as `partitions.replace`; from it: an error or "", and `partitions.shown`
+)
 FAILED = "failed"  # while loading: a sentence, and whether it is expected of wrong settings
 LOST = "lost"  # from the proxy of a rank on another node: why that is lost
 MAPPED = "mapped"  # a region's number; a sentence instead of "" if it could not be mapped

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from expertd.limits import MAX_EXPERTS
+
 if TYPE_CHECKING:
     from expertd.service.settings.model import Settings
 
@@ -54,6 +56,9 @@ def _wrong_placement(settings: "Settings") -> Iterator[str]:
         yield f"placement.policy: expected null with one rank, got {policy!r}"
         return
     for model in settings.models:
+        if settings.devices is not None and model.num_experts + replicas > MAX_EXPERTS:
+            what = f"{MAX_EXPERTS - model.num_experts} on GPUs with model {model.name}"
+            yield f"placement.replicas: expected at most {what}, got {replicas}"
         most = model.num_experts * (settings.num_ranks - 1)
         if replicas > most:
             what = f"{most}, with which every rank has all experts of model {model.name}"

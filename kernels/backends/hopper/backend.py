@@ -123,6 +123,10 @@ class HopperBackend(Backend):
         offsets: Tensor | None = None,
     ) -> None:
         """See `Backend.parallel_experts`."""
+        if num_sms is not None and num_sms < 2:
+            raise ValueError(f"num_sms: expected None or at least 2, got {num_sms}")
+        if not _is_aligned(out):
+            raise ValueError(f"out: expected contiguous rows, 16-byte aligned, got strides {out.stride()}")
         on = current_stream(_current(hidden_states, "hidden_states"))
         self._layer.parallel_experts(
             on,

@@ -94,6 +94,10 @@ class Layer:
         bf16, and those are added up in fp32 in the order of ranks; with `memory.exact` the bits are those of
         `experts`.
         """
+        if tokens.num_tokens == 0:  # no rank makes a launch
+            if offsets is not None:
+                offsets.zero_()
+            return
         kernels, num_groups = self._kernels, down.data.shape[0]
         placement = permutation_of_ranks(
             kernels, on, memory, tokens, topk_ids, topk_weights, num_groups, num_sms, offsets

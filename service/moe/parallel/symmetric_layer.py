@@ -32,7 +32,7 @@ class SymmetricLayer:
     are added up in float32 in the order of ranks. The bits do not depend on which rank has a token, nor on
     other tokens; with `memory.exact` they are those of one GPU, wherever the experts are.
 
-    Raises ValueError if weights and shape do not match, or if there are more ranks than experts.
+    Raises ValueError if weights, memory and shape do not match, or if there are more ranks than experts.
     """
 
     masked_max_tokens = 0
@@ -48,6 +48,9 @@ class SymmetricLayer:
         routing: Routing | None = None,
         physical: Sequence[int] | None = None,
     ) -> None:
+        expected, got = (shape.hidden_size, shape.top_k), (memory.hidden_size, memory.top_k)
+        if got != expected:
+            raise ValueError(f"memory: expected hidden_size and top_k {expected}, got {got}")
         tables = tables_of(shape, memory.num_ranks, physical, weights.router.device)
         num_held = len(tables.slots_of_rank[memory.rank])
         own = replace(shape, local_experts=range(num_held))
@@ -62,10 +65,15 @@ class SymmetricLayer:
         self.expect_each(1)
 
     def expect(self, counts: Sequence[int]) -> None:
-        """The next calls have counts[r] tokens on rank r. All ranks say the same before a call."""
-        self.rank_tokens = tuple(counts)
-        if self.rank_tokens not in self._tokens:
-            self._tokens[self.rank_tokens] = RankTokens.of(self.rank_tokens, self.placed.places)
+        """The next calls have counts[r] tokens on rank r. All ranks say the same before a call.
+
+        Raises ValueError (name, expected, got) if the memory has no room for so many.
+        """
+        key = tuple(counts)
+        if key not in self._tokens:
+            self.memory.check(key)
+            self._tokens[key] = RankTokens.of(key, self.placed.places)
+        self.rank_tokens = key
 
     def expect_each(self, num_tokens: int) -> None:
         """The next calls have `num_tokens` on each rank."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from expertd.service.engine.errors import DeviceLostError
-from expertd.service.engine.loading import LoadCancelledError, Loaded
+from expertd.service.engine.loading import Loaded
 from expertd.service.ranks.partitions import RankPartitions, replace, shown
 from tests.service.apps import error_of, rows, tiny_settings
 from tests.service.http.routes.test_partitions import Device
@@ -22,12 +22,12 @@ class FakeRank:
 
     def __init__(self, refuses: int | None = None) -> None:
         self.device = Device()
-        self.prepared = 0
+        self.prepared_with: list[dict[str, int]] = []
         self._refuses = refuses
         self.loaded = Loaded("fake", "fake", {}, self.device, lambda: None, self._prepare)
 
-    def asked(self, sizes: dict[str, int]) -> list[Any]:
-        if self._refuses in sizes.values():
+    def asked(self, sizes: dict[str, int] | None) -> list[Any]:
+        if sizes is not None and self._refuses in sizes.values():
             return [f"partitions: expected other sizes than {self._refuses}", shown(self.loaded)]
         return list(replace(self.loaded, sizes))
 
@@ -35,9 +35,7 @@ class FakeRank:
         return {each.name: each.requested_sms for each in self.device.partitions}
 
     def _prepare(self, _: Callable[[], bool]) -> None:
-        self.prepared += 1
-        if self.prepared == 2:
-            raise LoadCancelledError
+        self.prepared_with.append(self.sizes())
 
 
 class FakeGroup:
@@ -48,8 +46,11 @@ class FakeGroup:
         self.why: str | None = None
         self.dies_at: int | None = None  # the number of a question
 
-    def ask(self, word: str, sizes: dict[str, int]) -> dict[int, list[Any]]:
+    def ask(self, word: str, sizes: dict[str, int] | None) -> dict[int, list[Any]]:
         assert word == "partitions"
+        if sizes is None:
+            held = [rank.sizes() for rank in self.ranks]
+            assert held == held[:1] * len(held), "ranks prepare steps together"
         answers = {number: rank.asked(sizes) for number, rank in enumerate(self.ranks)}
         if self.dies_at == 0:
             raise DeviceLostError("rank 1: its process ended")
@@ -76,7 +77,17 @@ def test_all_ranks_get_the_same() -> None:
         assert all(each.num_sms % 8 == 0 for each in partitions.partitions)
         assert [rank.sizes() for rank in group.ranks] == [sizes, sizes]
         assert kept.pop() == sizes, "for ranks that start again"
-    assert [rank.prepared for rank in group.ranks] == [2, 2], "also if graphs were not captured"
+    assert [rank.prepared_with for rank in group.ranks] == [changes] * 2
+
+
+def test_a_rank_that_cannot_prepare_steps_ends() -> None:
+    """It has no graphs then, and the others do."""
+
+    def fail(_: Callable[[], bool]) -> None:
+        raise MemoryError("no memory for a graph")
+
+    with pytest.raises(MemoryError):
+        replace(Loaded("fake", "fake", {}, Device(), lambda: None, fail), None)
 
 
 @pytest.mark.parametrize("refusing", [0, 1])
@@ -92,6 +103,9 @@ def test_a_rank_that_refuses_has_the_others_keep_theirs(refusing: int) -> None:
     assert partitions.partitions == before
     assert kept == [{"compute": 32}]
     assert group.why is None
+    assert [rank.prepared_with for rank in ranks] == [[{"compute": 32}] * 2] * 2, (
+        "also with the old ones again"
+    )
 
 
 def test_sizes_that_no_rank_takes_are_refused_in_the_devices_words() -> None:
@@ -99,6 +113,7 @@ def test_sizes_that_no_rank_takes_are_refused_in_the_devices_words() -> None:
     with pytest.raises(ValueError, match=r"^partitions: expected at most 132 SMs, got 136$"):
         partitions_of(group, kept).apply({"compute": 136})
     assert kept == []
+    assert [rank.prepared_with for rank in group.ranks] == [[], []]
 
 
 def test_ranks_that_cannot_go_back_start_again() -> None:

@@ -10,6 +10,8 @@ from expertd.service.settings.model import Settings
 from tests.paths import ROOT
 from tests.service.settings.refusals import MODEL, check_refused
 
+MANY = MODEL.replace("num_experts: 4", "num_experts: 1000")
+
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
@@ -86,6 +88,10 @@ def config(tmp_path: Path) -> Path:
         (
             f"models: [{MODEL}]\nranks: 3\nplacement: {{policy: balanced, replicas: 9}}",
             r"placement\.replicas: expected at most 8, with which every rank has all experts.*, got 9",
+        ),
+        (
+            f"models: [{MANY}]\ndevices: 0-1\nplacement: {{policy: static, replicas: 25}}",
+            r"placement\.replicas: expected at most 24 on GPUs with model m, got 25",
         ),
         (
             f"models: [{MODEL}]\ndevices: 0\nnnodes: 2\nrendezvous: a:1\nplacement: {{policy: static}}",

@@ -1,0 +1,28 @@
+"""What fits into the memory that ranks share."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from expertd.kernels.rank_memory import RankMemory
+
+MEMORY: Any = SimpleNamespace(num_ranks=2, max_own_tokens=8, max_tokens=12)
+
+
+@pytest.mark.parametrize("counts", [(8, 4), (0, 0), (6, 6)])
+def test_tokens_that_fit(counts: tuple[int, ...]) -> None:
+    RankMemory.check(MEMORY, counts)
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [
+        ((1, 1, 1), "counts: expected 2, got 3"),
+        ((9, 0), "counts: expected at most 8 each, got 9"),
+        ((8, 5), "counts: expected at most 12 in all, got 13"),
+    ],
+)
+def test_tokens_without_room_are_refused(counts: tuple[int, ...], expected: str) -> None:
+    with pytest.raises(ValueError, match=f"^{expected}$"):
+        RankMemory.check(MEMORY, counts)
