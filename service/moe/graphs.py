@@ -98,7 +98,7 @@ class StepGraphs:
         )
 
     def has(self, padded: int, routed: bool) -> bool:
-        """Whether there is a graph for so many tokens, which the layer routes or not."""
+        """Whether there is a graph for `padded` tokens; routed: the layer routes them."""
         return (padded, routed) in self._graphs
 
     def begin(self, batch: Batch, padded: int | None = None, routed: bool | None = None) -> RunningStep:
@@ -233,5 +233,5 @@ def _stays_in_place(request: LayerRequest) -> bool:
 
 
 def padded_tokens(num_tokens: int) -> int:
-    """The tokens of the graph for so many."""
+    """The tokens of the smallest graph with room for `num_tokens`."""
     return next(count for count in TOKEN_COUNTS if num_tokens <= count)

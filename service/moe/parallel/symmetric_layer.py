@@ -67,7 +67,7 @@ class SymmetricLayer:
     def expect(self, counts: Sequence[int]) -> None:
         """The next calls have counts[r] tokens on rank r. All ranks say the same before a call.
 
-        Raises ValueError (name, expected, got) if the memory has no room for so many.
+        Raises ValueError (name, expected, got) if the memory has no room for them.
         """
         key = tuple(counts)
         if key not in self._tokens:

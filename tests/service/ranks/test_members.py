@@ -1,4 +1,4 @@
-"""Which ranks can go on without others, and how they are told."""
+"""Which ranks can go on without others, and what they are sent."""
 
 import random
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ def test_a_command_to_meet_arrives_as_it_was_sent() -> None:
 
 @dataclass
 class FakeRank:
-    """A rank that leaves its steps when it is told to, if `leaves`."""
+    """A rank that leaves its steps when asked, if `leaves`."""
 
     number: int
     digest: str
