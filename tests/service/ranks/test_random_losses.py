@@ -1,6 +1,6 @@
 """Ranks that are killed and stopped at random under traffic: no request is lost, wrong or hung.
 
-KILLING_SECONDS says for how long, in each test: 8 by default, 60 for a change to ranks.
+KILLING_SECONDS says for how long, in each test: 5 by default, 60 for a change to ranks.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from tests.service.ranks.traffic import Traffic, traffic_to
 
 pytestmark = pytest.mark.slow
 
-_SECONDS = float(os.environ.get("KILLING_SECONDS", "8"))
+_SECONDS = float(os.environ.get("KILLING_SECONDS", "5"))
 _LONGEST_ANSWER = 5.0  # seconds; a request that takes longer counts as hung
 
 
