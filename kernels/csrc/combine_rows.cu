@@ -9,7 +9,7 @@ using How = combine::Rows;
 using How = combine::Sums;
 #endif
 
-extern "C" __global__ void __launch_bounds__(combine::kThreads, How::kCtas)
+extern "C" __global__ void __launch_bounds__(combine::kThreads, CTAS)
     combine_rows(Ranks* ranks,
                  const int* __restrict__ first_tokens,  // [kMaxRanks + 1]: rank r has those from first_tokens[r] on
                  const int* __restrict__ places, int num_experts,                           // see Problem

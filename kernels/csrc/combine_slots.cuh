@@ -7,7 +7,6 @@
 namespace combine {
 
 struct Rows {
-    static constexpr int kCtas = 3;    // per SM
     static constexpr int kAtOnce = 4;  // rows whose loads are in flight together
 
     // A slot of the token in each lane.

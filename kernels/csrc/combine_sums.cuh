@@ -10,7 +10,6 @@
 namespace combine {
 
 struct Sums {
-    static constexpr int kCtas = 4;    // per SM
     static constexpr int kAtOnce = 4;  // ranks whose sums are loaded together
 
     struct Fetched {

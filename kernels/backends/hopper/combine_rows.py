@@ -7,9 +7,9 @@ from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, vari
 from expertd.kernels.backends.hopper.rank_grids import ctas, place_bytes
 from expertd.kernels.rank_memory import RankMemory, RankTokens
 
-_SUMS = variants_by_dtype("combine_rows", 256, place_bytes, EXACT=0)
-_EXACT = variants_by_dtype("combine_rows", 256, place_bytes, "exact_", EXACT=1)
 _SUMS_CTAS, _EXACT_CTAS = 4, 3  # per SM at most: as many as run at once
+_SUMS = variants_by_dtype("combine_rows", 256, place_bytes, EXACT=0, CTAS=_SUMS_CTAS)
+_EXACT = variants_by_dtype("combine_rows", 256, place_bytes, "exact_", EXACT=1, CTAS=_EXACT_CTAS)
 
 VARIANTS = (*_SUMS.values(), *_EXACT.values())
 
