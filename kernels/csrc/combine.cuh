@@ -120,7 +120,7 @@ __device__ __forceinline__ Items items_of(const Shared& shared, const Problem& p
 // Copies to shared memory what launches before the preceding one have written; all threads call it.
 __device__ __forceinline__ void fill(Shared& shared, int* place_of, const Ranks* ranks, const int* first_tokens,
                                      const int* places, int num_experts) {
-    copy_words(reinterpret_cast<u32*>(&shared.ranks), ranks, sizeof(Ranks) / 4);
+    copy_ranks(shared.ranks, ranks);
     copy_words(shared.firsts, first_tokens, kMaxRanks + 1);
     copy_words(place_of, places, num_experts);
     __syncthreads();

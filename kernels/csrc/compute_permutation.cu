@@ -67,8 +67,8 @@ struct GroupIds {
             for (u32 i = 0; i < ranks->num_ranks; ++i) {  // other ranks first
                 to = to + 1 == ranks->num_ranks ? 0 : to + 1;
                 const u32 group = at >= 0 && static_cast<u32>(at) >> 16 == to ? at & 0xffff : kNoGroup;
-                uint2* const there = reinterpret_cast<uint2*>(ranks->memory[to].pairs);
-                ptx::store_relaxed_system(there + own.first + pair, {group, weight});
+                u64* const there = reinterpret_cast<u64*>(ranks->memory[to].pairs);
+                ptx::store_relaxed_system(there + own.first + pair, static_cast<u64>(weight) << 32 | group);
             }
         }
     }
@@ -176,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
         int* const place_of = words;  // a copy of places
         counters += num_experts;
         const u32 seen = thread < kMaxRanks ? ptx::load_acquire_system(consumed + thread * kCounterStride) : 0;
-        copy_words(reinterpret_cast<u32*>(&ranks), ranks_in_memory, sizeof(Ranks) / 4);
+        copy_ranks(ranks, ranks_in_memory);
         copy_words(place_of, places, num_experts);
         __syncthreads();
         group_ids.ranks = &ranks;

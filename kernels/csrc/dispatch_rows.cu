@@ -106,7 +106,7 @@ struct Dispatch {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, 8)
     dispatch_rows(const Ranks* ranks_in_memory,
                   const int* __restrict__ first_tokens,  // [kMaxRanks + 1]
                   const int* __restrict__ places,        // [num_experts]
@@ -119,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     extern __shared__ int place_of[];  // a copy of places
     __shared__ Ranks ranks;
     __shared__ int firsts[kMaxRanks + 1];
-    copy_words(reinterpret_cast<u32*>(&ranks), ranks_in_memory, sizeof(Ranks) / 4);
+    copy_ranks(ranks, ranks_in_memory);
     copy_words(firsts, first_tokens, kMaxRanks + 1);
     copy_words(place_of, places, num_experts);
     __syncthreads();

@@ -311,8 +311,8 @@ __device__ __forceinline__ void store_relaxed_system(u32* place, u32 value) {
     asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(place), "r"(value) : "memory");
 }
 
-__device__ __forceinline__ void store_relaxed_system(uint2* place, uint2 two) {
-    asm volatile("st.relaxed.sys.global.v2.u32 [%0], {%1, %2};" ::"l"(place), "r"(two.x), "r"(two.y) : "memory");
+__device__ __forceinline__ void store_relaxed_system(u64* place, u64 value) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(place), "l"(value) : "memory");
 }
 
 __device__ __forceinline__ void store_relaxed_system(uint4* place, uint4 four) {
@@ -323,10 +323,6 @@ __device__ __forceinline__ void store_relaxed_system(uint4* place, uint4 four) {
 
 __device__ __forceinline__ void store_release_system(u32* place, u32 value) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(place), "r"(value) : "memory");
-}
-
-__device__ __forceinline__ void add_release_system(u32* place, u32 value) {
-    asm volatile("red.release.sys.global.add.u32 [%0], %1;" ::"l"(place), "r"(value) : "memory");
 }
 
 __device__ __forceinline__ u64 global_nanoseconds() {

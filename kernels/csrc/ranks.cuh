@@ -69,9 +69,9 @@ struct Ranks {
         __syncthreads();
     }
 
-    // Tells a rank that this one is done with a call's tokens.
+    // Tells a rank that this one is done with the tokens of all calls so far.
     __device__ __forceinline__ void announce_consumed(u32 to) const {
-        if (to < num_ranks) ptx::add_release_system(consumed(to, rank), 1);
+        if (to < num_ranks) ptx::store_release_system(consumed(to, rank), calls);
     }
 
     static __device__ __forceinline__ bool is_missing(u32 word) { return word == kNothing; }
@@ -84,6 +84,15 @@ struct Ranks {
         return reinterpret_cast<u32*>(memory[owner].consumed) + source * kCounterStride;
     }
 };
+
+// Copies the state to shared memory; all threads of a CTA call it. An earlier launch has changed it, and may still run
+// beside one that has read it on the same SM: what L1 holds may be old.
+__device__ __forceinline__ void copy_ranks(Ranks& to, const Ranks* from) {
+    const u32* const words = reinterpret_cast<const u32*>(from);
+#pragma unroll 1
+    for (u32 i = threadIdx.x; i < sizeof(Ranks) / 4; i += blockDim.x)
+        reinterpret_cast<u32*>(&to)[i] = ptx::load_relaxed_system(words + i);
+}
 
 // Copies words to shared memory; all threads of a CTA call it. Reading them where they are costs a microsecond for each
 // load that depends on another.

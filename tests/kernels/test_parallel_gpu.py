@@ -5,6 +5,7 @@ import os
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -22,17 +23,18 @@ from expertd.kernels.rank_memory import RankMemory, RankTokens
 
 pytestmark = pytest.mark.gpu
 
-RANKS = 2
-H, INTERMEDIATE, E, TOP_K = 2304, 512, 16, 4  # H: more than a CTA has columns, and not a multiple
+INTERMEDIATE = 512
 MOST = 1200  # tokens of a rank: more CTAs than run at once
 
-# Tokens of each rank in a call, and how their experts are chosen.
+# Tokens of the first two ranks in a call (further ones have three), and how their experts are chosen.
 CALLS: Sequence[tuple[tuple[int, int], str]] = (
     ((1, 1), "random"),
     ((1, 0), "random"),
     ((0, 3), "random"),
+    ((0, 0), "random"),
     ((64, 64), "random"),
     ((37, 200), "random"),
+    ((37, 200), "not a number"),
     ((128, 128), "one expert"),
     ((128, 128), "one rank"),
     ((100, 28), "some none"),
@@ -41,78 +43,103 @@ CALLS: Sequence[tuple[tuple[int, int], str]] = (
 )
 
 
-def routing(num_tokens: int, kind: str, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+class Shape(NamedTuple):
+    h: int
+    num_experts: int
+    top_k: int
+
+
+# More columns than a CTA has, and not a multiple; half a warp's, and more slots than a warp has lanes.
+SHAPES = (Shape(2304, 16, 4), Shape(2176, 64, 40))
+
+
+def routing(
+    shape: Shape, num_ranks: int, num_tokens: int, kind: str, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
     """topk_ids and topk_weights."""
-    ids = torch.rand(num_tokens, E, generator=generator).argsort(dim=1)[:, :TOP_K].to(torch.int32)
+    experts = shape.num_experts // num_ranks if kind == "one rank" else shape.num_experts
+    chosen = torch.rand(num_tokens, experts, generator=generator).argsort(dim=1)[:, : shape.top_k]
+    ids = torch.full((num_tokens, shape.top_k), -1)
+    ids[:, : chosen.shape[1]] = chosen
     if kind == "one expert":
-        ids = torch.tensor([[3, -1, -1, -1]], dtype=torch.int32).repeat(num_tokens, 1)
-    elif kind == "one rank":
-        ids = (
-            torch.rand(num_tokens, E // RANKS, generator=generator).argsort(dim=1)[:, :TOP_K].to(torch.int32)
-        )
+        ids[:] = -1
+        ids[:, 0] = 3
     elif kind == "some none":
         ids[::3] = -1
-    return ids, torch.rand(num_tokens, TOP_K, generator=generator)
+    return ids.to(torch.int32), torch.rand(num_tokens, shape.top_k, generator=generator)
 
 
-def run(rank: int, port: int, seed: int) -> None:
+def run(rank: int, num_ranks: int, port: int, seed: int) -> None:
     """One rank."""
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",  # two processes of one GPU take turns
+        "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",  # processes of one GPU take turns
     }
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    limit = timedelta(seconds=60)
+    dist.init_process_group("gloo", rank=rank, world_size=num_ranks, timeout=limit)
     generator = torch.Generator().manual_seed(seed)
-    gate_up = quantize_blocks(torch.randn(E, 2 * INTERMEDIATE, H, generator=generator).to(device))
-    down = quantize_blocks(torch.randn(E, H, INTERMEDIATE, generator=generator).to(device))
-    held = slice(rank * E // RANKS, (rank + 1) * E // RANKS)
-    own_gate_up = Quantized(gate_up.data[held].contiguous(), gate_up.scales[held].contiguous())
-    own_down = Quantized(down.data[held].contiguous(), down.scales[held].contiguous())
-    places = torch.tensor([(e * RANKS // E) << 16 | e % (E // RANKS) for e in range(E)], dtype=torch.int32)
-    assert dist.group.WORLD is not None
-    memories = [
-        RankMemory(dist.group.WORLD, device, MOST, RANKS * MOST, H, TOP_K, timeout=10.0, exact=exact)
-        for exact in (False, True)
-    ]
-    kernels = Kernels()
-    layer = Layer(kernels, GroupedGemm(kernels, choose))
-    for (counts, kind), memory in itertools.product(CALLS, memories):
-        num_tokens = sum(counts)
-        hidden_states = torch.randn(num_tokens, H, generator=generator).to(torch.bfloat16).to(device)
-        ids, weights = (tensor.to(device) for tensor in routing(num_tokens, kind, generator))
-        expected = fused_experts(hidden_states, ids, weights, gate_up, down)
-        own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
-        tokens = RankTokens.of(counts, places.to(device))
-        on, outs = current_stream(device.index), []
-        for _ in range(10):
-            out = torch.full((counts[rank], H), torch.nan, device=device)
-            layer.parallel_experts(
-                on, memory, tokens, hidden_states[own].contiguous(), ids[own].contiguous(),
-                weights[own].contiguous(), own_gate_up, own_down, out, SILU, None, None,
-            )  # fmt: skip
-            outs.append(out)
-        torch.cuda.synchronize()
-        assert memory.late_rank is None
-        for out in outs:
-            assert torch.equal(out, outs[0]), (counts, kind, "the same bits in every run")
-        if memory.exact:
-            assert torch.equal(outs[0], expected[own]), (counts, kind, "the bits of one GPU")
-        elif counts[rank]:
-            # Each rank's sum is rounded to bf16, by at most 2^-9 of itself; they may exceed their total.
-            bound = 2**-8 * expected[own].abs().amax() * 2
-            difference = (outs[0] - expected[own]).abs().amax()
-            assert difference <= bound, (counts, kind, difference.item(), bound.item())
+    for shape in SHAPES:
+        check(rank, num_ranks, shape, generator)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def test_two_ranks_compute_what_one_does() -> None:
+def check(rank: int, num_ranks: int, shape: Shape, generator: torch.Generator) -> None:
+    """All calls, with sums that return and with rows that return."""
+    (h, num_experts, top_k), device = shape, torch.device("cuda", torch.cuda.current_device())
+    gate_up = quantize_blocks(torch.randn(num_experts, 2 * INTERMEDIATE, h, generator=generator).to(device))
+    down = quantize_blocks(torch.randn(num_experts, h, INTERMEDIATE, generator=generator).to(device))
+    each = num_experts // num_ranks
+    held = slice(rank * each, (rank + 1) * each)
+    own_gate_up, own_down = (Quantized(w.data[held].clone(), w.scales[held].clone()) for w in (gate_up, down))
+    places = torch.tensor([e // each << 16 | e % each for e in range(num_experts)], dtype=torch.int32)
+    assert dist.group.WORLD is not None
+    sizes = MOST, num_ranks * MOST, h, top_k
+    memories = [RankMemory(dist.group.WORLD, device, *sizes, timeout=10.0, exact=e) for e in (False, True)]
+    kernels = Kernels()
+    layer = Layer(kernels, GroupedGemm(kernels, choose))
+    for ((first, second), kind), memory in itertools.product(CALLS, memories):
+        counts = (first, second, *[3] * (num_ranks - 2))
+        hidden_states = torch.randn(sum(counts), h, generator=generator).to(torch.bfloat16)
+        if kind == "not a number":
+            hidden_states[::5, ::300] = torch.nan
+        hidden_states = hidden_states.to(device)
+        ids, weights = (
+            tensor.to(device) for tensor in routing(shape, num_ranks, sum(counts), kind, generator)
+        )
+        expected = fused_experts(hidden_states, ids, weights, gate_up, down)
+        own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+        tokens = RankTokens.of(counts, places.to(device))
+        given = hidden_states[own].contiguous(), ids[own].contiguous(), weights[own].contiguous()
+        # All before the calls, which then follow each other without another launch between them.
+        outs = torch.full((10, counts[rank], h), torch.inf, device=device)
+        for out in outs:
+            on = current_stream(device.index)
+            layer.parallel_experts(
+                on, memory, tokens, *given, own_gate_up, own_down, out, SILU, None, None
+            )  # fmt: skip
+        torch.cuda.synchronize()
+        assert memory.late_rank is None
+        for out in outs:
+            same = torch.equal(out.view(torch.int32), outs[0].view(torch.int32))
+            assert same, (shape, counts, kind, "the same bits in every run")
+        if memory.exact:
+            assert torch.equal(outs[0].nan_to_num(7), expected[own].nan_to_num(7)), (shape, counts, kind)
+        elif counts[rank]:
+            # Each rank's sum is rounded to bf16, by at most 2^-9 of itself; they may exceed their total.
+            got, wanted = outs[0].nan_to_num(0), expected[own].nan_to_num(0)
+            assert torch.equal(outs[0].isnan(), expected[own].isnan()), (shape, counts, kind)
+            bound, difference = 2**-8 * wanted.abs().amax() * 2, (got - wanted).abs().amax()
+            assert difference <= bound, (shape, counts, kind, difference.item(), bound.item())
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_compute_what_one_process_does(num_ranks: int) -> None:
     seed = int(torch.seed() % 2**31)
     print(f"seed {seed}")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    multiprocessing.spawn(run, (port, seed), RANKS)  # type: ignore[attr-defined, no-untyped-call]
+    multiprocessing.spawn(run, (num_ranks, port, seed), num_ranks)  # type: ignore[attr-defined, no-untyped-call]
