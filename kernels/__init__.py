@@ -14,11 +14,14 @@ from expertd.kernels.ops.quantize import (
 )
 from expertd.kernels.ops.router import choose_experts
 from expertd.kernels.ops.unpermute import unpermute_rows
+from expertd.kernels.overlap import Overlap, OverlapMode, overlaps
 from expertd.kernels.rank_memory import RankMemory, RankTokens
 from expertd.routing import Routing
 
 __all__ = [
     "Backend",
+    "Overlap",
+    "OverlapMode",
     "Permutation",
     "Quantized",
     "RankMemory",
@@ -33,6 +36,7 @@ __all__ = [
     "fused_experts",
     "grouped_gemm_contiguous",
     "grouped_gemm_masked",
+    "overlaps",
     "permute_rows",
     "quantize_blocks",
     "quantize_rows",

@@ -15,6 +15,7 @@ from expertd.kernels.ops.unpermute import unpermute_rows
 from expertd.routing import Routing
 
 if TYPE_CHECKING:
+    from expertd.kernels.overlap import Overlap
     from expertd.kernels.partitions import SMPartitions
     from expertd.kernels.rank_memory import RankMemory, RankTokens
     from expertd.kernels.request_table import RequestTable
@@ -128,6 +129,7 @@ class Backend(ABC):
         out: Tensor,
         num_sms: int | None,
         offsets: Tensor | None = None,
+        overlap: "Overlap | None" = None,
     ) -> None:
         """As `experts` with SiLU, with the experts of all ranks of `memory`, each of which calls it together.
 
@@ -138,6 +140,8 @@ class Backend(ABC):
                        or as by `experts` with `memory.exact`
         num_sms        the same on all ranks, at least 2
         offsets        int32 [G + 1] over this rank's experts, of all ranks' tokens
+        overlap        lanes for parts of the output that are combined while others are multiplied, with the
+                       same bits; then num_sms is None. None: one thing after another
 
         Nothing waits on the host. On the device a rank waits for the others up to the memory's timeout, and
         then sets `memory.late_rank`.

@@ -9,8 +9,8 @@
 
 namespace combine {
 
-constexpr int kThreads = 256;
-constexpr int kColumns = kThreads * 8;  // of a token, per CTA and step
+constexpr int kThreads = THREADS;
+constexpr int kColumns = COLUMNS;  // of a token, per CTA and step
 constexpr auto kDatatype = floats::DATATYPE;
 
 struct Problem {
@@ -20,7 +20,10 @@ struct Problem {
     const float* topk_weights;       // likewise
     const int* place_of;             // [num_experts]: rank * 65536 + group of each expert
     int num_experts, top_k, n;
-    void* out;  // kDatatype [num_tokens of this rank, n]
+    int first_column, end_column;  // that this launch computes; the call's last launch has those up to n
+    void* out;                     // kDatatype [num_tokens of this rank, n]
+
+    __device__ __forceinline__ int parts() const { return (end_column - first_column + kColumns - 1) / kColumns; }
 };
 
 // What a CTA does next: returns a token to the `other`-th rank from this one on, or completes an own one (the last).
@@ -32,9 +35,16 @@ struct Items {
     const Ranks& ranks;
     const int* firsts;  // [kMaxRanks + 1]: rank r has the tokens from firsts[r] on
     const Problem& problem;
-    int column;
-    int each;  // CTAs for the same columns; 0: a CTA has one item
+    int column;  // this thread's first one; n: it has none
+    int each;    // CTAs for the same columns; 0: a CTA has one item
+    int lag;     // an own token is completed that many tokens later
     u64 until;
+
+    // This thread's first column of a chunk of them; n: it has none.
+    __device__ __forceinline__ int column_of(int chunk) const {
+        const int other = column + chunk * (kThreads * 8);
+        return other < problem.end_column ? other : problem.n;
+    }
 
     __device__ __forceinline__ bool completes(Item item) const {
         return item.other == static_cast<int>(ranks.num_ranks);
@@ -44,7 +54,7 @@ struct Items {
         return owner < num_ranks ? owner : owner - num_ranks;
     }
     __device__ __forceinline__ int token(Item item) const {  // of its rank
-        return completes(item) ? item.token - each : item.token;
+        return completes(item) ? item.token - lag : item.token;
     }
     __device__ __forceinline__ bool exists(Item item) const {
         const int owner = this->owner(item), token = this->token(item);
@@ -56,17 +66,21 @@ struct Items {
     __device__ __forceinline__ const Pair* sent(Item item) const {  // its pairs
         return reinterpret_cast<const Pair*>(ranks.own().pairs) + pairs(item);
     }
-    __device__ __forceinline__ int own_place(Item item, int slot) const {  // of an own token's expert, -1: none
-        if (slot >= problem.top_k) return -1;
-        const int id = problem.topk_ids[static_cast<i64>(token(item)) * problem.top_k + slot];
+    __device__ __forceinline__ int own_id(Item item, int slot) const {  // of an own token's expert, -1: none
+        return slot < problem.top_k ? problem.topk_ids[static_cast<i64>(token(item)) * problem.top_k + slot] : -1;
+    }
+    __device__ __forceinline__ int place_of(int id) const {  // -1: none
         return static_cast<u32>(id) < static_cast<u32>(problem.num_experts) ? problem.place_of[id] : -1;
     }
-    __device__ __forceinline__ uint4* partial_sums(u32 owner, i64 row) const {  // this thread's columns of a row
-        u16* const sums = reinterpret_cast<u16*>(ranks.memory[owner].partial_sums);
-        return reinterpret_cast<uint4*>(sums + row * problem.n + column);
+    __device__ __forceinline__ u16* partial_sums(u32 owner, i64 row) const {
+        return reinterpret_cast<u16*>(ranks.memory[owner].partial_sums) + row * problem.n;
     }
-    __device__ __forceinline__ const uint4* computed(int row) const {  // likewise
+    __device__ __forceinline__ const uint4* computed(int row) const {  // this thread's columns
         return reinterpret_cast<const uint4*>(problem.rows + static_cast<i64>(row) * problem.n + column);
+    }
+    __device__ __forceinline__ Item first() const {
+        const int index = static_cast<int>(blockIdx.x) / problem.parts(), num_ranks = static_cast<int>(ranks.num_ranks);
+        return each == 0 ? Item{index / num_ranks, index % num_ranks + 1} : Item{index, 1};
     }
     __device__ __forceinline__ Item after(Item item) const {
         return completes(item) ? Item{item.token + each, 1} : Item{item.token, item.other + 1};
@@ -80,41 +94,51 @@ struct Shared {
     bool is_last;
 };
 
-// Runs everything of a CTA: `fetch` loads what does not depend on the preceding launch, one item ahead of `run`.
-template <class Fetch, class Run>
-__device__ __forceinline__ void run_all(Ranks* ranks_in_memory, Shared& shared, const Items& items, int most,
-                                        const Fetch& fetch, const Run& run) {
-    const int num_ranks = static_cast<int>(shared.ranks.num_ranks);
-    const int parts = (items.problem.n + kColumns - 1) / kColumns, index = static_cast<int>(blockIdx.x) / parts;
-    const bool alone = items.each == 0;
-    Item item = alone ? Item{index / num_ranks, index % num_ranks + 1} : Item{index, 1};
-    auto next = fetch(item);
-    ptx::grid_dependency_wait();  // all but `rows` was complete before that launch let this one begin
-    ptx::launch_dependents();
-    const int end = alone ? 0 : most + items.each;  // an own token is completed a step later
-#pragma unroll 1
-    do {
-        const Item now = item;
-        const auto fetched = next;
-        item = items.after(item);
-        if (!alone) next = fetch(item);
-        if (items.exists(now)) run(now, fetched);
-    } while (item.token < end);
+// Ends a CTA; the call's last one tells the other ranks.
+__device__ __forceinline__ void finish(Ranks* ranks_in_memory, Shared& shared, const Items& items) {
     __syncthreads();
     __threadfence();  // the CTA's reads come first
     if (threadIdx.x == 0) shared.is_last = atomicAdd(&ranks_in_memory->done, 1) == gridDim.x - 1;
     __syncthreads();
     if (!shared.is_last) return;
     if (threadIdx.x == 0) ranks_in_memory->done = 0;
-    shared.ranks.announce_consumed(threadIdx.x);
+    if (items.problem.end_column == items.problem.n) shared.ranks.announce_consumed(threadIdx.x);
+}
+
+// Runs everything of a CTA: `fetch` loads what does not depend on the preceding launch, one item ahead of `run`.
+template <class How>
+__device__ __forceinline__ void run_all(Ranks* ranks_in_memory, Shared& shared, const Items& items, int most,
+                                        const How& how) {
+    const bool alone = items.each == 0;
+    Item item = items.first();
+    auto next = how.fetch(item);
+    ptx::grid_dependency_wait();  // all but `rows` was complete before that launch let this one begin
+    ptx::launch_dependents();
+    const int end = alone ? 0 : most + items.lag;
+#pragma unroll 1
+    do {
+        const Item now = item;
+        const auto fetched = next;
+        item = items.after(item);
+        if (!alone) next = how.fetch(item);
+        if (items.exists(now)) how.run(now, fetched);
+    } while (item.token < end);
+    finish(ranks_in_memory, shared, items);
 }
 
 // What a CTA needs, once `shared` is filled.
 __device__ __forceinline__ Items items_of(const Shared& shared, const Problem& problem, int most) {
-    const int parts = (problem.n + kColumns - 1) / kColumns, ctas = static_cast<int>(gridDim.x) / parts;
-    const int column = static_cast<int>(blockIdx.x) % parts * kColumns + static_cast<int>(threadIdx.x) * 8;
-    const bool alone = ctas >= most * static_cast<int>(shared.ranks.num_ranks);
-    return {shared.ranks, shared.firsts, problem, column, alone ? 0 : ctas, shared.ranks.until()};
+    const int parts = problem.parts(), ctas = static_cast<int>(gridDim.x) / parts;
+    const int part = static_cast<int>(blockIdx.x) % parts;
+    const int column = problem.first_column + part * kColumns + static_cast<int>(threadIdx.x) * 8;
+    const bool alone = !STAGED && ctas >= most * static_cast<int>(shared.ranks.num_ranks);
+    return {shared.ranks,
+            shared.firsts,
+            problem,
+            column < problem.end_column ? column : problem.n,
+            alone ? 0 : ctas,
+            alone ? 0 : LAG * ctas,
+            shared.ranks.until()};
 }
 
 // Copies to shared memory what launches before the preceding one have written; all threads call it.

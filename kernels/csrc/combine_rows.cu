@@ -1,13 +1,7 @@
 // Ends a call: returns what this rank has computed for tokens of other ranks, and adds up what all ranks have computed
 // for its own ones.
 #include "combine_slots.cuh"
-#include "combine_sums.cuh"
-
-#if EXACT
-using How = combine::Rows;
-#else
-using How = combine::Sums;
-#endif
+#include "combine_staged.cuh"
 
 extern "C" __global__ void __launch_bounds__(combine::kThreads, CTAS)
     combine_rows(Ranks* ranks,
@@ -16,17 +10,22 @@ extern "C" __global__ void __launch_bounds__(combine::kThreads, CTAS)
                  const int* __restrict__ topk_ids, const float* __restrict__ topk_weights,  // likewise
                  const u16* rows, const int* __restrict__ inverse_permutation,              // likewise
                  int most,                                                                  // tokens of a rank
-                 int top_k, int n,
+                 int top_k, int n, int first_column, int end_column,                        // see Problem
                  void* __restrict__ out  // kDatatype [num_tokens of this rank, n]
     ) {
-    extern __shared__ int place_of[];  // a copy of places
+    extern __shared__ __align__(128) u8 memory[];
     __shared__ combine::Shared shared;
+    int* const place_of = reinterpret_cast<int*>(memory + STORAGE_BYTES);
     combine::fill(shared, place_of, ranks, first_tokens, places, num_experts);
-    const combine::Problem problem = {
-        rows, inverse_permutation, topk_ids, topk_weights, place_of, num_experts, top_k, n, out};
+    const combine::Problem problem = {rows, inverse_permutation, topk_ids,   topk_weights, place_of, num_experts, top_k,
+                                      n,    first_column,        end_column, out};
     const combine::Items items = combine::items_of(shared, problem, most);
-    const How how = {items};
-    combine::run_all(
-        ranks, shared, items, most, [&](combine::Item item) { return how.fetch(item); },
-        [&](combine::Item item, const How::Fetched& fetched) { how.run(item, fetched); });
+#if STAGED
+    combine::run_all_staged(ranks, shared, items, most,
+                            {items, *reinterpret_cast<combine::StagedSums::Storage*>(memory)});
+#elif EXACT
+    combine::run_all(ranks, shared, items, most, combine::Rows{items});
+#else
+    combine::run_all(ranks, shared, items, most, combine::Sums{items});
+#endif
 }

@@ -25,7 +25,7 @@ struct Rows {
         if (!items.exists(item) || slot >= problem.top_k) return fetched;
         fetched.row = problem.inverse_permutation[items.pairs(item) + slot];
         if (!items.completes(item)) return fetched;
-        fetched.place = items.own_place(item, slot);
+        fetched.place = items.place_of(items.own_id(item, slot));
         fetched.weight = problem.topk_weights[static_cast<i64>(items.token(item)) * problem.top_k + slot];
         return fetched;
     }
@@ -47,6 +47,11 @@ struct Rows {
     }
 
   private:
+    // This thread's columns of a slot's row, in the memory of the token's rank.
+    __device__ __forceinline__ uint4* place(u32 owner, i64 slot) const {
+        return reinterpret_cast<uint4*>(items.partial_sums(owner, slot) + items.column);
+    }
+
     // Writes the rows of a token's slots to its rank. `slots`: the first of them, among those of the rank's tokens.
     __device__ __forceinline__ void give_back(u32 owner, i64 slots, int row) const {
         u32 left = __ballot_sync(0xffffffff, row >= 0);
@@ -63,7 +68,7 @@ struct Rows {
             for (int i = 0; i < kAtOnce; ++i, left &= left - 1) {
                 if (left == 0 || items.column >= items.problem.n) continue;
                 const int slot = __ffs(static_cast<int>(left)) - 1;
-                ptx::store_relaxed_system(items.partial_sums(owner, slots + slot), columns[i]);
+                ptx::store_relaxed_system(place(owner, slots + slot), columns[i]);
             }
         }
     }
@@ -84,9 +89,8 @@ struct Rows {
                 source[i] = static_cast<u32>(__shfl_sync(0xffffffff, fetched.place, slot)) >> 16;
                 columns[i] = {0, 0, 0, 0};
                 if (later == 0 || items.column >= items.problem.n) continue;
-                columns[i] = source[i] == ranks.rank
-                                 ? *items.computed(row)
-                                 : ptx::load_relaxed_system(items.partial_sums(ranks.rank, slots + slot));
+                columns[i] = source[i] == ranks.rank ? *items.computed(row)
+                                                     : ptx::load_relaxed_system(place(ranks.rank, slots + slot));
             }
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i, left &= left - 1) {
@@ -94,7 +98,7 @@ struct Rows {
                 const float weight = __shfl_sync(0xffffffff, fetched.weight, slot);
                 if (left == 0 || items.column >= items.problem.n) continue;
                 if (source[i] != ranks.rank) {
-                    uint4* const there = items.partial_sums(ranks.rank, slots + slot);
+                    uint4* const there = place(ranks.rank, slots + slot);
                     columns[i] = ranks.wait_for(columns[i], there, source[i], items.until);
                     *there = {kNothing, kNothing, kNothing, kNothing};
                 }

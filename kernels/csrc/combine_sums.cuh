@@ -14,7 +14,7 @@ struct Sums {
 
     struct Fetched {
         Slots slots;
-        int place = -1;  // lane l: of the expert in slot l, for an own token
+        int id = -1;  // lane l: the expert in slot l, of an own token
     };
 
     const Items& items;
@@ -37,7 +37,7 @@ struct Sums {
         Fetched fetched;
         if (!items.exists(item)) return fetched;
         fetched.slots = slots(item, 0);
-        if (items.completes(item)) fetched.place = items.own_place(item, static_cast<int>(threadIdx.x % 32));
+        if (items.completes(item)) fetched.id = items.own_id(item, static_cast<int>(threadIdx.x % 32));
         return fetched;
     }
 
@@ -54,28 +54,34 @@ struct Sums {
         }
         const uint4 own = floats::pack<true>(sum);
         if (items.completes(item)) {
-            const u32 computed = ranks_of(item, fetched.place);
+            const u32 computed = ranks_of(item, fetched.id);
             if (items.column < problem.n) complete(own, computed, items.token(item));
         } else if (any && items.column < problem.n) {
             ptx::store_relaxed_system(place(items.owner(item), items.ranks.rank, items.token(item)), own);
         }
     }
 
-  private:
     // A bit per rank that holds an expert of the item's token.
-    __device__ __forceinline__ u32 ranks_of(Item item, int place) const {
+    __device__ __forceinline__ u32 ranks_of(Item item, int id) const {
         u32 found = 0;
 #pragma unroll 1
         for (int slot = static_cast<int>(threadIdx.x % 32), first = 0; first < items.problem.top_k; first += 32) {
-            if (first > 0) place = items.own_place(item, slot + first);
+            if (first > 0) id = items.own_id(item, slot + first);
+            const int place = items.place_of(id);
             found |= __reduce_or_sync(0xffffffff, place >= 0 ? 1u << (place >> 16) : 0);
         }
         return found;
     }
 
     // Where rank `source` writes its sum for a token of `owner`.
-    __device__ __forceinline__ uint4* place(u32 owner, u32 source, int token) const {
+    __device__ __forceinline__ u16* sum_of(u32 owner, u32 source, int token) const {
         return items.partial_sums(owner, source * static_cast<i64>(items.ranks.max_own_tokens) + token);
+    }
+
+  private:
+    // This thread's columns of it.
+    __device__ __forceinline__ uint4* place(u32 owner, u32 source, int token) const {
+        return reinterpret_cast<uint4*>(sum_of(owner, source, token) + items.column);
     }
 
     // Adds up the sums of the ranks in `computed`, of which `own` is this rank's.

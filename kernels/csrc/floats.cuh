@@ -7,6 +7,9 @@ namespace floats {
 
 enum Datatype { BF16, FP16, FP32 };
 
+template <Datatype kDatatype>
+constexpr u32 kBytes = kDatatype == FP32 ? 4 : 2;
+
 // Converts eight 16-bit floats to fp32.
 template <bool kBf16>
 __device__ __forceinline__ void unpack(float* to, uint4 eight) {

@@ -127,10 +127,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                  const float* __restrict__ b_scales,  // [num_groups, ceil(rows of b / 128), k / 128]
                  const int* group_extents,            // offsets [num_groups + 1] or counts [num_groups]
                  int num_groups, int n, int k,
-                 int max_rows,                // M, or max_m; group_extents beyond it are clamped
-                 int rows_per_group,          // max_m, or 0 in the contiguous layout
-                 int tile_steps, int passes,  // how groups are cut into tiles, see Cut
-                 int extents_ready,           // complete before the preceding launch began: read without waiting for it
+                 int max_rows,                   // M, or max_m; group_extents beyond it are clamped
+                 int rows_per_group,             // max_m, or 0 in the contiguous layout
+                 int tile_steps, int passes,     // how groups are cut into tiles, see Cut
+                 int first_column, int columns,  // to compute, see Columns
+                 int extents_ready,  // complete before the preceding launch began: read without waiting for it
                  TileEpilogue::Element* __restrict__ out,  // [rows, n]
 #if SWIGLU
                  float* __restrict__ out_scales, u32 out_scale_stride,  // [n / 128, out_scale_stride]
@@ -175,7 +176,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         ptx::shrink_registers<kProducerRegisters>();
         if (warp == kConsumerWarps) {
             if (!extents_ready) ptx::grid_dependency_wait();
-            const Scheduler scheduler(table, group_extents, num_groups, n, {tile_steps, passes}, max_rows);
+            const Scheduler scheduler(table, group_extents, num_groups, {first_column, columns}, {tile_steps, passes},
+                                      max_rows);
             load_tiles(shared, operands, problem, scheduler, tile_counter, lane);
         } else {
             ptx::grid_dependency_wait();

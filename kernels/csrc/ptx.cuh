@@ -154,6 +154,30 @@ __device__ __forceinline__ void mbarrier_wait(u64* barrier, u32 parity) {
         : "memory");
 }
 
+// ---------------------------------------------------------------- TMA: bulk copies
+
+// Starts copying bytes to shared memory; they complete on the barrier. All three are multiples of 16.
+__device__ __forceinline__ void bulk_load(u64* full, void* destination, const void* source, u32 bytes) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(destination)),
+                 "l"(source), "r"(bytes), "r"(shared_address(full))
+                 : "memory");
+}
+
+// Starts copying bytes from shared memory, as part of this thread's next group of stores.
+__device__ __forceinline__ void bulk_store(void* destination, const void* source, u32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination),
+                 "r"(shared_address(source)), "r"(bytes)
+                 : "memory");
+}
+
+// Ends a group of this thread's stores; waits until all but the latest kLeft groups have read shared memory.
+__device__ __forceinline__ void commit_bulk_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+template <int kLeft>
+__device__ __forceinline__ void wait_bulk_stores_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLeft) : "memory");
+}
+
 // ---------------------------------------------------------------- TMA: bulk tensor copies
 
 __device__ __forceinline__ void prefetch_tensor_map(const TensorMap* map) {

@@ -19,6 +19,11 @@ struct Cut {
     int passes;      // 1: group after group; more: one per height, the tall tiles of all groups first
 };
 
+// The columns of out that a launch computes; `first` is a multiple of a tile's.
+struct Columns {
+    int first, count;
+};
+
 // The scheduler's table in shared memory, behind the pipeline: offsets [num_groups + 1] or counts [num_groups], then
 // the number of tiles before each group of each pass [passes * num_groups + 1].
 template <Layout kLayout, int kTileM, int kTileN, int kHeightStep>
@@ -26,10 +31,11 @@ class TileScheduler {
   public:
     // Built by a whole warp, in `table`. Extents outside [0, max_rows] are clamped: they must not become stores outside
     // `out`.
-    __device__ TileScheduler(int* table, const int* group_extents, int num_groups, int n, Cut cut, int max_rows)
-        : extents_(table), first_tile_(table + num_groups + 1), num_groups_(num_groups), n_(n), cut_(cut) {
+    __device__ TileScheduler(int* table, const int* group_extents, int num_groups, Columns columns, Cut cut,
+                             int max_rows)
+        : extents_(table), first_tile_(table + num_groups + 1), num_groups_(num_groups), columns_(columns), cut_(cut) {
         constexpr int kAtOnce = 8;  // loads per lane in flight
-        const int lane = threadIdx.x % 32, tiles_n = (n + kTileN - 1) / kTileN;
+        const int lane = threadIdx.x % 32, tiles_n = (columns.count + kTileN - 1) / kTileN;
         int *const table_extents = table, *first_tile = table + num_groups + 1;
         int before = 0;
         if (lane == 0) *first_tile = 0;
@@ -79,7 +85,7 @@ class TileScheduler {
         const Group cut(rows, cut_);
 
         // Bands of kBand row tiles, each band column by column: tiles that run at once share both operands in L2.
-        const int tiles_m = cut.tiles(pass, cut_), tiles_n = (n_ + kTileN - 1) / kTileN;
+        const int tiles_m = cut.tiles(pass, cut_), tiles_n = (columns_.count + kTileN - 1) / kTileN;
         const int local = number - first_tile_[entry];
         const int band = tiles_m > kBand ? local / (kBand * tiles_n) : 0;
         const int within = local - band * kBand * tiles_n;
@@ -88,7 +94,7 @@ class TileScheduler {
         const int index = band * kBand + within - column * width + cut.before(pass, cut_);
         const int first = (index * cut.height + min(index, cut.taller)) * kHeightStep;
         return {group, row + first, min((cut.height + (index < cut.taller)) * kHeightStep, rows - first),
-                column * kTileN};
+                columns_.first + column * kTileN};
     }
 
   private:
@@ -134,6 +140,7 @@ class TileScheduler {
     }
 
     const int *const extents_, *const first_tile_;
-    const int num_groups_, n_;
+    const int num_groups_;
+    const Columns columns_;
     const Cut cut_;
 };

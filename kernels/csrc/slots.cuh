@@ -17,11 +17,13 @@ struct Slots {
         weight = lane < count ? weights[lane * stride] : 0.0f;
     }
 
-    __device__ __forceinline__ bool any() const { return __any_sync(0xffffffff, row >= 0); }
+    // A bit for each slot with something to add.
+    __device__ __forceinline__ u32 found() const { return __ballot_sync(0xffffffff, row >= 0); }
+    __device__ __forceinline__ bool any() const { return found() != 0; }
 
     // rows: bf16 [rows, n]
     __device__ __forceinline__ void add(float (&sum)[8], const u16* rows, int n, int column) const {
-        u32 left = __ballot_sync(0xffffffff, row >= 0);  // slots that are not added yet
+        u32 left = found();  // slots that are not added yet
 #pragma unroll 1
         while (left != 0) {
             float by[kAtOnce];

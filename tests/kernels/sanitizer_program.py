@@ -3,9 +3,12 @@
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
 from expertd.kernels import (
     Backend,
+    RankMemory,
+    RankTokens,
     Routing,
     Swiglu,
     choose_experts,
@@ -15,7 +18,7 @@ from expertd.kernels import (
     quantize_blocks,
     resolve_backend,
 )
-from expertd.kernels.backends.hopper import grouped_gemm
+from expertd.kernels.backends.hopper import combine_rows, grouped_gemm
 from expertd.kernels.backends.hopper.backend import HopperBackend
 from expertd.kernels.backends.hopper.launch import Variant
 from expertd.kernels.backends.hopper.tiles import CONFIGS, Plan
@@ -59,6 +62,29 @@ def whole_layer(tokens: int) -> None:
     assert diff(out, expected.double()) < 1e-2
 
 
+def layer_of_ranks(tokens: int) -> None:
+    """The five launches of a rank that is alone, and sends itself nothing, by every way to combine."""
+    h, i, e, k = 2304, 384, 5, 7
+    generator = fresh_generator("cuda")
+    gate_up = quantize_blocks(torch.randn(e, 2 * i, h, generator=generator, device="cuda").mul_(h**-0.5))
+    down = quantize_blocks(torch.randn(e, h, i, generator=generator, device="cuda").mul_(i**-0.5))
+    x = torch.randn(tokens, h, generator=generator, device="cuda").bfloat16()
+    ids = torch.randint(-1, e, (tokens, k), generator=generator, device="cuda", dtype=torch.int32)
+    weights = torch.rand(tokens, k, generator=generator, device="cuda")
+    expected = fused_experts(x, ids, weights, gate_up, down, num_sms=4)
+    backend, device, group = HopperBackend(), torch.device("cuda", 0), dist.group.WORLD
+    assert group is not None
+    shared = RankTokens.of([tokens], torch.arange(e, dtype=torch.int32, device=device))
+    for exact, staged_tokens in ((True, 0), (False, 0), (False, tokens + 1)):
+        combine_rows.STAGED_TOKENS = staged_tokens
+        memory = RankMemory(group, device, tokens, tokens, h, k, timeout=60.0, exact=exact)
+        for _ in range(2):
+            out = torch.full((tokens, h), torch.nan, device="cuda")
+            backend.parallel_experts(memory, shared, x, ids, weights, gate_up, down, out, 4)
+            assert diff(out, expected.double()) < 1e-4
+            assert memory.late_rank is None
+
+
 def main() -> None:
     """Run everything on a small persistent grid, so that every CTA computes several tiles."""
     for key, variant in grouped_gemm.VARIANTS.items():
@@ -77,6 +103,10 @@ def main() -> None:
             expect_masked(masked, buffer, out)
     for tokens in (1, 90):
         whole_layer(tokens)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    for tokens in (1, 90):
+        layer_of_ranks(tokens)
     torch.cuda.synchronize()
     print("every variant ran")
 

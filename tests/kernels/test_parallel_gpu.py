@@ -14,11 +14,13 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
 from expertd.kernels import Quantized, fused_experts, quantize_blocks
+from expertd.kernels.backends.hopper import combine_rows
 from expertd.kernels.backends.hopper.grouped_gemm import GroupedGemm
 from expertd.kernels.backends.hopper.launch import Kernels, current_stream
 from expertd.kernels.backends.hopper.layer import Layer
 from expertd.kernels.backends.hopper.tiles import choose
 from expertd.kernels.ops.activation import SILU
+from expertd.kernels.overlap import Overlap
 from expertd.kernels.rank_memory import RankMemory, RankTokens
 
 pytestmark = pytest.mark.gpu
@@ -100,6 +102,7 @@ def check(rank: int, num_ranks: int, shape: Shape, generator: torch.Generator) -
     memories = [RankMemory(dist.group.WORLD, device, *sizes, timeout=10.0, exact=e) for e in (False, True)]
     kernels = Kernels()
     layer = Layer(kernels, GroupedGemm(kernels, choose))
+    overlap = Overlap.of(device.index, 32)
     for ((first, second), kind), memory in itertools.product(CALLS, memories):
         counts = (first, second, *[3] * (num_ranks - 2))
         hidden_states = torch.randn(sum(counts), h, generator=generator).to(torch.bfloat16)
@@ -115,10 +118,12 @@ def check(rank: int, num_ranks: int, shape: Shape, generator: torch.Generator) -
         given = hidden_states[own].contiguous(), ids[own].contiguous(), weights[own].contiguous()
         # All before the calls, which then follow each other without another launch between them.
         outs = torch.full((10, counts[rank], h), torch.inf, device=device)
-        for out in outs:
+        for number, out in enumerate(outs):
+            combine_rows.STAGED_TOKENS = 0 if number % 2 else MOST + 1
             on = current_stream(device.index)
             layer.parallel_experts(
-                on, memory, tokens, *given, own_gate_up, own_down, out, SILU, None, None
+                on, memory, tokens, *given, own_gate_up, own_down, out, SILU, None, None,
+                overlap if number % 3 == 2 else None,
             )  # fmt: skip
         torch.cuda.synchronize()
         assert memory.late_rank is None

@@ -35,3 +35,9 @@ def test_ctas_are_whole_rows_that_run_at_once(
     num_sms: int | None, per_sm: int, tokens: list[int], columns: int, expected: int
 ) -> None:
     assert ctas(num_sms, per_sm, tokens, columns) == expected
+
+
+def test_an_sm_has_room_for_its_ctas() -> None:
+    """228 KB, of which the driver takes 1 KB for each CTA."""
+    assert rank_grids.resident(26_640 + 4 * 64) == 8
+    assert rank_grids.resident(26_640 + 4 * 1024) == 7

@@ -19,6 +19,7 @@ from expertd.kernels.backends.hopper.unpermute_rows import unpermute_rows
 from expertd.kernels.backends.hopper.variants import VARIANTS
 from expertd.kernels.ops.activation import SILU, Swiglu
 from expertd.kernels.ops.quantize import Quantized
+from expertd.kernels.overlap import Overlap
 from expertd.kernels.partitions import SMPartitions
 from expertd.kernels.rank_memory import RankMemory, RankTokens
 from expertd.kernels.request_table import RequestTable
@@ -121,10 +122,13 @@ class HopperBackend(Backend):
         out: Tensor,
         num_sms: int | None,
         offsets: Tensor | None = None,
+        overlap: Overlap | None = None,
     ) -> None:
         """See `Backend.parallel_experts`."""
         if num_sms is not None and num_sms < 2:
             raise ValueError(f"num_sms: expected None or at least 2, got {num_sms}")
+        if overlap is not None and num_sms is not None:
+            raise ValueError(f"num_sms: expected None with an overlap, got {num_sms}")
         if not _is_aligned(out):
             raise ValueError(f"out: expected contiguous rows, 16-byte aligned, got strides {out.stride()}")
         on = current_stream(_current(hidden_states, "hidden_states"))
@@ -141,6 +145,7 @@ class HopperBackend(Backend):
             SILU,
             num_sms,
             offsets,
+            overlap,
         )
 
     def unpermute(self, rows: Tensor, inverse: Tensor, topk_weights: Tensor, out: Tensor) -> None:

@@ -1,17 +1,69 @@
 """Launches csrc/combine_rows.cu: what ranks have computed goes back to tokens' ranks, and is added up."""
 
+from typing import NamedTuple
+
 import numpy as np
+import torch
 from torch import Tensor
 
-from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, variants_by_dtype
-from expertd.kernels.backends.hopper.rank_grids import ctas, place_bytes
+from expertd.kernels.backends.hopper.launch import (
+    Grid,
+    Kernels,
+    OnStream,
+    Variant,
+    variants_by_dtype,
+)
+from expertd.kernels.backends.hopper.rank_grids import COLUMNS, ctas, place_bytes, resident
 from expertd.kernels.rank_memory import RankMemory, RankTokens
 
-_SUMS_CTAS, _EXACT_CTAS = 4, 3  # per SM at most: as many as run at once
-_SUMS = variants_by_dtype("combine_rows", 256, place_bytes, EXACT=0, CTAS=_SUMS_CTAS)
-_EXACT = variants_by_dtype("combine_rows", 256, place_bytes, "exact_", EXACT=1, CTAS=_EXACT_CTAS)
 
-VARIANTS = (*_SUMS.values(), *_EXACT.values())
+class _Way(NamedTuple):
+    """One way to combine.
+
+    by_dtype       the variants, by the dtype of the result
+    ctas           per SM at most
+    columns        of a CTA and step
+    storage_bytes  shared memory besides a copy of places
+    """
+
+    by_dtype: dict[torch.dtype, Variant]
+    ctas: int
+    columns: int
+    storage_bytes: int
+
+    def shared_bytes(self, num_experts: int) -> int:
+        return self.storage_bytes + place_bytes(num_experts)
+
+
+def _way(
+    prefix: str,
+    threads: int,
+    ctas: int,
+    columns: int = COLUMNS,
+    lag: int = 1,
+    storage_bytes: int = 0,
+    **defines: int,
+) -> _Way:
+    """lag: steps after which a CTA completes an own token; the rest as in `_Way`."""
+    defines = {"EXACT": 0, "STAGED": 0} | defines
+    by_dtype = variants_by_dtype(
+        "combine_rows", threads, lambda num_experts: storage_bytes + place_bytes(num_experts), prefix,
+        CTAS=ctas, THREADS=threads, COLUMNS=columns, LAG=lag, STORAGE_BYTES=storage_bytes, **defines,
+    )  # fmt: skip
+    return _Way(by_dtype, ctas, columns, storage_bytes)
+
+
+_SUMS = _way("", 256, ctas=4)
+_EXACT = _way("exact_", 256, ctas=3, EXACT=1)
+# Two stages of four entries, two results, and a row of nothing; two barriers.
+_STAGED = _way(
+    "staged_", 32, ctas=8, columns=1024, lag=4, storage_bytes=(2 * 4 * 2 + 2 * 4 + 2) * 1024 + 16, STAGED=1
+)
+STAGED_TOKENS = 2048
+"""Tokens of a rank from which on staging is faster, if they are wide."""
+_STAGED_COLUMNS = 2048  # and wider than this
+
+VARIANTS = tuple(variant for way in (_SUMS, _STAGED, _EXACT) for variant in way.by_dtype.values())
 
 
 def combine_rows(
@@ -25,16 +77,24 @@ def combine_rows(
     inverse: Tensor,
     out: Tensor,
     num_sms: int | None,
+    columns: range | None = None,
 ) -> None:
     """Write out [t, N]: the sums of all ranks' rows for this rank's tokens; see `RankMemory.exact`.
 
     topk_ids int32, topk_weights fp32 [t, top_k]; rows bf16 [R, N]; inverse [T, top_k] of all ranks' tokens.
+    columns: those to write, bounded by multiples of 8; None: all. Launches for other columns of the same call
+    run one after another, and the one with the last columns ends it.
     """
     top_k, n, places = inverse.shape[1], rows.shape[1], tokens.places
-    by_dtype, per_sm = (_EXACT, _EXACT_CTAS) if memory.exact else (_SUMS, _SUMS_CTAS)
-    num_ctas = ctas(on, num_sms, per_sm, tokens.counts, n)
+    most, columns, num_experts = max(tokens.counts), columns or range(n), places.numel()
+    is_staged = most >= STAGED_TOKENS and n > _STAGED_COLUMNS
+    way = _EXACT if memory.exact else _STAGED if is_staged else _SUMS
+    shared_bytes = way.shared_bytes(num_experts)
+    per_sm = min(way.ctas, resident(shared_bytes))
+    num_ctas = ctas(on, num_sms, per_sm, tokens.counts, len(columns), way.columns)
     kernels.launch(
-        on, by_dtype[out.dtype], Grid(num_ctas, 1, place_bytes(places.numel())),
-        memory.ranks, tokens.first_tokens, places, np.int32(places.numel()), topk_ids, topk_weights,
-        rows, inverse, np.int32(max(tokens.counts)), np.int32(top_k), np.int32(n), out,
+        on, way.by_dtype[out.dtype], Grid(num_ctas, 1, shared_bytes),
+        memory.ranks, tokens.first_tokens, places, np.int32(num_experts), topk_ids, topk_weights,
+        rows, inverse, np.int32(most), np.int32(top_k), np.int32(n),
+        np.int32(columns.start), np.int32(columns.stop), out,
     )  # fmt: skip

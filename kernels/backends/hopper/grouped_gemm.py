@@ -105,12 +105,16 @@ class GroupedGemm:
         out: Tensor,
         expected_m: float,
         num_sms: int | None,
+        columns: range | None = None,
     ) -> None:
-        """Write out, bf16: each group's rows of a times its b. A group is likely to have expected_m rows."""
+        """Write out, bf16: each group's rows of a times its b. A group is likely to have expected_m rows.
+
+        columns: those to write, from a multiple of 256 on; None: all.
+        """
         num_groups, n, k = b.data.shape
         prepared = self._chosen(on.device, layout, n, k, num_groups, expected_m, num_sms)
         out_map = (self._out_tensor_maps.get(out, _STORE_BOX),) if prepared.stores_boxes else ()
-        self._launch(on, prepared, a, b, groups, out.data_ptr(), *out_map)
+        self._launch(on, prepared, a, b, groups, columns or range(n), out.data_ptr(), *out_map)
 
     def multiply_swiglu(
         self,
@@ -128,7 +132,7 @@ class GroupedGemm:
         data = torch.empty((m, n), dtype=torch.float8_e4m3fn, device=a.data.device)
         scales = torch.empty((n // SCALE_BLOCK, m), device=a.data.device)
         self._launch(
-            on, prepared, a, b, groups,
+            on, prepared, a, b, groups, range(n),
             data.data_ptr(), scales.data_ptr(), _uint32(m), *map(_float32, activation),
         )  # fmt: skip
         return Quantized(data, scales.t())
@@ -167,7 +171,14 @@ class GroupedGemm:
         )
 
     def _launch(
-        self, on: OnStream, prepared: _Prepared, a: Quantized, b: Quantized, groups: Groups, *outputs: Any
+        self,
+        on: OnStream,
+        prepared: _Prepared,
+        a: Quantized,
+        b: Quantized,
+        groups: Groups,
+        columns: range,
+        *outputs: Any,
     ) -> None:
         kernel, launch_config, box_m, box_n, _, masked, sizes, cut = prepared
         rows, *strides = a.data.shape[-2], *a.scales.stride()
@@ -186,6 +197,8 @@ class GroupedGemm:
             _int32(rows),
             _int32(rows if masked else 0),
             *cut,
+            _int32(columns.start),
+            _int32(len(columns)),
             _int32(groups.ready),
             *outputs,
             self.tile_counters.get(on.device, on.handle) if counter is None else counter.data_ptr(),

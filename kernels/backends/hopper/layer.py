@@ -11,7 +11,7 @@ from expertd.kernels.backends.hopper.compute_permutation import (
 )
 from expertd.kernels.backends.hopper.dispatch_rows import dispatch_rows
 from expertd.kernels.backends.hopper.grouped_gemm import GroupedGemm, Groups
-from expertd.kernels.backends.hopper.launch import Kernels, OnStream
+from expertd.kernels.backends.hopper.launch import Kernels, OnStream, current_stream
 from expertd.kernels.backends.hopper.quantize_permute import quantize_permute
 from expertd.kernels.backends.hopper.route_tokens import route_tokens
 from expertd.kernels.backends.hopper.router_logits import router_logits
@@ -19,6 +19,7 @@ from expertd.kernels.backends.hopper.tensor_maps import TensorMapCache, describe
 from expertd.kernels.backends.hopper.unpermute_rows import unpermute_rows
 from expertd.kernels.ops.activation import Swiglu
 from expertd.kernels.ops.quantize import Quantized
+from expertd.kernels.overlap import Overlap
 from expertd.kernels.rank_memory import RankMemory, RankTokens
 from expertd.layout import Layout
 from expertd.routing import Routing
@@ -69,8 +70,10 @@ class Layer:
         """
         placement = compute_permutation(self._kernels, on, topk_ids, down.data.shape[0], num_sms, offsets)
         a = quantize_permute(self._kernels, on, hidden_states, placement.inverse)
-        expected_m = topk_ids.numel() / down.data.shape[0]
-        rows = self._multiply(on, a, placement, gate_up, down, activation, expected_m, num_sms)
+        activated = self._activate(on, a, placement, gate_up, activation, num_sms)
+        num_experts, n = down.data.shape[:2]
+        rows = torch.empty((topk_ids.numel(), n), dtype=torch.bfloat16, device=topk_ids.device)
+        self._down(on, activated, placement, down, rows, num_experts, num_sms, range(n))
         unpermute_rows(self._kernels, on, rows, placement.inverse, topk_weights, out)
 
     def parallel_experts(
@@ -87,46 +90,71 @@ class Layer:
         activation: Swiglu,
         num_sms: int | None,
         offsets: Tensor | None,
+        overlap: Overlap | None = None,
     ) -> None:
         """As `experts`, with the experts of all ranks: each rank of `memory` calls it with its own tokens.
 
-        gate_up and down have this rank's experts. Five launches. A token's sum on each rank is rounded to
-        bf16, and those are added up in fp32 in the order of ranks; with `memory.exact` the bits are those of
-        `experts`.
+        gate_up and down have this rank's experts. Five launches, or with `overlap` two more for each
+        further part of the output; then num_sms is None. A token's sum on each rank is rounded to bf16, and
+        those are added up in fp32 in the order of ranks; with `memory.exact` the bits are those of `experts`.
         """
         if tokens.num_tokens == 0:  # no rank makes a launch
             if offsets is not None:
                 offsets.zero_()
             return
-        kernels, num_groups = self._kernels, down.data.shape[0]
+        kernels, device, (num_groups, n, _) = self._kernels, on.device, down.data.shape
         placement = permutation_of_ranks(
             kernels, on, memory, tokens, topk_ids, topk_weights, num_groups, num_sms, offsets
         )
         inverse = placement.inverse
         a = dispatch_rows(kernels, on, memory, tokens, hidden_states, topk_ids, inverse, num_sms)
-        expected_m = inverse.numel() / tokens.places.numel()
-        rows = self._multiply(on, a, placement, gate_up, down, activation, expected_m, num_sms)
-        combine_rows(kernels, on, memory, tokens, topk_ids, topk_weights, rows, inverse, out, num_sms)
+        activated = self._activate(on, a, placement, gate_up, activation, num_sms)
+        rows = torch.empty((inverse.numel(), n), dtype=torch.bfloat16, device=inverse.device)
 
-    def _multiply(
+        def multiply(columns: range, num_sms: int | None) -> None:
+            on, num_experts = current_stream(device), tokens.places.numel()
+            self._down(on, activated, placement, down, rows, num_experts, num_sms, columns)
+
+        def combine(columns: range, num_sms: int | None) -> None:
+            on = current_stream(device)
+            combine_rows(
+                kernels, on, memory, tokens, topk_ids, topk_weights, rows, inverse, out, num_sms, columns
+            )
+
+        if overlap is None:
+            multiply(range(n), num_sms)
+            combine(range(n), num_sms)
+        else:
+            overlap.run(n, multiply, combine)
+
+    def _activate(
         self,
         on: OnStream,
         a: Quantized,
         placement: Placement,
         gate_up: Quantized,
-        down: Quantized,
         activation: Swiglu,
-        expected_m: float,
         num_sms: int | None,
-    ) -> Tensor:
-        """Both GEMMs: permuted rows bf16 [T * top_k, H]."""
-        inverse = placement.inverse
-        first, second = (
-            Groups(placement.offsets, ready=True, tile_counter=counter)
-            for counter in placement.tile_counters.unbind()
+    ) -> Quantized:
+        """The first GEMM: permuted rows e4m3 [R, I]."""
+        first = Groups(placement.offsets, ready=True, tile_counter=placement.tile_counters[0])
+        return self._gemm.multiply_swiglu(on, a, gate_up, first, activation, num_sms)
+
+    def _down(
+        self,
+        on: OnStream,
+        activated: Quantized,
+        placement: Placement,
+        down: Quantized,
+        rows: Tensor,
+        num_experts: int,
+        num_sms: int | None,
+        columns: range,
+    ) -> None:
+        """The second GEMM: these columns of the permuted rows bf16 [R, H]; num_experts: of all ranks."""
+        counter = placement.tile_counters[1] if columns.start == 0 else None
+        groups = Groups(placement.offsets, ready=True, tile_counter=counter)
+        expected_m = rows.shape[0] / num_experts
+        self._gemm.multiply(
+            on, Layout.CONTIGUOUS, activated, down, groups, rows, expected_m, num_sms, columns
         )
-        activated = self._gemm.multiply_swiglu(on, a, gate_up, first, activation, num_sms)
-        h = down.data.shape[1]
-        rows = torch.empty((inverse.numel(), h), dtype=torch.bfloat16, device=inverse.device)
-        self._gemm.multiply(on, Layout.CONTIGUOUS, activated, down, second, rows, expected_m, num_sms)
-        return rows

@@ -5,7 +5,11 @@ from collections.abc import Sequence
 
 from expertd.kernels.backends.hopper.launch import OnStream, multiprocessors
 
-_COLUMNS = 2048  # per CTA and step, of each kernel
+COLUMNS = 2048
+"""Per CTA and step, of most kernels."""
+
+_SM_BYTES = 228 * 1024  # shared memory of a Hopper SM
+_CTA_BYTES = 1024 + 512  # of a CTA besides its dynamic part: the driver's, and what these kernels declare
 
 
 def place_bytes(num_experts: int) -> int:
@@ -13,19 +17,27 @@ def place_bytes(num_experts: int) -> int:
     return 4 * num_experts
 
 
-def parts(columns: int) -> int:
-    """The steps of a row."""
-    return math.ceil(columns / _COLUMNS)
+def resident(shared_bytes: int) -> int:
+    """The CTAs with so much dynamic shared memory that an SM has room for."""
+    return _SM_BYTES // (shared_bytes + _CTA_BYTES)
 
 
-def ctas(on: OnStream, num_sms: int | None, per_sm: int, tokens: Sequence[int], columns: int) -> int:
+def ctas(
+    on: OnStream,
+    num_sms: int | None,
+    per_sm: int,
+    tokens: Sequence[int],
+    columns: int,
+    columns_at_once: int = COLUMNS,
+) -> int:
     """The CTAs of a launch: one for each step of each rank, or as many as run at once.
 
-    per_sm  of the latter
-    tokens  of each rank
+    per_sm           of the latter
+    tokens           of each rank
+    columns_at_once  of a CTA
 
     A multiple of the steps of a row, so that a CTA keeps to its columns.
     """
-    each = parts(columns)
+    each = math.ceil(columns / columns_at_once)
     most = per_sm * multiprocessors(on.device, num_sms) // each
     return min(max(1, len(tokens) * max(tokens)), max(1, most)) * each

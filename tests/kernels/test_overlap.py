@@ -1,0 +1,84 @@
+"""When an expert-parallel layer overlaps communication with GEMMs, and in which order it does."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from expertd.kernels.overlap import Lane, Overlap, OverlapMode, overlaps, parts
+
+
+@pytest.mark.parametrize(
+    ("mode", "counts", "hidden_size", "expected"),
+    [
+        ("auto", [4096] * 4, 7168, True),
+        ("auto", [0, 0, 0, 4096], 7168, True),  # all ranks decide alike
+        ("auto", [4095] * 4, 7168, False),
+        ("auto", [4096] * 2, 7168, False),
+        ("auto", [4096] * 8, 2048, False),  # a single part
+        ("always", [1, 0], 2176, True),
+        ("always", [4096] * 8, 2048, False),
+        ("never", [4096] * 8, 7168, False),
+    ],
+)
+def test_large_steps_of_many_ranks_overlap(
+    mode: OverlapMode, counts: list[int], hidden_size: int, expected: bool
+) -> None:
+    assert overlaps(mode, counts, hidden_size) is expected
+
+
+@pytest.mark.parametrize("n", [128, 2048, 2176, 4096, 7168])
+def test_parts_are_all_columns_once(n: int) -> None:
+    assert [column for part in parts(n) for column in part] == list(range(n))
+    # The GEMM's tiles begin at multiples of 256.
+    assert all(part.start % 256 == 0 and 0 < len(part) <= 2048 for part in parts(n))
+
+
+class Streams:
+    """Streams that note what is launched on them, and after what."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[tuple[str, ...]] = []
+        self.current = self.stream("here")
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.current)
+        monkeypatch.setattr(torch.cuda, "stream", self.entered)
+
+    def stream(self, name: str) -> Any:
+        return SimpleNamespace(
+            name=name, wait_stream=lambda other: self.log.append((name, "waits for", other.name))
+        )
+
+    @contextmanager
+    def entered(self, stream: Any) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def part(self, what: str) -> Any:
+        def launch(columns: range, num_sms: int | None) -> None:
+            self.log.append((self.current.name, what, str(columns.start), str(num_sms)))
+
+        return launch
+
+
+def test_a_part_is_combined_while_the_next_one_is_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = Streams(monkeypatch)
+    overlap = Overlap(Lane(streams.stream("gemms"), 100), Lane(streams.stream("communication"), 32))
+    overlap.run(5000, streams.part("multiply"), streams.part("combine"))
+    assert streams.log == [
+        ("here", "multiply", "0", "None"),
+        ("gemms", "waits for", "here"),
+        ("communication", "waits for", "here"),
+        ("communication", "waits for", "gemms"),
+        ("gemms", "multiply", "2048", "100"),
+        ("communication", "combine", "0", "32"),
+        ("communication", "waits for", "gemms"),
+        ("gemms", "multiply", "4096", "100"),
+        ("communication", "combine", "2048", "32"),
+        ("here", "waits for", "gemms"),
+        ("here", "waits for", "communication"),
+        ("here", "combine", "4096", "None"),
+    ]
