@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 LOST_SECONDS = 3.0  # without a beat: far more than a busy machine delays one
 _ARRIVE_SECONDS = 1.0  # in which agents that are there have shown it: the log says which ones are not
 _REPORT_SECONDS = 1.0  # after an agent's report: ranks that can say more themselves have done so
-_SHARED = {"backend", "nnodes", "partitions", "models", "placement", "exact_combine"}
+_SHARED = {"backend", "nnodes", "partitions", "models", "placement", "exact_combine", "overlap"}
 
 
 def shared_settings(settings: Settings) -> dict[str, Any]:

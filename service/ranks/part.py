@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from expertd.kernels import Backend, RankMemory
+from expertd.kernels import Backend, Overlap, RankMemory, overlaps
 from expertd.kernels.request_table import MAX_REQUESTS
 from expertd.service.engine.loading import Cancelled, Loaded, load, weights_of
 from expertd.service.engine.steps import Runner, Step
@@ -59,6 +59,7 @@ class RankPart:
         self._membership = Membership(setup, store)
         self._memories: dict[object, RankMemory] = {}
         self._symmetric: dict[str, SymmetricLayer] = {}
+        self._overlap: Overlap | None = None  # one for all layers: their steps run one after another
         self._placements = RankPlacements(setup, store, regions)
         self._parallel: list[ParallelLayer] = []
         self._placed: list[PlacedExperts] = []  # of the models, in their order
@@ -129,6 +130,7 @@ class RankPart:
         symmetric = SymmetricLayer(
             model.shape, weights, backend, memory,
             routing=model.routing.rule, physical=self._placements.physical(model),
+            overlap=self._lanes(model, device), overlap_mode=self._setup.settings.overlap.mode,
         )  # fmt: skip
         self._placed.append(symmetric.placed)
         self._symmetric[model.name] = symmetric
@@ -140,14 +142,26 @@ class RankPart:
             torch.cuda.synchronize()
             dist.barrier()
 
+    def _lanes(self, model: ModelSettings, device: torch.device) -> Overlap | None:
+        """Those of a layer with steps that use them."""
+        settings, most = self._setup.settings.overlap, [self._most_tokens()] * self._setup.num_ranks
+        if model.partition is not None or not overlaps(settings.mode, most, model.hidden_size):
+            return None
+        if self._overlap is None:
+            self._overlap = Overlap.of(device.index, settings.communication_sms)
+        return self._overlap
+
+    def _most_tokens(self) -> int:
+        """Of a rank in a step."""
+        most = len(part_of(self._setup.settings.limits.max_batch_tokens, 0, self._setup.num_ranks))
+        return max(most, TOKEN_COUNTS[-1])  # graphs pad steps
+
     def _memory(self, model: ModelSettings, device: torch.device) -> RankMemory:
         """What the layers of one stream share, which run one after another."""
         assert dist.group.WORLD is not None
         key = model.partition, model.hidden_size, model.top_k
         if key not in self._memories:
-            num_ranks = self._setup.num_ranks
-            most = len(part_of(self._setup.settings.limits.max_batch_tokens, 0, num_ranks))
-            most = max(most, TOKEN_COUNTS[-1])  # graphs pad steps
+            num_ranks, most = self._setup.num_ranks, self._most_tokens()
             sizes = most, num_ranks * most, model.hidden_size, model.top_k
             exact = self._setup.settings.combines_exactly
             self._memories[key] = RankMemory(dist.group.WORLD, device, *sizes, _DEVICE_SECONDS, exact)

@@ -12,7 +12,13 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from expertd.backends import BACKENDS
 from expertd.service.sentences import shown
 from expertd.service.settings.buffers import default_bytes, needed_bytes, region_bytes
-from expertd.service.settings.parts import ChannelSettings, Limits, PlacementSettings, SharedMemorySettings
+from expertd.service.settings.parts import (
+    ChannelSettings,
+    Limits,
+    OverlapSettings,
+    PlacementSettings,
+    SharedMemorySettings,
+)
 from expertd.service.settings.rank_checks import wrong_ranks
 from expertd.service.settings.rendezvous import Rendezvous
 from expertd.service.settings.served import CheckpointSettings, ModelSettings
@@ -113,6 +119,9 @@ class Settings(BaseSettings):
         default=None,
         description="whether ranks send back a row for each expert, not one for each token: the bits of one "
         "rank, whatever the placement, for up to `top_k` times the bytes; null: with `placement.policy`",
+    )
+    overlap: OverlapSettings = Field(
+        default=OverlapSettings(), description="communication between GPUs while GEMMs run"
     )
     partitions: dict[str, int] = Field(default={}, description="number of SMs of each SM partition, by name")
     limits: Limits = Field(default=Limits(), description="limits on requests, steps and queues")

@@ -20,6 +20,8 @@ def wrong_ranks(settings: "Settings") -> Iterator[str]:
         if settings.ranks not in (1, settings.ranks_per_node):
             expected = f"the number of devices ({settings.ranks_per_node})"
             yield f"ranks: expected {expected}, got {settings.ranks}"
+    if settings.overlap.mode == "always" and (settings.devices is None or settings.nnodes > 1):
+        yield "overlap.mode: expected auto or never without GPUs of one host (devices), got 'always'"
     yield from _wrong_placement(settings)
     yield from _wrong_shrinking(settings)
     if count == 1:

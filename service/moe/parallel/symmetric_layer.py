@@ -8,7 +8,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from expertd.kernels import Backend, RankMemory, RankTokens, Routing, fused_experts
+from expertd.kernels import (
+    Backend,
+    Overlap,
+    OverlapMode,
+    RankMemory,
+    RankTokens,
+    Routing,
+    fused_experts,
+    overlaps,
+)
 from expertd.layout import Layout
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.parallel.placed import PlacedExperts, cut
@@ -26,6 +35,8 @@ class SymmetricLayer:
     memory    what the ranks share; layers on one stream may share it, too
     routing   the router's rule; see `MoELayer`
     physical  the expert of each physical expert, as in `ParallelLayer`; None: those of `split_experts`
+    overlap   lanes for the calls that `overlaps` says so of, with `overlap_mode`; None: no call has any. They
+              are for layers on the whole GPU, not in a partition of it
 
     Each rank routes its own tokens, and runs the shared experts on them. The rest is
     `Backend.parallel_experts`: each rank's sum of a token's experts is rounded to bfloat16, and these sums
@@ -47,6 +58,8 @@ class SymmetricLayer:
         *,
         routing: Routing | None = None,
         physical: Sequence[int] | None = None,
+        overlap: Overlap | None = None,
+        overlap_mode: OverlapMode = "auto",
     ) -> None:
         expected, got = (shape.hidden_size, shape.top_k), (memory.hidden_size, memory.top_k)
         if got != expected:
@@ -61,6 +74,7 @@ class SymmetricLayer:
         self.placed = PlacedExperts(tables, memory.rank, self._routed, self._shared_weights, backend)
         every = range(shape.num_experts)
         self._is_placed = physical is not None or shape.held_experts != every  # else ids are physical ones
+        self._overlap, self._overlap_mode = overlap, overlap_mode
         self._tokens: dict[tuple[int, ...], RankTokens] = {}
         self.expect_each(1)
 
@@ -110,12 +124,15 @@ class SymmetricLayer:
             out = torch.empty_like(hidden_states, dtype=torch.float32)
         if self._is_placed:
             topk_ids = self.placed.choose(topk_ids)
+        overlap = self._overlap
+        if not overlaps(self._overlap_mode, self.rank_tokens, self.shape.hidden_size):
+            overlap = None
         routed, num_held = (self._routed.gate_up, self._routed.down), len(self.placed.slots)
         total = out if self.shape.num_shared_experts == 0 else torch.empty_like(out, dtype=torch.float32)
         self.backend.parallel_experts(
             self.memory, self._tokens[self.rank_tokens], hidden_states, topk_ids.contiguous(),
-            topk_weights.contiguous(), *routed, total, num_sms,
-            None if offsets is None else offsets[: num_held + 1],
+            topk_weights.contiguous(), *routed, total, None if overlap else num_sms,
+            None if offsets is None else offsets[: num_held + 1], overlap,
         )  # fmt: skip
         if total is not out:
             for expert in range(self.shape.num_shared_experts if num_tokens > 0 else 0):

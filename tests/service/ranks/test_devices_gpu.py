@@ -105,6 +105,38 @@ async def test_given_routing() -> None:
         assert close(await routed(server, rows(33), "INT64"), expected)
 
 
+async def test_overlap_keeps_the_bits() -> None:
+    wide = {**LAYER, "hidden_size": 2304}  # two parts
+    random = np.random.default_rng()
+    values = [random.standard_normal((count, 2304), np.float32) for count in (1, 3, 64, 600)]
+    got = {}
+    for mode in ("never", "always"):
+        settings = tiny_settings(
+            LIMITS, backend="hopper", models=[wide], devices="0-1", overlap={"mode": mode}
+        )
+        async with serving_ranks(settings) as server:
+            got[mode] = [await bf16_output(server, value, given=True) for value in values * 2]
+    for one, other in zip(got["never"], got["always"], strict=True):
+        assert np.array_equal(one, other)
+
+
+async def test_partitions_change_on_both_gpus() -> None:
+    settings = tiny_settings(
+        LIMITS, backend="hopper", devices="0-1",
+        models=[{**LAYER, "partition": "experts"}], partitions={"experts": 64},
+    )  # fmt: skip
+    async with serving_ranks(settings) as server:
+        values = inputs()
+        expected = [await bf16_output(server, value, given=True) for value in values]
+        for sizes, status in (({"experts": 100, "other": 16}, 200), ({"experts": 132, "other": 16}, 400)):
+            response = await server.http.put("/v1/partitions", json={"partitions": sizes})
+            assert response.status_code == status, response.text
+            for value, wanted in zip(values, expected, strict=True):
+                assert np.array_equal(await bf16_output(server, value, given=True), wanted)
+        shown = (await server.http.get("/v1/partitions")).json()
+        assert list(shown["partitions"]) == ["experts", "other"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_lost_gpu_rank(number: signal.Signals) -> None:
     async with serving_ranks(tiny_settings(LIMITS, backend="hopper", devices="0-1")) as server:

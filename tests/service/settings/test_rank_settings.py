@@ -72,6 +72,13 @@ def config(tmp_path: Path) -> Path:
             f"models: [{MODEL}]\nnnodes: 3\nranks: 2\nrendezvous: a:1",
             r"ranks: expected at most the number of experts of model m \(4\), got 6",
         ),
+        *(
+            (
+                f"models: [{MODEL}]\noverlap: {{mode: always}}{more}",
+                r"overlap\.mode: expected auto or never without GPUs of one host \(devices\), got 'always'",
+            )
+            for more in ("", "\nranks: 2", "\ndevices: 0-1\nnnodes: 2\nrendezvous: a:1")
+        ),
         (f"models: [{MODEL}]\ndevices: [1, 1]", r"devices: expected each number once, got 1,1"),
         (
             f"models: [{MODEL}]\ndevices: 0-1\nranks: 3",
