@@ -19,7 +19,7 @@ import json
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ from expertd.kernels.backends.hopper.launch import Kernels, current_stream
 from expertd.kernels.backends.hopper.layer import Layer as HopperLayer
 from expertd.kernels.backends.hopper.tiles import choose
 from expertd.kernels.ops.activation import SILU
+from expertd.kernels.overlap import Overlap
 from expertd.kernels.rank_memory import RankMemory, RankTokens
 
 Row = dict[str, Any]
@@ -80,12 +81,12 @@ class RankProblem:
         pairs = sum(counts) * layer.top_k
         self._rows = torch.zeros(pairs, layer.hidden_size, dtype=torch.bfloat16, device=own.out.device)
 
-    def layer(self) -> None:
-        """The whole layer."""
+    def layer(self, overlap: Overlap | None = None) -> None:
+        """The whole layer, with combine under the down GEMM where `overlap` says."""
         own, on = self._own, current_stream(self._own.out.device.index)
         self._layer.parallel_experts(
             on, self._memory, self._tokens, own.hidden_states, self.topk_ids, own.topk_weights,
-            own.weights.gate_up, own.weights.down, own.out, SILU, None, None,
+            own.weights.gate_up, own.weights.down, own.out, SILU, None, None, overlap,
         )  # fmt: skip
 
     def exchange(self) -> None:
@@ -104,6 +105,14 @@ class RankProblem:
             raise RuntimeError(f"rank {self._memory.late_rank} was late")
 
 
+def measure_call(call: Callable[[], object], problem: RankProblem, ranks: Ranks) -> float:
+    """The time of a call of the problem's ranks, in us, as a CUDA graph; collective."""
+    ranks.meet()  # a launch does not wait long for the others
+    us = microseconds(graph_of(call), ranks)
+    problem.check()
+    return us
+
+
 def measure(
     own: LayerProblem, ranks: Ranks, zipf: float, peers: Sequence[str], more: Row | None = None
 ) -> Row:
@@ -118,9 +127,7 @@ def measure(
     row["imbalance"] = imbalance(every, layer.num_experts)
     problem = RankProblem(own, topk_ids, counts, ranks)
     for name, call in (("exchange", problem.exchange), ("layer", problem.layer), ("one_gpu", same.run)):
-        ranks.meet()  # a launch does not wait long for the others
-        row[f"{name}_us"] = microseconds(graph_of(call), ranks)
-        problem.check()
+        row[f"{name}_us"] = measure_call(call, problem, ranks)
     if "nccl" in peers:
         exchange = nccl_peer.NcclExchange(own.hidden_states, topk_ids, layer.num_experts, ranks)
         replay, row["nccl_captured"] = graph_or_call(exchange, ranks)
@@ -145,10 +152,7 @@ def measure_growth(own: LayerProblem, ranks: Ranks) -> Row:
         return row | {"layer_us": microseconds(graph_of(own.run), ranks)}
     topk_ids = draw_experts(num_tokens, ranks.count * layer.num_experts, layer.top_k, 0.0, "cuda")
     problem = RankProblem(own, topk_ids, [num_tokens] * ranks.count, ranks)
-    ranks.meet()
-    row["layer_us"] = microseconds(graph_of(problem.layer), ranks)
-    problem.check()
-    return row
+    return row | {"layer_us": measure_call(problem.layer, problem, ranks)}
 
 
 def sections(given: Namespace, ranks: Ranks) -> Iterator[tuple[str, Row]]:
@@ -183,10 +187,9 @@ def growth(given: Namespace, num_ranks: int) -> Iterator[tuple[str, Row]]:
                 yield "growth", measure_growth(make_problem(layer, weights, num_tokens), ranks)
 
 
-def run(local_rank: int, num_ranks: int, port: int | None, given: Namespace) -> None:
-    """All rows, on one rank. port: None under torchrun."""
-    rank = local_rank if port is not None else int(os.environ["RANK"])
-    join(rank, num_ranks, local_rank, port)
+def enter(rank: int, num_ranks: int, device: int, port: int | None) -> Ranks:
+    """All ranks, with kernels compiled and seeds of their own. port: see `join`. Collective."""
+    join(rank, num_ranks, device, port)
     torch.manual_seed(rank)  # tokens of their own
     ranks = first_ranks(num_ranks)
     assert ranks is not None
@@ -194,6 +197,20 @@ def run(local_rank: int, num_ranks: int, port: int | None, given: Namespace) -> 
         if (rank == 0) is first:
             resolve_backend("hopper").warm_up()
         ranks.meet()
+    return ranks
+
+
+def leave(ranks: Ranks) -> None:
+    """End the group when all ranks are done; collective."""
+    torch.cuda.synchronize()
+    ranks.meet()
+    dist.destroy_process_group()
+
+
+def run(local_rank: int, num_ranks: int, port: int | None, given: Namespace) -> None:
+    """All rows, on one rank. port: None under torchrun."""
+    rank = local_rank if port is not None else int(os.environ["RANK"])
+    ranks = enter(rank, num_ranks, local_rank, port)
     machine = about(given, num_ranks)
     measured: dict[str, list[Row]] = {}
     for rows in (sections(given, ranks), growth(given, num_ranks)):
@@ -202,9 +219,7 @@ def run(local_rank: int, num_ranks: int, port: int | None, given: Namespace) -> 
             if rank == 0:
                 print(section, json.dumps(row), flush=True)
                 write(given.json, machine, measured)
-    torch.cuda.synchronize()
-    ranks.meet()
-    dist.destroy_process_group()
+    leave(ranks)
 
 
 def main() -> int:

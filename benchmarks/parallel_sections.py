@@ -94,6 +94,13 @@ def parallel_expected(results: Path) -> str:
     return table(columns, cells)
 
 
+def parallel_overlap(results: Path) -> str:
+    """The layer with and without combine under the down GEMM."""
+    file = results / "overlap-h200.json"
+    rows = json.loads(file.read_text())["rows"] if file.exists() else []
+    return _table(rows, [_LAYER, *_OVERLAP])
+
+
 def other_ranks(num_ranks: int, top_k: int) -> float:
     """How many other ranks a token goes to, on average, if all experts are equally likely."""
     return float((num_ranks - 1) * (1 - (1 - 1 / num_ranks) ** top_k))
@@ -132,6 +139,17 @@ _TIMES: Sequence[Column] = (
     ("whole layer over them", _number("over_two_gemms", 2)),
     ("Mega MoE", _number("mega_moe_us", 0)),
     ("whole layer over it", _number("over_mega_moe", 2)),
+)
+_OVERLAP: Sequence[Column] = (
+    ("GPUs", _number("gpus")),
+    _TOKENS,
+    ("SMs for communication", _number("communication_sms")),
+    ("dispatch and combine alone", _number("exchange_us", 0)),
+    ("one GPU, the same work", _number("one_gpu_us", 0)),
+    ("whole layer", _number("layer_us", 0)),
+    ("overlapped", _number("overlapped_us", 0)),
+    ("exposed without", lambda row: f"{100 * row['exposed_without']:.0f}%"),
+    ("exposed", lambda row: f"{100 * row['exposed']:.0f}%"),
 )
 
 

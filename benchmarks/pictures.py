@@ -11,9 +11,11 @@ import matplotlib.pyplot as plt
 
 from benchmarks.grouped_gemm import PEAK_TFLOPS
 from benchmarks.moe_layer import STAGES
+from benchmarks.overlap_timeline import LANES, NAMES
 
 OURS, THEIRS, ROOF = "#0b6e4f", "#c1666b", "#555555"
 COLOURS = dict(zip(STAGES, ("#f2c14e", "#f78154", "#0b6e4f", "#5fad56", "#4d9078"), strict=True))
+LAUNCH_COLOURS = dict(zip(NAMES, ("#f2c14e", "#f78154", "#0b6e4f", "#5fad56", "#3d5a80"), strict=True))
 MARK = "#555555"
 Draw = Callable[[Path, Path], None]
 SERVING_STYLES = {
@@ -126,13 +128,48 @@ def draw_serving(result: Path, picture: Path) -> None:
     _save(figure, result, picture)
 
 
+def draw_overlap(result: Path, picture: Path) -> None:
+    """When the launches of an overlapped step ran, on the most GPUs: a line for each rank and lane."""
+    content = json.loads(result.read_text())
+    gpus = max(content["timeline"], key=int)
+    step = content["timeline"][gpus]
+    lines = sorted({(event["rank"], LANES.index(event["lane"])) for event in step["events"]})
+    figure, axes = plt.subplots(figsize=(9, 1.1 + 0.24 * len(lines)), layout="constrained")
+    for name, colour in LAUNCH_COLOURS.items():
+        of_name = [event for event in step["events"] if event["name"] == name]
+        axes.barh(
+            [lines.index((event["rank"], LANES.index(event["lane"]))) for event in of_name],
+            [event["end_us"] - event["start_us"] for event in of_name],
+            left=[event["start_us"] for event in of_name],
+            color=colour, edgecolor="white", linewidth=0.5, height=0.8, label=name,
+        )  # fmt: skip
+    axes.set_yticks(range(len(lines)), [f"rank {rank}, {LANES[lane]}" for rank, lane in lines], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlim(left=0)
+    axes.set_xlabel("µs", fontsize=8)
+    axes.tick_params(axis="x", labelsize=8)
+    axes.set_title(
+        f"{step['layer']}, {step['tokens']} tokens on each of {gpus} GPUs ({_gpu(content)}): "
+        f"gemms on {step['gemm_sms']} SMs, communication on {step['communication_sms']}",
+        fontsize=9,
+    )
+    figure.legend(frameon=False, fontsize=8, ncols=len(NAMES), loc="outside lower center")
+    _save(figure, result, picture)
+
+
 PICTURES: dict[str, tuple[str, Draw]] = {
     "docs/serving-h200.svg": ("serving-h200.json", draw_serving),
     "docs/moe_layer_speed-h200.svg": ("moe_layer-h200.json", draw_speed),
     "docs/moe_layer-h200.svg": ("moe_layer-h200.json", draw_stages),
     "docs/grouped_gemm-h200.svg": ("grouped_gemm-h200.json", draw_roofline),
+    "docs/overlap-h200.svg": ("overlap-h200.json", draw_overlap),
 }
 """Pictures in the documents, by path: the result, and the function that draws it."""
+
+
+def measured(results: Path) -> dict[str, tuple[str, Draw]]:
+    """The pictures whose results exist."""
+    return {name: picture for name, picture in PICTURES.items() if (results / picture[0]).exists()}
 
 
 def digest(result: Path) -> str:

@@ -115,15 +115,24 @@ def graph_or_call(call: Callable[[], object], ranks: Ranks) -> tuple[Callable[[]
     return replay, True
 
 
+def begin_together(flush: torch.Tensor, ranks: Ranks, sleep_cycles: int) -> None:
+    """Let what is enqueued next begin at the same time on all ranks, with a cold L2 cache; collective.
+
+    flush         as large as FLUSH_BYTES
+    sleep_cycles  of the GPU, in which the host has to enqueue it
+    """
+    flush.fill_(1)
+    ranks.meet()
+    torch.cuda._sleep(sleep_cycles)  # type: ignore[no-untyped-call]
+    ranks.barrier()
+
+
 def microseconds(call: Callable[[], object], ranks: Ranks) -> float:
     """The median of the slowest rank's times; collective."""
     flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
     times = torch.empty(REPEATS)
     for repeat in range(-WARM_UP, REPEATS):
-        flush.fill_(1)
-        ranks.meet()
-        torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
-        ranks.barrier()
+        begin_together(flush, ranks, SLEEP_CYCLES)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         call()

@@ -36,7 +36,7 @@ def stale(root: Path = ROOT) -> list[str]:
     documents = [name for name in DOCUMENTS if (text := (root / name).read_text()) != render(text, results)]
     drawn = [
         name
-        for name, (result, _) in pictures.PICTURES.items()
+        for name, (result, _) in pictures.measured(results).items()
         if pictures.digest(results / result) not in (root / name).read_text()
     ]
     return documents + drawn
@@ -58,7 +58,7 @@ def main() -> None:
         path = ROOT / name
         path.write_text(render(path.read_text()))
     if options.pictures:
-        for name, (result, draw) in pictures.PICTURES.items():
+        for name, (result, draw) in pictures.measured(RESULTS).items():
             draw(RESULTS / result, ROOT / name)
 
 

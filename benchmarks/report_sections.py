@@ -16,6 +16,7 @@ from benchmarks.parallel_sections import (
     parallel_growth,
     parallel_headline,
     parallel_machine,
+    parallel_overlap,
     parallel_skewed,
     parallel_uneven,
 )
@@ -229,7 +230,7 @@ SECTIONS: dict[str, Section] = {
         serving_workers, steps,
         ping_pong, serving_cpu, serving_cpu_machine, serving_ranks, serving_ranks_callers,
         parallel_machine, parallel, parallel_headline, parallel_skewed, parallel_uneven, parallel_growth,
-        parallel_expected,
+        parallel_expected, parallel_overlap,
     )
 }  # fmt: skip
 """Section functions, by the name in the documents' markers."""
