@@ -1,13 +1,15 @@
-"""Callers through channels, in a process of their own: closed loops, each with a channel and a thread.
+"""Callers through channels, in a process of their own: closed loops, each with a thread, a channel a layer.
 
 Latency is from the request to its answer; the tensors are written before, and read after. With a device, they
 lie in that GPU's memory. Callers look for the answer all the time, as those do that cannot wait for it.
 """
 
+import itertools
 import json
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -20,23 +22,26 @@ SPIN_SECONDS = 0.02  # longer than a step: a caller that sleeps is woken 0.05 to
 def loop(given: dict[str, Any], latencies: list[float], errors: list[BaseException]) -> None:
     """Requests for `seconds`, the first tenth of them dropped."""
     try:
-        with ExpertClient(given["url"]) as client:
-            channel = client.open_channel(
-                given["model"],
-                num_slots=1,
-                max_tokens=given["tokens"],
-                datatype="BF16",
-                device=given["device"],
-                spin_seconds=SPIN_SECONDS,
-            )
-            with channel:
-                slot = channel.slots[0]
-                fill(slot.hidden_states, given["device"])
-                begin = time.perf_counter() + given["seconds"] / 10
-                while (sent := time.perf_counter()) < begin + given["seconds"]:
-                    channel.wait(channel.submit(slot, given["tokens"], synchronize=False))
-                    if sent >= begin:
-                        latencies.append(time.perf_counter() - sent)
+        with ExpertClient(given["url"]) as client, ExitStack() as stack:
+            channels = []
+            for model in given["models"]:
+                channel = client.open_channel(
+                    model,
+                    num_slots=1,
+                    max_tokens=given["tokens"],
+                    datatype="BF16",
+                    device=given["device"],
+                    spin_seconds=SPIN_SECONDS,
+                )
+                channels.append(stack.enter_context(channel))
+                fill(channel.slots[0].hidden_states, given["device"])
+            begin = time.perf_counter() + given["seconds"] / 10
+            for channel in itertools.cycle(channels):
+                if (sent := time.perf_counter()) >= begin + given["seconds"]:
+                    break
+                channel.wait(channel.submit(channel.slots[0], given["tokens"], synchronize=False))
+                if sent >= begin:
+                    latencies.append(time.perf_counter() - sent)
     except BaseException as error:
         errors.append(error)
 
@@ -55,7 +60,7 @@ def fill(rows: Any, device: str | None) -> None:
 
 
 def main() -> None:
-    """Reads {url, model, tokens, device, callers, seconds} from stdin; prints latencies as JSON."""
+    """Reads {url, models, tokens, device, callers, seconds} from stdin; prints latencies as JSON."""
     given = json.load(sys.stdin)
     latencies: list[float] = []
     errors: list[BaseException] = []

@@ -1,13 +1,13 @@
 """Callers of a server on one machine: `python -m benchmarks.serving [--json FILE] [--rows WORD ...]`.
 
-DeepSeek-V3's layer with all 256 experts, random weights, bf16. The server and its callers are processes of
-their own. A row is a way to the server (HTTP over loopback, tensors in shared memory, channels; host memory,
-the GPU's, or another GPU's), a number of tokens and of callers, each of which sends its next request when it
-has read the last answer. "sockets" is HTTP with a server that only receives and sends. The columns: the
-median and the 99th percentile of the caller's time, tokens per second, the mean of
-`expertd_compute_seconds` meanwhile, and the GPU's own time for such a step. HTTP is measured once more with
-four HTTP processes. With --devices, several GPUs share the layer, and only the rows are measured that they
-can serve: HTTP and channels in host memory.
+DeepSeek-V3's layer with all 256 experts, random weights, bf16; with --layers several of them, and rows whose
+callers call one after another. The server and its callers are processes of their own. A row is a way to the
+server (HTTP over loopback, tensors in shared memory, channels; host memory, the GPU's, or another GPU's), a
+number of tokens and of callers, each of which sends its next request when it has read the last answer.
+"sockets" is HTTP with a server that only receives and sends. The columns: the median and the 99th percentile
+of the caller's time, tokens per second, the mean of `expertd_compute_seconds` meanwhile, and the GPU's own
+time for such a step. HTTP is measured once more with four HTTP processes. With --devices, several GPUs share
+the layers, and only the rows are measured that they can serve: those in host memory.
 """
 
 import argparse
@@ -20,9 +20,10 @@ from benchmarks.serving_rows import Case, Row, measure, server
 from benchmarks.timing import expect_gpu, header
 
 TOKENS = (1, 8, 64, 256, 1024, 4096)
+LAYERS_TOKENS = (1, 64, 256)
 
 
-def cases(gpus: int) -> list[Case]:
+def cases(gpus: int, layers: int) -> list[Case]:
     """All rows; those with a second GPU only where there is one."""
     rows = [Case("http", None, tokens) for tokens in TOKENS]
     rows += [
@@ -32,7 +33,8 @@ def cases(gpus: int) -> list[Case]:
     for device in (None, "cuda:0", *(("cuda:1",) if gpus > 1 else ())):
         rows += [Case("shared memory", device, tokens) for tokens in (1, 64, 256, 4096)]
         rows += [Case("channel", device, tokens) for tokens in TOKENS]
-    return [*rows, Case("channel", "cuda:0", 16, 4)]
+    rows += [Case("channel", None, 4096, 4), Case("channel", "cuda:0", 16, 4)]
+    return rows + [Case("channel", None, tokens, 1, layers) for tokens in LAYERS_TOKENS if layers > 1]
 
 
 def gpu_times() -> dict[int, float]:
@@ -49,6 +51,7 @@ def main() -> int:
     parser.add_argument("--rows", nargs="+", help="only ways that begin with one of these words")
     parser.add_argument("--http-workers", type=int, nargs="+", default=(1, 4), help="only HTTP with several")
     parser.add_argument("--devices", help="GPUs that share the layer, e.g. 0-1; default: one GPU")
+    parser.add_argument("--layers", type=int, default=1, help="of the server")
     arguments = parser.parse_args()
     expect_gpu("serving")
     import torch
@@ -58,10 +61,12 @@ def main() -> int:
     result = {"header": header() | {"devices": arguments.devices}, "rows": rows}
     for workers in arguments.http_workers:
         ways = tuple(arguments.rows or ("",)) if workers == 1 else ("http",)
-        wanted = [case for case in cases(torch.cuda.device_count()) if case.way.startswith(ways)]
+        wanted = [
+            case for case in cases(torch.cuda.device_count(), arguments.layers) if case.way.startswith(ways)
+        ]
         if arguments.devices:
-            wanted = [case for case in wanted if case.way in ("http", "channel") and case.device is None]
-        with server(workers, arguments.devices) as (url, port):
+            wanted = [case for case in wanted if case.way != "sockets" and case.device is None]
+        with server(workers, arguments.devices, arguments.layers) as (url, port):
             for case in wanted:
                 row = {"http_workers": workers, **measure(case, url, port), "gpu_us": gpu.get(case.tokens)}
                 rows.append(row)

@@ -26,32 +26,50 @@ PROGRAMS = {
     "channel": "channel_caller",
 }
 CONFIG = """
-models:
-  - {name: deepseek-v3, hidden_size: 7168, intermediate_size: 2048, num_experts: 256, top_k: 8,
-     routing: {scoring_func: sigmoid, routed_scaling_factor: 2.5, num_expert_groups: 8, topk_group: 4}}
-shared_memory: {enabled: true}
-limits: {max_body_bytes: 134217728}
+models: [{models}]
+shared_memory: {{enabled: true}}
+limits: {{max_body_bytes: 134217728}}
+channels: {{socket: {folder}/channels}}
+"""
+LAYER = """
+  {{name: {name}, hidden_size: 7168, intermediate_size: 2048, num_experts: 256, top_k: 8,
+    routing: {{scoring_func: sigmoid, routed_scaling_factor: 2.5, num_expert_groups: 8, topk_group: 4}}}}
 """
 
 
 class Case(NamedTuple):
-    """One row: the way, the device of the tensors, tokens a request, callers."""
+    """One row: the way, the device of the tensors, tokens a request, callers, layers that each calls in turn.
+
+    Only callers of channels call several layers.
+    """
 
     way: str  # of `PROGRAMS`; "sockets": HTTP with a server that computes nothing
     device: str | None  # None: host memory
     tokens: int
     callers: int = 1
+    layers: int = 1
+
+
+def model_names(layers: int) -> list[str]:
+    """Of a server's layers."""
+    return [MODEL, *(f"{MODEL}-{number}" for number in range(2, layers + 1))]
+
+
+def config(layers: int, folder: str) -> str:
+    """The settings of a server of so many layers, as YAML. folder: for its socket."""
+    models = ",".join(LAYER.format(name=name) for name in model_names(layers))
+    return CONFIG.format(models=models, folder=folder)
 
 
 @contextmanager
-def server(workers: int, devices: str | None = None) -> Iterator[tuple[str, int]]:
-    """A ready server, on one GPU or on `devices`: its URL and port."""
+def server(workers: int, devices: str | None = None, layers: int = 1) -> Iterator[tuple[str, int]]:
+    """A ready server of so many layers, on one GPU or on `devices`: its URL and port."""
     with tempfile.TemporaryDirectory() as folder:
-        config = Path(folder) / "serving.yaml"
-        config.write_text(f"{CONFIG}channels: {{socket: {folder}/channels}}\n")
+        file = Path(folder) / "serving.yaml"
+        file.write_text(config(layers, folder))
         port = free_port()
         program = "import sys; from expertd.service.cli import main; sys.exit(main())"
-        command = [sys.executable, "-c", program, "serve", "--config", str(config)]
+        command = [sys.executable, "-c", program, "serve", "--config", str(file)]
         options = ["--port", str(port), *(["--http-workers", str(workers)] if workers > 1 else [])]
         options += ["--devices", devices] if devices else []
         process = subprocess.Popen([*command, *options])
@@ -105,7 +123,7 @@ def measure(case: Case, url: str, port: int) -> Row:
 def latencies_of(case: Case, url: str, port: int) -> list[float]:
     """Of all callers of a row, sorted."""
     given = {"url": url, "port": port, "model": MODEL, "hidden_size": HIDDEN, "seconds": SECONDS}
-    given |= {"tokens": case.tokens, "device": case.device}
+    given |= {"tokens": case.tokens, "device": case.device, "models": model_names(case.layers)}
     # HTTP callers share few processes: more threads of one would wait for each other.
     processes = min(case.callers, CALLER_PROCESSES) if case.way == "http" else 1
     callers = case.callers // processes

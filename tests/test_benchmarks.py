@@ -20,9 +20,11 @@ import benchmarks.sm_counts
 from benchmarks import pictures
 from benchmarks.families import FAMILIES, make_family
 from benchmarks.problem import Problem
+from benchmarks.serving_rows import config, model_names
 from benchmarks.shapes import Shape, all_shapes
 from expertd.layout import Layout
 from expertd.service.moe.shape import LayerShape
+from expertd.service.settings.loader import load_settings
 from tests.kernels.helpers import random_contiguous, random_masked
 from tests.paths import ROOT
 
@@ -273,3 +275,11 @@ def test_invalid_layers_and_tokens_are_refused(
     monkeypatch.setattr("sys.argv", ["benchmarks.moe_layer", *arguments])
     with pytest.raises(SystemExit, match=message):
         benchmarks.moe_layer.main()
+
+
+def test_a_server_of_several_layers_is_well_configured(tmp_path: Path) -> None:
+    file = tmp_path / "serving.yaml"
+    file.write_text(config(58, str(tmp_path)))
+    settings = load_settings(file)
+    assert [model.name for model in settings.models] == model_names(58)
+    assert len({model.shape for model in settings.models}) == 1

@@ -140,7 +140,7 @@ def check(rank: int, num_ranks: int, shape: Shape, generator: torch.Generator) -
             assert difference <= bound, (shape, counts, kind, difference.item(), bound.item())
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", sorted({2, 4, max(2, min(8, torch.cuda.device_count()))}))
 def test_ranks_compute_what_one_process_does(num_ranks: int) -> None:
     seed = int(torch.seed() % 2**31)
     print(f"seed {seed}")

@@ -9,7 +9,7 @@ import torch
 from tests.service.apps import serving, tiny_settings
 from tests.service.ranks.placing import change, held
 from tests.service.ranks.servers import serving_ranks
-from tests.service.ranks.test_devices_gpu import LAYER, LIMITS, bf16_output, inputs
+from tests.service.ranks.test_devices_gpu import DEVICES, LAYER, LIMITS, RANKS, bf16_output, inputs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,13 +22,17 @@ async def test_answers_stay_right_while_experts_move() -> None:
     async with serving(tiny_settings(LIMITS, backend="hopper", models=[LAYER])) as one:
         expected = [await bf16_output(one, value, given=False) for value in values]
     settings = tiny_settings(
-        LIMITS, backend="hopper", models=[LAYER], devices="0-1", placement={"policy": "static", "replicas": 4}
+        LIMITS,
+        backend="hopper",
+        models=[LAYER],
+        devices=DEVICES,
+        placement={"policy": "static", "replicas": 8},
     )
     async with serving_ranks(settings) as server, asyncio.timeout(120):
         random = np.random.default_rng()
         for _ in range(4):
-            experts = random.permutation(np.append(np.arange(32), random.integers(0, 32, 4)))
-            ranks = experts.reshape(2, 18).tolist()
+            experts = random.permutation(np.append(np.arange(32), random.integers(0, 32, 8)))
+            ranks = experts.reshape(RANKS, 40 // RANKS).tolist()
             moving = asyncio.create_task(change(server, action="pin", model="tiny", ranks=ranks))
             while not moving.done():
                 for value, wanted in zip(values, expected, strict=True):
