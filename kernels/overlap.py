@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from expertd.kernels.partitions import SMPartitions
+from expertd.kernels.partitions import SMPartitions, Supply
 
 OverlapMode = Literal["auto", "always", "never"]
 
@@ -52,13 +52,12 @@ class Overlap:
 
     @classmethod
     def of(cls, device: int, communication_sms: int) -> "Overlap":
-        """Two partitions of a GPU. Raises ValueError with the numbers when they do not fit.
+        """Two partitions of a GPU: communication's is rounded up to whole groups of SMs, gemms has the rest.
 
-        The sizes are rounded as those of all partitions are (`partitions.plan`).
+        Raises ValueError if nothing is left.
         """
         partitions = SMPartitions(device)
-        sizes = {"communication": communication_sms, "gemms": partitions.total_sms - communication_sms}
-        partitions.apply(sizes)
+        partitions.apply(sizes(communication_sms, partitions.supply))
         gemms, communication = (
             Lane(partitions.stream(name), partitions.num_sms(name)) for name in ("gemms", "communication")
         )
@@ -67,24 +66,36 @@ class Overlap:
     def run(self, n: int, multiply: RunPart, combine: RunPart) -> None:
         """Run `multiply` for each part of n columns, and `combine` once its columns are multiplied.
 
-        From torch's current stream, on which everything has ended when work that follows there begins. Each
-        is called with that stream or a lane's being current.
+        From torch's current stream, on which everything has ended when work that follows there begins, also
+        if one raises. Each is called with that stream or a lane's being current.
         """
         here = torch.cuda.current_stream()
         multiplied, *left = parts(n)
         multiply(multiplied, None)
         for lane in (self.gemms, self.communication):
             lane.stream.wait_stream(here)
-        for columns in left:
-            self.communication.stream.wait_stream(self.gemms.stream)
-            with torch.cuda.stream(self.gemms.stream):
-                multiply(columns, self.gemms.num_sms)
-            with torch.cuda.stream(self.communication.stream):
-                combine(multiplied, self.communication.num_sms)
-            multiplied = columns
-        for lane in (self.gemms, self.communication):
-            here.wait_stream(lane.stream)
+        try:
+            for columns in left:
+                self.communication.stream.wait_stream(self.gemms.stream)
+                with torch.cuda.stream(self.gemms.stream):
+                    multiply(columns, self.gemms.num_sms)
+                with torch.cuda.stream(self.communication.stream):
+                    combine(multiplied, self.communication.num_sms)
+                multiplied = columns
+        finally:
+            for lane in (self.gemms, self.communication):
+                here.wait_stream(lane.stream)
         combine(multiplied, None)
+
+
+def sizes(communication_sms: int, supply: Supply) -> dict[str, int]:
+    """The SMs of each lane, as `partitions.plan` grants them. Raises ValueError if gemms would have none."""
+    communication = supply.unit_sms * -(-communication_sms // supply.unit_sms)
+    gemms = supply.unit_sms * supply.units + supply.spare_sms - communication
+    if gemms < supply.unit_sms:
+        most = supply.unit_sms * (supply.units - 1)
+        raise ValueError(f"communication_sms: expected at most {most} on this GPU, got {communication_sms}")
+    return {"communication": communication, "gemms": gemms}
 
 
 def parts(n: int) -> list[range]:

@@ -91,7 +91,7 @@ class SMPartitions:
         with torch.cuda.device(device):
             whole = _current_device(device).resources.sm
             units, spare = _split(whole)
-        self._supply = Supply(
+        self.supply = Supply(
             total_sms=whole.sm_count,
             unit_sms=units[0].sm_count,
             units=len(units),
@@ -107,12 +107,12 @@ class SMPartitions:
     @property
     def total_sms(self) -> int:
         """SMs of the whole GPU."""
-        return self._supply.total_sms
+        return self.supply.total_sms
 
     @property
     def granularity(self) -> int:
         """SMs per group. Partitions are made of groups, so this is also the smallest partition."""
-        return self._supply.unit_sms
+        return self.supply.unit_sms
 
     @property
     def partitions(self) -> tuple[Partition, ...]:
@@ -127,7 +127,7 @@ class SMPartitions:
         recorded (Tensor.record_stream) on a stream that is released.
         Raises ValueError with the numbers when the sizes do not fit.
         """
-        shares = plan(sizes, self._supply)
+        shares = plan(sizes, self.supply)
         with torch.cuda.device(self._index):
             device = _current_device(self._index)
             # One split for all: groups of the same split may share a context, and do not overlap.

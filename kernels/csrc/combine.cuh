@@ -1,6 +1,6 @@
 // The order in which a CTA returns tokens and completes own ones.
 //
-// A CTA returns a token of each other rank, then completes an own one from its step before, whose rows have had that
+// A CTA returns a token of each other rank, then completes an own one from LAG steps before, whose rows have had that
 // time to arrive. With few tokens, each of these has a CTA of its own.
 #pragma once
 
@@ -94,7 +94,7 @@ struct Shared {
     bool is_last;
 };
 
-// Ends a CTA; the call's last one tells the other ranks.
+// Ends a CTA; the last one of the call's last launch tells the other ranks.
 __device__ __forceinline__ void finish(Ranks* ranks_in_memory, Shared& shared, const Items& items) {
     __syncthreads();
     __threadfence();  // the CTA's reads come first

@@ -1,5 +1,5 @@
-// Ends a call: returns what this rank has computed for tokens of other ranks, and adds up what all ranks have computed
-// for its own ones.
+// Returns what this rank has computed for tokens of other ranks, and adds up what all ranks have computed for its own
+// ones. The launch with the last columns ends the call.
 #include "combine_slots.cuh"
 #include "combine_staged.cuh"
 

@@ -1,6 +1,6 @@
-// As combine_sums.cuh, for many tokens: a warp for each token, whose rows are copied to shared memory while it adds up
-// those of the token before, and whose results are copied from there. So it takes few instructions and has many bytes
-// in flight, and a few SMs do.
+// As combine_sums.cuh, for many wide tokens: a warp for each kColumns of a token, whose rows are copied to shared
+// memory while it adds up those of the token before, and whose results are copied from there. It takes few
+// instructions, and has many bytes in flight.
 #pragma once
 
 #include "combine_sums.cuh"
@@ -70,6 +70,12 @@ struct StagedSums {
     __device__ __forceinline__ void wait(int stage) {
         ptx::mbarrier_wait(&storage.full[stage], phases >> stage & 1);
         phases ^= 1u << stage;
+    }
+
+    // Instead of `run`, for a token that does not exist: `results` alternate with the stages.
+    __device__ __forceinline__ void skip(int stage) {
+        wait(stage);
+        ptx::commit_bulk_stores();
     }
 
     // Adds up what has been copied, and begins to store the result.
@@ -220,7 +226,7 @@ __device__ __forceinline__ void run_all_staged(Ranks* ranks_in_memory, Shared& s
         if (items.exists(now))
             how.run(now, begun, stage);
         else
-            how.wait(stage);
+            how.skip(stage);
         now = next, next = later;
         begun = begun_next;
         stage ^= 1;

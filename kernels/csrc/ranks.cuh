@@ -35,7 +35,7 @@ struct Ranks {
     RankMemory memory[kMaxRanks];  // addresses in the caller's address space
     u32 num_ranks, rank;
     u32 calls;    // that have begun: compute_permutation.cu counts them
-    u32 done;     // CTAs of combine_rows that are done with the tokens of other ranks
+    u32 done;     // CTAs of this launch of combine_rows that are done with the tokens of other ranks
     u64 status;   // u32 in pinned host memory: 0, or 1 + the rank that was waited for in vain
     u64 timeout;  // nanoseconds
     u64 max_own_tokens;

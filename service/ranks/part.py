@@ -143,12 +143,15 @@ class RankPart:
             dist.barrier()
 
     def _lanes(self, model: ModelSettings, device: torch.device) -> Overlap | None:
-        """Those of a layer with steps that use them."""
+        """The lanes of a layer some of whose steps overlap; else None."""
         settings, most = self._setup.settings.overlap, [self._most_tokens()] * self._setup.num_ranks
         if model.partition is not None or not overlaps(settings.mode, most, model.hidden_size):
             return None
         if self._overlap is None:
-            self._overlap = Overlap.of(device.index, settings.communication_sms)
+            try:
+                self._overlap = Overlap.of(device.index, settings.communication_sms)
+            except ValueError as error:
+                raise ValueError(f"overlap.{error}") from error
         return self._overlap
 
     def _most_tokens(self) -> int:

@@ -122,8 +122,8 @@ def check(rank: int, num_ranks: int, shape: Shape, generator: torch.Generator) -
             combine_rows.STAGED_TOKENS = 0 if number % 2 else MOST + 1
             on = current_stream(device.index)
             layer.parallel_experts(
-                on, memory, tokens, *given, own_gate_up, own_down, out, SILU, None, None,
-                overlap if number % 3 == 2 else None,
+                on, memory, tokens, *given, own_gate_up, own_down, out, SILU,
+                16 if number % 3 == 1 else None, None, overlap if number % 3 == 2 else None,
             )  # fmt: skip
         torch.cuda.synchronize()
         assert memory.late_rank is None

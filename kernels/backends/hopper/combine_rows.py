@@ -60,8 +60,8 @@ _STAGED = _way(
     "staged_", 32, ctas=8, columns=1024, lag=4, storage_bytes=(2 * 4 * 2 + 2 * 4 + 2) * 1024 + 16, STAGED=1
 )
 STAGED_TOKENS = 2048
-"""Tokens of a rank from which on staging is faster, if they are wide."""
-_STAGED_COLUMNS = 2048  # and wider than this
+"""Staging is faster from so many tokens of a rank on, if rows are wide."""
+_STAGED_COLUMNS = 2048  # wider than this
 
 VARIANTS = tuple(variant for way in (_SUMS, _STAGED, _EXACT) for variant in way.by_dtype.values())
 
@@ -83,7 +83,7 @@ def combine_rows(
 
     topk_ids int32, topk_weights fp32 [t, top_k]; rows bf16 [R, N]; inverse [T, top_k] of all ranks' tokens.
     columns: those to write, bounded by multiples of 8; None: all. Launches for other columns of the same call
-    run one after another, and the one with the last columns ends it.
+    must run one after another; the one with the last columns ends it.
     """
     top_k, n, places = inverse.shape[1], rows.shape[1], tokens.places
     most, columns, num_experts = max(tokens.counts), columns or range(n), places.numel()

@@ -109,7 +109,7 @@ class GroupedGemm:
     ) -> None:
         """Write out, bf16: each group's rows of a times its b. A group is likely to have expected_m rows.
 
-        columns: those to write, from a multiple of 256 on; None: all.
+        columns: those to write, from a multiple of 256 to another one or to n; None: all.
         """
         num_groups, n, k = b.data.shape
         prepared = self._chosen(on.device, layout, n, k, num_groups, expected_m, num_sms)

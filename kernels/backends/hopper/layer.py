@@ -152,8 +152,8 @@ class Layer:
         columns: range,
     ) -> None:
         """The second GEMM: these columns of the permuted rows bf16 [R, H]; num_experts: of all ranks."""
-        counter = placement.tile_counters[1] if columns.start == 0 else None
-        groups = Groups(placement.offsets, ready=True, tile_counter=counter)
+        # One counter for all columns: their launches run one after another, and each leaves zeros.
+        groups = Groups(placement.offsets, ready=True, tile_counter=placement.tile_counters[1])
         expected_m = rows.shape[0] / num_experts
         self._gemm.multiply(
             on, Layout.CONTIGUOUS, activated, down, groups, rows, expected_m, num_sms, columns

@@ -35,8 +35,8 @@ class SymmetricLayer:
     memory    what the ranks share; layers on one stream may share it, too
     routing   the router's rule; see `MoELayer`
     physical  the expert of each physical expert, as in `ParallelLayer`; None: those of `split_experts`
-    overlap   lanes for the calls that `overlaps` says so of, with `overlap_mode`; None: no call has any. They
-              are for layers on the whole GPU, not in a partition of it
+    overlap   lanes for calls that overlap, as `overlaps` decides by `overlap_mode`; None: none does. They are
+              for layers on the whole GPU, not in a partition of it
 
     Each rank routes its own tokens, and runs the shared experts on them. The rest is
     `Backend.parallel_experts`: each rank's sum of a token's experts is rounded to bfloat16, and these sums
