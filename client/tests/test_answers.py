@@ -22,7 +22,7 @@ from expertd_client.http.head import Head, parse_head
 from expertd_client.http.waits import Connect as ConnectWait
 from expertd_client.steps import Sleep, Steps
 from tests.callers import Connect
-from tests.fakes import Peer, answer, answering, fake_server, refusal
+from tests.fakes import Peer, answer, answering, echoing, fake_server, refusal
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 BYTES = X.tobytes()
@@ -125,6 +125,17 @@ def test_the_timeout_of_a_second_attempt_is_what_is_left(connect: Connect) -> No
         client.close()
     first, second = (request.json["parameters"]["timeout"] for request in server.requests)
     assert second < first
+
+
+def test_the_priority_is_sent_if_there_is_one(connect: Connect) -> None:
+    with fake_server(echoing) as server:
+        client = connect(server.url)
+        client.infer("m", X)
+        client.infer("m", X, priority=7)
+        client.close()
+    without, given = (request.json["parameters"] for request in server.requests)
+    assert "priority" not in without
+    assert given["priority"] == 7
 
 
 def busy_call(retry_after: float, seconds: float) -> Steps[object]:

@@ -50,6 +50,8 @@ ROUTED = {"topk_ids": IDS, "topk_weights": WEIGHTS}
         ({**ROUTED, "topk_ids": IDS.astype(np.uint16)}, "topk_ids: expected int32 or int64, got uint16"),
         ({**ROUTED, "topk_ids": WEIGHTS}, "dtype of topk_ids: expected int32 or int64, got float32"),
         ({**ROUTED, "topk_weights": IDS}, "dtype of topk_weights: expected float32, got int32"),
+        ({"priority": 256}, "priority: expected a number from 0 to 255, got 256"),
+        ({"priority": 1.0}, "priority: expected a number from 0 to 255, got 1.0"),
         ({"output_dtype": "FP8"}, f"output_dtype: expected {FLOATS}, got FP8"),
         ({"output_dtype": np.int64}, f"output_dtype: expected {FLOATS}, got "),
         ({"output_dtype": torch.int8}, f"output_dtype: expected {FLOATS}, got torch.int8"),

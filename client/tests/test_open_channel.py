@@ -146,6 +146,11 @@ def test_no_tokens(channel: AnyChannel) -> None:
     assert channel.infer(channel.slots[0], 0).shape == (0, HIDDEN)
 
 
+def test_a_priority(channel: AnyChannel) -> None:
+    for priority in (1, 255):
+        assert channel.infer(channel.slots[0], 2, priority=priority).shape == (2, HIDDEN)
+
+
 def test_misuse(client: AnyCaller, channel: AnyChannel) -> None:
     first, second = channel.slots
     for number in (-1, 17):
@@ -153,6 +158,8 @@ def test_misuse(client: AnyCaller, channel: AnyChannel) -> None:
             channel.submit(first, number)
     with pytest.raises(InvalidRequestError, match=r"^timeout: expected a positive number"):
         channel.submit(first, 1, timeout=0)
+    with pytest.raises(InvalidRequestError, match=r"^priority: expected a number from 0 to 255, got 256$"):
+        channel.submit(first, 1, priority=256)
     ticket = channel.submit(first, 1)
     with pytest.raises(InvalidRequestError, match=r"^slot 0: expected a free one, got one in use, not"):
         channel.submit(first, 1)

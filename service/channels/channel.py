@@ -116,7 +116,9 @@ class Channel(OpenChannel):
             ANSWER.pack_into(self._view, slot.start + ANSWER_OFFSET + SEQUENCE_BYTES, 200, 0, 0, 0, 0, 0)
             slot.says_ok = True
         done = partial(self._done, slot)
-        slot.pending = pending = self._scheduler.submit(line.model.name, request, done, on_worker=True)
+        slot.pending = pending = self._scheduler.submit(
+            line.model.name, request, done, on_worker=True, priority=line.priority
+        )
         if line.timeout_us:
             slot.deadline = pending.arrived + line.timeout_us / 1e6
             if slot.deadline < self._alarm:

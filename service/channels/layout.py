@@ -23,7 +23,7 @@ ANSWER_OFFSET = 128
 ERROR_OFFSET = 192
 ERROR_BYTES = SLOT_BYTES - ERROR_OFFSET
 
-# num_tokens, two datatypes, flags, timeout_us, four offsets, reserved, model: all but the sequence
+# num_tokens, two datatypes, flags, timeout_us, four offsets, priority, model: all but the sequence
 REQUEST = struct.Struct("<IBBHQQQQQII")
 # status, error_bytes, retry_after_ms, reason, queue_ns, compute_ns: all but the sequence
 ANSWER = struct.Struct("<IIIIQQ")

@@ -38,7 +38,7 @@ from expertd.service.engine.errors import (
     StepFailedError,
 )
 from expertd.service.engine.spec import MODEL_VERSION, LayerSpec, served, specs_of
-from expertd.service.engine.steps import Done
+from expertd.service.engine.steps import DEFAULT_PRIORITY, Done
 from expertd.service.memory import Arena, Block, RegionUses
 from expertd.service.memory.fence import fence
 from expertd.service.moe.request import LayerRequest, Output
@@ -64,6 +64,7 @@ class RemoteCall:
     model: str
     request: LayerRequest
     done: Done
+    priority: int = DEFAULT_PRIORITY
     sequence: int = 0  # 0: it waits for a slot
     output: tuple[int, int] = (0, 0)  # offset and bytes, unless the request says where it goes
     block: Block | None = None
@@ -120,8 +121,15 @@ class RemoteEngine:
         if request.topk_ids_datatype == "INT64":
             check_routing(request, self._experts[model], self.models[model].top_k)
 
-    def submit(self, model: str, request: LayerRequest, done: Done, alone: bool = False) -> RemoteCall:
-        call = RemoteCall(model, request, done)
+    def submit(
+        self,
+        model: str,
+        request: LayerRequest,
+        done: Done,
+        alone: bool = False,
+        priority: int = DEFAULT_PRIORITY,
+    ) -> RemoteCall:
+        call = RemoteCall(model, request, done, priority)
         if self._waiting or self._sequence % self._num_slots in self._calls:
             self._waiting.append(call)
         else:
@@ -164,7 +172,7 @@ class RemoteEngine:
         if request.output is None:
             call.output = offsets[3], size
         codes = DATATYPE_CODES[request.datatype], DATATYPE_CODES[request.output_datatype]
-        line = (request.num_tokens, *codes, 0 if ids is None else ROUTED, 0, *offsets, 0)
+        line = (request.num_tokens, *codes, 0 if ids is None else ROUTED, 0, *offsets, call.priority)
         start = HEADER_BYTES + slot * SLOT_BYTES
         REQUEST.pack_into(self._control, start + SEQUENCE_BYTES, *line, self._numbers[call.model])
         fence()

@@ -6,6 +6,7 @@ from typing import NamedTuple, NoReturn
 
 from expertd.service.channels.layout import ALIGNMENT, DATATYPES, REQUEST, ROUTED, Geometry
 from expertd.service.engine.refusals import Reason
+from expertd.service.engine.steps import DEFAULT_PRIORITY, LAST_PRIORITY
 from expertd.service.memory import Span, host_view
 from expertd.service.moe.request import LayerRequest, Signal
 
@@ -35,6 +36,7 @@ class Line:
     model: ChannelModel
     num_tokens: int
     timeout_us: int
+    priority: int
     datatype: str
     output_datatype: str
     hidden_states: Span
@@ -57,7 +59,7 @@ class RequestReader:
 
     def line(self, data: bytes) -> Line:
         """Parse a request line without its sequence. Raises InvalidRequestError."""
-        num_tokens, code, output_code, flags, timeout_us, *offsets, reserved, number = REQUEST.unpack(data)
+        num_tokens, code, output_code, flags, timeout_us, *offsets, priority, number = REQUEST.unpack(data)
         geometry = self._geometry
         if num_tokens > geometry.max_tokens:
             text = f"num_tokens: expected at most {geometry.max_tokens}, got {num_tokens}"
@@ -65,9 +67,10 @@ class RequestReader:
         if code not in DATATYPES or output_code not in DATATYPES:
             name, got = ("datatype", code) if code not in DATATYPES else ("output_datatype", output_code)
             _refuse(f"{name}: expected 1, 2 or 3, got {got}")
-        if flags & ~ROUTED or reserved:
-            name, got = ("flags", flags) if flags & ~ROUTED else ("reserved", reserved)
-            _refuse(f"{name}: expected {'0 or 1' if name == 'flags' else 0}, got {got}")
+        if flags & ~ROUTED:
+            _refuse(f"flags: expected 0 or 1, got {flags}")
+        if priority > LAST_PRIORITY:
+            _refuse(f"priority: expected at most {LAST_PRIORITY}, got {priority}")
         if number >= len(self._models):
             _refuse(f"model: expected a number below {len(self._models)}, got {number}")
         model = self._models[number]
@@ -85,7 +88,8 @@ class RequestReader:
             if part is not None and _overlap(part, output):
                 _refuse(f"output: expected a place apart from {name}, got one that overlaps it")
         datatypes = (datatype, output_datatype)
-        return Line(model, num_tokens, timeout_us, *datatypes, hidden_states, output, ids, weights)
+        priority = priority or DEFAULT_PRIORITY
+        return Line(model, num_tokens, timeout_us, priority, *datatypes, hidden_states, output, ids, weights)
 
     def request(self, line: Line, signal: Signal) -> LayerRequest:
         """The request of `line`, which announces its output. Raises InvalidRequestError: invalid routing."""

@@ -1,9 +1,10 @@
 """A queue per model, and one worker thread that runs the queued requests on the device in steps.
 
-Requests that arrive while the device is busy are batched into the model's next step, first come, first
-served. A large step begins while another one runs, so that its bytes travel meanwhile; small ones wait,
-because more requests may join them. Steps of models with queued requests alternate (round robin). Work that
-must not overlap a step (loading, replacing SM partitions) runs on the same thread, between steps.
+Requests that arrive while the device is busy are batched into the model's next step, the most urgent first,
+and otherwise first come, first served. A large step begins while another one runs, so that its bytes travel
+meanwhile; small ones wait, because more requests may join them. Steps of models with queued requests
+alternate (round robin), unless one has a more urgent request. Work that must not overlap a step (loading,
+replacing SM partitions) runs on the same thread, between steps.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ from expertd.service.engine.delivery import Delivery
 from expertd.service.engine.errors import SchedulerClosedError
 from expertd.service.engine.queues import Queue, Queues
 from expertd.service.engine.stepping import Stepping
-from expertd.service.engine.steps import Done, Pending, Runner, State, StepObserver
+from expertd.service.engine.steps import DEFAULT_PRIORITY, Done, Pending, Runner, State, StepObserver
 from expertd.service.engine.wakeup import Source, Wakeup
 from expertd.service.moe.request import LayerRequest
 from expertd.service.settings.parts import Limits
@@ -84,17 +85,24 @@ class Scheduler:
         self._queues.check_room(model, num_tokens)
 
     def submit(
-        self, model: str, request: LayerRequest, done: Done, on_worker: bool = False, alone: bool = False
+        self,
+        model: str,
+        request: LayerRequest,
+        done: Done,
+        on_worker: bool = False,
+        alone: bool = False,
+        priority: int = DEFAULT_PRIORITY,
     ) -> Pending:
         """Put `request` in the model's queue. Raises as `check_capacity` does.
 
         `done` is called on the event loop, or directly on the worker thread: then it must return soon,
         because the next step waits for it. It must not raise.
 
-        alone  the event loop has no other requests at present: if nothing else runs and the step is likely to
-               be short, it runs there, after all that has arrived there
+        alone     the event loop has no other requests at present: if nothing else runs and the step is likely
+                  to be short, it runs there, after all that has arrived there
+        priority  1 to 255; lower ones are computed first
         """
-        pending = Pending(model, request, done, on_worker)
+        pending = Pending(model, request, done, on_worker, priority)
         with self._lock:
             self._check_open()
             queue = self._queues.add(pending)

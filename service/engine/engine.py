@@ -24,7 +24,7 @@ from expertd.service.engine.placement import Placements
 from expertd.service.engine.placement_metrics import placement_metrics
 from expertd.service.engine.shared_memory import SharedMemory
 from expertd.service.engine.spec import MODEL_VERSION, LayerSpec, served, specs_of
-from expertd.service.engine.steps import Done, Pending
+from expertd.service.engine.steps import DEFAULT_PRIORITY, Done, Pending
 from expertd.service.memory import Arena, RegionUses
 from expertd.service.moe.request import LayerRequest, zero_request
 from expertd.service.sentences import all_of
@@ -123,9 +123,16 @@ class Engine:
         """Raise ValueError for invalid routing."""
         self.scheduler.runner(model).validate(request)
 
-    def submit(self, model: str, request: LayerRequest, done: Done, alone: bool = False) -> Pending:
+    def submit(
+        self,
+        model: str,
+        request: LayerRequest,
+        done: Done,
+        alone: bool = False,
+        priority: int = DEFAULT_PRIORITY,
+    ) -> Pending:
         """Put a request in its queue; see `Scheduler.submit`."""
-        return self.scheduler.submit(model, request, done, alone=alone)
+        return self.scheduler.submit(model, request, done, alone=alone, priority=priority)
 
     def cancel(self, pending: Pending, error: Exception) -> bool:
         """Answer a queued request with `error`; see `Scheduler.cancel`."""

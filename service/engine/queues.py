@@ -1,4 +1,8 @@
-"""The requests that wait for a step, by model, and what recent steps of each model took."""
+"""The requests that wait for a step, by model, and what recent steps of each model took.
+
+Requests of a lower priority number come first, and among equal ones those that came first. A more urgent
+request waits for the steps that run.
+"""
 
 import math
 from collections import deque
@@ -15,11 +19,19 @@ class Queue:
     """Of one model."""
 
     runner: Runner
-    waiting: deque[Pending] = field(default_factory=deque)
+    waiting: deque[Pending] = field(default_factory=deque)  # in the order in which they will be computed
     num_tokens: int = 0  # of those waiting
     step_seconds: float = 0.0  # smoothed over recent steps
     last_seconds: dict[int, float] = field(default_factory=dict)  # of the last step of each size
     failures: int = 0  # consecutive steps that raised
+
+    def put(self, pending: Pending) -> None:
+        """Let a request wait, behind those as urgent as it is."""
+        waiting, place = self.waiting, len(self.waiting)
+        while place and waiting[place - 1].priority > pending.priority:
+            place -= 1
+        waiting.insert(place, pending)
+        self.num_tokens += pending.request.num_tokens
 
     def likely_seconds(self, num_tokens: int) -> float:
         """Seconds of the last step with about as many tokens; 0: there was none."""
@@ -60,14 +72,13 @@ class Queues:
         raise QueueFullError(f"the queue of model {model} is full: {waiting} are waiting", retry_after)
 
     def add(self, pending: Pending) -> Queue:
-        """Put a request last in its queue. Raises as `check_room` does."""
+        """Put a request in its queue. Raises as `check_room` does."""
         model, num_tokens = pending.model, pending.request.num_tokens
         self.check_room(model, num_tokens)
         queue = self._of[model]
         if not queue.waiting:
             self.turns.append(model)
-        queue.waiting.append(pending)
-        queue.num_tokens += num_tokens
+        queue.put(pending)
         return queue
 
     def remove(self, pending: Pending) -> bool:
@@ -92,11 +103,12 @@ class Queues:
 
     def next_tokens(self) -> int:
         """The waiting tokens of the model whose turn it is."""
-        return self._of[self.turns[0]].num_tokens if self.turns else 0
+        return self._of[self._next_model()].num_tokens if self.turns else 0
 
     def next_step(self) -> list[Pending]:
         """Take the requests of the next step, all of one model, up to `max_batch_tokens`."""
-        model = self.turns.popleft()
+        model = self._next_model()
+        self.turns.remove(model)
         queue = self._of[model]
         step: list[Pending] = []
         room = self._limits.max_batch_tokens
@@ -109,3 +121,9 @@ class Queues:
         if queue.waiting:
             self.turns.append(model)
         return step
+
+    def _next_model(self) -> str:
+        """The model with the most urgent request, of several the one whose turn it is."""
+        if len(self.turns) == 1:
+            return self.turns[0]
+        return min(self.turns, key=lambda model: self._of[model].waiting[0].priority)

@@ -53,13 +53,30 @@ class State(Enum):
     CANCELLED = auto()
 
 
+LAST_PRIORITY, DEFAULT_PRIORITY = 255, 128
+"""Requests have a priority from 1, the most urgent, to 255."""
+
+
 class Pending:
     """An accepted request, until its `done` is called; the last two attributes are set before."""
 
-    __slots__ = ("arrived", "began", "compute_seconds", "done", "model", "on_worker", "request", "state")
+    __slots__ = (
+        "arrived",
+        "began",
+        "compute_seconds",
+        "done",
+        "model",
+        "on_worker",
+        "priority",
+        "request",
+        "state",
+    )
 
-    def __init__(self, model: str, request: LayerRequest, done: Done, on_worker: bool) -> None:
+    def __init__(
+        self, model: str, request: LayerRequest, done: Done, on_worker: bool, priority: int = DEFAULT_PRIORITY
+    ) -> None:
         self.model = model
+        self.priority = priority
         self.request = request
         self.done = done
         self.on_worker = on_worker

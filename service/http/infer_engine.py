@@ -38,10 +38,11 @@ class InferEngine(Protocol):
     def validate(self, model: str, request: LayerRequest) -> None:
         """Raise ValueError for invalid routing; without an error, it may still be refused by `done`."""
 
-    def submit(self, model: str, request: LayerRequest, done: Done, alone: bool) -> Any:
+    def submit(self, model: str, request: LayerRequest, done: Done, alone: bool, priority: int) -> Any:
         """Compute `request`, and call `done` once on the event loop. Raises EngineError.
 
-        alone  its caller is the only one at present
+        alone     its caller is the only one at present
+        priority  1 to 255; lower ones are computed first
         """
 
     def cancel(self, pending: Any, error: Exception) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 
 from expertd.layout import Layout
 from expertd.service.engine.batching import Scheduler
-from expertd.service.engine.steps import Pending
+from expertd.service.engine.steps import DEFAULT_PRIORITY, Pending
 from expertd.service.memory import host_view
 from expertd.service.moe.request import LayerRequest, Output, StepResult
 
@@ -96,9 +96,16 @@ class Computed:
 class Submitted:
     """A request in a scheduler's queue; `answer` is a future of its output."""
 
-    def __init__(self, scheduler: Scheduler, model: str, request: LayerRequest, alone: bool = False) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        model: str,
+        request: LayerRequest,
+        alone: bool = False,
+        priority: int = DEFAULT_PRIORITY,
+    ) -> None:
         self.answer: asyncio.Future[Output] = asyncio.get_running_loop().create_future()
-        self.pending: Pending = scheduler.submit(model, request, self._done, alone=alone)
+        self.pending: Pending = scheduler.submit(model, request, self._done, alone=alone, priority=priority)
         self.model = model
 
     def _done(self, output: Output | Exception) -> None:

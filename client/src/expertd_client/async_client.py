@@ -27,13 +27,14 @@ class AsyncExpertClient(BaseClient):
         *,
         output_dtype: Any = None,
         timeout: float | None = None,
+        priority: int = 0,
         out: Array | None = None,
     ) -> Array:
         """The layer's output [tokens, hidden_size] for `hidden_states` [tokens, hidden_size].
 
         Arguments and errors as in ExpertClient.infer. If the task is cancelled, so is the request.
         """
-        call = layer_call(model, hidden_states, topk_ids, topk_weights, output_dtype, out)
+        call = layer_call(model, hidden_states, topk_ids, topk_weights, output_dtype, out, priority)
         await run_async(self._infer(call, timeout))
         result: Array = call.output.result()
         return result

@@ -17,6 +17,7 @@ class LayerCall:
     model: str
     inputs: tuple[Tensor, ...]
     output: Output
+    priority: int = 0
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -31,16 +32,18 @@ def layer_call(
     topk_weights: object = None,
     output_dtype: object = None,
     out: object = None,
+    priority: object = 0,
 ) -> LayerCall:
     """Raises InvalidRequestError if the arguments do not fit each other."""
     check_model(model)
+    urgency = checked_priority(priority)
     tensor = read("hidden_states", hidden_states, FLOATS)
     if (topk_ids is None) != (topk_weights is None):
         given = "topk_weights" if topk_ids is None else "topk_ids"
         raise InvalidRequestError(f"topk_ids and topk_weights: expected both or neither, got {given} alone")
     output = make_output(tensor, output_dtype, out)
     if topk_ids is None:
-        return LayerCall(model, (tensor,), output)
+        return LayerCall(model, (tensor,), output, urgency)
     ids, weights = read("topk_ids", topk_ids, INTEGERS), read("topk_weights", topk_weights, _WEIGHTS)
     if ids.shape[0] != tensor.shape[0]:
         expected = [tensor.shape[0], ids.shape[1]]
@@ -48,7 +51,14 @@ def layer_call(
     if weights.shape != ids.shape:
         expected = list(ids.shape)
         raise InvalidRequestError(f"shape of topk_weights: expected {expected}, got {list(weights.shape)}")
-    return LayerCall(model, (tensor, ids, weights), output)
+    return LayerCall(model, (tensor, ids, weights), output, urgency)
+
+
+def checked_priority(priority: object) -> int:
+    """Raises InvalidRequestError unless it is a number from 0 to 255."""
+    if type(priority) is not int or not 0 <= priority <= 255:
+        raise InvalidRequestError(f"priority: expected a number from 0 to 255, got {priority!r}")
+    return priority
 
 
 def check_model(model: object) -> None:

@@ -32,6 +32,7 @@ class ExpertClient(BaseClient):
         *,
         output_dtype: Any = None,
         timeout: float | None = None,
+        priority: int = 0,
         out: Array | None = None,
     ) -> Array:
         """The layer's output [tokens, hidden_size] for `hidden_states` [tokens, hidden_size].
@@ -39,13 +40,14 @@ class ExpertClient(BaseClient):
         `hidden_states`: float32, float16 or bfloat16; in NumPy, bfloat16 is ml_dtypes' or uint16 (its bits).
         `topk_ids` (int32 or int64) and `topk_weights` (float32), [tokens, top_k] each: the experts of each
         token and their weights; without them the layer's router chooses. The output is of the same kind as
-        `hidden_states`, on the same device, of `output_dtype` or of their dtype. `out` has it written there,
+        `hidden_states`, on the same device, of `output_dtype` or of their dtype. Requests with a lower
+        `priority`, 1 to 255, are computed first; 0 is the server's default. `out` has it written there,
         without new memory; its contents are undefined after an error.
 
         Raises InvalidRequestError, UnknownModelError, ServerBusyError, DeadlineError, ServerUnreachableError,
         InvalidAnswerError; ExpertError for other statuses, such as 500.
         """
-        call = layer_call(model, hidden_states, topk_ids, topk_weights, output_dtype, out)
+        call = layer_call(model, hidden_states, topk_ids, topk_weights, output_dtype, out, priority)
         run(self._infer(call, timeout))
         result: Array = call.output.result()
         return result

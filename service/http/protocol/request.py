@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TypeGuard
 
 from expertd.service.engine.spec import LayerSpec
+from expertd.service.engine.steps import DEFAULT_PRIORITY, LAST_PRIORITY
 from expertd.service.http.protocol.datatypes import ELEMENT_BYTES, FLOATS, numbers_to_bytes
 from expertd.service.http.protocol.errors import OipError
 from expertd.service.http.protocol.layer_request import (
@@ -30,10 +31,10 @@ from expertd.service.sentences import any_of, shown
 INPUT_DATATYPES = {"hidden_states": FLOATS, "topk_ids": ("INT32", "INT64"), "topk_weights": ("FP32",)}
 OUTPUT = "hidden_states"
 # Parameters of the protocol that this server does not support: ignoring them would mislead.
-_UNSUPPORTED = frozenset({"priority", "sequence_id", "sequence_start", "sequence_end", "classification"})
+_UNSUPPORTED = frozenset({"sequence_id", "sequence_start", "sequence_end", "classification"})
 # Where a parameter belongs: elsewhere it would be ignored, as unknown ones are, and the answer be another.
 _PLACES = {
-    **dict.fromkeys(("timeout", "binary_data_output"), "the request"),
+    **dict.fromkeys(("timeout", "priority", "binary_data_output"), "the request"),
     **dict.fromkeys((REGION, BYTE_SIZE, OFFSET), "a tensor"),
     "binary_data_size": "an input",
     **dict.fromkeys(("binary_data", "datatype"), "an output"),
@@ -59,6 +60,7 @@ class InferRequest:
     layer: LayerRequest
     binary_output: bool
     timeout_seconds: float | None
+    priority: int = DEFAULT_PRIORITY
     regions: RegionUses | None = None
 
     @property
@@ -163,7 +165,7 @@ def _parse_header(
     output = Output(tensors["hidden_states"].datatype, _boolean(parameters, "binary_data_output", False))
     if outputs := _objects(header, "outputs", required=False):
         output = _parse_outputs(outputs, output)
-    timeout = _timeout(parameters)
+    timeout, priority = _timeout(parameters), _priority(parameters)
     check_shapes(tensors, spec)
     uses = uses_of([*(tensor.data for tensor in tensors.values()), output.place], new_uses)
     try:
@@ -172,7 +174,7 @@ def _parse_header(
         if uses is not None:
             uses.release()
         raise
-    return InferRequest(request_id, layer, output.binary, timeout, uses)
+    return InferRequest(request_id, layer, output.binary, timeout, priority, uses)
 
 
 def _shape(name: str, entry: dict[str, Any]) -> list[int]:
@@ -286,6 +288,14 @@ def _timeout(parameters: dict[str, Any]) -> float | None:
     if type(value) is not int or not 0 <= value < 2**63:
         _refuse(f"parameter timeout: expected a number of microseconds, got {shown(value)}")
     return value / 1e6 if value else None
+
+
+def _priority(parameters: dict[str, Any]) -> int:
+    """The request's `priority`, 1 to 255; the default one if it is 0 or absent."""
+    value = parameters.get("priority", 0)
+    if type(value) is not int or not 0 <= value <= LAST_PRIORITY:
+        _refuse(f"parameter priority: expected a number from 0 to {LAST_PRIORITY}, got {shown(value)}")
+    return value or DEFAULT_PRIORITY
 
 
 def _refuse(message: str) -> NoReturn:

@@ -86,11 +86,12 @@ class Peer:
         routed: bool = False,
         timeout: float = 0.0,
         model: int = 0,
+        priority: int = 0,
     ) -> int:
         """Send a request whose tensors are at `places`, in the next slot; returns its sequence number."""
         sequence = self.sequence + 1
         codes = CODES[datatype], CODES[output_datatype], ROUTED if routed else 0
-        self.write(sequence, REQUEST.pack(num_tokens, *codes, int(timeout * 1e6), *places, 0, model))
+        self.write(sequence, REQUEST.pack(num_tokens, *codes, int(timeout * 1e6), *places, priority, model))
         self.sequence = sequence
         return sequence
 

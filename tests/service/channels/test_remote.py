@@ -54,9 +54,9 @@ async def remote(
 class Asked:
     """A request to the engine, and its answer."""
 
-    def __init__(self, engine: RemoteEngine, request: LayerRequest) -> None:
+    def __init__(self, engine: RemoteEngine, request: LayerRequest, priority: int = 128) -> None:
         self.answers: list[Output | Exception] = []
-        self.pending = engine.submit("tiny", request, self.answers.append)
+        self.pending = engine.submit("tiny", request, self.answers.append, priority=priority)
 
     async def answer(self) -> Output | Exception:
         await until(lambda: bool(self.answers))
@@ -119,6 +119,19 @@ async def test_a_queued_request_is_cancelled_with_its_error(tmp_path: Path) -> N
         assert await queued.answer() is error
         runner.gate.set()
         assert await begun.output() == rows(1).tobytes()
+
+
+async def test_a_priority_reaches_the_engine(tmp_path: Path) -> None:
+    runner = EchoRunner()
+    async with remote(tmp_path, runner) as (_, engine):
+        runner.gate.clear()
+        begun = Asked(engine, request(1))
+        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        asked = [Asked(engine, request(512)), Asked(engine, request(511), priority=1)]
+        runner.gate.set()
+        for each in (begun, *asked):
+            await each.output()
+    assert runner.steps == [[1], [511], [512]]
 
 
 async def test_errors_are_those_of_the_engine(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -156,9 +157,9 @@ async def test_a_full_queue_says_when_to_retry(tmp_path: Path) -> None:
         other.close()
 
 
-async def held(server: Serving, runner: EchoRunner) -> tuple[Peer, int]:
+async def held(server: Serving, runner: EchoRunner, **request: Any) -> tuple[Peer, int]:
     """A channel whose first request is in a step that waits at the runner's gate."""
-    peer = await claimed(server)
+    peer = await claimed(server, **request)
     runner.gate.clear()
     sequence = peer.send(1, peer.places(1))
     assert await asyncio.to_thread(runner.entered.acquire, True, 10)
@@ -195,6 +196,22 @@ async def test_a_request_waits_no_longer_than_its_timeout(tmp_path: Path) -> Non
         assert server.metric("refusals_total", model="tiny", reason="queue_timeout") == 2
         peer.close()
     assert runner.steps == [[1], [64], [2, 4]]
+
+
+async def test_urgent_requests_of_channels_and_http_come_first(tmp_path: Path) -> None:
+    runner = EchoRunner()
+    async with channel_server(tmp_path, runner, {"max_batch_tokens": 64}) as server:
+        peer, first = await held(server, runner, max_tokens=64)
+        sent = [peer.send(64, peer.places(1), priority=0), peer.send(63, peer.places(2), priority=127)]
+        server.app.engine.scheduler.poll_sources()
+        http = asyncio.ensure_future(server.infer(*hidden_request(rows(62), parameters={"priority": 5})))
+        await until(lambda: server.metric("queue_requests", model="tiny") == 3)
+        runner.gate.set()
+        for sequence in (first, *sent):
+            assert (await answer_to(peer, sequence)).status == 200
+        output_of(await http)
+        peer.close()
+    assert runner.steps == [[1], [62], [63], [64]]
 
 
 async def test_requests_and_refusals_are_counted(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ OFFSETS = ("hidden_states", "topk_ids", "topk_weights", "output")
 
 
 def line(**changes: int) -> bytes:
-    names = (*FIELDS, *OFFSETS, "reserved", "model")
+    names = (*FIELDS, *OFFSETS, "priority", "model")
     return REQUEST.pack(*({**dict(zip(names, GOOD, strict=True)), **changes}.values()))
 
 
@@ -39,7 +39,7 @@ WRONG = {
     "datatype: expected 1, 2 or 3, got 255": {"datatype": 255},
     "output_datatype: expected 1, 2 or 3, got 4": {"output_datatype": 4},
     "flags: expected 0 or 1, got 2": {"flags": 2},
-    "reserved: expected 0, got 1": {"reserved": 1},
+    "priority: expected at most 255, got 256": {"priority": 256},
     "model: expected a number below 1, got 1": {"model": 1},
     "hidden_states: expected an offset that is a multiple of 64, got 8": {"hidden_states": 8},
     "output: expected an offset that is a multiple of 64, got 8200": {"output": 8200},
@@ -90,7 +90,7 @@ lines = st.builds(
     output_datatype=st.integers(0, 4),
     flags=st.sampled_from((0, 1, 1, 2)),
     timeout_us=st.integers(0, 2**64 - 1),
-    reserved=st.sampled_from((0, 0, 0, 1)),
+    priority=st.sampled_from((0, 1, 255, 256)),
     model=st.sampled_from((0, 0, 0, 1)),
     **{name: st.integers(0, 1200).map(lambda n: n * 64) | st.integers(0, 2**64 - 1) for name in OFFSETS},
 )

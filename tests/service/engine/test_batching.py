@@ -107,6 +107,53 @@ async def test_requests_keep_their_order_and_models_alternate() -> None:
     assert order == ["0", "1", "0", "1", "0"]
 
 
+async def test_urgent_requests_come_first_and_equal_ones_in_their_order() -> None:
+    order: list[int] = []
+
+    def done(number: int, _: object) -> None:
+        order.append(number)
+
+    runner = EchoRunner()
+    async with running(runner) as scheduler:
+        first = await held(runner, scheduler)
+        priorities = (128, 7, 255, 128, 7, 1)
+        pendings = [
+            Submitted(scheduler, "0", layer_request([1.0] * 8), priority=priority) for priority in priorities
+        ]
+        for number, pending in enumerate(pendings):
+            pending.answer.add_done_callback(partial(done, number))
+        assert scheduler.waiting("0") == (6, 48)
+        assert scheduler.cancel(pendings[4].pending, TimeoutError())
+        with pytest.raises(TimeoutError):
+            await pendings[4].answer
+        runner.gate.set()
+        for pending in (first, *pendings[:4], pendings[5]):
+            await soon(pending.answer)
+    assert order == [4, 5, 1, 0, 3, 2]
+
+
+async def test_a_model_with_an_urgent_request_comes_before_its_turn() -> None:
+    order: list[tuple[str, int]] = []
+
+    def done(each: tuple[str, int], _: object) -> None:
+        order.append(each)
+
+    runners = EchoRunner(), EchoRunner()
+    async with running(*runners) as scheduler:
+        first = await held(runners[0], scheduler)
+        given = [("0", 128), ("0", 128), ("1", 128), ("1", 1), ("1", 1)]
+        pendings = [
+            Submitted(scheduler, model, layer_request([1.0] * 8), priority=priority)
+            for model, priority in given
+        ]
+        for each, pending in zip(given, pendings, strict=True):
+            pending.answer.add_done_callback(partial(done, each))
+        runners[0].gate.set()
+        for pending in (first, *pendings):
+            await soon(pending.answer)
+    assert order == [("1", 1), ("1", 1), ("0", 128), ("1", 128), ("0", 128)]
+
+
 async def test_smaller_requests_do_not_overtake_a_large_one() -> None:
     runner = EchoRunner()
     async with running(runner) as scheduler:

@@ -100,7 +100,7 @@ class ChannelArena(Arena):
             start + where.topk_ids,
             start + where.topk_weights,
             start + where.output,
-            0,
+            call.priority,
         )
 
     def fetch(self, call: LayerCall, place: int) -> None:

@@ -28,10 +28,11 @@ class AsyncChannel(BaseChannel):
         *,
         routed: bool = False,
         timeout: float | None = None,
+        priority: int = 0,
         synchronize: bool = True,
     ) -> Ticket:
         """As Channel.submit. It waits only on a GPU, or if the answer of an earlier request is overdue."""
-        ticket, line = self._begin(slot, num_tokens, routed, timeout)
+        ticket, line = self._begin(slot, num_tokens, routed, timeout, priority)
         try:
             if synchronize and self._current_stream is not None:
                 stream = self._current_stream()
@@ -63,10 +64,13 @@ class AsyncChannel(BaseChannel):
         *,
         routed: bool = False,
         timeout: float | None = None,
+        priority: int = 0,
         synchronize: bool = True,
     ) -> Any:
         """`submit`, then `wait`."""
-        ticket = await self.submit(slot, num_tokens, routed=routed, timeout=timeout, synchronize=synchronize)
+        ticket = await self.submit(
+            slot, num_tokens, routed=routed, timeout=timeout, priority=priority, synchronize=synchronize
+        )
         return await self.wait(ticket)
 
     async def close(self) -> None:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from expertd_client.calls import checked_priority
 from expertd_client.channel.layout import CODES, REQUEST, ROUTED
 from expertd_client.channel.opening import Opened
 from expertd_client.channel.slots import Shapes, Slot, Ticket
@@ -51,7 +52,7 @@ class BaseChannel:
         return ticket.is_done or self._link.is_answered(ticket.sequence) or not self._link.is_open
 
     def _begin(
-        self, slot: Slot, num_tokens: int, routed: bool, timeout: float | None
+        self, slot: Slot, num_tokens: int, routed: bool, timeout: float | None, priority: int
     ) -> tuple[Ticket, bytes]:
         """A request that takes a slot, and its line. Raises InvalidRequestError."""
         if slot not in self._own:
@@ -59,9 +60,9 @@ class BaseChannel:
         if slot.ticket is not None:
             self._end_late(slot)
         seconds = self._timeout if timeout is None else timeout
-        line = slot.lines.get((num_tokens, routed, seconds))
+        line = slot.lines.get((num_tokens, routed, seconds, priority))
         if line is None:
-            line = self._line(slot, num_tokens, routed, seconds)
+            line = self._line(slot, num_tokens, routed, seconds, priority)
         ticket = slot.ticket = Ticket(slot, num_tokens, Deadline(seconds), self._link)
         return ticket, line
 
@@ -114,11 +115,12 @@ class BaseChannel:
             del self._tickets[ticket.sequence]
         slot.ticket = None
 
-    def _line(self, slot: Slot, num_tokens: int, routed: bool, seconds: float) -> bytes:
+    def _line(self, slot: Slot, num_tokens: int, routed: bool, seconds: float, priority: int) -> bytes:
         shapes, where, start = self._shapes, self._shapes.layout, slot.index * self._slot_bytes
         if not 0 <= num_tokens <= shapes.max_tokens:
             raise InvalidRequestError(f"num_tokens: expected 0 to {shapes.max_tokens}, got {num_tokens}")
         Deadline(seconds)  # checks them
+        checked_priority(priority)
         line = REQUEST.pack(
             num_tokens,
             CODES[shapes.datatype],
@@ -129,11 +131,11 @@ class BaseChannel:
             start + where.topk_ids,
             start + where.topk_weights,
             start + where.output,
-            0,
+            priority,
         )
         if len(slot.lines) >= _MAX_KEPT:
             slot.lines.clear()
-        slot.lines[num_tokens, routed, seconds] = line
+        slot.lines[num_tokens, routed, seconds, priority] = line
         return line
 
 

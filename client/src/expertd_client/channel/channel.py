@@ -23,18 +23,20 @@ class Channel(BaseChannel):
         *,
         routed: bool = False,
         timeout: float | None = None,
+        priority: int = 0,
         synchronize: bool = True,
     ) -> Ticket:
         """Have the server compute the first `num_tokens` rows of a slot, whose arrays it has until `wait`.
 
         routed       topk_ids and topk_weights are given; else the layer's router chooses
         timeout      seconds until the answer must be there (default: the client's; math.inf: any time)
+        priority     1 to 255: requests with a lower one are computed first; 0: the server's default
         synchronize  on a GPU, wait for the current stream first, so that everything written there is in
                      memory. False, if the caller knows that it is, saves 5 to 40 us
 
         Raises InvalidRequestError, ServerUnreachableError.
         """
-        ticket, line = self._begin(slot, num_tokens, routed, timeout)
+        ticket, line = self._begin(slot, num_tokens, routed, timeout, priority)
         try:
             if synchronize and self._current_stream is not None:
                 self._current_stream().synchronize()
@@ -67,10 +69,13 @@ class Channel(BaseChannel):
         *,
         routed: bool = False,
         timeout: float | None = None,
+        priority: int = 0,
         synchronize: bool = True,
     ) -> Any:
         """`submit`, then `wait`."""
-        ticket = self.submit(slot, num_tokens, routed=routed, timeout=timeout, synchronize=synchronize)
+        ticket = self.submit(
+            slot, num_tokens, routed=routed, timeout=timeout, priority=priority, synchronize=synchronize
+        )
         return self.wait(ticket)
 
     def close(self) -> None:

@@ -78,7 +78,7 @@ class Slot:
     topk_weights: Any
     output: Any
     ticket: Ticket | None = None
-    lines: dict[tuple[int, bool, float], bytes] = field(default_factory=dict)
+    lines: dict[tuple[int, bool, float, int], bytes] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
 
     def rows(self, num_tokens: int) -> Any:

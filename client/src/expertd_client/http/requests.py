@@ -57,8 +57,9 @@ def infer_request(
 
     def request() -> list[memoryview]:
         left = deadline.microseconds()
-        timeout = "" if left is None else f',"timeout":{left}'
-        text = f'{{"parameters":{{"binary_data_output":true{timeout}}},"inputs":[{inputs}]{outputs}}}'
+        more = "" if left is None else f',"timeout":{left}'
+        more += f',"priority":{call.priority}' if call.priority else ""
+        text = f'{{"parameters":{{"binary_data_output":true{more}}},"inputs":[{inputs}]{outputs}}}'
         head = (
             b"%bContent-Type: application/octet-stream\r\nContent-Length: %d\r\n"
             b"Inference-Header-Content-Length: %d\r\n\r\n%b"

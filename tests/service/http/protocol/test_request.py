@@ -94,8 +94,13 @@ def test_the_timeout_is_in_microseconds_and_zero_means_none() -> None:
     assert parse_request(request_body(ONE_ROW, parameters={"timeout": 0}), None, SPEC).timeout_seconds is None
 
 
+@pytest.mark.parametrize(("given", "expected"), [({}, 128), ({"priority": 0}, 128), ({"priority": 255}, 255)])
+def test_the_priority_is_128_unless_given(given: dict[str, int], expected: int) -> None:
+    assert parse_request(request_body(ONE_ROW, parameters=given), None, SPEC).priority == expected
+
+
 def test_unknown_parameters_are_ignored() -> None:
-    parse_request(request_body(ONE_ROW, parameters={"mine": 1, "priority": 0, "sequence_id": 0}), None, SPEC)
+    parse_request(request_body(ONE_ROW, parameters={"mine": 1, "sequence_id": 0}), None, SPEC)
     tensor = ONE_ROW | {"parameters": {"content_type": "np", "timeout": None}}
     output = {"name": "hidden_states", "parameters": {"mine": {}}}
     parse_request(request_body(tensor, outputs=[output]), None, SPEC)
@@ -162,8 +167,8 @@ def test_a_parameter_in_the_wrong_place_is_refused(more: dict[str, Any], expecte
             "parameter timeout: expected a number of microseconds, got -1",
         ),
         (
-            request_body(ONE_ROW, parameters={"priority": 1}),
-            "parameter priority of the request: expected none (not supported), got 1",
+            request_body(ONE_ROW, parameters={"priority": 256}),
+            "parameter priority: expected a number from 0 to 255, got 256",
         ),
         (
             request_body(ONE_ROW, parameters={"sequence_id": "s"}),
