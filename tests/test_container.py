@@ -88,6 +88,14 @@ def test_image_settings_are_known_and_serve_every_address(monkeypatch: pytest.Mo
     assert arguments_of("EXPOSE") == [str(settings.port)]
 
 
+def test_only_compose_goes_without_keys_and_publishes_on_loopback() -> None:
+    assert "EXPERTD_INSECURE" not in image_environment(), "whoever runs the image decides"
+    server = compose("docker-compose.yml")["expertd"]
+    assert server["environment"]["EXPERTD_INSECURE"] == "true"
+    published = [port for service in compose("docker-compose.yml").values() for port in service["ports"]]
+    assert all(port.startswith("${BIND:-127.0.0.1}:") for port in published)
+
+
 def test_version_label_is_the_projects() -> None:
     assert build_defaults()["VERSION"] == PROJECT["version"]
 

@@ -10,6 +10,7 @@ from starlette.routing import Route
 
 from expertd.service.checkpoints.families import FAMILIES
 from expertd.service.http.app import ExpertApp
+from expertd.service.http.rights import ANY, CALLS
 from expertd.service.http.routes import swagger_router
 from expertd.service.settings.loader import load_settings
 from expertd.service.settings.model import Settings
@@ -76,7 +77,12 @@ def test_yaml_blocks_are_settings(document: str) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_named_environment_variables_are_settings(document: str) -> None:
-    beside = {"EXPERTD_CACHE_DIR", "EXPERTD_CONFIG", "EXPERTD_SERVICE_HOST"}  # the last is Kubernetes'
+    beside = {
+        "EXPERTD_CACHE_DIR",
+        "EXPERTD_CONFIG",
+        "EXPERTD_KEY",
+        "EXPERTD_SERVICE_HOST",
+    }  # the last is Kubernetes'
     named = set(re.findall(r"\bEXPERTD_\w+[A-Z]", text_of(document))) - beside
     fields = {name.removeprefix("EXPERTD_").lower().split("__")[0] for name in named}
     assert fields <= set(Settings.model_fields)
@@ -117,3 +123,9 @@ def test_the_changelogs_newest_release_is_the_projects_version() -> None:
     entries = re.findall(r"^## (\S+)$", text_of("CHANGELOG.md"), re.M)
     assert entries.count("Unreleased") <= 1
     assert entries[entries[0] == "Unreleased"] == project["version"]
+
+
+def test_the_api_table_names_the_rights() -> None:
+    table = dict(re.findall(r"^\| `([A-Z]+ [^`]+)` \| ([^|]+) \|", text_of("docs/http.md"), re.M))
+    named = {call: " or ".join(rights) or "none" for call, rights in CALLS.items() if "/docs/" not in call}
+    assert table == {call: "any" if CALLS[call] == ANY else text for call, text in named.items()}

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from expertd.service.settings.values import Values
 
 _NODES = ("nnodes", "node_rank", "rendezvous")
-_COMMON = ("host", "port", "uds", "http_workers", "backend", "devices", "ranks", *_NODES, "log_level")
+_COMMON = ("host", "port", "uds", "http_workers", "backend", "devices", "ranks", *_NODES, "log_level", "keys")
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +32,10 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nnodes", help="number of nodes with as many ranks each (default: 1)")
     parser.add_argument("--node-rank", help="number of this node; 0 has the front end (default: 0)")
     parser.add_argument("--rendezvous", help="HOST:PORT of node 0, where the nodes meet")
+    parser.add_argument("--keys", help="YAML file with the API keys (default: everybody may call)")
+    parser.add_argument(
+        "--insecure", action="store_true", default=None, help="listen beyond loopback without --keys"
+    )
     parser.add_argument("--log-level", help="debug, info, warning or error")
     parser.add_argument(
         "--set",
@@ -58,6 +62,8 @@ def flags_of(arguments: argparse.Namespace) -> list["Flag"]:
     for name in _COMMON:
         if (value := getattr(arguments, name)) is not None:
             flags.append(Flag(f"--{name.replace('_', '-')}", name, value))
+    if arguments.insecure:
+        flags.append(Flag("--insecure", "insecure", True))
     for text in arguments.set:
         key, equals, value = text.partition("=")
         if not key or not equals:

@@ -1,11 +1,9 @@
 """`expertd serve`: reads the settings, makes the checks that need no torch, and serves."""
 
 import argparse
-import ipaddress
 import logging
 import os
 import signal
-import socket
 import sys
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -42,6 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
         settings, _ = read_arguments(arguments)
         settings = resolve_checkpoints(settings)
         check_weights(settings)
+        if settings.node_rank == 0:
+            check_keys(settings)
     except SettingsError as error:
         return _refuse(*error.mistakes)
     except ValueError as error:
@@ -58,9 +58,9 @@ def run(arguments: argparse.Namespace) -> int:
     from expertd.service.http.listening import BindError
     from expertd.service.http.server import serve
 
-    if settings.uds is None and (warning := exposure(settings.host, settings.port)) is not None:
-        logger.warning(warning)
     try:
+        if (warning := exposure(settings)) is not None:
+            logger.warning(warning)
         if settings.num_ranks == 1:
             return serve(settings)
         from expertd.service.ranks.loading import load_ranks
@@ -68,6 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
         return serve(settings, load_ranks)
     except BindError as error:
         return _refuse(error)
+    except SettingsError as error:  # the file of keys has changed since
+        return _refuse(*error.mistakes)
 
 
 def check_weights(settings: "Settings") -> None:
@@ -79,18 +81,33 @@ def check_weights(settings: "Settings") -> None:
             check_weights_file(model.weights.path, model.shape)
 
 
-def exposure(host: str, port: int) -> str | None:
-    """A warning if listening on `host` exposes the server beyond this machine, else None."""
-    try:
-        found = {str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
-    except OSError:
-        return None  # listening on the address will fail with a better message
-    if all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found):
+def check_keys(settings: "Settings") -> str:
+    """What the file of keys has. Raises SettingsError if it cannot be used."""
+    from expertd.service.settings.keys import load_keys
+
+    if settings.keys is None:
+        return "none"
+    return f"{len(load_keys(settings.keys).keys)} in {settings.keys}"
+
+
+def exposure(settings: "Settings") -> str | None:
+    """A warning if the server is exposed beyond this machine, else None."""
+    from expertd.service.http.listening import is_exposed
+
+    host, port = settings.host, settings.port
+    if settings.uds is not None or not is_exposed(host):
         return None
+    if settings.keys is not None:
+        return (
+            f"host {host} exposes port {port} beyond this machine without TLS: anyone who reads the traffic "
+            "has the keys; use a network of trusted hosts, or a proxy with TLS"
+        )
+    if not settings.insecure:
+        return None  # refused
     return (
         f"host {host} exposes port {port} beyond this machine without authentication or TLS: anyone who can "
-        "reach it can run inference and replace SM partitions; listen on 127.0.0.1, or restrict access with "
-        "a proxy or a firewall"
+        "reach it can run inference and replace SM partitions; set keys, or restrict access with a proxy or "
+        "a firewall"
     )
 
 

@@ -17,6 +17,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from expertd.layout import Layout
 from expertd.service.engine.collectors import CallbackCollector, ExpertTokens, count
+from expertd.service.engine.key_counts import KeyCounts, key_metrics
 from expertd.service.engine.rank_metrics import RankState, rank_metrics
 from expertd.service.engine.refusals import Reason
 from expertd.service.engine.request_counts import SECONDS, RequestCounts, request_metrics
@@ -59,6 +60,8 @@ class Metrics:
         self._build.info({"version": version, "backend": "", "device": ""})
         self.requests = RequestCounts([])  # of this process
         self._request_cells: list[memoryview[float]] = []  # of others
+        self.keys = KeyCounts()  # of this process
+        self._key_cells: list[memoryview[float]] = []  # of others
         self._queue_seconds = self._histogram(
             "queue_seconds", "From a request's acceptance to the start of its step", SECONDS, "model"
         )
@@ -90,6 +93,7 @@ class Metrics:
         )
         self.registry.register(self._expert_tokens)
         self.registry.register(CallbackCollector(self._collect_requests))
+        self.watch(lambda: key_metrics([self.keys.cells, *self._key_cells]))
 
     def add_models(self, num_experts: Mapping[str, int]) -> None:
         """Start every series of these models (model -> experts) at 0, because rates need a first value."""
@@ -103,6 +107,10 @@ class Metrics:
     def add_request_cells(self, cells: "memoryview[float]") -> None:
         """Include what another process counts with `RequestCounts` of the same models."""
         self._request_cells.append(cells)
+
+    def add_key_cells(self, cells: "memoryview[float]") -> None:
+        """Include what another process counts with `KeyCounts`."""
+        self._key_cells.append(cells)
 
     def set_backend(self, backend: str, device: str) -> None:
         """Report the backend and device that were chosen at start-up."""

@@ -6,6 +6,7 @@ Reason = Literal[
     "body_timeout",
     "body_too_large",
     "client_gone",
+    "forbidden",
     "internal_error",
     "invalid_request",
     "json_too_large",
@@ -16,6 +17,7 @@ Reason = Literal[
     "shutting_down",
     "step_failed",
     "too_many_tokens",
+    "unauthorized",
     "unknown_model",
     "unsupported_encoding",
 ]

@@ -19,6 +19,7 @@ from expertd.service.http.bodies import BodyReader, ClientGoneError
 from expertd.service.http.delivery import delivery
 from expertd.service.http.endpoint import InferEndpoint
 from expertd.service.http.errors import http_error
+from expertd.service.http.gate import Gate, KeyFile
 from expertd.service.http.infer_route import InferRoute
 from expertd.service.http.protocol import OipError, error_body
 from expertd.service.http.request_head import decoded, infer_head
@@ -41,7 +42,8 @@ _DESCRIPTION = "Expert layers of Mixture-of-Experts models over the Open Inferen
 class ExpertApp(FastAPI):
     """FastAPI, with a shortcut for infer requests.
 
-    Its lifespan starts loading and ends the worker thread.
+    Its lifespan starts loading and ends the worker thread. Raises SettingsError for a file of keys that
+    cannot be used.
     """
 
     def __init__(self, settings: Settings, loader: Loader = load) -> None:
@@ -62,7 +64,9 @@ class ExpertApp(FastAPI):
         if settings.channels.socket is not None:
             self.listener = ChannelListener(settings.channels.socket, self.channels)
         self._bodies = BodyReader(settings.limits)
-        self.infer = InferEndpoint(self.engine, self.metrics)
+        file = None if settings.keys is None else KeyFile(settings.keys)
+        self.gate = Gate(file, self.metrics.keys)
+        self.infer = InferEndpoint(self.engine, self.metrics, self.gate)
         self._infer_route = InferRoute(self.infer, self._bodies)
         routers = (
             protocol_router(self.engine, self._bodies),
@@ -105,6 +109,11 @@ class ExpertApp(FastAPI):
                 return
             if scope["method"] == "HEAD" and "GET" in self.methods_of(scope):
                 scope, send = {**scope, "method": "GET"}, _without_body(send)
+            try:
+                self.gate.admit(scope["method"], scope["path"], scope["headers"])
+            except OipError as error:
+                await _response_of(error)(scope, receive, send)
+                return
         await super().__call__(scope, receive, send)
 
 
@@ -156,6 +165,10 @@ async def _engine_error(request: Request, error: Exception) -> Response:
 
 async def _oip_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, OipError)
+    return _response_of(error)
+
+
+def _response_of(error: OipError) -> Response:
     return Response(error.body(), error.status, error.headers, "application/json")
 
 

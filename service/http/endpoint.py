@@ -3,6 +3,7 @@
 from typing import Protocol
 
 from expertd.service.engine.refusals import Reason
+from expertd.service.http.gate import Gate
 from expertd.service.http.infer_engine import Forward, InferEngine
 
 _ALONE = 8  # requests of one caller in a row
@@ -19,9 +20,12 @@ class Counts(Protocol):
 class InferEndpoint:
     """What all infer requests share; `forward` is for an engine that raises RegionsElsewhereError."""
 
-    def __init__(self, engine: InferEngine, metrics: Counts, forward: Forward | None = None) -> None:
+    def __init__(
+        self, engine: InferEngine, metrics: Counts, gate: Gate, forward: Forward | None = None
+    ) -> None:
         self.engine = engine
         self.metrics = metrics
+        self.gate = gate
         self.forward = forward
         self._last_caller: object = None
         self._in_a_row = 0  # requests of the last caller

@@ -36,6 +36,7 @@ class InferCall(InferEnding):
         head, endpoint = self._head, self._endpoint
         engine = endpoint.engine
         try:
+            endpoint.gate.admit_infer(head)
             self._spec: LayerSpec = engine.model(head.model, head.version)
             engine.check_loaded(head.model)
             head.read()

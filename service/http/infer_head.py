@@ -4,21 +4,27 @@ from collections.abc import Sequence
 
 from expertd.service.http.bodies import number_of_bytes
 from expertd.service.http.plans import Plans
+from expertd.service.settings.keys import Keys
 
 _HEADER_LENGTH = "Inference-Header-Content-Length"
 
 
 class InferHead:
-    """`model` and `version` as the path names them, served or not; the other attributes are set by `read`."""
+    """`model` and `version` as the path names them, served or not; `read` sets what the other headers say.
+
+    keys  by which a request with this head was admitted, as that of `key_name`; set by the gate
+    """
 
     __slots__ = (
-        "_headers",
         "_is_read",
         "accept_encoding",
         "content_encoding",
         "content_length",
         "expects",
         "header_length",
+        "headers",
+        "key_name",
+        "keys",
         "model",
         "plans",
         "version",
@@ -33,14 +39,16 @@ class InferHead:
         self.accept_encoding = ""
         self.expects = any(name == b"expect" for name, _ in headers)
         self.plans = Plans()
-        self._headers = headers
+        self.headers = headers
+        self.keys: Keys | None = None
+        self.key_name = ""
         self._is_read = False
 
     def read(self) -> None:
         """Read the headers, unless that is done. Raises OipError (400)."""
         if self._is_read:
             return
-        for name, value in self._headers:
+        for name, value in self.headers:
             if name == b"inference-header-content-length":
                 self.header_length = number_of_bytes(value, _HEADER_LENGTH, self.header_length)
             elif name == b"content-length":

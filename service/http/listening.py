@@ -1,6 +1,7 @@
 """The socket that a server listens on: an address and port, or a path."""
 
 import errno
+import ipaddress
 import logging
 import os
 import resource
@@ -42,12 +43,26 @@ class Listener:
 
 
 def listen(settings: Settings) -> Listener:
-    """Listen on `uds`, or else on `host` and `port`. Raises BindError."""
+    """Listen on `uds`, or else on `host` and `port`, beyond loopback only as allowed. Raises BindError."""
     if settings.uds is not None:
         return _listen_on_path(settings.uds)
+    if settings.keys is None and not settings.insecure and is_exposed(settings.host):
+        raise BindError(
+            f"host: expected a loopback address without keys, got {settings.host}; give callers keys "
+            "(--keys), or set insecure: true (--insecure) if only trusted hosts reach it"
+        )
     listener = _listen_on_port(settings.host, settings.port)
     host, port = listener.getsockname()[:2]
     return Listener(listener, f"http://{f'[{host}]' if ':' in host else host}:{port}")
+
+
+def is_exposed(host: str) -> bool:
+    """Whether listening on `host` exposes the server beyond this machine."""
+    try:
+        found = {str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return False  # listening on the address will fail with a better message
+    return not all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found)
 
 
 def _listen_on_port(host: str, port: int) -> socket.socket:

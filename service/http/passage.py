@@ -8,6 +8,7 @@ from starlette.types import Receive, Scope, Send
 
 from expertd.service.engine.spec import MODEL_VERSION
 from expertd.service.http.bodies import CONTROL_BODY_BYTES, BodyReader, ClientGoneError, number_of_bytes
+from expertd.service.http.gate import Gate
 from expertd.service.http.infer_head import InferHead
 from expertd.service.http.protocol import OipError
 from expertd.service.http.refused import Headers, header_lines
@@ -19,19 +20,22 @@ _GONE = "the engine's process does not answer"
 _OWN_HEADERS = frozenset(
     (b"connection", b"content-length", b"date", b"expect", b"host", b"keep-alive", b"transfer-encoding")
 )
+_DROPPED = _OWN_HEADERS | {b"authorization"}  # of requests: it was checked here
 _STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
 
 
 class Passage:
     """An ASGI application that has the engine's process answer, on a connection for each request."""
 
-    def __init__(self, path: Path, bodies: BodyReader) -> None:
+    def __init__(self, path: Path, bodies: BodyReader, gate: Gate) -> None:
+        self._gate = gate
         self._path = path
         self._bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass one request on."""
         try:
+            self._gate.admit(scope["method"], scope["path"], scope["headers"])
             body = await self._body(scope, receive)
             target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
             status, headers, content = await self._ask(
@@ -73,7 +77,7 @@ class Passage:
         self, method: bytes, target: bytes, headers: Headers, body: bytes
     ) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
         """The status, headers and body of the engine's response. Raises OipError (503)."""
-        kept = [header for header in headers if header[0] not in _OWN_HEADERS]
+        kept = [header for header in headers if header[0] not in _DROPPED]
         own = [(b"host", b"engine"), (b"connection", b"close")]
         if body or method not in (b"GET", b"HEAD"):
             own.append((b"content-length", str(len(body)).encode()))

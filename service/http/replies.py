@@ -78,7 +78,9 @@ class Replies(Link):
         if self._shared.access_log:
             client = self.transport.get_extra_info("peername") or ""
             path = head.raw_path.decode() + ("?" + head.query.decode() if head.query else "")
-            access_logger.info('%s - "%s %s HTTP/%s" %d', client, head.method, path, head.version, status)
+            who = self._shared.endpoint.gate.name_of(head.headers)
+            request = (head.method, path, head.version)
+            access_logger.info('%s %s "%s %s HTTP/%s" %d', client, who, *request, status)
         return self._shared.first_lines(status, self._state.default_headers)
 
     def _may_probe(self) -> bool:

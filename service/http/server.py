@@ -24,8 +24,8 @@ _OTHER_FILES = 256  # besides connections: lingering ones, libraries, devices
 def serve(settings: Settings, loader: Loader = load) -> int:
     """Serve what `loader` loads until SIGTERM, SIGINT or SIGHUP.
 
-    Returns the exit code: 0 after a full drain, else 1. Raises BindError, before anything is loaded, if it
-    cannot listen.
+    Returns the exit code: 0 after a full drain, else 1. Before anything is loaded, raises BindError if it
+    cannot listen, and SettingsError for a file of keys that cannot be used.
     """
     with ExitStack() as stack:
         public = listen(settings)
@@ -94,6 +94,8 @@ class _Server(ConnectionServer):
             self.exit_now()
 
     async def on_tick(self, counter: int) -> bool:
+        if self._workers is not None:
+            self._workers.refresh_keys()
         settings = self._engine.settings
         now = asyncio.get_running_loop().time()
         if self._engine.phase is Phase.FAILED:

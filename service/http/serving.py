@@ -46,6 +46,11 @@ class ConnectionServer(uvicorn.Server):
         self._stop_reading = stop_reading
         self._cut_off_before = 0  # connections that were cut off before the drain
 
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second; True to end the server."""
+        self._shared.endpoint.gate.refresh()
+        return await super().on_tick(counter)
+
     @abstractmethod
     def exit_now(self) -> None:
         """End the process."""

@@ -16,15 +16,18 @@ from types import FrameType
 
 from expertd.service.channels.layout import GREETING
 from expertd.service.channels.remote import RemoteEngine
+from expertd.service.engine.key_counts import KeyCounts
 from expertd.service.engine.request_counts import RequestCounts
 from expertd.service.http.accepting import Acceptor
 from expertd.service.http.bodies import BodyReader
 from expertd.service.http.connection import Connection
 from expertd.service.http.endpoint import InferEndpoint
+from expertd.service.http.gate import Gate, KeyFile
 from expertd.service.http.passage import Passage
 from expertd.service.http.serving import STOPPED, ConnectionServer, exit_process
 from expertd.service.http.shared import Shared
 from expertd.service.http.worker_setup import DRAIN, FINISH, STOP, SharedCounts, WorkerSetup
+from expertd.service.settings.keys import Keys
 from expertd.service.terminal import configure_logging
 
 _MESSAGE_BYTES = 256
@@ -49,9 +52,13 @@ class _WorkerServer(ConnectionServer):
         self._control.setblocking(False)
         self._is_finishing = False
         bodies = BodyReader(settings.limits)
-        passage = Passage(setup.engine, bodies)
+        file = None
+        if settings.keys is not None and setup.keys is not None:
+            file = KeyFile(settings.keys, Keys(setup.keys))
+        gate = Gate(file, KeyCounts(self._counts.keys(setup.index)))
+        passage = Passage(setup.engine, bodies, gate)
         counts = RequestCounts(self._engine.models, self._counts.requests(setup.index))
-        endpoint = InferEndpoint(self._engine, counts, passage.forward)
+        endpoint = InferEndpoint(self._engine, counts, gate, passage.forward)
         super().__init__(passage, Shared(passage, endpoint, counts, settings), bodies.stop, lifespan=False)
 
     @contextmanager

@@ -7,8 +7,10 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from expertd.service.channels.cells import CELL_BYTES
+from expertd.service.engine.key_counts import NUM_CELLS
 from expertd.service.engine.request_counts import CELL_BYTES as COUNT_BYTES
 from expertd.service.engine.request_counts import num_cells
+from expertd.service.settings.keys import Key
 from expertd.service.settings.model import Settings
 
 # Messages to a process; the first one of a channel's comes with its descriptors.
@@ -27,6 +29,7 @@ class WorkerSetup(BaseModel):
     engine         path of the engine's Unix socket
     num_processes  and the number of this one, from 0
     waits          for its channel, before it accepts connections: the engine has loaded
+    keys           to begin with, if the settings name a file of them, which may be invalid at present
     """
 
     model_config = ConfigDict(frozen=True)
@@ -39,22 +42,28 @@ class WorkerSetup(BaseModel):
     control: int
     listener: int
     counts: int
+    keys: tuple[Key, ...] | None = None
 
 
 class SharedCounts:
-    """The counts of all HTTP processes: their open connections, and their requests."""
+    """The counts of all HTTP processes: their open connections, their requests, and those by key."""
 
     def __init__(self, descriptor: int, num_processes: int, num_models: int) -> None:
-        size = num_processes * (1 + num_cells(num_models))
+        size = num_processes * (1 + num_cells(num_models) + NUM_CELLS)
         os.ftruncate(descriptor, size * COUNT_BYTES)
         cells = memoryview(mmap.mmap(descriptor, size * COUNT_BYTES)).cast("d")
         self.connections = cells[:num_processes]
         self._requests = cells[num_processes:]
+        self._keys = cells[num_processes * (1 + num_cells(num_models)) :]
         self._stride = num_cells(num_models)
 
     def requests(self, index: int) -> "memoryview[float]":
         """The cells of a process, for `RequestCounts`."""
         return self._requests[index * self._stride : (index + 1) * self._stride]
+
+    def keys(self, index: int) -> "memoryview[float]":
+        """The cells of a process, for `KeyCounts`."""
+        return self._keys[index * NUM_CELLS : (index + 1) * NUM_CELLS]
 
 
 def shares(settings: Settings) -> Settings:

@@ -19,6 +19,7 @@ from expertd.service.channels.hub import Entry
 from expertd.service.channels.listener import hand_over
 from expertd.service.channels.opening import Opening
 from expertd.service.http.app import ExpertApp
+from expertd.service.http.gate import KeyFile
 from expertd.service.http.listening import BindError, Listener, listen
 from expertd.service.http.worker_setup import (
     DRAIN,
@@ -41,11 +42,11 @@ _GRACE_SECONDS = 2.0  # beyond its time, before a process that does not end is k
 
 
 class Workers:
-    """`settings.http_workers` processes that accept connections on `public`.
+    """`settings.http_workers` processes that accept connections on `public`, and check keys.
 
     engine_settings  those of the server in this process, which listens on `engine_listener`, a private socket
 
-    Raises BindError if that socket cannot be made.
+    Raises BindError if that socket cannot be made, SettingsError for a file of keys that cannot be used.
     """
 
     def __init__(self, settings: Settings, public: Listener) -> None:
@@ -55,10 +56,11 @@ class Workers:
             expected = "a folder for temporary files, for the socket between the processes"
             raise BindError(f"http_workers: expected {expected}, got none: {error.strerror}") from error
         path = self._directory / "engine"
+        self._keys = None if settings.keys is None else KeyFile(settings.keys)
         self._public = public
         self._public.socket.setblocking(False)
         self._count = settings.http_workers
-        update = {"uds": path, "access_log": False}
+        update = {"uds": path, "access_log": False, "keys": None}
         memory = {"max_buffered_bytes": shares(settings).buffered_bytes}
         limits = settings.limits.model_copy(update=memory)
         self.engine_settings = settings.model_copy(update={**update, "limits": limits})
@@ -79,8 +81,14 @@ class Workers:
         app.engine.can_be_reached = lambda: len(self._reached) == self._count
         for index in range(self._count):
             app.metrics.add_request_cells(self._counts.requests(index))
+            app.metrics.add_key_cells(self._counts.keys(index))
             self._counts.connections[index] = math.inf
             self._tasks.append(asyncio.get_running_loop().create_task(self._keep(app, index)))
+
+    def refresh_keys(self) -> None:
+        """Know the present keys, which a process begins with."""
+        if self._keys is not None:
+            self._keys.current()
 
     def drain(self) -> None:
         """Have connections end after their next answers; safe in a signal handler."""
@@ -178,6 +186,7 @@ class Workers:
                 control=theirs.fileno(),
                 listener=self._public.socket.fileno(),
                 counts=self._counts_file,
+                keys=None if self._keys is None else self._keys.current().keys,
             )
             setup_file.write(setup.model_dump_json().encode())
             setup_file.seek(0)

@@ -48,13 +48,19 @@ class Settings(BaseSettings):
     host: str = Field(
         default="127.0.0.1",
         min_length=1,
-        description="address to listen on; loopback by default, because there is no authentication",
+        description="address to listen on; beyond loopback only with `keys`, or `insecure`",
     )
     port: int = Field(default=8000, ge=0, le=65535, description="port to listen on; 0: any free one")
     uds: Path | None = Field(
         default=None,
         description="path of a Unix socket to listen on instead of `host` and `port`, for this user only",
     )
+    keys: Path | None = Field(
+        default=None,
+        description="path of a YAML file with the API keys, read again when it changes (docs/http.md); null: "
+        "everybody who reaches the server may call everything",
+    )
+    insecure: bool = Field(default=False, description="whether `host` may be beyond loopback without `keys`")
     http_workers: int = Field(
         default=1,
         ge=1,

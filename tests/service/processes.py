@@ -5,7 +5,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -42,9 +42,9 @@ class ServerProcess:
         """The server's output so far."""
         return self._log.read_text()
 
-    def get(self, path: str) -> httpx.Response:
+    def get(self, path: str, headers: Mapping[str, str] | None = None) -> httpx.Response:
         """GET on a new connection."""
-        return httpx.get(f"http://{self.url}{path}", timeout=30)
+        return httpx.get(f"http://{self.url}{path}", headers=headers, timeout=30)
 
     def wait_ready(self) -> None:
         """Wait until the server is ready."""

@@ -6,6 +6,8 @@ from expertd.service.engine.refusals import Reason
 from expertd.service.sentences import shortened
 
 _REASONS: dict[int, Reason] = {
+    401: "unauthorized",
+    403: "forbidden",
     408: "body_timeout",
     413: "body_too_large",
     415: "unsupported_encoding",

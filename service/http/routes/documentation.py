@@ -1,15 +1,20 @@
 """The parts of the OpenAPI document that FastAPI cannot derive: the bodies of infer, and the errors."""
 
+from collections.abc import Collection
 from typing import Any
 
 from fastapi import FastAPI
 
 from expertd.service.engine.spec import MODEL_VERSION, LayerSpec
+from expertd.service.http.rights import rights_for
 from expertd.service.http.routes.schemas import ErrorResponse, InferJsonRequest, InferJsonResponse
+from expertd.service.sentences import any_of
+from expertd.service.settings.keys import Right
 
 _STATUS_TEXTS = {
     400: "The request is invalid",
-    403: "The settings do not allow it",
+    401: "The server has API keys, and the request has none, or an unknown one",
+    403: "The settings do not allow it, or the API key lacks the right",
     404: "No such model, version, region or channel",
     408: "The body did not arrive within body_timeout_seconds; the connection is closed",
     409: "The server has no device whose SMs can be partitioned",
@@ -19,6 +24,12 @@ _STATUS_TEXTS = {
     500: "The server failed",
     503: "Not ready, the queue is full (with Retry-After), the request's timeout expired in the queue, or "
     "there are too many channels",
+}
+
+_KEY_SCHEME = {
+    "type": "http",
+    "scheme": "bearer",
+    "description": "An API key, if the server has them (setting `keys`), with one of the rights of the call",
 }
 
 REF = "#/components/schemas/{model}"
@@ -69,7 +80,7 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def document(app: FastAPI, spec: LayerSpec) -> None:
-    """Complete the OpenAPI document of `app`: add the bodies' definitions, remove FastAPI's own 422.
+    """Complete the OpenAPI document of `app`: bodies' definitions and API keys; without FastAPI's own 422.
 
     The example of an infer request is for the served model `spec`, and can be sent unchanged.
     """
@@ -79,9 +90,11 @@ def document(app: FastAPI, spec: LayerSpec) -> None:
         if app.openapi_schema is None:
             document = build()
             components = document.setdefault("components", {}).setdefault("schemas", {})
+            document["components"]["securitySchemes"] = {"key": _KEY_SCHEME}
             for path, operations in document["paths"].items():
-                for operation in operations.values():
+                for method, operation in operations.items():
                     _tidy(operation, components)
+                    _name_rights(operation, rights_for(method.upper(), path))
                     _name_served(operation, spec)
                 if path.endswith("/infer"):
                     body = operations["post"]["requestBody"]["content"]["application/json"]
@@ -99,6 +112,18 @@ def _name_served(operation: dict[str, Any], spec: LayerSpec) -> None:
     for parameter in operation.get("parameters", ()):
         if parameter["in"] == "path":
             parameter["example"] = values[parameter["name"]]
+
+
+def _name_rights(operation: dict[str, Any], rights: Collection[Right]) -> None:
+    """Document the key of a call; a server without keys needs none, so it is optional."""
+    if not rights:
+        return
+    operation["security"] = [{"key": []}, {}]
+    operation["description"] = f"{operation.get('description', '')}\n\nRight: {any_of(rights)}."
+    schema = {"$ref": REF.format(model=ErrorResponse.__name__)}
+    for status in (401, 403):
+        content = {"application/json": {"schema": schema}}
+        operation["responses"][str(status)] = {"description": _STATUS_TEXTS[status], "content": content}
 
 
 def _one_token(spec: LayerSpec) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from expertd.service.checkpoints import CheckpointError, models_of
 from expertd.service.cli import main
 from expertd.service.commands.serve import exposure
 from expertd.service.engine.loading import load
+from expertd.service.http.listening import is_exposed
 from expertd.service.moe.weights import random_weights, save_weights
 from expertd.service.settings.served import CheckpointSettings
 from tests.paths import ROOT
@@ -81,7 +82,8 @@ def test_check_prints_every_setting_with_its_origin(
     assert config.read_text().splitlines()[line - 1].split() == ["top_k:", "2"]
     assert rows["host"] == ("127.0.0.1", "default")
     assert [result["name"] for result in about["checks"]] == [
-        "settings", "checkpoints", "weights", "address", "rendezvous", "channels", "backend", "partitions",
+        "settings", "checkpoints", "weights", "keys", "address", "rendezvous", "channels", "backend",
+        "partitions",
     ]  # fmt: skip
 
 
@@ -159,13 +161,24 @@ def test_check_refuses_a_rendezvous_where_the_server_listens(config: Path, capsy
         port = free.getsockname()[1]
     place = f"127.0.0.1:{port}"
     for host in ("localhost", "127.0.0.1", "0.0.0.0"):
-        given = ("--config", config, "--host", host, "--port", str(port), "--nnodes", "2", "--rendezvous")
+        given = (
+            "--config",
+            config,
+            "--insecure",
+            "--host",
+            host,
+            "--port",
+            str(port),
+            "--nnodes",
+            "2",
+            "--rendezvous",
+        )
         code, about = check(capsys, *given, place)
         expected = f"another port than the server's own, {host}:{port}"
         assert code == 2
         assert failed(about) == {"rendezvous": f"rendezvous: expected {expected}, got {place}"}
         assert check(capsys, *given, place, "--node-rank", "1")[0] == 0, "there is no server"
-    given = ("--config", config, "--host", "127.0.0.1", "--port", str(port), "--nnodes", "2", "--rendezvous")
+    given = ("--config", config, "--insecure", "--host", "127.0.0.1", "--port", str(port), *given[-3:])
     assert check(capsys, *given, f"127.0.0.2:{port}")[0] == 0, "another address"
 
 
@@ -261,17 +274,19 @@ def test_a_flag_that_is_not_an_assignment(config: Path, capsys: Output) -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_shipped_config_listens_on_loopback_only(path: Path) -> None:
-    assert exposure(yaml.safe_load(path.read_text())["host"], 8000) is None
+    assert not is_exposed(yaml.safe_load(path.read_text())["host"])
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.9.9.9", "::1", "no such host"])
 def test_loopback_is_not_exposed(host: str) -> None:
-    assert exposure(host, 8000) is None
+    assert not is_exposed(host)
+    assert exposure(tiny_settings(host=host)) is None
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3"])
 def test_other_addresses_are_reported_as_exposed(host: str) -> None:
-    warning = exposure(host, 8123)
+    assert is_exposed(host)
+    warning = exposure(tiny_settings(host=host, port=8123, insecure=True))
     assert warning is not None
     for word in (
         f"host {host} exposes port 8123",
@@ -280,13 +295,26 @@ def test_other_addresses_are_reported_as_exposed(host: str) -> None:
         "partitions",
     ):
         assert word in warning
+    with_keys = exposure(tiny_settings(host=host, port=8123, keys="keys.yaml"))
+    assert with_keys is not None
+    assert f"host {host} exposes port 8123 beyond this machine without TLS" in with_keys
+
+
+@pytest.mark.parametrize("command", ["serve", "check"])
+def test_exposure_without_keys_is_refused(command: str, config: Path) -> None:
+    result = expertd(command, "--config", config, "--host", "0.0.0.0")
+    assert result.returncode == 2
+    assert (
+        "host: expected a loopback address without keys, got 0.0.0.0; give callers keys (--keys), or set "
+        "insecure: true (--insecure) if only trusted hosts reach it\n"
+    ) in result.stdout + result.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_an_exposed_server_logs_a_warning(host: str, config: Path) -> None:
     command: list[str | Path] = [EXPERTD, "serve", "--config", config]
-    environment = clean_environment(EXPERTD_HOST=host)  # as the image sets it
+    environment = clean_environment(EXPERTD_HOST=host, EXPERTD_INSECURE="true")
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
             assert process.stderr is not None
@@ -297,13 +325,15 @@ def test_an_exposed_server_logs_a_warning(host: str, config: Path) -> None:
         finally:
             process.kill()
     warnings = [line.partition(": ")[2].rstrip() for line in log if " WARNING " in line]
-    assert warnings == ([] if host == "127.0.0.1" else [exposure(host, 0)])
+    assert warnings == (
+        [] if host == "127.0.0.1" else [exposure(tiny_settings(host=host, port=0, insecure=True))]
+    )
 
 
 def test_check_reports_exposure(config: Path, capsys: Output) -> None:
-    code, about = check(capsys, "--config", config, "--host", "0.0.0.0", "--port", "0")
+    code, about = check(capsys, "--config", config, "--host", "0.0.0.0", "--port", "0", "--insecure")
     (detail,) = [result["detail"] for result in about["checks"] if result["name"] == "address"]
-    assert (code, detail) == (0, exposure("0.0.0.0", 0))
+    assert (code, detail) == (0, exposure(tiny_settings(host="0.0.0.0", port=0, insecure=True)))
 
 
 @pytest.mark.usefixtures("no_gpu")

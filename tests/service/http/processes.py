@@ -54,9 +54,11 @@ def alive(pid: int) -> bool:
         return False
 
 
-def samples(server: ServerProcess, name: str) -> dict[tuple[str, ...], float]:
+def samples(
+    server: ServerProcess, name: str, headers: Mapping[str, str] | None = None
+) -> dict[tuple[str, ...], float]:
     """The values of a metric other than 0, by the values of its labels in the order of their names."""
-    families = text_string_to_metric_families(server.get("/metrics").text)
+    families = text_string_to_metric_families(server.get("/metrics", headers).text)
     return {
         tuple(value for _, value in sorted(sample.labels.items())): sample.value
         for family in families

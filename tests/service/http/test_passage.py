@@ -8,7 +8,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from expertd.service.engine.key_counts import KeyCounts
 from expertd.service.http.bodies import BodyReader
+from expertd.service.http.gate import Gate
 from expertd.service.http.passage import Passage
 from expertd.service.settings.parts import Limits
 from tests.service.apps import error_of
@@ -17,7 +19,7 @@ from tests.service.apps import error_of
 @asynccontextmanager
 async def passed(path: Path) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the passage to the process at `path`."""
-    passage = Passage(path, BodyReader(Limits()))
+    passage = Passage(path, BodyReader(Limits()), Gate(None, KeyCounts()))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(passage), base_url="http://test") as http:
         yield http
 

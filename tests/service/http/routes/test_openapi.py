@@ -148,7 +148,18 @@ def test_infer_is_documented_with_both_bodies_and_its_headers(document: dict[str
         assert body["content"]["application/octet-stream"]["schema"] == {"type": "string", "format": "binary"}
     names = {parameter["name"] for parameter in operation["parameters"]}
     assert names == {"model", "Inference-Header-Content-Length", "Content-Encoding", "Accept-Encoding"}
-    assert set(operation["responses"]) == {"200", "400", "404", "408", "413", "415", "500", "503"}
+    assert set(operation["responses"]) == {
+        "200",
+        "400",
+        "401",
+        "403",
+        "404",
+        "408",
+        "413",
+        "415",
+        "500",
+        "503",
+    }
 
 
 async def test_responses_match_their_schemas(document: dict[str, Any]) -> None:

@@ -1,0 +1,146 @@
+"""Who may call: keys in `Authorization: Bearer KEY`, from a file that is read again when it changes."""
+
+import logging
+from collections.abc import Collection
+from pathlib import Path
+from time import monotonic
+
+from expertd.service.engine.key_counts import KeyCounts
+from expertd.service.http.infer_head import InferHead
+from expertd.service.http.protocol import OipError
+from expertd.service.http.refused import Headers
+from expertd.service.http.rights import rights_for
+from expertd.service.sentences import all_of, any_of
+from expertd.service.settings.keys import Key, Keys, Right, load_keys
+from expertd.service.settings.values import SettingsError
+
+logger = logging.getLogger(__name__)
+
+_CHECK_EVERY_SECONDS = 1.0
+_Version = tuple[int, int, int] | None  # of a file; None: there is none
+_UNREAD: _Version = (0, 0, 0)
+_INFER: tuple[Right, ...] = ("infer",)
+
+
+class KeyFile:
+    """The keys of a file; while the file is missing or invalid, those that it had before.
+
+    keys  to begin with, of another process; None: those of the file, which then raises SettingsError
+    """
+
+    def __init__(self, path: Path, keys: Keys | None = None) -> None:
+        self._path = path
+        self._version = _version(path) if keys is None else _UNREAD
+        self._keys = load_keys(path) if keys is None else keys
+        self._check_at = monotonic() + (_CHECK_EVERY_SECONDS if keys is None else 0)
+
+    def current(self) -> Keys:
+        """The keys as of the last second."""
+        if monotonic() >= self._check_at:
+            self._check()
+        return self._keys
+
+    def _check(self) -> None:
+        self._check_at = monotonic() + _CHECK_EVERY_SECONDS
+        version = _version(self._path)  # before it is read: a change meanwhile is another version
+        if version == self._version:
+            return
+        self._version = version
+        try:
+            self._keys = load_keys(self._path)
+        except SettingsError as error:
+            mistake, others = error.mistakes[0], len(error.mistakes) - 1
+            more = f" (and {others} more)" if others else ""
+            logger.error("%s%s; the keys that were read before remain in use", mistake, more)
+        else:
+            names = all_of([key.name for key in self._keys.keys]) or "none"
+            logger.info("keys: read %s again, which has %s", self._path, names)
+
+
+class Gate:
+    """Checks the key of every call; without a file of keys, everybody may call everything."""
+
+    def __init__(self, file: KeyFile | None, counts: KeyCounts) -> None:
+        self._file = file
+        self._counts = counts
+        self._keys: Keys | None = None
+        self.refresh()
+
+    def refresh(self) -> Keys | None:
+        """Read the file again if it has changed, at most once a second; its keys, or None without a file."""
+        if self._file is not None and (keys := self._file.current()) is not self._keys:
+            self._keys = keys
+            for key in keys.keys:
+                self._counts.add(key.name)
+        return self._keys
+
+    def admit_infer(self, head: InferHead) -> None:
+        """Check an infer request, before its body is read. Raises OipError (401, 403)."""
+        if (keys := self.refresh()) is None:
+            return
+        if head.keys is keys:  # a head like this one was admitted, and no key has changed since
+            self._counts.admitted(head.key_name)
+            return
+        head.key_name = self._check(keys, head.headers, _INFER)
+        head.keys = keys
+
+    def admit(self, method: str, path: str, headers: Headers) -> None:
+        """Check any call, by its method and decoded path, before its body is read. Raises OipError."""
+        keys = self.refresh()
+        if keys is not None and (rights := rights_for(method, path)):
+            self._check(keys, headers, rights)
+
+    def name_of(self, headers: Headers) -> str:
+        """The name of a call's key, for the log; "-" without one."""
+        keys = self.refresh()
+        if keys is None:
+            return "-"
+        try:
+            key = keys.find(_secret(headers))
+        except OipError:
+            key = None
+        return "-" if key is None else key.name
+
+    def _check(self, keys: Keys, headers: Headers, rights: Collection[Right]) -> str:
+        """The name of the key. Raises OipError."""
+        try:
+            key = keys.find(_secret(headers))
+            if key is None:
+                raise _unauthorized("Authorization: expected a key of this server, got an unknown one")
+        except OipError:
+            self._counts.unauthorized()
+            raise
+        if not any(right in key.rights for right in rights):
+            self._counts.forbidden(key.name)
+            raise _forbidden(key, rights)
+        self._counts.admitted(key.name)
+        return key.name
+
+
+def _version(path: Path) -> _Version:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _secret(headers: Headers) -> bytes:
+    """The key in the headers, whose names are in lower case. Raises OipError (401); never shows a value."""
+    given = [value for name, value in headers if name == b"authorization"]
+    if len(given) > 1:
+        raise _unauthorized(f"Authorization: expected one header, got {len(given)}")
+    if not given:
+        raise _unauthorized("Authorization: expected Bearer and a key, got none")
+    scheme, _, secret = given[0].partition(b" ")
+    if scheme.lower() != b"bearer" or not secret.strip():
+        raise _unauthorized("Authorization: expected Bearer and a key, got something else")
+    return secret.strip()
+
+
+def _unauthorized(text: str) -> OipError:
+    return OipError(401, text, headers={"WWW-Authenticate": "Bearer"})
+
+
+def _forbidden(key: Key, rights: Collection[Right]) -> OipError:
+    return OipError(403, f"key {key.name}: expected the right {any_of(rights)}, got {all_of(key.rights)}")

@@ -1,0 +1,68 @@
+"""`expertd keys new`, and a server's refusal of a file that cannot be used."""
+
+from pathlib import Path
+
+import pytest
+
+from expertd.service.cli import main
+from expertd.service.settings.keys import load_keys
+from tests.paths import DEMO
+from tests.service.processes import expertd
+
+Output = pytest.CaptureFixture[str]
+
+
+def test_new_keys_can_be_appended_to_the_file(tmp_path: Path, capsys: Output) -> None:
+    path, secrets = tmp_path / "keys.yaml", {}
+    with path.open("a") as file:
+        for name, rights in (("ci", "infer"), ("ops", "admin, metrics")):
+            assert main(["keys", "new", name, "--rights", rights]) == 0
+            captured = capsys.readouterr()
+            secrets[name] = captured.err.rpartition(": ")[2].strip()
+            assert secrets[name] not in captured.out
+            file.write(captured.out)
+    keys = load_keys(path)
+    assert [(key.name, key.rights) for key in keys.keys] == [
+        ("ci", ("infer",)),
+        ("ops", ("admin", "metrics")),
+    ]
+    for name, secret in secrets.items():
+        assert len(secret) == 43, "256 bits"
+        found = keys.find(secret.encode())
+        assert found is not None
+        assert found.name == name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mistake"),
+    [
+        (["a b"], "name: expected 1 to 64 letters, digits, '.', '_' or '-', got another text"),
+        (
+            ["a", "--rights", "root"],
+            "rights: expected infer, admin and metrics, or some of them, each once, got another list",
+        ),
+    ],
+)
+def test_wrong_names_and_rights_make_no_key(arguments: list[str], mistake: str, capsys: Output) -> None:
+    assert main(["keys", "new", *arguments]) == 2
+    assert capsys.readouterr() == ("", f"expertd keys: {mistake}\n")
+
+
+@pytest.mark.parametrize("command", ["serve", "check"])
+def test_a_file_that_cannot_be_used_is_refused_at_start(command: str, tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text("- {name: a, rights: [infer]}\n- a\n")
+    result = expertd(command, "--config", DEMO, "--port", "0", "--keys", path)
+    assert result.returncode == 2
+    for mistake in (
+        f"keys: {path}: 0.sha256: expected 64 hexadecimal digits in lower case, got none",
+        f"keys: {path}: 1: expected name, sha256 and rights, got another text",
+    ):
+        assert mistake in result.stdout + result.stderr
+
+
+def test_check_says_how_many_keys_there_are(tmp_path: Path, capsys: Output) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text("[]")
+    assert main(["check", "--config", str(DEMO), "--port", "0", "--keys", str(path)]) == 0
+    assert f"0 in {path}" in capsys.readouterr().out

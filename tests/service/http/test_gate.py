@@ -1,0 +1,151 @@
+"""Who may call what: every route, with each kind of key."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.routing import APIRoute
+from starlette.routing import Route
+
+from expertd.service.http.app import ExpertApp
+from expertd.service.http.rights import ANY, CALLS, rights_for
+from tests.service.apps import Serving, error_of, hidden_request, rows, serving, serving_runner, tiny_settings
+from tests.service.keys import all_keys, bearer, key_of
+from tests.service.runners import EchoRunner
+from tests.service.sockets import ask, infer, listening
+
+NAMES = ("infer", "admin", "metrics")
+UNKNOWN = "Authorization: expected a key of this server, got an unknown one"
+MISSING = "Authorization: expected Bearer and a key, got none"
+ROUTES = [pytest.param(*call.split(" "), rights, id=call) for call, rights in CALLS.items()]
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    return all_keys(tmp_path / "keys.yaml")
+
+
+@asynccontextmanager
+async def guarded(keys: Path) -> AsyncIterator[Serving]:
+    """An application with these keys."""
+    settings = tiny_settings(keys=keys)
+    async with serving(settings, serving_runner(EchoRunner())) as server:
+        yield server
+
+
+def url_of(path: str) -> str:
+    return path.format(model="tiny", version="1", name="region", channel="1")
+
+
+def test_every_route_has_its_right() -> None:
+    """A new route without a right fails here: say in the table who may call it."""
+    app = ExpertApp(tiny_settings())
+    served = {
+        f"{method} {route.path}"
+        for route in [*app.routes, *app._own_routes]
+        if isinstance(route, Route | APIRoute)
+        for method in (route.methods or set()) - {"HEAD"}
+    }
+    assert served == set(CALLS)
+
+
+def test_only_health_is_open() -> None:
+    assert {call for call, rights in CALLS.items() if not rights} == {
+        "GET /v2/health/live",
+        "GET /v2/health/ready",
+        "GET /v2/models/{model}/ready",
+        "GET /v2/models/{model}/versions/{version}/ready",
+    }
+
+
+@pytest.mark.parametrize(("method", "path", "rights"), ROUTES)
+async def test_every_route_is_checked(keys: Path, method: str, path: str, rights: tuple[str, ...]) -> None:
+    async with guarded(keys) as server:
+
+        async def call(headers: dict[str, str], method: str = method) -> Any:
+            return await server.http.request(method, url_of(path), headers=headers)
+
+        methods = (method, "HEAD") if method == "GET" else (method,)
+        for each in methods:
+            without = await call({}, each)
+            unknown = await call(bearer("nobody"), each)
+            if not rights:
+                assert (without.status_code, unknown.status_code) == (200, 200)
+                continue
+            for response in (without, unknown):
+                assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer")
+        if not rights:
+            return
+        assert error_of(without if method != "GET" else await call({}), 401) == MISSING
+        assert error_of(unknown if method != "GET" else await call(bearer("nobody")), 401) == UNKNOWN
+        for name in NAMES:
+            response = await call(bearer(name))
+            if name in rights:
+                assert response.status_code != 401
+                assert "expected the right" not in response.text
+            else:
+                expected = " or ".join(rights)
+                assert error_of(response, 403) == f"key {name}: expected the right {expected}, got {name}"
+                assert "www-authenticate" not in response.headers
+
+
+@pytest.mark.parametrize("path", ["/", "/nothing", "/v2/models", "/v1/partitions/", "/v2/models/a/b/c", "*"])
+async def test_an_unknown_path_needs_a_key_but_no_right(keys: Path, path: str) -> None:
+    async with guarded(keys) as server:
+        url = f"http://test{path}" if path.startswith("/") else "http://test/*"
+        assert (await server.http.get(url)).status_code == 401
+        for name in NAMES:
+            assert (await server.http.get(url, headers=bearer(name))).status_code == 404
+        assert (await server.http.patch("/metrics")).status_code == 401
+        assert (await server.http.patch("/metrics", headers=bearer("infer"))).status_code == 405
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/partitions%0A", "/v1%2Fpartitions", "/v1/partition%73", "//v1/partitions"]
+)
+async def test_no_spelling_of_a_path_gets_around_its_right(keys: Path, path: str) -> None:
+    async with guarded(keys) as server:
+        response = await server.http.put(path, headers=bearer("infer"), content=b'{"partitions": {}}')
+        assert response.status_code in (403, 404)
+        assert "right" in response.text or response.status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("PUT", "/v1/partitions\n"), ("HEAD", "/metrics"), ("GET", "/v2\n")]
+)
+def test_paths_match_as_the_application_matches_them(method: str, path: str) -> None:
+    call = f"{'GET' if method == 'HEAD' else method} {path.strip()}"
+    assert rights_for(method, path) == CALLS[call]
+    assert rights_for("PATCH", path) == ANY
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([f"bearer {key_of('infer')}"], None),
+        ([f"BEARER   {key_of('infer')} "], None),
+        ([key_of("infer")], "Authorization: expected Bearer and a key, got something else"),
+        (["Bearer "], "Authorization: expected Bearer and a key, got something else"),
+        ([f"Basic {key_of('infer')}"], "Authorization: expected Bearer and a key, got something else"),
+        ([f"Bearer {key_of('infer')} x"], UNKNOWN),
+        ([f"Bearer {key_of('infer')[:-1]}"], UNKNOWN),
+        ([f"Bearer {key_of('infer')}"] * 2, "Authorization: expected one header, got 2"),
+        (["Bearer \xff"], UNKNOWN),
+    ],
+)
+async def test_forms_of_the_header(keys: Path, values: list[str], expected: str | None) -> None:
+    async with guarded(keys) as server:
+        lines = [f"Authorization: {value}" for value in values]
+        body, length = hidden_request(rows(1))
+        async with listening(server) as port:
+            request = infer(body, length, *lines, "Connection: close")
+            (answer,) = await asyncio.to_thread(ask, port, request)
+        if expected is None:
+            assert answer.status == 200
+        else:
+            assert (answer.status, json.loads(answer.body)["error"]) == (401, expected)
+            assert key_of("infer").encode() not in answer.body

@@ -1,0 +1,101 @@
+"""Keys with several HTTP processes: each checks them, and reads the file again by itself."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.service.apps import hidden_request, rows
+from tests.service.http.processes import asked, samples, two_processes, workers_of
+from tests.service.keys import all_keys, bearer, key_of, write_keys
+from tests.service.processes import ServerProcess, server_process
+from tests.service.sockets import connect, infer
+from tests.service.waiting import wait_for
+
+pytestmark = pytest.mark.slow  # a server process each
+
+BODY = hidden_request(rows(3))
+METRICS = bearer("metrics")
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    return all_keys(tmp_path / "keys.yaml")
+
+
+@pytest.fixture
+def server(keys: Path, tmp_path: Path) -> Iterator[ServerProcess]:
+    with server_process(two_processes(keys=keys, shared_memory={"enabled": True}), tmp_path) as process:
+        yield process
+
+
+def request(name: str) -> bytes:
+    return infer(*BODY, f"Authorization: Bearer {key_of(name)}")
+
+
+def test_every_process_checks_every_call(server: ServerProcess) -> None:
+    with ExitStack() as stack:
+        socks = [stack.enter_context(connect(server.port)) for _ in range(4)]  # spread evenly
+        for sock in socks:
+            statuses = [asked(sock, request(name)).status for name in ("infer", "nobody", "admin", "infer")]
+            assert statuses == [200, 401, 403, 200]
+    for _ in range(4):
+        with httpx.Client(base_url=f"http://{server.url}") as http:
+            assert http.get("/v2/health/ready").status_code == 200
+            for name, status in (("metrics", 200), ("infer", 403), ("nobody", 401)):
+                assert http.get("/metrics", headers=bearer(name)).status_code == status
+            refused = http.put("/v1/partitions", headers=bearer("infer"), content=bytes(70_000))
+            assert refused.json() == {"error": "key infer: expected the right admin, got infer"}
+            regions = http.get("/v2/systemsharedmemory/status", headers=bearer("infer"))
+            assert (regions.status_code, regions.json()) == (200, [])
+            assert http.head("/v2").status_code == 401
+    counts = samples(server, "key_requests_total", METRICS)
+    assert counts["infer", "admitted"] == 4 * 2 + 4
+    assert (counts["admin", "forbidden"], counts["infer", "forbidden"]) == (4, 8)
+    assert counts["", "unauthorized"] == 4 + 8
+    refusals = samples(server, "refusals_total", METRICS)
+    assert (refusals["tiny", "forbidden"], refusals["tiny", "unauthorized"]) == (4, 4)
+    assert "secret" not in server.log()
+
+
+def test_requests_that_name_regions_are_passed_on_without_their_key(server: ServerProcess) -> None:
+    """The engine's process answers them; it asks for no key, on a socket that only this user can reach."""
+    header = b'{"inputs": [{"name": "hidden_states", "shape": [1, 128], "datatype": "FP32", "parameters": '
+    header += b'{"shared_memory_region": "none", "shared_memory_byte_size": 512}}]}'
+    with connect(server.port) as sock:
+        for name, status in (("infer", 400), ("admin", 403)):
+            data = infer(header, len(header), f"Authorization: Bearer {key_of(name)}")
+            assert asked(sock, data).status == status
+
+
+def test_every_process_reads_a_change(server: ServerProcess, keys: Path) -> None:
+    with ExitStack() as stack:
+        socks = [stack.enter_context(connect(server.port)) for _ in range(4)]
+
+        def answered(name: str, status: int) -> bool:
+            return all(asked(sock, request(name)).status == status for sock in socks)
+
+        assert answered("infer", 200)
+        write_keys(keys, new=["infer"], metrics=["metrics"])
+        wait_for(lambda: answered("new", 200) and answered("infer", 401), "all processes have the new keys")
+        keys.write_text("[")
+        wait_for(lambda: server.log().count("the keys that were read before remain") == 3, "all have read it")
+        assert answered("new", 200)
+        assert answered("infer", 401)
+
+
+def test_a_process_that_is_replaced_has_the_last_valid_keys(server: ServerProcess, keys: Path) -> None:
+    write_keys(keys, new=["infer"], metrics=["metrics"])
+    wait_for(lambda: server.log().count("which has new and metrics") == 3, "all processes have the new keys")
+    before = workers_of(server)
+    keys.write_text("[")
+    for pid in before:
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: len(set(workers_of(server)) - set(before)) == 2, "others have been started")
+    with connect(server.port) as sock:
+        assert asked(sock, request("new")).status == 200
+        assert asked(sock, request("infer")).status == 401
