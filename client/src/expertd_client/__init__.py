@@ -6,6 +6,7 @@ from expertd_client.channel.channel import Channel
 from expertd_client.channel.slots import Slot, Ticket
 from expertd_client.client import ExpertClient
 from expertd_client.errors import (
+    AccessDeniedError,
     DeadlineError,
     ExpertError,
     InvalidAnswerError,
@@ -19,6 +20,7 @@ from expertd_client.metadata import ModelMetadata, ModelStatus, ServerMetadata
 from expertd_client.version import __version__
 
 __all__ = [
+    "AccessDeniedError",
     "AsyncChannel",
     "AsyncExpertClient",
     "Channel",

@@ -1,23 +1,30 @@
-"""Where a server is: `http://host:port` or `unix:/path`."""
+"""Where a server is, `http://host:port` or `unix:/path`, and the API key that it is sent."""
 
 import ipaddress
-from dataclasses import dataclass
+import os
+import re
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from expertd_client.errors import InvalidRequestError
 
 _DEFAULT_PORT = 80
+_KEY = re.compile("[!-~]*")
 
 
 @dataclass(frozen=True)
 class Address:
-    """A server's address. `path` is its Unix socket (None: TCP), `base` the start of every URL's path."""
+    """A server's address. `path` is its Unix socket (None: TCP), `base` the start of every URL's path.
+
+    `key` is sent with every request, and never shown; empty: none.
+    """
 
     url: str
     host: str = "localhost"
     port: int = _DEFAULT_PORT
     path: str | None = None
     base: str = ""
+    key: str = field(default="", repr=False)
 
     @property
     def authority(self) -> str:
@@ -36,14 +43,21 @@ class Address:
             return False
 
 
-def parse_address(url: str) -> Address:
-    """Raises InvalidRequestError for anything but http://host[:port][/base] and unix:/path."""
+def parse_address(url: str, key: str | None = None) -> Address:
+    """`key` None: that of the environment, EXPERTD_KEY.
+
+    Raises InvalidRequestError for anything but http://host[:port][/base] and unix:/path, and for a key that
+    cannot be sent.
+    """
+    key = os.environ.get("EXPERTD_KEY", "") if key is None else key
+    if not isinstance(key, str) or not _KEY.fullmatch(key):
+        raise InvalidRequestError("key: expected printable ASCII without spaces, got something else")
     if url.startswith("unix:"):
         path = url.removeprefix("unix:")
         path = path.removeprefix("//")
         if not path.startswith("/"):
             raise _invalid(url)
-        return Address(url, path=path)
+        return Address(url, path=path, key=key)
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
@@ -53,7 +67,7 @@ def parse_address(url: str) -> Address:
         raise _invalid(url)
     if not url.isascii() or any(character.isspace() or character < " " for character in url):
         raise _invalid(url)
-    return Address(url, host, _DEFAULT_PORT if port is None else port, base=parts.path.rstrip("/"))
+    return Address(url, host, _DEFAULT_PORT if port is None else port, base=parts.path.rstrip("/"), key=key)
 
 
 def _invalid(url: str) -> InvalidRequestError:

@@ -45,13 +45,14 @@ class BaseClient:
         self,
         url: str,
         *,
+        key: str | None = None,
         transport: TransportName = "auto",
         timeout: float = DEFAULT_TIMEOUT,
         max_connections: int = DEFAULT_CONNECTIONS,
         max_retries: int = DEFAULT_RETRIES,
     ) -> None:
         check_limits(timeout, max_connections, max_retries)
-        address = parse_address(url)
+        address = parse_address(url, key)
         self._timeout = timeout
         self._http = HttpTransport(address, max_connections, max_retries)
         factories: dict[str, Callable[[], Transport]] = {

@@ -16,7 +16,8 @@ from expertd_client.steps import run
 class ExpertClient(BaseClient):
     """Calls to one expertd server; may be shared by threads, which then call at the same time.
 
-    `url`: `http://host:port` or `unix:/path`. `transport`: `auto` takes the fastest that works with this
+    `url`: `http://host:port` or `unix:/path`. `key`: the API key to send (default: EXPERTD_KEY of the
+    environment; "": none). `transport`: `auto` takes the fastest that works with this
     server. `timeout`: seconds that a call may take in all, unless it says otherwise (math.inf: any time).
     At most `max_connections` calls run at a time; others wait for their turn. A busy server that sends
     Retry-After is asked again up to `max_retries` times. Raises InvalidRequestError for arguments that cannot
@@ -44,8 +45,8 @@ class ExpertClient(BaseClient):
         `priority`, 1 to 255, are computed first; 0 is the server's default. `out` has it written there,
         without new memory; its contents are undefined after an error.
 
-        Raises InvalidRequestError, UnknownModelError, ServerBusyError, DeadlineError, ServerUnreachableError,
-        InvalidAnswerError; ExpertError for other statuses, such as 500.
+        Raises InvalidRequestError, AccessDeniedError, UnknownModelError, ServerBusyError, DeadlineError,
+        ServerUnreachableError, InvalidAnswerError; ExpertError for other statuses, such as 500.
         """
         call = layer_call(model, hidden_states, topk_ids, topk_weights, output_dtype, out, priority)
         run(self._infer(call, timeout))

@@ -1,5 +1,7 @@
 """The exceptions of this package. Every text is one sentence: `name: expected this, got that`."""
 
+_KEY = "key "  # what a 403 is about, if it is not the server's settings
+
 
 class ExpertError(Exception):
     """Base class; `status` is the HTTP status that the server answered, or None if no answer is the cause."""
@@ -11,6 +13,10 @@ class ExpertError(Exception):
 
 class InvalidRequestError(ExpertError, ValueError):
     """The request is wrong: found before it was sent (status None), or by the server (400, 413, ...)."""
+
+
+class AccessDeniedError(ExpertError):
+    """The server has API keys: the request has none, or an unknown one (401), or it lacks the right (403)."""
 
 
 class UnknownModelError(ExpertError):
@@ -57,6 +63,8 @@ def error_of(status: int, text: str, retry_after: float | None = None) -> Expert
         return ServerBusyError(text, status, retry_after)
     if status == 404:
         return UnknownModelError(text, status)
+    if status == 401 or (status == 403 and text.startswith(_KEY)):
+        return AccessDeniedError(text, status)
     if 400 <= status < 500 and status != 408:
         return InvalidRequestError(text, status)
     if status < 400:

@@ -15,6 +15,7 @@ from expertd_client.deadline import Deadline
 from expertd_client.device_memory import DeviceMemory
 from expertd_client.directory import RefusedError, Wanted
 from expertd_client.errors import (
+    AccessDeniedError,
     DeadlineError,
     ExpertError,
     InvalidRequestError,
@@ -58,7 +59,7 @@ def open_channel(
     """Open a channel with `sizes.num_bytes` of data, on the GPU `device` or in host memory (None).
 
     Raises RefusedError, TransportUnavailableError if the server has no channels or they cannot be used from
-    here; UnknownModelError, DeadlineError, ServerUnreachableError.
+    here; AccessDeniedError, UnknownModelError, DeadlineError, ServerUnreachableError.
     """
     memory: Any = {"system": {"byte_size": sizes.num_bytes}}
     exported = None
@@ -99,7 +100,7 @@ def _post(http: Asker, model: str, body: object, deadline: Deadline) -> Steps[An
         if error.status in (403, 405):
             raise TransportUnavailableError(str(error), error.status, is_offered=False) from error
         raise RefusedError(error) from error
-    except (DeadlineError, ServerUnreachableError):
+    except (AccessDeniedError, DeadlineError, ServerUnreachableError):
         raise
     except TransportUnavailableError:
         raise

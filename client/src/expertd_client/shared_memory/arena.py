@@ -15,6 +15,7 @@ from expertd_client.deadline import Deadline
 from expertd_client.device_memory import DeviceMemory, DeviceMemoryError
 from expertd_client.directory import RefusedError, Wanted
 from expertd_client.errors import (
+    AccessDeniedError,
     DeadlineError,
     ExpertError,
     InvalidRequestError,
@@ -159,7 +160,9 @@ def _register(http: Asker, wanted: Wanted, sizes: Sizes, closed: list[str]) -> S
 
 def _refusal(error: BaseException) -> BaseException:
     """What a failed registration means."""
-    if isinstance(error, DeadlineError | ServerUnreachableError) or not isinstance(error, ExpertError):
+    if not isinstance(error, ExpertError):
+        return error
+    if isinstance(error, AccessDeniedError | DeadlineError | ServerUnreachableError):
         return error
     if isinstance(error, InvalidRequestError) and not str(error).startswith(_LIMITS):
         return TransportUnavailableError(str(error), error.status)
