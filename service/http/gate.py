@@ -47,14 +47,16 @@ class KeyFile:
             return
         self._version = version
         try:
-            self._keys = load_keys(self._path)
+            keys = load_keys(self._path)
         except SettingsError as error:
             mistake, others = error.mistakes[0], len(error.mistakes) - 1
             more = f" (and {others} more)" if others else ""
             logger.error("%s%s; the keys that were read before remain in use", mistake, more)
-        else:
-            names = all_of([key.name for key in self._keys.keys]) or "none"
-            logger.info("keys: read %s again, which has %s", self._path, names)
+            return
+        if keys.keys != self._keys.keys:
+            self._keys = keys
+            names = all_of([key.name for key in keys.keys]) or "none"
+            logger.info("keys: %s has changed, and has %s", self._path, names)
 
 
 class Gate:

@@ -29,12 +29,16 @@ class YamlTextError(Exception):
         self.key = key
 
 
-def parse(text: str) -> Parsed:
-    """Parse a YAML (or JSON) document. Raises YamlTextError for invalid YAML and duplicate keys."""
+def parse(text: str, fast: bool = False) -> Parsed:
+    """Parse a YAML (or JSON) document. Raises YamlTextError for invalid YAML and duplicate keys.
+
+    fast  by libyaml, where PyYAML has it: a tenth of the time, with less helpful texts of errors
+    """
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader) if fast else yaml.SafeLoader
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        node = yaml.compose(text, Loader=loader)
         lines: dict[Key, int] = {} if node is None else dict(_lines(node, ()))
-        return Parsed(yaml.safe_load(text), lines)
+        return Parsed(yaml.load(text, Loader=loader), lines)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         problem = " ".join(f"{error.problem}".split())

@@ -344,7 +344,7 @@ def test_a_missing_config_or_a_used_port_exits_with_one_sentence() -> None:
     ],
 )
 def test_an_unusable_host_is_named(host: str, expected: str) -> None:
-    result = expertd("serve", "--host", host, "--port", "0", EXPERTD_CONFIG=str(DEMO))
+    result = expertd("serve", "--host", host, "--port", "0", "--insecure", EXPERTD_CONFIG=str(DEMO))
     assert result.returncode == 2
     assert f"expertd: {expected}" in result.stderr
 

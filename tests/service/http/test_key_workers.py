@@ -90,7 +90,7 @@ def test_every_process_reads_a_change(server: ServerProcess, keys: Path) -> None
 
 def test_a_process_that_is_replaced_has_the_last_valid_keys(server: ServerProcess, keys: Path) -> None:
     write_keys(keys, new=["infer"], metrics=["metrics"])
-    wait_for(lambda: server.log().count("which has new and metrics") == 3, "all processes have the new keys")
+    wait_for(lambda: server.log().count("and has new and metrics") == 3, "all processes have the new keys")
     before = workers_of(server)
     keys.write_text("[")
     for pid in before:

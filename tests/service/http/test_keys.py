@@ -134,7 +134,7 @@ async def test_keys_change_while_a_connection_is_open(
                 clock[0] += 1
                 assert await statuses(sock, "infer", "new", "other") == [401, 401, 200]
         assert caplog.messages == [
-            f"keys: read {keys} again, which has {names}"
+            f"keys: {keys} has changed, and has {names}"
             for names in ("infer and new", "infer and new", "other")
         ]
 
