@@ -1,5 +1,6 @@
 """`expertd keys new`, and a server's refusal of a file that cannot be used."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -66,3 +67,13 @@ def test_check_says_how_many_keys_there_are(tmp_path: Path, capsys: Output) -> N
     path.write_text("[]")
     assert main(["check", "--config", str(DEMO), "--port", "0", "--keys", str(path)]) == 0
     assert f"0 in {path}" in capsys.readouterr().out
+
+
+def test_only_the_node_with_the_front_end_needs_the_file(tmp_path: Path, capsys: Output) -> None:
+    given = ["--config", str(DEMO), "--keys", str(tmp_path / "none"), "--nnodes", "2"]
+    for node, code, detail in (("0", 2, "cannot be read"), ("1", 0, "none: node 0 has the front end")):
+        nodes = ["--rendezvous", "127.0.0.1:29512", "--node-rank", node]
+        assert main(["check", "--json", "--port", "0", *given, *nodes]) == code
+        checks = json.loads(capsys.readouterr().out)["checks"]
+        (found,) = [check["detail"] for check in checks if check["name"] == "keys"]
+        assert detail in found

@@ -127,6 +127,9 @@ async def test_keys_change_while_a_connection_is_open(
                 assert await statuses(sock, "infer", "new") == [200, 401], "looked at within the last second"
                 clock[0] += 1
                 assert await statuses(sock, "infer", "new") == [200, 200]
+                keys.touch()
+                clock[0] += 1
+                assert await statuses(sock, "infer", "new") == [200, 200], "the same keys"
                 write_keys(keys, infer=["metrics"], new=["infer"])
                 clock[0] += 1
                 assert await statuses(sock, "infer", "new") == [403, 200], "another right"
