@@ -104,13 +104,10 @@ class Metrics:
             self._step_failures.labels(model)
             self._expert_tokens.add(model, np.zeros(experts, dtype=np.int64))
 
-    def add_request_cells(self, cells: "memoryview[float]") -> None:
-        """Include what another process counts with `RequestCounts` of the same models."""
-        self._request_cells.append(cells)
-
-    def add_key_cells(self, cells: "memoryview[float]") -> None:
-        """Include what another process counts with `KeyCounts`."""
-        self._key_cells.append(cells)
+    def add_process(self, requests: "memoryview[float]", keys: "memoryview[float]") -> None:
+        """Include what another process counts with `RequestCounts` of the same models, and `KeyCounts`."""
+        self._request_cells.append(requests)
+        self._key_cells.append(keys)
 
     def set_backend(self, backend: str, device: str) -> None:
         """Report the backend and device that were chosen at start-up."""

@@ -80,8 +80,7 @@ class Workers:
         """Start the processes, on the running event loop."""
         app.engine.can_be_reached = lambda: len(self._reached) == self._count
         for index in range(self._count):
-            app.metrics.add_request_cells(self._counts.requests(index))
-            app.metrics.add_key_cells(self._counts.keys(index))
+            app.metrics.add_process(self._counts.requests(index), self._counts.keys(index))
             self._counts.connections[index] = math.inf
             self._tasks.append(asyncio.get_running_loop().create_task(self._keep(app, index)))
 
