@@ -15,6 +15,7 @@ MODEL_VERSION = "1"
 class LayerSpec:
     """A served model's sizes; `datatype` applies to requests without a JSON header.
 
+    max_json_bytes: of the JSON part of a request, and of an output as JSON.
     host_routing: whether the host must see topk_ids and topk_weights, because steps in the masked layout do.
     """
 
@@ -23,6 +24,7 @@ class LayerSpec:
     top_k: int
     datatype: str
     max_request_tokens: int
+    max_json_bytes: int
     host_routing: bool = False
 
 
@@ -35,6 +37,7 @@ def specs_of(settings: Settings) -> dict[str, LayerSpec]:
             top_k=model.top_k,
             datatype=model.datatype,
             max_request_tokens=settings.limits.max_request_tokens,
+            max_json_bytes=settings.limits.max_json_bytes,
             host_routing=model.masked_max_tokens > 0,
         )
         for model in settings.models

@@ -5,11 +5,11 @@ import asyncio
 from starlette.requests import Request
 from starlette.types import Receive
 
-from expertd.service.http.protocol import OipError
+from expertd.service.http.protocol import BodyLimit, OipError
 from expertd.service.sentences import shown
 from expertd.service.settings.parts import Limits
 
-CONTROL_BODY_BYTES = 64 * 1024
+CONTROL_BODY = BodyLimit(64 * 1024)
 # In an ASGI message of our own server: bytes that the body is known to have after this part of it.
 BYTES_AHEAD = "expertd.bytes_ahead"
 
@@ -32,8 +32,8 @@ class BodyReader:
         for reading in self._reading:
             reading.reschedule(0)
 
-    async def read(self, receive: Receive, content_length: int | None, limit: int) -> bytes:
-        """The whole body, at most `limit` bytes.
+    async def read(self, receive: Receive, content_length: int | None, limit: BodyLimit) -> bytes:
+        """The whole body, within `limit`.
 
         Raises OipError (408; 413 as soon as the body is known to be too long; 503), ClientGoneError.
         """
@@ -53,13 +53,13 @@ class BodyReader:
             raise OipError(408, sentence, headers=close) from error
 
 
-async def _read(receive: Receive, content_length: int | None, limit: int) -> bytes:
+async def _read(receive: Receive, content_length: int | None, limit: BodyLimit) -> bytes:
     if content_length is not None:
-        _check(content_length, limit)
+        limit.check(content_length)
     message = await receive()
     if message["type"] == "http.request" and not message.get("more_body", False):
         body: bytes = message.get("body", b"")
-        _check(len(body), limit)
+        limit.check(len(body))
         return body
     chunks: list[bytes] = []
     size = 0
@@ -69,16 +69,11 @@ async def _read(receive: Receive, content_length: int | None, limit: int) -> byt
         chunk = message.get("body", b"")
         chunks.append(chunk)
         size += len(chunk)
-        if size + message.get(BYTES_AHEAD, 0) > limit:
-            raise OipError(413, f"body: expected at most {limit} bytes, got more")
+        if size + message.get(BYTES_AHEAD, 0) > limit.num_bytes:
+            raise limit.refusal()
         if not message.get("more_body", False):
             return b"".join(chunks)
         message = await receive()
-
-
-def _check(size: int, limit: int) -> None:
-    if size > limit:
-        raise OipError(413, f"body: expected at most {limit} bytes, got {size}")
 
 
 def number_of_bytes(value: bytes, header: str, earlier: int | None) -> int:
@@ -106,4 +101,4 @@ async def control_body(request: Request, bodies: BodyReader) -> bytes:
         elif name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
             got = shown(value.decode("latin-1"))
             raise OipError(415, f"Content-Encoding: expected none for this call, got {got}")
-    return await bodies.read(request.receive, length, CONTROL_BODY_BYTES)
+    return await bodies.read(request.receive, length, CONTROL_BODY)

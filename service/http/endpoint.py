@@ -37,8 +37,3 @@ class InferEndpoint:
         else:
             self._last_caller, self._in_a_row = caller, 0
         return self._in_a_row >= _ALONE
-
-    @property
-    def max_body_bytes(self) -> int:
-        """Of one body."""
-        return self.engine.settings.limits.max_body_bytes

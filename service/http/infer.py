@@ -33,17 +33,13 @@ class InferCall(InferEnding):
 
     def admit(self) -> bool:
         """Check all that is known before the body; False if the request is refused."""
-        head, endpoint = self._head, self._endpoint
-        engine = endpoint.engine
+        head, engine = self._head, self._endpoint.engine
         try:
-            endpoint.gate.admit_infer(head)
+            self._endpoint.gate.admit_infer(head)
             self._spec: LayerSpec = engine.model(head.model, head.version)
             engine.check_loaded(head.model)
-            head.read()
+            head.read(engine.settings.limits)
             engine.check_capacity(head.model)
-            limit = endpoint.max_body_bytes
-            if head.content_length is not None and head.content_length > limit:
-                raise OipError(413, f"body: expected at most {limit} bytes, got {head.content_length}")
         except Exception as error:
             self.refuse(error)
             return False
@@ -68,8 +64,7 @@ class InferCall(InferEnding):
 
     def _parse(self) -> None:
         engine = self._endpoint.engine
-        limits, new_uses = engine.settings.limits, engine.region_uses
-        self._plan = parse_body(self._received, self._head, self._spec, limits, self._arena, new_uses)
+        self._plan = parse_body(self._received, self._head, self._spec, self._arena, engine.region_uses)
         self._regions = self._plan.request.regions
 
     def _parsed(self, _: None) -> None:

@@ -1,6 +1,6 @@
 """The body of an infer request as it arrives: bytes if it is small, else a block that the device reads."""
 
-from expertd.service.http.protocol import OipError
+from expertd.service.http.protocol import BodyLimit, OipError
 from expertd.service.memory import Arena, Block, Buffer, Span
 
 LARGE_BYTES = 64 * 1024  # from this size on, bodies and outputs lie in the arena
@@ -8,7 +8,7 @@ ALIGNMENT = 256  # of the first byte behind the JSON: devices read aligned tenso
 
 
 class InferBody:
-    """Receives at most `limit` bytes, by `write`, or by the socket at `rest`.
+    """Receives a body within `limit`, by `write`, or by the socket at `rest`.
 
     arena          where large bodies go; None: nowhere, all are bytes
     length         bytes of the whole body, if known
@@ -18,7 +18,7 @@ class InferBody:
     __slots__ = ("_arena", "_length", "_limit", "_size", "_small", "_start", "block")
 
     def __init__(
-        self, arena: Arena | None, limit: int, length: int | None, header_length: int | None
+        self, arena: Arena | None, limit: BodyLimit, length: int | None, header_length: int | None
     ) -> None:
         self._arena = arena
         self._limit = limit
@@ -32,8 +32,8 @@ class InferBody:
 
     def expect(self, num_bytes: int) -> None:
         """Raise OipError (413) if this many more bytes exceed the limit."""
-        if self._size + num_bytes > self._limit:
-            raise OipError(413, f"body: expected at most {self._limit} bytes, got more")
+        if self._size + num_bytes > self._limit.num_bytes:
+            raise self._limit.refusal()
 
     def write(self, piece: memoryview) -> None:
         """Append `piece`. Raises OipError (413; 503 if the arena is full)."""
@@ -78,7 +78,7 @@ class InferBody:
         """Continue in a block for `size` bytes."""
         if self._arena is None:
             return
-        needed = self._start + min(size, self._limit)
+        needed = self._start + min(size, self._limit.num_bytes)
         if self.block is not None and self.block.extend(needed):
             return
         block = take(self._arena, needed)

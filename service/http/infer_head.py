@@ -4,7 +4,9 @@ from collections.abc import Sequence
 
 from expertd.service.http.bodies import number_of_bytes
 from expertd.service.http.plans import Plans
+from expertd.service.http.protocol import BodyLimit, body_limit
 from expertd.service.settings.keys import Keys
+from expertd.service.settings.parts import Limits
 
 _HEADER_LENGTH = "Inference-Header-Content-Length"
 
@@ -25,6 +27,7 @@ class InferHead:
         "headers",
         "key_name",
         "keys",
+        "limit",
         "model",
         "plans",
         "version",
@@ -37,6 +40,7 @@ class InferHead:
         self.header_length: int | None = None
         self.content_encoding: str | None = None
         self.accept_encoding = ""
+        self.limit = BodyLimit(0)
         self.expects = any(name == b"expect" for name, _ in headers)
         self.plans = Plans()
         self.headers = headers
@@ -44,10 +48,11 @@ class InferHead:
         self.key_name = ""
         self._is_read = False
 
-    def read(self) -> None:
-        """Read the headers, unless that is done. Raises OipError (400)."""
+    def read(self, limits: Limits) -> None:
+        """Read the headers and check the sizes in them, unless that is done. Raises OipError (400, 413)."""
         if self._is_read:
             return
+        self.content_encoding, self.accept_encoding = None, ""
         for name, value in self.headers:
             if name == b"inference-header-content-length":
                 self.header_length = number_of_bytes(value, _HEADER_LENGTH, self.header_length)
@@ -57,7 +62,18 @@ class InferHead:
                 self.content_encoding = _joined(self.content_encoding, value)
             elif name == b"accept-encoding":
                 self.accept_encoding = _joined(self.accept_encoding, value)
+        self._check_sizes(limits)
         self._is_read = True
+
+    def _check_sizes(self, limits: Limits) -> None:
+        length, json_bytes = self.content_length, self.header_length
+        self.limit = body_limit(limits.max_body_bytes, limits.max_json_bytes, json_bytes)
+        if length is not None:
+            self.limit.check(length)
+        if json_bytes is not None:
+            if length is not None and self.content_encoding is None:
+                json_bytes = min(json_bytes, length)  # that it is longer than the body is another error
+            BodyLimit(limits.max_json_bytes, is_json=True).check(json_bytes)
 
 
 def _joined(earlier: str | None, value: bytes) -> str:

@@ -29,7 +29,7 @@ class InferRoute:
         watch = caller.loop.call_later(_WATCH_AFTER_SECONDS, caller.watch, call, receive)
         if call.admit():
             try:
-                content = await self._bodies.read(receive, head.content_length, self._endpoint.max_body_bytes)
+                content = await self._bodies.read(receive, head.content_length, head.limit)
             except ClientGoneError:
                 call.leave()
             except Exception as error:

@@ -1,4 +1,4 @@
-"""From the bytes of an infer request to its plan: decompresses, checks the size of its JSON, parses."""
+"""From the bytes of an infer request to its plan: decompresses, parses."""
 
 from dataclasses import dataclass
 
@@ -6,9 +6,8 @@ from expertd.service.engine.spec import LayerSpec
 from expertd.service.http.infer_body import InferBody
 from expertd.service.http.infer_head import InferHead
 from expertd.service.http.plans import Plan
-from expertd.service.http.protocol import NewUses, OipError, decompress
+from expertd.service.http.protocol import NewUses, decompress
 from expertd.service.memory import Arena, Buffer, Span, host_view
-from expertd.service.settings.parts import Limits
 
 # Below this many bytes a thread hop costs more than the work.
 INLINE_BYTES = 64 * 1024
@@ -39,22 +38,17 @@ def parse_body(
     received: Received,
     head: InferHead,
     spec: LayerSpec,
-    limits: Limits,
     arena: Arena | None,
     new_uses: NewUses,
 ) -> Plan:
     """Parse a body, after replacing its content if it is compressed. Raises OipError."""
     if head.content_encoding is not None:
-        content = decompress(host_view(received.content), head.content_encoding, limits.max_body_bytes)
+        content = decompress(host_view(received.content), head.content_encoding, head.limit)
         received.release()  # before its successor takes memory
         received.content, received.body = content, None
-        body = InferBody(arena, limits.max_body_bytes, len(content), head.header_length)
+        body = InferBody(arena, head.limit, len(content), head.header_length)
         body.write(memoryview(content))
         received.content, received.body = body.content(), body
-    size, limit = _json_bytes(received, head), limits.max_json_bytes
-    if size > limit:
-        text = f"JSON: expected at most {limit} bytes, got {size}; send tensors in binary"
-        raise OipError(413, text, reason="json_too_large")
     plan = head.plans.parse(received.content, head.header_length, spec, new_uses)
     if not plan.uses_body:
         received.release()

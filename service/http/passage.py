@@ -7,7 +7,7 @@ from pathlib import Path
 from starlette.types import Receive, Scope, Send
 
 from expertd.service.engine.spec import MODEL_VERSION
-from expertd.service.http.bodies import CONTROL_BODY_BYTES, BodyReader, ClientGoneError, number_of_bytes
+from expertd.service.http.bodies import CONTROL_BODY, BodyReader, ClientGoneError, number_of_bytes
 from expertd.service.http.gate import Gate
 from expertd.service.http.infer_head import InferHead
 from expertd.service.http.protocol import OipError
@@ -71,7 +71,7 @@ class Passage:
                 length = number_of_bytes(value, "Content-Length", length)
         if not has_body and not length:
             return b""
-        return await self._bodies.read(receive, length, CONTROL_BODY_BYTES)
+        return await self._bodies.read(receive, length, CONTROL_BODY)
 
     async def _ask(
         self, method: bytes, target: bytes, headers: Headers, body: bytes

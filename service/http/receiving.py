@@ -73,8 +73,7 @@ class Receiving(Replies):
         if not call.admit():
             return
         try:
-            limit = endpoint.max_body_bytes
-            self._infer_body = InferBody(arena, limit, head.content_length, infer.header_length)
+            self._infer_body = InferBody(arena, infer.limit, head.content_length, infer.header_length)
         except OipError as error:
             call.refuse(error)
             return

@@ -27,9 +27,10 @@ class Limits(Frozen):
         default=64 * MIB, ge=1, description="maximum bytes of a request body, compressed and decompressed"
     )
     max_json_bytes: int = Field(
-        default=8 * MIB,
+        default=MIB,
         ge=1,
-        description="maximum bytes of JSON in an infer request; parsing blocks the event loop",
+        description="maximum bytes of JSON in an infer request, decompressed, and of an output as JSON; "
+        "other requests wait while it is parsed or written",
     )
     max_buffered_bytes: int | None = Field(
         default=None,

@@ -3,6 +3,7 @@
 from expertd.service.http.protocol.compression import accepts_gzip, compress, decompress, requested_encoding
 from expertd.service.http.protocol.datatypes import ELEMENT_BYTES
 from expertd.service.http.protocol.errors import OipError, error_body
+from expertd.service.http.protocol.limits import BodyLimit, body_limit
 from expertd.service.http.protocol.places import NewUses, no_regions
 from expertd.service.http.protocol.request import INPUT_DATATYPES, OUTPUT, InferRequest, parse_request
 from expertd.service.http.protocol.response import InferResponse, build_response
@@ -11,11 +12,13 @@ __all__ = [
     "ELEMENT_BYTES",
     "INPUT_DATATYPES",
     "OUTPUT",
+    "BodyLimit",
     "InferRequest",
     "InferResponse",
     "NewUses",
     "OipError",
     "accepts_gzip",
+    "body_limit",
     "build_response",
     "compress",
     "decompress",

@@ -3,6 +3,7 @@
 import zlib
 
 from expertd.service.http.protocol.errors import OipError
+from expertd.service.http.protocol.limits import BodyLimit
 from expertd.service.memory import Buffer
 from expertd.service.sentences import shown
 
@@ -13,10 +14,11 @@ ENCODINGS = "gzip, deflate"
 _FASTEST = 1  # tensors hardly shrink at any level
 
 
-def decompress(body: Buffer, content_encoding: str, limit: int) -> Buffer:
+def decompress(body: Buffer, content_encoding: str, limit: BodyLimit) -> Buffer:
     """Decompress `body`. Its Content-Encoding may list one coding, besides identity.
 
-    Raises OipError: 415 for another coding or several, 400 for invalid data, 413 for more than `limit` bytes.
+    Raises OipError: 415 for another coding or several, 400 for invalid data, 413 as soon as it
+    exceeds `limit`.
     """
     names = [name for item in content_encoding.split(",") if (name := item.strip().lower())]
     codings = [name for name in names if name != "identity"]
@@ -34,10 +36,10 @@ def decompress(body: Buffer, content_encoding: str, limit: int) -> Buffer:
         raise OipError(400, f"body: expected {codings[0]} data, got {error}") from error
 
 
-def _inflate(body: Buffer, coding: str, limit: int) -> bytes:
+def _inflate(body: Buffer, coding: str, limit: BodyLimit) -> bytes:
     """Decompress all gzip members of `body` (RFC 1952, 2.2), or its single deflate stream."""
     chunks: list[bytes] = []
-    room, start, members = limit, 0, 0
+    room, start, members = limit.num_bytes, 0, 0
     while start < len(body) or not members:
         if members and coding == "deflate":
             raise OipError(400, "body: expected one whole deflate stream, got bytes after its end")
@@ -51,7 +53,7 @@ def _inflate(body: Buffer, coding: str, limit: int) -> bytes:
             chunk = decoder.decompress(body[start : start + _PIECE_BYTES], room + 1)
             room -= len(chunk)
             if room < 0:
-                raise OipError(413, f"body: expected at most {limit} bytes when decompressed, got more")
+                raise limit.refusal(decompressed=True)
             chunks.append(chunk)
             start += _PIECE_BYTES
         start = min(start, len(body)) - len(decoder.unused_data)

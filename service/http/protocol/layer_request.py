@@ -10,6 +10,8 @@ from expertd.service.http.protocol.places import check_routing, hidden_states_at
 from expertd.service.memory import Buffer, Place, RegionUses, Span
 from expertd.service.moe.request import LayerRequest
 
+_NUMBER_BYTES = 24  # of JSON: the longest value of any datatype, such as -1.1754943508222875e-38, and a comma
+
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
@@ -47,6 +49,18 @@ def check_shapes(tensors: Mapping[str, Tensor], spec: LayerSpec) -> None:
     if ("topk_ids" in tensors) != ("topk_weights" in tensors):
         given = "topk_ids" if "topk_ids" in tensors else "topk_weights"
         raise OipError(400, f"inputs topk_ids and topk_weights: expected both or neither, got {given} alone")
+
+
+def check_json_output(output: Output, num_tokens: int, spec: LayerSpec) -> None:
+    """Raise OipError (413) if the output is wanted as JSON and may be too large for that."""
+    most = num_tokens * spec.hidden_size * _NUMBER_BYTES
+    if output.binary or output.place is not None or most <= spec.max_json_bytes:
+        return
+    text = (
+        f"output hidden_states: expected at most {spec.max_json_bytes} bytes of JSON, got up to {most} for "
+        f"shape {[num_tokens, spec.hidden_size]}; set binary_data_output to get it in binary"
+    )
+    raise OipError(413, text, reason="json_too_large")
 
 
 def layer_request(

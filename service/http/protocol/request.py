@@ -11,6 +11,7 @@ from expertd.service.http.protocol.errors import OipError
 from expertd.service.http.protocol.layer_request import (
     Output,
     Tensor,
+    check_json_output,
     check_shape,
     check_shapes,
     layer_request,
@@ -74,8 +75,8 @@ def parse_request(
 ) -> InferRequest:
     """Parse `body`, whose first `header_length` bytes are JSON (None: all of it; 0: none).
 
-    Binary tensors are views of `body`, or parts of the span. Raises OipError (400; 503 without memory to copy
-    a region to).
+    Binary tensors are views of `body`, or parts of the span. Raises OipError (400; 413 for a large output
+    as JSON; 503 without memory to copy a region to).
     """
     if header_length == 0:
         return _parse_raw(body, spec)
@@ -167,6 +168,7 @@ def _parse_header(
         output = _parse_outputs(outputs, output)
     timeout, priority = _timeout(parameters), _priority(parameters)
     check_shapes(tensors, spec)
+    check_json_output(output, tensors["hidden_states"].shape[0], spec)
     uses = uses_of([*(tensor.data for tensor in tensors.values()), output.place], new_uses)
     try:
         layer = layer_request(tensors, output, spec, uses)

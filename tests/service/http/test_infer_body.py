@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from expertd.service.http.infer_body import LARGE_BYTES, InferBody
-from expertd.service.http.protocol import OipError
+from expertd.service.http.protocol import BodyLimit, OipError
 from expertd.service.memory import Arena, Span, host_view
 
 MIB = 1 << 20
@@ -24,7 +24,7 @@ def pattern(size: int) -> bytes:
 
 
 def test_a_small_body_is_bytes(arena: Arena) -> None:
-    body = InferBody(arena, MIB, 5, 2)
+    body = InferBody(arena, BodyLimit(MIB), 5, 2)
     body.write(memoryview(b"ab"))
     body.write(memoryview(b"cde"))
     assert body.rest is None
@@ -33,7 +33,7 @@ def test_a_small_body_is_bytes(arena: Arena) -> None:
 
 def test_a_large_body_is_written_in_place_with_aligned_tensors(arena: Arena) -> None:
     data = pattern(LARGE_BYTES)
-    body = InferBody(arena, MIB, len(data), 187)
+    body = InferBody(arena, BodyLimit(MIB), len(data), 187)
     body.write(memoryview(data)[:1000])
     rest = body.rest
     assert rest is not None
@@ -51,7 +51,7 @@ def test_a_large_body_is_written_in_place_with_aligned_tensors(arena: Arena) -> 
 @pytest.mark.parametrize("piece", [1000, 50_000, LARGE_BYTES])
 def test_a_body_of_unknown_length_grows(arena: Arena, piece: int) -> None:
     data = pattern(MIB)
-    body = InferBody(arena, MIB, None, 16)
+    body = InferBody(arena, BodyLimit(MIB), None, 16)
     for begin in range(0, MIB, piece):
         body.write(memoryview(data)[begin : begin + piece])
         assert body.rest is None
@@ -67,10 +67,10 @@ def test_a_body_of_unknown_length_grows(arena: Arena, piece: int) -> None:
 def test_without_room_it_is_refused(arena: Arena) -> None:
     other = arena.take(3 * MIB)
     assert other is not None
-    growing = InferBody(arena, 2 * MIB, None, 0)
+    growing = InferBody(arena, BodyLimit(2 * MIB), None, 0)
     growing.write(memoryview(bytes(300_000)))
     for write in (
-        lambda: InferBody(arena, 2 * MIB, MIB, 0),
+        lambda: InferBody(arena, BodyLimit(2 * MIB), MIB, 0),
         lambda: growing.write(memoryview(bytes(600_000))),
     ):
         with pytest.raises(OipError, match="max_buffered_bytes: expected memory") as caught:
@@ -82,6 +82,6 @@ def test_without_room_it_is_refused(arena: Arena) -> None:
 
 
 def test_without_an_arena_all_bodies_are_bytes() -> None:
-    body = InferBody(None, MIB, LARGE_BYTES, 0)
+    body = InferBody(None, BodyLimit(MIB), LARGE_BYTES, 0)
     body.write(memoryview(bytes(LARGE_BYTES)))
     assert body.content() == bytes(LARGE_BYTES)

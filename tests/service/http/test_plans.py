@@ -12,7 +12,7 @@ from expertd.service.http.protocol import OipError, parse_request
 from expertd.service.memory import Arena, Span, host_view
 from expertd.service.moe.request import LayerRequest
 
-SPEC = LayerSpec(name="m", hidden_size=4, top_k=2, datatype="FP32", max_request_tokens=8)
+SPEC = LayerSpec(name="m", hidden_size=4, top_k=2, datatype="FP32", max_request_tokens=8, max_json_bytes=1000)
 
 
 def tensor(name: str, datatype: str, columns: int, size: int) -> dict[str, Any]:

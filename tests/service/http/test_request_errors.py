@@ -147,21 +147,6 @@ async def test_a_length_may_be_repeated_if_it_agrees(name: str) -> None:
         assert text == f"{name}: expected one number of bytes, got {right[name]} and 11"
 
 
-async def test_json_that_takes_long_to_parse_is_refused_and_binary_is_not() -> None:
-    async with serving(tiny_settings(limits={"max_json_bytes": 2000})) as server:
-        numbers = {
-            "name": "hidden_states",
-            "datatype": "FP32",
-            "shape": [9, HIDDEN],
-            "data": [0.125] * 9 * HIDDEN,
-        }
-        body = json.dumps({"inputs": [numbers]}).encode()
-        assert len(body) > 2000
-        text = error_of(await server.infer(body, None), 413)
-        assert text == f"JSON: expected at most 2000 bytes, got {len(body)}; send tensors in binary"
-        output_of(await server.infer(*hidden_request(rows(60))))
-
-
 async def test_bodies_beyond_the_limit_are_refused_with_any_content_length() -> None:
     async def chunks() -> AsyncIterator[bytes]:
         for _ in range(20):

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expertd.service.engine.spec import LayerSpec
-from expertd.service.http.protocol import OipError, decompress, parse_request
+from expertd.service.http.protocol import BodyLimit, OipError, decompress, parse_request
 from expertd.service.memory import host_view
 
-SPEC = LayerSpec(name="m", hidden_size=4, top_k=2, datatype="FP32", max_request_tokens=8)
+SPEC = LayerSpec(name="m", hidden_size=4, top_k=2, datatype="FP32", max_request_tokens=8, max_json_bytes=1000)
 
 _json = st.recursive(
     st.none()
@@ -77,5 +77,5 @@ def test_any_bytes_parse_or_are_refused(body: bytes, length: int | None) -> None
 @given(st.binary(max_size=60), st.sampled_from(["gzip", "deflate", "br", ""]))
 def test_any_bytes_decompress_or_are_refused(body: bytes, encoding: str) -> None:
     with pytest.raises(OipError) as caught:
-        decompress(body, encoding, 100)
+        decompress(body, encoding, BodyLimit(100))
     assert caught.value.status in (400, 415)

@@ -22,7 +22,7 @@ from expertd.service.memory import (
 )
 from tests.service.shm import shm_file
 
-SPEC = LayerSpec(name="m", hidden_size=4, top_k=2, datatype="FP32", max_request_tokens=8)
+SPEC = LayerSpec(name="m", hidden_size=4, top_k=2, datatype="FP32", max_request_tokens=8, max_json_bytes=1000)
 SIZE = 4096
 
 

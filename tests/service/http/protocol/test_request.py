@@ -11,7 +11,7 @@ from expertd.service.engine.spec import LayerSpec
 from expertd.service.http.protocol import OipError, parse_request
 from expertd.service.memory import host_view
 
-SPEC = LayerSpec(name="m", hidden_size=4, top_k=2, datatype="FP32", max_request_tokens=8)
+SPEC = LayerSpec(name="m", hidden_size=4, top_k=2, datatype="FP32", max_request_tokens=8, max_json_bytes=1000)
 ONE_ROW = {"name": "hidden_states", "shape": [1, 4], "datatype": "FP32", "data": [1, 2.5, -3, 0]}
 IDS = {"name": "topk_ids", "shape": [1, 2], "datatype": "INT32", "data": [[0, 3]]}
 WEIGHTS = {"name": "topk_weights", "shape": [1, 2], "datatype": "FP32", "data": [[0.25, 0.75]]}

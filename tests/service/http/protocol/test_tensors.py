@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from expertd.service.engine.spec import LayerSpec
 from expertd.service.http.protocol import (
+    BodyLimit,
     OipError,
     accepts_gzip,
     build_response,
@@ -23,7 +24,7 @@ from expertd.service.http.protocol import (
 )
 from expertd.service.http.protocol.datatypes import bytes_to_numbers, numbers_to_bytes
 
-SPEC = LayerSpec(name="m", hidden_size=4, top_k=2, datatype="FP32", max_request_tokens=8)
+SPEC = LayerSpec(name="m", hidden_size=4, top_k=2, datatype="FP32", max_request_tokens=8, max_json_bytes=1000)
 ONE_ROW = {"name": "hidden_states", "shape": [1, 4], "datatype": "FP32", "data": [1, 2.5, -3, 0]}
 
 
@@ -82,9 +83,9 @@ def test_compression_round_trips(encoding: str) -> None:
     packed = compress([body[:10], memoryview(body)[10:]], encoding)
     assert len(packed) < len(body)
     assert (gzip.decompress(packed) if encoding == "gzip" else zlib.decompress(packed)) == body
-    assert decompress(packed, encoding, len(body)) == body
+    assert decompress(packed, encoding, BodyLimit(len(body))) == body
     with pytest.raises(OipError, match="at most 599 bytes when decompressed") as caught:
-        decompress(packed, encoding, len(body) - 1)
+        decompress(packed, encoding, BodyLimit(len(body) - 1))
     assert caught.value.status == 413
     after = "bytes after its end" if encoding == "deflate" else "expected gzip data"
     for broken, expected in (
@@ -93,43 +94,43 @@ def test_compression_round_trips(encoding: str) -> None:
         (packed + b"no gzip", after),
     ):
         with pytest.raises(OipError, match=expected):
-            decompress(broken, encoding, len(body))
+            decompress(broken, encoding, BodyLimit(len(body)))
 
 
 def test_gzip_may_have_several_members() -> None:
     parts = [b"expert" * 30_000, b"", bytes(range(256)) * 500, b"x"]
     packed = b"".join(map(gzip.compress, parts))
     whole = b"".join(parts)
-    assert decompress(packed, "gzip", len(whole)) == whole
+    assert decompress(packed, "gzip", BodyLimit(len(whole))) == whole
     with pytest.raises(OipError, match=f"at most {len(whole) - 1} bytes") as caught:
-        decompress(packed, "gzip", len(whole) - 1)
+        decompress(packed, "gzip", BodyLimit(len(whole) - 1))
     assert caught.value.status == 413
     for broken in (packed[:-1], packed + packed[:5]):
         with pytest.raises(OipError, match="a part of it"):
-            decompress(broken, "gzip", 2 * len(whole))
+            decompress(broken, "gzip", BodyLimit(2 * len(whole)))
     with pytest.raises(OipError, match="bytes after its end"):
-        decompress(zlib.compress(b"x") * 2, "deflate", 2)
+        decompress(zlib.compress(b"x") * 2, "deflate", BodyLimit(2))
 
 
 def test_the_number_of_gzip_members_is_limited() -> None:
     empty = gzip.compress(b"")
-    assert decompress(empty * 4096, "gzip", 0) == b""
+    assert decompress(empty * 4096, "gzip", BodyLimit(0)) == b""
     with pytest.raises(OipError, match="at most 4096 gzip members") as caught:
-        decompress(empty * 4097, "gzip", 0)
+        decompress(empty * 4097, "gzip", BodyLimit(0))
     assert caught.value.status == 400
 
 
 @pytest.mark.parametrize("content_encoding", ["identity", "identity,", " Identity ,, identity"])
 def test_identity_means_uncompressed(content_encoding: str) -> None:
-    assert decompress(b"x", content_encoding, 0) == b"x"
+    assert decompress(b"x", content_encoding, BodyLimit(0)) == b"x"
     packed = gzip.compress(b"x")
-    assert decompress(packed, f"{content_encoding}, X-GZip", 1) == b"x"
+    assert decompress(packed, f"{content_encoding}, X-GZip", BodyLimit(1)) == b"x"
 
 
 @pytest.mark.parametrize("content_encoding", ["gzip, gzip", "deflate,gzip", "gzip, br", "br", "", ","])
 def test_several_codings_are_refused(content_encoding: str) -> None:
     with pytest.raises(OipError) as caught:
-        decompress(gzip.compress(gzip.compress(b"x")), content_encoding, 1000)
+        decompress(gzip.compress(gzip.compress(b"x")), content_encoding, BodyLimit(1000))
     assert caught.value.status == 415
     expected = f"Content-Encoding: expected gzip, deflate or identity, got {content_encoding!r}"
     assert caught.value.message == expected
@@ -138,7 +139,7 @@ def test_several_codings_are_refused(content_encoding: str) -> None:
 def test_a_decompression_bomb_is_refused() -> None:
     bomb = gzip.compress(bytes(50_000_000))
     with pytest.raises(OipError) as caught:
-        decompress(bomb, "gzip", 1000)
+        decompress(bomb, "gzip", BodyLimit(1000))
     assert caught.value.status == 413
 
 

@@ -1,0 +1,35 @@
+"""How many bytes a body may have. JSON is for people, so it has a small limit of its own."""
+
+from dataclasses import dataclass
+
+from expertd.service.http.protocol.errors import OipError
+
+_HINT = "send tensors in binary, with Inference-Header-Content-Length"
+
+
+@dataclass(frozen=True, slots=True)
+class BodyLimit:
+    """The most bytes of a body, compressed and decompressed; `is_json`: all of it is JSON."""
+
+    num_bytes: int
+    is_json: bool = False
+
+    def check(self, num_bytes: int) -> None:
+        """Raise OipError (413) if a body of `num_bytes` is too large."""
+        if num_bytes > self.num_bytes:
+            raise self.refusal(str(num_bytes))
+
+    def refusal(self, got: str = "more", *, decompressed: bool = False) -> OipError:
+        """The error for a body that is too large."""
+        what = " when decompressed" if decompressed else ""
+        if not self.is_json:
+            return OipError(413, f"body: expected at most {self.num_bytes} bytes{what}, got {got}")
+        text = f"JSON: expected at most {self.num_bytes} bytes{what}, got {got}; {_HINT}"
+        return OipError(413, text, reason="json_too_large")
+
+
+def body_limit(max_body_bytes: int, max_json_bytes: int, header_length: int | None) -> BodyLimit:
+    """The limit of an infer body; without a header length, all of it is JSON."""
+    if header_length is None and max_json_bytes < max_body_bytes:
+        return BodyLimit(max_json_bytes, is_json=True)
+    return BodyLimit(max_body_bytes)
