@@ -1,6 +1,7 @@
 """The answers to infer requests: an output, or an error."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from expertd.service.engine.errors import EngineError
@@ -29,12 +30,15 @@ class Answer:
     close: bool = False
 
 
-def output_answer(plan: Plan, output: Output, spec: LayerSpec, accept_encoding: str) -> Answer:
+def output_answer(
+    plan: Plan, output: Output, spec: LayerSpec, accept_encoding: str, pause: Callable[[], object]
+) -> Answer:
     """The answer with `output`; in binary and uncompressed, its beginning is kept in `plan`.
 
-    Raises OipError (400) if JSON is requested but cannot represent the values.
+    `pause` is called while much JSON is written. Raises OipError (400) if JSON is requested but cannot
+    represent the values.
     """
-    response = build_response(plan.request, output, spec)
+    response = build_response(plan.request, output, spec, pause)
     parts, headers = response.parts, []
     content_type = b"application/json"
     if response.header_length is not None:

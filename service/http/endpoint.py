@@ -5,6 +5,7 @@ from typing import Protocol
 from expertd.service.engine.refusals import Reason
 from expertd.service.http.gate import Gate
 from expertd.service.http.infer_engine import Forward, InferEngine
+from expertd.service.http.threads import Threads
 
 _ALONE = 8  # requests of one caller in a row
 
@@ -27,6 +28,7 @@ class InferEndpoint:
         self.metrics = metrics
         self.gate = gate
         self.forward = forward
+        self.threads = Threads()
         self._last_caller: object = None
         self._in_a_row = 0  # requests of the last caller
 

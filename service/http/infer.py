@@ -15,12 +15,16 @@ from expertd.service.engine.spec import LayerSpec
 from expertd.service.http.answers import Answer, client_gone, output_answer
 from expertd.service.http.infer_body import LARGE_BYTES, InferBody, take
 from expertd.service.http.infer_ending import InferEnding
-from expertd.service.http.parsing import INLINE_BYTES, Received, parse_body, takes_long
+from expertd.service.http.parsing import Received, parse_body, where_to_parse
+from expertd.service.http.plans import Plan
 from expertd.service.http.protocol import ELEMENT_BYTES, OipError
+from expertd.service.http.threads import Where, pause_for_others, thread_from
 from expertd.service.memory import Buffer, Span, host_view, is_on_gpu
 from expertd.service.moe.request import LayerRequest, Output
 
 T = TypeVar("T")
+
+_INLINE_NUMBERS = 2048  # that are written as JSON in about a millisecond
 
 
 class InferCall(InferEnding):
@@ -56,7 +60,7 @@ class InferCall(InferEnding):
                     self._plan = plan
                     self._parsed(None)
                     return
-            self._run(takes_long(received, head), self._parse, self._parsed)
+            self._run(where_to_parse(received, head), self._parse, self._parsed)
         except Exception as error:
             self.refuse(error)
 
@@ -79,7 +83,7 @@ class InferCall(InferEnding):
         if self._regions is None:
             self._loaded(None)
         else:
-            self._run(self._regions.load_bytes > INLINE_BYTES, self._regions.load, self._loaded)
+            self._run(thread_from(self._regions.load_bytes), self._regions.load, self._loaded)
 
     def _loaded(self, _: None) -> None:
         ids = self._layer.topk_ids
@@ -87,7 +91,7 @@ class InferCall(InferEnding):
         if ids is None or is_on_gpu(ids):
             self._submit(None)
         else:
-            self._run(16 * len(host_view(ids)) > INLINE_BYTES, self._validate, self._submit)
+            self._run(thread_from(16 * len(host_view(ids))), self._validate, self._submit)
 
     def _validate(self) -> None:
         try:
@@ -126,29 +130,42 @@ class InferCall(InferEnding):
             self._caller.reply(self, Answer(200, plan.fields, [plan.header, view]))
             return
         try:
-            size = 0 if self._regions is None else self._regions.store_bytes
-            if plan.request.json_output or (plan.request.binary_output and self._head.accept_encoding):
-                size = 8 * plan.num_tokens * self._spec.hidden_size
-            self._run(size > INLINE_BYTES, partial(self._respond, output), self._answer)
+            where = self._where_to_respond(plan)
+            self._run(where, partial(self._respond, output, where), self._answer)
         except Exception as error:
             self.refuse(error)
 
-    def _respond(self, output: Output) -> Answer:
+    def _where_to_respond(self, plan: Plan) -> Where:
+        numbers = plan.num_tokens * self._spec.hidden_size
+        if plan.request.json_output:
+            return Where.JSON_THREAD if numbers > _INLINE_NUMBERS else Where.EVENT_LOOP
+        if plan.request.binary_output and self._head.accept_encoding:
+            return thread_from(8 * numbers)
+        return thread_from(0 if self._regions is None else self._regions.store_bytes)
+
+    def _respond(self, output: Output, where: Where) -> Answer:
         assert self._plan is not None
         if self._regions is not None:
             self._regions.store(output)
-        return output_answer(self._plan, output, self._spec, self._head.accept_encoding)
+        pause = pause_for_others if where is Where.JSON_THREAD else _no_pause
+        return output_answer(self._plan, output, self._spec, self._head.accept_encoding, pause)
 
     def _answer(self, answer: Answer) -> None:
         self._caller.reply(self, answer)
 
-    def _run(self, in_thread: bool, work: Callable[[], T], then: Callable[[T], object]) -> None:
-        """`then(work())`, with `work` in a thread or here."""
-        if not in_thread:
+    def _run(self, where: Where, work: Callable[[], T], then: Callable[[T], object]) -> None:
+        """`then(work())`, with `work` done there; not at all if the caller leaves before."""
+        if where is Where.EVENT_LOOP:
             then(work())
             return
         self._working = True
-        self._caller.loop.run_in_executor(None, work).add_done_callback(partial(self._worked, then))
+        threads, loop = self._endpoint.threads, self._caller.loop
+        threads.run(where, loop, partial(self._work, work)).add_done_callback(partial(self._worked, then))
+
+    def _work(self, work: Callable[[], T]) -> T:
+        if self._left is not None:
+            raise self._left
+        return work()
 
     def _worked(self, then: Callable[[Any], object], done: "asyncio.Future[Any]") -> None:
         self._working = False
@@ -159,3 +176,7 @@ class InferCall(InferEnding):
             then(result)
         except Exception as error:
             self.refuse(error)
+
+
+def _no_pause() -> None:
+    """On the event loop."""

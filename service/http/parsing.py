@@ -7,10 +7,9 @@ from expertd.service.http.infer_body import InferBody
 from expertd.service.http.infer_head import InferHead
 from expertd.service.http.plans import Plan
 from expertd.service.http.protocol import NewUses, decompress
+from expertd.service.http.threads import INLINE_BYTES, Where
 from expertd.service.memory import Arena, Buffer, Span, host_view
 
-# Below this many bytes a thread hop costs more than the work.
-INLINE_BYTES = 64 * 1024
 _INLINE_COMPRESSED_BYTES = 1024  # which may become a thousand times as many
 
 
@@ -27,11 +26,15 @@ class Received:
             self.body.release()
 
 
-def takes_long(received: Received, head: InferHead) -> bool:
-    """Whether parsing is work for a thread."""
-    if head.content_encoding is not None:
-        return len(host_view(received.content)) > _INLINE_COMPRESSED_BYTES
-    return _json_bytes(received, head) > INLINE_BYTES
+def where_to_parse(received: Received, head: InferHead) -> Where:
+    """Where a body is parsed; compressed JSON may become a thousand times as large."""
+    size, header_length = len(host_view(received.content)), head.header_length
+    is_packed = head.content_encoding is not None
+    if header_length is None:
+        return Where.JSON_THREAD if is_packed or size > INLINE_BYTES else Where.EVENT_LOOP
+    if min(header_length, head.limit.num_bytes if is_packed else size) > INLINE_BYTES:
+        return Where.JSON_THREAD
+    return Where.ANY_THREAD if is_packed and size > _INLINE_COMPRESSED_BYTES else Where.EVENT_LOOP
 
 
 def parse_body(
@@ -53,8 +56,3 @@ def parse_body(
     if not plan.uses_body:
         received.release()
     return plan
-
-
-def _json_bytes(received: Received, head: InferHead) -> int:
-    size = len(host_view(received.content))
-    return size if head.header_length is None else min(head.header_length, size)

@@ -3,6 +3,7 @@
 import gzip
 import json
 import zlib
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -167,3 +168,14 @@ def test_only_a_single_named_encoding_compresses_the_response(header: str, encod
 )
 def test_gzip_is_accepted_by_name_or_wildcard(header: str, accepted: bool) -> None:
     assert accepts_gzip(header) is accepted
+
+
+def test_others_can_run_while_much_json_is_written() -> None:
+    values = np.random.default_rng(0).standard_normal((600, 4)).astype(np.float32)
+    spec = replace(SPEC, max_request_tokens=600, max_json_bytes=1 << 20)
+    data = {**ONE_ROW, "shape": [600, 4], "data": values.tolist()}
+    request = parse_request(json.dumps({"inputs": [data]}).encode(), None, spec)
+    pauses: list[None] = []
+    response = build_response(request, values.data.cast("B"), spec, lambda: pauses.append(None))
+    assert len(pauses) == 3
+    assert json.loads(b"".join(response.parts))["outputs"][0]["data"] == values.ravel().tolist()
