@@ -20,7 +20,8 @@ from expertd.service.engine.collectors import CallbackCollector, ExpertTokens, c
 from expertd.service.engine.key_counts import KeyCounts, key_metrics
 from expertd.service.engine.rank_metrics import RankState, rank_metrics
 from expertd.service.engine.refusals import Reason
-from expertd.service.engine.request_counts import SECONDS, RequestCounts, request_metrics
+from expertd.service.engine.request_counts import SECONDS, RequestCounts, request_metrics, request_outcomes
+from expertd.service.engine.statistics import ModelStatistics, StepSums
 from expertd.service.moe.request import StepResult
 
 TOKENS = tuple(float(2**i) for i in range(16))
@@ -80,6 +81,7 @@ class Metrics:
         )
         self._step_failures = self._counter("step_failures", "Steps that raised", "model")
         self._expert_tokens = ExpertTokens()
+        self._step_sums: dict[str, StepSums] = {}
         # Looking up a child by its labels takes longer than counting, so children are cached.
         self._step_children = cache(
             lambda model, layout: _StepChildren(
@@ -102,6 +104,7 @@ class Metrics:
             for layout in Layout:
                 self._step_children(model, layout)
             self._step_failures.labels(model)
+            self._step_sums[model] = StepSums()
             self._expert_tokens.add(model, np.zeros(experts, dtype=np.int64))
 
     def add_process(self, requests: "memoryview[float]", keys: "memoryview[float]") -> None:
@@ -127,6 +130,7 @@ class Metrics:
 
     def step_done(self, model: str, result: StepResult, queue_seconds: Sequence[float]) -> None:
         """Count a step whose requests had waited `queue_seconds`."""
+        self._step_sums[model].add(result.num_tokens, result.compute_seconds, queue_seconds)
         children = self._step_children(model, result.layout)
         children.compute_seconds.observe(result.compute_seconds)
         children.tokens.inc(result.num_tokens)
@@ -142,6 +146,11 @@ class Metrics:
     def step_failed(self, model: str, num_requests: int) -> None:
         """Count a step that raised."""
         self._step_failures.labels(model).inc()
+
+    def statistics(self) -> dict[str, ModelStatistics]:
+        """The statistics of every served model, by name; for the event loop."""
+        outcomes = request_outcomes(self.requests.models, self._all_cells)
+        return {model: ModelStatistics(sums, *outcomes[model]) for model, sums in self._step_sums.items()}
 
     def watch_queues(self, waiting: Callable[[], Mapping[str, tuple[int, int]]]) -> None:
         """Report the result of `waiting` at each scrape: model -> (requests, tokens) in its queue."""
@@ -239,7 +248,11 @@ class Metrics:
         self.registry.register(CallbackCollector(collect))
 
     def _collect_requests(self) -> Iterator[Metric]:
-        return request_metrics(self.requests.models, [self.requests.cells, *self._request_cells])
+        return request_metrics(self.requests.models, self._all_cells)
+
+    @property
+    def _all_cells(self) -> "list[memoryview[float]]":
+        return [self.requests.cells, *self._request_cells]
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"expertd_{name}", text, labels, registry=self.registry)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 
 from expertd.service.engine.refusals import REASONS, Reason
+from expertd.service.engine.statistics import Total
 
 # Every status of an infer request; 499: no response, because the client had disconnected.
 STATUSES = (200, 400, 401, 403, 404, 408, 413, 415, 499, 500, 503)
@@ -20,10 +21,12 @@ CONNECTION_STATUSES = (400, 408, 431, 500, 501, 503, 505)  # of refusals by a co
 SECONDS = tuple(50e-6 * 2**i for i in range(20))
 
 CELL_BYTES = 8  # a float64
-# Of one model: requests by status, refusals by reason, the sum of their seconds, and requests by seconds.
+# Of one model: requests by status, refusals by reason, the sum of their seconds, of those that failed alone,
+# and requests by seconds.
 _REASONS = len(STATUSES)
 _SUM = _REASONS + len(REASONS)
-_BUCKETS = _SUM + 1
+_FAILED = _SUM + 1
+_BUCKETS = _FAILED + 1
 _STRIDE = _BUCKETS + len(SECONDS) + 1
 _STATUS_PLACES = {status: place for place, status in enumerate(STATUSES)}
 _REASON_PLACES = {reason: _REASONS + place for place, reason in enumerate(REASONS)}
@@ -48,6 +51,8 @@ class RequestCounts:
         start, cells = self._starts[model], self.cells
         cells[start + _STATUS_PLACES[status]] += 1
         cells[start + _SUM] += seconds
+        if status != 200:
+            cells[start + _FAILED] += seconds
         cells[start + _BUCKETS + bisect_left(SECONDS, seconds)] += 1
 
     def refused(self, model: str, reason: Reason) -> None:
@@ -61,7 +66,7 @@ class RequestCounts:
 
 def request_metrics(models: Sequence[str], cells: Iterable["memoryview[float]"]) -> Iterator[Metric]:
     """The metrics of requests, summed over the cells of all processes."""
-    total: NDArray[np.float64] = np.sum([np.array(each) for each in cells], axis=0)
+    total = _summed(cells)
     requests = CounterMetricFamily("expertd_requests", "Infer requests answered", labels=["model", "status"])
     refusals = CounterMetricFamily(
         "expertd_refusals", "Infer requests that got no output, by reason", labels=["model", "reason"]
@@ -90,3 +95,23 @@ def request_metrics(models: Sequence[str], cells: Iterable["memoryview[float]"])
     for status, value in zip(CONNECTION_STATUSES, total[len(models) * _STRIDE :], strict=False):
         connections.add_metric([str(status)], float(value))
     yield from (requests, refusals, seconds, connections)
+
+
+def request_outcomes(
+    models: Sequence[str], cells: Iterable["memoryview[float]"]
+) -> dict[str, tuple[Total, Total]]:
+    """model -> its requests that succeeded, and those that failed, over the cells of all processes."""
+    total = _summed(cells)
+    outcomes = {}
+    for place, model in enumerate(models):
+        row = total[place * _STRIDE : (place + 1) * _STRIDE].tolist()
+        succeeded, failed = Total(), Total()
+        succeeded.add(int(row[_STATUS_PLACES[200]]), row[_SUM] - row[_FAILED])
+        failed.add(int(sum(row[:_REASONS])) - succeeded.count, row[_FAILED])
+        outcomes[model] = succeeded, failed
+    return outcomes
+
+
+def _summed(cells: Iterable["memoryview[float]"]) -> NDArray[np.float64]:
+    total: NDArray[np.float64] = np.sum([np.array(each) for each in cells], axis=0)
+    return total

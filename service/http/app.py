@@ -25,11 +25,13 @@ from expertd.service.http.protocol import OipError, error_body
 from expertd.service.http.request_head import decoded, infer_head
 from expertd.service.http.routes import (
     channels_router,
+    configuration_router,
     metrics_router,
     partitions_router,
     placement_router,
     protocol_router,
     shared_memory_router,
+    statistics_router,
     swagger_router,
 )
 from expertd.service.http.routes.documentation import document
@@ -69,6 +71,8 @@ class ExpertApp(FastAPI):
         self.infer = InferEndpoint(self.engine, self.metrics, self.gate)
         self._infer_route = InferRoute(self.infer, self._bodies)
         routers = (
+            statistics_router(self.engine, self.metrics),  # its /v2/models/stats is no model's metadata
+            configuration_router(self.engine),
             protocol_router(self.engine, self._bodies),
             shared_memory_router(self.engine.shared_memory, self._bodies),
             partitions_router(self.engine, self._bodies),

@@ -19,6 +19,11 @@ CALLS: dict[str, tuple[Right, ...]] = {
     "GET /v2/health/ready": (),
     "GET /v2/models/{model}/ready": (),
     "GET /v2/models/{model}/versions/{version}/ready": (),
+    "GET /v2/models/stats": ANY,  # before the pattern of a model's metadata
+    "GET /v2/models/{model}/stats": ANY,
+    "GET /v2/models/{model}/versions/{version}/stats": ANY,
+    "GET /v2/models/{model}/config": _READ,
+    "GET /v2/models/{model}/versions/{version}/config": _READ,
     "GET /v2": _READ,
     "GET /v2/models/{model}": _READ,
     "GET /v2/models/{model}/versions/{version}": _READ,

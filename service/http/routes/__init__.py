@@ -1,6 +1,8 @@
-"""All routes except infer: metadata, shared memory, channels, partitions, placement, metrics, documents."""
+"""All routes except infer: metadata, statistics, shared memory, channels, partitions, and others."""
 
 from expertd.service.http.routes.channels import channels_router
+from expertd.service.http.routes.model_configuration import configuration_router
+from expertd.service.http.routes.model_statistics import statistics_router
 from expertd.service.http.routes.open_inference import protocol_router
 from expertd.service.http.routes.partitions import partitions_router
 from expertd.service.http.routes.placement import placement_router
@@ -10,10 +12,12 @@ from expertd.service.http.routes.swagger import swagger_router
 
 __all__ = [
     "channels_router",
+    "configuration_router",
     "metrics_router",
     "partitions_router",
     "placement_router",
     "protocol_router",
     "shared_memory_router",
+    "statistics_router",
     "swagger_router",
 ]

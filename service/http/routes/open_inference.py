@@ -22,6 +22,7 @@ from expertd.service.http.routes.schemas import (
 from expertd.service.sentences import shown
 
 SERVER_NAME = "expertd"
+_EXTENSIONS = ("binary_tensor_data", "parameters", "statistics", "model_configuration")
 
 ModelName = Annotated[str, Path(description="name of a served model")]
 Version = Annotated[str, Path(description=f"the only version of every model: {MODEL_VERSION}")]
@@ -37,7 +38,7 @@ def protocol_router(engine: Engine, bodies: BodyReader) -> APIRouter:
         return {
             "name": SERVER_NAME,
             "version": __version__,
-            "extensions": ["binary_tensor_data", "parameters", *engine.shared_memory.extensions],
+            "extensions": [*_EXTENSIONS, *engine.shared_memory.extensions],
         }
 
     @router.get("/health/live", response_model=LiveResponse)

@@ -9,7 +9,9 @@ from expertd.service.engine.request_counts import (
     RequestCounts,
     num_cells,
     request_metrics,
+    request_outcomes,
 )
+from expertd.service.engine.statistics import StepSums, Total
 
 MODELS = ("a", "b")
 
@@ -44,6 +46,35 @@ def test_the_counts_of_all_processes_are_summed() -> None:
         assert value(metrics, "request_seconds_bucket", model="b", le=le) == count
     assert value(metrics, "request_seconds_count", model="b") == 4
     assert value(metrics, "request_seconds_sum", model="b") == pytest.approx(101.000101)
+
+
+def test_successes_and_failures_are_summed_over_the_processes() -> None:
+    one, two = RequestCounts(MODELS), RequestCounts(MODELS)
+    for status, seconds in ((200, 0.25), (400, 0.5), (499, 1.0), (503, 2.0)):
+        one.request_done("b", status, seconds)
+        two.request_done("b", status, 2 * seconds)
+    one.refused("b", "queue_full")
+    outcomes = request_outcomes(one.models, [one.cells, two.cells])
+    assert outcomes["b"] == (Total(2, 750_000_000), Total(6, 10_500_000_000))
+    assert outcomes["a"] == (Total(), Total())
+
+
+def test_steps_are_grouped_by_powers_of_two() -> None:
+    sums = StepSums()
+    for num_tokens in (1, 2, 3, 4, 5, 8, 9, 4096, 4097):
+        sums.add(num_tokens, 0.5, [0.25, 0.5])
+    assert {size: total.count for size, total in sums.by_size.items()} == {
+        1: 1,
+        2: 1,
+        4: 2,
+        8: 2,
+        16: 1,
+        4096: 1,
+        8192: 1,
+    }
+    assert (sums.steps, sums.tokens) == (9, 8225)
+    assert sums.queue == Total(18, 9 * 750_000_000)
+    assert sums.compute == Total(18, 9 * 1_000_000_000)
 
 
 def test_every_refusal_of_a_connection_has_a_cell_of_its_own() -> None:

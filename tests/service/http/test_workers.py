@@ -203,6 +203,10 @@ def test_metrics_are_sums_over_the_processes(tmp_path: Path) -> None:
         os.kill(min(before), signal.SIGKILL)
         wait_for(lambda: len(set(workers_of(server)) - before) == 1, "it is replaced")
         assert counted() == expected, "counters never go back"
+        (statistics,) = httpx.get(f"http://{server.url}/v2/models/tiny/stats").json()["model_stats"]
+        outcomes = {name: statistics["inference_stats"][name]["count"] for name in ("success", "fail")}
+        assert outcomes == {"success": sent + 10, "fail": 4 + 2}
+        assert statistics["inference_count"] == 3 * (sent + 10)
         families = text_string_to_metric_families(server.get("/metrics").text)
         assert len({family.name for family in families}) == len(
             re.findall("^# TYPE", server.get("/metrics").text, re.M)

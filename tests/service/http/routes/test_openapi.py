@@ -15,11 +15,13 @@ from expertd.service.http.app import ExpertApp
 from expertd.service.http.bodies import BodyReader
 from expertd.service.http.routes import (
     channels_router,
+    configuration_router,
     metrics_router,
     partitions_router,
     placement_router,
     protocol_router,
     shared_memory_router,
+    statistics_router,
     swagger_router,
 )
 from expertd.service.settings.loader import load_settings
@@ -59,6 +61,11 @@ EXPECTED = {
     ("GET", "/v2/models/{model}/versions/{version}"),
     ("GET", "/v2/models/{model}/ready"),
     ("GET", "/v2/models/{model}/versions/{version}/ready"),
+    ("GET", "/v2/models/{model}/config"),
+    ("GET", "/v2/models/{model}/versions/{version}/config"),
+    ("GET", "/v2/models/stats"),
+    ("GET", "/v2/models/{model}/stats"),
+    ("GET", "/v2/models/{model}/versions/{version}/stats"),
     ("POST", "/v2/models/{model}/infer"),
     ("POST", "/v2/models/{model}/versions/{version}/infer"),
     ("POST", "/v2/repository/index"),
@@ -105,6 +112,8 @@ def test_no_route_is_served_without_being_documented(document: dict[str, Any]) -
     app = ExpertApp(tiny_settings())
     bodies = BodyReader(app.engine.settings.limits)
     routers = [
+        statistics_router(app.engine, app.metrics),
+        configuration_router(app.engine),
         protocol_router(app.engine, bodies),
         shared_memory_router(app.engine.shared_memory, bodies),
         partitions_router(app.engine, bodies),
