@@ -31,6 +31,7 @@ from expertd.service.sentences import any_of, shown
 
 INPUT_DATATYPES = {"hidden_states": FLOATS, "topk_ids": ("INT32", "INT64"), "topk_weights": ("FP32",)}
 OUTPUT = "hidden_states"
+_MAX_OBJECTS = 1000
 # Parameters of the protocol that this server does not support: ignoring them would mislead.
 _UNSUPPORTED = frozenset({"sequence_id", "sequence_start", "sequence_end", "classification"})
 # Where a parameter belongs: elsewhere it would be ignored, as unknown ones are, and the answer be another.
@@ -87,7 +88,7 @@ def parse_request(
             f"got {header_length}"
         )
     end = len(view) if header_length is None else header_length
-    header = _parse_json(view[:end])
+    header = _parse_json(view[:end], 3 * spec.max_request_tokens)
     request_id = header.get("id")
     if request_id is not None and not isinstance(request_id, str):
         _refuse(f"id: expected a string, got {shown(request_id)}")
@@ -113,9 +114,14 @@ def _parse_raw(body: Buffer | Span, spec: LayerSpec) -> InferRequest:
     return InferRequest(None, layer, binary_output=True, timeout_seconds=None)
 
 
-def _parse_json(text: memoryview) -> dict[str, Any]:
+def _parse_json(data: memoryview, max_rows: int) -> dict[str, Any]:
     try:
-        header = _DECODER.decode(str(text, "utf-8"))
+        text = str(data, "utf-8")
+        # Empty ones cost the most time a byte. A request needs about ten objects, and a list for each row.
+        for mark, most in (("{", _MAX_OBJECTS), ("[", _MAX_OBJECTS + max_rows)):
+            if (count := text.count(mark)) > most:
+                _refuse(f"request: expected JSON with at most {most} {mark}, got {count}")
+        header = _DECODER.decode(text)
     except UnicodeDecodeError as error:
         raise OipError(400, f"request: expected JSON in UTF-8, got {error.reason}") from error
     except ValueError as error:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -148,7 +149,7 @@ def test_a_parameter_in_the_wrong_place_is_refused(more: dict[str, Any], expecte
         (b"{", "request: expected JSON, got invalid JSON: "),
         (b"\xff\xfe", "request: expected JSON in UTF-8, got invalid start byte"),
         (b"[]", "request: expected a JSON object, got []"),
-        (b"[" * 100_000, "request: expected JSON, got arrays nested too deeply"),
+        (b"[" * 100_000, "request: expected JSON with at most 1024 [, got 100000"),
         (b'{"inputs": [' + b"1" * 5000 + b"]}", "request: expected JSON, got invalid JSON: "),
         (b'{"a": NaN}', "request: expected finite numbers in JSON, got NaN; send the tensor in binary"),
         (b'{"a": -Infinity}', "request: expected finite numbers in JSON, got -Infinity; "),
@@ -365,3 +366,36 @@ def test_a_long_id_is_shortened_in_errors() -> None:
         r".* \(request id: (seven)+[seven]*\.\.\.\)", json.loads(caught.value.body())["error"]
     )
     assert len(caught.value.body()) < 400
+
+
+@pytest.mark.parametrize(("mark", "most"), [("{}", 1000), ("[]", 1000 + 3 * 8)])
+def test_json_of_empty_objects_is_refused_before_it_is_parsed(mark: str, most: int) -> None:
+    def of(count: int) -> bytes:
+        return f'{{"inputs":[{",".join([mark] * (count - 1))}]'.encode()  # never closed, so no JSON
+
+    with pytest.raises(OipError) as caught:
+        parse_request(of(most), None, SPEC)
+    assert "invalid JSON" in caught.value.message
+    with pytest.raises(OipError) as caught:
+        parse_request(of(most + 1), None, SPEC)
+    text = f"request: expected JSON with at most {most} {mark[0]}, got {most + 1}"
+    assert (caught.value.status, caught.value.message) == (400, text)
+
+
+def test_arrays_that_are_nested_too_deeply_are_refused() -> None:
+    with pytest.raises(OipError) as caught:
+        parse_request(b"[" * 100_000, None, replace(SPEC, max_request_tokens=40_000))
+    text = "request: expected JSON, got arrays nested too deeply"
+    assert (caught.value.status, caught.value.message) == (400, text)
+
+
+def test_nested_rows_of_the_largest_request_are_parsed() -> None:
+    def entry(name: str, datatype: str, columns: int, values: list[float]) -> dict[str, object]:
+        return {"name": name, "datatype": datatype, "shape": [8, columns], "data": [values] * 8}
+
+    inputs = [
+        entry("hidden_states", "FP32", 4, [0.5] * 4),
+        entry("topk_ids", "INT32", 2, [0, 1]),
+        entry("topk_weights", "FP32", 2, [0.5] * 2),
+    ]
+    assert parse_request(json.dumps({"inputs": inputs}).encode(), None, SPEC).layer.num_tokens == 8
