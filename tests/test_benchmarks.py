@@ -1,5 +1,6 @@
 """The parts of benchmarks that need no GPU: shapes, pictures and command lines."""
 
+import asyncio
 import json
 import re
 from argparse import ArgumentTypeError
@@ -17,7 +18,7 @@ import benchmarks.layer_peers
 import benchmarks.moe_layer
 import benchmarks.numerics
 import benchmarks.sm_counts
-from benchmarks import pictures
+from benchmarks import json_beside, pictures
 from benchmarks.families import FAMILIES, make_family
 from benchmarks.problem import Problem
 from benchmarks.serving_rows import config, model_names
@@ -25,8 +26,10 @@ from benchmarks.shapes import Shape, all_shapes
 from expertd.layout import Layout
 from expertd.service.moe.shape import LayerShape
 from expertd.service.settings.loader import load_settings
+from expertd.service.settings.model import Settings
 from tests.kernels.helpers import random_contiguous, random_masked
-from tests.paths import ROOT
+from tests.paths import DEMO, ROOT
+from tests.service.apps import serving
 
 RESULT = ROOT / "benchmarks" / "results" / "grouped_gemm-h200.json"
 
@@ -283,3 +286,20 @@ def test_a_server_of_several_layers_is_well_configured(tmp_path: Path) -> None:
     settings = load_settings(file)
     assert [model.name for model in settings.models] == model_names(58)
     assert len({model.shape for model in settings.models}) == 1
+
+
+def test_json_is_answered_as_the_benchmark_expects() -> None:
+    limit = 100_000
+    settings = Settings(**{**load_settings(DEMO).model_dump(), "limits": {"max_json_bytes": limit}})
+
+    async def check() -> None:
+        async with serving(settings) as server:
+            for name, request in json_beside.cases(limit).items():
+                if request is None:
+                    continue
+                body, headers, status = request
+                answer = await server.http.post(json_beside.PATH, content=body, headers=headers)
+                assert answer.status_code == status, (name, answer.text[:200])
+                assert headers or 0.85 * limit < len(body) <= limit
+
+    asyncio.run(check())

@@ -1,0 +1,165 @@
+"""One-token requests beside connections that send JSON: `python -m benchmarks.json_beside [--connections N]`.
+
+The demo layer, served on this machine, answers a caller that sends one token in binary again and again.
+Beside it, other connections repeat the most expensive requests in JSON that the limit allows. Every process
+may use all cores.
+"""
+
+import argparse
+import gzip
+import http.client
+import json
+import multiprocessing as mp
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from multiprocessing.synchronize import Event
+from typing import NamedTuple
+
+import numpy as np
+
+PATH = "/v2/models/demo/infer"
+HIDDEN = 512
+NUMBER_BYTES = 24  # that the server counts for a number of an answer
+
+
+class Request(NamedTuple):
+    body: bytes
+    headers: dict[str, str]
+    status: int  # of its answer
+
+
+def binary(num_tokens: int, binary_output: bool = True) -> Request:
+    """A request whose tensor is binary."""
+    data = _rows(num_tokens).tobytes()
+    entry = {"name": "hidden_states", "datatype": "FP32", "shape": [num_tokens, HIDDEN]}
+    inputs = [{**entry, "parameters": {"binary_data_size": len(data)}}]
+    head = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": binary_output}}).encode()
+    return Request(head + data, {"Inference-Header-Content-Length": str(len(head))}, 200)
+
+
+def numbers(limit: int) -> Request:
+    """The largest request in JSON of at most `limit` bytes."""
+    num_tokens = limit // (20 * HIDDEN)
+    while True:
+        data = _rows(num_tokens).ravel().tolist()
+        entry = {"name": "hidden_states", "datatype": "FP32", "shape": [num_tokens, HIDDEN], "data": data}
+        text = {"inputs": [entry], "parameters": {"binary_data_output": True}}
+        body = json.dumps(text, separators=(",", ":")).encode()
+        if len(body) <= limit:
+            return Request(body, {}, 200)
+        num_tokens -= 1
+
+
+def repeated(value: str, limit: int, packed: bool) -> Request:
+    """An array of `value` where tensors should be, `limit` bytes long before it is compressed."""
+    body = f'{{"inputs":[{",".join([value] * ((limit - 13) // (len(value) + 1)))}]}}'.encode()
+    return (
+        Request(gzip.compress(body), {"Content-Encoding": "gzip"}, 400) if packed else Request(body, {}, 400)
+    )
+
+
+def cases(limit: int) -> dict[str, Request | None]:
+    """What runs beside the caller."""
+    return {
+        "nothing": None,
+        "numbers in JSON": numbers(limit),
+        "`{}` in JSON": repeated("{}", limit, packed=False),
+        "`1` in JSON, compressed": repeated("1", limit, packed=True),
+        "answers in JSON": binary(min(4096, limit // (NUMBER_BYTES * HIDDEN)), binary_output=False),
+    }
+
+
+def repeat(port: int, request: Request, stop: Event) -> None:
+    """Send `request` on one connection until `stop` is set."""
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    while not stop.is_set():
+        _send(connection, request)
+
+
+@contextmanager
+def server(limit: int) -> Iterator[int]:
+    """The port of a server that is ready."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    settings = ("--set", f"port={port}", "--set", f"limits.max_json_bytes={limit}")
+    run = "import sys; from expertd.service.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", run, "serve", "--config", "configs/demo.yaml", *settings]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        while not _is_ready(port):
+            if process.poll() is not None:
+                raise RuntimeError(f"expertd serve: expected it to run, got exit code {process.returncode}")
+            time.sleep(0.1)
+        yield port
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def measure(port: int, beside: Request | None, connections: int, seconds: float) -> list[float]:
+    """The seconds of each request of the caller."""
+    one = binary(1)
+    with ExitStack() as stack:
+        stop = mp.get_context("spawn").Event()
+        stack.callback(stop.set)
+        for _ in range(connections if beside is not None else 0):
+            process = mp.get_context("spawn").Process(target=repeat, args=(port, beside, stop), daemon=True)
+            process.start()
+            stack.callback(process.join)
+            stack.callback(stop.set)
+        time.sleep(2)  # until they send
+        connection = http.client.HTTPConnection("127.0.0.1", port)
+        took = []
+        end = time.perf_counter() + seconds
+        while (began := time.perf_counter()) < end:
+            _send(connection, one)
+            took.append(time.perf_counter() - began)
+    return took
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print a row of the table for each case."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--connections", type=int, default=1)
+    parser.add_argument("--limit", type=int, default=1 << 20, help="max_json_bytes of the server")
+    parser.add_argument("--seconds", type=float, default=8.0)
+    given = parser.parse_args(arguments)
+    print("| beside | requests | p50, ms | p99, ms |\n|---|---|---|---|")
+    with server(given.limit) as port:
+        for name, request in cases(given.limit).items():
+            took = np.array(measure(port, request, given.connections, given.seconds)) * 1e3
+            p50, p99 = np.percentile(took, (50, 99))
+            print(f"| {name} | {len(took)} | {p50:.1f} | {p99:.1f} |", flush=True)
+    return 0
+
+
+def _rows(num_tokens: int) -> "np.ndarray[tuple[int, ...], np.dtype[np.float32]]":
+    return np.random.default_rng(0).standard_normal((num_tokens, HIDDEN)).astype(np.float32)
+
+
+def _send(connection: http.client.HTTPConnection, request: Request) -> None:
+    connection.request("POST", PATH, request.body, request.headers)
+    response = connection.getresponse()
+    response.read()
+    if response.status != request.status:
+        raise RuntimeError(f"status: expected {request.status}, got {response.status}")
+
+
+def _is_ready(port: int) -> bool:
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    try:
+        connection.request("GET", "/v2/health/ready")
+        return connection.getresponse().status == 200
+    except OSError:
+        return False
+    finally:
+        connection.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
