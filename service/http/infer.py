@@ -42,8 +42,8 @@ class InferCall(InferEnding):
             self._endpoint.gate.admit_infer(head)
             self._spec: LayerSpec = engine.model(head.model, head.version)
             engine.check_loaded(head.model)
-            head.read(engine.settings.limits)
             engine.check_capacity(head.model)
+            head.read(engine.settings.limits)
         except Exception as error:
             self.refuse(error)
             return False
