@@ -56,14 +56,14 @@ def model_names(layers: int) -> list[str]:
 
 
 def config(layers: int, folder: str) -> str:
-    """The settings of a server of so many layers, as YAML. folder: for its socket."""
+    """The settings of a server with this number of layers, as YAML. folder: for its socket."""
     models = ",".join(LAYER.format(name=name) for name in model_names(layers))
     return CONFIG.format(models=models, folder=folder)
 
 
 @contextmanager
 def server(workers: int, devices: str | None = None, layers: int = 1) -> Iterator[tuple[str, int]]:
-    """A ready server of so many layers, on one GPU or on `devices`: its URL and port."""
+    """A ready server with this number of layers, on one GPU or on `devices`: its URL and port."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "serving.yaml"
         file.write_text(config(layers, folder))

@@ -60,7 +60,7 @@ _STAGED = _way(
     "staged_", 32, ctas=8, columns=1024, lag=4, storage_bytes=(2 * 4 * 2 + 2 * 4 + 2) * 1024 + 16, STAGED=1
 )
 STAGED_TOKENS = 2048
-"""Staging is faster from so many tokens of a rank on, if rows are wide."""
+"""From this number of tokens of a rank on, staging is faster, if rows are wide."""
 _STAGED_COLUMNS = 2048  # wider than this
 
 VARIANTS = tuple(variant for way in (_SUMS, _STAGED, _EXACT) for variant in way.by_dtype.values())
