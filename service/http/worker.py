@@ -53,7 +53,8 @@ class _WorkerServer(ConnectionServer):
         self._is_finishing = False
         bodies = BodyReader(settings.limits)
         file = None
-        if settings.keys is not None and setup.keys is not None:
+        if settings.keys is not None:
+            assert setup.keys is not None, "a process without keys would admit everybody"
             file = KeyFile(settings.keys, Keys(setup.keys))
         gate = Gate(file, KeyCounts(self._counts.keys(setup.index)))
         passage = Passage(setup.engine, bodies, gate)

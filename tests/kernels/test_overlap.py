@@ -16,7 +16,7 @@ from expertd.kernels.partitions import Supply, plan
     ("mode", "counts", "hidden_size", "expected"),
     [
         ("auto", [4096] * 4, 7168, True),
-        ("auto", [0, 0, 0, 4096], 7168, True),  # all ranks decide alike
+        ("auto", [0, 0, 0, 4096], 7168, True),  # the largest number of tokens decides, on all ranks
         ("auto", [4095] * 4, 7168, False),
         ("auto", [4096] * 2, 7168, False),
         ("auto", [4096] * 8, 2048, False),  # a single part

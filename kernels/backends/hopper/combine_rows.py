@@ -1,5 +1,6 @@
 """Launches csrc/combine_rows.cu: what ranks have computed goes back to tokens' ranks, and is added up."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -20,19 +21,16 @@ from expertd.kernels.rank_memory import RankMemory, RankTokens
 class _Way(NamedTuple):
     """One way to combine.
 
-    by_dtype       the variants, by the dtype of the result
-    ctas           per SM at most
-    columns        of a CTA and step
-    storage_bytes  shared memory besides a copy of places
+    by_dtype      the variants, by the dtype of the result
+    ctas          per SM at most
+    columns       of a CTA and step
+    shared_bytes  of a CTA, by the number of experts
     """
 
     by_dtype: dict[torch.dtype, Variant]
     ctas: int
     columns: int
-    storage_bytes: int
-
-    def shared_bytes(self, num_experts: int) -> int:
-        return self.storage_bytes + place_bytes(num_experts)
+    shared_bytes: Callable[[int], int]
 
 
 def _way(
@@ -44,13 +42,21 @@ def _way(
     storage_bytes: int = 0,
     **defines: int,
 ) -> _Way:
-    """lag: steps after which a CTA completes an own token; the rest as in `_Way`."""
+    """A way, and its definitions.
+
+    lag            steps after which a CTA completes an own token
+    storage_bytes  of shared memory, besides a copy of places
+    """
     defines = {"EXACT": 0, "STAGED": 0} | defines
+
+    def shared_bytes(num_experts: int) -> int:
+        return storage_bytes + place_bytes(num_experts)
+
     by_dtype = variants_by_dtype(
-        "combine_rows", threads, lambda num_experts: storage_bytes + place_bytes(num_experts), prefix,
+        "combine_rows", threads, shared_bytes, prefix,
         CTAS=ctas, THREADS=threads, COLUMNS=columns, LAG=lag, STORAGE_BYTES=storage_bytes, **defines,
     )  # fmt: skip
-    return _Way(by_dtype, ctas, columns, storage_bytes)
+    return _Way(by_dtype, ctas, columns, shared_bytes)
 
 
 _SUMS = _way("", 256, ctas=4)
