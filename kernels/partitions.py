@@ -91,6 +91,10 @@ class SMPartitions:
         with torch.cuda.device(device):
             whole = _current_device(device).resources.sm
             units, spare = _split(whole)
+        # One split for all: groups of the same split may share a context, and do not overlap.
+        self._units, self._spare = units, spare
+        # Kept, and used again for the same SMs: the driver (580) never frees 4 MB of GPU memory per context.
+        self._streams: dict[tuple[int, int, bool], torch.cuda.Stream] = {}
         self.supply = Supply(
             total_sms=whole.sm_count,
             unit_sms=units[0].sm_count,
@@ -122,21 +126,15 @@ class SMPartitions:
     def apply(self, sizes: Mapping[str, int]) -> tuple[Partition, ...]:
         """Replace all partitions by `sizes` (name -> SMs), or change nothing and raise.
 
-        Waits for the work in the old partitions' streams. An old green context lives as long as its stream is
-        referenced, and the driver (580) never frees 4 MB of GPU memory per context. Tensors must not be
-        recorded (Tensor.record_stream) on a stream that is released.
-        Raises ValueError with the numbers when the sizes do not fit.
+        Waits for the work in the old partitions' streams. Partitions of the same SMs have the same stream
+        each time. Raises ValueError with the numbers when the sizes do not fit.
         """
         shares = plan(sizes, self.supply)
         with torch.cuda.device(self._index):
-            device = _current_device(self._index)
-            # One split for all: groups of the same split may share a context, and do not overlap.
-            units, spare = _split(device.resources.sm)
-            lanes = {}
+            lanes, first = {}, 0
             for share in shares:
-                resources = [*units[: share.units], spare] if share.spare else units[: share.units]
-                del units[: share.units]
-                lanes[share.partition.name] = (share.partition, _open(device, share.partition, resources))
+                lanes[share.partition.name] = (share.partition, self._stream_on(share, first))
+                first += share.units
             old, self._lanes = self._lanes, lanes
             for _, stream in old.values():
                 stream.synchronize()
@@ -150,6 +148,15 @@ class SMPartitions:
     def num_sms(self, name: str | None) -> int:
         """SMs of a partition; for None, of the whole device."""
         return self.total_sms if name is None else self._lane(name)[0].num_sms
+
+    def _stream_on(self, share: Share, first: int) -> torch.cuda.Stream:
+        """The stream on a share's groups of SMs, from the first one on."""
+        key = first, share.units, share.spare
+        if key not in self._streams:
+            resources = self._units[first : first + share.units] + ([self._spare] if share.spare else [])
+            device = _current_device(self._index)
+            self._streams[key] = _open(device, share.partition, resources)
+        return self._streams[key]
 
     def _lane(self, name: str) -> tuple[Partition, torch.cuda.Stream]:
         lane = self._lanes.get(name)

@@ -198,6 +198,26 @@ def test_many_changes(partitions: SMPartitions, smids: SMIDs) -> None:
     assert len(smids()) == partitions.total_sms
 
 
+def test_changes_among_a_few_splits_keep_no_memory(partitions: SMPartitions, smids: SMIDs) -> None:
+    splits = [{"a": size, "b": 112 - size} for size in (8, 32, 64, 96)] + [{"a": 112, "b": 20}, {"b": 64}, {}]
+
+    def change_all(times: int) -> int:
+        for split in splits * times:
+            partitions.apply(split)
+        torch.cuda.synchronize()
+        return torch.cuda.mem_get_info()[0]
+
+    before = change_all(1)
+    assert change_all(50) == before
+    partitions.apply({"a": 64, "b": 48})
+    seen = []
+    for name in ("a", "b"):
+        with torch.cuda.stream(partitions.stream(name)):
+            seen.append(smids())
+    assert [len(each) for each in seen] == [64, 48]
+    assert seen[0].isdisjoint(seen[1])
+
+
 def test_an_unknown_partition(partitions: SMPartitions) -> None:
     with pytest.raises(ValueError, match="expected one of none at all, got 'a'"):
         partitions.stream("a")
