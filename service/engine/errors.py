@@ -47,7 +47,7 @@ class MemoryFullError(EngineError):
 
 
 class RequestRefusedError(EngineError):
-    """The request is invalid, as the engine's own process found."""
+    """The request is invalid, as the engine found; the text says why."""
 
 
 class RegionsElsewhereError(Exception):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from expertd.service.engine.delivery import Delivery
-from expertd.service.engine.errors import DeviceLostError, StepFailedError
+from expertd.service.engine.errors import DeviceLostError, RequestRefusedError, StepFailedError
 from expertd.service.engine.queues import Queues
 from expertd.service.engine.steps import Pending, Step, StepObserver
 from expertd.service.moe.request import StepResult
@@ -160,9 +160,11 @@ class Stepping:
             self._refuse(requests, error)
             return
         model = requests[0].model
-        self._queues[model].failures += 1
-        logger.error("step of model %s with %d requests failed", model, len(requests), exc_info=error)
-        self._delivery.report_later(partial(self._observer.step_failed, model, len(requests)))
+        refused = isinstance(error, RequestRefusedError)  # one of them, before the step began
+        if not refused:
+            self._queues[model].failures += 1
+            logger.error("step of model %s with %d requests failed", model, len(requests), exc_info=error)
+            self._delivery.report_later(partial(self._observer.step_failed, model, len(requests)))
         self._delivery.flush()
         if len(requests) > 1:
             # One request may have caused it: retry each alone.
@@ -170,8 +172,10 @@ class Stepping:
                 self.begin([pending])
                 self._finish_all()
             return
-        failure = StepFailedError(f"the step failed: {type(error).__name__}")
-        failure.__cause__ = error
+        failure = error
+        if not refused:
+            failure = StepFailedError(f"the step failed: {type(error).__name__}")
+            failure.__cause__ = error
         self._refuse(requests, failure)
 
     def _refuse(self, requests: list[Pending], error: Exception) -> None:

@@ -4,6 +4,7 @@ from expertd.service.memory.arena import Arena, Block
 from expertd.service.memory.region_uses import NoBlockError, Place, RegionUses
 from expertd.service.memory.regions import Kind, Region, Regions
 from expertd.service.memory.span import (
+    HANDLE_BYTES,
     Buffer,
     DeviceMemory,
     Mapped,
@@ -11,6 +12,7 @@ from expertd.service.memory.span import (
     Register,
     Span,
     Unregister,
+    check_handle,
     host_view,
     is_on_gpu,
     nothing_to_register,
@@ -18,6 +20,7 @@ from expertd.service.memory.span import (
 from expertd.service.memory.system import RegionError, SystemMemory
 
 __all__ = [
+    "HANDLE_BYTES",
     "Arena",
     "Block",
     "Buffer",
@@ -35,6 +38,7 @@ __all__ = [
     "Span",
     "SystemMemory",
     "Unregister",
+    "check_handle",
     "host_view",
     "is_on_gpu",
     "nothing_to_register",

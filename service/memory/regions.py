@@ -31,6 +31,8 @@ class Region:
         """The memory behind the region, and the position of `offset` in it: two regions may share it."""
         if isinstance(self.memory, SystemMemory):
             return self.memory.identity, self.memory.start + offset
+        if self.memory.identity is not None:
+            return self.memory.identity, offset
         return self.kind, self.memory.span.address + offset
 
     def span(self, offset: int, num_bytes: int) -> Span | None:

@@ -1,6 +1,6 @@
 """A piece of memory that the engine's device can read and write in place."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -69,10 +69,24 @@ def host_view(memory: Buffer | Span) -> memoryview:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """A GPU's memory of another process, accessible until `close`."""
+    """A GPU's memory of another process, accessible until `close`.
+
+    identity  the same for all that start at the same place; None: the span's address tells
+    """
 
     span: Span
     close: Unregister
+    identity: Hashable = None
+
+
+HANDLE_BYTES = 64
+"""Of a CUDA IPC handle."""
+
+
+def check_handle(handle: bytes) -> None:
+    """Raise ValueError unless it has the size of a CUDA IPC handle."""
+    if len(handle) != HANDLE_BYTES:
+        raise ValueError(f"raw_handle: expected {HANDLE_BYTES} bytes, got {len(handle)}")
 
 
 OpenCuda = Callable[[bytes, int, int], DeviceMemory]

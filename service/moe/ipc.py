@@ -5,9 +5,8 @@ from typing import Any
 
 import torch
 
-from expertd.service.memory import DeviceMemory, OpenCuda, Span
+from expertd.service.memory import HANDLE_BYTES, DeviceMemory, OpenCuda, Span, check_handle
 
-HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 
@@ -23,8 +22,7 @@ def opener_for(device: torch.device) -> OpenCuda | None:
     index = device.index or 0
 
     def open_cuda(handle: bytes, device_id: int, num_bytes: int) -> DeviceMemory:
-        if len(handle) != HANDLE_BYTES:
-            raise ValueError(f"raw_handle: expected {HANDLE_BYTES} bytes, got {len(handle)}")
+        check_handle(handle)
         if not 0 <= device_id < (count := torch.cuda.device_count()):
             raise ValueError(f"device_id: expected 0 to {count - 1}, got {device_id}")
         driver = _driver(index)

@@ -79,7 +79,7 @@ class RankGroup:
             self._wait(partial(self._is_mapped, region.number), MAP_SECONDS, "all to map memory")
             for rank in self.ranks:
                 if error := rank.mapped[region.number]:
-                    raise RuntimeError(f"rank {rank.number}: {error}")
+                    raise RuntimeError(f"{error} (rank {rank.number})")
 
     def unmap(self, region: Region) -> None:
         """Have all ranks forget a region that no step uses any more."""

@@ -52,6 +52,9 @@ def load_ranks(settings: Settings, cancelled: Cancelled) -> Loaded:
     def keep(sizes: dict[str, int]) -> None:
         supervisor.partitions = sizes
 
+    # The CPU copies what is for CPU ranks, or for other nodes.
+    in_place = settings.devices is not None and settings.nnodes == 1
+
     def close() -> None:
         if balancer is not None:
             balancer.stop()
@@ -70,6 +73,8 @@ def load_ranks(settings: Settings, cancelled: Cancelled) -> Loaded:
         lambda: None,
         lambda _: None,
         supervisor.register,
+        supervisor.register_file if in_place else None,
+        supervisor.open_cuda if in_place else None,
         why_not=supervisor.why_not,
         ranks=steps.states,
         placements=balancer,

@@ -12,22 +12,22 @@ import torch
 import torch.distributed as dist
 
 from expertd.kernels import Backend, Overlap, RankMemory, overlaps
-from expertd.kernels.request_table import MAX_REQUESTS
 from expertd.service.engine.loading import Cancelled, Loaded, load, weights_of
 from expertd.service.engine.steps import Runner, Step
 from expertd.service.moe.base import Layer
-from expertd.service.moe.graphs import TOKEN_COUNTS, padded_tokens
+from expertd.service.moe.graphs import TOKEN_COUNTS
 from expertd.service.moe.parallel import ExchangeError, ParallelLayer, PlacedExperts, SymmetricLayer
 from expertd.service.moe.request import LayerRequest
 from expertd.service.moe.runner import LayerRunner
 from expertd.service.ranks.members import MEET, MeetCommand
 from expertd.service.ranks.membership import Membership
-from expertd.service.ranks.messages import PlacedRequest, StepCommand, StepEnd
+from expertd.service.ranks.messages import StepCommand, StepEnd
 from expertd.service.ranks.moves import MOVED, NO_STEP, MoveCommand
 from expertd.service.ranks.placed import RankPlacements
 from expertd.service.ranks.regions import MappedRegions
 from expertd.service.ranks.setup import SPIN_SECONDS, RankSetup, Rings
 from expertd.service.ranks.split import part_of, requests_of
+from expertd.service.ranks.step_graph import graph_of
 from expertd.service.settings.served import ModelSettings
 from expertd.service.settings.spans import numbers
 
@@ -199,7 +199,7 @@ class RankPart:
         num_ranks = self._setup.num_ranks
         total = sum(request.num_tokens for request in command.requests)
         counts = [len(part_of(total, rank, num_ranks)) for rank in range(num_ranks)]
-        graph = _graph_of(command.requests, max(counts))
+        graph = graph_of(command.requests, max(counts), self._regions.is_on_gpu)
         if graph is not None or self._replays:
             while self._running:  # all graphs use the same memory
                 self._finish(rings)
@@ -245,15 +245,6 @@ def _use_device(devices: Sequence[int], rank: int) -> None:
         if other != own and not torch.cuda.can_device_access_peer(own, other):
             raise ValueError(f"devices: expected GPUs that reach each other's memory, got {own} and {other}")
     torch.cuda.set_device(own)
-
-
-def _graph_of(requests: Sequence[PlacedRequest], most: int) -> tuple[int, bool] | None:
-    """The graph for a step with up to `most` tokens on a rank: its tokens, and whether the layer routes."""
-    given = {request.topk_ids.region > 0 for request in requests}
-    fits = most <= TOKEN_COUNTS[-1] and len(requests) <= MAX_REQUESTS and len(given) == 1
-    if not fits or any(request.datatype != "BF16" for request in requests):
-        return None
-    return padded_tokens(most), not given.pop()
 
 
 def _failed(number: int, error: Exception) -> StepEnd:

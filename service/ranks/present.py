@@ -4,10 +4,10 @@ import threading
 
 from expertd.service.engine.errors import DeviceLostError
 from expertd.service.engine.rank_metrics import RankDevice
-from expertd.service.memory import Mapped, Unregister
+from expertd.service.memory import DeviceMemory, Mapped, Span, Unregister, check_handle
 from expertd.service.ranks.group import RankGroup
 from expertd.service.ranks.rank import Rank
-from expertd.service.ranks.regions import SharedRegions
+from expertd.service.ranks.regions import Exported, Region, SharedRegions
 
 
 class PresentRanks:
@@ -59,8 +59,24 @@ class PresentRanks:
 
     def register(self, memory: Mapped) -> Unregister:
         """Share memory with the ranks, also with those that are started later. Raises RuntimeError."""
+        return self._share(memory, of_caller=False)[1]
+
+    def register_file(self, memory: Mapped) -> Unregister:
+        """As `register`, for a caller's file."""
+        return self._share(memory, of_caller=True)[1]
+
+    def open_cuda(self, handle: bytes, device_id: int, num_bytes: int) -> DeviceMemory:
+        """Have all ranks open a caller's GPU memory; see `OpenCuda`. Raises ValueError."""
+        check_handle(handle)
+        try:
+            region, close = self._share(Exported(handle, device_id, num_bytes), of_caller=True)
+        except RuntimeError as error:
+            raise ValueError(str(error)) from error
+        return DeviceMemory(Span(region.address, num_bytes, device_id), close, handle)
+
+    def _share(self, memory: Mapped | Exported, of_caller: bool) -> tuple[Region, Unregister]:
         with self._mapping:
-            region, group = self.regions.add(memory), self._group
+            region, group = self.regions.add(memory, of_caller), self._group
             try:
                 if group is not None:
                     group.map([region])
@@ -68,6 +84,8 @@ class PresentRanks:
                 pass  # the next ones map it
             except BaseException:
                 self.regions.remove(region)
+                assert group is not None
+                group.unmap(region)  # those that could
                 raise
 
         def unregister() -> None:
@@ -76,7 +94,7 @@ class PresentRanks:
                 if self._group is not None:
                     self._group.unmap(region)
 
-        return unregister
+        return region, unregister
 
     def _present(self) -> dict[int, Rank]:
         group = self._serving

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from expertd.service.memory import Register, nothing_to_register
+from expertd.service.memory import OpenCuda, Register, nothing_to_register
 from expertd.service.ranks import setup as words
 from expertd.service.ranks.messages import receive, send
-from expertd.service.ranks.regions import MappedRegions
+from expertd.service.ranks.regions import Exported, MappedRegions
 from expertd.service.ranks.ring import Bell
 from expertd.service.ranks.setup import RankSetup, Rings, RingSizes, Role
 from expertd.service.terminal import configure_logging
@@ -30,6 +30,7 @@ class Control:
 
     def __init__(self, connection: socket.socket, rings: Rings) -> None:
         self.register: Register = nothing_to_register  # with the device, once it is known
+        self.open_cuda: OpenCuda | None = None
         self.replace_partitions: Callable[[dict[str, int] | None], None] = lambda _: None  # has them replaced
         self.leave: Callable[[], None] = lambda: None  # has the rank leave its group
         self.regions = MappedRegions()
@@ -58,13 +59,13 @@ class Control:
         match message:
             case []:  # the front end is gone, perhaps without time to clean up
                 os._exit(1)
-            case [words.MAP, number, num_bytes, offset]:
-                text = ""
-                try:
-                    self.regions.map(number, descriptors[0], num_bytes, offset, self.register)
-                except (OSError, RuntimeError) as error:
-                    text = str(error)
-                self.send(words.MAPPED, number, text)
+            case [words.MAP, number, num_bytes, offset, of_caller]:
+                what = number, descriptors[0], num_bytes, offset, self.register, of_caller
+                self._map(number, lambda: self.regions.map(*what))
+            case [words.OPEN, number, handle, device_id, num_bytes]:
+                assert self.open_cuda is not None
+                memory, open_cuda = Exported(bytes.fromhex(handle), device_id, num_bytes), self.open_cuda
+                self._map(number, lambda: self.regions.open(number, memory, open_cuda))
             case [words.UNMAP, number]:
                 self.regions.unmap(number)
             case [words.STOP]:
@@ -75,6 +76,14 @@ class Control:
                 self.leave()
             case _:
                 raise ValueError(f"message: expected one of those of a front end, got {message}")
+
+    def _map(self, number: int, work: Callable[[], None]) -> None:
+        text = ""
+        try:
+            work()
+        except (OSError, RuntimeError, ValueError) as error:
+            text = str(error) or type(error).__name__
+        self.send(words.MAPPED, number, text)
 
 
 def main() -> int:
@@ -136,7 +145,7 @@ def _run(setup: RankSetup, control: Control, rings: Rings, other_side: Rings) ->
             logger.exception("loading failed")
         say(words.FAILED, str(error) or type(error).__name__, expected)
         return 1
-    control.register = part.loaded.register
+    control.register, control.open_cuda = part.loaded.register, part.loaded.open_cuda
     if remote is not None:
         remote.share(part.loaded.register)
     loaded = part.loaded

@@ -15,9 +15,9 @@ from typing import Any
 
 from expertd.service.engine.rank_metrics import RankDevice
 from expertd.service.ranks.messages import receive, send
-from expertd.service.ranks.regions import Region
+from expertd.service.ranks.regions import Exported, Region
 from expertd.service.ranks.ring import Bell
-from expertd.service.ranks.setup import MAP, SETUP, UNMAP, RankSetup, RingSizes, Role
+from expertd.service.ranks.setup import MAP, OPEN, SETUP, UNMAP, RankSetup, RingSizes, Role
 
 _MODULE = "expertd.service.ranks.process"
 _SEND_SECONDS = 1.0  # a rank that reads nothing for so long is as good as dead
@@ -109,10 +109,14 @@ class Rank:
 
     def map(self, region: Region) -> None:
         """Have a region mapped, unless it is; `mapped` has the answer."""
-        memory = region.memory
-        if region.number not in self.mapped:
-            self.mapped[region.number] = None
-            what = MAP, region.number, memory.num_bytes, memory.offset
+        memory, number = region.memory, region.number
+        if number in self.mapped:
+            return
+        self.mapped[number] = None
+        if isinstance(memory, Exported):
+            self.send(OPEN, number, memory.handle.hex(), memory.device_id, memory.num_bytes)
+        else:
+            what = MAP, number, memory.num_bytes, memory.offset, region.of_caller
             self.send(*what, descriptors=[memory.descriptor])
 
     def unmap(self, number: int) -> None:

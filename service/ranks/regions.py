@@ -8,20 +8,40 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from expertd.service.memory import Mapped, Register, Span, Unregister
+from expertd.service.engine.errors import RequestRefusedError
+from expertd.service.memory import Mapped, OpenCuda, Register, Span, Unregister
 from expertd.service.ranks.messages import Place
+
+_GPU_ADDRESSES = 1 << 60  # from here on: of GPU memory, which the front end does not map
+_GPU_ALIGNMENT = 256  # of allocations
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """GPU memory that a caller has exported: a CUDA IPC handle, its GPU, and the bytes from its start on."""
+
+    handle: bytes
+    device_id: int
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A region of the front end's memory; it owns its descriptor."""
+    """Memory that all ranks map; it owns its descriptor if it has one.
+
+    address    where it begins, for the front end: of GPU memory a number of its own
+    of_caller  a caller may take the memory away
+    """
 
     number: int
-    memory: Mapped
+    memory: Mapped | Exported
+    address: int
+    of_caller: bool
 
     def close(self) -> None:
         """Close the descriptor."""
-        os.close(self.memory.descriptor)
+        if isinstance(self.memory, Mapped):
+            os.close(self.memory.descriptor)
 
 
 class SharedRegions:
@@ -30,22 +50,35 @@ class SharedRegions:
     def __init__(self) -> None:
         self._regions: dict[int, Region] = {}
         self._by_address: tuple[list[int], list[Region]] = ([], [])
+        self._lost: dict[int, str] = {}  # why ranks could not map a region when they started again
         self._last = 0
+        self._next_gpu_address = _GPU_ADDRESSES
         self._lock = threading.Lock()
 
-    def add(self, memory: Mapped) -> Region:
+    def add(self, memory: Mapped | Exported, of_caller: bool = False) -> Region:
         """Number a region, and keep its file open: ranks that start later need it too."""
         with self._lock:
             self._last += 1
-            region = Region(self._last, replace(memory, descriptor=os.dup(memory.descriptor)))
+            if isinstance(memory, Mapped):
+                memory, address = replace(memory, descriptor=os.dup(memory.descriptor)), memory.address
+            else:
+                address = self._next_gpu_address
+                self._next_gpu_address += -(-memory.num_bytes // _GPU_ALIGNMENT) * _GPU_ALIGNMENT
+            region = Region(self._last, memory, address, of_caller)
             self._regions[region.number] = region
             self._sort()
         return region
+
+    def lose(self, region: Region, why: str) -> None:
+        """A rank cannot reach a caller's region any more: `place` refuses it."""
+        with self._lock:
+            self._lost[region.number] = why
 
     def remove(self, region: Region) -> None:
         """Forget a region, in which no request lies any more."""
         with self._lock:
             del self._regions[region.number]
+            self._lost.pop(region.number, None)
             self._sort()
         region.close()
 
@@ -55,20 +88,23 @@ class SharedRegions:
             return list(self._regions.values())
 
     def place(self, address: int, num_bytes: int) -> Place:
-        """Where a span lies. Raises ValueError if it is not in a region."""
+        """Where a span lies. Raises ValueError outside all regions, RequestRefusedError in a lost one."""
         starts, regions = self._by_address
         index = bisect_right(starts, address) - 1
         if index >= 0:
             region = regions[index]
-            offset = address - region.memory.address
+            offset = address - region.address
             if offset + num_bytes <= region.memory.num_bytes:
+                if (why := self._lost.get(region.number)) is not None:
+                    expected = "expected memory that all ranks can access, also those that started again"
+                    raise RequestRefusedError(f"shared memory: {expected}, got {why}")
                 return Place(region.number, offset)
         raise ValueError(f"span: expected memory that the ranks share, got {num_bytes} bytes elsewhere")
 
     def _sort(self) -> None:
         """Replace both lists at once: `place` reads them without the lock."""
-        regions = sorted(self._regions.values(), key=lambda region: region.memory.address)
-        self._by_address = [region.memory.address for region in regions], regions
+        regions = sorted(self._regions.values(), key=lambda region: region.address)
+        self._by_address = [region.address for region in regions], regions
 
 
 class MappedRegions:
@@ -78,15 +114,36 @@ class MappedRegions:
         self._spans: dict[int, Span] = {}
         self._unregister: dict[int, Unregister] = {}
 
-    def map(self, number: int, descriptor: int, num_bytes: int, offset: int, register: Register) -> None:
-        """Map a part of a file, and close its descriptor. Raises OSError, RuntimeError."""
+    def map(
+        self,
+        number: int,
+        descriptor: int,
+        num_bytes: int,
+        offset: int,
+        register: Register,
+        of_caller: bool = False,
+    ) -> None:
+        """Map a part of a file, and close its descriptor. Raises OSError, RuntimeError, ValueError.
+
+        of_caller  only the device may access it: see `SystemMemory`
+        """
         try:
             mapped = mmap.mmap(descriptor, num_bytes, offset=offset)
             address = int(np.frombuffer(mapped, np.uint8).ctypes.data)
             self._unregister[number] = register(Mapped(address, num_bytes, descriptor, offset))
         finally:
             os.close(descriptor)
-        self._spans[number] = Span(address, num_bytes, None, memoryview(mapped), mapped)
+        view = None if of_caller else memoryview(mapped)
+        self._spans[number] = Span(address, num_bytes, None, view, mapped)
+
+    def open(self, number: int, memory: Exported, open_cuda: OpenCuda) -> None:
+        """Open GPU memory. Raises ValueError."""
+        opened = open_cuda(memory.handle, memory.device_id, memory.num_bytes)
+        self._unregister[number], self._spans[number] = opened.close, opened.span
+
+    def is_on_gpu(self, number: int) -> bool:
+        """Whether a region lies in a GPU's memory."""
+        return self._spans[number].device is not None
 
     def unmap(self, number: int) -> None:
         """Forget a region, which no step uses any more; nothing happens if it could not be mapped."""

@@ -1,12 +1,15 @@
 """Ranks from their start until they have loaded and mapped the memory that they share."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 
 from expertd.service.ranks.inbox import Inbox
 from expertd.service.ranks.rank import Rank
-from expertd.service.ranks.regions import Region
+from expertd.service.ranks.regions import SharedRegions
 from expertd.service.ranks.setup import RankSetup
+
+logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.05
 MAP_SECONDS = 60.0
@@ -67,8 +70,12 @@ def check_loading(ranks: Sequence[Rank], inbox: Inbox, seconds: float) -> None:
         raise LoadFailedError(f"loading: {why}", False)
 
 
-def share(ranks: Sequence[Rank], inbox: Inbox, regions: Sequence[Region]) -> None:
-    """Have ranks, which nobody else hears, map these regions and no other. Raises LoadFailedError."""
+def share(ranks: Sequence[Rank], inbox: Inbox, shared: SharedRegions) -> None:
+    """Have ranks, which nobody else hears, map these regions and no other. Raises LoadFailedError.
+
+    A caller's region that a rank cannot map is lost.
+    """
+    regions = shared.all()
     numbers = {region.number for region in regions}
     for rank in ranks:
         for old in rank.mapped.keys() - numbers:
@@ -81,6 +88,10 @@ def share(ranks: Sequence[Rank], inbox: Inbox, regions: Sequence[Region]) -> Non
         if time.monotonic() > until:
             raise LoadFailedError(f"loading: expected memory to be mapped within {MAP_SECONDS:g} s", False)
     for rank in ranks:
-        for error in rank.mapped.values():
-            if error:
+        for region in regions:
+            if not (error := rank.mapped[region.number]):
+                continue
+            if not region.of_caller:
                 raise LoadFailedError(f"rank {rank.number}: {error}", False)
+            logger.warning("rank %d cannot access a caller's memory any more: %s", rank.number, error)
+            shared.lose(region, error)

@@ -13,17 +13,22 @@ import torch
 from tests.paths import ROOT
 from tests.service.apps import HIDDEN, hidden_request, rows, tiny_settings
 from tests.service.channels.peer import Peer
+from tests.service.gpus import devices_of_servers
 from tests.service.processes import ServerProcess, clean_environment, server_process
 from tests.service.waiting import wait_for
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+@pytest.fixture(scope="module", params=devices_of_servers())
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
+    """One for each number of GPUs."""
     directory = tmp_path_factory.mktemp("server")
     limits = {"max_request_tokens": 512, "max_batch_tokens": 512, "max_queue_tokens": 4096}
-    settings = tiny_settings(limits, backend="hopper", channels={"socket": str(directory / "channels")})
+    channels = {"socket": str(directory / "channels")}
+    settings = tiny_settings(limits, backend="hopper", channels=channels, devices=request.param)
     with server_process(settings, directory) as process:
         yield process
 

@@ -14,13 +14,14 @@ from expertd.service.engine.batching import Scheduler
 from expertd.service.engine.errors import (
     QueueFullError,
     QueueTimeoutError,
+    RequestRefusedError,
     SchedulerClosedError,
     StepFailedError,
 )
 from expertd.service.memory import host_view
-from expertd.service.moe.request import Output, StepResult
+from expertd.service.moe.request import LayerRequest, Output, StepResult
 from expertd.service.settings.parts import Limits
-from tests.service.runners import EchoRunner, Submitted, layer_request
+from tests.service.runners import Computed, EchoRunner, Submitted, layer_request
 
 T = TypeVar("T")
 
@@ -232,6 +233,27 @@ async def test_one_bad_request_fails_alone(caplog: pytest.LogCaptureFixture) -> 
                 await soon(pending.answer)
     assert observed.failed == [3, 1]
     assert runner.steps == [[1], [1, 1, 1], [1], [1], [1]]
+
+
+async def test_one_request_that_cannot_begin_is_refused_alone() -> None:
+    class Refusing(EchoRunner):
+        def begin(self, requests: Sequence[LayerRequest]) -> Computed:
+            try:
+                return super().begin(requests)
+            except RuntimeError as error:
+                raise RequestRefusedError("memory: expected some, got none") from error
+
+    runner, observed = Refusing(poison=666.0), Observed()
+    async with running(runner, observer=observed) as scheduler:
+        first = await held(runner, scheduler)
+        good, bad = (Submitted(scheduler, "0", layer_request([value])) for value in (1.0, 666.0))
+        runner.gate.set()
+        with pytest.raises(RequestRefusedError, match=r"^memory: expected some, got none$"):
+            await soon(bad.answer)
+        assert values(await soon(good.answer)) == [1.0]
+        await soon(first.answer)
+        assert scheduler._queues["0"].failures == 0
+    assert observed.failed == [], "no step has failed"
 
 
 async def test_a_cancelled_caller_does_not_disturb_the_others() -> None:

@@ -18,6 +18,7 @@ import tritonclient.http as triton
 
 from expertd.service.settings.model import Settings
 from tests.service.apps import binary_request, json_request
+from tests.service.gpus import devices_of_servers
 from tests.service.processes import ServerProcess, server_process
 from tests.service.regions import CUDA, SYSTEM, place, region_input, region_output
 from tests.service.shm import shm_file
@@ -30,8 +31,11 @@ BYTES = {"BF16": 2, "FP32": 4}
 URL = "/v2/models/layer/infer"
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+@pytest.fixture(scope="module", params=devices_of_servers())
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
+    """One for each number of GPUs."""
     model = {
         "name": "layer",
         "hidden_size": HIDDEN,
@@ -39,9 +43,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         "num_experts": EXPERTS,
         "top_k": TOP_K,
     }
-    settings = Settings.model_validate(
-        {"backend": "hopper", "models": [model], "shared_memory": {"enabled": True}}
-    )
+    given = {"backend": "hopper", "models": [model], "shared_memory": {"enabled": True}}
+    settings = Settings.model_validate(given | {"devices": request.param})
     with server_process(settings, tmp_path_factory.mktemp("server")) as server:
         yield server
 

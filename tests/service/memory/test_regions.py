@@ -203,6 +203,13 @@ def test_the_output_must_fit_and_stay_apart_from_the_inputs() -> None:
         add(regions, "whole", whole, 2 * SIZE)
         with pytest.raises(RegionError, match=overlap):
             uses.output(Place("", "whole", SIZE + 48, 16), 16, 16)
+        # Ranks may open the same memory at several addresses.
+        for number, name in enumerate(("one", "again")):
+            add(regions, name, DeviceMemory(Span(number << 40, SIZE, 0), lambda: None, b"a handle"))
+        uses.input(Place("input z", "one", 0, 64), 16, copied=False)
+        with pytest.raises(RegionError, match=overlap):
+            uses.output(Place("", "again", 48, 16), 16, 16)
+        uses.output(Place("", "again", 64, 16), 16, 16)
         for place in (Place("", "b", 64, 16), Place("", "gpu", 48, 16), Place("", "other", 0, 64)):
             uses.output(place, 16, place.num_bytes)
         uses.release()

@@ -1,14 +1,19 @@
 """A rank that is killed or stopped under traffic: nothing is lost, wrong or hung, and the ranks come back."""
 
 import asyncio
+import mmap
 import os
 import signal
 import time
 
+import numpy as np
 import pytest
 
-from tests.service.apps import error_of, tiny_settings
-from tests.service.ranks.servers import rank_processes, serving_ranks
+from expertd.service.engine.errors import RequestRefusedError
+from expertd.service.memory import Mapped
+from expertd.service.ranks.supervisor import Supervisor
+from tests.service.apps import Serving, error_of, rows, tiny_settings
+from tests.service.ranks.servers import output_for, rank_processes, serving_ranks
 from tests.service.ranks.traffic import traffic_to
 from tests.service.waiting import until
 
@@ -45,3 +50,37 @@ async def test_a_lost_rank_costs_no_request_its_answer(
             assert not set(before) & set(rank_processes()), "the whole group is new"
             assert server.metric("rank_starts_total", rank="0") == 1 + count
             assert server.metric("step_failures_total", model="tiny") == 0
+
+
+def supervisor_of(server: Serving) -> Supervisor:
+    """Which shares memory with the ranks."""
+    loaded = server.app.engine.loaded
+    assert loaded is not None
+    supervisor = getattr(loaded.register, "__self__", None)
+    assert isinstance(supervisor, Supervisor)
+    return supervisor
+
+
+@pytest.mark.slow
+async def test_memory_that_its_caller_took_away_does_not_keep_ranks_from_coming_back() -> None:
+    async with serving_ranks(tiny_settings(ranks=2)) as server, asyncio.timeout(60):
+        ranks, sizes = supervisor_of(server), (8192, 4096)
+        files = [os.memfd_create("caller") for _ in sizes]
+        maps, forget = [], []
+        for descriptor, size in zip(files, sizes, strict=True):
+            os.ftruncate(descriptor, size)
+            maps.append(np.frombuffer(mmap.mmap(descriptor, size), np.uint8))
+            forget.append(ranks.register_file(Mapped(maps[-1].ctypes.data, size, descriptor)))
+            assert ranks.regions.place(maps[-1].ctypes.data + 16, size - 16).offset == 16
+        os.ftruncate(files[0], 0)
+        os.kill(rank_processes()[1], signal.SIGKILL)
+        await until(lambda: server.app.engine.why_not_ready() is not None)
+        await until(lambda: server.app.engine.why_not_ready() is None, seconds=30)
+        with pytest.raises(RequestRefusedError, match=r"^shared memory: expected memory that all ranks can"):
+            ranks.regions.place(maps[0].ctypes.data, 1)
+        assert ranks.regions.place(maps[1].ctypes.data, 1).offset == 0, "the other caller's"
+        assert len(await output_for(server, rows(3))) == 3
+        for each in forget:
+            each()
+        with pytest.raises(ValueError, match="expected memory that the ranks share"):
+            ranks.regions.place(maps[1].ctypes.data, 1)
