@@ -35,6 +35,7 @@ def loop(given: dict[str, Any], latencies: list[float], errors: list[BaseExcepti
                 )
                 channels.append(stack.enter_context(channel))
                 fill(channel.slots[0].hidden_states, given["device"])
+            time.sleep(max(0.0, given.get("start", 0.0) - time.time()))
             begin = time.perf_counter() + given["seconds"] / 10
             for channel in itertools.cycle(channels):
                 if (sent := time.perf_counter()) >= begin + given["seconds"]:
@@ -60,7 +61,7 @@ def fill(rows: Any, device: str | None) -> None:
 
 
 def main() -> None:
-    """Reads {url, models, tokens, device, callers, seconds} from stdin; prints latencies as JSON."""
+    """Reads {url, models, tokens, device, callers, seconds, start} from stdin; prints latencies as JSON."""
     given = json.load(sys.stdin)
     latencies: list[float] = []
     errors: list[BaseException] = []

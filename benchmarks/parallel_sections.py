@@ -16,48 +16,55 @@ NVLINK_BYTES_PER_US = 370e3  # each way, as measured by copies; 450e3 is its nam
 
 
 def parallel_machine(results: Path) -> str:
-    """The machine and versions."""
-    about = _content(results)["about"]
-    name, driver = about["gpu"].split("\n")[0].split(", ")[:2]
-    versions = [f"{label} {about[key]}" for key, label in _VERSIONS.items() if key in about]
-    return paragraph(f"{about['ranks']} GPUs of one host: {name}, driver {driver}, {', '.join(versions)}.")
+    """The machine and versions, for each number of GPUs."""
+    counts: dict[str, list[str]] = {}
+    for count, content in _contents(results).items():
+        about = content["about"]
+        name, driver = about["gpu"].split("\n")[0].split(", ")[:2]
+        versions = [f"{label} {about[key]}" for key, label in _VERSIONS.items() if key in about]
+        counts.setdefault(f"{name}, driver {driver}, {', '.join(versions)}", []).append(str(count))
+    return paragraph(" ".join(f"{' and '.join(of)} GPUs of one host: {what}." for what, of in counts.items()))
 
 
 def parallel(results: Path) -> str:
-    """Every row."""
-    return _table(_rows(results, "rows"), [_LAYER, _TOKENS, *_TIMES])
+    """Every row, in a table for each number of GPUs."""
+    return "\n\n".join(
+        f"{count} GPUs:\n\n" + _table(content["rows"], [_LAYER, _TOKENS, *_TIMES])
+        for count, content in _contents(results).items()
+    )
 
 
 def parallel_headline(results: Path) -> str:
     """The whole layer against its peers, in a sentence each."""
-    rows = _rows(results, "rows")
     sentences = []
-    for key, peer in _PEERS.items():
-        ratios = [row[f"over_{key}"] for row in rows if f"over_{key}" in row]
-        if ratios:
-            slower = sum(ratio > 1 for ratio in ratios) or "none"
-            sentences.append(
-                f"The whole layer takes {statistics.geometric_mean(ratios):.2f} times as long as {peer} (the "
-                f"geometric mean of {len(ratios)} rows, {span(ratios)}); it is slower in {slower} of them."
-            )
+    for count, content in _contents(results).items():
+        for key, peer in _PEERS.items():
+            ratios = [row[f"over_{key}"] for row in content["rows"] if f"over_{key}" in row]
+            if ratios:
+                slower = sum(ratio > 1 for ratio in ratios) or "none"
+                mean = f"{statistics.geometric_mean(ratios):.2f} times as long as {peer}"
+                sentences.append(
+                    f"On {count} GPUs the whole layer takes {mean} (the geometric mean of {len(ratios)} "
+                    f"rows, {span(ratios)}); it is slower in {slower} of them."
+                )
     return paragraph(" ".join(sentences))
 
 
 def parallel_skewed(results: Path) -> str:
     """The rows whose experts are drawn by Zipf's law."""
-    return _table(_rows(results, "skewed"), [_LAYER, _TOKENS, ("Zipf", _number("zipf")), _IMBALANCE, *_TIMES])
+    columns = [_LAYER, _GPUS, _TOKENS, ("Zipf", _number("zipf")), _IMBALANCE, *_TIMES]
+    return _table(_all_rows(results, "skewed"), columns)
 
 
 def parallel_uneven(results: Path) -> str:
     """The rows with other numbers of tokens on each rank."""
-    return _table(
-        _rows(results, "uneven"), [_LAYER, ("tokens of ranks 0, 1, ...", _number("uneven")), *_TIMES]
-    )
+    columns = [_LAYER, _GPUS, ("tokens of ranks 0, 1, ...", _number("uneven")), *_TIMES]
+    return _table(_all_rows(results, "uneven"), columns)
 
 
 def parallel_growth(results: Path) -> str:
-    """The layer's time by the number of GPUs."""
-    rows = _rows(results, "growth")
+    """The layer's time by the number of GPUs, measured on the most of them."""
+    rows = growth(results)
     counts = sorted({row["gpus"] for row in rows})
     times = {(row["layer"], row["tokens"], row["gpus"]): row["layer_us"] for row in rows}
     cases = list(dict.fromkeys((row["layer"], row["tokens"]) for row in rows))
@@ -76,20 +83,24 @@ def parallel_growth(results: Path) -> str:
 def parallel_expected(results: Path) -> str:
     """The layer's time on more GPUs by arithmetic, and on those that were measured beside it."""
     name = LAYERS[0].name
-    rows = {row["tokens"]: row for row in _rows(results, "rows") if row["layer"] == name}
-    if not {1, *_EXPECTED} <= rows.keys():
+    measured = {
+        count: {row["tokens"]: row for row in content["rows"] if row["layer"] == name}
+        for count, content in _contents(results).items()
+    }
+    rows = measured[min(measured)]
+    if not all({1, *_EXPECTED} <= of_count.keys() for of_count in measured.values()):
         return NOT_MEASURED
     fixed = rows[1]["layer_us"] - rows[1]["one_gpu_us"]
-    measured = _content(results)["about"]["ranks"]
     cells = []
     for tokens in _EXPECTED:
-        alone, layer_us = rows[tokens]["one_gpu_us"], rows[tokens]["layer_us"]
+        alone = rows[tokens]["one_gpu_us"]
         links = [sum(link_microseconds(tokens, count)) for count in _COUNTS]
         times = [f"{alone + fixed + link:.0f}" for link in links]
-        cells.append((tokens, *(f"{link:.0f}" for link in links), f"{alone:.0f}", *times, f"{layer_us:.0f}"))
+        seen = [f"{of_count[tokens]['layer_us']:.0f}" for of_count in measured.values()]
+        cells.append((tokens, *(f"{link:.0f}" for link in links), f"{alone:.0f}", *times, *seen))
     columns = (
         "tokens a GPU", *(f"link, {count} GPUs" for count in _COUNTS), "one GPU, the same work: measured",
-        *(f"whole layer, {count} GPUs" for count in _COUNTS), f"measured on {measured}",
+        *(f"whole layer, {count} GPUs" for count in _COUNTS), *(f"measured on {count}" for count in measured),
     )  # fmt: skip
     return table(columns, cells)
 
@@ -98,7 +109,14 @@ def parallel_overlap(results: Path) -> str:
     """The layer with and without combine under the down GEMM."""
     file = results / "overlap-h200.json"
     rows = json.loads(file.read_text())["rows"] if file.exists() else []
-    return _table(rows, [_LAYER, *_OVERLAP])
+    return _table(rows, [_LAYER, _GPUS, _TOKENS, *_OVERLAP])
+
+
+def growth(results: Path) -> list[Row]:
+    """The layer's rows by the number of GPUs, measured on the most of them."""
+    contents = _contents(results)
+    rows: list[Row] = contents[max(contents)].get("growth", [])
+    return rows
 
 
 def other_ranks(num_ranks: int, top_k: int) -> float:
@@ -127,6 +145,7 @@ _VERSIONS = {"nvrtc": "NVRTC", "torch": "torch", "nccl": "NCCL", "deep_gemm": "D
 _PEERS = {"two_gemms": "DeepGEMM's two GEMMs alone", "mega_moe": "SM90 Mega MoE"}
 _COUNTS, _EXPECTED = (2, 4, 8), (128, 1024, 4096)  # GPUs, and tokens of each
 _LAYER: Column = "layer", _number("layer")
+_GPUS: Column = "GPUs", _number("gpus")
 _TOKENS: Column = "tokens a GPU", _number("tokens")
 _IMBALANCE: Column = "max/mean of the GPUs' rows", _number("imbalance", 2)
 _TIMES: Sequence[Column] = (
@@ -141,8 +160,6 @@ _TIMES: Sequence[Column] = (
     ("whole layer over it", _number("over_mega_moe", 2)),
 )
 _OVERLAP: Sequence[Column] = (
-    ("GPUs", _number("gpus")),
-    _TOKENS,
     ("SMs for communication", _number("communication_sms")),
     ("dispatch and combine alone", _number("exchange_us", 0)),
     ("one GPU, the same work", _number("one_gpu_us", 0)),
@@ -162,11 +179,14 @@ def _table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
     return table([name for name, _ in shown], cells)
 
 
-def _content(results: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((results / "parallel-h200.json").read_text())
-    return content
+def _contents(results: Path) -> dict[int, dict[str, Any]]:
+    """The results for each number of GPUs, the fewest first."""
+    contents = [json.loads(file.read_text()) for file in results.glob("parallel-*xh200.json")]
+    return dict(sorted((content["about"]["ranks"], content) for content in contents))
 
 
-def _rows(results: Path, section: str) -> list[Row]:
-    rows: list[Row] = _content(results).get(section, [])
-    return rows
+def _all_rows(results: Path, section: str) -> list[Row]:
+    """A section's rows for all numbers of GPUs, by layer."""
+    rows = [row for content in _contents(results).values() for row in content.get(section, [])]
+    names = list(dict.fromkeys(row["layer"] for row in rows))
+    return sorted(rows, key=lambda row: names.index(row["layer"]))

@@ -128,6 +128,31 @@ def draw_serving(result: Path, picture: Path) -> None:
     _save(figure, result, picture)
 
 
+def draw_growth(result: Path, picture: Path) -> None:
+    """A panel for each layer: its time over one GPU's by GPUs, with a line for each number of tokens."""
+    content = json.loads(result.read_text())
+    rows = content["growth"]
+    times = {(row["layer"], row["tokens"], row["gpus"]): row["layer_us"] for row in rows}
+    layers, tokens, gpus = (sorted({row[key] for row in rows}) for key in ("layer", "tokens", "gpus"))
+    figure, panels = plt.subplots(
+        1, len(layers), figsize=(9, 3), sharey=True, squeeze=False, layout="constrained"
+    )
+    for axes, layer in zip(panels[0], layers, strict=True):
+        for number, count in enumerate(tokens):
+            over = [times[layer, count, n] / times[layer, count, 1] for n in gpus]
+            axes.plot(gpus, over, f"o-C{number}", label=f"{count}", markersize=4, linewidth=1.2)
+        axes.set_xticks(gpus, [str(n) for n in gpus], fontsize=8)
+        axes.set_title(layer, fontsize=9)
+        axes.set_xlabel("GPUs, each with as much work", fontsize=8)
+        axes.grid(linewidth=0.3)
+    panels[0][0].set_ylabel("time over one GPU's", fontsize=8)
+    panels[0][0].set_ylim(bottom=0)
+    figure.suptitle(f"A whole MoE layer on several {_gpu(content)}, by tokens a GPU", fontsize=10)
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, fontsize=8, ncols=len(tokens), loc="outside lower center")
+    _save(figure, result, picture)
+
+
 def draw_overlap(result: Path, picture: Path) -> None:
     """When the launches of an overlapped step ran, on the most GPUs: a line for each rank and lane."""
     content = json.loads(result.read_text())
@@ -162,6 +187,7 @@ PICTURES: dict[str, tuple[str, Draw]] = {
     "docs/moe_layer_speed-h200.svg": ("moe_layer-h200.json", draw_speed),
     "docs/moe_layer-h200.svg": ("moe_layer-h200.json", draw_stages),
     "docs/grouped_gemm-h200.svg": ("grouped_gemm-h200.json", draw_roofline),
+    "docs/parallel_growth-h200.svg": ("parallel-4xh200.json", draw_growth),
     "docs/overlap-h200.svg": ("overlap-h200.json", draw_overlap),
 }
 """Pictures in the documents, by path: the result, and the function that draws it."""

@@ -20,6 +20,7 @@ from benchmarks.parallel_sections import (
     parallel_skewed,
     parallel_uneven,
 )
+from benchmarks.serving_ranks_sections import serving_ranks, serving_ranks_callers
 from benchmarks.serving_sections import (
     ping_pong,
     serving,
@@ -28,8 +29,6 @@ from benchmarks.serving_sections import (
     serving_cpu_machine,
     serving_headline,
     serving_machine,
-    serving_ranks,
-    serving_ranks_callers,
     serving_workers,
     steps,
 )

@@ -7,7 +7,7 @@ number of tokens and of callers, each of which sends its next request when it ha
 "sockets" is HTTP with a server that only receives and sends. The columns: the median and the 99th percentile
 of the caller's time, tokens per second, the mean of `expertd_compute_seconds` meanwhile, and the GPU's own
 time for such a step. HTTP is measured once more with four HTTP processes. With --devices, several GPUs share
-the layers, and only the rows are measured that they can serve: those in host memory.
+the layers; "cuda:0" is one of them then. Rows that are not measured stay in the file.
 """
 
 import argparse
@@ -33,7 +33,8 @@ def cases(gpus: int, layers: int) -> list[Case]:
     for device in (None, "cuda:0", *(("cuda:1",) if gpus > 1 else ())):
         rows += [Case("shared memory", device, tokens) for tokens in (1, 64, 256, 4096)]
         rows += [Case("channel", device, tokens) for tokens in TOKENS]
-    rows += [Case("channel", None, 4096, 4), Case("channel", "cuda:0", 16, 4)]
+    rows += [Case("channel", device, 4096, 4) for device in (None, "cuda:0")]
+    rows += [Case("channel", "cuda:0", 16, 4)]
     return rows + [Case("channel", None, tokens, 1, layers) for tokens in LAYERS_TOKENS if layers > 1]
 
 
@@ -44,11 +45,27 @@ def gpu_times() -> dict[int, float]:
     return {int(tokens): us for tokens, us in json.loads(ran.stdout).items()}
 
 
+def rows_of(file: Path | None) -> list[Row]:
+    """What has been measured before."""
+    rows: list[Row] = json.loads(file.read_text())["rows"] if file is not None and file.exists() else []
+    return rows
+
+
+def put(rows: list[Row], row: Row) -> None:
+    """Replace the row of the same case, or add one."""
+    keys = ("http_workers", *Case._fields)
+    defaults = Case._field_defaults  # of older rows
+    same = (i for i, old in enumerate(rows) if all(old.get(k, defaults.get(k)) == row[k] for k in keys))
+    at = next(same, len(rows))
+    rows[at : at + 1] = [row]
+
+
 def main() -> int:
     """Print every row as it is measured, and write all of them to a file if asked to."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rows", nargs="+", help="only ways that begin with one of these words")
+    parser.add_argument("--tokens", type=int, nargs="+", help="only rows with these")
     parser.add_argument("--http-workers", type=int, nargs="+", default=(1, 4), help="only HTTP with several")
     parser.add_argument("--devices", help="GPUs that share the layer, e.g. 0-1; default: one GPU")
     parser.add_argument("--layers", type=int, default=1, help="of the server")
@@ -57,19 +74,21 @@ def main() -> int:
     import torch
 
     gpu = {} if arguments.devices else gpu_times()
-    rows: list[Row] = []
+    rows = rows_of(arguments.json)
     result = {"header": header() | {"devices": arguments.devices}, "rows": rows}
     for workers in arguments.http_workers:
         ways = tuple(arguments.rows or ("",)) if workers == 1 else ("http",)
         wanted = [
-            case for case in cases(torch.cuda.device_count(), arguments.layers) if case.way.startswith(ways)
+            case
+            for case in cases(torch.cuda.device_count(), arguments.layers)
+            if case.way.startswith(ways) and (not arguments.tokens or case.tokens in arguments.tokens)
         ]
         if arguments.devices:
-            wanted = [case for case in wanted if case.way != "sockets" and case.device is None]
+            wanted = [case for case in wanted if case.way != "sockets" and case.device != "cuda:1"]
         with server(workers, arguments.devices, arguments.layers) as (url, port):
             for case in wanted:
                 row = {"http_workers": workers, **measure(case, url, port), "gpu_us": gpu.get(case.tokens)}
-                rows.append(row)
+                put(rows, row)
                 rounded = {k: round(v, 1) if isinstance(v, float) else v for k, v in row.items()}
                 print(json.dumps(rounded), flush=True)
                 if arguments.json:  # after each row, so that an interrupted run leaves some

@@ -124,8 +124,8 @@ def latencies_of(case: Case, url: str, port: int) -> list[float]:
     """Of all callers of a row, sorted."""
     given = {"url": url, "port": port, "model": MODEL, "hidden_size": HIDDEN, "seconds": SECONDS}
     given |= {"tokens": case.tokens, "device": case.device, "models": model_names(case.layers)}
-    # HTTP callers share few processes: more threads of one would wait for each other.
-    processes = min(case.callers, CALLER_PROCESSES) if case.way == "http" else 1
+    # Callers share few processes: more threads of one would wait for each other.
+    processes = min(case.callers, CALLER_PROCESSES)
     callers = case.callers // processes
     given |= {"connections": callers, "callers": callers}
     if processes > 1:

@@ -19,7 +19,6 @@ WAYS = {
     ("channel", "cuda:1"): "of another GPU",
 }
 """How tensors reach the server, in the order of the columns."""
-_RANKS = "serving_ranks-h200.json"
 
 
 def serving_machine(results: Path) -> str:
@@ -54,46 +53,6 @@ def serving_callers(results: Path) -> str:
             for row in rows
         ],
     )  # fmt: skip
-
-
-def serving_ranks(results: Path) -> str:
-    """The median times of one caller whose server has several GPUs, beside those with one."""
-    if not (results / _RANKS).exists():
-        return "Not measured yet."
-    content = _content(results, _RANKS)
-    devices = f"GPUs {content['header']['devices']}"
-    files = {devices: _one_process(content["rows"]), "one GPU": _rows(results)}
-    ways = {"http": "HTTP", "channel": "channel, memory of the host"}
-    times = {
-        (row["tokens"], row["way"], gpus): row["p50_us"]
-        for gpus, rows in files.items()
-        for row in rows
-        if row["callers"] == 1 and row["device"] is None
-    }
-    columns = [(way, gpus) for way in ways for gpus in files]
-    cells = [
-        (tokens, *(_us(times[key]) if (key := (tokens, *column)) in times else "-" for column in columns))
-        for tokens in dict.fromkeys(row["tokens"] for row in files[devices])
-    ]
-    return table(("tokens", *(f"{ways[way]}, {gpus}" for way, gpus in columns)), cells)
-
-
-def serving_ranks_callers(results: Path) -> str:
-    """Rates of several callers whose server has several GPUs, beside those with one."""
-    if not (results / _RANKS).exists():
-        return "Not measured yet."
-    content = _content(results, _RANKS)
-    one = {
-        (_load(row), row["http_workers"]): row for row in _content(results)["rows"] if row["way"] == "http"
-    }
-    cells = []
-    for row in content["rows"]:
-        if row["callers"] > 1:
-            alone = one.get((_load(row), row["http_workers"]))
-            rates = [f"{r['tokens_per_second']:.0f}" if r else "-" for r in (row, alone)]
-            cells.append((row["callers"], row["tokens"], row["http_workers"], *rates))
-    columns = "callers", "tokens of each request", "HTTP processes"
-    return table((*columns, f"tokens/s, GPUs {content['header']['devices']}", "one GPU"), cells)
 
 
 def serving_workers(results: Path) -> str:

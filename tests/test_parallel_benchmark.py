@@ -141,23 +141,46 @@ def test_sections_that_are_not_measured_keep_their_rows(tmp_path: Path) -> None:
 ROW = {"layer": "l", "tokens": 1, "exchange_us": 10.0, "layer_us": 50.0, "one_gpu_us": 40.0}
 
 
-def result(tmp_path: Path, **sections: Any) -> Path:
-    about = {"gpu": "GPU, 1.2, x\nGPU, 1.2, x", "nvrtc": "13.0", "torch": "2", "ranks": 2}
-    (tmp_path / "parallel-h200.json").write_text(json.dumps({"about": about, **sections}))
+def result(tmp_path: Path, gpus: int = 2, **sections: Any) -> Path:
+    about = {"gpu": "GPU, 1.2, x\nGPU, 1.2, x", "nvrtc": "13.0", "torch": "2", "ranks": gpus}
+    (tmp_path / f"parallel-{gpus}xh200.json").write_text(json.dumps({"about": about, **sections}))
     return tmp_path
 
 
 def test_columns_without_values_are_left_out(tmp_path: Path) -> None:
     results = result(tmp_path, rows=[ROW])
-    assert SECTIONS["parallel"](results).splitlines()[2:] == ["| l | 1 | 10 | 40 | 50 | 10 |"]
+    assert SECTIONS["parallel"](results).splitlines()[4:] == ["| l | 1 | 10 | 40 | 50 | 10 |"]
     peers = {"nccl_us": 30.0, "two_gemms_us": 25.0, "over_two_gemms": 2.0}
     results = result(tmp_path, rows=[ROW, ROW | peers])
-    assert SECTIONS["parallel"](results).splitlines()[2:] == [
+    assert SECTIONS["parallel"](results).splitlines()[4:] == [
         "| l | 1 | 10 | - | 40 | 50 | 10 | - | - |",
         "| l | 1 | 10 | 30 | 40 | 50 | 10 | 25 | 2.00 |",
     ]
     assert "2.00 times as long as DeepGEMM's two GEMMs alone" in SECTIONS["parallel-headline"](results)
     assert "Mega MoE" not in SECTIONS["parallel-headline"](results)
+
+
+def test_each_number_of_gpus_has_its_rows(tmp_path: Path) -> None:
+    more = {"over_mega_moe": 0.5, "zipf": 1.0, "imbalance": 1.0}
+    for gpus in (4, 2):
+        rows = [ROW | more | {"gpus": gpus, "layer_us": 10.0 * gpus, "one_gpu_us": 10.0}]
+        result(tmp_path, gpus, rows=rows, skewed=rows)
+    assert [
+        line for line in SECTIONS["parallel"](tmp_path).splitlines() if line.endswith(("GPUs:", " 0.50 |"))
+    ] == [
+        "2 GPUs:",
+        "| l | 1 | 10 | 10 | 20 | 10 | 0.50 |",
+        "4 GPUs:",
+        "| l | 1 | 10 | 10 | 40 | 30 | 0.50 |",
+    ]
+    assert [line[:14] for line in SECTIONS["parallel-skewed"](tmp_path).splitlines()[2:]] == [
+        "| l | 2 | 1 | ",
+        "| l | 4 | 1 | ",
+    ]
+    assert SECTIONS["parallel-machine"](tmp_path) == (
+        "2 and 4 GPUs of one host: GPU, driver 1.2, NVRTC 13.0, torch 2."
+    )
+    assert SECTIONS["parallel-headline"](tmp_path).count("0.50 times as long as SM90 Mega MoE") == 2
 
 
 def test_sections_without_rows_say_so(tmp_path: Path) -> None:
@@ -211,17 +234,18 @@ def test_more_gpus_take_what_was_measured_and_the_links_time(tmp_path: Path) -> 
 def test_serving_with_several_gpus_is_shown_beside_one(tmp_path: Path) -> None:
     row = {"way": "http", "device": None, "tokens": 8, "callers": 1, "http_workers": 1, "p50_us": 900.0}
     many = row | {"callers": 4, "tokens_per_second": 1000.0}
-    for name, factor in (("serving-h200.json", 1), ("serving_ranks-h200.json", 2)):
-        rows = [row | {"p50_us": factor * 900.0}, many | {"tokens_per_second": factor * 1000.0}]
-        content = {"header": {"devices": "0-1"}, "rows": rows}
-        (tmp_path / name).write_text(json.dumps(content))
+    other = row | {"tokens": 16, "http_workers": 4}
+    for name, factor in (("serving-h200.json", 1), ("serving-2xh200.json", 2)):
+        rows = [row | {"p50_us": 900.0 / factor}, many | {"tokens_per_second": factor * 1500.0}, other]
+        (tmp_path / name).write_text(json.dumps({"rows": rows}))
     assert SECTIONS["serving-ranks"](tmp_path).splitlines() == [
-        "| tokens | HTTP, GPUs 0-1 | HTTP, one GPU | channel, memory of the host, GPUs 0-1 "
-        "| channel, memory of the host, one GPU |",
+        "| way | tokens | 1 GPU | 2 GPUs | faster on 2 |",
         "|---|---|---|---|---|",
-        "| 8 | 1800 | 900 | - | - |",
+        "| HTTP | 8 | 900 | 450 | 2.00 |",
     ]
-    assert SECTIONS["serving-ranks-callers"](tmp_path).splitlines()[2:] == ["| 4 | 8 | 1 | 2000 | 1000 |"]
+    assert SECTIONS["serving-ranks-callers"](tmp_path).splitlines()[2:] == [
+        "| HTTP | 4 | 8 | 1500 | 3000 | 2.00 |"
+    ]
 
 
 @pytest.mark.parametrize("captures", [(True, True), (True, False), (False, True)])
