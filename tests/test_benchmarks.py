@@ -21,7 +21,8 @@ import benchmarks.sm_counts
 from benchmarks import json_beside, pictures
 from benchmarks.families import FAMILIES, make_family
 from benchmarks.problem import Problem
-from benchmarks.serving_rows import config, model_names
+from benchmarks.serving import put, rows_of
+from benchmarks.serving_rows import Case, config, model_names
 from benchmarks.shapes import Shape, all_shapes
 from expertd.layout import Layout
 from expertd.service.moe.shape import LayerShape
@@ -303,3 +304,16 @@ def test_json_is_answered_as_the_benchmark_expects() -> None:
                 assert headers or 0.85 * limit < len(body) <= limit
 
     asyncio.run(check())
+
+
+def test_rows_of_serving_replace_those_of_the_same_case(tmp_path: Path) -> None:
+    one, more = Case("channel", None, 4096), Case("channel", None, 4096, 4)
+    old = {"http_workers": 1, **one._asdict(), "p50_us": 1.0}
+    del old["layers"]  # as before there were several
+    file = tmp_path / "rows.json"
+    assert rows_of(file) == rows_of(None) == []
+    file.write_text(json.dumps({"rows": [old]}))
+    rows = rows_of(file)
+    put(rows, {"http_workers": 1, **more._asdict(), "p50_us": 2.0})
+    put(rows, {"http_workers": 1, **one._asdict(), "p50_us": 3.0})
+    assert [row["p50_us"] for row in rows] == [3.0, 2.0]
