@@ -1,22 +1,23 @@
-"""Grouped GEMM benchmark: `python -m benchmarks.grouped_gemm [--json FILE] [--band WORD] [--no-peer]`.
+"""Grouped GEMM benchmark: `python -m benchmarks.grouped_gemm [--json FILE] [--band WORD] [--compare FILE]`.
 
 One row per shape: kernel time (CUPTI, L2 flushed by a 512 MB fill before each call, median of 20), TFLOPS and
 TB/s over the real rows, time over the floor max(bytes / copy bandwidth, operations / 1480 TFLOPS), and, if
-DeepGEMM's wheel is installed, the speed relative to DeepGEMM on the same rows in the same run.
+DeepGEMM's wheel is installed, the speed relative to DeepGEMM on the same rows in the same run. Then the
+largest shapes' watts, MHz and pJ/FLOP (`power`).
+
+--compare prints the shapes that got slower than in a committed FILE by more than noise (`compare` says how
+much that is), each measured again before, and exits with 1 if there are any.
 """
 
 import argparse
 import json
 import math
-import os
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks import deep_gemm_peer
+from benchmarks import compare, deep_gemm_peer, power
 from benchmarks.problem import Pool
 from benchmarks.shapes import SEED, Shape, all_shapes
 from benchmarks.timing import copy_bandwidth, cublas_fp8_tflops, expect_gpu, header, kernel_microseconds
@@ -70,21 +71,13 @@ def print_means(rows: list[Row]) -> None:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write header and rows here")
-    parser.add_argument("--band", default="", help="only bands whose name contains this")
-    parser.add_argument("--no-peer", action="store_true", help="skip DeepGEMM")
-    parser.add_argument(
-        "--seed", type=int, default=SEED, help="seed of the expert loads (default: %(default)s)"
-    )
-    options = parser.parse_args()
+    options = _options()
     expect_gpu("benchmarks.grouped_gemm")
     shapes = [shape for shape in all_shapes(options.seed) if options.band in shape.band]
+    before = committed_rows(options.compare, shapes) if options.compare else {}
     with_peer = not options.no_peer and deep_gemm_peer.available()
     if with_peer:
-        _compile_peer(shapes)
+        deep_gemm_peer.compile_ahead([[shape] for shape in shapes])
     kernels.resolve_backend("hopper").warm_up()
     about: Row = header() | {
         "copy_tbps": copy_bandwidth(),
@@ -98,24 +91,64 @@ def main() -> None:
         rows.append(measure(shape, pool, with_peer, about["copy_tbps"]))
         print_row(rows[-1])
     print_means(rows)
+    for index in largest(shapes, options.power):
+        rows[index]["power"] = measure_power(shapes[index], pool, with_peer)
+        print_power(rows[index])
     if options.json:
         options.json.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+    if options.compare:
+        again = lambda index: measure(shapes[index], pool, with_peer, about["copy_tbps"])  # noqa: E731
+        found = compare.slower_rows(rows, before, again)
+        compared = compare.count_compared(rows, before)
+        print(compare.describe(found, compared, len(rows) - compared, options.compare))
+        sys.exit(1 if found else 0)
 
 
-def _compile_peer(shapes: list[Shape]) -> None:
-    """Compile DeepGEMM's kernels, one per shape, with nvcc in parallel processes before anything is timed."""
-    workers = min(12, os.cpu_count() or 1)
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        list(pool.map(_compile_peer_one, shapes))
+def largest(shapes: Sequence[Shape], count: int) -> list[int]:
+    """The indices of the `count` shapes with the most operations, those first."""
+    return sorted(range(len(shapes)), key=lambda index: -shapes[index].flops)[:count]
 
 
-def _compile_peer_one(shape: Shape) -> None:
-    pool = Pool(
-        shape.num_groups * shape.n * shape.k + (sum(shape.rows) + shape.num_groups * shape.max_m) * shape.k
+def measure_power(shape: Shape, pool: Pool, with_peer: bool) -> Row:
+    """The shape's watts, MHz and pJ/FLOP."""
+    problem = pool.problem(shape)
+    theirs = deep_gemm_peer.prepare(problem)[0] if with_peer else None
+    return power.measure(problem.run, theirs, shape.flops)
+
+
+def print_power(row: Row) -> None:
+    for name, case in row["power"].items():
+        entries = "  ".join(power.line_of(who, figures) for who, figures in case.items())
+        print(f"{row['shape']:<28} {name}: {entries}", flush=True)
+
+
+def committed_rows(file: Path, shapes: Sequence[Shape]) -> Mapping[compare.Key, Row]:
+    """The rows to compare with. Exits with a message if the file has none of the shapes."""
+    try:
+        before = compare.committed(file)
+    except (OSError, ValueError) as error:
+        sys.exit(f"benchmarks.grouped_gemm --compare: {error}")
+    if not any((shape.label, shape.rows) in before for shape in shapes):
+        sys.exit(f"benchmarks.grouped_gemm --compare: expected shapes of this run in {file}, got others")
+    return before
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    call, _ = deep_gemm_peer.prepare(pool.problem(shape))
-    call()
-    torch.cuda.synchronize()
+    parser.add_argument("--json", type=Path, help="write header and rows here")
+    parser.add_argument("--band", default="", help="only bands whose name contains this")
+    parser.add_argument("--no-peer", action="store_true", help="skip DeepGEMM")
+    parser.add_argument("--compare", type=Path, metavar="FILE", help="a committed result")
+    parser.add_argument(
+        "--power", type=int, default=4, metavar="N",
+        help="measure watts and MHz of the N largest shapes, some 8 s each (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--seed", type=int, default=SEED, help="seed of the expert loads (default: %(default)s)"
+    )
+    return parser.parse_args()
 
 
 def _mean(values: list[float]) -> float:
