@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import compare, deep_gemm_peer, power
+from benchmarks.nvml import Nvml, Sensor
 from benchmarks.problem import Pool
 from benchmarks.shapes import SEED, Shape, all_shapes
 from benchmarks.timing import copy_bandwidth, cublas_fp8_tflops, expect_gpu, header, kernel_microseconds
@@ -75,6 +76,7 @@ def main() -> None:
     expect_gpu("benchmarks.grouped_gemm")
     shapes = [shape for shape in all_shapes(options.seed) if options.band in shape.band]
     before = committed_rows(options.compare, shapes) if options.compare else {}
+    sensor = Nvml() if options.power else None
     with_peer = not options.no_peer and deep_gemm_peer.available()
     if with_peer:
         deep_gemm_peer.compile_ahead([[shape] for shape in shapes])
@@ -91,11 +93,12 @@ def main() -> None:
         rows.append(measure(shape, pool, with_peer, about["copy_tbps"]))
         print_row(rows[-1])
     print_means(rows)
-    for index in largest(shapes, options.power):
-        rows[index]["power"] = measure_power(shapes[index], pool, with_peer)
-        print_power(rows[index])
-    if options.json:
-        options.json.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+    _write(options.json, about, rows)
+    if sensor:
+        for index in largest(shapes, options.power):
+            rows[index]["power"] = measure_power(shapes[index], pool, with_peer, sensor)
+            print_power(rows[index])
+        _write(options.json, about, rows)
     if options.compare:
         again = lambda index: measure(shapes[index], pool, with_peer, about["copy_tbps"])  # noqa: E731
         found = compare.slower_rows(rows, before, again)
@@ -109,11 +112,11 @@ def largest(shapes: Sequence[Shape], count: int) -> list[int]:
     return sorted(range(len(shapes)), key=lambda index: -shapes[index].flops)[:count]
 
 
-def measure_power(shape: Shape, pool: Pool, with_peer: bool) -> Row:
+def measure_power(shape: Shape, pool: Pool, with_peer: bool, sensor: Sensor) -> Row:
     """The shape's watts, MHz and pJ/FLOP."""
     problem = pool.problem(shape)
     theirs = deep_gemm_peer.prepare(problem)[0] if with_peer else None
-    return power.measure(problem.run, theirs, shape.flops)
+    return power.measure(problem.run, theirs, shape.flops, sensor)
 
 
 def print_power(row: Row) -> None:
@@ -131,6 +134,11 @@ def committed_rows(file: Path, shapes: Sequence[Shape]) -> Mapping[compare.Key, 
     if not any((shape.label, shape.rows) in before for shape in shapes):
         sys.exit(f"benchmarks.grouped_gemm --compare: expected shapes of this run in {file}, got others")
     return before
+
+
+def _write(file: Path | None, about: Row, rows: list[Row]) -> None:
+    if file:
+        file.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
 
 
 def _options() -> argparse.Namespace:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.nvml import Nvml, Sample, Sensor, mean_watts
+from benchmarks.nvml import Sample, Sensor, mean_watts
 from benchmarks.timing import FLUSH_BYTES
 
 Call = Callable[[], object]
@@ -66,16 +66,15 @@ class Sampling:
             self._error = error
 
 
-def measure(ours: Call, theirs: Call | None, flops: int) -> dict[str, Any]:
+def measure(ours: Call, theirs: Call | None, flops: int, sensor: Sensor) -> dict[str, Any]:
     """{"loop": {"ours": entry, "deep_gemm": entry}, "cold": the same}, see `entry`.
 
     ours, theirs  the calls, of `flops` operations each; in the loop they take turns, two each
     """
-    sensor = Nvml()
     calls = {"ours": ours} | ({"deep_gemm": theirs} if theirs else {})
-    flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
-    fill = figures(lambda: flush.fill_(1), sensor)
-    cold = {name: figures(_after(lambda: flush.fill_(1), call), sensor) for name, call in calls.items()}
+    flush = _flush()
+    fill = figures(flush, sensor)
+    cold = {name: figures(_after(flush, call), sensor) for name, call in calls.items()}
     turns: dict[str, list[Figures]] = {name: [] for name in calls}
     for _ in range(2):
         for name, call in calls.items():
@@ -116,6 +115,11 @@ def entry(of_call: Figures, flops: int, around: Figures | None = None) -> dict[s
 def line_of(name: str, of_call: dict[str, float]) -> str:
     """An entry as text."""
     return f"{name} {of_call['watts']:.0f} W {of_call['mhz']:.0f} MHz {of_call['pj_per_flop']:.3f} pJ/FLOP"
+
+
+def _flush() -> Call:
+    flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+    return lambda: flush.fill_(1)
 
 
 def _after(first: Call, then: Call) -> Call:

@@ -21,14 +21,15 @@ import benchmarks.numerics
 import benchmarks.sm_counts
 from benchmarks import json_beside, pictures
 from benchmarks.families import FAMILIES, make_family
+from benchmarks.problem import Problem
 from benchmarks.serving_rows import config, model_names
 from benchmarks.shapes import Shape, all_shapes
 from expertd.layout import Layout
 from expertd.service.moe.shape import LayerShape
 from expertd.service.settings.loader import load_settings
 from expertd.service.settings.model import Settings
+from tests.kernels.helpers import random_contiguous, random_masked
 from tests.paths import DEMO, ROOT
-from tests.problems import problem_on_the_cpu
 from tests.service.apps import serving
 
 RESULT = ROOT / "benchmarks" / "results" / "grouped_gemm-h200.json"
@@ -88,13 +89,10 @@ def test_rounding_errors_are_plausible(family: str) -> None:
 @pytest.mark.parametrize(
     "benchmark",
     [
-        benchmarks.gemm_sweep,
-        benchmarks.grouped_gemm,
-        benchmarks.host_cost,
-        benchmarks.moe_layer,
+        benchmarks.gemm_sweep, benchmarks.grouped_gemm, benchmarks.host_cost, benchmarks.moe_layer,
         benchmarks.sm_counts,
     ],
-)
+)  # fmt: skip
 def test_a_missing_gpu_is_reported_in_a_sentence(
     benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,9 +137,19 @@ def test_host_cost_takes_every_case(
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(benchmarks.host_cost, "CALLS", 2)
     monkeypatch.setattr(benchmarks.host_cost, "BATCHES", 3)
-    row = benchmarks.host_cost.measure(problem_on_the_cpu(shape), given, fresh)
+    row = benchmarks.host_cost.measure(_on_the_cpu(shape), given, fresh)
     assert (row["shape"], row["out"]) == (shape.label, "given" if given else "allocated")
     assert 0 < row["min_us"] <= row["us"] <= row["max_us"]
+
+
+def _on_the_cpu(shape: Shape) -> Problem:
+    if shape.layout is Layout.CONTIGUOUS:
+        packed = random_contiguous(shape.rows, shape.n, shape.k)
+        out = torch.empty(sum(shape.rows), shape.n, dtype=torch.bfloat16)
+        return Problem(shape, packed.a, packed.b, packed.offsets, out)
+    masked = random_masked(shape.rows, shape.max_m, shape.n, shape.k)
+    out = torch.empty(shape.num_groups, shape.max_m, shape.n, dtype=torch.bfloat16)
+    return Problem(shape, masked.a, masked.b, masked.counts, out)
 
 
 KERNELS = ("compute_permutation", "quantize_permute", "grouped_gemm", "grouped_gemm", "unpermute_rows")

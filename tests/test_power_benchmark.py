@@ -3,6 +3,7 @@
 import ctypes
 import json
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,31 @@ def test_the_fills_energy_is_left_out() -> None:
 
 def test_turns_are_averaged() -> None:
     assert power.mean([Figures(1, 2, 3), Figures(3, 4, 5)]) == Figures(2, 3, 4)
+
+
+@pytest.mark.parametrize("peer", [True, False])
+def test_contenders_take_turns(peer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    flush, ours, theirs = (partial(calls.append, name) for name in ("flush", "ours", "deep_gemm"))
+
+    def figures(call: power.Call, sensor: object) -> Figures:
+        del calls[:]
+        call()
+        done.append("+".join(calls))
+        return {
+            "flush": Figures(100, 300, 1900), "flush+ours": Figures(300, 500, 1700),
+            "flush+deep_gemm": Figures(200, 500, 1700), "ours": Figures(200.0 + len(done), 700, 1300),
+        }.get(done[-1], Figures(200, 600, 1400))  # fmt: skip
+
+    done: list[str] = []
+    monkeypatch.setattr(power, "_flush", lambda: flush)
+    monkeypatch.setattr(power, "figures", figures)
+    found = power.measure(ours, theirs if peer else None, 10**9, Counting())
+    everyone = ["ours", "deep_gemm"][: 1 + peer]
+    assert done == ["flush", *(f"flush+{name}" for name in everyone), *everyone * 2]
+    assert [list(found[case]) for case in ("loop", "cold")] == [everyone] * 2
+    assert found["cold"]["ours"]["pj_per_flop"] == pytest.approx(300 * 500e-3 - 100 * 300e-3)
+    assert found["loop"]["ours"]["us"] == (205 if peer else 203.5)  # the mean of two turns
 
 
 def test_the_largest_shapes_come_first() -> None:

@@ -19,7 +19,7 @@ from benchmarks.shapes import Shape
 from benchmarks.sweep_points import Point, all_points, batches, parse_point
 from benchmarks.timing import medians_of_turns
 from expertd.layout import Layout
-from tests.problems import problem_on_the_cpu
+from tests.kernels.helpers import random_contiguous
 
 Row = dict[str, Any]
 ABOUT = {"gpu": "GPU, 1.2, x", "nvrtc": "13.0", "torch": "2", "copy_tbps": 4.0, "deep_gemm": "0.1"}
@@ -130,19 +130,19 @@ def test_rows_of_other_points_stay_in_the_file() -> None:
     assert gemm_sweep.merged(old, new) == [old[1], *new]
 
 
+def on_the_cpu(shape: Shape) -> Problem:
+    packed = random_contiguous(shape.rows, shape.n, shape.k)
+    out = torch.empty(sum(shape.rows), shape.n, dtype=torch.bfloat16)
+    return Problem(shape, packed.a, packed.b, packed.offsets, out)
+
+
 def test_a_batch_is_measured_in_one_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours and DeepGEMM's times are told apart, and the difference is of their outputs."""
-    shapes = [Shape("", layout, (3, 3), 128, 128, 128) for layout in Layout]
-    problems = {shape: problem_on_the_cpu(shape) for shape in shapes}
 
     def prepare(problem: Problem) -> tuple[Callable[[], object], Callable[[], torch.Tensor]]:
         out: list[torch.Tensor] = []
-        factor = 1 if problem.shape.layout is Layout.CONTIGUOUS else 2
-
-        def call() -> None:
-            out.append(problem.real_rows(problem.run()) * factor)
-
-        return call, out.pop
+        wrong_by = problem.shape.num_groups  # right for one group only
+        return lambda: out.append(problem.run() * wrong_by), out.pop
 
     def best_of_turns(calls: Sequence[tuple[Callable[[], object], str]]) -> list[float]:
         assert [word for _, word in calls] == ["grouped_gemm", "sm90_fp8_gemm"] * 2
@@ -152,11 +152,13 @@ def test_a_batch_is_measured_in_one_profile(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(deep_gemm_peer, "prepare", prepare)
     monkeypatch.setattr(gemm_sweep, "best_of_turns", best_of_turns)
-    pool: Any = SimpleNamespace(problem=problems.get)
+    pool: Any = SimpleNamespace(problem=on_the_cpu)
+    shapes = [Shape("", Layout.CONTIGUOUS, (3,) * groups, 128, 256) for groups in (1, 2)]
     first, second = gemm_sweep.measure(shapes, pool)
-    assert first == first | {"layout": "contiguous", "groups": 2, "rows": 3, "n": 128, "k": 128, "us": 10.0}
-    assert (first["deep_gemm_us"], first["speed"], first["diff"]) == (11, 1.1, 0)
-    assert (second["layout"], second["us"], second["speed"]) == ("masked", 20, 0.8)
+    assert first == first | {"layout": "contiguous", "groups": 1, "rows": 3, "n": 128, "k": 256, "us": 10.0}
+    assert (first["deep_gemm_us"], first["speed"]) == (11, 1.1)
+    assert abs(first["diff"]) < 1e-12
+    assert (second["groups"], second["us"], second["speed"]) == (2, 20, 0.8)
     assert second["diff"] == pytest.approx(0.2)
 
 
