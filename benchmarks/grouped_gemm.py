@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import compare, deep_gemm_peer, power
+from benchmarks.moe_layer import difference
 from benchmarks.nvml import Nvml, Sensor
-from benchmarks.problem import Pool
+from benchmarks.peers import Peer, available_peers
+from benchmarks.problem import Pool, Problem
 from benchmarks.shapes import SEED, Shape, all_shapes
 from benchmarks.timing import copy_bandwidth, cublas_fp8_tflops, expect_gpu, header, kernel_microseconds
 from expertd import kernels
@@ -27,6 +29,7 @@ from expertd import kernels
 Row = dict[str, Any]
 PEAK_TFLOPS = 1480.0
 KERNEL = "grouped_gemm"
+TOLERANCE = 1e-4  # of a peer's output, as `difference`
 
 
 def measure(shape: Shape, pool: Pool, with_peer: bool, bandwidth: float) -> Row:
@@ -44,9 +47,24 @@ def measure(shape: Shape, pool: Pool, with_peer: bool, bandwidth: float) -> Row:
         call, result = deep_gemm_peer.prepare(problem)
         row["deep_gemm_us"] = kernel_microseconds(call, deep_gemm_peer.KERNEL)
         row["speed"] = row["deep_gemm_us"] / ours
-        x, y = problem.real_rows(problem.run()).double(), result().double()
-        row["diff"] = float(1 - 2 * (x * y).sum() / (x.square().sum() + y.square().sum()))
+        row["diff"] = difference(problem.real_rows(problem.run()), result())
     return row
+
+
+def measure_peers(problem: Problem, others: Sequence[Peer]) -> dict[str, float]:
+    """us of each of these peers that takes the shape, by name; says why the others do not."""
+    times = {}
+    for peer in others:
+        try:
+            call, result = peer.prepare(problem)
+            times[peer.name] = kernel_microseconds(call, peer.kernel)
+            diff = difference(problem.real_rows(problem.run()), result()) if peer.same else 0
+            if not diff < TOLERANCE:
+                raise RuntimeError(f"output: expected less than {TOLERANCE} from ours, got {diff:.1e}")
+        except Exception as error:  # one peer must not end the run
+            times.pop(peer.name, None)
+            print(f"{problem.shape.label:<28} {peer.name}: {str(error).partition(chr(10))[0]}", flush=True)
+    return times
 
 
 def print_row(row: Row) -> None:
@@ -55,6 +73,8 @@ def print_row(row: Row) -> None:
     )
     if "speed" in row:
         line += "  DeepGEMM {deep_gemm_us:>8.1f} us  speed {speed:.3f}  diff {diff:.1e}".format(**row)
+    for name, us in row.get("peers_us", {}).items():
+        line += f"  {name} {us:.1f} us"
     print(line, flush=True)
 
 
@@ -77,6 +97,7 @@ def main() -> None:
     shapes = [shape for shape in all_shapes(options.seed) if options.band in shape.band]
     before = committed_rows(options.compare, shapes) if options.compare else {}
     sensor = Nvml() if options.power else None
+    others = available_peers() if options.peers else ()
     with_peer = not options.no_peer and deep_gemm_peer.available()
     if with_peer:
         deep_gemm_peer.compile_ahead([[shape] for shape in shapes])
@@ -91,6 +112,8 @@ def main() -> None:
     rows = []
     for shape in shapes:
         rows.append(measure(shape, pool, with_peer, about["copy_tbps"]))
+        if others:
+            rows[-1]["peers_us"] = measure_peers(pool.problem(shape), others)
         print_row(rows[-1])
     print_means(rows)
     _write(options.json, about, rows)
@@ -148,6 +171,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write header and rows here")
     parser.add_argument("--band", default="", help="only bands whose name contains this")
     parser.add_argument("--no-peer", action="store_true", help="skip DeepGEMM")
+    parser.add_argument("--peers", action="store_true", help="measure what else is installed, too")
     parser.add_argument("--compare", type=Path, metavar="FILE", help="a committed result")
     parser.add_argument(
         "--power", type=int, default=4, metavar="N",

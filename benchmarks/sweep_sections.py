@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.gemm_sweep import GOAL
 from benchmarks.heat_map import worst
-from benchmarks.markdown import paragraph, table
+from benchmarks.markdown import paragraph, span, table
 from benchmarks.parallel_sections import NOT_MEASURED
 
 RESULT, PICTURE = "gemm_sweep-h200.json", "gemm_sweep-h200.svg"
@@ -36,7 +36,7 @@ def gemm_sweep(results: Path) -> str:
         cells.append(
             (
                 layout, groups, len(speeds), f"{statistics.geometric_mean(speeds):.2f}",
-                f"{min(speeds):.2f} to {max(speeds):.2f}", sum(speed < GOAL for speed in speeds),
+                span(speeds), sum(speed < GOAL for speed in speeds),
             )
         )  # fmt: skip
     columns = ("layout", "groups", "points", "speed, geometric mean", "worst to best", f"below {GOAL}")
@@ -68,6 +68,27 @@ def grouped_gemm_power(results: Path) -> str:
 def grouped_gemm_power_cold(results: Path) -> str:
     """The energy of the largest shapes as single launches on a cold L2."""
     return _power(results, "cold")
+
+
+def grouped_gemm_peers(results: Path) -> str:
+    """Our speed over the other implementations, by band of shapes."""
+    rows = json.loads((results / "grouped_gemm-h200.json").read_text())["rows"]
+    names = list(dict.fromkeys(name for row in rows for name in row.get("peers_us", {})))
+    if not names:
+        return NOT_MEASURED
+    cells = []
+    for band in dict.fromkeys(row["band"] for row in rows):
+        of_band = [row for row in rows if row["band"] == band]
+        speeds = [
+            [row["peers_us"][name] / row["us"] for row in of_band if name in row.get("peers_us", {})]
+            for name in names
+        ]
+        cells.append((band, *(_mean_and_span(of_peer) for of_peer in speeds)))
+    return table(("speed over", *names), cells)
+
+
+def _mean_and_span(speeds: list[float]) -> str:
+    return f"{statistics.geometric_mean(speeds):.2f} ({span(speeds)})" if speeds else ""
 
 
 def _power(results: Path, case: str) -> str:
