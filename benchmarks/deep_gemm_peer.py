@@ -61,9 +61,19 @@ def compile_ahead(batches: Sequence[Sequence[Shape]]) -> None:
     A kernel is for one layout, N, K and number of groups, and for some heights of groups: put shapes that may
     share kernels into the same batch, which one process compiles.
     """
-    workers = min(16, os.cpu_count() or 1, len(batches))
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        list(pool.map(_compile, sorted(batches, key=len, reverse=True)))  # the longest first
+    workers = min(16, os.cpu_count() or 1)
+    pieces = sorted(spread(batches, workers), key=len, reverse=True)  # the longest first
+    with ProcessPoolExecutor(min(workers, len(pieces)), mp_context=get_context("spawn")) as pool:
+        list(pool.map(_compile, pieces))
+
+
+def spread(batches: Sequence[Sequence[Shape]], workers: int) -> list[Sequence[Shape]]:
+    """The batches, cut into pieces of neighbors if they are fewer than the workers."""
+    pieces = []
+    for batch in batches:
+        size = -(-len(batch) // max(1, workers // len(batches)))
+        pieces += [batch[start : start + size] for start in range(0, len(batch), size)]
+    return pieces
 
 
 def _compile(shapes: Sequence[Shape]) -> None:

@@ -88,6 +88,17 @@ def test_invalid_points_are_refused(text: str) -> None:
         parse_point(text)
 
 
+@pytest.mark.parametrize(
+    ("workers", "sizes"), [(1, [5, 2]), (3, [5, 2]), (4, [3, 2, 1, 1]), (9, [2, 2, 1, 1, 1])]
+)
+def test_few_batches_are_cut_for_the_workers(workers: int, sizes: list[int]) -> None:
+    whole = batches(DOWN)
+    given = [whole[0][:5], whole[3][:2]]
+    pieces = deep_gemm_peer.spread(given, workers)
+    assert [len(piece) for piece in pieces] == sizes
+    assert [shape for piece in pieces for shape in piece] == given[0] + given[1]
+
+
 def launches(times: list[tuple[str, float]]) -> list[tuple[str, float, float]]:
     """Launches of these durations, one after the other, with another kernel before each."""
     found, now = [], 0.0
