@@ -1,11 +1,14 @@
 """DeepGEMM on the same rows, with its own padding, index and scale layout; needs its wheel and nvcc."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 import torch
 from torch import Tensor
 
-from benchmarks.problem import ALIGNMENT, Problem
+from benchmarks.problem import ALIGNMENT, Pool, Problem
 from benchmarks.shapes import Shape
 from expertd.layout import Layout
 
@@ -50,6 +53,35 @@ def prepare(problem: Problem) -> tuple[Callable[[], object], Callable[[], Tensor
     out = torch.empty(m, shape.n, dtype=torch.bfloat16, device="cuda")
     call = lambda: deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, out, index)  # noqa: E731
     return call, lambda: out[rows]
+
+
+def compile_ahead(batches: Sequence[Sequence[Shape]]) -> None:
+    """Compile the kernels of all shapes with nvcc, in parallel processes, before anything is timed.
+
+    A kernel is for one layout, N, K and number of groups, and for some heights of groups: put shapes that may
+    share kernels into the same batch, which one process compiles.
+    """
+    workers = min(16, os.cpu_count() or 1)
+    pieces = sorted(spread(batches, workers), key=len, reverse=True)  # the longest first
+    with ProcessPoolExecutor(min(workers, len(pieces)), mp_context=get_context("spawn")) as pool:
+        list(pool.map(_compile, pieces))
+
+
+def spread(batches: Sequence[Sequence[Shape]], workers: int) -> list[Sequence[Shape]]:
+    """The batches, cut into pieces of neighbors if they are fewer than the workers."""
+    pieces = []
+    for batch in batches:
+        size = -(-len(batch) // max(1, workers // len(batches)))
+        pieces += [batch[start : start + size] for start in range(0, len(batch), size)]
+    return pieces
+
+
+def _compile(shapes: Sequence[Shape]) -> None:
+    pool = Pool(max(s.num_groups * s.n * s.k + (sum(s.rows) + s.num_groups * s.max_m) * s.k for s in shapes))
+    for shape in shapes:
+        call, _ = prepare(pool.problem(shape))
+        call()
+        torch.cuda.synchronize()
 
 
 def _padded(shape: Shape) -> tuple[Tensor, Tensor]:

@@ -1,23 +1,27 @@
-"""Grouped GEMM benchmark: `python -m benchmarks.grouped_gemm [--json FILE] [--band WORD] [--no-peer]`.
+"""Grouped GEMM benchmark: `python -m benchmarks.grouped_gemm [--json FILE] [--band WORD] [--compare FILE]`.
 
 One row per shape: kernel time (CUPTI, L2 flushed by a 512 MB fill before each call, median of 20), TFLOPS and
 TB/s over the real rows, time over the floor max(bytes / copy bandwidth, operations / 1480 TFLOPS), and, if
-DeepGEMM's wheel is installed, the speed relative to DeepGEMM on the same rows in the same run.
+DeepGEMM's wheel is installed, the speed relative to DeepGEMM on the same rows in the same run. Then the
+largest shapes' watts, MHz and pJ/FLOP (`power`).
+
+--compare prints the shapes that got slower than in a committed FILE by more than noise (`compare` says how
+much that is), each measured again before, and exits with 1 if there are any.
 """
 
 import argparse
 import json
 import math
-import os
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks import deep_gemm_peer
-from benchmarks.problem import Pool
+from benchmarks import compare, deep_gemm_peer, power
+from benchmarks.moe_layer import difference
+from benchmarks.nvml import Nvml, Sensor
+from benchmarks.peers import Peer, available_peers
+from benchmarks.problem import Pool, Problem
 from benchmarks.shapes import SEED, Shape, all_shapes
 from benchmarks.timing import copy_bandwidth, cublas_fp8_tflops, expect_gpu, header, kernel_microseconds
 from expertd import kernels
@@ -25,6 +29,7 @@ from expertd import kernels
 Row = dict[str, Any]
 PEAK_TFLOPS = 1480.0
 KERNEL = "grouped_gemm"
+TOLERANCE = 1e-4  # of a peer's output, as `difference`
 
 
 def measure(shape: Shape, pool: Pool, with_peer: bool, bandwidth: float) -> Row:
@@ -42,9 +47,24 @@ def measure(shape: Shape, pool: Pool, with_peer: bool, bandwidth: float) -> Row:
         call, result = deep_gemm_peer.prepare(problem)
         row["deep_gemm_us"] = kernel_microseconds(call, deep_gemm_peer.KERNEL)
         row["speed"] = row["deep_gemm_us"] / ours
-        x, y = problem.real_rows(problem.run()).double(), result().double()
-        row["diff"] = float(1 - 2 * (x * y).sum() / (x.square().sum() + y.square().sum()))
+        row["diff"] = difference(problem.real_rows(problem.run()), result())
     return row
+
+
+def measure_peers(problem: Problem, others: Sequence[Peer]) -> dict[str, float]:
+    """us of each of these peers that takes the shape, by name; says why the others do not."""
+    times = {}
+    for peer in others:
+        try:
+            call, result = peer.prepare(problem)
+            times[peer.name] = kernel_microseconds(call, peer.kernel)
+            diff = difference(problem.real_rows(problem.run()), result()) if peer.same else 0
+            if not diff < TOLERANCE:
+                raise RuntimeError(f"output: expected less than {TOLERANCE} from ours, got {diff:.1e}")
+        except Exception as error:  # one peer must not end the run
+            times.pop(peer.name, None)
+            print(f"{problem.shape.label:<28} {peer.name}: {str(error).partition(chr(10))[0]}", flush=True)
+    return times
 
 
 def print_row(row: Row) -> None:
@@ -53,6 +73,8 @@ def print_row(row: Row) -> None:
     )
     if "speed" in row:
         line += "  DeepGEMM {deep_gemm_us:>8.1f} us  speed {speed:.3f}  diff {diff:.1e}".format(**row)
+    for name, us in row.get("peers_us", {}).items():
+        line += f"  {name} {us:.1f} us"
     print(line, flush=True)
 
 
@@ -70,21 +92,15 @@ def print_means(rows: list[Row]) -> None:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write header and rows here")
-    parser.add_argument("--band", default="", help="only bands whose name contains this")
-    parser.add_argument("--no-peer", action="store_true", help="skip DeepGEMM")
-    parser.add_argument(
-        "--seed", type=int, default=SEED, help="seed of the expert loads (default: %(default)s)"
-    )
-    options = parser.parse_args()
+    options = _options()
     expect_gpu("benchmarks.grouped_gemm")
     shapes = [shape for shape in all_shapes(options.seed) if options.band in shape.band]
+    before = committed_rows(options.compare, shapes) if options.compare else {}
+    sensor = Nvml() if options.power else None
+    others = available_peers() if options.peers else ()
     with_peer = not options.no_peer and deep_gemm_peer.available()
     if with_peer:
-        _compile_peer(shapes)
+        deep_gemm_peer.compile_ahead([[shape] for shape in shapes])
     kernels.resolve_backend("hopper").warm_up()
     about: Row = header() | {
         "copy_tbps": copy_bandwidth(),
@@ -96,26 +112,75 @@ def main() -> None:
     rows = []
     for shape in shapes:
         rows.append(measure(shape, pool, with_peer, about["copy_tbps"]))
+        if others:
+            rows[-1]["peers_us"] = measure_peers(pool.problem(shape), others)
         print_row(rows[-1])
     print_means(rows)
-    if options.json:
-        options.json.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+    _write(options.json, about, rows)
+    if sensor:
+        for index in largest(shapes, options.power):
+            rows[index]["power"] = measure_power(shapes[index], pool, with_peer, sensor)
+            print_power(rows[index])
+        _write(options.json, about, rows)
+    if options.compare:
+        again = lambda index: measure(shapes[index], pool, with_peer, about["copy_tbps"])  # noqa: E731
+        found = compare.slower_rows(rows, before, again)
+        compared = compare.count_compared(rows, before)
+        print(compare.describe(found, compared, len(rows) - compared, options.compare))
+        sys.exit(1 if found else 0)
 
 
-def _compile_peer(shapes: list[Shape]) -> None:
-    """Compile DeepGEMM's kernels, one per shape, with nvcc in parallel processes before anything is timed."""
-    workers = min(12, os.cpu_count() or 1)
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        list(pool.map(_compile_peer_one, shapes))
+def largest(shapes: Sequence[Shape], count: int) -> list[int]:
+    """The indices of the `count` shapes with the most operations, those first."""
+    return sorted(range(len(shapes)), key=lambda index: -shapes[index].flops)[:count]
 
 
-def _compile_peer_one(shape: Shape) -> None:
-    pool = Pool(
-        shape.num_groups * shape.n * shape.k + (sum(shape.rows) + shape.num_groups * shape.max_m) * shape.k
+def measure_power(shape: Shape, pool: Pool, with_peer: bool, sensor: Sensor) -> Row:
+    """The shape's watts, MHz and pJ/FLOP."""
+    problem = pool.problem(shape)
+    theirs = deep_gemm_peer.prepare(problem)[0] if with_peer else None
+    return power.measure(problem.run, theirs, shape.flops, sensor)
+
+
+def print_power(row: Row) -> None:
+    for name, case in row["power"].items():
+        entries = "  ".join(power.line_of(who, figures) for who, figures in case.items())
+        print(f"{row['shape']:<28} {name}: {entries}", flush=True)
+
+
+def committed_rows(file: Path, shapes: Sequence[Shape]) -> Mapping[compare.Key, Row]:
+    """The rows to compare with. Exits with a message if the file has none of the shapes."""
+    try:
+        before = compare.committed(file)
+    except (OSError, ValueError) as error:
+        sys.exit(f"benchmarks.grouped_gemm --compare: {error}")
+    if not any((shape.label, shape.rows) in before for shape in shapes):
+        sys.exit(f"benchmarks.grouped_gemm --compare: expected shapes of this run in {file}, got others")
+    return before
+
+
+def _write(file: Path | None, about: Row, rows: list[Row]) -> None:
+    if file:
+        file.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    call, _ = deep_gemm_peer.prepare(pool.problem(shape))
-    call()
-    torch.cuda.synchronize()
+    parser.add_argument("--json", type=Path, help="write header and rows here")
+    parser.add_argument("--band", default="", help="only bands whose name contains this")
+    parser.add_argument("--no-peer", action="store_true", help="skip DeepGEMM")
+    parser.add_argument("--peers", action="store_true", help="measure what else is installed, too")
+    parser.add_argument("--compare", type=Path, metavar="FILE", help="a committed result")
+    parser.add_argument(
+        "--power", type=int, default=4, metavar="N",
+        help="measure watts and MHz of the N largest shapes, some 8 s each (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--seed", type=int, default=SEED, help="seed of the expert loads (default: %(default)s)"
+    )
+    return parser.parse_args()
 
 
 def _mean(values: list[float]) -> float:

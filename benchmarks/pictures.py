@@ -9,6 +9,7 @@ from typing import Any
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 
+from benchmarks import heat_map
 from benchmarks.grouped_gemm import PEAK_TFLOPS
 from benchmarks.moe_layer import STAGES
 from benchmarks.overlap_timeline import LANES, NAMES
@@ -182,12 +183,21 @@ def draw_overlap(result: Path, picture: Path) -> None:
     _save(figure, result, picture)
 
 
+def draw_sweep(result: Path, picture: Path) -> None:
+    """Speed over DeepGEMM by rows of a group and (N, K), for each layout and number of groups."""
+    content = json.loads(result.read_text())
+    rows = content["rows"]
+    title = f"Grouped FP8 GEMMs, speed over DeepGEMM, {_gpu(content)}, {len(rows)} points, higher is faster"
+    _save(heat_map.draw(rows, title, OURS, THEIRS), result, picture)
+
+
 PICTURES: dict[str, tuple[str, Draw]] = {
     "docs/serving-h200.svg": ("serving-h200.json", draw_serving),
     "docs/moe_layer_speed-h200.svg": ("moe_layer-h200.json", draw_speed),
     "docs/moe_layer-h200.svg": ("moe_layer-h200.json", draw_stages),
     "docs/grouped_gemm-h200.svg": ("grouped_gemm-h200.json", draw_roofline),
     "docs/parallel_growth-h200.svg": ("parallel-4xh200.json", draw_growth),
+    "docs/gemm_sweep-h200.svg": ("gemm_sweep-h200.json", draw_sweep),
     "docs/overlap-h200.svg": ("overlap-h200.json", draw_overlap),
 }
 """Pictures in the documents, by path: the result, and the function that draws it."""

@@ -32,6 +32,14 @@ from benchmarks.serving_sections import (
     serving_workers,
     steps,
 )
+from benchmarks.sweep_sections import (
+    gemm_sweep,
+    gemm_sweep_machine,
+    gemm_sweep_worst,
+    grouped_gemm_peers,
+    grouped_gemm_power,
+    grouped_gemm_power_cold,
+)
 
 _PEERS = {"over_two_gemms": "DeepGEMM's two GEMMs alone", "over_mega_moe": "SM90 Mega MoE"}
 _DEEP_GEMM = "https://github.com/deepseek-ai/DeepGEMM"
@@ -224,7 +232,9 @@ SECTIONS: dict[str, Section] = {
     function.__name__.replace("_", "-"): function
     for function in (
         headline, layer_machine, layer, layer_means, layer_around, router, grouped_gemm_machine, grouped_gemm,
-        host_cost, sm_counts, cpu_layer_machine, cpu_layer, cpu_layer_same_input, layouts, numerics_machine,
+        grouped_gemm_peers, grouped_gemm_power, grouped_gemm_power_cold, gemm_sweep_machine, gemm_sweep,
+        gemm_sweep_worst, host_cost, sm_counts, cpu_layer_machine, cpu_layer, cpu_layer_same_input, layouts,
+        numerics_machine,
         numerics, serving_headline, serving_machine, serving, serving_callers,
         serving_workers, steps,
         ping_pong, serving_cpu, serving_cpu_machine, serving_ranks, serving_ranks_callers,

@@ -4,7 +4,7 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -12,6 +12,8 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 FLUSH_BYTES = 512 << 20
+Launch = tuple[str, float, float]
+"""A kernel's name, start and end in us."""
 
 
 def kernel_microseconds(call: Callable[[], object], kernel: str, repeats: int = 20) -> float:
@@ -22,14 +24,52 @@ def kernel_microseconds(call: Callable[[], object], kernel: str, repeats: int = 
     return statistics.median(times)
 
 
-def profiled(call: Callable[[], object], repeats: int) -> list[tuple[str, float, float]]:
-    """(name, start, end) in us of the kernels of `repeats` calls, by start; L2 is flushed before a call."""
-    flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+def profiled(call: Callable[[], object], repeats: int) -> list[Launch]:
+    """The kernels of `repeats` calls, by start; L2 is flushed before a call."""
     for _ in range(2):
         call()
+    return _profiled_in_order([call] * repeats)
+
+
+def best_of_turns(
+    calls: Sequence[tuple[Callable[[], object], str]], repeats: int = 7, turns: int = 2
+) -> list[float]:
+    """Time in us of each call's kernel, whose name contains the given word: the best turn's median.
+
+    The calls take turns, each with `repeats` launches in a turn, and L2 is flushed before each launch. One
+    profile has them all, since to start a profile takes longer than many of these launches.
+    """
+    for call, _ in calls:
+        call()
+    order = [call for _ in range(turns) for call, _ in calls for _ in range(repeats)]
+    return medians_of_turns(_profiled_in_order(order), [word for _, word in calls], repeats, turns)
+
+
+def medians_of_turns(
+    launches: Sequence[Launch], words: Sequence[str], repeats: int, turns: int
+) -> list[float]:
+    """The least of each call's `turns` medians in us, from launches in the order of `best_of_turns`.
+
+    words  a word of each call's kernel; launches of other kernels are left out
+    Raises RuntimeError if the launches are others than the calls'.
+    """
+    found = [launch for launch in launches if any(word in launch[0] for word in words)]
+    expected = [word for _ in range(turns) for word in words for _ in range(repeats)]
+    if len(found) != len(expected):
+        raise RuntimeError(f"launches: expected {len(expected)} of {', '.join(set(words))}, got {len(found)}")
+    for (name, _, _), word in zip(found, expected, strict=True):
+        if word not in name:
+            raise RuntimeError(f"launch: expected {word}, got {name}")
+    times = [end - start for _, start, end in found]
+    medians = [statistics.median(times[i : i + repeats]) for i in range(0, len(times), repeats)]
+    return [min(medians[call :: len(words)]) for call in range(len(words))]
+
+
+def _profiled_in_order(calls: Sequence[Callable[[], object]]) -> list[Launch]:
+    flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(repeats):
+        for call in calls:
             flush.fill_(1)
             call()
         torch.cuda.synchronize()

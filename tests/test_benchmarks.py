@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import benchmarks.gemm_sweep
 import benchmarks.grouped_gemm
 import benchmarks.host_cost
 import benchmarks.layer_peers
@@ -87,8 +88,12 @@ def test_rounding_errors_are_plausible(family: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 @pytest.mark.parametrize(
-    "benchmark", [benchmarks.grouped_gemm, benchmarks.host_cost, benchmarks.moe_layer, benchmarks.sm_counts]
-)
+    "benchmark",
+    [
+        benchmarks.gemm_sweep, benchmarks.grouped_gemm, benchmarks.host_cost, benchmarks.moe_layer,
+        benchmarks.sm_counts,
+    ],
+)  # fmt: skip
 def test_a_missing_gpu_is_reported_in_a_sentence(
     benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

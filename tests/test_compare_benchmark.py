@@ -1,0 +1,141 @@
+"""`benchmarks.grouped_gemm --compare`: which shapes count as slower."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks import compare, deep_gemm_peer, grouped_gemm
+from benchmarks.shapes import all_shapes
+
+Row = dict[str, Any]
+RESULT = Path(grouped_gemm.__file__).parent / "results" / "grouped_gemm-h200.json"
+
+
+def row(us: float, theirs: float | None = None, shape: str = "a", rows: tuple[int, ...] = (3, 4)) -> Row:
+    peer = {"deep_gemm_us": theirs, "speed": theirs / us} if theirs else {}
+    return {"shape": shape, "rows": list(rows), "us": us} | peer
+
+
+def committed(tmp_path: Path, rows: list[Row]) -> dict[compare.Key, Row]:
+    file = tmp_path / "result.json"
+    file.write_text(json.dumps({"about": {}, "rows": rows}))
+    return compare.committed(file)
+
+
+@pytest.mark.parametrize(
+    ("now", "before", "expected"),
+    [
+        (row(104), row(100), False),
+        (row(106), row(100), True),
+        (row(90), row(100), False),
+        (row(106, 100), row(100, 100), True),
+        (row(106, 106), row(100, 100), False),  # a slower card
+        (row(100, 90), row(100, 100), False),  # only DeepGEMM's time differs
+        (row(106, 100), row(100), True),  # no DeepGEMM there: the time alone
+    ],
+)
+def test_slower_is_more_than_noise_in_time_and_speed(now: Row, before: Row, expected: bool) -> None:
+    assert compare.is_slower(now, before) == expected
+
+
+def never(index: int) -> Row:
+    raise AssertionError(f"measured row {index} again")
+
+
+def sequence(*rows: Row) -> tuple[Callable[[int], Row], list[int]]:
+    """A function that measures again with these results, and the indices it was asked for."""
+    left, asked = list(rows), []
+
+    def again(index: int) -> Row:
+        asked.append(index)
+        return left.pop(0)
+
+    return again, asked
+
+
+def test_only_shapes_that_look_slower_are_measured_again(tmp_path: Path) -> None:
+    before = committed(tmp_path, [row(100), row(100, shape="b")])
+    assert compare.slower_rows([row(103), row(80, shape="b")], before, never) == []
+
+
+def test_a_shape_is_slower_if_every_measurement_is(tmp_path: Path) -> None:
+    before = committed(tmp_path, [row(50, shape="b"), row(100)])
+    again, asked = sequence(row(112), row(109))
+    found = compare.slower_rows([row(50, shape="b"), row(110)], before, again)
+    assert [(now["us"], old["us"]) for now, old in found] == [(109, 100)]
+    assert asked == [1, 1]
+
+
+def test_one_good_measurement_clears_a_shape(tmp_path: Path) -> None:
+    again, asked = sequence(row(101))
+    assert compare.slower_rows([row(110)], committed(tmp_path, [row(100)]), again) == []
+    assert asked == [0]
+
+
+def test_the_better_time_of_each_side_counts(tmp_path: Path) -> None:
+    """Ours is slower in both; DeepGEMM was slow too only the first time."""
+    again, _ = sequence(row(112, 100), row(112, 104))
+    found = compare.slower_rows([row(110, 110)], committed(tmp_path, [row(100, 100)]), again)
+    assert found == []  # 110 against 110: this card looked slower, and was not measured again
+    again, _ = sequence(row(109, 100), row(112, 104))
+    ((now, _),) = compare.slower_rows([row(110, 102)], committed(tmp_path, [row(100, 100)]), again)
+    assert (now["us"], now["deep_gemm_us"], now["speed"]) == (109, 100, 100 / 109)
+
+
+def test_other_shapes_and_loads_are_not_compared(tmp_path: Path) -> None:
+    before = committed(tmp_path, [row(10, shape="b"), row(10, rows=(3, 5))])
+    assert compare.slower_rows([row(100)], before, never) == []
+    assert compare.count_compared([row(100), row(9, shape="b")], before) == 1
+
+
+def test_the_comparison_as_text() -> None:
+    text = compare.describe([(row(110, 99), row(100, 100))], 7, 2, Path("old.json"))
+    first, second = text.splitlines()
+    assert first == "7 shapes compared with old.json; 2 shapes are not in it. Slower by more than 5%:"
+    assert second.startswith("  a  ")
+    assert second.endswith("  100.0 -> 110.0 us, x1.100; speed over DeepGEMM 1.000 -> 0.900")
+    assert compare.describe([], 7, 0, Path("old.json")).endswith("old.json. Slower by more than 5%: none")
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"rows": [{}]}', '{"rows": [1]}'])
+def test_another_file_is_refused_in_a_sentence(content: str, tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    file.write_text(content)
+    with pytest.raises(SystemExit, match=r"--compare: .*expected a result of benchmarks.grouped_gemm, got"):
+        grouped_gemm.committed_rows(file, all_shapes())
+    with pytest.raises(SystemExit, match=r"--compare: .*No such file"):
+        grouped_gemm.committed_rows(tmp_path / "none.json", all_shapes())
+
+
+def test_another_seeds_result_is_refused() -> None:
+    assert len(grouped_gemm.committed_rows(RESULT, all_shapes())) == len(all_shapes())
+    with pytest.raises(SystemExit, match="expected shapes of this run in"):
+        grouped_gemm.committed_rows(RESULT, all_shapes(7))
+
+
+@pytest.mark.parametrize(("factor", "code"), [(1.0, 0), (1.2, 1)])
+def test_the_exit_code_says_whether_a_shape_is_slower(
+    factor: float, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = {(old["shape"], tuple(old["rows"])): old for old in json.loads(RESULT.read_text())["rows"]}
+
+    def measure(shape: Any, *_: object) -> Row:
+        old: Row = rows[shape.label, shape.rows]
+        return old | {"us": old["us"] * factor, "speed": old["speed"] / factor}
+
+    monkeypatch.setattr("sys.argv", ["grouped_gemm", "--compare", str(RESULT), "--power", "0"])
+    monkeypatch.setattr(grouped_gemm, "measure", measure)
+    for name in ("expect_gpu", "Pool", "copy_bandwidth", "cublas_fp8_tflops"):
+        monkeypatch.setattr(grouped_gemm, name, lambda *_: None)
+    monkeypatch.setattr(grouped_gemm, "header", dict)
+    monkeypatch.setattr(deep_gemm_peer, "available", lambda: False)
+    backend = SimpleNamespace(warm_up=lambda: None)
+    monkeypatch.setattr(grouped_gemm, "kernels", SimpleNamespace(resolve_backend=lambda _: backend))
+    with pytest.raises(SystemExit) as end:
+        grouped_gemm.main()
+    assert end.value.code == code
+    assert f"{len(rows)} shapes compared with {RESULT}. Slower by more than 5%" in capsys.readouterr().out

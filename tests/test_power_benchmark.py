@@ -1,0 +1,228 @@
+"""Watts, MHz and pJ/FLOP in `benchmarks.grouped_gemm`, without a GPU."""
+
+import ctypes
+import json
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import grouped_gemm, power
+from benchmarks.nvml import Nvml, Sample, mean_watts
+from benchmarks.parallel_sections import NOT_MEASURED
+from benchmarks.power import Figures
+from benchmarks.report_sections import SECTIONS
+from benchmarks.shapes import Shape
+from expertd.layout import Layout
+
+
+class Library:
+    """NVML's functions as `Nvml` calls them; `refused` have a status other than 0."""
+
+    def __init__(self, **refused: int) -> None:
+        self.refused, self.asked = refused, b""
+
+    def nvmlInit_v2(self) -> int:  # noqa: N802
+        return self.refused.get("init", 0)
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: bytes, device: Any) -> int:  # noqa: N802
+        self.asked = uuid
+        device._obj.value = 7
+        return 0
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, device: ctypes.c_void_p, joules: Any) -> int:  # noqa: N802
+        joules._obj.value = 5_000_000_000_123 if device.value == 7 else 0
+        return self.refused.get("energy", 0)
+
+    def nvmlDeviceGetPowerUsage(self, device: ctypes.c_void_p, milliwatts: Any) -> int:  # noqa: N802
+        milliwatts._obj.value = 689_500
+        return self.refused.get("power", 0)
+
+    def nvmlDeviceGetClockInfo(self, device: ctypes.c_void_p, clock: int, mhz: Any) -> int:  # noqa: N802
+        mhz._obj.value = {1: 1316}[clock]  # 0 would be the clock of graphics
+        return 0
+
+
+def sensor(**refused: int) -> Nvml:
+    library: Any = Library(**refused)
+    return Nvml(library, "GPU-1")
+
+
+def test_a_reading_is_in_joules_watts_and_mhz() -> None:
+    library: Any = Library()
+    first, second = Nvml(library, "GPU-12-ab").read(), sensor().read()
+    assert library.asked == b"GPU-12-ab"
+    assert (first.joules, first.watts, first.mhz) == (5_000_000_000.123, 689.5, 1316)
+    assert first.seconds <= second.seconds
+
+
+def test_a_missing_energy_counter_is_none() -> None:
+    assert sensor(energy=3).read().joules is None
+
+
+@pytest.mark.parametrize(
+    ("refused", "name"),
+    [({"init": 9}, "nvmlInit"), ({"energy": 15}, "nvmlDeviceGetTotalEnergyConsumption"),
+     ({"power": 3}, "nvmlDeviceGetPowerUsage")],
+)  # fmt: skip
+def test_refusals_name_the_function(refused: dict[str, int], name: str) -> None:
+    with pytest.raises(RuntimeError, match=f"{name}: expected status 0, got {next(iter(refused.values()))}"):
+        sensor(**refused).read()
+
+
+def test_power_is_counted_between_changes_of_the_counter() -> None:
+    """The counter moves at 0.1, 0.2 and 0.4 s; what is before and after has no known energy."""
+    joules = {0.0: 50, 0.05: 50, 0.1: 90, 0.15: 90, 0.2: 150, 0.4: 300, 0.45: 300}
+    samples = [Sample(seconds, value, 1.0, 1.0) for seconds, value in joules.items()]
+    assert mean_watts(samples) == pytest.approx((300 - 90) / 0.3)
+
+
+def test_without_a_counter_the_sensors_mean_counts() -> None:
+    assert mean_watts([Sample(0, None, watts, 1) for watts in (600, 700)]) == 650
+
+
+def test_a_counter_that_stands_still_is_refused() -> None:
+    with pytest.raises(ValueError, match="energy counter: expected 2 changes, got 1 in 3 samples"):
+        mean_watts([Sample(0, 1, 1, 1), Sample(1, 1, 1, 1), Sample(2, 2, 1, 1)])
+
+
+class Counting:
+    """A sensor of 700 W that says when it has been read often enough."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.reads, self.enough, self.error = 0, threading.Event(), error
+
+    def read(self) -> Sample:
+        self.reads += 1
+        if self.reads == 5:
+            self.enough.set()
+            if self.error:
+                raise self.error
+        return Sample(self.reads / 10, 70.0 * self.reads, 0, 1300)
+
+
+def test_the_sensor_is_read_while_the_context_is_open() -> None:
+    counting = Counting()
+    with power.Sampling(counting, 1e-4) as sampling:
+        assert counting.enough.wait(10)
+    reads = counting.reads
+    assert len(sampling.samples) == reads >= 5
+    assert mean_watts(sampling.samples) == pytest.approx(700)
+
+
+def test_an_error_of_the_sensor_is_raised() -> None:
+    counting = Counting(OSError("gone"))
+    with pytest.raises(OSError, match="gone"), power.Sampling(counting, 1e-4):
+        assert counting.enough.wait(10)
+
+
+def test_figures_of_a_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
+    counting, repeated = Counting(), []
+
+    def repeat(call: power.Call, seconds: float) -> float:
+        repeated.append(seconds)
+        assert len(repeated) == 1 or counting.enough.wait(10)
+        return 250.0
+
+    monkeypatch.setattr(power, "_repeat", repeat)
+    figures = power.figures(lambda: None, counting, 2.0)
+    assert (figures.us, figures.mhz) == (250, 1300)
+    assert figures.watts == pytest.approx(700)
+    assert repeated == [power.WARM_SECONDS, 2.0]
+
+
+class Event:
+    """A CUDA event; `ahead` is how many recorded ones nobody has waited for, at most."""
+
+    waiting = ahead = 0
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.timed = enable_timing
+
+    def record(self) -> None:
+        Event.waiting += not self.timed
+        Event.ahead = max(Event.ahead, Event.waiting)
+
+    def synchronize(self) -> None:
+        Event.waiting -= not self.timed
+
+    def elapsed_time(self, end: "Event") -> float:
+        return 3.0
+
+
+def test_the_host_does_not_run_far_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    calls: list[int] = []
+    us = power._repeat(lambda: calls.append(1), 0.02)
+    assert us == 3000 / len(calls)
+    assert len(calls) > 8 * 3
+    assert Event.ahead == 3  # two, and the one just recorded
+
+
+def test_an_operations_energy() -> None:
+    """690 W for 1631 us and 1.928e12 operations: DeepGEMM's large shape."""
+    flops = 2 * 4 * 8212 * 4096 * 7168
+    entry = power.entry(Figures(1631, 690, 1316), flops)
+    assert entry["pj_per_flop"] == pytest.approx(690 * 1631e-6 / flops * 1e12)
+    assert 0.58 < entry["pj_per_flop"] < 0.59
+
+
+def test_the_fills_energy_is_left_out() -> None:
+    entry = power.entry(Figures(500, 600, 1500), 10**9, around=Figures(200, 450, 1900))
+    assert (entry["us"], entry["watts"], entry["mhz"]) == (300, 600, 1500)
+    assert entry["pj_per_flop"] == pytest.approx((500 * 600 - 200 * 450) * 1e-6 / 1e9 * 1e12)
+
+
+def test_turns_are_averaged() -> None:
+    assert power.mean([Figures(1, 2, 3), Figures(3, 4, 5)]) == Figures(2, 3, 4)
+
+
+@pytest.mark.parametrize("peer", [True, False])
+def test_contenders_take_turns(peer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    flush, ours, theirs = (partial(calls.append, name) for name in ("flush", "ours", "deep_gemm"))
+
+    def figures(call: power.Call, sensor: object) -> Figures:
+        del calls[:]
+        call()
+        done.append("+".join(calls))
+        return {
+            "flush": Figures(100, 300, 1900), "flush+ours": Figures(300, 500, 1700),
+            "flush+deep_gemm": Figures(200, 500, 1700), "ours": Figures(200.0 + len(done), 700, 1300),
+        }.get(done[-1], Figures(200, 600, 1400))  # fmt: skip
+
+    done: list[str] = []
+    monkeypatch.setattr(power, "_flush", lambda: flush)
+    monkeypatch.setattr(power, "figures", figures)
+    found = power.measure(ours, theirs if peer else None, 10**9, Counting())
+    everyone = ["ours", "deep_gemm"][: 1 + peer]
+    assert done == ["flush", *(f"flush+{name}" for name in everyone), *everyone * 2]
+    assert [list(found[case]) for case in ("loop", "cold")] == [everyone] * 2
+    assert found["cold"]["ours"]["pj_per_flop"] == pytest.approx(300 * 500e-3 - 100 * 300e-3)
+    assert found["loop"]["ours"]["us"] == (205 if peer else 203.5)  # the mean of two turns
+
+
+def test_the_largest_shapes_come_first() -> None:
+    heights = (16, 4096, 1, 512)
+    shapes = [Shape("", Layout.CONTIGUOUS, (rows,), 128, 128) for rows in heights]
+    assert grouped_gemm.largest(shapes, 2) == [1, 3]
+    assert grouped_gemm.largest(shapes, 0) == []
+
+
+def test_energy_in_the_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours = {"us": 904.0, "watts": 692.0, "mhz": 1334.0, "pj_per_flop": 0.651}
+    theirs = {"us": 866.0, "watts": 690.0, "mhz": 1385.0, "pj_per_flop": 0.62}
+    row = {"shape": "s", "power": {"loop": {"ours": ours, "deep_gemm": theirs}, "cold": {"ours": ours}}}
+    file = tmp_path / "grouped_gemm-h200.json"
+    file.write_text(json.dumps({"rows": [{"shape": "other"}, row]}))
+    assert SECTIONS["grouped-gemm-power"](tmp_path).splitlines()[2:] == [
+        "| s | 904 | 866 | 692 | 690 | 1334 | 1385 | 0.651 | 0.620 | 1.050 |"
+    ]
+    assert SECTIONS["grouped-gemm-power-cold"](tmp_path) == NOT_MEASURED
+    grouped_gemm.print_power(row)
+    lines = capsys.readouterr().out.splitlines()
+    assert "loop: ours 692 W 1334 MHz 0.651 pJ/FLOP  deep_gemm 690 W 1385 MHz 0.620 pJ/FLOP" in lines[0]
+    assert len(lines) == 2

@@ -1,0 +1,265 @@
+"""The parts of `benchmarks.gemm_sweep` that need no GPU: points, turns, files, tables and picture."""
+
+import json
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import matplotlib.pyplot as plt
+import pytest
+import torch
+
+from benchmarks import deep_gemm_peer, gemm_sweep, heat_map, pictures, sweep_points
+from benchmarks.parallel_sections import NOT_MEASURED
+from benchmarks.problem import Problem
+from benchmarks.report_sections import SECTIONS
+from benchmarks.shapes import Shape
+from benchmarks.sweep_points import Point, all_points, batches, parse_point
+from benchmarks.timing import medians_of_turns
+from expertd.layout import Layout
+from tests.kernels.helpers import random_contiguous
+
+Row = dict[str, Any]
+ABOUT = {"gpu": "GPU, 1.2, x", "nvrtc": "13.0", "torch": "2", "copy_tbps": 4.0, "deep_gemm": "0.1"}
+DOWN = Point(7168, 2048)
+
+
+def row(speed: float, rows: int = 16, layout: str = "contiguous", groups: int = 1, n: int = 4096) -> Row:
+    us = {"us": 10.0, "deep_gemm_us": 10 * speed, "speed": speed, "diff": 2e-7}
+    return {"layout": layout, "groups": groups, "rows": rows, "n": n, "k": 7168} | us
+
+
+def result(directory: Path, rows: list[Row]) -> Path:
+    path = directory / "gemm_sweep-h200.json"
+    path.write_text(json.dumps({"about": ABOUT, "rows": rows}))
+    return path
+
+
+def test_the_points_are_both_gemms_of_six_models() -> None:
+    points = all_points()
+    assert len(points) == len(set(points)) == 12
+    assert points[2:4] == [Point(4096, 7168), DOWN]
+
+
+def test_every_height_is_swept_for_every_number_of_groups() -> None:
+    found = {
+        (shape.layout, shape.rows)
+        for batch in batches(DOWN)
+        for shape in batch
+        if (shape.n, shape.k) == (7168, 2048)
+    }
+    for groups in (1, 2, 4):
+        for rows in sweep_points.ROWS:
+            assert (Layout.CONTIGUOUS, (rows,) * groups) in found
+            assert ((Layout.MASKED, (rows,) * groups) in found) == (rows <= 1200)
+    assert min(sweep_points.ROWS) == 1
+    assert max(sweep_points.ROWS) == 4096
+
+
+def test_a_batch_has_one_layout_and_number_of_groups() -> None:
+    for batch in batches(DOWN):
+        assert len({(shape.layout, shape.num_groups) for shape in batch}) == 1
+    assert len(batches(DOWN)) == 6
+
+
+def test_masked_groups_hold_their_rows() -> None:
+    shapes = [shape for batch in batches(DOWN) for shape in batch]
+    heights = {shape.rows[0]: shape.max_m for shape in shapes if shape.layout is Layout.MASKED}
+    assert heights[1] == 128
+    assert heights[129] == 256
+    assert all(shape.max_m == 0 for shape in shapes if shape.layout is Layout.CONTIGUOUS)
+
+
+def test_a_coarse_sweep_is_a_part_of_the_whole() -> None:
+    whole, coarse = ([shape for batch in batches(DOWN, part) for shape in batch] for part in (False, True))
+    assert set(coarse) < set(whole)
+    assert len(coarse) < len(whole) / 2
+
+
+def test_points_are_read_from_the_command_line() -> None:
+    assert parse_point("4096,7168") == Point(4096, 7168)
+
+
+@pytest.mark.parametrize("text", ["", "4096", "4096,7168,1", "4096,100", "0,128", "-128,128", "a,b"])
+def test_invalid_points_are_refused(text: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=f"expected N,K as multiples of 128 .* got '{text}'"):
+        parse_point(text)
+
+
+@pytest.mark.parametrize(
+    ("workers", "sizes"), [(1, [5, 2]), (3, [5, 2]), (4, [3, 2, 1, 1]), (9, [2, 2, 1, 1, 1])]
+)
+def test_few_batches_are_cut_for_the_workers(workers: int, sizes: list[int]) -> None:
+    whole = batches(DOWN)
+    given = [whole[0][:5], whole[3][:2]]
+    pieces = deep_gemm_peer.spread(given, workers)
+    assert [len(piece) for piece in pieces] == sizes
+    assert [shape for piece in pieces for shape in piece] == given[0] + given[1]
+
+
+def launches(times: list[tuple[str, float]]) -> list[tuple[str, float, float]]:
+    """Launches of these durations, one after the other, with another kernel before each."""
+    found, now = [], 0.0
+    for name, duration in times:
+        found += [("transform", now, now + 50), (f"void {name}<1>", now + 50, now + 50 + duration)]
+        now += 100 + duration
+    return found
+
+
+A, B = "grouped_gemm", "sm90_fp8_gemm"
+TURNS = [(A, 5.0), (A, 9.0), (A, 7.0), (B, 3.0), (B, 4.0), (B, 3.5), *[(A, 6.0)] * 3, *[(B, 8.0)] * 3]
+
+
+def test_the_better_of_two_medians_counts() -> None:
+    assert medians_of_turns(launches(TURNS), [A, B], 3, 2) == [6.0, 3.5]
+
+
+def test_calls_of_one_kernel_are_told_apart_by_their_order() -> None:
+    times = [(A, 1.0), (A, 2.0), (A, 3.0), (A, 1.5)]
+    assert medians_of_turns(launches(times), [A, A], 1, 2) == [1.0, 1.5]
+
+
+@pytest.mark.parametrize(
+    ("times", "message"),
+    [
+        (TURNS[1:], "launches: expected 12 of .*, got 11"),
+        (
+            [TURNS[3], *TURNS[1:3], TURNS[0], *TURNS[4:]],
+            "launch: expected grouped_gemm, got void sm90_fp8_gemm",
+        ),
+    ],
+)
+def test_other_launches_are_refused(times: list[tuple[str, float]], message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        medians_of_turns(launches(times), [A, B], 3, 2)
+
+
+def test_rows_of_other_points_stay_in_the_file() -> None:
+    old, new = [row(0.5), row(0.6, n=1536)], [row(1.1), row(1.2, rows=70)]
+    assert gemm_sweep.merged(old, new) == [old[1], *new]
+
+
+def on_the_cpu(shape: Shape) -> Problem:
+    packed = random_contiguous(shape.rows, shape.n, shape.k)
+    out = torch.empty(sum(shape.rows), shape.n, dtype=torch.bfloat16)
+    return Problem(shape, packed.a, packed.b, packed.offsets, out)
+
+
+def test_a_batch_is_measured_in_one_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours and DeepGEMM's times are told apart, and the difference is of their outputs."""
+
+    def prepare(problem: Problem) -> tuple[Callable[[], object], Callable[[], torch.Tensor]]:
+        out: list[torch.Tensor] = []
+        wrong_by = problem.shape.num_groups  # right for one group only
+        return lambda: out.append(problem.run() * wrong_by), out.pop
+
+    def best_of_turns(calls: Sequence[tuple[Callable[[], object], str]]) -> list[float]:
+        assert [word for _, word in calls] == ["grouped_gemm", "sm90_fp8_gemm"] * 2
+        for call, _ in calls:
+            call()
+        return [10.0, 11.0, 20.0, 16.0]
+
+    monkeypatch.setattr(deep_gemm_peer, "prepare", prepare)
+    monkeypatch.setattr(gemm_sweep, "best_of_turns", best_of_turns)
+    pool: Any = SimpleNamespace(problem=on_the_cpu)
+    shapes = [Shape("", Layout.CONTIGUOUS, (3,) * groups, 128, 256) for groups in (1, 2)]
+    first, second = gemm_sweep.measure(shapes, pool)
+    assert first == first | {"layout": "contiguous", "groups": 1, "rows": 3, "n": 128, "k": 256, "us": 10.0}
+    assert (first["deep_gemm_us"], first["speed"]) == (11, 1.1)
+    assert abs(first["diff"]) < 1e-12
+    assert (second["groups"], second["us"], second["speed"]) == (2, 20, 0.8)
+    assert second["diff"] == pytest.approx(0.2)
+
+
+def sweep_on_no_gpu(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
+    """Run the sweep's main with everything that needs a GPU replaced; the second (N, K) fails."""
+    monkeypatch.setattr("sys.argv", ["gemm_sweep", *arguments])
+    for name in ("expect_gpu", "Pool"):
+        monkeypatch.setattr(gemm_sweep, name, lambda *_: None)
+    monkeypatch.setattr(gemm_sweep, "header", lambda: {"gpu": "GPU"})
+    monkeypatch.setattr(gemm_sweep, "copy_bandwidth", lambda: 4.0)
+    peer = SimpleNamespace(available=lambda: True, compile_ahead=len, version=lambda: "0.1")
+    monkeypatch.setattr(gemm_sweep, "deep_gemm_peer", peer)
+    backend = SimpleNamespace(warm_up=lambda: None)
+    monkeypatch.setattr(gemm_sweep, "kernels", SimpleNamespace(resolve_backend=lambda _: backend))
+
+    def measure(shapes: Any, pool: None) -> list[Row]:
+        if shapes[0].n == 7168:
+            raise RuntimeError("interrupted")
+        return [row(1.0, shape.rows[0], shape.layout.value, shape.num_groups, shape.n) for shape in shapes]
+
+    monkeypatch.setattr(gemm_sweep, "measure", measure)
+    gemm_sweep.main()
+
+
+def test_an_interrupted_sweep_leaves_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "result.json"
+    arguments = ["--coarse", "--points", "4096,7168", "7168,2048", "--json", str(file)]
+    with pytest.raises(RuntimeError, match="interrupted"):
+        sweep_on_no_gpu(monkeypatch, arguments)
+    content = json.loads(file.read_text())
+    assert {(row["n"], row["k"]) for row in content["rows"]} == {(4096, 7168)}
+    assert len(content["rows"]) == sum(map(len, batches(Point(4096, 7168), coarse=True)))
+    assert content["about"]["deep_gemm"] == "0.1"
+    sweep_on_no_gpu(monkeypatch, ["--coarse", "--points", "1536,7168", "--json", str(file)])
+    assert {row["n"] for row in json.loads(file.read_text())["rows"]} == {4096, 1536}
+    assert "contiguous 2 groups, 7 points: speed over DeepGEMM 1.000" in capsys.readouterr().out
+
+
+def test_the_summary_counts_what_is_below_the_goal() -> None:
+    lines = gemm_sweep.summary([row(0.5), row(2.0, rows=70), row(0.96, layout="masked", groups=4)])
+    assert lines[0].endswith(
+        "1 groups, 2 points: speed over DeepGEMM 1.000, worst 0.500, best 2.000, 1 below 0.97"
+    )
+    assert lines[1].startswith("masked     4 groups, 1 points")
+    assert [line.split("speed ")[1][:5] for line in lines[3:6]] == ["0.500", "0.960", "2.000"]
+    assert lines[-1] == "largest difference from DeepGEMM 2.0e-07"
+
+
+def test_a_missing_sweep_is_not_measured(tmp_path: Path) -> None:
+    for section in ("gemm-sweep", "gemm-sweep-machine", "gemm-sweep-worst"):
+        assert SECTIONS[section](tmp_path) == NOT_MEASURED
+
+
+def test_the_sweeps_tables(tmp_path: Path) -> None:
+    result(tmp_path, [row(0.5), row(2.0, rows=70), row(0.97, layout="masked", groups=4)])
+    lines = SECTIONS["gemm-sweep"](tmp_path).splitlines()
+    assert lines[2:4] == [
+        "| contiguous | 1 | 2 | 1.00 | 0.50 to 2.00 | 1 |",
+        "| masked | 4 | 1 | 0.97 | 0.97 to 0.97 | 0 |",
+    ]
+    assert lines[-1].endswith("(gemm_sweep-h200.svg)")
+    assert SECTIONS["gemm-sweep-worst"](tmp_path).splitlines()[2:] == [
+        "| 1 | contiguous | 1 | 16 | 4096 | 7168 | 10.0 | 5.0 | 0.50 |",
+        "| 2 | masked | 4 | 16 | 4096 | 7168 | 10.0 | 9.7 | 0.97 |",
+        "| 3 | contiguous | 1 | 70 | 4096 | 7168 | 10.0 | 20.0 | 2.00 |",
+    ]
+    assert SECTIONS["gemm-sweep-machine"](tmp_path).startswith("GPU, driver 1.2, NVRTC 13.0, torch 2")
+
+
+def test_the_worst_points_are_numbered_in_the_picture(tmp_path: Path) -> None:
+    many = [row(1 + n / 100, rows=n, groups=groups) for n in range(1, 12) for groups in (1, 2)]
+    file = result(tmp_path, [*many, row(0.7, layout="masked", rows=33)])
+    pictures.draw_sweep(file, tmp_path / "picture.svg")
+    drawn = (tmp_path / "picture.svg").read_text()
+    assert pictures.digest(file) in drawn
+    for name in ("contiguous, 1 group", "masked, 1 group", "contiguous, 2 groups", "4096x7168", "33"):
+        assert f"<!-- {name} -->" in drawn
+    for place in range(1, heat_map.NUMBERED + 1):
+        assert f"<!-- {place} -->" in drawn
+    assert heat_map.worst(many)[0]["speed"] == 1.01
+
+
+def test_the_numbered_cell_is_the_rows(tmp_path: Path) -> None:
+    """The number and the colour are at the row's place: the second height of the first (N, K)."""
+    rows = [row(1.2), row(0.9, rows=70), row(1.1, n=1536), row(1.3, rows=70, n=1536)]
+    figure = heat_map.draw(rows, "title", "#00ff00", "#ff0000")
+    axes = figure.axes[0]
+    assert {text.get_text(): text.xy for text in axes.texts}["1"] == (1.5, 0.5)
+    assert axes.collections[0].get_array().tolist() == [[1.2, 0.9], [1.1, 1.3]]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["4096x7168", "1536x7168"]
+    plt.close(figure)
