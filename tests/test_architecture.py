@@ -22,12 +22,13 @@ PACKAGES = {
     "engine": ("memory", "moe", "settings", "checkpoints", "sentences", "terminal"),
     "channels": ("memory", "moe", "settings", "engine", "sentences"),
     "http": ("memory", "moe", "settings", "engine", "channels", "sentences", "terminal"),
-    "ranks": ("memory", "moe", "settings", "engine", "sentences", "terminal"),
-    "commands": ("moe", "settings", "checkpoints", "channels", "http", "ranks", "terminal"),
+    "ranks": ("memory", "moe", "settings", "engine", "sentences", "terminal", "imports"),
+    "commands": ("moe", "settings", "checkpoints", "channels", "http", "ranks", "terminal", "imports"),
     "cli": ("commands",),
     "files": (),
     "sentences": (),
     "terminal": (),
+    "imports": (),
 }
 TORCH_FREE = (
     "expertd.backends",

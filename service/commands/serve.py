@@ -9,6 +9,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from expertd.service.commands.arguments import add_serve_arguments, read_arguments
+from expertd.service.imports import quick_imports
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -52,11 +53,13 @@ def run(arguments: argparse.Namespace) -> int:
     # Imported after the settings are read: these take seconds, and invalid settings should fail at once.
     if settings.node_rank > 0:
         os.putenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # else its store traces the stack when the front end ends
-        from expertd.service.ranks.agent import run_agent
+        with quick_imports():
+            from expertd.service.ranks.agent import run_agent
 
         return run_agent(settings)
-    from expertd.service.http.listening import BindError
-    from expertd.service.http.server import serve
+    with quick_imports():
+        from expertd.service.http.listening import BindError
+        from expertd.service.http.server import serve
 
     try:
         if (warning := exposure(settings)) is not None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from expertd.service.imports import quick_imports
 from expertd.service.memory import OpenCuda, Register, nothing_to_register
 from expertd.service.ranks import setup as words
 from expertd.service.ranks.messages import receive, send
@@ -114,7 +115,8 @@ def main() -> int:
 
 
 def _stand_for(setup: RankSetup, control: Control, rings: Rings) -> int:
-    from expertd.service.ranks.proxy import Proxy
+    with quick_imports():
+        from expertd.service.ranks.proxy import Proxy
 
     proxy = Proxy(setup, control.regions, rings, control.send)
     control.replace_partitions = proxy.replace_partitions
@@ -123,10 +125,11 @@ def _stand_for(setup: RankSetup, control: Control, rings: Rings) -> int:
 
 def _run(setup: RankSetup, control: Control, rings: Rings, other_side: Rings) -> int:
     # Imported here: it takes seconds, in which the front end may end already.
-    from expertd.service.ranks.device import tell_changes
-    from expertd.service.ranks.part import RankPart
-    from expertd.service.ranks.partitions import replace, shown
-    from expertd.service.ranks.remote import RemoteSteps
+    with quick_imports():
+        from expertd.service.ranks.device import tell_changes
+        from expertd.service.ranks.part import RankPart
+        from expertd.service.ranks.partitions import replace, shown
+        from expertd.service.ranks.remote import RemoteSteps
 
     remote = None
     if setup.role is Role.REMOTE:
