@@ -34,8 +34,17 @@ install-dev: $(RUNTIME) $(DEV) ## add what tests, checks and the documents' exam
 serve: $(RUNTIME) ## serve CONFIG (the demo layer) on PORT (8000)
 	$(BIN)/expertd serve --config $(CONFIG) --port $(PORT)
 
-test: $(RUNTIME) $(DEV) ## run every test that needs no GPU
-	$(BIN)/python -m pytest -m "not gpu"
+test: all-but-ranks ranks client ## run every test that needs no GPU
+
+# The parts of `test`, which `make -j2` runs side by side.
+.PHONY: all-but-ranks ranks client
+all-but-ranks: $(RUNTIME) $(DEV)
+	$(BIN)/python -m pytest -m "not gpu" --ignore=tests/service/ranks
+
+ranks: $(RUNTIME) $(DEV)
+	$(BIN)/python -m pytest -m "not gpu" tests/service/ranks
+
+client: $(RUNTIME) $(DEV)
 	cd client && ../$(BIN)/python -m pytest -m "not gpu"
 
 test-fast: $(RUNTIME) $(DEV) ## run only the quick ones

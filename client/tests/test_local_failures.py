@@ -180,6 +180,7 @@ client = ExpertClient(sys.argv[1], transport=sys.argv[2])
 values = np.ones((5, 512), np.float32)
 expected = client.infer("demo", values)
 child = os.fork()
+print(os.getpid(), flush=True)
 for _ in range(20):
     np.testing.assert_allclose(client.infer("demo", values), expected, rtol=1e-4)
 if child:
@@ -190,7 +191,6 @@ client.close()
 
 
 def test_both_sides_of_a_fork_have_their_own(sharing_server: RunningServer, transport: TransportName) -> None:
-    files = set(Path("/dev/shm").iterdir())
     path = ":".join(entry for entry in sys.path if entry)
     program = [sys.executable, "-c", FORK, sharing_server.url, transport]
     done = subprocess.run(
@@ -202,7 +202,10 @@ def test_both_sides_of_a_fork_have_their_own(sharing_server: RunningServer, tran
     )
     assert (done.returncode, done.stderr) == (0, "")
     wait_for(lambda: not sharing_server.channels(), "no channel stays open")
-    assert set(Path("/dev/shm").iterdir()) <= files
+    both = done.stdout.split()
+    assert len(set(both)) == 2
+    names = [path.name for path in Path("/dev/shm").iterdir()]
+    assert [name for name in names if any(process in name.split("-") for process in both)] == []
 
 
 ORPHAN = """

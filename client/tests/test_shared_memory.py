@@ -17,8 +17,9 @@ X = np.random.default_rng(15).standard_normal((5, HIDDEN), dtype=np.float32)
 slow = pytest.mark.slow  # a server process
 
 
-def our_files() -> set[Path]:
-    return set(files.FOLDER.glob("expertd-client-*"))
+def our_files(process: int | None = None) -> set[Path]:
+    """Those of `process`, None: this one; other tests may run beside it."""
+    return set(files.FOLDER.glob(f"expertd-client-{process or os.getpid()}-*"))
 
 
 @slow
@@ -131,24 +132,24 @@ def test_memory_that_is_asked_for_and_that_the_system_does_not_have(
 
 
 EXIT = """
-import sys
+import os, sys
 import numpy as np
 from expertd_client import ExpertClient
 
 client = ExpertClient(sys.argv[1], transport="shared_memory")
 client.infer("demo", np.ones((5, 512), np.float32))
+print(os.getpid())
 sys.exit("no close")
 """
 
 
 @slow
 def test_a_process_that_ends_without_closing_removes_its_file(sharing_server: RunningServer) -> None:
-    before = our_files()
     path = ":".join(entry for entry in sys.path if entry)
     program = [sys.executable, "-c", EXIT, sharing_server.url]
     done = subprocess.run(program, env={"PYTHONPATH": path}, capture_output=True, text=True, check=False)
     assert done.stderr == "no close\n"
-    assert our_files() == before
+    assert our_files(int(done.stdout)) == set()
     sharing_server.ask("/v2/systemsharedmemory/unregister", "POST")
 
 
