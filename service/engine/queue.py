@@ -1,0 +1,119 @@
+"""The requests of one model that wait for a step, and the composition of its next step."""
+
+from bisect import insort
+
+from expertd.service.engine.callers import Lane
+from expertd.service.engine.chunks import begin_chunk, chunk_size
+from expertd.service.engine.steps import Chunk, Pending, Runner, State
+
+
+class Queue:
+    """A lane for each priority and kind of request, long or not.
+
+    used          by priority: seconds of the device, over the weight; see `Queues`
+    num_tokens    of requests that wait, or of which a part does
+    step_seconds  smoothed over recent steps
+    last_seconds  of the last step of each size
+    failures      consecutive steps that raised
+    """
+
+    def __init__(self, runner: Runner, quantum: int, weight: float = 1.0) -> None:
+        self.runner = runner
+        self.weight = weight
+        self.used: dict[int, float] = {}
+        self.num_requests = 0
+        self.num_tokens = 0
+        self.step_seconds = 0.0
+        self.last_seconds: dict[int, float] = {}
+        self.failures = 0
+        self._quantum = quantum
+        self._lanes: dict[int, Lane] = {}
+        self._order: list[int] = []  # the keys of lanes with requests
+
+    def put(self, pending: Pending) -> None:
+        """Let a request wait."""
+        key = _key(pending)
+        lane = self._lanes.get(key)
+        if lane is None:
+            lane = self._lanes[key] = Lane(self._quantum)
+        if not lane.num_requests:
+            insort(self._order, key)
+        lane.put(pending)
+        self.num_requests += 1
+        self.num_tokens += pending.request.num_tokens
+
+    def remove(self, pending: Pending) -> None:
+        """Forget what is left of a request."""
+        key = _key(pending)
+        lane = self._lanes[key]
+        lane.remove(pending)
+        if not lane.num_requests:
+            self._order.remove(key)
+        self.num_requests -= 1
+        self.num_tokens -= pending.left
+
+    def all(self) -> list[Pending]:
+        """The requests that wait."""
+        return [pending for key in self._order for pending in self._lanes[key].all()]
+
+    @property
+    def priority(self) -> int:
+        """Of the most urgent request; there must be one."""
+        return self._order[0] >> 1
+
+    def head(self) -> Pending:
+        """The next request; there must be one."""
+        return self._lanes[self._order[0]].head()
+
+    def take(self, room: int, most: int) -> list[Chunk]:
+        """What the next step computes, of at most `room` tokens, as much as the largest request.
+
+        most  the most tokens of its chunk of a long request; 0: it has whole requests
+        """
+        step: list[Chunk] = []
+        full, cut, reserved = False, False, 0
+        for key in self._order.copy():
+            if full and key != reserved:
+                break  # nobody is overtaken
+            lane = self._lanes[key]
+            if most and key & 1:
+                if not cut and room:
+                    room -= self._begin(lane, min(chunk_size(lane.head().left, most), room), step)
+                    cut = True
+                continue
+            kept = 0
+            if most and not cut and key + 1 in self._order:  # leave room for a chunk that is as urgent
+                kept, reserved = min(most, room // 2), key + 1
+            while lane.num_requests:
+                left = lane.head().left
+                full = left > room - kept and len(step) > 0
+                if full:
+                    break
+                room -= self._begin(lane, left, step)
+        for key in self._order.copy():
+            if not self._lanes[key].num_requests:
+                self._order.remove(key)
+        return step
+
+    def _begin(self, lane: Lane, num_tokens: int, step: list[Chunk]) -> int:
+        """Add `num_tokens` of the lane's next request to a step; returns them."""
+        pending = lane.head()
+        lane.take(num_tokens)
+        step.append(begin_chunk(pending, num_tokens))
+        self.num_tokens -= num_tokens
+        self.num_requests -= pending.state is State.STARTED
+        return num_tokens
+
+    def likely_seconds(self, num_tokens: int) -> float:
+        """Seconds of the last step with about as many tokens; 0: there was none."""
+        return self.last_seconds.get(num_tokens.bit_length(), 0.0)
+
+    def note(self, num_tokens: int, seconds: float) -> None:
+        """Keep what a step took."""
+        self.step_seconds = 0.8 * self.step_seconds + 0.2 * seconds if self.step_seconds else seconds
+        self.last_seconds[num_tokens.bit_length()] = seconds
+
+
+def _key(pending: Pending) -> int:
+    """Lanes in the order of their keys: by priority, long requests behind the others."""
+    return 2 * pending.priority + pending.is_long
