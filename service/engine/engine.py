@@ -130,9 +130,10 @@ class Engine:
         done: Done,
         alone: bool = False,
         priority: int = DEFAULT_PRIORITY,
+        caller: int = 0,
     ) -> Pending:
         """Put a request in its queue; see `Scheduler.submit`."""
-        return self.scheduler.submit(model, request, done, alone=alone, priority=priority)
+        return self.scheduler.submit(model, request, done, alone=alone, priority=priority, caller=caller)
 
     def cancel(self, pending: Pending, error: Exception) -> bool:
         """Answer a queued request with `error`; see `Scheduler.cancel`."""
@@ -245,7 +246,8 @@ class Engine:
                 self.phase = Phase.FAILED
             logger.error("loading failed: %s", error, exc_info=not isinstance(error, _SENTENCES))
             return
-        self.scheduler.set_runners(loaded.runners)
+        weights = {model.name: model.weight for model in self.settings.models}
+        self.scheduler.set_runners(loaded.runners, weights)
         self.loaded, self.arena = loaded, arena
         self.shared_memory.start(loaded, arena)
         self._metrics.set_backend(loaded.backend, loaded.device)
