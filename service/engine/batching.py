@@ -213,6 +213,7 @@ class Scheduler:
                 if self._queues.turns and not running:
                     self._wait_for_callers()
             with self._lock:
+                self._queues.just_ended = False
                 if self._stopped and not running and not chores:
                     break
                 if not running:
@@ -310,6 +311,7 @@ class Scheduler:
                 self._stepping.run_here(chunks[0])
             finally:
                 self._turn.release()
+            self._queues.just_ended = False  # what has arrived meanwhile did not come from sources
             self._ended_here = time.perf_counter()
             if self._stays_awake:
                 self._stay_awake()

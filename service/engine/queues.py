@@ -35,6 +35,7 @@ class Queues:
         self.turns: deque[str] = deque()  # models with waiting requests, the one that waits longest first
         self._clock: dict[int, float] = {}  # by priority: `Queue.used` of its last step's model, before it
         self._long: set[Pending] = set()  # that are not answered
+        self.just_ended = False  # the step of a long request, and sources have not been polled since
         self._num_short = 0  # that wait
         self._competing_until = -math.inf
 
@@ -69,7 +70,7 @@ class Queues:
             competes = self._num_short > 0
             self._long.add(pending)
         else:
-            competes = bool(self._long)
+            competes = self.just_ended or bool(self._long)
             self._num_short += 1
         if competes:
             self._competing_until = pending.arrived + _COMPETING_SECONDS
@@ -104,6 +105,7 @@ class Queues:
             ended = end_chunk(chunk, answer)
             if ended is not None:
                 self._long.discard(pending)
+                self.just_ended = True
         return ended
 
     def all_waiting(self) -> list[Pending]:

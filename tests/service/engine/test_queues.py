@@ -111,6 +111,7 @@ def test_requests_one_after_the_other_do_not_compete() -> None:
         assert filled.step() == [1]
         filled.add(32)
         assert filled.step() == [32]
+        filled.queues.just_ended = False  # sources have been polled
 
 
 def test_requests_stop_competing_after_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,3 +244,14 @@ def test_a_step_with_a_chunk_does_not_begin_early() -> None:
     assert not filled.queues.is_next_large(33)
     filled.add(1)
     assert not filled.queues.is_next_large(8)
+
+
+def test_a_request_found_right_after_a_long_ones_step_has_waited_for_it() -> None:
+    filled = Filled()
+    filled.add(32)
+    assert filled.step() == [32]
+    filled.add(1)  # by a poll after the step
+    filled.queues.just_ended = False
+    assert filled.step() == [1]
+    filled.add(32)
+    assert filled.step() == [8]
