@@ -29,6 +29,7 @@ class Queue:
         self._quantum = quantum
         self._lanes: dict[int, Lane] = {}
         self._order: list[int] = []  # the keys of lanes with requests
+        self._chunk_is_due = False  # while requests compete: the last step had none
 
     def put(self, pending: Pending) -> None:
         """Let a request wait."""
@@ -65,44 +66,53 @@ class Queue:
         """The next request; there must be one."""
         return self._lanes[self._order[0]].head()
 
-    def take(self, room: int, most: int) -> list[Chunk]:
+    def take(self, room: int, most: int, joins: bool = False) -> list[Chunk]:
         """What the next step computes, of at most `room` tokens, as much as the largest request.
 
-        most  the most tokens of its chunk of a long request; 0: it has whole requests
+        most   the most tokens of a chunk; 0: long requests are computed whole, in their turn
+        joins  whether a step with a chunk has other requests, too
         """
         step: list[Chunk] = []
-        full, cut, reserved = False, False, 0
-        for key in self._order.copy():
-            if full and key != reserved:
-                break  # nobody is overtaken
-            lane = self._lanes[key]
-            if most and key & 1:
-                if not cut and room:
-                    room -= self._begin(lane, min(chunk_size(lane.head().left, most), room), step)
-                    cut = True
-                continue
-            kept = 0
-            if most and not cut and key + 1 in self._order:  # leave room for a chunk that is as urgent
-                kept, reserved = min(most, room // 2), key + 1
-            while lane.num_requests:
-                left = lane.head().left
-                full = left > room - kept and len(step) > 0
-                if full:
-                    break
-                room -= self._begin(lane, left, step)
-        for key in self._order.copy():
-            if not self._lanes[key].num_requests:
-                self._order.remove(key)
+        others = self._order.copy()
+        place = next((place for place, key in enumerate(others) if key & 1), -1) if most else -1
+        if place < 0:
+            self._fill(others, room, step)
+        else:
+            others, key = others[:place], others[place]
+            equal = [other for other in others if other | 1 == key]
+            due = not others or (self._chunk_is_due and others == equal)
+            self._chunk_is_due = not due
+            if joins:
+                kept = min(most, room // 2) if equal else 0  # more urgent ones need not leave room
+                left, fits = self._fill(others, room - kept, step)
+                due, room = fits or kept > 0, left + kept
+            elif not due:
+                self._fill(others, room, step)
+            if due and room > 0:
+                lane = self._lanes[key]
+                self._begin(lane, min(chunk_size(lane.head().left, most), room), step)
+        self._order = [key for key in self._order if self._lanes[key].num_requests]
         return step
 
-    def _begin(self, lane: Lane, num_tokens: int, step: list[Chunk]) -> int:
-        """Add `num_tokens` of the lane's next request to a step; returns them."""
+    def _fill(self, keys: list[int], room: int, step: list[Chunk]) -> tuple[int, bool]:
+        """Add whole requests of these lanes in their order; the room that is left, and whether all fit."""
+        for key in keys:
+            lane = self._lanes[key]
+            while lane.num_requests:
+                left = lane.head().left
+                if left > room and step:
+                    return room, False
+                self._begin(lane, left, step)
+                room -= left
+        return room, True
+
+    def _begin(self, lane: Lane, num_tokens: int, step: list[Chunk]) -> None:
+        """Add `num_tokens` of the lane's next request to a step."""
         pending = lane.head()
         lane.take(num_tokens)
         step.append(begin_chunk(pending, num_tokens))
         self.num_tokens -= num_tokens
         self.num_requests -= pending.state is State.STARTED
-        return num_tokens
 
     def likely_seconds(self, num_tokens: int) -> float:
         """Seconds of the last step with about as many tokens; 0: there was none."""

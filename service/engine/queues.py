@@ -4,9 +4,9 @@ Requests of a lower priority number come first. Among equal ones, callers and mo
 they have requests, models in proportion to their weights; a caller's requests are computed in their order. A
 more urgent request waits for the steps that run.
 
-A request of more than `prefill_chunk_tokens` is long. While long and other requests compete, a step has one
-chunk of a long request at most, and the others come first, in the room that it leaves. They compete from
-when one of both arrives beside the other until some seconds after it last happened.
+A request of more than `prefill_chunk_tokens` is long. While long and other requests compete, long ones are
+computed in chunks, in turns with steps of the others, or together with them. They compete from when one of
+both arrives beside the other until some seconds after it last happened.
 """
 
 import math
@@ -135,7 +135,8 @@ class Queues:
         model = self._next_model()
         queue = self._of[model]
         priority = queue.priority
-        step = queue.take(self._limits.max_batch_tokens, self._chunk_tokens())
+        limits = self._limits
+        step = queue.take(limits.max_batch_tokens, self._chunk_tokens(), limits.join_chunks)
         num_tokens = 0
         for chunk in step:
             num_tokens += chunk.request.num_tokens

@@ -19,7 +19,7 @@ class Filled:
     """Queues to which a test adds requests, and from which it takes steps."""
 
     def __init__(self, models: Mapping[str, float] | None = None, **limits: int) -> None:
-        self.queues = Queues(Limits(**{**LIMITS, **limits}))
+        self.queues = Queues(Limits.model_validate({**LIMITS, **limits}))
         self.models = models or {"0": 1.0}
         self.queues.set_runners({model: EchoRunner() for model in self.models}, self.models)
 
@@ -75,21 +75,41 @@ def test_long_requests_alone_are_computed_whole() -> None:
     assert filled.rest() == [[32], [20]]
 
 
-def test_a_step_has_others_first_and_one_chunk() -> None:
+def test_chunks_and_others_take_turns() -> None:
     filled = Filled()
+    filled.add(32, 32)
+    filled.add(1, 2)
+    assert [filled.step(), filled.step(), filled.step()] == [[1, 2], [8], [8]]
+    filled.add(1)
+    assert [filled.step(), filled.step()] == [[1], [8]]
+    assert filled.rest() == [[8]] * 5
+
+
+def test_others_wait_for_one_chunk_however_often_they_come() -> None:
+    filled = Filled()
+    filled.add(32, 1)
+    steps = []
+    for _ in range(6):
+        steps.append(filled.step())
+        filled.add(1)
+    assert steps == [[1], [8], [1, 1], [8], [1, 1], [8]]
+
+
+def test_chunks_may_join_others() -> None:
+    filled = Filled(join_chunks=True)
     filled.add(32, 32)
     filled.add(1, 2)
     assert filled.step() == [1, 2, 8]
     filled.add(1)
     assert filled.step() == [1, 8]
-    assert filled.rest() == [[8], [8], [8], [8], [8], [8]]
+    assert filled.rest() == [[8]] * 6
 
 
 @pytest.mark.parametrize("sizes", [(1, 32), (32, 1)])
 def test_it_does_not_matter_which_comes_first(sizes: tuple[int, int]) -> None:
     filled = Filled()
     filled.add(*sizes)
-    assert filled.rest() == [[1, 8], [8], [8], [8]]
+    assert filled.rest() == [[1], [8], [8], [8], [8]]
 
 
 def test_requests_that_arrive_while_a_long_one_is_computed_compete_with_the_next() -> None:
@@ -117,7 +137,7 @@ def test_requests_one_after_the_other_do_not_compete() -> None:
 def test_requests_stop_competing_after_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
     filled = Filled()
     filled.add(32, 1)
-    assert filled.step() == [1, 8]
+    assert [filled.step(), filled.step()] == [[1], [8]]
     now = time.perf_counter()
     monkeypatch.setattr(time, "perf_counter", lambda: now + 9.9)
     assert filled.step() == [8]
@@ -129,7 +149,9 @@ def test_requests_of_several_models_compete() -> None:
     filled = Filled({"0": 1.0, "1": 1.0})
     filled.add(32)
     filled.add(1, model="1")
-    assert filled.step() == [8]
+    steps = [filled.step() for _ in range(5)]
+    assert sorted(steps) == [[1], [8], [8], [8], [8]]
+    assert steps.index([1]) <= 1
 
 
 def test_chunks_can_be_turned_off() -> None:
@@ -138,8 +160,8 @@ def test_chunks_can_be_turned_off() -> None:
     assert filled.rest() == [[32], [1]]
 
 
-def test_others_leave_room_for_a_chunk() -> None:
-    filled = Filled()
+def test_others_leave_room_for_a_chunk_that_joins_them() -> None:
+    filled = Filled(join_chunks=True)
     filled.add(32)
     filled.add(*[8] * 6)
     assert filled.step() == [8, 8, 8, 8], "three requests and a chunk"
@@ -148,19 +170,32 @@ def test_others_leave_room_for_a_chunk() -> None:
 
 
 def test_a_chunk_leaves_room_for_others_however_large_it_may_be() -> None:
-    filled = Filled(prefill_chunk_tokens=31)
+    filled = Filled(prefill_chunk_tokens=31, join_chunks=True)
     filled.add(32, 31, 31)
     assert filled.step() == [31, 1], "the room that the first one leaves"
     assert filled.step() == [31, 1]
     assert filled.rest() == [[30]]
 
 
-def test_an_urgent_long_request_comes_before_others() -> None:
+@pytest.mark.parametrize("join_chunks", [False, True])
+def test_priorities_hold_for_long_requests(join_chunks: bool) -> None:
+    filled = Filled(join_chunks=join_chunks)
+    filled.add(16, priority=2)
+    filled.add(1, priority=3)
+    assert filled.step() == [8], "the other one is less urgent"
+    filled.add(1, 1, priority=1)
+    steps = [[1, 1, 8]] if join_chunks else [[1, 1], [8]]
+    assert [filled.step() for _ in steps] == steps
+    assert filled.rest() == [[1]]
+
+
+def test_more_urgent_requests_need_not_wait_for_chunks() -> None:
     filled = Filled()
-    filled.add(16, priority=1)
-    filled.add(32, 1)
-    assert filled.step() == [8, 1], "with one chunk in all"
-    assert filled.rest() == [[8], [8], [8], [8], [8]]
+    filled.add(32, priority=2)
+    for _ in range(3):
+        filled.add(1, priority=1)
+        assert filled.step() == [1]
+    assert filled.step() == [8]
 
 
 def test_callers_share_the_long_requests_of_a_model() -> None:
@@ -178,14 +213,14 @@ def test_a_callers_long_requests_delay_others_by_one_chunk() -> None:
     filled.add(*[32] * 8, caller=1)
     filled.add(1, caller=2)
     filled.add(1, caller=1)
-    assert filled.step() == [1, 1, 8]
+    assert [filled.step(), filled.step()] == [[1, 1], [8]]
 
 
 def test_what_is_left_of_a_removed_request_is_not_computed() -> None:
     filled = Filled()
     first, second = filled.add(32, 32)
     filled.add(1)
-    assert filled.step() == [1, 8]
+    assert [filled.step(), filled.step()] == [[1], [8]]
     assert filled.queues["0"].num_tokens == 56
     assert filled.queues.remove(first)
     assert first.state is State.CANCELLED
@@ -199,7 +234,8 @@ def test_what_is_left_of_a_removed_request_is_not_computed() -> None:
 def test_a_failed_chunk_ends_its_request() -> None:
     filled = Filled()
     filled.add(32, 1)
-    _, chunk = filled.queues.next_step()
+    assert filled.step() == [1]
+    (chunk,) = filled.queues.next_step()
     error = RuntimeError("broken")
     assert filled.queues.end(chunk, error) is error
     assert not filled.queues.turns
