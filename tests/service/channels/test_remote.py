@@ -54,9 +54,11 @@ async def remote(
 class Asked:
     """A request to the engine, and its answer."""
 
-    def __init__(self, engine: RemoteEngine, request: LayerRequest, priority: int = 128) -> None:
+    def __init__(
+        self, engine: RemoteEngine, request: LayerRequest, priority: int = 128, caller: int = 0
+    ) -> None:
         self.answers: list[Output | Exception] = []
-        self.pending = engine.submit("tiny", request, self.answers.append, priority=priority)
+        self.pending = engine.submit("tiny", request, self.answers.append, priority=priority, caller=caller)
 
     async def answer(self) -> Output | Exception:
         await until(lambda: bool(self.answers))
