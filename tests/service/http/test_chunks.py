@@ -192,3 +192,29 @@ async def test_keys_share_a_full_server(tmp_path: Path) -> None:
         held[0].open()
         await asyncio.gather(*calls)
     assert order == ["heavy", "heavy", "light", "heavy", "heavy", "heavy"]
+
+
+async def test_channels_belong_to_the_keys_that_opened_them(tmp_path: Path) -> None:
+    keys = write_keys(tmp_path / "keys.yaml", heavy=["infer"], light=["infer"])
+    loader, held = holding(load)
+    settings = tiny_settings(
+        {"max_batch_tokens": 64}, keys=str(keys), channels={"socket": str(tmp_path / "channels")}
+    )
+    async with serving(settings, loader) as server:
+        peers = {}
+        for name in ("heavy", "light"):
+            server.http.headers.update(bearer(name))
+            peers[name] = await claimed(server, max_tokens=64)
+        held[0].close()
+        sent = []
+        for name, num_tokens in (("heavy", 1), ("heavy", 64), ("heavy", 63), ("light", 62)):
+            peer = peers[name]
+            sent.append((peer, peer.send(num_tokens, peer.places(peer.sequence + 1))))
+            await until(lambda: bool(held[0].steps))
+        server.app.engine.scheduler.poll_sources()
+        held[0].open()
+        for peer, sequence in sent:
+            assert (await answer_to(peer, sequence)).status == 200
+        for peer in peers.values():
+            peer.close()
+    assert held[0].steps == [[1], [64], [62], [63]]
