@@ -138,15 +138,15 @@ async def test_a_priority_reaches_the_engine(tmp_path: Path) -> None:
 
 async def test_the_callers_of_an_http_process_share_its_channel(tmp_path: Path) -> None:
     runner = EchoRunner()
-    async with remote(tmp_path, runner, max_request_tokens=128, max_batch_tokens=128) as (_, engine):
+    async with remote(tmp_path, runner) as (_, engine):
         runner.gate.clear()
         begun = Asked(engine, request(1), caller=7)
         assert await asyncio.to_thread(runner.entered.acquire, True, 10)
-        asked = [Asked(engine, request(128 - i), caller=caller) for i, caller in enumerate((7, 7, 2**32 - 1))]
+        asked = [Asked(engine, request(260 - i), caller=caller) for i, caller in enumerate((7, 7, 2**32 - 1))]
         runner.gate.set()
         for each in (begun, *asked):
             await each.output()
-    assert runner.steps == [[1], [128], [126], [127]]
+    assert runner.steps == [[1], [260], [258], [259]], "no two fit in a step"
 
 
 async def test_errors_are_those_of_the_engine(tmp_path: Path) -> None:
