@@ -22,8 +22,9 @@ def begin_chunk(pending: Pending, num_tokens: int) -> Chunk:
     pending.begun += num_tokens
     if pending.begun == pending.request.num_tokens:
         pending.state = State.STARTED
-    if pending.is_long:
-        pending.running += 1
+    if not pending.is_long:
+        return Chunk(pending, pending.request)
+    pending.running += 1
     whole = num_tokens == pending.request.num_tokens
     request = pending.request if whole else part_of(pending.request, start, num_tokens)
     return Chunk(pending, request, start)

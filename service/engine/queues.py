@@ -134,17 +134,16 @@ class Queues:
         """Take what the next step computes, all of one model, up to `max_batch_tokens`."""
         model = self._next_model()
         queue = self._of[model]
-        priority = queue.priority
-        limits = self._limits
-        step = queue.take(limits.max_batch_tokens, self._chunk_tokens(), limits.join_chunks)
-        num_tokens = 0
+        priority, before = queue.priority, queue.num_tokens
+        chunk_tokens = self._chunk_tokens() if self._long else 0
+        step = queue.take(self._limits.max_batch_tokens, chunk_tokens, self._limits.join_chunks)
         for chunk in step:
-            num_tokens += chunk.request.num_tokens
             self._num_short -= not chunk.pending.is_long
         if len(self._of) > 1:
             used = max(queue.used.get(priority, 0.0), self._clock.get(priority, 0.0))
             self._clock[priority] = used
-            queue.used[priority] = used + self._likely_seconds(queue, num_tokens) / queue.weight
+            seconds = self._likely_seconds(queue, before - queue.num_tokens)
+            queue.used[priority] = used + seconds / queue.weight
         self.turns.remove(model)
         if queue.num_requests:
             self.turns.append(model)
