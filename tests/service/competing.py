@@ -95,5 +95,21 @@ async def in_chunks(server: Serving, runner: HeldRunner, sends: Callable[[], Awa
     return got
 
 
+@asynccontextmanager
+async def polled(server: Serving) -> AsyncIterator[None]:
+    """Channels are read in this block, though a test holds the worker thread, which does so between steps."""
+
+    async def poll() -> None:
+        while True:
+            await asyncio.sleep(0.001)
+            server.app.engine.scheduler.poll_sources()
+
+    task = asyncio.ensure_future(poll())
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
 async def _sent(sends: Callable[[], Awaitable[T]]) -> T:
     return await sends()

@@ -21,7 +21,7 @@ from tests.service.apps import (
     tiny_settings,
 )
 from tests.service.channels.servers import answer_to, claimed
-from tests.service.competing import CHUNKS, HeldRunner, competing, holding, in_chunks, waiting
+from tests.service.competing import CHUNKS, HeldRunner, competing, holding, in_chunks, polled, waiting
 from tests.service.keys import bearer, write_keys
 from tests.service.ranks.servers import close, output_for
 from tests.service.ranks.steps import routed, routing
@@ -90,17 +90,9 @@ async def test_outputs_through_a_channel(tmp_path: Path, given: bool) -> None:
 
         whole = await output()
         assert runner.steps == [[64]]
-        polled = asyncio.ensure_future(_poll(server))
-        assert close(await in_chunks(server, runner, output), whole)
-        polled.cancel()
+        async with polled(server):
+            assert close(await in_chunks(server, runner, output), whole)
         peer.close()
-
-
-async def _poll(server: Serving) -> None:
-    """Read channels instead of the worker thread, which does so between steps, while the test holds one."""
-    while True:
-        await asyncio.sleep(0.001)
-        server.app.engine.scheduler.poll_sources()
 
 
 async def test_outputs_in_shared_memory() -> None:
