@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from expertd.service.engine.delivery import Delivery
 from expertd.service.engine.errors import SchedulerClosedError
 from expertd.service.engine.queue import Queue
+from expertd.service.engine.queue_metrics import QueueState
 from expertd.service.engine.queues import Queues
 from expertd.service.engine.stepping import Stepping
 from expertd.service.engine.steps import DEFAULT_PRIORITY, Chunk, Done, Pending, Runner, State, StepObserver
@@ -160,6 +161,10 @@ class Scheduler:
         """The numbers of queued requests and tokens of `model`."""
         queue = self._queues[model]
         return queue.num_requests, queue.num_tokens
+
+    def queue_state(self, model: str) -> QueueState:
+        """For metrics."""
+        return QueueState(*self.waiting(model), self._queues[model].num_chunks)
 
     def failures(self, model: str) -> int:
         """The number of consecutive failed steps of `model`, up to now."""

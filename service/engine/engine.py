@@ -22,6 +22,7 @@ from expertd.service.engine.loading import LoadCancelledError, Loaded, Loader, P
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.placement import Placements
 from expertd.service.engine.placement_metrics import placement_metrics
+from expertd.service.engine.queue_metrics import QueueState, queue_metrics
 from expertd.service.engine.shared_memory import SharedMemory
 from expertd.service.engine.spec import MODEL_VERSION, LayerSpec, served, specs_of
 from expertd.service.engine.steps import DEFAULT_PRIORITY, Done, Pending
@@ -66,7 +67,7 @@ class Engine:
         metrics.add_models({model.name: model.num_experts for model in settings.models})
         metrics.watch_jit(jit_stats)
         metrics.watch_models(lambda: {name: self.why_not_ready(name) is None for name in self.models})
-        metrics.watch_queues(self._waiting)
+        metrics.watch(lambda: queue_metrics(self._queue_states()))
         metrics.watch_partitions(self._partition_sizes)
         metrics.watch_shared_memory(self.shared_memory.totals)
         metrics.watch_ranks(lambda: self.loaded.ranks() if self.loaded else ())
@@ -272,8 +273,9 @@ class Engine:
         finally:
             del self._retries[model]
 
-    def _waiting(self) -> dict[str, tuple[int, int]]:
-        return {name: self.scheduler.waiting(name) if self.loaded else (0, 0) for name in self.models}
+    def _queue_states(self) -> dict[str, QueueState]:
+        empty = QueueState(0, 0, 0)
+        return {name: self.scheduler.queue_state(name) if self.loaded else empty for name in self.models}
 
     def _partition_sizes(self) -> tuple[int, dict[str, int]] | None:
         partitions = self.loaded.partitions if self.loaded else None

@@ -12,6 +12,7 @@ class Queue:
 
     used          by priority: seconds of the device, over the weight; see `Queues`
     num_tokens    of requests that wait, or of which a part does
+    num_chunks    parts of requests that steps have had
     step_seconds  smoothed over recent steps
     last_seconds  of the last step of each size
     failures      consecutive steps that raised
@@ -23,6 +24,7 @@ class Queue:
         self.used: dict[int, float] = {}
         self.num_requests = 0
         self.num_tokens = 0
+        self.num_chunks = 0
         self.step_seconds = 0.0
         self.last_seconds: dict[int, float] = {}
         self.failures = 0
@@ -94,6 +96,7 @@ class Queue:
                 self._fill(others, room, step)
             if due and room > 0:
                 lane = self._lanes[key]
+                self.num_chunks += 1
                 self._begin(lane, min(chunk_size(lane.head().left, most), room), step)
         self._order = [key for key in self._order if self._lanes[key].num_requests]
         return step

@@ -20,7 +20,7 @@ from tests.service.apps import (
     serving,
     tiny_settings,
 )
-from tests.service.channels.servers import answer_to, claimed
+from tests.service.channels.servers import answer_of, answer_to, claimed
 from tests.service.competing import CHUNKS, HeldRunner, competing, holding, in_chunks, polled, waiting
 from tests.service.keys import bearer, write_keys
 from tests.service.ranks.servers import close, output_for
@@ -49,7 +49,9 @@ async def test_outputs_are_those_of_whole_requests() -> None:
     async with chunking() as (server, runner):
         whole = await output_for(server, LONG)
         assert runner.steps == [[64]], "nobody competes"
+        assert server.metric("chunks_total", model="tiny") == 0
         assert close(await in_chunks(server, runner, lambda: output_for(server, LONG)), whole)
+        assert server.metric("chunks_total", model="tiny") == 4
 
 
 @pytest.mark.parametrize("ids", ["INT32", "INT64"])
@@ -140,6 +142,23 @@ async def test_a_timeout_between_chunks_ends_a_request(tmp_path: Path, over_http
         assert status == 503
         peer.close()
     assert runner.steps == [[1], [1], [16], [16]]
+
+
+async def test_what_waits_in_a_channel_during_a_step_competes(tmp_path: Path) -> None:
+    """The worker thread finds it after the step."""
+    async with chunking(tmp_path) as (server, runner):
+        peers = [await claimed(server, max_tokens=64) for _ in range(2)]
+        runner.close()
+        sent = [peers[0].send(64, peers[0].places(1))]
+        await until(lambda: runner.steps == [[64]])
+        sent.append(peers[1].send(1, peers[1].places(1)))
+        runner.open()
+        for peer, sequence in zip(peers, sent, strict=True):
+            assert (await answer_to(peer, sequence)).status == 200
+        assert (await answer_of(peers[0], 64)).status == 200
+        for peer in peers:
+            peer.close()
+    assert runner.steps == [[64], [1], [16], [16], [16], [16]]
 
 
 async def test_a_channels_request_can_be_cancelled_between_chunks(tmp_path: Path) -> None:
