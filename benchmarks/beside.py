@@ -1,4 +1,4 @@
-"""One-token requests beside long ones: `python -m benchmarks.beside [--chunk TOKENS ...]`.
+"""One-token requests beside long ones: `python -m benchmarks.beside [--chunk TOKENS ...] [--join]`.
 
 The demo layer, served on this machine, answers a caller that sends one token again and again, while other
 connections repeat requests of 4,096 tokens, or 16 of 64. With and without chunks of the long ones. Every
@@ -20,13 +20,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print a row of the table for each case and size of chunks."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--chunk", type=int, nargs="+", default=[0, 512, 1024], help="0: no chunks")
+    parser.add_argument("--join", action="store_true", help="set limits.join_chunks")
     parser.add_argument("--seconds", type=float, default=10.0)
     given = parser.parse_args(arguments)
     print(
         "| chunks | beside | requests | p50, ms | p99, ms | tokens beside, 1/s |\n|---|---|---|---|---|---|"
     )
     for chunk in given.chunk:
-        with server(f"limits.prefill_chunk_tokens={chunk}") as port:
+        limits = {"prefill_chunk_tokens": chunk, "join_chunks": str(given.join).lower()}
+        with server(*(f"limits.{name}={value}" for name, value in limits.items())) as port:
             for connections, num_tokens in CASES:
                 beside = binary(num_tokens) if connections else None
                 took, answered = measure(port, beside, connections, given.seconds)

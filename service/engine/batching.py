@@ -80,10 +80,10 @@ class Scheduler:
         self._wakeup.wake()
         return await asyncio.wrap_future(done)
 
-    def check_capacity(self, model: str, num_tokens: int = 1) -> None:
+    def check_capacity(self, model: str, num_tokens: int = 1, caller: int = 0) -> None:
         """Raise QueueFullError or SchedulerClosedError if a request of `num_tokens` would be refused now."""
         self._check_open()
-        self._queues.check_room(model, num_tokens)
+        self._queues.check_room(model, num_tokens, caller)
 
     def submit(
         self,

@@ -70,6 +70,11 @@ class Lane:
         if not caller.waiting:
             (self._ready if caller in self._ready else self._spent).remove(caller)
 
+    def has(self, caller: int) -> bool:
+        """Whether a request of `caller` waits."""
+        found = self._callers.get(caller)
+        return found is not None and bool(found.waiting)
+
     def all(self) -> list[Pending]:
         """The requests that wait."""
         return [pending for caller in self._callers.values() for pending in caller.waiting]

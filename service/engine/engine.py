@@ -116,9 +116,9 @@ class Engine:
         if (lost := self.loaded.why_not()) is not None:
             raise DeviceLostError(f"model {model} is not ready: {lost}")
 
-    def check_capacity(self, model: str) -> None:
-        """Raise QueueFullError or SchedulerClosedError if every request would be refused now."""
-        self.scheduler.check_capacity(model)
+    def check_capacity(self, model: str, caller: int = 0) -> None:
+        """Raise QueueFullError or SchedulerClosedError if every request of `caller` would be refused now."""
+        self.scheduler.check_capacity(model, caller=caller)
 
     def validate(self, model: str, request: LayerRequest) -> None:
         """Raise ValueError for invalid routing."""

@@ -59,6 +59,10 @@ class Queue:
         """The requests that wait."""
         return [pending for key in self._order for pending in self._lanes[key].all()]
 
+    def has(self, caller: int) -> bool:
+        """Whether a request of `caller` waits."""
+        return any(self._lanes[key].has(caller) for key in self._order.copy())
+
     @property
     def priority(self) -> int:
         """Of the most urgent request; there must be one."""

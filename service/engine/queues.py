@@ -47,14 +47,19 @@ class Queues:
     def __getitem__(self, model: str) -> Queue:
         return self._of[model]
 
-    def check_room(self, model: str, num_tokens: int) -> None:
-        """Raise QueueFullError if there is none for a request of `num_tokens`."""
+    def check_room(self, model: str, num_tokens: int, caller: int) -> None:
+        """Raise QueueFullError if there is none for a request of `num_tokens`.
+
+        A caller without requests in a full queue may have one there: others do not shut it out.
+        """
         queue, limits = self._of[model], self._limits
         if queue.num_requests >= limits.max_queue_requests:
             waiting = f"{queue.num_requests} requests of at most {limits.max_queue_requests}"
         elif queue.num_tokens + num_tokens > limits.max_queue_tokens:
             waiting = f"{queue.num_tokens} tokens of at most {limits.max_queue_tokens}"
         else:
+            return
+        if caller and not queue.has(caller):
             return
         steps = math.ceil(queue.num_tokens / limits.max_batch_tokens) + 1
         retry_after = max(1, math.ceil(steps * queue.step_seconds))
@@ -63,7 +68,7 @@ class Queues:
     def add(self, pending: Pending) -> Queue:
         """Put a request in its queue. Raises as `check_room` does."""
         model, num_tokens = pending.model, pending.request.num_tokens
-        self.check_room(model, num_tokens)
+        self.check_room(model, num_tokens, pending.caller)
         queue = self._of[model]
         if 0 < self._limits.prefill_chunk_tokens < num_tokens:
             pending.is_long = True

@@ -42,7 +42,7 @@ class InferCall(InferEnding):
             self._endpoint.gate.admit_infer(head)
             self._spec: LayerSpec = engine.model(head.model, head.version)
             engine.check_loaded(head.model)
-            engine.check_capacity(head.model)
+            engine.check_capacity(head.model, head.caller)
             head.read(engine.settings.limits)
         except Exception as error:
             self.refuse(error)

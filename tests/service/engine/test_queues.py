@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from expertd.service.engine.chunks import chunk_size
+from expertd.service.engine.errors import QueueFullError
 from expertd.service.engine.queues import Queues
 from expertd.service.engine.steps import Chunk, Pending, State
 from expertd.service.settings.parts import Limits
@@ -291,3 +292,19 @@ def test_a_request_found_right_after_a_long_ones_step_has_waited_for_it() -> Non
     assert filled.step() == [1]
     filled.add(32)
     assert filled.step() == [8]
+
+
+@pytest.mark.parametrize("limit", [{"max_queue_requests": 3}, {"max_queue_tokens": 40}])
+def test_a_full_queue_has_room_for_one_request_of_each_other_key(limit: dict[str, int]) -> None:
+    filled = Filled(None, **limit)
+    filled.add(32, 4, 4, caller=1)
+    with pytest.raises(QueueFullError):
+        filled.add(1, caller=1)
+    with pytest.raises(QueueFullError):
+        filled.add(1)  # without a key, anybody may call, again and again
+    for caller in (2, 3):
+        filled.queues.check_room("0", 1, caller)
+        filled.add(1, caller=caller)
+        with pytest.raises(QueueFullError):
+            filled.add(1, caller=caller)
+    assert filled.queues["0"].num_requests == 5

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
@@ -203,6 +204,26 @@ async def test_keys_share_a_full_server(tmp_path: Path) -> None:
         held[0].open()
         await asyncio.gather(*calls)
     assert order == ["heavy", "heavy", "light", "heavy", "heavy", "heavy"]
+
+
+async def test_a_key_does_not_shut_others_out_of_a_full_queue(tmp_path: Path) -> None:
+    keys = write_keys(tmp_path / "keys.yaml", heavy=["infer"], light=["infer"])
+    loader, held = holding(load)
+    async with serving(tiny_settings({"max_queue_requests": 1}, keys=str(keys)), loader) as server:
+
+        def send(name: str) -> "asyncio.Task[httpx.Response]":
+            body, length = hidden_request(rows(1))
+            return asyncio.create_task(server.infer(body, length, **bearer(name)))
+
+        held[0].close()
+        calls = [send("heavy")]
+        await until(lambda: held[0].steps == [[1]])
+        for name in ("heavy", "light"):
+            calls.append(send(name))
+            await until(lambda: waiting(server) == len(calls) - 1)
+        assert [(await send(name)).status_code for name in ("heavy", "light")] == [503, 503]
+        held[0].open()
+        assert [(await call).status_code for call in calls] == [200, 200, 200]
 
 
 async def test_channels_belong_to_the_keys_that_opened_them(tmp_path: Path) -> None:
