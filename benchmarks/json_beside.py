@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from multiprocessing.synchronize import Event
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -121,7 +121,7 @@ def measure(port: int, beside: Request | None, connections: int, seconds: float)
             stack.callback(process.join)
             stack.callback(stop.set)
         time.sleep(2)  # until they send
-        connection = http.client.HTTPConnection("127.0.0.1", port)
+        connection = stack.enter_context(closing(http.client.HTTPConnection("127.0.0.1", port)))
         took: list[float] = []
         before = answered.value
         end = time.perf_counter() + seconds
