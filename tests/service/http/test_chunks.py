@@ -13,12 +13,14 @@ import pytest
 from expertd.service.engine.loading import load
 from tests.service.apps import (
     HIDDEN,
+    MODEL,
     Serving,
     binary_request,
     hidden_request,
     json_request,
     rows,
     serving,
+    serving_runner,
     tiny_settings,
 )
 from tests.service.channels.servers import answer_of, answer_to, claimed
@@ -27,6 +29,7 @@ from tests.service.keys import bearer, write_keys
 from tests.service.ranks.servers import close, output_for
 from tests.service.ranks.steps import routed, routing
 from tests.service.regions import region_input, region_output, registered
+from tests.service.runners import EchoRunner
 from tests.service.shm import shm_file
 from tests.service.sockets import connect, infer, listening
 from tests.service.waiting import until
@@ -250,3 +253,33 @@ async def test_channels_belong_to_the_keys_that_opened_them(tmp_path: Path) -> N
         for peer in peers.values():
             peer.close()
     assert held[0].steps == [[1], [64], [62], [63]]
+
+
+async def test_models_share_the_device_by_their_weights() -> None:
+    """Steps of one size, of which each model always has some in its queue."""
+    runner = EchoRunner()
+    models = [{**MODEL, "name": "tiny", "weight": 3}, {**MODEL, "name": "other"}]
+    order: list[str] = []
+    async with serving(
+        tiny_settings({"max_batch_tokens": 64}, models=models), serving_runner(runner)
+    ) as server:
+
+        async def send(model: str) -> None:
+            body, length = hidden_request(LONG)
+            headers = {"Inference-Header-Content-Length": str(length)}
+            answer = await server.http.post(f"/v2/models/{model}/infer", content=body, headers=headers)
+            assert answer.status_code == 200
+            order.append(model)
+
+        for model in ("tiny", "other"):
+            await send(model)  # what a step takes is known from now on
+        runner.gate.clear()
+        calls = [asyncio.ensure_future(send("other"))]
+        await until(lambda: len(runner.steps) == 3)
+        for model in ("tiny", "other"):
+            calls += [asyncio.ensure_future(send(model)) for _ in range(6)]
+            await until(lambda model=model: server.metric("queue_requests", model=model) == 6)  # type: ignore[misc]
+        runner.gate.set()
+        await asyncio.gather(*calls)
+    assert order[:2] == ["tiny", "other"]
+    assert order[3:11].count("tiny") == 6
