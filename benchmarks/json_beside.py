@@ -15,11 +15,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from multiprocessing.synchronize import Event
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from multiprocessing.sharedctypes import Synchronized
 
 PATH = "/v2/models/demo/infer"
 HIDDEN = 512
@@ -73,22 +76,24 @@ def cases(limit: int) -> dict[str, Request | None]:
     }
 
 
-def repeat(port: int, request: Request, stop: Event) -> None:
-    """Send `request` on one connection until `stop` is set."""
+def repeat(port: int, request: Request, stop: Event, answered: "Synchronized[int]") -> None:
+    """Send `request` on one connection until `stop` is set, and count the answers."""
     connection = http.client.HTTPConnection("127.0.0.1", port)
     while not stop.is_set():
         _send(connection, request)
+        with answered.get_lock():
+            answered.value += 1
 
 
 @contextmanager
-def server(limit: int) -> Iterator[int]:
-    """The port of a server that is ready."""
+def server(*settings: str) -> Iterator[int]:
+    """The port of a server with these settings, which is ready."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
-    settings = ("--set", f"port={port}", "--set", f"limits.max_json_bytes={limit}")
+    options = [option for each in (f"port={port}", *settings) for option in ("--set", each)]
     run = "import sys; from expertd.service.cli import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", run, "serve", "--config", "configs/demo.yaml", *settings]
+    command = [sys.executable, "-c", run, "serve", "--config", "configs/demo.yaml", *options]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         while not _is_ready(port):
@@ -101,25 +106,29 @@ def server(limit: int) -> Iterator[int]:
         process.wait(60)
 
 
-def measure(port: int, beside: Request | None, connections: int, seconds: float) -> list[float]:
-    """The seconds of each request of the caller."""
+def measure(port: int, beside: Request | None, connections: int, seconds: float) -> tuple[list[float], int]:
+    """The seconds of each request of the caller, and the number of answers beside them."""
     one = binary(1)
     with ExitStack() as stack:
         stop = mp.get_context("spawn").Event()
+        answered = mp.get_context("spawn").Value("q", 0)
         stack.callback(stop.set)
         for _ in range(connections if beside is not None else 0):
-            process = mp.get_context("spawn").Process(target=repeat, args=(port, beside, stop), daemon=True)
+            process = mp.get_context("spawn").Process(
+                target=repeat, args=(port, beside, stop, answered), daemon=True
+            )
             process.start()
             stack.callback(process.join)
             stack.callback(stop.set)
         time.sleep(2)  # until they send
-        connection = http.client.HTTPConnection("127.0.0.1", port)
-        took = []
+        connection = stack.enter_context(closing(http.client.HTTPConnection("127.0.0.1", port)))
+        took: list[float] = []
+        before = answered.value
         end = time.perf_counter() + seconds
         while (began := time.perf_counter()) < end:
             _send(connection, one)
             took.append(time.perf_counter() - began)
-    return took
+        return took, answered.value - before
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -130,10 +139,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=8.0)
     given = parser.parse_args(arguments)
     print("| beside | requests | p50, ms | p99, ms |\n|---|---|---|---|")
-    with server(given.limit) as port:
+    with server(f"limits.max_json_bytes={given.limit}") as port:
         for name, request in cases(given.limit).items():
-            took = np.array(measure(port, request, given.connections, given.seconds)) * 1e3
-            p50, p99 = np.percentile(took, (50, 99))
+            took, _ = measure(port, request, given.connections, given.seconds)
+            p50, p99 = np.percentile(np.array(took) * 1e3, (50, 99))
             print(f"| {name} | {len(took)} | {p50:.1f} | {p99:.1f} |", flush=True)
     return 0
 

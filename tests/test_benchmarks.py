@@ -19,7 +19,7 @@ import benchmarks.layer_peers
 import benchmarks.moe_layer
 import benchmarks.numerics
 import benchmarks.sm_counts
-from benchmarks import json_beside, pictures
+from benchmarks import beside, json_beside, pictures
 from benchmarks.families import FAMILIES, make_family
 from benchmarks.problem import Problem
 from benchmarks.serving import put, rows_of
@@ -309,6 +309,17 @@ def test_json_is_answered_as_the_benchmark_expects() -> None:
                 assert headers or 0.85 * limit < len(body) <= limit
 
     asyncio.run(check())
+
+
+@pytest.mark.slow
+def test_small_requests_are_measured_beside_long_ones(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(beside, "CASES", ((1, 4096),))
+    assert beside.main(["--chunk", "512", "--join", "--seconds", "1"]) == 0
+    *_, row = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"\| 512 \| 1 x 4096 \| \d+ \| \d+\.\d \| \d+\.\d \| [1-9]\d+ \|", row), row
 
 
 def test_rows_of_serving_replace_those_of_the_same_case(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from functools import partial
 from expertd.service.channels.layout import (
     ANSWER,
     ANSWER_OFFSET,
+    CALLER,
+    CALLER_OFFSET,
     CANCEL_OFFSET,
     CANCELS_OFFSET,
     ERROR_BYTES,
@@ -116,8 +118,11 @@ class Channel(OpenChannel):
             ANSWER.pack_into(self._view, slot.start + ANSWER_OFFSET + SEQUENCE_BYTES, 200, 0, 0, 0, 0, 0)
             slot.says_ok = True
         done = partial(self._done, slot)
+        caller = self._caller
+        if caller is None:
+            caller = CALLER.unpack_from(self._view, slot.start + CALLER_OFFSET)[0]
         slot.pending = pending = self._scheduler.submit(
-            line.model.name, request, done, on_worker=True, priority=line.priority
+            line.model.name, request, done, on_worker=True, priority=line.priority, caller=caller
         )
         if line.timeout_us:
             slot.deadline = pending.arrived + line.timeout_us / 1e6

@@ -23,6 +23,7 @@ from expertd.service.engine.errors import (
     UnknownChannelError,
 )
 from expertd.service.engine.metrics import Metrics
+from expertd.service.engine.steps import caller_number
 from expertd.service.sentences import shown
 from expertd.service.settings.parts import ChannelSettings
 
@@ -237,7 +238,8 @@ class ChannelHub:
         reader = RequestReader(memory.geometry, memory.region.span, models)
         self._opened += 1
         scheduler = self._engine.scheduler
-        channel = Channel(self._opened, opening.models, memory, reader, scheduler, self, counted=not ours)
+        caller = None if ours else caller_number(opening.caller)
+        channel = Channel(self._opened, opening.models, memory, reader, scheduler, self, caller)
         entry = Entry(channel, opening, secrets.token_bytes(TOKEN_BYTES), time.monotonic(), ours)
         text = f"it was not claimed within {self.claim_seconds:g} s"
         entry.expiry = asyncio.get_running_loop().call_later(self.claim_seconds, self.close, channel, text)

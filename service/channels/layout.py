@@ -19,12 +19,14 @@ SLOT_BYTES = 512
 CANCELS_OFFSET = 192  # in the header, written by the caller: how many requests it has cancelled
 # Within a slot. Request and answer are written by one side each, 128 bytes apart: CPUs fetch pairs of lines.
 CANCEL_OFFSET = 64
+CALLER_OFFSET = 72  # of the number of a request's caller, if an HTTP process of the server has the channel
 ANSWER_OFFSET = 128
 ERROR_OFFSET = 192
 ERROR_BYTES = SLOT_BYTES - ERROR_OFFSET
 
 # num_tokens, two datatypes, flags, timeout_us, four offsets, priority, model: all but the sequence
 REQUEST = struct.Struct("<IBBHQQQQQII")
+CALLER = struct.Struct("<I")
 # status, error_bytes, retry_after_ms, reason, queue_ns, compute_ns: all but the sequence
 ANSWER = struct.Struct("<IIIIQQ")
 TIMES_OFFSET = 24  # in the answer line: queue_ns, compute_ns, and the sequence that they belong to

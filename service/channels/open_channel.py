@@ -97,7 +97,11 @@ class Slot:
 
 
 class OpenChannel:
-    """A channel apart from its requests, which the subclass takes and answers."""
+    """A channel apart from its requests, which the subclass takes and answers.
+
+    caller  whose requests it has; None: an HTTP process of this server, which tells it for each request, and
+            counts them
+    """
 
     def __init__(
         self,
@@ -107,13 +111,14 @@ class OpenChannel:
         reader: RequestReader,
         scheduler: Scheduler,
         owner: Owner,
-        counted: bool = True,
+        caller: int | None = 0,
     ) -> None:
         self.id, self.models, self.memory = str(number), models, memory
         self.taken = 0  # requests so far
         self._cancels = 0  # so far
         self._reader, self._scheduler, self._owner = reader, scheduler, owner
-        self.counted = counted  # in metrics
+        self._caller = caller
+        self.counted = caller is not None  # in metrics
         self._view = memory.control.view
         self._words = self._view.cast("Q")  # reads and writes 8 bytes at once
         header = memory.geometry.header()

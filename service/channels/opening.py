@@ -33,6 +33,7 @@ class Opening:
     models    at least one
     datatype  the widest of the caller's tensors, for the size of the default places; None: the models'
     memory    None: host memory with default places, an integer: that many bytes of it without such places
+    caller    the name of the key with which it is opened, "" without one
     """
 
     models: tuple[str, ...]
@@ -40,6 +41,7 @@ class Opening:
     max_tokens: int
     datatype: str | None = None
     memory: int | CudaMemory | None = None
+    caller: str = ""
 
     @property
     def kind(self) -> Literal["system", "cuda"]:

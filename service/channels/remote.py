@@ -13,6 +13,8 @@ from expertd.service.channels.cells import CELL_BYTES, Cells, int32_ids
 from expertd.service.channels.layout import (
     ANSWER,
     ANSWER_OFFSET,
+    CALLER,
+    CALLER_OFFSET,
     CANCEL_OFFSET,
     CANCELS_OFFSET,
     DATATYPE_CODES,
@@ -65,6 +67,7 @@ class RemoteCall:
     request: LayerRequest
     done: Done
     priority: int = DEFAULT_PRIORITY
+    caller: int = 0
     sequence: int = 0  # 0: it waits for a slot
     output: tuple[int, int] = (0, 0)  # offset and bytes, unless the request says where it goes
     block: Block | None = None
@@ -113,7 +116,7 @@ class RemoteEngine:
             phase = "draining" if self.draining else "loading"
             raise NotReadyError(f"model {model} is not ready: the server is {phase}")
 
-    def check_capacity(self, model: str) -> None:
+    def check_capacity(self, model: str, caller: int) -> None:
         """Only the engine knows its queues."""
 
     def validate(self, model: str, request: LayerRequest) -> None:
@@ -128,8 +131,9 @@ class RemoteEngine:
         done: Done,
         alone: bool = False,
         priority: int = DEFAULT_PRIORITY,
+        caller: int = 0,
     ) -> RemoteCall:
-        call = RemoteCall(model, request, done, priority)
+        call = RemoteCall(model, request, done, priority, caller)
         if self._waiting or self._sequence % self._num_slots in self._calls:
             self._waiting.append(call)
         else:
@@ -174,6 +178,7 @@ class RemoteEngine:
         codes = DATATYPE_CODES[request.datatype], DATATYPE_CODES[request.output_datatype]
         line = (request.num_tokens, *codes, 0 if ids is None else ROUTED, 0, *offsets, call.priority)
         start = HEADER_BYTES + slot * SLOT_BYTES
+        CALLER.pack_into(self._control, start + CALLER_OFFSET, call.caller)
         REQUEST.pack_into(self._control, start + SEQUENCE_BYTES, *line, self._numbers[call.model])
         fence()
         self._calls[slot] = call

@@ -1,9 +1,8 @@
 """A queue per model, and one worker thread that runs the queued requests on the device in steps.
 
-Requests that arrive while the device is busy are batched into the model's next step, the most urgent first,
-and otherwise first come, first served. A large step begins while another one runs, so that its bytes travel
-meanwhile; small ones wait, because more requests may join them. Steps of models with queued requests
-alternate (round robin), unless one has a more urgent request. Work that must not overlap a step (loading,
+Requests that arrive while the device is busy are batched into the model's next step, in the order of
+`queues`, which also chooses the model. A large step begins while another one runs, so that its bytes travel
+meanwhile; small ones wait, because more requests may join them. Work that must not overlap a step (loading,
 replacing SM partitions) runs on the same thread, between steps.
 """
 
@@ -18,9 +17,11 @@ from typing import Any, TypeVar
 
 from expertd.service.engine.delivery import Delivery
 from expertd.service.engine.errors import SchedulerClosedError
-from expertd.service.engine.queues import Queue, Queues
+from expertd.service.engine.queue import Queue
+from expertd.service.engine.queue_metrics import QueueState
+from expertd.service.engine.queues import Queues
 from expertd.service.engine.stepping import Stepping
-from expertd.service.engine.steps import DEFAULT_PRIORITY, Done, Pending, Runner, State, StepObserver
+from expertd.service.engine.steps import DEFAULT_PRIORITY, Chunk, Done, Pending, Runner, State, StepObserver
 from expertd.service.engine.wakeup import Source, Wakeup
 from expertd.service.moe.request import LayerRequest
 from expertd.service.settings.parts import Limits
@@ -48,7 +49,7 @@ class Scheduler:
         self._jobs: deque[tuple[Callable[[], object], Future[Any]]] = deque()
         self._spin_seconds = spin_seconds  # before sleeping, if there are sources
         self._wakeup = Wakeup()
-        self._lock = threading.Lock()  # of the queues, the jobs and the states below
+        self._lock = self._queues.lock  # also of the jobs and the states below
         self._turn = threading.Lock()  # of the thread that uses the device
         self._sleeping = False
         self._closed = False
@@ -62,9 +63,9 @@ class Scheduler:
         self._delivery.start()
         self._thread.start()
 
-    def set_runners(self, runners: Mapping[str, Runner]) -> None:
-        """Set the runner of each model."""
-        self._queues.set_runners(runners)
+    def set_runners(self, runners: Mapping[str, Runner], weights: Mapping[str, float] | None = None) -> None:
+        """Set the runner of each model, and its share of the device beside others; by default 1."""
+        self._queues.set_runners(runners, weights or {})
 
     def runner(self, model: str) -> Runner:
         """The runner of `model`."""
@@ -79,10 +80,10 @@ class Scheduler:
         self._wakeup.wake()
         return await asyncio.wrap_future(done)
 
-    def check_capacity(self, model: str, num_tokens: int = 1) -> None:
+    def check_capacity(self, model: str, num_tokens: int = 1, caller: int = 0) -> None:
         """Raise QueueFullError or SchedulerClosedError if a request of `num_tokens` would be refused now."""
         self._check_open()
-        self._queues.check_room(model, num_tokens)
+        self._queues.check_room(model, num_tokens, caller)
 
     def submit(
         self,
@@ -92,6 +93,7 @@ class Scheduler:
         on_worker: bool = False,
         alone: bool = False,
         priority: int = DEFAULT_PRIORITY,
+        caller: int = 0,
     ) -> Pending:
         """Put `request` in the model's queue. Raises as `check_capacity` does.
 
@@ -101,8 +103,9 @@ class Scheduler:
         alone     the event loop has no other requests at present: if nothing else runs and the step is likely
                   to be short, it runs there, after all that has arrived there
         priority  1 to 255; lower ones are computed first
+        caller    `caller_number`: those with waiting requests get equal shares
         """
-        pending = Pending(model, request, done, on_worker, priority)
+        pending = Pending(model, request, done, on_worker, priority, caller)
         with self._lock:
             self._check_open()
             queue = self._queues.add(pending)
@@ -119,10 +122,16 @@ class Scheduler:
         return pending
 
     def cancel(self, pending: Pending, error: Exception) -> bool:
-        """Answer a queued request with `error`; False if its step has begun or it is already answered."""
+        """Answer a queued request with `error`; False if its step has begun or it is already answered.
+
+        A request of which a step computes a chunk is answered after that step, and the rest is not computed.
+        """
         with self._lock:
             if not self._queues.remove(pending):
                 return False
+            if pending.running:
+                pending.error = error
+                return True
         pending.done(error)
         self._delivery.answered()
         return True
@@ -151,7 +160,11 @@ class Scheduler:
     def waiting(self, model: str) -> tuple[int, int]:
         """The numbers of queued requests and tokens of `model`."""
         queue = self._queues[model]
-        return len(queue.waiting), queue.num_tokens
+        return queue.num_requests, queue.num_tokens
+
+    def queue_state(self, model: str) -> QueueState:
+        """For metrics."""
+        return QueueState(*self.waiting(model), self._queues[model].num_chunks)
 
     def failures(self, model: str) -> int:
         """The number of consecutive failed steps of `model`, up to now."""
@@ -199,27 +212,28 @@ class Scheduler:
         running, chores = stepping.running, stepping.chores
         while True:
             job: tuple[Callable[[], object], Future[Any]] | None = None
-            requests: list[Pending] = []
+            chunks: list[Chunk] = []
             if self._wakeup.sources:
                 self._poll(0)
                 if self._queues.turns and not running:
                     self._wait_for_callers()
             with self._lock:
+                self._queues.just_ended = False
                 if self._stopped and not running and not chores:
                     break
                 if not running:
                     job = self._jobs.popleft() if self._jobs else None
                 if job is None and self._may_begin():
-                    requests = self._queues.next_step()
-                self._sleeping = not (job or requests or running or chores)
-            if not (job or requests or running or chores):
+                    chunks = self._queues.next_step()
+                self._sleeping = not (job or chunks or running or chores)
+            if not (job or chunks or running or chores):
                 self._wait()
                 continue
             with self._turn:
                 if job:
                     _run_job(*job)
-                elif requests:
-                    stepping.begin(requests)
+                elif chunks:
+                    stepping.begin(chunks)
                 elif chores:
                     chores.popleft()()
                 elif not self._wait_for_more():
@@ -264,7 +278,7 @@ class Scheduler:
             return bool(self._queues.turns)
         if self._stopped or self._jobs or len(running) == _MAX_RUNNING:
             return False
-        return self._queues.next_tokens() >= _EARLY_TOKENS
+        return self._queues.is_next_large(_EARLY_TOKENS)
 
     def _wait_for_more(self) -> bool:
         """Wait until the only running step is done; True as soon as the next one may begin."""
@@ -292,15 +306,17 @@ class Scheduler:
             asleep = self._sleeping
             alone = asleep and self._queues.is_alone(pending) and not self._jobs
             # Never held for long: a worker that wakes up now waits for this step.
+            chunks: list[Chunk] = []
             if alone and self._turn.acquire(blocking=False):
-                self._queues.next_step()
+                chunks = self._queues.next_step()
             else:
-                alone = self._sleeping = False
-        if alone:
+                self._sleeping = False
+        if chunks:
             try:
-                self._stepping.run_here(pending)
+                self._stepping.run_here(chunks[0])
             finally:
                 self._turn.release()
+            self._queues.just_ended = False  # what has arrived meanwhile did not come from sources
             self._ended_here = time.perf_counter()
             if self._stays_awake:
                 self._stay_awake()

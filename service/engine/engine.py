@@ -22,6 +22,7 @@ from expertd.service.engine.loading import LoadCancelledError, Loaded, Loader, P
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.placement import Placements
 from expertd.service.engine.placement_metrics import placement_metrics
+from expertd.service.engine.queue_metrics import QueueState, queue_metrics
 from expertd.service.engine.shared_memory import SharedMemory
 from expertd.service.engine.spec import MODEL_VERSION, LayerSpec, served, specs_of
 from expertd.service.engine.steps import DEFAULT_PRIORITY, Done, Pending
@@ -66,7 +67,7 @@ class Engine:
         metrics.add_models({model.name: model.num_experts for model in settings.models})
         metrics.watch_jit(jit_stats)
         metrics.watch_models(lambda: {name: self.why_not_ready(name) is None for name in self.models})
-        metrics.watch_queues(self._waiting)
+        metrics.watch(lambda: queue_metrics(self._queue_states()))
         metrics.watch_partitions(self._partition_sizes)
         metrics.watch_shared_memory(self.shared_memory.totals)
         metrics.watch_ranks(lambda: self.loaded.ranks() if self.loaded else ())
@@ -115,9 +116,9 @@ class Engine:
         if (lost := self.loaded.why_not()) is not None:
             raise DeviceLostError(f"model {model} is not ready: {lost}")
 
-    def check_capacity(self, model: str) -> None:
-        """Raise QueueFullError or SchedulerClosedError if every request would be refused now."""
-        self.scheduler.check_capacity(model)
+    def check_capacity(self, model: str, caller: int = 0) -> None:
+        """Raise QueueFullError or SchedulerClosedError if every request of `caller` would be refused now."""
+        self.scheduler.check_capacity(model, caller=caller)
 
     def validate(self, model: str, request: LayerRequest) -> None:
         """Raise ValueError for invalid routing."""
@@ -130,9 +131,10 @@ class Engine:
         done: Done,
         alone: bool = False,
         priority: int = DEFAULT_PRIORITY,
+        caller: int = 0,
     ) -> Pending:
         """Put a request in its queue; see `Scheduler.submit`."""
-        return self.scheduler.submit(model, request, done, alone=alone, priority=priority)
+        return self.scheduler.submit(model, request, done, alone=alone, priority=priority, caller=caller)
 
     def cancel(self, pending: Pending, error: Exception) -> bool:
         """Answer a queued request with `error`; see `Scheduler.cancel`."""
@@ -245,7 +247,8 @@ class Engine:
                 self.phase = Phase.FAILED
             logger.error("loading failed: %s", error, exc_info=not isinstance(error, _SENTENCES))
             return
-        self.scheduler.set_runners(loaded.runners)
+        weights = {model.name: model.weight for model in self.settings.models}
+        self.scheduler.set_runners(loaded.runners, weights)
         self.loaded, self.arena = loaded, arena
         self.shared_memory.start(loaded, arena)
         self._metrics.set_backend(loaded.backend, loaded.device)
@@ -270,8 +273,9 @@ class Engine:
         finally:
             del self._retries[model]
 
-    def _waiting(self) -> dict[str, tuple[int, int]]:
-        return {name: self.scheduler.waiting(name) if self.loaded else (0, 0) for name in self.models}
+    def _queue_states(self) -> dict[str, QueueState]:
+        empty = QueueState(0, 0, 0)
+        return {name: self.scheduler.queue_state(name) if self.loaded else empty for name in self.models}
 
     def _partition_sizes(self) -> tuple[int, dict[str, int]] | None:
         partitions = self.loaded.partitions if self.loaded else None

@@ -152,19 +152,6 @@ class Metrics:
         outcomes = request_outcomes(self.requests.models, self._all_cells)
         return {model: ModelStatistics(sums, *outcomes[model]) for model, sums in self._step_sums.items()}
 
-    def watch_queues(self, waiting: Callable[[], Mapping[str, tuple[int, int]]]) -> None:
-        """Report the result of `waiting` at each scrape: model -> (requests, tokens) in its queue."""
-
-        def collect() -> Iterator[Metric]:
-            requests = GaugeMetricFamily("expertd_queue_requests", "Requests waiting", labels=["model"])
-            tokens = GaugeMetricFamily("expertd_queue_tokens", "Tokens waiting", labels=["model"])
-            for model, (num_requests, num_tokens) in waiting().items():
-                requests.add_metric([model], num_requests)
-                tokens.add_metric([model], num_tokens)
-            yield from (requests, tokens)
-
-        self.registry.register(CallbackCollector(collect))
-
     def watch_models(self, ready: Callable[[], Mapping[str, bool]]) -> None:
         """Report the result of `ready` at each scrape: model -> whether it is ready."""
 

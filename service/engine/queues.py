@@ -1,71 +1,65 @@
 """The requests that wait for a step, by model, and what recent steps of each model took.
 
-Requests of a lower priority number come first, and among equal ones those that came first. A more urgent
-request waits for the steps that run.
+Requests of a lower priority number come first. Among equal ones, callers and models get equal shares while
+they have requests, models in proportion to their weights; a caller's requests are computed in their order. A
+more urgent request waits for the steps that run.
+
+A request of more than `prefill_chunk_tokens` is long. While long and other requests compete, long ones are
+computed in chunks, in turns with steps of the others, or together with them. They compete from when one of
+both arrives beside the other until some seconds after it last happened.
 """
 
 import math
+import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from threading import Lock
 
+from expertd.service.engine.chunks import end_chunk
 from expertd.service.engine.errors import QueueFullError
-from expertd.service.engine.steps import Pending, Runner, State
+from expertd.service.engine.queue import Queue
+from expertd.service.engine.steps import Chunk, Pending, Runner, State
+from expertd.service.moe.request import Output
 from expertd.service.settings.parts import Limits
 
-
-@dataclass(slots=True)
-class Queue:
-    """Of one model."""
-
-    runner: Runner
-    waiting: deque[Pending] = field(default_factory=deque)  # in the order in which they will be computed
-    num_tokens: int = 0  # of those waiting
-    step_seconds: float = 0.0  # smoothed over recent steps
-    last_seconds: dict[int, float] = field(default_factory=dict)  # of the last step of each size
-    failures: int = 0  # consecutive steps that raised
-
-    def put(self, pending: Pending) -> None:
-        """Let a request wait, behind those as urgent as it is."""
-        waiting, place = self.waiting, len(self.waiting)
-        while place and waiting[place - 1].priority > pending.priority:
-            place -= 1
-        waiting.insert(place, pending)
-        self.num_tokens += pending.request.num_tokens
-
-    def likely_seconds(self, num_tokens: int) -> float:
-        """Seconds of the last step with about as many tokens; 0: there was none."""
-        return self.last_seconds.get(num_tokens.bit_length(), 0.0)
-
-    def note(self, num_tokens: int, seconds: float) -> None:
-        """Keep what a step took."""
-        self.step_seconds = 0.8 * self.step_seconds + 0.2 * seconds if self.step_seconds else seconds
-        self.last_seconds[num_tokens.bit_length()] = seconds
+_COMPETING_SECONDS = 10.0  # that requests are taken to compete for after they last did
 
 
 class Queues:
-    """All queues; models with waiting requests take turns. Who changes them holds the scheduler's lock."""
+    """All queues. Who changes them holds `lock`, but for `end`, which takes it."""
 
     def __init__(self, limits: Limits) -> None:
+        self.lock = Lock()
         self._limits = limits
         self._of: dict[str, Queue] = {}
-        self.turns: deque[str] = deque()  # models with waiting requests, next one first
+        self.turns: deque[str] = deque()  # models with waiting requests, the one that waits longest first
+        self._clock: dict[int, float] = {}  # by priority: `Queue.used` of its last step's model, before it
+        self._long: set[Pending] = set()  # that are not answered
+        self.just_ended = False  # the step of a long request, and sources have not been polled since
+        self._num_short = 0  # that wait
+        self._competing_until = -math.inf
 
-    def set_runners(self, runners: Mapping[str, Runner]) -> None:
+    def set_runners(self, runners: Mapping[str, Runner], weights: Mapping[str, float]) -> None:
         """Have an empty queue for each model."""
-        self._of = {name: Queue(runner) for name, runner in runners.items()}
+        quantum = self._limits.max_batch_tokens
+        self._of = {name: Queue(runner, quantum, weights.get(name, 1.0)) for name, runner in runners.items()}
 
     def __getitem__(self, model: str) -> Queue:
         return self._of[model]
 
-    def check_room(self, model: str, num_tokens: int) -> None:
-        """Raise QueueFullError if there is none for a request of `num_tokens`."""
+    def check_room(self, model: str, num_tokens: int, caller: int) -> None:
+        """Raise QueueFullError if there is none for a request of `num_tokens`.
+
+        A caller without requests in a full queue may have one there: others do not shut it out.
+        """
         queue, limits = self._of[model], self._limits
-        if len(queue.waiting) >= limits.max_queue_requests:
-            waiting = f"{len(queue.waiting)} requests of at most {limits.max_queue_requests}"
+        if queue.num_requests >= limits.max_queue_requests:
+            waiting = f"{queue.num_requests} requests of at most {limits.max_queue_requests}"
         elif queue.num_tokens + num_tokens > limits.max_queue_tokens:
             waiting = f"{queue.num_tokens} tokens of at most {limits.max_queue_tokens}"
         else:
+            return
+        if caller and not queue.has(caller):
             return
         steps = math.ceil(queue.num_tokens / limits.max_batch_tokens) + 1
         retry_after = max(1, math.ceil(steps * queue.step_seconds))
@@ -74,56 +68,110 @@ class Queues:
     def add(self, pending: Pending) -> Queue:
         """Put a request in its queue. Raises as `check_room` does."""
         model, num_tokens = pending.model, pending.request.num_tokens
-        self.check_room(model, num_tokens)
+        self.check_room(model, num_tokens, pending.caller)
         queue = self._of[model]
-        if not queue.waiting:
+        if 0 < self._limits.prefill_chunk_tokens < num_tokens:
+            pending.is_long = True
+            competes = self._num_short > 0
+            self._long.add(pending)
+        else:
+            competes = self.just_ended or bool(self._long)
+            self._num_short += 1
+        if competes:
+            self._competing_until = pending.arrived + _COMPETING_SECONDS
+        if not queue.num_requests:
             self.turns.append(model)
         queue.put(pending)
         return queue
 
     def remove(self, pending: Pending) -> bool:
-        """Cancel a request; False if it does not wait any more."""
+        """Cancel a request, or what is left of it; False if nothing of it waits any more."""
         if pending.state is not State.WAITING:
             return False
         pending.state = State.CANCELLED
         queue = self._of[pending.model]
-        queue.waiting.remove(pending)
-        queue.num_tokens -= pending.request.num_tokens
-        if not queue.waiting:
+        queue.remove(pending)
+        if not queue.num_requests:
             self.turns.remove(pending.model)
+        if not pending.is_long:
+            self._num_short -= 1
+        elif not pending.running:
+            self._long.discard(pending)
         return True
+
+    def end(self, chunk: Chunk, answer: Output | Exception) -> Output | Exception | None:
+        """What the request is answered with after this step of it; None: not yet."""
+        pending = chunk.pending
+        if not pending.is_long:
+            return answer
+        with self.lock:
+            if isinstance(answer, Exception):
+                self.remove(pending)
+            ended = end_chunk(chunk, answer)
+            if ended is not None:
+                self._long.discard(pending)
+                self.just_ended = True
+        return ended
 
     def all_waiting(self) -> list[Pending]:
         """The waiting requests of all models."""
-        return [pending for queue in self._of.values() for pending in queue.waiting]
+        return [pending for queue in self._of.values() for pending in queue.all()]
 
     def is_alone(self, pending: Pending) -> bool:
-        """Whether no other request waits."""
-        return list(self.turns) == [pending.model] and len(self._of[pending.model].waiting) == 1
+        """Whether no other request waits, and this one would be computed in one step."""
+        alone = len(self.turns) == 1 and self._of[pending.model].num_requests == 1
+        return alone and not (pending.is_long and self._chunk_tokens())
 
-    def next_tokens(self) -> int:
-        """The waiting tokens of the model whose turn it is."""
-        return self._of[self._next_model()].num_tokens if self.turns else 0
+    def is_next_large(self, num_tokens: int) -> bool:
+        """Whether the next step has at least so many tokens, none of them a chunk's.
 
-    def next_step(self) -> list[Pending]:
-        """Take the requests of the next step, all of one model, up to `max_batch_tokens`."""
+        A step with a chunk waits for the one before it, so that others wait for no more than one chunk.
+        """
+        if not self.turns:
+            return False
+        queue = self._of[self._next_model()]
+        if queue.num_tokens < num_tokens or self._chunk_tokens():
+            return False
+        head = queue.head()
+        return not head.is_long or head.left >= num_tokens
+
+    def next_step(self) -> list[Chunk]:
+        """Take what the next step computes, all of one model, up to `max_batch_tokens`."""
         model = self._next_model()
-        self.turns.remove(model)
         queue = self._of[model]
-        step: list[Pending] = []
-        room = self._limits.max_batch_tokens
-        while queue.waiting and (queue.waiting[0].request.num_tokens <= room or not step):
-            pending = queue.waiting.popleft()
-            pending.state = State.STARTED
-            room -= pending.request.num_tokens
-            step.append(pending)
-        queue.num_tokens -= self._limits.max_batch_tokens - room
-        if queue.waiting:
+        priority, before = queue.priority, queue.num_tokens
+        chunk_tokens = self._chunk_tokens() if self._long else 0
+        step = queue.take(self._limits.max_batch_tokens, chunk_tokens, self._limits.join_chunks)
+        for chunk in step:
+            self._num_short -= not chunk.pending.is_long
+        if len(self._of) > 1:
+            used = max(queue.used.get(priority, 0.0), self._clock.get(priority, 0.0))
+            self._clock[priority] = used
+            seconds = self._likely_seconds(queue, before - queue.num_tokens)
+            queue.used[priority] = used + seconds / queue.weight
+        self.turns.remove(model)
+        if queue.num_requests:
             self.turns.append(model)
         return step
 
+    def _chunk_tokens(self) -> int:
+        """The most tokens of a chunk; 0: steps have whole requests."""
+        competing = self._long and self._competing_until > time.perf_counter()
+        return self._limits.prefill_chunk_tokens if competing else 0
+
     def _next_model(self) -> str:
-        """The model with the most urgent request, of several the one whose turn it is."""
+        """The model with the most urgent request, of several the one that used the device least."""
         if len(self.turns) == 1:
             return self.turns[0]
-        return min(self.turns, key=lambda model: self._of[model].waiting[0].priority)
+        return min(self.turns, key=self._rank)
+
+    def _rank(self, model: str) -> tuple[int, float]:
+        queue = self._of[model]
+        priority = queue.priority
+        # A model that had no requests has no claim to the time before them.
+        return priority, max(queue.used.get(priority, 0.0), self._clock.get(priority, 0.0))
+
+    def _likely_seconds(self, queue: Queue, num_tokens: int) -> float:
+        """Of a step; before a model's first one, as long as another model's."""
+        known = queue.likely_seconds(num_tokens) or queue.step_seconds
+        return known or max(other.step_seconds for other in self._of.values())

@@ -3,15 +3,15 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from expertd.service.engine.delivery import Delivery
+from expertd.service.engine.delivery import Answer, Delivery
 from expertd.service.engine.errors import DeviceLostError, RequestRefusedError, StepFailedError
 from expertd.service.engine.queues import Queues
-from expertd.service.engine.steps import Pending, Step, StepObserver
-from expertd.service.moe.request import StepResult
+from expertd.service.engine.steps import Chunk, Step, StepObserver
+from expertd.service.moe.request import Output, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -23,20 +23,20 @@ _MAX_REJOIN_SECONDS = 100e-6
 
 @dataclass(slots=True)  # not frozen: that takes longer
 class Running:
-    """A step on the device, with at least one request."""
+    """A step on the device, with at least one request or a chunk of one."""
 
-    requests: list[Pending]
+    chunks: list[Chunk]
     step: Step
     began: float
     is_direct: bool  # all requests are sources', with memory of their own for the output
 
     @property
     def model(self) -> str:
-        return self.requests[0].model
+        return self.chunks[0].pending.model
 
     @property
     def num_tokens(self) -> int:
-        return sum(pending.request.num_tokens for pending in self.requests)
+        return sum(chunk.request.num_tokens for chunk in self.chunks)
 
 
 class Stepping:
@@ -57,19 +57,23 @@ class Stepping:
         self._delivery = delivery
         self._observer = observer
 
-    def begin(self, requests: list[Pending]) -> None:
+    def begin(self, chunks: list[Chunk]) -> None:
         """Begin a step. One that is done at once is finished, too."""
         began = time.perf_counter()
-        for pending in requests:
-            pending.began = began
+        direct = True
+        for chunk in chunks:
+            pending = chunk.pending
+            if pending.began is None:
+                pending.began = began
+            direct = direct and pending.on_worker and pending.request.output is not None
         try:
-            step = self._queues[requests[0].model].runner.begin([pending.request for pending in requests])
+            runner = self._queues[chunks[0].pending.model].runner
+            step = runner.begin([chunk.request for chunk in chunks])
         except Exception as error:
             self._finish_all()  # keep the order of the answers
-            self._failed(requests, error)
+            self._failed(chunks, error)
             return
-        direct = all(pending.on_worker and pending.request.output is not None for pending in requests)
-        running = Running(requests, step, began, direct)
+        running = Running(chunks, step, began, direct)
         if step.is_done() and not self.running:
             self._finish(running)
             return
@@ -82,19 +86,18 @@ class Stepping:
         """Wait for the step that began first, and answer its requests."""
         self._finish(self.running.popleft())
 
-    def run_here(self, pending: Pending) -> None:
+    def run_here(self, chunk: Chunk) -> None:
         """Run a whole step of one request on the event loop, and answer it."""
+        pending = chunk.pending
         pending.began = began = time.perf_counter()
         try:
-            step = self._queues[pending.model].runner.begin([pending.request])
+            step = self._queues[pending.model].runner.begin([chunk.request])
             result = step.finish()
         except Exception as error:
-            self._failed([pending], error)
+            self._failed([chunk], error)
             return
-        pending.compute_seconds = result.compute_seconds
-        self._queues[pending.model].failures = 0
-        self._note(Running([pending], step, began, False), result)
-        self._delivery.deliver([(pending, result.outputs[0])])
+        self._note(Running([chunk], step, began, False), result)
+        self._delivery.deliver(self._answers([chunk], result.outputs, result.compute_seconds))
 
     def _finish_all(self) -> None:
         while self.running:
@@ -106,18 +109,14 @@ class Stepping:
             return
         try:
             result = running.step.finish()
-            answers = list(zip(running.requests, result.outputs, strict=True))
+            answers = self._answers(running.chunks, result.outputs, result.compute_seconds)
         except Exception as error:
-            self._failed(running.requests, error)
+            self._failed(running.chunks, error)
             return
-        took = result.compute_seconds
         direct = [pair for pair in answers if pair[0].on_worker]
-        self._expect_callers(len(direct), took)
-        for pending, _ in answers:
-            pending.compute_seconds = took
-        for pending, output in direct:
-            pending.done(output)
-        self._queues[running.model].failures = 0
+        self._expect_callers(len(direct), result.compute_seconds)
+        for pending, answer in direct:
+            pending.done(answer)
         self._note(running, result)
         if direct:
             self._delivery.answered(len(direct))
@@ -128,20 +127,33 @@ class Stepping:
         try:
             took = running.step.wait()
         except Exception as error:
-            self._failed(running.requests, error)
+            self._failed(running.chunks, error)
             return
-        self._expect_callers(len(running.requests), took)
-        for pending in running.requests:
-            pending.compute_seconds = took
-            output = pending.request.output
-            assert output is not None
-            pending.done(output)
-        self._queues[running.model].failures = 0
-        self.chores.append(partial(self._complete, running))
+        outputs = [output for chunk in running.chunks if (output := chunk.request.output) is not None]
+        answers = self._answers(running.chunks, outputs, took)
+        self._expect_callers(len(answers), took)
+        for pending, answer in answers:
+            pending.done(answer)
+        self.chores.append(partial(self._complete, running, len(answers)))
 
-    def _complete(self, running: Running) -> None:
+    def _complete(self, running: Running, num_answers: int) -> None:
         self._note(running, running.step.finish())
-        self._delivery.answered(len(running.requests))
+        self._delivery.answered(num_answers)
+
+    def _answers(
+        self, chunks: Sequence[Chunk], outputs: Sequence[Output], step_seconds: float
+    ) -> list[Answer]:
+        """The requests that a step which succeeded leaves with nothing to compute, and their answers."""
+        pairs = list(zip(chunks, outputs, strict=True))
+        self._queues[chunks[0].pending.model].failures = 0
+        answers: list[Answer] = []
+        for chunk, output in pairs:
+            pending = chunk.pending
+            pending.compute_seconds += step_seconds
+            answer = self._queues.end(chunk, output) if pending.is_long else output
+            if answer is not None:
+                answers.append((pending, answer))
+        return answers
 
     def _expect_callers(self, count: int, step_seconds: float) -> None:
         self.returning = count
@@ -152,37 +164,43 @@ class Stepping:
         """Keep what a step took, for the next ones and for metrics."""
         queue = self._queues[running.model]
         queue.note(running.num_tokens, result.compute_seconds)
-        waited = [running.began - pending.arrived for pending in running.requests]
+        # A request in chunks counts in its first step.
+        waited = [running.began - chunk.pending.arrived for chunk in running.chunks if not chunk.start]
         self._delivery.report_later(partial(self._observer.step_done, running.model, result, waited))
 
-    def _failed(self, requests: list[Pending], error: Exception) -> None:
+    def _failed(self, chunks: list[Chunk], error: Exception) -> None:
         if isinstance(error, DeviceLostError):
-            self._refuse(requests, error)
+            self._refuse(chunks, error)
             return
-        model = requests[0].model
+        model = chunks[0].pending.model
         refused = isinstance(error, RequestRefusedError)  # one of them, before the step began
         if not refused:
             self._queues[model].failures += 1
-            logger.error("step of model %s with %d requests failed", model, len(requests), exc_info=error)
-            self._delivery.report_later(partial(self._observer.step_failed, model, len(requests)))
+            logger.error("step of model %s with %d requests failed", model, len(chunks), exc_info=error)
+            self._delivery.report_later(partial(self._observer.step_failed, model, len(chunks)))
         self._delivery.flush()
-        if len(requests) > 1:
+        if len(chunks) > 1:
             # One request may have caused it: retry each alone.
-            for pending in requests:
-                self.begin([pending])
+            for chunk in chunks:
+                self.begin([chunk])
                 self._finish_all()
             return
         failure = error
         if not refused:
             failure = StepFailedError(f"the step failed: {type(error).__name__}")
             failure.__cause__ = error
-        self._refuse(requests, failure)
+        self._refuse(chunks, failure)
 
-    def _refuse(self, requests: list[Pending], error: Exception) -> None:
+    def _refuse(self, chunks: list[Chunk], error: Exception) -> None:
         """Answer the requests of a step without output."""
-        direct = [pending for pending in requests if pending.on_worker]
-        for pending in direct:
-            pending.done(error)
+        answers: list[Answer] = []
+        for chunk in chunks:
+            answer = self._queues.end(chunk, error)
+            if answer is not None:
+                answers.append((chunk.pending, answer))
+        direct = [pair for pair in answers if pair[0].on_worker]
+        for pending, refusal in direct:
+            pending.done(refusal)
         if direct:
             self._delivery.answered(len(direct))
-        self._delivery.deliver_soon([(pending, error) for pending in requests if not pending.on_worker])
+        self._delivery.deliver_soon([pair for pair in answers if not pair[0].on_worker])

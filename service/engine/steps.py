@@ -1,7 +1,9 @@
 """What the scheduler runs and whom it serves: requests that are pending, steps, runners, observers."""
 
 import time
+import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
 
@@ -58,29 +60,73 @@ LAST_PRIORITY, DEFAULT_PRIORITY = 255, 128
 
 
 class Pending:
-    """An accepted request, until its `done` is called; the last two attributes are set before."""
+    """An accepted request, until its `done` is called; `compute_seconds` is set before.
+
+    caller   the number of who sent it, `caller_number`; callers share a queue fairly
+    is_long  longer than a chunk: it may be computed in several steps
+    begun    its tokens that steps have been given; running: steps that compute some of them
+    outputs  of the chunks that are computed, by their first token
+    error    what it is answered with once no step computes a part of it
+    """
 
     __slots__ = (
         "arrived",
         "began",
+        "begun",
+        "caller",
         "compute_seconds",
         "done",
+        "error",
+        "is_long",
         "model",
         "on_worker",
+        "outputs",
         "priority",
         "request",
+        "running",
         "state",
     )
 
     def __init__(
-        self, model: str, request: LayerRequest, done: Done, on_worker: bool, priority: int = DEFAULT_PRIORITY
+        self,
+        model: str,
+        request: LayerRequest,
+        done: Done,
+        on_worker: bool,
+        priority: int = DEFAULT_PRIORITY,
+        caller: int = 0,
     ) -> None:
         self.model = model
         self.priority = priority
+        self.caller = caller
         self.request = request
         self.done = done
         self.on_worker = on_worker
         self.arrived = time.perf_counter()
-        self.began: float | None = None  # of its step; None: never
-        self.compute_seconds = 0.0  # of its step
-        self.state = State.WAITING
+        self.began: float | None = None  # of its first step; None: never
+        self.compute_seconds = 0.0  # of its steps
+        self.state = State.WAITING  # until all of it has begun
+        self.is_long = False
+        self.begun = 0
+        self.running = 0
+        self.outputs: dict[int, Output] | None = None
+        self.error: Exception | None = None
+
+    @property
+    def left(self) -> int:
+        """The tokens that no step has been given."""
+        return self.request.num_tokens - self.begun
+
+
+@dataclass(slots=True)  # not frozen: that takes longer
+class Chunk:
+    """What a step computes of a request, from the token `start` on: in most cases, all of it."""
+
+    pending: Pending
+    request: LayerRequest
+    start: int = 0
+
+
+def caller_number(name: str) -> int:
+    """The number of the caller whose key has this name; of all callers without a key: 0."""
+    return zlib.crc32(name.encode())

@@ -67,7 +67,7 @@ class ExpertApp(FastAPI):
             self.listener = ChannelListener(settings.channels.socket, self.channels)
         self._bodies = BodyReader(settings.limits)
         file = None if settings.keys is None else KeyFile(settings.keys)
-        self.gate = Gate(file, self.metrics.keys)
+        self.gate = Gate(file, self.metrics.keys, behind=settings.http_workers > 1)
         self.infer = InferEndpoint(self.engine, self.metrics, self.gate)
         self._infer_route = InferRoute(self.infer, self._bodies)
         routers = (
@@ -77,7 +77,7 @@ class ExpertApp(FastAPI):
             shared_memory_router(self.engine.shared_memory, self._bodies),
             partitions_router(self.engine, self._bodies),
             placement_router(self.engine, self._bodies),
-            channels_router(self.channels, self._bodies),
+            channels_router(self.channels, self._bodies, self.gate),
             metrics_router(self.metrics),
             swagger_router(self.title),
         )

@@ -6,6 +6,7 @@ from pathlib import Path
 from time import monotonic
 
 from expertd.service.engine.key_counts import KeyCounts
+from expertd.service.engine.steps import caller_number
 from expertd.service.http.infer_head import InferHead
 from expertd.service.http.protocol import OipError
 from expertd.service.http.refused import Headers
@@ -20,6 +21,8 @@ _CHECK_EVERY_SECONDS = 1.0
 _Version = tuple[int, int, int] | None  # of a file; None: there is none
 _UNREAD: _Version = (0, 0, 0)
 _INFER: tuple[Right, ...] = ("infer",)
+KEY_NAME = b"expertd-key-name"
+"""The header with which an HTTP process tells the engine's process whose key a call has."""
 
 
 class KeyFile:
@@ -60,9 +63,13 @@ class KeyFile:
 
 
 class Gate:
-    """Checks the key of every call; without a file of keys, everybody may call everything."""
+    """Checks the key of every call; without a file of keys, everybody may call everything.
 
-    def __init__(self, file: KeyFile | None, counts: KeyCounts) -> None:
+    behind  calls come from HTTP processes, which have checked the keys and pass on their names
+    """
+
+    def __init__(self, file: KeyFile | None, counts: KeyCounts, behind: bool = False) -> None:
+        self._behind = behind
         self._file = file
         self._counts = counts
         self._keys: Keys | None = None
@@ -79,11 +86,15 @@ class Gate:
     def admit_infer(self, head: InferHead) -> None:
         """Check an infer request, before its body is read. Raises OipError (401, 403)."""
         if (keys := self.refresh()) is None:
+            if self._behind:
+                head.key_name = self.caller(head.headers)
+                head.caller = caller_number(head.key_name)
             return
         if head.keys is keys:  # a head like this one was admitted, and no key has changed since
             self._counts.admitted(head.key_name)
             return
         head.key_name = self._check(keys, head.headers, _INFER)
+        head.caller = caller_number(head.key_name)
         head.keys = keys
 
     def admit(self, method: str, path: str, headers: Headers) -> None:
@@ -94,14 +105,23 @@ class Gate:
 
     def name_of(self, headers: Headers) -> str:
         """The name of a call's key, for the log; "-" without one."""
+        return self._known(headers) or "-"
+
+    def caller(self, headers: Headers) -> str:
+        """The name of an admitted call's key, also of one that was passed on; "" without one."""
+        if self._behind:
+            return next((value.decode("latin-1") for name, value in headers if name == KEY_NAME), "")
+        return self._known(headers)
+
+    def _known(self, headers: Headers) -> str:
         keys = self.refresh()
         if keys is None:
-            return "-"
+            return ""
         try:
             key = keys.find(_secret(headers))
         except OipError:
             key = None
-        return "-" if key is None else key.name
+        return "" if key is None else key.name
 
     def _check(self, keys: Keys, headers: Headers, rights: Collection[Right]) -> str:
         """The name of the key. Raises OipError."""

@@ -42,7 +42,7 @@ class InferCall(InferEnding):
             self._endpoint.gate.admit_infer(head)
             self._spec: LayerSpec = engine.model(head.model, head.version)
             engine.check_loaded(head.model)
-            engine.check_capacity(head.model)
+            engine.check_capacity(head.model, head.caller)
             head.read(engine.settings.limits)
         except Exception as error:
             self.refuse(error)
@@ -107,7 +107,8 @@ class InferCall(InferEnding):
         engine = self._endpoint.engine
         alone = self._endpoint.is_alone(self._caller)
         priority = self._plan.request.priority
-        self._pending = engine.submit(self._head.model, self._layer, self._computed, alone, priority)
+        head = self._head
+        self._pending = engine.submit(head.model, self._layer, self._computed, alone, priority, head.caller)
         if (seconds := self._plan.request.timeout_seconds) is not None:
             text = f"the request's timeout of {round(seconds * 1e6)} microseconds expired in the queue"
             expired = QueueTimeoutError(text)

@@ -32,21 +32,24 @@ class InferEngine(Protocol):
     def check_loaded(self, model: str) -> None:
         """Raise NotReadyError during loading."""
 
-    def check_capacity(self, model: str) -> None:
-        """Raise an EngineError if every request would be refused now."""
+    def check_capacity(self, model: str, caller: int) -> None:
+        """Raise an EngineError if every request of `caller` would be refused now."""
 
     def validate(self, model: str, request: LayerRequest) -> None:
         """Raise ValueError for invalid routing; without an error, it may still be refused by `done`."""
 
-    def submit(self, model: str, request: LayerRequest, done: Done, alone: bool, priority: int) -> Any:
+    def submit(
+        self, model: str, request: LayerRequest, done: Done, alone: bool, priority: int, caller: int
+    ) -> Any:
         """Compute `request`, and call `done` once on the event loop. Raises EngineError.
 
         alone     its caller is the only one at present
         priority  1 to 255; lower ones are computed first
+        caller    the number of its key's name; callers get equal shares
         """
 
     def cancel(self, pending: Any, error: Exception) -> bool:
-        """Answer a queued request with `error`, now (True) or soon; not if its step has begun."""
+        """Answer a queued request with `error`, now or soon; not if all of it is being computed."""
 
     def region_uses(self) -> RegionUses | None:
         """The regions of a new request; None if shared memory is off. Raises RegionsElsewhereError."""

@@ -14,12 +14,14 @@ _HEADER_LENGTH = "Inference-Header-Content-Length"
 class InferHead:
     """`model` and `version` as the path names them, served or not; `read` sets what the other headers say.
 
-    keys  by which a request with this head was admitted, as that of `key_name`; set by the gate
+    keys    by which a request with this head was admitted, as that of `key_name`; set by the gate
+    caller  the number of `key_name`, for the queue
     """
 
     __slots__ = (
         "_is_read",
         "accept_encoding",
+        "caller",
         "content_encoding",
         "content_length",
         "expects",
@@ -46,6 +48,7 @@ class InferHead:
         self.headers = headers
         self.keys: Keys | None = None
         self.key_name = ""
+        self.caller = 0
         self._is_read = False
 
     def read(self, limits: Limits) -> None:

@@ -8,7 +8,7 @@ from starlette.types import Receive, Scope, Send
 
 from expertd.service.engine.spec import MODEL_VERSION
 from expertd.service.http.bodies import CONTROL_BODY, BodyReader, ClientGoneError, number_of_bytes
-from expertd.service.http.gate import Gate
+from expertd.service.http.gate import KEY_NAME, Gate
 from expertd.service.http.infer_head import InferHead
 from expertd.service.http.protocol import OipError
 from expertd.service.http.refused import Headers, header_lines
@@ -20,7 +20,7 @@ _GONE = "the engine's process does not answer"
 _OWN_HEADERS = frozenset(
     (b"connection", b"content-length", b"date", b"expect", b"host", b"keep-alive", b"transfer-encoding")
 )
-_DROPPED = _OWN_HEADERS | {b"authorization"}  # of requests: it was checked here
+_DROPPED = _OWN_HEADERS | {b"authorization", KEY_NAME}  # of requests: the key was checked here
 _STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
 
 
@@ -37,9 +37,10 @@ class Passage:
         try:
             self._gate.admit(scope["method"], scope["path"], scope["headers"])
             body = await self._body(scope, receive)
+            caller = self._gate.caller(scope["headers"])
             target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
             status, headers, content = await self._ask(
-                scope["method"].encode(), target, scope["headers"], body
+                scope["method"].encode(), target, scope["headers"], body, caller
             )
         except ClientGoneError:
             return
@@ -59,7 +60,7 @@ class Passage:
         if head.accept_encoding:
             headers.append((b"accept-encoding", head.accept_encoding.encode("latin-1")))
         target = f"/v2/models/{head.model}/versions/{MODEL_VERSION}/infer".encode()
-        status, answered, body = await self._ask(b"POST", target, headers, content)
+        status, answered, body = await self._ask(b"POST", target, headers, content, head.key_name)
         return status, header_lines(answered), body
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
@@ -74,11 +75,13 @@ class Passage:
         return await self._bodies.read(receive, length, CONTROL_BODY)
 
     async def _ask(
-        self, method: bytes, target: bytes, headers: Headers, body: bytes
+        self, method: bytes, target: bytes, headers: Headers, body: bytes, caller: str
     ) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
         """The status, headers and body of the engine's response. Raises OipError (503)."""
         kept = [header for header in headers if header[0] not in _DROPPED]
         own = [(b"host", b"engine"), (b"connection", b"close")]
+        if caller:
+            own.append((KEY_NAME, caller.encode("ascii")))
         if body or method not in (b"GET", b"HEAD"):
             own.append((b"content-length", str(len(body)).encode()))
         request = b"%s %s HTTP/1.1\r\n%s\r\n" % (method, target, header_lines([*own, *kept]))

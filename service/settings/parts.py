@@ -21,6 +21,17 @@ class Limits(Frozen):
 
     max_batch_tokens: int = Field(default=4096, ge=1, description="maximum tokens per step")
     max_request_tokens: int = Field(default=4096, ge=1, description="maximum tokens per request")
+    prefill_chunk_tokens: int = Field(
+        default=1024,
+        ge=0,
+        description="maximum tokens of a chunk: while longer requests compete with others, they are computed "
+        "in chunks, between the others' steps (docs/architecture.md); 0: they are always computed whole",
+    )
+    join_chunks: bool = Field(
+        default=False,
+        description="whether chunks are computed together with the others: those then wait for one step "
+        "more, but weights are read once for both, which suits layers whose small steps take long",
+    )
     max_queue_tokens: int = Field(default=65536, ge=1, description="maximum queued tokens per model")
     max_queue_requests: int = Field(default=4096, ge=1, description="maximum queued requests per model")
     max_body_bytes: int = Field(

@@ -102,6 +102,13 @@ class ModelSettings(Frozen):
     partition: str | None = Field(
         default=None, description="name of the SM partition the layer runs in; null: the whole device"
     )
+    weight: float = Field(
+        default=1.0,
+        gt=0,
+        le=1e6,
+        description="share of the device's time that the layer gets while it has waiting requests, in "
+        "proportion to other layers that have some",
+    )
 
     @property
     def shape(self) -> LayerShape:
@@ -147,3 +154,4 @@ class CheckpointSettings(Frozen):
     datatype: _Datatype = Field(default="BF16", description="see `models.N.datatype`")
     masked_max_tokens: int = Field(default=0, ge=0, description="see `models.N.masked_max_tokens`")
     partition: str | None = Field(default=None, description="see `models.N.partition`")
+    weight: float = Field(default=1.0, gt=0, le=1e6, description="see `models.N.weight`")

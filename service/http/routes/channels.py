@@ -10,6 +10,7 @@ from expertd.service.channels.hub import ChannelHub, Entry
 from expertd.service.channels.layout import VERSION
 from expertd.service.channels.opening import CudaMemory, Opening
 from expertd.service.http.bodies import BodyReader, control_body
+from expertd.service.http.gate import Gate
 from expertd.service.http.protocol import OipError
 from expertd.service.http.routes.documentation import errors
 from expertd.service.http.routes.schemas import (
@@ -35,7 +36,7 @@ _BODY: dict[str, Any] = {
 }
 
 
-def channels_router(hub: ChannelHub, bodies: BodyReader) -> APIRouter:
+def channels_router(hub: ChannelHub, bodies: BodyReader, gate: Gate) -> APIRouter:
     """POST and GET /v1/channels, GET and DELETE /v1/channels/{id}."""
     router = APIRouter(prefix="/v1", tags=["Channels"])
 
@@ -50,7 +51,8 @@ def channels_router(hub: ChannelHub, bodies: BodyReader) -> APIRouter:
     async def open_channel(request: Request) -> dict[str, Any]:
         """Open a channel, to be claimed at the socket with the token within 10 s (docs/channels.md)."""
         hub.check_enabled()
-        entry = await hub.open(_opening(await control_body(request, bodies)))
+        body = await control_body(request, bodies)
+        entry = await hub.open(_opening(body, gate.caller(request.scope["headers"])))
         assert entry.token is not None
         return {
             "id": entry.channel.id,
@@ -94,7 +96,7 @@ def channels_router(hub: ChannelHub, bodies: BodyReader) -> APIRouter:
     return router
 
 
-def _opening(body: bytes) -> Opening:
+def _opening(body: bytes, caller: str) -> Opening:
     try:
         given = ChannelRequest.model_validate_json(body)
     except ValidationError as error:
@@ -110,7 +112,7 @@ def _opening(body: bytes) -> Opening:
     elif given.memory != "system":
         cuda = given.memory.cuda
         memory = CudaMemory(cuda.device_id, _handle(cuda.raw_handle.b64), cuda.byte_size)
-    return Opening(_models(given), given.num_slots, given.max_tokens, given.datatype, memory)
+    return Opening(_models(given), given.num_slots, given.max_tokens, given.datatype, memory, caller)
 
 
 def _models(given: ChannelRequest) -> tuple[str, ...]:

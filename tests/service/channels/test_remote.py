@@ -54,9 +54,11 @@ async def remote(
 class Asked:
     """A request to the engine, and its answer."""
 
-    def __init__(self, engine: RemoteEngine, request: LayerRequest, priority: int = 128) -> None:
+    def __init__(
+        self, engine: RemoteEngine, request: LayerRequest, priority: int = 128, caller: int = 0
+    ) -> None:
         self.answers: list[Output | Exception] = []
-        self.pending = engine.submit("tiny", request, self.answers.append, priority=priority)
+        self.pending = engine.submit("tiny", request, self.answers.append, priority=priority, caller=caller)
 
     async def answer(self) -> Output | Exception:
         await until(lambda: bool(self.answers))
@@ -132,6 +134,19 @@ async def test_a_priority_reaches_the_engine(tmp_path: Path) -> None:
         for each in (begun, *asked):
             await each.output()
     assert runner.steps == [[1], [511], [512]]
+
+
+async def test_the_callers_of_an_http_process_share_its_channel(tmp_path: Path) -> None:
+    runner = EchoRunner()
+    async with remote(tmp_path, runner) as (_, engine):
+        runner.gate.clear()
+        begun = Asked(engine, request(1), caller=7)
+        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        asked = [Asked(engine, request(260 - i), caller=caller) for i, caller in enumerate((7, 7, 2**32 - 1))]
+        runner.gate.set()
+        for each in (begun, *asked):
+            await each.output()
+    assert runner.steps == [[1], [260], [258], [259]], "no two fit in a step"
 
 
 async def test_errors_are_those_of_the_engine(tmp_path: Path) -> None:

@@ -134,6 +134,12 @@ def test_other_float_types_are_accepted(dtype: torch.dtype, tmp_path: Path) -> N
     check_layer(checkpoint, 1, layer, 2e-3)
 
 
+def test_layers_have_the_checkpoints_weight(tmp_path: Path) -> None:
+    checkpoint = Checkpoint("mixtral", tmp_path / "mixtral")
+    settings = CheckpointSettings(path=checkpoint.directory, layers="1-2", weight=2.5)
+    assert [model.weight for model in models_of(settings)] == [2.5, 2.5]
+
+
 def test_loading_can_be_cancelled(tmp_path: Path) -> None:
     directory = Checkpoint("mixtral", tmp_path / "model").directory
     (model,) = models_of(CheckpointSettings(path=directory, layers="0"))

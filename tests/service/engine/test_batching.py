@@ -45,7 +45,7 @@ async def running(
 ) -> AsyncIterator[Scheduler]:
     """A scheduler whose models "0", "1", ... have these runners."""
     defaults = {"max_request_tokens": 8, "max_batch_tokens": 8, "max_queue_tokens": 64}
-    scheduler = Scheduler(Limits(**{**defaults, **limits}), observer or Observed())
+    scheduler = Scheduler(Limits.model_validate({**defaults, **limits}), observer or Observed())
     scheduler.set_runners({str(i): runner for i, runner in enumerate(runners)})
     scheduler.start()
     try:

@@ -9,17 +9,20 @@ import httpx
 import pytest
 
 from expertd.service.engine.key_counts import KeyCounts
+from expertd.service.engine.steps import caller_number
 from expertd.service.http.bodies import BodyReader
-from expertd.service.http.gate import Gate
+from expertd.service.http.gate import KEY_NAME, Gate, KeyFile
+from expertd.service.http.infer_head import InferHead
 from expertd.service.http.passage import Passage
 from expertd.service.settings.parts import Limits
 from tests.service.apps import error_of
+from tests.service.keys import all_keys, bearer
 
 
 @asynccontextmanager
-async def passed(path: Path) -> AsyncIterator[httpx.AsyncClient]:
+async def passed(path: Path, keys: KeyFile | None = None) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the passage to the process at `path`."""
-    passage = Passage(path, BodyReader(Limits()), Gate(None, KeyCounts()))
+    passage = Passage(path, BodyReader(Limits()), Gate(keys, KeyCounts()))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(passage), base_url="http://test") as http:
         yield http
 
@@ -77,6 +80,29 @@ async def test_headers_of_a_connection_stay_on_it(tmp_path: Path) -> None:
         assert (sent["host"], sent["connection"], sent["content-length"]) == ("engine", "close", "4")
         assert (sent["accept"], sent["x-other"]) == ("text/*", "1")
         assert "expect" not in sent
+
+
+async def test_the_engine_is_told_the_name_of_a_key_and_not_the_key(tmp_path: Path) -> None:
+    keys = KeyFile(all_keys(tmp_path / "keys.yaml"))
+    response = b"HTTP/1.1 200 OK\r\n\r\n"
+    async with (
+        answering(tmp_path / "engine", response) as heads,
+        passed(tmp_path / "engine", keys) as http,
+    ):
+        for headers in ({}, {"Expertd-Key-Name": "admin"}):  # a client's own is not passed on
+            await http.get("/v1/channels", headers={**bearer("infer"), **headers})
+    for head in heads:
+        lines = [line for line in head.split(b"\r\n") if line.startswith((KEY_NAME, b"authorization"))]
+        assert lines == [KEY_NAME + b": infer"]
+
+
+def test_only_an_engine_behind_http_processes_believes_a_name() -> None:
+    headers = [(KEY_NAME, b"infer")]
+    assert Gate(None, KeyCounts(), behind=True).caller(headers) == "infer"
+    assert Gate(None, KeyCounts()).caller(headers) == ""
+    head = InferHead("tiny", "1", headers)
+    Gate(None, KeyCounts(), behind=True).admit_infer(head)
+    assert (head.key_name, head.caller) == ("infer", caller_number("infer"))
 
 
 async def test_a_large_body_is_refused_here(tmp_path: Path) -> None:

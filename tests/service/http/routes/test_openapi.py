@@ -118,7 +118,7 @@ def test_no_route_is_served_without_being_documented(document: dict[str, Any]) -
         shared_memory_router(app.engine.shared_memory, bodies),
         partitions_router(app.engine, bodies),
         placement_router(app.engine, bodies),
-        channels_router(app.channels, bodies),
+        channels_router(app.channels, bodies, app.gate),
         metrics_router(app.metrics),
     ]
     routes = [route for router in routers for route in router.routes]

@@ -1,0 +1,87 @@
+"""Requests that wait, by caller: deficit round robin in tokens."""
+
+from collections import deque
+
+from expertd.service.engine.steps import Pending
+
+
+class _Caller:
+    __slots__ = ("credit", "number", "waiting")
+
+    def __init__(self, number: int, credit: int) -> None:
+        self.number = number
+        self.credit = credit  # tokens that it may have in this round; its last request may exceed them
+        self.waiting: deque[Pending] = deque()
+
+
+class Lane:
+    """Requests of one priority and one kind. Each caller's come in their order, and callers take turns.
+
+    A caller whose credit is used up waits until no other one has both requests and credit; then a round
+    begins, and gives everybody `quantum` tokens, at least as many as a request has. Debts remain.
+    """
+
+    __slots__ = ("_callers", "_quantum", "_ready", "_spent", "num_requests")
+
+    def __init__(self, quantum: int) -> None:
+        self.num_requests = 0
+        self._quantum = quantum
+        self._callers: dict[int, _Caller] = {}  # all that are not as a new one would be
+        self._ready: deque[_Caller] = deque()  # with requests and credit; the first one has its turn
+        self._spent: deque[_Caller] = deque()  # with requests, and without credit
+
+    def put(self, pending: Pending) -> None:
+        """Let a request wait behind its caller's others."""
+        caller = self._callers.get(pending.caller)
+        if caller is None:
+            caller = self._callers[pending.caller] = _Caller(pending.caller, self._quantum)
+        if not caller.waiting:
+            (self._ready if caller.credit > 0 else self._spent).append(caller)
+        caller.waiting.append(pending)
+        self.num_requests += 1
+
+    def head(self) -> Pending:
+        """The next request; there must be one."""
+        if not self._ready:
+            self._begin_round()
+        return self._ready[0].waiting[0]
+
+    def take(self, num_tokens: int) -> None:
+        """Give a step so many tokens of `head`, which leaves if they are all that it had left."""
+        ready = self._ready
+        caller = ready[0]
+        caller.credit -= num_tokens
+        ends = caller.waiting[0].left == num_tokens
+        if ends:
+            caller.waiting.popleft()
+            self.num_requests -= 1
+        if not caller.waiting:
+            ready.popleft()
+        elif caller.credit <= 0:
+            self._spent.append(ready.popleft())
+        elif ends and len(ready) > 1:
+            ready.rotate(-1)
+
+    def remove(self, pending: Pending) -> None:
+        """Forget a request that waits."""
+        caller = self._callers[pending.caller]
+        caller.waiting.remove(pending)
+        self.num_requests -= 1
+        if not caller.waiting:
+            (self._ready if caller in self._ready else self._spent).remove(caller)
+
+    def has(self, caller: int) -> bool:
+        """Whether a request of `caller` waits."""
+        found = self._callers.get(caller)
+        return found is not None and bool(found.waiting)
+
+    def all(self) -> list[Pending]:
+        """The requests that wait."""
+        return [pending for caller in self._callers.values() for pending in caller.waiting]
+
+    def _begin_round(self) -> None:
+        for caller in list(self._callers.values()):
+            caller.credit = min(caller.credit + self._quantum, self._quantum)
+            if caller.credit == self._quantum and not caller.waiting:
+                del self._callers[caller.number]
+        self._ready, self._spent = self._spent, self._ready

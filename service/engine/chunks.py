@@ -1,0 +1,78 @@
+"""Parts of requests: a long one can be computed in several steps, and is answered once."""
+
+from dataclasses import replace
+
+from expertd.service.engine.steps import Chunk, Pending, State
+from expertd.service.memory import Buffer, Span, host_view
+from expertd.service.moe.request import LayerRequest, Output
+
+_STEP = 64  # tokens: chunks other than the last one are multiples, if they are that large
+
+
+def chunk_size(num_tokens: int, most: int) -> int:
+    """The tokens of the next chunk of `num_tokens`, in equal chunks of at most `most`."""
+    count = -(-num_tokens // most)
+    size = -(-num_tokens // count)
+    return min(-(-size // _STEP) * _STEP, most, num_tokens)
+
+
+def begin_chunk(pending: Pending, num_tokens: int) -> Chunk:
+    """The next tokens of a request, for a step; the rest still waits."""
+    start = pending.begun
+    pending.begun += num_tokens
+    if pending.begun == pending.request.num_tokens:
+        pending.state = State.STARTED
+    if not pending.is_long:
+        return Chunk(pending, pending.request)
+    pending.running += 1
+    whole = num_tokens == pending.request.num_tokens
+    request = pending.request if whole else part_of(pending.request, start, num_tokens)
+    return Chunk(pending, request, start)
+
+
+def end_chunk(chunk: Chunk, answer: Output | Exception) -> Output | Exception | None:
+    """What a long request is answered with, after its step; None: not yet, because it is not done.
+
+    Its state is CANCELLED if the rest must not be computed. For the holder of the queues' lock.
+    """
+    pending = chunk.pending
+    pending.running -= 1
+    if isinstance(answer, Exception):
+        pending.error = pending.error or answer
+    elif chunk.request is pending.request:
+        return answer
+    elif pending.request.output is None:
+        pending.outputs = pending.outputs or {}
+        pending.outputs[chunk.start] = answer
+    if pending.running or (pending.error is None and pending.state is State.WAITING):
+        return None
+    return pending.error or pending.request.output or _joined(pending)
+
+
+def part_of(request: LayerRequest, start: int, num_tokens: int) -> LayerRequest:
+    """The rows of some tokens, in place; the device does not announce their output, which is not all."""
+
+    def rows(memory: Buffer | Span) -> Buffer | Span:
+        num_bytes = memory.num_bytes if isinstance(memory, Span) else memoryview(memory).nbytes
+        size = num_bytes // request.num_tokens
+        if isinstance(memory, Span):
+            return memory.part(start * size, num_tokens * size)
+        return memoryview(memory).cast("B")[start * size : (start + num_tokens) * size]
+
+    output = None if request.output is None else rows(request.output)
+    assert output is None or isinstance(output, Span)
+    return replace(
+        request,
+        num_tokens=num_tokens,
+        hidden_states=rows(request.hidden_states),
+        topk_ids=None if request.topk_ids is None else rows(request.topk_ids),
+        topk_weights=None if request.topk_weights is None else rows(request.topk_weights),
+        output=output,
+        signal=None,
+        plan=None,
+    )
+
+
+def _joined(pending: Pending) -> Output:
+    assert pending.outputs is not None
+    return b"".join(host_view(output) for _, output in sorted(pending.outputs.items()))

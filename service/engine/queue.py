@@ -1,0 +1,140 @@
+"""The requests of one model that wait for a step, and the composition of its next step."""
+
+from bisect import insort
+
+from expertd.service.engine.callers import Lane
+from expertd.service.engine.chunks import begin_chunk, chunk_size
+from expertd.service.engine.steps import Chunk, Pending, Runner, State
+
+
+class Queue:
+    """A lane for each priority and kind of request, long or not.
+
+    used          by priority: seconds of the device, over the weight; see `Queues`
+    num_tokens    of requests that wait, or of which a part does
+    num_chunks    parts of requests that steps have had
+    step_seconds  smoothed over recent steps
+    last_seconds  of the last step of each size
+    failures      consecutive steps that raised
+    """
+
+    def __init__(self, runner: Runner, quantum: int, weight: float = 1.0) -> None:
+        self.runner = runner
+        self.weight = weight
+        self.used: dict[int, float] = {}
+        self.num_requests = 0
+        self.num_tokens = 0
+        self.num_chunks = 0
+        self.step_seconds = 0.0
+        self.last_seconds: dict[int, float] = {}
+        self.failures = 0
+        self._quantum = quantum
+        self._lanes: dict[int, Lane] = {}
+        self._order: list[int] = []  # the keys of lanes with requests
+        self._chunk_is_due = False  # while requests compete: the last step had none
+
+    def put(self, pending: Pending) -> None:
+        """Let a request wait."""
+        key = _key(pending)
+        lane = self._lanes.get(key)
+        if lane is None:
+            lane = self._lanes[key] = Lane(self._quantum)
+        if not lane.num_requests:
+            insort(self._order, key)
+        lane.put(pending)
+        self.num_requests += 1
+        self.num_tokens += pending.request.num_tokens
+
+    def remove(self, pending: Pending) -> None:
+        """Forget what is left of a request."""
+        key = _key(pending)
+        lane = self._lanes[key]
+        lane.remove(pending)
+        if not lane.num_requests:
+            self._order.remove(key)
+        self.num_requests -= 1
+        self.num_tokens -= pending.left
+
+    def all(self) -> list[Pending]:
+        """The requests that wait."""
+        return [pending for key in self._order for pending in self._lanes[key].all()]
+
+    def has(self, caller: int) -> bool:
+        """Whether a request of `caller` waits."""
+        return any(self._lanes[key].has(caller) for key in self._order.copy())
+
+    @property
+    def priority(self) -> int:
+        """Of the most urgent request; there must be one."""
+        return self._order[0] >> 1
+
+    def head(self) -> Pending:
+        """The next request; there must be one."""
+        return self._lanes[self._order[0]].head()
+
+    def take(self, room: int, most: int, joins: bool = False) -> list[Chunk]:
+        """What the next step computes, of at most `room` tokens, as much as the largest request.
+
+        most   the most tokens of a chunk; 0: long requests are computed whole, in their turn
+        joins  whether a step with a chunk has other requests, too
+        """
+        step: list[Chunk] = []
+        if self.num_requests == 1 and not most:  # as most often, when every microsecond counts
+            lane = self._lanes[self._order.pop()]
+            self._begin(lane, lane.head().left, step)
+            return step
+        others = self._order.copy()
+        place = next((place for place, key in enumerate(others) if key & 1), -1) if most else -1
+        if place < 0:
+            self._fill(others, room, step)
+        else:
+            others, key = others[:place], others[place]
+            equal = [other for other in others if other | 1 == key]
+            due = not others or (self._chunk_is_due and others == equal)
+            self._chunk_is_due = not due
+            if joins:
+                kept = min(most, room // 2) if equal else 0  # more urgent ones need not leave room
+                left, fits = self._fill(others, room - kept, step)
+                due, room = fits or kept > 0, left + kept
+            elif not due:
+                self._fill(others, room, step)
+            if due and room > 0:
+                lane = self._lanes[key]
+                self.num_chunks += 1
+                self._begin(lane, min(chunk_size(lane.head().left, most), room), step)
+        self._order = [key for key in self._order if self._lanes[key].num_requests]
+        return step
+
+    def _fill(self, keys: list[int], room: int, step: list[Chunk]) -> tuple[int, bool]:
+        """Add whole requests of these lanes in their order; the room that is left, and whether all fit."""
+        for key in keys:
+            lane = self._lanes[key]
+            while lane.num_requests:
+                left = lane.head().left
+                if left > room and step:
+                    return room, False
+                self._begin(lane, left, step)
+                room -= left
+        return room, True
+
+    def _begin(self, lane: Lane, num_tokens: int, step: list[Chunk]) -> None:
+        """Add `num_tokens` of the lane's next request to a step."""
+        pending = lane.head()
+        lane.take(num_tokens)
+        step.append(begin_chunk(pending, num_tokens))
+        self.num_tokens -= num_tokens
+        self.num_requests -= pending.state is State.STARTED
+
+    def likely_seconds(self, num_tokens: int) -> float:
+        """Seconds of the last step with about as many tokens; 0: there was none."""
+        return self.last_seconds.get(num_tokens.bit_length(), 0.0)
+
+    def note(self, num_tokens: int, seconds: float) -> None:
+        """Keep what a step took."""
+        self.step_seconds = 0.8 * self.step_seconds + 0.2 * seconds if self.step_seconds else seconds
+        self.last_seconds[num_tokens.bit_length()] = seconds
+
+
+def _key(pending: Pending) -> int:
+    """Lanes in the order of their keys: by priority, long requests behind the others."""
+    return 2 * pending.priority + pending.is_long

@@ -1,0 +1,310 @@
+"""What the next step computes: chunks, callers, models; without a device or threads."""
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+
+import pytest
+
+from expertd.service.engine.chunks import chunk_size
+from expertd.service.engine.errors import QueueFullError
+from expertd.service.engine.queues import Queues
+from expertd.service.engine.steps import Chunk, Pending, State
+from expertd.service.settings.parts import Limits
+from tests.service.runners import EchoRunner, layer_request
+
+LIMITS = {"max_request_tokens": 32, "max_batch_tokens": 32, "prefill_chunk_tokens": 8}
+
+
+class Filled:
+    """Queues to which a test adds requests, and from which it takes steps."""
+
+    def __init__(self, models: Mapping[str, float] | None = None, **limits: int) -> None:
+        self.queues = Queues(Limits.model_validate({**LIMITS, **limits}))
+        self.models = models or {"0": 1.0}
+        self.queues.set_runners({model: EchoRunner() for model in self.models}, self.models)
+
+    def add(self, *sizes: int, model: str = "0", caller: int = 0, priority: int = 128) -> list[Pending]:
+        added = []
+        for size in sizes:
+            request = layer_request([float(i) for i in range(size)])
+            added.append(Pending(model, request, lambda _: None, False, priority, caller))
+            self.queues.add(added[-1])
+        return added
+
+    def step(self) -> list[int]:
+        """The tokens of the next step's parts."""
+        return [chunk.request.num_tokens for chunk in self.chunks()]
+
+    def chunks(self) -> list[Chunk]:
+        """The next step, which ends at once."""
+        step = self.queues.next_step()
+        for chunk in step:
+            self.queues.end(chunk, bytes(4 * chunk.request.num_tokens))
+        return step
+
+    def rest(self) -> list[list[int]]:
+        """All further steps."""
+        steps = []
+        while self.queues.turns:
+            steps.append(self.step())
+        return steps
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "most", "sizes"),
+    [
+        (4096, 1024, [1024, 1024, 1024, 1024]),
+        (1100, 1024, [576, 524]),
+        (2049, 1024, [704, 704, 641]),
+        (1025, 1024, [576, 449]),
+        (10, 8, [8, 2]),
+        (3, 1, [1, 1, 1]),
+    ],
+)
+def test_chunks_are_about_equal(num_tokens: int, most: int, sizes: list[int]) -> None:
+    got = []
+    while num_tokens:
+        got.append(chunk_size(num_tokens, most))
+        num_tokens -= got[-1]
+    assert got == sizes
+
+
+def test_long_requests_alone_are_computed_whole() -> None:
+    filled = Filled()
+    filled.add(32, 20)
+    assert filled.rest() == [[32], [20]]
+
+
+def test_chunks_and_others_take_turns() -> None:
+    filled = Filled()
+    filled.add(32, 32)
+    filled.add(1, 2)
+    assert [filled.step(), filled.step(), filled.step()] == [[1, 2], [8], [8]]
+    filled.add(1)
+    assert [filled.step(), filled.step()] == [[1], [8]]
+    assert filled.rest() == [[8]] * 5
+
+
+def test_others_wait_for_one_chunk_however_often_they_come() -> None:
+    filled = Filled()
+    filled.add(32, 1)
+    steps = []
+    for _ in range(6):
+        steps.append(filled.step())
+        filled.add(1)
+    assert steps == [[1], [8], [1, 1], [8], [1, 1], [8]]
+
+
+def test_chunks_may_join_others() -> None:
+    filled = Filled(join_chunks=True)
+    filled.add(32, 32)
+    filled.add(1, 2)
+    assert filled.step() == [1, 2, 8]
+    filled.add(1)
+    assert filled.step() == [1, 8]
+    assert filled.rest() == [[8]] * 6
+
+
+@pytest.mark.parametrize("sizes", [(1, 32), (32, 1)])
+def test_it_does_not_matter_which_comes_first(sizes: tuple[int, int]) -> None:
+    filled = Filled()
+    filled.add(*sizes)
+    assert filled.rest() == [[1], [8], [8], [8], [8]]
+
+
+def test_requests_that_arrive_while_a_long_one_is_computed_compete_with_the_next() -> None:
+    filled = Filled()
+    filled.add(32)
+    whole = filled.queues.next_step()
+    assert [chunk.request.num_tokens for chunk in whole] == [32]
+    filled.add(1)
+    filled.queues.end(whole[0], b"")
+    assert filled.step() == [1]
+    filled.add(32)
+    assert filled.step() == [8], "others may arrive during this step, too"
+
+
+def test_requests_one_after_the_other_do_not_compete() -> None:
+    filled = Filled()
+    for _ in range(3):
+        filled.add(1)
+        assert filled.step() == [1]
+        filled.add(32)
+        assert filled.step() == [32]
+        filled.queues.just_ended = False  # sources have been polled
+
+
+def test_requests_stop_competing_after_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    filled = Filled()
+    filled.add(32, 1)
+    assert [filled.step(), filled.step()] == [[1], [8]]
+    now = time.perf_counter()
+    monkeypatch.setattr(time, "perf_counter", lambda: now + 9.9)
+    assert filled.step() == [8]
+    monkeypatch.setattr(time, "perf_counter", lambda: now + 10.1)
+    assert filled.step() == [16], "the rest"
+
+
+def test_requests_of_several_models_compete() -> None:
+    filled = Filled({"0": 1.0, "1": 1.0})
+    filled.add(32)
+    filled.add(1, model="1")
+    steps = [filled.step() for _ in range(5)]
+    assert sorted(steps) == [[1], [8], [8], [8], [8]]
+    assert steps.index([1]) <= 1
+
+
+def test_chunks_can_be_turned_off() -> None:
+    filled = Filled(prefill_chunk_tokens=0)
+    filled.add(32, 1)
+    assert filled.rest() == [[32], [1]]
+
+
+def test_others_leave_room_for_a_chunk_that_joins_them() -> None:
+    filled = Filled(join_chunks=True)
+    filled.add(32)
+    filled.add(*[8] * 6)
+    assert filled.step() == [8, 8, 8, 8], "three requests and a chunk"
+    assert filled.queues["0"].num_requests == 4
+    assert filled.rest() == [[8, 8, 8, 8], [8], [8]]
+
+
+def test_a_chunk_leaves_room_for_others_however_large_it_may_be() -> None:
+    filled = Filled(prefill_chunk_tokens=31, join_chunks=True)
+    filled.add(32, 31, 31)
+    assert filled.step() == [31, 1], "the room that the first one leaves"
+    assert filled.step() == [31, 1]
+    assert filled.rest() == [[30]]
+
+
+@pytest.mark.parametrize("join_chunks", [False, True])
+def test_priorities_hold_for_long_requests(join_chunks: bool) -> None:
+    filled = Filled(join_chunks=join_chunks)
+    filled.add(16, priority=2)
+    filled.add(1, priority=3)
+    assert filled.step() == [8], "the other one is less urgent"
+    filled.add(1, 1, priority=1)
+    steps = [[1, 1, 8]] if join_chunks else [[1, 1], [8]]
+    assert [filled.step() for _ in steps] == steps
+    assert filled.rest() == [[1]]
+
+
+def test_more_urgent_requests_need_not_wait_for_chunks() -> None:
+    filled = Filled()
+    filled.add(32, priority=2)
+    for _ in range(3):
+        filled.add(1, priority=1)
+        assert filled.step() == [1]
+    assert filled.step() == [8]
+
+
+def test_callers_share_the_long_requests_of_a_model() -> None:
+    filled = Filled()
+    filled.add(32, 32, 32, caller=1)
+    filled.add(32, caller=2)
+    callers = []
+    while filled.queues.turns:
+        callers += [chunk.pending.caller for chunk in filled.chunks()]
+    assert callers == [1, 2, 1, 1]
+
+
+def test_a_callers_long_requests_delay_others_by_one_chunk() -> None:
+    filled = Filled()
+    filled.add(*[32] * 8, caller=1)
+    filled.add(1, caller=2)
+    filled.add(1, caller=1)
+    assert [filled.step(), filled.step()] == [[1, 1], [8]]
+
+
+def test_what_is_left_of_a_removed_request_is_not_computed() -> None:
+    filled = Filled()
+    first, second = filled.add(32, 32)
+    filled.add(1)
+    assert [filled.step(), filled.step()] == [[1], [8]]
+    assert filled.queues["0"].num_tokens == 56
+    assert filled.queues.remove(first)
+    assert first.state is State.CANCELLED
+    assert (filled.queues["0"].num_requests, filled.queues["0"].num_tokens) == (1, 32)
+    assert filled.queues.remove(second)
+    assert not filled.queues.turns
+    filled.add(32)
+    assert filled.rest() == [[8]] * 4, "others may still come"
+
+
+def test_a_failed_chunk_ends_its_request() -> None:
+    filled = Filled()
+    filled.add(32, 1)
+    assert filled.step() == [1]
+    (chunk,) = filled.queues.next_step()
+    error = RuntimeError("broken")
+    assert filled.queues.end(chunk, error) is error
+    assert not filled.queues.turns
+    assert filled.queues["0"].num_tokens == 0
+
+
+def test_models_share_the_devices_time_by_weight() -> None:
+    filled = Filled({"0": 1.0, "1": 3.0})
+    for model, seconds in (("0", 0.001), ("1", 0.001)):
+        filled.queues[model].note(1, seconds)
+        filled.add(*[32] * 100, model=model)
+    models = Counter(filled.queues.next_step()[0].pending.model for _ in range(40))
+    assert models == {"0": 10, "1": 30}
+
+
+def test_a_model_with_long_steps_gets_fewer_of_them() -> None:
+    filled = Filled({"0": 1.0, "1": 1.0})
+    for model, seconds in (("0", 0.009), ("1", 0.001)):
+        filled.queues[model].note(32, seconds)
+        filled.add(*[32] * 100, model=model)
+    models = Counter(filled.queues.next_step()[0].pending.model for _ in range(50))
+    assert models == {"0": 5, "1": 45}
+
+
+def test_a_model_that_was_idle_has_no_claim_to_the_past() -> None:
+    filled = Filled({"0": 1.0, "1": 1.0})
+    for model in ("0", "1"):
+        filled.queues[model].note(32, 0.001)
+        filled.add(*[32] * 20, model="0")
+    for _ in range(20):
+        filled.step()
+    filled.add(*[32] * 10, model="1")
+    models = [filled.queues.next_step()[0].pending.model for _ in range(10)]
+    assert Counter(models) == {"0": 5, "1": 5}
+    assert models[0] == "1", "it has had less"
+
+
+def test_a_step_with_a_chunk_does_not_begin_early() -> None:
+    filled = Filled()
+    filled.add(32)
+    assert filled.queues.is_next_large(32)
+    assert not filled.queues.is_next_large(33)
+    filled.add(1)
+    assert not filled.queues.is_next_large(8)
+
+
+def test_a_request_found_right_after_a_long_ones_step_has_waited_for_it() -> None:
+    filled = Filled()
+    filled.add(32)
+    assert filled.step() == [32]
+    filled.add(1)  # by a poll after the step
+    filled.queues.just_ended = False
+    assert filled.step() == [1]
+    filled.add(32)
+    assert filled.step() == [8]
+
+
+@pytest.mark.parametrize("limit", [{"max_queue_requests": 3}, {"max_queue_tokens": 40}])
+def test_a_full_queue_has_room_for_one_request_of_each_other_key(limit: dict[str, int]) -> None:
+    filled = Filled(None, **limit)
+    filled.add(32, 4, 4, caller=1)
+    with pytest.raises(QueueFullError):
+        filled.add(1, caller=1)
+    with pytest.raises(QueueFullError):
+        filled.add(1)  # without a key, anybody may call, again and again
+    for caller in (2, 3):
+        filled.queues.check_room("0", 1, caller)
+        filled.add(1, caller=caller)
+        with pytest.raises(QueueFullError):
+            filled.add(1, caller=caller)
+    assert filled.queues["0"].num_requests == 5

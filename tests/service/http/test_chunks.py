@@ -1,0 +1,285 @@
+"""Long requests in chunks, served: the same answers over HTTP and channels, and callers by their keys."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from expertd.service.engine.loading import load
+from tests.service.apps import (
+    HIDDEN,
+    MODEL,
+    Serving,
+    binary_request,
+    hidden_request,
+    json_request,
+    rows,
+    serving,
+    serving_runner,
+    tiny_settings,
+)
+from tests.service.channels.servers import answer_of, answer_to, claimed
+from tests.service.competing import CHUNKS, HeldRunner, competing, holding, in_chunks, polled, waiting
+from tests.service.keys import bearer, write_keys
+from tests.service.ranks.servers import close, output_for
+from tests.service.ranks.steps import routed, routing
+from tests.service.regions import region_input, region_output, registered
+from tests.service.runners import EchoRunner
+from tests.service.shm import shm_file
+from tests.service.sockets import connect, infer, listening
+from tests.service.waiting import until
+
+LONG = rows(64, 5)
+
+
+@asynccontextmanager
+async def chunking(
+    directory: Path | None = None, **changes: Any
+) -> AsyncIterator[tuple[Serving, HeldRunner]]:
+    """A server of the layer "tiny" with chunks of 16 tokens, and with channels if there is a directory."""
+    if directory is not None:
+        changes["channels"] = {"socket": str(directory / "channels")}
+    loader, held = holding(load)
+    async with serving(tiny_settings(CHUNKS, **changes), loader) as server:
+        yield server, held[0]
+
+
+async def test_outputs_are_those_of_whole_requests() -> None:
+    async with chunking() as (server, runner):
+        whole = await output_for(server, LONG)
+        assert runner.steps == [[64]], "nobody competes"
+        assert server.metric("chunks_total", model="tiny") == 0
+        assert close(await in_chunks(server, runner, lambda: output_for(server, LONG)), whole)
+        assert server.metric("chunks_total", model="tiny") == 4
+
+
+@pytest.mark.parametrize("ids", ["INT32", "INT64"])
+async def test_outputs_with_given_routing(ids: str) -> None:
+    async with chunking() as (server, runner):
+        whole = await routed(server, LONG, ids)
+        assert close(await in_chunks(server, runner, lambda: routed(server, LONG, ids)), whole)
+
+
+@pytest.mark.parametrize("datatype", ["FP16", "BF16"])
+async def test_outputs_of_other_datatypes(datatype: str) -> None:
+    bits = LONG.astype(np.float16) if datatype == "FP16" else (LONG.view(np.uint32) >> 16).astype(np.uint16)
+    tensors = {"hidden_states": (datatype, [64, HIDDEN], bits.tobytes())}
+    parameters = {"binary_data_output": True}
+    async with chunking() as (server, runner):
+
+        async def output() -> "np.ndarray[tuple[int, ...], np.dtype[np.float32]]":
+            response = await server.infer(*binary_request(tensors, parameters=parameters))
+            assert response.status_code == 200, response.text
+            data = response.content[int(response.headers["inference-header-content-length"]) :]
+            if datatype == "FP16":
+                return np.frombuffer(data, np.float16).astype(np.float32)
+            return (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+        whole = await output()
+        got = await in_chunks(server, runner, output)
+    assert np.abs(got - whole).max() <= 2**-7 * np.abs(whole).max()
+
+
+@pytest.mark.parametrize("given", [False, True])
+async def test_outputs_through_a_channel(tmp_path: Path, given: bool) -> None:
+    arguments = routing(64) if given else ()
+    async with chunking(tmp_path) as (server, runner):
+        peer = await claimed(server, max_tokens=64)
+
+        async def output() -> "np.ndarray[tuple[int, ...], np.dtype[np.float32]]":
+            return await asyncio.to_thread(peer.infer, LONG, *arguments)
+
+        whole = await output()
+        assert runner.steps == [[64]]
+        async with polled(server):
+            assert close(await in_chunks(server, runner, output), whole)
+        peer.close()
+
+
+async def test_outputs_in_shared_memory() -> None:
+    async with chunking(shared_memory={"enabled": True}) as (server, runner):
+        whole = await output_for(server, LONG)
+        with shm_file(2 * LONG.nbytes) as file:
+            file.write(LONG, 0)
+            await registered(server, "r", file.key, 2 * LONG.nbytes)
+            outputs = region_output("r", LONG.nbytes, LONG.nbytes)
+            body = json_request(region_input("r", [64, HIDDEN]), outputs=outputs)
+            response = await in_chunks(server, runner, lambda: server.infer(body))
+            assert response.status_code == 200, response.text
+            got = np.frombuffer(file.read(LONG.nbytes, LONG.nbytes), np.float32).reshape(LONG.shape)
+        assert close(got, whole)
+
+
+async def test_a_client_that_leaves_between_chunks_ends_its_request() -> None:
+    async with chunking() as (server, runner), listening(server) as port:
+        async with competing(server, runner):
+            sock = connect(port)
+            sock.sendall(infer(*hidden_request(LONG)))
+            await until(lambda: waiting(server) == 2)
+            sock.close()
+            await until(lambda: waiting(server) == 1)
+        assert runner.steps == [[1], [1]]
+
+
+@pytest.mark.parametrize("over_http", [True, False])
+async def test_a_timeout_between_chunks_ends_a_request(tmp_path: Path, over_http: bool) -> None:
+    async with chunking(tmp_path) as (server, runner):
+        peer = await claimed(server, max_tokens=64)
+        async with competing(server, runner):
+            if over_http:
+                body = hidden_request(LONG, parameters={"timeout": 500_000})
+                response = asyncio.ensure_future(server.infer(*body))
+            else:
+                sequence = peer.send(64, peer.places(1), timeout=0.5)
+                server.app.engine.scheduler.poll_sources()
+            await until(lambda: waiting(server) == 2)
+            runner.let(3)
+            await until(lambda: runner.steps == [[1], [1], [16], [16]])
+            assert waiting(server) == 1
+            await until(lambda: waiting(server) == 0)
+        status = (await response).status_code if over_http else (await answer_to(peer, sequence)).status
+        assert status == 503
+        peer.close()
+    assert runner.steps == [[1], [1], [16], [16]]
+
+
+async def test_what_waits_in_a_channel_during_a_step_competes(tmp_path: Path) -> None:
+    """The worker thread finds it after the step."""
+    async with chunking(tmp_path) as (server, runner):
+        peers = [await claimed(server, max_tokens=64) for _ in range(2)]
+        runner.close()
+        sent = [peers[0].send(64, peers[0].places(1))]
+        await until(lambda: runner.steps == [[64]])
+        sent.append(peers[1].send(1, peers[1].places(1)))
+        runner.open()
+        for peer, sequence in zip(peers, sent, strict=True):
+            assert (await answer_to(peer, sequence)).status == 200
+        assert (await answer_of(peers[0], 64)).status == 200
+        for peer in peers:
+            peer.close()
+    assert runner.steps == [[64], [1], [16], [16], [16], [16]]
+
+
+async def test_a_channels_request_can_be_cancelled_between_chunks(tmp_path: Path) -> None:
+    async with chunking(tmp_path) as (server, runner):
+        peer = await claimed(server, max_tokens=64)
+        async with competing(server, runner):
+            sequence = peer.send(64, peer.places(1))
+            server.app.engine.scheduler.poll_sources()
+            await until(lambda: waiting(server) == 2)
+            runner.let(2)
+            await until(lambda: runner.steps == [[1], [1], [16]])
+            peer.cancel(sequence)
+            server.app.engine.scheduler.poll_sources()
+            assert waiting(server) == 0
+            assert not peer.answered(sequence), "the step still writes its output"
+        assert (await answer_to(peer, sequence)).status == 499
+        peer.close()
+    assert runner.steps == [[1], [1], [16]]
+
+
+async def test_keys_share_a_full_server(tmp_path: Path) -> None:
+    keys = write_keys(tmp_path / "keys.yaml", heavy=["infer"], light=["infer"])
+    loader, held = holding(load)
+    limits = {"max_batch_tokens": 64}
+    order: list[str] = []
+    async with serving(tiny_settings(limits, keys=str(keys)), loader) as server:
+
+        async def send(name: str, num_tokens: int) -> None:
+            body, length = hidden_request(rows(num_tokens))
+            response = await server.infer(body, length, **bearer(name))
+            assert response.status_code == 200
+            order.append(name)
+
+        held[0].close()
+        calls = [asyncio.ensure_future(send("heavy", 1))]
+        await until(lambda: held[0].steps == [[1]])
+        for _ in range(4):
+            calls.append(asyncio.ensure_future(send("heavy", 64)))
+            await until(lambda: waiting(server) == len(calls) - 1)
+        calls.append(asyncio.ensure_future(send("light", 64)))
+        await until(lambda: waiting(server) == 5)
+        held[0].open()
+        await asyncio.gather(*calls)
+    assert order == ["heavy", "heavy", "light", "heavy", "heavy", "heavy"]
+
+
+async def test_a_key_does_not_shut_others_out_of_a_full_queue(tmp_path: Path) -> None:
+    keys = write_keys(tmp_path / "keys.yaml", heavy=["infer"], light=["infer"])
+    loader, held = holding(load)
+    async with serving(tiny_settings({"max_queue_requests": 1}, keys=str(keys)), loader) as server:
+
+        def send(name: str) -> "asyncio.Task[httpx.Response]":
+            body, length = hidden_request(rows(1))
+            return asyncio.create_task(server.infer(body, length, **bearer(name)))
+
+        held[0].close()
+        calls = [send("heavy")]
+        await until(lambda: held[0].steps == [[1]])
+        for name in ("heavy", "light"):
+            calls.append(send(name))
+            await until(lambda: waiting(server) == len(calls) - 1)
+        assert [(await send(name)).status_code for name in ("heavy", "light")] == [503, 503]
+        held[0].open()
+        assert [(await call).status_code for call in calls] == [200, 200, 200]
+
+
+async def test_channels_belong_to_the_keys_that_opened_them(tmp_path: Path) -> None:
+    keys = write_keys(tmp_path / "keys.yaml", heavy=["infer"], light=["infer"])
+    loader, held = holding(load)
+    settings = tiny_settings(
+        {"max_batch_tokens": 64}, keys=str(keys), channels={"socket": str(tmp_path / "channels")}
+    )
+    async with serving(settings, loader) as server:
+        peers = {}
+        for name in ("heavy", "light"):
+            server.http.headers.update(bearer(name))
+            peers[name] = await claimed(server, max_tokens=64)
+        held[0].close()
+        sent = []
+        for name, num_tokens in (("heavy", 1), ("heavy", 64), ("heavy", 63), ("light", 62)):
+            peer = peers[name]
+            sent.append((peer, peer.send(num_tokens, peer.places(peer.sequence + 1))))
+            await until(lambda: bool(held[0].steps))
+        server.app.engine.scheduler.poll_sources()
+        held[0].open()
+        for peer, sequence in sent:
+            assert (await answer_to(peer, sequence)).status == 200
+        for peer in peers.values():
+            peer.close()
+    assert held[0].steps == [[1], [64], [62], [63]]
+
+
+async def test_models_share_the_device_by_their_weights() -> None:
+    """Steps of one size, of which each model always has some in its queue."""
+    runner = EchoRunner()
+    models = [{**MODEL, "name": "tiny", "weight": 3}, {**MODEL, "name": "other"}]
+    order: list[str] = []
+    async with serving(
+        tiny_settings({"max_batch_tokens": 64}, models=models), serving_runner(runner)
+    ) as server:
+
+        async def send(model: str) -> None:
+            body, length = hidden_request(LONG)
+            headers = {"Inference-Header-Content-Length": str(length)}
+            answer = await server.http.post(f"/v2/models/{model}/infer", content=body, headers=headers)
+            assert answer.status_code == 200
+            order.append(model)
+
+        for model in ("tiny", "other"):
+            await send(model)  # what a step takes is known from now on
+        runner.gate.clear()
+        calls = [asyncio.ensure_future(send("other"))]
+        await until(lambda: len(runner.steps) == 3)
+        for model in ("tiny", "other"):
+            calls += [asyncio.ensure_future(send(model)) for _ in range(6)]
+            await until(lambda model=model: server.metric("queue_requests", model=model) == 6)  # type: ignore[misc]
+        runner.gate.set()
+        await asyncio.gather(*calls)
+    assert order[:2] == ["tiny", "other"]
+    assert order[3:11].count("tiny") == 6
