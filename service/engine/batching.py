@@ -166,6 +166,25 @@ class Scheduler:
         """For metrics."""
         return QueueState(*self.waiting(model), self._queues[model].num_chunks)
 
+    def step_in_flight(self) -> tuple[int | None, float]:
+        """A number of the first step in flight, None: there is none; and its likely seconds, 0: unknown."""
+        progress = self._stepping.progress
+        if not (chunks := self._stepping.in_flight()):
+            return None, 0.0
+        num_tokens = sum(chunk.request.num_tokens for chunk in chunks)
+        return progress, self._queues[chunks[0].pending.model].likely_seconds(num_tokens)
+
+    def give_up(self, error: Exception) -> None:
+        """Answer every request with `error`, also those of a step that never ends; on the event loop."""
+        self._closed = True
+        stuck = [chunk.pending for chunk in self._stepping.in_flight()]
+        stuck += [chunk.pending for running in self._stepping.running.copy() for chunk in running.chunks]
+        for pending in self._queues.all_waiting():
+            self.cancel(pending, error)
+        for pending in dict.fromkeys(stuck):
+            done, pending.done = pending.done, _ignore  # the end of the step, if it comes
+            done(error)
+
     def failures(self, model: str) -> int:
         """The number of consecutive failed steps of `model`, up to now."""
         return self._queues[model].failures
@@ -328,6 +347,10 @@ class Scheduler:
         quiet = self._sleeping and not self._queues.turns
         if quiet and time.perf_counter() - self._ended_here < _AWAKE_SECONDS:
             self._delivery.loop.call_soon(self._stay_awake)
+
+
+def _ignore(answer: object) -> None:
+    """Of a request that has been given up."""
 
 
 def _is_short(queue: Queue) -> bool:

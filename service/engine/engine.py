@@ -26,6 +26,7 @@ from expertd.service.engine.queue_metrics import QueueState, queue_metrics
 from expertd.service.engine.shared_memory import SharedMemory
 from expertd.service.engine.spec import MODEL_VERSION, LayerSpec, served, specs_of
 from expertd.service.engine.steps import DEFAULT_PRIORITY, Done, Pending
+from expertd.service.engine.watchdog import Watchdog
 from expertd.service.memory import Arena, RegionUses
 from expertd.service.moe.request import LayerRequest, zero_request
 from expertd.service.sentences import all_of
@@ -64,6 +65,8 @@ class Engine:
         self._load = load
         self._loading: asyncio.Task[None] | None = None
         self._retries: dict[str, asyncio.Task[None]] = {}
+        self._watchdog: Watchdog | None = None
+        self._hangs: str | None = None
         metrics.add_models({model.name: model.num_experts for model in settings.models})
         metrics.watch_jit(jit_stats)
         metrics.watch_models(lambda: {name: self.why_not_ready(name) is None for name in self.models})
@@ -80,6 +83,8 @@ class Engine:
         A model whose steps keep failing is not ready. It still accepts requests, and the first step that
         succeeds makes it ready again.
         """
+        if self._hangs is not None:
+            return self._hangs
         if self.phase is not Phase.READY:
             return f"the server is {self.phase.value}"
         if not self.can_be_reached():
@@ -147,6 +152,8 @@ class Engine:
     def start(self) -> None:
         """Start the worker thread, which then loads the models; returns at once."""
         self.scheduler.start()
+        if self.settings.num_ranks == 1:  # else their group notices
+            self._watchdog = Watchdog(self.scheduler, self.settings.step_timeout_seconds, self._give_up)
         self._loading = asyncio.get_running_loop().create_task(self._finish_loading())
 
     async def wait_loaded(self) -> None:
@@ -177,7 +184,10 @@ class Engine:
     async def stop(self) -> None:
         """Stop the worker thread, waiting a few seconds at most for a step or compilation in progress."""
         self.begin_drain()
-        if await asyncio.to_thread(self.scheduler.stop, _STOP_SECONDS):
+        stopped = await asyncio.to_thread(self.scheduler.stop, _STOP_SECONDS)
+        if self._watchdog is not None:
+            self._watchdog.stop()
+        if stopped:
             await self.shared_memory.stop()
             if self.arena is not None:
                 self.arena.close()
@@ -259,6 +269,11 @@ class Engine:
     def _load_all(self) -> tuple[Loaded, Arena]:
         loaded = self._load(self.settings, lambda: self.phase is not Phase.LOADING)
         return loaded, Arena(self.settings.buffered_bytes, loaded.register)
+
+    def _give_up(self, why: str) -> None:
+        """The device hangs, and the worker thread with it: the server ends."""
+        self._hangs, self.phase = why, Phase.FAILED
+        self.scheduler.give_up(DeviceLostError(why))
 
     def _failing(self, models: tuple[str, ...]) -> list[str]:
         return [model for model in models or self.models if self.scheduler.failures(model) >= _FAILING_STEPS]

@@ -42,6 +42,8 @@ class Running:
 class Stepping:
     """For the thread that uses the device at the time.
 
+    progress      changes when a step begins or ends
+    in_step       what a step computes whose beginning or end this thread is at
     returning     sources' requests of the last step whose callers have not sent another one
     rejoin_until  when the next step no longer waits for them
     chores        what may wait until the next step runs, or until there is none: the next request of a caller
@@ -50,6 +52,8 @@ class Stepping:
 
     def __init__(self, queues: Queues, delivery: Delivery, observer: StepObserver) -> None:
         self.running: deque[Running] = deque()
+        self.progress = 0
+        self.in_step: list[Chunk] | None = None
         self.chores: deque[Callable[[], None]] = deque()
         self.returning = 0
         self.rejoin_until = 0.0
@@ -66,6 +70,8 @@ class Stepping:
             if pending.began is None:
                 pending.began = began
             direct = direct and pending.on_worker and pending.request.output is not None
+        self.progress += 1
+        self.in_step = chunks
         try:
             runner = self._queues[chunks[0].pending.model].runner
             step = runner.begin([chunk.request for chunk in chunks])
@@ -73,6 +79,8 @@ class Stepping:
             self._finish_all()  # keep the order of the answers
             self._failed(chunks, error)
             return
+        finally:
+            self.in_step = None
         running = Running(chunks, step, began, direct)
         if step.is_done() and not self.running:
             self._finish(running)
@@ -90,23 +98,40 @@ class Stepping:
         """Run a whole step of one request on the event loop, and answer it."""
         pending = chunk.pending
         pending.began = began = time.perf_counter()
+        self.progress += 1
+        self.in_step = [chunk]
         try:
             step = self._queues[pending.model].runner.begin([chunk.request])
             result = step.finish()
         except Exception as error:
             self._failed([chunk], error)
             return
+        finally:
+            self.in_step = None
         self._note(Running([chunk], step, began, False), result)
         self._delivery.deliver(self._answers([chunk], result.outputs, result.compute_seconds))
+
+    def in_flight(self) -> list[Chunk]:
+        """What the first step in flight computes; for any thread, at about this time."""
+        running = self.running.copy()
+        return self.in_step or (running[0].chunks if running else [])
 
     def _finish_all(self) -> None:
         while self.running:
             self.finish_first()
 
     def _finish(self, running: Running) -> None:
-        if running.is_direct:
-            self._finish_directly(running)
-            return
+        self.in_step = running.chunks
+        try:
+            if running.is_direct:
+                self._finish_directly(running)
+            else:
+                self._finish_and_copy(running)
+        finally:
+            self.in_step = None
+            self.progress += 1
+
+    def _finish_and_copy(self, running: Running) -> None:
         try:
             result = running.step.finish()
             answers = self._answers(running.chunks, result.outputs, result.compute_seconds)

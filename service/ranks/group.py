@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from expertd.service.engine.errors import DeviceLostError
+from expertd.service.engine.step_time import StepTime
 from expertd.service.ranks.inbox import Inbox
 from expertd.service.ranks.members import MeetCommand
 from expertd.service.ranks.messages import StepEnd
@@ -13,7 +14,6 @@ from expertd.service.ranks.rank import Rank
 from expertd.service.ranks.regions import Region
 from expertd.service.ranks.setup import SPIN_SECONDS, STOP
 from expertd.service.ranks.starting import MAP_SECONDS, end_ranks
-from expertd.service.ranks.step_time import StepTime
 
 _LOOK_SECONDS = 0.25  # between two looks for ranks that were stopped, and at the time of a step
 _ANSWER_SECONDS = 120.0  # capturing the CUDA graphs of all layers takes seconds
@@ -56,7 +56,7 @@ class RankGroup:
         self._why_beside = why_beside
         self._is_over = False  # no rank runs a step any more
         self._flights: dict[int, _Flight] = {}  # steps that are not over
-        self._first_step = StepTime(step_seconds)
+        self._first_step = StepTime("a rank", step_seconds)
 
     def look(self, seconds: float = _LOOK_SECONDS) -> None:
         """Take what ranks say, and notice those that are lost; at most for `seconds`."""

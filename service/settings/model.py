@@ -110,8 +110,8 @@ class Settings(BaseSettings):
         default=60,
         gt=0,
         allow_inf_nan=False,
-        description="seconds that a step may take on the ranks; then one of them hangs, and all start again "
-        "(docs/parallel.md)",
+        description="seconds that a step may take; then the device hangs, and the process exits "
+        "(docs/http.md), or a rank does, and all start again (docs/parallel.md)",
     )
     on_rank_loss: Literal["restart", "shrink"] = Field(
         default="restart",

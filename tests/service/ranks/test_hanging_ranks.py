@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from expertd.service.ranks.step_time import StepTime
+from expertd.service.engine.step_time import StepTime
 from tests.service.apps import Serving, error_of, hidden_request, rows, tiny_settings
 from tests.service.ranks.hanging import allow_hanging, hang
 from tests.service.ranks.servers import output_for, rank_processes, serving_ranks
@@ -36,7 +36,7 @@ def late_after(time_of_steps: StepTime, clock: Clock, number: int | None, second
 
 def test_a_step_is_late_by_its_own_time() -> None:
     clock = Clock()
-    times = StepTime(2.0, clock)
+    times = StepTime("a rank", 2.0, clock)
     assert not late_after(times, clock, None, 10.0)
     assert not late_after(times, clock, 1, 2.0)
     assert not late_after(times, clock, 2, 2.0), "it had to wait for the first"
@@ -47,7 +47,7 @@ def test_a_step_is_late_by_its_own_time() -> None:
 
 def test_time_in_which_the_front_end_did_not_run_does_not_count() -> None:
     clock = Clock()
-    times = StepTime(2.0, clock)
+    times = StepTime("a rank", 2.0, clock)
     assert not late_after(times, clock, 1, 0.5)
     clock.now += 100.0
     assert times.why_late(1) is None

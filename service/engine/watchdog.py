@@ -1,0 +1,63 @@
+"""Notices that the device hangs: a step that never ends, or a process that does not get on."""
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Callable
+
+from expertd.service.engine.batching import Scheduler
+from expertd.service.engine.step_time import StepTime
+
+logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 0.25
+_LEAST_SECONDS = 10.0  # for any step: others may use the device, or the cores
+_TIMES = 20  # as long as a step of its size took before
+_ANSWER_SECONDS = 5.0  # for the event loop, which may be the one that waits for the step
+
+
+def limit_of(most_seconds: float, likely_seconds: float) -> float:
+    """The seconds that a step may take which likely takes `likely_seconds`; 0: unknown."""
+    expected = max(_LEAST_SECONDS, _TIMES * likely_seconds) if likely_seconds else most_seconds
+    return min(most_seconds, expected)
+
+
+class Watchdog:
+    """Looks at the steps of `scheduler` on a thread of its own, until `stop`.
+
+    most_seconds  that any step may take
+    on_hang       is called with a sentence, once, on the event loop; if that hangs, too, the process exits
+    """
+
+    def __init__(self, scheduler: Scheduler, most_seconds: float, on_hang: Callable[[str], None]) -> None:
+        self._scheduler, self._most = scheduler, most_seconds
+        self._on_hang = on_hang
+        self._loop = asyncio.get_running_loop()
+        self._stopped = threading.Event()
+        threading.Thread(target=self._run, name="expertd-watchdog", daemon=True).start()
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._stopped.set()
+
+    def _run(self) -> None:
+        time_of_step = StepTime("the device", self._most)
+        while not self._stopped.wait(_LOOK_SECONDS):
+            progress, likely = self._scheduler.step_in_flight()
+            if (why := time_of_step.why_late(progress, limit_of(self._most, likely))) is not None:
+                self._tell(why)
+                return
+
+    def _tell(self, why: str) -> None:
+        logger.critical("%s: this process ends, and has to be started again", why)
+        told = threading.Event()
+
+        def tell() -> None:
+            told.set()
+            self._on_hang(why)
+
+        self._loop.call_soon_threadsafe(tell)
+        if not told.wait(_ANSWER_SECONDS):
+            logger.critical("the event loop hangs, too: exiting at once")
+            os._exit(1)

@@ -1,0 +1,129 @@
+"""A step that never ends: its request and those behind it are answered, and the process exits."""
+
+import asyncio
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+
+from expertd.service.engine.step_time import StepTime
+from expertd.service.engine.watchdog import limit_of
+from tests.paths import ROOT
+from tests.service.apps import error_of, hidden_request, rows, serving, serving_runner, tiny_settings
+from tests.service.processes import ServerProcess, clean_environment
+from tests.service.runners import EchoRunner
+from tests.service.waiting import until, wait_for
+
+
+async def test_every_request_is_answered_and_the_server_is_not_ready() -> None:
+    runner = EchoRunner()
+    settings = tiny_settings(step_timeout_seconds=0.5)
+    async with serving(settings, serving_runner(runner)) as server, asyncio.timeout(30):
+        assert (await server.infer(*hidden_request(rows(1)))).status_code == 200
+        runner.gate.clear()
+        stuck = [asyncio.create_task(server.infer(*hidden_request(rows(1)))) for _ in range(3)]
+        for task in stuck:
+            expected = "the device hangs: expected the end of a step within 0.5 s, got none"
+            assert error_of(await task, 503) == expected
+        assert error_of(await server.http.get("/v2/health/ready"), 503) == expected
+        assert (await server.http.get("/v2/health/live")).status_code == 200
+        assert (await server.infer(*hidden_request(rows(1)))).status_code == 503
+        runner.gate.set()  # the late end of the step answers nobody again
+        await until(lambda: not server.app.engine.scheduler.step_in_flight()[0])
+        assert server.app.engine.scheduler.unanswered == 0
+
+
+async def test_steps_that_end_are_left_alone() -> None:
+    settings = tiny_settings(step_timeout_seconds=0.5)
+    async with serving(settings, serving_runner(EchoRunner())) as server:
+        end = asyncio.get_running_loop().time() + 1.2
+        while asyncio.get_running_loop().time() < end:
+            assert (await server.infer(*hidden_request(rows(1)))).status_code == 200
+        assert server.app.engine.why_not_ready() is None
+
+
+def test_a_step_may_take_many_times_as_long_as_before() -> None:
+    assert limit_of(60.0, 0.0) == 60.0, "nothing is known of its size"
+    assert limit_of(60.0, 0.001) == 10.0
+    assert limit_of(60.0, 1.0) == 20.0
+    assert limit_of(60.0, 10.0) == 60.0
+    assert limit_of(5.0, 0.001) == 5.0
+    now = 100.0
+    times = StepTime("the device", 60.0, lambda: now)
+    assert times.why_late(1, 10.0) is None
+    for _ in range(11):
+        now += 1.0
+        why = times.why_late(1, 10.0)
+    assert why == "the device hangs: expected the end of a step within 10 s, got none"
+
+
+SERVER = """
+import sys, threading
+from expertd.service.http.server import serve
+from expertd.service.terminal import configure_logging
+from tests.service.apps import serving_runner, tiny_settings
+from tests.service.runners import EchoRunner
+
+runner = EchoRunner()
+runner.gate.clear()
+configure_logging("info")
+sys.exit(serve(tiny_settings(port=0, step_timeout_seconds=1), serving_runner(runner)))
+"""
+
+
+@pytest.mark.slow
+def test_the_process_exits(tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    with log.open("wb") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-c", SERVER], stderr=stderr, cwd=ROOT, env=clean_environment()
+        )
+    try:
+        server = ServerProcess(process, log)
+        server.wait_ready()
+        body, length = hidden_request(rows(1))
+        headers = {"Inference-Header-Content-Length": str(length)}
+        url = f"http://{server.url}/v2/models/tiny/infer"
+        answer = httpx.post(url, content=body, headers=headers, timeout=30)
+        assert "the device hangs" in error_of(answer, 503)
+        assert process.wait(30) == 1
+        assert "this process ends, and has to be started again" in log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_process_whose_event_loop_hangs_exits_at_once() -> None:
+    program = textwrap.dedent(
+        """
+        import asyncio, time
+        from expertd.service.engine import watchdog
+
+        class Stuck:
+            def step_in_flight(self):
+                return 1, 0.0
+
+        async def main():
+            watchdog._ANSWER_SECONDS = 0.2
+            watchdog.Watchdog(Stuck(), 0.3, lambda why: None)
+            time.sleep(30)
+
+        asyncio.run(main())
+        """
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=20,
+        env=clean_environment(),
+    )  # fmt: skip
+    assert ran.returncode == 1
+    assert "the event loop hangs, too: exiting at once" in ran.stderr
+
+
+def test_its_thread_ends_with_the_server() -> None:
+    assert wait_for(
+        lambda: all(thread.name != "expertd-watchdog" for thread in threading.enumerate()), "no watchdog"
+    )
