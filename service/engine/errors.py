@@ -1,5 +1,7 @@
 """The engine's exceptions; `service.engine.statuses` maps each to an HTTP status."""
 
+from collections.abc import Mapping
+
 
 class EngineError(Exception):
     """Base class; the text is one sentence for the caller.
@@ -48,6 +50,14 @@ class MemoryFullError(EngineError):
 
 class RequestRefusedError(EngineError):
     """The request is invalid, as the engine found; the text says why."""
+
+
+class SomeRefusedError(Exception):
+    """Some requests of a step are invalid, by their places in it; the others can be a step of their own."""
+
+    def __init__(self, refused: Mapping[int, RequestRefusedError]) -> None:
+        super().__init__(f"refused: {', '.join(map(str, refused.values()))}")
+        self.refused = refused
 
 
 class RegionsElsewhereError(Exception):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from expertd.service.engine.delivery import Answer, Delivery
-from expertd.service.engine.errors import DeviceLostError, RequestRefusedError, StepFailedError
+from expertd.service.engine.errors import DeviceLostError, SomeRefusedError, StepFailedError
 from expertd.service.engine.queues import Queues
 from expertd.service.engine.steps import Chunk, Step, StepObserver
 from expertd.service.moe.request import Output, StepResult
@@ -75,6 +75,12 @@ class Stepping:
         try:
             runner = self._queues[chunks[0].pending.model].runner
             step = runner.begin([chunk.request for chunk in chunks])
+        except SomeRefusedError as error:
+            for place, refusal in error.refused.items():
+                self._refuse([chunks[place]], refusal)
+            if others := [chunk for place, chunk in enumerate(chunks) if place not in error.refused]:
+                self.begin(others)
+            return
         except Exception as error:
             self._finish_all()  # keep the order of the answers
             self._failed(chunks, error)
@@ -103,6 +109,9 @@ class Stepping:
         try:
             step = self._queues[pending.model].runner.begin([chunk.request])
             result = step.finish()
+        except SomeRefusedError as error:
+            self._refuse([chunk], error.refused[0])
+            return
         except Exception as error:
             self._failed([chunk], error)
             return
@@ -198,11 +207,9 @@ class Stepping:
             self._refuse(chunks, error)
             return
         model = chunks[0].pending.model
-        refused = isinstance(error, RequestRefusedError)  # one of them, before the step began
-        if not refused:
-            self._queues[model].failures += 1
-            logger.error("step of model %s with %d requests failed", model, len(chunks), exc_info=error)
-            self._delivery.report_later(partial(self._observer.step_failed, model, len(chunks)))
+        self._queues[model].failures += 1
+        logger.error("step of model %s with %d requests failed", model, len(chunks), exc_info=error)
+        self._delivery.report_later(partial(self._observer.step_failed, model, len(chunks)))
         self._delivery.flush()
         if len(chunks) > 1:
             # One request may have caused it: retry each alone.
@@ -210,10 +217,8 @@ class Stepping:
                 self.begin([chunk])
                 self._finish_all()
             return
-        failure = error
-        if not refused:
-            failure = StepFailedError(f"the step failed: {type(error).__name__}")
-            failure.__cause__ = error
+        failure = StepFailedError(f"the step failed: {type(error).__name__}")
+        failure.__cause__ = error
         self._refuse(chunks, failure)
 
     def _refuse(self, chunks: list[Chunk], error: Exception) -> None:

@@ -41,7 +41,8 @@ def serve(settings: Settings, loader: Loader = load) -> int:
             except OSError as error:
                 raise BindError(str(error)) from error
         shared = Shared(app, app.infer, app.metrics, own)
-        region_files = 2 * settings.shared_memory.max_regions  # the file, and its mapping's own descriptor
+        # The file, its mapping's own descriptor, and one for ranks that start later.
+        region_files = (2 if settings.num_ranks == 1 else 3) * settings.shared_memory.max_regions
         allow_files(settings.limits.max_connections + region_files + _OTHER_FILES)
         server = _Server(app, shared, public, workers)
         logger.info("listening on %s", public.address)

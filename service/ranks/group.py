@@ -13,7 +13,7 @@ from expertd.service.ranks.messages import StepEnd
 from expertd.service.ranks.rank import Rank
 from expertd.service.ranks.regions import Region
 from expertd.service.ranks.setup import SPIN_SECONDS, STOP
-from expertd.service.ranks.starting import MAP_SECONDS, end_ranks
+from expertd.service.ranks.starting import end_ranks, map_seconds
 
 _LOOK_SECONDS = 0.25  # between two looks for ranks that were stopped, and at the time of a step
 _ANSWER_SECONDS = 120.0  # capturing the CUDA graphs of all layers takes seconds
@@ -76,15 +76,20 @@ class RankGroup:
             for rank in self.ranks:
                 rank.map(region)
         for region in regions:
-            self._wait(partial(self._is_mapped, region.number), MAP_SECONDS, "all to map memory")
+            self._wait(partial(self._is_mapped, region.number), map_seconds([region]), "all to map memory")
             for rank in self.ranks:
                 if error := rank.mapped[region.number]:
                     raise RuntimeError(f"{error} (rank {rank.number})")
 
     def unmap(self, region: Region) -> None:
-        """Have all ranks forget a region that no step uses any more."""
+        """Have all ranks forget a region that no step uses any more, and wait until they have closed it.
+
+        Raises DeviceLostError.
+        """
         for rank in self.ranks:
             rank.unmap(region.number)
+        closed = partial(self._is_closed, region.number)
+        self._wait(closed, map_seconds([region]), "all to close memory")
 
     def ask(self, *message: Any) -> dict[int, list[Any]]:
         """Each rank's answer about partitions, which it gives between two steps; for one thread at a time.
@@ -213,6 +218,9 @@ class RankGroup:
 
     def _is_mapped(self, region: int) -> bool:
         return all(rank.mapped.get(region) is not None for rank in self.ranks)
+
+    def _is_closed(self, region: int) -> bool:
+        return all(region not in rank.closing for rank in self.ranks)
 
     def _has_error(self, number: int) -> bool:
         return any(end.error for end in self._flights[number].ends.values())

@@ -25,7 +25,7 @@ from expertd.service.ranks.messages import StepCommand, StepEnd
 from expertd.service.ranks.moves import MOVED, NO_STEP, MoveCommand
 from expertd.service.ranks.placed import RankPlacements
 from expertd.service.ranks.regions import MappedRegions
-from expertd.service.ranks.setup import SPIN_SECONDS, RankSetup, Rings
+from expertd.service.ranks.setup import SPIN_SECONDS, RankSetup, Rings, Role
 from expertd.service.ranks.split import part_of, requests_of
 from expertd.service.ranks.step_graph import graph_of
 from expertd.service.settings.served import ModelSettings
@@ -82,7 +82,8 @@ class RankPart:
         say  tells the front end what has come of commands that are no steps
         """
         commands, bell = rings.commands, rings.command_bell
-        spin = SPIN_SECONDS if self._setup.settings.devices is None else _GPU_SPIN_SECONDS
+        here = self._setup.role is Role.HERE  # else commands come through other threads of this process
+        spin = _GPU_SPIN_SECONDS if here and self._setup.settings.devices is not None else SPIN_SECONDS
 
         def called() -> bool:
             return stopped() or bool(self.jobs) or not commands.is_empty()

@@ -1,6 +1,7 @@
 """The ranks that run steps at present, for all threads of the front end, and the memory that they share."""
 
 import threading
+from contextlib import suppress
 
 from expertd.service.engine.errors import DeviceLostError
 from expertd.service.engine.rank_metrics import RankDevice
@@ -62,11 +63,11 @@ class PresentRanks:
         return self._share(memory, of_caller=False)[1]
 
     def register_file(self, memory: Mapped) -> Unregister:
-        """As `register`, for a caller's file."""
+        """As `register`, for a caller's file. Raises also DeviceLostError."""
         return self._share(memory, of_caller=True)[1]
 
     def open_cuda(self, handle: bytes, device_id: int, num_bytes: int) -> DeviceMemory:
-        """Have all ranks open a caller's GPU memory; see `OpenCuda`. Raises ValueError."""
+        """Have all ranks open a caller's GPU memory; see `OpenCuda`. Raises ValueError, DeviceLostError."""
         check_handle(handle)
         try:
             region, close = self._share(Exported(handle, device_id, num_bytes), of_caller=True)
@@ -80,19 +81,26 @@ class PresentRanks:
             try:
                 if group is not None:
                     group.map([region])
+                elif of_caller:
+                    raise DeviceLostError(self._why)
             except DeviceLostError:
-                pass  # the next ones map it
+                if of_caller:  # it may be the cause
+                    self.regions.remove(region)
+                    raise
+                # The next ones map it.
             except BaseException:
                 self.regions.remove(region)
                 assert group is not None
-                group.unmap(region)  # those that could
+                with suppress(DeviceLostError):
+                    group.unmap(region)  # those that could
                 raise
 
         def unregister() -> None:
             with self._mapping:
                 self.regions.remove(region)
                 if self._group is not None:
-                    self._group.unmap(region)
+                    with suppress(DeviceLostError):
+                        self._group.unmap(region)
 
         return region, unregister
 

@@ -69,6 +69,7 @@ class Control:
                 self._map(number, lambda: self.regions.open(number, memory, open_cuda))
             case [words.UNMAP, number]:
                 self.regions.unmap(number)
+                self.send(words.UNMAPPED, number)
             case [words.STOP]:
                 self.stop()
             case [words.PARTITIONS, sizes]:

@@ -30,6 +30,7 @@ class Rank:
     about    the backend and device, once it has loaded
     failure  why it could not load, and whether that is a sentence about the settings or files
     mapped   by region: an error, or ""; None: it has not answered yet
+    closing  the regions that it has to forget, and has not yet
     answer   its last answer about partitions
     moved    its last `MoveCommand`: number, seconds, and an error or ""
     met      the generation of the last group that it has met
@@ -43,6 +44,8 @@ class Rank:
         self.about: tuple[str, str] | None = None
         self.failure: tuple[str, bool] | None = None
         self.mapped: dict[int, str | None] = {}
+        self.closing: set[int] = set()
+        self._is_deaf = False
         self.answer: list[Any] | None = None
         self.moved: tuple[int, float, str] = (0, 0.0, "")
         self.met = 0
@@ -70,9 +73,13 @@ class Rank:
             os.close(memory)
 
     def send(self, *message: Any, descriptors: Sequence[int] = ()) -> None:
-        """Send a message. One that is not taken, because the rank ends, is lost with it."""
-        with suppress(OSError):
+        """Send a message. One that is not taken is lost, and the rank with it."""
+        try:
             send(self.connection, *message, descriptors=descriptors)
+        except TimeoutError:
+            self._is_deaf = True
+        except OSError:  # it ends
+            pass
 
     def hear(self) -> str | None:
         """Take the next message, for which this waits; a sentence if it means that the rank is lost."""
@@ -81,6 +88,8 @@ class Rank:
             case ["mapped", int(region), str(error)]:
                 if region in self.mapped:
                     self.mapped[region] = error
+            case ["unmapped", int(region)]:
+                self.closing.discard(region)
             case ["device", memory, *of_kernels]:
                 self.note_device(memory, *of_kernels)
             case ["partitions", str(), list()]:
@@ -123,7 +132,13 @@ class Rank:
         """Have a region forgotten that no step uses any more."""
         if number in self.mapped:
             del self.mapped[number]
+            self.closing.add(number)
             self.send(UNMAP, number)
+
+    @property
+    def num_unanswered(self) -> int:
+        """Regions that it has to map or to forget, and has not yet."""
+        return len(self.closing) + sum(error is None for error in self.mapped.values())
 
     def why_gone(self, seconds: float = 0.0) -> str | None:
         """How the process has ended, at most in `seconds`, or been stopped; None: it runs."""
@@ -131,6 +146,8 @@ class Rank:
             code = self.process.wait(seconds)
             how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
             return f"rank {self.number}: {self._name} ended {how}"
+        if self._is_deaf:
+            return f"rank {self.number}: {self._name} takes no messages"
         stopped = os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
         return None if stopped is None else f"rank {self.number}: {self._name} was stopped"
 

@@ -29,7 +29,7 @@ class Exported:
 class Region:
     """Memory that all ranks map; it owns its descriptor if it has one.
 
-    address    where it begins, for the front end: of GPU memory a number of its own
+    address    where it begins, for the front end; for GPU memory, a made-up address
     of_caller  a caller may take the memory away
     """
 
@@ -50,7 +50,7 @@ class SharedRegions:
     def __init__(self) -> None:
         self._regions: dict[int, Region] = {}
         self._by_address: tuple[list[int], list[Region]] = ([], [])
-        self._lost: dict[int, str] = {}  # why ranks could not map a region when they started again
+        self._lost: dict[int, str] = {}  # why a rank could not map a region when ranks started again
         self._last = 0
         self._next_gpu_address = _GPU_ADDRESSES
         self._lock = threading.Lock()
@@ -69,10 +69,12 @@ class SharedRegions:
             self._sort()
         return region
 
-    def lose(self, region: Region, why: str) -> None:
-        """A rank cannot reach a caller's region any more: `place` refuses it."""
+    def note(self, region: Region, why_lost: str | None) -> None:
+        """Whether all ranks can access a region, None, or why one cannot: then `place` refuses it."""
         with self._lock:
-            self._lost[region.number] = why
+            self._lost.pop(region.number, None)
+            if why_lost is not None:
+                self._lost[region.number] = why_lost
 
     def remove(self, region: Region) -> None:
         """Forget a region, in which no request lies any more."""
@@ -96,8 +98,8 @@ class SharedRegions:
             offset = address - region.address
             if offset + num_bytes <= region.memory.num_bytes:
                 if (why := self._lost.get(region.number)) is not None:
-                    expected = "expected memory that all ranks can access, also those that started again"
-                    raise RequestRefusedError(f"shared memory: {expected}, got {why}")
+                    got = f"some that one could not open when it started again ({why}): share it anew"
+                    raise RequestRefusedError(f"shared memory: expected memory of all ranks, got {got}")
                 return Place(region.number, offset)
         raise ValueError(f"span: expected memory that the ranks share, got {num_bytes} bytes elsewhere")
 

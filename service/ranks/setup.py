@@ -21,6 +21,7 @@ SETUP = "setup"  # to a rank, with the descriptors of the pickled `RankSetup`, t
 MAP = "map"  # a region's number, bytes, offset, and whether it is a caller's, with its descriptor
 OPEN = "open"  # a region's number, and GPU memory: the handle in hexadecimal digits, its GPU, and the bytes
 UNMAP = "unmap"  # a region's number
+UNMAPPED = "unmapped"  # the answer, once the rank has closed it
 STOP = "stop"  # end after the present step
 LOADED = "loaded"  # from a rank: the names of its backend and device
 DEVICE = "device"  # the fields of `RankDevice`, whenever they have changed

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from expertd.service.engine.errors import RequestRefusedError, SomeRefusedError
 from expertd.service.memory import Buffer, Mapped, Register, Span, host_view
 from expertd.service.moe.request import LayerRequest
 from expertd.service.ranks.messages import NOWHERE, Place, PlacedRequest, StepCommand
@@ -62,8 +63,16 @@ class StagedStep:
         staging.clear()
 
     def command(self, number: int, model: int) -> StepCommand:
-        """The command that makes the ranks run the step."""
-        return StepCommand(number, model, [self._placed(request) for request in self._requests])
+        """The command that makes the ranks run the step. Raises SomeRefusedError."""
+        placed, refused = [], {}
+        for place, request in enumerate(self._requests):
+            try:
+                placed.append(self._placed(request))
+            except RequestRefusedError as error:
+                refused[place] = error
+        if refused:
+            raise SomeRefusedError(refused)
+        return StepCommand(number, model, placed)
 
     @property
     def num_tokens(self) -> int:

@@ -2,18 +2,20 @@
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from expertd.service.ranks.inbox import Inbox
 from expertd.service.ranks.rank import Rank
-from expertd.service.ranks.regions import SharedRegions
+from expertd.service.ranks.regions import Region, SharedRegions
 from expertd.service.ranks.setup import RankSetup
 
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.05
-MAP_SECONDS = 60.0
-"""Locking memory for a GPU takes about 0.3 s for each GB."""
+_MAP_SECONDS, _MAP_SECONDS_PER_BYTE = 60.0, 1e-9  # locking memory for a GPU takes about 0.3 s for each GB
+_AT_ONCE = 64  # messages that a rank has not answered: its socket has room for some 200
 
 
 class LoadFailedError(Exception):
@@ -70,28 +72,37 @@ def check_loading(ranks: Sequence[Rank], inbox: Inbox, seconds: float) -> None:
         raise LoadFailedError(f"loading: {why}", False)
 
 
-def share(ranks: Sequence[Rank], inbox: Inbox, shared: SharedRegions) -> None:
-    """Have ranks, which nobody else hears, map these regions and no other. Raises LoadFailedError.
+def map_seconds(regions: Sequence[Region]) -> float:
+    """That ranks have to map or to close these."""
+    return _MAP_SECONDS + _MAP_SECONDS_PER_BYTE * sum(region.memory.num_bytes for region in regions)
 
-    A caller's region that a rank cannot map is lost.
+
+def share(ranks: Sequence[Rank], inbox: Inbox, shared: SharedRegions, stop: Callable[[], bool]) -> None:
+    """Have ranks, which nobody else hears, map these regions and no other.
+
+    A caller's region that a rank cannot map is lost. Raises LoadFailedError, also once `stop` is true.
     """
     regions = shared.all()
     numbers = {region.number for region in regions}
+    left: dict[Rank, deque[Callable[[], None]]] = {}
     for rank in ranks:
-        for old in rank.mapped.keys() - numbers:
-            rank.unmap(old)
-        for region in regions:
-            rank.map(region)
-    until = time.monotonic() + MAP_SECONDS
-    while any(error is None for rank in ranks for error in rank.mapped.values()):
+        old = [partial(rank.unmap, number) for number in rank.mapped.keys() - numbers]
+        left[rank] = deque([*old, *(partial(rank.map, region) for region in regions)])
+    seconds = map_seconds(regions)
+    until = time.monotonic() + seconds
+    while any(left.values()) or any(rank.num_unanswered for rank in ranks):
+        for rank, work in left.items():
+            for _ in range(min(len(work), _AT_ONCE - rank.num_unanswered)):
+                work.popleft()()
         check_loading(ranks, inbox, LOOK_SECONDS)
+        if stop():
+            raise LoadFailedError("loading: the server is shutting down", False)
         if time.monotonic() > until:
-            raise LoadFailedError(f"loading: expected memory to be mapped within {MAP_SECONDS:g} s", False)
-    for rank in ranks:
-        for region in regions:
-            if not (error := rank.mapped[region.number]):
-                continue
+            raise LoadFailedError(f"loading: expected memory to be mapped within {seconds:g} s", False)
+    for region in regions:
+        errors = {rank.number: error for rank in ranks if (error := rank.mapped[region.number])}
+        for number, error in errors.items():
             if not region.of_caller:
-                raise LoadFailedError(f"rank {rank.number}: {error}", False)
-            logger.warning("rank %d cannot access a caller's memory any more: %s", rank.number, error)
-            shared.lose(region, error)
+                raise LoadFailedError(f"rank {number}: {error}", False)
+            logger.warning("rank %d cannot access a caller's memory any more: %s", number, error)
+        shared.note(region, next(iter(errors.values()), None))

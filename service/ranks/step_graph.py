@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 
 from expertd.kernels.request_table import MAX_REQUESTS
 from expertd.service.moe.graphs import TOKEN_COUNTS, padded_tokens
-from expertd.service.moe.staging import ALIGNMENT
 from expertd.service.ranks.messages import PlacedRequest
 
 IsOnGpu = Callable[[int], bool]
@@ -24,10 +23,9 @@ def graph_of(requests: Sequence[PlacedRequest], most: int, is_on_gpu: IsOnGpu) -
 
 
 def _fits(request: PlacedRequest, is_on_gpu: IsOnGpu) -> bool:
-    """Whether the graphs' kernels can access any rank's rows, in place or in a copy on the host."""
-    rows, routing = (request.hidden_states, request.output), (request.topk_ids, request.topk_weights)
-    return (
-        request.datatype == "BF16"
-        and not any(place.offset % ALIGNMENT and is_on_gpu(place.region) for place in rows)
-        and not any(place.region and is_on_gpu(place.region) for place in routing)
-    )
+    """Whether the graphs' kernels can access any rank's rows and routing, in place or in a copy on the host.
+
+    A rank's part of routing in a GPU's memory may begin at any multiple of four bytes.
+    """
+    routing = request.topk_ids.region, request.topk_weights.region
+    return request.datatype == "BF16" and not any(region and is_on_gpu(region) for region in routing)

@@ -151,7 +151,7 @@ class Supervisor(PresentRanks):
         """Have the ranks that have started again meet the others, between two steps."""
         for rank in returning.loaded():
             try:
-                share([rank], self._inbox, self.regions)
+                share([rank], self._inbox, self.regions, lambda: self._stopped)
             except LoadFailedError as error:
                 returning.lose(rank, str(error))
                 continue
@@ -175,7 +175,7 @@ class Supervisor(PresentRanks):
     def _open(self, group: RankGroup) -> None:
         """Have a group map all regions, also those to come, and run steps. Raises LoadFailedError."""
         with self._mapping:
-            share(group.ranks, self._inbox, self.regions)
+            share(group.ranks, self._inbox, self.regions, lambda: self._stopped)
             if self._settings.on_rank_loss == "shrink":  # else they have met before they loaded
                 self._meet(group)
             self._group = group

@@ -16,6 +16,7 @@ from expertd.service.engine.errors import (
     QueueTimeoutError,
     RequestRefusedError,
     SchedulerClosedError,
+    SomeRefusedError,
     StepFailedError,
 )
 from expertd.service.memory import host_view
@@ -238,21 +239,24 @@ async def test_one_bad_request_fails_alone(caplog: pytest.LogCaptureFixture) -> 
 async def test_one_request_that_cannot_begin_is_refused_alone() -> None:
     class Refusing(EchoRunner):
         def begin(self, requests: Sequence[LayerRequest]) -> Computed:
-            try:
-                return super().begin(requests)
-            except RuntimeError as error:
-                raise RequestRefusedError("memory: expected some, got none") from error
+            firsts = [np.frombuffer(host_view(request.hidden_states), np.float32)[0] for request in requests]
+            if 666.0 in firsts:
+                why = RequestRefusedError("memory: expected some, got none")
+                raise SomeRefusedError({firsts.index(666.0): why})
+            return super().begin(requests)
 
-    runner, observed = Refusing(poison=666.0), Observed()
+    runner, observed = Refusing(), Observed()
     async with running(runner, observer=observed) as scheduler:
         first = await held(runner, scheduler)
-        good, bad = (Submitted(scheduler, "0", layer_request([value])) for value in (1.0, 666.0))
+        good, bad, last = (Submitted(scheduler, "0", layer_request([value])) for value in (1.0, 666.0, 2.0))
         runner.gate.set()
         with pytest.raises(RequestRefusedError, match=r"^memory: expected some, got none$"):
             await soon(bad.answer)
         assert values(await soon(good.answer)) == [1.0]
+        assert values(await soon(last.answer)) == [2.0]
         await soon(first.answer)
         assert scheduler._queues["0"].failures == 0
+        assert runner.steps == [[1], [1, 1]], "the others are one step"
     assert observed.failed == [], "no step has failed"
 
 

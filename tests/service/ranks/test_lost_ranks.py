@@ -5,11 +5,12 @@ import mmap
 import os
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from expertd.service.engine.errors import RequestRefusedError
+from expertd.service.engine.errors import DeviceLostError, RequestRefusedError
 from expertd.service.memory import Mapped
 from expertd.service.ranks.supervisor import Supervisor
 from tests.service.apps import Serving, error_of, rows, tiny_settings
@@ -76,7 +77,7 @@ async def test_memory_that_its_caller_took_away_does_not_keep_ranks_from_coming_
         os.kill(rank_processes()[1], signal.SIGKILL)
         await until(lambda: server.app.engine.why_not_ready() is not None)
         await until(lambda: server.app.engine.why_not_ready() is None, seconds=30)
-        with pytest.raises(RequestRefusedError, match=r"^shared memory: expected memory that all ranks can"):
+        with pytest.raises(RequestRefusedError, match=r"started again \(mmap length .*\): share it anew$"):
             ranks.regions.place(maps[0].ctypes.data, 1)
         assert ranks.regions.place(maps[1].ctypes.data, 1).offset == 0, "the other caller's"
         assert len(await output_for(server, rows(3))) == 3
@@ -84,3 +85,44 @@ async def test_memory_that_its_caller_took_away_does_not_keep_ranks_from_coming_
             each()
         with pytest.raises(ValueError, match="expected memory that the ranks share"):
             ranks.regions.place(maps[1].ctypes.data, 1)
+
+
+@pytest.mark.slow
+async def test_ranks_come_back_to_many_regions() -> None:
+    """More than their sockets have room for messages about."""
+    async with serving_ranks(tiny_settings(ranks=2)) as server, asyncio.timeout(90):
+        ranks, descriptor = supervisor_of(server), os.memfd_create("callers")
+        os.ftruncate(descriptor, 4096)
+        addresses = range(1 << 50, (1 << 50) + 1000 * 4096, 4096)
+        forget = [ranks.register_file(Mapped(address, 4096, descriptor)) for address in addresses]
+        os.kill(rank_processes()[0], signal.SIGKILL)
+        await until(lambda: server.app.engine.why_not_ready() is not None)
+        with pytest.raises(DeviceLostError):
+            ranks.register_file(Mapped(1 << 40, 4096, descriptor))
+        await until(lambda: server.app.engine.why_not_ready() is None, seconds=60)
+        assert all(ranks.regions.place(address, 4096).offset == 0 for address in addresses)
+        for each in forget:
+            each()
+        os.close(descriptor)
+
+
+@pytest.mark.slow
+async def test_memory_that_ranks_cannot_map_is_refused_and_all_else_is_closed_when_it_is_forgotten() -> None:
+    async with serving_ranks(tiny_settings(ranks=2)) as server, asyncio.timeout(60):
+        ranks, descriptor = supervisor_of(server), os.memfd_create("caller")
+        os.ftruncate(descriptor, 4096)
+        before = len(ranks.regions.all())
+        with pytest.raises(RuntimeError, match=r"^mmap length is greater than file size \(rank 0\)$"):
+            ranks.register_file(Mapped(1 << 50, 8192, descriptor))
+        assert len(ranks.regions.all()) == before
+        for _ in range(20):
+            forget = ranks.register_file(Mapped(1 << 50, 4096, descriptor))
+            assert all("memfd:caller" in maps_of(process) for process in rank_processes())
+            forget()
+            assert not any("memfd:caller" in maps_of(process) for process in rank_processes())
+        os.close(descriptor)
+
+
+def maps_of(process: int) -> str:
+    """What a process has mapped."""
+    return Path(f"/proc/{process}/maps").read_text()
