@@ -97,9 +97,8 @@ class SharedMemory:
         """Register a GPU's memory. Raises RegionRefusedError, SharedMemoryDisabledError."""
         loaded = self._check_ready()
         if loaded.open_cuda is None:
-            raise RegionRefusedError(
-                f"cuda shared memory: expected a GPU, got backend {loaded.backend!r} on {loaded.device}"
-            )
+            got = f"backend {loaded.backend!r} on {loaded.device}"
+            raise RegionRefusedError(f"cuda shared memory: expected a GPU, or several of one node, got {got}")
         opened = partial(loaded.open_cuda, handle, device_id, num_bytes)
         await self._register(name, "cuda", num_bytes, opened, {"device_id": device_id})
 
