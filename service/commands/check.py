@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from expertd.service.commands.arguments import add_serve_arguments, read_arguments
-from expertd.service.commands.serve import check_keys, check_weights, exposure
+from expertd.service.commands.serve import check_keys, check_tls, check_weights, exposure
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -92,6 +92,7 @@ def _checks(settings: "Settings") -> Iterator[Result]:
     yield _result("checkpoints", checkpoints)
     yield _result("weights", lambda: check_weights(settings))
     yield _result("keys", lambda: _keys(settings))
+    yield _result("tls", lambda: _tls(settings))
     yield _result("address", lambda: _address(settings))
     yield _result("rendezvous", lambda: _rendezvous(settings))
     yield _result("channels", lambda: _channels(settings))
@@ -141,6 +142,18 @@ def _keys(settings: "Settings") -> str:
         return check_keys(settings)
     except SettingsError as error:
         raise ValueError("; ".join(error.mistakes)) from error
+
+
+def _tls(settings: "Settings") -> str:
+    from expertd.service.settings.values import SettingsError
+
+    if settings.node_rank > 0:
+        return "none: node 0 has the front end"
+    try:
+        remark, is_valid = check_tls(settings)
+    except SettingsError as error:
+        raise ValueError("; ".join(error.mistakes)) from error
+    return remark if is_valid else f"warning: {remark}"
 
 
 def _channels(settings: "Settings") -> str:

@@ -43,6 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_weights(settings)
         if settings.node_rank == 0:
             check_keys(settings)
+            remark, is_valid = check_tls(settings)
     except SettingsError as error:
         return _refuse(*error.mistakes)
     except ValueError as error:
@@ -62,6 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
         from expertd.service.http.server import serve
 
     try:
+        if not is_valid:
+            logger.warning("tls: %s", remark)
         if (warning := exposure(settings)) is not None:
             logger.warning(warning)
         if settings.num_ranks == 1:
@@ -71,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         return serve(settings, load_ranks)
     except BindError as error:
         return _refuse(error)
-    except SettingsError as error:  # the file of keys has changed since
+    except SettingsError as error:  # the file of keys, or those of TLS, have changed since
         return _refuse(*error.mistakes)
 
 
@@ -93,6 +96,13 @@ def check_keys(settings: "Settings") -> str:
     return f"{len(load_keys(settings.keys).keys)} in {settings.keys}"
 
 
+def check_tls(settings: "Settings") -> tuple[str, bool]:
+    """How long the server's certificate is valid, and whether it is for now. Raises SettingsError."""
+    from expertd.service.settings.certificates import validity
+
+    return validity(settings.tls) if settings.tls.is_on else ("none", True)
+
+
 def exposure(settings: "Settings") -> str | None:
     """A warning if the server is exposed beyond this machine, else None."""
     from expertd.service.http.listening import is_exposed
@@ -100,17 +110,23 @@ def exposure(settings: "Settings") -> str | None:
     host, port = settings.host, settings.port
     if settings.uds is not None or not is_exposed(host):
         return None
+    beyond = f"host {host} exposes port {port} beyond this machine without"
     if settings.keys is not None:
+        if settings.tls.is_on:
+            return None
         return (
-            f"host {host} exposes port {port} beyond this machine without TLS: anyone who reads the traffic "
-            "has the keys; use a network of trusted hosts, or a proxy with TLS"
+            f"{beyond} TLS: anyone who reads the traffic has the keys; set tls.certificate and tls.key, or use a "
+            "network of trusted hosts, or a proxy with TLS"
         )
     if not settings.insecure:
         return None  # refused
+    missing = "keys" if settings.tls.is_on else "authentication or TLS"
+    whoever = "anyone who can reach it"
+    if settings.tls.client_ca is not None:
+        whoever = "anyone with a client certificate"
     return (
-        f"host {host} exposes port {port} beyond this machine without authentication or TLS: anyone who can "
-        "reach it can run inference and replace SM partitions; set keys, or restrict access with a proxy or "
-        "a firewall"
+        f"{beyond} {missing}: {whoever} can run inference and replace SM partitions; set keys, or restrict "
+        "access with a proxy or a firewall"
     )
 
 

@@ -155,7 +155,7 @@ def scope_of(head: RequestHead, transport: asyncio.Transport, state: dict[str, A
         "asgi": {"version": "3.0", "spec_version": "2.3"},
         "http_version": head.version,
         "method": head.method,
-        "scheme": "http",
+        "scheme": "https" if transport.get_extra_info("ssl_object") else "http",
         "path": decoded(head.raw_path),
         "raw_path": head.raw_path,
         "query_string": head.query,

@@ -23,8 +23,10 @@ _TURN = 16  # pipelined requests that are handled before other connections have 
 class Connection(Receiving):
     """Finds the heads in the input, and keeps the order of requests."""
 
-    def __init__(self, shared: Shared, state: ServerState, app_state: dict[str, Any]) -> None:
-        super().__init__(shared, state, app_state)
+    def __init__(
+        self, shared: Shared, state: ServerState, app_state: dict[str, Any], is_admitted: bool = False
+    ) -> None:
+        super().__init__(shared, state, app_state, is_admitted)
         self._parser: HeadParser | None = None  # of an incomplete head
         self._parsed = 0  # bytes of it
         self._blank = 0  # bytes of blank lines before a head

@@ -33,6 +33,7 @@ class Call(Protocol):
 class Link(asyncio.BufferedProtocol):
     """Sends one answer at a time; the subclass reads the requests.
 
+    _is_admitted   by somebody else, who has counted the connection
     _call          the request that is received or answered now
     _is_answered   whether its answer has begun
     _is_written    whether all of it is written
@@ -40,7 +41,8 @@ class Link(asyncio.BufferedProtocol):
     _ignore_input  after a refusal, or after the client's last request
     """
 
-    def __init__(self, shared: Shared, state: ServerState) -> None:
+    def __init__(self, shared: Shared, state: ServerState, is_admitted: bool) -> None:
+        self._is_admitted = is_admitted
         self.loop = asyncio.get_running_loop()
         self._shared = shared
         self._state = state
@@ -55,6 +57,7 @@ class Link(asyncio.BufferedProtocol):
         self._unconfirmed: list[Call] = []  # answered while half-closed: the client may have disconnected
         self._is_lingering = False
         self._counts_as_lingering = False  # in shared.lingering
+        self._address: str | None = None  # what has to be given back to shared.places
 
     # Of the subclass.
 
@@ -111,20 +114,20 @@ class Link(asyncio.BufferedProtocol):
         seconds = self._shared.keep_alive_seconds
         least = self._shared.least_read_bytes
         self._sender = Sender(transport, self.loop, seconds, least, self._sent, self._cut_off)
-        connections = self._state.connections
-        connections.add(self)
-        if len(connections) <= self._limits.max_connections:
+        refusal = None
+        if not self._is_admitted:
+            self._address, refusal = self._shared.places.take(transport.get_extra_info("peername"))
+        if refusal is None:
+            self._state.connections.add(self)
             self._timer.set(seconds, self._close)
             return
-        connections.discard(self)
-        self._shared.warn()
+        self._shared.warn(refusal)
         if self._shared.lingering >= _MAX_LINGERING:
             transport.abort()
             return
         self._shared.lingering += 1
         self._counts_as_lingering = True
-        bound = self._limits.max_connections
-        self._refuse(RefusedError(503, f"connections: expected at most {bound}, got {bound + 1}"))
+        self._refuse(refusal)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._gone = self._gone or exc is not None or self._call is not None
@@ -146,6 +149,8 @@ class Link(asyncio.BufferedProtocol):
             call.leave()
         if not self._ignore_input:
             self._leave_rest()
+        if not self._is_admitted:
+            self._shared.places.leave(self._address)
 
     def pause_writing(self) -> None:
         self._sender.pause()

@@ -53,7 +53,8 @@ def listen(settings: Settings) -> Listener:
         )
     listener = _listen_on_port(settings.host, settings.port)
     host, port = listener.getsockname()[:2]
-    return Listener(listener, f"http://{f'[{host}]' if ':' in host else host}:{port}")
+    scheme = "https" if settings.tls.is_on else "http"
+    return Listener(listener, f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
 
 
 def is_exposed(host: str) -> bool:

@@ -11,7 +11,7 @@ from expertd.service.http.bodies import CONTROL_BODY, BodyReader, ClientGoneErro
 from expertd.service.http.gate import KEY_NAME, Gate
 from expertd.service.http.infer_head import InferHead
 from expertd.service.http.protocol import OipError
-from expertd.service.http.refused import Headers, header_lines
+from expertd.service.http.refused import BROWSER_HEADERS, Headers, header_lines
 
 _SECONDS = 300.0  # for a response: unregistering a region waits for its requests, partitions for graphs
 _MAX_HEAD_BYTES = 64 * 1024
@@ -115,5 +115,5 @@ async def _response(
     length = next((int(value) for name, value in headers if name == b"content-length"), None)
     if not without_body and length not in (None, len(content)):
         raise ValueError(f"expected {length} bytes, got {len(content)}")
-    dropped = _OWN_HEADERS - {b"content-length"}
+    dropped = _OWN_HEADERS - {b"content-length"} | {name.encode() for name, _ in BROWSER_HEADERS}
     return int(status[1]), [header for header in headers if header[0] not in dropped], content

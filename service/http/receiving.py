@@ -23,8 +23,10 @@ _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 class Receiving(Replies):
     """Input that is not handled yet is `_data` from `_position` on."""
 
-    def __init__(self, shared: Shared, state: ServerState, app_state: dict[str, Any]) -> None:
-        super().__init__(shared, state)
+    def __init__(
+        self, shared: Shared, state: ServerState, app_state: dict[str, Any], is_admitted: bool
+    ) -> None:
+        super().__init__(shared, state, is_admitted)
         self._app_state = app_state
         self._data = b""
         self._position = 0

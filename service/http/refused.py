@@ -7,6 +7,9 @@ from expertd.service.http.protocol import error_body
 
 Headers = Sequence[tuple[bytes, bytes]]
 
+# Of every response: a browser neither guesses what it is nor keeps it.
+BROWSER_HEADERS = (("x-content-type-options", "nosniff"), ("cache-control", "no-store"))
+
 
 class RefusedError(Exception):
     """Input to answer with `status` and this text before the connection is closed."""

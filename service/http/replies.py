@@ -20,8 +20,8 @@ _CLOSE = b"connection: close\r\n"
 class Replies(Link):
     """Writes heads and bodies; large bodies are not copied."""
 
-    def __init__(self, shared: Shared, state: ServerState) -> None:
-        super().__init__(shared, state)
+    def __init__(self, shared: Shared, state: ServerState, is_admitted: bool) -> None:
+        super().__init__(shared, state, is_admitted)
         self._head: RequestHead | None = None  # of the current request
 
     @property

@@ -10,6 +10,7 @@ from types import FrameType
 from expertd.service.engine.engine import Phase
 from expertd.service.engine.loading import Loader, load
 from expertd.service.http.app import ExpertApp
+from expertd.service.http.certificates import Certificates
 from expertd.service.http.listening import BindError, Listener, allow_files, listen
 from expertd.service.http.serving import FLUSH_SECONDS, STOPPED, ConnectionServer, exit_process
 from expertd.service.http.shared import Shared
@@ -25,7 +26,7 @@ def serve(settings: Settings, loader: Loader = load) -> int:
     """Serve what `loader` loads until SIGTERM, SIGINT or SIGHUP.
 
     Returns the exit code: 0 after a full drain, else 1. Before anything is loaded, raises BindError if it
-    cannot listen, and SettingsError for a file of keys that cannot be used.
+    cannot listen, and SettingsError for a file of keys, or files of TLS, that cannot be used.
     """
     with ExitStack() as stack:
         public = listen(settings)
@@ -40,11 +41,12 @@ def serve(settings: Settings, loader: Loader = load) -> int:
                 app.listener.bind()
             except OSError as error:
                 raise BindError(str(error)) from error
+        certificates = Certificates(own.tls) if own.tls.is_on else None
         shared = Shared(app, app.infer, app.metrics, own)
         # The file, its mapping's own descriptor, and one for ranks that start later.
         region_files = (2 if settings.num_ranks == 1 else 3) * settings.shared_memory.max_regions
         allow_files(settings.limits.max_connections + region_files + _OTHER_FILES)
-        server = _Server(app, shared, public, workers)
+        server = _Server(app, shared, public, workers, certificates)
         logger.info("listening on %s", public.address)
         server.run(sockets=[public.socket if workers is None else workers.engine_listener.socket])
         if app.engine.scheduler.running:
@@ -55,8 +57,15 @@ def serve(settings: Settings, loader: Loader = load) -> int:
 class _Server(ConnectionServer):
     """A signal ends readiness at once; connections end after every accepted request is answered."""
 
-    def __init__(self, app: ExpertApp, shared: Shared, listener: Listener, workers: Workers | None) -> None:
-        super().__init__(app, shared, app.stop_reading, lifespan=True)
+    def __init__(
+        self,
+        app: ExpertApp,
+        shared: Shared,
+        listener: Listener,
+        workers: Workers | None,
+        certificates: Certificates | None,
+    ) -> None:
+        super().__init__(app, shared, app.stop_reading, lifespan=True, certificates=certificates)
         self._listener = listener
         self._app = app
         self._engine = app.engine
@@ -96,7 +105,7 @@ class _Server(ConnectionServer):
 
     async def on_tick(self, counter: int) -> bool:
         if self._workers is not None:
-            self._workers.refresh_keys()
+            self._workers.refresh_files()
         settings = self._engine.settings
         now = asyncio.get_running_loop().time()
         if self._engine.phase is Phase.FAILED:

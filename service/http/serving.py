@@ -6,14 +6,17 @@ import os
 import socket
 from abc import abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from expertd.service.http.certificates import Certificates
 from expertd.service.http.connection import Connection
-from expertd.service.http.refused import RefusedError
+from expertd.service.http.refused import BROWSER_HEADERS, RefusedError
 from expertd.service.http.shared import ServerState, Shared
+from expertd.service.http.tls_link import TlsLink
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +31,12 @@ class ConnectionServer(uvicorn.Server):
     """
 
     def __init__(
-        self, app: ASGIApp, shared: Shared, stop_reading: Callable[[], None], lifespan: bool
+        self,
+        app: ASGIApp,
+        shared: Shared,
+        stop_reading: Callable[[], None],
+        lifespan: bool,
+        certificates: Certificates | None,
     ) -> None:
         config = uvicorn.Config(
             app,
@@ -39,16 +47,20 @@ class ConnectionServer(uvicorn.Server):
             log_config=None,
             server_header=False,
             proxy_headers=False,
+            headers=list(BROWSER_HEADERS),
         )
         super().__init__(config)
         self.exit_code = 1
         self._shared = shared
         self._stop_reading = stop_reading
+        self._certificates = certificates  # None: without TLS
         self._cut_off_before = 0  # connections that were cut off before the drain
 
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second; True to end the server."""
         self._shared.endpoint.gate.refresh()
+        if self._certificates is not None:
+            self._certificates.refresh()
         return await super().on_tick(counter)
 
     @abstractmethod
@@ -80,14 +92,21 @@ class ConnectionServer(uvicorn.Server):
             logger.error("connections closed before their responses were read: %d", cut_off)
             self.exit_code = 1
 
+    def new_protocol(self, state: ServerState, app_state: dict[str, Any]) -> asyncio.BufferedProtocol:
+        """The protocol of a new connection."""
+        if self._certificates is None:
+            return Connection(self._shared, state, app_state)
+        make = partial(Connection, self._shared, state, app_state, is_admitted=True)
+        return TlsLink(self._shared, state, self._certificates.context, make)
+
     def _protocol(
         self,
         config: uvicorn.Config,
         server_state: ServerState,
         app_state: dict[str, Any],
         _loop: object = None,
-    ) -> Connection:
-        return Connection(self._shared, server_state, app_state)
+    ) -> asyncio.BufferedProtocol:
+        return self.new_protocol(server_state, app_state)
 
     def _end_late(self) -> None:
         if not (self.server_state.connections or self.server_state.tasks):

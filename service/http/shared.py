@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from starlette.types import ASGIApp
 
 from expertd.service.http.endpoint import Counts, InferEndpoint
+from expertd.service.http.places import CrowdedError, Places
 from expertd.service.http.refused import Headers, first_lines
 from expertd.service.http.request_head import Heads
 from expertd.service.settings.model import Settings
@@ -30,7 +31,8 @@ class Shared:
 
     scratch           where sockets are read to; the bytes are consumed before any other read
     least_read_bytes  that a client must read of a response in keep_alive_seconds, unless it has read all
-    lingering         connections beyond max_connections that are being refused
+    places            the open connections, and how many there may be
+    lingering         connections beyond these that are being refused
     cut_off           connections whose client did not read its response in time, up to now
     """
 
@@ -44,12 +46,13 @@ class Shared:
         self.access_log = settings.access_log
         self.count_refusal = metrics.connection_refused
         self.heads = Heads(settings.limits)
+        self.places = Places(settings.limits)
         self.scratch = memoryview(bytearray(_SCRATCH_BYTES))
         self.lingering = 0
         self.cut_off = 0
         self._default_headers: Headers = []
         self._first_lines: dict[int, bytes] = {}
-        self._warned = float("-inf")
+        self._warned: dict[str, float] = {}  # when, by limit
 
     def first_lines(self, status: int, default_headers: Headers) -> bytes:
         """The beginning of a response; kept until the headers of all responses change, once a second."""
@@ -61,9 +64,9 @@ class Shared:
             lines = self._first_lines[status] = first_lines(status, default_headers)
         return lines
 
-    def warn(self) -> None:
-        """Log that clients are being refused, at most once a minute."""
-        if time.monotonic() - self._warned >= _WARN_EVERY_SECONDS:
-            self._warned = time.monotonic()
-            bound = self.limits.max_connections
-            logger.warning("limits.max_connections: %d connections are open, further ones are refused", bound)
+    def warn(self, refusal: CrowdedError) -> None:
+        """Log that clients are being refused, at most once a minute for each limit."""
+        now = time.monotonic()
+        if now - self._warned.get(refusal.limit, float("-inf")) >= _WARN_EVERY_SECONDS:
+            self._warned[refusal.limit] = now
+            logger.warning(refusal.warning)

@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 
 from expertd.service.channels.layout import GREETING
@@ -20,7 +21,7 @@ from expertd.service.engine.key_counts import KeyCounts
 from expertd.service.engine.request_counts import RequestCounts
 from expertd.service.http.accepting import Acceptor
 from expertd.service.http.bodies import BodyReader
-from expertd.service.http.connection import Connection
+from expertd.service.http.certificates import Certificates
 from expertd.service.http.endpoint import InferEndpoint
 from expertd.service.http.gate import Gate, KeyFile
 from expertd.service.http.passage import Passage
@@ -56,11 +57,16 @@ class _WorkerServer(ConnectionServer):
         if settings.keys is not None:
             assert setup.keys is not None, "a process without keys would admit everybody"
             file = KeyFile(settings.keys, Keys(setup.keys))
+        certificates = None
+        if settings.tls.is_on:
+            assert setup.tls is not None, "a process without certificates would send in the clear"
+            certificates = Certificates(settings.tls, setup.tls)
         gate = Gate(file, KeyCounts(self._counts.keys(setup.index)))
         passage = Passage(setup.engine, bodies, gate)
         counts = RequestCounts(self._engine.models, self._counts.requests(setup.index))
         endpoint = InferEndpoint(self._engine, counts, gate, passage.forward)
-        super().__init__(passage, Shared(passage, endpoint, counts, settings), bodies.stop, lifespan=False)
+        shared = Shared(passage, endpoint, counts, settings)
+        super().__init__(passage, shared, bodies.stop, lifespan=False, certificates=certificates)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -79,6 +85,7 @@ class _WorkerServer(ConnectionServer):
         listener = socket.socket(fileno=setup.listener)
         self._accepting: set[asyncio.Task[object]] = set()
         self._acceptor = Acceptor(listener, self._counts.connections, setup.index, self._accepted)
+        self._shared.places.left = self._acceptor.closed
         if not setup.waits:
             self._acceptor.start()
         loop.add_reader(self._control.fileno(), self._on_message)
@@ -91,12 +98,10 @@ class _WorkerServer(ConnectionServer):
 
     def _accepted(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        task = loop.create_task(loop.connect_accepted_socket(self._new_connection, connection))
+        protocol = partial(self.new_protocol, self.server_state, {})
+        task = loop.create_task(loop.connect_accepted_socket(protocol, connection))
         self._accepting.add(task)
         task.add_done_callback(self._accepting.discard)
-
-    def _new_connection(self) -> Connection:
-        return _CountedConnection(self._shared, self.server_state, self._acceptor)
 
     def _on_message(self) -> None:
         try:
@@ -129,16 +134,6 @@ class _WorkerServer(ConnectionServer):
         self._acceptor.stop()
         self.exit_code = 0
         self._is_finishing = self.finish(seconds)
-
-
-class _CountedConnection(Connection):
-    def __init__(self, shared: Shared, state: object, acceptor: Acceptor) -> None:
-        super().__init__(shared, state, {})  # type: ignore[arg-type]
-        self._acceptor = acceptor
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._acceptor.closed()
 
 
 if __name__ == "__main__":

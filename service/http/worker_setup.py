@@ -10,6 +10,7 @@ from expertd.service.channels.cells import CELL_BYTES
 from expertd.service.engine.key_counts import NUM_CELLS
 from expertd.service.engine.request_counts import CELL_BYTES as COUNT_BYTES
 from expertd.service.engine.request_counts import num_cells
+from expertd.service.settings.certificates import TlsFiles
 from expertd.service.settings.keys import Key
 from expertd.service.settings.model import Settings
 
@@ -29,7 +30,7 @@ class WorkerSetup(BaseModel):
     engine         path of the engine's Unix socket
     num_processes  and the number of this one, from 0
     waits          for its channel, before it accepts connections: the engine has loaded
-    keys           to begin with, if the settings name a file of them, which may be invalid at present
+    keys, tls      to begin with, if the settings name files of them, which may be invalid at present
     """
 
     model_config = ConfigDict(frozen=True)
@@ -43,6 +44,7 @@ class WorkerSetup(BaseModel):
     listener: int
     counts: int
     keys: tuple[Key, ...] | None = None
+    tls: TlsFiles | None = None
 
 
 class SharedCounts:
@@ -71,6 +73,7 @@ def shares(settings: Settings) -> Settings:
     count, limits = settings.http_workers, settings.limits
     update = {
         "max_connections": max(1, -(-limits.max_connections // count)),
+        "max_connections_per_address": max(1, -(-limits.max_connections_per_address // count)),
         "max_buffered_bytes": settings.buffered_bytes // count,
     }
     return settings.model_copy(update={"http_workers": 1, "limits": limits.model_copy(update=update)})

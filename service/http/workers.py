@@ -19,6 +19,7 @@ from expertd.service.channels.hub import Entry
 from expertd.service.channels.listener import hand_over
 from expertd.service.channels.opening import Opening
 from expertd.service.http.app import ExpertApp
+from expertd.service.http.certificates import Certificates
 from expertd.service.http.gate import KeyFile
 from expertd.service.http.listening import BindError, Listener, listen
 from expertd.service.http.worker_setup import (
@@ -31,6 +32,7 @@ from expertd.service.http.worker_setup import (
     shares,
 )
 from expertd.service.settings.model import Settings
+from expertd.service.settings.parts import TlsSettings
 from expertd.service.settings.served import ModelSettings
 
 logger = logging.getLogger(__name__)
@@ -46,7 +48,8 @@ class Workers:
 
     engine_settings  those of the server in this process, which listens on `engine_listener`, a private socket
 
-    Raises BindError if that socket cannot be made, SettingsError for a file of keys that cannot be used.
+    Raises BindError if that socket cannot be made, SettingsError for a file of keys, or files of
+    TLS, that cannot be used.
     """
 
     def __init__(self, settings: Settings, public: Listener) -> None:
@@ -57,10 +60,11 @@ class Workers:
             raise BindError(f"http_workers: expected {expected}, got none: {error.strerror}") from error
         path = self._directory / "engine"
         self._keys = None if settings.keys is None else KeyFile(settings.keys)
+        self._certificates = Certificates(settings.tls) if settings.tls.is_on else None
         self._public = public
         self._public.socket.setblocking(False)
         self._count = settings.http_workers
-        update = {"uds": path, "access_log": False, "keys": None}
+        update = {"uds": path, "access_log": False, "keys": None, "tls": TlsSettings()}
         memory = {"max_buffered_bytes": shares(settings).buffered_bytes}
         limits = settings.limits.model_copy(update=memory)
         self.engine_settings = settings.model_copy(update={**update, "limits": limits})
@@ -84,10 +88,12 @@ class Workers:
             self._counts.connections[index] = math.inf
             self._tasks.append(asyncio.get_running_loop().create_task(self._keep(app, index)))
 
-    def refresh_keys(self) -> None:
-        """Know the present keys, which a process begins with."""
+    def refresh_files(self) -> None:
+        """Know the present keys and certificates, which a process begins with."""
         if self._keys is not None:
             self._keys.current()
+        if self._certificates is not None:
+            self._certificates.refresh()
 
     def drain(self) -> None:
         """Have connections end after their next answers; safe in a signal handler."""
@@ -175,7 +181,8 @@ class Workers:
 
     def _start(self, index: int, waits: bool) -> "_Process":
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, tempfile.TemporaryFile(dir=self._directory) as setup_file:
+        setup_descriptor = os.memfd_create("expertd-setup", os.MFD_CLOEXEC)  # it may have a private key
+        with theirs, os.fdopen(setup_descriptor, "w+b") as setup_file:
             setup = WorkerSetup.model_construct(
                 settings=self._settings,
                 engine=self._engine_path,
@@ -186,6 +193,7 @@ class Workers:
                 listener=self._public.socket.fileno(),
                 counts=self._counts_file,
                 keys=None if self._keys is None else self._keys.current().keys,
+                tls=None if self._certificates is None else self._certificates.files,
             )
             setup_file.write(setup.model_dump_json().encode())
             setup_file.seek(0)

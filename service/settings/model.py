@@ -18,6 +18,7 @@ from expertd.service.settings.parts import (
     OverlapSettings,
     PlacementSettings,
     SharedMemorySettings,
+    TlsSettings,
 )
 from expertd.service.settings.rank_checks import wrong_ranks
 from expertd.service.settings.rendezvous import Rendezvous
@@ -61,6 +62,7 @@ class Settings(BaseSettings):
         "everybody who reaches the server may call everything",
     )
     insecure: bool = Field(default=False, description="whether `host` may be beyond loopback without `keys`")
+    tls: TlsSettings = Field(default=TlsSettings(), description="HTTPS")
     http_workers: int = Field(
         default=1,
         ge=1,
@@ -191,6 +193,8 @@ class Settings(BaseSettings):
     def _wrong_names(self) -> Iterator[str]:
         if not self.models and not self.checkpoints:
             yield "models or checkpoints: expected at least one layer to serve, got none"
+        if self.tls.is_on and self.uds is not None:
+            yield f"tls: expected host and port, got uds {self.uds}, which only this user can connect to"
         for name, count in Counter(model.name for model in self.models).items():
             if count > 1:
                 yield f"models: expected different names, got {name!r} {count} times"

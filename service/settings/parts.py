@@ -74,6 +74,12 @@ class Limits(Frozen):
     max_connections: int = Field(
         default=4096, ge=1, description="maximum open connections; further ones are answered 503 and closed"
     )
+    max_connections_per_address: int = Field(
+        default=2048,
+        ge=1,
+        description="maximum open connections from one address (IPv6: one /64 network); further ones are "
+        "answered 503 and closed; behind a proxy, all callers have its address",
+    )
 
     @model_validator(mode="after")
     def _one_request_fits(self) -> Self:
@@ -83,6 +89,40 @@ class Limits(Frozen):
             if self.max_request_tokens > (most := getattr(self, name))
         )
         return self
+
+
+class TlsSettings(Frozen):
+    """TLS, from version 1.2 on. The files are read again when they change."""
+
+    certificate: Path | None = Field(
+        default=None,
+        description="path of the server's certificate in PEM, followed by intermediate ones; with `tls.key`, "
+        "the server speaks HTTPS; null: HTTP without TLS",
+    )
+    key: Path | None = Field(
+        default=None, description="path of the certificate's private key in PEM, without a password"
+    )
+    client_ca: Path | None = Field(
+        default=None,
+        description="path of the CA certificates in PEM, one of which must have signed the certificate that "
+        "each client then has to show (mTLS); null: clients need none",
+    )
+
+    @model_validator(mode="after")
+    def _is_complete(self) -> Self:
+        values = {"certificate": self.certificate, "key": self.key}
+        given = [name for name in ("certificate", "key", "client_ca") if getattr(self, name) is not None]
+        check_agreement(
+            f"{name}: expected a path with tls.{given[0]}, got null"
+            for name, value in values.items()
+            if given and value is None
+        )
+        return self
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the server speaks HTTPS."""
+        return self.certificate is not None
 
 
 class SharedMemorySettings(Frozen):

@@ -18,7 +18,7 @@ from expertd.service.settings.variables import VariableSource
 from expertd.service.settings.yaml_text import YamlTextError, parse
 
 # Not settings: the kernel cache reads the first, `default_config` the second, the client the third.
-_OTHER_VARIABLES = {f"{ENV_PREFIX}CACHE_DIR", f"{ENV_PREFIX}CONFIG", f"{ENV_PREFIX}KEY"}
+_OTHER_VARIABLES = {f"{ENV_PREFIX}{name}" for name in ("CA", "CACHE_DIR", "CONFIG", "KEY")}
 # Kubernetes sets such variables in every pod for a Service named "expertd".
 _SERVICE_LINK = re.compile(rf"{ENV_PREFIX}(SERVICE_(HOST|PORT).*|PORT_\d+_(TCP|UDP).*)")
 

@@ -1,0 +1,166 @@
+"""The receiving side of a connection with TLS: the handshake, then decrypted input for a `Connection`.
+
+Not the event loop's own TLS: that one encrypts an answer as a whole before it sends any of it, ends
+half-closed connections, and does not tell how much a client has read.
+"""
+
+import asyncio
+import logging
+import ssl
+from collections.abc import Callable
+from typing import cast
+
+from expertd.service.http.refused import RefusedError
+from expertd.service.http.shared import ServerState, Shared
+from expertd.service.http.timer import Timer
+from expertd.service.http.tls_transport import TlsTransport
+
+logger = logging.getLogger(__name__)
+
+_ENDS = (ssl.SSLZeroReturnError, ssl.SSLEOFError, ssl.SSLSyscallError)
+
+
+class TlsLink(asyncio.BufferedProtocol):
+    """Decrypts for the protocol that `make` returns, once the handshake is done."""
+
+    def __init__(
+        self,
+        shared: Shared,
+        state: ServerState,
+        context: ssl.SSLContext,
+        make: Callable[[], asyncio.BufferedProtocol],
+    ) -> None:
+        self._shared = shared
+        self._state = state
+        self._make = make
+        self._loop = asyncio.get_running_loop()
+        self._timer = Timer(self._loop)  # for the handshake
+        self._incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, outgoing, server_side=True)
+        self._outgoing = outgoing
+        self._inner: asyncio.BufferedProtocol | None = None
+        self._address: str | None = None  # what has to be given back
+        self._is_reading = False
+        self._is_at_end = False  # of the input
+
+    # The server's side, before the connection has one of its own.
+
+    def shutdown(self) -> None:
+        """End a handshake: nothing was accepted."""
+        self._raw.abort()
+
+    # The callbacks of asyncio.
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._raw = transport
+        self._transport = TlsTransport(transport, self._tls, self._outgoing, self._loop, self)
+        self._address, refusal = self._shared.places.take(transport.get_extra_info("peername"))
+        if refusal is not None:  # without a handshake, which would cost more than an answer
+            self._shared.warn(refusal)
+            self._shared.count_refusal(refusal.status)
+            transport.abort()
+            return
+        self._state.connections.add(self)
+        self._timer.set(self._shared.limits.header_timeout_seconds, self._refuse_late)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.close()
+        self._state.connections.discard(self)
+        self._transport.lost()
+        inner, self._inner = self._inner, None
+        if inner is not None:
+            inner.connection_lost(exc)
+        self._shared.places.leave(self._address)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._shared.scratch
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._incoming.write(self._shared.scratch[:nbytes])
+        if self._inner is not None or self._shake_hands():
+            self.read_on()
+
+    def eof_received(self) -> bool:
+        self._incoming.write_eof()
+        self.read_on()
+        return self._inner is not None  # which closes it
+
+    def pause_writing(self) -> None:
+        self._transport.raw_paused()
+
+    def resume_writing(self) -> None:
+        self._transport.raw_resumed()
+
+    # The sending side's; see `Reader`.
+
+    def writing_paused(self) -> None:
+        if self._inner is not None:
+            self._inner.pause_writing()
+
+    def writing_resumed(self) -> None:
+        if self._inner is not None:
+            self._inner.resume_writing()
+
+    def read_on(self) -> None:
+        """Hand decrypted input on, until there is none, or reading is paused."""
+        inner, transport = self._inner, self._transport
+        if inner is None or self._is_reading:
+            return
+        self._is_reading = True
+        try:
+            while not (self._is_at_end or transport.is_reading_paused or transport.is_closing()):
+                buffer = cast(memoryview, inner.get_buffer(-1))
+                count = cast(int, self._tls.read(len(buffer), cast(bytearray, buffer)))
+                if count:
+                    inner.buffer_updated(count)
+                else:
+                    self._end_input(inner)
+        except ssl.SSLWantReadError:
+            transport.flush()
+        except _ENDS:
+            self._end_input(inner)
+        except ssl.SSLError as error:
+            logger.debug("TLS input from %s: %s", self._raw.get_extra_info("peername"), error)
+            transport.flush()
+            transport.abort()
+        finally:
+            self._is_reading = False
+
+    def _end_input(self, inner: asyncio.BufferedProtocol) -> None:
+        """The client has sent its last byte; a missing close_notify is no matter: lengths tell."""
+        self._is_at_end = True
+        if not inner.eof_received():
+            self._transport.close()
+
+    # The handshake.
+
+    def _shake_hands(self) -> bool:
+        try:
+            self._tls.do_handshake()
+        except ssl.SSLWantReadError:
+            self._transport.flush()
+            return False
+        except ssl.SSLError as error:
+            self._refuse(error)
+            return False
+        self._transport.flush()
+        self._timer.close()
+        self._state.connections.discard(self)
+        self._inner = self._make()
+        self._inner.connection_made(self._transport)
+        return True
+
+    def _refuse(self, error: ssl.SSLError) -> None:
+        logger.debug("TLS handshake with %s: %s", self._raw.get_extra_info("peername"), error)
+        self._shared.count_refusal(400)
+        self._timer.clear()
+        if error.reason == "HTTP_REQUEST":
+            refusal = RefusedError(400, "request: expected TLS (https://), got HTTP without it")
+            self._raw.write(refusal.response(self._state.default_headers))
+        else:
+            self._transport.flush()  # the alert that says why
+        self._raw.close()
+
+    def _refuse_late(self) -> None:
+        self._shared.count_refusal(408)
+        self._raw.abort()
