@@ -115,8 +115,8 @@ def exposure(settings: "Settings") -> str | None:
         if settings.tls.is_on:
             return None
         return (
-            f"{beyond} TLS: anyone who reads the traffic has the keys; set tls.certificate and tls.key, or use a "
-            "network of trusted hosts, or a proxy with TLS"
+            f"{beyond} TLS: anyone who reads the traffic has the keys; set tls.certificate and tls.key, or "
+            "use a network of trusted hosts, or a proxy with TLS"
         )
     if not settings.insecure:
         return None  # refused

@@ -35,7 +35,8 @@ class ServerProcess:
     def __init__(self, process: "subprocess.Popen[bytes]", log: Path) -> None:
         self.process = process
         self._log = log
-        self.port = int(wait_for(self._listening, "the server listens")[1])
+        found = wait_for(self._listening, "the server listens")
+        self.scheme, self.port = found[1], int(found[2])
         self.url = f"127.0.0.1:{self.port}"
 
     def log(self) -> str:
@@ -43,8 +44,8 @@ class ServerProcess:
         return self._log.read_text()
 
     def get(self, path: str, headers: Mapping[str, str] | None = None) -> httpx.Response:
-        """GET on a new connection, without TLS and the certificates, which take longer to read than this."""
-        return httpx.get(f"http://{self.url}{path}", headers=headers, timeout=30, verify=False)
+        """GET on a new connection, without the system's certificates, which take longer to read than this."""
+        return httpx.get(f"{self.scheme}://{self.url}{path}", headers=headers, timeout=30, verify=False)
 
     def wait_ready(self) -> None:
         """Wait until the server is ready."""
@@ -67,7 +68,7 @@ class ServerProcess:
 
     def _listening(self) -> re.Match[str] | None:
         self._check_alive()
-        return re.search(r"listening on http://127\.0\.0\.1:(\d+)", self.log())
+        return re.search(r"listening on (https?)://127\.0\.0\.1:(\d+)", self.log())
 
 
 @contextmanager

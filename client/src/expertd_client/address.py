@@ -1,14 +1,17 @@
-"""Where a server is, `http://host:port` or `unix:/path`, and the API key that it is sent."""
+"""Where a server is, `http://host:port`, `https://host:port` or `unix:/path`, and what it is shown."""
 
 import ipaddress
 import os
 import re
+import ssl
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from expertd_client.errors import InvalidRequestError
+from expertd_client.tls import Certificate, File, make_context
 
 _DEFAULT_PORT = 80
+_DEFAULT_PORTS = {"http": _DEFAULT_PORT, "https": 443}
 _KEY = re.compile("[!-~]*")
 
 
@@ -16,7 +19,7 @@ _KEY = re.compile("[!-~]*")
 class Address:
     """A server's address. `path` is its Unix socket (None: TCP), `base` the start of every URL's path.
 
-    `key` is sent with every request, and never shown; empty: none.
+    `key` is sent with every request, and never shown; empty: none. `tls` is for https; None: http.
     """
 
     url: str
@@ -25,12 +28,14 @@ class Address:
     path: str | None = None
     base: str = ""
     key: str = field(default="", repr=False)
+    tls: ssl.SSLContext | None = field(default=None, repr=False, compare=False)
 
     @property
     def authority(self) -> str:
         """The value of the Host header."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return host if self.path is not None or self.port == _DEFAULT_PORT else f"{host}:{self.port}"
+        default = _DEFAULT_PORTS["http" if self.tls is None else "https"]
+        return host if self.path is not None or self.port == default else f"{host}:{self.port}"
 
     @property
     def is_local(self) -> bool:
@@ -43,15 +48,19 @@ class Address:
             return False
 
 
-def parse_address(url: str, key: str | None = None) -> Address:
-    """`key` None: that of the environment, EXPERTD_KEY.
+def parse_address(
+    url: str, key: str | None = None, ca: File | None = None, certificate: Certificate | None = None
+) -> Address:
+    """`key` None: that of the environment, EXPERTD_KEY. `ca` and `certificate`: as for `make_context`.
 
-    Raises InvalidRequestError for anything but http://host[:port][/base] and unix:/path, and for a key that
-    cannot be sent.
+    Raises InvalidRequestError for anything but http[s]://host[:port][/base] and unix:/path, for a key that
+    cannot be sent, and for files that cannot be used, or not with this URL.
     """
     key = os.environ.get("EXPERTD_KEY", "") if key is None else key
     if not isinstance(key, str) or not _KEY.fullmatch(key):
         raise InvalidRequestError("key: expected printable ASCII without spaces, got something else")
+    if not url.startswith("https:") and (ca is not None or certificate is not None):
+        raise InvalidRequestError(f"url: expected https://host:port with ca or certificate, got {url!r}")
     if url.startswith("unix:"):
         path = url.removeprefix("unix:")
         path = path.removeprefix("//")
@@ -63,12 +72,16 @@ def parse_address(url: str, key: str | None = None) -> Address:
         host, port = parts.hostname, parts.port
     except ValueError:
         raise _invalid(url) from None
-    if parts.scheme != "http" or not host or parts.username or parts.query or parts.fragment:
+    if parts.scheme not in _DEFAULT_PORTS or not host or parts.username or parts.query or parts.fragment:
         raise _invalid(url)
     if not url.isascii() or any(character.isspace() or character < " " for character in url):
         raise _invalid(url)
-    return Address(url, host, _DEFAULT_PORT if port is None else port, base=parts.path.rstrip("/"), key=key)
+    tls = make_context(ca, certificate) if parts.scheme == "https" else None
+    port = _DEFAULT_PORTS[parts.scheme] if port is None else port
+    return Address(url, host, port, base=parts.path.rstrip("/"), key=key, tls=tls)
 
 
 def _invalid(url: str) -> InvalidRequestError:
-    return InvalidRequestError(f"url: expected http://host:port or unix:/path, got {url!r}")
+    return InvalidRequestError(
+        f"url: expected http://host:port, https://host:port or unix:/path, got {url!r}"
+    )

@@ -29,6 +29,7 @@ from expertd_client.metadata import (
 from expertd_client.places import WideIdsError
 from expertd_client.shared_memory.transport import SharedMemoryTransport
 from expertd_client.steps import Steps
+from expertd_client.tls import Certificate, File
 from expertd_client.transport import Choice, NotThisCallError, Transport, TransportName
 
 DEFAULT_TIMEOUT = 60.0
@@ -46,13 +47,15 @@ class BaseClient:
         url: str,
         *,
         key: str | None = None,
+        ca: File | None = None,
+        certificate: Certificate | None = None,
         transport: TransportName = "auto",
         timeout: float = DEFAULT_TIMEOUT,
         max_connections: int = DEFAULT_CONNECTIONS,
         max_retries: int = DEFAULT_RETRIES,
     ) -> None:
         check_limits(timeout, max_connections, max_retries)
-        address = parse_address(url, key)
+        address = parse_address(url, key, ca, certificate)
         self._timeout = timeout
         self._http = HttpTransport(address, max_connections, max_retries)
         factories: dict[str, Callable[[], Transport]] = {

@@ -23,6 +23,7 @@ from expertd.service.moe.weights import random_weights, save_weights
 from expertd.service.settings.served import CheckpointSettings
 from tests.paths import ROOT
 from tests.service.apps import MODEL, tiny_settings
+from tests.service.certificates import FOLDER
 from tests.service.checkpoints.builders import Checkpoint, edit_json
 from tests.service.moe.test_weights import SHAPE
 from tests.service.processes import EXPERTD, clean_environment, expertd, serving
@@ -82,7 +83,7 @@ def test_check_prints_every_setting_with_its_origin(
     assert config.read_text().splitlines()[line - 1].split() == ["top_k:", "2"]
     assert rows["host"] == ("127.0.0.1", "default")
     assert [result["name"] for result in about["checks"]] == [
-        "settings", "checkpoints", "weights", "keys", "address", "rendezvous", "channels", "backend",
+        "settings", "checkpoints", "weights", "keys", "tls", "address", "rendezvous", "channels", "backend",
         "partitions",
     ]  # fmt: skip
 
@@ -363,3 +364,31 @@ def test_the_documented_list_matches_the_output_of_layers(checkpoint: Path, caps
     (documented,) = re.findall(r"^```\n(/tmp/.*?)^```$", document, re.M | re.S)
     assert main(["layers", str(checkpoint)]) == 0
     assert capsys.readouterr().out.replace(str(checkpoint), "/tmp/small-deepseek-v3") == documented
+
+
+def test_with_tls_an_exposed_server_is_warned_about_only_without_keys() -> None:
+    tls = {"certificate": "a", "key": "b"}
+    assert exposure(tiny_settings(host="0.0.0.0", keys="keys.yaml", tls=tls)) is None
+    for more, who in (
+        ({}, "anyone who can reach it"),
+        ({"client_ca": "c"}, "anyone with a client certificate"),
+    ):
+        warning = exposure(tiny_settings(host="0.0.0.0", insecure=True, tls={**tls, **more}))
+        assert f"beyond this machine without keys: {who} can" in str(warning)
+
+
+def test_check_reports_certificates(config: Path, capsys: Output) -> None:
+    def of_tls(certificate: str, key: str) -> tuple[int, str]:
+        files = {"tls.certificate": FOLDER / f"{certificate}.pem", "tls.key": FOLDER / f"{key}.key"}
+        given = [text for name, path in files.items() for text in ("--set", f"{name}={path}")]
+        code, about = check(capsys, "--config", config, *given)
+        (detail,) = [result["detail"] for result in about["checks"] if result["name"] == "tls"]
+        return code, detail
+
+    pem = FOLDER / "server.pem"
+    assert of_tls("server", "server") == (0, f"the certificate in {pem} is valid until 2120-01-01")
+    expired = f"warning: the certificate in {FOLDER / 'expired.pem'} has expired: clients refuse it"
+    assert of_tls("expired", "server") == (0, expired)
+    wrong = f"tls.key: {FOLDER / 'second.key'}: expected the key of {pem}, got another one"
+    assert of_tls("server", "second") == (2, wrong)
+    assert "tls.certificate: " in of_tls("none", "server")[1]

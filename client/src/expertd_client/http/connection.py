@@ -3,16 +3,20 @@
 import math
 import select
 import socket
+import ssl
 import time
 
 from expertd_client.deadline import Deadline
+
+_RECORD_BYTES = 16 * 1024  # of TLS
 
 
 class Connection:
     """Used by one call at a time, whose `deadline` it has. Bytes `start` to `end` of `buffer` are unread."""
 
     __slots__ = (
-        "_poll", "_polled", "buffer", "deadline", "end", "idle_since", "reused", "sock", "start", "view"
+        "_poll", "_polled", "_tls", "buffer", "deadline", "end", "idle_since", "reused", "sock", "start",
+        "view",
     )  # fmt: skip
 
     BUFFER_BYTES = 64 * 1024
@@ -31,6 +35,7 @@ class Connection:
         self._poll = select.poll()
         self._polled = select.POLLIN
         self._poll.register(sock, self._polled)
+        self._tls = sock if isinstance(sock, ssl.SSLSocket) else None
 
     def poll(self, events: int, milliseconds: float) -> int:
         """Wait in this thread: which of `events` hold; an end or an error can be read. 0: time is over."""
@@ -45,6 +50,37 @@ class Connection:
     def is_alive(self, max_idle_seconds: float) -> bool:
         """Whether an idle connection may be used: not idle for long, and nothing came, not even an end."""
         return time.monotonic() - self.idle_since < max_idle_seconds and not self.poll(select.POLLIN, 0)
+
+    def send(self, parts: list[memoryview]) -> int:
+        """Send some of `parts`. Raises BlockingIOError; then the same ones are to be sent again."""
+        if self._tls is None:
+            return self.sock.sendmsg(parts)
+        # Small parts as one record, and one packet; else a head and its tensors would be two.
+        few = sum(map(len, parts)) <= _RECORD_BYTES
+        try:
+            return self._tls.send(b"".join(parts) if few else parts[0])
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
+            raise BlockingIOError from error
+
+    def receive(self, into: memoryview) -> int:
+        """Receive some bytes; 0 at the end. Raises BlockingIOError."""
+        try:
+            return self.sock.recv_into(into)
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
+            raise BlockingIOError from error
+
+    def has_answer(self) -> bool:
+        """Whether what has come is an answer, or an end: TLS has messages of its own."""
+        if self._tls is None:
+            return True
+        room = self.make_room()
+        try:
+            self.end += self.receive(room)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
 
     def make_room(self) -> memoryview:
         """Where to receive more, after what is not yet read; empty if the buffer is full."""

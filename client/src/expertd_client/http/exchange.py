@@ -50,9 +50,9 @@ def _send(connection: Connection, parts: list[memoryview]) -> Steps[list[memoryv
     """Send until all is sent or something can be read; what is not sent."""
     while parts:
         try:
-            count = connection.sock.sendmsg(parts)
+            count = connection.send(parts)
         except BlockingIOError:
-            if (yield Ready(connection, READ | WRITE)) & READ:
+            if (yield Ready(connection, READ | WRITE)) & READ and connection.has_answer():
                 return parts  # refused before it was read, or closed: which of them the answer says
             continue
         except OSError:
@@ -87,7 +87,7 @@ def _receive_head(connection: Connection) -> Steps[Head]:
 def _receive(connection: Connection, into: memoryview, answered: bool) -> Steps[int]:
     while True:
         try:
-            return connection.sock.recv_into(into)
+            return connection.receive(into)
         except BlockingIOError:
             yield Ready(connection, READ)
         except OSError as error:

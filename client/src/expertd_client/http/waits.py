@@ -4,6 +4,7 @@ import asyncio
 import math
 import select
 import socket
+import ssl
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +71,13 @@ class Connect:
         timeout = None if math.isinf(left) else left
         try:
             if address.path is None:
-                return Connection(socket.create_connection((address.host, address.port), timeout))
+                sock = socket.create_connection((address.host, address.port), timeout)
+                if address.tls is not None:
+                    if timeout is not None:
+                        sock.settimeout(self.deadline.check())
+                    # If this fails, it closes the socket.
+                    sock = address.tls.wrap_socket(sock, server_hostname=address.host)
+                return Connection(sock)
             sock = socket.socket(socket.AF_UNIX)
             try:
                 sock.settimeout(timeout)
@@ -97,11 +104,11 @@ class Connect:
         error = OSError("no address")
         try:
             if address.path is not None:
-                return await _connected(socket.AF_UNIX, address.path)
+                return await _connected(socket.AF_UNIX, address.path, address)
             found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
             for family, _, _, _, place in found:
                 try:
-                    return await _connected(family, place)
+                    return await _connected(family, place, address)
                 except OSError as failed:
                     error = failed
         except OSError as failed:
@@ -112,12 +119,34 @@ class Connect:
         return ServerUnreachableError(f"server {self.address.url}: expected a connection, got {error}")
 
 
-async def _connected(family: int, place: Any) -> Connection:
+async def _connected(family: int, place: Any, address: Address) -> Connection:
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setblocking(False)
     try:
         await asyncio.get_running_loop().sock_connect(sock, place)
+        if address.tls is not None:
+            host = address.host
+            sock = address.tls.wrap_socket(sock, server_hostname=host, do_handshake_on_connect=False)
+            await _shake_hands(sock)
     except BaseException:
         sock.close()
         raise
     return Connection(sock)
+
+
+async def _shake_hands(sock: ssl.SSLSocket) -> None:
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            sock.do_handshake()
+            return
+        except ssl.SSLWantReadError:
+            add, remove = loop.add_reader, loop.remove_reader
+        except ssl.SSLWantWriteError:
+            add, remove = loop.add_writer, loop.remove_writer
+        ready: asyncio.Future[int] = loop.create_future()
+        add(sock, settle, ready, READ)
+        try:
+            await ready
+        finally:
+            remove(sock)

@@ -1,0 +1,243 @@
+"""Connections with TLS: what holds for plain ones holds for them, and who is refused before a request."""
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Callable
+from contextlib import closing, suppress
+from typing import Any
+
+import numpy as np
+import pytest
+import uvloop
+
+from expertd.service.settings.certificates import load_tls
+from expertd.service.settings.parts import TlsSettings
+from tests.service.apps import HIDDEN, Serving, hidden_request, rows, serving, serving_runner, tiny_settings
+from tests.service.certificates import CA, TLS, client_context
+from tests.service.runners import EchoRunner
+from tests.service.sockets import Answer, connect, head, infer, listening, read_answer, read_to_end
+from tests.service.waiting import until, wait_for
+
+TOKENS = 32768
+OUTPUT_BYTES = TOKENS * HIDDEN * 4  # 16 MiB, which no socket's buffers hold
+LARGE: dict[str, float] = {
+    "max_request_tokens": TOKENS,
+    "max_batch_tokens": TOKENS,
+    "max_queue_tokens": 2 * TOKENS,
+    "max_body_bytes": 2 * OUTPUT_BYTES,
+}
+LIVE = head("GET /v2/health/live HTTP/1.1")
+GOOD = infer(*hidden_request(rows(3)))
+
+
+def secure(port: int, context: ssl.SSLContext | None = None) -> ssl.SSLSocket:
+    """A connection after its handshake, whose end without close_notify is an error."""
+    context = context or client_context()
+    return context.wrap_socket(connect(port), server_hostname="localhost", suppress_ragged_eofs=False)
+
+
+def asked(sock: socket.socket, data: bytes) -> Answer:
+    sock.sendall(data)
+    return read_answer(sock)
+
+
+def counted(server: Serving, status: int) -> float:
+    return server.metric("connection_refusals_total", status=str(status))
+
+
+def run(
+    check: Callable[[int, Serving], Any],
+    limits: dict[str, float] | None = None,
+    client_ca: bool = False,
+    after: Callable[[Serving], bool] = lambda server: True,
+    **listen: Any,
+) -> None:
+    """Call `check` in a thread with the port of a server in this process; then `after` becomes true."""
+    tls = load_tls(TlsSettings.model_validate({**TLS, "client_ca": CA if client_ca else None}))
+
+    async def main() -> None:
+        settings = tiny_settings(limits, keep_alive_seconds=1)
+        async with serving(settings, serving_runner(EchoRunner())) as server:
+            async with listening(server, tls=tls, **listen) as port:
+                await asyncio.to_thread(check, port, server)
+                await until(lambda: after(server))
+            assert server.app.engine.arena is not None
+            assert server.app.engine.arena.used_bytes == 0
+
+    uvloop.run(main())
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_requests_are_answered(version: ssl.TLSVersion) -> None:
+    def check(port: int, server: Serving) -> None:
+        context = client_context()
+        context.minimum_version = context.maximum_version = version
+        context.set_alpn_protocols(["h2", "http/1.1"])
+        with closing(secure(port, context)) as sock:
+            assert (sock.version(), sock.selected_alpn_protocol()) == (
+                version.name.replace("v1_", "v1."),
+                "http/1.1",
+            )
+            for _ in range(3):
+                assert asked(sock, GOOD).status == 200
+                assert asked(sock, LIVE).status == 200
+
+    run(check)
+
+
+def test_pipelined_requests_and_the_end_are_as_without_tls() -> None:
+    def check(port: int, server: Serving) -> None:
+        with closing(secure(port)) as sock:
+            sock.sendall(20 * LIVE + GOOD + head("GET /v2 HTTP/1.1", "Connection: close"))
+            found = read_to_end(sock)
+            assert [answer.status for answer in found] == [200] * 22
+            assert len(found[20].body) > rows(3).nbytes
+
+    run(check)
+
+
+def test_a_large_request_and_its_answer_arrive_whole() -> None:
+    values = np.random.default_rng(0).standard_normal((TOKENS, HIDDEN), dtype=np.float32)
+
+    def check(port: int, server: Serving) -> None:
+        with closing(secure(port)) as sock:
+            for _ in range(2):
+                answer = asked(sock, infer(*hidden_request(values)))
+                assert answer.status == 200
+                assert answer.body.endswith(values.tobytes())
+
+    run(check, LARGE)
+
+
+def test_a_client_that_stops_reading_is_cut_off() -> None:
+    def check(port: int, server: Serving) -> None:
+        with closing(secure(port)) as sock:
+            sock.sendall(infer(*hidden_request(np.ones((TOKENS, HIDDEN), np.float32))))
+            wait_for(lambda: server.metric("requests_total", model="tiny", status="499"), "it is cut off")
+
+    run(check, LARGE)
+
+
+def test_a_half_closed_connection_gets_its_answer() -> None:
+    def check(port: int, server: Serving) -> None:
+        incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        tls = client_context().wrap_bio(incoming, outgoing, server_hostname="localhost")
+
+        def done(step: Callable[[], Any]) -> Any:
+            while True:
+                try:
+                    result = step()
+                except ssl.SSLWantReadError:
+                    if outgoing.pending:
+                        sock.sendall(outgoing.read())
+                    incoming.write(sock.recv(1 << 16))
+                else:
+                    return result
+
+        with closing(connect(port)) as sock:
+            done(tls.do_handshake)
+            tls.write(GOOD)
+            with suppress(ssl.SSLWantReadError):
+                tls.unwrap()  # sends close_notify
+            sock.sendall(outgoing.read())
+            sock.shutdown(socket.SHUT_WR)
+            assert done(lambda: tls.read(1 << 16)).startswith(b"HTTP/1.1 200")
+
+    run(check)
+
+
+def test_an_idle_connection_is_closed_with_close_notify() -> None:
+    def check(port: int, server: Serving) -> None:
+        with closing(secure(port)) as sock:
+            assert asked(sock, LIVE).status == 200
+            assert sock.recv(1) == b""
+
+    run(check)
+
+
+def test_http_without_tls_gets_an_answer_that_says_so() -> None:
+    def check(port: int, server: Serving) -> None:
+        with closing(connect(port)) as sock:
+            sock.sendall(LIVE)
+            (answer,) = read_to_end(sock)
+            assert (answer.status, answer.error) == (
+                400,
+                "request: expected TLS (https://), got HTTP without it",
+            )
+
+    run(check, after=lambda server: counted(server, 400) == 1)
+
+
+def test_what_is_neither_is_refused() -> None:
+    def check(port: int, server: Serving) -> None:
+        with closing(connect(port)) as sock:
+            sock.sendall(bytes(range(256)))
+            while sock.recv(100):
+                pass
+
+    run(check, after=lambda server: counted(server, 400) == 1)
+
+
+@pytest.mark.filterwarnings("ignore:ssl.TLSVersion.TLSv1_1:DeprecationWarning")
+def test_older_versions_are_refused() -> None:
+    def check(port: int, server: Serving) -> None:
+        context = client_context()
+        context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_1
+        context.set_ciphers("ALL:@SECLEVEL=0")
+        with pytest.raises(ssl.SSLError, match="PROTOCOL_VERSION"):
+            secure(port, context)
+
+    run(check, after=lambda server: counted(server, 400) == 1)
+
+
+def test_with_a_client_ca_only_its_certificates_are_admitted() -> None:
+    def check(port: int, server: Serving) -> None:
+        with closing(secure(port, client_context("client"))) as sock:
+            assert asked(sock, GOOD).status == 200
+        with pytest.raises(OSError, match=r"(?i)certificate.required|reset"), closing(secure(port)) as sock:
+            asked(sock, GOOD)
+
+    run(check, client_ca=True, after=lambda server: counted(server, 400) == 1)
+
+
+def test_a_handshake_that_does_not_end_is_cut_off() -> None:
+    def check(port: int, server: Serving) -> None:
+        with closing(connect(port)) as silent, closing(connect(port)) as partial:
+            partial.sendall(b"\x16\x03\x01")
+            for sock in (silent, partial):
+                with suppress(ConnectionResetError):
+                    assert sock.recv(1) == b""
+
+    run(check, {"header_timeout_seconds": 0.2}, after=lambda server: counted(server, 408) == 2)
+
+
+def test_too_many_connections_are_closed_without_a_handshake() -> None:
+    def check(port: int, server: Serving) -> None:
+        with closing(connect(port)), closing(secure(port)) as sock:
+            with pytest.raises(OSError, match=r"(?i)eof|reset"):
+                secure(port)
+            assert asked(sock, LIVE).status == 200
+
+    limits: dict[str, float] = {"max_connections_per_address": 2, "header_timeout_seconds": 30}
+    run(check, limits, after=lambda server: counted(server, 503) == 1)
+
+
+def test_many_connections_from_one_address_are_refused_without_tls() -> None:
+    async def main() -> None:
+        settings = tiny_settings({"max_connections_per_address": 1})
+        async with serving(settings, serving_runner(EchoRunner())) as server, listening(server) as port:
+
+            def check() -> None:
+                with closing(connect(port)) as first:
+                    assert asked(first, LIVE).status == 200
+                    with closing(connect(port)) as second:
+                        (answer,) = read_to_end(second)
+                    assert answer.status == 503
+                    assert answer.error == "connections from one address: expected at most 1, got 2"
+                    assert asked(first, LIVE).status == 200
+
+            await asyncio.to_thread(check)
+            assert counted(server, 503) == 1
+
+    uvloop.run(main())

@@ -1,0 +1,104 @@
+"""The files of TLS: each mistake is one sentence, which names the file."""
+
+import re
+import ssl
+from pathlib import Path
+
+import pytest
+
+from expertd.service.settings.certificates import load_tls, read_tls, validity
+from expertd.service.settings.parts import TlsSettings
+from expertd.service.settings.values import SettingsError
+from tests.service.apps import tiny_settings
+from tests.service.certificates import CA, FOLDER
+
+SERVER, KEY = FOLDER / "server.pem", FOLDER / "server.key"
+
+
+def given(certificate: Path = SERVER, key: Path = KEY, client_ca: Path | None = None) -> TlsSettings:
+    return TlsSettings(certificate=certificate, key=key, client_ca=client_ca)
+
+
+def mistake(settings: TlsSettings) -> str:
+    with pytest.raises(SettingsError) as caught:
+        load_tls(settings)
+    (found,) = caught.value.mistakes
+    return found
+
+
+def test_a_context_wants_tls_1_2_or_newer_and_certificates_only_with_a_ca() -> None:
+    context = load_tls(given())
+    assert context.minimum_version is ssl.TLSVersion.TLSv1_2
+    assert context.verify_mode is ssl.CERT_NONE
+    assert load_tls(given(client_ca=CA)).verify_mode is ssl.CERT_REQUIRED
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    missing = tmp_path / "none.pem"
+    for name, settings in {
+        "certificate": given(certificate=missing),
+        "key": given(key=missing),
+        "client_ca": given(client_ca=missing),
+    }.items():
+        assert mistake(settings) == f"tls.{name}: {missing}: cannot be read: No such file or directory"
+
+
+def test_files_of_another_kind_are_named() -> None:
+    assert (
+        mistake(given(certificate=KEY))
+        == f"tls.certificate: {KEY}: expected a certificate in PEM, got something else"
+    )
+    assert mistake(given(key=CA)) == f"tls.key: {CA}: expected a private key in PEM, got something else"
+    assert mistake(given(client_ca=KEY)).startswith(f"tls.client_ca: {KEY}: expected a certificate in PEM")
+
+
+def test_the_key_of_another_certificate_is_named() -> None:
+    other = FOLDER / "second.key"
+    assert mistake(given(key=other)) == f"tls.key: {other}: expected the key of {SERVER}, got another one"
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.pem"
+    damaged.write_text(SERVER.read_text().replace("M", "-", 20))
+    assert mistake(given(certificate=damaged)).startswith(
+        f"tls: {damaged} and {KEY}: expected a certificate and its key in PEM, got what OpenSSL cannot use ("
+    )
+    assert mistake(given(client_ca=damaged)).startswith(f"tls.client_ca: {damaged}: expected certificates")
+
+
+def test_a_key_with_a_password_is_refused(tmp_path: Path) -> None:
+    locked = tmp_path / "locked.key"
+    locked.write_text(KEY.read_text().replace("PRIVATE KEY", "ENCRYPTED PRIVATE KEY"))
+    assert mistake(given(key=locked)) == f"tls.key: {locked}: expected a key without a password, got one with"
+
+
+def test_no_representation_shows_the_key() -> None:
+    secret = KEY.read_text().splitlines()[1]
+    files = read_tls(given())
+    assert secret in files.model_dump_json()
+    assert secret not in f"{files!r} {files}"
+
+
+def test_how_long_a_certificate_is_valid() -> None:
+    assert validity(given(client_ca=CA)) == (f"the certificate in {SERVER} is valid until 2120-01-01", True)
+    expired = FOLDER / "expired.pem"
+    text = f"the certificate in {expired} has expired: clients refuse it"
+    assert validity(given(certificate=expired)) == (text, False)
+
+
+@pytest.mark.parametrize(
+    ("tls", "expected"),
+    [
+        ({"certificate": "a"}, "tls.key: expected a path with tls.certificate, got null"),
+        ({"key": "a"}, "tls.certificate: expected a path with tls.key, got null"),
+        ({"client_ca": "a"}, "tls.key: expected a path with tls.client_ca, got null"),
+    ],
+)
+def test_half_of_the_settings_is_refused(tls: dict[str, str], expected: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(expected.removeprefix("tls."))):
+        tiny_settings(tls=tls)
+
+
+def test_a_unix_socket_has_no_tls() -> None:
+    with pytest.raises(ValueError, match=r"tls: expected host and port, got uds /run/e\.sock"):
+        tiny_settings(tls={"certificate": "a", "key": "b"}, uds="/run/e.sock")
