@@ -93,13 +93,15 @@ class RunningServer:
                 raise RuntimeError(
                     f"the server exited with {self.process.returncode}: {self._log.read_text()}"
                 )
-            found = re.search(r"listening on (http://127\.0\.0\.1:\d+)", self._log.read_text())
+            found = re.search(r"listening on (https?://127\.0\.0\.1:\d+)", self._log.read_text())
             if found and self._is_ready(found[1]):
                 return found[1]
             time.sleep(0.01)
         raise TimeoutError(f"not ready within {_SECONDS} s: {self._log.read_text()}")
 
     def _is_ready(self, url: str) -> bool:
+        if url.startswith("https:"):  # it may ask for a certificate: its log tells
+            return "engine: ready: " in self._log.read_text()
         try:
             with urllib.request.urlopen(f"{url}/v2/health/ready", timeout=10):
                 return True

@@ -29,7 +29,8 @@ def test_addresses(url: str, host: str, port: int, path: str | None, authority: 
     [
         "",
         "localhost:8000",
-        "https://localhost:8000",
+        "https://",
+        "ftp://localhost:8000",
         "http://",
         "http://:80",
         "http://a:b",
@@ -47,5 +48,7 @@ def test_addresses(url: str, host: str, port: int, path: str | None, authority: 
     ],
 )
 def test_addresses_that_are_none(url: str) -> None:
-    with pytest.raises(InvalidRequestError, match=r"^url: expected http://host:port or unix:/path, got "):
+    with pytest.raises(
+        InvalidRequestError, match=r"^url: expected http://host:port, https://host:port or unix:/path, got "
+    ):
         ExpertClient(url)
