@@ -63,7 +63,7 @@ USER 10001:10001
 
 # http.client rather than urllib, which would use a proxy set in the environment.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=300s --retries=3 CMD ["/opt/expertd/bin/python", "-c", \
-    "import http.client, os, sys; c = http.client.HTTPConnection('127.0.0.1', int(os.environ['EXPERTD_PORT']), timeout=4); c.request('GET', '/v2/health/ready'); sys.exit(c.getresponse().status != 200)"]
+    "import http.client, os, ssl, sys; at = '127.0.0.1', int(os.environ['EXPERTD_PORT']); k = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT); k.check_hostname = False; k.verify_mode = ssl.CERT_NONE; c = http.client.HTTPSConnection(*at, timeout=4, context=k) if os.environ.get('EXPERTD_TLS__CERTIFICATE') else http.client.HTTPConnection(*at, timeout=4); c.request('GET', '/v2/health/ready'); sys.exit(c.getresponse().status != 200)"]
 
 ENTRYPOINT ["expertd"]
 CMD ["serve"]

@@ -15,8 +15,11 @@ import pytest
 import yaml
 from packaging.specifiers import SpecifierSet
 
+from expertd.service.settings.certificates import load_tls
 from expertd.service.settings.loader import load_settings
+from expertd.service.settings.parts import TlsSettings
 from tests.paths import ROOT
+from tests.service.certificates import TLS
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 Instruction = tuple[str, str]
@@ -190,6 +193,26 @@ def health_port() -> Iterator[int]:
         yield server.server_address[1]
         server.shutdown()
         thread.join()
+
+
+@pytest.fixture
+def secure_health_port() -> Iterator[int]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Health) as server:
+        server.socket = load_tls(TlsSettings.model_validate(TLS)).wrap_socket(server.socket, server_side=True)
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_address[1]
+        server.shutdown()
+        thread.join()
+
+
+def test_healthcheck_speaks_tls(secure_health_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    (rest,) = arguments_of("HEALTHCHECK")
+    _, *arguments = json.loads(rest.partition("CMD ")[2])
+    _Health.statuses = {"/v2/health/ready": 200}
+    monkeypatch.setenv("EXPERTD_PORT", str(secure_health_port))
+    monkeypatch.setenv("EXPERTD_TLS__CERTIFICATE", "server.pem")
+    assert subprocess.run([sys.executable, *arguments], timeout=30, check=False).returncode == 0
 
 
 @pytest.mark.parametrize(("status", "healthy"), [(200, True), (503, False)])

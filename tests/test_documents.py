@@ -78,6 +78,7 @@ def test_yaml_blocks_are_settings(document: str) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_named_environment_variables_are_settings(document: str) -> None:
     beside = {
+        "EXPERTD_CA",
         "EXPERTD_CACHE_DIR",
         "EXPERTD_CONFIG",
         "EXPERTD_KEY",

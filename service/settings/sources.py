@@ -17,7 +17,7 @@ from expertd.service.settings.values import Assignment, Key, SettingsError, dott
 from expertd.service.settings.variables import VariableSource
 from expertd.service.settings.yaml_text import YamlTextError, parse
 
-# Not settings: the kernel cache reads the first, `default_config` the second, the client the third.
+# Not settings: the client reads CA and KEY, the kernel cache CACHE_DIR, `default_config` CONFIG.
 _OTHER_VARIABLES = {f"{ENV_PREFIX}{name}" for name in ("CA", "CACHE_DIR", "CONFIG", "KEY")}
 # Kubernetes sets such variables in every pod for a Service named "expertd".
 _SERVICE_LINK = re.compile(rf"{ENV_PREFIX}(SERVICE_(HOST|PORT).*|PORT_\d+_(TCP|UDP).*)")
