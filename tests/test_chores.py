@@ -42,6 +42,12 @@ def test_the_workflow_runs_on_every_supported_python() -> None:
     assert workflow["jobs"]["check"]["strategy"]["matrix"] == {"python": list(PYTHONS)}
 
 
+def test_the_workflows_actions_are_pinned() -> None:
+    used = re.findall(r"uses: (\S+)", (ROOT / ".github/workflows/check.yml").read_text())
+    assert used
+    assert [action for action in used if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", action)] == []
+
+
 def test_contributing_names_chores_that_exist() -> None:
     assert chores_run_by((ROOT / "CONTRIBUTING.md").read_text()) <= set(CHORES)
 
