@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 _PIECE_BYTES = 64 * 1024  # encrypted and written at once
+_MAX_HELD_BYTES = 1024 * 1024  # by the raw transport; of answers, it holds one piece
 _TURN_PIECES = 16  # before other connections have their turn
 
 
@@ -67,9 +68,11 @@ class TlsTransport(asyncio.Transport):
         self._send()
 
     def flush(self) -> None:
-        """Send what TLS itself has to say."""
+        """Send what TLS itself has to say, too, unless a client asks for that without reading it."""
         if self._outgoing.pending and not self._raw.is_closing():
             self._raw.write(self._outgoing.read())
+            if self._raw.get_write_buffer_size() > _MAX_HELD_BYTES:
+                self.abort()
 
     def lost(self) -> None:
         """The connection is closed: let go of everything."""
@@ -150,7 +153,7 @@ class TlsTransport(asyncio.Transport):
     def _encrypt(self) -> None:
         while self._unsent and self._outgoing.pending < _PIECE_BYTES:
             view = self._unsent[0]
-            count = self._tls.write(view)  # one record at a time
+            count = self._tls.write(view[:_PIECE_BYTES])
             self._unsent_bytes -= count
             if count == len(view):
                 self._unsent.popleft()
