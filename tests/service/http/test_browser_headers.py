@@ -48,3 +48,4 @@ def test_every_response_has_them_once(server: ServerProcess, data: bytes) -> Non
         assert [line for line in lines if line.startswith(f"{name}:")] == [expected]
     policies = [line for line in lines if line.startswith("content-security-policy: ")]
     assert len(policies) == (b"/docs" in data)
+    assert all("frame-ancestors 'none'" in policy for policy in policies)

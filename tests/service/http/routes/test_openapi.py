@@ -224,6 +224,7 @@ async def test_the_page_works_offline() -> None:
     assert "://" not in page.text
     assert "url: 'openapi.json'" in page.text
     policy = page.headers["content-security-policy"]
-    assert policy == "default-src 'self' 'unsafe-inline'; img-src 'self' data:", (
-        "the browser contacts no other host"
-    )
+    assert policy == (
+        "default-src 'self' 'unsafe-inline'; img-src 'self' data:; object-src 'none'; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'none'"
+    ), "the browser contacts no other host"
