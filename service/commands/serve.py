@@ -13,7 +13,9 @@ from expertd.service.imports import quick_imports
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
+    from collections.abc import Callable
 
+    from expertd.service.http.app import Beside, ExpertApp
     from expertd.service.settings.model import Settings
 
 logger = logging.getLogger(__name__)
@@ -67,11 +69,12 @@ def run(arguments: argparse.Namespace) -> int:
             logger.warning("tls: %s", remark)
         if (warning := exposure(settings)) is not None:
             logger.warning(warning)
+        beside = _grpc(settings)
         if settings.num_ranks == 1:
-            return serve(settings)
+            return serve(settings, beside=beside)
         from expertd.service.ranks.loading import load_ranks
 
-        return serve(settings, load_ranks)
+        return serve(settings, load_ranks, beside)
     except BindError as error:
         return _refuse(error)
     except SettingsError as error:  # the file of keys, or those of TLS, have changed since
@@ -128,6 +131,20 @@ def exposure(settings: "Settings") -> str | None:
         f"{beyond} {missing}: {whoever} can run inference and replace SM partitions; set keys, or restrict "
         "access with a proxy or a firewall"
     )
+
+
+def _grpc(settings: "Settings") -> "Callable[[ExpertApp, Settings], Beside] | None":
+    """What makes the gRPC server; None without one, and then nothing of it is imported. Raises BindError."""
+    if settings.grpc.port is None:
+        return None
+    from expertd.service.http.listening import BindError
+
+    try:
+        from expertd.service.grpc.server import GrpcServer
+    except ModuleNotFoundError as error:
+        text = f"the packages of expertd[grpc] (pip install 'expertd[grpc]'), got none called {error.name}"
+        raise BindError(f"grpc.port: expected {text}") from error
+    return GrpcServer
 
 
 def _exit_now(number: int, frame: FrameType | None) -> None:

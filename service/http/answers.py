@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from expertd.service.engine.errors import EngineError
+from expertd.service.engine.refusals import Reason
 from expertd.service.engine.spec import LayerSpec
 from expertd.service.http.bodies import ClientGoneError
 from expertd.service.http.errors import http_error
@@ -22,12 +23,16 @@ CLIENT_GONE = 499  # as proxies log a client that disconnected; never sent
 
 @dataclass(slots=True)
 class Answer:
-    """A response: its status, header lines and parts of its body; `close` ends the connection after it."""
+    """A response: its status, header lines and parts of its body; `close` ends the connection after it.
+
+    reason  of a refusal
+    """
 
     status: int
     fields: bytes
     parts: list[bytes | memoryview]
     close: bool = False
+    reason: Reason | None = None
 
 
 def output_answer(
@@ -60,7 +65,8 @@ def error_answer(refusal: OipError, expects: bool) -> Answer:
     body = refusal.body()
     # If the body never arrives, the next request must not be parsed as it.
     close = expects or len(kept) < len(headers)
-    return Answer(refusal.status, _fields(b"application/json", len(body), kept), [body], close)
+    fields = _fields(b"application/json", len(body), kept)
+    return Answer(refusal.status, fields, [body], close, refusal.reason)
 
 
 def refusal_of(error: Exception, model: str) -> OipError:

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Protocol
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
@@ -41,11 +42,18 @@ from expertd.service.settings.model import Settings
 _DESCRIPTION = "Expert layers of Mixture-of-Experts models over the Open Inference Protocol v2."
 
 
+class Beside(Protocol):
+    """Another server around the same application, on its event loop."""
+
+    async def start(self) -> None: ...
+    async def stop(self) -> None: ...
+
+
 class ExpertApp(FastAPI):
     """FastAPI, with a shortcut for infer requests.
 
-    Its lifespan starts loading and ends the worker thread. Raises SettingsError for a file of keys that
-    cannot be used.
+    Its lifespan starts loading and ends the worker thread; `beside`, if there is one, lives as long.
+    Raises SettingsError for a file of keys that cannot be used.
     """
 
     def __init__(self, settings: Settings, loader: Loader = load) -> None:
@@ -65,6 +73,7 @@ class ExpertApp(FastAPI):
         self.listener: ChannelListener | None = None  # of channels
         if settings.channels.socket is not None:
             self.listener = ChannelListener(settings.channels.socket, self.channels)
+        self.beside: Beside | None = None
         self._bodies = BodyReader(settings.limits)
         file = None if settings.keys is None else KeyFile(settings.keys)
         self.gate = Gate(file, self.metrics.keys, behind=settings.http_workers > 1)
@@ -120,6 +129,10 @@ class ExpertApp(FastAPI):
                 return
         await super().__call__(scope, receive, send)
 
+    async def answer_admitted(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request other than infer whose key was checked."""
+        await super().__call__(scope, receive, send)
+
 
 @asynccontextmanager
 async def _lifespan(app: ExpertApp) -> AsyncIterator[None]:
@@ -128,8 +141,12 @@ async def _lifespan(app: ExpertApp) -> AsyncIterator[None]:
     if app.listener is not None:
         app.listener.start()
     try:
+        if app.beside is not None:
+            await app.beside.start()
         yield
     finally:  # whatever ends it: nothing that was started may be left
+        if app.beside is not None:
+            await app.beside.stop()
         if app.listener is not None:
             await app.listener.stop()
         await app.channels.stop()

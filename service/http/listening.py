@@ -46,15 +46,20 @@ def listen(settings: Settings) -> Listener:
     """Listen on `uds`, or else on `host` and `port`, beyond loopback only as allowed. Raises BindError."""
     if settings.uds is not None:
         return _listen_on_path(settings.uds)
+    check_exposure(settings)
+    listener = _listen_on_port(settings.host, settings.port)
+    host, port = listener.getsockname()[:2]
+    scheme = "https" if settings.tls.is_on else "http"
+    return Listener(listener, f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
+
+
+def check_exposure(settings: Settings) -> None:
+    """Raise BindError if the settings do not allow to listen on `host`."""
     if settings.keys is None and not settings.insecure and is_exposed(settings.host):
         raise BindError(
             f"host: expected a loopback address without keys, got {settings.host}; give callers keys "
             "(--keys), or set insecure: true (--insecure) if only trusted hosts reach it"
         )
-    listener = _listen_on_port(settings.host, settings.port)
-    host, port = listener.getsockname()[:2]
-    scheme = "https" if settings.tls.is_on else "http"
-    return Listener(listener, f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
 
 
 def is_exposed(host: str) -> bool:

@@ -3,13 +3,13 @@
 import asyncio
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 
 from expertd.service.engine.engine import Phase
 from expertd.service.engine.loading import Loader, load
-from expertd.service.http.app import ExpertApp
+from expertd.service.http.app import Beside, ExpertApp
 from expertd.service.http.certificates import Certificates
 from expertd.service.http.listening import BindError, Listener, allow_files, listen
 from expertd.service.http.serving import FLUSH_SECONDS, STOPPED, ConnectionServer, exit_process
@@ -22,8 +22,10 @@ logger = logging.getLogger(__name__)
 _OTHER_FILES = 256  # besides connections: lingering ones, libraries, devices
 
 
-def serve(settings: Settings, loader: Loader = load) -> int:
-    """Serve what `loader` loads until SIGTERM, SIGINT or SIGHUP.
+def serve(
+    settings: Settings, loader: Loader = load, beside: Callable[[ExpertApp, Settings], Beside] | None = None
+) -> int:
+    """Serve what `loader` loads until SIGTERM, SIGINT or SIGHUP, also on the server that `beside` makes.
 
     Returns the exit code: 0 after a full drain, else 1. Before anything is loaded, raises BindError if it
     cannot listen, and SettingsError for a file of keys, or files of TLS, that cannot be used.
@@ -36,6 +38,8 @@ def serve(settings: Settings, loader: Loader = load) -> int:
             stack.callback(workers.close)
         own = settings if workers is None else workers.engine_settings
         app = ExpertApp(own, loader)
+        if beside is not None:
+            app.beside = beside(app, settings)
         if app.listener is not None:
             try:
                 app.listener.bind()

@@ -14,6 +14,7 @@ from expertd.service.sentences import shown
 from expertd.service.settings.buffers import default_bytes, needed_bytes, region_bytes
 from expertd.service.settings.parts import (
     ChannelSettings,
+    GrpcSettings,
     Limits,
     OverlapSettings,
     PlacementSettings,
@@ -137,6 +138,7 @@ class Settings(BaseSettings):
         default=SharedMemorySettings(), description="regions of shared memory"
     )
     channels: ChannelSettings = Field(default=ChannelSettings(), description="channels")
+    grpc: GrpcSettings = Field(default=GrpcSettings(), description="the protocol over gRPC")
     keep_alive_seconds: int = Field(default=75, ge=1, description="seconds an idle connection stays open")
     shutdown_delay_seconds: float = Field(
         default=0.0,

@@ -172,6 +172,17 @@ class ChannelSettings(Frozen):
     )
 
 
+class GrpcSettings(Frozen):
+    """The same protocol over gRPC (docs/grpc.md)."""
+
+    port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="port of `host` for gRPC, beside HTTP; 0: any free one; null: no gRPC",
+    )
+
+
 class OverlapSettings(Frozen):
     """Communication between GPUs while GEMMs run (docs/parallel.md)."""
 

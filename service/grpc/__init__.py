@@ -1,0 +1,1 @@
+"""The Open Inference Protocol over gRPC: another way into the same queues, beside HTTP."""

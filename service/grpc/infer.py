@@ -1,0 +1,155 @@
+"""ModelInfer: a message through the same function as POST /v2/models/{name}/infer, and back."""
+
+import asyncio
+import json
+from functools import lru_cache
+from typing import Any
+
+from expertd.service.grpc.infer_request import Translated, UntranslatedError, parts_of, request_id
+from expertd.service.grpc.messages import CLASSES
+from expertd.service.grpc.statuses import Refusal, refused
+from expertd.service.grpc.wire import tag, with_outputs
+from expertd.service.http.answers import Answer
+from expertd.service.http.endpoint import InferEndpoint
+from expertd.service.http.infer import InferCall
+from expertd.service.http.infer_body import InferBody
+from expertd.service.http.infer_ending import InferEnding
+from expertd.service.http.infer_head import InferHead
+from expertd.service.http.protocol import OipError
+from expertd.service.http.refused import Headers
+from expertd.service.http.threads import INLINE_BYTES, Where
+
+_INFER_RESPONSE = 2  # the number of that field of ModelStreamInferResponse
+_MAX_KEPT = 256
+_MAX_KEPT_BYTES = 2048  # of one head
+
+Result = bytes | Refusal
+"""A serialized ModelInferResponse, or why there is none."""
+
+
+class Infer:
+    """Answers messages through `endpoint`."""
+
+    def __init__(self, endpoint: InferEndpoint) -> None:
+        self._endpoint = endpoint
+        self._heads: dict[tuple[object, ...], InferHead] = {}
+
+    def refusal_of_unknown(self, authorization: Headers) -> Refusal | None:
+        """Why a caller is refused before its message is received: it has no key. None if it has one."""
+        gate = self._endpoint.gate
+        if gate.refresh() is None or gate.name_of(authorization) != "-":
+            return None
+        caller = _Caller()
+        InferCall(self._endpoint, InferHead("", "", authorization), caller).admit()
+        result = caller.result.result()
+        assert isinstance(result, Refusal)
+        return result
+
+    async def __call__(self, data: bytes, authorization: Headers, context: Any) -> Result:
+        """The answer to a serialized ModelInferRequest; cancelled, it leaves the request."""
+        caller = _Caller()
+        try:
+            request = await self._translated(data, caller.loop)
+        except UntranslatedError as error:
+            head = InferHead(error.model, "", authorization)
+            InferCall(self._endpoint, head, caller).refuse(error.refusal)
+            return await caller.result
+        head = self._head(request, authorization)
+        call = InferCall(self._endpoint, head, caller, self._endpoint.engine.arena)
+        if call.admit():
+            self._receive(call, head, request)
+        try:
+            return await caller.result
+        except asyncio.CancelledError:
+            call.leave(_late(context))
+            raise
+
+    def in_stream(self, data: bytes, result: Result) -> bytes:
+        """A result as a serialized ModelStreamInferResponse; `data` is its request."""
+        if not isinstance(result, Refusal):
+            return tag(_INFER_RESPONSE, len(result)) + result
+        response = CLASSES["ModelStreamInferResponse"](error_message=result.text)
+        response.infer_response.id = request_id(data)
+        message: bytes = response.SerializeToString()
+        return message
+
+    async def _translated(self, data: bytes, loop: asyncio.AbstractEventLoop) -> Translated:
+        parts = parts_of(data, self._endpoint.engine.settings.limits.max_json_bytes)
+        if len(parts.rest) <= INLINE_BYTES:
+            return parts.translate()
+        return await self._endpoint.threads.run(Where.JSON_THREAD, loop, parts.translate)
+
+    def _receive(self, call: InferCall, head: InferHead, request: Translated) -> None:
+        engine = self._endpoint.engine
+        body: InferBody | None = None
+        try:
+            body = InferBody(engine.arena, head.limit, request.num_bytes, len(request.header))
+            for part in (request.header, *request.tensors):
+                body.write(memoryview(part))
+            content = body.content()
+        except Exception as error:
+            if body is not None:
+                body.release()
+            call.refuse(error)
+        else:
+            call.receive(content, body)
+
+    def _head(self, request: Translated, authorization: Headers) -> InferHead:
+        """The head of the same request over HTTP, kept for those like it."""
+        sizes = len(request.header), request.num_bytes
+        key = (request.model, request.version, *authorization, *sizes)
+        head = self._heads.get(key)
+        if head is None:
+            names = (b"inference-header-content-length", b"content-length")
+            headers = [(name, str(size).encode()) for name, size in zip(names, sizes, strict=True)]
+            head = InferHead(request.model, request.version, [*authorization, *headers])
+            size = len(request.model) + len(request.version) + sum(len(value) for _, value in authorization)
+            if size <= _MAX_KEPT_BYTES:
+                if len(self._heads) >= _MAX_KEPT:
+                    self._heads.clear()
+                self._heads[key] = head
+        return head
+
+
+class _Caller:
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.result: asyncio.Future[Result] = self.loop.create_future()
+
+    def reply(self, call: InferEnding, answer: Answer | None) -> None:
+        if answer is None:  # the call was cancelled
+            return
+        is_waiting = not self.result.done()
+        if is_waiting:
+            self.result.set_result(_response(answer) if answer.status == 200 else refused(answer))
+        call.sent(is_waiting)
+
+
+def _response(answer: Answer) -> bytes:
+    header, *outputs = answer.parts
+    return with_outputs(_message(bytes(header)), outputs)
+
+
+@lru_cache(maxsize=256)
+def _message(header: bytes) -> bytes:
+    """The serialized ModelInferResponse of a response's JSON, without its tensors."""
+    given = json.loads(header)
+    response = CLASSES["ModelInferResponse"](
+        model_name=given["model_name"], model_version=given["model_version"], id=given.get("id", "")
+    )
+    for entry in given["outputs"]:
+        output = response.outputs.add(name=entry["name"], datatype=entry["datatype"], shape=entry["shape"])
+        for name, value in entry.get("parameters", {}).items():
+            if name != "binary_data_size":
+                choice = "string_param" if isinstance(value, str) else "int64_param"
+                setattr(output.parameters[name], choice, value)
+    message: bytes = response.SerializeToString()
+    return message
+
+
+def _late(context: Any) -> OipError | None:
+    """Why a call was cancelled: by its deadline, or None: by its client."""
+    left = context.time_remaining()
+    if left is None or left > 0:
+        return None
+    return OipError(503, "the call's deadline passed", reason="queue_timeout")

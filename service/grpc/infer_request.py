@@ -1,0 +1,189 @@
+"""A ModelInferRequest as an infer request's JSON header and binary tensors, which every check is made on."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from expertd.service.engine.spec import MODEL_VERSION
+from expertd.service.grpc.messages import CLASSES
+from expertd.service.grpc.wire import split_request
+from expertd.service.http.protocol import ELEMENT_BYTES, OipError
+from expertd.service.memory import Buffer
+from expertd.service.sentences import shown
+
+_MAX_KEPT_BYTES = 2048  # of a message without its tensors
+_REGION = "shared_memory_region"
+# What HTTP needs to tell where a tensor's bytes are, which messages say otherwise.
+_OF_HTTP = frozenset({"binary_data", "binary_data_size", "binary_data_output"})
+_CONTENTS = {
+    "FP32": ("fp32_contents", "<f4"),
+    "INT32": ("int_contents", "<i4"),
+    "INT64": ("int64_contents", "<i8"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Translated:
+    """A request as over HTTP: its JSON, and the bytes behind it."""
+
+    model: str
+    version: str
+    header: bytes
+    tensors: Sequence[Buffer]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole body."""
+        return len(self.header) + sum(len(tensor) for tensor in self.tensors)
+
+
+class UntranslatedError(Exception):
+    """A message that is no infer request to `model`; `refusal` says why (400, 413)."""
+
+    def __init__(self, model: str, refusal: OipError) -> None:
+        super().__init__(refusal.message)
+        self.model = model
+        self.refusal = refusal
+
+
+class Parts(NamedTuple):
+    """A serialized ModelInferRequest: its raw tensors, and the rest of it."""
+
+    rest: bytes
+    raw: list[memoryview]
+
+    def translate(self) -> Translated:
+        """The request as over HTTP. Raises UntranslatedError."""
+        read = _kept if len(self.rest) <= _MAX_KEPT_BYTES else _read
+        read_as = read(self.rest, tuple(map(len, self.raw)))
+        return replace(read_as, tensors=self.raw) if self.raw else read_as
+
+
+def parts_of(data: bytes, max_json_bytes: int) -> Parts:
+    """Find the raw tensors in a message. Raises UntranslatedError, also if the rest is too large."""
+    try:
+        rest, raw = split_request(data)
+    except ValueError as error:
+        raise _unreadable(error) from error
+    if len(rest) > max_json_bytes:
+        text = f"expected at most {max_json_bytes} bytes beside raw_input_contents, got {len(rest)}"
+        raise UntranslatedError("", OipError(413, f"request: {text}; send tensors as raw_input_contents"))
+    return Parts(rest, raw)
+
+
+def request_id(data: bytes) -> str:
+    """The caller's id in a serialized ModelInferRequest; "" without one."""
+    try:
+        return str(CLASSES["ModelInferRequest"].FromString(split_request(data)[0]).id)
+    except (ValueError, DecodeError):
+        return ""
+
+
+def _read(rest: bytes, sizes: tuple[int, ...]) -> Translated:
+    """The request in `rest`, whose raw tensors have these sizes; `tensors` are its typed contents."""
+    try:
+        message = CLASSES["ModelInferRequest"].FromString(rest)
+    except DecodeError as error:
+        raise _unreadable(error) from error
+    try:
+        header, tensors = _header(message, sizes)
+    except OipError as error:
+        error.request_id = message.id or None
+        raise UntranslatedError(message.model_name, error) from error
+    text = json.dumps(header, separators=(",", ":")).encode("ascii")
+    return Translated(message.model_name, message.model_version or MODEL_VERSION, text, tensors)
+
+
+_kept = lru_cache(maxsize=256)(_read)  # callers repeat all but their tensors
+
+
+def _unreadable(error: Exception) -> UntranslatedError:
+    text = f"request: expected a ModelInferRequest, got another message ({error})"
+    return UntranslatedError("", OipError(400, text))
+
+
+def _header(message: Any, sizes: tuple[int, ...]) -> tuple[dict[str, Any], list[Buffer]]:
+    parameters = _parameters(message, "the request")
+    header: dict[str, Any] = {"parameters": {**parameters, "binary_data_output": True}}
+    if message.id:
+        header["id"] = message.id
+    inputs = [_Input(entry) for entry in message.inputs]
+    here = [each for each in inputs if not each.is_elsewhere]
+    if sizes and len(sizes) != len(here):
+        text = f"expected {len(here)}, one for each input with data, got {len(sizes)}"
+        raise OipError(400, f"raw_input_contents: {text}")
+    for each, size in zip(here, sizes, strict=False):
+        each.set_raw(size)
+    tensors: list[Buffer] = [] if sizes else [each.contents() for each in here]
+    header["inputs"] = [each.entry for each in inputs]
+    header["outputs"] = [
+        {"name": entry.name, "parameters": _parameters(entry, f"output {shown(entry.name)}")}
+        for entry in message.outputs
+    ]
+    return header, tensors
+
+
+class _Input:
+    """One input; `entry` is its JSON, `is_elsewhere` says that it lies in shared memory."""
+
+    def __init__(self, message: Any) -> None:
+        self._message = message
+        self._where = f"input {message.name if message.name.isidentifier() else shown(message.name)}"
+        parameters = _parameters(message, self._where)
+        self.is_elsewhere = _REGION in parameters
+        if self.is_elsewhere and message.HasField("contents"):
+            raise OipError(400, f"{self._where}: expected {_REGION} alone, got contents too")
+        self.entry: dict[str, Any] = {
+            "name": message.name,
+            "datatype": message.datatype,
+            "shape": list(message.shape),
+            "parameters": parameters,
+        }
+
+    def set_raw(self, size: int) -> None:
+        """Have the input's data in a raw tensor of `size` bytes. Raises OipError (400)."""
+        message = self._message
+        if message.HasField("contents"):
+            raise OipError(400, f"{self._where}: expected contents or raw_input_contents, got both")
+        self._set_size("raw_input_contents", size)
+
+    def contents(self) -> bytes:
+        """The typed contents, as bytes. Raises OipError (400)."""
+        datatype, contents = self._message.datatype, self._message.contents
+        if datatype in ELEMENT_BYTES and datatype not in _CONTENTS:
+            text = f"expected raw_input_contents for {datatype}, which has no typed contents, got none"
+            raise OipError(400, f"{self._where}: {text}")
+        name, dtype = _CONTENTS.get(datatype, ("", "<f4"))  # that an unknown one is refused comes later
+        given = [field.name for field, _ in contents.ListFields()]
+        if name and given not in ([], [name]):
+            raise OipError(400, f"contents of {self._where}: expected {name} for {datatype}, got {given[-1]}")
+        data = np.array(getattr(contents, name), dtype).tobytes() if name else b""
+        self._set_size("contents", len(data))
+        return data
+
+    def _set_size(self, field: str, size: int) -> None:
+        datatype, shape = self.entry["datatype"], self.entry["shape"]
+        self.entry["parameters"]["binary_data_size"] = size
+        if datatype not in ELEMENT_BYTES or len(shape) != 2 or min(shape) < 0:
+            return  # refused for that
+        expected = shape[0] * shape[1] * ELEMENT_BYTES[datatype]
+        if size != expected:
+            text = f"expected {expected} bytes for shape {shape} of {datatype}, got {size}"
+            raise OipError(400, f"{field} of {self._where}: {text}")
+
+
+def _parameters(message: Any, where: str) -> dict[str, Any]:
+    """Parameters as in JSON. Raises OipError (400) for those that are of HTTP alone."""
+    found = {}
+    for name, value in message.parameters.items():
+        if name in _OF_HTTP:
+            text = "expected none over gRPC, where tensors are always raw or typed contents"
+            raise OipError(400, f"parameter {name} of {where}: {text}")
+        choice = value.WhichOneof("parameter_choice")
+        found[name] = None if choice is None else getattr(value, choice)
+    return found

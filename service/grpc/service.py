@@ -1,0 +1,148 @@
+"""The calls of `inference.GRPCInferenceService`: who may make them, how many at once, how they end."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import grpc
+
+from expertd.service.grpc.control import CALLS, answer
+from expertd.service.grpc.infer import Infer
+from expertd.service.grpc.statuses import Refusal, refusal_of
+from expertd.service.grpc.stream import Stream
+from expertd.service.grpc.tables import SERVICE
+from expertd.service.http.app import ExpertApp
+from expertd.service.http.endpoint import InferEndpoint
+from expertd.service.http.gate import Gate
+from expertd.service.http.protocol import OipError
+from expertd.service.http.refused import Headers
+
+logger = logging.getLogger(__name__)
+
+_Work = Callable[[bytes, Headers, Any], Awaitable[bytes | Refusal]]
+
+
+class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Answers calls as `app` does over HTTP; `gate` checks their keys.
+
+    Unary calls are handled as streams of one message, so that they are checked before it is received.
+    """
+
+    def __init__(self, app: ExpertApp, gate: Gate) -> None:
+        self._app = app
+        self._gate = gate
+        self._infer = Infer(InferEndpoint(app.engine, app.metrics, gate))
+        self._limits = app.engine.settings.limits
+        self._open = 0
+        self._streams: set[Stream] = set()
+        self._is_ending = False
+        works: dict[str, _Work] = {name: partial(self._control, name) for name in CALLS}
+        works["ModelInfer"] = self._infer
+        handlers = {
+            name: grpc.stream_unary_rpc_method_handler(partial(self._unary, name, work))
+            for name, work in works.items()
+        }
+        handlers["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(self._stream)
+        self._handlers = {f"/{SERVICE}/{name}": handler for name, handler in handlers.items()}
+
+    def service(self, handler_call_details: Any) -> Any:
+        """The handler of a call; None if there is no such call."""
+        return self._handlers.get(handler_call_details.method)
+
+    def end_streams(self) -> None:
+        """End streams once what they have received is answered."""
+        self._is_ending = True
+        for stream in self._streams:
+            stream.end()
+
+    async def _unary(self, name: str, work: _Work, messages: AsyncIterator[bytes], context: Any) -> bytes:
+        result: bytes | Refusal = await self._guarded(self._result(name, work, messages, context), name)
+        if isinstance(result, Refusal):
+            await context.abort(*result)
+        assert isinstance(result, bytes)
+        return result
+
+    async def _result(
+        self, name: str, work: _Work, messages: AsyncIterator[bytes], context: Any
+    ) -> bytes | Refusal:
+        authorization = _authorization(context)
+        if (refusal := self._refusal(name, authorization)) is not None:
+            return refusal
+        return await work(await self._received(messages), authorization, context)
+
+    async def _stream(self, messages: AsyncIterator[bytes], context: Any) -> None:
+        authorization = _authorization(context)
+        ended = await self._guarded(self._streamed(messages, authorization, context), "ModelStreamInfer")
+        if isinstance(ended, Refusal):
+            await context.abort(*ended)
+
+    async def _streamed(
+        self, messages: AsyncIterator[bytes], authorization: Headers, context: Any
+    ) -> Refusal | None:
+        if (refusal := self._refusal("ModelInfer", authorization)) is not None:
+            return refusal
+        stream = Stream(messages, partial(self._part, authorization, context))
+        self._streams.add(stream)
+        try:
+            await stream.run(context.write)
+        finally:
+            self._streams.discard(stream)
+        if self._is_ending:
+            return refusal_of(OipError(503, "the server is shutting down", headers={"Retry-After": "1"}))
+        return None
+
+    async def _part(self, authorization: Headers, context: Any, data: bytes) -> bytes:
+        """The answer to one message of a stream; errors are answers, too."""
+        result = await self._guarded(self._infer(data, authorization, context), "ModelStreamInfer")
+        return self._infer.in_stream(data, result)
+
+    async def _guarded(self, work: Awaitable[Any], name: str) -> Any:
+        """The result of `work`, or of the error that it raises, without its internals."""
+        self._open += 1
+        try:
+            return await work
+        except OipError as error:
+            return refusal_of(error)
+        except Exception:
+            logger.exception("a gRPC call failed: %s", name)
+            return refusal_of(OipError(500, "internal server error: see the server's log"))
+        finally:
+            self._open -= 1
+
+    def _refusal(self, name: str, authorization: Headers) -> Refusal | None:
+        """Why a call is refused before its message is received; None if it is not. Raises OipError."""
+        most = self._limits.max_connections
+        if self._open > most:
+            self._app.metrics.connection_refused(503)
+            text = f"limits.max_connections: expected at most {most} open calls, got more"
+            raise OipError(503, text, headers={"Retry-After": "1"})
+        if name == "ModelInfer":
+            return self._infer.refusal_of_unknown(authorization)
+        self._gate.admit(CALLS[name].method, CALLS[name].path, authorization)
+        return None
+
+    async def _received(self, messages: AsyncIterator[bytes]) -> bytes:
+        """The message of a unary call. Raises OipError."""
+        seconds = self._limits.body_timeout_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                return await anext(messages)
+        except StopAsyncIteration:
+            raise OipError(400, "request: expected a message, got none") from None
+        except TimeoutError:
+            text = f"request: expected the whole message within {seconds:g} s, got a part of it"
+            raise OipError(408, text) from None
+
+    async def _control(self, name: str, data: bytes, authorization: Headers, context: Any) -> bytes:
+        return await answer(self._app, name, data)
+
+
+def _authorization(context: Any) -> Headers:
+    """The metadata that names a key, as a header."""
+    return [
+        (b"authorization", value if isinstance(value, bytes) else value.encode("latin-1"))
+        for name, value in context.invocation_metadata() or ()
+        if name == "authorization"
+    ]

@@ -1,0 +1,58 @@
+"""HTTP statuses of refusals as gRPC statuses, with what tells callers when to try again."""
+
+import json
+from typing import NamedTuple
+
+import grpc
+
+from expertd.service.http.answers import Answer
+from expertd.service.http.protocol import OipError
+
+_CODES = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
+    404: grpc.StatusCode.NOT_FOUND,
+    409: grpc.StatusCode.FAILED_PRECONDITION,
+    413: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    415: grpc.StatusCode.INVALID_ARGUMENT,
+    422: grpc.StatusCode.FAILED_PRECONDITION,
+    429: grpc.StatusCode.UNAVAILABLE,
+    499: grpc.StatusCode.CANCELLED,
+    503: grpc.StatusCode.UNAVAILABLE,
+}
+_TIMEOUTS = ("queue_timeout", "body_timeout")
+
+
+class Refusal(NamedTuple):
+    """How a call ends without a response."""
+
+    code: grpc.StatusCode
+    text: str
+    trailers: tuple[tuple[str, str], ...]
+
+
+def refusal_of(error: OipError) -> Refusal:
+    """`error` as a status."""
+    text = json.loads(error.body())["error"]
+    retry_after = {name.lower(): value for name, value in error.headers.items()}.get("retry-after", "")
+    return _refusal(error.status, error.reason, text, retry_after)
+
+
+def refused(answer: Answer) -> Refusal:
+    """The status of an answer that is an error."""
+    text = json.loads(b"".join(answer.parts))["error"]
+    lines = (line.partition(b": ") for line in answer.fields.split(b"\r\n"))
+    retry_after = next((value for name, _, value in lines if name == b"retry-after"), b"")
+    return _refusal(answer.status, answer.reason, text, retry_after.decode("ascii"))
+
+
+def _refusal(status: int, reason: str | None, text: str, retry_after: str) -> Refusal:
+    code = _CODES.get(status, grpc.StatusCode.INTERNAL)
+    if reason in _TIMEOUTS:
+        code = grpc.StatusCode.DEADLINE_EXCEEDED
+    if not retry_after:
+        return Refusal(code, text, ())
+    # The second is what gRPC's own retries follow, in milliseconds.
+    pushback = ("grpc-retry-pushback-ms", str(1000 * int(retry_after)))
+    return Refusal(code, text, (("retry-after", retry_after), pushback))
