@@ -1,0 +1,259 @@
+"""ModelInfer and ModelStreamInfer in one process: refusals, deadlines, clients that leave, shutdown."""
+
+import asyncio
+from typing import Any
+
+import grpc
+import numpy as np
+
+from expertd.service.grpc.messages import CLASSES
+from tests.service.apps import HIDDEN, NUM_EXPERTS, TOP_K, rows, tiny_settings
+from tests.service.grpc.calls import ON, Calls, grpc_serving, hidden_message, output_of, refusal
+from tests.service.runners import EchoRunner
+from tests.service.waiting import until
+
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+
+
+def changed(**changes: Any) -> Any:
+    """A good request whose first input has these changes."""
+    message = hidden_message(rows(2))
+    for name, value in changes.items():
+        if name == "shape":
+            del message.inputs[0].shape[:]
+            message.inputs[0].shape.extend(value)
+        elif name == "raw":
+            del message.raw_input_contents[:]
+            message.raw_input_contents.extend(value)
+        elif name == "parameter":
+            message.inputs[0].parameters[value].int64_param = 8
+        else:
+            setattr(message.inputs[0], name, value)
+    return message
+
+
+async def test_outputs_and_typed_contents() -> None:
+    values = rows(3)
+    async with grpc_serving(EchoRunner()) as calls:
+        response = await calls.infer(hidden_message(values, request_id="a-1"))
+        assert (response.model_name, response.model_version, response.id) == ("tiny", "1", "a-1")
+        np.testing.assert_array_equal(output_of(response), values)
+        typed = changed(raw=[], shape=[3, HIDDEN])
+        typed.inputs[0].contents.fp32_contents.extend(values.ravel().tolist())
+        ids = typed.inputs.add(name="topk_ids", datatype="INT64", shape=[3, TOP_K])
+        ids.contents.int64_contents.extend([0, 1] * 3)
+        weights = typed.inputs.add(name="topk_weights", datatype="FP32", shape=[3, TOP_K])
+        weights.contents.fp32_contents.extend([0.5] * 6)
+        np.testing.assert_array_equal(output_of(await calls.infer(typed)), values)
+        empty = hidden_message(rows(0))
+        assert output_of(await calls.infer(empty)).shape == (0, HIDDEN)
+        assert calls.serving.metric("requests_total", model="tiny", status="200") == 3
+
+
+async def test_large_tensors_pass_through_the_arena() -> None:
+    values = rows(64 * 4)  # more than 64 KiB
+    settings = tiny_settings({"max_request_tokens": 256}, **ON)
+    async with grpc_serving(EchoRunner(), settings) as calls:
+        for seed in range(3):
+            values = rows(256, seed)
+            np.testing.assert_array_equal(output_of(await calls.infer(hidden_message(values))), values)
+        assert calls.engine.arena is not None
+        assert calls.engine.arena.used_bytes == 0
+
+
+WRONG = [
+    (hidden_message(rows(65)), "request: expected at most 64 tokens, got 65"),
+    (changed(name="input"), "name of an input: expected hidden_states, topk_ids or topk_weights"),
+    (changed(datatype="INT8"), "datatype of input hidden_states: expected BF16, FP16 or FP32"),
+    (changed(shape=[2, 5]), "raw_input_contents of input hidden_states: expected 40 bytes"),
+    (changed(shape=[2]), "shape of input hidden_states: expected two sizes"),
+    (changed(shape=[-1, HIDDEN]), "shape of input hidden_states: expected two sizes"),
+    (changed(raw=[b"", b""]), "raw_input_contents: expected 1, one for each input with data, got 2"),
+    (changed(raw=[]), "contents of input hidden_states: expected 1024 bytes for shape [2, 128]"),
+    (changed(raw=[], datatype="BF16"), "input hidden_states: expected raw_input_contents for BF16"),
+    (changed(parameter="binary_data_size"), "parameter binary_data_size of input hidden_states"),
+    (changed(parameter="timeout"), "parameter timeout of input hidden_states: expected it at"),
+    (hidden_message(rows(1), priority=256), "parameter priority: expected a number from 0 to 255"),
+    (CLASSES["ModelInferRequest"](model_name="tiny"), "inputs: expected hidden_states, got none"),
+]
+
+
+async def test_wrong_requests_are_refused() -> None:
+    async with grpc_serving(EchoRunner()) as calls:
+        for number, (message, text) in enumerate(WRONG, 1):
+            message.id = "7"
+            got, _ = await refusal(calls.infer(message), INVALID)
+            assert got.startswith(text)
+            assert got.endswith(" (request id: 7)")
+            assert calls.serving.metric("requests_total", model="tiny", status="400") == number
+        text, _ = await refusal(calls.infer(hidden_message(rows(1), "other")), grpc.StatusCode.NOT_FOUND)
+        assert text == "model: expected tiny, got 'other'"
+        assert calls.serving.metric("requests_total", model="", status="404") == 1
+        output_of(await calls.infer(hidden_message(rows(1))))
+
+
+async def test_what_is_no_message_is_refused() -> None:
+    async with grpc_serving(EchoRunner()) as calls:
+        for data in (b"\x3a\x05abc", b"\x0a\x01\xff", b"\x0b"):
+            text, _ = await refusal(calls.call("ModelInfer", data=data), INVALID)
+            assert text.startswith("request: expected a ModelInferRequest, got another message (")
+
+
+async def test_routing_is_validated_and_mixed_contents_are_refused() -> None:
+    async with grpc_serving(EchoRunner()) as calls:
+        message = hidden_message(rows(1))
+        message.inputs.add(name="topk_ids", datatype="INT32", shape=[1, TOP_K])
+        message.inputs.add(name="topk_weights", datatype="FP32", shape=[1, TOP_K])
+        message.raw_input_contents.append(np.array([0, NUM_EXPERTS], np.int32).tobytes())
+        message.raw_input_contents.append(np.ones(TOP_K, np.float32).tobytes())
+        assert "topk_ids" in (await refusal(calls.infer(message), INVALID))[0]
+        message.inputs[0].contents.fp32_contents.append(1.0)
+        text, _ = await refusal(calls.infer(message), INVALID)
+        assert text == "input hidden_states: expected contents or raw_input_contents, got both"
+        del message.raw_input_contents[:]
+        message.inputs[0].contents.int64_contents.append(1)
+        text, _ = await refusal(calls.infer(message), INVALID)
+        assert text.startswith("contents of input hidden_states: expected fp32_contents for FP32, got")
+
+
+async def test_sizes_beyond_the_limits_are_refused() -> None:
+    settings = tiny_settings({"max_json_bytes": 4096, "max_body_bytes": 40_000}, **ON)
+    async with grpc_serving(EchoRunner(), settings) as calls:
+        many = changed(raw=[], shape=[16, HIDDEN])
+        many.inputs[0].contents.fp32_contents.extend([1.0] * 16 * HIDDEN)
+        exhausted = grpc.StatusCode.RESOURCE_EXHAUSTED
+        text, _ = await refusal(calls.infer(many), exhausted)
+        assert text.startswith("request: expected at most 4096 bytes beside raw_input_contents, got ")
+        text, _ = await refusal(calls.infer(hidden_message(rows(80))), exhausted)
+        assert text.startswith("body: expected at most 40000 bytes, got ")
+        await refusal(calls.infer(hidden_message(rows(400))), exhausted)
+        bomb = calls.infer(changed(raw=[bytes(1 << 24)]), compression=grpc.Compression.Gzip)
+        await refusal(bomb, exhausted)
+        output_of(await calls.infer(hidden_message(rows(1)), compression=grpc.Compression.Gzip))
+
+
+async def test_a_full_queue_says_when_to_try_again() -> None:
+    runner = EchoRunner()
+    settings = tiny_settings({"max_queue_requests": 1}, **ON)
+    async with grpc_serving(runner, settings) as calls:
+        runner.gate.clear()
+        first = calls.infer(hidden_message(rows(3)))
+        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        second = calls.infer(hidden_message(rows(3)))
+        await until(lambda: calls.engine.scheduler.waiting("tiny")[0] == 1)
+        text, trailers = await refusal(calls.infer(hidden_message(rows(3))), grpc.StatusCode.UNAVAILABLE)
+        assert "the queue of model tiny is full" in text
+        assert int(trailers["retry-after"]) >= 1
+        assert int(trailers["grpc-retry-pushback-ms"]) == 1000 * int(trailers["retry-after"])
+        runner.gate.set()
+        for each in (first, second):
+            output_of(await each)
+
+
+async def held(calls: Calls, runner: EchoRunner) -> Any:
+    """A request whose step runs until the runner's gate is opened."""
+    runner.gate.clear()
+    first = calls.infer(hidden_message(rows(3)))
+    assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+    return first
+
+
+async def test_a_timeout_and_a_deadline_pass_in_the_queue() -> None:
+    runner = EchoRunner()
+    async with grpc_serving(runner) as calls:
+        first = await held(calls, runner)
+        late = grpc.StatusCode.DEADLINE_EXCEEDED
+        text, _ = await refusal(calls.infer(hidden_message(rows(1), timeout=20_000)), late)
+        assert text == "the request's timeout of 20000 microseconds expired in the queue"
+        await refusal(calls.infer(hidden_message(rows(1)), timeout=0.05), late)
+        name = {"model": "tiny", "reason": "queue_timeout"}
+        await until(lambda: calls.serving.metric("requests_refused_total", **name) == 2)
+        runner.gate.set()
+        output_of(await first)
+    assert runner.steps == [[3]], "neither was computed"
+
+
+async def test_a_client_that_leaves_is_not_computed() -> None:
+    runner = EchoRunner()
+    async with grpc_serving(runner) as calls:
+        first = await held(calls, runner)
+        left = calls.infer(hidden_message(rows(5)))
+        await until(lambda: calls.engine.scheduler.waiting("tiny")[0] == 1)
+        left.cancel()
+        name = {"model": "tiny", "reason": "client_gone"}
+        await until(lambda: calls.serving.metric("requests_refused_total", **name) == 1)
+        runner.gate.set()
+        output_of(await first)
+    assert runner.steps == [[3]]
+
+
+async def test_a_failed_step_shows_no_internals() -> None:
+    poison = np.full((1, HIDDEN), 7, np.float32)
+    async with grpc_serving(EchoRunner(poison=7.0)) as calls:
+        text, _ = await refusal(calls.infer(hidden_message(poison)), grpc.StatusCode.INTERNAL)
+        assert "RuntimeError" not in text
+        assert "poisoned" not in text
+
+
+async def test_a_stream_is_answered_in_order() -> None:
+    async with grpc_serving(EchoRunner()) as calls:
+        stream = calls.stream()
+        sent = [rows(1 + index % 3, index) for index in range(20)]
+        for index, values in enumerate(sent):
+            await stream.write(hidden_message(values, request_id=str(index)))
+            if index == 10:
+                await stream.write(hidden_message(rows(1), "other", "wrong"))
+        await stream.done_writing()
+        answers = [answer async for answer in stream]
+        wrong = answers.pop(11)
+        assert wrong.error_message == "model: expected tiny, got 'other' (request id: wrong)"
+        assert wrong.infer_response.id == "wrong"
+        assert [answer.infer_response.id for answer in answers] == [str(index) for index in range(20)]
+        for answer, values in zip(answers, sent, strict=True):
+            assert not answer.error_message
+            np.testing.assert_array_equal(output_of(answer.infer_response), values)
+
+
+async def test_requests_of_one_stream_share_a_step_and_leave_with_it() -> None:
+    runner = EchoRunner()
+    async with grpc_serving(runner) as calls:
+        first = await held(calls, runner)
+        stream = calls.stream()
+        for _ in range(3):
+            await stream.write(hidden_message(rows(2)))
+        await until(lambda: calls.engine.scheduler.waiting("tiny")[0] == 3)
+        runner.gate.set()
+        output_of(await first)
+        for _ in range(3):
+            output_of((await stream.read()).infer_response)
+        assert runner.steps == [[3], [2, 2, 2]]
+        first = await held(calls, runner)
+        await stream.write(hidden_message(rows(2)))
+        await until(lambda: calls.engine.scheduler.waiting("tiny")[0] == 1)
+        stream.cancel()
+        await until(lambda: calls.engine.scheduler.waiting("tiny")[0] == 0)
+        runner.gate.set()
+        output_of(await first)
+
+
+async def test_shutdown_answers_what_was_accepted_and_ends_streams() -> None:
+    runner = EchoRunner()
+    async with grpc_serving(runner) as calls:
+        stream = calls.stream()
+        await stream.write(hidden_message(rows(1)))
+        output_of((await stream.read()).infer_response)
+        assert (await calls.call("ServerReady")).ready
+        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        first = await held(calls, runner)
+        drain = asyncio.ensure_future(calls.engine.drain())
+        await until(lambda: calls.engine.draining)
+        assert not (await calls.call("ServerReady")).ready
+        assert (await calls.call("ServerLive")).live
+        text, _ = await refusal(calls.infer(hidden_message(rows(1))), grpc.StatusCode.UNAVAILABLE)
+        assert text == "the server is shutting down"
+        runner.gate.set()
+        assert await drain
+        output_of(await first)
+        await calls.server.stop()
+        assert await stream.read() is grpc.aio.EOF
+        assert await stream.code() is grpc.StatusCode.UNAVAILABLE
