@@ -134,6 +134,13 @@ def test_only_http_imports_a_web_framework() -> None:
             assert not tops & {"fastapi", "starlette", "uvicorn", "httptools", "h11"}, module
 
 
+def test_only_grpc_imports_its_packages() -> None:
+    for module, tree in TREES.items():
+        if not module.startswith(f"{SERVICE}.grpc"):
+            tops = {name.split(".")[0] for name in _imports(tree, within_functions=True)}
+            assert not tops & {"grpc", "google"}, module
+
+
 def test_http_does_not_import_kernels() -> None:
     for module, tree in TREES.items():
         if module.startswith(f"{SERVICE}.http"):

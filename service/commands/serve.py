@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
             logger.warning("tls: %s", remark)
         if (warning := exposure(settings)) is not None:
             logger.warning(warning)
-        beside = _grpc(settings)
+        beside = grpc_server(settings)
         if settings.num_ranks == 1:
             return serve(settings, beside=beside)
         from expertd.service.ranks.loading import load_ranks
@@ -133,7 +133,7 @@ def exposure(settings: "Settings") -> str | None:
     )
 
 
-def _grpc(settings: "Settings") -> "Callable[[ExpertApp, Settings], Beside] | None":
+def grpc_server(settings: "Settings") -> "Callable[[ExpertApp, Settings], Beside] | None":
     """What makes the gRPC server; None without one, and then nothing of it is imported. Raises BindError."""
     if settings.grpc.port is None:
         return None

@@ -1,1 +1,6 @@
 """The Open Inference Protocol over gRPC: another way into the same queues, beside HTTP."""
+
+import os
+
+# Read when gRPC is first used. Its handlers of fork() can end the child before it runs another program.
+os.putenv("GRPC_ENABLE_FORK_SUPPORT", "0")

@@ -39,9 +39,10 @@ def filled(made: Any, depth: int = 0) -> Any:
                 field.TYPE_STRING: f"{field.name}é",
                 field.TYPE_BYTES: b"\x00\xff",
                 field.TYPE_BOOL: True,
+                field.TYPE_FLOAT: 2.5,
+                field.TYPE_DOUBLE: 2.5,
             }
-            number = 2.5 if field.type in (field.TYPE_FLOAT, field.TYPE_DOUBLE) else 3
-            each = kinds.get(field.type, number)
+            each = kinds.get(field.type, 3)
             if field.is_repeated:
                 value.extend([each, each])
             else:

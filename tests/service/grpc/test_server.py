@@ -1,0 +1,121 @@
+"""Where the gRPC server listens, what it imports, and how many calls it takes at once."""
+
+import asyncio
+import ctypes
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import grpc
+import pytest
+
+from expertd.service.grpc.server import GrpcServer
+from expertd.service.grpc.tables import SERVICE
+from expertd.service.http.app import ExpertApp
+from expertd.service.http.listening import BindError
+from tests.paths import ROOT
+from tests.service.apps import rows, tiny_settings
+from tests.service.grpc.calls import ON, grpc_serving, hidden_message, output_of, refusal
+from tests.service.runners import EchoRunner
+
+
+def test_grpc_is_imported_only_if_it_is_on_and_errors_say_how_to_get_it() -> None:
+    code = (
+        "import sys; sys.modules['grpc'] = None\n"
+        "from expertd.service.commands.serve import grpc_server\n"
+        "from expertd.service.settings.model import Settings\n"
+        "settings = Settings.model_construct(grpc=Settings.model_fields['grpc'].default)\n"
+        "assert grpc_server(settings) is None\n"
+        "assert 'expertd.service.grpc' not in sys.modules\n"
+        "grpc_server(settings.model_copy(update={'grpc': settings.grpc.model_copy(update={'port': 0})}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    how = "(pip install 'expertd[grpc]')"
+    text = f"grpc.port: expected the packages of expertd[grpc] {how}, got none called grpc"
+    assert done.stderr.splitlines()[-1] == f"expertd.service.http.listening.BindError: {text}"
+
+
+def test_a_port_in_use_is_refused_before_anything_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        settings = tiny_settings(grpc={"port": port})
+        with pytest.raises(
+            BindError, match=f"^grpc.port: expected a free address, got 127.0.0.1:{port}: Address"
+        ):
+            GrpcServer(ExpertApp(settings), settings)
+
+
+async def test_a_port_that_is_taken_meanwhile_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    settings = tiny_settings(grpc={"port": port})
+    server = GrpcServer(ExpertApp(settings), settings)
+    text = f"^grpc.port: expected a free address, got 127.0.0.1:{port}"
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(BindError, match=text):
+        await server.start()
+    await server.stop()
+
+
+def test_no_port_beyond_loopback_without_keys_even_if_http_has_a_socket() -> None:
+    settings = tiny_settings(**ON, host="0.0.0.0", uds="/tmp/not-used")
+    with pytest.raises(BindError, match=r"^host: expected a loopback address without keys, got 0\.0\.0\.0"):
+        GrpcServer(ExpertApp(settings), settings)
+
+
+def test_grpc_leaves_processes_that_this_one_starts_alone() -> None:
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_char_p
+    assert getenv(b"GRPC_ENABLE_FORK_SUPPORT") == b"0"
+
+
+async def test_too_many_calls_are_refused() -> None:
+    runner = EchoRunner()
+    settings = tiny_settings({"max_connections": 2}, **ON)
+    async with grpc_serving(runner, settings) as calls:
+        runner.gate.clear()
+        open_calls = [calls.infer(hidden_message(rows(1))) for _ in range(2)]
+        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        while calls.engine.scheduler.unanswered < 2:
+            await asyncio.sleep(0)
+        text, trailers = await refusal(calls.infer(hidden_message(rows(1))), grpc.StatusCode.UNAVAILABLE)
+        assert text == "limits.max_connections: expected at most 2 open calls, got more"
+        assert trailers["retry-after"] == "1"
+        runner.gate.set()
+        for call in open_calls:
+            output_of(await call)
+        output_of(await calls.infer(hidden_message(rows(1))))
+
+
+async def test_a_message_that_does_not_arrive_is_not_waited_for() -> None:
+    settings = tiny_settings({"body_timeout_seconds": 0.05}, **ON)
+    async with grpc_serving(EchoRunner(), settings) as calls:
+        slow = calls.channel.stream_unary(f"/{SERVICE}/ModelInfer")()
+        text, _ = await refusal(slow, grpc.StatusCode.DEADLINE_EXCEEDED)
+        assert text == "request: expected the whole message within 0.05 s, got a part of it"
+        none = calls.channel.stream_unary(f"/{SERVICE}/ModelInfer")()
+        await none.done_writing()
+        text, _ = await refusal(none, grpc.StatusCode.INVALID_ARGUMENT)
+        assert text == "request: expected a message, got none"
+
+
+async def test_an_unexpected_error_shows_no_internals(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def failing(*_: Any) -> bytes:
+        raise RuntimeError("a secret")
+
+    monkeypatch.setattr("expertd.service.grpc.service.answer", failing)
+    async with grpc_serving(EchoRunner()) as calls:
+        text, _ = await refusal(calls.call("ServerLive"), grpc.StatusCode.INTERNAL)
+        assert text == "internal server error: see the server's log"
+        await refusal(calls.call("ModelReady", data=b"\x0b"), grpc.StatusCode.INTERNAL)
+
+
+async def test_control_calls_check_their_messages() -> None:
+    async with grpc_serving(EchoRunner()) as calls:
+        text, _ = await refusal(calls.call("ModelReady", data=b"\x0b"), grpc.StatusCode.INVALID_ARGUMENT)
+        assert text.startswith("request: expected a ModelReadyRequest, got another message (")
+        await refusal(calls.call("ModelReady", data=bytes(70_000)), grpc.StatusCode.RESOURCE_EXHAUSTED)
+        unknown = calls.channel.unary_unary(f"/{SERVICE}/TraceSetting")(b"")
+        await refusal(unknown, grpc.StatusCode.UNIMPLEMENTED)
+        text, _ = await refusal(calls.call("SystemSharedMemoryStatus"), grpc.StatusCode.PERMISSION_DENIED)
+        assert "shared_memory.enabled" in text
