@@ -16,9 +16,10 @@ import torch
 
 from examples.small_model import Sizes, make_checkpoint
 from expertd.service.settings.loader import load_settings
+from expertd.service.settings.parts import GrpcSettings
 from tests.families import quiet_transformers
 from tests.paths import DEMO, ROOT
-from tests.service.processes import ServerProcess, server_process, serving
+from tests.service.processes import ServerProcess, grpc_address, server_process, serving
 from tests.service.waiting import wait_for
 
 needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
@@ -26,7 +27,8 @@ needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with server_process(load_settings(DEMO), tmp_path_factory.mktemp("server")) as process:
+    settings = load_settings(DEMO).model_copy(update={"grpc": GrpcSettings(port=0)})
+    with server_process(settings, tmp_path_factory.mktemp("server")) as process:
         yield process
 
 
@@ -61,6 +63,12 @@ def test_the_curl_request(server: ServerProcess) -> None:
 def test_the_python_request(server: ServerProcess) -> None:
     answer = run(sys.executable, "-c", asking(server, block("README.md", "python", "tritonclient")))
     assert answer.startswith("(5, 512)\n[[")
+
+
+@pytest.mark.slow
+def test_the_grpc_request(server: ServerProcess) -> None:
+    text = block("docs/grpc.md", "python", "tritonclient.grpc")
+    assert run(sys.executable, "-c", text.replace("localhost:8001", grpc_address(server))) == "(5, 512)\n"
 
 
 @needs_curl

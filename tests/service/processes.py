@@ -71,6 +71,12 @@ class ServerProcess:
         return re.search(r"listening on (https?)://127\.0\.0\.1:(\d+)", self.log())
 
 
+def grpc_address(server: ServerProcess) -> str:
+    """Where a server listens for gRPC."""
+    text = "the server listens for gRPC"
+    return wait_for(lambda: re.search(r"gRPC: listening on (\S+)", server.log()), text)[1]
+
+
 @contextmanager
 def server_process(settings: Settings, directory: Path) -> Iterator[ServerProcess]:
     """A ready server with these settings on a free port of the loopback interface."""

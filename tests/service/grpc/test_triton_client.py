@@ -1,7 +1,6 @@
 """Triton's unmodified gRPC client with a real server process, compared with the same server over HTTP."""
 
 import queue
-import re
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from tritonclient.utils import InferenceServerException, shared_memory
 from tests.service.apps import HIDDEN, TOP_K, rows, tiny_settings
 from tests.service.grpc.calls import ON
 from tests.service.keys import all_keys, bearer
-from tests.service.processes import ServerProcess, server_process
+from tests.service.processes import ServerProcess, grpc_address, server_process
 from tests.service.waiting import wait_for
 
 
@@ -36,12 +35,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     settings = tiny_settings(**ON, shared_memory={"enabled": True}, keys=all_keys(folder / "keys.yaml"))
     with server_process(settings, folder) as process:
         yield process
-
-
-def grpc_address(server: ServerProcess) -> str:
-    """Where a server listens for gRPC."""
-    found = wait_for(lambda: re.search(r"gRPC: listening on (\S+)", server.log()), "the server listens")
-    return found[1]
 
 
 @pytest.fixture(scope="module")
