@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from expertd.service.commands.arguments import add_serve_arguments, read_arguments
-from expertd.service.commands.serve import check_keys, check_tls, check_weights, exposure
+from expertd.service.commands.serve import check_grpc, check_keys, check_tls, check_weights, exposure
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -94,6 +94,7 @@ def _checks(settings: "Settings") -> Iterator[Result]:
     yield _result("keys", lambda: _keys(settings))
     yield _result("tls", lambda: _tls(settings))
     yield _result("address", lambda: _address(settings))
+    yield _result("grpc", lambda: _grpc(settings))
     yield _result("rendezvous", lambda: _rendezvous(settings))
     yield _result("channels", lambda: _channels(settings))
     yield _result("backend", lambda: _backend(settings))
@@ -131,6 +132,19 @@ def _address(settings: "Settings") -> str:
     if settings.uds is not None:
         return f"{settings.uds} is free"
     return exposure(settings) or f"{settings.host}:{settings.port} is free"
+
+
+def _grpc(settings: "Settings") -> str:
+    if settings.grpc.port is None or settings.node_rank > 0:
+        return "none"
+    check_grpc(settings)
+    from expertd.service.grpc.address import check_address
+    from expertd.service.http.listening import BindError
+
+    try:
+        return f"{check_address(settings)} is free"
+    except BindError as error:
+        raise ValueError(str(error)) from error
 
 
 def _keys(settings: "Settings") -> str:

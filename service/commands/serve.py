@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import sys
+from importlib.util import find_spec
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         settings, _ = read_arguments(arguments)
         settings = resolve_checkpoints(settings)
         check_weights(settings)
+        check_grpc(settings)
         if settings.node_rank == 0:
             check_keys(settings)
             remark, is_valid = check_tls(settings)
@@ -69,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
             logger.warning("tls: %s", remark)
         if (warning := exposure(settings)) is not None:
             logger.warning(warning)
-        beside = grpc_server(settings)
+        beside = _grpc_server(settings)
         if settings.num_ranks == 1:
             return serve(settings, beside=beside)
         from expertd.service.ranks.loading import load_ranks
@@ -110,8 +112,9 @@ def exposure(settings: "Settings") -> str | None:
     """A warning if the server is exposed beyond this machine, else None."""
     from expertd.service.http.listening import is_exposed
 
-    host, port = settings.host, settings.port
-    if settings.uds is not None or not is_exposed(host):
+    host = settings.host
+    port = settings.port if settings.uds is None else settings.grpc.port
+    if port is None or not is_exposed(host):
         return None
     beyond = f"host {host} exposes port {port} beyond this machine without"
     if settings.keys is not None:
@@ -133,17 +136,19 @@ def exposure(settings: "Settings") -> str | None:
     )
 
 
-def grpc_server(settings: "Settings") -> "Callable[[ExpertApp, Settings], Beside] | None":
-    """What makes the gRPC server; None without one, and then nothing of it is imported. Raises BindError."""
+def check_grpc(settings: "Settings") -> None:
+    """Raise ValueError if gRPC is on and its package is not installed."""
+    if settings.grpc.port is not None and find_spec("grpc") is None:
+        expected = "the packages of expertd[grpc] (pip install 'expertd[grpc]')"
+        raise ValueError(f"grpc.port: expected {expected}, got no grpcio")
+
+
+def _grpc_server(settings: "Settings") -> "Callable[[ExpertApp, Settings], Beside] | None":
+    """What makes the gRPC server; None without one, and then nothing of it is imported."""
     if settings.grpc.port is None:
         return None
-    from expertd.service.http.listening import BindError
+    from expertd.service.grpc.server import GrpcServer
 
-    try:
-        from expertd.service.grpc.server import GrpcServer
-    except ModuleNotFoundError as error:
-        text = f"the packages of expertd[grpc] (pip install 'expertd[grpc]'), got none called {error.name}"
-        raise BindError(f"grpc.port: expected {text}") from error
     return GrpcServer
 
 

@@ -1,16 +1,14 @@
 """The gRPC server: where it listens, and when it starts and ends."""
 
-import errno
 import logging
-import os
-import socket
 
 import grpc
 
+from expertd.service.grpc.address import check_address
 from expertd.service.grpc.service import Service
 from expertd.service.http.app import ExpertApp
 from expertd.service.http.gate import Gate, KeyFile
-from expertd.service.http.listening import BindError, check_exposure
+from expertd.service.http.listening import BindError
 from expertd.service.settings.model import Settings
 
 logger = logging.getLogger(__name__)
@@ -26,8 +24,7 @@ class GrpcServer:
     """
 
     def __init__(self, app: ExpertApp, settings: Settings) -> None:
-        check_exposure(settings)
-        _check_port(settings)
+        self._address = check_address(settings)  # before anything is loaded
         # In front of several HTTP processes, the application does not check keys itself.
         own = settings.http_workers > 1 and settings.keys is not None
         gate = Gate(KeyFile(settings.keys), app.metrics.keys) if own and settings.keys else app.gate
@@ -38,7 +35,7 @@ class GrpcServer:
 
     async def start(self) -> None:
         """Listen, and answer calls. Raises BindError."""
-        limits, host = self._settings.limits, self._settings.host
+        limits = self._settings.limits
         options = [
             ("grpc.so_reuseport", 0),  # else two servers may share the port unnoticed
             ("grpc.max_receive_message_length", limits.max_body_bytes + _FRAMING_BYTES),
@@ -48,28 +45,15 @@ class GrpcServer:
             ("grpc.max_connection_idle_ms", 1000 * self._settings.keep_alive_seconds),
         ]
         self._server = grpc.aio.server(handlers=[self._service], options=options)
-        name = f"[{host}]" if ":" in host else host
         try:
-            self.port = self._server.add_insecure_port(f"{name}:{self._settings.grpc.port}")
+            self.port = self._server.add_insecure_port(self._address)
         except RuntimeError as error:
-            text = f"grpc.port: expected a free address, got {name}:{self._settings.grpc.port}"
-            raise BindError(text) from error
+            raise BindError(f"grpc.port: expected a free address, got {self._address}") from error
         await self._server.start()
-        logger.info("gRPC: listening on %s:%d", name, self.port)
+        logger.info("gRPC: listening on %s:%d", self._address.rpartition(":")[0], self.port)
 
     async def stop(self) -> None:
         """Accept no more calls, and end those that are open."""
         if self._server is not None:
             self._service.end_streams()
             await self._server.stop(_FLUSH_SECONDS)
-
-
-def _check_port(settings: Settings) -> None:
-    """Find out before anything is loaded whether the port is free. Raises BindError."""
-    host, port = settings.host, settings.grpc.port or 0
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-        socket.create_server((host, port), family=family).close()
-    except OSError as error:
-        reason = os.strerror(error.errno or 0) if error.errno in errno.errorcode else error.strerror
-        raise BindError(f"grpc.port: expected a free address, got {host}:{port}: {reason}") from error

@@ -83,7 +83,8 @@ def test_check_prints_every_setting_with_its_origin(
     assert config.read_text().splitlines()[line - 1].split() == ["top_k:", "2"]
     assert rows["host"] == ("127.0.0.1", "default")
     assert [result["name"] for result in about["checks"]] == [
-        "settings", "checkpoints", "weights", "keys", "tls", "address", "rendezvous", "channels", "backend",
+        "settings", "checkpoints", "weights", "keys", "tls", "address", "grpc", "rendezvous", "channels",
+        "backend",
         "partitions",
     ]  # fmt: skip
 

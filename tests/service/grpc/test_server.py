@@ -3,37 +3,29 @@
 import asyncio
 import ctypes
 import socket
-import subprocess
 import sys
 from typing import Any
 
 import grpc
 import pytest
 
+from expertd.service.commands.serve import check_grpc
 from expertd.service.grpc.server import GrpcServer
 from expertd.service.grpc.tables import SERVICE
 from expertd.service.http.app import ExpertApp
 from expertd.service.http.listening import BindError
-from tests.paths import ROOT
 from tests.service.apps import rows, tiny_settings
 from tests.service.grpc.calls import ON, grpc_serving, hidden_message, output_of, refusal
 from tests.service.runners import EchoRunner
 
 
-def test_grpc_is_imported_only_if_it_is_on_and_errors_say_how_to_get_it() -> None:
-    code = (
-        "import sys; sys.modules['grpc'] = None\n"
-        "from expertd.service.commands.serve import grpc_server\n"
-        "from expertd.service.settings.model import Settings\n"
-        "settings = Settings.model_construct(grpc=Settings.model_fields['grpc'].default)\n"
-        "assert grpc_server(settings) is None\n"
-        "assert 'expertd.service.grpc' not in sys.modules\n"
-        "grpc_server(settings.model_copy(update={'grpc': settings.grpc.model_copy(update={'port': 0})}))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
-    how = "(pip install 'expertd[grpc]')"
-    text = f"grpc.port: expected the packages of expertd[grpc] {how}, got none called grpc"
-    assert done.stderr.splitlines()[-1] == f"expertd.service.http.listening.BindError: {text}"
+def test_without_its_package_the_command_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "grpc", None)
+    check_grpc(tiny_settings())
+    with pytest.raises(
+        ValueError, match=r"^grpc.port: expected the packages of expertd\[grpc\] .*no grpcio$"
+    ):
+        check_grpc(tiny_settings(**ON))
 
 
 def test_a_port_in_use_is_refused_before_anything_is_loaded() -> None:
