@@ -1,6 +1,7 @@
 """The gRPC server: where it listens, and when it starts and ends."""
 
 import logging
+import math
 
 import grpc
 
@@ -28,7 +29,7 @@ class GrpcServer:
         # In front of several HTTP processes, the application does not check keys itself.
         own = settings.http_workers > 1 and settings.keys is not None
         gate = Gate(KeyFile(settings.keys), app.metrics.keys) if own and settings.keys else app.gate
-        self._service = Service(app, gate)
+        self._service = Service(app, gate, settings.access_log)
         self._settings = settings
         self._server: grpc.aio.Server | None = None
         self.port = 0
@@ -43,6 +44,8 @@ class GrpcServer:
             ("grpc.max_metadata_size", limits.max_header_bytes),
             ("grpc.absolute_max_metadata_size", limits.max_header_bytes),
             ("grpc.max_connection_idle_ms", 1000 * self._settings.keep_alive_seconds),
+            ("grpc.server_handshake_timeout_ms", math.ceil(1000 * limits.header_timeout_seconds)),
+            ("grpc.max_allowed_incoming_connections", limits.max_connections),
         ]
         self._server = grpc.aio.server(handlers=[self._service], options=options)
         try:

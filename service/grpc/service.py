@@ -20,6 +20,7 @@ from expertd.service.http.protocol import OipError
 from expertd.service.http.refused import Headers
 
 logger = logging.getLogger(__name__)
+access_logger = logging.getLogger("uvicorn.access")  # as over HTTP
 
 _Work = Callable[[bytes, Headers, Any], Awaitable[bytes | Refusal]]
 
@@ -30,11 +31,12 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
     Unary calls are handled as streams of one message, so that they are checked before it is received.
     """
 
-    def __init__(self, app: ExpertApp, gate: Gate) -> None:
+    def __init__(self, app: ExpertApp, gate: Gate, access_log: bool) -> None:
         self._app = app
         self._gate = gate
         self._infer = Infer(InferEndpoint(app.engine, app.metrics, gate))
         self._limits = app.engine.settings.limits
+        self._access_log = access_log
         self._open = 0
         self._streams: set[Stream] = set()
         self._is_ending = False
@@ -59,6 +61,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     async def _unary(self, name: str, work: _Work, messages: AsyncIterator[bytes], context: Any) -> bytes:
         result: bytes | Refusal = await self._guarded(self._result(name, work, messages, context), name)
+        self._log(name, result, context)
         if isinstance(result, Refusal):
             await context.abort(*result)
         assert isinstance(result, bytes)
@@ -75,6 +78,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
     async def _stream(self, messages: AsyncIterator[bytes], context: Any) -> None:
         authorization = _authorization(context)
         ended = await self._guarded(self._streamed(messages, authorization, context), "ModelStreamInfer")
+        self._log("ModelStreamInfer", ended, context)
         if isinstance(ended, Refusal):
             await context.abort(*ended)
 
@@ -110,6 +114,12 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
             return refusal_of(OipError(500, "internal server error: see the server's log"))
         finally:
             self._open -= 1
+
+    def _log(self, name: str, result: bytes | Refusal | None, context: Any) -> None:
+        if self._access_log:
+            who = self._gate.name_of(_authorization(context))
+            status = result.code.name if isinstance(result, Refusal) else "OK"
+            access_logger.info('%s %s "gRPC %s" %s', context.peer(), who, name, status)
 
     def _refusal(self, name: str, authorization: Headers) -> Refusal | None:
         """Why a call is refused before its message is received; None if it is not. Raises OipError."""

@@ -25,7 +25,9 @@ _OTHER_FILES = 256  # besides connections: lingering ones, libraries, devices
 def serve(
     settings: Settings, loader: Loader = load, beside: Callable[[ExpertApp, Settings], Beside] | None = None
 ) -> int:
-    """Serve what `loader` loads until SIGTERM, SIGINT or SIGHUP, also on the server that `beside` makes.
+    """Serve what `loader` loads until SIGTERM, SIGINT or SIGHUP.
+
+    `beside` makes another server around the application, with as many connections.
 
     Returns the exit code: 0 after a full drain, else 1. Before anything is loaded, raises BindError if it
     cannot listen, and SettingsError for a file of keys, or files of TLS, that cannot be used.
@@ -49,7 +51,8 @@ def serve(
         shared = Shared(app, app.infer, app.metrics, own)
         # The file, its mapping's own descriptor, and one for ranks that start later.
         region_files = (2 if settings.num_ranks == 1 else 3) * settings.shared_memory.max_regions
-        allow_files(settings.limits.max_connections + region_files + _OTHER_FILES)
+        connections = settings.limits.max_connections * (1 if beside is None else 2)
+        allow_files(connections + region_files + _OTHER_FILES)
         server = _Server(app, shared, public, workers, certificates)
         logger.info("listening on %s", public.address)
         server.run(sockets=[public.socket if workers is None else workers.engine_listener.socket])

@@ -2,20 +2,26 @@
 
 import asyncio
 import ctypes
+import logging
+import re
 import socket
 import sys
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
+from expertd.service.cli import main
 from expertd.service.commands.serve import check_grpc
 from expertd.service.grpc.server import GrpcServer
 from expertd.service.grpc.tables import SERVICE
 from expertd.service.http.app import ExpertApp
 from expertd.service.http.listening import BindError
+from tests.paths import DEMO
 from tests.service.apps import rows, tiny_settings
 from tests.service.grpc.calls import ON, grpc_serving, hidden_message, output_of, refusal
+from tests.service.keys import all_keys, key_of
 from tests.service.runners import EchoRunner
 
 
@@ -111,3 +117,40 @@ async def test_control_calls_check_their_messages() -> None:
         await refusal(unknown, grpc.StatusCode.UNIMPLEMENTED)
         text, _ = await refusal(calls.call("SystemSharedMemoryStatus"), grpc.StatusCode.PERMISSION_DENIED)
         assert "shared_memory.enabled" in text
+
+
+async def test_too_many_connections_are_closed() -> None:
+    settings = tiny_settings({"max_connections": 1}, **ON)
+    async with grpc_serving(EchoRunner(), settings) as calls:
+        assert (await calls.call("ServerLive")).live
+        reader, writer = await asyncio.open_connection("127.0.0.1", calls.server.port)
+        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5))
+        assert await asyncio.wait_for(reader.read(), 30) == b""
+        writer.close()
+        assert (await calls.call("ServerLive")).live
+
+
+async def test_the_access_log_names_keys_and_statuses(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = tiny_settings(**ON, access_log=True, keys=all_keys(tmp_path / "keys.yaml"))
+    caplog.set_level(logging.INFO, "uvicorn.access")
+    async with grpc_serving(EchoRunner(), settings) as calls:
+        key = (("authorization", f"Bearer {key_of('infer')}"),)
+        output_of(await calls.infer(hidden_message(rows(1)), metadata=key))
+        await refusal(calls.infer(hidden_message(rows(1))), grpc.StatusCode.UNAUTHENTICATED)
+        assert calls.serving.metric("key_requests_total", key="infer", result="admitted") == 1
+        assert calls.serving.metric("key_requests_total", key="", result="unauthorized") == 1
+        assert calls.serving.metric("requests_total", model="", status="401") == 1
+    lines = [re.sub(r"^\S+:\d+ ", "", record.getMessage()) for record in caplog.records]
+    assert lines == ['infer "gRPC ModelInfer" OK', '- "gRPC ModelInfer" UNAUTHENTICATED']
+
+
+def test_the_command_checks_the_port(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        arguments = ["--config", str(DEMO), "--port", "0", "--set", f"grpc.port={port}"]
+        assert main(["check", *arguments]) == 2
+        assert f"grpc.port: expected a free address, got 127.0.0.1:{port}" in capsys.readouterr().out
+    assert main(["check", *arguments]) == 0
+    assert re.search(rf"^grpc +ok +127.0.0.1:{port} is free$", capsys.readouterr().out, re.M)

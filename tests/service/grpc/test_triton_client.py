@@ -212,5 +212,10 @@ def test_keys_and_requests_in_front_of_http_processes(tmp_path: Path) -> None:
             with pytest.raises(InferenceServerException) as caught:
                 client.get_server_metadata()
             assert caught.value.status() == "StatusCode.UNAUTHENTICATED"
-        server.terminate()
-        assert server.process.wait(30) == 0
+            answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
+            client.start_stream(lambda result, error: answers.put((result, error)), headers=INFER)
+            client.async_stream_infer("tiny", [tensor(rows(2))])
+            assert answers.get(timeout=30)[1] is None
+            server.terminate()
+            assert server.process.wait(30) == 0, "streams that are open do not keep it"
+            assert "shutting down" in answers.get(timeout=30)[1].message()
