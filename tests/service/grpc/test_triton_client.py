@@ -3,6 +3,7 @@
 import queue
 import secrets
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -206,16 +207,17 @@ def test_keys_and_their_rights(client: Any) -> None:
 @pytest.mark.slow
 def test_keys_and_requests_in_front_of_http_processes(tmp_path: Path) -> None:
     settings = tiny_settings(**ON, http_workers=2, keys=all_keys(tmp_path / "keys.yaml"))
-    with server_process(settings, tmp_path) as server:
-        with triton.InferenceServerClient(grpc_address(server)) as client:
-            assert client.infer("tiny", [tensor(rows(3))], headers=INFER).as_numpy("hidden_states").shape
-            with pytest.raises(InferenceServerException) as caught:
-                client.get_server_metadata()
-            assert caught.value.status() == "StatusCode.UNAUTHENTICATED"
-            answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
-            client.start_stream(lambda result, error: answers.put((result, error)), headers=INFER)
-            client.async_stream_infer("tiny", [tensor(rows(2))])
-            assert answers.get(timeout=30)[1] is None
-            server.terminate()
-            assert server.process.wait(30) == 0, "streams that are open do not keep it"
-            assert "shutting down" in answers.get(timeout=30)[1].message()
+    with ExitStack() as stack:
+        server = stack.enter_context(server_process(settings, tmp_path))
+        client = stack.enter_context(triton.InferenceServerClient(grpc_address(server)))
+        assert client.infer("tiny", [tensor(rows(3))], headers=INFER).as_numpy("hidden_states").shape
+        with pytest.raises(InferenceServerException) as caught:
+            client.get_server_metadata()
+        assert caught.value.status() == "StatusCode.UNAUTHENTICATED"
+        answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
+        client.start_stream(lambda result, error: answers.put((result, error)), headers=INFER)
+        client.async_stream_infer("tiny", [tensor(rows(2))])
+        assert answers.get(timeout=30)[1] is None
+        server.terminate()
+        assert server.process.wait(30) == 0, "streams that are open do not keep it"
+        assert "shutting down" in answers.get(timeout=30)[1].message()
