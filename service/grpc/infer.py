@@ -21,7 +21,7 @@ from expertd.service.http.threads import INLINE_BYTES, Where
 
 _INFER_RESPONSE = 2  # the number of that field of ModelStreamInferResponse
 _MAX_KEPT = 256
-_MAX_KEPT_BYTES = 2048  # of one head
+_MAX_KEPT_BYTES = 2048  # of one head, or of one response's JSON
 
 Result = bytes | Refusal
 """A serialized ModelInferResponse, or why there is none."""
@@ -127,10 +127,10 @@ class _Caller:
 
 def _response(answer: Answer) -> bytes:
     header, *outputs = answer.parts
-    return with_outputs(_message(bytes(header)), outputs)
+    message = _kept_message if len(header) <= _MAX_KEPT_BYTES else _message
+    return with_outputs(message(bytes(header)), outputs)
 
 
-@lru_cache(maxsize=256)
 def _message(header: bytes) -> bytes:
     """The serialized ModelInferResponse of a response's JSON, without its tensors."""
     given = json.loads(header)
@@ -145,6 +145,9 @@ def _message(header: bytes) -> bytes:
                 setattr(output.parameters[name], choice, value)
     message: bytes = response.SerializeToString()
     return message
+
+
+_kept_message = lru_cache(maxsize=_MAX_KEPT)(_message)
 
 
 def _late(context: Any) -> OipError | None:

@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 from expertd.service.engine.spec import MODEL_VERSION
 from expertd.service.grpc.messages import CLASSES
 from expertd.service.grpc.wire import split_request
-from expertd.service.http.protocol import ELEMENT_BYTES, OipError
+from expertd.service.http.protocol import ELEMENT_BYTES, INPUT_DATATYPES, OipError
 from expertd.service.memory import Buffer
 from expertd.service.sentences import shown
 
@@ -133,7 +133,7 @@ class _Input:
 
     def __init__(self, message: Any) -> None:
         self._message = message
-        self._where = f"input {message.name if message.name.isidentifier() else shown(message.name)}"
+        self._where = f"input {message.name if message.name in INPUT_DATATYPES else shown(message.name)}"
         parameters = _parameters(message, self._where)
         self.is_elsewhere = _REGION in parameters
         if self.is_elsewhere and message.HasField("contents"):

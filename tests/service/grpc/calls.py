@@ -1,5 +1,6 @@
 """A gRPC server in the test's process, and calls to it with our own messages."""
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,7 +15,8 @@ from expertd.service.grpc.messages import CLASSES
 from expertd.service.grpc.server import GrpcServer
 from expertd.service.grpc.tables import SERVICE
 from expertd.service.settings.model import Settings
-from tests.service.apps import Serving, serving, serving_runner, tiny_settings
+from tests.service.apps import Serving, rows, serving, serving_runner, tiny_settings
+from tests.service.runners import EchoRunner
 
 ON = {"grpc": {"port": 0}}
 
@@ -90,3 +92,11 @@ async def refusal(call: Any, code: grpc.StatusCode) -> tuple[str, Mapping[str, s
     assert caught.value.code() is code, caught.value
     trailers = {str(name): str(value) for name, value in caught.value.trailing_metadata()}
     return caught.value.details() or "", trailers
+
+
+async def held(calls: Calls, runner: EchoRunner) -> Any:
+    """A request whose step runs until the runner's gate is opened."""
+    runner.gate.clear()
+    first = calls.infer(hidden_message(rows(3)))
+    assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+    return first

@@ -1,15 +1,14 @@
-"""ModelInfer and ModelStreamInfer in one process: refusals, deadlines, clients that leave, shutdown."""
+"""ModelInfer in one process: tensors, refusals, limits, deadlines, clients that leave."""
 
 import asyncio
 from typing import Any
 
 import grpc
 import numpy as np
-import pytest
 
 from expertd.service.grpc.messages import CLASSES
 from tests.service.apps import HIDDEN, NUM_EXPERTS, TOP_K, rows, tiny_settings
-from tests.service.grpc.calls import ON, Calls, grpc_serving, hidden_message, output_of, refusal
+from tests.service.grpc.calls import ON, grpc_serving, held, hidden_message, output_of, refusal
 from tests.service.runners import EchoRunner
 from tests.service.waiting import until
 
@@ -151,14 +150,6 @@ async def test_a_full_queue_says_when_to_try_again() -> None:
             output_of(await each)
 
 
-async def held(calls: Calls, runner: EchoRunner) -> Any:
-    """A request whose step runs until the runner's gate is opened."""
-    runner.gate.clear()
-    first = calls.infer(hidden_message(rows(3)))
-    assert await asyncio.to_thread(runner.entered.acquire, True, 10)
-    return first
-
-
 async def test_a_timeout_and_a_deadline_pass_in_the_queue() -> None:
     runner = EchoRunner()
     async with grpc_serving(runner) as calls:
@@ -193,68 +184,3 @@ async def test_a_failed_step_shows_no_internals() -> None:
     async with grpc_serving(EchoRunner(poison=7.0)) as calls:
         text, _ = await refusal(calls.infer(hidden_message(poison)), grpc.StatusCode.INTERNAL)
         assert text == "the step failed: RuntimeError"
-
-
-async def test_a_stream_is_answered_in_order() -> None:
-    async with grpc_serving(EchoRunner()) as calls:
-        stream = calls.stream()
-        sent = [rows(1 + index % 3, index) for index in range(20)]
-        for index, values in enumerate(sent):
-            await stream.write(hidden_message(values, request_id=str(index)))
-            if index == 10:
-                await stream.write(hidden_message(rows(1), "other", "wrong"))
-        await stream.done_writing()
-        answers = [answer async for answer in stream]
-        wrong = answers.pop(11)
-        assert wrong.error_message == "model: expected tiny, got 'other'"
-        assert wrong.infer_response.id == "wrong"
-        assert [answer.infer_response.id for answer in answers] == [str(index) for index in range(20)]
-        for answer, values in zip(answers, sent, strict=True):
-            assert not answer.error_message
-            np.testing.assert_array_equal(output_of(answer.infer_response), values)
-
-
-async def test_requests_of_one_stream_share_a_step_and_leave_with_it() -> None:
-    runner = EchoRunner()
-    async with grpc_serving(runner) as calls:
-        first = await held(calls, runner)
-        stream = calls.stream()
-        for _ in range(3):
-            await stream.write(hidden_message(rows(2)))
-        await until(lambda: calls.engine.scheduler.waiting("tiny")[0] == 3)
-        runner.gate.set()
-        output_of(await first)
-        for _ in range(3):
-            output_of((await stream.read()).infer_response)
-        assert runner.steps == [[3], [2, 2, 2]]
-        assert runner.entered.acquire(timeout=10)
-        first = await held(calls, runner)
-        await stream.write(hidden_message(rows(2)))
-        await until(lambda: calls.engine.scheduler.waiting("tiny")[0] == 1)
-        stream.cancel()
-        await until(lambda: calls.engine.scheduler.waiting("tiny")[0] == 0)
-        runner.gate.set()
-        output_of(await first)
-
-
-async def test_shutdown_answers_what_was_accepted_and_ends_streams() -> None:
-    runner = EchoRunner()
-    async with grpc_serving(runner) as calls:
-        stream = calls.stream()
-        await stream.write(hidden_message(rows(1)))
-        output_of((await stream.read()).infer_response)
-        assert (await calls.call("ServerReady")).ready
-        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
-        first = await held(calls, runner)
-        drain = asyncio.ensure_future(calls.engine.drain())
-        await until(lambda: calls.engine.draining)
-        assert not (await calls.call("ServerReady")).ready
-        assert (await calls.call("ServerLive")).live
-        text, _ = await refusal(calls.infer(hidden_message(rows(1))), grpc.StatusCode.UNAVAILABLE)
-        assert text == "the server is shutting down"
-        runner.gate.set()
-        assert await drain
-        output_of(await first)
-        await calls.server.stop()
-        with pytest.raises(grpc.aio.AioRpcError, match="the server is shutting down"):
-            await stream.read()
