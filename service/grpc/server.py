@@ -6,6 +6,7 @@ import math
 import grpc
 
 from expertd.service.grpc.address import check_address
+from expertd.service.grpc.credentials import credentials
 from expertd.service.grpc.service import Service
 from expertd.service.http.app import ExpertApp
 from expertd.service.http.gate import Gate, KeyFile
@@ -21,11 +22,12 @@ _FLUSH_SECONDS = 1.0  # for answers that are on their way when the server ends
 class GrpcServer:
     """Serves `app` on `host` and `grpc.port` of the settings; runs on the event loop of `start`.
 
-    Raises BindError if it cannot listen there, and SettingsError for a file of keys that cannot be used.
+    Raises BindError if it cannot listen there, and SettingsError for unusable files of keys or TLS.
     """
 
     def __init__(self, app: ExpertApp, settings: Settings) -> None:
         self._address = check_address(settings)  # before anything is loaded
+        self._credentials = credentials(settings.tls) if settings.tls.is_on else None
         # In front of several HTTP processes, the application does not check keys itself.
         own = settings.http_workers > 1 and settings.keys is not None
         gate = Gate(KeyFile(settings.keys), app.metrics.keys) if own and settings.keys else app.gate
@@ -49,7 +51,10 @@ class GrpcServer:
         ]
         self._server = grpc.aio.server(handlers=[self._service], options=options)
         try:
-            self.port = self._server.add_insecure_port(self._address)
+            if self._credentials is None:
+                self.port = self._server.add_insecure_port(self._address)
+            else:
+                self.port = self._server.add_secure_port(self._address, self._credentials)
         except RuntimeError as error:
             raise BindError(f"grpc.port: expected a free address, got {self._address}") from error
         await self._server.start()
