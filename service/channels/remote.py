@@ -38,6 +38,7 @@ from expertd.service.engine.errors import (
     RequestRefusedError,
     SchedulerClosedError,
     StepFailedError,
+    TooManyRequestsError,
 )
 from expertd.service.engine.spec import MODEL_VERSION, LayerSpec, served, specs_of
 from expertd.service.engine.steps import DEFAULT_PRIORITY, Done
@@ -228,5 +229,6 @@ class RemoteEngine:
         if status == 499:
             return call.error or SchedulerClosedError(text)
         if reason == REASON_CODES["queue_full"]:
-            return QueueFullError(text, math.ceil(retry_after_ms / 1000))
+            full = TooManyRequestsError if status == 429 else QueueFullError
+            return full(text, math.ceil(retry_after_ms / 1000))
         return _ERRORS.get(reason, StepFailedError)(text)

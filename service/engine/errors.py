@@ -34,6 +34,10 @@ class QueueFullError(EngineError):
         self.retry_after = retry_after
 
 
+class TooManyRequestsError(QueueFullError):
+    """The same, where the setting `limits.queue_full_status` is 429."""
+
+
 class SchedulerClosedError(EngineError):
     """The server accepts no more requests."""
 

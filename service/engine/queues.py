@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from threading import Lock
 
 from expertd.service.engine.chunks import end_chunk
-from expertd.service.engine.errors import QueueFullError
+from expertd.service.engine.errors import QueueFullError, TooManyRequestsError
 from expertd.service.engine.queue import Queue
 from expertd.service.engine.steps import Chunk, Pending, Runner, State
 from expertd.service.moe.request import Output
@@ -63,7 +63,8 @@ class Queues:
             return
         steps = math.ceil(queue.num_tokens / limits.max_batch_tokens) + 1
         retry_after = max(1, math.ceil(steps * queue.step_seconds))
-        raise QueueFullError(f"the queue of model {model} is full: {waiting} are waiting", retry_after)
+        full = TooManyRequestsError if limits.queue_full_status == 429 else QueueFullError
+        raise full(f"the queue of model {model} is full: {waiting} are waiting", retry_after)
 
     def add(self, pending: Pending) -> Queue:
         """Put a request in its queue. Raises as `check_room` does."""

@@ -15,7 +15,7 @@ from expertd.service.engine.refusals import REASONS, Reason
 from expertd.service.engine.statistics import Total
 
 # Every status of an infer request; 499: no response, because the client had disconnected.
-STATUSES = (200, 400, 401, 403, 404, 408, 413, 415, 499, 500, 503)
+STATUSES = (200, 400, 401, 403, 404, 408, 413, 415, 429, 499, 500, 503)
 CONNECTION_STATUSES = (400, 408, 431, 500, 501, 503, 505)  # of refusals by a connection
 # An expert layer takes about a millisecond: 50 us to 26 s, by factors of 2.
 SECONDS = tuple(50e-6 * 2**i for i in range(20))

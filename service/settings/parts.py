@@ -34,6 +34,9 @@ class Limits(Frozen):
     )
     max_queue_tokens: int = Field(default=65536, ge=1, description="maximum queued tokens per model")
     max_queue_requests: int = Field(default=4096, ge=1, description="maximum queued requests per model")
+    queue_full_status: Literal[429, 503] = Field(
+        default=503, description="status of a request that finds the queue full; with Retry-After"
+    )
     max_body_bytes: int = Field(
         default=64 * MIB, ge=1, description="maximum bytes of a request body, compressed and decompressed"
     )

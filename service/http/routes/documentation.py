@@ -21,6 +21,7 @@ _STATUS_TEXTS = {
     413: "The body is larger than max_body_bytes, or its JSON or the output as JSON than max_json_bytes",
     415: "The body's Content-Encoding is not supported",
     422: "The partitions do not fit the device",
+    429: "The queue is full (with Retry-After), and limits.queue_full_status is 429",
     500: "The server failed",
     503: "Not ready, the queue is full (with Retry-After), the request's timeout expired in the queue, or "
     "there are too many channels",

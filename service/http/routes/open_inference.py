@@ -78,7 +78,7 @@ def protocol_router(engine: Engine, bodies: BodyReader) -> APIRouter:
 
     infer_responses: dict[int | str, dict[str, Any]] = {
         200: INFER_RESPONSE,
-        **errors(400, 404, 408, 413, 415, 500, 503),
+        **errors(400, 404, 408, 413, 415, 429, 500, 503),
     }
 
     @router.post("/models/{model}/infer", responses=infer_responses, openapi_extra=INFER_REQUEST)

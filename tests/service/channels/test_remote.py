@@ -13,12 +13,12 @@ from expertd.service.channels.opening import Opening
 from expertd.service.channels.remote import RemoteEngine
 from expertd.service.engine.errors import (
     MemoryFullError,
-    QueueFullError,
     QueueTimeoutError,
     RegionsElsewhereError,
     RequestRefusedError,
     SchedulerClosedError,
     StepFailedError,
+    TooManyRequestsError,
 )
 from expertd.service.memory import host_view
 from expertd.service.moe.request import LayerRequest, Output
@@ -151,7 +151,8 @@ async def test_the_callers_of_an_http_process_share_its_channel(tmp_path: Path) 
 
 async def test_errors_are_those_of_the_engine(tmp_path: Path) -> None:
     runner = EchoRunner(poison=float(rows(1)[0, 0]))
-    async with remote(tmp_path, runner, max_queue_requests=1) as (server, engine):
+    limits = {"max_queue_requests": 1, "queue_full_status": 429}
+    async with remote(tmp_path, runner, **limits) as (server, engine):
         assert isinstance(await Asked(engine, request(1)).answer(), StepFailedError)
         runner.gate.clear()
         begun = Asked(engine, request(1, 1))
@@ -161,7 +162,7 @@ async def test_errors_are_those_of_the_engine(tmp_path: Path) -> None:
         asked = [Asked(engine, request(1, 2)) for _ in range(2)]
         server.app.engine.scheduler.poll_sources()
         refused = await asked[1].answer()
-        assert isinstance(refused, QueueFullError)
+        assert isinstance(refused, TooManyRequestsError)
         assert refused.retry_after >= 1
         runner.gate.set()
         await asked[0].output()

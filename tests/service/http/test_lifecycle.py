@@ -29,9 +29,10 @@ from tests.service.waiting import until
 GOOD = hidden_request(rows(3))
 
 
-async def test_a_full_queue_answers_503_with_retry_after() -> None:
+@pytest.mark.parametrize("status", [503, 429])
+async def test_a_full_queue_answers_with_retry_after(status: int) -> None:
     runner = EchoRunner()
-    settings = tiny_settings(limits={"max_queue_requests": 2})
+    settings = tiny_settings(limits={"max_queue_requests": 2, "queue_full_status": status})
     async with serving(settings, serving_runner(runner)) as server:
         runner.gate.clear()
         first = asyncio.ensure_future(server.infer(*GOOD))
@@ -39,7 +40,8 @@ async def test_a_full_queue_answers_503_with_retry_after() -> None:
         waiting = [asyncio.ensure_future(server.infer(*GOOD)) for _ in range(2)]
         await until(lambda: server.app.engine.scheduler.waiting("tiny")[0] >= 2)
         refused = await server.infer(*GOOD)
-        assert "the queue of model tiny is full" in error_of(refused, 503)
+        assert "the queue of model tiny is full" in error_of(refused, status)
+        assert server.metric("refusals_total", model="tiny", reason="queue_full") == 1
         assert int(refused.headers["retry-after"]) >= 1
         assert server.metric("queue_requests", model="tiny") == 2
         assert server.metric("queue_tokens", model="tiny") == 6

@@ -166,6 +166,7 @@ def test_infer_is_documented_with_both_bodies_and_its_headers(document: dict[str
         "408",
         "413",
         "415",
+        "429",
         "500",
         "503",
     }
