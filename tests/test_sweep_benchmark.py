@@ -148,7 +148,7 @@ def on_the_cpu(shape: Shape) -> Problem:
 
 
 def test_a_batch_is_measured_in_one_profile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ours and DeepGEMM's times are told apart, and the difference is of their outputs."""
+    """Each kernel gets its own time, and `diff` compares their outputs."""
 
     def prepare(problem: Problem) -> tuple[Callable[[], object], Callable[[], torch.Tensor]]:
         out: list[torch.Tensor] = []

@@ -47,7 +47,7 @@ class Lane:
         return self._ready[0].waiting[0]
 
     def take(self, num_tokens: int) -> None:
-        """Give a step so many tokens of `head`, which leaves if they are all that it had left."""
+        """Give `num_tokens` of `head` to a step; `head` leaves once it has none left."""
         ready = self._ready
         caller = ready[0]
         caller.credit -= num_tokens

@@ -124,7 +124,7 @@ class Queues:
         return alone and not (pending.is_long and self._chunk_tokens())
 
     def is_next_large(self, num_tokens: int) -> bool:
-        """Whether the next step has at least so many tokens, none of them a chunk's.
+        """Whether the next step has at least `num_tokens`, and no chunk.
 
         A step with a chunk waits for the one before it, so that others wait for no more than one chunk.
         """

@@ -32,7 +32,7 @@ class HeldRunner:
         self._closed = True
 
     def let(self, count: int) -> None:
-        """Let so many steps begin."""
+        """Let this many steps begin."""
         self._tickets.release(count)
 
     def open(self) -> None:
