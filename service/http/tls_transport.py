@@ -27,8 +27,8 @@ class Reader(Protocol):
 class TlsTransport(asyncio.Transport):
     """Encrypts what is written as fast as the client reads, so an answer is never there twice.
 
-    It keeps references to what was written until that is encrypted. `reader` is told when bytes are held, like
-    the protocol of a plain connection with a high-water mark of 0.
+    It refers to what was written until that is encrypted. `reader` is told when bytes are held, like the
+    protocol of a plain connection with a high-water mark of 0.
     """
 
     def __init__(
