@@ -27,8 +27,8 @@ class Reader(Protocol):
 class TlsTransport(asyncio.Transport):
     """Encrypts what is written as fast as the client reads, so an answer is never there twice.
 
-    It refers to what was written until that is encrypted. `reader` is told when bytes are held, like the
-    protocol of a plain connection with a high-water mark of 0.
+    What was written is kept, not copied, until it is encrypted. `reader` is told when bytes are held back, as
+    with a high-water mark of 0.
     """
 
     def __init__(
@@ -175,9 +175,7 @@ class TlsTransport(asyncio.Transport):
             return
         if not self._has_ended:
             self._has_ended = True
-            with suppress(
-                ssl.SSLError
-            ):  # the client's close_notify has not come, or the connection has failed
+            with suppress(ssl.SSLError):  # no close_notify from the client yet, or a failed connection
                 self._tls.unwrap()
             self.flush()
             if not self._is_closing:

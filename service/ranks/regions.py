@@ -70,7 +70,7 @@ class SharedRegions:
         return region
 
     def note(self, region: Region, why_lost: str | None) -> None:
-        """Whether all ranks can access a region, None, or why one cannot: then `place` refuses it."""
+        """Keep why a rank cannot access a region, so that `place` refuses it; None: all ranks can."""
         with self._lock:
             self._lost.pop(region.number, None)
             if why_lost is not None:

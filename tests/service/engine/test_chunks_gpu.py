@@ -6,35 +6,24 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from expertd.kernels import resolve_backend
 from expertd.service.engine.queues import Queues
 from expertd.service.engine.steps import Pending
 from expertd.service.memory import Span, host_view
-from expertd.service.moe.capture import GraphPool
-from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.request import Output
 from expertd.service.moe.runner import LayerRunner
-from expertd.service.moe.shape import LayerShape
-from expertd.service.moe.weights import random_weights
 from expertd.service.settings.parts import Limits
 from tests.kernels.helpers import fresh_generator
-from tests.service.moe.requests import Place, as_bytes, layer_request, on_gpu, pinned
+from tests.service.moe.gpu_runner import PLACES, SHAPE, runner_with_graphs
+from tests.service.moe.requests import layer_request
 
 pytestmark = pytest.mark.gpu
-
-SHAPE = LayerShape(hidden_size=512, intermediate_size=256, num_experts=24, top_k=4, num_shared_experts=1)
-DEVICE = torch.device("cuda", 0)
-PLACES: dict[str, Place] = {"bytes": as_bytes, "pinned": pinned, "gpu": on_gpu}
 
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[LayerRunner]:
     """With graphs, which small chunks use."""
-    weights = random_weights(SHAPE, fresh_generator().initial_seed(), "cuda")
-    runner = LayerRunner(MoELayer(SHAPE, weights, resolve_backend("hopper")), DEVICE)
-    runner.capture(GraphPool(DEVICE))
-    yield runner
-    runner.release_graphs()
+    with runner_with_graphs() as runner:
+        yield runner
 
 
 @pytest.mark.parametrize("most", [64, 256, 1024])

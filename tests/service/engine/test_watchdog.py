@@ -16,7 +16,7 @@ from tests.paths import ROOT
 from tests.service.apps import error_of, hidden_request, rows, serving, serving_runner, tiny_settings
 from tests.service.processes import ServerProcess, clean_environment
 from tests.service.runners import EchoRunner
-from tests.service.waiting import until, wait_for
+from tests.service.waiting import until
 
 
 async def test_every_request_is_answered_and_the_server_is_not_ready() -> None:
@@ -123,7 +123,11 @@ def test_a_process_whose_event_loop_hangs_exits_at_once() -> None:
     assert "the event loop hangs, too: exiting at once" in ran.stderr
 
 
-def test_its_thread_ends_with_the_server() -> None:
-    assert wait_for(
-        lambda: all(thread.name != "expertd-watchdog" for thread in threading.enumerate()), "no watchdog"
-    )
+async def test_its_thread_ends_with_the_server() -> None:
+    def watchdogs() -> int:
+        return sum(thread.name == "expertd-watchdog" for thread in threading.enumerate())
+
+    await until(lambda: not watchdogs())
+    async with serving(tiny_settings(), serving_runner(EchoRunner())):
+        assert watchdogs() == 1
+    await until(lambda: not watchdogs())

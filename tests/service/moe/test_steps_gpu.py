@@ -8,32 +8,23 @@ from typing import Any
 import pytest
 import torch
 
-from expertd.kernels import resolve_backend
 from expertd.service.memory import Arena, Span
 from expertd.service.moe.capture import GraphPool
 from expertd.service.moe.device import register_for
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.runner import LayerRunner
-from expertd.service.moe.shape import LayerShape
-from expertd.service.moe.weights import random_weights
 from tests.kernels.helpers import diff, forbid_host_sync, fresh_generator
+from tests.service.moe.gpu_runner import DEVICE, PLACES, SHAPE, runner_with_graphs
 from tests.service.moe.requests import DTYPES, Place, as_bytes, layer_request, on_gpu, pinned, rows_of
 
 pytestmark = pytest.mark.gpu
-
-SHAPE = LayerShape(hidden_size=512, intermediate_size=256, num_experts=24, top_k=4, num_shared_experts=1)
-DEVICE = torch.device("cuda", 0)
-PLACES: dict[str, Place] = {"bytes": as_bytes, "pinned": pinned, "gpu": on_gpu}
 
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[LayerRunner]:
     """With graphs for up to 256 tokens."""
-    weights = random_weights(SHAPE, fresh_generator().initial_seed(), "cuda")
-    runner = LayerRunner(MoELayer(SHAPE, weights, resolve_backend("hopper")), DEVICE)
-    runner.capture(GraphPool(DEVICE))
-    yield runner
-    runner.release_graphs()
+    with runner_with_graphs() as runner:
+        yield runner
 
 
 def _tokens(count: int) -> torch.Tensor:
