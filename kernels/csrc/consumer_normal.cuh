@@ -36,14 +36,15 @@ class Consumer {
                 continue;
             }
             float sum[kAccumulators] = {}, acc[kAccumulators] = {};
+            const bool whole = tile.column % 128 == 0;
             while (left > 0) {
                 if (pipeline.index == 0 && left >= kStages) {
 #pragma unroll
-                    for (int stage = 0; stage < kStages; ++stage) accumulate(sum, acc, stage, pipeline.phase);
+                    for (int stage = 0; stage < kStages; ++stage) accumulate(sum, acc, stage, pipeline.phase, whole);
                     pipeline.phase ^= 1;
                     left -= kStages;
                 } else {
-                    accumulate(sum, acc, pipeline.index, pipeline.phase);
+                    accumulate(sum, acc, pipeline.index, pipeline.phase, whole);
                     pipeline.advance();
                     --left;
                 }
@@ -54,9 +55,10 @@ class Consumer {
     }
 
   private:
-    // sum += a K block's product: the tensor cores keep about 14 bits, so every 128 of K is added up in fp32.
+    // sum += a K block's product: the tensor cores keep about 14 bits, so every 128 of K is added up in fp32. whole: the
+    // tile's first 128 columns share a scale of b; else its first 64 do, and the next 128.
     __device__ __forceinline__ void accumulate(float (&sum)[kAccumulators], float (&acc)[kAccumulators], int stage,
-                                               u32 phase) {
+                                               u32 phase, bool whole) {
         ptx::mbarrier_wait(&shared_.full[stage], phase);
         wgmma::multiply_block<kBlockN, true>(acc, a_ + stage * kBlockM * kBlockK, b_ + stage * kBlockN * kBlockK);
         const float* scales = shared_.scales[stage][0] + row_ + threadIdx.x % 32 / 4;
@@ -69,13 +71,20 @@ class Consumer {
             high[1] = scales[kBlockM + 8];
         }
         release(&shared_.empty[stage]);
+        constexpr int kParts = (kAccumulators + 31) / 32;  // of 64 columns
+        float by_low[kParts], by_high[kParts];
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+            const bool first = kScaleParts == 1 || part == 0 || (kParts == 3 && part == 1 && whole);
+            by_low[part] = first ? low[0] : low[kScaleParts - 1];
+            by_high[part] = first ? high[0] : high[kScaleParts - 1];
+        }
 #pragma unroll
         for (int i = 0; i < kAccumulators; i += 4) {
-            const int part = i * kScaleParts / kAccumulators;
-            sum[i + 0] += acc[i + 0] * low[part];
-            sum[i + 1] += acc[i + 1] * low[part];
-            sum[i + 2] += acc[i + 2] * high[part];
-            sum[i + 3] += acc[i + 3] * high[part];
+            sum[i + 0] += acc[i + 0] * by_low[i / 32];
+            sum[i + 1] += acc[i + 1] * by_low[i / 32];
+            sum[i + 2] += acc[i + 2] * by_high[i / 32];
+            sum[i + 3] += acc[i + 3] * by_high[i / 32];
         }
     }
 

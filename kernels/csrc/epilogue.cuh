@@ -21,6 +21,7 @@ template <>
 class Epilogue<false, false> {
   public:
     using Element = u16;  // bf16
+    static constexpr int kBoxes = (kBlockN + 63) / 64;
     struct Output {
         Element* const out;               // [rows, n]
         const ptx::TensorMap* const map;  // of out, box 16 x 64, 128-byte swizzle
@@ -28,7 +29,7 @@ class Epilogue<false, false> {
         __device__ __forceinline__ void prefetch() const { ptx::prefetch_tensor_map(map); }
     };
     struct Shared {
-        u8 staging[kConsumerWarps][16 * kBlockN * 2];
+        u8 staging[kConsumerWarps][kBoxes * 16 * 128];
 
         __device__ __forceinline__ void init_barriers() {}
     };
@@ -43,7 +44,7 @@ class Epilogue<false, false> {
         constexpr u32 kBoxBytes = 16 * 128;
         const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * 16;
         const int row = problem_.first_row(tile) + first, rows = tile.rows - first;
-        const u32 staging = ptx::shared_address(shared_.staging) + first * (kBlockN * 2);
+        const u32 staging = ptx::shared_address(shared_.staging) + first / 16 * (kBoxes * kBoxBytes);
         ptx::wait_bulk_stores_read();  // of the previous tile, which was staged in the same place
         __syncwarp();
         const u32 to = staging + lane % 16 * 128;
@@ -54,18 +55,18 @@ class Epilogue<false, false> {
                           ptx::pack_bf16(sum[i + 2], sum[i + 3]), ptx::pack_bf16(sum[i + 4], sum[i + 5]),
                           ptx::pack_bf16(sum[i + 6], sum[i + 7]));
         }
-        if (rows >= 16) {
+        if (rows >= 16 && kBlockN >= 64) {
             ptx::fence_proxy_async();
             __syncwarp();
             if (ptx::elect_one()) {
 #pragma unroll
-                for (int box = 0; box < kBlockN / 64; ++box)
+                for (int box = 0; box < kBoxes; ++box)
                     ptx::tma_store(output_.map, staging + box * kBoxBytes, tile.column + box * 64, row);
             }
         } else if (rows > 0) {
             __syncwarp();
             u16* const out = output_.out + static_cast<i64>(row) * problem_.n + tile.column;
-            for (int i = lane; i < rows * kBlockN / 8; i += 32) {
+            for (int i = lane; i < min(rows, 16) * kBlockN / 8; i += 32) {
                 const int r = i / (kBlockN / 8), chunk = i % (kBlockN / 8);
                 if (tile.column + chunk * 8 < problem_.n) {
                     *reinterpret_cast<uint4*>(out + static_cast<i64>(r) * problem_.n + chunk * 8) =

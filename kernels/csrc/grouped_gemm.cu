@@ -23,10 +23,10 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Operands
                                            const Scheduler& scheduler, int* tile_counter, int lane) {
     const auto boxes_of = [](const Tile& tile) { return (tile.rows + kBoxM - 1) / kBoxM; };
     const auto load_b = [&](const Tile& tile, int kb, int stage) {
-        const int row = tile.group * problem.n * kScaleParts + tile.column;
+        const int row = tile.group * problem.n * kLoadsOfB + tile.column;
         ptx::mbarrier_arrive_expect_bytes(&shared.full[stage], (kBlockN + boxes_of(tile) * kBoxM) * kBlockK);
 #pragma unroll
-        for (int part = 0; part < kScaleParts; ++part)  // gates, then the matching ups n rows further on
+        for (int part = 0; part < kLoadsOfB; ++part)  // gates, then the matching ups n rows further on
             ptx::tma_load(&operands.b_map, &shared.full[stage], shared.b[stage] + part * kOutBlockN * kBlockK,
                           kb * kBlockK, row + part * problem.n);
     };
@@ -90,8 +90,9 @@ __device__ __forceinline__ void load_scales(SharedStorage& shared, const Operand
 
         // -- locate the tile's scales
         const int block_n = min(tile.column / 128, blocks_n - 1);
-        const i64 b_block = static_cast<i64>(tile.group) * blocks_n * kScaleParts + block_n;
+        const i64 b_block = static_cast<i64>(tile.group) * blocks_n * kLoadsOfB + block_n;
         const float* const b_scale = operands.b_scales + b_block * k_blocks;
+        const int b_stride = (kSwiglu ? blocks_n : block_n < blocks_n - 1) * k_blocks;  // to the other part's scales
         const int last = tile.row + tile.rows - 1;
         u32 a_scale[kBlockM / 32];  // rows past the tile's end repeat its last row; their results are never read
 #pragma unroll
@@ -107,7 +108,7 @@ __device__ __forceinline__ void load_scales(SharedStorage& shared, const Operand
                 a_value[i] = operands.a_scales[a_scale[i] + next * operands.scale_stride_k];
 #pragma unroll
             for (int part = 0; part < kScaleParts; ++part)
-                b_value[part] = __ldg(b_scale + part * blocks_n * k_blocks + next);
+                b_value[part] = __ldg(b_scale + part * b_stride + next);
             ptx::mbarrier_wait(&shared.empty[pipeline.index], pipeline.phase ^ 1);
 #pragma unroll
             for (int part = 0; part < kScaleParts; ++part)

@@ -36,6 +36,7 @@ def _variant(layout: Layout, config: TileConfig) -> Variant:
         "MASKED": int(layout is Layout.MASKED),
         "SWAP_AB": int(config.swap_ab),
         "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
         "STAGES": config.stages,
         "CLUSTER": config.cluster,
         "BOX_M": config.box_m,

@@ -30,18 +30,20 @@ class TileConfig:
     cluster: int
     box_m: int
     swiglu: bool = False
+    block_n: int = BLOCK_N
 
     @property
     def name(self) -> str:
         """The name of its variants: short, and unique within a layout."""
         swap_ab = "swap_ab_" if self.swap_ab else ""
         cluster = f"_cluster{self.cluster}" if self.cluster > 1 else ""
-        return f"{swap_ab}m{self.block_m}{cluster}{'_swiglu' if self.swiglu else ''}"
+        wide = f"n{self.block_n}" if self.block_n != BLOCK_N else ""
+        return f"{swap_ab}m{self.block_m}{wide}{cluster}{'_swiglu' if self.swiglu else ''}"
 
     @property
     def out_block_n(self) -> int:
         """Columns of out in a CTA's tile, and rows of b per TMA load."""
-        return BLOCK_N // 2 if self.swiglu else BLOCK_N
+        return self.block_n // 2 if self.swiglu else self.block_n
 
     @property
     def threads(self) -> int:
@@ -52,9 +54,9 @@ class TileConfig:
     def storage_bytes(self) -> int:
         """Size of SharedStorage in csrc/storage.cuh, which asserts it."""
         groups = self.threads // 128 - 1
-        scales = self.block_m * 4 * (2 if self.swiglu else 1)
-        stage = (BLOCK_N + self.block_m) * BLOCK_K + scales + 2 * 8
-        staging = groups * (4096 if self.swap_ab or self.swiglu else 64 * BLOCK_N * 2)
+        scales = self.block_m * 4 * (2 if self.swiglu or self.block_n > SCALE_BLOCK else 1)
+        stage = (self.block_n + self.block_m) * BLOCK_K + scales + 2 * 8
+        staging = groups * (4096 if self.swap_ab or self.swiglu else 64 * max(self.block_n, 64) * 2)
         exchange = 2 * 4 * groups * (64 + 8) if self.swiglu else 0
         tiles = (self.stages + 3) * (16 + 8)  # kTiles records, each with its barrier
         return -(-(self.stages * stage + staging + exchange + tiles) // 16) * 16
@@ -79,7 +81,11 @@ class TileConfig:
 SWAP_AB = TileConfig(swap_ab=True, block_m=64, stages=8, cluster=1, box_m=16)
 NORMAL = TileConfig(swap_ab=False, block_m=192, stages=4, cluster=1, box_m=64)
 NORMAL_CLUSTER2 = TileConfig(swap_ab=False, block_m=192, stages=4, cluster=2, box_m=32)
-CONFIGS = (SWAP_AB, NORMAL, NORMAL_CLUSTER2)
+WIDE = TileConfig(swap_ab=False, block_m=128, stages=4, cluster=1, box_m=64, block_n=192)
+WIDE_CLUSTER2 = TileConfig(swap_ab=False, block_m=128, stages=4, cluster=2, box_m=64, block_n=192)
+NARROW = TileConfig(swap_ab=False, block_m=128, stages=8, cluster=1, box_m=64, block_n=64)
+NARROWEST = TileConfig(swap_ab=False, block_m=128, stages=10, cluster=1, box_m=64, block_n=32)
+CONFIGS = (SWAP_AB, NORMAL, NORMAL_CLUSTER2, WIDE, WIDE_CLUSTER2, NARROW, NARROWEST)
 # With SwiGLU: a scale of the result covers 128 columns, 64 from each CTA of a pair.
 SWIGLU = TileConfig(swap_ab=False, block_m=192, stages=4, cluster=2, box_m=32, swiglu=True)
 
