@@ -65,8 +65,12 @@ class Consumer {
         float low[kScaleParts], high[kScaleParts];
         low[0] = scales[0];
         high[0] = scales[8];
+        if constexpr (kScaleParts == 2 && !kSwiglu) {
+            low[1] = scales[kBlockM];
+            high[1] = scales[kBlockM + 8];
+        }
         wgmma::wait(acc);
-        if constexpr (kScaleParts == 2) {  // no earlier: there are no registers for them
+        if constexpr (kSwiglu) {  // no earlier: there are no registers for them
             low[1] = scales[kBlockM];
             high[1] = scales[kBlockM + 8];
         }
