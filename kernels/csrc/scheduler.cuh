@@ -36,35 +36,31 @@ class TileScheduler {
         : extents_(table), first_tile_(table + num_groups + 1), num_groups_(num_groups), columns_(columns), cut_(cut) {
         constexpr int kAtOnce = 8;  // loads per lane in flight
         const int lane = threadIdx.x % 32, tiles_n = (columns.count + kTileN - 1) / kTileN;
-        int *const table_extents = table, *first_tile = table + num_groups + 1;
+        const int last = kLayout == Layout::kContiguous ? num_groups : num_groups - 1;
+        int *const extents = table, *first_tile = table + num_groups + 1;
+#pragma unroll 1
+        for (int start = 0; start <= last; start += 32 * kAtOnce) {
+            const int base = start + lane;
+            int found[kAtOnce];
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i)
+                if (base + i * 32 <= last) found[i] = __ldcg(group_extents + base + i * 32);
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i)
+                if (base + i * 32 <= last) extents[base + i * 32] = min(max(found[i], 0), max_rows);
+        }
+        __syncwarp();
         int before = 0;
         if (lane == 0) *first_tile = 0;
+#pragma unroll 1
         for (int pass = 0; pass < cut.passes; ++pass) {
-            for (int base = 0; base < num_groups; base += 32 * kAtOnce) {
-                int begin[kAtOnce], end[kAtOnce];
-#pragma unroll
-                for (int i = 0; i < kAtOnce; ++i) {
-                    const int group = min(base + i * 32 + lane, num_groups - 1);
-                    begin[i] = __ldcg(group_extents + group);
-                    end[i] = kLayout == Layout::kContiguous ? __ldcg(group_extents + group + 1) : 0;
-                }
-#pragma unroll
-                for (int i = 0; i < kAtOnce; ++i) {
-                    const int group = base + i * 32 + lane;
-                    if (base + i * 32 >= num_groups) break;
-                    int rows = begin[i] = min(max(begin[i], 0), max_rows);
-                    if constexpr (kLayout == Layout::kContiguous)
-                        rows = min(max(end[i], begin[i]), max_rows) - begin[i];
-                    const int sum =
-                        ptx::warp_prefix_sum(group < num_groups ? Group(rows, cut).tiles(pass, cut) * tiles_n : 0);
-                    if (group < num_groups) {
-                        table_extents[group] = begin[i];
-                        if (kLayout == Layout::kContiguous && group == num_groups - 1)
-                            table_extents[num_groups] = begin[i] + rows;
-                        first_tile[pass * num_groups + group + 1] = before + sum;
-                    }
-                    before += __shfl_sync(0xffffffff, sum, 31);
-                }
+#pragma unroll 1
+            for (int base = 0; base < num_groups; base += 32) {
+                const int group = base + lane;
+                const int count = group < num_groups ? Group(rows_of(group), cut).tiles(pass, cut) * tiles_n : 0;
+                const int sum = ptx::warp_prefix_sum(count);
+                if (group < num_groups) first_tile[pass * num_groups + group + 1] = before + sum;
+                before += __shfl_sync(0xffffffff, sum, 31);
             }
         }
         __syncwarp();
@@ -77,11 +73,7 @@ class TileScheduler {
         const int entry = find_entry(number, entries);
         int pass = 0, group = entry;
         for (; group >= num_groups_; group -= num_groups_) ++pass;
-        int row = 0, rows = extents_[group];
-        if constexpr (kLayout == Layout::kContiguous) {
-            row = rows;
-            rows = extents_[group + 1] - row;
-        }
+        const int row = kLayout == Layout::kContiguous ? extents_[group] : 0, rows = rows_of(group);
         const Group cut(rows, cut_);
 
         // Bands of kBand row tiles, each band column by column: tiles that run at once share both operands in L2.
@@ -128,6 +120,11 @@ class TileScheduler {
             return cut.passes > 1 && kMaxSteps - pass == height ? taller : 0;
         }
     };
+
+    __device__ int rows_of(int group) const {
+        if constexpr (kLayout == Layout::kMasked) return extents_[group];
+        return max(extents_[group + 1] - extents_[group], 0);
+    }
 
     // The entry that a tile belongs to, by two ballots over the running sums (at most 1024).
     __device__ int find_entry(int number, int entries) const {
