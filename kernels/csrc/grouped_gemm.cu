@@ -43,6 +43,7 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Operands
 
         // -- ahead of the first tile: b does not depend on the preceding launch, so its loads go out before the wait
         if (loaded_ahead < 0) {
+#pragma unroll 1
             for (loaded_ahead = 0; loaded_ahead < min(kStages, problem.k_blocks); ++loaded_ahead)
                 if (ptx::elect_one()) load_b(tile, loaded_ahead, loaded_ahead);
             __syncwarp();
@@ -51,6 +52,7 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Operands
         }
 
         // -- load the tile, a K block per stage
+#pragma unroll 1
         for (int kb = 0; kb < problem.k_blocks; ++kb, pipeline.advance()) {
             const int stage = pipeline.index;
             // -- take the next tile: early enough for the answer to be back in time, late enough for clusters to ask in
@@ -60,6 +62,7 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Operands
             ptx::mbarrier_wait(&shared.empty[stage], pipeline.phase ^ 1);
             if (ptx::elect_one()) {
                 if (kb >= loaded_ahead) load_b(tile, kb, stage);
+#pragma unroll 1
                 for (int box = problem.rank; box < boxes; box += kCluster) {
                     ptx::tma_load_to_cluster<kCluster>(&operands.a_map, &shared.full[stage],
                                                        shared.a[stage] + box * kBoxM * kBlockK, kb * kBlockK,
