@@ -76,7 +76,7 @@ class Epilogue<false, false> {
         }
     }
 
-    __device__ __forceinline__ void finish() { ptx::wait_bulk_stores(); }  // the stores read the CTA's shared memory
+    __device__ __forceinline__ void finish() { ptx::wait_bulk_stores_read(); }  // they read the CTA's shared memory
 
   private:
     Shared& shared_;
