@@ -19,13 +19,14 @@ constexpr int kConsumerGroups = kSwapAb ? 2 : kBlockM / 64;  // warpgroups
 constexpr int kConsumerWarps = kConsumerGroups * 4;
 constexpr int kScaleWarps = 3;
 constexpr int kThreads = (kConsumerGroups + 1) * 128;
-constexpr int kHeightStep = kSwapAb ? 16 : 64;  // a tile's height is rounded up to a multiple of this
+constexpr int kHeightStep = kSwapAb ? 16 : 64;                 // a tile's height is rounded up to a multiple of this
 constexpr int kScaleParts = kSwiglu || kBlockN > 128 ? 2 : 1;  // scales of b in a tile: of gate and up, or neighbors
 static_assert(kStages >= kScaleWarps, "a scale warp distinguishes two rounds of the ring by one phase bit");
 
 // Registers per thread after setmaxnreg. With swap-AB a CTA starts with 384 * 168 = 64512: 224 are plenty for a
 // consumer, and with only 40 for a producer NVRTC 13.5 spills in the scheduler.
-constexpr int kConsumerRegisters = kConsumerGroups == 2 ? 224 : 152, kProducerRegisters = kConsumerGroups == 2 ? 56 : 40;
+constexpr bool kTwoGroups = kConsumerGroups == 2;
+constexpr int kConsumerRegisters = kTwoGroups ? 224 : 152, kProducerRegisters = kTwoGroups ? 56 : 40;
 
 // Tiles whose records may still be read. The worst case is one K block per tile: a scale warp's next block may be the
 // oldest in a full ring, the other scale warps may be at earlier blocks, and one more tile is announced ahead.

@@ -55,8 +55,8 @@ class Consumer {
     }
 
   private:
-    // sum += a K block's product: the tensor cores keep about 14 bits, so every 128 of K is added up in fp32. whole: the
-    // tile's first 128 columns share a scale of b; else its first 64 do, and the next 128.
+    // sum += a K block's product: the tensor cores keep about 14 bits, so every 128 of K is added up in fp32.
+    // whole: the first 128 of 192 columns share a scale of b; else the first 64 do, and the next 128.
     __device__ __forceinline__ void accumulate(float (&sum)[kAccumulators], float (&acc)[kAccumulators], int stage,
                                                u32 phase, bool whole) {
         ptx::mbarrier_wait(&shared_.full[stage], phase);

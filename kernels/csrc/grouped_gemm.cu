@@ -110,8 +110,7 @@ __device__ __forceinline__ void load_scales(SharedStorage& shared, const Operand
             for (int i = 0; i < kBlockM / 32; ++i)
                 a_value[i] = operands.a_scales[a_scale[i] + next * operands.scale_stride_k];
 #pragma unroll
-            for (int part = 0; part < kScaleParts; ++part)
-                b_value[part] = __ldg(b_scale + part * b_stride + next);
+            for (int part = 0; part < kScaleParts; ++part) b_value[part] = __ldg(b_scale + part * b_stride + next);
             ptx::mbarrier_wait(&shared.empty[pipeline.index], pipeline.phase ^ 1);
 #pragma unroll
             for (int part = 0; part < kScaleParts; ++part)
