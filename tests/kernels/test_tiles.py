@@ -29,7 +29,7 @@ def test_host_and_device_agree_on_the_storage(config: TileConfig) -> None:
     with pytest.raises(jit.CompileError, match="computes another size"):
         jit.compile_source(replace(variant, defines=defines))
     checks = (
-        f"static_assert(kThreads == {config.threads} && kBlockN == {tiles.BLOCK_N}"
+        f"static_assert(kThreads == {config.threads} && kBlockN == {config.block_n}"
         f" && kBlockK == {tiles.BLOCK_K} && kOutBlockN == {config.out_block_n}"
         f" && kHeightStep == {config.step});\n"
     )

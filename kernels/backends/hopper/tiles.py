@@ -84,7 +84,7 @@ NORMAL_CLUSTER2 = TileConfig(swap_ab=False, block_m=192, stages=4, cluster=2, bo
 WIDE = TileConfig(swap_ab=False, block_m=128, stages=4, cluster=1, box_m=64, block_n=192)
 WIDE_CLUSTER2 = TileConfig(swap_ab=False, block_m=128, stages=4, cluster=2, box_m=64, block_n=192)
 NARROW = TileConfig(swap_ab=False, block_m=128, stages=8, cluster=1, box_m=64, block_n=64)
-NARROWEST = TileConfig(swap_ab=False, block_m=128, stages=10, cluster=1, box_m=64, block_n=32)
+NARROWEST = TileConfig(swap_ab=False, block_m=128, stages=9, cluster=1, box_m=64, block_n=32)
 CONFIGS = (SWAP_AB, NORMAL, NORMAL_CLUSTER2, WIDE, WIDE_CLUSTER2, NARROW, NARROWEST)
 # With SwiGLU: a scale of the result covers 128 columns, 64 from each CTA of a pair.
 SWIGLU = TileConfig(swap_ab=False, block_m=192, stages=4, cluster=2, box_m=32, swiglu=True)
