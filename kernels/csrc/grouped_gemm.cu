@@ -18,9 +18,10 @@ struct Operands {
     const float* const b_scales;
 };
 
-// The TMA warp: takes tiles, announces them, and loads this CTA's b and its share of the cluster's a.
+// The TMA warp: takes tiles after the `next` one, announces them, and loads this CTA's b and its share of the cluster's
+// a. A cluster's first tile is the one with its index; later ones go to whichever cluster asks first.
 __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Operands& operands, const Problem& problem,
-                                           const Scheduler& scheduler, int* tile_counter, int lane) {
+                                           Scheduler& scheduler, Tile next, int* tile_counter, int lane) {
     const auto boxes_of = [](const Tile& tile) { return (tile.rows + kBoxM - 1) / kBoxM; };
     const auto load_b = [&](const Tile& tile, int kb, int stage) {
         const int row = tile.group * problem.n * kLoadsOfB + tile.column;
@@ -33,19 +34,19 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Operands
     int loaded_ahead = -1;  // K blocks of the first tile whose b was loaded before the preceding launch was complete
     Pipeline pipeline;
     Walk walk;
-    // A cluster's first tile is the one with its index; later ones go to whichever cluster asks first.
-    for (int number = blockIdx.x / kCluster;; walk.advance()) {
+    for (;; walk.advance()) {
         // -- announce the tile
-        const Tile tile = problem.part_of(announce(shared, walk, problem.rank, [&] { return scheduler.tile(number); }));
+        const Tile tile = problem.part_of(announce(shared, walk, problem.rank, next));
         if (tile.rows < 0) break;
         const int boxes = boxes_of(tile), row = problem.first_row(tile);
         int taken = 0;
 
         // -- ahead of the first tile: b does not depend on the preceding launch, so its loads go out before the wait
         if (loaded_ahead < 0) {
+            loaded_ahead = min(kStages, problem.k_blocks);
+            if (ptx::elect_one())
 #pragma unroll 1
-            for (loaded_ahead = 0; loaded_ahead < min(kStages, problem.k_blocks); ++loaded_ahead)
-                if (ptx::elect_one()) load_b(tile, loaded_ahead, loaded_ahead);
+                for (int stage = 0; stage < loaded_ahead; ++stage) load_b(tile, stage, stage);
             __syncwarp();
             ptx::grid_dependency_wait();
             ptx::launch_dependents();
@@ -72,7 +73,7 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Operands
             __syncwarp();
         }
         loaded_ahead = 0;
-        number = gridDim.x / kCluster + __shfl_sync(0xffffffff, taken, 0);
+        if (problem.rank == 0) next = scheduler.tile(gridDim.x / kCluster + __shfl_sync(0xffffffff, taken, 0));
     }
     ptx::grid_dependency_wait();  // a cluster without a tile has not waited yet
     if (problem.rank == 0 && lane == 0) finish(tile_counter, gridDim.x / kCluster);
@@ -132,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                  int num_groups, int n, int k,
                  int max_rows,                   // M, or max_m; group_extents beyond it are clamped
                  int rows_per_group,             // max_m, or 0 in the contiguous layout
-                 int tile_steps, int passes,     // how groups are cut into tiles, see Cut
+                 int tile_steps, int tall_first,  // how groups are cut into tiles, see Cut
                  int first_column, int columns,  // to compute, see Columns
                  int extents_ready,  // complete before the preceding launch began: read without waiting for it
                  TileEpilogue::Element* __restrict__ out,  // [rows, n]
@@ -169,19 +170,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         shared.epilogue.init_barriers();
         ptx::fence_mbarrier_init();
     }
+    const int rank = kCluster > 1 ? static_cast<int>(ptx::cluster_rank()) : 0;
+    Scheduler scheduler(num_groups, max_rows, {first_column, columns}, {tile_steps, tall_first});
+    Tile first{};
+    if (warp == kConsumerWarps && rank == 0) {  // meanwhile
+        if (!extents_ready) ptx::grid_dependency_wait();
+        scheduler.read(group_extents, table);
+        first = scheduler.tile(blockIdx.x / kCluster);
+    }
     kCluster > 1 ? ptx::cluster_sync() : __syncthreads();
 
     // ---- roles
-    const int rank = kCluster > 1 ? static_cast<int>(ptx::cluster_rank()) : 0;
     const Problem problem{n, k / kBlockK, rows_per_group, rank};
     const Operands operands{a_map, b_map, a_scales, scale_stride_group, scale_stride_m, scale_stride_k, b_scales};
     if (warp >= kConsumerWarps) {
         ptx::shrink_registers<kProducerRegisters>();
         if (warp == kConsumerWarps) {
-            if (!extents_ready) ptx::grid_dependency_wait();
-            const Scheduler scheduler(table, group_extents, num_groups, {first_column, columns}, {tile_steps, passes},
-                                      max_rows);
-            load_tiles(shared, operands, problem, scheduler, tile_counter, lane);
+            load_tiles(shared, operands, problem, scheduler, first, tile_counter, lane);
         } else {
             ptx::grid_dependency_wait();
             load_scales(shared, operands, problem, warp - kConsumerWarps - 1, lane);

@@ -59,6 +59,13 @@ __device__ __forceinline__ int load_from_cta(const int* place, u32 rank) {
     return value;
 }
 
+// From shared memory, or past L1 from global memory.
+__device__ __forceinline__ int load_relaxed(const int* place) {
+    int value;
+    asm volatile("ld.relaxed.gpu.s32 %0, [%1];" : "=r"(value) : "l"(place) : "memory");
+    return value;
+}
+
 // The sum over this lane and all lower lanes.
 __device__ __forceinline__ int warp_prefix_sum(int value) {
     const int lane = threadIdx.x % 32;

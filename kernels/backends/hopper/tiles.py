@@ -61,9 +61,9 @@ class TileConfig:
         tiles = (self.stages + 3) * (16 + 8)  # kTiles records, each with its barrier
         return -(-(self.stages * stage + staging + exchange + tiles) // 16) * 16
 
-    def shared_bytes(self, num_groups: int, passes: int = 1) -> int:
+    def shared_bytes(self, num_groups: int) -> int:
         """Dynamic shared memory per CTA in bytes: the storage and the scheduler's table."""
-        return self.storage_bytes + (num_groups + 1 + passes * num_groups + 1) * 4
+        return self.storage_bytes + (num_groups + 1) * 4
 
     @property
     def step(self) -> int:
