@@ -21,6 +21,7 @@ constexpr int kScaleWarps = 3;
 constexpr int kThreads = (kConsumerGroups + 1) * 128;
 constexpr int kHeightStep = kSwapAb ? 16 : 64;                 // a tile's height is rounded up to a multiple of this
 constexpr int kScaleParts = kSwiglu || kBlockN > 128 ? 2 : 1;  // scales of b in a tile: of gate and up, or neighbors
+constexpr int kScalesAhead = kBlockM <= 64 ? 4 : kBlockM <= 128 ? 2 : 1;  // K blocks whose scales a warp has in flight
 static_assert(kStages >= kScaleWarps, "a scale warp distinguishes two rounds of the ring by one phase bit");
 
 // Registers per thread after setmaxnreg. With swap-AB a CTA starts with 384 * 168 = 64512: 224 are plenty for a

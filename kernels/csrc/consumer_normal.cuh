@@ -1,5 +1,5 @@
-// The consumer for tall groups: 64 rows of a per warpgroup are wgmma's M and the tile's 128 rows of b its N. A thread
-// needs two scales per K block, so promotion hardly loads shared memory.
+// The consumer for tall groups: 64 rows of a per warpgroup are wgmma's M and the tile's rows of b its N. A thread needs
+// two scales per K block and 128 columns, so promotion hardly loads shared memory.
 #pragma once
 
 #include "config.cuh"
@@ -9,9 +9,10 @@
 namespace normal {
 
 constexpr int kAccumulators = kBlockN / 2;
+constexpr bool kInPairs = kAccumulators <= 32 || kConsumerGroups == 1;  // others have no registers for two K blocks
+using Accumulators = float[kAccumulators];
 
-// A warpgroup's loop over all tiles. A round of the ring is unrolled: with every address known, the four wgmma of a K
-// block follow each other closely enough to keep the warpgroups out of each other's way.
+// A warpgroup's loop over all tiles.
 class Consumer {
   public:
     __device__ __forceinline__ Consumer(SharedStorage& shared, u32 warpgroup)
@@ -27,74 +28,112 @@ class Consumer {
         for (Walk walk;; walk.advance()) {
             const Tile tile = announced_tile(shared_, walk, problem);
             if (tile.rows < 0) break;
-            int left = problem.k_blocks;
-            if (tile.rows <= first_row_ || tile.column >= problem.n) {  // nothing to compute: only release the stages
-                for (; left > 0; --left, pipeline.advance()) {
+            // Through a shuffle the compiler knows that the warp agrees; else it would wait after each wgmma of a pair.
+            const bool computes = tile.rows > first_row_ && tile.column < problem.n;
+            if (!__shfl_sync(0xffffffff, computes, 0)) {  // only release the stages
+                for (int left = problem.k_blocks; left > 0; --left, pipeline.advance()) {
                     ptx::mbarrier_wait(&shared_.full[pipeline.index], pipeline.phase);
                     release(&shared_.empty[pipeline.index]);
                 }
                 continue;
             }
-            float sum[kAccumulators] = {}, acc[kAccumulators] = {};
-            const bool whole = tile.column % 128 == 0;
-            while (left > 0) {
-                if (pipeline.index == 0 && left >= kStages) {
-#pragma unroll
-                    for (int stage = 0; stage < kStages; ++stage) accumulate(sum, acc, stage, pipeline.phase, whole);
-                    pipeline.phase ^= 1;
-                    left -= kStages;
-                } else {
-                    accumulate(sum, acc, pipeline.index, pipeline.phase, whole);
-                    pipeline.advance();
-                    --left;
-                }
-            }
+            Accumulators sum = {};
+            whole_ = tile.column % 128 == 0;
+            if constexpr (kInPairs)
+                multiply_in_pairs(sum, pipeline, problem.k_blocks);
+            else
+                multiply_by_rounds(sum, pipeline, problem.k_blocks);
             epilogue.store(sum, tile);
         }
         epilogue.finish();
     }
 
   private:
-    // sum += a K block's product: the tensor cores keep about 14 bits, so every 128 of K is added up in fp32.
-    // whole: the first 128 of 192 columns share a scale of b; else the first 64 do, and the next 128.
-    __device__ __forceinline__ void accumulate(float (&sum)[kAccumulators], float (&acc)[kAccumulators], int stage,
-                                               u32 phase, bool whole) {
+    // Two K blocks in flight.
+    __device__ __forceinline__ void multiply_in_pairs(Accumulators& sum, Pipeline& pipeline, int k_blocks) {
+        Accumulators acc[2] = {};
+        Pipeline done = pipeline;
+        const auto multiply = [&](Accumulators& acc) {
+            start(acc, pipeline.index, pipeline.phase);
+            pipeline.advance();
+        };
+        const auto promote_next = [&](const Accumulators& acc) {
+            const Scales scales = scales_of(done.index);
+            release(&shared_.empty[done.index]);
+            promote(sum, acc, scales);
+            done.advance();
+        };
+        wgmma::in_pairs(acc, k_blocks, multiply, promote_next);
+    }
+
+    // A round of the ring is unrolled: with every address known, the four wgmma of a K block follow each other closely
+    // enough to keep the warpgroups out of each other's way.
+    __device__ __forceinline__ void multiply_by_rounds(Accumulators& sum, Pipeline& pipeline, int left) {
+        Accumulators acc = {};
+        while (left > 0) {
+            if (pipeline.index == 0 && left >= kStages) {
+#pragma unroll
+                for (int stage = 0; stage < kStages; ++stage) accumulate(sum, acc, stage, pipeline.phase);
+                pipeline.phase ^= 1;
+                left -= kStages;
+            } else {
+                accumulate(sum, acc, pipeline.index, pipeline.phase);
+                pipeline.advance();
+                --left;
+            }
+        }
+    }
+
+    __device__ __forceinline__ void accumulate(Accumulators& sum, Accumulators& acc, int stage, u32 phase) {
+        start(acc, stage, phase);
+        Scales scales;
+        if constexpr (!kSwiglu) scales = scales_of(stage);
+        wgmma::wait(acc);
+        if constexpr (kSwiglu) scales = scales_of(stage);  // no earlier: there are no registers for them
+        release(&shared_.empty[stage]);
+        promote(sum, acc, scales);
+    }
+
+    // Of rows r and r + 8, for each of the tile's parts with scales of its own.
+    struct Scales {
+        float low[kScaleParts], high[kScaleParts];
+    };
+
+    __device__ __forceinline__ void start(Accumulators& acc, int stage, u32 phase) {
         ptx::mbarrier_wait(&shared_.full[stage], phase);
         wgmma::multiply_block<kBlockN, true>(acc, a_ + stage * kBlockM * kBlockK, b_ + stage * kBlockN * kBlockK);
-        const float* scales = shared_.scales[stage][0] + row_ + threadIdx.x % 32 / 4;
-        float low[kScaleParts], high[kScaleParts];
-        low[0] = scales[0];
-        high[0] = scales[8];
-        if constexpr (kScaleParts == 2 && !kSwiglu) {
-            low[1] = scales[kBlockM];
-            high[1] = scales[kBlockM + 8];
-        }
-        wgmma::wait(acc);
-        if constexpr (kSwiglu) {  // no earlier: there are no registers for them
-            low[1] = scales[kBlockM];
-            high[1] = scales[kBlockM + 8];
-        }
-        release(&shared_.empty[stage]);
-        constexpr int kParts = (kAccumulators + 31) / 32;  // of 64 columns
-        float by_low[kParts], by_high[kParts];
+    }
+
+    __device__ __forceinline__ Scales scales_of(int stage) const {
+        Scales scales;
 #pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-            const bool first = kScaleParts == 1 || part == 0 || (kParts == 3 && part == 1 && whole);
-            by_low[part] = first ? low[0] : low[kScaleParts - 1];
-            by_high[part] = first ? high[0] : high[kScaleParts - 1];
+        for (int part = 0; part < kScaleParts; ++part) {
+            const float* of_row = shared_.scales[stage][part] + row_ + threadIdx.x % 32 / 4;
+            scales.low[part] = of_row[0];
+            scales.high[part] = of_row[8];
         }
+        return scales;
+    }
+
+    // sum += a K block's product: the tensor cores keep about 14 bits, so every 128 of K is added up in fp32. The tile's
+    // parts are the gates and the ups; or of 192 columns the first 128, or 64, and the rest.
+    __device__ __forceinline__ void promote(Accumulators& sum, const Accumulators& acc, const Scales& scales) const {
 #pragma unroll
         for (int i = 0; i < kAccumulators; i += 4) {
-            sum[i + 0] += acc[i + 0] * by_low[i / 32];
-            sum[i + 1] += acc[i + 1] * by_low[i / 32];
-            sum[i + 2] += acc[i + 2] * by_high[i / 32];
-            sum[i + 3] += acc[i + 3] * by_high[i / 32];
+            const bool first = kScaleParts == 1 || i < 32 || (kAccumulators == 96 && i < 64 && whole_);
+            const float low = first ? scales.low[0] : scales.low[kScaleParts - 1];
+            const float high = first ? scales.high[0] : scales.high[kScaleParts - 1];
+            sum[i + 0] += acc[i + 0] * low;
+            sum[i + 1] += acc[i + 1] * low;
+            sum[i + 2] += acc[i + 2] * high;
+            sum[i + 3] += acc[i + 3] * high;
         }
     }
 
     SharedStorage& shared_;
     const wgmma::Descriptor a_, b_;
     const int row_, first_row_;  // where the warp and the warpgroup start in the tile
+    bool whole_ = true;          // of 192 columns, the first 128 share a scale of b
 };
 
 }  // namespace normal

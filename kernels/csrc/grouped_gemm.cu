@@ -105,20 +105,31 @@ __device__ __forceinline__ void load_scales(SharedStorage& shared, const Operand
                          min(tile.row + i * 32 + lane, last) * operands.scale_stride_m;
 
         // -- load this warp's K blocks of the tile
-        for (; next < k_blocks; next += kScaleWarps, pipeline.advance(kScaleWarps)) {
-            float a_value[kBlockM / 32], b_value[kScaleParts];
+        float a_value[kScalesAhead][kBlockM / 32], b_value[kScalesAhead][kScaleParts];
+        const auto load = [&](int ahead, int kb) {
 #pragma unroll
             for (int i = 0; i < kBlockM / 32; ++i)
-                a_value[i] = operands.a_scales[a_scale[i] + next * operands.scale_stride_k];
+                a_value[ahead][i] = operands.a_scales[a_scale[i] + kb * operands.scale_stride_k];
 #pragma unroll
-            for (int part = 0; part < kScaleParts; ++part) b_value[part] = __ldg(b_scale + part * b_stride + next);
-            ptx::mbarrier_wait(&shared.empty[pipeline.index], pipeline.phase ^ 1);
+            for (int part = 0; part < kScaleParts; ++part) b_value[ahead][part] = __ldg(b_scale + part * b_stride + kb);
+        };
 #pragma unroll
-            for (int part = 0; part < kScaleParts; ++part)
+        for (int ahead = 0; ahead < kScalesAhead; ++ahead)
+            if (next + ahead * kScaleWarps < k_blocks) load(ahead, next + ahead * kScaleWarps);
+        while (next < k_blocks) {
 #pragma unroll
-                for (int i = 0; i < kBlockM / 32; ++i)
-                    shared.scales[pipeline.index][part][i * 32 + lane] = a_value[i] * b_value[part];
-            publish(&shared.full[pipeline.index]);
+            for (int ahead = 0; ahead < kScalesAhead && next < k_blocks; ++ahead) {
+                ptx::mbarrier_wait(&shared.empty[pipeline.index], pipeline.phase ^ 1);
+#pragma unroll
+                for (int part = 0; part < kScaleParts; ++part)
+#pragma unroll
+                    for (int i = 0; i < kBlockM / 32; ++i)
+                        shared.scales[pipeline.index][part][i * 32 + lane] = a_value[ahead][i] * b_value[ahead][part];
+                publish(&shared.full[pipeline.index]);
+                if (next + kScalesAhead * kScaleWarps < k_blocks) load(ahead, next + kScalesAhead * kScaleWarps);
+                next += kScaleWarps;
+                pipeline.advance(kScaleWarps);
+            }
         }
         next -= k_blocks;
     }

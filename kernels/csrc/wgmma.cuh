@@ -117,12 +117,40 @@ __device__ __forceinline__ void add_block(float (&d)[kN / 2], Descriptor a, Desc
     ptx::wgmma_commit();
 }
 
-// Waits for the multiplications and only then lets the compiler read d.
-template <int kRegisters>
+// Waits for all multiplications but the newest `kPending` blocks, and only then lets the compiler read d.
+template <int kPending = 0, int kRegisters>
 __device__ __forceinline__ void wait(float (&d)[kRegisters]) {
-    ptx::wgmma_wait<0>();
+    ptx::wgmma_wait<kPending>();
 #pragma unroll
     for (int i = 0; i < kRegisters; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// Runs a tile's K blocks with two of them in flight: one is multiplied while the other is promoted. `multiply` starts
+// the next block and `promote` takes an older one's product, both in order. No branch lies between the start of a
+// product and its end: there ptxas would wait after every instruction.
+template <int kRegisters, typename Start, typename Promote>
+__device__ __forceinline__ void in_pairs(float (&acc)[2][kRegisters], int k_blocks, Start multiply, Promote promote) {
+    multiply(acc[0]);
+    int left = k_blocks - 1;
+#pragma unroll 1
+    for (; left >= 2; left -= 2) {
+        multiply(acc[1]);
+        wait<1>(acc[0]);
+        promote(acc[0]);
+        multiply(acc[0]);
+        wait<1>(acc[1]);
+        promote(acc[1]);
+    }
+    if (left == 1) {
+        multiply(acc[1]);
+        wait<1>(acc[0]);
+        promote(acc[0]);
+        wait(acc[1]);
+        promote(acc[1]);
+    } else {
+        wait(acc[0]);
+        promote(acc[0]);
+    }
 }
 
 #undef INSTRUCTION
