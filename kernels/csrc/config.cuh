@@ -25,7 +25,8 @@ constexpr int kScalesAhead = kBlockM <= 64 ? 4 : kBlockM <= 128 ? 2 : 1;  // K b
 static_assert(kStages >= kScaleWarps, "a scale warp distinguishes two rounds of the ring by one phase bit");
 
 // Registers per thread after setmaxnreg. With swap-AB a CTA starts with 384 * 168 = 64512: 224 are plenty for a
-// consumer, and with only 40 for a producer NVRTC 13.5 spills in the scheduler.
+// consumer, and with only 40 for a producer NVRTC 13.5 spills in the scheduler. A single consumer warpgroup has enough
+// without.
 constexpr bool kTwoGroups = kConsumerGroups == 2;
 constexpr int kConsumerRegisters = kTwoGroups ? 224 : 152, kProducerRegisters = kTwoGroups ? 56 : 40;
 

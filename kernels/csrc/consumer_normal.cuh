@@ -115,8 +115,8 @@ class Consumer {
         return scales;
     }
 
-    // sum += a K block's product: the tensor cores keep about 14 bits, so every 128 of K is added up in fp32. The tile's
-    // parts are the gates and the ups; or of 192 columns the first 128, or 64, and the rest.
+    // sum += a K block's product: the tensor cores keep about 14 bits, so every 128 of K is added up in fp32. The
+    // tile's parts are the gates and the ups; or of 192 columns the first 128, or 64, and the rest.
     __device__ __forceinline__ void promote(Accumulators& sum, const Accumulators& acc, const Scales& scales) const {
 #pragma unroll
         for (int i = 0; i < kAccumulators; i += 4) {

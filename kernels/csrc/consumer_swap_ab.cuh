@@ -43,7 +43,7 @@ class Consumer {
         const int lane = threadIdx.x % 32;
         float sum[kSlices * 8] = {}, acc[2][kSlices * 8] = {};
         Pipeline done = pipeline;
-        const auto multiply = [&](float(&d)[kSlices * 8]) {
+        const auto multiply = [&](float (&d)[kSlices* 8]) {
             ptx::mbarrier_wait(&shared_.full[pipeline.index], pipeline.phase);
             wgmma::multiply_block<16 * kSlices, true>(d, b + pipeline.index * kBlockN * kBlockK,
                                                       a + pipeline.index * kBlockM * kBlockK);
@@ -51,7 +51,7 @@ class Consumer {
         };
         // Promotion: the tensor cores keep about 14 bits, so every 128 of K is added up in fp32. A column of the
         // fragment is a row of a; its scale is already multiplied by that of b.
-        const auto promote = [&](const float(&acc)[kSlices * 8]) {
+        const auto promote = [&](const float (&acc)[kSlices* 8]) {
             const float* scales = shared_.scales[done.index][0] + lane % 4 * 2;
 #pragma unroll
             for (int i = 0; i < kSlices * 8; i += 4) {

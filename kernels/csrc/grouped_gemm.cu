@@ -142,10 +142,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                  const float* __restrict__ b_scales,  // [num_groups, ceil(rows of b / 128), k / 128]
                  const int* group_extents,            // offsets [num_groups + 1] or counts [num_groups]
                  int num_groups, int n, int k,
-                 int max_rows,                   // M, or max_m; group_extents beyond it are clamped
-                 int rows_per_group,             // max_m, or 0 in the contiguous layout
+                 int max_rows,                    // M, or max_m; group_extents beyond it are clamped
+                 int rows_per_group,              // max_m, or 0 in the contiguous layout
                  int tile_steps, int tall_first,  // how groups are cut into tiles, see Cut
-                 int first_column, int columns,  // to compute, see Columns
+                 int first_column, int columns,   // to compute, see Columns
                  int extents_ready,  // complete before the preceding launch began: read without waiting for it
                  TileEpilogue::Element* __restrict__ out,  // [rows, n]
 #if SWIGLU
@@ -195,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const Problem problem{n, k / kBlockK, rows_per_group, rank};
     const Operands operands{a_map, b_map, a_scales, scale_stride_group, scale_stride_m, scale_stride_k, b_scales};
     if (warp >= kConsumerWarps) {
-        ptx::shrink_registers<kProducerRegisters>();
+        if constexpr (kConsumerGroups > 1) ptx::shrink_registers<kProducerRegisters>();
         if (warp == kConsumerWarps) {
             load_tiles(shared, operands, problem, scheduler, first, tile_counter, lane);
         } else {
@@ -203,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             load_scales(shared, operands, problem, warp - kConsumerWarps - 1, lane);
         }
     } else {
-        ptx::grow_registers<kConsumerRegisters>();
+        if constexpr (kConsumerGroups > 1) ptx::grow_registers<kConsumerRegisters>();
         TileEpilogue epilogue(shared.epilogue, output, problem);
         if constexpr (kSwapAb)
             swap_ab::Consumer(shared, warp / 4).run(epilogue, problem);

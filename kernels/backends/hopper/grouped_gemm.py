@@ -52,7 +52,7 @@ VARIANTS = {
     (layout, config): _variant(layout, config)
     for layout, config in (
         *((layout, config) for layout in Layout for config in tiles.CONFIGS),
-        (Layout.CONTIGUOUS, tiles.SWIGLU),
+        *((Layout.CONTIGUOUS, config) for config in (tiles.SWIGLU, tiles.SWIGLU_FEW)),
     )
 }
 """Variants by layout and tile."""
@@ -81,7 +81,7 @@ class _Prepared(NamedTuple):
     stores_boxes: bool  # of out, through a tensor map
     masked: bool
     sizes: tuple[np.int32, ...]  # num_groups, n, k
-    cut: tuple[np.int32, ...]  # tile_steps, passes
+    cut: tuple[np.int32, ...]  # tile_steps, tall_first
 
 
 class GroupedGemm:
@@ -124,12 +124,17 @@ class GroupedGemm:
         b: Quantized,
         groups: Groups,
         activation: Swiglu,
+        expected_m: float,
         num_sms: int | None,
     ) -> Quantized:
-        """Permuted rows [M, I], activated and quantized: a [M, K] times b [G, 2I, K], gate rows first."""
+        """Permuted rows [M, I], activated and quantized: a [M, K] times b [G, 2I, K], gate rows first.
+
+        A group is likely to have expected_m rows.
+        """
         (num_groups, n2, k), m = b.data.shape, a.data.shape[0]
         n = n2 // 2
-        prepared = self._planned(on.device, Layout.CONTIGUOUS, n, k, num_groups, tiles.SWIGLU_PLAN, num_sms)
+        plan = tiles.choose_swiglu(expected_m)
+        prepared = self._planned(on.device, Layout.CONTIGUOUS, n, k, num_groups, plan, num_sms)
         data = torch.empty((m, n), dtype=torch.float8_e4m3fn, device=a.data.device)
         scales = torch.empty((n // SCALE_BLOCK, m), device=a.data.device)
         self._launch(
@@ -161,11 +166,11 @@ class GroupedGemm:
             grid=multiprocessors(device, num_sms) // config.cluster,
             cluster=config.cluster if config.cluster > 1 else None,
             block=variant.threads,
-            shmem_size=config.shared_bytes(num_groups, plan.passes),
+            shmem_size=config.shared_bytes(num_groups),
             programmatic_stream_serialization=True,
         )
         sizes = (np.int32(num_groups), np.int32(n), np.int32(k))
-        cut = (np.int32(plan.tile_steps), np.int32(plan.passes))
+        cut = (np.int32(plan.tile_steps), np.int32(plan.tall_first))
         stores_boxes, masked = not config.swap_ab and not config.swiglu, layout is Layout.MASKED
         return _Prepared(
             kernel, launch_config, config.box_m, config.out_block_n, stores_boxes, masked, sizes, cut

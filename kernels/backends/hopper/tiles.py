@@ -84,13 +84,14 @@ NORMAL_CLUSTER2 = TileConfig(swap_ab=False, block_m=192, stages=4, cluster=2, bo
 WIDE = TileConfig(swap_ab=False, block_m=128, stages=4, cluster=1, box_m=64, block_n=192)
 WIDE_CLUSTER2 = TileConfig(swap_ab=False, block_m=128, stages=4, cluster=2, box_m=64, block_n=192)
 NARROW = TileConfig(swap_ab=False, block_m=128, stages=8, cluster=1, box_m=64, block_n=64)
-NARROWEST = TileConfig(swap_ab=False, block_m=128, stages=9, cluster=1, box_m=64, block_n=32)
-CONFIGS = (SWAP_AB, NORMAL, NORMAL_CLUSTER2, WIDE, WIDE_CLUSTER2, NARROW, NARROWEST)
+CONFIGS = (SWAP_AB, NORMAL, NORMAL_CLUSTER2, WIDE, WIDE_CLUSTER2, NARROW)
 # With SwiGLU: a scale of the result covers 128 columns, 64 from each CTA of a pair.
 SWIGLU = TileConfig(swap_ab=False, block_m=192, stages=4, cluster=2, box_m=32, swiglu=True)
+SWIGLU_FEW = TileConfig(swap_ab=False, block_m=64, stages=8, cluster=2, box_m=16, swiglu=True)
 
 # All measured on an H200, see docs/kernel-log.md.
 _SWAP_AB_M = {Layout.CONTIGUOUS: 24, Layout.MASKED: 48}  # upper bounds; contiguous groups are less even
+_SWIGLU_FEW_M = 40  # upper bound
 _CLUSTER_M, _CLUSTER_K, _CLUSTER_WAVES = 224, 3072, 6  # lower bounds; below them, pairs of CTAs are no faster
 _PLANNED_WAVES = 4  # upper bound; with more waves, tiles of any height fill the gaps
 # How far two groups may deviate from the expected rows, in opposite directions.
@@ -104,16 +105,20 @@ class Plan:
 
     config      the tile
     tile_steps  average height of a tile, in sixteenths of a step; the device cuts each group by it
-    passes      1: tiles run group after group; more: one per height, the tall tiles of all groups first
+    tall_first  each group's taller tiles come before its others
     """
 
     config: TileConfig
     tile_steps: int
-    passes: int = 1
+    tall_first: bool = False
 
 
-SWIGLU_PLAN = Plan(SWIGLU, 16 * SWIGLU.steps)
-"""The GEMM with SwiGLU in its epilogue: one plan for all sizes, on at least two SMs."""
+_SWIGLU, _SWIGLU_FEW = (Plan(config, 16 * config.steps) for config in (SWIGLU, SWIGLU_FEW))
+
+
+def choose_swiglu(expected_m: float) -> Plan:
+    """The plan of the GEMM with SwiGLU in its epilogue, on at least two SMs."""
+    return _SWIGLU_FEW if expected_m <= _SWIGLU_FEW_M else _SWIGLU
 
 
 @lru_cache(maxsize=4096)
@@ -128,9 +133,8 @@ def choose(layout: Layout, n: int, k: int, num_groups: int, expected_m: float, n
     if waves <= _PLANNED_WAVES and num_groups <= 2:
         rows = math.ceil(expected_m / 16) * 16  # rounded, since each new plan takes a millisecond
         tile_steps = _tile_steps(columns, rows, num_groups, num_sms)
-        # Tall tiles first only if shorter ones are planned; otherwise a second pass just reads weights twice.
-        passes = NORMAL.steps if num_groups == 1 and tile_steps < 16 * NORMAL.steps else 1
-        return Plan(NORMAL, tile_steps, passes)
+        # Tall tiles first only if shorter ones are planned; otherwise weights are just read twice.
+        return Plan(NORMAL, tile_steps, num_groups == 1 and tile_steps < 16 * NORMAL.steps)
     return Plan(NORMAL, 16 * NORMAL.steps)
 
 
