@@ -43,7 +43,7 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Operands
 
         // -- ahead of the first tile: b does not depend on the preceding launch, so its loads go out before the wait
         if (loaded_ahead < 0) {
-            loaded_ahead = min(kStages, problem.k_blocks);
+            loaded_ahead = min(kLoadsAhead, problem.k_blocks);
             if (ptx::elect_one())
 #pragma unroll 1
                 for (int stage = 0; stage < loaded_ahead; ++stage) load_b(tile, stage, stage);
