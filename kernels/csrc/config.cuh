@@ -27,11 +27,9 @@ constexpr int kScalesAhead = kBlockM <= 64 ? 4 : kBlockM <= 128 ? 2 : 1;  // K b
 constexpr int kLoadsAhead = kBlockM <= 64 ? 4 : 1;
 static_assert(kStages >= kScaleWarps, "a scale warp distinguishes two rounds of the ring by one phase bit");
 
-// Registers per thread after setmaxnreg. With swap-AB a CTA starts with 384 * 168 = 64512: 224 are plenty for a
-// consumer, and with only 40 for a producer NVRTC 13.5 spills in the scheduler. A single consumer warpgroup has enough
-// without.
-constexpr bool kTwoGroups = kConsumerGroups == 2;
-constexpr int kConsumerRegisters = kTwoGroups ? 224 : 152, kProducerRegisters = kTwoGroups ? 56 : 40;
+// Registers per thread after setmaxnreg, of 65536 in all: with fewer than 56 for a producer NVRTC 13.5 spills in the
+// scheduler. A single consumer warpgroup has enough without.
+constexpr int kConsumerRegisters = kConsumerGroups == 2 ? 224 : 152, kProducerRegisters = 56;
 
 // Tiles whose records may still be read. The worst case is one K block per tile: a scale warp's next block may be the
 // oldest in a full ring, the other scale warps may be at earlier blocks, and one more tile is announced ahead.

@@ -32,6 +32,7 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Operands
                           kb * kBlockK, row + part * problem.n);
     };
     int loaded_ahead = -1;  // K blocks of the first tile whose b was loaded before the preceding launch was complete
+    const int take_at = problem.rank == 0 ? max(problem.k_blocks - kTakeAhead, 0) : -1;
     Pipeline pipeline;
     Walk walk;
     for (;; walk.advance()) {
@@ -53,15 +54,15 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Operands
         }
 
         // -- load the tile, a K block per stage
+        Pipeline at = pipeline;
+        if (ptx::elect_one()) {
 #pragma unroll 1
-        for (int kb = 0; kb < problem.k_blocks; ++kb, pipeline.advance()) {
-            const int stage = pipeline.index;
-            // -- take the next tile: early enough for the answer to be back in time, late enough for clusters to ask in
-            // the order in which they finish
-            if (kb == max(problem.k_blocks - kTakeAhead, 0) && problem.rank == 0 && lane == 0)
-                taken = atomicAdd(tile_counter, 1);
-            ptx::mbarrier_wait(&shared.empty[stage], pipeline.phase ^ 1);
-            if (ptx::elect_one()) {
+            for (int kb = 0; kb < problem.k_blocks; ++kb, at.advance()) {
+                const int stage = at.index;
+                // -- take the next tile: early enough for the answer to be back in time, late enough for clusters to
+                // ask in the order in which they finish
+                if (kb == take_at) taken = ptx::increment(tile_counter);
+                ptx::mbarrier_wait(&shared.empty[stage], at.phase ^ 1);
                 if (kb >= loaded_ahead) load_b(tile, kb, stage);
 #pragma unroll 1
                 for (int box = problem.rank; box < boxes; box += kCluster) {
@@ -70,10 +71,11 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Operands
                                                        row + box * kBoxM);
                 }
             }
-            __syncwarp();
         }
+        __syncwarp();
+        pipeline.advance_by(problem.k_blocks);
         loaded_ahead = 0;
-        if (problem.rank == 0) next = scheduler.tile(gridDim.x / kCluster + __shfl_sync(0xffffffff, taken, 0));
+        if (problem.rank == 0) next = scheduler.tile(gridDim.x / kCluster + __reduce_add_sync(0xffffffff, taken));
     }
     ptx::grid_dependency_wait();  // a cluster without a tile has not waited yet
     if (problem.rank == 0 && lane == 0) finish(tile_counter, gridDim.x / kCluster);
@@ -197,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (warp >= kConsumerWarps) {
         if constexpr (kConsumerGroups > 1) ptx::shrink_registers<kProducerRegisters>();
         if (warp == kConsumerWarps) {
-            load_tiles(shared, operands, problem, scheduler, first, tile_counter, lane);
+            load_tiles(ptx::keep_address(shared), operands, problem, scheduler, first, tile_counter, lane);
         } else {
             ptx::grid_dependency_wait();
             load_scales(shared, operands, problem, warp - kConsumerWarps - 1, lane);

@@ -23,6 +23,11 @@ template <int kLength>
 struct Position {
     int index = 0;
     u32 phase = 0;
+    __device__ __forceinline__ void advance_by(int steps) {
+        const int rounds = (index + steps) / kLength;
+        index += steps - rounds * kLength;
+        phase ^= rounds & 1;
+    }
     __device__ void advance(int steps = 1) {  // by kLength at most
         index += steps;
         if (index >= kLength) {
