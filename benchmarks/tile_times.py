@@ -52,7 +52,7 @@ def plans(shape: Shape) -> dict[str, tiles.Plan]:
     rows = max(shape.rows)
     found = {}
     for config in tiles.CONFIGS:
-        few = config.swap_ab or config.block_n < tiles.BLOCK_N
+        few = config.block_m == 64
         if (few and sum(shape.rows) > 2000) or (config.swap_ab and rows > 200):
             continue
         heights = [config.steps] if config.swap_ab else range(1, config.steps + 1)
