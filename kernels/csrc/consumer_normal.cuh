@@ -9,7 +9,8 @@
 namespace normal {
 
 constexpr int kAccumulators = kBlockN / 2;
-constexpr bool kInPairs = kAccumulators <= 32 || kConsumerGroups == 1;  // others have no registers for two K blocks
+constexpr int kAligned = kBlockN % 64 == 0 ? 32 : 16;  // accumulators of so many columns have the same scale
+constexpr bool kInPairs = kAccumulators <= 48 || kConsumerGroups == 1;  // others have no registers for two K blocks
 using Accumulators = float[kAccumulators];
 
 // A warpgroup's loop over all tiles.
@@ -38,7 +39,7 @@ class Consumer {
                 continue;
             }
             Accumulators sum = {};
-            whole_ = tile.column % 128 == 0;
+            if constexpr (!kSwiglu) second_ = 128 - tile.column % 128;
             if constexpr (kInPairs)
                 multiply_in_pairs(sum, pipeline, problem.k_blocks);
             else
@@ -116,11 +117,11 @@ class Consumer {
     }
 
     // sum += a K block's product: the tensor cores keep about 14 bits, so every 128 of K is added up in fp32. The
-    // tile's parts are the gates and the ups; or of 192 columns the first 128, or 64, and the rest.
+    // tile's parts are the gates and the ups, or the columns before and after a multiple of 128.
     __device__ __forceinline__ void promote(Accumulators& sum, const Accumulators& acc, const Scales& scales) const {
 #pragma unroll
         for (int i = 0; i < kAccumulators; i += 4) {
-            const bool first = kScaleParts == 1 || i < 32 || (kAccumulators == 96 && i < 64 && whole_);
+            const bool first = kScaleParts == 1 || (kSwiglu ? i < 32 : i / kAligned * kAligned * 2 < second_);
             const float low = first ? scales.low[0] : scales.low[kScaleParts - 1];
             const float high = first ? scales.high[0] : scales.high[kScaleParts - 1];
             sum[i + 0] += acc[i + 0] * low;
@@ -133,7 +134,7 @@ class Consumer {
     SharedStorage& shared_;
     const wgmma::Descriptor a_, b_;
     const int row_, first_row_;  // where the warp and the warpgroup start in the tile
-    bool whole_ = true;          // of 192 columns, the first 128 share a scale of b
+    int second_ = 0;             // the tile's column from where on the next scale of b applies
 };
 
 }  // namespace normal

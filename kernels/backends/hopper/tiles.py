@@ -54,9 +54,9 @@ class TileConfig:
     def storage_bytes(self) -> int:
         """Size of SharedStorage in csrc/storage.cuh, which asserts it."""
         groups = self.threads // 128 - 1
-        scales = self.block_m * 4 * (2 if self.swiglu or self.block_n > SCALE_BLOCK else 1)
+        scales = self.block_m * 4 * (2 if self.swiglu or SCALE_BLOCK % self.block_n else 1)
         stage = (self.block_n + self.block_m) * BLOCK_K + scales + 2 * 8
-        staging = groups * (4096 if self.swap_ab or self.swiglu else 64 * max(self.block_n, 64) * 2)
+        staging = groups * (4096 if self.swap_ab or self.swiglu else 64 * -(-self.block_n // 64) * 64 * 2)
         exchange = 2 * 4 * groups * (64 + 8) if self.swiglu else 0
         tiles = (self.stages + 3) * (16 + 8)  # kTiles records, each with its barrier
         return -(-(self.stages * stage + staging + exchange + tiles) // 16) * 16
@@ -82,10 +82,11 @@ SWAP_AB = TileConfig(swap_ab=True, block_m=64, stages=8, cluster=1, box_m=16)
 NORMAL = TileConfig(swap_ab=False, block_m=192, stages=4, cluster=1, box_m=64)
 NORMAL_CLUSTER2 = TileConfig(swap_ab=False, block_m=192, stages=4, cluster=2, box_m=32)
 WIDE = TileConfig(swap_ab=False, block_m=128, stages=4, cluster=1, box_m=64, block_n=192)
+MIDDLE = TileConfig(swap_ab=False, block_m=128, stages=7, cluster=1, box_m=64, block_n=96)
 SHORT = TileConfig(swap_ab=False, block_m=64, stages=8, cluster=1, box_m=32)
 NARROW = TileConfig(swap_ab=False, block_m=64, stages=13, cluster=1, box_m=32, block_n=64)
 NARROWEST = TileConfig(swap_ab=False, block_m=64, stages=17, cluster=1, box_m=32, block_n=32)
-CONFIGS = (SWAP_AB, NORMAL, NORMAL_CLUSTER2, WIDE, SHORT, NARROW, NARROWEST)
+CONFIGS = (SWAP_AB, NORMAL, NORMAL_CLUSTER2, WIDE, MIDDLE, SHORT, NARROW, NARROWEST)
 # With SwiGLU: a scale of the result covers 128 columns, 64 from each CTA of a pair.
 SWIGLU = TileConfig(swap_ab=False, block_m=192, stages=4, cluster=2, box_m=32, swiglu=True)
 SWIGLU_FEW = TileConfig(swap_ab=False, block_m=64, stages=8, cluster=2, box_m=16, swiglu=True)
