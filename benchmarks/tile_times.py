@@ -1,6 +1,6 @@
 """Every tile of the grouped GEMM on many shapes: `python -m benchmarks.tile_times [--json FILE]`.
 
-Shows what `tiles.choose` leaves on the table, and that all tiles give the same bits. Contiguous layout;
+Shows what `plans.choose` leaves on the table, and that all tiles give the same bits. Contiguous layout;
 kernel times by CUPTI, L2 flushed before each launch. All tiles, the chosen plan, and DeepGEMM if its wheel is
 there, take turns; each figure is the better of two medians of 5.
 """
@@ -22,6 +22,7 @@ from expertd import kernels
 from expertd.kernels.backends.hopper import tiles
 from expertd.kernels.backends.hopper.grouped_gemm import GroupedGemm, Groups
 from expertd.kernels.backends.hopper.launch import Kernels, current_stream
+from expertd.kernels.backends.hopper.plans import Plan
 from expertd.layout import Layout
 
 Row = dict[str, Any]
@@ -37,6 +38,10 @@ SHAPES = [
     *((1, m, 7168, 2048) for m in (16, 70, 200, 512)),
     *((1, m, 2048, 768) for m in (16, 70, 512)),
     *((1, m, 1536, 2048) for m in (16, 512)),
+    (32, 40, 4096, 7168),
+    (32, 100, 4096, 7168),
+    (128, 40, 2048, 768),
+    (64, 128, 4096, 2048),
     (8, 1000, 4096, 7168),
     (8, 1000, 7168, 2048),
     (4, 4096, 4096, 7168),
@@ -47,18 +52,17 @@ SHAPES = [
 ]
 
 
-def plans(shape: Shape) -> dict[str, tiles.Plan]:
+def plans(shape: Shape) -> dict[str, Plan]:
     """A plan for each tile that suits the shape and each of its heights, by name."""
     rows = max(shape.rows)
     found = {}
     for config in tiles.CONFIGS:
-        few = config.block_m == 64
-        if (few and sum(shape.rows) > 2000) or (config.swap_ab and rows > 200):
+        if config.block_m == 64 and (rows > 1000 or (config.swap_ab and rows > 200)):
             continue
         heights = [config.steps] if config.swap_ab else range(1, config.steps + 1)
         for steps in heights:
             if steps == 1 or (steps - 1) * config.step < rows:
-                found[f"{config.name}/{steps}"] = tiles.Plan(config, 16 * steps)
+                found[f"{config.name}/{steps}"] = Plan(config, 16 * steps)
     return found
 
 
@@ -99,9 +103,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, help="write header and rows here")
+    parser.add_argument("--groups", type=int, nargs="+", help="only shapes of so many groups")
     options = parser.parse_args()
     expect_gpu("benchmarks.tile_times")
-    shapes = [Shape("tiles", Layout.CONTIGUOUS, (m,) * g, n, k, 0) for g, m, n, k in SHAPES]
+    chosen = [shape for shape in SHAPES if not options.groups or shape[0] in options.groups]
+    shapes = [Shape("tiles", Layout.CONTIGUOUS, (m,) * g, n, k, 0) for g, m, n, k in chosen]
     if deep_gemm_peer.available():
         deep_gemm_peer.compile_ahead([[shape] for shape in shapes])
     kernels.resolve_backend("hopper").warm_up()
@@ -118,7 +124,7 @@ def main() -> None:
         raise SystemExit("some tiles give other bits")
 
 
-def _call(problem: Problem, loaded: Kernels, plan: tiles.Plan) -> Any:
+def _call(problem: Problem, loaded: Kernels, plan: Plan) -> Any:
     gemm, on = GroupedGemm(loaded, lambda *_: plan), current_stream(0)
     groups = Groups(problem.extents)
     shape = problem.shape

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from expertd.kernels import Backend, Quantized, grouped_gemm_contiguous, grouped_gemm_masked, jit
-from expertd.kernels.backends.hopper.tiles import CONFIGS, NORMAL, Plan, TileConfig
+from expertd.kernels.backends.hopper.plans import Plan
+from expertd.kernels.backends.hopper.tiles import CONFIGS, NORMAL, TileConfig
 from expertd.kernels.backends.hopper.variants import VARIANTS
 from tests.kernels.helpers import (
     expect_contiguous,
