@@ -45,13 +45,14 @@ class _Time:
     k_block: tuple[int, ...]
 
 
-# The last column of NORMAL and WIDE is from shapes of one to three waves; with more, the clock falls.
+# Of equally good plans the first is chosen. The last figures of NORMAL and WIDE are from shapes of up to three waves;
+# with more, the clock falls.
 _TIMES = {
     SWAP_AB: _Time(200, (275,)),
+    SHORT: _Time(300, (280,)),
     NORMAL: _Time(600, (340, 410, 530)),
     WIDE: _Time(900, (410, 565)),
     MIDDLE: _Time(500, (305, 370)),
-    SHORT: _Time(300, (280,)),
     NARROW: _Time(300, (180,)),
     NARROWEST: _Time(400, (150,)),
 }
@@ -60,6 +61,7 @@ _BUSY = {NORMAL: 600, WIDE: 595}
 _BYTES_PER_NS = 4200  # of memory; the first 50 MB take longer, since a full L2 makes room for them
 _L2_BYTES, _L2_BYTES_PER_NS = 50_000_000, 6500
 _SWAP_AB_M = {Layout.CONTIGUOUS: 24, Layout.MASKED: 48}  # upper bounds; contiguous groups are less even
+_UNEVEN_SHORT_M = 48  # upper bound
 _SWIGLU_FEW_M = 40  # upper bound
 _CLUSTER_M, _CLUSTER_K, _CLUSTER_WAVES = 224, 3072, 6  # lower bounds; below them, pairs of CTAs are no faster
 _CUTS = 6  # numbers of tiles that are tried for a group
@@ -102,10 +104,12 @@ def _choose(few: bool, n: int, k: int, num_groups: int, rows: int, num_sms: int,
 
 
 def _candidates(few: bool, num_groups: int, rows: int, part: bool) -> Iterator[Plan]:
-    """The plans to compare; of equally good ones the first is chosen."""
+    """The plans to compare."""
     for config in _TIMES:
         if few != (config.block_m == 64) and (few or config is SWAP_AB):
             continue  # with few rows, the warpgroups of taller tiles would be idle
+        if config.block_m == 64 and num_groups > 2 and rows > _UNEVEN_SHORT_M:
+            continue  # too many groups would take a second tile
         if part and 256 % config.block_n:
             continue
         yield Plan(config, 16 * config.steps)
@@ -131,7 +135,8 @@ def _time(plan: Plan, n: int, k: int, num_groups: int, rows: int, num_sms: int) 
     compute /= len(_UNEVEN) if num_groups > 1 else 1
     moved = num_groups * n * k + num_groups * rows * (k + 2 * n)
     memory = moved / _BYTES_PER_NS + min(moved, _L2_BYTES) / _L2_BYTES_PER_NS
-    return max(compute, memory) + min(compute, memory) / 8
+    # Of many groups some have more rows than expected: when memory limits, the first plan is as good as any.
+    return max(compute, memory) + (min(compute, memory) / 8 if num_groups <= 2 else 0)
 
 
 def _tile_time(plan: Plan, height: int, k: int, busy: bool) -> float:
