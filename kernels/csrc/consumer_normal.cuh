@@ -52,7 +52,7 @@ class Consumer {
   private:
     // Two K blocks in flight.
     __device__ __forceinline__ void multiply_in_pairs(Accumulators& sum, Pipeline& pipeline, int k_blocks) {
-        Accumulators acc[2] = {};
+        Accumulators acc[2];  // not set to 0: ptxas would wait for the first product before it sets the second
         Pipeline done = pipeline;
         const auto multiply = [&](Accumulators& acc) {
             start(acc, pipeline.index, pipeline.phase);

@@ -15,8 +15,8 @@ from expertd.kernels.backends.hopper.compute_permutation import compute_permutat
 from expertd.kernels.backends.hopper.grouped_gemm import GroupedGemm, Groups
 from expertd.kernels.backends.hopper.launch import Kernels, OnStream, Variant
 from expertd.kernels.backends.hopper.layer import Layer
-from expertd.kernels.backends.hopper.tile_counters import TileCounters
 from expertd.kernels.backends.hopper.plans import Plan
+from expertd.kernels.backends.hopper.tile_counters import TileCounters
 from expertd.kernels.backends.hopper.tiles import TileConfig
 from expertd.kernels.backends.hopper.variants import VARIANTS
 from expertd.kernels.jit.source import CSRC

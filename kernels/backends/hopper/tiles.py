@@ -1,10 +1,7 @@
 """The tiles of the grouped GEMM: the closed list of configurations, and a pure function that chooses one."""
 
-import math
 from dataclasses import dataclass
-from functools import lru_cache
 
-from expertd.layout import Layout
 from expertd.limits import SCALE_BLOCK
 
 BLOCK_N = SCALE_BLOCK  # rows of b in a CTA's tile; a K block needs one scale of b
