@@ -8,6 +8,7 @@ there, take turns; each figure is the better of two medians of 5.
 import argparse
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def measure(shape: Shape, pool: Pool, loaded: Kernels) -> Row:
         if not torch.equal(problem.out, expected):
             wrong.append(name)
     named = [(call, KERNEL) for call in calls.values()]
-    others = {"chosen": (problem.run, KERNEL)}
+    others: dict[str, tuple[Callable[[], object], str]] = {"chosen": (problem.run, KERNEL)}
     if deep_gemm_peer.available():
         others["DeepGEMM"] = (deep_gemm_peer.prepare(problem)[0], deep_gemm_peer.KERNEL)
     times = best_of_turns([*named, *others.values()], 5)
@@ -124,7 +125,7 @@ def main() -> None:
         raise SystemExit("some tiles give other bits")
 
 
-def _call(problem: Problem, loaded: Kernels, plan: Plan) -> Any:
+def _call(problem: Problem, loaded: Kernels, plan: Plan) -> Callable[[], object]:
     gemm, on = GroupedGemm(loaded, lambda *_: plan), current_stream(0)
     groups = Groups(problem.extents)
     shape = problem.shape

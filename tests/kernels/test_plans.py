@@ -19,8 +19,8 @@ from expertd.layout import Layout
 
 C, M = Layout.CONTIGUOUS, Layout.MASKED
 
-# (layout, n, k, num_groups, expected rows, SMs) and the plan for it, so that no change goes unnoticed. An H100 or
-# H200 has 132 SMs, the PCIe card 114, an H20 78.
+# (layout, n, k, num_groups, expected rows, SMs) and the plan for it, so that no change goes unnoticed. An
+# H100 or H200 has 132 SMs, the PCIe card 114, an H20 78.
 TABLE = [
     (M, 4096, 7168, 32, 20, 132, Plan(SWAP_AB, 64)),
     (M, 6144, 7168, 6, 20, 132, Plan(SWAP_AB, 64)),

@@ -45,8 +45,8 @@ class _Time:
     k_block: tuple[int, ...]
 
 
-# Of equally good plans the first is chosen. The last figures of NORMAL and WIDE are from shapes of up to three waves;
-# with more, the clock falls.
+# Of equally good plans the first is chosen. The last figures of NORMAL and WIDE are from shapes of up to
+# three waves; with more, the clock falls.
 _TIMES = {
     SWAP_AB: _Time(200, (275,)),
     SHORT: _Time(300, (280,)),
@@ -61,8 +61,7 @@ _BUSY = {NORMAL: 600, WIDE: 595}
 _BYTES_PER_NS = 4200  # of memory; the first 50 MB take longer, since a full L2 makes room for them
 _L2_BYTES, _L2_BYTES_PER_NS = 50_000_000, 6500
 _SWAP_AB_M = {Layout.CONTIGUOUS: 24, Layout.MASKED: 48}  # upper bounds; contiguous groups are less even
-_UNEVEN_SHORT_M = 48  # upper bound
-_SWIGLU_FEW_M = 40  # upper bound
+_UNEVEN_SHORT_M, _SWIGLU_FEW_M = 48, 40  # upper bounds
 _CLUSTER_M, _CLUSTER_K, _CLUSTER_WAVES = 224, 3072, 6  # lower bounds; below them, pairs of CTAs are no faster
 _CUTS = 6  # numbers of tiles that are tried for a group
 _SIMULATED = 16  # waves; with more, the work just spreads evenly
@@ -135,7 +134,7 @@ def _time(plan: Plan, n: int, k: int, num_groups: int, rows: int, num_sms: int) 
     compute /= len(_UNEVEN) if num_groups > 1 else 1
     moved = num_groups * n * k + num_groups * rows * (k + 2 * n)
     memory = moved / _BYTES_PER_NS + min(moved, _L2_BYTES) / _L2_BYTES_PER_NS
-    # Of many groups some have more rows than expected: when memory limits, the first plan is as good as any.
+    # Of many groups some have more rows than expected: where memory limits, the first plan is good enough.
     return max(compute, memory) + (min(compute, memory) / 8 if num_groups <= 2 else 0)
 
 

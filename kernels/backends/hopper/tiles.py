@@ -1,10 +1,10 @@
-"""The tiles of the grouped GEMM: the closed list of configurations, and a pure function that chooses one."""
+"""The tiles of the grouped GEMM: the closed list of configurations. plans.py chooses one."""
 
 from dataclasses import dataclass
 
 from expertd.limits import SCALE_BLOCK
 
-BLOCK_N = SCALE_BLOCK  # rows of b in a CTA's tile; a K block needs one scale of b
+BLOCK_N = SCALE_BLOCK  # unless configured otherwise: a K block then needs one scale of b
 BLOCK_K = SCALE_BLOCK
 SHARED_BYTES_LIMIT = 232_448  # the most a Hopper CTA can have
 
@@ -19,6 +19,7 @@ class TileConfig:
     cluster   CTAs with neighboring columns that load the rows of a together
     box_m     rows of a per TMA load
     swiglu    out is silu(gate) * up in FP8 with scales; b has the gate rows first, then the up rows
+    block_n   rows of b in a CTA's tile; with swiglu, half of them gates
     """
 
     swap_ab: bool
@@ -73,8 +74,8 @@ class TileConfig:
         return self.block_m // self.step
 
 
-# Few rows per group: weights stream once through a deep ring. Many: warpgroups of 64 rows each; with enough work for
-# many waves, two CTAs load the rows of a together. The others are for few groups, whose tiles should be as many as SMs.
+# Few rows per group: weights stream once through a deep ring. Many: warpgroups of 64 rows each; with enough
+# work for many waves, two CTAs load the rows of a together. The others are for few groups: as many tiles as SMs.
 SWAP_AB = TileConfig(swap_ab=True, block_m=64, stages=8, cluster=1, box_m=16)
 NORMAL = TileConfig(swap_ab=False, block_m=192, stages=4, cluster=1, box_m=64)
 NORMAL_CLUSTER2 = TileConfig(swap_ab=False, block_m=192, stages=4, cluster=2, box_m=32)
