@@ -75,7 +75,7 @@ class TileConfig:
 
 
 # Few rows per group: weights stream once through a deep ring. Many: warpgroups of 64 rows each; with enough
-# work for many waves, two CTAs load the rows of a together. The others are for few groups: as many tiles as SMs.
+# work for many waves, two CTAs load the rows of a together. The others are for few groups, to fill all SMs.
 SWAP_AB = TileConfig(swap_ab=True, block_m=64, stages=8, cluster=1, box_m=16)
 NORMAL = TileConfig(swap_ab=False, block_m=192, stages=4, cluster=1, box_m=64)
 NORMAL_CLUSTER2 = TileConfig(swap_ab=False, block_m=192, stages=4, cluster=2, box_m=32)
