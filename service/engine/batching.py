@@ -40,13 +40,20 @@ _AWAKE_SECONDS = 0.2e-3
 
 
 class Scheduler:
-    """Owns the queues and the worker thread. `submit` and `cancel` are safe from any thread."""
+    """Owns the queues and the worker thread. `submit` and `cancel` are safe from any thread.
 
-    def __init__(self, limits: Limits, observer: StepObserver, spin_seconds: float = 0.0) -> None:
+    lane  the number of its lane; 0 if there is only one
+    """
+
+    def __init__(
+        self, limits: Limits, observer: StepObserver, spin_seconds: float = 0.0, lane: int = 0
+    ) -> None:
         self._queues = Queues(limits)
         self._delivery = Delivery()
         self._stepping = Stepping(self._queues, self._delivery, observer)
         self._jobs: deque[tuple[Callable[[], object], Future[Any]]] = deque()
+        self.lanes = (self,)  # see `Lanes`
+        self._lane = lane
         self._spin_seconds = spin_seconds  # before sleeping, if there are sources
         self._wakeup = Wakeup()
         self._lock = self._queues.lock  # also of the jobs and the states below
@@ -56,7 +63,7 @@ class Scheduler:
         self._stopped = False
         self._ended_here = -math.inf  # when the last step on the event loop was answered
         self._stays_awake = False  # after the next one
-        self._thread = threading.Thread(target=self._work, name="expertd-worker", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=_name(lane), daemon=True)
 
     def start(self) -> None:
         """Start the worker thread; answers are delivered to the running event loop."""
@@ -73,12 +80,18 @@ class Scheduler:
 
     async def between_steps(self, job: Callable[[], T]) -> T:
         """Run `job` on the worker thread before the next step, and return its result."""
+        return await asyncio.wrap_future(self.do_between_steps(job))
+
+    def do_between_steps(self, job: Callable[[], T]) -> "Future[T]":
+        """Run `job` on the worker thread before the next step. Raises SchedulerClosedError after `stop`."""
         done: Future[T] = Future()
         with self._lock:
+            if self._stopped:
+                raise SchedulerClosedError("the server is shutting down")
             self._jobs.append((job, done))
             self._sleeping = False
         self._wakeup.wake()
-        return await asyncio.wrap_future(done)
+        return done
 
     def check_capacity(self, model: str, num_tokens: int = 1, caller: int = 0) -> None:
         """Raise QueueFullError or SchedulerClosedError if a request of `num_tokens` would be refused now."""
@@ -105,7 +118,7 @@ class Scheduler:
         priority  1 to 255; lower ones are computed first
         caller    `caller_number`: those with waiting requests get equal shares
         """
-        pending = Pending(model, request, done, on_worker, priority, caller)
+        pending = Pending(model, request, done, on_worker, priority, caller, self._lane)
         with self._lock:
             self._check_open()
             queue = self._queues.add(pending)
@@ -211,6 +224,11 @@ class Scheduler:
     def running(self) -> bool:
         """Whether the worker thread is alive; it may be in a step that outlasted `stop`."""
         return self._thread.is_alive()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the worker thread asks."""
+        return threading.get_ident() == self._thread.ident
 
     def stop(self, timeout: float) -> bool:
         """Stop the worker thread after its current steps; True if it ended within `timeout` seconds."""
@@ -347,6 +365,11 @@ class Scheduler:
         quiet = self._sleeping and not self._queues.turns
         if quiet and time.perf_counter() - self._ended_here < _AWAKE_SECONDS:
             self._delivery.loop.call_soon(self._stay_awake)
+
+
+def _name(lane: int) -> str:
+    """Of a worker thread."""
+    return f"expertd-worker-{lane}" if lane else "expertd-worker"
 
 
 def _ignore(answer: object) -> None:

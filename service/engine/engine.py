@@ -18,6 +18,8 @@ from expertd.service.engine.errors import (
     QueueFullError,
     SchedulerClosedError,
 )
+from expertd.service.engine.lane_metrics import lane_queue_metrics
+from expertd.service.engine.lanes import scheduler_of
 from expertd.service.engine.loading import LoadCancelledError, Loaded, Loader, Partitions
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.placement import Placements
@@ -30,6 +32,7 @@ from expertd.service.engine.watchdog import Watchdog
 from expertd.service.memory import Arena, RegionUses
 from expertd.service.moe.request import LayerRequest, zero_request
 from expertd.service.sentences import all_of
+from expertd.service.settings.lanes import lanes_of
 from expertd.service.settings.model import Settings
 
 logger = logging.getLogger(__name__)
@@ -56,7 +59,7 @@ class Engine:
         self.settings = settings
         self.phase = Phase.LOADING
         self.models = specs_of(settings)
-        self.scheduler = Scheduler(settings.limits, metrics, settings.channels.spin_microseconds / 1e6)
+        self.scheduler = scheduler_of(settings, metrics)
         self.loaded: Loaded | None = None
         self.arena: Arena | None = None  # of large bodies and outputs, once loaded
         self.shared_memory = SharedMemory(settings.shared_memory)
@@ -71,6 +74,8 @@ class Engine:
         metrics.watch_jit(jit_stats)
         metrics.watch_models(lambda: {name: self.why_not_ready(name) is None for name in self.models})
         metrics.watch(lambda: queue_metrics(self._queue_states()))
+        if settings.lanes.are_on:
+            metrics.watch(lambda: lane_queue_metrics(self._lane_queue_states()))
         metrics.watch_partitions(self._partition_sizes)
         metrics.watch_shared_memory(self.shared_memory.totals)
         metrics.watch_ranks(lambda: self.loaded.ranks() if self.loaded else ())
@@ -153,7 +158,7 @@ class Engine:
         """Start the worker thread, which then loads the models; returns at once."""
         self.scheduler.start()
         if self.settings.num_ranks == 1:  # else their group notices
-            self._watchdog = Watchdog(self.scheduler, self.settings.step_timeout_seconds, self._give_up)
+            self._watchdog = Watchdog(self.scheduler.lanes, self.settings.step_timeout_seconds, self._give_up)
         self._loading = asyncio.get_running_loop().create_task(self._finish_loading())
 
     async def wait_loaded(self) -> None:
@@ -206,12 +211,13 @@ class Engine:
         sizes do not fit it, and NotReadyError during loading.
         """
         partitions = self.partitions()
-        for model in self.settings.models:
-            if model.partition is not None and model.partition not in sizes:
-                raise PartitionsRefusedError(
-                    f"partitions: expected {model.partition!r}, in which model {model.name} runs, among "
-                    f"them, got {all_of(sizes) or 'none'}"
-                )
+        users = [(model.partition, f"model {model.name} runs") for model in self.settings.models]
+        users += [(name, "a lane runs") for name in self.settings.lanes.partitions.values()]
+        for name, who in users:
+            if name is not None and name not in sizes:
+                got = all_of(sizes) or "none"
+                expected = f"{name!r}, in which {who}, among them"
+                raise PartitionsRefusedError(f"partitions: expected {expected}, got {got}")
         await self.scheduler.between_steps(partial(self._replace, partitions, sizes))
 
     def placements(self) -> Placements:
@@ -258,7 +264,9 @@ class Engine:
             logger.error("loading failed: %s", error, exc_info=not isinstance(error, _SENTENCES))
             return
         weights = {model.name: model.weight for model in self.settings.models}
-        self.scheduler.set_runners(loaded.runners, weights)
+        for lane, runners in zip(self.scheduler.lanes, loaded.runners_of_lanes, strict=False):
+            lane.set_runners(runners, weights)
+            await lane.between_steps(loaded.prepare_thread)
         self.loaded, self.arena = loaded, arena
         self.shared_memory.start(loaded, arena)
         self._metrics.set_backend(loaded.backend, loaded.device)
@@ -279,18 +287,32 @@ class Engine:
         return [model for model in models or self.models if self.scheduler.failures(model) >= _FAILING_STEPS]
 
     async def _retry(self, model: str) -> None:
-        request = zero_request(1, self.models[model].hidden_size)
         try:
-            with suppress(QueueFullError, SchedulerClosedError):
-                tried = asyncio.Event()
-                self.scheduler.submit(model, request, lambda _: tried.set())
-                await tried.wait()
+            for lane in self.scheduler.lanes:
+                if lane.failures(model):
+                    await self._try(lane, model)
         finally:
             del self._retries[model]
+
+    async def _try(self, lane: Scheduler, model: str) -> None:
+        tried = asyncio.Event()
+        request = zero_request(1, self.models[model].hidden_size)
+        with suppress(QueueFullError, SchedulerClosedError):
+            lane.submit(model, request, lambda _: tried.set())
+            await tried.wait()
 
     def _queue_states(self) -> dict[str, QueueState]:
         empty = QueueState(0, 0, 0)
         return {name: self.scheduler.queue_state(name) if self.loaded else empty for name in self.models}
+
+    def _lane_queue_states(self) -> dict[str, dict[str, QueueState]]:
+        if not self.loaded:
+            return {}
+        names = [lane.name for lane in lanes_of(self.settings)]
+        return {
+            name: {model: lane.queue_state(model) for model in self.models}
+            for name, lane in zip(names, self.scheduler.lanes, strict=True)
+        }
 
     def _partition_sizes(self) -> tuple[int, dict[str, int]] | None:
         partitions = self.loaded.partitions if self.loaded else None

@@ -63,6 +63,7 @@ class Pending:
     """An accepted request, until its `done` is called; `compute_seconds` is set before.
 
     caller   the number of who sent it, `caller_number`; callers share a queue fairly
+    lane     the number of the lane whose queue it is in
     is_long  longer than a chunk: it may be computed in several steps
     begun    its tokens that steps have been given; running: steps that compute some of them
     outputs  of the chunks that are computed, by their first token
@@ -78,6 +79,7 @@ class Pending:
         "done",
         "error",
         "is_long",
+        "lane",
         "model",
         "on_worker",
         "outputs",
@@ -95,8 +97,10 @@ class Pending:
         on_worker: bool,
         priority: int = DEFAULT_PRIORITY,
         caller: int = 0,
+        lane: int = 0,
     ) -> None:
         self.model = model
+        self.lane = lane
         self.priority = priority
         self.caller = caller
         self.request = request

@@ -1,0 +1,67 @@
+"""The metrics of lanes: their steps, and what waits for them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from expertd.service.engine.queue_metrics import QueueState
+from expertd.service.engine.request_counts import SECONDS
+from expertd.service.engine.steps import StepObserver
+from expertd.service.moe.request import StepResult
+
+_LABELS = ("model", "lane")
+
+
+class LaneMetrics:
+    """Counts the steps of lanes beside those of all steps; every series exists from the start, at 0."""
+
+    def __init__(self, registry: CollectorRegistry, models: Sequence[str], lanes: Sequence[str]) -> None:
+        self._queue_seconds = Histogram(
+            "expertd_lane_queue_seconds",
+            "From a request's acceptance to the start of its step",
+            _LABELS,
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self._compute_seconds = Histogram(
+            "expertd_lane_compute_seconds", "One step", _LABELS, buckets=SECONDS, registry=registry
+        )
+        self._tokens = Counter("expertd_lane_tokens", "Tokens computed", _LABELS, registry=registry)
+        for metric in (self._queue_seconds, self._compute_seconds, self._tokens):
+            for model in models:
+                for lane in lanes:
+                    metric.labels(model, lane)
+
+    def step_done(self, lane: str, model: str, result: StepResult, queue_seconds: Sequence[float]) -> None:
+        """Count a step of `lane`."""
+        self._compute_seconds.labels(model, lane).observe(result.compute_seconds)
+        self._tokens.labels(model, lane).inc(result.num_tokens)
+        waited = self._queue_seconds.labels(model, lane)
+        for seconds in queue_seconds:
+            waited.observe(seconds)
+
+
+class LaneObserver:
+    """Reports the steps of one lane to `every` and to `lanes`. Implements `StepObserver`."""
+
+    def __init__(self, lane: str, every: StepObserver, lanes: LaneMetrics) -> None:
+        self._lane, self._every, self._lanes = lane, every, lanes
+
+    def step_done(self, model: str, result: StepResult, queue_seconds: Sequence[float]) -> None:
+        self._every.step_done(model, result, queue_seconds)
+        self._lanes.step_done(self._lane, model, result, queue_seconds)
+
+    def step_failed(self, model: str, num_requests: int) -> None:
+        self._every.step_failed(model, num_requests)
+
+
+def lane_queue_metrics(states: Mapping[str, Mapping[str, QueueState]]) -> Iterator[Metric]:
+    """What waits for each lane: lane -> model -> state."""
+    requests = GaugeMetricFamily("expertd_lane_queue_requests", "Requests waiting", labels=_LABELS)
+    tokens = GaugeMetricFamily("expertd_lane_queue_tokens", "Tokens waiting", labels=_LABELS)
+    for lane, models in states.items():
+        for model, state in models.items():
+            requests.add_metric([model, lane], state.num_requests)
+            tokens.add_metric([model, lane], state.num_tokens)
+    yield from (requests, tokens)

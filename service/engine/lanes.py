@@ -1,0 +1,203 @@
+"""Lanes: short and long requests in queues of their own, whose steps run at the same time.
+
+Each lane is a `Scheduler` with a worker thread. That of the first lane, which has the shortest requests and
+steps, also reads the sources of both, such as channels.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import TypeVar
+
+from expertd.service.engine.batching import Scheduler
+from expertd.service.engine.errors import QueueFullError
+from expertd.service.engine.lane_metrics import LaneMetrics, LaneObserver
+from expertd.service.engine.metrics import Metrics
+from expertd.service.engine.queue_metrics import QueueState
+from expertd.service.engine.steps import DEFAULT_PRIORITY, Done, Pending, Runner
+from expertd.service.engine.wakeup import Source
+from expertd.service.moe.request import LayerRequest
+from expertd.service.settings.lanes import lanes_of
+from expertd.service.settings.model import Settings
+
+T = TypeVar("T")
+
+
+class Lanes:
+    """Two lanes, with the methods of one `Scheduler`; a request is on the one that its tokens fit.
+
+    decode_max_tokens  of a request on the first lane
+    """
+
+    def __init__(self, decode: Scheduler, prefill: Scheduler, decode_max_tokens: int) -> None:
+        self.lanes = (decode, prefill)
+        self.decode_max_tokens = decode_max_tokens
+
+    def start(self) -> None:
+        """Start the worker threads."""
+        for lane in self.lanes:
+            lane.start()
+
+    def runner(self, model: str) -> Runner:
+        """A runner of `model`: all of them validate alike."""
+        return self.lanes[0].runner(model)
+
+    async def between_steps(self, job: Callable[[], T]) -> T:
+        """Run `job` on the first worker thread while no step runs on any lane, and return its result."""
+        resume = threading.Event()
+        parked = [_park(lane, resume) for lane in self.lanes[1:]]
+
+        def alone() -> T:
+            for each in parked:
+                each.result()
+            return job()
+
+        try:
+            done = self.lanes[0].do_between_steps(alone)
+        except BaseException:
+            resume.set()
+            raise
+        done.add_done_callback(lambda _: resume.set())
+        return await asyncio.wrap_future(done)
+
+    def check_capacity(self, model: str, num_tokens: int = 0, caller: int = 0) -> None:
+        """As `Scheduler.check_capacity`; num_tokens 0: of any number, which only full lanes refuse."""
+        if num_tokens:
+            self._lane_of(num_tokens).check_capacity(model, num_tokens, caller)
+            return
+        for lane in self.lanes[1:]:
+            with suppress(QueueFullError):
+                lane.check_capacity(model, caller=caller)
+                return
+        self.lanes[0].check_capacity(model, caller=caller)
+
+    def submit(
+        self,
+        model: str,
+        request: LayerRequest,
+        done: Done,
+        on_worker: bool = False,
+        alone: bool = False,
+        priority: int = DEFAULT_PRIORITY,
+        caller: int = 0,
+    ) -> Pending:
+        """Put `request` in the model's queue on its lane; see `Scheduler.submit`.
+
+        The event loop runs steps of the first lane only: the others' would delay its requests.
+        """
+        lane = self._lane_of(request.num_tokens)
+        alone = alone and lane is self.lanes[0]
+        return lane.submit(model, request, done, on_worker, alone, priority, caller)
+
+    def cancel(self, pending: Pending, error: Exception) -> bool:
+        """Answer a queued request with `error`; see `Scheduler.cancel`."""
+        return self.lanes[pending.lane].cancel(pending, error)
+
+    def add_source(self, source: Source) -> None:
+        """Have the first worker thread poll `source`, from now on."""
+        self.lanes[0].add_source(source)
+
+    def remove_source(self, source: Source) -> None:
+        """Poll `source` no more, once a poll that has begun is over."""
+        self.lanes[0].remove_source(source)
+
+    def poll_sources(self) -> None:
+        """Poll every source once, so that what has arrived is accepted, even during a step."""
+        self.lanes[0].poll_sources()
+
+    def do_later(self, chore: Callable[[], None]) -> None:
+        """See `Scheduler.do_later`; for each worker thread."""
+        next((lane for lane in self.lanes if lane.is_here), self.lanes[0]).do_later(chore)
+
+    def report_later(self, report: Callable[[], None]) -> None:
+        """See `Scheduler.report_later`; for every thread."""
+        self.lanes[0].report_later(report)
+
+    def waiting(self, model: str) -> tuple[int, int]:
+        """The numbers of queued requests and tokens of `model`, on all lanes."""
+        state = self.queue_state(model)
+        return state.num_requests, state.num_tokens
+
+    def queue_state(self, model: str) -> QueueState:
+        """For metrics: the sums of all lanes."""
+        return QueueState(*map(sum, zip(*(lane.queue_state(model) for lane in self.lanes), strict=True)))
+
+    def give_up(self, error: Exception) -> None:
+        """Answer every request with `error`, also those of steps that never end; on the event loop."""
+        for lane in self.lanes:
+            lane.give_up(error)
+
+    def failures(self, model: str) -> int:
+        """The number of consecutive failed steps of `model` on the lane with most of them."""
+        return max(lane.failures(model) for lane in self.lanes)
+
+    def close(self) -> None:
+        """Refuse new requests; accepted ones are still answered."""
+        for lane in self.lanes:
+            lane.close()
+
+    def cancel_all(self) -> None:
+        """Answer every queued request with SchedulerClosedError."""
+        for lane in self.lanes:
+            lane.cancel_all()
+
+    @property
+    def unanswered(self) -> int:
+        """The number of accepted requests without an answer."""
+        return sum(lane.unanswered for lane in self.lanes)
+
+    async def drained(self) -> None:
+        """Wait until every accepted request is answered."""
+        for lane in self.lanes:
+            await lane.drained()
+
+    @property
+    def running(self) -> bool:
+        """Whether any worker thread is alive."""
+        return any(lane.running for lane in self.lanes)
+
+    def stop(self, timeout: float) -> bool:
+        """Stop the worker threads after their current steps; True if they ended within `timeout` seconds."""
+        end = time.monotonic() + timeout
+        ended = [lane.stop(max(0.0, end - time.monotonic())) for lane in self.lanes]
+        return all(ended)
+
+    def _lane_of(self, num_tokens: int) -> Scheduler:
+        return self.lanes[num_tokens > self.decode_max_tokens]
+
+
+AnyScheduler = Scheduler | Lanes
+
+
+def scheduler_of(settings: Settings, metrics: Metrics) -> AnyScheduler:
+    """The scheduler of a server, with or without lanes, whose steps `metrics` counts."""
+    spin_seconds = settings.channels.spin_microseconds / 1e6
+    lanes = lanes_of(settings)
+    if len(lanes) == 1:
+        return Scheduler(lanes[0].limits, metrics, spin_seconds)
+    names = [lane.name for lane in lanes]
+    counts = LaneMetrics(metrics.registry, [model.name for model in settings.models], names)
+    decode, prefill = (
+        Scheduler(lane.limits, LaneObserver(lane.name, metrics, counts), spin_seconds, number)
+        for number, lane in enumerate(lanes)
+    )
+    return Lanes(decode, prefill, settings.lanes.decode_max_tokens)
+
+
+def _park(lane: Scheduler, resume: threading.Event) -> "Future[None]":
+    """Have `lane` begin no step until `resume`; done once it waits, cancelled if it never will."""
+    parked: Future[None] = Future()
+
+    def wait() -> None:
+        parked.set_result(None)
+        resume.wait()
+
+    def ended(done: "Future[None]") -> None:
+        if done.cancelled():
+            parked.cancel()
+
+    lane.do_between_steps(wait).add_done_callback(ended)
+    return parked
