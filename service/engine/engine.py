@@ -126,9 +126,12 @@ class Engine:
         if (lost := self.loaded.why_not()) is not None:
             raise DeviceLostError(f"model {model} is not ready: {lost}")
 
-    def check_capacity(self, model: str, caller: int = 0) -> None:
-        """Raise QueueFullError or SchedulerClosedError if every request of `caller` would be refused now."""
-        self.scheduler.check_capacity(model, caller=caller)
+    def check_capacity(self, model: str, caller: int = 0, least_tokens: int = 1) -> None:
+        """Raise QueueFullError or SchedulerClosedError if `caller`'s requests would be refused now.
+
+        least_tokens  that each has at least
+        """
+        self.scheduler.check_capacity(model, least_tokens, caller)
 
     def validate(self, model: str, request: LayerRequest) -> None:
         """Raise ValueError for invalid routing."""

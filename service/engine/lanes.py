@@ -63,16 +63,14 @@ class Lanes:
         done.add_done_callback(lambda _: resume.set())
         return await asyncio.wrap_future(done)
 
-    def check_capacity(self, model: str, num_tokens: int = 0, caller: int = 0) -> None:
-        """As `Scheduler.check_capacity`; num_tokens 0: of any number, which only full lanes refuse."""
-        if num_tokens:
-            self._lane_of(num_tokens).check_capacity(model, num_tokens, caller)
-            return
-        for lane in self.lanes[1:]:
+    def check_capacity(self, model: str, num_tokens: int = 1, caller: int = 0) -> None:
+        """Raise as `Scheduler.check_capacity` if every request of at least `num_tokens` would be refused."""
+        decode, prefill = self.lanes
+        if num_tokens <= self.decode_max_tokens:
             with suppress(QueueFullError):
-                lane.check_capacity(model, caller=caller)
+                decode.check_capacity(model, num_tokens, caller)
                 return
-        self.lanes[0].check_capacity(model, caller=caller)
+        prefill.check_capacity(model, num_tokens, caller)
 
     def submit(
         self,
