@@ -14,7 +14,7 @@ class _Caller:
         self.waiting: deque[Pending] = deque()
 
 
-class Lane:
+class FairQueue:
     """Requests of one priority and one kind. Each caller's come in their order, and callers take turns.
 
     A caller whose credit is used up waits until no other one has both requests and credit; then a round
