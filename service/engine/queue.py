@@ -106,7 +106,7 @@ class Queue:
         return step
 
     def _fill(self, keys: list[int], room: int, step: list[Chunk]) -> tuple[int, bool]:
-        """Add whole requests of these fair queues in their order; the room that is left, and whether all fit."""
+        """Add whole requests of these fair queues in their order; the room left, and whether all fit."""
         for key in keys:
             fair = self._fair_queues[key]
             while fair.num_requests:
