@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import lanes
+from benchmarks import lanes, lanes_sections, pictures
 from benchmarks.lanes_ways import ALONE, LAYERS, SPLITS, Way, settings_of, ways
 from expertd.service.settings.lanes import lanes_of
 from expertd.service.settings.model import Settings
@@ -61,3 +61,47 @@ def test_it_runs_on_a_cpu(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert all(row["prefill_tokens_per_second"] for row in rows[1:])
     assert all(row["steps"] for row in rows if row["decode_tokens"])
+
+
+def result(directory: Path) -> Path:
+    """A result with figures of two layers, in `directory`."""
+    rows: list[lanes.Row] = []
+    for number, layer in enumerate(("deepseek-v3/ep8", "tiny")):
+        for way in (ALONE, Way("turns"), Way("joined"), Way("lanes on all SMs")):
+            for tokens in (64, 1):
+                rate = 0.0 if way is ALONE else 50.0 + number
+                lanes.put(rows, lanes.row_of(layer, way, tokens, [1e-3, 2e-3], rate, 100.0))
+    header = {"gpu": "NVIDIA H200, 580.1, 1980 MHz", "torch": "2.11", "python": "3.11"}
+    file = directory / "lanes-h200.json"
+    file.write_text(json.dumps({"header": header, "rows": rows}))
+    return file
+
+
+def test_the_report_has_a_table_for_each_layer(tmp_path: Path) -> None:
+    assert lanes_sections.lanes(tmp_path) == lanes_sections.NOT_MEASURED
+    result(tmp_path)
+    assert lanes_sections.lanes_machine(tmp_path) == "NVIDIA H200, driver 580.1, torch 2.11, Python 3.11."
+    first, second = lanes_sections.lanes(tmp_path).split("\n\n")
+    each = "p50, µs | p99, µs | prefill"
+    assert first.splitlines() == [
+        f"| deepseek-v3/ep8, decode tokens | 64: {each} | 1: {each} |",
+        "|---|---|---|---|---|---|---|",
+        "| alone | 1500 | 2000 |  | 1500 | 2000 |  |",
+        "| turns | 1500 | 2000 | 0.50 | 1500 | 2000 | 0.50 |",
+        "| joined | 1500 | 2000 | 0.50 | 1500 | 2000 | 0.50 |",
+        "| lanes on all SMs | 1500 | 2000 | 0.50 | 1500 | 2000 | 0.50 |",
+    ]
+    assert "| turns | 1500 | 2000 | 0.51 |" in second
+
+
+def test_the_curve_is_drawn(tmp_path: Path) -> None:
+    pictures.draw_decode_beside_prefill(result(tmp_path), tmp_path / "lanes.svg")
+    drawn = (tmp_path / "lanes.svg").read_text()
+    for text in (
+        "deepseek-v3/ep8, decode steps of 64",
+        "tiny, decode steps of 1",
+        "turns",
+        "joined",
+        "lanes",
+    ):
+        assert f"<!-- {text} -->" in drawn
