@@ -42,7 +42,8 @@ _AWAKE_SECONDS = 0.2e-3
 class Scheduler:
     """Owns the queues and the worker thread. `submit` and `cancel` are safe from any thread.
 
-    lane  the number of its lane; 0 if there is only one
+    lane  the number of its lane; 0 if there is only one. The worker thread of the first lane wakes up for
+          requests of sources, those of others read them too while they are awake
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Scheduler:
         self.lanes = (self,)  # see `Lanes`
         self._lane = lane
         self._spin_seconds = spin_seconds  # before sleeping, if there are sources
-        self._wakeup = Wakeup()
+        self._wakeup = Wakeup(rings_wake=lane == 0)
         self._lock = self._queues.lock  # also of the jobs and the states below
         self._turn = threading.Lock()  # of the thread that uses the device
         self._sleeping = False

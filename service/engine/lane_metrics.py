@@ -1,6 +1,8 @@
 """The metrics of lanes: their steps, and what waits for them."""
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -13,33 +15,39 @@ from expertd.service.moe.request import StepResult
 _LABELS = ("model", "lane")
 
 
+class _Series(NamedTuple):
+    queue_seconds: Histogram
+    compute_seconds: Histogram
+    tokens: Counter
+
+
 class LaneMetrics:
     """Counts the steps of lanes beside those of all steps; every series exists from the start, at 0."""
 
     def __init__(self, registry: CollectorRegistry, models: Sequence[str], lanes: Sequence[str]) -> None:
-        self._queue_seconds = Histogram(
+        queue = Histogram(
             "expertd_lane_queue_seconds",
             "From a request's acceptance to the start of its step",
             _LABELS,
             buckets=SECONDS,
             registry=registry,
         )
-        self._compute_seconds = Histogram(
+        compute = Histogram(
             "expertd_lane_compute_seconds", "One step", _LABELS, buckets=SECONDS, registry=registry
         )
-        self._tokens = Counter("expertd_lane_tokens", "Tokens computed", _LABELS, registry=registry)
-        for metric in (self._queue_seconds, self._compute_seconds, self._tokens):
-            for model in models:
-                for lane in lanes:
-                    metric.labels(model, lane)
+        tokens = Counter("expertd_lane_tokens", "Tokens computed", _LABELS, registry=registry)
+        self._series = {  # looking one up by its labels takes longer than counting
+            of: _Series(queue.labels(*of), compute.labels(*of), tokens.labels(*of))
+            for of in itertools.product(models, lanes)
+        }
 
     def step_done(self, lane: str, model: str, result: StepResult, queue_seconds: Sequence[float]) -> None:
         """Count a step of `lane`."""
-        self._compute_seconds.labels(model, lane).observe(result.compute_seconds)
-        self._tokens.labels(model, lane).inc(result.num_tokens)
-        waited = self._queue_seconds.labels(model, lane)
+        series = self._series[model, lane]
+        series.compute_seconds.observe(result.compute_seconds)
+        series.tokens.inc(result.num_tokens)
         for seconds in queue_seconds:
-            waited.observe(seconds)
+            series.queue_seconds.observe(seconds)
 
 
 class LaneObserver:

@@ -1,10 +1,12 @@
 """Lanes: short and long requests in queues of their own, whose steps run at the same time.
 
-Each lane is a `Scheduler` with a worker thread. That of the first lane, which has the shortest requests and
-steps, also reads the sources of both, such as channels.
+Each lane is a `Scheduler` with a worker thread. All worker threads read sources, such as channels, between
+steps, and put what they find on the lane where it belongs; only that of the first lane, whose steps are the
+shortest, wakes up for them.
 """
 
 import asyncio
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +27,9 @@ from expertd.service.settings.model import Settings
 
 T = TypeVar("T")
 
+# A thread that runs Python code keeps others waiting for as long, by default 5 ms: longer than a decode step.
+_SWITCH_SECONDS = 0.2e-3
+
 
 class Lanes:
     """Two lanes, with the methods of one `Scheduler`; a request is on the one that its tokens fit.
@@ -37,7 +42,8 @@ class Lanes:
         self.decode_max_tokens = decode_max_tokens
 
     def start(self) -> None:
-        """Start the worker threads."""
+        """Start the worker threads; from now on, a thread gives way to another one that waits sooner."""
+        sys.setswitchinterval(_SWITCH_SECONDS)
         for lane in self.lanes:
             lane.start()
 
@@ -95,12 +101,14 @@ class Lanes:
         return self.lanes[pending.lane].cancel(pending, error)
 
     def add_source(self, source: Source) -> None:
-        """Have the first worker thread poll `source`, from now on."""
-        self.lanes[0].add_source(source)
+        """Have the worker threads poll `source`, from now on."""
+        for lane in self.lanes:
+            lane.add_source(source)
 
     def remove_source(self, source: Source) -> None:
         """Poll `source` no more, once a poll that has begun is over."""
-        self.lanes[0].remove_source(source)
+        for lane in self.lanes:
+            lane.remove_source(source)
 
     def poll_sources(self) -> None:
         """Poll every source once, so that what has arrived is accepted, even during a step."""

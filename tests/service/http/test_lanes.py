@@ -155,6 +155,24 @@ async def test_requests_of_one_channel_are_on_both_lanes(tmp_path: Path) -> None
     assert (decode.steps, prefill.steps) == ([[1], [4], [2], [1]], [[16], [16]])
 
 
+async def test_a_channel_is_read_while_the_short_lane_is_in_a_step(tmp_path: Path) -> None:
+    async with two_lanes(tmp_path) as (server, decode, prefill):
+        peer = await claimed(server)
+        tasks = []
+        for runner, count in ((decode, 1), (prefill, 64)):
+            runner.gate.clear()
+            tasks.append(await ask(server, count))
+            await entered(runner)
+        sequence = peer.send(16, peer.places(1))
+        prefill.gate.set()
+        assert (await answer_to(peer, sequence)).status == 200
+        assert not tasks[0].done()
+        decode.gate.set()
+        for task in tasks:
+            output_of(await task)
+        peer.close()
+
+
 async def test_deadlines_on_the_long_lane(tmp_path: Path) -> None:
     async with two_lanes(tmp_path) as (server, _, prefill):
         peer = await claimed(server)
