@@ -75,6 +75,11 @@ class Scheduler:
         """Set the runner of each model, and its share of the device beside others; by default 1."""
         self._queues.set_runners(runners, weights or {})
 
+    def set_limits(self, limits: Limits) -> None:
+        """Set the limits of further requests and steps."""
+        with self._lock:
+            self._queues.limits = limits
+
     def runner(self, model: str) -> Runner:
         """The runner of `model`."""
         return self._queues[model].runner

@@ -2,10 +2,12 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from enum import Enum
 from functools import partial
+
+from prometheus_client.core import Metric
 
 from expertd.kernels.jit import stats as jit_stats
 from expertd.service.engine.batching import Scheduler
@@ -18,8 +20,9 @@ from expertd.service.engine.errors import (
     QueueFullError,
     SchedulerClosedError,
 )
+from expertd.service.engine.lane_control import LaneControl, lane_control
 from expertd.service.engine.lane_metrics import lane_queue_metrics
-from expertd.service.engine.lanes import scheduler_of
+from expertd.service.engine.lanes import Lanes, scheduler_of
 from expertd.service.engine.loading import LoadCancelledError, Loaded, Loader, Partitions
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.placement import Placements
@@ -32,7 +35,6 @@ from expertd.service.engine.watchdog import Watchdog
 from expertd.service.memory import Arena, RegionUses
 from expertd.service.moe.request import LayerRequest, zero_request
 from expertd.service.sentences import all_of
-from expertd.service.settings.lanes import lanes_of
 from expertd.service.settings.model import Settings
 
 logger = logging.getLogger(__name__)
@@ -70,12 +72,12 @@ class Engine:
         self._retries: dict[str, asyncio.Task[None]] = {}
         self._watchdog: Watchdog | None = None
         self._hangs: str | None = None
+        self._lane_control: LaneControl | None = None
         metrics.add_models({model.name: model.num_experts for model in settings.models})
         metrics.watch_jit(jit_stats)
         metrics.watch_models(lambda: {name: self.why_not_ready(name) is None for name in self.models})
         metrics.watch(lambda: queue_metrics(self._queue_states()))
-        if settings.lanes.are_on:
-            metrics.watch(lambda: lane_queue_metrics(self._lane_queue_states()))
+        metrics.watch(self._lane_metrics)
         metrics.watch_partitions(self._partition_sizes)
         metrics.watch_shared_memory(self.shared_memory.totals)
         metrics.watch_ranks(lambda: self.loaded.ranks() if self.loaded else ())
@@ -192,6 +194,8 @@ class Engine:
     async def stop(self) -> None:
         """Stop the worker thread, waiting a few seconds at most for a step or compilation in progress."""
         self.begin_drain()
+        if self._lane_control is not None:
+            await self._lane_control.stop()
         stopped = await asyncio.to_thread(self.scheduler.stop, _STOP_SECONDS)
         if self._watchdog is not None:
             self._watchdog.stop()
@@ -214,6 +218,9 @@ class Engine:
         sizes do not fit it, and NotReadyError during loading.
         """
         partitions = self.partitions()
+        if (target := self.settings.lanes.decode_p99_ms) is not None:
+            expected = "lanes.decode_p99_ms null, without which the server does not choose them itself"
+            raise PartitionsRefusedError(f"partitions: expected {expected}, got {target:g}")
         users = [(model.partition, f"model {model.name} runs") for model in self.settings.models]
         users += [(name, "a lane runs") for name in self.settings.lanes.partitions.values()]
         for name, who in users:
@@ -244,11 +251,14 @@ class Engine:
         return self.loaded.partitions
 
     def _replace(self, partitions: Partitions, sizes: Mapping[str, int]) -> None:
-        assert self.loaded is not None
         try:
             partitions.apply(sizes)
         except ValueError as error:
             raise PartitionsRefusedError(str(error)) from error
+        self._prepare_steps()
+
+    def _prepare_steps(self) -> None:
+        assert self.loaded is not None
         try:
             self.loaded.prepare_steps(lambda: self.phase is not Phase.READY)
         except LoadCancelledError:
@@ -273,6 +283,7 @@ class Engine:
         self.loaded, self.arena = loaded, arena
         self.shared_memory.start(loaded, arena)
         self._metrics.set_backend(loaded.backend, loaded.device)
+        self._lane_control = lane_control(self.settings, self.scheduler, loaded, self._prepare_steps)
         if self.phase is Phase.LOADING:
             self.phase = Phase.READY
             logger.info("ready: %s on %s, %s", ", ".join(self.models), loaded.device, loaded.backend)
@@ -308,14 +319,11 @@ class Engine:
         empty = QueueState(0, 0, 0)
         return {name: self.scheduler.queue_state(name) if self.loaded else empty for name in self.models}
 
-    def _lane_queue_states(self) -> dict[str, dict[str, QueueState]]:
-        if not self.loaded:
-            return {}
-        names = [lane.name for lane in lanes_of(self.settings)]
-        return {
-            name: {model: lane.queue_state(model) for model in self.models}
-            for name, lane in zip(names, self.scheduler.lanes, strict=True)
-        }
+    def _lane_metrics(self) -> Iterator[Metric]:
+        if isinstance(self.scheduler, Lanes) and self.loaded:
+            yield from lane_queue_metrics(self.scheduler.queue_states(self.models))
+        if self._lane_control is not None:
+            yield from self._lane_control.metrics()
 
     def _partition_sizes(self) -> tuple[int, dict[str, int]] | None:
         partitions = self.loaded.partitions if self.loaded else None

@@ -1,7 +1,7 @@
 """The metrics of lanes: their steps, and what waits for them."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -22,7 +22,10 @@ class _Series(NamedTuple):
 
 
 class LaneMetrics:
-    """Counts the steps of lanes beside those of all steps; every series exists from the start, at 0."""
+    """Counts the steps of lanes beside those of all steps; every series exists from the start, at 0.
+
+    on_step  is called with each step: its lane, its tokens, its seconds
+    """
 
     def __init__(self, registry: CollectorRegistry, models: Sequence[str], lanes: Sequence[str]) -> None:
         queue = Histogram(
@@ -36,6 +39,7 @@ class LaneMetrics:
             "expertd_lane_compute_seconds", "One step", _LABELS, buckets=SECONDS, registry=registry
         )
         tokens = Counter("expertd_lane_tokens", "Tokens computed", _LABELS, registry=registry)
+        self.on_step: Callable[[str, int, float], None] = lambda lane, tokens, seconds: None
         self._series = {  # looking one up by its labels takes longer than counting
             of: _Series(queue.labels(*of), compute.labels(*of), tokens.labels(*of))
             for of in itertools.product(models, lanes)
@@ -43,6 +47,7 @@ class LaneMetrics:
 
     def step_done(self, lane: str, model: str, result: StepResult, queue_seconds: Sequence[float]) -> None:
         """Count a step of `lane`."""
+        self.on_step(lane, result.num_tokens, result.compute_seconds)
         series = self._series[model, lane]
         series.compute_seconds.observe(result.compute_seconds)
         series.tokens.inc(result.num_tokens)

@@ -9,20 +9,21 @@ import asyncio
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from expertd.service.engine.batching import Scheduler
 from expertd.service.engine.errors import QueueFullError
+from expertd.service.engine.lane_choice import Choice
 from expertd.service.engine.lane_metrics import LaneMetrics, LaneObserver
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.queue_metrics import QueueState
 from expertd.service.engine.steps import DEFAULT_PRIORITY, Done, Pending, Runner
 from expertd.service.engine.wakeup import Source
 from expertd.service.moe.request import LayerRequest
-from expertd.service.settings.lanes import lanes_of
+from expertd.service.settings.lanes import LANES, lanes_of
 from expertd.service.settings.model import Settings
 
 T = TypeVar("T")
@@ -31,15 +32,27 @@ T = TypeVar("T")
 _SWITCH_SECONDS = 0.2e-3
 
 
+class Arrived(NamedTuple):
+    """The numbers of short and of long requests, and of their tokens."""
+
+    requests: list[int]
+    tokens: list[int]
+
+
 class Lanes:
     """Two lanes, with the methods of one `Scheduler`; a request is on the one that its tokens fit.
 
-    decode_max_tokens  of a request on the first lane
+    decode_max_tokens  of a request on the first lane; 0: all are on the second one
+    short_tokens       of a short request, which does not change
+    counts             of their steps
+    arrived            the numbers of short and long requests, and of their tokens; roughly
     """
 
-    def __init__(self, decode: Scheduler, prefill: Scheduler, decode_max_tokens: int) -> None:
+    def __init__(self, decode: Scheduler, prefill: Scheduler, short_tokens: int, counts: LaneMetrics) -> None:
         self.lanes = (decode, prefill)
-        self.decode_max_tokens = decode_max_tokens
+        self.decode_max_tokens = self.short_tokens = short_tokens
+        self.counts = counts
+        self.arrived = Arrived([0, 0], [0, 0])
 
     def start(self) -> None:
         """Start the worker threads; from now on, a thread gives way to another one that waits sooner."""
@@ -92,6 +105,9 @@ class Lanes:
 
         The event loop runs steps of the first lane only: the others' would delay its requests.
         """
+        is_long = request.num_tokens > self.short_tokens
+        self.arrived.requests[is_long] += 1
+        self.arrived.tokens[is_long] += request.num_tokens
         lane = self._lane_of(request.num_tokens)
         alone = alone and lane is self.lanes[0]
         return lane.submit(model, request, done, on_worker, alone, priority, caller)
@@ -130,6 +146,11 @@ class Lanes:
     def queue_state(self, model: str) -> QueueState:
         """For metrics: the sums of all lanes."""
         return QueueState(*map(sum, zip(*(lane.queue_state(model) for lane in self.lanes), strict=True)))
+
+    def queue_states(self, models: Iterable[str]) -> dict[str, dict[str, QueueState]]:
+        """For metrics: those of each lane, by its name and by model."""
+        names = zip(LANES, self.lanes, strict=True)
+        return {name: {model: lane.queue_state(model) for model in models} for name, lane in names}
 
     def give_up(self, error: Exception) -> None:
         """Answer every request with `error`, also those of steps that never end; on the event loop."""
@@ -171,6 +192,20 @@ class Lanes:
         ended = [lane.stop(max(0.0, end - time.monotonic())) for lane in self.lanes]
         return all(ended)
 
+    def share(self, choice: Choice, settings: Settings) -> None:
+        """Have further requests on both lanes, or joined on the second one; see `lane_choice`."""
+        limits = settings.limits
+        self.decode_max_tokens = self.short_tokens if choice.decode_sms else 0
+        if not choice.decode_sms:
+            room = settings.lanes.decode_batch_tokens  # beside a whole long request
+            changes = {
+                "max_batch_tokens": limits.max_batch_tokens + room,
+                "prefill_chunk_tokens": choice.chunk_tokens,
+                "join_chunks": True,
+            }
+            limits = limits.model_copy(update=changes)
+        self.lanes[1].set_limits(limits)
+
     def _lane_of(self, num_tokens: int) -> Scheduler:
         return self.lanes[num_tokens > self.decode_max_tokens]
 
@@ -190,7 +225,7 @@ def scheduler_of(settings: Settings, metrics: Metrics) -> AnyScheduler:
         Scheduler(lane.limits, LaneObserver(lane.name, metrics, counts), spin_seconds, number)
         for number, lane in enumerate(lanes)
     )
-    return Lanes(decode, prefill, settings.lanes.decode_max_tokens)
+    return Lanes(decode, prefill, settings.lanes.decode_max_tokens, counts)
 
 
 def _park(lane: Scheduler, resume: threading.Event) -> "Future[None]":

@@ -18,7 +18,7 @@ from expertd.service.checkpoints import CheckpointModelSettings, LayerSource
 from expertd.service.checkpoints.weights import read_layer
 from expertd.service.engine.placement import Placements
 from expertd.service.engine.rank_metrics import RankState
-from expertd.service.engine.runner_sets import RunnerSet
+from expertd.service.engine.runner_sets import RunnerSet, set_split
 from expertd.service.engine.steps import Runner
 from expertd.service.memory import OpenCuda, Register, nothing_to_register
 from expertd.service.moe.base import Layer
@@ -87,7 +87,8 @@ class Loaded:
     DeviceLostError. ranks are those that share the layers. placements say which rank holds which experts;
     None: that never changes. close ends what loading has started, after all steps. prefill_runners are those
     of the prefill lane; None: both lanes have the same. Call prepare_thread on every thread that begins
-    steps.
+    steps. set_split gives the decode lane so many SMs and the prefill lane the others, or with 0 all of them;
+    call it as `Partitions.apply`. None: no such lanes.
     """
 
     backend: str
@@ -105,6 +106,7 @@ class Loaded:
     close: Callable[[], None] = lambda: None
     prefill_runners: Mapping[str, Runner] | None = None
     prepare_thread: Callable[[], None] = lambda: None
+    set_split: Callable[[int], None] | None = None
 
     @property
     def runners_of_lanes(self) -> tuple[Mapping[str, Runner], Mapping[str, Runner]]:
@@ -157,6 +159,9 @@ def load(
     every = [runner for each in sets for runner in each.runners.values()]
     on_gpu = [runner for runner in every if runner.layer.is_capturable] if device.type == "cuda" else []
     capture_graphs(on_gpu, device, cancelled, meet)
+    split = None
+    if partitions is not None and settings.lanes.decode_p99_ms is not None:
+        split = partial(set_split, settings.lanes, sets[-1], partitions)
     return Loaded(
         backend.name,
         device_name(device),
@@ -169,6 +174,7 @@ def load(
         opener_for(device),
         prefill_runners=sets[-1].runners,
         prepare_thread=partial(prepare_thread, device),
+        set_split=split,
     )
 
 

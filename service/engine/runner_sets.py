@@ -8,7 +8,7 @@ from expertd.service.moe.base import Layer
 from expertd.service.moe.batch import FLOATS
 from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.staging import Staging
-from expertd.service.settings.lanes import Lane
+from expertd.service.settings.lanes import Lane, LaneSettings
 from expertd.service.settings.served import ModelSettings
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class RunnerSet:
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._staging = Staging(device)
-            if lane.name and lane.partition is None:  # else the lanes' steps would be in one stream
+            if lane.name:  # else the lanes' steps would be in one stream, without partitions
                 self._stream = torch.cuda.Stream(device, priority=0 if lane.is_prefill else _FIRST)  # type: ignore[no-untyped-call]
 
     def add(self, model: ModelSettings, layer: Layer) -> LayerRunner:
@@ -42,7 +42,27 @@ class RunnerSet:
             self._lane.partition or model.partition,
             self._staging,
             self._stream,
-            with_graphs=not self._lane.is_prefill,  # a small step there is rare, and graphs take memory
+            with_graphs=self._lane.with_graphs,
         )
         self.runners[model.name] = runner
         return runner
+
+    def move(self, partition: str | None) -> None:
+        """Run further steps in this partition; None: on the whole device. Capture graphs again then."""
+        for runner in self.runners.values():
+            runner.partition = partition
+
+
+def set_split(lanes: LaneSettings, prefill: RunnerSet, partitions: "SMPartitions", decode_sms: int) -> None:
+    """Give the decode lane so many SMs, and the prefill lane the others; 0: the prefill lane has all.
+
+    Raises ValueError, and changes nothing, if the device cannot be split so. For a time when no step runs.
+    """
+    decode_name, prefill_name = lanes.decode_partition, lanes.prefill_partition
+    assert decode_name is not None
+    assert prefill_name is not None
+    sizes = {decode_name: partitions.granularity}  # for what the decode lane has left
+    if decode_sms:
+        sizes = {decode_name: decode_sms, prefill_name: partitions.total_sms - decode_sms}
+    partitions.apply(sizes)
+    prefill.move(prefill_name if decode_sms else None)

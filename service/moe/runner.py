@@ -26,6 +26,7 @@ class LayerRunner:
 
     staging      memory for steps on a GPU, shared by all layers whose steps take turns; None: made here
     stream       of the steps of a layer without a partition; None: the current one
+    partition    where steps run; may be set while none does, and graphs are captured again then
     with_graphs  whether small steps are graphs, once `capture` is called
     """
 
@@ -43,7 +44,7 @@ class LayerRunner:
         self._device = torch.device(device)
         self._on_gpu = self._device.type == "cuda"
         self._partitions = partitions
-        self._partition = partition
+        self.partition = partition
         self._own_stream = stream
         self._with_graphs = with_graphs
         self._graphs: StepGraphs | None = None
@@ -129,9 +130,9 @@ class LayerRunner:
 
     def _stream(self) -> torch.cuda.Stream | None:
         """The stream of this layer's steps; None: the current one."""
-        if self._partitions is None or self._partition is None:
+        if self._partitions is None or self.partition is None:
             return self._own_stream
-        return self._partitions.stream(self._partition)
+        return self._partitions.stream(self.partition)
 
     def _num_sms(self) -> int | None:
-        return None if self._partitions is None else self._partitions.num_sms(self._partition)
+        return None if self._partitions is None else self._partitions.num_sms(self.partition)

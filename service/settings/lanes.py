@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from expertd.service.settings.model import Settings
 
 
+LANES = ("decode", "prefill")
+
+
 class LaneSettings(Frozen):
     """Two lanes, each with queues and a thread: `decode` for short requests, `prefill` for others."""
 
@@ -30,6 +33,15 @@ class LaneSettings(Frozen):
         default=None, description="name of the SM partition of the prefill lane; null: the whole device"
     )
 
+    decode_p99_ms: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="milliseconds that nearly all requests on the decode lane should take at most: by what "
+        "it measures, the server changes the split, or joins the requests of both lanes; null: the split "
+        "stays as it is",
+    )
+
     @property
     def are_on(self) -> bool:
         """Whether there are lanes."""
@@ -45,15 +57,17 @@ class LaneSettings(Frozen):
 class Lane(NamedTuple):
     """One lane: the limits of its queues and steps, and the partition that it runs in.
 
-    name        "" if there is only this one
-    partition   of all models; None: each model's own
-    is_prefill  whether its steps are long
+    name         "" if there is only this one
+    partition    of all models; None: each model's own
+    is_prefill   whether its steps are long
+    with_graphs  whether small steps are CUDA graphs
     """
 
     name: str
     limits: Limits
     partition: str | None = None
     is_prefill: bool = False
+    with_graphs: bool = True
 
 
 def lanes_of(settings: "Settings") -> tuple[Lane, ...]:
@@ -65,8 +79,9 @@ def lanes_of(settings: "Settings") -> tuple[Lane, ...]:
     # Its requests are no longer than a step, so none is computed in chunks.
     short = limits.model_copy(update={"max_batch_tokens": batch, "prefill_chunk_tokens": 0})
     return (
-        Lane("decode", short, lanes.decode_partition),
-        Lane("prefill", limits, lanes.prefill_partition, is_prefill=True),
+        Lane(LANES[0], short, lanes.decode_partition),
+        # A small step is rare on this lane, and graphs take memory, unless it has all steps at times.
+        Lane(LANES[1], limits, lanes.prefill_partition, True, with_graphs=lanes.decode_p99_ms is not None),
     )
 
 
@@ -76,6 +91,9 @@ def wrong_lanes(settings: "Settings") -> Iterator[str]:
     if not lanes.are_on:
         for setting, name in lanes.partitions.items():
             yield f"lanes.{setting}: expected null with lanes.decode_max_tokens 0, got {name!r}"
+        if lanes.decode_p99_ms is not None:
+            got = f"{lanes.decode_p99_ms:g}"
+            yield f"lanes.decode_p99_ms: expected null with lanes.decode_max_tokens 0, got {got}"
         return
     if settings.num_ranks > 1:
         yield f"lanes.decode_max_tokens: expected 0 with several ranks, got {lanes.decode_max_tokens}"
@@ -90,6 +108,11 @@ def wrong_lanes(settings: "Settings") -> Iterator[str]:
     if lanes.decode_partition is not None and lanes.decode_partition == lanes.prefill_partition:
         expected = "another one than decode_partition"
         yield f"lanes.prefill_partition: expected {expected}, got {lanes.prefill_partition!r}"
+    both = len(lanes.partitions) == 2 and {*settings.partitions} == {*lanes.partitions.values()}
+    if lanes.decode_p99_ms is not None and not both:
+        expected = "decode_partition and prefill_partition, and no other partitions"
+        got = ", ".join(settings.partitions) or "none"
+        yield f"lanes.decode_p99_ms: expected {expected}, got {got}"
     served = [(f"models.{number}", model.partition) for number, model in enumerate(settings.models)]
     served += [(f"checkpoints.{number}", each.partition) for number, each in enumerate(settings.checkpoints)]
     for key, partition in served:
