@@ -9,6 +9,7 @@ from functools import partial
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from expertd.service.engine.errors import SchedulerClosedError
 from expertd.service.engine.lane_choice import Choice, Load, Point, Reason, State, at, expected, learned, look
 from expertd.service.engine.lanes import AnyScheduler, Lanes
 from expertd.service.engine.loading import Loaded, Partitions
@@ -43,6 +44,8 @@ class LaneControl:
         self._changes: dict[Reason, int] = dict.fromkeys(("target", "prefill", "decode"), 0)
         self._seen = self._arrived()
         self._prefill_seconds = 0.0  # in steps, since the last look
+        self._usual_tokens = 0.0  # of a long request, between the two looks before; 0: there was none
+        self._refused: set[Choice] = set()  # by the device
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -68,9 +71,9 @@ class LaneControl:
             self._load = known._replace(decode=learned(known.decode, step))
             return
         self._prefill_seconds += seconds
-        usual = self._usual_tokens()
-        if usual:
-            self._load = known._replace(prefill=learned(known.prefill, at(usual, step, known.decode)))
+        if self._usual_tokens:
+            whole = at(self._usual_tokens, step, known.decode)
+            self._load = known._replace(prefill=learned(known.prefill, whole))
 
     async def look(self, seconds: float) -> None:
         """Look at what happened in the last `seconds`, and change the lanes if another choice is better."""
@@ -78,6 +81,8 @@ class LaneControl:
         short, long, long_tokens = (new - old for new, old in zip(now, before, strict=True))
         busy, self._prefill_seconds, self._seen = self._prefill_seconds / seconds, 0.0, now
         load = self._load
+        if long:
+            self._usual_tokens = long_tokens / long
         asked = 1.0
         if busy < _BUSY_PART and load.prefill is not None:
             asked = min(1.0, long_tokens / seconds * load.prefill.seconds / load.prefill.tokens)
@@ -85,15 +90,8 @@ class LaneControl:
             asked=max(0.01, asked), has_decode=short > 0, has_prefill=long > 0 or busy >= _BUSY_PART
         )
         found = look(self.state, self._load, self._target_seconds)
-        if found.expected.choice != self.state.expected.choice:
-            try:
-                await self._apply(found.expected.choice)
-            except ValueError as error:
-                logger.warning("lanes: %s", error)
-                return
-            self._changes[found.why] += 1
-            logger.info("lanes: %s, for %s", shown(found.expected.choice), found.why)
-        self.state = found
+        if found.expected.choice == self.state.expected.choice or await self._change(found):
+            self.state = found
 
     def metrics(self) -> Iterator[Metric]:
         """The present choice, what it is expected to give, and how often it was changed for what reason."""
@@ -110,21 +108,36 @@ class LaneControl:
             changes.add_metric([reason], count)
         yield changes
 
+    async def _change(self, found: State) -> bool:
+        """Make a new choice; False if the device refuses it, now or before."""
+        choice = found.expected.choice
+        if choice in self._refused:
+            return False
+        try:
+            await self._apply(choice)
+        except ValueError as error:
+            self._refused.add(choice)
+            logger.warning("lanes: %s", error)
+            return False
+        self._changes[found.why] += 1
+        logger.info("lanes: %s, for %s", shown(choice), found.why)
+        return True
+
     def _arrived(self) -> tuple[int, int, int]:
         arrived = self._lanes.arrived
         return arrived.requests[0], arrived.requests[1], arrived.tokens[1]
-
-    def _usual_tokens(self) -> float:
-        """The mean of all long requests; 0: there were none."""
-        arrived = self._lanes.arrived
-        return arrived.tokens[1] / arrived.requests[1] if arrived.requests[1] else 0.0
 
     async def _run(self) -> None:
         last = time.perf_counter()
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             now = time.perf_counter()
-            await self.look(now - last)
+            try:
+                await self.look(now - last)
+            except SchedulerClosedError:
+                return
+            except Exception:  # as of a device that failed: the lanes stay as they are
+                logger.exception("lanes: looking, or changing them, failed")
             last = now
 
 

@@ -63,6 +63,8 @@ def set_split(lanes: LaneSettings, prefill: RunnerSet, partitions: "SMPartitions
     assert prefill_name is not None
     sizes = {decode_name: partitions.granularity}  # for what the decode lane has left
     if decode_sms:
-        sizes = {decode_name: decode_sms, prefill_name: partitions.total_sms - decode_sms}
+        supply = partitions.supply
+        whole = supply.units * supply.unit_sms + supply.spare_sms  # not all SMs may fit partitions
+        sizes = {decode_name: decode_sms, prefill_name: whole - decode_sms}
     partitions.apply(sizes)
     prefill.move(prefill_name if decode_sms else None)
