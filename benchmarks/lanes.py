@@ -3,9 +3,10 @@
 A server with one layer and random weights answers, through channels, a caller of decode steps (64 tokens, or
 1), which pauses for 0.5 ms after each, beside a caller that always has three requests of 4,096 tokens in
 flight. The ways to serve both: all in turns; prefill in chunks, in turns with decode or joined with it; two
-lanes on all SMs; two lanes that split the SMs. The columns: the median and the 99th percentile of a decode
-step as its caller sees it, and the prefill's rate as a share of its rate alone. Tensors are in the GPU's
-memory. Without a GPU, the layer is a tiny one on the CPU. Rows that are not measured stay in the file.
+lanes on all SMs; two lanes that split the SMs, as they are told or as the server chooses (--targets). The
+columns: the median and the 99th percentile of a decode step as its caller sees it, and the prefill's rate as
+a share of its rate alone. Tensors are in the GPU's memory. Without a GPU, the layer is a tiny one on the CPU.
+Rows that are not measured stay in the file.
 """
 
 import argparse
@@ -34,6 +35,7 @@ Row = dict[str, Any]
 SLOTS = 3  # requests of prefill in flight
 PAUSE_SECONDS = 0.5e-3
 LEAD_SECONDS = 0.3  # that both callers have been busy before what is measured
+CHOOSING_SECONDS = 4.0  # the same, for a server that chooses the split
 
 
 class Caller:
@@ -68,7 +70,9 @@ class Callers(NamedTuple):
     seconds: float
     device: str | None
 
-    def measure(self, url: str, layer: Layer, decode: int, beside: bool) -> tuple[list[float], float]:
+    def measure(
+        self, url: str, layer: Layer, decode: int, beside: bool, lead: float = LEAD_SECONDS
+    ) -> tuple[list[float], float]:
         """A decode step's seconds, each, and the prefill's tokens per second. decode 0: prefill alone."""
         given = {"url": url, "model": MODEL, "device": self.device, "spin": 0.02 if self.device else 0.0}
         busy = []
@@ -80,7 +84,7 @@ class Callers(NamedTuple):
             busy.append(self.prefill)
         for caller in busy:
             caller.read()
-        window = {"start": time.time() + LEAD_SECONDS, "seconds": self.seconds}
+        window = {"start": time.time() + lead, "seconds": self.seconds}
         for caller in reversed(busy):
             caller.write(window)
         found = [json.loads(caller.read()) for caller in busy]
@@ -113,7 +117,8 @@ def measured(name: str, wanted: Sequence[Way], decode: Sequence[int], callers: C
                 url = running.enter_context(server.running({**settings, "port": free_port()}))
             if way.split is not None:
                 split_sms(url, way.split)
-            steps, rate = callers.measure(url, layer, tokens, beside=way is not ALONE or not tokens)
+            lead = LEAD_SECONDS if way.target_ms is None else CHOOSING_SECONDS
+            steps, rate = callers.measure(url, layer, tokens, way is not ALONE or not tokens, lead)
             alone = alone or rate
             yield row_of(name, way, tokens, steps, rate, alone)
 
@@ -170,6 +175,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ways", nargs="+", default=[""], help="only ways that begin with one of these")
     parser.add_argument("--tokens", type=int, nargs="+", help="only decode steps of these")
     parser.add_argument("--splits", type=int, nargs="+", default=SPLITS, help="SMs of the decode lane")
+    parser.add_argument(
+        "--targets",
+        type=float,
+        nargs="+",
+        default=(),
+        help="ms for decode, for rows of a server that chooses the split",
+    )
     parser.add_argument("--seconds", type=float, default=1.5, help="of each row")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
@@ -184,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             layer = LAYERS[name]
             wanted = [
                 way
-                for way in ways(layer, given.splits if on_gpu else ())
+                for way in ways(layer, given.splits if on_gpu else (), given.targets if on_gpu else ())
                 if way.name.startswith(tuple(given.ways))
             ]
             decode = [tokens for tokens in layer.decode if not given.tokens or tokens in given.tokens]

@@ -36,19 +36,24 @@ SPLITS = (16, 32, 48, 64, 80)
 
 
 class Way(NamedTuple):
-    """How decode and prefill are served. split: the SMs of the decode lane; None: the lanes share all."""
+    """How decode and prefill are served.
+
+    split      the SMs of the decode lane; None: the lanes share all
+    target_ms  of decode, by which the server chooses the split; None: it does not
+    """
 
     name: str
     chunk: int = 0
     joins: bool = False
     lanes: bool = False
     split: int | None = None
+    target_ms: float | None = None
 
 
 ALONE = Way("alone")
 
 
-def ways(layer: Layer, splits: Sequence[int]) -> list[Way]:
+def ways(layer: Layer, splits: Sequence[int], targets: Sequence[float] = ()) -> list[Way]:
     """All ways; those with the same settings follow each other. In turns without chunks comes first."""
     return [
         Way("turns"),
@@ -57,6 +62,7 @@ def ways(layer: Layer, splits: Sequence[int]) -> list[Way]:
         *(Way(f"joined, chunks of {chunk}", chunk, joins=True) for chunk in layer.chunks),
         Way("lanes on all SMs", lanes=True),
         *(Way(f"lanes, {split} SMs for decode", lanes=True, split=split) for split in splits),
+        *(Way(f"lanes, chosen for {target:g} ms", lanes=True, target_ms=target) for target in targets),
     ]
 
 
@@ -81,8 +87,10 @@ def settings_of(layer: Layer, way: Way, folder: Path) -> dict[str, Any]:
     settings = {"models": [model], "limits": limits, "channels": {"socket": str(folder / "channels")}}
     if way.lanes:
         lanes: dict[str, Any] = {"decode_max_tokens": max(layer.decode)}
-        if way.split is not None:
+        if way.split is not None or way.target_ms is not None:
             lanes |= {"decode_partition": "decode", "prefill_partition": "prefill"}
-            settings["partitions"] = {"decode": 16, "prefill": 16}
+            settings["partitions"] = {"decode": 48, "prefill": 64}
+        if way.target_ms is not None:
+            lanes["decode_p99_ms"] = way.target_ms
         settings["lanes"] = lanes
     return settings

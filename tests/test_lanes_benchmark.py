@@ -18,12 +18,13 @@ from tests.service.processes import clean_environment
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_way_is_a_servers_settings(tmp_path: Path, name: str) -> None:
     layer = LAYERS[name]
-    for way in ways(layer, SPLITS):
+    for way in ways(layer, SPLITS, [1.5]):
         settings = Settings.model_validate(settings_of(layer, way, tmp_path))
         assert settings.limits.join_chunks == way.joins
         assert settings.limits.prefill_chunk_tokens == way.chunk
         assert len(lanes_of(settings)) == (2 if way.lanes else 1)
-        assert bool(settings.partitions) == (way.split is not None)
+        assert bool(settings.partitions) == (way.split is not None or way.target_ms is not None)
+        assert settings.lanes.decode_p99_ms == way.target_ms
 
 
 def test_ways_of_one_server_follow_each_other(tmp_path: Path) -> None:
