@@ -119,9 +119,13 @@ def worth(of: Expected, load: Load, target_seconds: float) -> float:
 
 
 def best(load: Load, target_seconds: float) -> Expected:
-    """The choice that is worth most; of equal ones, that with the shortest decode steps."""
-    every = [expected(choice, load) for choice in choices(load)]
-    return max(every, key=lambda each: (round(worth(each, load, target_seconds), 3), -each.decode_seconds))
+    """The choice that is worth most; of equal ones, that with the shortest decode steps, if there are any."""
+
+    def rank(each: Expected) -> tuple[float, float]:
+        tie = -each.decode_seconds if load.has_decode else each.choice == JOINED
+        return round(worth(each, load, target_seconds), 3), tie
+
+    return max((expected(choice, load) for choice in choices(load)), key=rank)
 
 
 def look(state: State, load: Load, target_seconds: float) -> State:
