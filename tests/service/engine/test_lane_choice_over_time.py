@@ -4,6 +4,7 @@ The times are those that were measured on an H200, DeepSeek-V3 with 32 experts: 
 that the choice assumes.
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -127,7 +128,7 @@ def test_it_is_nearly_as_good_as_the_best_fixed_choice(name: str, target_ms: flo
 def test_it_changes_with_the_load_alone(name: str) -> None:
     """Graphs are captured at each change: not at every look."""
     choices = chosen(LOADS[name], 1.35e-3)
-    changes = sum(one != other for one, other in zip(choices, choices[1:], strict=False))
+    changes = sum(one != other for one, other in itertools.pairwise(choices))
     assert changes <= 1 + 2 * len(LOADS[name])
 
 
