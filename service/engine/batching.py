@@ -53,7 +53,6 @@ class Scheduler:
         self._delivery = Delivery()
         self._stepping = Stepping(self._queues, self._delivery, observer)
         self._jobs: deque[tuple[Callable[[], object], Future[Any]]] = deque()
-        self.lanes = (self,)  # see `Lanes`
         self._lane = lane
         self._spin_seconds = spin_seconds  # before sleeping, if there are sources
         self._wakeup = Wakeup(rings_wake=lane == 0)
@@ -65,6 +64,11 @@ class Scheduler:
         self._ended_here = -math.inf  # when the last step on the event loop was answered
         self._stays_awake = False  # after the next one
         self._thread = threading.Thread(target=self._work, name=_name(lane), daemon=True)
+
+    @property
+    def lanes(self) -> tuple["Scheduler", ...]:
+        """Itself: the only lane; see `Lanes`."""
+        return (self,)
 
     def start(self) -> None:
         """Start the worker thread; answers are delivered to the running event loop."""
