@@ -6,7 +6,8 @@ from pydantic import InstanceOf, ValidationError
 
 from expertd.service.checkpoints.config import CheckpointError
 from expertd.service.checkpoints.files import TensorFiles
-from expertd.service.checkpoints.layer import LayerSource, find_layer, present_layers
+from expertd.service.checkpoints.find import find_layer, present_layers
+from expertd.service.checkpoints.layer import LayerSource
 from expertd.service.checkpoints.model import MoEModel
 from expertd.service.checkpoints.read import read_model
 from expertd.service.sentences import expected_and_got, shown

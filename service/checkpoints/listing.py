@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from expertd.service.checkpoints.files import TensorFiles
-from expertd.service.checkpoints.layer import FP8, find_layer, present_layers
+from expertd.service.checkpoints.find import find_layer, present_layers
+from expertd.service.checkpoints.layer import FP8
 from expertd.service.checkpoints.model import MoEModel
 from expertd.service.checkpoints.read import read_model
 

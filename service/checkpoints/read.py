@@ -1,35 +1,38 @@
 """Reads a checkpoint's config.json with the reader of its family."""
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
 from expertd.limits import SCALE_BLOCK
 from expertd.service.checkpoints.config import CheckpointError, Config
-from expertd.service.checkpoints.families import FAMILIES
+from expertd.service.checkpoints.families import FAMILIES, describe
+from expertd.service.checkpoints.families.refused import REFUSED
+from expertd.service.checkpoints.hints import hint_of
 from expertd.service.checkpoints.model import MoEModel
 from expertd.service.sentences import shown
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_TEXT = "_text"  # what follows a model_type if config.json is only that of the language model
 
 
 def read_model(directory: Path) -> MoEModel:
     """The model described by config.json in `directory`. Raises CheckpointError if it cannot be served."""
-    if not directory.is_absolute() and not directory.exists() and _HUB_ID.fullmatch(str(directory)):
-        raise CheckpointError(
-            f"{directory}: expected a directory with a checkpoint, got none with that name; for a model "
-            f"on the Hugging Face hub: hf download {directory} --local-dir {directory}"
-        )
+    if hint := hint_of(directory):
+        raise CheckpointError(f"{directory}: {hint}")
     config = Config.read(directory / "config.json")
-    model_type = config.optional("model_type")
-    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    if family is None:
-        raise config.error(
-            f"model_type: expected one of {', '.join(sorted(FAMILIES))}, got {model_type!r:.80}"
-        )
-    config.expect("hidden_act", "silu")
-    _check_quantization(config)
-    return replace(family(config), family=model_type)
+    name = config.optional("model_type")
+    if not isinstance(name, str) or name.removesuffix(_TEXT) not in FAMILIES:
+        raise config.error(f"model_type: {_not_served(name)}")
+    family = FAMILIES[name.removesuffix(_TEXT)]
+    text = config if name.endswith(_TEXT) else config.inside(*family.inside)
+    for each in (config, text):
+        _check_quantization(each)
+    return replace(describe(text, family), family=name)
+
+
+def _not_served(model_type: object) -> str:
+    if isinstance(model_type, str) and model_type.removesuffix(_TEXT) in REFUSED:
+        return f"expected another one, got {model_type}: {REFUSED[model_type.removesuffix(_TEXT)]}"
+    return f"expected one of {', '.join(FAMILIES)}, got {model_type!r:.80}"
 
 
 def _check_quantization(config: Config) -> None:

@@ -14,6 +14,8 @@ from expertd.service.checkpoints.files import OpenFiles, Stored
 from expertd.service.moe.weights import ExpertWeights
 
 BytesRead = Callable[[int], None]
+MOST_SCALE = 1e6
+"""Far above any model's. With this one, products of 7168 and 2048 columns and tokens around 1 stay finite."""
 
 
 def read_layer(source: LayerSource, device: torch.device | str, progress: BytesRead) -> ExpertWeights:
@@ -28,7 +30,7 @@ def read_layer(source: LayerSource, device: torch.device | str, progress: BytesR
     gate_up_out, down_out = _empty(num_groups, 2 * i, h, device), _empty(num_groups, h, i, device)
     with OpenFiles("pt") as files, _file_changes_refused():
         router = _plain(files, source.router).to(device)
-        bias = None if source.router_bias is None else _plain(files, source.router_bias).to(device)
+        bias = None if source.router_bias is None else _plain(files, source.router_bias).flatten().to(device)
         for group, (gate, up, down) in enumerate(source.groups):
             for matrix, out in (
                 (gate, _rows(gate_up_out, group, 0, i)),
@@ -49,22 +51,30 @@ def _file_changes_refused() -> Iterator[None]:
 
 
 def _read(files: OpenFiles, matrix: Matrix, out: Quantized) -> None:
-    rows, columns = _slice(matrix.rows), _slice(matrix.columns)
-    weight = files[matrix.weight.file].get_slice(matrix.weight.name)[rows, columns]
+    weight = _part(files, matrix.weight, matrix)
     if matrix.scales is None:
         data, scales = quantize_blocks(weight.to(out.data.device))
     else:
-        data, scales = weight, files[matrix.scales.file].get_slice(matrix.scales.name)[:, :]
-        scales = scales[_slice(matrix.rows, SCALE_BLOCK), _slice(matrix.columns, SCALE_BLOCK)]
+        data, scales = weight, _part(files, matrix.scales, matrix, SCALE_BLOCK)
     bits = out.data.view(torch.uint8)
     bits.copy_(data.view(torch.uint8))
     out.scales.copy_(scales.to(torch.float32))  # exact: fp32 can represent bf16 and e8m0 scales
     if not out.scales.isfinite().all() or ((bits & 0x7F) == 0x7F).any():  # e4m3 has NaN but no infinity
         raise _not_finite(matrix.weight)
+    name = f"{matrix.weight.file}: {matrix.weight.name}"
     if (out.scales < 0).any():
-        raise CheckpointError(
-            f"{matrix.weight.file}: {matrix.weight.name}: expected scales of at least 0, got negative ones"
-        )
+        raise CheckpointError(f"{name}: expected scales of at least 0, got negative ones")
+    if (largest := float(out.scales.max())) > MOST_SCALE:
+        raise CheckpointError(f"{name}: expected scales up to {MOST_SCALE:g}, got {largest:g}")
+
+
+def _part(files: OpenFiles, tensor: Stored, matrix: Matrix, unit: int = 1) -> Tensor:
+    """The matrix's part of its weight, or of its scales, of which one stands for `unit` rows and columns."""
+    at = _slice(matrix.rows, unit), _slice(matrix.columns, unit)
+    stored = files[tensor.file].get_slice(tensor.name)
+    at = at[::-1] if matrix.transposed else at
+    part: Tensor = stored[at if matrix.expert is None else (matrix.expert, *at)]
+    return part.t().contiguous() if matrix.transposed else part
 
 
 def _plain(files: OpenFiles, tensor: Stored) -> Tensor:

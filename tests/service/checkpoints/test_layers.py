@@ -1,6 +1,6 @@
 """Layers read from checkpoints of every family, against transformers' own blocks in float32."""
 
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from expertd.service.moe.layer import MoELayer
 from expertd.service.settings.served import CheckpointSettings
 from tests.families import EXPERTS, FAMILIES, HIDDEN, INTERMEDIATE
 from tests.kernels.helpers import diff, fresh_generator
+from tests.more_families import ALL_FAMILIES
 from tests.service.checkpoints.builders import Checkpoint, edit_tensors, shard_of
 
 TOKENS = 64
@@ -45,15 +46,17 @@ def check_layer(checkpoint: Checkpoint, index: int, layer: MoELayer, most: float
     assert diff(layer(tokens), expected) < most
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_a_bf16_checkpoint_matches_transformers(family: str, tmp_path: Path) -> None:
     checkpoint = Checkpoint(family, tmp_path / family)
     for index, layer in zip((1, 2), load(checkpoint.directory, "1-2"), strict=True):
         check_layer(checkpoint, index, layer, 2e-3)  # rounding weights to FP8 costs 1.1e-3
 
 
-@pytest.mark.parametrize("scales", SCALES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "scales"),
+    [*((family, "fp32") for family in ALL_FAMILIES), *product(FAMILIES, ("bf16", "e8m0"))],
+)
 def test_an_fp8_checkpoint_matches_its_dequantized_weights(family: str, scales: str, tmp_path: Path) -> None:
     checkpoint = Checkpoint(family, tmp_path / family, SCALES[scales])
     for index, layer in zip((1, 2), load(checkpoint.directory, "1-2"), strict=True):
@@ -116,6 +119,28 @@ def test_numbers_that_are_not_finite_are_refused(name: str, bad: float, tmp_path
     # The message names the weight, not its scales.
     with pytest.raises(CheckpointError, match=rf"{name.removesuffix('_scale_inv')}: expected finite numbers"):
         load(directory, "1")
+
+
+@pytest.mark.parametrize("at", ["experts.7.up_proj", "shared_experts.down_proj"])
+def test_huge_scales_are_refused(at: str, tmp_path: Path) -> None:
+    """They are finite, but the rows that they give are not."""
+    directory = Checkpoint("deepseek-v3", tmp_path / "model", torch.float32).directory
+    name = f"model.layers.1.mlp.{at}.weight_scale_inv"
+    file = shard_of(directory, name)
+    values = load_file(file)[name]
+    values.view(-1)[-1] = 1e38
+    edit_tensors(file, **{name: values})
+    with pytest.raises(CheckpointError, match=rf"{at}\.weight: expected scales up to 1e\+06, got 1e\+38"):
+        load(directory, "1")
+
+
+def test_huge_weights_are_refused(tmp_path: Path) -> None:
+    directory = Checkpoint("mixtral", tmp_path / "model").directory
+    name = "model.layers.0.block_sparse_moe.experts.2.w3.weight"
+    file = shard_of(directory, name)
+    edit_tensors(file, **{name: load_file(file)[name] * 1e30})
+    with pytest.raises(CheckpointError, match=r"experts\.2\.w3\.weight: expected scales up to 1e\+06"):
+        load(directory, "0")
 
 
 def test_negative_scales_are_refused(tmp_path: Path) -> None:
