@@ -37,6 +37,7 @@ class FamilyCase:
     class_name  transformers' class of the model; None: the prefix and ForCausalLM
     config_name  and of its configuration; None: the prefix and Config
     scaled_after what transformers multiplies the experts' sum by, where that is not in the routing weights
+    renames      patterns in its names of tensors that the models' own checkpoints have otherwise, and how
     """
 
     model_type: str
@@ -46,6 +47,7 @@ class FamilyCase:
     class_name: str | None = None
     config_name: str | None = None
     scaled_after: float = 1.0
+    renames: tuple[tuple[str, str], ...] = ()
 
     def config(self, **changes: Any) -> Any:
         """transformers' configuration, with these values changed."""

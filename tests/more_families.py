@@ -1,5 +1,6 @@
 """The families whose rules tests/families.py already has, under other names, sizes and spellings."""
 
+from dataclasses import replace
 from typing import Any
 
 from expertd.kernels import Routing
@@ -14,6 +15,10 @@ _INDEXED = _LATENT | {"index_n_heads": 2, "index_head_dim": 32, "index_topk": 8}
 _ROUTED = _LAYERS | {"n_routed_experts": EXPERTS, "n_shared_experts": 1, "first_k_dense_replace": 1}
 _LOCAL = _LAYERS | {"num_local_experts": EXPERTS, "n_shared_experts": 1, "first_k_dense_replace": 1}
 _NUMBERED = _LAYERS | {"num_experts": EXPERTS}
+_LINEAR = {
+    "linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}  # fmt: skip
 _WHOLE: dict[str, Any] = {"intermediate_size": INTERMEDIATE, "num_experts": EXPERTS}
 
 _MORE = {
@@ -109,6 +114,74 @@ _MORE = {
         "granitemoe", "GraniteMoe",
         {"intermediate_size": INTERMEDIATE, "num_local_experts": EXPERTS}, Routing("softmax"),
     ),
+    "qwen2": FamilyCase(
+        "qwen2_moe", "Qwen2Moe", _NUMBERED | {"shared_expert_intermediate_size": 2 * INTERMEDIATE},
+        Routing("softmax", False),
+    ),
+    "qwen3-next": FamilyCase(
+        "qwen3_next", "Qwen3Next", _NUMBERED | _LINEAR | {"shared_expert_intermediate_size": INTERMEDIATE},
+        Routing("softmax"),
+    ),
+    "qwen3.5": FamilyCase(
+        "qwen3_5_moe", "Qwen3_5MoeText",
+        _NUMBERED | _LINEAR | {"shared_expert_intermediate_size": INTERMEDIATE},
+        Routing("softmax"), class_name="Qwen3_5MoeTextModel",
+    ),
+    "deepseek-v2": FamilyCase(
+        "deepseek_v2", "DeepseekV2",
+        _ROUTED | _LATENT | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2,
+                             "routed_scaling_factor": 16.0},
+        Routing("softmax", False, 16.0, 4, 2, "best"),
+    ),
+    "glm-5-next": FamilyCase(
+        "glm5_next", "Glm5NextText",
+        _ROUTED | _INDEXED | {"linear_head_dim": 32, "linear_num_heads": 2, "index_kpool": 8,
+                              "qk_rope_head_dim": 0, "swiglu_limit": 0.7,
+                              "mlp_layer_types": ["dense", "sparse", "sparse"]},
+        Routing("sigmoid", True, 2.5), class_name="Glm5NextTextModel",
+    ),
+    "hunyuan-4": FamilyCase(
+        "hy_v4", "HYV4", _ROUTED | _INDEXED | {"swiglu_limit": 0.7}, Routing("sigmoid", True, 2.827),
+        renames=((r"linear_gate\.", "gate_proj."),),
+    ),
+    "step-3.7": FamilyCase(
+        "step3p7", "Step3p7Text",
+        _ROUTED | {"n_shared_experts": ..., "num_local_experts": ..., "share_expert_dim": INTERMEDIATE,
+                   "swiglu_limits": [0, 0.7, None], "swiglu_limits_shared": [0, 0, 0.4],
+                   "mlp_layer_types": ["dense", "sparse", "sparse"], "moe_router_scaling_factor": 3.0,
+                   "pad_token_id": ...},
+        Routing("sigmoid", True, 3.0), class_name="Step3p7TextModel", scaled_after=3.0,
+        renames=(
+            (r"mlp\.gate\.e_score_correction_bias", "moe.router_bias"), (r"mlp\.gate\.", "moe.gate."),
+            (r"mlp\.shared_experts\.", "share_expert."),
+            (r"mlp\.experts\.(\w+?)(_scale_inv)?$", r"moe.\1.weight\2"),
+        ),
+    ),
+    "minimax-m3": FamilyCase(
+        "minimax_m3", "MiniMaxM3VLText",
+        _LAYERS | {"intermediate_size": INTERMEDIATE, "num_local_experts": EXPERTS,
+                   "dense_intermediate_size": 384, "shared_intermediate_size": INTERMEDIATE,
+                   "swiglu_limit": 0.7, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+        Routing("sigmoid", True, 2.0), class_name="MiniMaxM3VLTextModel", scaled_after=2.0,
+        renames=(
+            (r"mlp\.gate\.e_score", "block_sparse_moe.e_score"),
+            (r"mlp\.(gate|experts|shared_experts)\.", r"block_sparse_moe.\1."),
+        ),
+    ),
+    "deepseek-v4": FamilyCase(
+        "deepseek_v4", "DeepseekV4",
+        {"moe_intermediate_size": INTERMEDIATE, "n_routed_experts": EXPERTS, "swiglu_limit": 0.7,
+         "mlp_layer_types": ["hash_moe", "moe", "moe"]},
+        Routing("sqrtsoftplus", True, 1.5),
+    ),
+    "llama-4": FamilyCase(
+        "llama4", "Llama4Text",
+        {"intermediate_size": INTERMEDIATE, "num_local_experts": EXPERTS, "head_dim": 32,
+         "interleave_moe_layer_step": 1, "intermediate_size_mlp": 384},
+        Routing("sigmoid", False), class_name="Llama4TextModel",
+    ),
 }  # fmt: skip
+
+_MORE["minimax-m3-vl"] = replace(_MORE["minimax-m3"], model_type="minimax_m3_vl")
 
 ALL_FAMILIES = FAMILIES | _MORE

@@ -70,6 +70,25 @@ class Config:
             raise self.error(f"{name}: expected a number up to {_MAX}, got {shown(value)}")
         return float(value)
 
+    def positive(self, *names: str, default: float | None = None) -> float:
+        """A number above 0."""
+        value = self.number(*names, default=default)
+        if value <= 0:
+            name, _ = self._get(names, default)
+            raise self.error(f"{name}: expected a number above 0, got {value:g}")
+        return value
+
+    def entry(self, name: str, layer: int) -> float:
+        """A layer's number, of at least 0, in a list with one for each layer; 0 if it is null or absent."""
+        values = self._values.get(name, [])
+        if not isinstance(values, list) or any(
+            item is not None and (type(item) not in (int, float) or not 0 <= item <= _MAX) for item in values
+        ):
+            raise self.error(f"{name}: expected a list of numbers from 0 to {_MAX}, got {shown(values)}")
+        if values and layer >= len(values):
+            raise self.error(f"{name}: expected an entry for layer {layer}, got {len(values)} entries")
+        return float(values[layer] or 0) if values else 0.0
+
     def boolean(self, *names: str, default: bool | None = None) -> bool:
         name, value = self._get(names, default)
         if not isinstance(value, bool):
@@ -91,11 +110,11 @@ class Config:
         """Whether the value is present and null."""
         return name in self._nulls
 
-    def expect(self, name: str, expected: object) -> None:
-        """Raise CheckpointError if `name` is present with another value, which is not supported."""
-        value = self._values.get(name, expected)
-        if value != expected:
-            raise self.error(f"{name}: expected {expected!r}, got {shown(value)}")
+    def expect(self, name: str, *expected: object) -> None:
+        """Raise CheckpointError if `name` is present with a value that is none of `expected`."""
+        value = self._values.get(name, expected[0])
+        if value not in expected:
+            raise self.error(f"{name}: expected {' or '.join(map(repr, expected))}, got {shown(value)}")
 
     def error(self, text: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {text}")

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from pydantic import InstanceOf, ValidationError
 
+from expertd.activation import COMMON, ExpertRule
 from expertd.service.checkpoints.config import CheckpointError
 from expertd.service.checkpoints.files import TensorFiles
 from expertd.service.checkpoints.find import find_layer, present_layers
@@ -20,6 +21,7 @@ class CheckpointModelSettings(ModelSettings):
     """A layer with weights in a checkpoint. Not a setting: the checkpoint determines sizes and routing."""
 
     source: InstanceOf[LayerSource]
+    rule: InstanceOf[ExpertRule] = COMMON
 
 
 def resolve_checkpoints(settings: Settings) -> Settings:
@@ -28,6 +30,12 @@ def resolve_checkpoints(settings: Settings) -> Settings:
     Reads only headers. Raises CheckpointError if a layer cannot be served.
     """
     models = [model for checkpoint in settings.checkpoints for model in models_of(checkpoint)]
+    for model in models if settings.num_ranks > 1 else ():
+        if model.rule != COMMON or model.source.shared_gate is not None:
+            raise CheckpointError(
+                f"{model.source.router.file}: {model.name}: expected, on several ranks, a family whose "
+                "experts compute silu(gate) * up and whose shared expert has no gate, got another"
+            )
     try:
         return settings.with_models(models)
     except ValidationError as error:
@@ -57,18 +65,25 @@ def models_of(checkpoint: CheckpointSettings) -> list[CheckpointModelSettings]:
             num_shared_experts = model.num_shared_experts if 0 in held else 0
             settings = _settings(checkpoint, directory, model, layer, num_shared_experts)
             source = find_layer(files, model, layer, held, num_shared_experts)
-            models.append(CheckpointModelSettings.model_validate({**settings, "source": source}))
+            found = {"source": source, "rule": model.rules.get(layer, COMMON)}
+            models.append(CheckpointModelSettings.model_validate(settings | found))
     return models
 
 
 def _layers(requested: str, directory: Path, files: TensorFiles, model: MoEModel) -> list[int]:
     known = spans(model.layers) or "none"
+    if model.refused and requested == ALL:
+        first = min(model.refused)
+        raise CheckpointError(
+            f"{directory}: layers: expected {known}, got all: in layer {first}, {model.refused[first]}"
+        )
     layers = present_layers(files, model) if requested == ALL else numbers(requested)
     if not layers:
         raise CheckpointError(f"{directory}: layers: expected a model with MoE layers, got none")
     for layer in layers:
         if layer not in model.layers:
-            raise CheckpointError(f"{directory}: layers: expected MoE layers ({known}), got {layer}")
+            why = f": there, {model.refused[layer]}" if layer in model.refused else ""
+            raise CheckpointError(f"{directory}: layers: expected MoE layers ({known}), got {layer}{why}")
     return layers
 
 

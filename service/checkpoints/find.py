@@ -61,8 +61,11 @@ class _Finder:
         if names.router_bias is not None:
             bias = self._vector(names.router_bias, model.num_experts)
         router = self._plain(names.router, (model.num_experts, model.hidden_size))
+        gate = None
+        if names.shared_gate is not None and num_shared_experts > 0:
+            gate = self._vector(names.shared_gate, model.hidden_size)
         check_names(self._files, model, self._start, self._used)
-        return LayerSource(router, bias, tuple(groups))
+        return LayerSource(router, bias, tuple(groups), gate)
 
     def _separate(self, experts: range) -> list[Group]:
         """Experts with a tensor for each projection."""

@@ -38,6 +38,7 @@ class LayerSource:
     router: Stored
     router_bias: Stored | None
     groups: tuple[tuple[Matrix, Matrix, Matrix], ...]
+    shared_gate: Stored | None = None
 
     @property
     def num_bytes(self) -> int:

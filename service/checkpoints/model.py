@@ -1,7 +1,11 @@
 """The MoE layers that a checkpoint's config.json describes."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
+
+from expertd.activation import ExpertRule
 
 PREFIXES = (
     "model.layers.",
@@ -46,7 +50,9 @@ class MoEModel:
 
     routing has the keys of `RoutingSettings`. num_shared_experts counts experts of intermediate_size; the
     checkpoint stores them as one wide expert. next_token_layers are the ones in `layers` for multi-token
-    prediction, which many checkpoints leave out. family is the model_type of config.json.
+    prediction, which many checkpoints leave out. family is the model_type of config.json. rules has those of
+    the layers whose experts do not follow the common one. refused says of layers that are MoE layers, but
+    not in `layers`, why they cannot be served.
     """
 
     layers: tuple[int, ...]
@@ -59,3 +65,5 @@ class MoEModel:
     num_shared_experts: int = 0
     next_token_layers: range = range(0)
     family: str = ""
+    rules: Mapping[int, ExpertRule] = field(default_factory=lambda: MappingProxyType({}))
+    refused: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))

@@ -23,7 +23,8 @@ def read_model(directory: Path) -> MoEModel:
     if not isinstance(name, str) or name.removesuffix(_TEXT) not in FAMILIES:
         raise config.error(f"model_type: {_not_served(name)}")
     family = FAMILIES[name.removesuffix(_TEXT)]
-    text = config if name.endswith(_TEXT) else config.inside(*family.inside)
+    nested = family.inside and not name.endswith(_TEXT) and config.optional(family.inside[0]) is not None
+    text = config.inside(*family.inside) if nested else config
     for each in (config, text):
         _check_quantization(each)
     return replace(describe(text, family), family=name)

@@ -37,6 +37,8 @@ def check_names(files: TensorFiles, model: MoEModel, start: str, used: Set[str])
 def _is_elsewhere(model: MoEModel, start: str, name: str, used: Set[str]) -> bool:
     """Whether `name` is of one of the model's experts, or the shared one, that is not held here."""
     names = model.names
+    if name == names.shared_gate and model.num_shared_experts:
+        return True  # found if the shared expert is held here
     found = re.match(rf"{re.escape(names.experts)}\.(0|[1-9]\d*)\.", name)
     if found and int(found[1]) < model.num_experts:
         expert, projections = found[0], names.projections

@@ -30,7 +30,10 @@ def read_layer(source: LayerSource, device: torch.device | str, progress: BytesR
     gate_up_out, down_out = _empty(num_groups, 2 * i, h, device), _empty(num_groups, h, i, device)
     with OpenFiles("pt") as files, _file_changes_refused():
         router = _plain(files, source.router).to(device)
-        bias = None if source.router_bias is None else _plain(files, source.router_bias).flatten().to(device)
+        bias, shared_gate = (
+            None if tensor is None else _plain(files, tensor).flatten().to(device)
+            for tensor in (source.router_bias, source.shared_gate)
+        )
         for group, (gate, up, down) in enumerate(source.groups):
             for matrix, out in (
                 (gate, _rows(gate_up_out, group, 0, i)),
@@ -39,7 +42,7 @@ def read_layer(source: LayerSource, device: torch.device | str, progress: BytesR
             ):
                 _read(files, matrix, out)
                 progress(matrix.num_bytes)
-    return ExpertWeights(router, gate_up_out, down_out, bias)
+    return ExpertWeights(router, gate_up_out, down_out, bias, shared_gate)
 
 
 @contextmanager

@@ -34,9 +34,10 @@ class WeightsSettings(Frozen):
 class RoutingSettings(Frozen):
     """The router's scoring function and its selection of experts; see `Routing`."""
 
-    scoring_func: Literal["softmax", "sigmoid"] = Field(
+    scoring_func: Literal["softmax", "sigmoid", "sqrtsoftplus"] = Field(
         default="softmax",
-        description="scoring of router logits: softmax over all experts, or sigmoid of each",
+        description="scoring of router logits: softmax over all experts, sigmoid of each, or the square root "
+        "of the softplus of each",
     )
     renormalize: bool = Field(
         default=True, description="whether a token's routing weights are divided by their sum"
@@ -49,6 +50,10 @@ class RoutingSettings(Frozen):
     )
     topk_group: int = Field(
         default=1, ge=1, description="number of best groups a token's experts are chosen from"
+    )
+    group_score: Literal["best_two", "best"] = Field(
+        default="best_two",
+        description="score of a group: the sum of its two best experts' scores, or the best one",
     )
 
     @property

@@ -3,12 +3,15 @@
 from dataclasses import replace
 from typing import Any
 
+from expertd.activation import COMMON, ExpertRule
 from expertd.limits import MAX_EXPERTS
 from expertd.service.checkpoints.config import Config
 from expertd.service.checkpoints.families import keys
 from expertd.service.checkpoints.families.family import Family
 from expertd.service.checkpoints.model import MoEModel, Names
 from expertd.service.sentences import shown
+
+_HASHED = "hash_moe"
 
 
 def describe(config: Config, family: Family) -> MoEModel:
@@ -18,8 +21,9 @@ def describe(config: Config, family: Family) -> MoEModel:
     num_layers = config.integer("num_hidden_layers")
     end = num_layers + (config.integer(*keys.NEXT_TOKEN, default=0) if family.next_token else 0)
     intermediate = config.size(family.intermediate)
+    layers, refused = family.layers(config, end), _refused(config, family)
     return MoEModel(
-        layers=family.layers(config, end),
+        layers=tuple(layer for layer in layers if layer not in refused),
         hidden_size=config.size("hidden_size"),
         intermediate_size=intermediate,
         num_experts=config.integer(*keys.EXPERTS, least=1, most=MAX_EXPERTS),
@@ -28,19 +32,38 @@ def describe(config: Config, family: Family) -> MoEModel:
         routing=_routing(config, family),
         next_token_layers=range(num_layers, end),
         names=_names(config, family),
+        rules=_rules(config, family, layers),
+        refused=refused,
     )
 
 
 def _check(config: Config, family: Family) -> None:
     """Raise CheckpointError if config.json contradicts the row."""
-    config.expect("hidden_act", "silu")
     for key, value in family.expects.items():
         config.expect(key, value)
+    config.expect("topk_method", *family.methods)
     for key in keys.SCORING:
         config.expect(key, family.router.scoring)
     for key in keys.RULE:
         if config.is_null(key):
             raise config.error(f"{key}: expected a value, got null")
+
+
+def _refused(config: Config, family: Family) -> dict[int, str]:
+    """The MoE layers that cannot be served, and why."""
+    if family.refused is None:
+        return {}
+    key, default, why = family.refused
+    types = config.optional("mlp_layer_types")
+    if isinstance(types, list):
+        return {layer: why for layer, name in enumerate(types) if name == _HASHED}
+    return dict.fromkeys(range(config.integer(key, default=default)), why)
+
+
+def _rules(config: Config, family: Family, layers: tuple[int, ...]) -> dict[int, ExpertRule]:
+    """The rules of the layers whose experts do not follow the common one."""
+    every = {layer: ExpertRule(*family.activation(config, layer), family.weighs_input) for layer in layers}
+    return {layer: rule for layer, rule in every.items() if rule != COMMON}
 
 
 def _names(config: Config, family: Family) -> Names:
@@ -52,6 +75,8 @@ def _names(config: Config, family: Family) -> Names:
 
 def _routing(config: Config, family: Family) -> dict[str, Any]:
     router = family.router
+    if config.optional("topk_method") == "group_limited_greedy":
+        router = replace(router, groups=(1, 1), group_score="best")
     renormalize = router.renormalize
     if not router.always:
         renormalize = config.boolean(*keys.RENORMALIZE, default=renormalize)
@@ -62,6 +87,8 @@ def _routing(config: Config, family: Family) -> dict[str, Any]:
         groups, chosen = router.groups
         routing["num_expert_groups"] = config.integer(*keys.GROUPS, default=groups, least=1)
         routing["topk_group"] = config.integer(*keys.TOP_GROUPS, default=chosen, least=1)
+    if router.group_score != "best_two":
+        routing["group_score"] = router.group_score
     return routing
 
 

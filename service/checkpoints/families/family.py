@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
+from expertd.service.checkpoints.families.activations import ActivationRule, silu
 from expertd.service.checkpoints.families.layers import LayerRule, every_layer
 from expertd.service.checkpoints.model import Names
 
@@ -21,13 +22,15 @@ class Router:
     always         renormalize, whatever config.json says
     scale          the scaling factor by default; None: there is none
     groups         the number of expert groups, and of chosen ones, by default; None: there are none
+    group_score    of a group: the sum of its two best experts' scores, or the best one's
     """
 
-    scoring: Literal["softmax", "sigmoid"]
+    scoring: Literal["softmax", "sigmoid", "sqrtsoftplus"]
     renormalize: bool = True
     always: bool = False
     scale: float | None = None
     groups: tuple[int, int] | None = None
+    group_score: Literal["best_two", "best"] = "best_two"
 
 
 @dataclass(frozen=True)
@@ -51,10 +54,14 @@ class Family:
     models        their names, for the documents
     router, names as in `Router` and `Names`
     shared        the shared expert; None: there is none
+    activation    the experts'
     layers        the MoE layers
+    refused       config.json's key for how many of the first layers cannot be served, its default, and why
+    weighs_input  routing weights multiply the experts' input, not their output
     next_token    whether layers for multi-token prediction follow the others, with blocks like theirs
     intermediate  config.json's key for an expert's intermediate size
     expects       values that other keys of config.json must have if they are present
+    methods       the allowed values of topk_method
     nulls         what null stands for, by key, where the family's code accepts it; elsewhere it is refused
     inside        the key, or keys, of config.json under which the language model's values are, if they are
     bias_key      the key that says whether there is a router bias; None: as `names` says
@@ -64,10 +71,14 @@ class Family:
     router: Router
     names: Names
     shared: Shared | None = None
+    activation: ActivationRule = silu
     layers: LayerRule = every_layer
+    refused: tuple[str, int, str] | None = None
+    weighs_input: bool = False
     next_token: bool = False
     intermediate: str = "moe_intermediate_size"
     expects: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    methods: tuple[str, ...] = ("greedy", "noaux_tc")
     nulls: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     inside: tuple[str, ...] = ()
     bias_key: str | None = None

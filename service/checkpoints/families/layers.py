@@ -1,5 +1,6 @@
 """Which layers of a model have an MoE block: the rules that families follow."""
 
+import re
 from collections.abc import Callable
 
 from expertd.service.checkpoints.config import Config
@@ -16,7 +17,8 @@ def every_layer(config: Config, end: int) -> tuple[int, ...]:
 def from_layer(first: int, *, key: str = "first_k_dense_replace") -> LayerRule:
     """Those from config.json's number under `key` on, `first` by default; or those that a list names.
 
-    `mlp_layer_types` and `moe_layer_freq` may be lists with an entry for each layer, which come first.
+    `mlp_layer_types` and `moe_layer_freq` may be lists with an entry for each layer, which come first, and
+    `moe_layers_enum` a list of the MoE layers, or their numbers with commas between them.
     moe_layer_freq may also be a number: then only its multiples are MoE layers. A list says nothing about
     layers for multi-token prediction: they are MoE layers.
     """
@@ -38,6 +40,14 @@ def sparse_step(config: Config, end: int) -> tuple[int, ...]:
     every = config.integer("decoder_sparse_step", default=1, least=1)
     dense = set(config.integers("mlp_only_layers"))
     return tuple(layer for layer in range(end) if (layer + 1) % every == 0 and layer not in dense)
+
+
+def interleaved(config: Config, end: int) -> tuple[int, ...]:
+    """Llama's: those in `moe_layers`, else each `interleave_moe_layer_step`th."""
+    if config.optional("moe_layers") is not None:
+        return tuple(layer for layer in config.integers("moe_layers") if 0 <= layer < end)
+    every = config.integer("interleave_moe_layer_step", default=1, least=1)
+    return tuple(range(every - 1, end, every))
 
 
 def by_period(config: Config, end: int) -> tuple[int, ...]:
@@ -66,6 +76,11 @@ def _listed(config: Config, num_layers: int) -> tuple[int, ...] | None:
     if isinstance(frequencies, list):
         _check_list(config, "moe_layer_freq", frequencies, num_layers, (0, 1))
         return tuple(layer for layer in range(num_layers) if frequencies[layer] == 1)
+    named = config.optional("moe_layers_enum")
+    if isinstance(named, str) and re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", named):
+        return tuple(sorted({int(layer) for layer in named.split(",")} & set(range(num_layers))))
+    if named is not None:
+        return tuple(sorted(set(config.integers("moe_layers_enum")) & set(range(num_layers))))
     return None
 
 

@@ -5,8 +5,14 @@ Sources: transformers 5.23, the class of each model type, and its table of the c
 
 from dataclasses import replace
 
-from expertd.service.checkpoints.families.family import W1_W3_W2, Family, Router, Shared, names
-from expertd.service.checkpoints.families.layers import from_layer
+from expertd.service.checkpoints.families.activations import (
+    clamped,
+    clamped_by_layer,
+    routed_clamped,
+    swigluoai,
+)
+from expertd.service.checkpoints.families.family import GATE_UP_DOWN, W1_W3_W2, Family, Router, Shared, names
+from expertd.service.checkpoints.families.layers import from_layer, interleaved
 
 _BIAS = "gate.e_score_correction_bias"
 _NO_SHARED = {"n_shared_experts": 0, "norm_topk_prob": False}
@@ -18,7 +24,7 @@ _DEEPSEEK_V3 = Family(
     shared=Shared(),
     layers=from_layer(3),
     next_token=True,
-    expects={"topk_method": "noaux_tc"},
+    methods=("noaux_tc",),
     nulls=_NO_SHARED,
 )
 _GLM4 = replace(
@@ -26,6 +32,24 @@ _GLM4 = replace(
     models="GLM-4.5, 4.5-Air, 4.6, 4.7",
     router=Router("sigmoid", scale=1.0, groups=(1, 1)),
     layers=from_layer(1),
+)
+
+_MINIMAX_M3 = Family(
+    models="MiniMax-M3",
+    router=Router("sigmoid", always=True, scale=2.0),
+    names=names(
+        "block_sparse_moe",
+        W1_W3_W2,
+        bias="e_score_correction_bias",
+        shared="shared_experts",
+        shared_projections=GATE_UP_DOWN,
+    ),
+    shared=Shared(size_key="shared_intermediate_size"),
+    activation=swigluoai,
+    layers=from_layer(3),
+    intermediate="intermediate_size",
+    expects={"use_routing_bias": True},
+    inside=("text_config",),
 )
 
 SIGMOID = {
@@ -77,7 +101,7 @@ SIGMOID = {
             W1_W3_W2,
             bias=_BIAS,
             shared="shared_experts",
-            shared_projections=("gate_proj", "up_proj", "down_proj"),
+            shared_projections=GATE_UP_DOWN,
         ),
         next_token=False,
     ),
@@ -125,5 +149,58 @@ SIGMOID = {
         names=names("feed_forward", W1_W3_W2, bias="expert_bias"),
         layers=from_layer(2, key="num_dense_layers"),
         bias_key="use_expert_bias",
+    ),
+    "glm5_next": replace(
+        _GLM4,
+        models="GLM-5-Next",
+        router=Router("sigmoid", scale=2.5, groups=(1, 1)),
+        activation=clamped,
+        layers=from_layer(3),
+        next_token=False,
+        inside=("text_config",),
+    ),
+    "hy_v4": replace(
+        _GLM4,
+        models="Hunyuan 4",
+        router=Router("sigmoid", scale=2.827, groups=(1, 1)),
+        activation=routed_clamped,
+        next_token=False,
+    ),
+    "step3p7": Family(
+        models="Step-3.7-Flash",
+        router=Router("sigmoid", always=True, scale=1.0),
+        names=names(
+            "moe",
+            bias="router_bias",
+            shared=".share_expert",
+            stacked=("gate_proj.weight", "up_proj.weight", "down_proj.weight"),
+        ),
+        shared=Shared(size_key="share_expert_dim"),
+        activation=clamped_by_layer,
+        layers=from_layer(3),
+        expects={"use_moe_router_bias": True, "mlp_bias": False},
+        inside=("text_config",),
+    ),
+    "minimax_m3": _MINIMAX_M3,
+    "minimax_m3_vl": replace(_MINIMAX_M3, models="MiniMax-M3 with vision"),
+    "deepseek_v4": Family(
+        models="DeepSeek-V4",
+        router=Router("sqrtsoftplus", always=True, scale=1.5),
+        names=names("ffn", W1_W3_W2, bias="gate.bias", shared="shared_experts"),
+        shared=Shared(),
+        activation=clamped,
+        refused=("num_hash_layers", 3, "experts are chosen by the token's id, which requests do not carry"),
+        expects={"mlp_bias": False},
+        methods=("noaux_tc",),
+    ),
+    "llama4": Family(
+        models="Llama 4",
+        router=Router("sigmoid", renormalize=False, always=True),
+        names=names("feed_forward", router="router.weight", shared="shared_expert"),
+        shared=Shared(1, fixed=True),
+        layers=interleaved,
+        intermediate="intermediate_size",
+        inside=("text_config",),
+        weighs_input=True,
     ),
 }

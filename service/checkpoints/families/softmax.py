@@ -3,11 +3,23 @@
 from dataclasses import replace
 
 from expertd.service.checkpoints.families.family import W1_W3_W2, Family, Router, Shared, names
-from expertd.service.checkpoints.families.layers import between, by_period, from_layer, sparse_step
+from expertd.service.checkpoints.families.layers import (
+    between,
+    by_period,
+    every_layer,
+    from_layer,
+    sparse_step,
+)
 
 _BY_CONFIG, _ALWAYS = Router("softmax", renormalize=False), Router("softmax", always=True)
 
 _QWEN3 = Family(models="Qwen3-MoE", router=_BY_CONFIG, names=names("mlp"), layers=sparse_step)
+_QWEN2 = replace(
+    _QWEN3,
+    models="Qwen1.5-MoE, Qwen2-MoE",
+    names=names("mlp", shared="shared_expert", shared_gate="shared_expert_gate.weight"),
+    shared=Shared(size_key="shared_expert_intermediate_size"),
+)
 _OLMOE = Family(models="OLMoE", router=_BY_CONFIG, names=names("mlp"), intermediate="intermediate_size")
 
 SOFTMAX = {
@@ -25,16 +37,30 @@ SOFTMAX = {
         router=Router("softmax"),
         inside=("thinker_config", "text_config"),
     ),
+    "qwen2_moe": _QWEN2,
+    "qwen3_next": replace(
+        _QWEN2,
+        models="Qwen3-Next",
+        router=Router("softmax"),
+    ),
+    "qwen3_5_moe": replace(
+        _QWEN2,
+        models="Qwen3.5 MoE, Qwen3.6 MoE",
+        router=_ALWAYS,
+        layers=every_layer,
+        inside=("text_config",),
+    ),
     "olmoe": _OLMOE,
     "flex_olmo": replace(_OLMOE, models="FlexOlmo"),
     "deepseek_v2": Family(
-        models="DeepSeek-V2-Lite",
+        models="DeepSeek-V2, V2-Lite, V2.5",
         router=Router("softmax", renormalize=False, always=True, scale=1.0),
         names=names("mlp", shared="shared_experts"),
         shared=Shared(2),
         layers=from_layer(0),
-        expects={"topk_method": "greedy", "norm_topk_prob": False, "mlp_bias": False},
+        expects={"norm_topk_prob": False, "mlp_bias": False},
         nulls={"n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+        methods=("greedy", "group_limited_greedy"),
     ),
     "mistral4": Family(
         models="Mistral 4",

@@ -16,6 +16,8 @@ from tests.families import quiet_transformers
 from tests.kernels.helpers import fresh_generator
 from tests.more_families import ALL_FAMILIES
 
+INDEX = "model.safetensors.index.json"
+
 
 class Checkpoint:
     """A family's checkpoint in `directory`, and `oracle`, transformers' float32 model of the same weights."""
@@ -39,6 +41,7 @@ class Checkpoint:
             shutil.copytree(plain, directory)
             if scales_dtype is not None:
                 _to_fp8(directory, plain, scales_dtype)
+            _rename(directory, case.renames)
             self.oracle = case.model_class.from_pretrained(plain, dtype=torch.float32).eval()
         edit_json(directory / "config.json", model_type=case.model_type)
         nest_config(directory / "config.json")
@@ -61,6 +64,9 @@ class Checkpoint:
             out = block(hidden_states[None].float())
         hook.remove()
         out = out[0] if isinstance(out, tuple) else out
+        if len(seen[0]) == 1:  # Llama 4 weighs the experts' input, and runs all of them
+            weights, ids = block.router(hidden_states.float())[0].topk(block.top_k, dim=-1)
+            return out.view(hidden_states.shape), ids, weights
         return out[0], seen[0][1], seen[0][2] * ALL_FAMILIES[self.family].scaled_after
 
 
@@ -101,6 +107,30 @@ def _randomize(model: Any) -> None:
             tensor.data.copy_(torch.randn(tensor.shape, generator=generator) * tensor.shape[-1] ** -0.5)
 
 
+def _rename(directory: Path, renames: tuple[tuple[str, str], ...]) -> None:
+    """Give tensors the names that they have in the models' own checkpoints."""
+    if not renames:
+        return
+
+    def renamed(name: str) -> str:
+        for pattern, replacement in renames:
+            name = re.sub(pattern, replacement, name)
+        return name
+
+    index = json.loads((directory / INDEX).read_text())
+    for file in sorted(directory.glob("*.safetensors")):
+        tensors = {renamed(name): value for name, value in load_file(file).items()}
+        for name in [name for name in tensors if "gate_up_proj.weight" in name]:
+            halves = tensors.pop(name).chunk(2, dim=-2)
+            for half, value in zip(("gate", "up"), halves, strict=True):
+                tensors[name.replace("gate_up", half)] = value.contiguous()
+        save_file(tensors, file)
+        index["weight_map"] = {
+            name: at for name, at in index["weight_map"].items() if at != file.name
+        } | dict.fromkeys(tensors, file.name)
+    (directory / INDEX).write_text(json.dumps(index))
+
+
 def _to_fp8(directory: Path, plain: Path, scales_dtype: torch.dtype) -> None:
     """Quantize the experts' weights in `directory`, and write their dequantized values to `plain`."""
     index = json.loads((directory / "model.safetensors.index.json").read_text())
@@ -126,7 +156,9 @@ def _to_fp8(directory: Path, plain: Path, scales_dtype: torch.dtype) -> None:
 
 def _is_expert(name: str) -> bool:
     """Whether a tensor belongs to an expert, a shared one included, or to all of them."""
-    of_experts = re.search(r"\.(experts\.\d+|experts|shared_experts?|shared_mlp)\.\w+_proj(\.weight)?$", name)
+    of_experts = re.search(
+        r"\.(experts\.\d+|experts|shared_experts?|shared_mlp)\.(\w+_proj|linear_gate)(\.weight)?$", name
+    )
     return bool(of_experts or re.search(r"\.(w[123]|input_linear|output_linear)\.weight$", name))
 
 

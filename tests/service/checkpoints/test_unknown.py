@@ -122,6 +122,19 @@ def test_layers_may_have_a_prefix(prefix: str, made: Checkpoint, tmp_path: Path)
     assert diff(layer(tokens), expected) < 2e-4
 
 
+def test_layers_that_need_token_ids_are_refused_by_name(tmp_path: Path) -> None:
+    directory = Checkpoint("deepseek-v4", tmp_path / "model").directory
+    why = "experts are chosen by the token's id, which requests do not carry"
+    with pytest.raises(CheckpointError, match=rf"layers: expected 1-2, got all: in layer 0, {why}$"):
+        find(directory, "all")
+    with pytest.raises(CheckpointError, match=rf"expected MoE layers \(1-2\), got 0: there, {why}$"):
+        find(directory, "0")
+    assert find(directory, "1-2") == 2
+    edit_json(directory / "config.json", mlp_layer_types=..., num_hash_layers=2)
+    with pytest.raises(CheckpointError, match=r"layers: expected 2, got all: in layer 0"):
+        find(directory, "all")
+
+
 def test_two_prefixes_for_one_layer_are_refused(directory: Path) -> None:
     name = "model.language_model.layers.1.mlp.gate.weight"
     in_index(directory, name, "model-00001-of-00008.safetensors")
