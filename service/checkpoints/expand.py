@@ -49,7 +49,8 @@ def models_of(checkpoint: CheckpointSettings) -> list[CheckpointModelSettings]:
     Raises CheckpointError if a layer cannot be served.
     """
     directory = checkpoint.path.expanduser()
-    model = read_model(directory)
+    requantize = checkpoint.requantize == "allow"
+    model = read_model(directory, requantize=requantize)
     held = range(model.num_experts)
     if checkpoint.experts is not None:
         requested = numbers(checkpoint.experts)
@@ -64,7 +65,7 @@ def models_of(checkpoint: CheckpointSettings) -> list[CheckpointModelSettings]:
             # Only together with expert 0, so that the parts of a layer sum to the whole layer.
             num_shared_experts = model.num_shared_experts if 0 in held else 0
             settings = _settings(checkpoint, directory, model, layer, num_shared_experts)
-            source = find_layer(files, model, layer, held, num_shared_experts)
+            source = find_layer(files, model, layer, held, num_shared_experts, requantize)
             found = {"source": source, "rule": model.rules.get(layer, COMMON)}
             models.append(CheckpointModelSettings.model_validate(settings | found))
     return models

@@ -1,11 +1,19 @@
 """Finds the tensors of one MoE layer of a checkpoint, and checks their names, shapes and dtypes."""
 
-from collections.abc import Sequence
-
 from expertd.limits import SCALE_BLOCK
 from expertd.service.checkpoints.config import CheckpointError
+from expertd.service.checkpoints.encodings import (
+    FLOATS,
+    FP8,
+    SCALES,
+    UNUSED,
+    Encoded,
+    Encoding,
+    check,
+    find_encoded,
+)
 from expertd.service.checkpoints.files import Stored, TensorFiles
-from expertd.service.checkpoints.layer import FLOATS, FP8, SCALES, LayerSource, Matrix
+from expertd.service.checkpoints.layer import LayerSource, Matrix
 from expertd.service.checkpoints.model import PREFIXES, MoEModel
 from expertd.service.checkpoints.unknown import check_names
 
@@ -25,17 +33,23 @@ def present_layers(files: TensorFiles, model: MoEModel) -> list[int]:
 
 
 def find_layer(
-    files: TensorFiles, model: MoEModel, layer: int, experts: range, num_shared_experts: int
+    files: TensorFiles,
+    model: MoEModel,
+    layer: int,
+    experts: range,
+    num_shared_experts: int,
+    requantize: bool,
 ) -> LayerSource:
     """Find the tensors of layer `layer` with the routed `experts` and the first `num_shared_experts`.
 
-    Reads only headers. Raises CheckpointError if a tensor is missing, has the wrong shape or dtype, or is in
-    the layer's block and of no use that `model` knows.
+    requantize: whether encodings are allowed that must be rounded once more. Reads only headers. Raises
+    CheckpointError if a tensor is missing, has the wrong shape or dtype, or is in the layer's block and of no
+    use that `model` knows.
     """
     starts = _starts(files, model, layer)
     if len(starts) > 1:
         raise CheckpointError(f"{files.directory}: layer {layer}: expected one, got {' and '.join(starts)}")
-    finder = _Finder(files, model, starts[0] if starts else f"{PREFIXES[0]}{layer}.")
+    finder = _Finder(files, model, starts[0] if starts else f"{PREFIXES[0]}{layer}.", requantize)
     return finder.find(experts, num_shared_experts)
 
 
@@ -46,15 +60,16 @@ def _starts(files: TensorFiles, model: MoEModel, layer: int) -> list[str]:
 
 
 class _Finder:
-    def __init__(self, files: TensorFiles, model: MoEModel, start: str) -> None:
+    def __init__(self, files: TensorFiles, model: MoEModel, start: str, requantize: bool) -> None:
         self._files = files
+        self._requantize = requantize
         self._model = model
         self._start = start
         self._used: set[str] = set()
 
     def find(self, experts: range, num_shared_experts: int) -> LayerSource:
         model, names = self._model, self._model.names
-        stacked = self._files.has(f"{self._start}{names.stacked[0]}")
+        stacked = self._has(names.stacked[0])
         groups = self._stacked(experts) if stacked else self._separate(experts)
         groups += self._shared(num_shared_experts)
         bias = None
@@ -87,7 +102,7 @@ class _Finder:
     def _group(self, name: str, projections: tuple[str, str, str], part: range, size: int) -> Group:
         """`part` of the gate, up and down projections of an expert with intermediate size `size`."""
         hidden = range(self._model.hidden_size)
-        gate, up, down = (f"{name}.{projection}.weight" for projection in projections)
+        gate, up, down = (f"{name}.{projection}" for projection in projections)
         return (
             self._matrix(gate, (size, len(hidden)), part, hidden),
             self._matrix(up, (size, len(hidden)), part, hidden),
@@ -95,9 +110,15 @@ class _Finder:
         )
 
     def _matrix(self, name: str, shape: tuple[int, int], rows: range, columns: range) -> Matrix:
-        weight = self._find(name)
-        _check(weight, shape, (FP8, *FLOATS))
-        return Matrix(weight, self._scales(weight, shape), rows, columns)
+        encoded = find_encoded(self._has, self._find, name, shape)
+        if encoded.encoding not in (Encoding.FLOAT, Encoding.BLOCKS):
+            self._used.update(f"{self._start}{name}.{unused}" for unused in UNUSED)
+        if not (encoded.encoding.is_native or self._requantize):
+            raise CheckpointError(
+                f"{encoded.weight.file}: {encoded.weight.name}: expected floats, or FP8 with a scale per "
+                f"128x128 block, got {encoded.encoding}; with requantize: allow, it is rounded to that FP8"
+            )
+        return Matrix(encoded, rows, columns)
 
     def _stacked(self, experts: range) -> list[Group]:
         """Experts of which each tensor has all, one after another: gate and up in one, or in two."""
@@ -109,48 +130,45 @@ class _Finder:
         pairs = []
         for tensor, (n, k) in zip(tensors, sizes, strict=True):
             shape = (model.num_experts, k, n) if transposed else (model.num_experts, n, k)
-            _check(tensor, shape, (FP8, *FLOATS))
-            pairs.append((tensor, self._scales(tensor, shape)))
+            pairs.append(self._encoded(tensor, shape))
         gate, up, down = [pairs[0], *pairs] if fused else pairs
         inner, outer, first_up = range(size), range(hidden), size if fused else 0
         parts = (gate, inner, outer), (up, range(first_up, first_up + size), outer), (down, outer, inner)
 
         def group(expert: int) -> Group:
             gate, up, down = (
-                Matrix(*pair, rows, columns, expert, transposed) for pair, rows, columns in parts
+                Matrix(encoded, rows, columns, expert, transposed) for encoded, rows, columns in parts
             )
             return gate, up, down
 
         return [group(expert) for expert in experts]
 
-    def _scales(self, weight: Stored, shape: tuple[int, ...]) -> Stored | None:
+    def _encoded(self, weight: Stored, shape: tuple[int, int, int]) -> Encoded:
+        """Matrices of all experts: floats, or FP8 with a scale for each block."""
+        check(weight, shape, (FP8, *FLOATS))
         if weight.dtype != FP8:
-            return None
-        scales = self._find(f"{weight.name.removeprefix(self._start)}_scale_inv")
-        n, k = (-(-size // SCALE_BLOCK) for size in shape[-2:])
-        _check(scales, (*shape[:-2], n, k), SCALES)
-        return scales
+            return Encoded(Encoding.FLOAT, weight)
+        name = weight.name.removeprefix(self._start)
+        scale = next((s for s in ("_scale_inv", "_scale") if self._has(f"{name}{s}")), "_scale_inv")
+        scales = self._find(f"{name}{scale}")
+        n, k = (-(-size // SCALE_BLOCK) for size in shape[1:])
+        check(scales, (shape[0], n, k), SCALES)
+        return Encoded(Encoding.BLOCKS, weight, scales)
 
     def _vector(self, name: str, size: int) -> Stored:
         """A tensor [size], or [1, size]."""
         tensor = self._find(name)
-        _check(tensor, (1, size) if len(tensor.shape) == 2 else (size,), FLOATS)
+        check(tensor, (1, size) if len(tensor.shape) == 2 else (size,), FLOATS)
         return tensor
 
     def _plain(self, name: str, shape: tuple[int, ...]) -> Stored:
         tensor = self._find(name)
-        _check(tensor, shape, FLOATS)
+        check(tensor, shape, FLOATS)
         return tensor
+
+    def _has(self, name: str) -> bool:
+        return self._files.has(f"{self._start}{name}")
 
     def _find(self, name: str) -> Stored:
         self._used.add(f"{self._start}{name}")
         return self._files.find(f"{self._start}{name}")
-
-
-def _check(tensor: Stored, shape: Sequence[int], dtypes: tuple[str, ...]) -> None:
-    for what, got, good, expected in (
-        ("shape", tensor.shape, tensor.shape == tuple(shape), shape),
-        ("dtype", tensor.dtype, tensor.dtype in dtypes, " or ".join(dtypes)),
-    ):
-        if not good:
-            raise CheckpointError(f"{tensor.file}: {tensor.name} {what}: expected {expected}, got {got}")

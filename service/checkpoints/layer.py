@@ -3,24 +3,21 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from expertd.service.checkpoints.encodings import Encoded
 from expertd.service.checkpoints.files import Stored
 
-FP8 = "F8_E4M3"
-FLOATS = ("BF16", "F16", "F32")
-SCALES = (*FLOATS, "F8_E8M0")
-_BYTES = {FP8: 1, "F8_E8M0": 1, "BF16": 2, "F16": 2, "F32": 4}
+_BYTES = {"F8_E4M3": 1, "BF16": 2, "F16": 2, "F32": 4}
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """Part of a weight [n, k]: some rows and columns; FP8 weights also have scales, one per 128x128 block.
+    """Part of a weight [n, k]: some rows and columns.
 
     expert      where the matrix is in tensors of several experts' matrices; None: the tensors are matrices
     transposed  the tensors' last two dimensions are [k, n]
     """
 
-    weight: Stored
-    scales: Stored | None
+    encoded: Encoded
     rows: range
     columns: range
     expert: int | None = None
@@ -28,7 +25,9 @@ class Matrix:
 
     @property
     def num_bytes(self) -> int:
-        return len(self.rows) * len(self.columns) * _BYTES[self.weight.dtype]
+        """Bytes of its values in the file."""
+        numbers = len(self.rows) * len(self.columns)
+        return numbers * _BYTES.get(self.encoded.weight.dtype, 1) // (2 if self.encoded.is_half_bytes else 1)
 
 
 @dataclass(frozen=True)
@@ -52,5 +51,5 @@ class LayerSource:
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """The dtypes of the experts' weights in the files, with safetensors' names."""
-        return tuple(sorted({matrix.weight.dtype for group in self.groups for matrix in group}))
+        """How the experts' weights are encoded in the files."""
+        return tuple(sorted({matrix.encoded.format for group in self.groups for matrix in group}))

@@ -4,11 +4,16 @@ import re
 from collections.abc import Set
 
 from expertd.service.checkpoints.config import CheckpointError
+from expertd.service.checkpoints.encodings import UNUSED
 from expertd.service.checkpoints.files import TensorFiles
 from expertd.service.checkpoints.model import MoEModel
 
 _MOST_NAMED = 3
-_SUFFIXES = (".weight", ".weight_scale_inv")
+# The tensors of a weight, in every encoding; of an expert that is held here, all are used or refused.
+_SUFFIXES = (
+    "weight", "weight_scale_inv", "weight_scale", "scale", "weight_scale_2", "weight_packed",
+    "weight_global_scale", *UNUSED,
+)  # fmt: skip
 
 
 def check_names(files: TensorFiles, model: MoEModel, start: str, used: Set[str]) -> None:
@@ -46,6 +51,6 @@ def _is_elsewhere(model: MoEModel, start: str, name: str, used: Set[str]) -> boo
         expert, projections = f"{names.shared}.", names.shared_projections or names.projections
     else:
         return False
-    if f"{start}{expert}{projections[0]}.weight" in used:
+    if any(f"{start}{expert}{projections[0]}.{suffix}" in used for suffix in ("weight", "weight_packed")):
         return False  # it is held here
-    return name in {f"{expert}{projection}{suffix}" for projection in projections for suffix in _SUFFIXES}
+    return name in {f"{expert}{projection}.{suffix}" for projection in projections for suffix in _SUFFIXES}

@@ -10,6 +10,8 @@ from torch import Tensor
 from expertd.kernels import Quantized, quantize_blocks
 from expertd.limits import SCALE_BLOCK
 from expertd.service.checkpoints import CheckpointError, LayerSource, Matrix
+from expertd.service.checkpoints.decode import decode, quantize_by_powers
+from expertd.service.checkpoints.encodings import Encoding
 from expertd.service.checkpoints.files import OpenFiles, Stored
 from expertd.service.moe.weights import ExpertWeights
 
@@ -54,17 +56,25 @@ def _file_changes_refused() -> Iterator[None]:
 
 
 def _read(files: OpenFiles, matrix: Matrix, out: Quantized) -> None:
-    weight = _part(files, matrix.weight, matrix)
-    if matrix.scales is None:
-        data, scales = quantize_blocks(weight.to(out.data.device))
+    encoded = matrix.encoded
+    if not encoded.encoding.is_native:
+        whole = decode(encoded, lambda tensor: files[tensor.file].get_tensor(tensor.name), out.data.device)
+        quantize = quantize_by_powers if encoded.encoding.has_powers else quantize_blocks
+        data, scales = quantize(whole[_slice(matrix.rows), _slice(matrix.columns)].contiguous())
+    elif encoded.scales is None:
+        data, scales = quantize_blocks(_part(files, encoded.weight, matrix).to(out.data.device))
     else:
-        data, scales = weight, _part(files, matrix.scales, matrix, SCALE_BLOCK)
+        data = _part(files, encoded.weight, matrix)
+        if encoded.encoding is Encoding.TENSOR:
+            scales = files[encoded.scales.file].get_tensor(encoded.scales.name).reshape(1, 1)
+        else:
+            scales = _part(files, encoded.scales, matrix, SCALE_BLOCK)
     bits = out.data.view(torch.uint8)
     bits.copy_(data.view(torch.uint8))
     out.scales.copy_(scales.to(torch.float32))  # exact: fp32 can represent bf16 and e8m0 scales
     if not out.scales.isfinite().all() or ((bits & 0x7F) == 0x7F).any():  # e4m3 has NaN but no infinity
-        raise _not_finite(matrix.weight)
-    name = f"{matrix.weight.file}: {matrix.weight.name}"
+        raise _not_finite(encoded.weight)
+    name = f"{encoded.weight.file}: {encoded.weight.name}"
     if (out.scales < 0).any():
         raise CheckpointError(f"{name}: expected scales of at least 0, got negative ones")
     if (largest := float(out.scales.max())) > MOST_SCALE:

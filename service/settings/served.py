@@ -156,6 +156,11 @@ class CheckpointSettings(Frozen):
         pattern=_NAME,
         description="prefix of the layers' names, before `.layers.N`; null: the directory's name",
     )
+    requantize: Literal["allow", "refuse"] = Field(
+        default="refuse",
+        description="whether weights with other scales, or fewer bits, may be rounded to FP8 with a scale "
+        "per 128x128 block (docs/numerics.md)",
+    )
     datatype: _Datatype = Field(default="BF16", description="see `models.N.datatype`")
     masked_max_tokens: int = Field(default=0, ge=0, description="see `models.N.masked_max_tokens`")
     partition: str | None = Field(default=None, description="see `models.N.partition`")
