@@ -30,7 +30,6 @@ class Names:
     shared_projections  of the shared expert, gate, up, down; None: named like those of the routed ones
     shared_gate   the weight of the shared expert's gate; None: it has none
     stacked       all experts' projections in one tensor each: (gate and up, down), or gate, up, down
-    blocks        what the block's own tensors begin with: no others may be there
     """
 
     router: str
@@ -41,7 +40,6 @@ class Names:
     shared_projections: tuple[str, str, str] | None
     shared_gate: str | None
     stacked: tuple[str, ...]
-    blocks: tuple[str, ...]
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,9 @@ def check_quantization(configs: tuple[Config, ...], requantize: bool) -> None:
         raise CheckpointError(
             f"{where} {keys}: expected {expected} or no such object, got {shown(got)}{hint}"
         )
+    for config in configs:
+        if config.optional("expert_dtype") == "fp4" and not requantize:
+            raise config.error(f"expert_dtype: expected fp8, got fp4{_HINT}")
 
 
 def _described(configs: tuple[Config, ...]) -> Iterator[tuple[str, Any]]:
@@ -72,6 +75,8 @@ def _is_native(given: Mapping[str, Any]) -> bool:
         )
     if given.get("quant_method") in (None, "modelopt") and given.get("quant_algo") == "FP8":
         return True  # a scale per tensor
+    if given.get("quant_algo") is not None:
+        return False  # beside FP8, other encodings
     scheme = given.get("activation_scheme", "dynamic")
     return (given.get("quant_method"), given.get("weight_block_size"), scheme) == ("fp8", _BLOCK, "dynamic")
 
@@ -88,7 +93,7 @@ def _can_be_requantized(given: Mapping[str, Any]) -> bool:
             and bool(weights)
             and all(_bits(group) in known and group.get("symmetric", True) is True for group in weights)
         )
-    if method in (None, "modelopt"):
+    if method in (None, "modelopt") or algorithm is not None:
         layers = given.get("quantized_layers")
         layers = layers if isinstance(layers, dict) else {}
         used = {layer.get("quant_algo") for layer in layers.values() if isinstance(layer, dict)}

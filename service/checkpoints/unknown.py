@@ -9,6 +9,8 @@ from expertd.service.checkpoints.files import TensorFiles
 from expertd.service.checkpoints.model import MoEModel
 
 _MOST_NAMED = 3
+# The parts of a layer that may belong to its MoE block; not norms, nor what mixes residual streams (hc).
+_COMPUTES = re.compile(r"(?!\w*(?:norm|hc))\w*(?:mlp|moe|expert|router|feed_forward|ffn)")
 # The tensors of a weight, in every encoding; of an expert that is held here, all are used or refused.
 _SUFFIXES = (
     "weight", "weight_scale_inv", "weight_scale", "scale", "weight_scale_2", "weight_packed",
@@ -17,16 +19,18 @@ _SUFFIXES = (
 
 
 def check_names(files: TensorFiles, model: MoEModel, start: str, used: Set[str]) -> None:
-    """Raise CheckpointError if the block of the layer whose names begin with `start` has unknown tensors.
+    """Raise CheckpointError if the layer whose names begin with `start` has unknown tensors in its MoE block.
+
+    Or beside it, in a part that looks like one.
 
     used  the names that have been found. The other experts', which are held elsewhere, are known, too
     """
     names = model.names
     unknown = sorted(
         name
-        for block in names.blocks
-        for name in files.under(f"{start}{block}") - used
-        if not _is_elsewhere(model, start, name.removeprefix(start), used)
+        for name in files.under(start) - used
+        if _COMPUTES.match(name.removeprefix(start))
+        and not _is_elsewhere(model, start, name.removeprefix(start), used)
     )
     if not unknown:
         return
@@ -34,7 +38,7 @@ def check_names(files: TensorFiles, model: MoEModel, start: str, used: Set[str])
     got = f"{named} and {more} more" if more > 0 else named
     shared = " and a shared one" if model.num_shared_experts else ""
     raise CheckpointError(
-        f"{files.directory}: {start}{names.blocks[0].rstrip('.')}: expected only a router and "
+        f"{files.directory}: {start}{names.experts.rpartition('.')[0]}: expected only a router and "
         f"{model.num_experts} experts{shared} as in {model.family}, got {got}"
     )
 

@@ -80,6 +80,12 @@ def _routing(config: Config, family: Family) -> dict[str, Any]:
     renormalize = router.renormalize
     if not router.always:
         renormalize = config.boolean(*keys.RENORMALIZE, default=renormalize)
+    for key in keys.RENORMALIZE if router.always else ():
+        config.expect(key, router.renormalize)
+    for key in keys.SCALE if router.scale is None else ():
+        config.expect(key, 1)
+    for key in (*keys.GROUPS, *keys.TOP_GROUPS) if router.groups is None else ():
+        config.expect(key, 1, 0)
     routing: dict[str, Any] = {"scoring_func": router.scoring, "renormalize": renormalize}
     if router.scale is not None:
         routing["routed_scaling_factor"] = config.number(*keys.SCALE, default=router.scale)

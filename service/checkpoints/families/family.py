@@ -106,5 +106,4 @@ def names(
         shared_projections=shared_projections,
         shared_gate=None if shared_gate is None else f"{block}.{shared_gate}",
         stacked=tuple(f"{block}.{name}" for name in stacked),
-        blocks=(f"{block}.", f"{shared[1:]}.") if beside else (f"{block}.",),
     )

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from expertd.service.checkpoints.families import FAMILIES as SERVED
-from tests.families import quiet_transformers
+from tests.families import Sizes, quiet_transformers
 from tests.kernels.helpers import fresh_generator
 from tests.more_families import ALL_FAMILIES
 
@@ -29,9 +29,10 @@ class Checkpoint:
         scales_dtype: torch.dtype | None = None,
         *,
         dtype: torch.dtype = torch.bfloat16,
+        sizes: Sizes = Sizes(),  # noqa: B008  (a tuple)
     ) -> None:
         """Weights are of `dtype`; if scales_dtype is given, the experts' are FP8."""
-        case = ALL_FAMILIES[family]
+        case = ALL_FAMILIES[family].sized(sizes)
         self.family, self.directory = family, directory
         with quiet_transformers(), tempfile.TemporaryDirectory() as temporary:
             plain = Path(temporary) / "plain"

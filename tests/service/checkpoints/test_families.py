@@ -132,10 +132,24 @@ def test_null_means_what_the_family_makes_of_it(tmp_path: Path) -> None:
         ({"moe_layer_freq": [0, 1, 2, 1]}, "moe_layer_freq: expected a list with 0 or 1 for each of 4"),
         ({"n_shared_experts": None}, "n_shared_experts: expected a value, got null"),
         ({"scoring_func": "softmax"}, "scoring_func: expected 'sigmoid', got 'softmax'"),
+        ({"route_norm": False}, "route_norm: expected True, got false"),
+        ({"n_group": 4}, "n_group: expected 1 or 0, got 4"),
+        ({"model_type": "minimax_m2", "routed_scaling_factor": 2.5}, "factor: expected 1, got 2.5"),
+        ({"model_type": "minimax_m2", "n_shared_experts": 1}, "n_shared_experts: expected none, got 1"),
+        ({"model_type": "hy_v4", "swiglu_limit": 0}, "swiglu_limit: expected a number above 0, got 0"),
+        ({"model_type": "step3p7", "swiglu_limits": [1]}, "swiglu_limits: expected an entry for layer 3"),
+        ({"model_type": "step3p7", "swiglu_limits": [-1] * 4}, "swiglu_limits: expected a list of numbers"),
+        (
+            {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 200},
+            r"shared_expert_intermediate_size: expected a multiple of moe_intermediate_size \(128\), got 200",
+        ),
+        ({"model_type": "mixtral", "hidden_act": "gelu"}, "hidden_act: expected 'silu', got 'gelu'"),
     ],
 )
 def test_wrong_lists_and_rules_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(_CONFIG | {"model_type": "hy_v3"} | changes))
+    (tmp_path / "config.json").write_text(
+        json.dumps(_CONFIG | {"model_type": "hy_v3", "share_expert_dim": 128} | changes)
+    )
     with pytest.raises(CheckpointError, match=message):
         read_model(tmp_path)
 

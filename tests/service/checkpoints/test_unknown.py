@@ -77,6 +77,21 @@ def test_only_the_first_are_named(directory: Path) -> None:
         find(directory)
 
 
+@pytest.mark.parametrize("part", ["shared_mlp", "residual_mlp", "share_expert", "router", "moe", "ffn"])
+def test_unknown_parts_beside_the_block_are_refused(directory: Path, part: str) -> None:
+    file = shard_of(directory, f"{BLOCK}.gate.weight")
+    edit_tensors(file, **{f"model.layers.1.{part}.up_proj.weight": ONE})
+    with pytest.raises(CheckpointError, match=rf"got model\.layers\.1\.{part}\.up_proj\.weight$"):
+        find(directory)
+
+
+@pytest.mark.parametrize("part", ["self_attn", "post_mlp_layernorm", "ffn_norm", "hc_ffn_fn", "mamba"])
+def test_other_parts_of_a_layer_are_its_own_business(directory: Path, part: str) -> None:
+    file = shard_of(directory, f"{BLOCK}.gate.weight")
+    edit_tensors(file, **{f"model.layers.1.{part}.weight": ONE, "model.layers.11.mlp.weight": ONE + 1})
+    assert find(directory) == 2
+
+
 @pytest.mark.parametrize("experts", ["0-3", "4-7", "2"])
 def test_other_servers_experts_are_known(directory: Path, experts: str) -> None:
     assert find(directory, "1-2", experts) == 2
