@@ -13,6 +13,12 @@ class Swiglu(NamedTuple):
     alpha: float = 1.0
     limit: float = math.inf
 
+    @property
+    def text(self) -> str:
+        """As a formula."""
+        gate, up = _clamped("gate", -math.inf, self.limit), _clamped("up", -self.limit, self.limit)
+        return f"{_activated(gate, self.alpha)} * {up}"
+
 
 class OtherGlu(NamedTuple):
     """As Swiglu, with two variations; no kernel fuses it with a GEMM.
@@ -25,6 +31,16 @@ class OtherGlu(NamedTuple):
     limit: float = math.inf
     up_offset: float = 0.0
     clamp_after: bool = False
+
+    @property
+    def text(self) -> str:
+        """As a formula."""
+        gate = "gate" if self.clamp_after else _clamped("gate", -math.inf, self.limit)
+        activated = _activated(gate, self.alpha)
+        if self.clamp_after:
+            activated = _clamped(activated, -math.inf, self.limit)
+        up = _clamped("up", -self.limit, self.limit)
+        return f"{activated} * ({up} + {self.up_offset:g})" if self.up_offset else f"{activated} * {up}"
 
 
 Activation = Swiglu | OtherGlu
@@ -41,6 +57,25 @@ class ExpertRule(NamedTuple):
     routed: Activation = SILU
     shared: Activation = SILU
     weighs_input: bool = False
+
+    @property
+    def text(self) -> str:
+        """For people."""
+        routed, shared = f"down({self.routed.text})", f"down({self.shared.text})"
+        parts = [routed if self.routed == self.shared else f"{routed}, shared ones {shared}"]
+        if self.weighs_input:
+            parts.append("weights on their input")
+        return ", ".join(parts)
+
+
+def _clamped(text: str, least: float, most: float) -> str:
+    if most == math.inf:
+        return text
+    return f"min({text}, {most:g})" if least == -math.inf else f"clamp({text}, {most:g})"
+
+
+def _activated(gate: str, alpha: float) -> str:
+    return f"silu({gate})" if alpha == 1 else f"{gate} * sigmoid({alpha:g} * {gate})"
 
 
 COMMON = ExpertRule()
