@@ -18,6 +18,8 @@ from expertd.service.moe.weights import ExpertWeights
 BytesRead = Callable[[int], None]
 MOST_SCALE = 1e6
 """Far above any model's. With this one, products of 7168 and 2048 columns and tokens around 1 stay finite."""
+MOST_ROUTER = 1e30
+"""With larger numbers in a router, logits may not be finite."""
 
 
 def read_layer(source: LayerSource, device: torch.device | str, progress: BytesRead) -> ExpertWeights:
@@ -94,6 +96,10 @@ def _plain(files: OpenFiles, tensor: Stored) -> Tensor:
     values: Tensor = files[tensor.file].get_tensor(tensor.name).to(torch.float32)
     if not values.isfinite().all():
         raise _not_finite(tensor)
+    if (largest := float(values.abs().max())) > MOST_ROUTER:
+        raise CheckpointError(
+            f"{tensor.file}: {tensor.name}: expected numbers up to {MOST_ROUTER:g}, got {largest:g}"
+        )
     return values
 
 

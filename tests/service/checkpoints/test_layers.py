@@ -160,6 +160,15 @@ def test_huge_scales_are_refused(at: str, tmp_path: Path) -> None:
         load(directory, "1")
 
 
+@pytest.mark.parametrize("name", ["mlp.gate.weight", "mlp.shared_expert_gate.weight"])
+def test_huge_numbers_of_a_router_are_refused(name: str, tmp_path: Path) -> None:
+    directory = Checkpoint("qwen2", tmp_path / "model").directory
+    file = shard_of(directory, f"model.layers.1.{name}")
+    edit_tensors(file, **{f"model.layers.1.{name}": load_file(file)[f"model.layers.1.{name}"] * 1e35})
+    with pytest.raises(CheckpointError, match=rf"1\.{name}: expected numbers up to 1e\+30, got "):
+        load(directory, "1")
+
+
 def test_huge_weights_are_refused(tmp_path: Path) -> None:
     directory = Checkpoint("mixtral", tmp_path / "model").directory
     name = "model.layers.0.block_sparse_moe.experts.2.w3.weight"
