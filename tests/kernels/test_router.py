@@ -141,9 +141,9 @@ def test_scores_that_are_all_zero_give_zeros() -> None:
     ("make", "message"),
     [
         (
-            lambda: Routing("tanh"),
+            lambda: Routing("tanh"),  # type: ignore[arg-type]
             "scoring_func: expected 'softmax', 'sigmoid' or 'sqrtsoftplus', got 'tanh'",
-        ),  # type: ignore[arg-type]
+        ),
         (
             lambda: Routing(group_score="sum"),  # type: ignore[arg-type]
             "group_score: expected 'best_two' or 'best', got 'sum'",
