@@ -182,6 +182,8 @@ _MORE = {
     ),
 }  # fmt: skip
 
+_MORE["mistral-small-4"] = replace(_MORE["mistral-4"], model_type="mistral3")
+_MORE["step-3.5"] = replace(_MORE["step-3.7"], model_type="step3p5")
 _MORE["minimax-m3-vl"] = replace(_MORE["minimax-m3"], model_type="minimax_m3_vl")
 
 ALL_FAMILIES = FAMILIES | _MORE

@@ -112,7 +112,7 @@ class Config:
 
     def expect(self, name: str, *expected: object) -> None:
         """Raise CheckpointError if `name` is present with a value that is none of `expected`."""
-        value = self._values.get(name, expected[0])
+        value = self._single(name) if name in self._values else expected[0]
         if value not in expected:
             raise self.error(f"{name}: expected {' or '.join(map(repr, expected))}, got {shown(value)}")
 

@@ -52,6 +52,22 @@ _MINIMAX_M3 = Family(
     inside=("text_config",),
 )
 
+_STEP3 = Family(
+    models="Step-3.7-Flash",
+    router=Router("sigmoid", always=True, scale=1.0),
+    names=names(
+        "moe",
+        bias="router_bias",
+        shared=".share_expert",
+        stacked=("gate_proj.weight", "up_proj.weight", "down_proj.weight"),
+    ),
+    shared=Shared(size_key="share_expert_dim"),
+    activation=clamped_by_layer,
+    layers=from_layer(3),
+    expects={"use_moe_router_bias": True, "mlp_bias": False},
+    inside=("text_config",),
+)
+
 SIGMOID = {
     "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_v32": replace(_DEEPSEEK_V3, models="DeepSeek-V3.2"),
@@ -166,21 +182,8 @@ SIGMOID = {
         activation=routed_clamped,
         next_token=False,
     ),
-    "step3p7": Family(
-        models="Step-3.7-Flash",
-        router=Router("sigmoid", always=True, scale=1.0),
-        names=names(
-            "moe",
-            bias="router_bias",
-            shared=".share_expert",
-            stacked=("gate_proj.weight", "up_proj.weight", "down_proj.weight"),
-        ),
-        shared=Shared(size_key="share_expert_dim"),
-        activation=clamped_by_layer,
-        layers=from_layer(3),
-        expects={"use_moe_router_bias": True, "mlp_bias": False},
-        inside=("text_config",),
-    ),
+    "step3p5": replace(_STEP3, models="Step-3.5-Flash", inside=()),
+    "step3p7": _STEP3,
     "minimax_m3": _MINIMAX_M3,
     "minimax_m3_vl": replace(_MINIMAX_M3, models="MiniMax-M3 with vision"),
     "deepseek_v4": Family(

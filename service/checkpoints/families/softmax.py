@@ -22,6 +22,14 @@ _QWEN2 = replace(
 )
 _OLMOE = Family(models="OLMoE", router=_BY_CONFIG, names=names("mlp"), intermediate="intermediate_size")
 
+_MISTRAL4 = Family(
+    models="Mistral 4",
+    router=Router("softmax", scale=1.0, groups=(1, 1)),
+    names=names("mlp", shared="shared_experts"),
+    shared=Shared(),
+    layers=from_layer(0),
+)
+
 SOFTMAX = {
     "mixtral": Family(
         models="Mixtral",
@@ -62,13 +70,8 @@ SOFTMAX = {
         nulls={"n_group": 1, "topk_group": 1, "norm_topk_prob": False},
         methods=("greedy", "group_limited_greedy"),
     ),
-    "mistral4": Family(
-        models="Mistral 4",
-        router=Router("softmax", scale=1.0, groups=(1, 1)),
-        names=names("mlp", shared="shared_experts"),
-        shared=Shared(),
-        layers=from_layer(0),
-    ),
+    "mistral4": _MISTRAL4,
+    "mistral3": replace(_MISTRAL4, models="Mistral Small 4", inside=("text_config",)),
     "hunyuan_v1_moe": Family(
         models="Hunyuan-A13B",
         router=_ALWAYS,

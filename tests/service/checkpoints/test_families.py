@@ -156,10 +156,13 @@ def test_wrong_lists_and_rules_are_refused(changes: dict[str, Any], message: str
 
 def test_a_list_of_equal_values_is_one_value(tmp_path: Path) -> None:
     """Hunyuan-A13B's config.json has an entry for each layer."""
-    config = _CONFIG | {"model_type": "hunyuan_v1_moe", "moe_topk": [3] * 4, "num_experts_per_tok": 3}
+    config = _CONFIG | {"model_type": "hunyuan_v1_moe", "moe_topk": [3] * 4, "num_shared_expert": [1] * 4}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_model(tmp_path).top_k == 3
-    edit_json(tmp_path / "config.json", moe_topk=[3, 3, 3, 4])
+    edit_json(tmp_path / "config.json", num_shared_expert=[1, 1, 2, 1])
+    with pytest.raises(CheckpointError, match=r"num_shared_expert: expected 1, got \[1, 1, 2, 1\]"):
+        read_model(tmp_path)
+    edit_json(tmp_path / "config.json", num_shared_expert=1, moe_topk=[3, 3, 3, 4])
     with pytest.raises(CheckpointError, match="num_experts_per_tok and moe_topk: expected the same value"):
         read_model(tmp_path)
 
