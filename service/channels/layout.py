@@ -45,6 +45,7 @@ REASON_CODES: dict[Reason, int] = {
     "queue_timeout": 6,
     "shutting_down": 7,
     "not_ready": 8,
+    "unknown_model": 9,
 }
 
 

@@ -42,8 +42,13 @@ class ModelMetadata(BaseModel):
 class ModelIndexEntry(BaseModel):
     name: str
     version: str
-    state: Literal["READY", "UNAVAILABLE"]
+    state: Literal["READY", "LOADING", "UNLOADING", "UNAVAILABLE"]
     reason: str
+
+
+class ModelStateResponse(BaseModel):
+    name: str
+    state: Literal["READY", "LOADING", "UNLOADING", "UNAVAILABLE"]
 
 
 class PartitionInfo(BaseModel):

@@ -12,7 +12,7 @@ from torch import Tensor
 from expertd.kernels import resolve_backend
 from expertd.service.checkpoints import CheckpointError, models_of
 from expertd.service.checkpoints.weights import read_layer
-from expertd.service.engine.loading import LoadCancelledError, layer_of
+from expertd.service.engine.layers import LoadCancelledError, layer_of
 from expertd.service.moe.layer import MoELayer
 from expertd.service.settings.served import CheckpointSettings
 from tests.families import EXPERTS, FAMILIES, HIDDEN, INTERMEDIATE

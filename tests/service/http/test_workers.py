@@ -211,3 +211,18 @@ def test_metrics_are_sums_over_the_processes(tmp_path: Path) -> None:
         assert len({family.name for family in families}) == len(
             re.findall("^# TYPE", server.get("/metrics").text, re.M)
         )
+
+
+def test_models_are_loaded_and_unloaded_behind_the_processes(tmp_path: Path) -> None:
+    with server_process(two_processes(), tmp_path) as server, ExitStack() as stack:
+        socks = connected(stack, server, 4)
+        expected = [asked(sock, GOOD).body for sock in socks]
+        base = f"http://{server.url}/v2/repository/models/tiny"
+        for _ in range(2):
+            assert httpx.post(f"{base}/unload").status_code == 200
+            refused = [asked(sock, GOOD) for sock in socks]
+            assert [answer.status for answer in refused] == [404] * 4
+            assert b"model tiny: expected a loaded one, got it unloaded" in refused[0].body
+            assert httpx.get(f"http://{server.url}/v2/models/tiny").status_code == 404
+            assert httpx.post(f"{base}/load").status_code == 200
+            assert [asked(sock, GOOD).body for sock in socks] == expected
