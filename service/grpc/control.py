@@ -76,7 +76,7 @@ CALLS: dict[str, Control] = {
     "ServerLive": Control("GET", "/v2/health/live"),
     "ServerReady": Control("GET", "/v2/health/ready"),
     "ServerMetadata": Control("GET", "/v2"),
-    "ModelReady": Control("GET", f"{_MODEL}/ready"),
+    "ModelReady": Control("GET", f"{_MODEL}/ready", wrap=lambda answer: {"ready": answer["ready"]}),
     "ModelMetadata": Control("GET", _MODEL),
     "ModelConfig": Control("GET", f"{_MODEL}/config", wrap=lambda answer: {"config": answer}),
     "ModelStatistics": Control("GET", "/v2/models/stats", f"{_MODEL}/stats"),

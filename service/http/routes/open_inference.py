@@ -12,6 +12,7 @@ from expertd.service.http.routes.documentation import INFER_REQUEST, INFER_RESPO
 from expertd.service.http.routes.schemas import (
     LiveResponse,
     ModelMetadata,
+    ModelReadyResponse,
     ReadyResponse,
     ServerMetadata,
     TensorMetadata,
@@ -58,19 +59,19 @@ def protocol_router(engine: Engine) -> APIRouter:
         """Inputs and outputs of a model."""
         return _metadata(engine.served(model, version))
 
-    @router.get("/models/{model}/ready", response_model=ReadyResponse, responses=errors(404, 503))
-    async def model_ready(model: ModelName) -> dict[str, bool]:
+    @router.get("/models/{model}/ready", response_model=ModelReadyResponse, responses=errors(404, 503))
+    async def model_ready(model: ModelName) -> dict[str, Any]:
         """200 when the model is ready."""
-        engine.check_ready(engine.model(model).name)
-        return {"ready": True}
+        return _ready(engine, engine.model(model))
 
     @router.get(
-        "/models/{model}/versions/{version}/ready", response_model=ReadyResponse, responses=errors(404, 503)
+        "/models/{model}/versions/{version}/ready",
+        response_model=ModelReadyResponse,
+        responses=errors(404, 503),
     )
-    async def model_version_ready(model: ModelName, version: Version) -> dict[str, bool]:
+    async def model_version_ready(model: ModelName, version: Version) -> dict[str, Any]:
         """200 when the model is ready."""
-        engine.check_ready(engine.model(model, version).name)
-        return {"ready": True}
+        return _ready(engine, engine.model(model, version))
 
     infer_responses: dict[int | str, dict[str, Any]] = {
         200: INFER_RESPONSE,
@@ -90,6 +91,11 @@ def protocol_router(engine: Engine) -> APIRouter:
         raise AssertionError("ExpertApp answers infer requests before its routes do")
 
     return router
+
+
+def _ready(engine: Engine, spec: LayerSpec) -> dict[str, Any]:
+    engine.check_ready(spec.name)
+    return {"name": spec.name, "ready": True}
 
 
 def _metadata(spec: LayerSpec) -> dict[str, Any]:

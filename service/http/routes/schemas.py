@@ -25,6 +25,11 @@ class ReadyResponse(BaseModel):
     ready: Literal[True]
 
 
+class ModelReadyResponse(BaseModel):
+    name: str
+    ready: Literal[True]
+
+
 class TensorMetadata(BaseModel):
     name: str
     datatype: str
