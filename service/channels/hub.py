@@ -252,7 +252,7 @@ class ChannelHub:
         # The masked layout needs ids that are checked, which those in a GPU's memory are not.
         routed = in_host_memory or not spec.host_routing
         validate = partial(self._engine.validate, name)  # by its name: another runner may be loaded later
-        return ChannelModel(name, spec.hidden_size, spec.top_k, validate, routed)
+        return ChannelModel(name, spec.hidden_size, spec.top_k, validate, routed, spec.takes_fp8)
 
     def _forget(self, model: str) -> None:
         """Have channels keep nothing of the graphs of a model that is unloaded."""

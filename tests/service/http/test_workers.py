@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.service.apps import HIDDEN, NUM_EXPERTS, TOP_K, binary_request, hidden_request, rows
 from tests.service.http.processes import GOOD, asked, connected, samples, two_processes, workers_of
+from tests.service.http.test_fp8 import fp8_request, quantized
 from tests.service.processes import ServerProcess, server_process
 from tests.service.shm import shm_file
 from tests.service.sockets import INFER, ask, connect, head, infer, read_answer
@@ -76,6 +77,7 @@ def test_the_answers_are_those_of_one_process(server: ServerProcess, single: Ser
         routed(np.full((2, 2), 1), "INT64", 2),
         routed(np.full((2, 2), NUM_EXPERTS + 2**32), "INT64", 2),
         routed(np.full((2, 2), -1, np.int32), "INT32", 2),
+        infer(*fp8_request(*quantized(5)[:2])),
         infer(b"{", 1),
         GOOD.replace(b"/tiny/", b"/nobody/"),
     ]
