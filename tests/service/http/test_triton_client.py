@@ -218,7 +218,7 @@ def test_concurrent_requests_get_their_own_rows(client: Any, runner: Runner) -> 
             "tiny",
             lambda: [tensor(rows(1).astype(np.int32), datatype="INT32")],
             "400",
-            "datatype of input hidden_states: expected BF16, FP16 or FP32, got 'INT32'",
+            "datatype of input hidden_states: expected BF16, FP16, FP32, FP8 or UINT8, got 'INT32'",
         ),
         ("tiny", lambda: [tensor(rows(65))], "400", "at most 64 tokens, got 65"),
         ("tiny", lambda: [tensor(rows(4096))], "413", "at most 1048576 bytes"),
