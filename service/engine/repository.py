@@ -21,6 +21,7 @@ from expertd.service.engine.errors import (
 )
 from expertd.service.engine.layers import LoadCancelledError
 from expertd.service.engine.loading import Loaded, Models
+from expertd.service.engine.steps import Runner
 from expertd.service.settings.model import Settings
 from expertd.service.settings.served import ModelSettings
 
@@ -143,10 +144,7 @@ class Repository:
         began, refusal = time.perf_counter(), None
         state, self._states[name] = self._states[name], ModelState("LOADING")
         try:
-            await scheduler.between_steps(partial(models.check_memory, model))
-            layer = await self._read(models, model)
-            runner = await scheduler.between_steps(partial(models.add, model, layer))
-            scheduler.add_runner(name, runner, model.weight)
+            scheduler.add_runner(name, await self._made(models, model), model.weight)
             state = READY
         except Exception as error:
             refusal = _refusal(name, error)
@@ -154,10 +152,15 @@ class Repository:
                 state = ModelState("UNAVAILABLE", "loading failed")
         finally:
             self._states[name] = state
-        if refusal is not None:  # outside the handler, whose error refers to tensors
+        if refusal is not None:  # outside the handler, whose error refers to the layer
             await scheduler.between_steps(models.collect)
             raise refusal
         logger.info("loaded model %s in %.1f s", name, time.perf_counter() - began)
+
+    async def _made(self, models: Models, model: ModelSettings) -> Runner:
+        await self._scheduler.between_steps(partial(models.check_memory, model))
+        layer = await self._read(models, model)
+        return await self._scheduler.between_steps(partial(models.add, model, layer))
 
     async def _read(self, models: Models, model: ModelSettings) -> Any:
         """The layer, read by a thread of its own that does not keep the process from ending."""
@@ -204,7 +207,7 @@ def _refusal(name: str, error: Exception) -> EngineError:
     if isinstance(error, LoadCancelledError):
         return SchedulerClosedError("the server is shutting down")
     is_sentence = isinstance(error, (ValueError, OSError, MemoryError))
-    logger.error("loading model %s failed: %s", name, error, exc_info=None if is_sentence else error)
+    logger.error("loading model %s failed: %s", name, str(error), exc_info=None if is_sentence else error)
     if isinstance(error, MemoryError):
         return RepositoryRefusedError(str(error))
     return LoadFailedError(f"model {name}: loading failed: see the server's log")

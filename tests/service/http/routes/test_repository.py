@@ -165,6 +165,22 @@ async def test_a_file_that_cannot_be_read_is_a_failure_whose_reason_is_in_the_lo
         assert output_of(await infer(server, "tiny")).shape == (3, 128)
 
 
+async def test_a_layer_that_fails_its_first_step_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers: list[weakref.ref[Any]] = []
+
+    def fail(runner: Any, *_: object) -> None:
+        layers.append(weakref.ref(runner.layer.weights.gate_up.data))
+        raise ValueError("no such step")  # whose traceback is not logged, and so not kept by pytest
+
+    async with two_models() as server:
+        monkeypatch.setattr(local_models, "_first_steps", fail)
+        error_of(await change(server, "load"), 500)
+        gc.collect()
+        assert layers[0]() is None
+        monkeypatch.undo()
+        assert (await change(server, "load")).status_code == 200
+
+
 async def test_a_checkpoint_layer_is_loaded_at_run_time(tmp_path: Path) -> None:
     from expertd.service.checkpoints import resolve_checkpoints
 
