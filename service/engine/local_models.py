@@ -14,6 +14,7 @@ from expertd.service.moe.base import Layer
 from expertd.service.moe.batch import FLOATS
 from expertd.service.moe.capture import GraphPool
 from expertd.service.moe.device import free_device_bytes
+from expertd.service.moe.host_memory import give_back_freed
 from expertd.service.moe.needs import Needs, needs_of, staging_bytes
 from expertd.service.moe.out_of_memory import in_one_sentence
 from expertd.service.moe.request import zero_request
@@ -86,6 +87,8 @@ class LocalModels:
             layer = self._make_layer(model, self._backend, self._device, cancelled)
             if stream is not None:
                 stream.synchronize()
+            else:  # so that the first step on the worker thread has its matrices
+                _first_steps(LayerRunner(layer, self._device), model, self._limits.max_request_tokens)
             return layer
 
     def add(self, model: ModelSettings, layer: Layer) -> LayerRunner:
@@ -112,6 +115,8 @@ class LocalModels:
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+        else:
+            give_back_freed()
 
     def capture(self, cancelled: Cancelled) -> None:
         """Capture the CUDA graphs of all models, again after partitions were replaced."""

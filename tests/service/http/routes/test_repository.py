@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import json
+import mmap
 import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -208,6 +209,23 @@ async def test_unloading_frees_the_layer() -> None:
             gc.collect()
             assert weights() is None
             assert list(server.app.engine.loaded.runners) == ["tiny"]
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+async def test_unloading_returns_memory_to_the_system() -> None:
+    large = {**OTHER, "hidden_size": 1024, "intermediate_size": 512, "num_experts": 32, "load": False}
+    async with serving(tiny_settings(models=[MODEL, large])) as server:
+        await change(server, "load")  # loads what any layer needs, too
+        await change(server, "unload")
+        before = resident_bytes()
+        await change(server, "load")
+        loaded = resident_bytes() - before
+        await change(server, "unload")
+        assert loaded > 3 * 32 * 1024 * 512 * 3 // 2, "in FP8 and bf16"
+        assert resident_bytes() - before < loaded / 4
 
 
 class HeldModels:
