@@ -23,7 +23,8 @@ def main() -> None:
     import torch
 
     from expertd.kernels import Backend
-    from expertd.service.engine.loading import Cancelled, layer_of, load
+    from expertd.service.engine.layers import Cancelled, layer_of
+    from expertd.service.engine.loading import load
     from expertd.service.http.server import serve
     from expertd.service.moe.layer import MoELayer
     from expertd.service.settings.model import Settings

@@ -18,7 +18,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from expertd.layout import Layout
-from expertd.service.engine.loading import Cancelled, Loaded
+from expertd.service.engine.layers import Cancelled
+from expertd.service.engine.loading import Loaded
 from expertd.service.http.server import serve
 from expertd.service.memory import Buffer, Span, host_view
 from expertd.service.moe.request import LayerRequest, Output, StepResult

@@ -21,7 +21,7 @@ import torch
 from benchmarks.timing import expect_gpu, header
 from expertd.kernels import Routing, resolve_backend
 from expertd.service.engine.batching import Scheduler
-from expertd.service.engine.loading import capture_graphs
+from expertd.service.engine.local_models import capture_graphs
 from expertd.service.memory import Buffer, Span
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.request import LayerRequest, Output, StepResult

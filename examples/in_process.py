@@ -7,7 +7,7 @@ from torch import Tensor
 
 from expertd.kernels import resolve_backend
 from expertd.service.checkpoints import models_of
-from expertd.service.engine.loading import layer_of
+from expertd.service.engine.layers import layer_of
 from expertd.service.moe.layer import MoELayer
 from expertd.service.settings.served import CheckpointSettings
 

@@ -9,6 +9,7 @@ from expertd.kernels.ops.quantize import (
     Quantized,
     dequantize_blocks,
     dequantize_rows,
+    expand_rows,
     quantize_blocks,
     quantize_rows,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "compute_permutation",
     "dequantize_blocks",
     "dequantize_rows",
+    "expand_rows",
     "fused_experts",
     "grouped_gemm_contiguous",
     "grouped_gemm_masked",

@@ -58,6 +58,7 @@ TORCH_FREE = (
     "expertd.service.moe.placement",
     "expertd.service.moe.request",
     "expertd.service.moe.shape",
+    "expertd.service.moe.tensor_file",
     "expertd.service.moe.weights_file",
     "expertd.service.settings.loader",
 )

@@ -9,7 +9,7 @@ import torch
 from benchmarks.make_checkpoint import make_checkpoint
 from expertd.kernels import resolve_backend
 from expertd.service.checkpoints import CheckpointError, models_of
-from expertd.service.engine.loading import layer_of
+from expertd.service.engine.layers import layer_of
 from expertd.service.settings.served import CheckpointSettings
 from tests.families import FAMILIES, HIDDEN, quiet_transformers
 

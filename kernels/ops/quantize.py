@@ -9,6 +9,7 @@ from expertd.kernels.ops.chunks import row_chunks
 from expertd.limits import SCALE_BLOCK
 
 E4M3_MAX = 448.0
+_LARGEST_BITS = 0x7E  # of it, without the sign
 # Below this a scale would be subnormal, which a GPU may flush to zero; such blocks get the smallest normal.
 _MIN_AMAX = E4M3_MAX * torch.finfo(torch.float32).tiny
 
@@ -87,6 +88,24 @@ def dequantize_rows(data: Tensor, scales: Tensor, dtype: torch.dtype = torch.flo
         _split_columns(rows).mul_(scales_part.unsqueeze(-1))
         out_part.copy_(rows)
     return out
+
+
+def expand_rows(data: Tensor, scales: Tensor) -> Tensor:
+    """fp32 rows [T, K] that `quantize_rows` turns into data e4m3 [T, K] and scales fp32 [T, K/128] again.
+
+    That holds bit for bit for what `quantize_rows` has made, because the values of a block's largest elements
+    (448) are chosen so that it finds the same scale; others are data times scales. With scales of any other
+    origin, all are that, up to rounding. Raises ValueError.
+    """
+    rows = dequantize_rows(data, scales)
+    largest = scales * E4M3_MAX
+    for step in (1, -1, 2, -2):  # fp32 numbers away: multiplying by 448 and by 1/448 rounds twice
+        near = (scales * E4M3_MAX).view(torch.int32).add_(step).view(torch.float32)
+        is_wrong = torch.mul(largest, 1 / E4M3_MAX) != scales
+        largest = torch.where(is_wrong & (torch.mul(near, 1 / E4M3_MAX) == scales), near, largest)
+    blocks, bits = _split_columns(rows), _split_columns(data.view(torch.uint8))
+    blocks.copy_(torch.where((bits & 0x7F) == _LARGEST_BITS, largest.unsqueeze(-1).copysign(blocks), blocks))
+    return rows
 
 
 def dequantize_blocks(data: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

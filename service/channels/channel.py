@@ -61,6 +61,13 @@ class Channel(OpenChannel):
         for pending in cancelled:
             self._scheduler.cancel(pending, ClosedError("the caller has cancelled the request"))
 
+    def forget_requests(self, model: str) -> None:
+        """Keep no former request to `model`, which may refer to its graphs; safe from any thread."""
+        with self._lock:
+            for slot in self._slots:
+                if slot.line is not None and slot.line.model.name == model:
+                    slot.request = None
+
     def _cancelled(self) -> list[Pending]:
         """The queued requests that the caller has cancelled. The caller of this holds the lock."""
         self._cancels = self._words[_CANCELS]

@@ -63,6 +63,7 @@ class ChannelHub:
         self._freeing: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0  # of the event loop
+        engine.repository.on_unload = self._forget
         metrics.watch_channels(lambda: (len(self.listed), self.used_bytes))
 
     def start(self) -> None:
@@ -250,5 +251,11 @@ class ChannelHub:
         spec = self._engine.model(name)
         # The masked layout needs ids that are checked, which those in a GPU's memory are not.
         routed = in_host_memory or not spec.host_routing
-        validate = self._engine.scheduler.runner(name).validate
-        return ChannelModel(name, spec.hidden_size, spec.top_k, validate, routed)
+        validate = partial(self._engine.validate, name)  # by its name: another runner may be loaded later
+        return ChannelModel(name, spec.hidden_size, spec.top_k, validate, routed, spec.takes_fp8)
+
+    def _forget(self, model: str) -> None:
+        """Have channels keep nothing of the graphs of a model that is unloaded."""
+        for entry in list(self.entries.values()):
+            if model in entry.channel.models:
+                entry.channel.forget_requests(model)

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Self
 
 from expertd.service.engine.refusals import Reason
+from expertd.service.moe.request import FP8
 
 MAGIC = b"expertd\0"
 VERSION = 2
@@ -33,7 +34,8 @@ TIMES_OFFSET = 24  # in the answer line: queue_ns, compute_ns, and the sequence 
 SEQUENCE_BYTES = 8
 
 DATATYPES = {1: ("BF16", 2), 2: ("FP16", 2), 3: ("FP32", 4)}  # code -> name, bytes
-DATATYPE_CODES = {name: code for code, (name, _) in DATATYPES.items()}
+FP8_CODE = 4  # of hidden states alone: rows of `expertd.service.moe.request.row_bytes`
+DATATYPE_CODES = {name: code for code, (name, _) in DATATYPES.items()} | {FP8: FP8_CODE}
 ROUTED = 1  # the only flag: topk_ids and topk_weights are given
 # Why a request has no output; 0: it has one.
 REASON_CODES: dict[Reason, int] = {
@@ -45,6 +47,7 @@ REASON_CODES: dict[Reason, int] = {
     "queue_timeout": 6,
     "shutting_down": 7,
     "not_ready": 8,
+    "unknown_model": 9,
 }
 
 

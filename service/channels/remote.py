@@ -31,6 +31,7 @@ from expertd.service.channels.layout import (
 from expertd.service.engine.errors import (
     DeviceLostError,
     EngineError,
+    ModelUnloadedError,
     NotReadyError,
     QueueFullError,
     QueueTimeoutError,
@@ -226,6 +227,8 @@ class RemoteEngine:
         )
         if status == 400:
             return RequestRefusedError(text)
+        if status == 404:
+            return ModelUnloadedError(text)
         if status == 499:
             return call.error or SchedulerClosedError(text)
         if reason == REASON_CODES["queue_full"]:

@@ -4,11 +4,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
-from expertd.service.channels.layout import ALIGNMENT, DATATYPES, REQUEST, ROUTED, Geometry
+from expertd.service.channels.layout import ALIGNMENT, DATATYPE_CODES, DATATYPES, REQUEST, ROUTED, Geometry
 from expertd.service.engine.refusals import Reason
 from expertd.service.engine.steps import DEFAULT_PRIORITY, LAST_PRIORITY
 from expertd.service.memory import Span, host_view
-from expertd.service.moe.request import LayerRequest, Signal
+from expertd.service.moe.request import FP8, LayerRequest, Signal, row_bytes
+
+_NAMES = {code: name for name, code in DATATYPE_CODES.items()}
 
 
 class InvalidRequestError(Exception):
@@ -20,13 +22,14 @@ class InvalidRequestError(Exception):
 
 
 class ChannelModel(NamedTuple):
-    """A model of a channel; routed: whether routing is accepted."""
+    """A model of a channel; routed: whether routing is accepted, takes_fp8: whether FP8 is."""
 
     name: str
     hidden_size: int
     top_k: int
     validate: Callable[[LayerRequest], None]
     routed: bool
+    takes_fp8: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +67,10 @@ class RequestReader:
         if num_tokens > geometry.max_tokens:
             text = f"num_tokens: expected at most {geometry.max_tokens}, got {num_tokens}"
             raise InvalidRequestError(text, "too_many_tokens")
-        if code not in DATATYPES or output_code not in DATATYPES:
-            name, got = ("datatype", code) if code not in DATATYPES else ("output_datatype", output_code)
-            _refuse(f"{name}: expected 1, 2 or 3, got {got}")
+        if code not in _NAMES:
+            _refuse(f"datatype: expected 1, 2, 3 or 4, got {code}")
+        if output_code not in DATATYPES:
+            _refuse(f"output_datatype: expected 1, 2 or 3, got {output_code}")
         if flags & ~ROUTED:
             _refuse(f"flags: expected 0 or 1, got {flags}")
         if priority > LAST_PRIORITY:
@@ -76,10 +80,13 @@ class RequestReader:
         model = self._models[number]
         if flags and not model.routed:
             _refuse("flags: expected 0 (a masked layout needs routing in host memory), got 1")
-        (datatype, size), (output_datatype, output_size) = DATATYPES[code], DATATYPES[output_code]
+        datatype, (output_datatype, output_size) = _NAMES[code], DATATYPES[output_code]
+        if datatype == FP8 and not model.takes_fp8:
+            _refuse("datatype: expected 1, 2 or 3 (the layer is shared by several ranks), got 4")
         rows, routing = num_tokens * model.hidden_size, num_tokens * model.top_k * 4
         ids = weights = None
-        hidden_states = self._part("hidden_states", offsets[0], rows * size)
+        num_bytes = num_tokens * row_bytes(datatype, model.hidden_size)
+        hidden_states = self._part("hidden_states", offsets[0], num_bytes)
         output = self._part("output", offsets[3], rows * output_size)
         if flags:
             ids = self._part("topk_ids", offsets[1], routing)

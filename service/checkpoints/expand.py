@@ -104,6 +104,7 @@ def _settings(
         "datatype": checkpoint.datatype,
         "masked_max_tokens": checkpoint.masked_max_tokens,
         "partition": checkpoint.partition,
+        "load": checkpoint.load,
         "weight": checkpoint.weight,
     }
     try:

@@ -9,10 +9,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from safetensors import SafetensorError, safe_open
-
 from expertd.service.checkpoints.config import CheckpointError, read_json_object
-from expertd.service.files import check_readable, why_unreadable
+from expertd.service.files import why_unreadable
+from expertd.service.moe.tensor_file import TensorFile, TensorFileError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FILE_NAME = re.compile(r"[A-Za-z0-9_.-]+\.safetensors")
@@ -30,11 +29,10 @@ class Stored:
 
 
 class OpenFiles:
-    """Memory-mapped safetensors files by path, opened on first use and closed together."""
+    """Safetensors files by path, opened on first use and closed together."""
 
-    def __init__(self, framework: str) -> None:
-        self._framework = framework
-        self._files: dict[Path, Any] = {}
+    def __init__(self) -> None:
+        self._files: dict[Path, TensorFile] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -43,24 +41,20 @@ class OpenFiles:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for file in self._files.values():
-            file.__exit__(kind, error, trace)
+            file.close()
         self._files.clear()
 
     def __iter__(self) -> Iterator[Path]:
         """The files that have been opened."""
         return iter(self._files)
 
-    def __getitem__(self, path: Path) -> Any:
+    def __getitem__(self, path: Path) -> TensorFile:
         """The file at `path`. Raises CheckpointError if it cannot be read or is truncated."""
         if path not in self._files:
             try:
-                check_readable(path)
-            except ValueError as error:
+                self._files[path] = TensorFile(path)
+            except TensorFileError as error:
                 raise CheckpointError(str(error)) from error
-            try:
-                self._files[path] = safe_open(path, framework=self._framework)
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"{path}: expected a safetensors file, got: {error}") from error
         return self._files[path]
 
 
@@ -69,23 +63,20 @@ class TensorFiles:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._open = OpenFiles("np")  # headers only, without importing torch
+        self._open = OpenFiles()
         self._sorted: dict[Path, list[str]] = {}  # the names in each opened file
 
     def find(self, name: str) -> Stored:
         """Find a tensor. Raises CheckpointError, with its name, if it is missing."""
         path = self._path(name)
-        if not _contains(self._names(path), name):
+        tensor = self._open[path].tensors.get(name)
+        if tensor is None:
             raise CheckpointError(f"{path}: expected tensor {name}, got none with that name")
-        try:
-            tensor = self._open[path].get_slice(name)
-        except SafetensorError as error:
-            raise CheckpointError(f"{path}: {name}: expected a readable tensor, got: {error}") from error
-        return Stored(path, name, tensor.get_dtype(), tuple(tensor.get_shape()))
+        return Stored(path, name, tensor.dtype, tensor.shape)
 
     def has(self, name: str) -> bool:
         """Whether the index, or the single file, has a tensor `name`. Raises CheckpointError."""
-        return _contains(self._names(self._single), name) if self._index is None else name in self._index
+        return name in (self._open[self._single].tensors if self._index is None else self._index)
 
     def under(self, prefix: str) -> set[str]:
         """The names that begin with `prefix`: in the index, and in the files that have been opened."""
@@ -97,7 +88,7 @@ class TensorFiles:
     def _names(self, path: Path) -> list[str]:
         """The names in the file at `path`, sorted."""
         if path not in self._sorted:
-            self._sorted[path] = sorted(self._open[path].keys())
+            self._sorted[path] = sorted(self._open[path].tensors)
         return self._sorted[path]
 
     def __enter__(self) -> Self:
@@ -143,11 +134,6 @@ class TensorFiles:
             got = f"pickles, which are never loaded ({pickles[0]})" if pickles else "neither"
             raise CheckpointError(f"{self.directory}: expected {INDEX} or {SINGLE}, got {got}")
         return path
-
-
-def _contains(names: list[str], name: str) -> bool:
-    at = bisect_left(names, name)
-    return at < len(names) and names[at] == name
 
 
 def _beginning(names: list[str], prefix: str) -> Iterator[str]:

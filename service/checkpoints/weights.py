@@ -1,10 +1,8 @@
-"""Reads the weights of one MoE layer from a checkpoint's memory-mapped files."""
+"""Reads the weights of one MoE layer from a checkpoint's files."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from expertd.kernels import Quantized, quantize_blocks
@@ -13,6 +11,8 @@ from expertd.service.checkpoints import CheckpointError, LayerSource, Matrix
 from expertd.service.checkpoints.decode import decode, quantize_by_powers
 from expertd.service.checkpoints.encodings import Encoding
 from expertd.service.checkpoints.files import OpenFiles, Stored
+from expertd.service.checkpoints.parts import PartReader
+from expertd.service.moe.tensor_reader import TensorReader
 from expertd.service.moe.weights import ExpertWeights
 
 BytesRead = Callable[[int], None]
@@ -32,10 +32,11 @@ def read_layer(source: LayerSource, device: torch.device | str, progress: BytesR
     gate, _, down = source.groups[0]
     h, i, num_groups = len(gate.columns), len(gate.rows), len(source.groups)
     gate_up_out, down_out = _empty(num_groups, 2 * i, h, device), _empty(num_groups, h, i, device)
-    with OpenFiles("pt") as files, _file_changes_refused():
-        router = _plain(files, source.router).to(device)
+    with OpenFiles() as files, TensorReader() as tensors:
+        reader = PartReader(files, tensors, torch.device(device))
+        router = _plain(reader, source.router)
         bias, shared_gate = (
-            None if tensor is None else _plain(files, tensor).flatten().to(device)
+            None if tensor is None else _plain(reader, tensor).flatten()
             for tensor in (source.router_bias, source.shared_gate)
         )
         for group, (gate, up, down) in enumerate(source.groups):
@@ -44,37 +45,27 @@ def read_layer(source: LayerSource, device: torch.device | str, progress: BytesR
                 (up, _rows(gate_up_out, group, i, i)),
                 (down, _rows(down_out, group, 0, h)),
             ):
-                _read(files, matrix, out)
+                _read(reader, matrix, out)
                 progress(matrix.num_bytes)
     return ExpertWeights(router, gate_up_out, down_out, bias, shared_gate)
 
 
-@contextmanager
-def _file_changes_refused() -> Iterator[None]:
-    try:
-        yield
-    except SafetensorError as error:
-        raise CheckpointError(f"checkpoint: expected unchanged files, got: {error}") from error
-
-
-def _read(files: OpenFiles, matrix: Matrix, out: Quantized) -> None:
+def _read(reader: PartReader, matrix: Matrix, out: Quantized) -> None:
     encoded = matrix.encoded
-    if not encoded.encoding.is_native:
-        whole = decode(encoded, lambda tensor: files[tensor.file].get_tensor(tensor.name), out.data.device)
-        quantize = quantize_by_powers if encoded.encoding.has_powers else quantize_blocks
-        data, scales = quantize(whole[_slice(matrix.rows), _slice(matrix.columns)].contiguous())
-    elif encoded.scales is None:
-        data, scales = quantize_blocks(_part(files, encoded.weight, matrix).to(out.data.device))
+    if encoded.scales is None or not encoded.encoding.is_native:
+        data, scales = _quantized(reader, matrix)
+        out.data.view(torch.uint8).copy_(data.view(torch.uint8))
     else:
-        data = _part(files, encoded.weight, matrix)
+        reader.read_part(encoded.weight, matrix, out.data)
         if encoded.encoding is Encoding.TENSOR:
-            scales = files[encoded.scales.file].get_tensor(encoded.scales.name).reshape(1, 1)
+            scales = reader.whole(encoded.scales).reshape(1, 1)
         else:
-            scales = _part(files, encoded.scales, matrix, SCALE_BLOCK)
+            scales = reader.part(encoded.scales, matrix, SCALE_BLOCK)
     bits = out.data.view(torch.uint8)
-    bits.copy_(data.view(torch.uint8))
     out.scales.copy_(scales.to(torch.float32))  # exact: fp32 can represent bf16 and e8m0 scales
-    if not out.scales.isfinite().all() or ((bits & 0x7F) == 0x7F).any():  # e4m3 has NaN but no infinity
+    # e4m3 has no infinity, and two NaNs: the largest byte and the largest signed one. Reductions are fast.
+    has_nan = bool(bits.amax() == 0xFF) or bool(bits.view(torch.int8).amax() == 0x7F)
+    if has_nan or not out.scales.isfinite().all():
         raise _not_finite(encoded.weight)
     name = f"{encoded.weight.file}: {encoded.weight.name}"
     if (out.scales < 0).any():
@@ -83,17 +74,19 @@ def _read(files: OpenFiles, matrix: Matrix, out: Quantized) -> None:
         raise CheckpointError(f"{name}: expected scales up to {MOST_SCALE:g}, got {largest:g}")
 
 
-def _part(files: OpenFiles, tensor: Stored, matrix: Matrix, unit: int = 1) -> Tensor:
-    """The matrix's part of its weight, or of its scales, of which one stands for `unit` rows and columns."""
-    at = _slice(matrix.rows, unit), _slice(matrix.columns, unit)
-    stored = files[tensor.file].get_slice(tensor.name)
-    at = at[::-1] if matrix.transposed else at
-    part: Tensor = stored[at if matrix.expert is None else (matrix.expert, *at)]
-    return part.t().contiguous() if matrix.transposed else part
+def _quantized(reader: PartReader, matrix: Matrix) -> tuple[Tensor, Tensor]:
+    """Data and scales of a matrix that is not FP8 by blocks in the file."""
+    encoded = matrix.encoded
+    if encoded.encoding.is_native:
+        return quantize_blocks(reader.part(encoded.weight, matrix))
+    whole = decode(encoded, reader.whole, reader.device)
+    quantize = quantize_by_powers if encoded.encoding.has_powers else quantize_blocks
+    rows, columns = (slice(part.start, part.stop) for part in (matrix.rows, matrix.columns))
+    return quantize(whole[rows, columns].contiguous())
 
 
-def _plain(files: OpenFiles, tensor: Stored) -> Tensor:
-    values: Tensor = files[tensor.file].get_tensor(tensor.name).to(torch.float32)
+def _plain(reader: PartReader, tensor: Stored) -> Tensor:
+    values = reader.whole(tensor).to(torch.float32)
     if not values.isfinite().all():
         raise _not_finite(tensor)
     if (largest := float(values.abs().max())) > MOST_ROUTER:
@@ -115,7 +108,3 @@ def _empty(num_groups: int, n: int, k: int, device: torch.device | str) -> Quant
 def _rows(out: Quantized, group: int, first: int, count: int) -> Quantized:
     blocks = slice(first // SCALE_BLOCK, (first + count) // SCALE_BLOCK)
     return Quantized(out.data[group, first : first + count], out.scales[group, blocks])
-
-
-def _slice(part: range, unit: int = 1) -> slice:
-    return slice(part.start // unit, part.stop // unit)

@@ -84,8 +84,26 @@ class Scheduler:
         with self._lock:
             self._queues.limits = limits
 
+    def add_runner(self, model: str, runner: Runner, weight: float = 1.0) -> None:
+        """Serve one more model."""
+        with self._lock:
+            self._queues.add_runner(model, runner, weight)
+
+    def refuse_new(self, model: str) -> None:
+        """Refuse new requests to `model` with ModelUnloadedError; accepted ones are still answered."""
+        with self._lock:
+            self._queues[model].is_closed = True
+
+    def remove_runner(self, model: str) -> bool:
+        """Forget the runner of `model`, between steps; False if requests wait for it."""
+        while self._stepping.chores:  # of its last step
+            self._stepping.chores.popleft()()
+        self._delivery.flush()  # what is reported of steps refers to their layer
+        with self._lock:
+            return self._queues.remove_runner(model)
+
     def runner(self, model: str) -> Runner:
-        """The runner of `model`."""
+        """The runner of `model`. Raises ModelUnloadedError."""
         return self._queues[model].runner
 
     async def between_steps(self, job: Callable[[], T]) -> T:
@@ -216,10 +234,11 @@ class Scheduler:
         """Refuse new requests; accepted ones are still answered."""
         self._closed = True
 
-    def cancel_all(self) -> None:
-        """Answer every queued request with SchedulerClosedError."""
-        for pending in self._queues.all_waiting():
-            self.cancel(pending, SchedulerClosedError("the server is shutting down"))
+    def cancel_all(self, model: str | None = None) -> None:
+        """Answer every queued request, or those to a model, with SchedulerClosedError."""
+        what = "the server is shutting down" if model is None else f"model {model} is being unloaded"
+        for pending in self._queues.all_waiting(model):
+            self.cancel(pending, SchedulerClosedError(what))
 
     @property
     def unanswered(self) -> int:

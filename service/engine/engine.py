@@ -13,6 +13,7 @@ from expertd.kernels.jit import stats as jit_stats
 from expertd.service.engine.batching import Scheduler
 from expertd.service.engine.errors import (
     DeviceLostError,
+    ModelUnloadedError,
     NotReadyError,
     PartitionsRefusedError,
     PartitionsUnavailableError,
@@ -23,11 +24,13 @@ from expertd.service.engine.errors import (
 from expertd.service.engine.lane_control import LaneControl, lane_control
 from expertd.service.engine.lane_metrics import lane_queue_metrics
 from expertd.service.engine.lanes import Lanes, scheduler_of
-from expertd.service.engine.loading import LoadCancelledError, Loaded, Loader, Partitions
+from expertd.service.engine.layers import LoadCancelledError
+from expertd.service.engine.loading import Loaded, Loader, Partitions
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.placement import Placements
 from expertd.service.engine.placement_metrics import placement_metrics
 from expertd.service.engine.queue_metrics import QueueState, queue_metrics
+from expertd.service.engine.repository import Repository
 from expertd.service.engine.shared_memory import SharedMemory
 from expertd.service.engine.spec import MODEL_VERSION, LayerSpec, served, specs_of
 from expertd.service.engine.steps import DEFAULT_PRIORITY, Done, Pending
@@ -62,6 +65,7 @@ class Engine:
         self.phase = Phase.LOADING
         self.models = specs_of(settings)
         self.scheduler = scheduler_of(settings, metrics)
+        self.repository = Repository(settings, self.scheduler.lanes[0])
         self.loaded: Loaded | None = None
         self.arena: Arena | None = None  # of large bodies and outputs, once loaded
         self.shared_memory = SharedMemory(settings.shared_memory)
@@ -98,6 +102,8 @@ class Engine:
             return "the server is starting its HTTP processes"
         if self.loaded is not None and (lost := self.loaded.why_not()) is not None:
             return lost
+        if missing := [model for model in models if not self.repository.serves(model)]:
+            return f"model {missing[0]}: {self.repository.describe(missing[0])}"
         if failing := self._failing(models):
             return f"model {', '.join(failing)}: at least the last {_FAILING_STEPS} steps failed"
         return None
@@ -118,15 +124,22 @@ class Engine:
         return self.phase is Phase.DRAINING
 
     def model(self, name: str, version: str = MODEL_VERSION) -> LayerSpec:
-        """The served model `name`, loaded or not. Raises UnknownModelError if there is none."""
+        """The configured model `name`, loaded or not. Raises UnknownModelError if there is none."""
         return served(self.models, name, version)
 
+    def served(self, name: str, version: str = MODEL_VERSION) -> LayerSpec:
+        """The same, unless it is unloaded at present. Raises UnknownModelError."""
+        spec = self.model(name, version)
+        self.repository.check(name)
+        return spec
+
     def check_loaded(self, model: str) -> None:
-        """Raise NotReadyError during loading, and DeviceLostError while no step can run."""
+        """Raise NotReadyError at start-up, ModelUnloadedError, and DeviceLostError while no step can run."""
         if self.loaded is None:
             raise NotReadyError(f"model {model} is not ready: the server is {self.phase.value}")
         if (lost := self.loaded.why_not()) is not None:
             raise DeviceLostError(f"model {model} is not ready: {lost}")
+        self.repository.check(model)
 
     def check_capacity(self, model: str, caller: int = 0, least_tokens: int = 1) -> None:
         """Raise QueueFullError or SchedulerClosedError if `caller`'s requests would be refused now.
@@ -136,7 +149,7 @@ class Engine:
         self.scheduler.check_capacity(model, least_tokens, caller)
 
     def validate(self, model: str, request: LayerRequest) -> None:
-        """Raise ValueError for invalid routing."""
+        """Raise ValueError for invalid routing, ModelUnloadedError if the model was unloaded meanwhile."""
         self.scheduler.runner(model).validate(request)
 
     def submit(
@@ -180,6 +193,7 @@ class Engine:
         """Refuse new requests after the configured delay; True if all accepted requests are answered."""
         self.begin_drain()
         await asyncio.sleep(self.settings.shutdown_delay_seconds)
+        self.repository.close()
         self.scheduler.poll_sources()
         self.scheduler.close()
         try:
@@ -196,6 +210,7 @@ class Engine:
         self.begin_drain()
         if self._lane_control is not None:
             await self._lane_control.stop()
+        self.repository.close()
         stopped = await asyncio.to_thread(self.scheduler.stop, _STOP_SECONDS)
         if self._watchdog is not None:
             self._watchdog.stop()
@@ -281,12 +296,15 @@ class Engine:
             lane.set_runners(runners, weights)
             await lane.between_steps(loaded.prepare_thread)
         self.loaded, self.arena = loaded, arena
+        self.repository.start(loaded)
         self.shared_memory.start(loaded, arena)
         self._metrics.set_backend(loaded.backend, loaded.device)
         self._lane_control = lane_control(self.settings, self.scheduler, loaded, self._prepare_steps)
         if self.phase is Phase.LOADING:
             self.phase = Phase.READY
-            logger.info("ready: %s on %s, %s", ", ".join(self.models), loaded.device, loaded.backend)
+            logger.info(
+                "ready: %s on %s, %s", ", ".join(loaded.runners) or "no model", loaded.device, loaded.backend
+            )
 
     def _load_all(self) -> tuple[Loaded, Arena]:
         loaded = self._load(self.settings, lambda: self.phase is not Phase.LOADING)
@@ -298,12 +316,13 @@ class Engine:
         self.scheduler.give_up(DeviceLostError(why))
 
     def _failing(self, models: tuple[str, ...]) -> list[str]:
-        return [model for model in models or self.models if self.scheduler.failures(model) >= _FAILING_STEPS]
+        names = [model for model in models or self.models if self.repository.serves(model)]
+        return [model for model in names if self.scheduler.failures(model) >= _FAILING_STEPS]
 
     async def _retry(self, model: str) -> None:
         try:
             for lane in self.scheduler.lanes:
-                if lane.failures(model):
+                if self.repository.serves(model) and lane.failures(model):
                     await self._try(lane, model)
         finally:
             del self._retries[model]
@@ -311,17 +330,22 @@ class Engine:
     async def _try(self, lane: Scheduler, model: str) -> None:
         tried = asyncio.Event()
         request = zero_request(1, self.models[model].hidden_size)
-        with suppress(QueueFullError, SchedulerClosedError):
+        with suppress(QueueFullError, SchedulerClosedError, ModelUnloadedError):
             lane.submit(model, request, lambda _: tried.set())
             await tried.wait()
 
     def _queue_states(self) -> dict[str, QueueState]:
         empty = QueueState(0, 0, 0)
-        return {name: self.scheduler.queue_state(name) if self.loaded else empty for name in self.models}
+        serves = self.repository.serves
+        return {
+            name: self.scheduler.queue_state(name) if self.loaded and serves(name) else empty
+            for name in self.models
+        }
 
     def _lane_metrics(self) -> Iterator[Metric]:
         if isinstance(self.scheduler, Lanes) and self.loaded:
-            yield from lane_queue_metrics(self.scheduler.queue_states(self.models))
+            served = filter(self.repository.serves, self.models)
+            yield from lane_queue_metrics(self.scheduler.queue_states(list(served)))
         if self._lane_control is not None:
             yield from self._lane_control.metrics()
 

@@ -16,6 +16,22 @@ class UnknownModelError(EngineError):
     """No model with that name and version is served."""
 
 
+class ModelUnloadedError(UnknownModelError):
+    """The model is configured, but not loaded."""
+
+
+class RepositoryUnavailableError(EngineError):
+    """Models cannot be loaded and unloaded here; the text says why."""
+
+
+class RepositoryRefusedError(EngineError):
+    """There is no memory for the model; the text has the numbers."""
+
+
+class LoadFailedError(EngineError):
+    """A model could not be loaded; the log says why."""
+
+
 class NotReadyError(EngineError):
     """The server or a model is not ready."""
 

@@ -16,6 +16,7 @@ class Queue:
     step_seconds  smoothed over recent steps
     last_seconds  of the last step of each size
     failures      consecutive steps that raised
+    is_closed     its model is being unloaded: it takes no more requests
     """
 
     def __init__(self, runner: Runner, quantum: int, weight: float = 1.0) -> None:
@@ -28,6 +29,7 @@ class Queue:
         self.step_seconds = 0.0
         self.last_seconds: dict[int, float] = {}
         self.failures = 0
+        self.is_closed = False
         self._quantum = quantum
         self._fair_queues: dict[int, FairQueue] = {}
         self._order: list[int] = []  # the keys of those with requests

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from threading import Lock
 
 from expertd.service.engine.chunks import end_chunk
-from expertd.service.engine.errors import QueueFullError, TooManyRequestsError
+from expertd.service.engine.errors import ModelUnloadedError, QueueFullError, TooManyRequestsError
 from expertd.service.engine.queue import Queue
 from expertd.service.engine.steps import Chunk, Pending, Runner, State
 from expertd.service.moe.request import Output
@@ -44,15 +44,33 @@ class Queues:
         quantum = self.limits.max_batch_tokens
         self._of = {name: Queue(runner, quantum, weights.get(name, 1.0)) for name, runner in runners.items()}
 
+    def add_runner(self, model: str, runner: Runner, weight: float) -> None:
+        """Have an empty queue for one more model."""
+        # A new table: other threads may be reading the old one.
+        self._of = {**self._of, model: Queue(runner, self.limits.max_batch_tokens, weight)}
+
+    def remove_runner(self, model: str) -> bool:
+        """Forget a model without waiting requests; False if there are some."""
+        if self[model].num_requests:
+            return False
+        self._of = {name: queue for name, queue in self._of.items() if name != model}
+        return True
+
     def __getitem__(self, model: str) -> Queue:
-        return self._of[model]
+        """The queue of a loaded model. Raises ModelUnloadedError."""
+        queue = self._of.get(model)
+        if queue is None:
+            raise ModelUnloadedError(f"model {model}: expected a loaded one, got it unloaded")
+        return queue
 
     def check_room(self, model: str, num_tokens: int, caller: int) -> None:
-        """Raise QueueFullError if there is none for a request of `num_tokens`.
+        """Raise QueueFullError if there is none for a request of `num_tokens`, ModelUnloadedError without it.
 
         A caller without requests in a full queue may have one there: others do not shut it out.
         """
-        queue, limits = self._of[model], self.limits
+        queue, limits = self[model], self.limits
+        if queue.is_closed:
+            raise ModelUnloadedError(f"model {model}: expected a loaded one, got it unloading")
         if queue.num_requests >= limits.max_queue_requests:
             waiting = f"{queue.num_requests} requests of at most {limits.max_queue_requests}"
         elif queue.num_tokens + num_tokens > limits.max_queue_tokens:
@@ -114,9 +132,10 @@ class Queues:
                 self.just_ended = True
         return ended
 
-    def all_waiting(self) -> list[Pending]:
-        """The waiting requests of all models."""
-        return [pending for queue in self._of.values() for pending in queue.all()]
+    def all_waiting(self, model: str | None = None) -> list[Pending]:
+        """The waiting requests of a model; None: of all."""
+        queues = [queue for name, queue in self._of.items() if model in (None, name)]
+        return [pending for queue in queues for pending in queue.all()]
 
     def is_alone(self, pending: Pending) -> bool:
         """Whether no other request waits, and this one would be computed in one step."""

@@ -23,24 +23,24 @@ class RunnerSet:
     def __init__(self, lane: Lane, device: torch.device, partitions: "SMPartitions | None") -> None:
         self.runners: dict[str, LayerRunner] = {}
         self._lane, self._device, self._partitions = lane, device, partitions
-        self._staging: Staging | None = None
+        self.staging: Staging | None = None
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            self._staging = Staging(device)
+            self.staging = Staging(device)
             if lane.name:  # else the lanes' steps would be in one stream, without partitions
                 self._stream = torch.cuda.Stream(device, priority=0 if lane.is_prefill else _FIRST)  # type: ignore[no-untyped-call]
 
     def add(self, model: ModelSettings, layer: Layer) -> LayerRunner:
         """Make a runner of `layer`."""
-        if self._staging is not None:
+        if self.staging is not None:
             itemsize, tokens = FLOATS[model.datatype].itemsize, self._lane.limits.max_batch_tokens
-            self._staging.prepare(tokens, model.hidden_size, model.top_k, itemsize)
+            self.staging.prepare(tokens, model.hidden_size, model.top_k, itemsize)
         runner = LayerRunner(
             layer,
             self._device,
             self._partitions,
             self._lane.partition or model.partition,
-            self._staging,
+            self.staging,
             self._stream,
             with_graphs=self._lane.with_graphs,
         )

@@ -17,6 +17,7 @@ class LayerSpec:
 
     max_json_bytes: of the JSON part of a request, and of an output as JSON.
     host_routing: whether the host must see topk_ids and topk_weights, because steps in the masked layout do.
+    takes_fp8: whether hidden states may be FP8; several ranks exchange floats.
     """
 
     name: str
@@ -26,6 +27,7 @@ class LayerSpec:
     max_request_tokens: int
     max_json_bytes: int
     host_routing: bool = False
+    takes_fp8: bool = True
 
 
 def specs_of(settings: Settings) -> dict[str, LayerSpec]:
@@ -39,6 +41,7 @@ def specs_of(settings: Settings) -> dict[str, LayerSpec]:
             max_request_tokens=settings.limits.max_request_tokens,
             max_json_bytes=settings.limits.max_json_bytes,
             host_routing=model.masked_max_tokens > 0,
+            takes_fp8=settings.num_ranks == 1,
         )
         for model in settings.models
     }

@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError
 
 from expertd.service.engine.errors import EngineError
 from expertd.service.engine.spec import MODEL_VERSION
-from expertd.service.grpc.messages import CLASSES
+from expertd.service.grpc.messages import CLASSES, ONEOF
 from expertd.service.http.app import ExpertApp
 from expertd.service.http.bodies import CONTROL_BODY
 from expertd.service.http.errors import http_error
@@ -51,13 +51,32 @@ def _shared_memory(name: str, kind: str, body: Callable[[Any], dict[str, Any]]) 
     }
 
 
+def _repository(what: str) -> Control:
+    path = f"/v2/repository/models/{{model_name}}/{what}"
+    return Control("POST", path, body=_model_parameters, wrap=lambda answer: {})
+
+
+def _model_parameters(asked: Any) -> dict[str, Any]:
+    if asked.repository_name:
+        got = shown(asked.repository_name)
+        raise OipError(400, f"repository_name: expected none, since there is one repository, got {got}")
+    values = {
+        name: getattr(given, given.WhichOneof(ONEOF) or "", None) for name, given in asked.parameters.items()
+    }
+    return {
+        "parameters": {
+            name: shown(value) if isinstance(value, bytes) else value for name, value in values.items()
+        }
+    }
+
+
 _MODEL = "/v2/models/{name}/versions/{version}"
 
 CALLS: dict[str, Control] = {
     "ServerLive": Control("GET", "/v2/health/live"),
     "ServerReady": Control("GET", "/v2/health/ready"),
     "ServerMetadata": Control("GET", "/v2"),
-    "ModelReady": Control("GET", f"{_MODEL}/ready"),
+    "ModelReady": Control("GET", f"{_MODEL}/ready", wrap=lambda answer: {"ready": answer["ready"]}),
     "ModelMetadata": Control("GET", _MODEL),
     "ModelConfig": Control("GET", f"{_MODEL}/config", wrap=lambda answer: {"config": answer}),
     "ModelStatistics": Control("GET", "/v2/models/stats", f"{_MODEL}/stats"),
@@ -67,6 +86,8 @@ CALLS: dict[str, Control] = {
         body=lambda asked: {"ready": asked.ready},
         wrap=lambda answer: {"models": answer},
     ),
+    "RepositoryModelLoad": _repository("load"),
+    "RepositoryModelUnload": _repository("unload"),
     **_shared_memory("System", "system", _system_region),
     **_shared_memory("Cuda", "cuda", _cuda_region),
 }
@@ -93,19 +114,26 @@ async def answer(app: ExpertApp, name: str, data: bytes) -> bytes:
 
 
 def _path(app: ExpertApp, call: Control, asked: Any) -> str:
+    if "{model_name}" in call.path:
+        _check_served(app, asked.model_name, MODEL_VERSION)
+        return call.path.format(model_name=asked.model_name)
     path = call.one if call.one and asked.name else call.path
     if "{name}" not in path:
         return path
     if "{version}" in path:
         version = asked.version or MODEL_VERSION
-        try:
-            app.engine.model(asked.name, version)  # a name may have a slash, which no path has
-        except EngineError as error:
-            raise http_error(error) from error
+        _check_served(app, asked.name, version)
         return path.format(name=asked.name, version=version)
     if not asked.name or "/" in asked.name:
         raise OipError(400, f"name: expected that of a region, without a slash, got {shown(asked.name)}")
     return path.format(name=asked.name)
+
+
+def _check_served(app: ExpertApp, name: str, version: str) -> None:
+    try:
+        app.engine.model(name, version)  # a name may have a slash, which no path has
+    except EngineError as error:
+        raise http_error(error) from error
 
 
 async def _ask(app: ExpertApp, method: str, path: str, body: bytes) -> Any:

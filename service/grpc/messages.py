@@ -11,7 +11,7 @@ from expertd.service.grpc.tables import ENUMS, MESSAGES, PACKAGE
 
 _FIELD = re.compile(r"(\|?)(\d+) (\w+): ([\[{]?)(\w+)")
 _FILE = "expertd/inference"
-_ONEOF = "parameter_choice"
+ONEOF = "parameter_choice"
 
 
 def _file() -> FileDescriptorProto:
@@ -46,7 +46,7 @@ def _add_field(
         field.type_name = f".{PACKAGE}.{typename}"
     if is_choice:
         if not message.oneof_decl:
-            message.oneof_decl.add(name=_ONEOF)
+            message.oneof_decl.add(name=ONEOF)
         field.oneof_index = 0
 
 

@@ -89,6 +89,17 @@ MESSAGES = {
     "RepositoryIndexRequest": "1 repository_name: string; 2 ready: bool",
     "RepositoryIndexResponse": "1 models: [ModelIndex]",
     "ModelIndex": "1 name: string; 2 version: string; 3 state: string; 4 reason: string",
+    "ModelRepositoryParameter": (
+        "|1 bool_param: bool; |2 int64_param: int64; |3 string_param: string; |4 bytes_param: bytes"
+    ),
+    "RepositoryModelLoadRequest": (
+        "1 repository_name: string; 2 model_name: string; 3 parameters: {ModelRepositoryParameter}"
+    ),
+    "RepositoryModelLoadResponse": "",
+    "RepositoryModelUnloadRequest": (
+        "1 repository_name: string; 2 model_name: string; 3 parameters: {ModelRepositoryParameter}"
+    ),
+    "RepositoryModelUnloadResponse": "",
     "SystemSharedMemoryStatusRequest": "1 name: string",
     "SystemSharedMemoryStatusResponse": "1 regions: {SystemRegionStatus}",
     "SystemRegionStatus": "1 name: string; 2 key: string; 3 offset: uint64; 4 byte_size: uint64",

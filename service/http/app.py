@@ -31,6 +31,7 @@ from expertd.service.http.routes import (
     partitions_router,
     placement_router,
     protocol_router,
+    repository_router,
     shared_memory_router,
     statistics_router,
     swagger_router,
@@ -82,7 +83,8 @@ class ExpertApp(FastAPI):
         routers = (
             statistics_router(self.engine, self.metrics),  # its /v2/models/stats is no model's metadata
             configuration_router(self.engine),
-            protocol_router(self.engine, self._bodies),
+            protocol_router(self.engine),
+            repository_router(self.engine, self._bodies),
             shared_memory_router(self.engine.shared_memory, self._bodies),
             partitions_router(self.engine, self._bodies),
             placement_router(self.engine, self._bodies),

@@ -21,7 +21,7 @@ from expertd.service.http.plans import Plan
 from expertd.service.http.protocol import ELEMENT_BYTES, OipError
 from expertd.service.http.threads import Where, pause_for_others, thread_from
 from expertd.service.memory import Buffer, Span, host_view, is_on_gpu
-from expertd.service.moe.request import LayerRequest, Output
+from expertd.service.moe.request import LayerRequest, Output, fp8_rows
 
 T = TypeVar("T")
 
@@ -87,6 +87,20 @@ class InferCall(InferEnding):
             self._run(thread_from(self._regions.load_bytes), self._regions.load, self._loaded)
 
     def _loaded(self, _: None) -> None:
+        layer = self._layer
+        if layer.scales is None or not layer.num_tokens:
+            self._joined(None)
+        else:
+            self._run(thread_from(len(host_view(layer.hidden_states))), self._join, self._joined)
+
+    def _join(self) -> None:
+        """Have FP8 values and their scales in the same rows."""
+        layer = self._layer
+        assert layer.scales is not None
+        layer.hidden_states = fp8_rows(layer.hidden_states, layer.scales, layer.num_tokens)
+        layer.scales = None
+
+    def _joined(self, _: None) -> None:
         ids = self._layer.topk_ids
         # Routing in a GPU's memory is not validated: an id outside the range names no expert.
         if ids is None or is_on_gpu(ids):

@@ -23,6 +23,7 @@ class Plan:
     __slots__ = (
         "_ids",
         "_layer",
+        "_scales",
         "_states",
         "_weights",
         "body_bytes",
@@ -34,11 +35,12 @@ class Plan:
 
     def __init__(self, request: InferRequest, body_bytes: int) -> None:
         layer = request.layer
-        self._states, self._ids, self._weights = (
-            _part_of(tensor) for tensor in (layer.hidden_states, layer.topk_ids, layer.topk_weights)
+        self._states, self._ids, self._weights, self._scales = (
+            _part_of(tensor)
+            for tensor in (layer.hidden_states, layer.topk_ids, layer.topk_weights, layer.scales)
         )
         # Without the tensors, because they keep the first body.
-        self._layer = replace(layer, hidden_states=b"", topk_ids=None, topk_weights=None)
+        self._layer = replace(layer, hidden_states=b"", topk_ids=None, topk_weights=None, scales=None)
         self.output = layer.output  # in a caller's region
         self.request = replace(request, layer=self._layer)
         self.body_bytes = body_bytes
@@ -58,7 +60,7 @@ class Plan:
 
     @property
     def _tensors(self) -> "tuple[Buffer | Span | _Part | None, ...]":
-        return self._states, self._ids, self._weights
+        return self._states, self._ids, self._weights, self._scales
 
     @property
     def num_tokens(self) -> int:
@@ -82,6 +84,7 @@ class Plan:
             weights if weights is None else _resolved(weights, body),
             layer.output_datatype,
             output,
+            scales=self._scales if self._scales is None else _resolved(self._scales, body),
         )
 
 

@@ -28,6 +28,8 @@ CALLS: dict[str, tuple[Right, ...]] = {
     "GET /v2/models/{model}": _READ,
     "GET /v2/models/{model}/versions/{version}": _READ,
     "POST /v2/repository/index": _READ,
+    "POST /v2/repository/models/{model}/load": _ADMIN,
+    "POST /v2/repository/models/{model}/unload": _ADMIN,
     "POST /v2/models/{model}/infer": _INFER,
     "POST /v2/models/{model}/versions/{version}/infer": _INFER,
     "GET /v2/systemsharedmemory/status": _INFER,

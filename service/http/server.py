@@ -56,7 +56,7 @@ def serve(
         server = _Server(app, shared, public, workers, certificates)
         logger.info("listening on %s", public.address)
         server.run(sockets=[public.socket if workers is None else workers.engine_listener.socket])
-        if app.engine.scheduler.running:
+        if app.engine.scheduler.running or app.engine.repository.is_reading:
             server.exit_now(server.exit_code)  # a normal exit would abort while the thread is in native code
         return server.exit_code
 

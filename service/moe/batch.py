@@ -6,8 +6,10 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
+from torch import Tensor
 
-from expertd.service.moe.request import LayerRequest
+from expertd.kernels import expand_rows
+from expertd.service.moe.request import FP8, LayerRequest, row_bytes
 
 FLOATS = {"BF16": torch.bfloat16, "FP16": torch.float16, "FP32": torch.float32}
 
@@ -39,7 +41,7 @@ class Batch:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of all hidden states; float32 if they differ."""
+        """The dtype in which the layer gets all hidden states; float32 if they differ, and for FP8."""
         return _common({request.datatype for request in self.requests})
 
     @property
@@ -49,4 +51,19 @@ class Batch:
 
 
 def _common(datatypes: set[str]) -> torch.dtype:
-    return FLOATS[datatypes.pop()] if len(datatypes) == 1 else torch.float32
+    return FLOATS.get(datatypes.pop(), torch.float32) if len(datatypes) == 1 else torch.float32
+
+
+def rows_of(data: Tensor, datatype: str, hidden_size: int) -> Tensor:
+    """uint8 bytes, contiguous, as rows [T, H] of `datatype`; FP8 stays uint8 [T, row_bytes]."""
+    if datatype == FP8:
+        return data.view(-1, row_bytes(FP8, hidden_size))
+    return data.view(FLOATS[datatype]).view(-1, hidden_size)
+
+
+def expanded(rows: Tensor, hidden_size: int) -> Tensor:
+    """Rows of `rows_of` as floats [T, H]."""
+    if rows.dtype != torch.uint8:
+        return rows
+    data, scales = rows[:, :hidden_size].contiguous(), rows[:, hidden_size:].contiguous()
+    return expand_rows(data.view(torch.float8_e4m3fn), scales.view(torch.float32))

@@ -5,6 +5,7 @@ import platform
 import torch
 
 from expertd.service.memory import Mapped, Register, Unregister, nothing_to_register
+from expertd.service.moe.host_memory import free_host_bytes
 
 _PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegister: in every context, and at the same address on the GPU
 
@@ -27,6 +28,15 @@ def prepare_thread(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.cuda.synchronize()
+
+
+def free_device_bytes(device: torch.device) -> int:
+    """Bytes that can be allocated: of a GPU's memory, or of the host's within the container's limit."""
+    memory = device_memory(device)
+    if memory is None:
+        return free_host_bytes()
+    used, total = memory
+    return total - used
 
 
 def register_for(device: torch.device) -> Register:

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from expertd.service.memory import Span, host_view, is_on_gpu
 from expertd.service.moe.base import Layer
-from expertd.service.moe.batch import FLOATS, Batch
+from expertd.service.moe.batch import FLOATS, Batch, expanded, rows_of
 from expertd.service.moe.capture import is_current
 from expertd.service.moe.copies import Copies
 from expertd.service.moe.recurring import RecurringSteps
-from expertd.service.moe.request import LayerRequest, Output, StepResult
+from expertd.service.moe.request import LayerRequest, Output, StepResult, row_bytes
 from expertd.service.moe.running import RunningStep
 from expertd.service.moe.staging import Slot, Staging, address_of, is_aligned
 
@@ -106,6 +106,8 @@ class DeviceSteps:
         parts = self._hidden_states(batch, slot, copies_in)
         given = self._given(batch, slot, copies_in) if batch.with_routing else None
         self._copy_in(slot, copies_in, stream)
+        is_expanded = any(part.dtype == torch.uint8 for part in parts)  # to memory of this step alone
+        parts = [expanded(part, self._layer.shape.hidden_size) for part in parts]
         hidden_states = parts[0] if len(parts) == 1 else torch.cat([part.to(batch.dtype) for part in parts])
         topk_ids, topk_weights = self._routing(batch, hidden_states, given)
         out = self._out(batch, slot)
@@ -118,7 +120,7 @@ class DeviceSteps:
             stream.cuda_stream,
             self._layer.rank_tokens,
         )
-        if len(parts) == 1 and len(batch.with_routing) in (0, len(batch.requests)):
+        if not is_expanded and len(parts) == 1 and len(batch.with_routing) in (0, len(batch.requests)):
             # All of its memory is the slot's, or the request's own.
             graph = self._recurring.run(key, compute, slot.pool, stream)
         else:
@@ -174,21 +176,21 @@ class DeviceSteps:
         )
 
     def _hidden_states(self, batch: Batch, slot: Slot, copies: Copies) -> list[Tensor]:
-        """[T, H] once `copies` are done, in one part for each request if their dtypes differ."""
+        """As `rows_of` once `copies` are done, in one part for each request if their datatypes differ."""
         h = self._layer.shape.hidden_size
         first = batch.requests[0].hidden_states
         if len(batch.requests) == 1 and self._is_in_place(first):
-            return [_view(first, batch.dtype, h)]
-        sizes = [request.num_tokens * h * FLOATS[request.datatype].itemsize for request in batch.requests]
+            return [rows_of(_bytes_at(first.address, first.num_bytes), batch.requests[0].datatype, h)]
+        sizes = [request.num_tokens * row_bytes(request.datatype, h) for request in batch.requests]
         starts = list(accumulate(sizes, initial=0))
         copied, staged = slot.device_in.take(starts[-1]), slot.host_in.take(starts[-1])
         for request, start, size in zip(batch.requests, starts, sizes, strict=False):
             source = address_of(request.hidden_states, staged[start : start + size])
             copies.add(copied.data_ptr() + start, source, size)
         if len({request.datatype for request in batch.requests}) == 1:
-            return [copied.view(batch.dtype).view(-1, h)]
+            return [rows_of(copied, batch.requests[0].datatype, h)]
         return [
-            copied[start : start + size].view(FLOATS[request.datatype]).view(-1, h)
+            rows_of(copied[start : start + size], request.datatype, h)
             for request, start, size in zip(batch.requests, starts, sizes, strict=False)
         ]
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from expertd.service.memory import Buffer, Span, host_view
 from expertd.service.moe.base import Layer
-from expertd.service.moe.batch import FLOATS, Batch
-from expertd.service.moe.request import Output, StepResult
+from expertd.service.moe.batch import FLOATS, Batch, expanded, rows_of
+from expertd.service.moe.request import LayerRequest, Output, StepResult
 
 _ALIGNMENT = 16  # bytes, of an output that the layer writes in place
 
@@ -42,15 +42,22 @@ class HostSteps:
         """[T, H] of `batch.dtype`; the only request's own memory if it is a span."""
         h, first = self._layer.shape.hidden_size, batch.requests[0].hidden_states
         if len(batch.requests) == 1 and isinstance(first, Span):
-            return torch.frombuffer(host_view(first), dtype=batch.dtype).view(-1, h)
+            return self._rows(batch.requests[0])
         staged = torch.empty((batch.num_tokens, h), dtype=batch.dtype)
         for request, part in zip(batch.requests, batch.parts, strict=True):
-            dtype = FLOATS[request.datatype]
-            rows = staged[part] if dtype == batch.dtype else torch.empty(staged[part].shape, dtype=dtype)
-            np.copyto(_bytes(rows), _array(request.hidden_states, np.uint8))
-            if rows.dtype != batch.dtype:
-                staged[part] = rows
+            if FLOATS.get(request.datatype) == batch.dtype:
+                np.copyto(_bytes(staged[part]), _array(request.hidden_states, np.uint8))
+            else:
+                staged[part] = self._rows(request)
         return staged
+
+    def _rows(self, request: LayerRequest) -> Tensor:
+        """A request's hidden states as floats; its own memory unless they are FP8."""
+        h = self._layer.shape.hidden_size
+        memory = host_view(request.hidden_states)
+        if memory.readonly:
+            memory = memoryview(bytearray(memory))  # torch wants to be able to write
+        return expanded(rows_of(torch.frombuffer(memory, dtype=torch.uint8), request.datatype, h), h)
 
     def _routing(self, batch: Batch, hidden_states: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """The step's routing; None: the layer routes all tokens."""

@@ -1,18 +1,14 @@
 """The error for a model that does not fit in the device's memory."""
 
-import math
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
-from expertd.service.moe.device import device_memory
+from expertd.service.moe.device import free_device_bytes
+from expertd.service.moe.needs import weights_bytes
 from expertd.service.moe.shape import LayerShape
-from expertd.service.moe.weights_file import OPTIONAL, tensor_specs
 
-_BYTES = {"F8_E4M3": 1, "BF16": 2, "F16": 2, "F32": 4}
 # PyTorch has no type of its own for these errors of its CPU allocator, nor for sizes beyond 64 bits.
 _TEXTS = ("DefaultCPUAllocator", "Storage size calculation overflowed", "integer multiplication overflow")
 
@@ -20,7 +16,7 @@ _TEXTS = ("DefaultCPUAllocator", "Storage size calculation overflowed", "integer
 @contextmanager
 def in_one_sentence(name: str, shape: LayerShape, device: torch.device) -> Iterator[None]:
     """Turn errors of allocation, while a model is loaded to `device`, into a MemoryError with a sentence."""
-    free = _free_bytes(device)
+    free = free_device_bytes(device)
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -33,25 +29,10 @@ def in_one_sentence(name: str, shape: LayerShape, device: torch.device) -> Itera
         raise MemoryError(f"{text} free") from error
 
 
-def weights_bytes(shape: LayerShape) -> int:
-    """Bytes of a layer's weights."""
-    specs = tensor_specs(shape).items()
-    return sum(math.prod(spec.shape) * _BYTES[spec.dtypes[0]] for name, spec in specs if name not in OPTIONAL)
-
-
 def _is_of_memory(error: Exception) -> bool:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return any(text in str(error) for text in _TEXTS)
-
-
-def _free_bytes(device: torch.device) -> int:
-    memory = device_memory(device)
-    if memory is not None:
-        used, total = memory
-        return total - used
-    found = re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
-    return int(found[1]) * 1024 if found else 0
 
 
 def _gigabytes(num_bytes: int) -> str:

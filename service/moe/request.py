@@ -8,9 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expertd.layout import Layout
-from expertd.service.memory.span import Buffer, Span
+from expertd.limits import SCALE_BLOCK
+from expertd.service.memory.span import Buffer, Span, host_view
 
 Output = Buffer | Span
+
+FP8 = "FP8"
+_ELEMENT_BYTES = {"BF16": 2, "FP16": 2, "FP32": 4}
 
 
 @dataclass(slots=True)
@@ -28,11 +32,12 @@ class Signal:
 class LayerRequest:
     """One request's tensors: row-major bytes of validated size, and Open Inference Protocol datatypes.
 
-    hidden_states [num_tokens, H] of `datatype` (BF16, FP16, FP32); topk_ids [num_tokens, top_k] of
-    `topk_ids_datatype` (INT32, INT64) and topk_weights [num_tokens, top_k] FP32, both or neither. A step
-    reads spans in place, and copies buffers. The output [num_tokens, H] of `output_datatype` is written to
-    `output`; None: to memory of the runner's own. `plan` is the runner's: what it keeps for the next step of
-    the same request.
+    hidden_states [num_tokens, H] of `datatype` (BF16, FP16, FP32, or FP8: rows of `row_bytes`); topk_ids
+    [num_tokens, top_k] of `topk_ids_datatype` (INT32, INT64) and topk_weights [num_tokens, top_k] FP32, both
+    or neither. A step reads spans in place, and copies buffers. The output [num_tokens, H] of
+    `output_datatype` is written to `output`; None: to memory of the runner's own. `plan` is the runner's:
+    what it keeps for the next step of the same request. `scales` of FP8 are not in the rows yet: no runner
+    gets a request with some.
     """
 
     num_tokens: int
@@ -45,6 +50,20 @@ class LayerRequest:
     output: Span | None = None
     signal: Signal | None = None
     plan: Any = field(default=None, repr=False, compare=False)
+    scales: Buffer | Span | None = None
+
+
+def row_bytes(datatype: str, hidden_size: int) -> int:
+    """Bytes of a token's hidden states. In FP8: its e4m3 values, then their fp32 scales, one for each 128."""
+    if datatype == FP8:
+        return hidden_size + 4 * (hidden_size // SCALE_BLOCK)
+    return hidden_size * _ELEMENT_BYTES[datatype]
+
+
+def fp8_rows(data: Buffer | Span, scales: Buffer | Span, num_tokens: int) -> bytes:
+    """The rows of e4m3 values [num_tokens, H] and their fp32 scales [num_tokens, H/128], on the host."""
+    parts = [np.frombuffer(host_view(each), np.uint8).reshape(num_tokens, -1) for each in (data, scales)]
+    return np.concatenate(parts, axis=1).tobytes()
 
 
 def zero_request(num_tokens: int, hidden_size: int) -> LayerRequest:

@@ -5,21 +5,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from expertd.kernels import Quantized, quantize_blocks
 from expertd.limits import SCALE_BLOCK
 from expertd.service.moe.shape import LayerShape
+from expertd.service.moe.tensor_file import TensorFile
+from expertd.service.moe.tensor_reader import TensorReader
 from expertd.service.moe.weights_file import (
     OPTIONAL,
     TensorSpec,
     check_tensor,
-    check_weights_file,
+    check_tensors,
     tensor_specs,
 )
 
@@ -30,6 +30,7 @@ _DTYPES = {
     torch.float16: "F16",
     torch.float32: "F32",
 }
+_TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -78,18 +79,13 @@ def load_weights(
     part  these of the routed experts in this order, also several times, then all shared ones; None: all
           groups of `shape`
 
-    Raises ValueError if the file cannot be read, or if a tensor is missing, unknown, or has the wrong shape
-    or dtype.
+    Raises ValueError if the file cannot be read or is truncated meanwhile, or if a tensor is missing,
+    unknown, or has the wrong shape or dtype.
     """
-    check_weights_file(Path(path), shape)
-    try:
-        with safe_open(str(path), framework="pt", device=str(device)) as file:
-            tensors = {
-                name: _aligned(_part(file, name, _kept(shape, part)))
-                for name in file.keys()  # noqa: SIM118  (no mapping)
-            }
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path}: expected a safetensors file, got: {error}") from error
+    with TensorFile(Path(path)) as file, TensorReader() as reader:
+        check_tensors(file, shape)
+        kept = _kept(shape, part)
+        tensors = {name: _read(reader, file, name, kept, device) for name in file.tensors}
     return ExpertWeights(
         tensors["router"],
         Quantized(tensors["gate_up"], tensors["gate_up_scale"]),
@@ -105,21 +101,21 @@ def _kept(shape: LayerShape, part: Sequence[int] | None) -> list[int]:
     return [*(range(num_routed) if part is None else part), *range(num_routed, shape.num_groups)]
 
 
-def _part(file: Any, name: str, kept: list[int]) -> Tensor:
-    """A tensor of the open file, with the groups in `kept`, in their order."""
-    tensor: Tensor
-    if name in ("router", *OPTIONAL) or kept == list(range(file.get_slice(name).get_shape()[0])):
-        tensor = file.get_tensor(name)
-        return tensor
-    stored = file.get_slice(name)
+def _read(
+    reader: TensorReader, file: TensorFile, name: str, kept: list[int], device: torch.device | str
+) -> Tensor:
+    """A tensor of the file on `device`, with the groups in `kept`, in their order."""
+    tensor = file.tensors[name]
+    dtype = _TORCH_DTYPES[tensor.dtype]
+    if name in ("router", *OPTIONAL):
+        out = torch.empty(tensor.shape, dtype=dtype, device=device)
+        reader.read(file, tensor, out)
+        return out
+    out = torch.empty((len(kept), *tensor.shape[1:]), dtype=dtype, device=device)
     starts = [at for at in range(len(kept)) if at == 0 or kept[at] != kept[at - 1] + 1]
-    runs = [(kept[start], kept[end - 1] + 1) for start, end in pairwise([*starts, len(kept)])]
-    return torch.cat([stored[first:end] for first, end in runs])
-
-
-def _aligned(tensor: Tensor) -> Tensor:
-    """The tensor, aligned to 16 bytes for the kernels; in a file, tensors are only aligned to 8 bytes."""
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+    for start, end in pairwise([*starts, len(kept)]):
+        reader.read(file, tensor, out[start:end], kept[start] * out[start].nbytes)
+    return out
 
 
 def check_weights(shape: LayerShape, weights: ExpertWeights) -> None:

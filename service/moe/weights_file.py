@@ -4,11 +4,9 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from safetensors import SafetensorError, safe_open
-
 from expertd.limits import SCALE_BLOCK
-from expertd.service.files import check_readable
 from expertd.service.moe.shape import LayerShape
+from expertd.service.moe.tensor_file import TensorFile
 
 OPTIONAL = frozenset({"router_bias", "shared_gate"})
 _MOST_NAMES = 3
@@ -37,18 +35,17 @@ def tensor_specs(shape: LayerShape) -> dict[str, TensorSpec]:
 
 def check_weights_file(path: Path, shape: LayerShape) -> None:
     """Raise ValueError unless `path` can be read and has exactly the layer's tensors."""
-    check_readable(path)
-    specs = tensor_specs(shape)
-    try:
-        with safe_open(path, framework="np") as file:
-            names = set(file.keys())
-            _check_names(path, specs.keys() - OPTIONAL, names - (OPTIONAL & specs.keys()))
-            for name in (name for name in specs if name in names):
-                tensor = file.get_slice(name)
-                got = TensorSpec(tuple(tensor.get_shape()), (str(tensor.get_dtype()),))
-                check_tensor(f"{path}: {name}", specs[name], got)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path}: expected a safetensors file, got: {error}") from error
+    with TensorFile(path) as file:
+        check_tensors(file, shape)
+
+
+def check_tensors(file: TensorFile, shape: LayerShape) -> None:
+    """Raise ValueError unless an open file has exactly the layer's tensors."""
+    specs, names = tensor_specs(shape), file.tensors.keys()
+    _check_names(file.path, specs.keys() - OPTIONAL, names - (OPTIONAL & specs.keys()))
+    for name in (name for name in specs if name in names):
+        tensor = file.tensors[name]
+        check_tensor(f"{file.path}: {name}", specs[name], TensorSpec(tensor.shape, (tensor.dtype,)))
 
 
 def check_tensor(name: str, expected: TensorSpec, got: TensorSpec) -> None:

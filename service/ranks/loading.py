@@ -3,7 +3,8 @@
 import logging
 from contextlib import ExitStack
 
-from expertd.service.engine.loading import Cancelled, LoadCancelledError, Loaded
+from expertd.service.engine.layers import Cancelled, LoadCancelledError
+from expertd.service.engine.loading import Loaded
 from expertd.service.ranks.balancer import Balancer
 from expertd.service.ranks.loads import load_windows
 from expertd.service.ranks.partitions import RankPartitions

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from expertd.kernels import Backend, Overlap, RankMemory, overlaps
-from expertd.service.engine.loading import Cancelled, Loaded, load, weights_of
+from expertd.service.engine.layers import Cancelled, weights_of
+from expertd.service.engine.loading import Loaded, load
 from expertd.service.engine.steps import Runner, Step
 from expertd.service.moe.base import Layer
 from expertd.service.moe.graphs import TOKEN_COUNTS

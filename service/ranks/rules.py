@@ -1,7 +1,7 @@
 """Refuses layers that several ranks cannot compute."""
 
 from expertd.activation import COMMON
-from expertd.service.engine.loading import rule_of
+from expertd.service.engine.layers import rule_of
 from expertd.service.moe.weights import ExpertWeights
 from expertd.service.settings.served import ModelSettings
 

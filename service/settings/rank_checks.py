@@ -29,12 +29,16 @@ def wrong_ranks(settings: "Settings") -> Iterator[str]:
     for number, model in enumerate(settings.models):
         key, num_held = f"models.{number}", len(model.shape.held_experts)
         yield from _wrong_layers(settings, key, "local_experts", model.local_experts, model.masked_max_tokens)
+        if not model.load:
+            yield f"{key}.load: expected true with several ranks, got false"
         if num_held < count:
             expected = f"at most the number of experts of model {model.name} ({num_held})"
             yield f"ranks: expected {expected}, got {count}"
     for number, served in enumerate(settings.checkpoints):
         key = f"checkpoints.{number}"
         yield from _wrong_layers(settings, key, "experts", served.experts, served.masked_max_tokens)
+        if not served.load:
+            yield f"{key}.load: expected true with several ranks, got false"
 
 
 def _wrong_layers(

@@ -107,6 +107,10 @@ class ModelSettings(Frozen):
     partition: str | None = Field(
         default=None, description="name of the SM partition the layer runs in; null: the whole device"
     )
+    load: bool = Field(
+        default=True,
+        description="whether the layer is loaded at start-up; false: only by a call (docs/http.md)",
+    )
     weight: float = Field(
         default=1.0,
         gt=0,
@@ -164,4 +168,5 @@ class CheckpointSettings(Frozen):
     datatype: _Datatype = Field(default="BF16", description="see `models.N.datatype`")
     masked_max_tokens: int = Field(default=0, ge=0, description="see `models.N.masked_max_tokens`")
     partition: str | None = Field(default=None, description="see `models.N.partition`")
+    load: bool = Field(default=True, description="see `models.N.load`")
     weight: float = Field(default=1.0, gt=0, le=1e6, description="see `models.N.weight`")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from expertd.kernels import dequantize_blocks, dequantize_rows, quantize_blocks, quantize_rows
+from expertd.kernels import dequantize_blocks, dequantize_rows, expand_rows, quantize_blocks, quantize_rows
 from tests.kernels.helpers import diff, fresh_generator, random_rows
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
@@ -185,3 +185,45 @@ def test_parameters_are_quantized_without_their_gradient() -> None:
         assert torch.equal(
             quantize(weight).data.view(torch.uint8), quantize(weight.data).data.view(torch.uint8)
         )
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("magnitude", [1e-2, 1.0, 1e3])
+def test_expanded_rows_are_quantized_to_the_same_bits(dtype: torch.dtype, magnitude: float) -> None:
+    """As dequantized ones are not: multiplying by 448 and by 1/448 rounds twice."""
+    x = (random_rows((512, 1024), fresh_generator()) * magnitude).to(dtype)
+    x[3, 128:256] = 0
+    quantized = quantize_rows(x)
+    again = quantize_rows(expand_rows(*quantized))
+    assert torch.equal(again.data.view(torch.uint8), quantized.data.view(torch.uint8))
+    assert torch.equal(again.scales, quantized.scales)
+    plain = quantize_rows(dequantize_rows(*quantized))
+    assert not torch.equal(plain.scales, quantized.scales)
+
+
+@pytest.mark.parametrize("magnitude", [1e-36, 1e-30, 1e30])
+def test_so_are_very_small_and_very_large_ones(magnitude: float) -> None:
+    quantized = quantize_rows(random_rows((64, 1024), fresh_generator()) * magnitude)
+    again = quantize_rows(expand_rows(*quantized))
+    assert torch.equal(again.data.view(torch.uint8), quantized.data.view(torch.uint8))
+    assert torch.equal(again.scales, quantized.scales)
+
+
+def test_expanded_rows_are_the_values() -> None:
+    quantized = quantize_rows(random_rows((64, 256), fresh_generator()))
+    torch.testing.assert_close(expand_rows(*quantized), dequantize_rows(*quantized), rtol=3e-7, atol=0)
+    signs = quantized.data.float().sign()
+    assert torch.equal(expand_rows(*quantized).sign(), signs)
+    # Scales that quantize_rows would not choose: no value is 448, or they are powers of two.
+    data = torch.full((1, 128), 3.5).to(torch.float8_e4m3fn)
+    assert torch.equal(expand_rows(data, torch.tensor([[0.25]])), torch.full((1, 128), 0.875))
+    data[0, 0] = 448
+    assert expand_rows(data, torch.tensor([[0.25]]))[0, :2].tolist() == [112.0, 0.875]
+
+
+def test_expanded_rows_keep_nan_to_themselves() -> None:
+    x = torch.ones(2, 128)
+    x[0, 5] = torch.nan
+    rows = expand_rows(*quantize_rows(x))
+    assert rows[0].isnan().all()
+    assert torch.equal(rows[1], torch.ones(128))

@@ -10,8 +10,9 @@ from expertd.service.http.protocol.errors import OipError
 from expertd.service.memory import Buffer
 from expertd.service.sentences import shown
 
-ELEMENT_BYTES = {"BF16": 2, "FP16": 2, "FP32": 4, "INT32": 4, "INT64": 8}
+ELEMENT_BYTES = {"BF16": 2, "FP16": 2, "FP32": 4, "FP8": 1, "UINT8": 1, "INT32": 4, "INT64": 8}
 FLOATS = ("BF16", "FP16", "FP32")
+FP8S = ("FP8", "UINT8")  # both e4m3: clients know no FP8
 _NUMPY = {"FP16": "<f2", "FP32": "<f4", "INT32": "<i4", "INT64": "<i8"}
 
 

@@ -3,12 +3,16 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from expertd.limits import SCALE_BLOCK
 from expertd.service.engine.spec import LayerSpec
-from expertd.service.http.protocol.datatypes import ELEMENT_BYTES
+from expertd.service.http.protocol.datatypes import ELEMENT_BYTES, FLOATS, FP8S
 from expertd.service.http.protocol.errors import OipError
 from expertd.service.http.protocol.places import check_routing, hidden_states_at, output_at, routing_at
-from expertd.service.memory import Buffer, Place, RegionUses, Span
-from expertd.service.moe.request import LayerRequest
+from expertd.service.memory import Buffer, Place, RegionUses, Span, is_on_gpu
+from expertd.service.moe.request import FP8, LayerRequest
+from expertd.service.sentences import any_of
+
+SCALE = "hidden_states_scale"
 
 _NUMBER_BYTES = 24  # of JSON: the longest value of any datatype, such as -1.1754943508222875e-38, and a comma
 
@@ -33,7 +37,8 @@ class Output:
 
 def check_shape(name: str, shape: list[int], num_tokens: int, spec: LayerSpec) -> None:
     """Raise OipError (400) if an input's shape does not fit the tokens, the model or its limit on tokens."""
-    expected = [num_tokens, spec.hidden_size if name == "hidden_states" else spec.top_k]
+    columns = {"hidden_states": spec.hidden_size, SCALE: spec.hidden_size // SCALE_BLOCK}
+    expected = [num_tokens, columns.get(name, spec.top_k)]
     if shape != expected:
         raise OipError(400, f"shape of input {name}: expected {expected}, got {shape}")
     if num_tokens > spec.max_request_tokens:
@@ -46,6 +51,13 @@ def check_shapes(tensors: Mapping[str, Tensor], spec: LayerSpec) -> None:
     num_tokens = tensors["hidden_states"].shape[0]
     for name, tensor in tensors.items():
         check_shape(name, tensor.shape, num_tokens, spec)
+    datatype = tensors["hidden_states"].datatype
+    if (SCALE in tensors) != (datatype in FP8S):
+        got = f"{datatype} with it" if SCALE in tensors else f"{datatype} without it"
+        raise OipError(400, f"input {SCALE}: expected it with FP8 or UINT8 hidden_states alone, got {got}")
+    if datatype in FP8S and not spec.takes_fp8:
+        text = f"expected {any_of(FLOATS)} on a server with several ranks, got {datatype}"
+        raise OipError(400, f"datatype of input hidden_states: {text}")
     if ("topk_ids" in tensors) != ("topk_weights" in tensors):
         given = "topk_ids" if "topk_ids" in tensors else "topk_weights"
         raise OipError(400, f"inputs topk_ids and topk_weights: expected both or neither, got {given} alone")
@@ -73,16 +85,20 @@ def layer_request(
     data = {name: _data(name, tensor, uses) for name, tensor in tensors.items()}
     hidden_states, ids = tensors["hidden_states"], tensors.get("topk_ids")
     check_routing(data.get("topk_ids"), data.get("topk_weights"), spec)
+    if SCALE in data and (is_on_gpu(data["hidden_states"]) or is_on_gpu(data[SCALE])):
+        text = f"inputs hidden_states and {SCALE}: expected host memory for FP8, got CUDA memory"
+        raise OipError(400, f"{text}; channels take FP8 there")
     num_bytes = hidden_states.shape[0] * spec.hidden_size * ELEMENT_BYTES[output.datatype]
     return LayerRequest(
         num_tokens=hidden_states.shape[0],
         hidden_states=data["hidden_states"],
-        datatype=hidden_states.datatype,
+        datatype=FP8 if hidden_states.datatype in FP8S else hidden_states.datatype,
         topk_ids=data.get("topk_ids"),
         topk_ids_datatype=ids.datatype if ids else "INT32",
         topk_weights=data.get("topk_weights"),
         output_datatype=output.datatype,
         output=output_at(output.place, uses, num_bytes) if output.place and uses else None,
+        scales=data.get(SCALE),
     )
 
 

@@ -6,9 +6,10 @@ from typing import Any, NoReturn, TypeGuard
 
 from expertd.service.engine.spec import LayerSpec
 from expertd.service.engine.steps import DEFAULT_PRIORITY, LAST_PRIORITY
-from expertd.service.http.protocol.datatypes import ELEMENT_BYTES, FLOATS, numbers_to_bytes
+from expertd.service.http.protocol.datatypes import ELEMENT_BYTES, FLOATS, FP8S, numbers_to_bytes
 from expertd.service.http.protocol.errors import OipError
 from expertd.service.http.protocol.layer_request import (
+    SCALE,
     Output,
     Tensor,
     check_json_output,
@@ -29,7 +30,12 @@ from expertd.service.memory import Buffer, RegionUses, Span, host_view
 from expertd.service.moe.request import LayerRequest
 from expertd.service.sentences import any_of, shown
 
-INPUT_DATATYPES = {"hidden_states": FLOATS, "topk_ids": ("INT32", "INT64"), "topk_weights": ("FP32",)}
+INPUT_DATATYPES = {
+    "hidden_states": (*FLOATS, *FP8S),
+    SCALE: ("FP32",),
+    "topk_ids": ("INT32", "INT64"),
+    "topk_weights": ("FP32",),
+}
 OUTPUT = "hidden_states"
 _MAX_OBJECTS = 1000
 # Parameters of the protocol that this server does not support: ignoring them would mislead.
@@ -169,7 +175,9 @@ def _parse_header(
         )
     if "hidden_states" not in tensors:
         _refuse(f"inputs: expected hidden_states, got {', '.join(tensors) or 'none'}")
-    output = Output(tensors["hidden_states"].datatype, _boolean(parameters, "binary_data_output", False))
+    datatype = tensors["hidden_states"].datatype
+    datatype = spec.datatype if datatype in FP8S else datatype
+    output = Output(datatype, _boolean(parameters, "binary_data_output", False))
     if outputs := _objects(header, "outputs", required=False):
         output = _parse_outputs(outputs, output)
     timeout, priority = _timeout(parameters), _priority(parameters)
@@ -214,6 +222,8 @@ def _parse_input(
     if size is None:
         if "data" not in entry:
             _refuse(f"{where}: expected data or the parameter binary_data_size, got neither")
+        if datatype in FP8S:
+            _refuse(f"{where}: expected the parameter binary_data_size with {datatype}, got data")
         data = numbers_to_bytes(entry["data"], shape, datatype, f"data of {where}")
         return Tensor(datatype, shape, data), offset
     if "data" in entry:

@@ -7,6 +7,7 @@ from expertd.service.http.routes.open_inference import protocol_router
 from expertd.service.http.routes.partitions import partitions_router
 from expertd.service.http.routes.placement import placement_router
 from expertd.service.http.routes.prometheus import metrics_router
+from expertd.service.http.routes.repository import repository_router
 from expertd.service.http.routes.shared_memory import shared_memory_router
 from expertd.service.http.routes.swagger import swagger_router
 
@@ -17,6 +18,7 @@ __all__ = [
     "partitions_router",
     "placement_router",
     "protocol_router",
+    "repository_router",
     "shared_memory_router",
     "statistics_router",
     "swagger_router",

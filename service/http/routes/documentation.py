@@ -17,7 +17,7 @@ _STATUS_TEXTS = {
     403: "The settings do not allow it, or the API key lacks the right",
     404: "No such model, version, region or channel",
     408: "The body did not arrive within body_timeout_seconds; the connection is closed",
-    409: "The server has no device whose SMs can be partitioned",
+    409: "The server has no device whose SMs can be partitioned, several ranks, or no memory for the model",
     413: "The body is larger than max_body_bytes, or its JSON or the output as JSON than max_json_bytes",
     415: "The body's Content-Encoding is not supported",
     422: "The partitions do not fit the device",

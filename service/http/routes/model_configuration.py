@@ -58,14 +58,14 @@ def configuration_router(engine: Engine) -> APIRouter:
     @router.get("/{model}/config", response_model=ModelConfiguration, responses=errors(404))
     async def model_configuration(model: ModelName) -> dict[str, Any]:
         """Tensors, limits and sizes of a model, in Triton's form."""
-        return _configuration(engine, engine.model(model))
+        return _configuration(engine, engine.served(model))
 
     @router.get(
         "/{model}/versions/{version}/config", response_model=ModelConfiguration, responses=errors(404)
     )
     async def model_version_configuration(model: ModelName, version: Version) -> dict[str, Any]:
         """Tensors, limits and sizes of a model, in Triton's form."""
-        return _configuration(engine, engine.model(model, version))
+        return _configuration(engine, engine.served(model, version))
 
     return router
 

@@ -1,34 +1,31 @@
-"""The Open Inference Protocol's calls: server and model metadata, health, repository index, infer."""
+"""The Open Inference Protocol's calls: server and model metadata, health, infer."""
 
-import json
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Request, Response
+from fastapi import APIRouter, Path, Response
 
 from expertd import __version__
 from expertd.service.engine.engine import Engine
 from expertd.service.engine.spec import MODEL_VERSION, LayerSpec
-from expertd.service.http.bodies import BodyReader, control_body
-from expertd.service.http.protocol import INPUT_DATATYPES, OUTPUT, OipError
+from expertd.service.http.protocol import INPUT_DATATYPES, OUTPUT
 from expertd.service.http.routes.documentation import INFER_REQUEST, INFER_RESPONSE, errors
 from expertd.service.http.routes.schemas import (
     LiveResponse,
-    ModelIndexEntry,
     ModelMetadata,
+    ModelReadyResponse,
     ReadyResponse,
     ServerMetadata,
     TensorMetadata,
 )
-from expertd.service.sentences import shown
 
 SERVER_NAME = "expertd"
-_EXTENSIONS = ("binary_tensor_data", "parameters", "statistics", "model_configuration")
+_EXTENSIONS = ("binary_tensor_data", "parameters", "statistics", "model_configuration", "model_repository")
 
 ModelName = Annotated[str, Path(description="name of a served model")]
 Version = Annotated[str, Path(description=f"the only version of every model: {MODEL_VERSION}")]
 
 
-def protocol_router(engine: Engine, bodies: BodyReader) -> APIRouter:
+def protocol_router(engine: Engine) -> APIRouter:
     """Routes under /v2. Those of infer are only documented here: the application answers them itself."""
     router = APIRouter(prefix="/v2", tags=["Open Inference Protocol"])
 
@@ -55,26 +52,26 @@ def protocol_router(engine: Engine, bodies: BodyReader) -> APIRouter:
     @router.get("/models/{model}", response_model=ModelMetadata, responses=errors(404))
     async def model_metadata(model: ModelName) -> dict[str, Any]:
         """Inputs and outputs of a model."""
-        return _metadata(engine.model(model))
+        return _metadata(engine.served(model))
 
     @router.get("/models/{model}/versions/{version}", response_model=ModelMetadata, responses=errors(404))
     async def model_version_metadata(model: ModelName, version: Version) -> dict[str, Any]:
         """Inputs and outputs of a model."""
-        return _metadata(engine.model(model, version))
+        return _metadata(engine.served(model, version))
 
-    @router.get("/models/{model}/ready", response_model=ReadyResponse, responses=errors(404, 503))
-    async def model_ready(model: ModelName) -> dict[str, bool]:
+    @router.get("/models/{model}/ready", response_model=ModelReadyResponse, responses=errors(404, 503))
+    async def model_ready(model: ModelName) -> dict[str, Any]:
         """200 when the model is ready."""
-        engine.check_ready(engine.model(model).name)
-        return {"ready": True}
+        return _ready(engine, engine.model(model))
 
     @router.get(
-        "/models/{model}/versions/{version}/ready", response_model=ReadyResponse, responses=errors(404, 503)
+        "/models/{model}/versions/{version}/ready",
+        response_model=ModelReadyResponse,
+        responses=errors(404, 503),
     )
-    async def model_version_ready(model: ModelName, version: Version) -> dict[str, bool]:
+    async def model_version_ready(model: ModelName, version: Version) -> dict[str, Any]:
         """200 when the model is ready."""
-        engine.check_ready(engine.model(model, version).name)
-        return {"ready": True}
+        return _ready(engine, engine.model(model, version))
 
     infer_responses: dict[int | str, dict[str, Any]] = {
         200: INFER_RESPONSE,
@@ -93,25 +90,12 @@ def protocol_router(engine: Engine, bodies: BodyReader) -> APIRouter:
         """The layer's output for hidden states, routed by the layer or by topk_ids and topk_weights."""
         raise AssertionError("ExpertApp answers infer requests before its routes do")
 
-    @router.post(
-        "/repository/index", response_model=list[ModelIndexEntry], responses=errors(400, 408, 413, 415, 503)
-    )
-    async def repository_index(request: Request) -> list[dict[str, str]]:
-        """The served models; with {"ready": true} in the body, only those that are ready."""
-        only_ready = _only_ready(await control_body(request, bodies))
-        reasons = {name: engine.why_not_ready(name) for name in engine.models}
-        return [
-            {
-                "name": name,
-                "version": MODEL_VERSION,
-                "state": "UNAVAILABLE" if reason else "READY",
-                "reason": reason or "",
-            }
-            for name, reason in reasons.items()
-            if not (only_ready and reason)
-        ]
-
     return router
+
+
+def _ready(engine: Engine, spec: LayerSpec) -> dict[str, Any]:
+    engine.check_ready(spec.name)
+    return {"name": spec.name, "ready": True}
 
 
 def _metadata(spec: LayerSpec) -> dict[str, Any]:
@@ -129,16 +113,3 @@ def _metadata(spec: LayerSpec) -> dict[str, Any]:
         ],
         "outputs": [tensor(OUTPUT, spec.datatype, spec.hidden_size)],
     }
-
-
-def _only_ready(body: bytes) -> bool:
-    if not body:
-        return False
-    try:
-        given = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise OipError(400, "body: expected JSON or nothing, got invalid JSON") from error
-    ready = given.get("ready", False) if isinstance(given, dict) else given
-    if not isinstance(given, dict) or not isinstance(ready, bool):
-        raise OipError(400, f'body: expected {{"ready": true or false}}, got {shown(ready)}')
-    return ready

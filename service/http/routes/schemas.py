@@ -25,6 +25,11 @@ class ReadyResponse(BaseModel):
     ready: Literal[True]
 
 
+class ModelReadyResponse(BaseModel):
+    name: str
+    ready: Literal[True]
+
+
 class TensorMetadata(BaseModel):
     name: str
     datatype: str
@@ -42,8 +47,13 @@ class ModelMetadata(BaseModel):
 class ModelIndexEntry(BaseModel):
     name: str
     version: str
-    state: Literal["READY", "UNAVAILABLE"]
+    state: Literal["READY", "LOADING", "UNLOADING", "UNAVAILABLE"]
     reason: str
+
+
+class ModelStateResponse(BaseModel):
+    name: str
+    state: Literal["READY", "LOADING", "UNLOADING", "UNAVAILABLE"]
 
 
 class PartitionInfo(BaseModel):
@@ -199,7 +209,7 @@ class ChannelsResponse(BaseModel):
 class InferTensor(BaseModel):
     name: str
     shape: list[int]
-    datatype: Literal["BF16", "FP16", "FP32", "INT32", "INT64"]
+    datatype: Literal["BF16", "FP16", "FP32", "FP8", "UINT8", "INT32", "INT64"]
     parameters: dict[str, Any] | None = Field(
         default=None,
         description="in place of data, binary_data_size: bytes of the tensor after the JSON; or "
@@ -218,7 +228,10 @@ class InferOutput(BaseModel):
 
 
 class InferJsonRequest(BaseModel):
-    """Input hidden_states [tokens, hidden_size]; optionally topk_ids with topk_weights [tokens, top_k]."""
+    """Input hidden_states [tokens, hidden_size]; optionally topk_ids with topk_weights [tokens, top_k].
+
+    FP8 hidden_states (FP8 or UINT8, e4m3) have hidden_states_scale FP32 [tokens, hidden_size / 128], too.
+    """
 
     id: str | None = None
     parameters: dict[str, Any] | None = Field(

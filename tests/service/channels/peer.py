@@ -18,7 +18,7 @@ GREETING = b"expertd\0" + struct.pack("<I", 2)
 HEADER = struct.Struct("<8s6I7Q")
 REQUEST = struct.Struct("<IBBHQQQQQII")
 ANSWER = struct.Struct("<IIIIQQ")
-CODES = {"BF16": 1, "FP16": 2, "FP32": 3}
+CODES = {"BF16": 1, "FP16": 2, "FP32": 3, "FP8": 4}
 ROUTED = 1
 
 

@@ -1,6 +1,8 @@
 """Channels with several models, and requests that are cancelled."""
 
 import asyncio
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,39 @@ async def test_wrong_models_are_refused(tmp_path: Path) -> None:
         assert error_of(await server.http.post("/v1/channels", json=body), 404) == text
 
 
+async def test_a_channel_outlives_its_model_and_serves_it_when_it_is_loaded_again(tmp_path: Path) -> None:
+    other = {**MODEL, "name": "other"}
+    async with channel_server(tmp_path, models=[MODEL, other]) as server:
+        peer = await claimed(server, model="other")
+        values = rows(3)
+
+        async def output() -> Any:
+            places = peer.places(peer.sequence + 1)
+            peer.array(places[0], values.shape, np.float32)[:] = values
+            answer = await answer_to(peer, peer.send(3, places))
+            return answer if answer.status != 200 else peer.array(places[3], values.shape, np.float32).copy()
+
+        for _ in range(6):  # more than there are slots
+            before = await output()
+        loaded = server.app.engine.loaded
+        assert loaded is not None
+        runner: Any = loaded.runners["other"]
+        weights = weakref.ref(runner.layer.weights.gate_up.data)
+        del runner
+        unloaded = await server.http.post("/v2/repository/models/other/unload")
+        assert unloaded.status_code == 200
+        gc.collect()
+        assert weights() is None, "the channel keeps nothing of it"
+        answer = await output()
+        assert (answer.status, answer.error) == (404, "model other: expected a loaded one, got it unloaded")
+        body = {"model": "other", "num_slots": 1, "max_tokens": 1}
+        assert error_of(await server.http.post("/v1/channels", json=body), 404) == answer.error
+        await server.http.post("/v2/repository/models/other/load")
+        for _ in range(6):
+            assert np.array_equal(await output(), before)
+        peer.close()
+
+
 async def test_a_cancelled_request_leaves_the_queue(tmp_path: Path) -> None:
     runner = EchoRunner()
     async with channel_server(tmp_path, runner) as server:
@@ -98,5 +133,5 @@ async def test_a_drain_accepts_what_was_written_during_a_step(tmp_path: Path) ->
 
 
 def test_every_reason_of_the_engine_has_a_code() -> None:
-    beside = {"unknown_model", "memory_full"}  # which no request of a channel can have
+    beside = {"internal_error", "memory_full"}  # which no request of a channel can have
     assert {reason for _, reason in ANSWERS.values()} - beside <= set(REASON_CODES)

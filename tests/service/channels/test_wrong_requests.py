@@ -35,8 +35,8 @@ def line(**changes: int) -> bytes:
 WRONG = {
     "num_tokens: expected at most 16, got 17": {"num_tokens": 17},
     "num_tokens: expected at most 16, got 4294967295": {"num_tokens": 2**32 - 1},
-    "datatype: expected 1, 2 or 3, got 0": {"datatype": 0},
-    "datatype: expected 1, 2 or 3, got 255": {"datatype": 255},
+    "datatype: expected 1, 2, 3 or 4, got 0": {"datatype": 0},
+    "datatype: expected 1, 2, 3 or 4, got 255": {"datatype": 255},
     "output_datatype: expected 1, 2 or 3, got 4": {"output_datatype": 4},
     "flags: expected 0 or 1, got 2": {"flags": 2},
     "priority: expected at most 255, got 256": {"priority": 256},

@@ -1,5 +1,6 @@
 """Layers read from checkpoints of every family, against transformers' own blocks in float32."""
 
+import os
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -10,10 +11,11 @@ from torch import Tensor
 
 from expertd.kernels import resolve_backend
 from expertd.service.checkpoints import CheckpointError, models_of
-from expertd.service.engine.loading import LoadCancelledError, layer_of
+from expertd.service.checkpoints.weights import read_layer
+from expertd.service.engine.layers import LoadCancelledError, layer_of
 from expertd.service.moe.layer import MoELayer
 from expertd.service.settings.served import CheckpointSettings
-from tests.families import FAMILIES, HIDDEN, INTERMEDIATE, Sizes
+from tests.families import EXPERTS, FAMILIES, HIDDEN, INTERMEDIATE, Sizes
 from tests.kernels.helpers import diff, fresh_generator
 from tests.more_families import ALL_FAMILIES
 from tests.service.checkpoints.builders import Checkpoint, edit_tensors, shard_of
@@ -132,6 +134,7 @@ def test_parts_of_a_layer_add_up_to_it(bounds: tuple[int, ...], tmp_path: Path) 
         ("model.layers.1.mlp.experts.7.up_proj.weight_scale_inv", torch.nan),
         ("model.layers.1.mlp.experts.0.down_proj.weight_scale_inv", torch.inf),
         ("model.layers.1.mlp.experts.5.gate_proj.weight", torch.nan),
+        ("model.layers.1.mlp.experts.5.gate_proj.weight", -torch.nan),
         ("model.layers.1.mlp.gate.weight", torch.nan),
         ("model.layers.1.mlp.gate.e_score_correction_bias", -torch.inf),
     ],
@@ -205,3 +208,35 @@ def test_loading_can_be_cancelled(tmp_path: Path) -> None:
     (model,) = models_of(CheckpointSettings(path=directory, layers="0"))
     with pytest.raises(LoadCancelledError):
         layer_of(model, resolve_backend("reference"), torch.device("cpu"), lambda: True)
+
+
+def test_a_file_truncated_during_reading_is_one_sentence(tmp_path: Path) -> None:
+    directory = Checkpoint("mixtral", tmp_path / "model").directory
+    (model,) = models_of(CheckpointSettings(path=directory, layers="0"))
+    files = {matrix.encoded.weight.file for group in model.source.groups for matrix in group}
+    sizes = {file: file.stat().st_size for file in files}
+
+    def truncate(_: int) -> None:
+        for file in files:
+            os.truncate(file, 1000)
+
+    with pytest.raises(CheckpointError) as refused:
+        read_layer(model.source, "cpu", truncate)
+    messages = {
+        f"{file}: expected {size} bytes, as when it was opened, got 1000" for file, size in sizes.items()
+    }
+    # A file that was not open yet is none any more.
+    assert str(refused.value) in messages or "expected a safetensors file, got: " in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("change", [None, torch.zeros(3, 5), torch.zeros(EXPERTS, HIDDEN, dtype=torch.int32)])
+def test_a_tensor_that_is_another_than_the_one_found_is_refused(
+    change: Tensor | None, tmp_path: Path
+) -> None:
+    directory = Checkpoint("mixtral", tmp_path / "model").directory
+    (model,) = models_of(CheckpointSettings(path=directory, layers="0"))
+    router = model.source.router
+    edit_tensors(router.file, **{router.name: change})
+    with pytest.raises(CheckpointError, match=r"gate\.weight: expected BF16 .*, as when it was found, got "):
+        read_layer(model.source, "cpu", lambda _: None)

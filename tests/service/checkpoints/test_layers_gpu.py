@@ -10,7 +10,7 @@ from torch import Tensor
 
 from expertd.kernels import quantize_blocks, resolve_backend
 from expertd.service.checkpoints import models_of
-from expertd.service.engine.loading import layer_of
+from expertd.service.engine.layers import layer_of
 from expertd.service.moe.layer import MoELayer
 from expertd.service.settings.served import CheckpointSettings
 from tests.kernels.helpers import fresh_generator

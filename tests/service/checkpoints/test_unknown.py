@@ -12,7 +12,7 @@ from torch import Tensor
 from expertd.kernels import resolve_backend
 from expertd.service.checkpoints import CheckpointError, models_of, read_model
 from expertd.service.checkpoints.model import PREFIXES
-from expertd.service.engine.loading import layer_of
+from expertd.service.engine.layers import layer_of
 from expertd.service.settings.served import CheckpointSettings
 from tests.kernels.helpers import diff, fresh_generator
 from tests.service.checkpoints.builders import Checkpoint, edit_json, edit_tensors, shard_of

@@ -63,8 +63,11 @@ async def test_large_tensors_pass_through_the_arena() -> None:
 
 WRONG = [
     (hidden_message(rows(65)), "request: expected at most 64 tokens, got 65"),
-    (changed(name="input"), "name of an input: expected hidden_states, topk_ids or topk_weights"),
-    (changed(datatype="INT8"), "datatype of input hidden_states: expected BF16, FP16 or FP32"),
+    (
+        changed(name="input"),
+        "name of an input: expected hidden_states, hidden_states_scale, topk_ids or topk_weights",
+    ),
+    (changed(datatype="INT8"), "datatype of input hidden_states: expected BF16, FP16, FP32, FP8 or UINT8"),
     (changed(shape=[2, 5]), "raw_input_contents of input hidden_states: expected 40 bytes"),
     (changed(shape=[2]), "shape of input hidden_states: expected two sizes"),
     (changed(shape=[-1, HIDDEN]), "shape of input hidden_states: expected two sizes"),

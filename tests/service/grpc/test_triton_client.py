@@ -15,7 +15,7 @@ import tritonclient.grpc as triton
 import tritonclient.http
 from tritonclient.utils import InferenceServerException, shared_memory
 
-from tests.service.apps import HIDDEN, TOP_K, rows, tiny_settings
+from tests.service.apps import HIDDEN, MODEL, TOP_K, rows, tiny_settings
 from tests.service.grpc.calls import ON
 from tests.service.keys import all_keys, bearer
 from tests.service.processes import ServerProcess, grpc_address, server_process
@@ -33,7 +33,9 @@ INFER, ADMIN = metadata("infer"), metadata("admin")
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("server")
-    settings = tiny_settings(**ON, shared_memory={"enabled": True}, keys=all_keys(folder / "keys.yaml"))
+    models = [MODEL, {**MODEL, "name": "later", "load": False}]
+    keys = all_keys(folder / "keys.yaml")
+    settings = tiny_settings(**ON, shared_memory={"enabled": True}, keys=keys, models=models)
     with server_process(settings, folder) as process:
         yield process
 
@@ -77,9 +79,34 @@ def test_health_and_metadata(client: Any) -> None:
     ]
     assert client.get_model_repository_index(INFER).models[0].state == "READY"
     for name in ("other", "a/b", ""):
-        with pytest.raises(InferenceServerException, match="model: expected tiny, got") as caught:
+        with pytest.raises(InferenceServerException, match="model: expected tiny or later, got") as caught:
             client.is_model_ready(name)
         assert caught.value.status() == "StatusCode.NOT_FOUND"
+
+
+def test_models_are_loaded_and_unloaded(client: Any) -> None:
+    def index() -> dict[str, str]:
+        return {entry.name: entry.state for entry in client.get_model_repository_index(INFER).models}
+
+    assert not client.is_model_ready("later")
+    client.load_model("later", headers=ADMIN)
+    assert client.is_model_ready("later")
+    assert index() == {"tiny": "READY", "later": "READY"}
+    client.infer("later", [tensor(rows(1))], headers=INFER)
+    client.unload_model("later", headers=ADMIN)
+    assert index() == {"tiny": "READY", "later": "UNAVAILABLE"}
+    with pytest.raises(InferenceServerException, match="expected a loaded one, got it unloaded") as caught:
+        client.infer("later", [tensor(rows(1))], headers=INFER)
+    assert caught.value.status() == "StatusCode.NOT_FOUND"
+    refused = {
+        "PERMISSION_DENIED": (client.load_model, ("later", INFER)),
+        "NOT_FOUND": (client.load_model, ("a/b", ADMIN)),
+        "INVALID_ARGUMENT": (client.load_model, ("later", ADMIN, "{}")),
+    }
+    for status, (call, arguments) in refused.items():
+        with pytest.raises(InferenceServerException) as caught:
+            call(*arguments)
+        assert caught.value.status() == f"StatusCode.{status}"
 
 
 def test_configuration_and_statistics(client: Any) -> None:

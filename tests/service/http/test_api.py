@@ -38,7 +38,7 @@ async def test_metadata_health_and_index() -> None:
                 "shape": [-1, HIDDEN],
             }
             assert [tensor["shape"] for tensor in metadata["inputs"][1:]] == [[-1, 2], [-1, 2]]
-            assert (await server.http.get(f"{path}/ready")).json() == {"ready": True}
+            assert (await server.http.get(f"{path}/ready")).json() == {"name": "tiny", "ready": True}
         for body in (b"", b'{"ready": true}', b'{"ready": false}'):
             index = (await server.http.post("/v2/repository/index", content=body)).json()
             assert index == [{"name": "tiny", "version": "1", "state": "READY", "reason": ""}]
@@ -108,6 +108,32 @@ async def test_responses_have_the_request_id_and_the_right_content_type() -> Non
         assert response.headers["content-type"] == "application/json"
         assert "inference-header-content-length" not in response.headers
         assert response.json()["id"] == "eight"
+
+
+@pytest.mark.parametrize("request_id", ["", "42", 'ä\n"\u20ac', "x" * 1000])
+@pytest.mark.parametrize("is_binary", [True, False])
+async def test_a_response_has_what_the_protocol_says(request_id: str, is_binary: bool) -> None:
+    """id, model_name and model_version; the requested output; parameters of all kinds may be there."""
+    free = {"a": "text", "b": 1.5, "c": True, "layer_id": 7}
+    output = {"name": "hidden_states", "parameters": {"binary_data": is_binary, **free}}
+    tensor = {**json_input(rows(2)), "parameters": free}
+    async with serving(tiny_settings()) as server:
+        expected = output_of(await server.infer(*hidden_request(rows(2))))
+        for outputs in ([output], [], None):
+            more = {} if outputs is None else {"outputs": outputs}
+            body = json_request(tensor, id=request_id, parameters=free, **more)
+            response = await server.http.post("/v2/models/tiny/versions/1/infer", content=body)
+            length = response.headers.get("inference-header-content-length")
+            assert (length is not None) == (is_binary and outputs == [output])
+            header = json.loads(response.content[: int(length)] if length else response.content)
+            assert (header["id"], header["model_name"], header["model_version"]) == (request_id, "tiny", "1")
+            assert [each["name"] for each in header["outputs"]] == ["hidden_states"]
+            assert np.array_equal(output_of(response), expected)
+
+
+async def test_no_id_gives_no_id() -> None:
+    async with serving(tiny_settings()) as server:
+        assert "id" not in (await server.infer(json_request(json_input(rows(1))))).json()
 
 
 async def test_zero_tokens_give_zero_rows() -> None:

@@ -9,7 +9,8 @@ import httpx
 import numpy as np
 import pytest
 
-from expertd.service.engine.loading import Cancelled, LoadCancelledError, Loaded
+from expertd.service.engine.layers import Cancelled, LoadCancelledError
+from expertd.service.engine.loading import Loaded
 from expertd.service.http.app import ExpertApp
 from expertd.service.settings.model import Settings
 from tests.service.apps import (

@@ -119,6 +119,36 @@ def test_one_signal_drains(tmp_path: Path, number: signal.Signals) -> None:
         assert "shutting down" in server.log()
 
 
+@pytest.mark.parametrize("http_workers", [1, 2])
+def test_kept_alive_connections_learn_of_sigterm_at_once(tmp_path: Path, http_workers: int) -> None:
+    """The first answer after the signal says so, and is the last one of its connection."""
+    probe = head("GET /v2/health/ready HTTP/1.1")
+    good = infer(*hidden_request(np.ones((3, HIDDEN), np.float32)))
+    settings = tiny_settings(shutdown_delay_seconds=2, http_workers=http_workers)
+    with server_process(settings, tmp_path) as server, ExitStack() as stack:
+        probing = [stack.enter_context(connect(server.port)) for _ in range(4)]
+        working = [stack.enter_context(connect(server.port)) for _ in range(4)]
+        for socks, request in ((probing, probe), (working, good)):
+            for sock in socks:
+                sock.sendall(request)
+                answer = read_answer(sock)
+                assert (answer.status, answer.headers.get("connection")) == (200, None)
+        started = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        for sock in probing:
+            sock.sendall(probe)
+        for sock in probing:
+            (answer,) = read_to_end(sock)
+            assert (answer.status, answer.headers["connection"]) == (503, "close")
+            assert answer.error == "the server is draining"
+        for sock in working:
+            sock.sendall(good)
+            (answer,) = read_to_end(sock)
+            assert (answer.status, answer.headers["connection"]) == (200, "close")
+        assert time.monotonic() - started < 2, "before the delay is over"
+        assert server.process.wait(30) == 0
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

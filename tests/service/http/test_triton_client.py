@@ -15,7 +15,7 @@ from expertd.service.engine.loading import load
 from expertd.service.engine.steps import Runner
 from expertd.service.memory import host_view
 from expertd.service.moe.request import LayerRequest
-from tests.service.apps import HIDDEN, NUM_EXPERTS, TOP_K, rows, tiny_settings
+from tests.service.apps import HIDDEN, MODEL, NUM_EXPERTS, TOP_K, rows, tiny_settings
 from tests.service.processes import ServerProcess, server_process
 from tests.service.waiting import wait_for
 
@@ -62,6 +62,44 @@ def test_health_and_metadata(client: Any) -> None:
     assert client.get_server_metadata()["name"] == "expertd"
     assert client.get_model_metadata("tiny")["versions"] == ["1"]
     assert client.get_model_repository_index()[0]["state"] == "READY"
+
+
+@pytest.fixture
+def two_models(tmp_path: Path) -> Iterator[Any]:
+    models = [MODEL, {**MODEL, "name": "later", "load": False}]
+    with (
+        server_process(tiny_settings(models=models), tmp_path) as process,
+        triton.InferenceServerClient(process.url) as client,
+    ):
+        yield client
+
+
+def test_models_are_loaded_and_unloaded(two_models: Any) -> None:
+    client = two_models
+
+    def index() -> dict[str, str]:
+        return {entry["name"]: entry["state"] for entry in client.get_model_repository_index()}
+
+    assert index() == {"tiny": "READY", "later": "UNAVAILABLE"}
+    assert not client.is_model_ready("later")
+    with pytest.raises(InferenceServerException, match="expected a loaded one, got it unloaded") as caught:
+        client.infer("later", [tensor(rows(1))])
+    assert caught.value.status() == "404"
+    client.load_model("later")
+    assert client.is_model_ready("later")
+    assert index() == {"tiny": "READY", "later": "READY"}
+    same = [client.infer(name, [tensor(rows(1))]).as_numpy("hidden_states") for name in ("tiny", "later")]
+    assert np.array_equal(*same)
+    client.unload_model("later")
+    assert not client.is_model_ready("later")
+    client.load_model("later")
+    client.unload_model("later", unload_dependents=True)
+    assert index()["later"] == "UNAVAILABLE"
+    with pytest.raises(InferenceServerException, match="models are loaded as configured, got config"):
+        client.load_model("later", config="{}")
+    with pytest.raises(InferenceServerException, match="model: expected tiny or later, got 'none'") as caught:
+        client.load_model("none")
+    assert caught.value.status() == "404"
 
 
 def test_configuration(client: Any) -> None:
@@ -180,7 +218,7 @@ def test_concurrent_requests_get_their_own_rows(client: Any, runner: Runner) -> 
             "tiny",
             lambda: [tensor(rows(1).astype(np.int32), datatype="INT32")],
             "400",
-            "datatype of input hidden_states: expected BF16, FP16 or FP32, got 'INT32'",
+            "datatype of input hidden_states: expected BF16, FP16, FP32, FP8 or UINT8, got 'INT32'",
         ),
         ("tiny", lambda: [tensor(rows(65))], "400", "at most 64 tokens, got 65"),
         ("tiny", lambda: [tensor(rows(4096))], "413", "at most 1048576 bytes"),

@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.service.apps import HIDDEN, NUM_EXPERTS, TOP_K, binary_request, hidden_request, rows
 from tests.service.http.processes import GOOD, asked, connected, samples, two_processes, workers_of
+from tests.service.http.test_fp8 import fp8_request, quantized
 from tests.service.processes import ServerProcess, server_process
 from tests.service.shm import shm_file
 from tests.service.sockets import INFER, ask, connect, head, infer, read_answer
@@ -76,6 +77,7 @@ def test_the_answers_are_those_of_one_process(server: ServerProcess, single: Ser
         routed(np.full((2, 2), 1), "INT64", 2),
         routed(np.full((2, 2), NUM_EXPERTS + 2**32), "INT64", 2),
         routed(np.full((2, 2), -1, np.int32), "INT32", 2),
+        infer(*fp8_request(*quantized(5)[:2])),
         infer(b"{", 1),
         GOOD.replace(b"/tiny/", b"/nobody/"),
     ]
@@ -211,3 +213,18 @@ def test_metrics_are_sums_over_the_processes(tmp_path: Path) -> None:
         assert len({family.name for family in families}) == len(
             re.findall("^# TYPE", server.get("/metrics").text, re.M)
         )
+
+
+def test_models_are_loaded_and_unloaded_behind_the_processes(tmp_path: Path) -> None:
+    with server_process(two_processes(), tmp_path) as server, ExitStack() as stack:
+        socks = connected(stack, server, 4)
+        expected = [asked(sock, GOOD).body for sock in socks]
+        base = f"http://{server.url}/v2/repository/models/tiny"
+        for _ in range(2):
+            assert httpx.post(f"{base}/unload").status_code == 200
+            refused = [asked(sock, GOOD) for sock in socks]
+            assert [answer.status for answer in refused] == [404] * 4
+            assert b"model tiny: expected a loaded one, got it unloaded" in refused[0].body
+            assert httpx.get(f"http://{server.url}/v2/models/tiny").status_code == 404
+            assert httpx.post(f"{base}/load").status_code == 200
+            assert [asked(sock, GOOD).body for sock in socks] == expected

@@ -7,7 +7,7 @@ import torch
 
 from expertd.kernels import Routing, resolve_backend
 from expertd.kernels.partitions import SMPartitions
-from expertd.service.engine.loading import capture_graphs
+from expertd.service.engine.local_models import capture_graphs
 from expertd.service.moe.batch import Batch
 from expertd.service.moe.capture import GraphPool
 from expertd.service.moe.graphs import TOKEN_COUNTS, StepGraphs

@@ -9,7 +9,7 @@ import torch
 
 from expertd.kernels import resolve_backend
 from expertd.kernels.partitions import SMPartitions
-from expertd.service.engine.loading import capture_graphs
+from expertd.service.engine.local_models import capture_graphs
 from expertd.service.engine.runner_sets import RunnerSet, set_split
 from expertd.service.moe.device import prepare_thread
 from expertd.service.moe.layer import MoELayer

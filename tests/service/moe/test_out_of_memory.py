@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from expertd.service.moe.out_of_memory import in_one_sentence, weights_bytes
+from expertd.service.moe.needs import weights_bytes
+from expertd.service.moe.out_of_memory import in_one_sentence
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import random_weights
 from tests.service.apps import MODEL, serving, tiny_settings

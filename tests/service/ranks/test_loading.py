@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from expertd.service.checkpoints import CheckpointError, resolve_checkpoints
-from expertd.service.engine.loading import LoadCancelledError, load
+from expertd.service.engine.layers import LoadCancelledError
+from expertd.service.engine.loading import load
 from expertd.service.moe.request import LayerRequest
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import random_weights, save_weights

@@ -13,6 +13,7 @@ from expertd.service.http.protocol import OipError, parse_request
 from expertd.service.memory import host_view
 
 SPEC = LayerSpec(name="m", hidden_size=4, top_k=2, datatype="FP32", max_request_tokens=8, max_json_bytes=1000)
+INPUTS = "hidden_states, hidden_states_scale, topk_ids or topk_weights"
 ONE_ROW = {"name": "hidden_states", "shape": [1, 4], "datatype": "FP32", "data": [1, 2.5, -3, 0]}
 IDS = {"name": "topk_ids", "shape": [1, 2], "datatype": "INT32", "data": [[0, 3]]}
 WEIGHTS = {"name": "topk_weights", "shape": [1, 2], "datatype": "FP32", "data": [[0.25, 0.75]]}
@@ -178,15 +179,15 @@ def test_a_parameter_in_the_wrong_place_is_refused(more: dict[str, Any], expecte
         (request_body(ONE_ROW, ONE_ROW), "input hidden_states: expected once, got twice"),
         (
             request_body(ONE_ROW | {"name": "x"}),
-            "name of an input: expected hidden_states, topk_ids or topk_weights, got 'x'",
+            f"name of an input: expected {INPUTS}, got 'x'",
         ),
         (
             request_body(ONE_ROW | {"name": ["x"]}),
-            "name of an input: expected hidden_states, topk_ids or topk_weights, got ['x']",
+            f"name of an input: expected {INPUTS}, got ['x']",
         ),
         (
-            request_body(ONE_ROW | {"datatype": "FP8"}),
-            "datatype of input hidden_states: expected BF16, FP16 or FP32, got 'FP8'",
+            request_body(ONE_ROW | {"datatype": "FP4"}),
+            "datatype of input hidden_states: expected BF16, FP16, FP32, FP8 or UINT8, got 'FP4'",
         ),
         (
             request_body(ONE_ROW | {"shape": [4]}),

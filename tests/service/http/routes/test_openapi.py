@@ -20,6 +20,7 @@ from expertd.service.http.routes import (
     partitions_router,
     placement_router,
     protocol_router,
+    repository_router,
     shared_memory_router,
     statistics_router,
     swagger_router,
@@ -69,6 +70,8 @@ EXPECTED = {
     ("POST", "/v2/models/{model}/infer"),
     ("POST", "/v2/models/{model}/versions/{version}/infer"),
     ("POST", "/v2/repository/index"),
+    ("POST", "/v2/repository/models/{model}/load"),
+    ("POST", "/v2/repository/models/{model}/unload"),
     *(
         (method, f"/v2/{kind}sharedmemory/{call}")
         for kind in ("system", "cuda")
@@ -114,7 +117,8 @@ def test_no_route_is_served_without_being_documented(document: dict[str, Any]) -
     routers = [
         statistics_router(app.engine, app.metrics),
         configuration_router(app.engine),
-        protocol_router(app.engine, bodies),
+        protocol_router(app.engine),
+        repository_router(app.engine, bodies),
         shared_memory_router(app.engine.shared_memory, bodies),
         partitions_router(app.engine, bodies),
         placement_router(app.engine, bodies),

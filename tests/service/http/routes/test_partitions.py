@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from expertd.service.engine.loading import LoadCancelledError
+from expertd.service.engine.layers import LoadCancelledError
 from tests.service.apps import (
     MODEL,
     error_of,

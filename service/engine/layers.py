@@ -1,0 +1,98 @@
+"""Makes the layers that the settings describe, with their weights on a device."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from expertd.activation import COMMON, ExpertRule
+from expertd.kernels import Backend
+from expertd.service.checkpoints import CheckpointModelSettings, LayerSource
+from expertd.service.checkpoints.weights import read_layer
+from expertd.service.moe.base import Layer
+from expertd.service.moe.layer import MoELayer
+from expertd.service.moe.shape import LayerShape
+from expertd.service.moe.weights import ExpertWeights, check_weights, load_weights, random_weights
+from expertd.service.settings.served import ModelSettings
+from expertd.service.terminal import progress_bar, shows_bars
+
+logger = logging.getLogger(__name__)
+
+Cancelled = Callable[[], bool]
+
+
+class LoadCancelledError(Exception):
+    """The server was stopped during loading."""
+
+
+class MakeLayer(Protocol):
+    """Makes the layer that a model describes; `layer_of` is one."""
+
+    def __call__(
+        self, model: ModelSettings, backend: Backend, device: torch.device, cancelled: Cancelled, /
+    ) -> Layer: ...
+
+
+def layer_of(model: ModelSettings, backend: Backend, device: torch.device, cancelled: Cancelled) -> MoELayer:
+    """The layer that `model` describes, with its weights on `device`. Raises as `load` does."""
+    return MoELayer(
+        model.shape,
+        weights_of(model, device, cancelled),
+        backend,
+        routing=model.routing.rule,
+        rule=rule_of(model),
+        masked_max_tokens=model.masked_max_tokens,
+    )
+
+
+def rule_of(model: ModelSettings) -> ExpertRule:
+    """What the experts of `model` compute."""
+    return model.rule if isinstance(model, CheckpointModelSettings) else COMMON
+
+
+def weights_of(
+    model: ModelSettings, device: torch.device, cancelled: Cancelled, held: Sequence[int] | None = None
+) -> ExpertWeights:
+    """The weights of `model` on `device`. Raises as `load` does.
+
+    held  these of the model's routed experts in this order, also several times, then all shared ones; None:
+          the model's
+    """
+    every = model.shape.held_experts
+    part = None if held is None else [expert - every.start for expert in held]
+    if isinstance(model, CheckpointModelSettings):
+        shape, source = model.shape, model.source
+        if part is not None:
+            shape = replace(shape, local_experts=range(len(part)))
+            source = source.part(part, len(every))
+        return _from_checkpoint(model.name, source, shape, device, cancelled)
+    if model.weights.path is not None:
+        return load_weights(model.weights.path, model.shape, device, part)
+    return random_weights(model.shape, model.weights.seed or 0, device, part)
+
+
+def _from_checkpoint(
+    name: str, source: LayerSource, shape: LayerShape, device: torch.device, cancelled: Cancelled
+) -> ExpertWeights:
+    start = time.perf_counter()
+    with progress_bar(name, source.num_bytes, "B") as advance:
+
+        def progress(num_bytes: int) -> None:
+            stop_if(cancelled)
+            advance(num_bytes, "")
+
+        weights = read_layer(source, device, progress)
+    check_weights(shape, weights)
+    if not shows_bars():
+        seconds, megabytes = time.perf_counter() - start, source.num_bytes / 1e6
+        logger.info("read %.1f MB of %s, %.0f MB/s", megabytes, name, megabytes / seconds)
+    return weights
+
+
+def stop_if(cancelled: Cancelled) -> None:
+    """Raise LoadCancelledError once `cancelled` returns True."""
+    if cancelled():
+        raise LoadCancelledError

@@ -1,0 +1,195 @@
+"""The layers of this process: made ready for steps, with graphs on a GPU, and freed again."""
+
+import gc
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+
+from expertd.kernels import Backend
+from expertd.service.engine.layers import Cancelled, MakeLayer, stop_if
+from expertd.service.engine.runner_sets import RunnerSet
+from expertd.service.moe.base import Layer
+from expertd.service.moe.batch import FLOATS
+from expertd.service.moe.capture import GraphPool
+from expertd.service.moe.device import free_device_bytes
+from expertd.service.moe.host_memory import give_back_freed
+from expertd.service.moe.needs import Needs, needs_of, staging_bytes
+from expertd.service.moe.out_of_memory import in_one_sentence
+from expertd.service.moe.request import zero_request
+from expertd.service.moe.runner import LayerRunner
+from expertd.service.moe.staging import Staging
+from expertd.service.settings.lanes import lanes_of
+from expertd.service.settings.model import Settings
+from expertd.service.settings.served import ModelSettings
+from expertd.service.terminal import progress_bar, shows_bars
+
+if TYPE_CHECKING:
+    from expertd.kernels.partitions import SMPartitions
+
+logger = logging.getLogger(__name__)
+
+
+class LocalModels:
+    """Runs on the worker thread between steps, but for `read`.
+
+    make_layer  makes each model's layer
+    meet        waits for those who run a layer's steps together with this process, before they begin
+    sets        the runners of the loaded models, for each lane
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        backend: Backend,
+        partitions: "SMPartitions | None",
+        make_layer: MakeLayer,
+        meet: Callable[[], None],
+    ) -> None:
+        self.sets = [RunnerSet(lane, backend.device, partitions) for lane in lanes_of(settings)]
+        self._limits = settings.limits
+        self._backend, self._device = backend, backend.device
+        self._make_layer, self._meet = make_layer, meet
+        self._staged_bytes = 0
+        self._pools: dict[Staging, GraphPool] = {}
+
+    def load_all(self, models: Sequence[ModelSettings], cancelled: Cancelled) -> None:
+        """Load `models` at start-up. Raises as `expertd.service.engine.loading.load` does."""
+        with progress_bar("layers", len(models), "layer") as advance:
+            for model in models:
+                stop_if(cancelled)
+                if not shows_bars():
+                    logger.info("loading model %s", model.name)
+                advance(0, model.name)
+                with in_one_sentence(model.name, model.shape, self._device):
+                    layer = self._make_layer(model, self._backend, self._device, cancelled)
+                    self._add(model, layer)
+                advance(1, model.name)
+        self.capture(cancelled)
+
+    def check_memory(self, model: ModelSettings) -> None:
+        """Raise MemoryError, with the numbers, unless `model` fits beside what is loaded."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # what torch keeps for later steps is free
+        needs, free = self._needs(model), free_device_bytes(self._device)
+        if needs.total > free:
+            raise MemoryError(f"model {model.name}: expected {needs} of free memory, got {_megabytes(free)}")
+
+    def read(self, model: ModelSettings, cancelled: Cancelled) -> Layer:
+        """The layer of `model`, with its weights on the device; on any thread, while steps run."""
+        on_gpu = self._device.type == "cuda"
+        # A stream of its own: steps wait for work on the default one.
+        stream = torch.cuda.Stream(self._device) if on_gpu else None  # type: ignore[no-untyped-call]
+        own: AbstractContextManager[object] = torch.cuda.stream(stream) if on_gpu else nullcontext()
+        with in_one_sentence(model.name, model.shape, self._device), own:
+            layer = self._make_layer(model, self._backend, self._device, cancelled)
+            if stream is not None:
+                stream.synchronize()
+            else:  # so that the first step on the worker thread has its matrices
+                _first_steps(LayerRunner(layer, self._device), model, self._limits.max_request_tokens)
+            return layer
+
+    def add(self, model: ModelSettings, layer: Layer) -> LayerRunner:
+        """The runner of a layer that was read: it has run its first steps, and has its graphs."""
+        try:
+            with in_one_sentence(model.name, model.shape, self._device):
+                self._add(model, layer)
+                for runner in [each.runners[model.name] for each in self.sets]:
+                    if self._is_captured(runner):
+                        _capture(runner, self._pools, self._device)
+        except BaseException:
+            self.remove(model.name)
+            raise
+        return self.sets[0].runners[model.name]
+
+    def remove(self, name: str) -> None:
+        """Forget a model; `collect` then frees its memory."""
+        for each in self.sets:
+            runner = each.runners.pop(name, None)
+            if runner is not None:
+                runner.release_graphs()
+                del runner
+            if each.staging in self._pools:
+                each.staging.allow_graphs()  # of the others' steps that recur
+
+    def collect(self) -> None:
+        """Free memory that nothing refers to any more."""
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        else:
+            give_back_freed()
+
+    def capture(self, cancelled: Cancelled) -> None:
+        """Capture the CUDA graphs of all models, again after partitions were replaced."""
+        runners = [runner for each in self.sets for runner in each.runners.values()]
+        captured = [runner for runner in runners if self._is_captured(runner)]
+        self._pools = {}
+        self._pools = capture_graphs(captured, self._device, cancelled, self._meet)
+
+    def _is_captured(self, runner: LayerRunner) -> bool:
+        return self._device.type == "cuda" and runner.layer.is_capturable
+
+    def _add(self, model: ModelSettings, layer: Layer) -> None:
+        if self._device.type == "cuda":
+            self._staged_bytes = max(self._staged_bytes, self._staging_bytes(model))
+        for each in self.sets:
+            runner = each.add(model, layer)
+            self._meet()
+            _first_steps(runner, model, self._limits.max_request_tokens)
+
+    def _needs(self, model: ModelSettings) -> Needs:
+        grown = 0
+        if self._device.type == "cuda":
+            grown = max(0, self._staging_bytes(model) - self._staged_bytes)
+        return needs_of(model.shape, self._limits.max_batch_tokens, self._device.type == "cuda", grown)
+
+    def _staging_bytes(self, model: ModelSettings) -> int:
+        itemsize = FLOATS[model.datatype].itemsize
+        return staging_bytes(self._limits.max_batch_tokens, model.hidden_size, model.top_k, itemsize)
+
+
+def capture_graphs(
+    runners: Sequence[LayerRunner],
+    device: torch.device,
+    cancelled: Cancelled,
+    meet: Callable[[], None] = lambda: None,
+) -> dict[Staging, GraphPool]:
+    """Capture CUDA graphs in new pools: the old ones' memory belongs to streams that may no longer exist.
+
+    Returns the pools.
+    """
+    pools: dict[Staging, GraphPool] = {}
+    if not runners:
+        return pools
+    for runner in runners:
+        runner.release_graphs()
+    gc.collect()  # graphs and streams that are unreachable
+    torch._C._cuda_clearCublasWorkspaces()  # torch keeps 32 MiB for every stream that cuBLAS ran on
+    torch.cuda.empty_cache()
+    with progress_bar("graphs", len(runners), "layer") as advance:
+        for runner in runners:
+            stop_if(cancelled)
+            meet()
+            _capture(runner, pools, device)
+            advance(1, "")
+    return pools
+
+
+def _capture(runner: LayerRunner, pools: dict[Staging, GraphPool], device: torch.device) -> None:
+    """Steps that use the same memory take turns, and so do their graphs, which share a pool."""
+    if runner.staging not in pools:
+        pools[runner.staging] = GraphPool(device)
+    runner.capture(pools[runner.staging])
+
+
+def _first_steps(runner: LayerRunner, model: ModelSettings, max_request_tokens: int) -> None:
+    """Run one step in each layout the settings allow, so that a layer that fails never becomes ready."""
+    for num_tokens in sorted({1, min(model.masked_max_tokens + 1, max_request_tokens)}):
+        runner.run([zero_request(num_tokens, model.hidden_size)])
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.1f} MB"

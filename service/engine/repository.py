@@ -1,0 +1,213 @@
+"""Which of the configured models are loaded: loads and unloads them while others serve."""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+from expertd.service.engine.batching import Scheduler
+from expertd.service.engine.errors import (
+    EngineError,
+    LoadFailedError,
+    ModelUnloadedError,
+    NotReadyError,
+    RepositoryRefusedError,
+    RepositoryUnavailableError,
+    SchedulerClosedError,
+)
+from expertd.service.engine.layers import LoadCancelledError
+from expertd.service.engine.loading import Loaded, Models
+from expertd.service.engine.steps import Runner
+from expertd.service.settings.model import Settings
+from expertd.service.settings.served import ModelSettings
+
+logger = logging.getLogger(__name__)
+
+
+class ModelState(NamedTuple):
+    """A model's state with the protocol's names, and why it is not READY."""
+
+    state: Literal["READY", "LOADING", "UNLOADING", "UNAVAILABLE"]
+    reason: str = ""
+
+
+READY = ModelState("READY")
+_UNLOADED = ModelState("UNAVAILABLE", "unloaded")
+
+
+class Repository:
+    """The states of all configured models, for the event loop. One model is loaded or unloaded at a time.
+
+    on_unload  is called with the name of a model that has no requests any more, on the worker thread
+    """
+
+    def __init__(self, settings: Settings, scheduler: Scheduler) -> None:
+        self.on_unload: Callable[[str], None] = lambda name: None
+        self._settings = settings
+        self._scheduler = scheduler
+        self._models = {model.name: model for model in settings.models}
+        self._states = {name: READY if model.load else _UNLOADED for name, model in self._models.items()}
+        self._loaded: Loaded | None = None
+        self._one_at_a_time = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+        self._reader: threading.Thread | None = None
+
+    def start(self, loaded: Loaded) -> None:
+        """The models that are loaded at start-up are there."""
+        self._loaded = loaded
+
+    def close(self) -> None:
+        """End what is going on: callers get SchedulerClosedError."""
+        self._is_closed = True
+        for task in self._tasks:
+            task.cancel()
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether a thread reads weights; it may outlast `close`."""
+        return self._reader is not None and self._reader.is_alive()
+
+    def state(self, name: str) -> ModelState:
+        """Of a configured model."""
+        return self._states[name]
+
+    def serves(self, name: str) -> bool:
+        """Whether a configured model is loaded, or was to be loaded at start-up."""
+        return self._states[name] is READY
+
+    def check(self, name: str) -> None:
+        """Raise ModelUnloadedError if a configured model is not loaded."""
+        if not self.serves(name):
+            raise ModelUnloadedError(f"model {name}: expected a loaded one, got it {self.describe(name)}")
+
+    def describe(self, name: str) -> str:
+        """A model's state in words."""
+        state = self._states[name]
+        return state.reason or state.state.lower()
+
+    async def load(self, name: str) -> None:
+        """Load a configured model; returns when it is ready, at once if it was.
+
+        Raises NotReadyError during start-up, RepositoryUnavailableError with several ranks or lanes,
+        RepositoryRefusedError without memory for it, LoadFailedError, and SchedulerClosedError.
+        """
+        await self._run(self._load(self._models[name]))
+
+    async def unload(self, name: str) -> None:
+        """Unload a model, once all requests that it has accepted are answered. Raises as `load` does."""
+        await self._run(self._unload(name))
+
+    async def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            self._check_possible()
+        except BaseException:
+            work.close()
+            raise
+        task = asyncio.get_running_loop().create_task(self._alone(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        try:
+            await asyncio.shield(task)  # a caller that no longer waits must not end the work
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise SchedulerClosedError("the server is shutting down") from None
+            raise
+
+    def _check_possible(self) -> Models:
+        if self._is_closed:
+            raise SchedulerClosedError("the server is shutting down")
+        if self._loaded is None:
+            raise NotReadyError("the server is loading")
+        if self._loaded.models is None:
+            ranks = self._settings.num_ranks
+            got = f"{ranks} ranks" if ranks > 1 else "lanes"
+            expected = "a server of one rank without lanes to load and unload models at run time"
+            raise RepositoryUnavailableError(f"repository: expected {expected}, got {got}")
+        return self._loaded.models
+
+    async def _alone(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            async with self._one_at_a_time:
+                await work
+        finally:
+            work.close()
+
+    async def _load(self, model: ModelSettings) -> None:
+        name, models, scheduler = model.name, self._check_possible(), self._scheduler
+        if self.serves(name):
+            return
+        began, refusal = time.perf_counter(), None
+        state, self._states[name] = self._states[name], ModelState("LOADING")
+        try:
+            scheduler.add_runner(name, await self._made(models, model), model.weight)
+            state = READY
+        except Exception as error:
+            refusal = _refusal(name, error)
+            if isinstance(refusal, LoadFailedError):
+                state = ModelState("UNAVAILABLE", "loading failed")
+        finally:
+            self._states[name] = state
+        if refusal is not None:  # outside the handler, whose error refers to the layer
+            await scheduler.between_steps(models.collect)
+            raise refusal
+        logger.info("loaded model %s in %.1f s", name, time.perf_counter() - began)
+
+    async def _made(self, models: Models, model: ModelSettings) -> Runner:
+        await self._scheduler.between_steps(partial(models.check_memory, model))
+        layer = await self._read(models, model)
+        return await self._scheduler.between_steps(partial(models.add, model, layer))
+
+    async def _read(self, models: Models, model: ModelSettings) -> Any:
+        """The layer, read by a thread of its own that does not keep the process from ending."""
+        done: Future[Any] = Future()
+        done.set_running_or_notify_cancel()  # nobody can cancel it any more: the thread goes on
+
+        def read() -> None:
+            try:
+                done.set_result(models.read(model, lambda: self._is_closed))
+            except BaseException as error:
+                done.set_exception(error)
+
+        self._reader = threading.Thread(target=read, name="expertd-loader", daemon=True)
+        self._reader.start()
+        return await asyncio.wrap_future(done)
+
+    async def _unload(self, name: str) -> None:
+        models, scheduler = self._check_possible(), self._scheduler
+        if not self.serves(name):
+            return
+        self._states[name] = ModelState("UNLOADING")
+        scheduler.refuse_new(name)
+        until = time.monotonic() + self._settings.drain_timeout_seconds
+        try:
+            while not await scheduler.between_steps(partial(self._remove, models, name)):
+                if time.monotonic() > until:
+                    scheduler.cancel_all(name)
+        finally:
+            self._states[name] = _UNLOADED
+        await scheduler.between_steps(models.collect)
+        logger.info("unloaded model %s", name)
+
+    def _remove(self, models: Models, name: str) -> bool:
+        """Forget the model, on the worker thread; False while requests wait for it."""
+        if not self._scheduler.remove_runner(name):
+            return False
+        self.on_unload(name)
+        models.remove(name)
+        return True
+
+
+def _refusal(name: str, error: Exception) -> EngineError:
+    """What the caller is told of an error during loading; the log has all of it."""
+    if isinstance(error, LoadCancelledError):
+        return SchedulerClosedError("the server is shutting down")
+    is_sentence = isinstance(error, (ValueError, OSError, MemoryError))
+    logger.error("loading model %s failed: %s", name, str(error), exc_info=None if is_sentence else error)
+    if isinstance(error, MemoryError):
+        return RepositoryRefusedError(str(error))
+    return LoadFailedError(f"model {name}: loading failed: see the server's log")

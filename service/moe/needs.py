@@ -1,0 +1,66 @@
+"""The memory that a layer needs on its device, by arithmetic. Does not import torch."""
+
+import math
+from dataclasses import dataclass
+
+from expertd.limits import SCALE_BLOCK
+from expertd.service.moe.shape import LayerShape
+from expertd.service.moe.weights_file import OPTIONAL, tensor_specs
+
+_BYTES = {"F8_E4M3": 1, "BF16": 2, "F16": 2, "F32": 4}
+_GRAPH_TOKENS = 256  # of the largest captured step
+_GRAPH_BYTES = 64 * 1024 * 1024  # of the driver, for the graphs of a layer
+_QUANTIZED_BYTES = 12  # a value of the one matrix that is being read: as it is stored, in fp32 and in FP8
+_STEPS = 2  # that have memory of their own for what they read and write
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes for a layer's weights, for its steps and for its graphs."""
+
+    weights: int
+    steps: int
+    graphs: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.steps + self.graphs
+
+    def __str__(self) -> str:
+        parts = {"weights": self.weights, "steps": self.steps, "graphs": self.graphs}
+        listed = ", ".join(f"{name} {num_bytes / 1e6:.1f}" for name, num_bytes in parts.items())
+        return f"{self.total / 1e6:.1f} MB ({listed})"
+
+
+def needs_of(shape: LayerShape, max_tokens: int, on_gpu: bool, staging: int = 0) -> Needs:
+    """What a layer needs with steps of `max_tokens`; staging: bytes by which memory for all layers grows."""
+    router = shape.num_experts * shape.hidden_size * (4 + 2)  # copies of it in fp32 and bf16
+    matrices = 3 * shape.num_groups * shape.hidden_size * shape.intermediate_size
+    weights = weights_bytes(shape) + router
+    if not on_gpu:
+        return Needs(weights + 2 * matrices, _step_bytes(shape, max_tokens, False), 0)  # and in bf16
+    reading = _QUANTIZED_BYTES * shape.hidden_size * shape.intermediate_size
+    steps = max(_step_bytes(shape, max_tokens, True), reading) + staging
+    return Needs(weights, steps, _step_bytes(shape, _GRAPH_TOKENS, True) + _GRAPH_BYTES)
+
+
+def weights_bytes(shape: LayerShape) -> int:
+    """Bytes of a layer's weights."""
+    specs = tensor_specs(shape).items()
+    return sum(math.prod(spec.shape) * _BYTES[spec.dtypes[0]] for name, spec in specs if name not in OPTIONAL)
+
+
+def staging_bytes(max_tokens: int, hidden_size: int, top_k: int, itemsize: int) -> int:
+    """Bytes on a GPU from which steps read, and to which they write, before they are copied to the host."""
+    return _STEPS * max_tokens * (2 * hidden_size * itemsize + top_k * 8)
+
+
+def _step_bytes(shape: LayerShape, num_tokens: int, on_gpu: bool) -> int:
+    """Bytes of what a step computes on the way to its output, and of that."""
+    h, i, e = shape.hidden_size, shape.intermediate_size, shape.num_experts
+    rows = num_tokens * (shape.top_k + shape.num_shared_experts)
+    token = 2 * 4 * h + 4 * e  # hidden states and output in fp32, logits
+    if not on_gpu:
+        return num_tokens * token + rows * 2 * h + num_tokens * 2 * h
+    fp8 = h + i + 4 * (h + i) // SCALE_BLOCK
+    return num_tokens * token + rows * (fp8 + 2 * h + 16)

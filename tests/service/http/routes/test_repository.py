@@ -1,0 +1,400 @@
+"""Models that are loaded and unloaded while the server serves."""
+
+import asyncio
+import gc
+import json
+import mmap
+import weakref
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from expertd.service.engine import local_models
+from expertd.service.engine.errors import ModelUnloadedError
+from expertd.service.engine.layers import Cancelled
+from expertd.service.engine.loading import Loaded, Loader, Models, load
+from expertd.service.engine.steps import Runner
+from expertd.service.settings.model import Settings
+from expertd.service.settings.served import ModelSettings
+from tests.service.apps import (
+    MODEL,
+    Serving,
+    error_of,
+    hidden_request,
+    output_of,
+    rows,
+    serving,
+    tiny_settings,
+)
+from tests.service.checkpoints.builders import Checkpoint
+from tests.service.competing import HeldRunner
+from tests.service.waiting import until
+
+OTHER = {**MODEL, "name": "other", "weights": {"seed": 7}}
+
+
+@asynccontextmanager
+async def two_models(loader: Loader = load, **changes: Any) -> AsyncIterator[Serving]:
+    """A server with the model tiny, and another one that is not loaded at start-up."""
+    settings = tiny_settings(models=[MODEL, {**OTHER, "load": False}], **changes)
+    async with serving(settings, loader) as server:
+        yield server
+
+
+async def change(server: Serving, what: str, model: str = "other", content: bytes = b"{}") -> Any:
+    return await server.http.post(f"/v2/repository/models/{model}/{what}", content=content)
+
+
+async def infer(server: Serving, model: str, seed: int = 0) -> Any:
+    body, length = hidden_request(rows(3, seed))
+    headers = {"Inference-Header-Content-Length": str(length)}
+    return await server.http.post(f"/v2/models/{model}/infer", content=body, headers=headers)
+
+
+async def states(server: Serving) -> dict[str, tuple[str, str]]:
+    index = (await server.http.post("/v2/repository/index")).json()
+    return {entry["name"]: (entry["state"], entry["reason"]) for entry in index}
+
+
+async def test_a_model_is_loaded_and_unloaded() -> None:
+    async with serving(tiny_settings(models=[MODEL, OTHER])) as server:
+        expected = output_of(await infer(server, "other"))
+    async with two_models() as server:
+        assert await states(server) == {"tiny": ("READY", ""), "other": ("UNAVAILABLE", "unloaded")}
+        for _ in range(2):  # the second time there is nothing to do
+            loaded = await change(server, "load")
+            assert (loaded.status_code, loaded.json()) == (200, {"name": "other", "state": "READY"})
+        assert await states(server) == {"tiny": ("READY", ""), "other": ("READY", "")}
+        assert (output_of(await infer(server, "other")) == expected).all()
+        for _ in range(2):
+            unloaded = await change(server, "unload", content=b'{"parameters":{"unload_dependents":false}}')
+            assert (unloaded.status_code, unloaded.json()) == (200, {"name": "other", "state": "UNAVAILABLE"})
+        assert (await states(server))["other"] == ("UNAVAILABLE", "unloaded")
+        assert (await change(server, "load")).status_code == 200
+        assert (output_of(await infer(server, "other")) == expected).all()
+        assert output_of(await infer(server, "tiny")).shape == (3, 128)
+
+
+async def test_an_unloaded_model_is_not_there_and_the_server_is_ready_without_it() -> None:
+    async with two_models() as server:
+        text = "model other: expected a loaded one, got it unloaded"
+        assert error_of(await infer(server, "other"), 404) == text
+        for path in ("", "/config", "/versions/1", "/versions/1/config"):
+            assert error_of(await server.http.get(f"/v2/models/other{path}"), 404) == text
+        ready = await server.http.get("/v2/models/other/ready")
+        assert error_of(ready, 503) == "model other: unloaded"
+        assert (await server.http.get("/v2/health/ready")).status_code == 200
+        assert (await server.http.get("/v2/models/other/stats")).status_code == 200
+        only_ready = (await server.http.post("/v2/repository/index", content=b'{"ready": true}')).json()
+        assert [entry["name"] for entry in only_ready] == ["tiny"]
+        assert server.metric("model_ready", model="other") == 0
+        assert server.metric("refusals_total", model="other", reason="unknown_model") == 1
+        assert (await server.http.get("/metrics")).status_code == 200
+        await change(server, "unload", "tiny")
+        assert (await server.http.get("/v2/health/ready")).status_code == 200, "no model is expected"
+        assert (await server.http.get("/metrics")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("model", "what", "content", "status", "text"),
+    [
+        ("none", "load", b"{}", 404, "model: expected tiny or other, got 'none'"),
+        ("none", "unload", b"", 404, "model: expected tiny or other, got 'none'"),
+        ("..%2F..%2Fetc", "load", b"", 404, "model: expected tiny or other, got '"),
+        ("%2Fetc%2Fpasswd", "load", b"", 404, "model: expected tiny or other, got '"),
+        ("other", "load", b"{", 400, "body: expected JSON or nothing, got invalid JSON"),
+        ("other", "load", b"[1]", 400, "body: expected an object, got [1]"),
+        ("other", "load", b'{"parameters": 1}', 400, "parameters: expected an object, got 1"),
+        (
+            "other",
+            "load",
+            b'{"parameters": {"config": "{}"}}',
+            400,
+            "parameters: expected none, since models are loaded as configured, got config",
+        ),
+        (
+            "other",
+            "load",
+            b'{"parameters": {"file:1/model": "AA=="}}',
+            400,
+            "parameters: expected none, since models are loaded as configured, got file:1/model",
+        ),
+        ("other", "unload", b'{"parameters": {"x": 1}}', 400, "parameters: expected only unload_dependents"),
+        (
+            "other",
+            "unload",
+            b'{"parameters": {"unload_dependents": 1}}',
+            400,
+            "parameter unload_dependents: expected true or false, got 1",
+        ),
+    ],
+)
+async def test_wrong_calls_are_refused(model: str, what: str, content: bytes, status: int, text: str) -> None:
+    async with two_models() as server:
+        assert error_of(await change(server, what, model, content), status).startswith(text)
+        assert (await states(server))["other"] == ("UNAVAILABLE", "unloaded")
+
+
+async def test_a_model_without_memory_is_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with two_models() as server:
+        monkeypatch.setattr(local_models, "free_device_bytes", lambda _: 100_000)
+        refused = await change(server, "load")
+        text = error_of(refused, 409)
+        assert text.startswith(
+            "model other: expected 1.1 MB (weights 0.6, steps 0.5, graphs 0.0) of free memory"
+        )
+        assert text.endswith("got 0.1 MB")
+        assert (await states(server))["other"] == ("UNAVAILABLE", "unloaded")
+        monkeypatch.undo()
+        assert (await change(server, "load")).status_code == 200
+
+
+async def test_a_file_that_cannot_be_read_is_a_failure_whose_reason_is_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "missing.safetensors"
+    settings = tiny_settings(models=[MODEL, {**OTHER, "load": False, "weights": {"path": str(path)}}])
+    async with serving(settings) as server:
+        text = error_of(await change(server, "load"), 500)
+        assert text == "model other: loading failed: see the server's log"
+        assert f"{path}: cannot be read: No such file or directory" in caplog.text
+        assert (await states(server))["other"] == ("UNAVAILABLE", "loading failed")
+        assert output_of(await infer(server, "tiny")).shape == (3, 128)
+
+
+async def test_a_layer_that_fails_its_first_step_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers: list[weakref.ref[Any]] = []
+
+    def fail(runner: Any, *_: object) -> None:
+        layers.append(weakref.ref(runner.layer.weights.gate_up.data))
+        raise ValueError("no such step")  # whose traceback is not logged, and so not kept by pytest
+
+    async with two_models() as server:
+        monkeypatch.setattr(local_models, "_first_steps", fail)
+        error_of(await change(server, "load"), 500)
+        gc.collect()
+        assert layers[0]() is None
+        monkeypatch.undo()
+        assert (await change(server, "load")).status_code == 200
+
+
+async def test_a_checkpoint_layer_is_loaded_at_run_time(tmp_path: Path) -> None:
+    from expertd.service.checkpoints import resolve_checkpoints
+
+    directory = Checkpoint("mixtral", tmp_path / "mixtral").directory
+    checkpoint = {"path": str(directory), "layers": "0-1", "load": False}
+    settings = resolve_checkpoints(tiny_settings(checkpoints=[checkpoint]))
+    async with serving(settings) as server:
+        assert (await states(server))["mixtral.layers.1"] == ("UNAVAILABLE", "unloaded")
+        assert (await change(server, "load", "mixtral.layers.1")).status_code == 200
+        metadata = (await server.http.get("/v2/models/mixtral.layers.1")).json()
+        assert metadata["name"] == "mixtral.layers.1"
+        assert (await states(server))["mixtral.layers.0"] == ("UNAVAILABLE", "unloaded")
+
+
+async def test_unloading_frees_the_layer() -> None:
+    async with two_models() as server:
+        assert server.app.engine.loaded is not None
+        for _ in range(2):
+            await change(server, "load")
+            await infer(server, "other")
+            runner: Any = server.app.engine.loaded.runners["other"]
+            weights = weakref.ref(runner.layer.weights.gate_up.data)
+            del runner
+            await change(server, "unload")
+            gc.collect()
+            assert weights() is None
+            assert list(server.app.engine.loaded.runners) == ["tiny"]
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+async def test_unloading_returns_memory_to_the_system() -> None:
+    large = {**OTHER, "hidden_size": 1024, "intermediate_size": 512, "num_experts": 32, "load": False}
+    async with serving(tiny_settings(models=[MODEL, large])) as server:
+        await change(server, "load")  # loads what any layer needs, too
+        await change(server, "unload")
+        before = resident_bytes()
+        await change(server, "load")
+        loaded = resident_bytes() - before
+        await change(server, "unload")
+        assert loaded > 3 * 32 * 1024 * 512 * 3 // 2, "in FP8 and bf16"
+        assert resident_bytes() - before < loaded / 4
+
+
+class HeldModels:
+    """The models of a server, with runners whose steps can be held."""
+
+    def __init__(self, models: Models, held: list[HeldRunner]) -> None:
+        self._models, self._held = models, held
+        self.check_memory, self.read = models.check_memory, models.read
+        self.remove, self.collect = models.remove, models.collect
+
+    def add(self, model: ModelSettings, layer: Any) -> Runner:
+        self._held.append(HeldRunner(self._models.add(model, layer)))
+        return self._held[-1]
+
+
+def holding(held: list[HeldRunner]) -> Loader:
+    def load_held(settings: Settings, cancelled: Cancelled) -> Loaded:
+        loaded = load(settings, cancelled)
+        assert loaded.models is not None
+        return replace(loaded, models=HeldModels(loaded.models, held))
+
+    return load_held
+
+
+async def test_unloading_answers_what_was_accepted_and_refuses_what_comes_later() -> None:
+    held: list[HeldRunner] = []
+    async with two_models(holding(held)) as server:
+        await change(server, "load")
+        (runner,) = held
+        runner.close()
+        begun = asyncio.create_task(infer(server, "other", 0))
+        await until(lambda: bool(runner.steps))
+        queued = [asyncio.create_task(infer(server, "other", seed)) for seed in (1, 2)]
+        await until(lambda: server.app.engine.scheduler.waiting("other")[0] == 2)
+        unloading = asyncio.create_task(change(server, "unload"))
+        await until(lambda: server.app.engine.repository.state("other").state == "UNLOADING")
+        text = error_of(await infer(server, "other"), 404)
+        assert text == "model other: expected a loaded one, got it unloading"
+        assert not unloading.done()
+        runner.open()
+        outputs = [output_of(response) for response in await asyncio.gather(begun, *queued)]
+        assert (await unloading).status_code == 200
+        await change(server, "load")
+        for seed, output in enumerate(outputs):
+            assert (output_of(await infer(server, "other", seed)) == output).all()
+
+
+async def test_a_request_whose_model_is_unloaded_while_its_body_arrives_is_refused() -> None:
+    async with two_models() as server:
+        await change(server, "load")
+        body, length = hidden_request(rows(2))
+
+        async def content() -> AsyncIterator[bytes]:
+            yield body[:10]
+            await change(server, "unload")
+            yield body[10:]
+
+        headers = {"Inference-Header-Content-Length": str(length)}
+        response = await server.http.post("/v2/models/other/infer", content=content(), headers=headers)
+        assert error_of(response, 404) == "model other: expected a loaded one, got it unloaded"
+
+
+async def test_others_are_served_while_models_come_and_go() -> None:
+    async with two_models() as server:
+        expected = [output_of(await infer(server, "tiny", seed)) for seed in range(4)]
+        await change(server, "load")
+        others = [output_of(await infer(server, "other", seed)) for seed in range(4)]
+        ended = asyncio.Event()
+        counts = {"tiny": 0, "other": 0, "refused": 0}
+
+        async def ask(model: str, outputs: list[Any]) -> None:
+            seed = 0
+            while not ended.is_set():
+                seed = (seed + 1) % len(outputs)
+                response = await infer(server, model, seed)
+                if model == "other" and response.status_code == 404:
+                    counts["refused"] += 1
+                    await asyncio.sleep(0)  # such an answer waits for nothing
+                    continue
+                assert (output_of(response) == outputs[seed]).all()
+                counts[model] += 1
+
+        callers = [asyncio.create_task(ask("tiny", expected)) for _ in range(4)]
+        callers += [asyncio.create_task(ask("other", others)) for _ in range(4)]
+        for _ in range(10):
+            assert (await change(server, "unload")).status_code == 200
+            assert (await change(server, "load")).status_code == 200
+            counts["tiny"] = counts["other"] = 0
+            await until(lambda: min(counts["tiny"], counts["other"]) > 0)
+        ended.set()
+        await asyncio.gather(*callers)
+        assert counts["refused"] > 0
+
+
+async def test_calls_at_the_same_time_come_one_after_another() -> None:
+    async with two_models() as server:
+        calls = [change(server, what) for what in ("load", "load", "unload", "load", "unload", "unload")]
+        responses = await asyncio.gather(*calls)
+        assert [response.status_code for response in responses] == [200] * 6
+        assert (await states(server))["other"] == ("UNAVAILABLE", "unloaded")
+
+
+def reading(until_cancelled: Callable[[Cancelled], None]) -> Loader:
+    """Loads as a server does; but a later model is read by `until_cancelled`."""
+
+    def load_slowly(settings: Settings, cancelled: Cancelled) -> Loaded:
+        loaded = load(settings, cancelled)
+        models: Any = loaded.models
+        read = models.read
+
+        def slowly(model: ModelSettings, is_cancelled: Cancelled) -> Any:
+            until_cancelled(is_cancelled)
+            return read(model, is_cancelled)
+
+        models.read = slowly
+        return loaded
+
+    return load_slowly
+
+
+async def test_a_shutdown_does_not_wait_for_a_model_that_is_being_read() -> None:
+    started: list[bool] = []
+
+    def wait(is_cancelled: Cancelled) -> None:
+        started.append(True)
+        while not is_cancelled():
+            pass
+
+    async with two_models(reading(wait)) as server:
+        loading = asyncio.create_task(change(server, "load"))
+        await until(lambda: bool(started))
+        assert (await states(server))["other"] == ("LOADING", "")
+        assert error_of(await infer(server, "other"), 404).endswith("got it loading")
+        assert output_of(await infer(server, "tiny")).shape == (3, 128)
+        assert await server.app.engine.drain()
+        assert error_of(await loading, 503) == "the server is shutting down"
+
+
+async def test_a_server_of_several_ranks_or_one_that_is_loading_refuses(tmp_path: Path) -> None:
+    from tests.service.apps import serving_runner
+    from tests.service.runners import EchoRunner
+
+    async with two_models(serving_runner(EchoRunner()), ranks=1) as server:
+        text = error_of(await change(server, "load"), 409)
+        assert text.startswith("repository: expected a server of one rank to load and unload models at run")
+        engine = server.app.engine
+        engine.repository._loaded = None
+        assert error_of(await change(server, "load"), 503) == "the server is loading"
+        with pytest.raises(ModelUnloadedError):
+            engine.check_loaded("other")
+
+
+def test_several_ranks_load_all_models() -> None:
+    with pytest.raises(ValueError, match=r"models\.0\.load: expected true with several ranks, got false"):
+        tiny_settings(models=[{**MODEL, "load": False}], ranks=2)
+
+
+async def test_a_key_needs_the_right_admin(tmp_path: Path) -> None:
+    from tests.service.keys import all_keys, bearer
+
+    async with two_models(keys=all_keys(tmp_path / "keys.yaml")) as server:
+        for what in ("load", "unload"):
+            path = f"/v2/repository/models/other/{what}"
+            assert error_of(await server.http.post(path, headers=bearer("infer")), 403)
+            assert (await server.http.post(path)).status_code == 401
+            assert (await server.http.post(path, headers=bearer("admin"))).status_code == 200
+
+
+async def test_the_extension_is_announced() -> None:
+    async with two_models() as server:
+        assert "model_repository" in (await server.http.get("/v2")).json()["extensions"]
+        assert json.loads((await change(server, "load")).content)["state"] == "READY"

@@ -1,0 +1,196 @@
+"""FP8 hidden states in requests: UINT8 or FP8 values with FP32 scales."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from expertd.kernels import expand_rows, quantize_rows
+from expertd.service.channels.layout import REQUEST, Geometry
+from expertd.service.channels.requests import ChannelModel, InvalidRequestError, RequestReader
+from expertd.service.engine.spec import specs_of
+from expertd.service.http.protocol import OipError, parse_request
+from expertd.service.memory import Span
+from expertd.service.moe.request import fp8_rows
+from tests.service.apps import (
+    HIDDEN,
+    binary_request,
+    error_of,
+    hidden_request,
+    json_input,
+    json_request,
+    output_of,
+    rows,
+    serving,
+    tiny_settings,
+)
+from tests.service.channels.servers import answer_to, channel_server, claimed
+from tests.service.regions import enabled, place, registered
+from tests.service.shm import shm_file
+
+Array = npt.NDArray[Any]
+NOTHING: Array = rows(0)
+BINARY = {"parameters": {"binary_data_output": True}}
+
+
+def quantized(count: int) -> tuple[Array, Array, Array]:
+    """e4m3 values as bytes, scales, and the same numbers in FP32."""
+    made = quantize_rows(torch.from_numpy(rows(count)))
+    scales = made.scales.contiguous()
+    return made.data.view(torch.uint8).numpy(), scales.numpy(), expand_rows(made.data, scales).numpy()
+
+
+def fp8_request(values: Array, scales: Array, datatype: str = "UINT8") -> tuple[bytes, int]:
+    tensors = {
+        "hidden_states": (datatype, list(values.shape), values.tobytes()),
+        "hidden_states_scale": ("FP32", list(scales.shape), scales.tobytes()),
+    }
+    return binary_request(tensors, **BINARY)
+
+
+@pytest.mark.parametrize("datatype", ["UINT8", "FP8"])
+@pytest.mark.parametrize("count", [1, 5, 64, 0])
+async def test_the_answer_is_that_of_the_values(datatype: str, count: int) -> None:
+    values, scales, expected = (
+        quantized(count) if count else (NOTHING.astype(np.uint8), NOTHING[:, :1], NOTHING)
+    )
+    async with serving(tiny_settings()) as server:
+        wanted = output_of(await server.infer(*hidden_request(expected)))
+        for _ in range(3):  # the plan of the first one is used again
+            response = await server.infer(*fp8_request(values, scales, datatype))
+            assert np.array_equal(output_of(response), wanted), "its datatype is the model's"
+        other = values.copy()
+        other[:1, :1] ^= 0x80
+        changed = output_of(await server.infer(*fp8_request(other, scales, datatype)))
+        assert count == 0 or not np.array_equal(changed, wanted)
+
+
+async def test_scales_may_be_json_and_come_first() -> None:
+    values, scales, expected = quantized(3)
+    async with serving(tiny_settings()) as server:
+        wanted = output_of(await server.infer(*hidden_request(expected)))
+        inputs = [
+            json_input(scales, "hidden_states_scale"),
+            {
+                "name": "hidden_states",
+                "datatype": "UINT8",
+                "shape": [3, HIDDEN],
+                "parameters": {"binary_data_size": values.nbytes},
+            },
+        ]
+        header = json_request(*inputs, **BINARY)
+        response = await server.infer(header + values.tobytes(), len(header))
+        assert np.array_equal(output_of(response), wanted)
+
+
+async def test_values_and_scales_in_shared_memory() -> None:
+    values, scales, expected = quantized(5)
+    async with serving(enabled()) as server:
+        wanted = output_of(await server.infer(*hidden_request(expected)))
+        with shm_file(1 << 16) as file:
+            file.write(values, 0)
+            file.write(scales, 32768)
+            await registered(server, "r", file.key, 1 << 16, 0)
+
+            def given(name: str, datatype: str, array: Array, offset: int) -> dict[str, Any]:
+                where = {**place("r", array.nbytes), "shared_memory_offset": offset}
+                return {"name": name, "datatype": datatype, "shape": list(array.shape), "parameters": where}
+
+            inputs = [
+                given("hidden_states", "UINT8", values, 0),
+                given("hidden_states_scale", "FP32", scales, 32768),
+            ]
+            response = await server.infer(json_request(*inputs, **BINARY))
+            assert np.array_equal(output_of(response), wanted)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "text"),
+    [
+        (
+            {"hidden_states": ("UINT8", [1, HIDDEN], bytes(HIDDEN))},
+            "input hidden_states_scale: expected it with FP8 or UINT8 hidden_states alone, got UINT8 without",
+        ),
+        (
+            {
+                "hidden_states": ("FP32", [1, HIDDEN], bytes(4 * HIDDEN)),
+                "hidden_states_scale": ("FP32", [1, 1], bytes(4)),
+            },
+            "input hidden_states_scale: expected it with FP8 or UINT8 hidden_states alone, got FP32 with it",
+        ),
+        (
+            {
+                "hidden_states": ("UINT8", [1, HIDDEN], bytes(HIDDEN)),
+                "hidden_states_scale": ("FP32", [1, 2], bytes(8)),
+            },
+            "shape of input hidden_states_scale: expected [1, 1], got [1, 2]",
+        ),
+        (
+            {
+                "hidden_states": ("UINT8", [2, HIDDEN], bytes(2 * HIDDEN)),
+                "hidden_states_scale": ("FP32", [1, 1], bytes(4)),
+            },
+            "shape of input hidden_states_scale: expected [2, 1], got [1, 1]",
+        ),
+        (
+            {
+                "hidden_states": ("UINT8", [1, HIDDEN], bytes(HIDDEN)),
+                "hidden_states_scale": ("BF16", [1, 1], bytes(2)),
+            },
+            "datatype of input hidden_states_scale: expected FP32, got 'BF16'",
+        ),
+    ],
+)
+async def test_wrong_requests_are_refused(tensors: Any, text: str) -> None:
+    async with serving(tiny_settings()) as server:
+        assert error_of(await server.infer(*binary_request(tensors)), 400).startswith(text)
+
+
+def test_several_ranks_take_no_fp8() -> None:
+    values, scales, _ = quantized(1)
+    settings = tiny_settings(ranks=2)
+    (spec,) = specs_of(settings).values()
+    body, length = fp8_request(values, scales)
+    with pytest.raises(
+        OipError, match="expected BF16, FP16 or FP32 on a server with several ranks, got UINT8"
+    ):
+        parse_request(body, length, spec)
+    model = ChannelModel("tiny", HIDDEN, 2, lambda _: None, True, spec.takes_fp8)
+    geometry = Geometry.for_slots(1, 16, HIDDEN, 2, 4)
+    reader = RequestReader(geometry, Span(0, 1 << 16, None, memoryview(bytearray(1 << 16)), None), [model])
+    with pytest.raises(InvalidRequestError, match=r"datatype: expected 1, 2 or 3 .*, got 4"):
+        reader.line(REQUEST.pack(1, 4, 3, 0, 0, 0, 0, 0, 4096, 0, 0))
+
+
+async def test_fp8_as_numbers_and_as_output_is_refused() -> None:
+    values, scales, _ = quantized(1)
+    async with serving(tiny_settings()) as server:
+        body = json_request(json_input(values, datatype="UINT8"), json_input(scales, "hidden_states_scale"))
+        text = "input hidden_states: expected the parameter binary_data_size with UINT8, got data"
+        assert error_of(await server.infer(body), 400) == text
+        body, length = binary_request(
+            {"hidden_states": ("FP32", [1, HIDDEN], rows(1).tobytes())},
+            outputs=[{"name": "hidden_states", "parameters": {"datatype": "FP8"}}],
+        )
+        text = "datatype of output hidden_states: expected BF16, FP16 or FP32, got 'FP8'"
+        assert error_of(await server.infer(body, length), 400) == text
+
+
+async def test_a_channel_takes_rows_with_their_scales(tmp_path: Path) -> None:
+    values, scales, expected = quantized(3)
+    async with channel_server(tmp_path) as server:
+        wanted = output_of(await server.infer(*hidden_request(expected)))
+        peer = await claimed(server)
+        given = np.frombuffer(fp8_rows(values.data, scales.data, 3), np.uint8)
+        for _ in range(2):
+            places = peer.places(peer.sequence + 1)
+            peer.array(places[0], given.shape, np.uint8)[:] = given
+            answer = await answer_to(peer, peer.send(3, places, datatype="FP8", output_datatype="FP32"))
+            assert answer.status == 200, answer.error
+            assert np.array_equal(peer.array(places[3], (3, HIDDEN), np.float32), wanted)
+        refused = await answer_to(peer, peer.send(1, peer.places(3), output_datatype="FP8"))
+        assert (refused.status, refused.error) == (400, "output_datatype: expected 1, 2 or 3, got 4")
+        peer.close()

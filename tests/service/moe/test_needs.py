@@ -1,0 +1,56 @@
+"""The memory that a layer needs, and what is free."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from expertd.kernels import resolve_backend
+from expertd.service.moe.host_memory import free_host_bytes
+from expertd.service.moe.layer import MoELayer
+from expertd.service.moe.needs import needs_of, weights_bytes
+from expertd.service.moe.request import zero_request
+from expertd.service.moe.runner import LayerRunner
+from expertd.service.moe.shape import LayerShape
+from expertd.service.moe.weights import random_weights
+
+SHAPE = LayerShape(hidden_size=1024, intermediate_size=512, num_experts=16, top_k=4, num_shared_experts=1)
+
+
+def test_the_needs_have_their_parts() -> None:
+    on_gpu, on_cpu = needs_of(SHAPE, 4096, True, staging=10_000_000), needs_of(SHAPE, 4096, False)
+    assert on_gpu.weights == weights_bytes(SHAPE) + 16 * 1024 * 6
+    matrices = 3 * 17 * 1024 * 512
+    assert on_cpu.weights == on_gpu.weights + 2 * matrices, "the CPU multiplies in bf16"
+    assert on_gpu.steps - needs_of(SHAPE, 4096, True).steps == 10_000_000
+    assert on_cpu.graphs == 0 < on_gpu.graphs
+    assert needs_of(SHAPE, 1024, True).steps < needs_of(SHAPE, 4096, True).steps
+    assert str(on_cpu).startswith(f"{on_cpu.total / 1e6:.1f} MB (weights ")
+
+
+def test_a_containers_limit_counts(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:  9000 kB\nMemAvailable:    4000 kB\n")
+    assert free_host_bytes(meminfo, tmp_path) == 4_096_000
+    (tmp_path / "memory.current").write_text("3000000\n")
+    (tmp_path / "memory.stat").write_text("anon 7\ninactive_file 500000\n")
+    for most, free in (("max", 4_096_000), ("4000000", 1_500_000), ("2000000", 0), ("90000000", 4_096_000)):
+        (tmp_path / "memory.max").write_text(f"{most}\n")
+        assert free_host_bytes(meminfo, tmp_path) == free
+
+
+def test_this_machine_has_free_memory() -> None:
+    assert free_host_bytes() > 0
+
+
+@pytest.mark.gpu
+def test_a_layer_on_a_gpu_needs_no_more_than_was_computed() -> None:
+    device, tokens = torch.device("cuda", 0), 4096
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    layer = MoELayer(SHAPE, random_weights(SHAPE, 0, device), resolve_backend("hopper"))
+    runner = LayerRunner(layer, device)
+    runner.run([zero_request(tokens, SHAPE.hidden_size)])
+    used = torch.cuda.max_memory_allocated(device) - before
+    assert used <= needs_of(SHAPE, tokens, True).total
