@@ -73,6 +73,7 @@ class RemoteCall:
     output: tuple[int, int] = (0, 0)  # offset and bytes, unless the request says where it goes
     block: Block | None = None
     error: Exception | None = None  # it is cancelled with
+    began: float | None = None  # its step: only the engine knows
 
 
 class RemoteEngine:
