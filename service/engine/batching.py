@@ -296,7 +296,7 @@ class Scheduler:
         stepping.returning = 0
 
     def _look_meanwhile(self, chunks: list[Chunk]) -> None:
-        """Have the event loop poll sources during a step that may be long: timeouts begin, and cancels work."""
+        """Have the event loop poll sources during a step that may be long, so that timeouts begin."""
         if self._may_be_long(chunks):
             with self._lock:
                 looks, self._looks = self._looks, _LAST_LOOKS

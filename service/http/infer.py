@@ -118,9 +118,8 @@ class InferCall(InferEnding):
         text = f"the request's timeout of {round(seconds * 1e6)} microseconds expired in {where}"
         error = QueueTimeoutError(text)
         self._endpoint.engine.cancel(self._pending, error)
-        if (
-            self._pending is not None and self._regions is None
-        ):  # the caller may use regions once it is answered
+        # A step may still write to regions, which the caller may use once it is answered.
+        if self._pending is not None and self._regions is None:
             self.refuse_before_its_end(error)
 
     def _computed(self, output: Output | Exception) -> None:
