@@ -97,6 +97,7 @@ class Scheduler:
         alone: bool = False,
         priority: int = DEFAULT_PRIORITY,
         caller: int = 0,
+        timeout: float | None = None,
     ) -> Pending:
         """Put `request` in the model's queue. Raises as `check_capacity` does.
 
@@ -107,11 +108,12 @@ class Scheduler:
                   to be short, it runs there, after all that has arrived there
         priority  1 to 255; lower ones are computed first
         caller    `caller_number`: those with waiting requests get equal shares
+        timeout   seconds after which the output is of no use: if that is likely, it is not computed
         """
-        pending = Pending(model, request, done, on_worker, priority, caller)
+        pending = Pending(model, request, done, on_worker, priority, caller, timeout)
         with self._lock:
             self._check_open()
-            queue = self._queues.add(pending)
+            queue = self._queues.add(pending, self._stepping.busy_seconds)
             self._delivery.accepted()
             if on_worker and self._stepping.returning:
                 self._stepping.returning -= 1
@@ -235,6 +237,7 @@ class Scheduler:
         while True:
             job: tuple[Callable[[], object], Future[Any]] | None = None
             chunks: list[Chunk] = []
+            late: list[Chunk] = []
             if self._wakeup.sources:
                 self._poll(0)
                 if self._queues.turns and not running:
@@ -246,10 +249,15 @@ class Scheduler:
                 if not running:
                     job = self._jobs.popleft() if self._jobs else None
                 if job is None and self._may_begin():
-                    chunks = self._queues.next_step()
-                self._sleeping = not (job or chunks or running or chores)
+                    chunks, late = self._queues.split_late(self._queues.next_step(), stepping.busy_seconds)
+                    if chunks:
+                        stepping.take(chunks)
+                self._sleeping = not (job or chunks or late or running or chores)
+            if late:
+                stepping.refuse_late(late)
             if not (job or chunks or running or chores):
-                self._wait()
+                if not late:
+                    self._wait()
                 continue
             with self._turn:
                 if job:

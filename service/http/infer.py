@@ -108,8 +108,11 @@ class InferCall(InferEnding):
         alone = self._endpoint.is_alone(self._caller)
         priority = self._plan.request.priority
         head = self._head
-        self._pending = engine.submit(head.model, self._layer, self._computed, alone, priority, head.caller)
-        if (seconds := self._plan.request.timeout_seconds) is not None:
+        seconds = self._plan.request.timeout_seconds
+        self._pending = engine.submit(
+            head.model, self._layer, self._computed, alone, priority, head.caller, seconds
+        )
+        if seconds is not None:
             self._timer = self._caller.loop.call_later(seconds, self._expire, seconds)
 
     def _expire(self, seconds: float) -> None:
