@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 
-from benchmarks import heat_map
+from benchmarks import heat_map, open_loop_picture
 from benchmarks.grouped_gemm import PEAK_TFLOPS
 from benchmarks.moe_layer import STAGES
 from benchmarks.overlap_timeline import LANES, NAMES
@@ -191,6 +191,11 @@ def draw_sweep(result: Path, picture: Path) -> None:
     _save(heat_map.draw(rows, title, OURS, THEIRS), result, picture)
 
 
+def draw_open_loop(result: Path, picture: Path) -> None:
+    """Goodput under a deadline, by offered load."""
+    _save(open_loop_picture.draw(json.loads(result.read_text())), result, picture)
+
+
 PICTURES: dict[str, tuple[str, Draw]] = {
     "docs/serving-h200.svg": ("serving-h200.json", draw_serving),
     "docs/moe_layer_speed-h200.svg": ("moe_layer-h200.json", draw_speed),
@@ -199,6 +204,7 @@ PICTURES: dict[str, tuple[str, Draw]] = {
     "docs/parallel_growth-h200.svg": ("parallel-4xh200.json", draw_growth),
     "docs/gemm_sweep-h200.svg": ("gemm_sweep-h200.json", draw_sweep),
     "docs/overlap-h200.svg": ("overlap-h200.json", draw_overlap),
+    "docs/open_loop-cpu.svg": ("open_loop-cpu.json", draw_open_loop),
 }
 """Pictures in the documents, by path: the result, and the function that draws it."""
 

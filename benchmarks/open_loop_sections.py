@@ -1,0 +1,53 @@
+"""Writes the results of `benchmarks.open_loop` and `benchmarks.soak` as Markdown."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.markdown import paragraph, table
+
+
+def open_loop_machine(results: Path) -> str:
+    """What was served where, and the goal."""
+    content = _content(results, "open_loop-cpu.json")
+    header, rows = content["header"], content["rows"]
+    sizes = ", ".join(
+        f"{share:.0%} of {size}" for size, share in zip(header["tokens"], header["shares"], strict=True)
+    )
+    best = max(row["goodput"] for row in rows)
+    worst = rows[-1]
+    return paragraph(
+        f"{header['cpus']} cores of an {header['cpu']}, which server and caller share with other work, "
+        f"{header['seconds']:g} s each. Sizes: {sizes} tokens. Deadline: {header['deadline_ms']:g} ms. Capacity, "
+        f"by a closed loop: {content['capacity']:.0f} requests/s. At {worst['load']:g} times it, goodput is "
+        f"{worst['goodput'] / best:.2f} of the best, and {worst['late'] / worst['sent']:.1%} of the answers are late."
+    )
+
+
+def open_loop(results: Path) -> str:
+    """Goodput by load."""
+    rows = _content(results, "open_loop-cpu.json")["rows"]
+    cells = [
+        (
+            f"{row['load']:g}", f"{row['offered']:.0f}", f"{row['goodput']:.0f}",
+            f"{row['p50_ms']:.0f}", f"{row['p99_ms']:.0f}", row["refused"],
+            f"{row['refused_p50_ms']:.1f}" if row["refused"] else "", row["late"],
+        )
+        for row in rows
+    ]  # fmt: skip
+    columns = (
+        "of capacity",
+        "requests/s",
+        "in time, 1/s",
+        "p50, ms",
+        "p99, ms",
+        "refused",
+        "after, p50, ms",
+        "late",
+    )
+    return table(columns, cells)
+
+
+def _content(results: Path, name: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((results / name).read_text())
+    return content
