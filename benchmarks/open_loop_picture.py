@@ -26,9 +26,7 @@ def draw(content: dict[str, Any]) -> Any:
     axes.set_xlabel("requests that arrive, over capacity", fontsize=8)
     axes.set_ylabel("requests/s", fontsize=8)
     axes.tick_params(labelsize=8)
-    axes.set_title(
-        f"Open loop, deadline {header['deadline_ms']:g} ms, demo layer on {header['cpus']} CPU cores",
-        fontsize=9,
-    )
+    about = f"deadline {header['deadline_ms']:g} ms, demo layer on {header['cpus']} CPU cores"
+    axes.set_title(f"Open loop, {about}", fontsize=9)
     axes.legend(frameon=False, fontsize=8)
     return figure

@@ -11,16 +11,15 @@ def open_loop_machine(results: Path) -> str:
     """What was served where, and the goal."""
     content = _content(results, "open_loop-cpu.json")
     header, rows = content["header"], content["rows"]
-    sizes = ", ".join(
-        f"{share:.0%} of {size}" for size, share in zip(header["tokens"], header["shares"], strict=True)
-    )
-    best = max(row["goodput"] for row in rows)
-    worst = rows[-1]
+    shares = zip(header["tokens"], header["shares"], strict=True)
+    sizes = ", ".join(f"{share:.0%} of {size}" for size, share in shares)
+    best, most = max(row["goodput"] for row in rows), rows[-1]
     return paragraph(
-        f"{header['cpus']} cores of an {header['cpu']}, which server and caller share with other work, "
-        f"{header['seconds']:g} s each. Sizes: {sizes} tokens. Deadline: {header['deadline_ms']:g} ms. Capacity, "
-        f"by a closed loop: {content['capacity']:.0f} requests/s. At {worst['load']:g} times it, goodput is "
-        f"{worst['goodput'] / best:.2f} of the best, and {worst['late'] / worst['sent']:.1%} of the answers are late."
+        f"{header['cpus']} cores of an {header['cpu']}, which server and caller share with other work; "
+        f"{header['seconds']:g} s each; {sizes} tokens; deadline {header['deadline_ms']:g} ms. Capacity, by "
+        f"a closed loop: {content['capacity']:.0f} requests/s. At {most['load']:g} times it, goodput is "
+        f"{most['goodput'] / best:.2f} of the best, and {most['late'] / most['sent']:.1%} of the answers are "
+        "late."
     )
 
 

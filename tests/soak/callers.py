@@ -28,7 +28,7 @@ from expertd_client import (
 from tests.service.keys import key_of
 from tests.soak.plan import Plan, seeded
 from tests.soak.reference import Sample
-from tests.soak.tally import Tally
+from tests.soak.tally import Phase, Tally
 
 _SHORT_SECONDS = 0.002  # of some requests, which then time out
 _PAUSE_SECONDS = 0.05  # after an error
@@ -99,7 +99,7 @@ def _judge(
             tally.took(took)
         else:
             tally.count(outcome)
-    if outcome in ("cut", "lost", "failed"):
+    if outcome in ("cut", "lost", "failed") or plan.stage.phase is not Phase.SERVING:
         time.sleep(_PAUSE_SECONDS)
 
 
@@ -200,6 +200,8 @@ def over_grpc(plan: Plan, tally: Tally) -> None:
                 raw = call.result().raw_output_contents[0]
             except grpc.RpcError as error:
                 tally.count(_outcome_of_rpc(error, plan, mark, what < 0.02))
+                if plan.stage.phase is not Phase.SERVING:
+                    time.sleep(_PAUSE_SECONDS)
                 continue
             if sample.is_right(np.frombuffer(raw, np.float32).reshape(values.shape)):
                 tally.took(time.perf_counter() - began)
