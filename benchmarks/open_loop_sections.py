@@ -47,6 +47,31 @@ def open_loop(results: Path) -> str:
     return table(columns, cells)
 
 
+def soak(results: Path) -> str:
+    """What became of the requests of each kind of callers."""
+    content = _content(results, "soak-cpu.json")
+    kinds = {**content["kinds"], "together": {**content["total"], "p99_ms": None}}
+    columns = ("sent", "right", "refused", "cancelled", "cut", "lost", "wrong", "failed")
+    cells = [
+        (kind, *(counts[name] for name in columns), "" if counts["p99_ms"] is None else f"{counts['p99_ms']:.0f}")
+        for kind, counts in kinds.items()
+    ]
+    return table(("callers", *columns, "p99, ms"), cells)
+
+
+def soak_machine(results: Path) -> str:
+    """How long it was, and what grew."""
+    content = _content(results, "soak-cpu.json")
+    header, memory, descriptors = content["header"], content["memory"], content["descriptors"]
+    return paragraph(
+        f"{header['seconds']:.0f} s on 2 cores of an {header['cpu']}, beside other work, with "
+        f"{content['idle_connections']} idle connections. After warm-up, memory grew by {memory['growth']:.1%} of "
+        f"{memory['bytes'] / 2**20:.0f} MiB, and descriptors by {descriptors['growth']:.1%} of "
+        f"{descriptors['count']}. Exit codes after SIGTERM: {content['exit_codes'][0]} and "
+        f"{content['exit_codes'][-1]}."
+    )
+
+
 def _content(results: Path, name: str) -> dict[str, Any]:
     content: dict[str, Any] = json.loads((results / name).read_text())
     return content
