@@ -36,15 +36,19 @@ install-dev: $(RUNTIME) $(DEV) ## add what tests, checks and the documents' exam
 serve: $(RUNTIME) ## serve CONFIG (the demo layer) on PORT (8000)
 	$(BIN)/expertd serve --config $(CONFIG) --port $(PORT)
 
-test: all-but-ranks ranks client ## run every test that needs no GPU
+test: all-but-ranks ranks client short-soak ## run every test that needs no GPU
 
 # The parts of `test`, which `make -j2` runs side by side.
-.PHONY: all-but-ranks ranks client
+.PHONY: all-but-ranks ranks client short-soak
 all-but-ranks: $(RUNTIME) $(DEV)
 	$(BIN)/python -m pytest -m "not gpu" --ignore=tests/service/ranks
 
 ranks: $(RUNTIME) $(DEV)
 	$(BIN)/python -m pytest -m "not gpu" tests/service/ranks
+
+# Last, because it measures memory; with -j2, beside the others.
+short-soak: $(RUNTIME) $(DEV) | ranks
+	$(BIN)/python -m tests.soak --seconds 60 --growth 0.1
 
 client: $(RUNTIME) $(DEV)
 	cd client && ../$(BIN)/python -m pytest -m "not gpu"

@@ -53,7 +53,7 @@ def soak(results: Path) -> str:
     kinds = {**content["kinds"], "together": {**content["total"], "p99_ms": None}}
     columns = ("sent", "right", "refused", "cancelled", "cut", "lost", "wrong", "failed")
     cells = [
-        (kind, *(counts[name] for name in columns), "" if counts["p99_ms"] is None else f"{counts['p99_ms']:.0f}")
+        (kind, *(counts[name] for name in columns), _whole(counts["p99_ms"]))
         for kind, counts in kinds.items()
     ]
     return table(("callers", *columns, "p99, ms"), cells)
@@ -65,11 +65,15 @@ def soak_machine(results: Path) -> str:
     header, memory, descriptors = content["header"], content["memory"], content["descriptors"]
     return paragraph(
         f"{header['seconds']:.0f} s on 2 cores of an {header['cpu']}, beside other work, with "
-        f"{content['idle_connections']} idle connections. After warm-up, memory grew by {memory['growth']:.1%} of "
-        f"{memory['bytes'] / 2**20:.0f} MiB, and descriptors by {descriptors['growth']:.1%} of "
-        f"{descriptors['count']}. Exit codes after SIGTERM: {content['exit_codes'][0]} and "
-        f"{content['exit_codes'][-1]}."
+        f"{content['idle_connections']} idle connections. After warm-up, memory grew by "
+        f"{memory['growth']:.1%} of {memory['bytes'] / 2**20:.0f} MiB, and descriptors by "
+        f"{descriptors['growth']:.1%} of {descriptors['count']}. Exit codes after SIGTERM: "
+        f"{content['exit_codes'][0]} and {content['exit_codes'][-1]}."
     )
+
+
+def _whole(number: float | None) -> str:
+    return "" if number is None else f"{number:.0f}"
 
 
 def _content(results: Path, name: str) -> dict[str, Any]:

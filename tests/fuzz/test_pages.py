@@ -2,18 +2,22 @@
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from expertd.layout import Layout
 from expertd.service.channels.channel import Channel
 from expertd.service.channels.layout import HEADER_BYTES, SLOT_BYTES
+from expertd.service.memory import host_view
+from expertd.service.moe.request import LayerRequest, StepResult
 from tests.fuzz.mutations import cases
 from tests.service.apps import Serving, rows
 from tests.service.channels.peer import Peer
 from tests.service.channels.servers import channel_server, claimed
-from tests.service.runners import EchoRunner
+from tests.service.runners import Computed, EchoRunner
 
 pytestmark = pytest.mark.slow
 
@@ -33,6 +37,19 @@ def write(peer: Peer, data: bytes) -> None:
     if len(rest) > 2:
         start = int.from_bytes(rest[:2], "little") % (len(peer.control) - 256)
         peer.control[start : start + len(rest) - 2] = rest[2:]
+
+
+class ZeroRunner(EchoRunner):
+    """Writes zeros, whatever the datatypes are."""
+
+    def begin(self, requests: Sequence[LayerRequest]) -> Computed:
+        outputs = [request.output for request in requests if request.output is not None]
+        assert len(outputs) == len(requests)
+        for output in outputs:
+            host_view(output)[:] = bytes(output.num_bytes)
+        num_tokens = sum(request.num_tokens for request in requests)
+        counts = np.array([num_tokens, 0, 0, 0])
+        return Computed(StepResult([*outputs], Layout.MASKED, num_tokens, lambda: counts, 1e-5))
 
 
 async def opened(server: Serving) -> tuple[Peer, Channel]:
@@ -55,7 +72,7 @@ async def closed(server: Serving, peer: Peer) -> None:
 
 
 async def fuzz(folder: Path) -> Serving:
-    async with channel_server(folder, EchoRunner()) as server:
+    async with channel_server(folder, ZeroRunner()) as server:
         peer, channel = await opened(server)
         for number, data in enumerate(cases("pages"), 1):
             write(peer, data)
@@ -66,8 +83,7 @@ async def fuzz(folder: Path) -> Serving:
                 peer, channel = await opened(server)
         await closed(server, peer)
         honest, _ = await opened(server)
-        values = rows(2)
-        np.testing.assert_array_equal(await asyncio.to_thread(honest.infer, values), values)
+        assert not (await asyncio.to_thread(honest.infer, rows(2))).any()
         await closed(server, honest)
         return server
 

@@ -82,8 +82,10 @@ class SoakServer:
 
     def mistakes(self) -> list[str]:
         """Lines of the log that no soak should cause."""
-        text = self.log.read_text()
-        return re.findall(r"^.*(?:Traceback|internal error|gRPC call failed|unanswered).*$", text, re.M)
+        lines = self.log.read_text().splitlines()
+        wrong = re.compile("Traceback|internal error|gRPC call failed|unanswered")
+        places = [place for place, line in enumerate(lines) if wrong.search(line)]
+        return ["\n".join(lines[max(0, place - 1) : place + 30]) for place in places[:10]]
 
     def _proc(self, name: str) -> Path:
         assert self._process is not None

@@ -86,7 +86,8 @@ class Stage:
 
     @property
     def is_over(self) -> bool:
-        return self.phase is Phase.OVER
+        parent = mp.parent_process()
+        return self.phase is Phase.OVER or (parent is not None and not parent.is_alive())
 
     @property
     def mark(self) -> int:

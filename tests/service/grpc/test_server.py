@@ -86,6 +86,21 @@ async def test_too_many_calls_are_refused() -> None:
         output_of(await calls.infer(hidden_message(rows(1))))
 
 
+@pytest.mark.parametrize(("error", "count"), [(grpc._cython.cygrpc.ExecuteBatchError, 0), (ValueError, 1)])
+def test_clients_that_leave_while_they_are_answered_are_not_logged(
+    error: type[Exception], count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Found by a soak: gRPC logs a traceback for each."""
+    logger = logging.getLogger("grpc._cython.cygrpc")
+    try:
+        raise error
+    except error:
+        logger.exception("raised by servicer method")
+    assert len(caplog.records) == count
+    logger.error("without an exception")
+    assert len(caplog.records) == count + 1
+
+
 async def test_one_address_has_a_part_of_the_calls() -> None:
     settings = tiny_settings({"max_connections_per_address": 2}, **ON)
     async with grpc_serving(EchoRunner(), settings) as calls:
