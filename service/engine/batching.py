@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from expertd.service.engine.delivery import Delivery
 from expertd.service.engine.errors import SchedulerClosedError
+from expertd.service.engine.lookout import SHORT_SECONDS, Lookout
 from expertd.service.engine.queue import Queue
 from expertd.service.engine.queue_metrics import QueueState
 from expertd.service.engine.queues import Queues
@@ -33,11 +34,7 @@ _EARLY_TOKENS = 512
 _MAX_RUNNING = 2  # steps: one whose bytes are copied, and one that computes
 _POLLED_PART = 0.9  # of a large step's likely time; for the rest, waiting for its end alone ends sooner
 _POLL_SECONDS = 100e-6  # how often a running step is checked for its end while others may begin
-_LOOK_SECONDS = 2e-3  # how often the event loop polls sources while the worker thread is in a long step
-_LAST_LOOKS = 50  # without such a step, until it no longer does
-# A step that likely takes no longer may run on the event loop: handing it over and back takes 0.1 to 0.3 ms.
-_SHORT_SECONDS = 5e-3
-# After such a step the event loop stays awake for as long, if the caller has been this quick before.
+# After a step on the event loop, that stays awake for as long, if the caller has been this quick before.
 _AWAKE_SECONDS = 0.2e-3
 
 
@@ -48,6 +45,7 @@ class Scheduler:
         self._queues = Queues(limits)
         self._delivery = Delivery()
         self._stepping = Stepping(self._queues, self._delivery, observer)
+        self._lookout = Lookout(self._queues, self._stepping, self._delivery, self.poll_sources)
         self._jobs: deque[tuple[Callable[[], object], Future[Any]]] = deque()
         self._spin_seconds = spin_seconds  # before sleeping, if there are sources
         self._wakeup = Wakeup()
@@ -58,7 +56,6 @@ class Scheduler:
         self._stopped = False
         self._ended_here = -math.inf  # when the last step on the event loop was answered
         self._stays_awake = False  # after the next one
-        self._looks = 0  # left to the event loop
         self._thread = threading.Thread(target=self._work, name="expertd-worker", daemon=True)
 
     def start(self) -> None:
@@ -264,7 +261,7 @@ class Scheduler:
                     _run_job(*job)
                 elif chunks:
                     if self._wakeup.sources:
-                        self._look_meanwhile(chunks)
+                        self._lookout.step_begins(chunks)
                     stepping.begin(chunks)
                 elif chores:
                     chores.popleft()()
@@ -302,30 +299,6 @@ class Scheduler:
             if stepping.chores:
                 stepping.chores.popleft()()
         stepping.returning = 0
-
-    def _look_meanwhile(self, chunks: list[Chunk]) -> None:
-        """Have the event loop poll sources during a step that may be long, so that timeouts begin."""
-        if self._may_be_long(chunks):
-            with self._lock:
-                looks, self._looks = self._looks, _LAST_LOOKS
-            if not looks:
-                self._delivery.loop.call_soon_threadsafe(self._look)
-
-    def _look(self) -> None:
-        """On the event loop."""
-        if is_long := self._may_be_long(self._stepping.in_flight()):
-            self.poll_sources()
-        with self._lock:
-            looks = self._looks = _LAST_LOOKS if is_long else self._looks - 1
-        if looks:
-            self._delivery.loop.call_later(_LOOK_SECONDS, self._look)
-
-    def _may_be_long(self, chunks: list[Chunk]) -> bool:
-        """Whether a step of `chunks` is not known to be short; one without any is none."""
-        if not chunks:
-            return False
-        num_tokens = sum(chunk.request.num_tokens for chunk in chunks)
-        return not 0.0 < self._queues[chunks[0].pending.model].likely_seconds(num_tokens) <= _SHORT_SECONDS
 
     def _may_begin(self) -> bool:
         """Whether the next step may begin now. The caller holds the lock."""
@@ -391,8 +364,11 @@ def _ignore(answer: object) -> None:
 
 
 def _is_short(queue: Queue) -> bool:
-    """Whether a step of all that is queued is likely to be short."""
-    return 0.0 < queue.likely_seconds(queue.num_tokens) <= _SHORT_SECONDS
+    """Whether a step of all that is queued is likely to be short: it may run on the event loop.
+
+    Handing it over and back takes 0.1 to 0.3 ms.
+    """
+    return 0.0 < queue.likely_seconds(queue.num_tokens) <= SHORT_SECONDS
 
 
 def _run_job(job: Callable[[], object], done: Future[Any]) -> None:

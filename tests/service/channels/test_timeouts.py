@@ -83,8 +83,8 @@ async def test_short_steps_are_not_looked_into(tmp_path: Path) -> None:
     async with channel_server(tmp_path, runner) as server:
         peer = await claimed(server)
         assert (await answer_of(peer)).status == 200
-        scheduler = server.app.engine.scheduler
-        await until(lambda: scheduler._looks == 0)  # the first step of a size may be long
+        lookout = server.app.engine.scheduler._lookout
+        await until(lambda: lookout.looks == 0)  # the first step of a size may be long
         assert (await answer_of(peer)).status == 200
-        assert scheduler._looks == 0
+        assert lookout.looks == 0
         peer.close()
