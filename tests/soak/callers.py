@@ -190,7 +190,9 @@ def over_grpc(plan: Plan, tally: Tally) -> None:
             message.inputs.add(name="hidden_states", datatype="FP32", shape=values.shape)
             message.raw_input_contents.append(values.tobytes())
             mark, began, what = plan.stage.mark, time.perf_counter(), chance.random()
-            call = infer.future(message, metadata=metadata, timeout=_SHORT_SECONDS if what < 0.02 else 30)
+            seconds = _SHORT_SECONDS if what < 0.02 else 30
+            # Else calls fail for a moment after a restart, because the library does not try to connect.
+            call = infer.future(message, metadata=metadata, timeout=seconds, wait_for_ready=True)
             tally.count("sent")
             if what > 0.98:
                 call.cancel()
@@ -216,6 +218,9 @@ def _outcome_of_rpc(error: Any, plan: Plan, mark: int, may_be_late: bool) -> str
         return "refused" if may_be_late else "lost"
     if error.code() is grpc.StatusCode.UNAVAILABLE:
         has_answered = any(name == "grpc-retry-pushback-ms" for name, _ in error.trailing_metadata() or ())
-        return "refused" if has_answered or "shutting down" in error.details() else "lost"
+        if has_answered or "shutting down" in error.details():
+            return "refused"
+        print(f"soak: {error.details()}", flush=True)
+        return "lost"
     print(f"soak: {error.code()}: {error.details()}", flush=True)
     return "failed"
