@@ -1,4 +1,4 @@
-"""One-token requests beside long ones: `python -m benchmarks.beside [--chunk TOKENS ...] [--join]`.
+"""One-token requests beside long ones: `python -m benchmarks.beside [--chunk N ...] [--join] [--lanes N]`.
 
 The demo layer, served on this machine, answers a caller that sends one token again and again, while other
 connections repeat requests of 4,096 tokens, or 16 of 64. With and without chunks of the long ones. Every
@@ -21,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--chunk", type=int, nargs="+", default=[0, 512, 1024], help="0: no chunks")
     parser.add_argument("--join", action="store_true", help="set limits.join_chunks")
+    parser.add_argument("--lanes", type=int, default=0, help="set lanes.decode_max_tokens")
     parser.add_argument("--seconds", type=float, default=10.0)
     given = parser.parse_args(arguments)
     print(
@@ -28,7 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     for chunk in given.chunk:
         limits = {"prefill_chunk_tokens": chunk, "join_chunks": str(given.join).lower()}
-        with server(*(f"limits.{name}={value}" for name, value in limits.items())) as port:
+        settings = [f"limits.{name}={value}" for name, value in limits.items()]
+        with server(*settings, f"lanes.decode_max_tokens={given.lanes}") as port:
             for connections, num_tokens in CASES:
                 beside = binary(num_tokens) if connections else None
                 took, answered = measure(port, beside, connections, given.seconds)

@@ -50,7 +50,7 @@ from expertd.kernels.backends.hopper.dispatch_rows import dispatch_rows
 from expertd.kernels.backends.hopper.grouped_gemm import GroupedGemm
 from expertd.kernels.backends.hopper.launch import Kernels, current_stream
 from expertd.kernels.backends.hopper.layer import Layer as HopperLayer
-from expertd.kernels.backends.hopper.tiles import choose
+from expertd.kernels.backends.hopper.plans import choose
 from expertd.kernels.ops.activation import SILU
 from expertd.kernels.overlap import Overlap
 from expertd.kernels.rank_memory import RankMemory, RankTokens

@@ -11,6 +11,7 @@ import matplotlib.pyplot as plt
 
 from benchmarks import heat_map, open_loop_picture
 from benchmarks.grouped_gemm import PEAK_TFLOPS
+from benchmarks.lanes_sections import draw_lanes
 from benchmarks.moe_layer import STAGES
 from benchmarks.overlap_timeline import LANES, NAMES
 
@@ -196,6 +197,11 @@ def draw_open_loop(result: Path, picture: Path) -> None:
     _save(open_loop_picture.draw(json.loads(result.read_text())), result, picture)
 
 
+def draw_decode_beside_prefill(result: Path, picture: Path) -> None:
+    """The 99th percentile of decode by the rate of prefill beside it, for each layer."""
+    _save(draw_lanes(json.loads(result.read_text())), result, picture)
+
+
 PICTURES: dict[str, tuple[str, Draw]] = {
     "docs/serving-h200.svg": ("serving-h200.json", draw_serving),
     "docs/moe_layer_speed-h200.svg": ("moe_layer-h200.json", draw_speed),
@@ -205,6 +211,7 @@ PICTURES: dict[str, tuple[str, Draw]] = {
     "docs/gemm_sweep-h200.svg": ("gemm_sweep-h200.json", draw_sweep),
     "docs/overlap-h200.svg": ("overlap-h200.json", draw_overlap),
     "docs/open_loop-cpu.svg": ("open_loop-cpu.json", draw_open_loop),
+    "docs/lanes-h200.svg": ("lanes-h200.json", draw_decode_beside_prefill),
 }
 """Pictures in the documents, by path: the result, and the function that draws it."""
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lanes_sections import lanes, lanes_machine
 from benchmarks.layer_problem import LAYERS, Layer
 from benchmarks.markdown import paragraph, percent, span, table
 from benchmarks.moe_layer import BANDS, means
@@ -240,7 +241,8 @@ SECTIONS: dict[str, Section] = {
         serving_workers, steps,
         ping_pong, serving_cpu, serving_cpu_machine, serving_ranks, serving_ranks_callers,
         parallel_machine, parallel, parallel_headline, parallel_skewed, parallel_uneven, parallel_growth,
-        parallel_expected, parallel_overlap, open_loop, open_loop_machine, soak, soak_machine,
+        parallel_expected, parallel_overlap, lanes_machine, lanes,
+        open_loop, open_loop_machine, soak, soak_machine,
     )
 }  # fmt: skip
 """Section functions, by the name in the documents' markers."""

@@ -312,12 +312,13 @@ def test_json_is_answered_as_the_benchmark_expects() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("option", [["--join"], ["--lanes", "16"]])
 def test_small_requests_are_measured_beside_long_ones(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: list[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(beside, "CASES", ((1, 4096),))
-    assert beside.main(["--chunk", "512", "--join", "--seconds", "1"]) == 0
+    assert beside.main(["--chunk", "512", *option, "--seconds", "1"]) == 0
     *_, row = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"\| 512 \| 1 x 4096 \| \d+ \| \d+\.\d \| \d+\.\d \| [1-9]\d+ \|", row), row
 

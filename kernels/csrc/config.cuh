@@ -7,9 +7,10 @@ constexpr Layout kLayout = MASKED ? Layout::kMasked : Layout::kContiguous;
 constexpr bool kSwapAb = SWAP_AB;  // b, not a, is on wgmma's M side
 constexpr bool kSwiglu = SWIGLU;   // out is silu(gate) * up in FP8, with a scale per row and 128 columns
 constexpr int kBlockM = BLOCK_M;   // rows of a in a tile, at most
-constexpr int kBlockN = 128;       // rows of b in a tile; with SwiGLU, 64 gate rows and the matching 64 up rows
+constexpr int kBlockN = BLOCK_N;   // rows of b in a tile; with SwiGLU, 64 gate rows and the matching 64 up rows
 constexpr int kOutBlockN = kSwiglu ? kBlockN / 2 : kBlockN;  // columns of out in a tile; rows of b per TMA load
 constexpr int kBlockK = 128;                                 // columns that share a scale; bytes of a swizzled row
+constexpr int kLoadsOfB = kSwiglu ? 2 : 1;                   // a K block of b takes as many
 constexpr int kStages = STAGES;
 constexpr int kCluster = CLUSTER;  // CTAs with neighboring columns that load the rows of a together
 constexpr int kBoxM = BOX_M;       // rows of a per TMA load
@@ -19,12 +20,16 @@ constexpr int kConsumerWarps = kConsumerGroups * 4;
 constexpr int kScaleWarps = 3;
 constexpr int kThreads = (kConsumerGroups + 1) * 128;
 constexpr int kHeightStep = kSwapAb ? 16 : 64;  // a tile's height is rounded up to a multiple of this
-constexpr int kScaleParts = kSwiglu ? 2 : 1;    // gate and up have b scales of their own
+constexpr int kScaleParts = kSwiglu || 128 % kBlockN != 0 ? 2 : 1;  // scales of b in a tile: gate and up, or neighbors
+constexpr int kScalesAhead = kBlockM <= 64 ? 4 : kBlockM <= 128 ? 2 : 1;  // K blocks whose scales a warp has in flight
+// K blocks of b that are loaded before the preceding launch is complete: they go through the SM's port, 64 bytes a
+// cycle, before the first rows of a. Few rows wait for weights, many for their first product.
+constexpr int kLoadsAhead = kBlockM <= 64 ? 4 : 1;
 static_assert(kStages >= kScaleWarps, "a scale warp distinguishes two rounds of the ring by one phase bit");
 
-// Registers per thread after setmaxnreg. With swap-AB a CTA starts with 384 * 168 = 64512: 224 are plenty for a
-// consumer, and with only 40 for a producer NVRTC 13.5 spills in the scheduler.
-constexpr int kConsumerRegisters = kSwapAb ? 224 : 152, kProducerRegisters = kSwapAb ? 56 : 40;
+// Registers per thread after setmaxnreg, of 65536 in all: with fewer than 56 for a producer NVRTC 13.5 spills in the
+// scheduler. A single consumer warpgroup has enough without.
+constexpr int kConsumerRegisters = kConsumerGroups == 2 ? 224 : 152, kProducerRegisters = 56;
 
 // Tiles whose records may still be read. The worst case is one K block per tile: a scale warp's next block may be the
 // oldest in a full ring, the other scale warps may be at earlier blocks, and one more tile is announced ahead.

@@ -41,19 +41,18 @@ class Consumer {
         const auto b = wgmma::Descriptor::of(shared_.b[0] + warpgroup_ * 64 * kBlockK);
         const auto a = wgmma::Descriptor::of(shared_.a[0]);
         const int lane = threadIdx.x % 32;
-        float sum[kSlices * 8] = {};
-#pragma unroll 1  // unrolled, the accumulators of two K blocks would be live at once
-        for (int kb = 0; kb < k_blocks; ++kb, pipeline.advance()) {
-            const int stage = pipeline.index;
-            float acc[kSlices * 8];
-            ptx::mbarrier_wait(&shared_.full[stage], pipeline.phase);
-            wgmma::multiply_block<16 * kSlices, false>(acc, b + stage * kBlockN * kBlockK,
-                                                       a + stage * kBlockM * kBlockK);
-            wgmma::wait(acc);
-
-            // Promotion: the tensor cores keep about 14 bits, so every 128 of K is added up in fp32. A column of the
-            // fragment is a row of a; its scale is already multiplied by that of b.
-            const float* scales = shared_.scales[stage][0] + lane % 4 * 2;
+        float sum[kSlices * 8] = {}, acc[2][kSlices * 8] = {};
+        Pipeline done = pipeline;
+        const auto multiply = [&](float (&d)[kSlices* 8]) {
+            ptx::mbarrier_wait(&shared_.full[pipeline.index], pipeline.phase);
+            wgmma::multiply_block<16 * kSlices, true>(d, b + pipeline.index * kBlockN * kBlockK,
+                                                      a + pipeline.index * kBlockM * kBlockK);
+            pipeline.advance();
+        };
+        // Promotion: the tensor cores keep about 14 bits, so every 128 of K is added up in fp32. A column of the
+        // fragment is a row of a; its scale is already multiplied by that of b.
+        const auto promote = [&](const float (&acc)[kSlices* 8]) {
+            const float* scales = shared_.scales[done.index][0] + lane % 4 * 2;
 #pragma unroll
             for (int i = 0; i < kSlices * 8; i += 4) {
                 const float2 scale = *reinterpret_cast<const float2*>(scales + i * 2);
@@ -62,8 +61,10 @@ class Consumer {
                 sum[i + 2] += acc[i + 2] * scale.x;
                 sum[i + 3] += acc[i + 3] * scale.y;
             }
-            release(&shared_.empty[stage]);
-        }
+            release(&shared_.empty[done.index]);
+            done.advance();
+        };
+        wgmma::in_pairs(acc, k_blocks, multiply, promote);
         epilogue.template store<kSlices>(sum, tile, warpgroup_);
     }
 

@@ -21,6 +21,8 @@ template <>
 class Epilogue<false, false> {
   public:
     using Element = u16;  // bf16
+    static constexpr int kBoxes = (kBlockN + 63) / 64;
+    static constexpr u32 kBoxBytes = 16 * 128;
     struct Output {
         Element* const out;               // [rows, n]
         const ptx::TensorMap* const map;  // of out, box 16 x 64, 128-byte swizzle
@@ -28,7 +30,7 @@ class Epilogue<false, false> {
         __device__ __forceinline__ void prefetch() const { ptx::prefetch_tensor_map(map); }
     };
     struct Shared {
-        u8 staging[kConsumerWarps][16 * kBlockN * 2];
+        u8 staging[kConsumerWarps][kBoxes * 16 * 128];
 
         __device__ __forceinline__ void init_barriers() {}
     };
@@ -40,10 +42,9 @@ class Epilogue<false, false> {
     // of a box overlaps the next tile's multiplications. If the tile ends within the 16 rows, the rest belong to the
     // next group; then threads store the tile's rows themselves.
     __device__ __forceinline__ void store(const float (&sum)[kBlockN / 2], const Tile& tile) {
-        constexpr u32 kBoxBytes = 16 * 128;
         const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * 16;
         const int row = problem_.first_row(tile) + first, rows = tile.rows - first;
-        const u32 staging = ptx::shared_address(shared_.staging) + first * (kBlockN * 2);
+        const u32 staging = ptx::shared_address(shared_.staging) + first / 16 * (kBoxes * kBoxBytes);
         ptx::wait_bulk_stores_read();  // of the previous tile, which was staged in the same place
         __syncwarp();
         const u32 to = staging + lane % 16 * 128;
@@ -62,22 +63,30 @@ class Epilogue<false, false> {
                 for (int box = 0; box < kBlockN / 64; ++box)
                     ptx::tma_store(output_.map, staging + box * kBoxBytes, tile.column + box * 64, row);
             }
+            if constexpr (kBlockN % 64 > 0) store_columns<kBlockN / 64 * 64>(tile, staging, row, 16);
         } else if (rows > 0) {
             __syncwarp();
-            u16* const out = output_.out + static_cast<i64>(row) * problem_.n + tile.column;
-            for (int i = lane; i < rows * kBlockN / 8; i += 32) {
-                const int r = i / (kBlockN / 8), chunk = i % (kBlockN / 8);
-                if (tile.column + chunk * 8 < problem_.n) {
-                    *reinterpret_cast<uint4*>(out + static_cast<i64>(r) * problem_.n + chunk * 8) =
-                        ptx::load_shared(staging + chunk / 8 * kBoxBytes + r * 128 + (chunk % 8 ^ r % 8) * 16);
-                }
+            store_columns<0>(tile, staging, row, rows);
+        }
+    }
+
+    __device__ __forceinline__ void finish() { ptx::wait_bulk_stores_read(); }  // they read the CTA's shared memory
+
+  private:
+    // The staged rows from column kFirst on, stored by the warp's threads.
+    template <int kFirst>
+    __device__ __forceinline__ void store_columns(const Tile& tile, u32 staging, int row, int rows) const {
+        constexpr int kChunks = (kBlockN - kFirst) / 8;
+        u16* const out = output_.out + static_cast<i64>(row) * problem_.n + tile.column;
+        for (int i = threadIdx.x % 32; i < rows * kChunks; i += 32) {
+            const int r = i / kChunks, chunk = kFirst / 8 + i % kChunks;
+            if (tile.column + chunk * 8 < problem_.n) {
+                *reinterpret_cast<uint4*>(out + static_cast<i64>(r) * problem_.n + chunk * 8) =
+                    ptx::load_shared(staging + chunk / 8 * kBoxBytes + r * 128 + (chunk % 8 ^ r % 8) * 16);
             }
         }
     }
 
-    __device__ __forceinline__ void finish() { ptx::wait_bulk_stores(); }  // the stores read the CTA's shared memory
-
-  private:
     Shared& shared_;
     const Output output_;
     const Problem problem_;

@@ -18,58 +18,64 @@ struct Operands {
     const float* const b_scales;
 };
 
-// The TMA warp: takes tiles, announces them, and loads this CTA's b and its share of the cluster's a.
+// The TMA warp: takes tiles after the `next` one, announces them, and loads this CTA's b and its share of the cluster's
+// a. A cluster's first tile is the one with its index; later ones go to whichever cluster asks first.
 __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Operands& operands, const Problem& problem,
-                                           const Scheduler& scheduler, int* tile_counter, int lane) {
+                                           Scheduler& scheduler, Tile next, int* tile_counter, int lane) {
     const auto boxes_of = [](const Tile& tile) { return (tile.rows + kBoxM - 1) / kBoxM; };
     const auto load_b = [&](const Tile& tile, int kb, int stage) {
-        const int row = tile.group * problem.n * kScaleParts + tile.column;
+        const int row = tile.group * problem.n * kLoadsOfB + tile.column;
         ptx::mbarrier_arrive_expect_bytes(&shared.full[stage], (kBlockN + boxes_of(tile) * kBoxM) * kBlockK);
 #pragma unroll
-        for (int part = 0; part < kScaleParts; ++part)  // gates, then the matching ups n rows further on
+        for (int part = 0; part < kLoadsOfB; ++part)  // gates, then the matching ups n rows further on
             ptx::tma_load(&operands.b_map, &shared.full[stage], shared.b[stage] + part * kOutBlockN * kBlockK,
                           kb * kBlockK, row + part * problem.n);
     };
     int loaded_ahead = -1;  // K blocks of the first tile whose b was loaded before the preceding launch was complete
+    const int take_at = problem.rank == 0 ? max(problem.k_blocks - kTakeAhead, 0) : -1;
     Pipeline pipeline;
     Walk walk;
-    // A cluster's first tile is the one with its index; later ones go to whichever cluster asks first.
-    for (int number = blockIdx.x / kCluster;; walk.advance()) {
+    for (;; walk.advance()) {
         // -- announce the tile
-        const Tile tile = problem.part_of(announce(shared, walk, problem.rank, [&] { return scheduler.tile(number); }));
+        const Tile tile = problem.part_of(announce(shared, walk, problem.rank, next));
         if (tile.rows < 0) break;
         const int boxes = boxes_of(tile), row = problem.first_row(tile);
         int taken = 0;
 
         // -- ahead of the first tile: b does not depend on the preceding launch, so its loads go out before the wait
         if (loaded_ahead < 0) {
-            for (loaded_ahead = 0; loaded_ahead < min(kStages, problem.k_blocks); ++loaded_ahead)
-                if (ptx::elect_one()) load_b(tile, loaded_ahead, loaded_ahead);
+            loaded_ahead = min(kLoadsAhead, problem.k_blocks);
+            if (ptx::elect_one())
+#pragma unroll 1
+                for (int stage = 0; stage < loaded_ahead; ++stage) load_b(tile, stage, stage);
             __syncwarp();
             ptx::grid_dependency_wait();
             ptx::launch_dependents();
         }
 
         // -- load the tile, a K block per stage
-        for (int kb = 0; kb < problem.k_blocks; ++kb, pipeline.advance()) {
-            const int stage = pipeline.index;
-            // -- take the next tile: early enough for the answer to be back in time, late enough for clusters to ask in
-            // the order in which they finish
-            if (kb == max(problem.k_blocks - kTakeAhead, 0) && problem.rank == 0 && lane == 0)
-                taken = atomicAdd(tile_counter, 1);
-            ptx::mbarrier_wait(&shared.empty[stage], pipeline.phase ^ 1);
-            if (ptx::elect_one()) {
+        Pipeline at = pipeline;
+        if (ptx::elect_one()) {
+#pragma unroll 1
+            for (int kb = 0; kb < problem.k_blocks; ++kb, at.advance()) {
+                const int stage = at.index;
+                // -- take the next tile: early enough for the answer to be back in time, late enough for clusters to
+                // ask in the order in which they finish
+                if (kb == take_at) taken = ptx::increment(tile_counter);
+                ptx::mbarrier_wait(&shared.empty[stage], at.phase ^ 1);
                 if (kb >= loaded_ahead) load_b(tile, kb, stage);
+#pragma unroll 1
                 for (int box = problem.rank; box < boxes; box += kCluster) {
                     ptx::tma_load_to_cluster<kCluster>(&operands.a_map, &shared.full[stage],
                                                        shared.a[stage] + box * kBoxM * kBlockK, kb * kBlockK,
                                                        row + box * kBoxM);
                 }
             }
-            __syncwarp();
         }
+        __syncwarp();
+        pipeline.advance_by(problem.k_blocks);
         loaded_ahead = 0;
-        number = gridDim.x / kCluster + __shfl_sync(0xffffffff, taken, 0);
+        if (problem.rank == 0) next = scheduler.tile(gridDim.x / kCluster + __reduce_add_sync(0xffffffff, taken));
     }
     ptx::grid_dependency_wait();  // a cluster without a tile has not waited yet
     if (problem.rank == 0 && lane == 0) finish(tile_counter, gridDim.x / kCluster);
@@ -90,8 +96,9 @@ __device__ __forceinline__ void load_scales(SharedStorage& shared, const Operand
 
         // -- locate the tile's scales
         const int block_n = min(tile.column / 128, blocks_n - 1);
-        const i64 b_block = static_cast<i64>(tile.group) * blocks_n * kScaleParts + block_n;
+        const i64 b_block = static_cast<i64>(tile.group) * blocks_n * kLoadsOfB + block_n;
         const float* const b_scale = operands.b_scales + b_block * k_blocks;
+        const int b_stride = (kSwiglu ? blocks_n : block_n < blocks_n - 1) * k_blocks;  // to the other part's scales
         const int last = tile.row + tile.rows - 1;
         u32 a_scale[kBlockM / 32];  // rows past the tile's end repeat its last row; their results are never read
 #pragma unroll
@@ -100,21 +107,31 @@ __device__ __forceinline__ void load_scales(SharedStorage& shared, const Operand
                          min(tile.row + i * 32 + lane, last) * operands.scale_stride_m;
 
         // -- load this warp's K blocks of the tile
-        for (; next < k_blocks; next += kScaleWarps, pipeline.advance(kScaleWarps)) {
-            float a_value[kBlockM / 32], b_value[kScaleParts];
+        float a_value[kScalesAhead][kBlockM / 32], b_value[kScalesAhead][kScaleParts];
+        const auto load = [&](int ahead, int kb) {
 #pragma unroll
             for (int i = 0; i < kBlockM / 32; ++i)
-                a_value[i] = operands.a_scales[a_scale[i] + next * operands.scale_stride_k];
+                a_value[ahead][i] = operands.a_scales[a_scale[i] + kb * operands.scale_stride_k];
 #pragma unroll
-            for (int part = 0; part < kScaleParts; ++part)
-                b_value[part] = __ldg(b_scale + part * blocks_n * k_blocks + next);
-            ptx::mbarrier_wait(&shared.empty[pipeline.index], pipeline.phase ^ 1);
+            for (int part = 0; part < kScaleParts; ++part) b_value[ahead][part] = __ldg(b_scale + part * b_stride + kb);
+        };
 #pragma unroll
-            for (int part = 0; part < kScaleParts; ++part)
+        for (int ahead = 0; ahead < kScalesAhead; ++ahead)
+            if (next + ahead * kScaleWarps < k_blocks) load(ahead, next + ahead * kScaleWarps);
+        while (next < k_blocks) {
 #pragma unroll
-                for (int i = 0; i < kBlockM / 32; ++i)
-                    shared.scales[pipeline.index][part][i * 32 + lane] = a_value[i] * b_value[part];
-            publish(&shared.full[pipeline.index]);
+            for (int ahead = 0; ahead < kScalesAhead && next < k_blocks; ++ahead) {
+                ptx::mbarrier_wait(&shared.empty[pipeline.index], pipeline.phase ^ 1);
+#pragma unroll
+                for (int part = 0; part < kScaleParts; ++part)
+#pragma unroll
+                    for (int i = 0; i < kBlockM / 32; ++i)
+                        shared.scales[pipeline.index][part][i * 32 + lane] = a_value[ahead][i] * b_value[ahead][part];
+                publish(&shared.full[pipeline.index]);
+                if (next + kScalesAhead * kScaleWarps < k_blocks) load(ahead, next + kScalesAhead * kScaleWarps);
+                next += kScaleWarps;
+                pipeline.advance(kScaleWarps);
+            }
         }
         next -= k_blocks;
     }
@@ -127,10 +144,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                  const float* __restrict__ b_scales,  // [num_groups, ceil(rows of b / 128), k / 128]
                  const int* group_extents,            // offsets [num_groups + 1] or counts [num_groups]
                  int num_groups, int n, int k,
-                 int max_rows,                   // M, or max_m; group_extents beyond it are clamped
-                 int rows_per_group,             // max_m, or 0 in the contiguous layout
-                 int tile_steps, int passes,     // how groups are cut into tiles, see Cut
-                 int first_column, int columns,  // to compute, see Columns
+                 int max_rows,                    // M, or max_m; group_extents beyond it are clamped
+                 int rows_per_group,              // max_m, or 0 in the contiguous layout
+                 int tile_steps, int tall_first,  // how groups are cut into tiles, see Cut
+                 int first_column, int columns,   // to compute, see Columns
                  int extents_ready,  // complete before the preceding launch began: read without waiting for it
                  TileEpilogue::Element* __restrict__ out,  // [rows, n]
 #if SWIGLU
@@ -166,25 +183,29 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         shared.epilogue.init_barriers();
         ptx::fence_mbarrier_init();
     }
+    const int rank = kCluster > 1 ? static_cast<int>(ptx::cluster_rank()) : 0;
+    Scheduler scheduler(num_groups, max_rows, {first_column, columns}, {tile_steps, tall_first});
+    Tile first{};
+    if (warp == kConsumerWarps && rank == 0) {  // meanwhile
+        if (!extents_ready) ptx::grid_dependency_wait();
+        scheduler.read(group_extents, table);
+        first = scheduler.tile(blockIdx.x / kCluster);
+    }
     kCluster > 1 ? ptx::cluster_sync() : __syncthreads();
 
     // ---- roles
-    const int rank = kCluster > 1 ? static_cast<int>(ptx::cluster_rank()) : 0;
     const Problem problem{n, k / kBlockK, rows_per_group, rank};
     const Operands operands{a_map, b_map, a_scales, scale_stride_group, scale_stride_m, scale_stride_k, b_scales};
     if (warp >= kConsumerWarps) {
-        ptx::shrink_registers<kProducerRegisters>();
+        if constexpr (kConsumerGroups > 1) ptx::shrink_registers<kProducerRegisters>();
         if (warp == kConsumerWarps) {
-            if (!extents_ready) ptx::grid_dependency_wait();
-            const Scheduler scheduler(table, group_extents, num_groups, {first_column, columns}, {tile_steps, passes},
-                                      max_rows);
-            load_tiles(shared, operands, problem, scheduler, tile_counter, lane);
+            load_tiles(ptx::keep_address(shared), operands, problem, scheduler, first, tile_counter, lane);
         } else {
             ptx::grid_dependency_wait();
             load_scales(shared, operands, problem, warp - kConsumerWarps - 1, lane);
         }
     } else {
-        ptx::grow_registers<kConsumerRegisters>();
+        if constexpr (kConsumerGroups > 1) ptx::grow_registers<kConsumerRegisters>();
         TileEpilogue epilogue(shared.epilogue, output, problem);
         if constexpr (kSwapAb)
             swap_ab::Consumer(shared, warp / 4).run(epilogue, problem);

@@ -59,6 +59,28 @@ __device__ __forceinline__ int load_from_cta(const int* place, u32 rank) {
     return value;
 }
 
+// From shared memory, or past L1 from global memory.
+__device__ __forceinline__ int load_relaxed(const int* place) {
+    int value;
+    asm volatile("ld.relaxed.gpu.s32 %0, [%1];" : "=r"(value) : "l"(place) : "memory");
+    return value;
+}
+
+// For loops with many addresses in shared memory: the compiler would compute the first one again each time.
+template <typename T>
+__device__ __forceinline__ T& keep_address(T& value) {
+    T* address = &value;
+    asm volatile("" : "+l"(address));
+    return *address;
+}
+
+// The value before. atomicAdd would wait for it at once: ptxas combines the additions of a warp and shares the result.
+__device__ __forceinline__ int increment(int* place) {
+    int before;
+    asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0xffffffff;" : "=r"(before) : "l"(place) : "memory");
+    return before;
+}
+
 // The sum over this lane and all lower lanes.
 __device__ __forceinline__ int warp_prefix_sum(int value) {
     const int lane = threadIdx.x % 32;

@@ -16,7 +16,7 @@ struct alignas(16) Tile {
 // How rows are cut into tiles; the host plans it from the expected number of rows.
 struct Cut {
     int tile_steps;  // average height of a tile, in sixteenths of a step
-    int passes;      // 1: group after group; more: one per height, the tall tiles of all groups first
+    int tall_first;  // a group's taller tiles come before its others
 };
 
 // The columns of out that a launch computes; `first` is a multiple of a tile's.
@@ -24,123 +24,133 @@ struct Columns {
     int first, count;
 };
 
-// The scheduler's table in shared memory, behind the pipeline: offsets [num_groups + 1] or counts [num_groups], then
-// the number of tiles before each group of each pass [passes * num_groups + 1].
+// Used by a whole warp and kept in its registers, a lane for each group: nothing is loaded before a launch's first tile
+// is known, so the way there is short. More than 32 groups are looked at 32 at a time.
 template <Layout kLayout, int kTileM, int kTileN, int kHeightStep>
 class TileScheduler {
   public:
-    // Built by a whole warp, in `table`. Extents outside [0, max_rows] are clamped: they must not become stores outside
-    // `out`.
-    __device__ TileScheduler(int* table, const int* group_extents, int num_groups, Columns columns, Cut cut,
-                             int max_rows)
-        : extents_(table), first_tile_(table + num_groups + 1), num_groups_(num_groups), columns_(columns), cut_(cut) {
-        constexpr int kAtOnce = 8;  // loads per lane in flight
-        const int lane = threadIdx.x % 32, tiles_n = (columns.count + kTileN - 1) / kTileN;
-        int *const table_extents = table, *first_tile = table + num_groups + 1;
-        int before = 0;
-        if (lane == 0) *first_tile = 0;
-        for (int pass = 0; pass < cut.passes; ++pass) {
-            for (int base = 0; base < num_groups; base += 32 * kAtOnce) {
-                int begin[kAtOnce], end[kAtOnce];
-#pragma unroll
-                for (int i = 0; i < kAtOnce; ++i) {
-                    const int group = min(base + i * 32 + lane, num_groups - 1);
-                    begin[i] = __ldcg(group_extents + group);
-                    end[i] = kLayout == Layout::kContiguous ? __ldcg(group_extents + group + 1) : 0;
-                }
-#pragma unroll
-                for (int i = 0; i < kAtOnce; ++i) {
-                    const int group = base + i * 32 + lane;
-                    if (base + i * 32 >= num_groups) break;
-                    int rows = begin[i] = min(max(begin[i], 0), max_rows);
-                    if constexpr (kLayout == Layout::kContiguous)
-                        rows = min(max(end[i], begin[i]), max_rows) - begin[i];
-                    const int sum =
-                        ptx::warp_prefix_sum(group < num_groups ? Group(rows, cut).tiles(pass, cut) * tiles_n : 0);
-                    if (group < num_groups) {
-                        table_extents[group] = begin[i];
-                        if (kLayout == Layout::kContiguous && group == num_groups - 1)
-                            table_extents[num_groups] = begin[i] + rows;
-                        first_tile[pass * num_groups + group + 1] = before + sum;
-                    }
-                    before += __shfl_sync(0xffffffff, sum, 31);
-                }
-            }
+    // Extents outside [0, max_rows] are clamped: they must not become stores outside `out`.
+    __device__ __forceinline__ TileScheduler(int num_groups, int max_rows, Columns columns, Cut cut)
+        : num_groups_(num_groups),
+          max_rows_(max_rows),
+          columns_(columns),
+          tiles_n_((columns.count + kTileN - 1) / kTileN),
+          cut_(cut) {}
+
+    // Reads the extents, and copies more than 32 of them to `table` in shared memory.
+    __device__ __forceinline__ void read(const int* group_extents, int* table) {
+        extents_ = group_extents;
+        if (num_groups_ > 32) {
+            stage(table, group_extents);
+            extents_ = table;
         }
-        __syncwarp();
+#pragma unroll 1
+        for (int chunk = 0; chunk * 32 < num_groups_; ++chunk) {
+            look_at(chunk, total_);
+            total_ = __shfl_sync(0xffffffff, through_, 31);
+            if (lane() == chunk) chunk_through_ = total_;
+        }
     }
 
-    // The tile with this number, from 0 on. Called by a whole warp.
-    __device__ Tile tile(int number) const {
-        const int entries = cut_.passes * num_groups_;
-        if (number >= first_tile_[entries]) return {0, 0, -1, 0};
-        const int entry = find_entry(number, entries);
-        int pass = 0, group = entry;
-        for (; group >= num_groups_; group -= num_groups_) ++pass;
-        int row = 0, rows = extents_[group];
-        if constexpr (kLayout == Layout::kContiguous) {
-            row = rows;
-            rows = extents_[group + 1] - row;
-        }
-        const Group cut(rows, cut_);
+    // The tile with this number, from 0 on.
+    __device__ __forceinline__ Tile tile(int number) {
+        if (number >= total_) return {0, 0, -1, 0};
+        const int chunk = __popc(__ballot_sync(0xffffffff, chunk_through_ <= number));
+        if (chunk != chunk_) look_at(chunk, chunk == 0 ? 0 : __shfl_sync(0xffffffff, chunk_through_, chunk - 1));
 
-        // Bands of kBand row tiles, each band column by column: tiles that run at once share both operands in L2.
-        const int tiles_m = cut.tiles(pass, cut_), tiles_n = (columns_.count + kTileN - 1) / kTileN;
-        const int local = number - first_tile_[entry];
-        const int band = tiles_m > kBand ? local / (kBand * tiles_n) : 0;
-        const int within = local - band * kBand * tiles_n;
+        // -- the group
+        const int of = __popc(__ballot_sync(0xffffffff, through_ <= number));
+        const int begin = __shfl_sync(0xffffffff, begin_, of), rows = __shfl_sync(0xffffffff, rows_, of);
+        const int count = __shfl_sync(0xffffffff, count_, of), height = __shfl_sync(0xffffffff, height_, of);
+        int within = number - __shfl_sync(0xffffffff, through_, of) + count * tiles_n_;
+        const int steps = (rows + kHeightStep - 1) / kHeightStep, taller = steps - height * count;
+
+        // -- bands of kBand row tiles, each band column by column: tiles that run at once share both operands in L2
+        int first = 0, tiles_m = count;  // row tiles of this part of the group
+        if (cut_.tall_first) {
+            tiles_m = taller;
+            if (within >= taller * tiles_n_) {
+                within -= taller * tiles_n_;
+                first = taller;
+                tiles_m = count - taller;
+            }
+        }
+        int band = 0;
+        if (tiles_m > kBand) {
+            band = quotient(within, kBand * tiles_n_);
+            const int rest = within - band * kBand * tiles_n_;
+            band += (rest >= kBand * tiles_n_) - (rest < 0);
+            within -= band * kBand * tiles_n_;
+        }
         const int width = min(kBand, tiles_m - band * kBand);
         const int column = quotient(within, width);
-        const int index = band * kBand + within - column * width + cut.before(pass, cut_);
-        const int first = (index * cut.height + min(index, cut.taller)) * kHeightStep;
-        return {group, row + first, min((cut.height + (index < cut.taller)) * kHeightStep, rows - first),
+        const int index = first + band * kBand + within - column * width;
+        const int row = (index * height + min(index, taller)) * kHeightStep;
+        return {chunk * 32 + of, begin + row, min((height + (index < taller)) * kHeightStep, rows - row),
                 columns_.first + column * kTileN};
     }
 
   private:
     static constexpr int kBand = 8;
-    static constexpr int kMaxSteps = kTileM / kHeightStep;
 
-    // a / b for 0 <= a < 2^24 and b > 0, in a tenth of the time of `/`: the first load of a launch waits for it.
+    static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+
+    // a / b for a >= 0 and b > 0, in a tenth of the time of `/`; from a = 2^21 on it may be one off.
     static __device__ __forceinline__ int quotient(int a, int b) {
-        int q = static_cast<int>(__fdividef(static_cast<float>(a), static_cast<float>(b)));
-        const int rest = a - q * b;
-        return q + (rest >= b) - (rest < 0);
+        return static_cast<int>((static_cast<float>(a) + 0.5f) * ptx::approximate_reciprocal(static_cast<float>(b)));
     }
 
-    // Cuts a group's rows into tiles whose heights differ by at most one step: with three steps per tile, 600 rows
-    // become 192 + 192 + 128 + 88, not 3 * 192 + 24.
-    struct Group {
-        int count, height, taller;  // tiles; steps of a shorter one; tiles that are one step taller, which come first
-
-        __device__ Group(int rows, Cut cut) {
-            const int steps = (rows + kHeightStep - 1) / kHeightStep;
-            count = max(quotient(16 * steps + cut.tile_steps - 1, cut.tile_steps), (steps + kMaxSteps - 1) / kMaxSteps);
-            height = quotient(steps, max(count, 1));
-            taller = steps - height * count;
-        }
-        // Tiles of a pass: all of them, or those of its height.
-        __device__ int tiles(int pass, Cut cut) const {
-            if (cut.passes == 1) return count;
-            return kMaxSteps - pass == height + 1 ? taller : kMaxSteps - pass == height ? count - taller : 0;
-        }
-        __device__ int before(int pass, Cut cut) const {
-            return cut.passes > 1 && kMaxSteps - pass == height ? taller : 0;
-        }
-    };
-
-    // The entry that a tile belongs to, by two ballots over the running sums (at most 1024).
-    __device__ int find_entry(int number, int entries) const {
-        const int lane = threadIdx.x % 32;
-        const int coarse = 32 * (lane + 1);
-        const bool passed = coarse <= entries && first_tile_[coarse] <= number;
-        const int base = 32 * __popc(__ballot_sync(0xffffffff, passed));
-        const int fine = base + 1 + lane;
-        return base + __popc(__ballot_sync(0xffffffff, fine <= entries && first_tile_[fine] <= number));
+    __device__ __forceinline__ int extent(int index) const {
+        return min(max(ptx::load_relaxed(extents_ + index), 0), max_rows_);
     }
 
-    const int *const extents_, *const first_tile_;
-    const int num_groups_;
+    // Copies the extents of all groups; several loads of a lane are in flight.
+    __device__ __forceinline__ void stage(int* table, const int* group_extents) const {
+        constexpr int kAtOnce = 4;
+        const int count = num_groups_ + (kLayout == Layout::kContiguous);
+#pragma unroll 1
+        for (int base = lane(); base < count; base += 32 * kAtOnce) {
+            int found[kAtOnce];
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i)
+                found[i] = base + i * 32 < count ? __ldcg(group_extents + base + i * 32) : 0;
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i)
+                if (base + i * 32 < count) table[base + i * 32] = found[i];
+        }
+        __syncwarp();
+    }
+
+    // Takes these 32 groups, with so many tiles before them. A group's tiles differ by at most one step in height: with
+    // three steps per tile, 600 rows become 192 + 192 + 128 + 88, not 3 * 192 + 24.
+    __device__ __forceinline__ void look_at(int chunk, int before) {
+        chunk_ = chunk;
+        const int group = chunk * 32 + lane();
+        begin_ = rows_ = 0;
+        if (group < num_groups_) {
+            rows_ = extent(group);
+            if constexpr (kLayout == Layout::kContiguous) {
+                const int end = extent(group + 1);
+                begin_ = rows_;
+                rows_ = max(end - begin_, 0);
+            }
+        }
+        const int steps = (rows_ + kHeightStep - 1) / kHeightStep;
+        count_ = quotient(16 * steps + cut_.tile_steps - 1, cut_.tile_steps);
+        count_ += count_ * cut_.tile_steps < 16 * steps;  // else a tile would be too tall; one too many does no harm
+        height_ = quotient(steps, max(count_, 1));
+        height_ -= height_ * count_ > steps;
+        through_ = before + ptx::warp_prefix_sum(count_ * tiles_n_);
+    }
+
+    const int num_groups_, max_rows_;
     const Columns columns_;
+    const int tiles_n_;
     const Cut cut_;
+    const int* extents_ = nullptr;
+    int chunk_through_ = 0x7fffffff;  // a lane for each 32 groups: the number of tiles up to their end
+    int total_ = 0;                   // tiles of all groups
+    // The 32 groups looked at: this lane's rows, its tiles down a column, and steps of a shorter one.
+    int chunk_ = 0, begin_ = 0, rows_ = 0, count_ = 0, height_ = 0;
+    int through_ = 0;  // tiles up to the end of this lane's group
 };

@@ -23,6 +23,11 @@ template <int kLength>
 struct Position {
     int index = 0;
     u32 phase = 0;
+    __device__ __forceinline__ void advance_by(int steps) {
+        const int rounds = (index + steps) / kLength;
+        index += steps - rounds * kLength;
+        phase ^= rounds & 1;
+    }
     __device__ void advance(int steps = 1) {  // by kLength at most
         index += steps;
         if (index >= kLength) {
@@ -51,13 +56,10 @@ __device__ __forceinline__ void release(u64* empty) {
     }
 }
 
-// The cluster's next tile, for the TMA warp: the first CTA finds it and announces it to every waiting warp.
-template <typename Find>
-__device__ __forceinline__ Tile announce(SharedStorage& shared, const Walk& walk, int rank, Find find) {
+// The cluster's next tile, for the TMA warp: the first CTA, which knows it, announces it to every waiting warp.
+__device__ __forceinline__ Tile announce(SharedStorage& shared, const Walk& walk, int rank, Tile tile) {
     u64* announced = &shared.announced[walk.index];
-    Tile tile;
     if constexpr (kCluster == 1) {
-        tile = find();
         if (ptx::elect_one()) {
             shared.tiles[walk.index] = tile;
             ptx::mbarrier_arrive(announced);
@@ -65,7 +67,6 @@ __device__ __forceinline__ Tile announce(SharedStorage& shared, const Walk& walk
         __syncwarp();
     } else {
         if (rank == 0) {
-            tile = find();
             const u32 lane = threadIdx.x % 32;
             if (lane < kCluster) {
                 const int4 record = {tile.group, tile.row, tile.rows, tile.column};

@@ -43,6 +43,10 @@ struct Multiply;
 #define S5 S4 ",%40,%41,%42,%43,%44,%45,%46,%47"
 #define S6 S5 ",%48,%49,%50,%51,%52,%53,%54,%55"
 #define S7 S6 ",%56,%57,%58,%59,%60,%61,%62,%63"
+#define S8 S7 ",%64,%65,%66,%67,%68,%69,%70,%71"
+#define S9 S8 ",%72,%73,%74,%75,%76,%77,%78,%79"
+#define S10 S9 ",%80,%81,%82,%83,%84,%85,%86,%87"
+#define S11 S10 ",%88,%89,%90,%91,%92,%93,%94,%95"
 #define R0(C) R(0, C)
 #define R1(C) R0(C), R(1, C)
 #define R2(C) R1(C), R(2, C)
@@ -51,6 +55,10 @@ struct Multiply;
 #define R5(C) R4(C), R(5, C)
 #define R6(C) R5(C), R(6, C)
 #define R7(C) R6(C), R(7, C)
+#define R8(C) R7(C), R(8, C)
+#define R9(C) R8(C), R(9, C)
+#define R10(C) R9(C), R(10, C)
+#define R11(C) R10(C), R(11, C)
 
 #define INSTRUCTION(N, TYPES, S, A, B, ACCUMULATE, MORE)                                                          \
     "{ .reg .pred p; setp.ne.b32 p, " ACCUMULATE ", 0; wgmma.mma_async.sync.aligned.m64n" #N TYPES " {" S "}, " A \
@@ -79,7 +87,9 @@ WGMMA(16, S0, R0, "%8", "%9")
 WGMMA(32, S1, R1, "%16", "%17")
 WGMMA(48, S2, R2, "%24", "%25")
 WGMMA(64, S3, R3, "%32", "%33")
+WGMMA(96, S5, R5, "%48", "%49")
 WGMMA(128, S7, R7, "%64", "%65")
+WGMMA(192, S11, R11, "%96", "%97")
 
 template <>
 struct Multiply<128, true> {
@@ -108,12 +118,40 @@ __device__ __forceinline__ void add_block(float (&d)[kN / 2], Descriptor a, Desc
     ptx::wgmma_commit();
 }
 
-// Waits for the multiplications and only then lets the compiler read d.
-template <int kRegisters>
+// Waits for all multiplications but the newest `kPending` blocks, and only then lets the compiler read d.
+template <int kPending = 0, int kRegisters>
 __device__ __forceinline__ void wait(float (&d)[kRegisters]) {
-    ptx::wgmma_wait<0>();
+    ptx::wgmma_wait<kPending>();
 #pragma unroll
     for (int i = 0; i < kRegisters; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// Runs a tile's K blocks with two of them in flight: one is multiplied while the other is promoted. `multiply` starts
+// the next block and `promote` takes an older one's product, both in order. No branch lies between the start of a
+// product and its end: there ptxas would wait after every instruction.
+template <int kRegisters, typename Start, typename Promote>
+__device__ __forceinline__ void in_pairs(float (&acc)[2][kRegisters], int k_blocks, Start multiply, Promote promote) {
+    multiply(acc[0]);
+    int left = k_blocks - 1;
+#pragma unroll 1
+    for (; left >= 2; left -= 2) {
+        multiply(acc[1]);
+        wait<1>(acc[0]);
+        promote(acc[0]);
+        multiply(acc[0]);
+        wait<1>(acc[1]);
+        promote(acc[1]);
+    }
+    if (left == 1) {
+        multiply(acc[1]);
+        wait<1>(acc[0]);
+        promote(acc[0]);
+        wait(acc[1]);
+        promote(acc[1]);
+    } else {
+        wait(acc[0]);
+        promote(acc[0]);
+    }
 }
 
 #undef INSTRUCTION
@@ -131,6 +169,10 @@ __device__ __forceinline__ void wait(float (&d)[kRegisters]) {
 #undef S5
 #undef S6
 #undef S7
+#undef S8
+#undef S9
+#undef S10
+#undef S11
 #undef R0
 #undef R1
 #undef R2
@@ -139,5 +181,9 @@ __device__ __forceinline__ void wait(float (&d)[kRegisters]) {
 #undef R5
 #undef R6
 #undef R7
+#undef R8
+#undef R9
+#undef R10
+#undef R11
 
 }  // namespace wgmma

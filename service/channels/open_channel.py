@@ -11,8 +11,8 @@ from typing import NamedTuple, Protocol
 from expertd.service.channels.layout import ANSWER_OFFSET, HEADER_BYTES, SEQUENCE_BYTES, SLOT_BYTES, Geometry
 from expertd.service.channels.memory import DataRegion, SealedMemory
 from expertd.service.channels.requests import Line, RequestReader
-from expertd.service.engine.batching import Scheduler
 from expertd.service.engine.errors import QueueTimeoutError
+from expertd.service.engine.lanes import AnyScheduler
 from expertd.service.engine.refusals import Reason
 from expertd.service.engine.steps import Pending
 from expertd.service.moe.request import LayerRequest, Signal
@@ -109,7 +109,7 @@ class OpenChannel:
         models: Sequence[str],
         memory: Memory,
         reader: RequestReader,
-        scheduler: Scheduler,
+        scheduler: AnyScheduler,
         owner: Owner,
         caller: int | None = 0,
     ) -> None:

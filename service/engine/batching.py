@@ -39,16 +39,23 @@ _AWAKE_SECONDS = 0.2e-3
 
 
 class Scheduler:
-    """Owns the queues and the worker thread. `submit` and `cancel` are safe from any thread."""
+    """Owns the queues and the worker thread. `submit` and `cancel` are safe from any thread.
 
-    def __init__(self, limits: Limits, observer: StepObserver, spin_seconds: float = 0.0) -> None:
+    lane  the number of its lane; 0 if there is only one. The worker thread of the first lane wakes up for
+          requests of sources, those of others read them too while they are awake
+    """
+
+    def __init__(
+        self, limits: Limits, observer: StepObserver, spin_seconds: float = 0.0, lane: int = 0
+    ) -> None:
         self._queues = Queues(limits)
         self._delivery = Delivery()
         self._stepping = Stepping(self._queues, self._delivery, observer)
         self._lookout = Lookout(self._queues, self._stepping, self._delivery, self.poll_sources)
         self._jobs: deque[tuple[Callable[[], object], Future[Any]]] = deque()
+        self._lane = lane
         self._spin_seconds = spin_seconds  # before sleeping, if there are sources
-        self._wakeup = Wakeup()
+        self._wakeup = Wakeup(rings_wake=lane == 0)
         self._lock = self._queues.lock  # also of the jobs and the states below
         self._turn = threading.Lock()  # of the thread that uses the device
         self._sleeping = False
@@ -56,7 +63,12 @@ class Scheduler:
         self._stopped = False
         self._ended_here = -math.inf  # when the last step on the event loop was answered
         self._stays_awake = False  # after the next one
-        self._thread = threading.Thread(target=self._work, name="expertd-worker", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=_name(lane), daemon=True)
+
+    @property
+    def lanes(self) -> tuple["Scheduler", ...]:
+        """Itself: the only lane; see `Lanes`."""
+        return (self,)
 
     def start(self) -> None:
         """Start the worker thread; answers are delivered to the running event loop."""
@@ -67,18 +79,29 @@ class Scheduler:
         """Set the runner of each model, and its share of the device beside others; by default 1."""
         self._queues.set_runners(runners, weights or {})
 
+    def set_limits(self, limits: Limits) -> None:
+        """Set the limits of further requests and steps."""
+        with self._lock:
+            self._queues.limits = limits
+
     def runner(self, model: str) -> Runner:
         """The runner of `model`."""
         return self._queues[model].runner
 
     async def between_steps(self, job: Callable[[], T]) -> T:
         """Run `job` on the worker thread before the next step, and return its result."""
+        return await asyncio.wrap_future(self.do_between_steps(job))
+
+    def do_between_steps(self, job: Callable[[], T]) -> "Future[T]":
+        """Run `job` on the worker thread before the next step. Raises SchedulerClosedError after `stop`."""
         done: Future[T] = Future()
         with self._lock:
+            if self._stopped:
+                raise SchedulerClosedError("the server is shutting down")
             self._jobs.append((job, done))
             self._sleeping = False
         self._wakeup.wake()
-        return await asyncio.wrap_future(done)
+        return done
 
     def check_capacity(self, model: str, num_tokens: int = 1, caller: int = 0) -> None:
         """Raise QueueFullError or SchedulerClosedError if a request of `num_tokens` would be refused now."""
@@ -107,7 +130,7 @@ class Scheduler:
         caller    `caller_number`: those with waiting requests get equal shares
         timeout   seconds after which the output is of no use: if that is likely, it is not computed
         """
-        pending = Pending(model, request, done, on_worker, priority, caller, timeout)
+        pending = Pending(model, request, done, on_worker, priority, caller, self._lane, timeout)
         with self._lock:
             self._check_open()
             queue = self._queues.add(pending, self._stepping.busy_seconds)
@@ -213,6 +236,11 @@ class Scheduler:
     def running(self) -> bool:
         """Whether the worker thread is alive; it may be in a step that outlasted `stop`."""
         return self._thread.is_alive()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the worker thread asks."""
+        return threading.get_ident() == self._thread.ident
 
     def stop(self, timeout: float) -> bool:
         """Stop the worker thread after its current steps; True if it ended within `timeout` seconds."""
@@ -357,6 +385,11 @@ class Scheduler:
         quiet = self._sleeping and not self._queues.turns
         if quiet and time.perf_counter() - self._ended_here < _AWAKE_SECONDS:
             self._delivery.loop.call_soon(self._stay_awake)
+
+
+def _name(lane: int) -> str:
+    """Of a worker thread."""
+    return f"expertd-worker-{lane}" if lane else "expertd-worker"
 
 
 def _ignore(answer: object) -> None:

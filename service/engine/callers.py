@@ -15,7 +15,7 @@ class _Caller:
         self.num_tokens = 0  # that wait
 
 
-class Lane:
+class FairQueue:
     """Requests of one priority and one kind. Each caller's come in their order, and callers take turns.
 
     A caller whose credit is used up waits until no other one has both requests and credit; then a round

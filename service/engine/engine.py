@@ -2,10 +2,12 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from enum import Enum
 from functools import partial
+
+from prometheus_client.core import Metric
 
 from expertd.kernels.jit import stats as jit_stats
 from expertd.service.engine.batching import Scheduler
@@ -18,6 +20,9 @@ from expertd.service.engine.errors import (
     QueueFullError,
     SchedulerClosedError,
 )
+from expertd.service.engine.lane_control import LaneControl, lane_control
+from expertd.service.engine.lane_metrics import lane_queue_metrics
+from expertd.service.engine.lanes import Lanes, scheduler_of
 from expertd.service.engine.loading import LoadCancelledError, Loaded, Loader, Partitions
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.placement import Placements
@@ -56,7 +61,7 @@ class Engine:
         self.settings = settings
         self.phase = Phase.LOADING
         self.models = specs_of(settings)
-        self.scheduler = Scheduler(settings.limits, metrics, settings.channels.spin_microseconds / 1e6)
+        self.scheduler = scheduler_of(settings, metrics)
         self.loaded: Loaded | None = None
         self.arena: Arena | None = None  # of large bodies and outputs, once loaded
         self.shared_memory = SharedMemory(settings.shared_memory)
@@ -67,10 +72,12 @@ class Engine:
         self._retries: dict[str, asyncio.Task[None]] = {}
         self._watchdog: Watchdog | None = None
         self._hangs: str | None = None
+        self._lane_control: LaneControl | None = None
         metrics.add_models({model.name: model.num_experts for model in settings.models})
         metrics.watch_jit(jit_stats)
         metrics.watch_models(lambda: {name: self.why_not_ready(name) is None for name in self.models})
         metrics.watch(lambda: queue_metrics(self._queue_states()))
+        metrics.watch(self._lane_metrics)
         metrics.watch_partitions(self._partition_sizes)
         metrics.watch_shared_memory(self.shared_memory.totals)
         metrics.watch_ranks(lambda: self.loaded.ranks() if self.loaded else ())
@@ -121,9 +128,12 @@ class Engine:
         if (lost := self.loaded.why_not()) is not None:
             raise DeviceLostError(f"model {model} is not ready: {lost}")
 
-    def check_capacity(self, model: str, caller: int = 0) -> None:
-        """Raise QueueFullError or SchedulerClosedError if every request of `caller` would be refused now."""
-        self.scheduler.check_capacity(model, caller=caller)
+    def check_capacity(self, model: str, caller: int = 0, least_tokens: int = 1) -> None:
+        """Raise QueueFullError or SchedulerClosedError if `caller`'s requests would be refused now.
+
+        least_tokens  that each has at least
+        """
+        self.scheduler.check_capacity(model, least_tokens, caller)
 
     def validate(self, model: str, request: LayerRequest) -> None:
         """Raise ValueError for invalid routing."""
@@ -156,7 +166,7 @@ class Engine:
         """Start the worker thread, which then loads the models; returns at once."""
         self.scheduler.start()
         if self.settings.num_ranks == 1:  # else their group notices
-            self._watchdog = Watchdog(self.scheduler, self.settings.step_timeout_seconds, self._give_up)
+            self._watchdog = Watchdog(self.scheduler.lanes, self.settings.step_timeout_seconds, self._give_up)
         self._loading = asyncio.get_running_loop().create_task(self._finish_loading())
 
     async def wait_loaded(self) -> None:
@@ -187,6 +197,8 @@ class Engine:
     async def stop(self) -> None:
         """Stop the worker thread, waiting a few seconds at most for a step or compilation in progress."""
         self.begin_drain()
+        if self._lane_control is not None:
+            await self._lane_control.stop()
         stopped = await asyncio.to_thread(self.scheduler.stop, _STOP_SECONDS)
         if self._watchdog is not None:
             self._watchdog.stop()
@@ -209,12 +221,16 @@ class Engine:
         sizes do not fit it, and NotReadyError during loading.
         """
         partitions = self.partitions()
-        for model in self.settings.models:
-            if model.partition is not None and model.partition not in sizes:
-                raise PartitionsRefusedError(
-                    f"partitions: expected {model.partition!r}, in which model {model.name} runs, among "
-                    f"them, got {all_of(sizes) or 'none'}"
-                )
+        if (target := self.settings.lanes.decode_p99_ms) is not None:
+            expected = "lanes.decode_p99_ms null, without which the server does not choose them itself"
+            raise PartitionsRefusedError(f"partitions: expected {expected}, got {target:g}")
+        users = [(model.partition, f"model {model.name} runs") for model in self.settings.models]
+        users += [(name, "a lane runs") for name in self.settings.lanes.partitions.values()]
+        for name, who in users:
+            if name is not None and name not in sizes:
+                got = all_of(sizes) or "none"
+                expected = f"{name!r}, in which {who}, among them"
+                raise PartitionsRefusedError(f"partitions: expected {expected}, got {got}")
         await self.scheduler.between_steps(partial(self._replace, partitions, sizes))
 
     def placements(self) -> Placements:
@@ -238,11 +254,14 @@ class Engine:
         return self.loaded.partitions
 
     def _replace(self, partitions: Partitions, sizes: Mapping[str, int]) -> None:
-        assert self.loaded is not None
         try:
             partitions.apply(sizes)
         except ValueError as error:
             raise PartitionsRefusedError(str(error)) from error
+        self._prepare_steps()
+
+    def _prepare_steps(self) -> None:
+        assert self.loaded is not None
         try:
             self.loaded.prepare_steps(lambda: self.phase is not Phase.READY)
         except LoadCancelledError:
@@ -261,10 +280,13 @@ class Engine:
             logger.error("loading failed: %s", error, exc_info=not isinstance(error, _SENTENCES))
             return
         weights = {model.name: model.weight for model in self.settings.models}
-        self.scheduler.set_runners(loaded.runners, weights)
+        for lane, runners in zip(self.scheduler.lanes, loaded.runners_of_lanes, strict=False):
+            lane.set_runners(runners, weights)
+            await lane.between_steps(loaded.prepare_thread)
         self.loaded, self.arena = loaded, arena
         self.shared_memory.start(loaded, arena)
         self._metrics.set_backend(loaded.backend, loaded.device)
+        self._lane_control = lane_control(self.settings, self.scheduler, loaded, self._prepare_steps)
         if self.phase is Phase.LOADING:
             self.phase = Phase.READY
             logger.info("ready: %s on %s, %s", ", ".join(self.models), loaded.device, loaded.backend)
@@ -282,18 +304,29 @@ class Engine:
         return [model for model in models or self.models if self.scheduler.failures(model) >= _FAILING_STEPS]
 
     async def _retry(self, model: str) -> None:
-        request = zero_request(1, self.models[model].hidden_size)
         try:
-            with suppress(QueueFullError, SchedulerClosedError):
-                tried = asyncio.Event()
-                self.scheduler.submit(model, request, lambda _: tried.set())
-                await tried.wait()
+            for lane in self.scheduler.lanes:
+                if lane.failures(model):
+                    await self._try(lane, model)
         finally:
             del self._retries[model]
+
+    async def _try(self, lane: Scheduler, model: str) -> None:
+        tried = asyncio.Event()
+        request = zero_request(1, self.models[model].hidden_size)
+        with suppress(QueueFullError, SchedulerClosedError):
+            lane.submit(model, request, lambda _: tried.set())
+            await tried.wait()
 
     def _queue_states(self) -> dict[str, QueueState]:
         empty = QueueState(0, 0, 0)
         return {name: self.scheduler.queue_state(name) if self.loaded else empty for name in self.models}
+
+    def _lane_metrics(self) -> Iterator[Metric]:
+        if isinstance(self.scheduler, Lanes) and self.loaded:
+            yield from lane_queue_metrics(self.scheduler.queue_states(self.models))
+        if self._lane_control is not None:
+            yield from self._lane_control.metrics()
 
     def _partition_sizes(self) -> tuple[int, dict[str, int]] | None:
         partitions = self.loaded.partitions if self.loaded else None

@@ -18,12 +18,12 @@ from expertd.service.checkpoints import CheckpointModelSettings, LayerSource
 from expertd.service.checkpoints.weights import read_layer
 from expertd.service.engine.placement import Placements
 from expertd.service.engine.rank_metrics import RankState
+from expertd.service.engine.runner_sets import RunnerSet, set_split
 from expertd.service.engine.steps import Runner
 from expertd.service.memory import OpenCuda, Register, nothing_to_register
 from expertd.service.moe.base import Layer
-from expertd.service.moe.batch import FLOATS
 from expertd.service.moe.capture import GraphPool
-from expertd.service.moe.device import device_memory, device_name, register_for
+from expertd.service.moe.device import device_memory, device_name, prepare_thread, register_for
 from expertd.service.moe.ipc import opener_for
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.out_of_memory import in_one_sentence
@@ -32,6 +32,7 @@ from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.staging import Staging
 from expertd.service.moe.weights import ExpertWeights, check_weights, load_weights, random_weights
+from expertd.service.settings.lanes import lanes_of
 from expertd.service.settings.model import Settings
 from expertd.service.settings.served import ModelSettings
 from expertd.service.terminal import progress_bar, shows_bars
@@ -84,7 +85,10 @@ class Loaded:
     so for files of callers, who may shrink them; None: the CPU copies. open_cuda opens GPU memory of other
     processes; None without a GPU. why_not says why no step can run at present, and they raise
     DeviceLostError. ranks are those that share the layers. placements say which rank holds which experts;
-    None: that never changes. close ends what loading has started, after all steps.
+    None: that never changes. close ends what loading has started, after all steps. prefill_runners are those
+    of the prefill lane; None: both lanes have the same. Call prepare_thread on every thread that begins
+    steps. set_split gives the decode lane so many SMs and the prefill lane the others, or with 0 all of them;
+    call it as `Partitions.apply`. None: no such lanes.
     """
 
     backend: str
@@ -100,6 +104,14 @@ class Loaded:
     ranks: Callable[[], Sequence[RankState]] = tuple
     placements: Placements | None = None
     close: Callable[[], None] = lambda: None
+    prefill_runners: Mapping[str, Runner] | None = None
+    prepare_thread: Callable[[], None] = lambda: None
+    set_split: Callable[[int], None] | None = None
+
+    @property
+    def runners_of_lanes(self) -> tuple[Mapping[str, Runner], Mapping[str, Runner]]:
+        """Those of the first lane, which may be the only one, and those of the prefill lane."""
+        return self.runners, self.runners if self.prefill_runners is None else self.prefill_runners
 
 
 Loader = Callable[[Settings, Cancelled], Loaded]
@@ -143,20 +155,26 @@ def load(
             f"partitions: expected a backend whose device has SMs to partition, got {backend.name!r}"
         )
 
-    runners = _load_models(settings, backend, partitions, cancelled, make_layer or layer_of, meet)
-    capturable = [runner for runner in runners.values() if runner.layer.is_capturable]
-    on_gpu = capturable if device.type == "cuda" else []
+    sets = _load_models(settings, backend, partitions, cancelled, make_layer or layer_of, meet)
+    every = [runner for each in sets for runner in each.runners.values()]
+    on_gpu = [runner for runner in every if runner.layer.is_capturable] if device.type == "cuda" else []
     capture_graphs(on_gpu, device, cancelled, meet)
+    split = None
+    if partitions is not None and settings.lanes.decode_p99_ms is not None:
+        split = partial(set_split, settings.lanes, sets[-1], partitions)
     return Loaded(
         backend.name,
         device_name(device),
-        runners,
+        sets[0].runners,
         partitions,
         lambda: device_memory(device),
         partial(capture_graphs, on_gpu, device, meet=meet),
         register_for(device),
         register_for(device) if device.type == "cuda" else None,
         opener_for(device),
+        prefill_runners=sets[-1].runners,
+        prepare_thread=partial(prepare_thread, device),
+        set_split=split,
     )
 
 
@@ -167,9 +185,10 @@ def _load_models(
     cancelled: Cancelled,
     make_layer: MakeLayer,
     meet: Callable[[], None],
-) -> dict[str, LayerRunner]:
-    runners: dict[str, LayerRunner] = {}
-    staging = Staging(backend.device) if backend.device.type == "cuda" else None
+) -> list[RunnerSet]:
+    """The runners of each lane, on the same layers."""
+    lanes = lanes_of(settings)
+    sets = [RunnerSet(lane, backend.device, partitions) for lane in lanes]
     with progress_bar("layers", len(settings.models), "layer") as advance:
         for model in settings.models:
             _stop_if(cancelled)
@@ -178,15 +197,12 @@ def _load_models(
             advance(0, model.name)
             with in_one_sentence(model.name, model.shape, backend.device):
                 layer = make_layer(model, backend, backend.device, cancelled)
-                if staging is not None:
-                    itemsize, tokens = FLOATS[model.datatype].itemsize, settings.limits.max_batch_tokens
-                    staging.prepare(tokens, model.hidden_size, model.top_k, itemsize)
-                runner = LayerRunner(layer, backend.device, partitions, model.partition, staging)
-                meet()
-                _first_steps(runner, model, settings.limits.max_request_tokens)
-            runners[model.name] = runner
+                for each in sets:
+                    runner = each.add(model, layer)
+                    meet()
+                    _first_steps(runner, model, settings.limits.max_request_tokens)
             advance(1, model.name)
-    return runners
+    return sets
 
 
 def layer_of(model: ModelSettings, backend: Backend, device: torch.device, cancelled: Cancelled) -> MoELayer:
@@ -280,7 +296,7 @@ def capture_graphs(
     cancelled: Cancelled,
     meet: Callable[[], None] = lambda: None,
 ) -> None:
-    """Capture CUDA graphs in a new pool: the old one's memory belongs to streams that may no longer exist."""
+    """Capture CUDA graphs in new pools: the old ones' memory belongs to streams that may no longer exist."""
     if not runners:
         return
     for runner in runners:
@@ -288,12 +304,14 @@ def capture_graphs(
     gc.collect()  # graphs and streams that are unreachable
     torch._C._cuda_clearCublasWorkspaces()  # torch keeps 32 MiB for every stream that cuBLAS ran on
     torch.cuda.empty_cache()
-    pool = GraphPool(device)
+    pools: dict[Staging, GraphPool] = {}  # steps that use the same memory take turns, and so do their graphs
     with progress_bar("graphs", len(runners), "layer") as advance:
         for runner in runners:
             _stop_if(cancelled)
             meet()
-            runner.capture(pool)
+            if runner.staging not in pools:
+                pools[runner.staging] = GraphPool(device)
+            runner.capture(pools[runner.staging])
             advance(1, "")
 
 

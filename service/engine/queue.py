@@ -2,14 +2,14 @@
 
 from bisect import insort
 
-from expertd.service.engine.callers import Lane
+from expertd.service.engine.callers import FairQueue
 from expertd.service.engine.chunks import begin_chunk, chunk_size
 from expertd.service.engine.forecast import Forecast
 from expertd.service.engine.steps import Chunk, Pending, Runner, State
 
 
 class Queue:
-    """A lane for each priority and kind of request, long or not.
+    """A fair queue for each priority and kind of request, long or not.
 
     used          by priority: seconds of the device, over the weight; see `Queues`
     num_tokens    of requests that wait, or of which a part does
@@ -31,19 +31,19 @@ class Queue:
         self.forecast = Forecast()
         self.failures = 0
         self._quantum = quantum
-        self._lanes: dict[int, Lane] = {}
-        self._order: list[int] = []  # the keys of lanes with requests
+        self._fair_queues: dict[int, FairQueue] = {}
+        self._order: list[int] = []  # the keys of those with requests
         self._chunk_is_due = False  # while requests compete: the last step had none
 
     def put(self, pending: Pending) -> None:
         """Let a request wait."""
         key = _key(pending)
-        lane = self._lanes.get(key)
-        if lane is None:
-            lane = self._lanes[key] = Lane(self._quantum)
-        if not lane.num_requests:
+        fair = self._fair_queues.get(key)
+        if fair is None:
+            fair = self._fair_queues[key] = FairQueue(self._quantum)
+        if not fair.num_requests:
             insort(self._order, key)
-        lane.put(pending)
+        fair.put(pending)
         self.num_requests += 1
         self.num_tokens += pending.request.num_tokens
         self.forecast.arrived(pending.request.num_tokens, pending.arrived)
@@ -51,25 +51,25 @@ class Queue:
     def remove(self, pending: Pending) -> None:
         """Forget what is left of a request."""
         key = _key(pending)
-        lane = self._lanes[key]
-        lane.remove(pending)
-        if not lane.num_requests:
+        fair = self._fair_queues[key]
+        fair.remove(pending)
+        if not fair.num_requests:
             self._order.remove(key)
         self.num_requests -= 1
         self.num_tokens -= pending.left
 
     def all(self) -> list[Pending]:
         """The requests that wait."""
-        return [pending for key in self._order for pending in self._lanes[key].all()]
+        return [pending for key in self._order for pending in self._fair_queues[key].all()]
 
     def has(self, caller: int) -> bool:
         """Whether a request of `caller` waits."""
-        return any(self._lanes[key].has(caller) for key in self._order.copy())
+        return any(self._fair_queues[key].has(caller) for key in self._order.copy())
 
     def tokens_before(self, priority: int, caller: int) -> int:
         """About how many tokens are computed before a new request of this priority and caller."""
-        lanes = (self._lanes[key] for key in self._order if key >> 1 <= priority)
-        return sum(lane.tokens_before(caller) for lane in lanes)
+        queues = (self._fair_queues[key] for key in self._order if key >> 1 <= priority)
+        return sum(queue.tokens_before(caller) for queue in queues)
 
     @property
     def priority(self) -> int:
@@ -78,7 +78,7 @@ class Queue:
 
     def head(self) -> Pending:
         """The next request; there must be one."""
-        return self._lanes[self._order[0]].head()
+        return self._fair_queues[self._order[0]].head()
 
     def take(self, room: int, most: int, joins: bool = False) -> list[Chunk]:
         """What the next step computes, of at most `room` tokens, as much as the largest request.
@@ -88,8 +88,8 @@ class Queue:
         """
         step: list[Chunk] = []
         if self.num_requests == 1 and not most:  # as most often, when every microsecond counts
-            lane = self._lanes[self._order.pop()]
-            self._begin(lane, lane.head().left, step)
+            fair = self._fair_queues[self._order.pop()]
+            self._begin(fair, fair.head().left, step)
             return step
         others = self._order.copy()
         place = next((place for place, key in enumerate(others) if key & 1), -1) if most else -1
@@ -107,28 +107,28 @@ class Queue:
             elif not due:
                 self._fill(others, room, step)
             if due and room > 0:
-                lane = self._lanes[key]
+                fair = self._fair_queues[key]
                 self.num_chunks += 1
-                self._begin(lane, min(chunk_size(lane.head().left, most), room), step)
-        self._order = [key for key in self._order if self._lanes[key].num_requests]
+                self._begin(fair, min(chunk_size(fair.head().left, most), room), step)
+        self._order = [key for key in self._order if self._fair_queues[key].num_requests]
         return step
 
     def _fill(self, keys: list[int], room: int, step: list[Chunk]) -> tuple[int, bool]:
-        """Add whole requests of these lanes in their order; the room that is left, and whether all fit."""
+        """Add whole requests of these fair queues in their order; the room left, and whether all fit."""
         for key in keys:
-            lane = self._lanes[key]
-            while lane.num_requests:
-                left = lane.head().left
+            fair = self._fair_queues[key]
+            while fair.num_requests:
+                left = fair.head().left
                 if left > room and step:
                     return room, False
-                self._begin(lane, left, step)
+                self._begin(fair, left, step)
                 room -= left
         return room, True
 
-    def _begin(self, lane: Lane, num_tokens: int, step: list[Chunk]) -> None:
-        """Add `num_tokens` of the lane's next request to a step."""
-        pending = lane.head()
-        lane.take(num_tokens)
+    def _begin(self, fair: FairQueue, num_tokens: int, step: list[Chunk]) -> None:
+        """Add `num_tokens` of the next request of `fair` to a step."""
+        pending = fair.head()
+        fair.take(num_tokens)
         step.append(begin_chunk(pending, num_tokens))
         self.num_tokens -= num_tokens
         self.num_requests -= pending.state is State.STARTED
@@ -144,5 +144,5 @@ class Queue:
 
 
 def _key(pending: Pending) -> int:
-    """Lanes in the order of their keys: by priority, long requests behind the others."""
+    """Fair queues in the order of their keys: by priority, long requests behind the others."""
     return 2 * pending.priority + pending.is_long

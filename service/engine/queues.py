@@ -31,7 +31,7 @@ class Queues:
 
     def __init__(self, limits: Limits) -> None:
         self.lock = Lock()
-        self._limits = limits
+        self.limits = limits
         self._of: dict[str, Queue] = {}
         self.turns: deque[str] = deque()  # models with waiting requests, the one that waits longest first
         self._clock: dict[int, float] = {}  # by priority: `Queue.used` of its last step's model, before it
@@ -42,7 +42,7 @@ class Queues:
 
     def set_runners(self, runners: Mapping[str, Runner], weights: Mapping[str, float]) -> None:
         """Have an empty queue for each model."""
-        quantum = self._limits.max_batch_tokens
+        quantum = self.limits.max_batch_tokens
         self._of = {name: Queue(runner, quantum, weights.get(name, 1.0)) for name, runner in runners.items()}
 
     def __getitem__(self, model: str) -> Queue:
@@ -53,7 +53,7 @@ class Queues:
 
         A caller without requests in a full queue may have one there: others do not shut it out.
         """
-        queue, limits = self._of[model], self._limits
+        queue, limits = self._of[model], self.limits
         if queue.num_requests >= limits.max_queue_requests:
             waiting = f"{queue.num_requests} requests of at most {limits.max_queue_requests}"
         elif queue.num_tokens + num_tokens > limits.max_queue_tokens:
@@ -77,7 +77,7 @@ class Queues:
         if pending.deadline < math.inf:
             self._check_time(pending, busy())
         queue = self._of[model]
-        if 0 < self._limits.prefill_chunk_tokens < num_tokens:
+        if 0 < self.limits.prefill_chunk_tokens < num_tokens:
             pending.is_long = True
             competes = self._num_short > 0
             self._long.add(pending)
@@ -158,7 +158,7 @@ class Queues:
         queue = self._of[model]
         priority, before = queue.priority, queue.num_tokens
         chunk_tokens = self._chunk_tokens() if self._long else 0
-        step = queue.take(self._limits.max_batch_tokens, chunk_tokens, self._limits.join_chunks)
+        step = queue.take(self.limits.max_batch_tokens, chunk_tokens, self.limits.join_chunks)
         for chunk in step:
             self._num_short -= not chunk.pending.is_long
         if len(self._of) > 1:
@@ -173,7 +173,7 @@ class Queues:
 
     def _check_time(self, pending: Pending, busy: float) -> None:
         """Refuse a request whose output would come after its deadline, by what recent steps took."""
-        limits, model = self._limits, pending.model
+        limits, model = self.limits, pending.model
         before = {name: self._of[name].tokens_before(pending.priority, pending.caller) for name in self.turns}
         own = self._of[model]
         num_tokens = before.pop(model, 0) + pending.request.num_tokens
@@ -191,13 +191,13 @@ class Queues:
             raise self._full(f"timeout: {expected}, got {given}", seconds)
 
     def _full(self, text: str, seconds: float) -> QueueFullError:
-        full = TooManyRequestsError if self._limits.queue_full_status == 429 else QueueFullError
+        full = TooManyRequestsError if self.limits.queue_full_status == 429 else QueueFullError
         return full(text, max(1, math.ceil(seconds)))
 
     def _chunk_tokens(self) -> int:
         """The most tokens of a chunk; 0: steps have whole requests."""
         competing = self._long and self._competing_until > time.perf_counter()
-        return self._limits.prefill_chunk_tokens if competing else 0
+        return self.limits.prefill_chunk_tokens if competing else 0
 
     def _next_model(self) -> str:
         """The model with the most urgent request, of several the one that used the device least."""

@@ -64,6 +64,7 @@ class Pending:
     """An accepted request, until its `done` is called; `compute_seconds` is set before.
 
     caller   the number of who sent it, `caller_number`; callers share a queue fairly
+    lane     the number of the lane whose queue it is in
     is_long  longer than a chunk: it may be computed in several steps
     deadline when its output is of no use any more, by time.perf_counter
     begun    its tokens that steps have been given; running: steps that compute some of them
@@ -81,6 +82,7 @@ class Pending:
         "done",
         "error",
         "is_long",
+        "lane",
         "model",
         "on_worker",
         "outputs",
@@ -98,9 +100,11 @@ class Pending:
         on_worker: bool,
         priority: int = DEFAULT_PRIORITY,
         caller: int = 0,
+        lane: int = 0,
         timeout: float | None = None,
     ) -> None:
         self.model = model
+        self.lane = lane
         self.priority = priority
         self.caller = caller
         self.request = request

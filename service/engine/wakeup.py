@@ -24,15 +24,19 @@ class Wakeup:
 
     Events are edge-triggered: each addition to an eventfd is reported once, also one from before it was
     registered, so no wake-up is lost and no eventfd has to be cleared.
+
+    rings_wake  whether sources end a `wait` that sleeps; else only those see them that do not
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rings_wake: bool = True) -> None:
         self._epoll = select.epoll()
+        self._asleep = self._epoll if rings_wake else select.epoll()
         self._own = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._own)  # not in `close`: another thread may be about to write
         self.sources: dict[int, Source] = {}  # by descriptor
         self._lock = threading.Lock()
-        self._epoll.register(self._own, select.EPOLLIN | select.EPOLLET)
+        for epoll in {self._epoll, self._asleep}:
+            epoll.register(self._own, select.EPOLLIN | select.EPOLLET)
 
     def add(self, source: Source) -> None:
         """Poll `source` from now on, also if a request arrived before."""
@@ -58,7 +62,7 @@ class Wakeup:
 
     def wait(self, seconds: float | None) -> list[Source] | None:
         """Wait up to `seconds` (None: without end); the sources that rang, None if nothing happened."""
-        events = self._epoll.poll(seconds, _MAX_EVENTS)
+        events = (self._epoll if seconds == 0 else self._asleep).poll(seconds, _MAX_EVENTS)
         if not events:
             return None
         sources = [self.sources.get(descriptor) for descriptor, _ in events]
@@ -69,3 +73,4 @@ class Wakeup:
         with self._lock:
             self.sources.clear()
             self._epoll.close()
+            self._asleep.close()

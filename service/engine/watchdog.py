@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from expertd.service.engine.batching import Scheduler
 from expertd.service.engine.step_time import StepTime
@@ -24,14 +24,16 @@ def limit_of(most_seconds: float, likely_seconds: float) -> float:
 
 
 class Watchdog:
-    """Looks at the steps of `scheduler` on a thread of its own, until `stop`.
+    """Looks at the steps of schedulers on a thread of its own, until `stop`.
 
     most_seconds  that any step may take
     on_hang       is called with a sentence, once, on the event loop; if that hangs, too, the process exits
     """
 
-    def __init__(self, scheduler: Scheduler, most_seconds: float, on_hang: Callable[[str], None]) -> None:
-        self._scheduler, self._most = scheduler, most_seconds
+    def __init__(
+        self, lanes: Sequence[Scheduler], most_seconds: float, on_hang: Callable[[str], None]
+    ) -> None:
+        self._lanes, self._most = lanes, most_seconds
         self._on_hang = on_hang
         self._loop = asyncio.get_running_loop()
         self._stopped = threading.Event()
@@ -42,12 +44,13 @@ class Watchdog:
         self._stopped.set()
 
     def _run(self) -> None:
-        time_of_step = StepTime("the device", self._most)
+        times = [(lane, StepTime("the device", self._most)) for lane in self._lanes]
         while not self._stopped.wait(_LOOK_SECONDS):
-            progress, likely = self._scheduler.step_in_flight()
-            if (why := time_of_step.why_late(progress, limit_of(self._most, likely))) is not None:
-                self._tell(why)
-                return
+            for lane, time_of_step in times:
+                progress, likely = lane.step_in_flight()
+                if (why := time_of_step.why_late(progress, limit_of(self._most, likely))) is not None:
+                    self._tell(why)
+                    return
 
     def _tell(self, why: str) -> None:
         logger.critical("%s: this process ends, and has to be started again", why)

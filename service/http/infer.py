@@ -15,6 +15,7 @@ from expertd.service.engine.spec import LayerSpec
 from expertd.service.http.answers import Answer, client_gone, output_answer
 from expertd.service.http.infer_body import LARGE_BYTES, InferBody, take
 from expertd.service.http.infer_ending import InferEnding
+from expertd.service.http.infer_head import least_tokens
 from expertd.service.http.parsing import Received, parse_body, where_to_parse
 from expertd.service.http.plans import Plan
 from expertd.service.http.protocol import ELEMENT_BYTES, OipError
@@ -42,8 +43,8 @@ class InferCall(InferEnding):
             self._endpoint.gate.admit_infer(head)
             self._spec: LayerSpec = engine.model(head.model, head.version)
             engine.check_loaded(head.model)
-            engine.check_capacity(head.model, head.caller)
             head.read(engine.settings.limits)
+            engine.check_capacity(head.model, head.caller, least_tokens(head, self._spec))
         except Exception as error:
             self.refuse(error)
             return False

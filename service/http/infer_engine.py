@@ -32,8 +32,8 @@ class InferEngine(Protocol):
     def check_loaded(self, model: str) -> None:
         """Raise NotReadyError during loading."""
 
-    def check_capacity(self, model: str, caller: int) -> None:
-        """Raise an EngineError if every request of `caller` would be refused now."""
+    def check_capacity(self, model: str, caller: int, least_tokens: int) -> None:
+        """Raise an EngineError if every request of `caller` with so many tokens would be refused now."""
 
     def validate(self, model: str, request: LayerRequest) -> None:
         """Raise ValueError for invalid routing; without an error, it may still be refused by `done`."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from expertd.service.engine.spec import LayerSpec
 from expertd.service.http.bodies import number_of_bytes
 from expertd.service.http.plans import Plans
 from expertd.service.http.protocol import BodyLimit, body_limit
@@ -77,6 +78,14 @@ class InferHead:
             if length is not None and self.content_encoding is None:
                 json_bytes = min(json_bytes, length)  # that it is longer than the body is another error
             BodyLimit(limits.max_json_bytes, is_json=True).check(json_bytes)
+
+
+def least_tokens(head: InferHead, spec: LayerSpec) -> int:
+    """The tokens that a request has at least, as far as its headers tell: of binary tensors, the bytes."""
+    if head.content_length is None or head.header_length is None or head.content_encoding is not None:
+        return 1
+    most_bytes = 4 * spec.hidden_size + 12 * spec.top_k  # of a token: FP32, and ids of 64 bits with weights
+    return max(1, (head.content_length - head.header_length) // most_bytes)
 
 
 def _joined(earlier: str | None, value: bytes) -> str:

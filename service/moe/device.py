@@ -22,6 +22,13 @@ def device_memory(device: torch.device) -> tuple[int, int] | None:
     return total - free, total
 
 
+def prepare_thread(device: torch.device) -> None:
+    """Make the device's context the current one, for calls that do not go through torch."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.cuda.synchronize()
+
+
 def register_for(device: torch.device) -> Register:
     """The function that makes host memory accessible to `device`."""
     if device.type != "cuda":

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 class LayerRunner:
     """Begins steps of one layer. Call `begin` from one thread at a time, `validate` from any.
 
-    staging  memory for steps on a GPU, shared by all layers there; None: made here
+    staging      memory for steps on a GPU, shared by all layers whose steps take turns; None: made here
+    stream       of the steps of a layer without a partition; None: the current one
+    partition    where steps run; may be set while none does, and graphs are captured again then
+    with_graphs  whether small steps are graphs, once `capture` is called
     """
 
     def __init__(
@@ -34,16 +37,20 @@ class LayerRunner:
         partitions: "SMPartitions | None" = None,
         partition: str | None = None,
         staging: Staging | None = None,
+        stream: torch.cuda.Stream | None = None,
+        with_graphs: bool = True,
     ) -> None:
         self.layer = layer
         self._device = torch.device(device)
         self._on_gpu = self._device.type == "cuda"
         self._partitions = partitions
-        self._partition = partition
+        self.partition = partition
+        self._own_stream = stream
+        self._with_graphs = with_graphs
         self._graphs: StepGraphs | None = None
         if self._on_gpu:
-            self._staging = staging or Staging(torch.device("cuda", self._device.index or 0))
-            self._on_device = DeviceSteps(layer, self._staging)
+            self.staging = staging or Staging(torch.device("cuda", self._device.index or 0))
+            self._on_device = DeviceSteps(layer, self.staging)
             # Copies of the weights may still be running on a stream other than the partition's.
             torch.cuda.synchronize(self._device)
         else:
@@ -89,33 +96,43 @@ class LayerRunner:
         return self.begin(requests).finish()
 
     def capture(self, pool: GraphPool) -> None:
-        """Capture CUDA graphs of small steps, which `begin` replays until the partition changes."""
-        stream = torch.cuda.current_stream(self._device)
-        if self._partitions is not None:
-            stream = self._partitions.stream(self._partition)
+        """Capture CUDA graphs of small steps, which `begin` replays until the partition changes.
+
+        From now on, large steps that recur are captured, too.
+        """
+        stream = self._stream() or torch.cuda.current_stream(self._device)
         with torch.inference_mode(), torch.cuda.stream(stream):
-            self._graphs = StepGraphs(self.layer, stream, self._num_sms(), pool, self._staging)
-            self._staging.allow_graphs()
+            if self._with_graphs:
+                self._graphs = StepGraphs(self.layer, stream, self._num_sms(), pool, self.staging)
+            self.staging.allow_graphs()
 
     def release_graphs(self) -> None:
         """Run without graphs from now on."""
         if self._graphs is not None:
             self._graphs.release()
             self._graphs = None
+        if self._on_gpu:
             self._on_device.release_graphs()
-            self._staging.release_graphs()
+            self.staging.release_graphs()
 
     def _again(self, request: LayerRequest) -> RunningStep | None:
         """The step of a request that has recurred, with what is known from before."""
-        if request.plan is None or self._graphs is None:
+        if request.plan is None:
             return None
-        return self._graphs.again(request) or self._on_device.again(request)
+        if self._graphs is not None and (step := self._graphs.again(request)):
+            return step
+        return self._on_device.again(request)
 
     def on_stream(self) -> AbstractContextManager[object]:
         """Makes the stream of this layer's steps the current one."""
-        if self._partitions is None or self._partition is None:
-            return nullcontext()
-        return torch.cuda.stream(self._partitions.stream(self._partition))
+        stream = self._stream()
+        return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+    def _stream(self) -> torch.cuda.Stream | None:
+        """The stream of this layer's steps; None: the current one."""
+        if self._partitions is None or self.partition is None:
+            return self._own_stream
+        return self._partitions.stream(self.partition)
 
     def _num_sms(self) -> int | None:
-        return None if self._partitions is None else self._partitions.num_sms(self._partition)
+        return None if self._partitions is None else self._partitions.num_sms(self.partition)

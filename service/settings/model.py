@@ -12,6 +12,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from expertd.backends import BACKENDS
 from expertd.service.sentences import shown
 from expertd.service.settings.buffers import default_bytes, needed_bytes, region_bytes
+from expertd.service.settings.lanes import LaneSettings, wrong_lanes
 from expertd.service.settings.parts import (
     ChannelSettings,
     GrpcSettings,
@@ -133,6 +134,7 @@ class Settings(BaseSettings):
         default=OverlapSettings(), description="communication between GPUs while GEMMs run"
     )
     partitions: dict[str, int] = Field(default={}, description="number of SMs of each SM partition, by name")
+    lanes: LaneSettings = Field(default=LaneSettings(), description="steps that run at the same time")
     limits: Limits = Field(default=Limits(), description="limits on requests, steps and queues")
     shared_memory: SharedMemorySettings = Field(
         default=SharedMemorySettings(), description="regions of shared memory"
@@ -177,6 +179,7 @@ class Settings(BaseSettings):
                 self._wrong_partitions("checkpoints", self.checkpoints),
                 self._wrong_nodes(),
                 wrong_ranks(self),
+                wrong_lanes(self),
                 self._wrong_buffers(),
             )
         )

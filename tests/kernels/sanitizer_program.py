@@ -21,7 +21,8 @@ from expertd.kernels import (
 from expertd.kernels.backends.hopper import combine_rows, grouped_gemm
 from expertd.kernels.backends.hopper.backend import HopperBackend
 from expertd.kernels.backends.hopper.launch import Variant
-from expertd.kernels.backends.hopper.tiles import CONFIGS, Plan
+from expertd.kernels.backends.hopper.plans import Plan
+from expertd.kernels.backends.hopper.tiles import CONFIGS
 from tests.kernels.helpers import (
     diff,
     expect_contiguous,

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from expertd.kernels import Backend, Quantized, grouped_gemm_contiguous, grouped_gemm_masked, jit
-from expertd.kernels.backends.hopper.tiles import CONFIGS, NORMAL, Plan, TileConfig
+from expertd.kernels.backends.hopper.plans import Plan
+from expertd.kernels.backends.hopper.tiles import CONFIGS, NORMAL, TileConfig
 from expertd.kernels.backends.hopper.variants import VARIANTS
 from tests.kernels.helpers import (
     expect_contiguous,
@@ -26,11 +27,11 @@ def skewed(num_groups: int, total: int) -> list[int]:
     return [int(x) for x in shares / shares.sum() * total]
 
 
-def planned(config: TileConfig, tile_steps: int | None = None, passes: int = 1) -> Backend:
+def planned(config: TileConfig, tile_steps: int | None = None, tall_first: bool = False) -> Backend:
     """A backend whose GEMMs all run with this tile."""
     from expertd.kernels.backends.hopper.backend import HopperBackend
 
-    plan = Plan(config, 16 * config.steps if tile_steps is None else tile_steps, passes)
+    plan = Plan(config, 16 * config.steps if tile_steps is None else tile_steps, tall_first)
     return HopperBackend(choose=lambda *_: plan)
 
 
@@ -119,10 +120,10 @@ def test_every_tile_on_the_same_rows(config: TileConfig) -> None:
     run_masked(rows, 1000, 1160, 640, backend=backend)
 
 
-@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize("tall_first", [False, True])
 @pytest.mark.parametrize("tile_steps", [16, 23, 32, 41, 48])
-def test_every_cut_covers_every_row(tile_steps: int, passes: int) -> None:
-    backend = planned(NORMAL, tile_steps, passes)
+def test_every_cut_covers_every_row(tile_steps: int, tall_first: bool) -> None:
+    backend = planned(NORMAL, tile_steps, tall_first)
     run_contiguous([0, 1, 64, 65, 191, 192, 193, 400, 3000], 1160, 384, backend=backend)
     run_masked([700], 701, 520, 256, backend=backend)
 

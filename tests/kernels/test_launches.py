@@ -15,8 +15,9 @@ from expertd.kernels.backends.hopper.compute_permutation import compute_permutat
 from expertd.kernels.backends.hopper.grouped_gemm import GroupedGemm, Groups
 from expertd.kernels.backends.hopper.launch import Kernels, OnStream, Variant
 from expertd.kernels.backends.hopper.layer import Layer
+from expertd.kernels.backends.hopper.plans import Plan
 from expertd.kernels.backends.hopper.tile_counters import TileCounters
-from expertd.kernels.backends.hopper.tiles import Plan, TileConfig
+from expertd.kernels.backends.hopper.tiles import TileConfig
 from expertd.kernels.backends.hopper.variants import VARIANTS
 from expertd.kernels.jit.source import CSRC
 from expertd.layout import Layout
@@ -86,7 +87,7 @@ def quantized(*shape: int, block: int) -> Quantized:
 @pytest.mark.parametrize("config", tiles.CONFIGS, ids=lambda config: config.name)
 @pytest.mark.parametrize("layout", Layout)
 def test_the_gemm(layout: Layout, config: TileConfig, launches: list[tuple[Variant, list[Any]]]) -> None:
-    gemm = GroupedGemm(RecordingKernels(), choose=lambda *_: Plan(config, 16, passes=2))
+    gemm = GroupedGemm(RecordingKernels(), choose=lambda *_: Plan(config, 16, tall_first=True))
     shape = (T, H) if layout is Layout.CONTIGUOUS else (G, T, H)
     extents = torch.zeros(G + 1, dtype=torch.int32)
     out = torch.empty(*shape[:-1], N, dtype=torch.bfloat16)
@@ -99,7 +100,7 @@ def test_the_gemm(layout: Layout, config: TileConfig, launches: list[tuple[Varia
     numbers = [int(argument) for argument in arguments if isinstance(argument, np.integer)]
     max_m = 0 if layout is Layout.CONTIGUOUS else T
     strides = [0, 2, 1] if layout is Layout.CONTIGUOUS else [2 * T, 2, 1]
-    assert numbers == [*strides, G, N, H, T, max_m, 16, 2, 0, N, 0]
+    assert numbers == [*strides, G, N, H, T, max_m, 16, 1, 0, N, 0]
     assert arguments[-1] == COUNTER
 
 
@@ -118,7 +119,7 @@ def test_a_layer(launches: list[tuple[Variant, list[Any]]]) -> None:
     for variant, arguments in launches:
         assert [width(argument) for argument in arguments] == parameters(variant), variant.source.name
     (_, permutation), (_, _), (swiglu, first), (_, second), (_, _) = launches
-    assert swiglu is grouped_gemm.VARIANTS[Layout.CONTIGUOUS, tiles.SWIGLU]
+    assert swiglu is grouped_gemm.VARIANTS[Layout.CONTIGUOUS, tiles.SWIGLU_FEW]
     assert second[-1] - first[-1] == 8  # two int32
     assert first[-1] == permutation[-1]
     assert [first[17], second[17]] == [1, 1]

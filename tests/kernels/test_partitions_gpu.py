@@ -1,5 +1,6 @@
 """SM partitions on a GPU: kernels report the SMs they ran on."""
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -207,8 +208,9 @@ def test_changes_among_a_few_splits_keep_no_memory(partitions: SMPartitions, smi
         torch.cuda.synchronize()
         return torch.cuda.mem_get_info()[0]
 
+    gc.collect()  # kernels of other tests, which would give memory back meanwhile
     before = change_all(1)
-    assert change_all(50) == before
+    assert change_all(50) >= before
     partitions.apply({"a": 64, "b": 48})
     seen = []
     for name in ("a", "b"):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from expertd.layout import Layout
-from expertd.service.engine.batching import Scheduler
+from expertd.service.engine.lanes import AnyScheduler
 from expertd.service.engine.steps import DEFAULT_PRIORITY, Pending
 from expertd.service.memory import host_view
 from expertd.service.moe.request import LayerRequest, Output, StepResult
@@ -98,7 +98,7 @@ class Submitted:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: AnyScheduler,
         model: str,
         request: LayerRequest,
         alone: bool = False,

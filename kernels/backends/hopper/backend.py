@@ -7,7 +7,7 @@ from torch import Tensor
 
 from expertd.kernels import jit
 from expertd.kernels.backends.base import Backend, Progress, without_padding
-from expertd.kernels.backends.hopper import tiles
+from expertd.kernels.backends.hopper import plans
 from expertd.kernels.backends.hopper.gather_rows import gather_rows
 from expertd.kernels.backends.hopper.grouped_gemm import Choose, GroupedGemm, Groups
 from expertd.kernels.backends.hopper.launch import Kernels, current_stream
@@ -36,7 +36,7 @@ class HopperBackend(Backend):
     name: ClassVar[str] = "hopper"
     device_type: ClassVar[str | None] = "cuda"
 
-    def __init__(self, choose: Choose = tiles.choose) -> None:
+    def __init__(self, choose: Choose = plans.choose) -> None:
         self._kernels = Kernels()
         self._gemm = GroupedGemm(self._kernels, choose)
         self._layer = Layer(self._kernels, self._gemm)

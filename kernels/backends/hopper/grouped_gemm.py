@@ -8,11 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expertd.kernels.backends.hopper import tiles
+from expertd.kernels.backends.hopper import plans, tiles
 from expertd.kernels.backends.hopper.launch import Kernels, OnStream, Variant, cuda_core, multiprocessors
+from expertd.kernels.backends.hopper.plans import Plan
 from expertd.kernels.backends.hopper.tensor_maps import TensorMapCache, describe_rows
 from expertd.kernels.backends.hopper.tile_counters import TileCounters
-from expertd.kernels.backends.hopper.tiles import Plan, TileConfig
+from expertd.kernels.backends.hopper.tiles import TileConfig
 from expertd.kernels.jit import Source
 from expertd.kernels.ops.activation import Swiglu
 from expertd.kernels.ops.quantize import Quantized
@@ -27,8 +28,8 @@ _float32 = functools.lru_cache(np.float32)
 _STORE_BOX = 16  # rows of out per TMA store
 _KEPT = 4096
 
-Choose = Callable[[Layout, int, int, int, float, int], Plan]
-"""`tiles.choose`, or another function with its signature."""
+Choose = Callable[[Layout, int, int, int, float, int, bool], Plan]
+"""`plans.choose`, or another function with its signature."""
 
 
 def _variant(layout: Layout, config: TileConfig) -> Variant:
@@ -36,6 +37,7 @@ def _variant(layout: Layout, config: TileConfig) -> Variant:
         "MASKED": int(layout is Layout.MASKED),
         "SWAP_AB": int(config.swap_ab),
         "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
         "STAGES": config.stages,
         "CLUSTER": config.cluster,
         "BOX_M": config.box_m,
@@ -51,7 +53,7 @@ VARIANTS = {
     (layout, config): _variant(layout, config)
     for layout, config in (
         *((layout, config) for layout in Layout for config in tiles.CONFIGS),
-        (Layout.CONTIGUOUS, tiles.SWIGLU),
+        *((Layout.CONTIGUOUS, config) for config in (tiles.SWIGLU, tiles.SWIGLU_FEW)),
     )
 }
 """Variants by layout and tile."""
@@ -80,13 +82,13 @@ class _Prepared(NamedTuple):
     stores_boxes: bool  # of out, through a tensor map
     masked: bool
     sizes: tuple[np.int32, ...]  # num_groups, n, k
-    cut: tuple[np.int32, ...]  # tile_steps, passes
+    cut: tuple[np.int32, ...]  # tile_steps, tall_first
 
 
 class GroupedGemm:
     """The GEMM of both layouts, and the GEMM with SwiGLU in its epilogue, on every device."""
 
-    def __init__(self, kernels: Kernels, choose: Choose = tiles.choose) -> None:
+    def __init__(self, kernels: Kernels, choose: Choose = plans.choose) -> None:
         self.tile_counters = TileCounters()
         self._kernels = kernels
         self._choose = choose
@@ -112,7 +114,8 @@ class GroupedGemm:
         columns: those to write, from a multiple of 256 to another one or to n; None: all.
         """
         num_groups, n, k = b.data.shape
-        prepared = self._chosen(on.device, layout, n, k, num_groups, expected_m, num_sms)
+        part = columns is not None and len(columns) < n
+        prepared = self._chosen(on.device, layout, n, k, num_groups, expected_m, num_sms, part)
         out_map = (self._out_tensor_maps.get(out, _STORE_BOX),) if prepared.stores_boxes else ()
         self._launch(on, prepared, a, b, groups, columns or range(n), out.data_ptr(), *out_map)
 
@@ -123,12 +126,17 @@ class GroupedGemm:
         b: Quantized,
         groups: Groups,
         activation: Swiglu,
+        expected_m: float,
         num_sms: int | None,
     ) -> Quantized:
-        """Permuted rows [M, I], activated and quantized: a [M, K] times b [G, 2I, K], gate rows first."""
+        """Permuted rows [M, I], activated and quantized: a [M, K] times b [G, 2I, K], gate rows first.
+
+        A group is likely to have expected_m rows.
+        """
         (num_groups, n2, k), m = b.data.shape, a.data.shape[0]
         n = n2 // 2
-        prepared = self._planned(on.device, Layout.CONTIGUOUS, n, k, num_groups, tiles.SWIGLU_PLAN, num_sms)
+        plan = plans.choose_swiglu(expected_m)
+        prepared = self._planned(on.device, Layout.CONTIGUOUS, n, k, num_groups, plan, num_sms)
         data = torch.empty((m, n), dtype=torch.float8_e4m3fn, device=a.data.device)
         scales = torch.empty((n // SCALE_BLOCK, m), device=a.data.device)
         self._launch(
@@ -146,8 +154,9 @@ class GroupedGemm:
         num_groups: int,
         expected_m: float,
         num_sms: int | None,
+        part: bool,
     ) -> _Prepared:
-        plan = self._choose(layout, n, k, num_groups, expected_m, multiprocessors(device, num_sms))
+        plan = self._choose(layout, n, k, num_groups, expected_m, multiprocessors(device, num_sms), part)
         return self._prepare(device, layout, n, k, num_groups, plan, num_sms)
 
     def _prepare(
@@ -160,11 +169,11 @@ class GroupedGemm:
             grid=multiprocessors(device, num_sms) // config.cluster,
             cluster=config.cluster if config.cluster > 1 else None,
             block=variant.threads,
-            shmem_size=config.shared_bytes(num_groups, plan.passes),
+            shmem_size=config.shared_bytes(num_groups),
             programmatic_stream_serialization=True,
         )
         sizes = (np.int32(num_groups), np.int32(n), np.int32(k))
-        cut = (np.int32(plan.tile_steps), np.int32(plan.passes))
+        cut = (np.int32(plan.tile_steps), np.int32(plan.tall_first))
         stores_boxes, masked = not config.swap_ab and not config.swiglu, layout is Layout.MASKED
         return _Prepared(
             kernel, launch_config, config.box_m, config.out_block_n, stores_boxes, masked, sizes, cut

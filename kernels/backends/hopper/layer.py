@@ -70,8 +70,8 @@ class Layer:
         """
         placement = compute_permutation(self._kernels, on, topk_ids, down.data.shape[0], num_sms, offsets)
         a = quantize_permute(self._kernels, on, hidden_states, placement.inverse)
-        activated = self._activate(on, a, placement, gate_up, activation, num_sms)
         num_experts, n = down.data.shape[:2]
+        activated = self._activate(on, a, placement, gate_up, activation, num_experts, num_sms)
         rows = torch.empty((topk_ids.numel(), n), dtype=torch.bfloat16, device=topk_ids.device)
         self._down(on, activated, placement, down, rows, num_experts, num_sms, range(n))
         unpermute_rows(self._kernels, on, rows, placement.inverse, topk_weights, out)
@@ -108,11 +108,12 @@ class Layer:
         )
         inverse = placement.inverse
         a = dispatch_rows(kernels, on, memory, tokens, hidden_states, topk_ids, inverse, num_sms)
-        activated = self._activate(on, a, placement, gate_up, activation, num_sms)
+        num_experts = tokens.places.numel()
+        activated = self._activate(on, a, placement, gate_up, activation, num_experts, num_sms)
         rows = torch.empty((inverse.numel(), n), dtype=torch.bfloat16, device=inverse.device)
 
         def multiply(columns: range, num_sms: int | None) -> None:
-            on, num_experts = current_stream(device), tokens.places.numel()
+            on = current_stream(device)
             self._down(on, activated, placement, down, rows, num_experts, num_sms, columns)
 
         def combine(columns: range, num_sms: int | None) -> None:
@@ -134,11 +135,13 @@ class Layer:
         placement: Placement,
         gate_up: Quantized,
         activation: Swiglu,
+        num_experts: int,
         num_sms: int | None,
     ) -> Quantized:
-        """The first GEMM: permuted rows e4m3 [R, I]."""
+        """The first GEMM: permuted rows e4m3 [R, I]; num_experts: of all ranks."""
         first = Groups(placement.offsets, ready=True, tile_counter=placement.tile_counters[0])
-        return self._gemm.multiply_swiglu(on, a, gate_up, first, activation, num_sms)
+        expected_m = a.data.shape[0] / num_experts
+        return self._gemm.multiply_swiglu(on, a, gate_up, first, activation, expected_m, num_sms)
 
     def _down(
         self,

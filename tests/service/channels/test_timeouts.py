@@ -3,6 +3,7 @@
 import asyncio
 from pathlib import Path
 
+from expertd.service.engine.batching import Scheduler
 from tests.service.apps import hidden_request, output_of, rows
 from tests.service.channels.servers import answer_of, answer_to, channel_server, claimed
 from tests.service.channels.test_remote import Asked, remote, request
@@ -83,7 +84,9 @@ async def test_short_steps_are_not_looked_into(tmp_path: Path) -> None:
     async with channel_server(tmp_path, runner) as server:
         peer = await claimed(server)
         assert (await answer_of(peer)).status == 200
-        lookout = server.app.engine.scheduler._lookout
+        scheduler = server.app.engine.scheduler
+        assert isinstance(scheduler, Scheduler)
+        lookout = scheduler._lookout
         await until(lambda: lookout.looks == 0)  # the first step of a size may be long
         assert (await answer_of(peer)).status == 200
         assert lookout.looks == 0

@@ -38,7 +38,7 @@ class Filled:
         added = []
         for size in sizes:
             request = layer_request([float(i) for i in range(size)])
-            added.append(Pending(model, request, lambda _: None, False, priority, caller, timeout))
+            added.append(Pending(model, request, lambda _: None, False, priority, caller, timeout=timeout))
             self.queues.add(added[-1], lambda: busy)
         return added
 

@@ -145,7 +145,7 @@ async def test_over_http_after_some_requests_of_one_connection(callers: int) -> 
         with ExitStack() as stack:
             socks = [stack.enter_context(connect(port)) for _ in range(callers)]
             for number in range(24):
-                await asleep(server.app.engine.scheduler)
+                await asleep(server.app.engine.scheduler.lanes[0])
                 sock, hidden_states = socks[number % callers], rows(1, number)
                 sock.sendall(infer(*hidden_request(hidden_states)))
                 answer = await asyncio.to_thread(read_answer, sock)

@@ -193,3 +193,17 @@ def test_a_wake_up_ends_a_wait_that_begins_later_and_one_that_runs() -> None:
     assert wakeup.wait(None) == []
     timer.join()
     wakeup.close()
+
+
+def test_rings_that_do_not_wake_are_seen_later() -> None:
+    wakeup, bell = Wakeup(rings_wake=False), Bell()
+    wakeup.add(bell)
+    bell.ring()
+    assert wakeup.wait(0.05) is None
+    assert wakeup.wait(0) == [bell]
+    assert wakeup.wait(0) is None
+    wakeup.wake()
+    assert wakeup.wait(10) == []
+    wakeup.remove(bell)
+    bell.close()
+    wakeup.close()

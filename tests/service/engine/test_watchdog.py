@@ -33,7 +33,7 @@ async def test_every_request_is_answered_and_the_server_is_not_ready() -> None:
         assert (await server.http.get("/v2/health/live")).status_code == 200
         assert (await server.infer(*hidden_request(rows(1)))).status_code == 503
         runner.gate.set()  # the late end of the step answers nobody again
-        await until(lambda: not server.app.engine.scheduler.step_in_flight()[0])
+        await until(lambda: not server.app.engine.scheduler.lanes[0].step_in_flight()[0])
         assert server.app.engine.scheduler.unanswered == 0
 
 
@@ -109,7 +109,7 @@ def test_a_process_whose_event_loop_hangs_exits_at_once() -> None:
 
         async def main():
             watchdog._ANSWER_SECONDS = 0.2
-            watchdog.Watchdog(Stuck(), 0.3, lambda why: None)
+            watchdog.Watchdog([Stuck()], 0.3, lambda why: None)
             time.sleep(30)
 
         asyncio.run(main())

@@ -1,0 +1,213 @@
+"""Decode beside prefill on one device: `python -m benchmarks.lanes [--layers NAME ...] [--json FILE]`.
+
+A server with one layer and random weights answers, through channels, a caller of decode steps (64 tokens, or
+1), which pauses for 0.5 ms after each, beside a caller that always has three requests of 4,096 tokens in
+flight. The ways to serve both: all in turns; prefill in chunks, in turns with decode or joined with it; two
+lanes on all SMs; two lanes that split the SMs, as they are told or as the server chooses (--targets). The
+columns: the median and the 99th percentile of a decode step as its caller sees it, and the prefill's rate as
+a share of its rate alone. Tensors are in the GPU's memory. Without a GPU, the layer is a tiny one on the CPU.
+Rows that are not measured stay in the file.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.lanes_server import Server
+from benchmarks.lanes_ways import ALONE, LAYERS, MODEL, SPLITS, Layer, Way, settings_of, ways
+from benchmarks.markdown import table
+from benchmarks.serving_rows import free_port
+from benchmarks.timing import cpu_name, header
+
+Row = dict[str, Any]
+SLOTS = 3  # requests of prefill in flight
+PAUSE_SECONDS = 0.5e-3
+LEAD_SECONDS = 0.3  # that both callers have been busy before what is measured
+CHOOSING_SECONDS = 4.0  # the same, for a server that chooses the split
+
+
+class Caller:
+    """A process of `benchmarks.lanes_caller`."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "benchmarks.lanes_caller"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def write(self, line: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(line) + "\n")
+        self._process.stdin.flush()
+
+    def read(self) -> str:
+        assert self._process.stdout is not None
+        if not (line := self._process.stdout.readline()):
+            raise RuntimeError(f"a caller ended with code {self._process.wait(60)}")
+        return line
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+
+
+class Callers(NamedTuple):
+    """The two callers, and what they share."""
+
+    decode: Caller
+    prefill: Caller
+    seconds: float
+    device: str | None
+
+    def measure(
+        self, url: str, layer: Layer, decode: int, beside: bool, lead: float = LEAD_SECONDS
+    ) -> tuple[list[float], float]:
+        """A decode step's seconds, each, and the prefill's tokens per second. decode 0: prefill alone."""
+        given = {"url": url, "model": MODEL, "device": self.device, "spin": 0.02 if self.device else 0.0}
+        busy = []
+        if decode:
+            self.decode.write({**given, "tokens": decode, "slots": 1, "pause": PAUSE_SECONDS})
+            busy.append(self.decode)
+        if beside:
+            self.prefill.write({**given, "tokens": layer.prefill, "slots": SLOTS, "pause": 0.0})
+            busy.append(self.prefill)
+        for caller in busy:
+            caller.read()
+        window = {"start": time.time() + lead, "seconds": self.seconds}
+        for caller in reversed(busy):
+            caller.write(window)
+        found = [json.loads(caller.read()) for caller in busy]
+        steps = sorted(found[0]["seconds"]) if decode else []
+        rate = found[-1]["answered"] * layer.prefill / self.seconds if beside else 0.0
+        return steps, rate
+
+
+def split_sms(url: str, split: int) -> None:
+    """Give `split` SMs to the decode lane, and the others to the prefill lane."""
+    with urllib.request.urlopen(f"{url}/v1/partitions") as answer:
+        total = json.load(answer)["total_sms"]
+    body = json.dumps({"partitions": {"decode": split, "prefill": total - split}}).encode()
+    urllib.request.urlopen(urllib.request.Request(f"{url}/v1/partitions", body, method="PUT")).close()
+
+
+def measured(name: str, wanted: Sequence[Way], decode: Sequence[int], callers: Callers) -> Iterator[Row]:
+    """The rows of one layer: first what runs alone, on a server without lanes and chunks."""
+    layer, server = LAYERS[name], Server()
+    points = [(ALONE, tokens) for tokens in (*decode, 0)] + [(way, t) for way in wanted for t in decode]
+    with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
+        stack.callback(server.close)
+        running, now, url, alone = ExitStack(), None, "", 0.0
+        stack.callback(lambda: running.close())
+        for way, tokens in points:
+            settings = settings_of(layer, way, Path(folder))
+            if settings != now:
+                running.close()
+                now = settings
+                url = running.enter_context(server.running({**settings, "port": free_port()}))
+            if way.split is not None:
+                split_sms(url, way.split)
+            lead = LEAD_SECONDS if way.target_ms is None else CHOOSING_SECONDS
+            steps, rate = callers.measure(url, layer, tokens, way is not ALONE or not tokens, lead)
+            alone = alone or rate
+            yield row_of(name, way, tokens, steps, rate, alone)
+
+
+def row_of(name: str, way: Way, tokens: int, steps: Sequence[float], rate: float, alone: float) -> Row:
+    """One row of the file."""
+    times = {
+        "steps": len(steps),
+        "p50_us": 1e6 * statistics.median(steps) if steps else None,
+        "p99_us": 1e6 * steps[int(0.99 * len(steps))] if steps else None,
+    }
+    prefill = {
+        "prefill_tokens_per_second": rate or None,
+        "prefill_share": rate / alone if rate else None,
+    }
+    return {"layer": name, "decode_tokens": tokens, "way": way.name, **times, **prefill}
+
+
+def put(rows: list[Row], row: Row) -> None:
+    """Replace the row of the same layer, way and tokens, or add one."""
+    keys = ("layer", "way", "decode_tokens")
+    same = (i for i, old in enumerate(rows) if all(old[key] == row[key] for key in keys))
+    at = next(same, len(rows))
+    rows[at : at + 1] = [row]
+
+
+def shown(rows: Sequence[Row], name: str) -> str:
+    """The table of one layer."""
+
+    def cell(value: float | None, digits: int) -> str:
+        return "" if value is None else f"{value:.{digits}f}"
+
+    cells = [
+        (
+            row["way"],
+            row["decode_tokens"] or "none",
+            row["steps"],
+            cell(row["p50_us"], 0),
+            cell(row["p99_us"], 0),
+            cell(row["prefill_share"], 2),
+        )
+        for row in rows
+        if row["layer"] == name
+    ]
+    return table((name, "decode tokens", "steps", "p50, µs", "p99, µs", "prefill's share"), cells)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print a table for each layer, and write all rows to a file if asked to."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    on_gpu = torch.cuda.is_available()
+    default = [name for name in LAYERS if (name != "tiny") == on_gpu]
+    parser.add_argument("--layers", nargs="+", choices=LAYERS, default=default)
+    parser.add_argument("--ways", nargs="+", default=[""], help="only ways that begin with one of these")
+    parser.add_argument("--tokens", type=int, nargs="+", help="only decode steps of these")
+    parser.add_argument("--splits", type=int, nargs="+", default=SPLITS, help="SMs of the decode lane")
+    parser.add_argument(
+        "--targets",
+        type=float,
+        nargs="+",
+        default=(),
+        help="ms for decode, for rows of a server that chooses the split",
+    )
+    parser.add_argument("--seconds", type=float, default=1.5, help="of each row")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args(arguments)
+    rows: list[Row] = json.loads(given.json.read_text())["rows"] if given.json and given.json.exists() else []
+    machine = header() if on_gpu else {"cpu": cpu_name(), "torch": torch.__version__}
+    result = {"header": machine | {"python": platform.python_version()}, "rows": rows}
+    with ExitStack() as stack:
+        callers = Callers(Caller(), Caller(), given.seconds, "cuda:0" if on_gpu else None)
+        for caller in (callers.decode, callers.prefill):
+            stack.callback(caller.close)
+        for name in given.layers:
+            layer = LAYERS[name]
+            wanted = [
+                way
+                for way in ways(layer, given.splits if on_gpu else (), given.targets if on_gpu else ())
+                if way.name.startswith(tuple(given.ways))
+            ]
+            decode = [tokens for tokens in layer.decode if not given.tokens or tokens in given.tokens]
+            for row in measured(name, wanted, decode, callers):
+                put(rows, row)
+                print(json.dumps(row), file=sys.stderr, flush=True)
+                if given.json:  # after each row, so that an interrupted run leaves some
+                    given.json.write_text(json.dumps(result, indent=1) + "\n")
+            print(shown(rows, name), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

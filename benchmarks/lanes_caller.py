@@ -1,0 +1,75 @@
+"""A caller through a channel, in a process of its own: decode steps with pauses, or prefill without end.
+
+It reads a line of JSON from stdin {url, model, tokens, slots, device, pause, spin}, opens a channel, answers
+with a line once it has had some results, then reads {start, seconds} and sends requests until that time is
+over, each as soon as its slot is free. It prints the seconds of each request that was sent and answered in
+that time, and the number of those answered in it. Then it reads the next line.
+"""
+
+import json
+import sys
+import time
+from collections import deque
+from typing import Any
+
+from benchmarks.channel_caller import fill
+from expertd_client import ExpertClient
+
+WARM_REQUESTS = 24  # among them those that a server captures as CUDA graphs
+
+
+def results(channel: Any, given: dict[str, Any], start: float, end: float) -> dict[str, Any]:
+    """What happened between these times of `time.time`."""
+    answered = 0
+    waiting: deque[tuple[float, Any, Any]] = deque()
+    latencies: list[float] = []
+    for slot in channel.slots:
+        waiting.append((time.time(), slot, channel.submit(slot, given["tokens"], synchronize=False)))
+    while waiting:
+        sent, slot, ticket = waiting.popleft()
+        channel.wait(ticket)
+        now = time.time()
+        answered += start <= now <= end
+        if start <= sent and now <= end:
+            latencies.append(now - sent)
+        if now < end:
+            pause(given["pause"])
+            waiting.append((time.time(), slot, channel.submit(slot, given["tokens"], synchronize=False)))
+    return {"seconds": latencies, "answered": answered}
+
+
+def pause(seconds: float) -> None:
+    """As long as a caller takes between two steps; without sleeping, which takes longer than this."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+
+
+def main() -> None:
+    """Measure until stdin ends."""
+    for line in sys.stdin:
+        given = json.loads(line)
+        with (
+            ExpertClient(given["url"]) as client,
+            client.open_channel(
+                given["model"],
+                num_slots=given["slots"],
+                max_tokens=given["tokens"],
+                datatype="BF16",
+                device=given["device"],
+                spin_seconds=given["spin"],
+            ) as channel,
+        ):
+            for slot in channel.slots:
+                fill(slot.hidden_states, given["device"])
+            for _ in range(WARM_REQUESTS // given["slots"]):
+                for slot in channel.slots:
+                    channel.wait(channel.submit(slot, given["tokens"]))
+            print("ready", flush=True)
+            window = json.loads(sys.stdin.readline())
+            end = window["start"] + window["seconds"]
+            print(json.dumps(results(channel, given, window["start"], end)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""Which tile a GEMM runs with, and how its groups are cut: pure functions of the sizes."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from expertd.kernels.backends.hopper.tiles import (
+    MIDDLE,
+    NARROW,
+    NARROWEST,
+    NORMAL,
+    NORMAL_CLUSTER2,
+    SHORT,
+    SWAP_AB,
+    SWIGLU,
+    SWIGLU_FEW,
+    WIDE,
+    TileConfig,
+)
+from expertd.layout import Layout
+from expertd.limits import SCALE_BLOCK
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The launch plan of a GEMM.
+
+    config      the tile
+    tile_steps  average height of a tile, in sixteenths of a step; the device cuts each group by it
+    tall_first  each group's taller tiles come before its others
+    """
+
+    config: TileConfig
+    tile_steps: int
+    tall_first: bool = False
+
+
+# All figures were measured on an H200 with benchmarks.tile_times, see docs/kernel-log.md.
+@dataclass(frozen=True)
+class _Time:
+    """Nanoseconds of a tile: for itself, and for a K block by the tile's steps."""
+
+    tile: int
+    k_block: tuple[int, ...]
+
+
+# Of equally good plans the first is chosen. The last figures of NORMAL and WIDE are from shapes of up to
+# three waves; with more, the clock falls.
+_TIMES = {
+    SWAP_AB: _Time(200, (275,)),
+    SHORT: _Time(300, (280,)),
+    NORMAL: _Time(600, (340, 410, 530)),
+    WIDE: _Time(900, (410, 565)),
+    MIDDLE: _Time(500, (305, 370)),
+    NARROW: _Time(300, (180,)),
+    NARROWEST: _Time(400, (150,)),
+}
+_BUSY_WAVES = 3  # from here on NORMAL's and WIDE's tallest tiles take the second figure
+_BUSY = {NORMAL: 600, WIDE: 595}
+_BYTES_PER_NS = 4200  # of memory; the first 50 MB take longer, since a full L2 makes room for them
+_L2_BYTES, _L2_BYTES_PER_NS = 50_000_000, 6500
+_SWAP_AB_M = {Layout.CONTIGUOUS: 24, Layout.MASKED: 48}  # upper bounds; contiguous groups are less even
+_UNEVEN_SHORT_M, _SWIGLU_FEW_M = 48, 40  # upper bounds
+_CLUSTER_M, _CLUSTER_K, _CLUSTER_WAVES = 224, 3072, 6  # lower bounds; below them, pairs of CTAs are no faster
+_CUTS = 6  # numbers of tiles that are tried for a group
+_SIMULATED = 16  # waves; with more, the work just spreads evenly
+# How far groups may deviate from the expected rows, every other one in the opposite direction.
+_UNEVEN = (0.0, 0.0, 0.1, 0.2)
+
+
+def choose_swiglu(expected_m: float) -> Plan:
+    """The plan of the GEMM with SwiGLU in its epilogue, on at least two SMs."""
+    config = SWIGLU_FEW if expected_m <= _SWIGLU_FEW_M else SWIGLU
+    return Plan(config, 16 * config.steps)
+
+
+def choose(
+    layout: Layout, n: int, k: int, num_groups: int, expected_m: float, num_sms: int, part: bool = False
+) -> Plan:
+    """The plan for num_groups groups of about expected_m rows times [n, k]; all plans give the same bits.
+
+    part: n columns from a multiple of 256 on are computed, not all; their tiles must end where they end.
+    """
+    few = expected_m <= _SWAP_AB_M[layout]
+    if expected_m < 1:  # few groups have any
+        num_groups, expected_m = math.ceil(num_groups * expected_m), 1.0
+    rows = max(math.ceil(expected_m / 16) * 16, 16)  # rounded, since each new plan takes a millisecond
+    return _choose(few, n, k, max(num_groups, 1), rows, num_sms, part)
+
+
+@lru_cache(maxsize=4096)
+def _choose(few: bool, n: int, k: int, num_groups: int, rows: int, num_sms: int, part: bool) -> Plan:
+    plans = _candidates(few, num_groups, rows, part)
+    best = min(plans, key=lambda plan: _time(plan, n, k, num_groups, rows, num_sms))
+    waves = num_groups * rows / NORMAL.block_m * -(-n // NORMAL.block_n) / num_sms
+    if (
+        best.config is NORMAL and num_sms > 1
+        and k >= _CLUSTER_K and rows >= _CLUSTER_M and waves >= _CLUSTER_WAVES
+    ):  # fmt: skip
+        return Plan(NORMAL_CLUSTER2, 16 * NORMAL_CLUSTER2.steps)
+    return best
+
+
+def _candidates(few: bool, num_groups: int, rows: int, part: bool) -> Iterator[Plan]:
+    """The plans to compare."""
+    for config in _TIMES:
+        if few != (config.block_m == 64) and (few or config is SWAP_AB):
+            continue  # with few rows, the warpgroups of taller tiles would be idle
+        if config.block_m == 64 and num_groups > 2 and rows > _UNEVEN_SHORT_M:
+            continue  # too many groups would take a second tile
+        if part and 256 % config.block_n:
+            continue
+        yield Plan(config, 16 * config.steps)
+        if config.steps == 1 or num_groups > 2:
+            continue  # groups differ too much from what is expected
+        steps = math.ceil(rows / config.step)
+        least = math.ceil(steps / config.steps)
+        for tiles in range(least + 1, min(least + _CUTS, steps + 1)):
+            tile_steps = 16 * steps // tiles
+            # Tall tiles first for a single group; with two, weights would just be read twice.
+            yield Plan(config, tile_steps, tall_first=num_groups == 1)
+
+
+def _time(plan: Plan, n: int, k: int, num_groups: int, rows: int, num_sms: int) -> float:
+    """Estimated nanoseconds of a launch, without what all plans have in common."""
+    columns = -(-n // plan.config.block_n)
+    busy = num_groups * rows * n / (NORMAL.block_m * NORMAL.block_n * num_sms) >= _BUSY_WAVES
+    compute = 0.0
+    for uneven in _UNEVEN if num_groups > 1 else (0.0,):
+        groups = [(num_groups - num_groups // 2, rows * (1 + uneven)), (num_groups // 2, rows * (1 - uneven))]
+        tiles = [tile for count, m in groups for tile in _tiles(plan, m, columns * count)]
+        compute += _makespan([(_tile_time(plan, height, k, busy), count) for height, count in tiles], num_sms)
+    compute /= len(_UNEVEN) if num_groups > 1 else 1
+    moved = num_groups * n * k + num_groups * rows * (k + 2 * n)
+    memory = moved / _BYTES_PER_NS + min(moved, _L2_BYTES) / _L2_BYTES_PER_NS
+    # Of many groups some have more rows than expected: where memory limits, the first plan is good enough.
+    return max(compute, memory) + (min(compute, memory) / 8 if num_groups <= 2 else 0)
+
+
+def _tile_time(plan: Plan, height: int, k: int, busy: bool) -> float:
+    time = _TIMES[plan.config]
+    steps = 1 if plan.config.swap_ab else height
+    k_block = time.k_block[steps - 1]
+    if busy and steps == plan.config.steps:
+        k_block = _BUSY.get(plan.config, k_block)
+    return time.tile + k // SCALE_BLOCK * k_block
+
+
+def _tiles(plan: Plan, rows: float, columns: int) -> list[tuple[int, int]]:
+    """(height, count) of the tiles that the device cuts from a group of these rows, in starting order."""
+    steps = math.ceil(rows / plan.config.step)
+    count = -(-16 * steps // plan.tile_steps)
+    height, taller = divmod(steps, count)
+    cut = [(height + 1, taller * columns), (height, (count - taller) * columns)]
+    return [(height, count) for height, count in cut if count > 0]
+
+
+def _makespan(tiles: list[tuple[float, int]], num_sms: int) -> float:
+    """When the last of num_sms CTAs finishes, if each takes the next tile as soon as it is free."""
+    total = sum(count for _, count in tiles)
+    if total > _SIMULATED * num_sms:
+        return sum(time * count for time, count in tiles) / num_sms + max(time for time, _ in tiles) / 2
+    free = {0.0: num_sms}  # time -> CTAs free from then on
+    for time, count in tiles:
+        left = count
+        while left > 0:
+            now = min(free)
+            taken = min(left, free[now])
+            left -= taken
+            free[now] -= taken
+            if not free[now]:
+                del free[now]
+            free[now + time] = free.get(now + time, 0) + taken
+    return max(free)

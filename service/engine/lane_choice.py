@@ -1,0 +1,156 @@
+"""Chooses how decode and prefill share a device: on lanes with a split of the SMs, or joined in one step.
+
+All of it is arithmetic on measurements. A step takes about as long as a line through a decode step and a
+prefill step says, both on all SMs: reading the weights is its beginning, and every token adds the same. On a
+lane it takes as many times longer as the lane has fewer SMs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+JOINED_STEPS = 2  # that a joined decode request takes: the rest of the one that runs, and its own
+EARLY_STEPS = 3  # without chunks, one more has begun
+CHUNKS = (512, 1024, 2048)
+LEAST_SMS, MOST_PART = 16, 0.65  # of a decode lane
+_GAIN = 1.1  # over the present choice, which another must have
+_LOOKS = 2  # in a row, at which it must have it
+_IDLE_LOOKS = 10  # while there are only decode requests, or only prefill: the others may come back
+_SMOOTHING = 0.3  # weight of a new measurement
+
+Reason = Literal["start", "target", "prefill", "decode"]
+
+
+class Choice(NamedTuple):
+    """decode_sms: of the decode lane; 0: joined. chunk_tokens: of joined prefill; 0: it is computed whole."""
+
+    decode_sms: int
+    chunk_tokens: int = 0
+
+
+JOINED = Choice(0)
+
+
+class Point(NamedTuple):
+    """A step on all SMs."""
+
+    tokens: float
+    seconds: float
+
+
+class Load(NamedTuple):
+    """What is known of the device and of its requests.
+
+    decode, prefill  their usual steps; None: there were none yet
+    asked            the rate of prefill that is asked for over the most there can be, up to 1
+    """
+
+    total_sms: int
+    unit_sms: int
+    decode: Point | None
+    prefill: Point | None
+    asked: float = 1.0
+    has_decode: bool = True
+    has_prefill: bool = True
+
+
+class Expected(NamedTuple):
+    """What a choice gives: seconds of nearly all decode requests, and prefill's rate over its rate alone."""
+
+    choice: Choice
+    decode_seconds: float
+    prefill_share: float
+
+
+@dataclass(frozen=True)
+class State:
+    """The present choice, why it was made, and how often in a row another one was better."""
+
+    expected: Expected
+    why: Reason
+    looks: int = 0
+
+
+def learned(known: Point | None, new: Point) -> Point:
+    """`known` with another measurement."""
+    if known is None:
+        return new
+    return Point(*(old + _SMOOTHING * (late - old) for old, late in zip(known, new, strict=True)))
+
+
+def at(tokens: float, measured: Point, decode: Point | None) -> Point:
+    """The step of `tokens` on the line through a measured one and a decode step."""
+    if decode is None or measured.tokens <= decode.tokens:
+        return Point(tokens, measured.seconds * tokens / measured.tokens)
+    slope = max(0.0, measured.seconds - decode.seconds) / (measured.tokens - decode.tokens)
+    return Point(tokens, decode.seconds + slope * (tokens - decode.tokens))
+
+
+def choices(load: Load, chunks: Sequence[int] = CHUNKS) -> list[Choice]:
+    """All choices: joined without and with chunks, and splits in steps of two units of SMs."""
+    step = 2 * load.unit_sms
+    most = int(load.total_sms * MOST_PART)
+    splits = range(max(LEAST_SMS, step), most + 1, step)
+    usual = load.prefill.tokens if load.prefill else 0
+    return [JOINED, *(Choice(0, chunk) for chunk in chunks if chunk < usual), *map(Choice, splits)]
+
+
+def expected(choice: Choice, load: Load) -> Expected:
+    """What `choice` likely gives; a step that has not been measured takes no time."""
+    prefill, decode = load.prefill or Point(1, 0), load.decode or Point(1, 0)
+    if choice.decode_sms:
+        part = choice.decode_sms / load.total_sms
+        return Expected(choice, decode.seconds / part, 1 - part)
+    if not load.has_prefill:
+        return Expected(choice, decode.seconds, 1)
+    slope = max(0.0, prefill.seconds - decode.seconds) / max(1.0, prefill.tokens - decode.tokens)
+    tokens = min(choice.chunk_tokens or prefill.tokens, prefill.tokens)
+    seconds = decode.seconds + slope * tokens  # with the decode tokens
+    share = tokens / seconds * prefill.seconds / prefill.tokens if seconds else 1.0
+    steps = JOINED_STEPS if choice.chunk_tokens else EARLY_STEPS
+    return Expected(choice, steps * seconds, min(1.0, share))
+
+
+def worth(of: Expected, load: Load, target_seconds: float) -> float:
+    """How good a choice is: the rate of prefill that is asked for, less where decode misses its target."""
+    share = min(of.prefill_share, load.asked) if load.has_prefill else 1.0
+    late = of.decode_seconds / target_seconds if load.has_decode else 1.0
+    return share / max(1.0, late)
+
+
+def best(load: Load, target_seconds: float) -> Expected:
+    """The choice that is worth most; of equal ones, that with the shortest decode steps, if there are any."""
+
+    def rank(each: Expected) -> tuple[float, float]:
+        tie = -each.decode_seconds if load.has_decode else each.choice == JOINED
+        return round(worth(each, load, target_seconds), 3), tie
+
+    return max((expected(choice, load) for choice in choices(load)), key=rank)
+
+
+def look(state: State, load: Load, target_seconds: float) -> State:
+    """The state after another look: another choice is taken once it was clearly better several times."""
+    now = expected(state.expected.choice, load)
+    is_known = (load.decode or not load.has_decode) and (load.prefill or not load.has_prefill)
+    if not is_known or not (load.has_decode or load.has_prefill):
+        return replace(state, expected=now, looks=0)
+    found = best(load, target_seconds)
+    gains = is_better(found, now, load, target_seconds)
+    looks = _LOOKS if load.has_decode and load.has_prefill else _IDLE_LOOKS
+    if not gains or state.looks + 1 < looks:
+        return replace(state, expected=now, looks=state.looks + 1 if gains else 0)
+    return State(found, reason(now, found, target_seconds))
+
+
+def is_better(found: Expected, now: Expected, load: Load, target_seconds: float) -> bool:
+    """Whether `found` is clearly better: worth more, or without prefill as much, with shorter steps."""
+    gain = worth(found, load, target_seconds) / max(worth(now, load, target_seconds), 1e-9)
+    faster = load.has_decode and found.decode_seconds * _GAIN <= now.decode_seconds
+    return gain >= _GAIN or (gain >= 1 and faster and not load.has_prefill)
+
+
+def reason(now: Expected, found: Expected, target_seconds: float) -> Reason:
+    """Why `found` is better: decode reaches its target, or comes nearer to it, or prefill is faster."""
+    if found.decode_seconds <= target_seconds < now.decode_seconds:
+        return "target"
+    return "prefill" if found.prefill_share > now.prefill_share else "decode"

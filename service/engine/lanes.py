@@ -1,0 +1,245 @@
+"""Lanes: short and long requests in queues of their own, whose steps run at the same time.
+
+Each lane is a `Scheduler` with a worker thread. All worker threads read sources, such as channels, between
+steps, and put what they find on the lane where it belongs; only that of the first lane, whose steps are the
+shortest, wakes up for them.
+"""
+
+import asyncio
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import NamedTuple, TypeVar
+
+from expertd.service.engine.batching import Scheduler
+from expertd.service.engine.errors import QueueFullError
+from expertd.service.engine.lane_choice import Choice
+from expertd.service.engine.lane_metrics import LaneMetrics, LaneObserver
+from expertd.service.engine.metrics import Metrics
+from expertd.service.engine.queue_metrics import QueueState
+from expertd.service.engine.steps import DEFAULT_PRIORITY, Done, Pending, Runner
+from expertd.service.engine.wakeup import Source
+from expertd.service.moe.request import LayerRequest
+from expertd.service.settings.lanes import LANES, lanes_of
+from expertd.service.settings.model import Settings
+
+T = TypeVar("T")
+
+# A thread that runs Python code keeps others waiting for as long, by default 5 ms: longer than a decode step.
+_SWITCH_SECONDS = 0.2e-3
+
+
+class Arrived(NamedTuple):
+    """The numbers of short and of long requests, and of their tokens."""
+
+    requests: list[int]
+    tokens: list[int]
+
+
+class Lanes:
+    """Two lanes, with the methods of one `Scheduler`; a request is on the one that its tokens fit.
+
+    decode_max_tokens  of a request on the first lane; 0: all are on the second one
+    short_tokens       of a short request, which does not change
+    counts             of their steps
+    arrived            the numbers of short and long requests, and of their tokens; roughly
+    """
+
+    def __init__(self, decode: Scheduler, prefill: Scheduler, short_tokens: int, counts: LaneMetrics) -> None:
+        self.lanes = (decode, prefill)
+        self.decode_max_tokens = self.short_tokens = short_tokens
+        self.counts = counts
+        self.arrived = Arrived([0, 0], [0, 0])
+
+    def start(self) -> None:
+        """Start the worker threads; from now on, a thread gives way to another one that waits sooner."""
+        sys.setswitchinterval(_SWITCH_SECONDS)
+        for lane in self.lanes:
+            lane.start()
+
+    def runner(self, model: str) -> Runner:
+        """A runner of `model`: all of them validate alike."""
+        return self.lanes[0].runner(model)
+
+    async def between_steps(self, job: Callable[[], T]) -> T:
+        """Run `job` on the first worker thread while no step runs on any lane, and return its result."""
+        resume = threading.Event()
+        parked = [_park(lane, resume) for lane in self.lanes[1:]]
+
+        def alone() -> T:
+            for each in parked:
+                each.result()
+            return job()
+
+        try:
+            done = self.lanes[0].do_between_steps(alone)
+        except BaseException:
+            resume.set()
+            raise
+        done.add_done_callback(lambda _: resume.set())
+        return await asyncio.wrap_future(done)
+
+    def check_capacity(self, model: str, num_tokens: int = 1, caller: int = 0) -> None:
+        """Raise as `Scheduler.check_capacity` if every request of at least `num_tokens` would be refused."""
+        decode, prefill = self.lanes
+        if num_tokens <= self.decode_max_tokens:
+            with suppress(QueueFullError):
+                decode.check_capacity(model, num_tokens, caller)
+                return
+        prefill.check_capacity(model, num_tokens, caller)
+
+    def submit(
+        self,
+        model: str,
+        request: LayerRequest,
+        done: Done,
+        on_worker: bool = False,
+        alone: bool = False,
+        priority: int = DEFAULT_PRIORITY,
+        caller: int = 0,
+        timeout: float | None = None,
+    ) -> Pending:
+        """Put `request` in the model's queue on its lane; see `Scheduler.submit`.
+
+        The event loop runs steps of the first lane only: the others' would delay its requests.
+        """
+        is_long = request.num_tokens > self.short_tokens
+        self.arrived.requests[is_long] += 1
+        self.arrived.tokens[is_long] += request.num_tokens
+        lane = self._lane_of(request.num_tokens)
+        alone = alone and lane is self.lanes[0]
+        return lane.submit(model, request, done, on_worker, alone, priority, caller, timeout)
+
+    def cancel(self, pending: Pending, error: Exception) -> bool:
+        """Answer a queued request with `error`; see `Scheduler.cancel`."""
+        return self.lanes[pending.lane].cancel(pending, error)
+
+    def add_source(self, source: Source) -> None:
+        """Have the worker threads poll `source`, from now on."""
+        for lane in self.lanes:
+            lane.add_source(source)
+
+    def remove_source(self, source: Source) -> None:
+        """Poll `source` no more, once a poll that has begun is over."""
+        for lane in self.lanes:
+            lane.remove_source(source)
+
+    def poll_sources(self) -> None:
+        """Poll every source once, so that what has arrived is accepted, even during a step."""
+        self.lanes[0].poll_sources()
+
+    def do_later(self, chore: Callable[[], None]) -> None:
+        """See `Scheduler.do_later`; for each worker thread."""
+        next((lane for lane in self.lanes if lane.is_here), self.lanes[0]).do_later(chore)
+
+    def report_later(self, report: Callable[[], None]) -> None:
+        """See `Scheduler.report_later`; for every thread."""
+        self.lanes[0].report_later(report)
+
+    def waiting(self, model: str) -> tuple[int, int]:
+        """The numbers of queued requests and tokens of `model`, on all lanes."""
+        state = self.queue_state(model)
+        return state.num_requests, state.num_tokens
+
+    def queue_state(self, model: str) -> QueueState:
+        """For metrics: the sums of all lanes."""
+        return QueueState(*map(sum, zip(*(lane.queue_state(model) for lane in self.lanes), strict=True)))
+
+    def queue_states(self, models: Iterable[str]) -> dict[str, dict[str, QueueState]]:
+        """For metrics: those of each lane, by its name and by model."""
+        names = zip(LANES, self.lanes, strict=True)
+        return {name: {model: lane.queue_state(model) for model in models} for name, lane in names}
+
+    def give_up(self, error: Exception) -> None:
+        """Answer every request with `error`, also those of steps that never end; on the event loop."""
+        for lane in self.lanes:
+            lane.give_up(error)
+
+    def failures(self, model: str) -> int:
+        """The number of consecutive failed steps of `model` on the lane with most of them."""
+        return max(lane.failures(model) for lane in self.lanes)
+
+    def close(self) -> None:
+        """Refuse new requests; accepted ones are still answered."""
+        for lane in self.lanes:
+            lane.close()
+
+    def cancel_all(self) -> None:
+        """Answer every queued request with SchedulerClosedError."""
+        for lane in self.lanes:
+            lane.cancel_all()
+
+    @property
+    def unanswered(self) -> int:
+        """The number of accepted requests without an answer."""
+        return sum(lane.unanswered for lane in self.lanes)
+
+    async def drained(self) -> None:
+        """Wait until every accepted request is answered."""
+        for lane in self.lanes:
+            await lane.drained()
+
+    @property
+    def running(self) -> bool:
+        """Whether any worker thread is alive."""
+        return any(lane.running for lane in self.lanes)
+
+    def stop(self, timeout: float) -> bool:
+        """Stop the worker threads after their current steps; True if they ended within `timeout` seconds."""
+        end = time.monotonic() + timeout
+        ended = [lane.stop(max(0.0, end - time.monotonic())) for lane in self.lanes]
+        return all(ended)
+
+    def share(self, choice: Choice, settings: Settings) -> None:
+        """Have further requests on both lanes, or joined on the second one; see `lane_choice`."""
+        limits = settings.limits
+        self.decode_max_tokens = self.short_tokens if choice.decode_sms else 0
+        if not choice.decode_sms:
+            room = settings.lanes.decode_batch_tokens  # beside a whole long request
+            changes = {
+                "max_batch_tokens": limits.max_batch_tokens + room,
+                "prefill_chunk_tokens": choice.chunk_tokens,
+                "join_chunks": True,
+            }
+            limits = limits.model_copy(update=changes)
+        self.lanes[1].set_limits(limits)
+
+    def _lane_of(self, num_tokens: int) -> Scheduler:
+        return self.lanes[num_tokens > self.decode_max_tokens]
+
+
+AnyScheduler = Scheduler | Lanes
+
+
+def scheduler_of(settings: Settings, metrics: Metrics) -> AnyScheduler:
+    """The scheduler of a server, with or without lanes, whose steps `metrics` counts."""
+    spin_seconds = settings.channels.spin_microseconds / 1e6
+    lanes = lanes_of(settings)
+    if len(lanes) == 1:
+        return Scheduler(lanes[0].limits, metrics, spin_seconds)
+    names = [lane.name for lane in lanes]
+    counts = LaneMetrics(metrics.registry, [model.name for model in settings.models], names)
+    decode, prefill = (
+        Scheduler(lane.limits, LaneObserver(lane.name, metrics, counts), spin_seconds, number)
+        for number, lane in enumerate(lanes)
+    )
+    return Lanes(decode, prefill, settings.lanes.decode_max_tokens, counts)
+
+
+def _park(lane: Scheduler, resume: threading.Event) -> "Future[None]":
+    """Have `lane` begin no step until `resume`; done once it waits, cancelled if it never will."""
+    parked: Future[None] = Future()
+
+    def wait() -> None:
+        parked.set_result(None)
+        resume.wait()
+
+    def ended(done: "Future[None]") -> None:
+        if done.cancelled():
+            parked.cancel()
+
+    lane.do_between_steps(wait).add_done_callback(ended)
+    return parked

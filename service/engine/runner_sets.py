@@ -1,0 +1,70 @@
+"""The runners of the layers whose steps take turns: all of a server's, or those of one lane."""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from expertd.service.moe.base import Layer
+from expertd.service.moe.batch import FLOATS
+from expertd.service.moe.runner import LayerRunner
+from expertd.service.moe.staging import Staging
+from expertd.service.settings.lanes import Lane, LaneSettings
+from expertd.service.settings.served import ModelSettings
+
+if TYPE_CHECKING:
+    from expertd.kernels.partitions import SMPartitions
+
+_FIRST = -1  # priority of a stream: its kernels start before those of other streams
+
+
+class RunnerSet:
+    """Runners that share memory for their steps and, on a lane, a stream; `runners` has them by model."""
+
+    def __init__(self, lane: Lane, device: torch.device, partitions: "SMPartitions | None") -> None:
+        self.runners: dict[str, LayerRunner] = {}
+        self._lane, self._device, self._partitions = lane, device, partitions
+        self._staging: Staging | None = None
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._staging = Staging(device)
+            if lane.name:  # else the lanes' steps would be in one stream, without partitions
+                self._stream = torch.cuda.Stream(device, priority=0 if lane.is_prefill else _FIRST)  # type: ignore[no-untyped-call]
+
+    def add(self, model: ModelSettings, layer: Layer) -> LayerRunner:
+        """Make a runner of `layer`."""
+        if self._staging is not None:
+            itemsize, tokens = FLOATS[model.datatype].itemsize, self._lane.limits.max_batch_tokens
+            self._staging.prepare(tokens, model.hidden_size, model.top_k, itemsize)
+        runner = LayerRunner(
+            layer,
+            self._device,
+            self._partitions,
+            self._lane.partition or model.partition,
+            self._staging,
+            self._stream,
+            with_graphs=self._lane.with_graphs,
+        )
+        self.runners[model.name] = runner
+        return runner
+
+    def move(self, partition: str | None) -> None:
+        """Run further steps in this partition; None: on the whole device. Capture graphs again then."""
+        for runner in self.runners.values():
+            runner.partition = partition
+
+
+def set_split(lanes: LaneSettings, prefill: RunnerSet, partitions: "SMPartitions", decode_sms: int) -> None:
+    """Give the decode lane so many SMs, and the prefill lane the others; 0: the prefill lane has all.
+
+    Raises ValueError, and changes nothing, if the device cannot be split so. For a time when no step runs.
+    """
+    decode_name, prefill_name = lanes.decode_partition, lanes.prefill_partition
+    assert decode_name is not None
+    assert prefill_name is not None
+    sizes = {decode_name: partitions.granularity}  # for what the decode lane has left
+    if decode_sms:
+        supply = partitions.supply
+        whole = supply.units * supply.unit_sms + supply.spare_sms  # not all SMs may fit partitions
+        sizes = {decode_name: decode_sms, prefill_name: whole - decode_sms}
+    partitions.apply(sizes)
+    prefill.move(prefill_name if decode_sms else None)

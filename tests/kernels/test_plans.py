@@ -1,0 +1,112 @@
+"""The plans of the GEMM: for given shapes they are fixed, and tiles are cut as on the device."""
+
+import pytest
+
+from expertd.kernels.backends.hopper import plans
+from expertd.kernels.backends.hopper.grouped_gemm import VARIANTS
+from expertd.kernels.backends.hopper.plans import Plan, choose, choose_swiglu
+from expertd.kernels.backends.hopper.tiles import (
+    MIDDLE,
+    NARROW,
+    NARROWEST,
+    NORMAL,
+    NORMAL_CLUSTER2,
+    SHORT,
+    SWAP_AB,
+    WIDE,
+)
+from expertd.layout import Layout
+
+C, M = Layout.CONTIGUOUS, Layout.MASKED
+
+# (layout, n, k, num_groups, expected rows, SMs) and the plan for it, so that no change goes unnoticed. An
+# H100 or H200 has 132 SMs, the PCIe card 114, an H20 78.
+TABLE = [
+    (M, 4096, 7168, 32, 20, 132, Plan(SWAP_AB, 64)),
+    (M, 6144, 7168, 6, 20, 132, Plan(SWAP_AB, 64)),
+    (M, 4096, 7168, 32, 48, 132, Plan(SWAP_AB, 64)),
+    (M, 4096, 7168, 32, 49, 132, Plan(NORMAL, 48)),
+    (C, 1536, 2048, 128, 24, 132, Plan(SWAP_AB, 64)),
+    (C, 1536, 2048, 128, 32, 132, Plan(SHORT, 16)),
+    (C, 7168, 2048, 256, 0.03, 132, Plan(SWAP_AB, 64)),
+    (C, 7168, 2048, 48, 128, 132, Plan(NORMAL, 48)),
+    (M, 4096, 2048, 32, 192, 132, Plan(NORMAL, 48)),
+    (M, 6144, 7168, 32, 197, 132, Plan(NORMAL, 48)),
+    (C, 4096, 7168, 32, 256, 132, Plan(NORMAL_CLUSTER2, 48)),
+    (C, 1536, 2048, 128, 256, 132, Plan(NORMAL, 48)),
+    (C, 4096, 7168, 16, 512, 132, Plan(NORMAL_CLUSTER2, 48)),
+    (C, 4096, 7168, 8, 4096, 132, Plan(NORMAL_CLUSTER2, 48)),
+    (C, 7168, 2048, 4, 8192, 132, Plan(NORMAL, 48)),
+    (C, 7168, 7168, 4, 8192, 1, Plan(NORMAL, 48)),
+    (M, 6144, 7168, 1, 928, 132, Plan(NORMAL, 48)),
+    (M, 7168, 3072, 1, 1282, 132, Plan(NORMAL, 48)),
+    (M, 4096, 7168, 1, 1161, 132, Plan(NORMAL, 38, tall_first=True)),
+    (M, 4096, 2048, 2, 512, 132, Plan(NORMAL, 48)),
+    (M, 4096, 2048, 2, 468, 132, Plan(NORMAL, 32)),
+    (M, 7168, 2048, 2, 565, 132, Plan(NORMAL, 48)),
+    (M, 4096, 2048, 3, 512, 132, Plan(WIDE, 32)),
+    (C, 4096, 7168, 1, 16, 132, Plan(NARROWEST, 16)),
+    (C, 6144, 7168, 1, 16, 132, Plan(NARROW, 16)),
+    (C, 4096, 7168, 1, 200, 132, Plan(SHORT, 16)),
+    (C, 4096, 7168, 1, 300, 132, Plan(MIDDLE, 32)),
+    (C, 6144, 7168, 1, 512, 132, Plan(WIDE, 32)),
+    (C, 6144, 7168, 2, 200, 132, Plan(WIDE, 32)),
+    (C, 6144, 7168, 1, 512, 114, Plan(NORMAL, 32, tall_first=True)),
+    (C, 6144, 7168, 1, 512, 78, Plan(NORMAL, 48)),
+    (C, 4096, 7168, 1, 1000, 114, Plan(NORMAL, 48)),
+    (C, 4096, 7168, 2, 200, 114, Plan(WIDE, 32)),
+    (C, 4096, 7168, 2, 200, 78, Plan(NORMAL, 48)),
+    (C, 4096, 7168, 8, 4096, 78, Plan(NORMAL_CLUSTER2, 48)),
+]
+
+
+@pytest.mark.parametrize(("layout", "n", "k", "num_groups", "rows", "num_sms", "expected"), TABLE)
+def test_plans_are_unchanged(
+    layout: Layout, n: int, k: int, num_groups: int, rows: float, num_sms: int, expected: Plan
+) -> None:
+    assert choose(layout, n, k, num_groups, rows, num_sms) == expected
+
+
+def test_every_variant_is_chosen_for_something() -> None:
+    chosen = {row[-1].config for row in TABLE} | {choose_swiglu(rows).config for rows in (1, 1000)}
+    assert chosen == {config for _, config in VARIANTS}
+
+
+@pytest.mark.parametrize("rows", [1, 64, 192, 8192])
+def test_a_cluster_never_needs_more_sms_than_there_are(rows: int) -> None:
+    for num_sms in range(1, 133):
+        assert choose(Layout.CONTIGUOUS, 4096, 7168, 8, rows, num_sms).config.cluster <= num_sms
+
+
+@pytest.mark.parametrize("num_groups", [1, 2, 8])
+@pytest.mark.parametrize("rows", [1, 30, 70, 200, 300, 512, 1000])
+def test_tiles_of_a_part_end_where_it_ends(rows: int, num_groups: int) -> None:
+    """Parts begin at multiples of 256."""
+    for n in (4096, 6144, 7168):
+        assert 256 % choose(Layout.CONTIGUOUS, n, 7168, num_groups, rows, 132, part=True).config.block_n == 0
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+@pytest.mark.parametrize("steps", range(1, 30))
+def test_a_plan_is_never_slower_than_the_tallest_tiles(steps: int, num_groups: int) -> None:
+    """By the estimate that plans minimize."""
+    sizes = (4096, 7168, num_groups, steps * 64, 132)
+    n, k, _, rows, num_sms = sizes
+    planned = choose(Layout.MASKED, n, k, num_groups, rows, num_sms)
+    tallest = plans._time(Plan(NORMAL, 16 * NORMAL.steps), *sizes)
+    assert plans._time(planned, *sizes) <= tallest
+
+
+def test_the_makespan_of_a_few_tiles() -> None:
+    """Two CTAs: tiles that take 3 and 3, then 2 and 1."""
+    assert plans._makespan([(3.0, 2), (2.0, 1), (1.0, 1)], 2) == 5.0
+    assert plans._makespan([(2.0, 5)], 2) == 6.0
+    assert plans._makespan([(1.0, 1), (3.0, 2)], 2) == 4.0
+    assert plans._makespan([(1.0, 1000)], 2) == pytest.approx(500, abs=1)
+
+
+def test_tiles_are_cut_as_on_the_device() -> None:
+    """600 rows in tiles of at most three steps, then in tiles of two and a half steps on average."""
+    assert plans._tiles(Plan(NORMAL, 48), 600, 1) == [(3, 2), (2, 2)]
+    assert plans._tiles(Plan(NORMAL, 40), 600, 5) == [(3, 10), (2, 10)]
+    assert plans._tiles(Plan(NORMAL, 40), 100, 5) == [(2, 5)]

@@ -1,0 +1,246 @@
+"""Two lanes: short and long requests in queues of their own, whose steps run at the same time."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from expertd.service.engine.errors import QueueFullError, QueueTimeoutError, SchedulerClosedError
+from expertd.service.engine.lanes import Lanes, scheduler_of
+from expertd.service.engine.metrics import Metrics
+from tests.service.apps import tiny_settings
+from tests.service.runners import EchoRunner, Submitted, layer_request
+from tests.service.waiting import until
+
+LANES = {"decode_max_tokens": 2, "decode_batch_tokens": 4}
+LIMITS = {"max_request_tokens": 16, "max_batch_tokens": 16, "max_queue_tokens": 32}
+
+
+class Pair:
+    """Lanes with a runner each."""
+
+    def __init__(self, lanes: Lanes, decode: EchoRunner, prefill: EchoRunner) -> None:
+        self.lanes, self.decode, self.prefill = lanes, decode, prefill
+
+    def send(self, num_tokens: int, value: float = 1.0, priority: int = 128) -> Submitted:
+        return Submitted(self.lanes, "tiny", layer_request([value] * num_tokens), priority=priority)
+
+    async def held(self, runner: EchoRunner) -> Submitted:
+        """A request whose step waits at the runner's gate."""
+        runner.gate.clear()
+        pending = self.send(1 if runner is self.decode else 8)
+        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        return pending
+
+
+@asynccontextmanager
+async def running(metrics: Metrics | None = None, **limits: int) -> AsyncIterator[Pair]:
+    settings = tiny_settings({**LIMITS, **limits}, lanes=LANES)
+    metrics = metrics or Metrics("0")
+    metrics.add_models({"tiny": 4})
+    lanes = scheduler_of(settings, metrics)
+    assert isinstance(lanes, Lanes)
+    runners = EchoRunner(), EchoRunner()
+    for lane, runner in zip(lanes.lanes, runners, strict=True):
+        lane.set_runners({"tiny": runner})
+    lanes.start()
+    try:
+        yield Pair(lanes, *runners)
+    finally:
+        for runner in runners:
+            runner.gate.set()
+        assert await asyncio.to_thread(lanes.stop, 10)
+        assert not lanes.running
+
+
+async def answered(*pendings: Submitted) -> None:
+    await asyncio.wait_for(asyncio.gather(*(pending.answer for pending in pendings)), 10)
+
+
+async def test_a_short_request_is_answered_while_a_long_step_runs() -> None:
+    async with running() as pair:
+        long = await pair.held(pair.prefill)
+        await answered(*(pair.send(count) for count in (1, 2)))
+        assert not long.answer.done()
+        assert pair.lanes.unanswered == 1
+        pair.prefill.gate.set()
+        await answered(long)
+    assert [sum(step) for step in pair.decode.steps] in ([3], [1, 2])
+    assert pair.prefill.steps == [[8]]
+
+
+async def test_a_long_request_is_answered_while_a_short_step_runs() -> None:
+    async with running() as pair:
+        short = await pair.held(pair.decode)
+        await answered(pair.send(3), pair.send(16))
+        assert not short.answer.done()
+        pair.decode.gate.set()
+        await answered(short)
+    assert pair.decode.steps == [[1]]
+    assert sorted(size for step in pair.prefill.steps for size in step) == [3, 16]
+
+
+async def test_steps_of_each_lane_have_its_limits_and_priorities() -> None:
+    async with running(prefill_chunk_tokens=0) as pair:
+        first = await pair.held(pair.decode), await pair.held(pair.prefill)
+        others = [pair.send(2, priority=priority) for priority in (128, 128, 7)]
+        others += [pair.send(count, priority=priority) for count, priority in ((8, 128), (16, 7), (8, 128))]
+        assert pair.lanes.waiting("tiny") == (6, 38)
+        for runner in (pair.decode, pair.prefill):
+            runner.gate.set()
+        await answered(*first, *others)
+    assert pair.decode.steps == [[1], [2, 2], [2]], "steps of at most decode_batch_tokens"
+    assert pair.prefill.steps == [[8], [16], [8, 8]], "the urgent one first"
+
+
+async def test_long_requests_are_computed_in_chunks_beside_others_of_their_lane() -> None:
+    async with running(prefill_chunk_tokens=4) as pair:
+        first = await pair.held(pair.prefill)
+        others = pair.send(3), pair.send(8)
+        pair.prefill.gate.set()
+        await answered(first, *others)
+    assert pair.prefill.steps == [[8], [3], [4], [4]]
+
+
+async def test_a_full_queue_of_one_lane_leaves_the_other_open() -> None:
+    async with running() as pair:
+        first = await pair.held(pair.prefill)
+        others = [pair.send(16), pair.send(16)]
+        with pytest.raises(QueueFullError, match="32 tokens of at most 32 are waiting"):
+            pair.send(3)
+        with pytest.raises(QueueFullError):
+            pair.lanes.check_capacity("tiny", 3)
+        pair.lanes.check_capacity("tiny", 2)  # or more
+        await answered(pair.send(2))
+        short = await pair.held(pair.decode)
+        shorts = [pair.send(2) for _ in range(16)]
+        for count in (1, 2, 3):
+            with pytest.raises(QueueFullError, match="32 tokens of at most 32 are waiting"):
+                pair.lanes.check_capacity("tiny", count)
+        pair.prefill.gate.set()
+        pair.decode.gate.set()
+        await answered(first, short, *others, *shorts)
+
+
+async def test_requests_are_cancelled_on_their_lane() -> None:
+    async with running() as pair:
+        first = await pair.held(pair.decode), await pair.held(pair.prefill)
+        others = [pair.send(count) for count in (2, 8, 1, 9)]
+        for pending in others[:2]:
+            assert pair.lanes.cancel(pending.pending, QueueTimeoutError("late"))
+            assert not pair.lanes.cancel(pending.pending, QueueTimeoutError("late"))
+            with pytest.raises(QueueTimeoutError):
+                await pending.answer
+        pair.decode.gate.set()
+        pair.prefill.gate.set()
+        await answered(*first, *others[2:])
+    assert (pair.decode.steps, pair.prefill.steps) == ([[1], [1]], [[8], [9]])
+
+
+@pytest.mark.parametrize("busy", ["decode", "prefill"])
+async def test_a_job_runs_while_no_step_of_any_lane_does(busy: str) -> None:
+    async with running() as pair:
+        runner = getattr(pair, busy)
+        first = await pair.held(runner)
+        job = asyncio.ensure_future(
+            pair.lanes.between_steps(lambda: (len(pair.decode.steps), len(pair.prefill.steps)))
+        )
+        await asyncio.sleep(0)  # until it is queued
+        later = pair.send(2), pair.send(8)
+        await until(lambda: pair.lanes.waiting("tiny")[0] == 2)
+        assert not job.done()
+        runner.gate.set()
+        assert await asyncio.wait_for(job, 10) == ((1, 0) if busy == "decode" else (0, 1))
+        await answered(first, *later)
+
+
+async def test_jobs_run_one_after_another_and_only_their_caller_sees_an_exception() -> None:
+    def broken() -> None:
+        raise ValueError("does not fit")
+
+    async with running() as pair:
+        jobs = [pair.lanes.between_steps(job) for job in (lambda: 1, broken, lambda: 3)]
+        one, two, three = await asyncio.wait_for(asyncio.gather(*jobs, return_exceptions=True), 10)
+        assert (one, three) == (1, 3)
+        assert isinstance(two, ValueError)
+        await answered(pair.send(1), pair.send(8))
+
+
+async def test_stopping_ends_jobs_that_wait() -> None:
+    async with running() as pair:
+        first = await pair.held(pair.prefill)
+        job = asyncio.ensure_future(pair.lanes.between_steps(lambda: None))
+        await asyncio.sleep(0)
+        stopping = asyncio.create_task(asyncio.to_thread(pair.lanes.stop, 10))
+        await until(lambda: pair.lanes.lanes[1]._stopped or pair.lanes.lanes[0]._stopped)
+        pair.prefill.gate.set()
+        assert await stopping
+        await asyncio.wait({job}, timeout=10)
+        assert job.done()
+        await answered(first)
+        with pytest.raises(SchedulerClosedError):
+            await pair.lanes.between_steps(lambda: None)
+
+
+async def test_closed_lanes_refuse_new_requests_and_answer_accepted_ones() -> None:
+    async with running() as pair:
+        pendings = [await pair.held(pair.decode), await pair.held(pair.prefill), pair.send(2), pair.send(9)]
+        pair.lanes.close()
+        for count in (1, 8):
+            with pytest.raises(SchedulerClosedError):
+                pair.send(count)
+        drained = asyncio.ensure_future(pair.lanes.drained())
+        pair.decode.gate.set()
+        await answered(pendings[0], pendings[2])
+        assert not drained.done()
+        pair.prefill.gate.set()
+        await asyncio.wait_for(drained, 10)
+        await answered(*pendings)
+
+
+async def test_cancel_all_and_give_up_reach_both_lanes() -> None:
+    async with running() as pair:
+        first = await pair.held(pair.decode), await pair.held(pair.prefill)
+        others = pair.send(2), pair.send(9)
+        pair.lanes.cancel_all()
+        for pending in others:
+            with pytest.raises(SchedulerClosedError):
+                await pending.answer
+        pair.lanes.give_up(QueueTimeoutError("the device hangs"))
+        for pending in first:
+            with pytest.raises(QueueTimeoutError):
+                await pending.answer
+
+
+@pytest.mark.parametrize("number", [0, 1])
+async def test_chores_stay_on_the_thread_of_their_lane(number: int) -> None:
+    done = threading.Event()
+    ran_here: list[bool] = []
+    async with running() as pair:
+        lane = pair.lanes.lanes[number]
+
+        def chore() -> None:
+            ran_here.append(lane.is_here)
+            done.set()
+
+        await lane.between_steps(lambda: pair.lanes.do_later(chore))
+        assert await asyncio.to_thread(done.wait, 10)
+    assert ran_here == [True]
+
+
+async def test_steps_are_counted_by_lane() -> None:
+    metrics = Metrics("0")
+
+    def value(name: str, **labels: str) -> float | None:
+        return metrics.registry.get_sample_value(f"expertd_{name}", {"model": "tiny", **labels})
+
+    async with running(metrics) as pair:
+        assert value("lane_compute_seconds_count", lane="prefill") == 0
+        await answered(pair.send(2), pair.send(8))
+        await until(lambda: value("lane_tokens_total", lane="prefill") == 8)
+        await until(lambda: value("lane_tokens_total", lane="decode") == 2)
+        for name in ("lane_compute_seconds_count", "lane_queue_seconds_count"):
+            assert [value(name, lane=lane) for lane in ("decode", "prefill")] == [1, 1]
+        assert value("queue_seconds_count") == 2

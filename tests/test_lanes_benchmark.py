@@ -1,0 +1,108 @@
+"""`benchmarks.lanes`: its ways are settings of a server, it keeps rows by what they measure, and it runs."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import lanes, lanes_sections, pictures
+from benchmarks.lanes_ways import ALONE, LAYERS, SPLITS, Way, settings_of, ways
+from expertd.service.settings.lanes import lanes_of
+from expertd.service.settings.model import Settings
+from tests.paths import ROOT
+from tests.service.processes import clean_environment
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_way_is_a_servers_settings(tmp_path: Path, name: str) -> None:
+    layer = LAYERS[name]
+    for way in ways(layer, SPLITS, [1.5]):
+        settings = Settings.model_validate(settings_of(layer, way, tmp_path))
+        assert settings.limits.join_chunks == way.joins
+        assert settings.limits.prefill_chunk_tokens == way.chunk
+        assert len(lanes_of(settings)) == (2 if way.lanes else 1)
+        assert bool(settings.partitions) == (way.split is not None or way.target_ms is not None)
+        assert settings.lanes.decode_p99_ms == way.target_ms
+
+
+def test_ways_of_one_server_follow_each_other(tmp_path: Path) -> None:
+    layer = LAYERS["deepseek-v3"]
+    seen = [settings_of(layer, way, tmp_path) for way in ways(layer, SPLITS)]
+    servers = [settings for before, settings in zip([{}, *seen], seen, strict=False) if settings != before]
+    assert len(servers) == len({json.dumps(settings) for settings in seen})
+    assert seen[0] == settings_of(layer, ALONE, tmp_path), "what runs alone needs no server more"
+
+
+def test_rows_are_replaced_and_shown() -> None:
+    rows: list[lanes.Row] = []
+    way = Way("turns")
+    for number in (1.0, 2.0):
+        lanes.put(rows, lanes.row_of("tiny", way, 8, [number * 1e-3] * 3, 50.0, 100.0))
+    lanes.put(rows, lanes.row_of("tiny", ALONE, 0, [], 100.0, 100.0))
+    assert lanes.shown(rows, "tiny").splitlines()[2:] == [
+        "| turns | 8 | 3 | 2000 | 2000 | 0.50 |",
+        "| alone | none | 0 |  |  | 1.00 |",
+    ]
+
+
+@pytest.mark.slow
+def test_it_runs_on_a_cpu(tmp_path: Path) -> None:
+    file = tmp_path / "lanes.json"
+    command = [sys.executable, "-m", "benchmarks.lanes", "--layers", "tiny", "--json", str(file)]
+    options = ["--tokens", "1", "--seconds", "0.3", "--ways", "turns", "lanes"]
+    ran = subprocess.run(
+        [*command, *options], cwd=ROOT, env=clean_environment(), capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["way"] for row in rows] == [
+        "alone", "alone", "turns", "turns, chunks of 64", "lanes on all SMs",
+    ]  # fmt: skip
+    assert all(row["prefill_tokens_per_second"] for row in rows[1:])
+    assert all(row["steps"] for row in rows if row["decode_tokens"])
+
+
+def result(directory: Path) -> Path:
+    """A result with figures of two layers, in `directory`."""
+    rows: list[lanes.Row] = []
+    for number, layer in enumerate(("deepseek-v3/ep8", "tiny")):
+        for way in (ALONE, Way("turns"), Way("joined"), Way("lanes on all SMs")):
+            for tokens in (64, 1):
+                rate = 0.0 if way is ALONE else 50.0 + number
+                lanes.put(rows, lanes.row_of(layer, way, tokens, [1e-3, 2e-3], rate, 100.0))
+    header = {"gpu": "NVIDIA H200, 580.1, 1980 MHz", "torch": "2.11", "python": "3.11"}
+    file = directory / "lanes-h200.json"
+    file.write_text(json.dumps({"header": header, "rows": rows}))
+    return file
+
+
+def test_the_report_has_a_table_for_each_layer(tmp_path: Path) -> None:
+    assert lanes_sections.lanes(tmp_path) == lanes_sections.NOT_MEASURED
+    result(tmp_path)
+    assert lanes_sections.lanes_machine(tmp_path) == "NVIDIA H200, driver 580.1, torch 2.11, Python 3.11."
+    first, second = lanes_sections.lanes(tmp_path).split("\n\n")
+    each = "p50, µs | p99, µs | prefill"
+    assert first.splitlines() == [
+        f"| deepseek-v3/ep8, decode tokens | 64: {each} | 1: {each} |",
+        "|---|---|---|---|---|---|---|",
+        "| alone | 1500 | 2000 |  | 1500 | 2000 |  |",
+        "| turns | 1500 | 2000 | 0.50 | 1500 | 2000 | 0.50 |",
+        "| joined | 1500 | 2000 | 0.50 | 1500 | 2000 | 0.50 |",
+        "| lanes on all SMs | 1500 | 2000 | 0.50 | 1500 | 2000 | 0.50 |",
+    ]
+    assert "| turns | 1500 | 2000 | 0.51 |" in second
+
+
+def test_the_curve_is_drawn(tmp_path: Path) -> None:
+    pictures.draw_decode_beside_prefill(result(tmp_path), tmp_path / "lanes.svg")
+    drawn = (tmp_path / "lanes.svg").read_text()
+    for text in (
+        "deepseek-v3/ep8, decode steps of 64",
+        "tiny, decode steps of 1",
+        "turns",
+        "joined",
+        "lanes",
+    ):
+        assert f"<!-- {text} -->" in drawn
