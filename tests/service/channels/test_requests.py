@@ -173,7 +173,7 @@ async def test_a_request_waits_no_longer_than_its_timeout(
 ) -> None:
     monkeypatch.setattr(
         Forecast, "note", lambda *_: None
-    )  # else it may be refused before, if steps were slow
+    )  # else a slow step has it refused before
     runner = EchoRunner()
     runner.gate = gate = Turnstile()
     async with channel_server(tmp_path, runner, {"max_batch_tokens": 64}) as server:
