@@ -15,9 +15,10 @@ from torch import Tensor
 from expertd.kernels import Routing
 from expertd.service.checkpoints.config import Config
 from expertd.service.checkpoints.families import FAMILIES as SERVED
+from expertd.service.checkpoints.families import describe
 from expertd.service.moe.shape import LayerShape
 
-FAMILIES = tuple(name for name in SERVED if name != "kimi_k2")  # transformers uses deepseek_v3's code for it
+FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "minimax_m2")  # one for each rule
 _SHIPPED = {
     "qwen3_moe": {"norm_topk_prob": True}
 }  # as in the checkpoints' config.json; the class's defaults differ
@@ -61,7 +62,7 @@ def make_family(name: str, sizes: LayerShape) -> Family:
         config.update(dict.fromkeys(experts, sizes.intermediate_size))
         config.hidden_size, config.num_local_experts = sizes.hidden_size, sizes.num_experts
         config.num_experts_per_tok = sizes.top_k
-        model = SERVED[name](Config(Path("config.json"), config.to_dict()))
+        model = describe(Config(Path("config.json"), config.to_dict()), SERVED[name])
         first = model.layers[0]
         config.num_hidden_layers = first + 1
         block = type(transformers.AutoModel.from_config(config).layers[first].mlp)

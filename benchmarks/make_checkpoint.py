@@ -65,24 +65,25 @@ def _configure(made: Path, like: Path | None) -> MoEModel:
 def _layer(model: MoEModel, layer: int) -> dict[str, Tensor]:
     """The tensors of one layer by name; the same numbers in every run."""
     generator, names, tensors = torch.Generator().manual_seed(layer), model.names, {}
-    prefix = f"model.layers.{layer}.{names.block}"
+    prefix = f"model.layers.{layer}"
 
-    def expert(name: str, intermediate: int) -> None:
+    def expert(name: str, projections: tuple[str, str, str], intermediate: int) -> None:
         sizes = (intermediate, model.hidden_size), (model.hidden_size, intermediate)
-        for part, size in ((names.gate, sizes[0]), (names.up, sizes[0]), (names.down, sizes[1])):
+        for part, size in zip(projections, (sizes[0], *sizes), strict=True):
             data, scales = quantize_blocks(_normal(size, generator))
             tensors[f"{prefix}.{name}.{part}.weight"] = data
             tensors[f"{prefix}.{name}.{part}.weight_scale_inv"] = scales
 
     router = _normal((model.num_experts, model.hidden_size), generator)
-    tensors[f"{prefix}.gate.weight"] = router.to(torch.bfloat16)
+    tensors[f"{prefix}.{names.router}"] = router.to(torch.bfloat16)
     if names.router_bias is not None:
         bias = torch.randn(model.num_experts, generator=generator) * 0.1
         tensors[f"{prefix}.{names.router_bias}"] = bias
     for index in range(model.num_experts):
-        expert(f"experts.{index}", model.intermediate_size)
+        expert(f"{names.experts}.{index}", names.projections, model.intermediate_size)
     if model.num_shared_experts:
-        expert(names.shared, model.num_shared_experts * model.intermediate_size)
+        projections = names.shared_projections or names.projections
+        expert(names.shared, projections, model.num_shared_experts * model.intermediate_size)
     return tensors
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from expertd.kernels.ops.activation import Swiglu
+from expertd.kernels.ops.activation import Activation
 from expertd.kernels.ops.quantize import Quantized
 from expertd.limits import MAX_GROUPS, SCALE_BLOCK
 
@@ -92,7 +92,7 @@ def check_experts(
     gate_up: Quantized,
     down: Quantized,
     out: Tensor | None,
-    activation: Swiglu,
+    activation: Activation,
     num_sms: int | None,
     offsets: Tensor | None = None,
 ) -> None:

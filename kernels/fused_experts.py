@@ -5,7 +5,7 @@ from torch import Tensor
 
 from expertd.kernels.backends import Backend, backend_for
 from expertd.kernels.checks import check_experts
-from expertd.kernels.ops.activation import SILU, Swiglu
+from expertd.kernels.ops.activation import SILU, Activation, OtherGlu
 from expertd.kernels.ops.quantize import Quantized
 
 
@@ -17,7 +17,7 @@ def fused_experts(
     down: Quantized,
     *,
     out: Tensor | None = None,
-    activation: Swiglu = SILU,
+    activation: Activation = SILU,
     backend: Backend | str | None = None,
     num_sms: int | None = None,
     offsets: Tensor | None = None,
@@ -38,7 +38,7 @@ def fused_experts(
                    aligned, scales contiguous
     out            float32, bfloat16 or float16 [T, H], contiguous and 16-byte aligned, to write to; None: a
                    new one of float32
-    activation     a Swiglu: alpha finite, limit above 0
+    activation     a Swiglu: alpha finite, limit above 0; or an OtherGlu, in separate steps on every backend
     backend        a Backend, its name, or None for the best one for the device
     num_sms        SMs for the GEMMs; None: all of them. Every count from 2 on gives the same bits; with 1,
                    backend "hopper" rounds to bf16 before the activation and gives different bits
@@ -54,8 +54,11 @@ def fused_experts(
     chosen = backend_for(backend, hidden_states, "hidden_states")
     if out is None:
         out = torch.empty(hidden_states.shape, dtype=torch.float32, device=hidden_states.device)
-    if hidden_states.shape[0] > 0:
-        chosen.experts(
-            hidden_states, topk_ids, topk_weights, gate_up, down, out, activation, num_sms, offsets
-        )
+    if hidden_states.shape[0] == 0:
+        return out
+    operands = hidden_states, topk_ids, topk_weights, gate_up, down, out
+    if isinstance(activation, OtherGlu):
+        chosen.experts_in_steps(*operands, activation, num_sms, offsets)
+    else:
+        chosen.experts(*operands, activation, num_sms, offsets)
     return out

@@ -3,27 +3,38 @@
 This is the only table of them; routing rules, checkpoints and their readers are all tested with it.
 """
 
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 from expertd.kernels import Routing
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, LAYERS = 256, 128, 8, 3, 3
 
+_WIDTHS = (INTERMEDIATE, 2 * INTERMEDIATE)  # of an expert, or of a shared one
 _SIZES = {
     "hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_experts_per_tok": TOP_K, "vocab_size": 64,
     "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64,
     "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
-_DEEPSEEK = {
-    "moe_intermediate_size": INTERMEDIATE, "intermediate_size": 384, "n_routed_experts": EXPERTS,
-    "first_k_dense_replace": 1, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16,
-    "v_head_dim": 16, "qk_nope_head_dim": 16,
+_EXPERTS = {"moe_intermediate_size": INTERMEDIATE, "intermediate_size": 384}
+_DEEPSEEK = _EXPERTS | {
+    "n_routed_experts": EXPERTS, "first_k_dense_replace": 1, "q_lora_rank": 32, "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16, "v_head_dim": 16, "qk_nope_head_dim": 16,
 }  # fmt: skip
+
+
+class Sizes(NamedTuple):
+    """Other sizes than the common ones."""
+
+    hidden: int = HIDDEN
+    intermediate: int = INTERMEDIATE
+    experts: int = EXPERTS
+    top_k: int = TOP_K
 
 
 @dataclass(frozen=True)
@@ -32,19 +43,49 @@ class FamilyCase:
 
     model_type  the key in config.json by which the service recognizes the family
     prefix      the prefix of its classes in transformers
-    settings    configuration values beside `_SIZES`
+    settings    configuration values beside `_SIZES`; `...` leaves one of them out
     routing     the routing rule that follows from them
+    class_name  transformers' class of the model; None: the prefix and ForCausalLM
+    config_name  and of its configuration; None: the prefix and Config
+    scaled_after what transformers multiplies the experts' sum by, where that is not in the routing weights
+    renames      patterns in its names of tensors that the models' own checkpoints have otherwise, and how
     """
 
     model_type: str
     prefix: str
     settings: dict[str, Any]
     routing: Routing
+    class_name: str | None = None
+    config_name: str | None = None
+    scaled_after: float = 1.0
+    renames: tuple[tuple[str, str], ...] = ()
 
     def config(self, **changes: Any) -> Any:
         """transformers' configuration, with these values changed."""
-        config_class = getattr(import_module("transformers"), f"{self.prefix}Config")
-        return config_class(**_SIZES | self.settings | changes)
+        config_class = self._class(self.config_name or f"{self.prefix}Config")
+        values = _SIZES | self.settings | changes
+        return config_class(**{name: value for name, value in values.items() if value is not ...})
+
+    def sized(self, sizes: Sizes) -> "FamilyCase":
+        """The same with these sizes, whatever its settings call them."""
+        changed: dict[str, Any] = {"hidden_size": sizes.hidden, "num_experts_per_tok": sizes.top_k}
+        for name, value in self.settings.items():
+            if name in ("moe_topk", "moe_k"):
+                changed[name] = sizes.top_k
+            elif "expert" in name and value == EXPERTS:
+                changed[name] = sizes.experts
+            elif re.search("intermediate|expert_dim|expert_intermediate", name) and value in _WIDTHS:
+                changed[name] = value // INTERMEDIATE * sizes.intermediate
+        return replace(self, settings=self.settings | changed)
+
+    @property
+    def model_class(self) -> Any:
+        """transformers' class of the model."""
+        return self._class(self.class_name or f"{self.prefix}ForCausalLM")
+
+    @staticmethod
+    def _class(name: str) -> Any:
+        return getattr(import_module("transformers"), name)
 
     def with_settings(self, routing: Routing, **settings: Any) -> "FamilyCase":
         """The same family with other settings, and the rule that follows from them."""

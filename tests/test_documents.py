@@ -3,12 +3,14 @@
 import re
 import tomllib
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import yaml
 from starlette.routing import Route
 
 from expertd.service.checkpoints.families import FAMILIES
+from expertd.service.checkpoints.families import table as families
 from expertd.service.http.app import ExpertApp
 from expertd.service.http.rights import ANY, CALLS
 from expertd.service.http.routes import swagger_router
@@ -115,8 +117,23 @@ def test_the_api_table_matches_the_app() -> None:
 
 
 def test_the_table_of_families_matches_the_code() -> None:
-    table = re.findall(r"^\|.*\| `(\w+)` \|", text_of("docs/checkpoints.md"), re.M)
-    assert sorted(name for name in table if name != "model_type") == sorted(FAMILIES)
+    text = text_of("docs/checkpoints.md")
+    named = re.findall(r"^\|.*?\| `(\w+)` \|", families.replaced(text), re.M)
+    assert sorted(name for name in named if name != "model_type") == sorted(FAMILIES)
+    assert families.replaced(text) == text, f"python -m {families.__name__} docs/checkpoints.md"
+
+
+def test_an_outdated_table_of_families_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = tmp_path / "checkpoints.md"
+    document.write_text(f"{families.BEGIN}\n| old |\n{families.END}\n")
+    assert families.main([str(document), "--check"]) == 1
+    assert "expected the current tables" in capsys.readouterr().err
+    assert families.main([str(document)]) == 0
+    assert families.main([str(document), "--check"]) == 0
+    with pytest.raises(ValueError, match="each on a line of its own"):
+        families.replaced("no markers")
 
 
 def test_the_changelogs_newest_release_is_the_projects_version() -> None:

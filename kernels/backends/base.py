@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from expertd.kernels.ops.activation import Swiglu, swiglu
+from expertd.kernels.ops.activation import Activation, Swiglu, swiglu
 from expertd.kernels.ops.permute import compute_permutation, permute_rows
 from expertd.kernels.ops.quantize import Quantized, quantize_rows
 from expertd.kernels.ops.router import choose_experts
@@ -84,7 +84,23 @@ class Backend(ABC):
         num_sms: int | None,
         offsets: Tensor | None = None,
     ) -> None:
-        """See `fused_experts`. This default permutes rows by group, calls `ffn` and sums the results."""
+        """See `fused_experts`; by default in steps."""
+        operands = hidden_states, topk_ids, topk_weights, gate_up, down, out
+        self.experts_in_steps(*operands, activation, num_sms, offsets)
+
+    def experts_in_steps(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        gate_up: Quantized,
+        down: Quantized,
+        out: Tensor,
+        activation: Activation,
+        num_sms: int | None,
+        offsets: Tensor | None = None,
+    ) -> None:
+        """See `fused_experts`: permutes rows by group, calls `ffn` and sums the results."""
         num_groups, absent = down.data.shape[0], None
         # Usually none is. On a CPU checking is cheaper than masking; on a GPU it would wait for the device.
         if not topk_ids.is_cpu or int(topk_ids.min()) < 0 or int(topk_ids.max()) >= num_groups:
@@ -105,7 +121,7 @@ class Backend(ABC):
         gate_up: Quantized,
         down: Quantized,
         offsets: Tensor,
-        activation: Swiglu,
+        activation: Activation,
         num_sms: int | None,
     ) -> Tensor:
         """bf16 [R, H]: the FFN of each row's group on hidden_states[tokens[r]]; a step of `experts`.
@@ -166,7 +182,10 @@ class Backend(ABC):
     def choose_experts(
         self, logits: Tensor, bias: Tensor | None, top_k: int, routing: Routing
     ) -> tuple[Tensor, Tensor]:
-        """(topk_ids int32 [T, top_k], topk_weights fp32 [T, top_k]); see `choose_experts`."""
+        """(topk_ids int32 [T, top_k], topk_weights fp32 [T, top_k]); see `choose_experts`.
+
+        The rule is `in_kernels`, here and in `route`.
+        """
         return choose_experts(logits, bias, top_k, routing)
 
     def route(
@@ -186,6 +205,19 @@ class Backend(ABC):
         """
         logits = hidden_states.to(torch.float32) @ router.to(torch.float32).t()
         return without_padding(*self.choose_experts(logits, bias, top_k, routing), end_token)
+
+    def route_in_steps(
+        self,
+        hidden_states: Tensor,
+        router: Tensor,
+        bias: Tensor | None,
+        top_k: int,
+        routing: Routing,
+        end_token: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """As `route`, in PyTorch, and for every rule, also those that are not `in_kernels`."""
+        logits = hidden_states.to(torch.float32) @ router.to(torch.float32).t()
+        return without_padding(*choose_experts(logits, bias, top_k, routing), end_token)
 
     def gather_rows(
         self,

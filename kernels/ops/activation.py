@@ -1,28 +1,17 @@
 """The activation between the two GEMMs."""
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from expertd.activation import SILU, Activation, OtherGlu, Swiglu
 from expertd.kernels.ops.chunks import row_chunks
 
-
-class Swiglu(NamedTuple):
-    """gate * sigmoid(alpha * gate) * up, with gate clamped to at most limit and up to [-limit, limit].
-
-    Most families use alpha 1 and no limit, which is silu(gate) * up.
-    """
-
-    alpha: float = 1.0
-    limit: float = math.inf
+__all__ = ["SILU", "Activation", "OtherGlu", "Swiglu", "gated", "swiglu"]
 
 
-SILU = Swiglu()
-
-
-def swiglu(gate_up: Tensor, activation: Swiglu = SILU) -> Tensor:
+def swiglu(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
     """The activation in float32: gate_up [rows, 2I] with gate columns first, result [rows, I]."""
     size = (gate_up.shape[0], gate_up.shape[1] // 2)
     out = torch.empty(size, dtype=torch.float32, device=gate_up.device)
@@ -32,9 +21,15 @@ def swiglu(gate_up: Tensor, activation: Swiglu = SILU) -> Tensor:
     return out
 
 
-def gated(gate: Tensor, up: Tensor, activation: Swiglu) -> tuple[Tensor, Tensor]:
+def gated(gate: Tensor, up: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
     """The two factors of the activation, in the tensors' dtype."""
-    alpha, limit = activation
+    alpha, limit, *_ = activation
+    after = isinstance(activation, OtherGlu) and activation.clamp_after
     if limit < math.inf:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return torch.nn.functional.silu(gate) if alpha == 1 else gate * (gate * alpha).sigmoid(), up
+        up = up.clamp(-limit, limit)
+        gate = gate if after else gate.clamp(max=limit)
+    gate = torch.nn.functional.silu(gate) if alpha == 1 else gate * (gate * alpha).sigmoid()
+    if isinstance(activation, OtherGlu):
+        gate = gate.clamp(max=limit) if after else gate
+        up = up + activation.up_offset
+    return gate, up

@@ -1,5 +1,7 @@
 """Chooses each token's experts and their weights from its logits, by the families' rules."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ def choose_experts(
     bias, fp32 [E], is added to the scores that choose experts, never to the weights. Ties between experts
     and between groups go to the lower index, on every device.
     """
-    scores = logits.softmax(dim=-1) if routing.scoring_func == "softmax" else logits.sigmoid()
+    scores = _SCORES[routing.scoring_func](logits)
     choice = scores if bias is None else scores + bias
     if routing.topk_group < routing.num_expert_groups:
         choice = _without_other_groups(choice, routing)
@@ -29,11 +31,23 @@ def choose_experts(
     return ids.to(torch.int32), weights * routing.routed_scaling_factor
 
 
+def _sqrt_softplus(logits: Tensor) -> Tensor:
+    return torch.nn.functional.softplus(logits).sqrt()
+
+
+_SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda logits: logits.softmax(dim=-1),
+    "sigmoid": torch.sigmoid,
+    "sqrtsoftplus": _sqrt_softplus,
+}
+
+
 def _without_other_groups(choice: Tensor, routing: Routing) -> Tensor:
     """choice [T, E] with minus infinity outside each token's topk_group best groups."""
     num_tokens, num_experts = choice.shape
     grouped = choice.view(num_tokens, routing.num_expert_groups, num_experts // routing.num_expert_groups)
-    best_two = grouped.topk(min(2, grouped.shape[2]), dim=-1).values.sum(dim=-1)
-    chosen = best_two.sort(dim=-1, descending=True, stable=True).indices[:, : routing.topk_group]
-    others = torch.ones_like(best_two, dtype=torch.bool).scatter(1, chosen, False)
+    counted = min(1 if routing.group_score == "best" else 2, grouped.shape[2])
+    best = grouped.topk(counted, dim=-1).values.sum(dim=-1)
+    chosen = best.sort(dim=-1, descending=True, stable=True).indices[:, : routing.topk_group]
+    others = torch.ones_like(best, dtype=torch.bool).scatter(1, chosen, False)
     return grouped.masked_fill(others[:, :, None], float("-inf")).view(num_tokens, num_experts)

@@ -4,9 +4,11 @@ from pathlib import Path
 
 from pydantic import InstanceOf, ValidationError
 
+from expertd.activation import COMMON, ExpertRule
 from expertd.service.checkpoints.config import CheckpointError
 from expertd.service.checkpoints.files import TensorFiles
-from expertd.service.checkpoints.layer import LayerSource, find_layer, present_layers
+from expertd.service.checkpoints.find import find_layer, present_layers
+from expertd.service.checkpoints.layer import LayerSource
 from expertd.service.checkpoints.model import MoEModel
 from expertd.service.checkpoints.read import read_model
 from expertd.service.sentences import expected_and_got, shown
@@ -19,6 +21,7 @@ class CheckpointModelSettings(ModelSettings):
     """A layer with weights in a checkpoint. Not a setting: the checkpoint determines sizes and routing."""
 
     source: InstanceOf[LayerSource]
+    rule: InstanceOf[ExpertRule] = COMMON
 
 
 def resolve_checkpoints(settings: Settings) -> Settings:
@@ -27,6 +30,12 @@ def resolve_checkpoints(settings: Settings) -> Settings:
     Reads only headers. Raises CheckpointError if a layer cannot be served.
     """
     models = [model for checkpoint in settings.checkpoints for model in models_of(checkpoint)]
+    for model in models if settings.num_ranks > 1 else ():
+        if model.rule != COMMON or model.source.shared_gate is not None:
+            raise CheckpointError(
+                f"{model.source.router.file}: {model.name}: expected, on several ranks, a family whose "
+                "experts compute silu(gate) * up and whose shared expert has no gate, got another"
+            )
     try:
         return settings.with_models(models)
     except ValidationError as error:
@@ -40,7 +49,8 @@ def models_of(checkpoint: CheckpointSettings) -> list[CheckpointModelSettings]:
     Raises CheckpointError if a layer cannot be served.
     """
     directory = checkpoint.path.expanduser()
-    model = read_model(directory)
+    requantize = checkpoint.requantize == "allow"
+    model = read_model(directory, requantize=requantize)
     held = range(model.num_experts)
     if checkpoint.experts is not None:
         requested = numbers(checkpoint.experts)
@@ -55,19 +65,26 @@ def models_of(checkpoint: CheckpointSettings) -> list[CheckpointModelSettings]:
             # Only together with expert 0, so that the parts of a layer sum to the whole layer.
             num_shared_experts = model.num_shared_experts if 0 in held else 0
             settings = _settings(checkpoint, directory, model, layer, num_shared_experts)
-            source = find_layer(files, model, layer, held, num_shared_experts)
-            models.append(CheckpointModelSettings.model_validate({**settings, "source": source}))
+            source = find_layer(files, model, layer, held, num_shared_experts, requantize)
+            found = {"source": source, "rule": model.rules.get(layer, COMMON)}
+            models.append(CheckpointModelSettings.model_validate(settings | found))
     return models
 
 
 def _layers(requested: str, directory: Path, files: TensorFiles, model: MoEModel) -> list[int]:
     known = spans(model.layers) or "none"
+    if model.refused and requested == ALL:
+        first = min(model.refused)
+        raise CheckpointError(
+            f"{directory}: layers: expected {known}, got all: in layer {first}, {model.refused[first]}"
+        )
     layers = present_layers(files, model) if requested == ALL else numbers(requested)
     if not layers:
         raise CheckpointError(f"{directory}: layers: expected a model with MoE layers, got none")
     for layer in layers:
         if layer not in model.layers:
-            raise CheckpointError(f"{directory}: layers: expected MoE layers ({known}), got {layer}")
+            why = f": there, {model.refused[layer]}" if layer in model.refused else ""
+            raise CheckpointError(f"{directory}: layers: expected MoE layers ({known}), got {layer}{why}")
     return layers
 
 

@@ -1,7 +1,8 @@
 """Finds tensors in the safetensors files of a directory, and reads their headers."""
 
 import re
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -45,6 +46,10 @@ class OpenFiles:
             file.__exit__(kind, error, trace)
         self._files.clear()
 
+    def __iter__(self) -> Iterator[Path]:
+        """The files that have been opened."""
+        return iter(self._files)
+
     def __getitem__(self, path: Path) -> Any:
         """The file at `path`. Raises CheckpointError if it cannot be read or is truncated."""
         if path not in self._files:
@@ -63,22 +68,37 @@ class TensorFiles:
     """The safetensors files of `directory`: one, or several with an index. Raises CheckpointError."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
+        self.directory = directory
         self._open = OpenFiles("np")  # headers only, without importing torch
+        self._sorted: dict[Path, list[str]] = {}  # the names in each opened file
 
     def find(self, name: str) -> Stored:
         """Find a tensor. Raises CheckpointError, with its name, if it is missing."""
         path = self._path(name)
-        file = self._open[path]
+        if not _contains(self._names(path), name):
+            raise CheckpointError(f"{path}: expected tensor {name}, got none with that name")
         try:
-            tensor = file.get_slice(name)
+            tensor = self._open[path].get_slice(name)
         except SafetensorError as error:
-            raise CheckpointError(f"{path}: expected tensor {name}, got none with that name") from error
+            raise CheckpointError(f"{path}: {name}: expected a readable tensor, got: {error}") from error
         return Stored(path, name, tensor.get_dtype(), tuple(tensor.get_shape()))
 
     def has(self, name: str) -> bool:
         """Whether the index, or the single file, has a tensor `name`. Raises CheckpointError."""
-        return name in (self._open[self._single].keys() if self._index is None else self._index)
+        return _contains(self._names(self._single), name) if self._index is None else name in self._index
+
+    def under(self, prefix: str) -> set[str]:
+        """The names that begin with `prefix`: in the index, and in the files that have been opened."""
+        listed = [self._names(path) for path in list(self._open)]
+        if self._index is not None:
+            listed.append(self._in_index)
+        return {name for names in listed for name in _beginning(names, prefix)}
+
+    def _names(self, path: Path) -> list[str]:
+        """The names in the file at `path`, sorted."""
+        if path not in self._sorted:
+            self._sorted[path] = sorted(self._open[path].keys())
+        return self._sorted[path]
 
     def __enter__(self) -> Self:
         return self
@@ -91,7 +111,7 @@ class TensorFiles:
     def _path(self, name: str) -> Path:
         if self._index is None:
             return self._single
-        index, file = self._directory / INDEX, self._index.get(name)
+        index, file = self.directory / INDEX, self._index.get(name)
         if file is None:
             raise CheckpointError(f"{index}: expected tensor {name}, got none with that name")
         # A link in the directory may point elsewhere (the hub's cache consists of them); a path may not.
@@ -99,11 +119,11 @@ class TensorFiles:
             raise CheckpointError(
                 f"{index}: {name}: expected a .safetensors file in the same directory, got {file!a:.80}"
             )
-        return self._directory / file
+        return self.directory / file
 
     @cached_property
     def _index(self) -> Mapping[str, Any] | None:
-        path = self._directory / INDEX
+        path = self.directory / INDEX
         if not _exists(path):
             return None
         weight_map = read_json_object(path).get("weight_map")
@@ -112,13 +132,29 @@ class TensorFiles:
         return weight_map
 
     @cached_property
+    def _in_index(self) -> list[str]:
+        return sorted(self._index or ())
+
+    @cached_property
     def _single(self) -> Path:
-        path = self._directory / SINGLE
+        path = self.directory / SINGLE
         if not _exists(path):
-            pickles = sorted(file.name for pattern in _PICKLES for file in self._directory.glob(pattern))
+            pickles = sorted(file.name for pattern in _PICKLES for file in self.directory.glob(pattern))
             got = f"pickles, which are never loaded ({pickles[0]})" if pickles else "neither"
-            raise CheckpointError(f"{self._directory}: expected {INDEX} or {SINGLE}, got {got}")
+            raise CheckpointError(f"{self.directory}: expected {INDEX} or {SINGLE}, got {got}")
         return path
+
+
+def _contains(names: list[str], name: str) -> bool:
+    at = bisect_left(names, name)
+    return at < len(names) and names[at] == name
+
+
+def _beginning(names: list[str], prefix: str) -> Iterator[str]:
+    for name in names[bisect_left(names, prefix) :]:
+        if not name.startswith(prefix):
+            return
+        yield name
 
 
 def _exists(path: Path) -> bool:

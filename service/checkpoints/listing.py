@@ -4,11 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from expertd.service.checkpoints.files import TensorFiles
-from expertd.service.checkpoints.layer import FP8, find_layer, present_layers
+from expertd.service.checkpoints.find import find_layer, present_layers
 from expertd.service.checkpoints.model import MoEModel
 from expertd.service.checkpoints.read import read_model
-
-_FORMATS = {FP8: "FP8, a scale per 128x128", "BF16": "bf16", "F16": "fp16", "F32": "fp32"}
 
 
 @dataclass(frozen=True)
@@ -25,11 +23,11 @@ def list_layers(directory: Path) -> tuple[MoEModel, list[ListedLayer]]:
 
     Raises CheckpointError if the checkpoint cannot be served.
     """
-    model = read_model(directory)
+    model = read_model(directory, requantize=True)
     layers = []
     with TensorFiles(directory) as files:
         for layer in present_layers(files, model):
-            source = find_layer(files, model, layer, range(model.num_experts), model.num_shared_experts)
-            form = " and ".join(_FORMATS[dtype] for dtype in source.formats)
+            source = find_layer(files, model, layer, range(model.num_experts), model.num_shared_experts, True)
+            form = " and ".join(source.formats)
             layers.append(ListedLayer(layer, form, source.num_bytes))
     return model, layers

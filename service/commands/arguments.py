@@ -21,6 +21,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, help="checkpoint directory; only its layers are served")
     parser.add_argument("--layers", help="MoE layers to serve, required with --model: 3, 3-5,9 or all")
     parser.add_argument("--experts", help="routed experts to hold, such as 0-63 (default: all)")
+    parser.add_argument("--requantize", help="allow: round other encodings to FP8 (default: refuse them)")
     parser.add_argument("--name", help="name layers NAME.layers.3 and so on (default: the directory's name)")
     parser.add_argument("--host", help="address to listen on (default: loopback only)")
     parser.add_argument("--port", help="port to listen on; 0: any free one")
@@ -73,10 +74,10 @@ def flags_of(arguments: argparse.Namespace) -> list["Flag"]:
 
 
 def _checkpoint(arguments: argparse.Namespace) -> list["Flag"]:
-    """The settings equivalent to --model, --layers, --experts and --name. Raises SettingsError."""
+    """The settings equivalent to --model, --layers and those that go with them. Raises SettingsError."""
     from expertd.service.settings.loader import Flag, SettingsError
 
-    given = {name: getattr(arguments, name) for name in ("layers", "experts", "name")}
+    given = {name: getattr(arguments, name) for name in ("layers", "experts", "requantize", "name")}
     given = {name: value for name, value in given.items() if value is not None}
     if arguments.model is None:
         if given:

@@ -8,6 +8,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from expertd.activation import COMMON
+
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
@@ -50,8 +52,18 @@ def run(arguments: argparse.Namespace) -> int:
 def _print_json(path: Path, model: "MoEModel", layers: list["ListedLayer"]) -> None:
     sizes = {name: getattr(model, name) for name in _SIZES}
     listed = [asdict(layer) for layer in layers]
-    about = {"path": str(path), "family": model.family, **sizes, "routing": model.routing, "layers": listed}
-    print(json.dumps(about, indent=2))
+    about = {
+        "path": str(path),
+        "family": model.family,
+        **sizes,
+        "routing": model.routing,
+        "router_bias": model.names.router_bias is not None,
+        "shared_gate": model.names.shared_gate is not None,
+        "experts": {layer.layer: model.rules.get(layer.layer, COMMON).text for layer in layers},
+        "not_served": model.refused,
+        "layers": listed,
+    }
+    print(json.dumps(about, indent=2, default=dict))
 
 
 def _print_table(path: Path, model: "MoEModel", layers: list["ListedLayer"]) -> None:
@@ -59,6 +71,13 @@ def _print_table(path: Path, model: "MoEModel", layers: list["ListedLayer"]) -> 
 
     print(f"{path}: {model.family}, {len(layers)} MoE layers")
     print(", ".join(f"{name} {getattr(model, name)}" for name in _SIZES))
+    bias = ", with a bias" if model.names.router_bias is not None else ""
+    print(f"routing: {', '.join(f'{name} {value}' for name, value in model.routing.items())}{bias}")
+    gate = ", the shared one with a gate" if model.names.shared_gate is not None else ""
+    for text in dict.fromkeys(model.rules.get(layer.layer, COMMON).text for layer in layers):
+        print(f"experts: {text}{gate}")
+    for why in dict.fromkeys(model.refused.values()):
+        print(f"not served: {spans(layer for layer in model.refused if model.refused[layer] == why)}: {why}")
     rows = [("layers", "weights", "bytes a layer")]
     for (form, num_bytes), group in groupby(layers, key=lambda layer: (layer.format, layer.num_bytes)):
         rows.append((spans(layer.layer for layer in group), form, f"{num_bytes:,}"))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from expertd.activation import COMMON, ExpertRule
 from expertd.backends import BACKENDS
 from expertd.kernels import Backend, resolve_backend
 from expertd.kernels.backends import why_not
@@ -212,8 +213,14 @@ def layer_of(model: ModelSettings, backend: Backend, device: torch.device, cance
         weights_of(model, device, cancelled),
         backend,
         routing=model.routing.rule,
+        rule=rule_of(model),
         masked_max_tokens=model.masked_max_tokens,
     )
+
+
+def rule_of(model: ModelSettings) -> ExpertRule:
+    """What the experts of `model` compute."""
+    return model.rule if isinstance(model, CheckpointModelSettings) else COMMON
 
 
 def weights_of(

@@ -5,9 +5,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from expertd.activation import COMMON, ExpertRule
 from expertd.kernels import Backend, Routing, fused_experts
 from expertd.layout import Layout
 from expertd.service.moe.masked import masked_experts
+from expertd.service.moe.separate import SeparateExperts, needs_two_calls
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import ExpertWeights, check_weights
 
@@ -19,8 +21,10 @@ class MoELayer:
 
     routing            the router's rule; None: softmax, with weights that sum to 1. weights.router_bias is
                        added to the scores for the choice of experts
+    rule               what the experts compute
     masked_max_tokens  steps of up to this many tokens use the masked layout (see `masked_experts`), larger
-                       ones the contiguous layout; must be 0 for a layer that holds only some of its experts
+                       ones the contiguous layout; must be 0 for a layer that holds only some of its experts,
+                       and for another rule than the common one
 
     The layer is batch-invariant up to rounding: a token's result does not depend on the rest of the batch.
     Activations are rounded to FP8, or to bf16 on a CPU in the contiguous layout. NaN in a token stays in its
@@ -37,15 +41,16 @@ class MoELayer:
         backend: Backend,
         *,
         routing: Routing | None = None,
+        rule: ExpertRule = COMMON,
         masked_max_tokens: int = 0,
     ) -> None:
         check_weights(shape, weights)
         self.routing = routing or Routing()
         self.routing.check(shape.num_experts, shape.top_k)
-        part = len(shape.held_experts) < shape.num_experts
-        if masked_max_tokens < 0 or (part and masked_max_tokens > 0):
-            expected = "0 with local_experts" if part else "at least 0"
-            raise ValueError(f"masked_max_tokens: expected {expected}, got {masked_max_tokens}")
+        self._rule = rule
+        two_calls = needs_two_calls(shape, rule)
+        self._separate = SeparateExperts(shape, weights, backend, rule) if two_calls else None
+        _check_masked(shape, masked_max_tokens, rule == COMMON)
         self.shape = shape
         self.weights = weights
         self.backend = backend
@@ -55,6 +60,8 @@ class MoELayer:
             len(shape.held_experts), shape.num_groups, dtype=torch.int32, device=device
         )
         self._shared_weights = torch.ones(shape.num_shared_experts, device=device)
+        gate = weights.shared_gate
+        self._shared_gate = None if gate is None or not shape.num_shared_experts else gate.float()
         self._bias = None if weights.router_bias is None else weights.router_bias.contiguous()
         self._router = weights.router.to(torch.float32).contiguous()
         in_bf16 = weights.router.to(torch.bfloat16).contiguous()
@@ -81,6 +88,10 @@ class MoELayer:
         if hidden_states.shape[0] == 0:
             nothing = torch.empty((0, self.shape.top_k), device=hidden_states.device)
             return nothing.to(torch.int32), nothing
+        if not self.routing.in_kernels:
+            return self.backend.route_in_steps(
+                hidden_states, self._router, self._bias, self.shape.top_k, self.routing, end_token
+            )
         # bf16 products are exact in float32, and take a fraction of the time.
         router = self._router
         if self._bf16_router is not None and hidden_states.dtype == torch.bfloat16:
@@ -124,7 +135,10 @@ class MoELayer:
         Raises ValueError (name, expected, got).
         """
         topk_ids, topk_weights = self.routing_of(hidden_states, topk_ids, topk_weights)
-        group_ids, weights = self._groups(topk_ids, topk_weights)
+        if self._separate is not None:
+            routed, shared = self._held(topk_ids, topk_weights), self._shared(hidden_states)
+            return self._separate(hidden_states, routed, shared, num_sms, out, offsets)
+        group_ids, weights = self._groups(hidden_states, topk_ids, topk_weights)
         gate_up, down = self.weights.gate_up, self.weights.down
         if hidden_states.shape[0] > 0 and self.layout(hidden_states.shape[0]) is Layout.MASKED:
             result = masked_experts(
@@ -133,23 +147,37 @@ class MoELayer:
             return result if out is None else out.copy_(result)
         return fused_experts(
             hidden_states, group_ids, weights, gate_up, down,
-            out=out, backend=self.backend, num_sms=num_sms, offsets=offsets,
+            out=out, activation=self._rule.routed, backend=self.backend, num_sms=num_sms, offsets=offsets,
         )  # fmt: skip
 
     def tokens_per_expert(self, offsets: NDArray[np.int32]) -> NDArray[np.int32]:
         """Tokens of each expert, from the `offsets` of a call; 0 for experts held elsewhere."""
         return tokens_per_expert(self.shape, offsets)
 
-    def _groups(self, topk_ids: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor]:
+    def _groups(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor]:
         """Group (-1: none here) and weight of each (token, slot), shared experts after the routed ones."""
+        topk_ids, topk_weights = self._held(topk_ids, topk_weights)
+        if self.shape.num_shared_experts == 0:
+            return topk_ids, topk_weights
+        ids, weights = self._shared(hidden_states)
+        return torch.cat([topk_ids, ids], dim=1), torch.cat([topk_weights, weights], dim=1)
+
+    def _held(self, topk_ids: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Group (-1: none here) and weight of each (token, slot) of the routed experts."""
         held = self.shape.held_experts
         if len(held) < self.shape.num_experts:
             inside = (topk_ids >= held.start) & (topk_ids < held.stop)
             topk_ids = torch.where(inside, topk_ids - held.start, -1)
-        if self.shape.num_shared_experts == 0:
-            return topk_ids.contiguous(), topk_weights.contiguous()
-        ids, ones = (x.expand(topk_ids.shape[0], -1) for x in (self._shared_ids, self._shared_weights))
-        return torch.cat([topk_ids, ids], dim=1), torch.cat([topk_weights, ones], dim=1)
+        return topk_ids.contiguous(), topk_weights.contiguous()
+
+    def _shared(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Group and weight of each (token, shared expert), both [T, S]."""
+        num_tokens = hidden_states.shape[0]
+        ids = self._shared_ids.expand(num_tokens, -1)
+        if self._shared_gate is None:
+            return ids, self._shared_weights.expand(num_tokens, -1)
+        gates = (hidden_states.to(torch.float32) @ self._shared_gate).sigmoid()
+        return ids, gates[:, None].expand(-1, self.shape.num_shared_experts)
 
     def _check_hidden_states(self, hidden_states: Tensor) -> None:
         if hidden_states.ndim != 2 or hidden_states.shape[1] != self.shape.hidden_size:
@@ -169,6 +197,16 @@ class MoELayer:
                 raise ValueError(f"{name} shape: expected {expected}, got {tuple(tensor.shape)}")
             if tensor.dtype != dtype:
                 raise ValueError(f"{name} dtype: expected {dtype}, got {tensor.dtype}")
+
+
+def _check_masked(shape: LayerShape, masked_max_tokens: int, plain: bool) -> None:
+    """Raise ValueError unless the layer can have steps in the masked layout of so many tokens."""
+    part = len(shape.held_experts) < shape.num_experts
+    if masked_max_tokens < 0 or (masked_max_tokens > 0 and (part or not plain)):
+        expected = (
+            "0 with local_experts" if part else "at least 0" if plain else "0 with this rule of the experts"
+        )
+        raise ValueError(f"masked_max_tokens: expected {expected}, got {masked_max_tokens}")
 
 
 def tokens_per_expert(shape: LayerShape, offsets: NDArray[np.int32]) -> NDArray[np.int32]:

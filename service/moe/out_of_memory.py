@@ -10,7 +10,7 @@ import torch
 
 from expertd.service.moe.device import device_memory
 from expertd.service.moe.shape import LayerShape
-from expertd.service.moe.weights_file import tensor_specs
+from expertd.service.moe.weights_file import OPTIONAL, tensor_specs
 
 _BYTES = {"F8_E4M3": 1, "BF16": 2, "F16": 2, "F32": 4}
 # PyTorch has no type of its own for these errors of its CPU allocator, nor for sizes beyond 64 bits.
@@ -36,9 +36,7 @@ def in_one_sentence(name: str, shape: LayerShape, device: torch.device) -> Itera
 def weights_bytes(shape: LayerShape) -> int:
     """Bytes of a layer's weights."""
     specs = tensor_specs(shape).items()
-    return sum(
-        math.prod(spec.shape) * _BYTES[spec.dtypes[0]] for name, spec in specs if name != "router_bias"
-    )
+    return sum(math.prod(spec.shape) * _BYTES[spec.dtypes[0]] for name, spec in specs if name not in OPTIONAL)
 
 
 def _is_of_memory(error: Exception) -> bool:

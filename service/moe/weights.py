@@ -15,7 +15,13 @@ from torch import Tensor
 from expertd.kernels import Quantized, quantize_blocks
 from expertd.limits import SCALE_BLOCK
 from expertd.service.moe.shape import LayerShape
-from expertd.service.moe.weights_file import TensorSpec, check_tensor, check_weights_file, tensor_specs
+from expertd.service.moe.weights_file import (
+    OPTIONAL,
+    TensorSpec,
+    check_tensor,
+    check_weights_file,
+    tensor_specs,
+)
 
 # safetensors' names, so that errors about files and about tensors use the same ones.
 _DTYPES = {
@@ -31,13 +37,15 @@ class ExpertWeights:
     """router [E, H] float32 or bfloat16; gate_up [G, 2I, H], gate rows before up rows; down [G, H, I].
 
     The G groups are the held routed experts in order, followed by the shared experts. router_bias, float32
-    [E], is added to the scores for the choice of experts; None: no bias.
+    [E], is added to the scores for the choice of experts; None: no bias. The shared experts' output is
+    multiplied by sigmoid(hidden_states @ shared_gate), float32 [H]; None: it is not.
     """
 
     router: Tensor
     gate_up: Quantized
     down: Quantized
     router_bias: Tensor | None = None
+    shared_gate: Tensor | None = None
 
 
 def random_weights(
@@ -58,7 +66,7 @@ def random_weights(
 
 
 def save_weights(path: Path | str, weights: ExpertWeights) -> None:
-    """Write router, gate_up, gate_up_scale, down, down_scale and any router_bias to one safetensors file."""
+    """Write a safetensors file: router, gate_up, gate_up_scale, down, down_scale, and the others if any."""
     save_file(_by_name(weights), str(path))
 
 
@@ -87,6 +95,7 @@ def load_weights(
         Quantized(tensors["gate_up"], tensors["gate_up_scale"]),
         Quantized(tensors["down"], tensors["down_scale"]),
         tensors.get("router_bias"),
+        tensors.get("shared_gate"),
     )
 
 
@@ -99,7 +108,7 @@ def _kept(shape: LayerShape, part: Sequence[int] | None) -> list[int]:
 def _part(file: Any, name: str, kept: list[int]) -> Tensor:
     """A tensor of the open file, with the groups in `kept`, in their order."""
     tensor: Tensor
-    if name.startswith("router") or kept == list(range(file.get_slice(name).get_shape()[0])):
+    if name in ("router", *OPTIONAL) or kept == list(range(file.get_slice(name).get_shape()[0])):
         tensor = file.get_tensor(name)
         return tensor
     stored = file.get_slice(name)
@@ -117,13 +126,15 @@ def check_weights(shape: LayerShape, weights: ExpertWeights) -> None:
     """Raise ValueError (name, expected, got) unless every tensor has the right shape and dtype."""
     specs = tensor_specs(shape)
     for name, tensor in _by_name(weights).items():
+        if name not in specs:
+            raise ValueError(f"{name}: expected none without shared experts, got one")
         dtype = _DTYPES.get(tensor.dtype, str(tensor.dtype))
         check_tensor(name, specs[name], TensorSpec(tuple(tensor.shape), (dtype,)))
 
 
 def _by_name(weights: ExpertWeights) -> dict[str, Tensor]:
-    bias = {} if weights.router_bias is None else {"router_bias": weights.router_bias}
-    return bias | {
+    vectors = {"router_bias": weights.router_bias, "shared_gate": weights.shared_gate}
+    return {name: tensor for name, tensor in vectors.items() if tensor is not None} | {
         "router": weights.router,
         "gate_up": weights.gate_up.data,
         "gate_up_scale": weights.gate_up.scales,

@@ -10,7 +10,7 @@ from expertd.limits import SCALE_BLOCK
 from expertd.service.files import check_readable
 from expertd.service.moe.shape import LayerShape
 
-OPTIONAL = frozenset({"router_bias"})
+OPTIONAL = frozenset({"router_bias", "shared_gate"})
 _MOST_NAMES = 3
 
 
@@ -24,7 +24,8 @@ class TensorSpec(NamedTuple):
 def tensor_specs(shape: LayerShape) -> dict[str, TensorSpec]:
     """The tensors of a layer's file by name; those in `OPTIONAL` may be missing."""
     e, g, h, i = shape.num_experts, shape.num_groups, shape.hidden_size, shape.intermediate_size
-    return {
+    shared_gate = {"shared_gate": TensorSpec((h,), ("F32",))} if shape.num_shared_experts else {}
+    return shared_gate | {
         "router": TensorSpec((e, h), ("F32", "BF16")),
         "router_bias": TensorSpec((e,), ("F32",)),
         "gate_up": TensorSpec((g, 2 * i, h), ("F8_E4M3",)),
@@ -41,7 +42,7 @@ def check_weights_file(path: Path, shape: LayerShape) -> None:
     try:
         with safe_open(path, framework="np") as file:
             names = set(file.keys())
-            _check_names(path, specs.keys() - OPTIONAL, names - OPTIONAL)
+            _check_names(path, specs.keys() - OPTIONAL, names - (OPTIONAL & specs.keys()))
             for name in (name for name in specs if name in names):
                 tensor = file.get_slice(name)
                 got = TensorSpec(tuple(tensor.get_shape()), (str(tensor.get_dtype()),))

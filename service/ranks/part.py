@@ -25,6 +25,7 @@ from expertd.service.ranks.messages import StepCommand, StepEnd
 from expertd.service.ranks.moves import MOVED, NO_STEP, MoveCommand
 from expertd.service.ranks.placed import RankPlacements
 from expertd.service.ranks.regions import MappedRegions
+from expertd.service.ranks.rules import check_on_ranks
 from expertd.service.ranks.setup import SPIN_SECONDS, RankSetup, Rings, Role
 from expertd.service.ranks.split import part_of, requests_of
 from expertd.service.ranks.step_graph import graph_of
@@ -122,6 +123,7 @@ class RankPart:
         self, model: ModelSettings, backend: Backend, device: torch.device, cancelled: Cancelled
     ) -> Layer:
         weights = weights_of(model, device, cancelled, self._placements.held(model))
+        check_on_ranks(model, weights)
         if device.type == "cpu" or self._setup.settings.nnodes > 1:
             layer = ParallelLayer(
                 model.shape, weights, backend, self._membership.exchange(), routing=model.routing.rule,

@@ -34,9 +34,10 @@ class WeightsSettings(Frozen):
 class RoutingSettings(Frozen):
     """The router's scoring function and its selection of experts; see `Routing`."""
 
-    scoring_func: Literal["softmax", "sigmoid"] = Field(
+    scoring_func: Literal["softmax", "sigmoid", "sqrtsoftplus"] = Field(
         default="softmax",
-        description="scoring of router logits: softmax over all experts, or sigmoid of each",
+        description="scoring of router logits: softmax over all experts, sigmoid of each, or the square root "
+        "of the softplus of each",
     )
     renormalize: bool = Field(
         default=True, description="whether a token's routing weights are divided by their sum"
@@ -49,6 +50,10 @@ class RoutingSettings(Frozen):
     )
     topk_group: int = Field(
         default=1, ge=1, description="number of best groups a token's experts are chosen from"
+    )
+    group_score: Literal["best_two", "best"] = Field(
+        default="best_two",
+        description="score of a group: the sum of its two best experts' scores, or the best one",
     )
 
     @property
@@ -150,6 +155,11 @@ class CheckpointSettings(Frozen):
         default=None,
         pattern=_NAME,
         description="prefix of the layers' names, before `.layers.N`; null: the directory's name",
+    )
+    requantize: Literal["allow", "refuse"] = Field(
+        default="refuse",
+        description="whether weights with other scales, or fewer bits, may be rounded to FP8 with a scale "
+        "per 128x128 block (docs/numerics.md)",
     )
     datatype: _Datatype = Field(default="BF16", description="see `models.N.datatype`")
     masked_max_tokens: int = Field(default=0, ge=0, description="see `models.N.masked_max_tokens`")

@@ -8,31 +8,41 @@ from typing import Literal
 class Routing:
     """A router's rule.
 
-    scoring_func           "softmax" over all experts (Mixtral, Qwen3-MoE) or "sigmoid" of each (DeepSeek-V3,
-                           Kimi-K2, GLM-4.5, MiniMax-M2)
+    scoring_func           "softmax" over all experts (Mixtral, Qwen3-MoE), "sigmoid" of each (DeepSeek-V3,
+                           Kimi-K2, GLM-4.5, MiniMax-M2), or "sqrtsoftplus", the root of the softplus of each
+                           (DeepSeek-V4)
     renormalize            a token's weights are divided by their sum
     routed_scaling_factor  then multiplied by this
     num_expert_groups      number of equal groups that the experts form
-    topk_group             a token's experts come from its best topk_group groups; a group's score is the sum
-                           of its two best experts' scores
+    topk_group             a token's experts come from its best topk_group groups
+    group_score            the sum of a group's two best scores, or its best one (DeepSeek-V2)
 
-    Source: the routers of transformers 5.23 (deepseek_v3, glm4_moe, minimax_m2, mixtral, qwen3_moe).
-    Raises ValueError (name, expected, got) for an unknown scoring_func, or a topk_group that is not between 1
-    and num_expert_groups.
+    Source: the routers of transformers 5.23 (deepseek_v3, glm4_moe, minimax_m2, mixtral, qwen3_moe,
+    deepseek_v2, deepseek_v4). Raises ValueError (name, expected, got) for an unknown scoring_func or
+    group_score, or a topk_group that is not between 1 and num_expert_groups.
     """
 
-    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
+    scoring_func: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
     renormalize: bool = True
     routed_scaling_factor: float = 1.0
     num_expert_groups: int = 1
     topk_group: int = 1
+    group_score: Literal["best_two", "best"] = "best_two"
 
     def __post_init__(self) -> None:
-        if self.scoring_func not in ("softmax", "sigmoid"):
-            raise ValueError(f"scoring_func: expected 'softmax' or 'sigmoid', got {self.scoring_func!r}")
+        if self.scoring_func not in ("softmax", "sigmoid", "sqrtsoftplus"):
+            expected = "'softmax', 'sigmoid' or 'sqrtsoftplus'"
+            raise ValueError(f"scoring_func: expected {expected}, got {self.scoring_func!r}")
+        if self.group_score not in ("best_two", "best"):
+            raise ValueError(f"group_score: expected 'best_two' or 'best', got {self.group_score!r}")
         if not 1 <= self.topk_group <= self.num_expert_groups:
             expected = f"1 to num_expert_groups ({self.num_expert_groups})"
             raise ValueError(f"topk_group: expected {expected}, got {self.topk_group}")
+
+    @property
+    def in_kernels(self) -> bool:
+        """Whether the backends' own kernels follow the rule; PyTorch follows every one."""
+        return self.scoring_func != "sqrtsoftplus" and self.group_score == "best_two"
 
     def check(self, num_experts: int, top_k: int) -> None:
         """Raise ValueError unless the experts form equal groups, topk_group of which hold top_k experts."""

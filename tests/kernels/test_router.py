@@ -140,7 +140,14 @@ def test_scores_that_are_all_zero_give_zeros() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Routing("tanh"), "scoring_func: expected 'softmax' or 'sigmoid', got 'tanh'"),  # type: ignore[arg-type]
+        (
+            lambda: Routing("tanh"),  # type: ignore[arg-type]
+            "scoring_func: expected 'softmax', 'sigmoid' or 'sqrtsoftplus', got 'tanh'",
+        ),
+        (
+            lambda: Routing(group_score="sum"),  # type: ignore[arg-type]
+            "group_score: expected 'best_two' or 'best', got 'sum'",
+        ),
         (
             lambda: Routing(num_expert_groups=4, topk_group=5),
             r"topk_group: expected 1 to num_expert_groups \(4\), got 5",

@@ -10,7 +10,7 @@ from torch import Tensor
 from expertd.kernels.backends.base import Backend
 from expertd.kernels.backends.reference import cpu_ffn
 from expertd.kernels.backends.reference.matrices import WeightCache, multiply, prepared_matrix
-from expertd.kernels.ops.activation import Swiglu
+from expertd.kernels.ops.activation import Activation
 from expertd.kernels.ops.quantize import Quantized, dequantize_rows
 
 
@@ -63,7 +63,7 @@ class ReferenceBackend(Backend):
         gate_up: Quantized,
         down: Quantized,
         offsets: Tensor,
-        activation: Swiglu,
+        activation: Activation,
         num_sms: int | None,
     ) -> Tensor:
         """See `Backend.ffn`; on a CPU, which has no FP8 arithmetic, activations stay bf16."""

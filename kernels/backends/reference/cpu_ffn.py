@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from expertd.kernels.backends.reference.matrices import Matrices, multiply
-from expertd.kernels.ops.activation import Swiglu, gated
+from expertd.kernels.ops.activation import Activation, gated
 
 # oneDNN compiles a kernel for each new height, in 0.5 to 6 ms; all heights within 16 rows run equally fast.
 _HEIGHT_STEP = 16
@@ -31,7 +31,7 @@ def ffn(
     gate_up: Matrices,
     down: Matrices,
     bounds: Sequence[int],
-    activation: Swiglu,
+    activation: Activation,
 ) -> Tensor:
     """`Backend.ffn` on CPU tensors, with offsets as a list and activations rounded only to bf16."""
     x = hidden_states.detach().to(torch.bfloat16)
@@ -77,7 +77,7 @@ def _multiply(rows: Tensor, matrices: Matrices, run: list[_Piece]) -> list[Tenso
     return parts
 
 
-def _swiglu(gate_up: Tensor, activation: Swiglu) -> Tensor:
+def _swiglu(gate_up: Tensor, activation: Activation) -> Tensor:
     """The activation of bf16 [rows, 2I], rounded after each step; float32 makes a layer 5 to 10% slower."""
     gate, up = gate_up.chunk(2, dim=1)
     gate, up = gated(gate, up, activation)

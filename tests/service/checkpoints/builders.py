@@ -1,9 +1,9 @@
 """Small checkpoints of every family: built and saved by transformers, quantized to FP8 block by block."""
 
 import json
+import re
 import shutil
 import tempfile
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.families import FAMILIES, quiet_transformers
+from expertd.service.checkpoints.families import FAMILIES as SERVED
+from tests.families import Sizes, quiet_transformers
 from tests.kernels.helpers import fresh_generator
+from tests.more_families import ALL_FAMILIES
+
+INDEX = "model.safetensors.index.json"
 
 
 class Checkpoint:
@@ -25,26 +29,32 @@ class Checkpoint:
         scales_dtype: torch.dtype | None = None,
         *,
         dtype: torch.dtype = torch.bfloat16,
+        sizes: Sizes = Sizes(),  # noqa: B008  (a tuple)
     ) -> None:
         """Weights are of `dtype`; if scales_dtype is given, the experts' are FP8."""
-        case = FAMILIES[family]
+        case = ALL_FAMILIES[family].sized(sizes)
         self.family, self.directory = family, directory
         with quiet_transformers(), tempfile.TemporaryDirectory() as temporary:
-            transformers = import_module("transformers")
             plain = Path(temporary) / "plain"
-            model_class = getattr(transformers, f"{case.prefix}ForCausalLM")
-            model = model_class(case.config())
+            model = case.model_class(case.config())
             _randomize(model)
             model.to(dtype).save_pretrained(plain, max_shard_size="600KB")
             shutil.copytree(plain, directory)
             if scales_dtype is not None:
                 _to_fp8(directory, plain, scales_dtype)
-            self.oracle = model_class.from_pretrained(plain, dtype=torch.float32).eval()
+            _rename(directory, case.renames)
+            self.oracle = case.model_class.from_pretrained(plain, dtype=torch.float32).eval()
         edit_json(directory / "config.json", model_type=case.model_type)
+        nest_config(directory / "config.json")
 
     def block(self, layer: int) -> Any:
         """transformers' MoE block of a layer."""
-        return self.oracle.model.layers[layer].mlp
+        layers = getattr(self.oracle, "model", self.oracle).layers
+        return next(
+            getattr(layers[layer], name)
+            for name in ("mlp", "feed_forward", "block_sparse_moe")
+            if hasattr(layers[layer], name)
+        )
 
     @torch.no_grad()
     def run(self, layer: int, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -55,13 +65,25 @@ class Checkpoint:
             out = block(hidden_states[None].float())
         hook.remove()
         out = out[0] if isinstance(out, tuple) else out
-        return out[0], seen[0][1], seen[0][2]
+        if len(seen[0]) == 1:  # Llama 4 weighs the experts' input, and runs all of them
+            weights, ids = block.router(hidden_states.float())[0].topk(block.top_k, dim=-1)
+            return out.view(hidden_states.shape), ids, weights
+        return out[0], seen[0][1], seen[0][2] * ALL_FAMILIES[self.family].scaled_after
 
 
 def edit_json(path: Path, **changes: object) -> None:
     """Set top-level keys of a JSON file; `...` removes one."""
     values = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({name: value for name, value in values.items() if value is not ...}))
+
+
+def nest_config(path: Path) -> None:
+    """Move what config.json says of the language model to where its family has it."""
+    values = json.loads(path.read_text())
+    model_type = values["model_type"]
+    for key in reversed(SERVED[model_type].inside):
+        values = {key: values}
+    path.write_text(json.dumps(values | {"model_type": model_type}))
 
 
 def shard_of(directory: Path, name: str) -> Path:
@@ -80,10 +102,34 @@ def _randomize(model: Any) -> None:
     """Weights that keep the magnitude of a token, and biases large enough to affect choices."""
     generator = fresh_generator()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if "e_score_correction_bias" in name:
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             tensor.data.copy_(torch.randn(tensor.shape, generator=generator) * 0.2 - 0.3)
         elif tensor.ndim >= 2:
             tensor.data.copy_(torch.randn(tensor.shape, generator=generator) * tensor.shape[-1] ** -0.5)
+
+
+def _rename(directory: Path, renames: tuple[tuple[str, str], ...]) -> None:
+    """Give tensors the names that they have in the models' own checkpoints."""
+    if not renames:
+        return
+
+    def renamed(name: str) -> str:
+        for pattern, replacement in renames:
+            name = re.sub(pattern, replacement, name)
+        return name
+
+    index = json.loads((directory / INDEX).read_text())
+    for file in sorted(directory.glob("*.safetensors")):
+        tensors = {renamed(name): value for name, value in load_file(file).items()}
+        for name in [name for name in tensors if "gate_up_proj.weight" in name]:
+            halves = tensors.pop(name).chunk(2, dim=-2)
+            for half, value in zip(("gate", "up"), halves, strict=True):
+                tensors[name.replace("gate_up", half)] = value.contiguous()
+        save_file(tensors, file)
+        index["weight_map"] = {
+            name: at for name, at in index["weight_map"].items() if at != file.name
+        } | dict.fromkeys(tensors, file.name)
+    (directory / INDEX).write_text(json.dumps(index))
 
 
 def _to_fp8(directory: Path, plain: Path, scales_dtype: torch.dtype) -> None:
@@ -92,9 +138,7 @@ def _to_fp8(directory: Path, plain: Path, scales_dtype: torch.dtype) -> None:
     for file in sorted(directory.glob("*.safetensors")):
         tensors = load_file(file)
         meant = dict(tensors)
-        for name in [name for name in tensors if "expert" in name and name.endswith("_proj.weight")] + [
-            name for name in tensors if ".w1.weight" in name or ".w2.weight" in name or ".w3.weight" in name
-        ]:
+        for name in filter(_is_expert, list(tensors)):
             data, scales = _quantize(tensors[name].float(), scales_dtype)
             tensors[name], tensors[f"{name}_scale_inv"] = data, scales
             meant[name] = _blocks(scales.float(), data.shape) * data.float()
@@ -111,13 +155,18 @@ def _to_fp8(directory: Path, plain: Path, scales_dtype: torch.dtype) -> None:
     )  # fmt: skip
 
 
+def _is_expert(name: str) -> bool:
+    """Whether a tensor belongs to an expert, a shared one included, or to all of them."""
+    of_experts = re.search(
+        r"\.(experts\.\d+|experts|shared_experts?|shared_mlp)\.(\w+_proj|linear_gate)(\.weight)?$", name
+    )
+    return bool(of_experts or re.search(r"\.(w[123]|input_linear|output_linear)\.weight$", name))
+
+
 def _quantize(weight: Tensor, scales_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    n, k = weight.shape
-    scales = torch.empty(n // 128, k // 128)
-    for row in range(n // 128):
-        for column in range(k // 128):
-            block = weight[128 * row : 128 * row + 128, 128 * column : 128 * column + 128]
-            scales[row, column] = block.abs().max() / 448
+    *_, n, k = weight.shape
+    blocks = weight.view(-1, n // 128, 128, k // 128, 128)
+    scales = (blocks.abs().amax(dim=(2, 4)) / 448).view(*weight.shape[:-2], n // 128, k // 128)
     if scales_dtype != torch.float32:  # rounded up, so that nothing overflows
         scales = torch.exp2(scales.log2().ceil())
     stored = scales.to(scales_dtype)
@@ -125,4 +174,4 @@ def _quantize(weight: Tensor, scales_dtype: torch.dtype) -> tuple[Tensor, Tensor
 
 
 def _blocks(scales: Tensor, shape: torch.Size) -> Tensor:
-    return scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: shape[0], : shape[1]]
+    return scales.repeat_interleave(128, -2).repeat_interleave(128, -1)[..., : shape[-2], : shape[-1]]

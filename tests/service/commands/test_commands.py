@@ -221,9 +221,58 @@ def test_layers_lists_the_layers_of_a_checkpoint(checkpoint: Path, capsys: Outpu
     assert capsys.readouterr().out.splitlines() == [
         f"{checkpoint}: deepseek_v3, 2 MoE layers",
         "hidden_size 256, intermediate_size 128, num_experts 8, num_shared_experts 1, top_k 3",
+        "routing: scoring_func sigmoid, renormalize True, routed_scaling_factor 2.5, num_expert_groups 4, "
+        "topk_group 2, with a bias",
+        "experts: down(silu(gate) * up)",
         "layers  weights                   bytes a layer",
         f"1-2     FP8, a scale per 128x128        {num_bytes:,}",
     ]
+
+
+@pytest.mark.parametrize(
+    ("family", "lines"),
+    [
+        ("qwen2", ["experts: down(silu(gate) * up), the shared one with a gate"]),
+        (
+            "hunyuan-4",
+            ["experts: down(silu(min(gate, 0.7)) * clamp(up, 0.7)), shared ones down(silu(gate) * up)"],
+        ),
+        (
+            "minimax-m3",
+            ["experts: down(min(gate, 0.7) * sigmoid(1.702 * min(gate, 0.7)) * (clamp(up, 0.7) + 1))"],
+        ),
+        (
+            "step-3.7",
+            [
+                "experts: down(min(silu(gate), 0.7) * clamp(up, 0.7)), shared ones down(silu(gate) * up)",
+                "experts: down(silu(gate) * up), shared ones down(min(silu(gate), 0.4) * clamp(up, 0.4))",
+            ],
+        ),
+        ("llama-4", ["experts: down(silu(gate) * up), weights on their input"]),
+        (
+            "deepseek-v4",
+            [
+                "experts: down(silu(min(gate, 0.7)) * clamp(up, 0.7))",
+                "not served: 0: experts are chosen by the token's id, which requests do not carry",
+            ],
+        ),
+    ],
+)
+def test_layers_says_what_was_understood(
+    family: str, lines: list[str], tmp_path: Path, capsys: Output
+) -> None:
+    directory = Checkpoint(family, tmp_path / "model").directory
+    capsys.readouterr()
+    assert main(["layers", str(directory)]) == 0
+    got = capsys.readouterr().out.splitlines()
+    assert [line for line in got if line.startswith(("experts", "not"))] == lines
+    assert main(["layers", "--json", str(directory)]) == 0
+    about = json.loads(capsys.readouterr().out)
+    assert {f"experts: {text}" for text in about["experts"].values()} == {
+        line.removesuffix(", the shared one with a gate") for line in lines if line.startswith("experts")
+    }
+    assert about["shared_gate"] == (family == "qwen2")
+    assert list(about["not_served"]) == (["0"] if family == "deepseek-v4" else [])
 
 
 @pytest.mark.slow

@@ -118,6 +118,18 @@ def test_a_file_with_other_tensors_is_refused(tmp_path: Path) -> None:
         load_weights(path, SHAPE, "cpu")
 
 
+def test_a_gate_of_the_shared_experts_is_kept(tmp_path: Path) -> None:
+    path, shape = tmp_path / "layer.safetensors", replace(SHAPE, num_shared_experts=1)
+    gate = torch.linspace(-1, 1, shape.hidden_size)
+    save_weights(path, replace(random_weights(shape, 1, "cpu"), shared_gate=gate))
+    loaded = load_weights(path, shape, "cpu", [1])
+    assert loaded.shared_gate is not None
+    assert torch.equal(loaded.shared_gate, gate)
+    save_weights(path, replace(random_weights(SHAPE, 1, "cpu"), shared_gate=gate))
+    with pytest.raises(ValueError, match=r"got 1 unknown: shared_gate$"):
+        load_weights(path, SHAPE, "cpu")
+
+
 def test_a_missing_or_invalid_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "layer.safetensors"
     with pytest.raises(ValueError, match=r"layer\.safetensors: cannot be read: No such file"):
@@ -164,8 +176,8 @@ def test_the_documented_example_writes_a_file_that_can_be_served(tmp_path: Path)
 def test_the_documented_tensors_are_those_that_are_read() -> None:
     document = (ROOT / "docs" / "weights.md").read_text()
     table = re.findall(r"^\| `(\w+)`( \(optional\))? \| `(\[.*?\])` \| (.*?) \|", document, re.M)
-    shape = LayerShape(1024, 384, 5, 2)
-    sizes = {"E": 5, "G": 5, "H": 1024, "I": 384}
+    shape = LayerShape(1024, 384, 5, 2, num_shared_experts=1)
+    sizes = {"E": 5, "G": 6, "H": 1024, "I": 384}
     documented = {
         name: (tuple(eval(size, sizes)), tuple(dtypes.split(" or "))) for name, _, size, dtypes in table
     }

@@ -1,6 +1,7 @@
 """Ranks load weights of every kind, and a rank that cannot load is reported in a sentence."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from expertd.service.checkpoints import resolve_checkpoints
+from expertd.service.checkpoints import CheckpointError, resolve_checkpoints
 from expertd.service.engine.loading import LoadCancelledError, load
 from expertd.service.moe.request import LayerRequest
 from expertd.service.moe.shape import LayerShape
@@ -57,6 +58,24 @@ def computed(settings: Settings) -> np.ndarray[tuple[int, ...], np.dtype[np.floa
 def test_a_checkpoint_is_split(checkpoint: Path, experts: str | None) -> None:
     got = computed(of_checkpoint(checkpoint, 2, experts=experts))
     assert close(got, computed(of_checkpoint(checkpoint, 1, experts=experts)))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "hunyuan-4", "llama-4"])
+def test_families_with_other_rules_need_one_rank(family: str, tmp_path: Path) -> None:
+    directory = Checkpoint(family, tmp_path / "model").directory
+    assert of_checkpoint(directory, 1).num_ranks == 1
+    with pytest.raises(
+        CheckpointError, match=r"model\.layers\.1: expected, on several ranks, a family whose"
+    ):
+        of_checkpoint(directory, 2)
+
+
+def test_a_gate_in_a_weights_file_needs_one_rank(tmp_path: Path) -> None:
+    shape, path = replace(SHAPE, num_shared_experts=1), tmp_path / "layer.safetensors"
+    save_weights(path, replace(random_weights(shape, 3, "cpu"), shared_gate=torch.ones(HIDDEN)))
+    models = [{**MODEL, "hidden_size": HIDDEN, "num_shared_experts": 1, "weights": {"path": path}}]
+    with pytest.raises(ValueError, match=r"on several ranks, .* got a gate of the shared expert"):
+        load_ranks(tiny_settings(models=models, ranks=2), lambda: False)
 
 
 def test_a_weights_file_is_split(tmp_path: Path) -> None:

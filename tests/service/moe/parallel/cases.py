@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expertd.kernels import Backend, Quantized, Routing, Swiglu
+from expertd.kernels import Activation, Backend, Quantized, Routing
 from expertd.kernels.backends.reference.backend import ReferenceBackend
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.parallel import Exchange, ParallelLayer
@@ -31,7 +31,7 @@ class RowByRow(ReferenceBackend):
         gate_up: Quantized,
         down: Quantized,
         offsets: Tensor,
-        activation: Swiglu,
+        activation: Activation,
         num_sms: int | None,
     ) -> Tensor:
         out = torch.full((len(tokens), hidden_states.shape[1]), torch.nan, dtype=torch.bfloat16)

@@ -1,0 +1,84 @@
+"""Generates the table of families in docs/checkpoints.md.
+
+`python -m expertd.service.checkpoints.families.table docs/checkpoints.md` writes it between the markers;
+`--check` only compares.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from expertd.service.checkpoints.families import FAMILIES, Family
+from expertd.service.checkpoints.families.activations import silu
+from expertd.service.checkpoints.families.refused import REFUSED
+
+BEGIN, END = "<!-- families -->", "<!-- /families -->"
+
+
+def families_table() -> str:
+    """A Markdown table with a row for each family, and one of the model types that are refused."""
+    rows = "".join(
+        f"| {family.models} | `{name}` | {_routing(family)} | {_experts(family)} | {_shared(family)} |\n"
+        for name, family in FAMILIES.items()
+    )
+    refused = "".join(f"| `{name}` | {why} |\n" for name, why in sorted(REFUSED.items()))
+    return (
+        "| models | `model_type` | routing | experts | shared expert |\n|---|---|---|---|---|\n"
+        f"{rows}\nThese are refused:\n\n| model type | because |\n|---|---|\n{refused}"
+    )
+
+
+def replaced(document: str) -> str:
+    """`document` with the current tables. Raises ValueError if the markers are missing."""
+    before, begin, rest = document.partition(f"{BEGIN}\n")
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"expected {BEGIN} and {END}, each on a line of its own")
+    return f"{before}{begin}{families_table()}{end}{after}"
+
+
+def _routing(family: Family) -> str:
+    router = family.router
+    parts: list[str] = [router.scoring]
+    if family.names.router_bias is not None:
+        parts.append("bias")
+    if router.groups is not None and router.groups != (1, 1):
+        parts.append("expert groups")
+    if "group_limited_greedy" in family.methods:
+        parts.append("expert groups by their best")
+    if router.scale is not None:
+        parts.append("scaling factor")
+    if family.weighs_input:
+        parts.append("weights on the input")
+    return ", ".join(parts)
+
+
+def _experts(family: Family) -> str:
+    text = (family.activation.__doc__ or "").strip()
+    return f"`{text}`" if family.activation is silu else text
+
+
+def _shared(family: Family) -> str:
+    if family.shared is None:
+        return "no"
+    return "yes" if family.names.shared_gate is None else "with a gate"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write the tables to the document, or compare."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("document", type=Path)
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args(arguments)
+    text = options.document.read_text(encoding="utf-8")
+    current = replaced(text)
+    if not options.check:
+        options.document.write_text(current, encoding="utf-8")
+    elif current != text:
+        print(f"{options.document}: expected the current tables, got older ones", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""Finds the tensors of one MoE layer of a checkpoint, and checks their names, shapes and dtypes."""
+
+from expertd.limits import SCALE_BLOCK
+from expertd.service.checkpoints.config import CheckpointError
+from expertd.service.checkpoints.encodings import (
+    FLOATS,
+    FP8,
+    SCALES,
+    UNUSED,
+    Encoded,
+    Encoding,
+    check,
+    find_encoded,
+)
+from expertd.service.checkpoints.files import Stored, TensorFiles
+from expertd.service.checkpoints.layer import LayerSource, Matrix
+from expertd.service.checkpoints.model import PREFIXES, MoEModel
+from expertd.service.checkpoints.unknown import check_names
+
+Group = tuple[Matrix, Matrix, Matrix]
+
+
+def present_layers(files: TensorFiles, model: MoEModel) -> list[int]:
+    """The MoE layers that the files must contain: all except next_token_layers that they leave out.
+
+    Raises CheckpointError if the files cannot be read.
+    """
+    return [
+        layer
+        for layer in model.layers
+        if layer not in model.next_token_layers or _starts(files, model, layer)
+    ]
+
+
+def find_layer(
+    files: TensorFiles,
+    model: MoEModel,
+    layer: int,
+    experts: range,
+    num_shared_experts: int,
+    requantize: bool,
+) -> LayerSource:
+    """Find the tensors of layer `layer` with the routed `experts` and the first `num_shared_experts`.
+
+    requantize: whether encodings are allowed that must be rounded once more. Reads only headers. Raises
+    CheckpointError if a tensor is missing, has the wrong shape or dtype, or is in the layer's block and of no
+    use that `model` knows.
+    """
+    starts = _starts(files, model, layer)
+    if len(starts) > 1:
+        raise CheckpointError(f"{files.directory}: layer {layer}: expected one, got {' and '.join(starts)}")
+    finder = _Finder(files, model, starts[0] if starts else f"{PREFIXES[0]}{layer}.", requantize)
+    return finder.find(experts, num_shared_experts)
+
+
+def _starts(files: TensorFiles, model: MoEModel, layer: int) -> list[str]:
+    """What the names of the layer's tensors begin with: one in a good checkpoint, none if it is absent."""
+    starts = (f"{prefix}{layer}." for prefix in PREFIXES)
+    return [start for start in starts if files.has(f"{start}{model.names.router}")]
+
+
+class _Finder:
+    def __init__(self, files: TensorFiles, model: MoEModel, start: str, requantize: bool) -> None:
+        self._files = files
+        self._requantize = requantize
+        self._model = model
+        self._start = start
+        self._used: set[str] = set()
+
+    def find(self, experts: range, num_shared_experts: int) -> LayerSource:
+        model, names = self._model, self._model.names
+        stacked = self._has(names.stacked[0])
+        groups = self._stacked(experts) if stacked else self._separate(experts)
+        groups += self._shared(num_shared_experts)
+        bias = None
+        if names.router_bias is not None:
+            bias = self._vector(names.router_bias, model.num_experts)
+        router = self._plain(names.router, (model.num_experts, model.hidden_size))
+        gate = None
+        if names.shared_gate is not None and num_shared_experts > 0:
+            gate = self._vector(names.shared_gate, model.hidden_size)
+        check_names(self._files, model, self._start, self._used)
+        return LayerSource(router, bias, tuple(groups), gate)
+
+    def _separate(self, experts: range) -> list[Group]:
+        """Experts with a tensor for each projection."""
+        names, size = self._model.names, self._model.intermediate_size
+        return [
+            self._group(f"{names.experts}.{expert}", names.projections, range(size), size)
+            for expert in experts
+        ]
+
+    def _shared(self, count: int) -> list[Group]:
+        """The first `count` parts of the shared expert, each as wide as a routed one."""
+        names, size = self._model.names, self._model.intermediate_size
+        projections, whole = names.shared_projections or names.projections, self._model.num_shared_experts
+        return [
+            self._group(names.shared, projections, range(part * size, (part + 1) * size), whole * size)
+            for part in range(count)
+        ]
+
+    def _group(self, name: str, projections: tuple[str, str, str], part: range, size: int) -> Group:
+        """`part` of the gate, up and down projections of an expert with intermediate size `size`."""
+        hidden = range(self._model.hidden_size)
+        gate, up, down = (f"{name}.{projection}" for projection in projections)
+        return (
+            self._matrix(gate, (size, len(hidden)), part, hidden),
+            self._matrix(up, (size, len(hidden)), part, hidden),
+            self._matrix(down, (len(hidden), size), hidden, part),
+        )
+
+    def _matrix(self, name: str, shape: tuple[int, int], rows: range, columns: range) -> Matrix:
+        encoded = find_encoded(self._has, self._find, name, shape)
+        if encoded.encoding not in (Encoding.FLOAT, Encoding.BLOCKS):
+            self._used.update(f"{self._start}{name}.{unused}" for unused in UNUSED)
+        if not (encoded.encoding.is_native or self._requantize):
+            raise CheckpointError(
+                f"{encoded.weight.file}: {encoded.weight.name}: expected floats, or FP8 with a scale per "
+                f"128x128 block, got {encoded.encoding}; with requantize: allow, it is rounded to that FP8"
+            )
+        return Matrix(encoded, rows, columns)
+
+    def _stacked(self, experts: range) -> list[Group]:
+        """Experts of which each tensor has all, one after another: gate and up in one, or in two."""
+        model, hidden, size = self._model, self._model.hidden_size, self._model.intermediate_size
+        fused = len(model.names.stacked) == 2
+        sizes = [*([(2 * size, hidden)] if fused else [(size, hidden)] * 2), (hidden, size)]
+        tensors = [self._find(name) for name in model.names.stacked]
+        transposed = [tensor.shape for tensor in tensors] == [(model.num_experts, k, n) for n, k in sizes]
+        pairs = []
+        for tensor, (n, k) in zip(tensors, sizes, strict=True):
+            shape = (model.num_experts, k, n) if transposed else (model.num_experts, n, k)
+            pairs.append(self._encoded(tensor, shape))
+        gate, up, down = [pairs[0], *pairs] if fused else pairs
+        inner, outer, first_up = range(size), range(hidden), size if fused else 0
+        parts = (gate, inner, outer), (up, range(first_up, first_up + size), outer), (down, outer, inner)
+
+        def group(expert: int) -> Group:
+            gate, up, down = (
+                Matrix(encoded, rows, columns, expert, transposed) for encoded, rows, columns in parts
+            )
+            return gate, up, down
+
+        return [group(expert) for expert in experts]
+
+    def _encoded(self, weight: Stored, shape: tuple[int, int, int]) -> Encoded:
+        """Matrices of all experts: floats, or FP8 with a scale for each block."""
+        check(weight, shape, (FP8, *FLOATS))
+        if weight.dtype != FP8:
+            return Encoded(Encoding.FLOAT, weight)
+        name = weight.name.removeprefix(self._start)
+        scale = next((s for s in ("_scale_inv", "_scale") if self._has(f"{name}{s}")), "_scale_inv")
+        scales = self._find(f"{name}{scale}")
+        n, k = (-(-size // SCALE_BLOCK) for size in shape[1:])
+        check(scales, (shape[0], n, k), SCALES)
+        return Encoded(Encoding.BLOCKS, weight, scales)
+
+    def _vector(self, name: str, size: int) -> Stored:
+        """A tensor [size], or [1, size]."""
+        tensor = self._find(name)
+        check(tensor, (1, size) if len(tensor.shape) == 2 else (size,), FLOATS)
+        return tensor
+
+    def _plain(self, name: str, shape: tuple[int, ...]) -> Stored:
+        tensor = self._find(name)
+        check(tensor, shape, FLOATS)
+        return tensor
+
+    def _has(self, name: str) -> bool:
+        return self._files.has(f"{self._start}{name}")
+
+    def _find(self, name: str) -> Stored:
+        self._used.add(f"{self._start}{name}")
+        return self._files.find(f"{self._start}{name}")

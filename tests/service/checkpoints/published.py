@@ -1,0 +1,86 @@
+"""Which published models the service understands: `python -m tests.service.checkpoints.published`.
+
+published.json has, of 65 MoE models, what decides that: the values that a family's rule reads, as they are in
+their config.json and hf_quant_config.json (those that ai-dynamo/aiconfigurator bundles, August 2026). Given a
+document, the command writes the table between its markers.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from expertd.service.checkpoints import CheckpointError, MoEModel, read_model
+from expertd.service.settings.spans import spans
+
+PUBLISHED: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("published.json").read_text())
+BEGIN, END = "<!-- published -->", "<!-- /published -->"
+
+
+def understood(name: str, *, requantize: bool) -> MoEModel:
+    """The layers of a published model. Raises CheckpointError."""
+    with tempfile.TemporaryDirectory() as temporary:
+        for file, values in PUBLISHED[name].items():
+            (Path(temporary) / file).write_text(json.dumps(values))
+        try:
+            return read_model(Path(temporary), requantize=requantize)
+        except CheckpointError as error:
+            raise CheckpointError(str(error).replace(f"{temporary}/", "")) from error
+
+
+def report() -> str:
+    """The count, and a Markdown table with a row for each model."""
+    rows, served = [], 0
+    for name in sorted(PUBLISHED, key=str.lower):
+        try:
+            model = understood(name, requantize=True)
+        except CheckpointError as error:
+            rows.append(f"| {name} | refused | {_shortened(str(error))} |\n")
+            continue
+        served += 1
+        rows.append(f"| {name} | {_how(name)} | {_what(model)} |\n")
+    head = f"{served} of {len(PUBLISHED)} are understood.\n\n"
+    return head + "| model | | layers, or the reason |\n|---|---|---|\n" + "".join(rows)
+
+
+def _how(name: str) -> str:
+    try:
+        understood(name, requantize=False)
+    except CheckpointError:
+        return "with `requantize: allow`"
+    return "understood"
+
+
+def _what(model: MoEModel) -> str:
+    shared = f" and {model.num_shared_experts} shared" if model.num_shared_experts else ""
+    experts = f"{model.num_experts} experts{shared} of {model.intermediate_size}, top {model.top_k}"
+    return f"{spans(model.layers)}: {experts}" + (
+        f"; not {spans(tuple(model.refused))}" if model.refused else ""
+    )
+
+
+def _shortened(text: str) -> str:
+    return text.replace("|", "/").removeprefix("config.json: model_type: expected another one, got ")
+
+
+def replaced(document: str) -> str:
+    """`document` with the current report. Raises ValueError if the markers are missing."""
+    before, begin, rest = document.partition(f"{BEGIN}\n")
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"expected {BEGIN} and {END}, each on a line of its own")
+    return f"{before}{begin}{report()}{end}{after}"
+
+
+def main(arguments: list[str]) -> None:
+    """Print the report, or write it to a document."""
+    if not arguments:
+        print(report(), end="")
+    for name in arguments:
+        path = Path(name)
+        path.write_text(replaced(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
