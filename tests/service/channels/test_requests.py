@@ -171,9 +171,7 @@ async def held(server: Serving, runner: EchoRunner, **request: Any) -> tuple[Pee
 async def test_a_request_waits_no_longer_than_its_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        Forecast, "note", lambda *_: None
-    )  # else a slow step has it refused before
+    monkeypatch.setattr(Forecast, "note", lambda *_: None)  # else a slow step has it refused before
     runner = EchoRunner()
     runner.gate = gate = Turnstile()
     async with channel_server(tmp_path, runner, {"max_batch_tokens": 64}) as server:
