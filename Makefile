@@ -6,6 +6,8 @@ BIN    := $(VENV)/bin
 CONFIG ?= configs/demo.yaml
 PORT   ?= 8000
 EXPERTD ?= $(BIN)/expertd
+SECONDS ?= 600
+CASES   ?= 100000
 
 # Without an NVIDIA GPU, torch's CPU build is enough. It is in PyTorch's own index; PyPI's brings gigabytes of CUDA.
 ifndef VARIANT
@@ -20,7 +22,7 @@ LOCKED  := $(VENV)/.locked-$(VARIANT)
 RUNTIME := $(VENV)/.runtime
 DEV     := $(VENV)/.dev
 
-.PHONY: help install install-dev serve test test-fast test-client test-gpu bench lint format check lock clean
+.PHONY: help install install-dev serve test test-fast test-client test-gpu soak fuzz bench lint format check lock clean
 
 help: ## list the chores
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F '|' '{ printf "make %-11s %s\n", $$1, $$2 }'
@@ -34,15 +36,19 @@ install-dev: $(RUNTIME) $(DEV) ## add what tests, checks and the documents' exam
 serve: $(RUNTIME) ## serve CONFIG (the demo layer) on PORT (8000)
 	$(BIN)/expertd serve --config $(CONFIG) --port $(PORT)
 
-test: all-but-ranks ranks client ## run every test that needs no GPU
+test: all-but-ranks ranks client short-soak ## run every test that needs no GPU
 
 # The parts of `test`, which `make -j2` runs side by side.
-.PHONY: all-but-ranks ranks client
+.PHONY: all-but-ranks ranks client short-soak
 all-but-ranks: $(RUNTIME) $(DEV)
 	$(BIN)/python -m pytest -m "not gpu" --ignore=tests/service/ranks
 
 ranks: $(RUNTIME) $(DEV)
 	$(BIN)/python -m pytest -m "not gpu" tests/service/ranks
+
+# Last, because it measures memory; with -j2, beside the others.
+short-soak: $(RUNTIME) $(DEV) | ranks
+	$(BIN)/python -m tests.soak --seconds 60 --growth 0.1
 
 client: $(RUNTIME) $(DEV)
 	cd client && ../$(BIN)/python -m pytest -m "not gpu"
@@ -57,6 +63,12 @@ test-client: $(RUNTIME) $(DEV) ## run the client's tests against EXPERTD, the co
 test-gpu: $(RUNTIME) $(DEV) ## run the tests that need a Hopper GPU
 	$(BIN)/python -m pytest -m gpu
 	cd client && ../$(BIN)/python -m pytest -m gpu
+
+soak: $(RUNTIME) $(DEV) ## run a server under everything for SECONDS (600), and count what becomes of requests
+	$(BIN)/python -m tests.soak --seconds $(SECONDS) $(SOAK)
+
+fuzz: $(RUNTIME) $(DEV) ## send CASES (100000) of bytes of every kind to each parser
+	CASES=$(CASES) $(BIN)/python -m pytest --timeout 0 -m "not gpu" tests/fuzz
 
 bench: $(RUNTIME) $(DEV) ## time the grouped GEMMs on the GPU at hand
 	$(BIN)/python -m benchmarks.grouped_gemm

@@ -35,12 +35,13 @@ class Request(NamedTuple):
     status: int  # of its answer
 
 
-def binary(num_tokens: int, binary_output: bool = True) -> Request:
+def binary(num_tokens: int, binary_output: bool = True, **parameters: int) -> Request:
     """A request whose tensor is binary."""
-    data = _rows(num_tokens).tobytes()
+    data = rows(num_tokens).tobytes()
     entry = {"name": "hidden_states", "datatype": "FP32", "shape": [num_tokens, HIDDEN]}
     inputs = [{**entry, "parameters": {"binary_data_size": len(data)}}]
-    head = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": binary_output}}).encode()
+    given = {"binary_data_output": binary_output, **parameters}
+    head = json.dumps({"inputs": inputs, "parameters": given}).encode()
     return Request(head + data, {"Inference-Header-Content-Length": str(len(head))}, 200)
 
 
@@ -48,7 +49,7 @@ def numbers(limit: int) -> Request:
     """The largest request in JSON of at most `limit` bytes."""
     num_tokens = limit // (20 * HIDDEN)
     while True:
-        data = _rows(num_tokens).ravel().tolist()
+        data = rows(num_tokens).ravel().tolist()
         entry = {"name": "hidden_states", "datatype": "FP32", "shape": [num_tokens, HIDDEN], "data": data}
         text = {"inputs": [entry], "parameters": {"binary_data_output": True}}
         body = json.dumps(text, separators=(",", ":")).encode()
@@ -88,6 +89,13 @@ def repeat(port: int, request: Request, stop: Event, answered: "Synchronized[int
 @contextmanager
 def server(*settings: str) -> Iterator[int]:
     """The port of a server with these settings, which is ready."""
+    with server_process(*settings) as (port, _):
+        yield port
+
+
+@contextmanager
+def server_process(*settings: str) -> Iterator[tuple[int, int]]:
+    """The port and process id of a server with these settings, which is ready."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
@@ -100,28 +108,34 @@ def server(*settings: str) -> Iterator[int]:
             if process.poll() is not None:
                 raise RuntimeError(f"expertd serve: expected it to run, got exit code {process.returncode}")
             time.sleep(0.1)
-        yield port
+        yield port, process.pid
     finally:
         process.terminate()
         process.wait(60)
 
 
-def measure(port: int, beside: Request | None, connections: int, seconds: float) -> tuple[list[float], int]:
-    """The seconds of each request of the caller, and the number of answers beside them."""
-    one = binary(1)
+@contextmanager
+def beside(port: int, request: Request | None, connections: int) -> "Iterator[Synchronized[int]]":
+    """Repeat `request` on other connections, each a process; the number of their answers."""
+    spawn = mp.get_context("spawn")
     with ExitStack() as stack:
-        stop = mp.get_context("spawn").Event()
-        answered = mp.get_context("spawn").Value("q", 0)
-        stack.callback(stop.set)
-        for _ in range(connections if beside is not None else 0):
-            process = mp.get_context("spawn").Process(
-                target=repeat, args=(port, beside, stop, answered), daemon=True
-            )
+        stop, answered = spawn.Event(), spawn.Value("q", 0)
+        for _ in range(connections if request is not None else 0):
+            process = spawn.Process(target=repeat, args=(port, request, stop, answered), daemon=True)
             process.start()
             stack.callback(process.join)
-            stack.callback(stop.set)
+        stack.callback(stop.set)
         time.sleep(2)  # until they send
-        connection = stack.enter_context(closing(http.client.HTTPConnection("127.0.0.1", port)))
+        yield answered
+
+
+def measure(port: int, other: Request | None, connections: int, seconds: float) -> tuple[list[float], int]:
+    """The seconds of each request of the caller, and the number of answers beside them."""
+    one = binary(1)
+    with (
+        beside(port, other, connections) as answered,
+        closing(http.client.HTTPConnection("127.0.0.1", port)) as connection,
+    ):
         took: list[float] = []
         before = answered.value
         end = time.perf_counter() + seconds
@@ -147,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _rows(num_tokens: int) -> "np.ndarray[tuple[int, ...], np.dtype[np.float32]]":
+def rows(num_tokens: int) -> "np.ndarray[tuple[int, ...], np.dtype[np.float32]]":
     return np.random.default_rng(0).standard_normal((num_tokens, HIDDEN)).astype(np.float32)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 
-from benchmarks import heat_map
+from benchmarks import heat_map, open_loop_picture
 from benchmarks.grouped_gemm import PEAK_TFLOPS
 from benchmarks.lanes_sections import draw_lanes
 from benchmarks.moe_layer import STAGES
@@ -192,6 +192,11 @@ def draw_sweep(result: Path, picture: Path) -> None:
     _save(heat_map.draw(rows, title, OURS, THEIRS), result, picture)
 
 
+def draw_open_loop(result: Path, picture: Path) -> None:
+    """Goodput under a deadline, by offered load."""
+    _save(open_loop_picture.draw(json.loads(result.read_text())), result, picture)
+
+
 def draw_decode_beside_prefill(result: Path, picture: Path) -> None:
     """The 99th percentile of decode by the rate of prefill beside it, for each layer."""
     _save(draw_lanes(json.loads(result.read_text())), result, picture)
@@ -205,6 +210,7 @@ PICTURES: dict[str, tuple[str, Draw]] = {
     "docs/parallel_growth-h200.svg": ("parallel-4xh200.json", draw_growth),
     "docs/gemm_sweep-h200.svg": ("gemm_sweep-h200.json", draw_sweep),
     "docs/overlap-h200.svg": ("overlap-h200.json", draw_overlap),
+    "docs/open_loop-cpu.svg": ("open_loop-cpu.json", draw_open_loop),
     "docs/lanes-h200.svg": ("lanes-h200.json", draw_decode_beside_prefill),
 }
 """Pictures in the documents, by path: the result, and the function that draws it."""

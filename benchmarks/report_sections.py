@@ -11,6 +11,7 @@ from benchmarks.lanes_sections import lanes, lanes_machine
 from benchmarks.layer_problem import LAYERS, Layer
 from benchmarks.markdown import paragraph, percent, span, table
 from benchmarks.moe_layer import BANDS, means
+from benchmarks.open_loop_sections import open_loop, open_loop_machine, soak, soak_machine
 from benchmarks.parallel_sections import (
     parallel,
     parallel_expected,
@@ -241,6 +242,7 @@ SECTIONS: dict[str, Section] = {
         ping_pong, serving_cpu, serving_cpu_machine, serving_ranks, serving_ranks_callers,
         parallel_machine, parallel, parallel_headline, parallel_skewed, parallel_uneven, parallel_growth,
         parallel_expected, parallel_overlap, lanes_machine, lanes,
+        open_loop, open_loop_machine, soak, soak_machine,
     )
 }  # fmt: skip
 """Section functions, by the name in the documents' markers."""

@@ -19,7 +19,7 @@ import benchmarks.layer_peers
 import benchmarks.moe_layer
 import benchmarks.numerics
 import benchmarks.sm_counts
-from benchmarks import beside, json_beside, pictures
+from benchmarks import beside, deadlines, json_beside, pictures
 from benchmarks.families import FAMILIES, make_family
 from benchmarks.problem import Problem
 from benchmarks.serving import put, rows_of
@@ -334,3 +334,15 @@ def test_rows_of_serving_replace_those_of_the_same_case(tmp_path: Path) -> None:
     put(rows, {"http_workers": 1, **more._asdict(), "p50_us": 2.0})
     put(rows, {"http_workers": 1, **one._asdict(), "p50_us": 3.0})
     assert [row["p50_us"] for row in rows] == [3.0, 2.0]
+
+
+@pytest.mark.slow
+def test_late_answers_are_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(deadlines, "CASES", ((4, 64),))
+    assert deadlines.main(["--timeout", "5000", "0.001", "--seconds", "0.5"]) == 0
+    *_, patient, hasty = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"\| 5000 \| 4 x 64 \| [1-9]\d* \| 0 \| - \| - \| - \| \d+ \|", patient)
+    assert re.fullmatch(r"\| 0\.001 \| 4 x 64 \| 0 \| [1-9]\d*( \| \d+\.\d){3} \| \d+ \|", hasty)

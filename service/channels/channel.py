@@ -128,11 +128,18 @@ class Channel(OpenChannel):
         caller = self._caller
         if caller is None:
             caller = CALLER.unpack_from(self._view, slot.start + CALLER_OFFSET)[0]
+        timeout = line.timeout_us / 1e6 if line.timeout_us else None
         slot.pending = pending = self._scheduler.submit(
-            line.model.name, request, done, on_worker=True, priority=line.priority, caller=caller
+            line.model.name,
+            request,
+            done,
+            on_worker=True,
+            priority=line.priority,
+            caller=caller,
+            timeout=timeout,
         )
-        if line.timeout_us:
-            slot.deadline = pending.arrived + line.timeout_us / 1e6
+        if timeout is not None:
+            slot.deadline = pending.deadline
             if slot.deadline < self._alarm:
                 self._alarm = slot.deadline
                 self._owner.expire_at(self, slot.deadline)

@@ -5,6 +5,7 @@ import logging
 import math
 import mmap
 import os
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,10 +71,13 @@ class RemoteCall:
     done: Done
     priority: int = DEFAULT_PRIORITY
     caller: int = 0
+    timeout: float | None = None
+    arrived: float = 0.0  # if it had to wait for a slot
     sequence: int = 0  # 0: it waits for a slot
     output: tuple[int, int] = (0, 0)  # offset and bytes, unless the request says where it goes
     block: Block | None = None
     error: Exception | None = None  # it is cancelled with
+    began: float | None = None  # its step: only the engine knows
 
 
 class RemoteEngine:
@@ -134,9 +138,11 @@ class RemoteEngine:
         alone: bool = False,
         priority: int = DEFAULT_PRIORITY,
         caller: int = 0,
+        timeout: float | None = None,
     ) -> RemoteCall:
-        call = RemoteCall(model, request, done, priority, caller)
+        call = RemoteCall(model, request, done, priority, caller, timeout)
         if self._waiting or self._sequence % self._num_slots in self._calls:
+            call.arrived = time.perf_counter()
             self._waiting.append(call)
         else:
             self._send(call)
@@ -178,7 +184,11 @@ class RemoteEngine:
         if request.output is None:
             call.output = offsets[3], size
         codes = DATATYPE_CODES[request.datatype], DATATYPE_CODES[request.output_datatype]
-        line = (request.num_tokens, *codes, 0 if ids is None else ROUTED, 0, *offsets, call.priority)
+        flags, timeout_us = 0 if ids is None else ROUTED, 0
+        if call.timeout is not None:
+            waited = time.perf_counter() - call.arrived if call.arrived else 0.0
+            timeout_us = max(1, round(1e6 * (call.timeout - waited)))
+        line = (request.num_tokens, *codes, flags, timeout_us, *offsets, call.priority)
         start = HEADER_BYTES + slot * SLOT_BYTES
         CALLER.pack_into(self._control, start + CALLER_OFFSET, call.caller)
         REQUEST.pack_into(self._control, start + SEQUENCE_BYTES, *line, self._numbers[call.model])

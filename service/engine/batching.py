@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from expertd.service.engine.delivery import Delivery
 from expertd.service.engine.errors import SchedulerClosedError
+from expertd.service.engine.lookout import SHORT_SECONDS, Lookout
 from expertd.service.engine.queue import Queue
 from expertd.service.engine.queue_metrics import QueueState
 from expertd.service.engine.queues import Queues
@@ -33,9 +34,7 @@ _EARLY_TOKENS = 512
 _MAX_RUNNING = 2  # steps: one whose bytes are copied, and one that computes
 _POLLED_PART = 0.9  # of a large step's likely time; for the rest, waiting for its end alone ends sooner
 _POLL_SECONDS = 100e-6  # how often a running step is checked for its end while others may begin
-# A step that likely takes no longer may run on the event loop: handing it over and back takes 0.1 to 0.3 ms.
-_SHORT_SECONDS = 5e-3
-# After such a step the event loop stays awake for as long, if the caller has been this quick before.
+# After a step on the event loop, that stays awake for as long, if the caller has been this quick before.
 _AWAKE_SECONDS = 0.2e-3
 
 
@@ -52,6 +51,7 @@ class Scheduler:
         self._queues = Queues(limits)
         self._delivery = Delivery()
         self._stepping = Stepping(self._queues, self._delivery, observer)
+        self._lookout = Lookout(self._queues, self._stepping, self._delivery, self.poll_sources)
         self._jobs: deque[tuple[Callable[[], object], Future[Any]]] = deque()
         self._lane = lane
         self._spin_seconds = spin_seconds  # before sleeping, if there are sources
@@ -135,6 +135,7 @@ class Scheduler:
         alone: bool = False,
         priority: int = DEFAULT_PRIORITY,
         caller: int = 0,
+        timeout: float | None = None,
     ) -> Pending:
         """Put `request` in the model's queue. Raises as `check_capacity` does.
 
@@ -145,11 +146,12 @@ class Scheduler:
                   to be short, it runs there, after all that has arrived there
         priority  1 to 255; lower ones are computed first
         caller    `caller_number`: those with waiting requests get equal shares
+        timeout   seconds after which the output is of no use: if that is likely, it is not computed
         """
-        pending = Pending(model, request, done, on_worker, priority, caller, self._lane)
+        pending = Pending(model, request, done, on_worker, priority, caller, self._lane, timeout)
         with self._lock:
             self._check_open()
-            queue = self._queues.add(pending)
+            queue = self._queues.add(pending, self._stepping.busy_seconds)
             self._delivery.accepted()
             if on_worker and self._stepping.returning:
                 self._stepping.returning -= 1
@@ -279,6 +281,7 @@ class Scheduler:
         while True:
             job: tuple[Callable[[], object], Future[Any]] | None = None
             chunks: list[Chunk] = []
+            late: list[Chunk] = []
             if self._wakeup.sources:
                 self._poll(0)
                 if self._queues.turns and not running:
@@ -290,15 +293,22 @@ class Scheduler:
                 if not running:
                     job = self._jobs.popleft() if self._jobs else None
                 if job is None and self._may_begin():
-                    chunks = self._queues.next_step()
-                self._sleeping = not (job or chunks or running or chores)
+                    chunks, late = self._queues.split_late(self._queues.next_step(), stepping.busy_seconds)
+                    if chunks:
+                        stepping.take(chunks)
+                self._sleeping = not (job or chunks or late or running or chores)
+            if late:
+                stepping.refuse_late(late)
             if not (job or chunks or running or chores):
-                self._wait()
+                if not late:
+                    self._wait()
                 continue
             with self._turn:
                 if job:
                     _run_job(*job)
                 elif chunks:
+                    if self._wakeup.sources:
+                        self._lookout.step_begins(chunks)
                     stepping.begin(chunks)
                 elif chores:
                     chores.popleft()()
@@ -406,8 +416,11 @@ def _ignore(answer: object) -> None:
 
 
 def _is_short(queue: Queue) -> bool:
-    """Whether a step of all that is queued is likely to be short."""
-    return 0.0 < queue.likely_seconds(queue.num_tokens) <= _SHORT_SECONDS
+    """Whether a step of all that is queued is likely to be short: it may run on the event loop.
+
+    Handing it over and back takes 0.1 to 0.3 ms.
+    """
+    return 0.0 < queue.likely_seconds(queue.num_tokens) <= SHORT_SECONDS
 
 
 def _run_job(job: Callable[[], object], done: Future[Any]) -> None:

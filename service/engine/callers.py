@@ -6,12 +6,13 @@ from expertd.service.engine.steps import Pending
 
 
 class _Caller:
-    __slots__ = ("credit", "number", "waiting")
+    __slots__ = ("credit", "num_tokens", "number", "waiting")
 
     def __init__(self, number: int, credit: int) -> None:
         self.number = number
         self.credit = credit  # tokens that it may have in this round; its last request may exceed them
         self.waiting: deque[Pending] = deque()
+        self.num_tokens = 0  # that wait
 
 
 class FairQueue:
@@ -38,6 +39,7 @@ class FairQueue:
         if not caller.waiting:
             (self._ready if caller.credit > 0 else self._spent).append(caller)
         caller.waiting.append(pending)
+        caller.num_tokens += pending.left
         self.num_requests += 1
 
     def head(self) -> Pending:
@@ -51,6 +53,7 @@ class FairQueue:
         ready = self._ready
         caller = ready[0]
         caller.credit -= num_tokens
+        caller.num_tokens -= num_tokens
         ends = caller.waiting[0].left == num_tokens
         if ends:
             caller.waiting.popleft()
@@ -66,6 +69,7 @@ class FairQueue:
         """Forget a request that waits."""
         caller = self._callers[pending.caller]
         caller.waiting.remove(pending)
+        caller.num_tokens -= pending.left
         self.num_requests -= 1
         if not caller.waiting:
             (self._ready if caller in self._ready else self._spent).remove(caller)
@@ -74,6 +78,15 @@ class FairQueue:
         """Whether a request of `caller` waits."""
         found = self._callers.get(caller)
         return found is not None and bool(found.waiting)
+
+    def tokens_before(self, number: int) -> int:
+        """About how many tokens are computed before a new request of a caller."""
+        own = self._callers.get(number)
+        turns = self._quantum + (own.num_tokens if own else 0)  # of each other one, until it has its own
+        return sum(
+            caller.num_tokens if caller is own else min(caller.num_tokens, turns)
+            for caller in self._callers.values()
+        )
 
     def all(self) -> list[Pending]:
         """The requests that wait."""

@@ -160,9 +160,12 @@ class Engine:
         alone: bool = False,
         priority: int = DEFAULT_PRIORITY,
         caller: int = 0,
+        timeout: float | None = None,
     ) -> Pending:
         """Put a request in its queue; see `Scheduler.submit`."""
-        return self.scheduler.submit(model, request, done, alone=alone, priority=priority, caller=caller)
+        return self.scheduler.submit(
+            model, request, done, alone=alone, priority=priority, caller=caller, timeout=timeout
+        )
 
     def cancel(self, pending: Pending, error: Exception) -> bool:
         """Answer a queued request with `error`; see `Scheduler.cancel`."""

@@ -100,6 +100,7 @@ class Lanes:
         alone: bool = False,
         priority: int = DEFAULT_PRIORITY,
         caller: int = 0,
+        timeout: float | None = None,
     ) -> Pending:
         """Put `request` in the model's queue on its lane; see `Scheduler.submit`.
 
@@ -110,7 +111,7 @@ class Lanes:
         self.arrived.tokens[is_long] += request.num_tokens
         lane = self._lane_of(request.num_tokens)
         alone = alone and lane is self.lanes[0]
-        return lane.submit(model, request, done, on_worker, alone, priority, caller)
+        return lane.submit(model, request, done, on_worker, alone, priority, caller, timeout)
 
     def cancel(self, pending: Pending, error: Exception) -> bool:
         """Answer a queued request with `error`; see `Scheduler.cancel`."""

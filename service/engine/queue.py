@@ -4,6 +4,7 @@ from bisect import insort
 
 from expertd.service.engine.callers import FairQueue
 from expertd.service.engine.chunks import begin_chunk, chunk_size
+from expertd.service.engine.forecast import Forecast
 from expertd.service.engine.steps import Chunk, Pending, Runner, State
 
 
@@ -28,6 +29,7 @@ class Queue:
         self.num_chunks = 0
         self.step_seconds = 0.0
         self.last_seconds: dict[int, float] = {}
+        self.forecast = Forecast()
         self.failures = 0
         self.is_closed = False
         self._quantum = quantum
@@ -46,6 +48,7 @@ class Queue:
         fair.put(pending)
         self.num_requests += 1
         self.num_tokens += pending.request.num_tokens
+        self.forecast.arrived(pending.request.num_tokens, pending.arrived)
 
     def remove(self, pending: Pending) -> None:
         """Forget what is left of a request."""
@@ -64,6 +67,11 @@ class Queue:
     def has(self, caller: int) -> bool:
         """Whether a request of `caller` waits."""
         return any(self._fair_queues[key].has(caller) for key in self._order.copy())
+
+    def tokens_before(self, priority: int, caller: int) -> int:
+        """About how many tokens are computed before a new request of this priority and caller."""
+        queues = (self._fair_queues[key] for key in self._order if key >> 1 <= priority)
+        return sum(queue.tokens_before(caller) for queue in queues)
 
     @property
     def priority(self) -> int:

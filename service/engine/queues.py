@@ -12,7 +12,7 @@ both arrives beside the other until some seconds after it last happened.
 import math
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from threading import Lock
 
 from expertd.service.engine.chunks import end_chunk
@@ -22,6 +22,7 @@ from expertd.service.engine.steps import Chunk, Pending, Runner, State
 from expertd.service.moe.request import Output
 from expertd.service.settings.parts import Limits
 
+_MARGIN = 1.25  # for steps that take longer than recent ones, and for what is between them
 _COMPETING_SECONDS = 10.0  # that requests are taken to compete for after they last did
 
 
@@ -80,14 +81,19 @@ class Queues:
         if caller and not queue.has(caller):
             return
         steps = math.ceil(queue.num_tokens / limits.max_batch_tokens) + 1
-        retry_after = max(1, math.ceil(steps * queue.step_seconds))
-        full = TooManyRequestsError if limits.queue_full_status == 429 else QueueFullError
-        raise full(f"the queue of model {model} is full: {waiting} are waiting", retry_after)
+        raise self._full(
+            f"the queue of model {model} is full: {waiting} are waiting", steps * queue.step_seconds
+        )
 
-    def add(self, pending: Pending) -> Queue:
-        """Put a request in its queue. Raises as `check_room` does."""
+    def add(self, pending: Pending, busy: Callable[[], float] = lambda: 0.0) -> Queue:
+        """Put a request in its queue. Raises as `check_room` does, also if it would be answered too late.
+
+        busy  seconds until the steps that run are likely done
+        """
         model, num_tokens = pending.model, pending.request.num_tokens
         self.check_room(model, num_tokens, pending.caller)
+        if pending.deadline < math.inf:
+            self._check_time(pending, busy())
         queue = self._of[model]
         if 0 < self.limits.prefill_chunk_tokens < num_tokens:
             pending.is_long = True
@@ -132,6 +138,16 @@ class Queues:
                 self.just_ended = True
         return ended
 
+    def split_late(self, step: list[Chunk], busy: Callable[[], float]) -> tuple[list[Chunk], list[Chunk]]:
+        """A step's parts: those to compute, and those whose outputs would come after their deadlines."""
+        if min(chunk.pending.deadline for chunk in step) == math.inf:
+            return step, []
+        num_tokens = sum(chunk.request.num_tokens for chunk in step)
+        seconds = busy() + self._of[step[0].pending.model].forecast.step(num_tokens)
+        end = time.perf_counter() + seconds
+        late = [chunk for chunk in step if chunk.pending.deadline < end]
+        return [chunk for chunk in step if chunk.pending.deadline >= end] if late else step, late
+
     def all_waiting(self, model: str | None = None) -> list[Pending]:
         """The waiting requests of a model; None: of all."""
         queues = [queue for name, queue in self._of.items() if model in (None, name)]
@@ -173,6 +189,29 @@ class Queues:
         if queue.num_requests:
             self.turns.append(model)
         return step
+
+    def _check_time(self, pending: Pending, busy: float) -> None:
+        """Refuse a request whose output would come after its deadline, by what recent steps took."""
+        limits, model = self.limits, pending.model
+        before = {name: self._of[name].tokens_before(pending.priority, pending.caller) for name in self.turns}
+        own = self._of[model]
+        num_tokens = before.pop(model, 0) + pending.request.num_tokens
+        alone = own.forecast.until_end(num_tokens, limits.max_batch_tokens)
+        for name, tokens in before.items():  # what other models get of the device meanwhile
+            other = self._of[name]
+            seconds = other.forecast.until_end(tokens, limits.max_batch_tokens) if tokens else 0.0
+            busy += min(seconds, alone * other.weight / own.weight)
+        seconds = _MARGIN * own.forecast.until_end(num_tokens, limits.max_batch_tokens, busy)
+        if pending.arrived + seconds > pending.deadline:
+            given = round(1e6 * (pending.deadline - pending.arrived))
+            expected = (
+                f"expected about {round(1e6 * seconds)} microseconds, with what waits for model {model}"
+            )
+            raise self._full(f"timeout: {expected}, got {given}", seconds)
+
+    def _full(self, text: str, seconds: float) -> QueueFullError:
+        full = TooManyRequestsError if self.limits.queue_full_status == 429 else QueueFullError
+        return full(text, max(1, math.ceil(seconds)))
 
     def _chunk_tokens(self) -> int:
         """The most tokens of a chunk; 0: steps have whole requests."""

@@ -6,9 +6,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 
 from expertd.service.engine.delivery import Answer, Delivery
-from expertd.service.engine.errors import DeviceLostError, SomeRefusedError, StepFailedError
+from expertd.service.engine.errors import (
+    DeviceLostError,
+    QueueTimeoutError,
+    SomeRefusedError,
+    StepFailedError,
+)
 from expertd.service.engine.queues import Queues
 from expertd.service.engine.steps import Chunk, Step, StepObserver
 from expertd.service.moe.request import Output, StepResult
@@ -54,12 +60,18 @@ class Stepping:
         self.running: deque[Running] = deque()
         self.progress = 0
         self.in_step: list[Chunk] | None = None
+        self._began = 0.0  # when that began
+        self._answered = 0.0  # when the last step's requests were
         self.chores: deque[Callable[[], None]] = deque()
         self.returning = 0
         self.rejoin_until = 0.0
         self._queues = queues
         self._delivery = delivery
         self._observer = observer
+
+    def take(self, chunks: list[Chunk]) -> None:
+        """Count `chunks` as in flight from now on: they are in no queue any more."""
+        self._began, self.in_step = time.perf_counter(), chunks
 
     def begin(self, chunks: list[Chunk]) -> None:
         """Begin a step. One that is done at once is finished, too."""
@@ -71,7 +83,7 @@ class Stepping:
                 pending.began = began
             direct = direct and pending.on_worker and pending.request.output is not None
         self.progress += 1
-        self.in_step = chunks
+        self._began, self.in_step = began, chunks
         try:
             runner = self._queues[chunks[0].pending.model].runner
             step = runner.begin([chunk.request for chunk in chunks])
@@ -105,7 +117,7 @@ class Stepping:
         pending = chunk.pending
         pending.began = began = time.perf_counter()
         self.progress += 1
-        self.in_step = [chunk]
+        self._began, self.in_step = began, [chunk]
         try:
             step = self._queues[pending.model].runner.begin([chunk.request])
             result = step.finish()
@@ -117,20 +129,40 @@ class Stepping:
             return
         finally:
             self.in_step = None
-        self._note(Running([chunk], step, began, False), result)
+        running = Running([chunk], step, began, False)
+        self._note(running, result)
         self._delivery.deliver(self._answers([chunk], result.outputs, result.compute_seconds))
+        self._forecast(running)
 
     def in_flight(self) -> list[Chunk]:
         """What the first step in flight computes; for any thread, at about this time."""
         running = self.running.copy()
         return self.in_step or (running[0].chunks if running else [])
 
+    def busy_seconds(self) -> float:
+        """Until the steps in flight are likely done; for any thread, at about this time."""
+        in_step, running = self.in_step, self.running.copy()
+        steps = [(self._began, in_step)] if in_step else []
+        steps += [(step.began, step.chunks) for step in running if step.chunks is not in_step]
+        end = 0.0
+        for began, chunks in sorted(steps, key=itemgetter(0)):
+            num_tokens = sum(chunk.request.num_tokens for chunk in chunks)
+            end = max(end, began) + self._queues[chunks[0].pending.model].forecast.step(num_tokens)
+        return max(0.0, end - time.perf_counter())
+
+    def refuse_late(self, chunks: Sequence[Chunk]) -> None:
+        """Answer requests whose outputs would come too late."""
+        for chunk in chunks:
+            given = round(1e6 * (chunk.pending.deadline - chunk.pending.arrived))
+            text = f"the request's timeout of {given} microseconds expires before its step would end"
+            self._refuse([chunk], QueueTimeoutError(text))
+
     def _finish_all(self) -> None:
         while self.running:
             self.finish_first()
 
     def _finish(self, running: Running) -> None:
-        self.in_step = running.chunks
+        self._began, self.in_step = running.began, running.chunks
         try:
             if running.is_direct:
                 self._finish_directly(running)
@@ -151,6 +183,7 @@ class Stepping:
         self._expect_callers(len(direct), result.compute_seconds)
         for pending, answer in direct:
             pending.done(answer)
+        self._forecast(running)
         self._note(running, result)
         if direct:
             self._delivery.answered(len(direct))
@@ -168,6 +201,7 @@ class Stepping:
         self._expect_callers(len(answers), took)
         for pending, answer in answers:
             pending.done(answer)
+        self._forecast(running)
         self.chores.append(partial(self._complete, running, len(answers)))
 
     def _complete(self, running: Running, num_answers: int) -> None:
@@ -193,6 +227,12 @@ class Stepping:
         self.returning = count
         if count:
             self.rejoin_until = time.perf_counter() + min(_REJOIN_PART * step_seconds, _MAX_REJOIN_SECONDS)
+
+    def _forecast(self, running: Running) -> None:
+        """Keep how long the device was not there for others, answers included."""
+        before, self._answered = self._answered, time.perf_counter()
+        seconds = self._answered - max(running.began, before)
+        self._queues[running.model].forecast.note(running.num_tokens, seconds)
 
     def _note(self, running: Running, result: StepResult) -> None:
         """Keep what a step took, for the next ones and for metrics."""

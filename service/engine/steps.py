@@ -1,5 +1,6 @@
 """What the scheduler runs and whom it serves: requests that are pending, steps, runners, observers."""
 
+import math
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -65,6 +66,7 @@ class Pending:
     caller   the number of who sent it, `caller_number`; callers share a queue fairly
     lane     the number of the lane whose queue it is in
     is_long  longer than a chunk: it may be computed in several steps
+    deadline when its output is of no use any more, by time.perf_counter
     begun    its tokens that steps have been given; running: steps that compute some of them
     outputs  of the chunks that are computed, by their first token
     error    what it is answered with once no step computes a part of it
@@ -76,6 +78,7 @@ class Pending:
         "begun",
         "caller",
         "compute_seconds",
+        "deadline",
         "done",
         "error",
         "is_long",
@@ -98,6 +101,7 @@ class Pending:
         priority: int = DEFAULT_PRIORITY,
         caller: int = 0,
         lane: int = 0,
+        timeout: float | None = None,
     ) -> None:
         self.model = model
         self.lane = lane
@@ -107,6 +111,7 @@ class Pending:
         self.done = done
         self.on_worker = on_worker
         self.arrived = time.perf_counter()
+        self.deadline = math.inf if timeout is None else self.arrived + timeout
         self.began: float | None = None  # of its first step; None: never
         self.compute_seconds = 0.0  # of its steps
         self.state = State.WAITING  # until all of it has begun

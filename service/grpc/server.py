@@ -19,6 +19,15 @@ _FRAMING_BYTES = 64 * 1024  # of a message beside its tensors, so that the proto
 _FLUSH_SECONDS = 1.0  # for answers that are on their way when the server ends
 
 
+def _is_of_interest(record: logging.LogRecord) -> bool:
+    """Whether gRPC logs an error that is not merely a client that left while its answer was sent."""
+    error = record.exc_info[0] if record.exc_info else None
+    return error is None or error.__name__ != "ExecuteBatchError"
+
+
+logging.getLogger("grpc._cython.cygrpc").addFilter(_is_of_interest)
+
+
 class GrpcServer:
     """Serves `app` on `host` and `grpc.port` of the settings; runs on the event loop of `start`.
 

@@ -10,6 +10,7 @@ import grpc
 
 from expertd.service.grpc.control import CALLS, answer
 from expertd.service.grpc.infer import Infer
+from expertd.service.grpc.open_calls import OpenCalls
 from expertd.service.grpc.statuses import Refusal, refusal_of
 from expertd.service.grpc.stream import Stream
 from expertd.service.grpc.tables import SERVICE
@@ -37,7 +38,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._infer = Infer(InferEndpoint(app.engine, app.metrics, gate))
         self._limits = app.engine.settings.limits
         self._access_log = access_log
-        self._open = 0
+        self._calls = OpenCalls(self._limits)
         self._streams: set[Stream] = set()
         self._is_ending = False
         works: dict[str, _Work] = {name: partial(self._control, name) for name in CALLS}
@@ -60,7 +61,9 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
             stream.end()
 
     async def _unary(self, name: str, work: _Work, messages: AsyncIterator[bytes], context: Any) -> bytes:
-        result: bytes | Refusal = await self._guarded(self._result(name, work, messages, context), name)
+        with self._calls.one(context.peer()) as crowded:
+            answer = self._result(name, work, messages, context, crowded)
+            result: bytes | Refusal = await self._guarded(answer, name)
         self._log(name, result, context)
         if isinstance(result, Refusal):
             await context.abort(*result)
@@ -68,24 +71,25 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         return result
 
     async def _result(
-        self, name: str, work: _Work, messages: AsyncIterator[bytes], context: Any
+        self, name: str, work: _Work, messages: AsyncIterator[bytes], context: Any, crowded: OipError | None
     ) -> bytes | Refusal:
         authorization = _authorization(context)
-        if (refusal := self._refusal(name, authorization)) is not None:
+        if (refusal := self._refusal(name, authorization, crowded)) is not None:
             return refusal
         return await work(await self._received(messages), authorization, context)
 
     async def _stream(self, messages: AsyncIterator[bytes], context: Any) -> None:
-        authorization = _authorization(context)
-        ended = await self._guarded(self._streamed(messages, authorization, context), "ModelStreamInfer")
+        with self._calls.one(context.peer()) as crowded:
+            ended = await self._guarded(self._streamed(messages, context, crowded), "ModelStreamInfer")
         self._log("ModelStreamInfer", ended, context)
         if isinstance(ended, Refusal):
             await context.abort(*ended)
 
     async def _streamed(
-        self, messages: AsyncIterator[bytes], authorization: Headers, context: Any
+        self, messages: AsyncIterator[bytes], context: Any, crowded: OipError | None
     ) -> Refusal | None:
-        if (refusal := self._refusal("ModelInfer", authorization)) is not None:
+        authorization = _authorization(context)
+        if (refusal := self._refusal("ModelInfer", authorization, crowded)) is not None:
             return refusal
         stream = Stream(messages, partial(self._part, authorization, context))
         self._streams.add(stream)
@@ -104,7 +108,6 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     async def _guarded(self, work: Awaitable[Any], name: str) -> Any:
         """The result of `work`, or of the error that it raises, without its internals."""
-        self._open += 1
         try:
             return await work
         except OipError as error:
@@ -112,8 +115,6 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         except Exception:
             logger.exception("a gRPC call failed: %s", name)
             return refusal_of(OipError(500, "internal server error: see the server's log"))
-        finally:
-            self._open -= 1
 
     def _log(self, name: str, result: bytes | Refusal | None, context: Any) -> None:
         if self._access_log:
@@ -121,13 +122,11 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
             status = result.code.name if isinstance(result, Refusal) else "OK"
             access_logger.info('%s %s "gRPC %s" %s', context.peer(), who, name, status)
 
-    def _refusal(self, name: str, authorization: Headers) -> Refusal | None:
+    def _refusal(self, name: str, authorization: Headers, crowded: OipError | None) -> Refusal | None:
         """Why a call is refused before its message is received; None if it is not. Raises OipError."""
-        most = self._limits.max_connections
-        if self._open > most:
-            self._app.metrics.connection_refused(503)
-            text = f"limits.max_connections: expected at most {most} open calls, got more"
-            raise OipError(503, text, headers={"Retry-After": "1"})
+        if crowded is not None:
+            self._app.metrics.connection_refused(crowded.status)
+            raise crowded
         if name == "ModelInfer":
             return self._infer.refusal_of_unknown(authorization)
         self._gate.admit(CALLS[name].method, CALLS[name].path, authorization)
@@ -152,7 +151,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
 def _authorization(context: Any) -> Headers:
     """The metadata that names a key, as a header."""
     return [
-        (b"authorization", value if isinstance(value, bytes) else value.encode("latin-1"))
+        (b"authorization", value if isinstance(value, bytes) else value.encode())
         for name, value in context.invocation_metadata() or ()
         if name == "authorization"
     ]

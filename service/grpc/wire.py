@@ -13,6 +13,7 @@ _RAW_OUTPUTS = 6  # raw_output_contents of ModelInferResponse
 _BYTES = 2  # the wire type of strings, bytes and messages
 _FIXED = {1: 8, 5: 4}
 _MAX_VARINT_BYTES = 10
+_MAX_FIELDS = 1024  # of a request; there is one for each tensor and parameter, and other calls wait meanwhile
 
 
 def split_request(data: bytes) -> tuple[bytes, list[memoryview]]:
@@ -22,6 +23,8 @@ def split_request(data: bytes) -> tuple[bytes, list[memoryview]]:
     raw: list[memoryview] = []
     position = 0
     while position < len(data):
+        if len(rest) + len(raw) >= _MAX_FIELDS:
+            raise ValueError(f"more than {_MAX_FIELDS} fields")
         start = position
         key, position = _varint(data, position)
         kind = key & 7

@@ -65,9 +65,9 @@ class ChunkedBody:
             raise RefusedError(431, f"trailers: expected at most {self._max_trailers} bytes, got more")
         if self._remaining and not b"\r\n".startswith(self._line):
             raise _invalid("bytes after a chunk")
+        if not self._in_trailers and len(self._line) > _MAX_SIZE_LINE:
+            raise _invalid("a chunk size that is too long")
         if not self._line.endswith(b"\n"):
-            if not self._in_trailers and len(self._line) > _MAX_SIZE_LINE:
-                raise _invalid("a chunk size that is too long")
             return end
         line, self._line = self._line, b""
         if not line.endswith(b"\r\n"):

@@ -123,17 +123,31 @@ class InferCall(InferEnding):
         alone = self._endpoint.is_alone(self._caller)
         priority = self._plan.request.priority
         head = self._head
-        self._pending = engine.submit(head.model, self._layer, self._computed, alone, priority, head.caller)
-        if (seconds := self._plan.request.timeout_seconds) is not None:
-            text = f"the request's timeout of {round(seconds * 1e6)} microseconds expired in the queue"
-            expired = QueueTimeoutError(text)
-            self._timer = self._caller.loop.call_later(seconds, engine.cancel, self._pending, expired)
+        seconds = self._plan.request.timeout_seconds
+        self._pending = engine.submit(
+            head.model, self._layer, self._computed, alone, priority, head.caller, seconds
+        )
+        if seconds is not None:
+            self._timer = self._caller.loop.call_later(seconds, self._expire, seconds)
+
+    def _expire(self, seconds: float) -> None:
+        """The request's timeout has passed; a step that has begun is not waited for."""
+        where = "the queue" if self._pending.began is None else "its step"
+        text = f"the request's timeout of {round(seconds * 1e6)} microseconds expired in {where}"
+        error = QueueTimeoutError(text)
+        self._endpoint.engine.cancel(self._pending, error)
+        # A step may still write to regions, which the caller may use once it is answered.
+        if self._pending is not None and self._regions is None:
+            self.refuse_before_its_end(error)
 
     def _computed(self, output: Output | Exception) -> None:
         """The scheduler's answer."""
         self._pending = None
         if self._timer is not None:
             self._timer.cancel()
+        if self._is_overdue:
+            self._release()
+            return
         if isinstance(output, Exception) or self._left is not None:
             self.refuse(output if isinstance(output, Exception) else client_gone())
             return

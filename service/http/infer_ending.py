@@ -39,6 +39,7 @@ class InferEnding:
         "_endpoint",
         "_forwarding",
         "_head",
+        "_is_overdue",
         "_left",
         "_output",
         "_pending",
@@ -69,16 +70,14 @@ class InferEnding:
         self._left: OipError | None = None
         self._refusal: OipError | None = None
         self._working = False  # in a thread
+        self._is_overdue = False  # answered, while a step still uses its memory
 
     def refuse(self, error: Exception) -> None:
         """Answer with `error`."""
         if isinstance(error, RegionsElsewhereError) and self._left is None:
             self._forward()
             return
-        refusal = self._left or refusal_of(error, self._head.model)
-        if self._plan is not None and refusal.request_id is None:
-            refusal.request_id = self._plan.request.id
-        self._refusal = refusal
+        refusal = self._refusal = self._left or self._refusal_of(error)
         self._release()
         if self._left is None:
             self._caller.reply(self, error_answer(refusal, self._head.expects))
@@ -86,10 +85,18 @@ class InferEnding:
             self._count()
             self._caller.reply(self, None)
 
+    def refuse_before_its_end(self, error: Exception) -> None:
+        """Answer with `error` while the engine has the request: its memory is given back later."""
+        self._is_overdue = True
+        refusal = self._refusal = self._refusal_of(error)
+        self._caller.reply(self, error_answer(refusal, self._head.expects))
+
     def leave(self, error: OipError | None = None) -> None:
         """Nobody is left to answer: the client disconnected, or its body was refused with `error`."""
         self._left = left = error or client_gone()
-        if self._pending is not None:
+        if self._is_overdue:  # and the answer is not sent
+            self.sent(False)
+        elif self._pending is not None:
             self._endpoint.engine.cancel(self._pending, left)
         elif self._forwarding is not None:
             self._forwarding.cancel()
@@ -100,8 +107,15 @@ class InferEnding:
         """The answer was sent; or not, because the client had disconnected."""
         if not delivered:
             self._refusal = client_gone()
-        self._release()
+        if not self._is_overdue:
+            self._release()
         self._count()
+
+    def _refusal_of(self, error: Exception) -> OipError:
+        refusal = refusal_of(error, self._head.model)
+        if self._plan is not None and refusal.request_id is None:
+            refusal.request_id = self._plan.request.id
+        return refusal
 
     def _forward(self) -> None:
         """Have the engine's process answer."""

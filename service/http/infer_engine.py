@@ -39,13 +39,21 @@ class InferEngine(Protocol):
         """Raise ValueError for invalid routing; without an error, it may still be refused by `done`."""
 
     def submit(
-        self, model: str, request: LayerRequest, done: Done, alone: bool, priority: int, caller: int
+        self,
+        model: str,
+        request: LayerRequest,
+        done: Done,
+        alone: bool,
+        priority: int,
+        caller: int,
+        timeout: float | None,
     ) -> Any:
         """Compute `request`, and call `done` once on the event loop. Raises EngineError.
 
         alone     its caller is the only one at present
         priority  1 to 255; lower ones are computed first
         caller    the number of its key's name; callers get equal shares
+        timeout   seconds after which the output is of no use; None: there is no such time
         """
 
     def cancel(self, pending: Any, error: Exception) -> bool:

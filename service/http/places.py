@@ -34,7 +34,7 @@ class Places:
 
         Beyond a limit it is not counted, and the second value is why.
         """
-        limits, address = self._limits, _address(peer)
+        limits, address = self._limits, address_of(peer)
         if self._open >= limits.max_connections:
             return None, CrowdedError("max_connections", limits.max_connections)
         if address and self._of[address] >= limits.max_connections_per_address:
@@ -56,7 +56,7 @@ class Places:
         self.left()
 
 
-def _address(peer: Any) -> str:
+def address_of(peer: Any) -> str:
     """What counts as one address; empty for a Unix socket."""
     if not isinstance(peer, tuple):
         return ""

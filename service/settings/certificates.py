@@ -66,7 +66,10 @@ def make_context(settings: TlsSettings, files: TlsFiles) -> ssl.SSLContext:
         raise SettingsError(f"tls: {text}, got what OpenSSL cannot use ({_reason(error)})") from error
     if files.client_ca is not None:
         try:
-            context.load_verify_locations(cadata=files.client_ca)
+            with _in_memory(
+                files.client_ca
+            ) as client_ca:  # as a file, it may have comments that are not ASCII
+                context.load_verify_locations(client_ca)
         except ssl.SSLError as error:
             text = f"expected certificates in PEM, got what OpenSSL cannot use ({_reason(error)})"
             raise SettingsError(f"tls.client_ca: {settings.client_ca}: {text}") from error

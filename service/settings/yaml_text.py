@@ -8,6 +8,9 @@ import yaml
 from expertd.service.settings.values import Key
 
 _MERGE = "tag:yaml.org,2002:merge"
+_MAX_DEPTH = 64
+_BEGINS = (yaml.SequenceStartEvent, yaml.MappingStartEvent)
+_ENDS = (yaml.SequenceEndEvent, yaml.MappingEndEvent)
 
 
 class Parsed(NamedTuple):
@@ -36,6 +39,8 @@ def parse(text: str, fast: bool = False) -> Parsed:
     """
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader) if fast else yaml.SafeLoader
     try:
+        if fast:
+            _check_depth(text, loader)
         node = yaml.compose(text, Loader=loader)
         lines: dict[Key, int] = {} if node is None else dict(_lines(node, ()))
         return Parsed(yaml.load(text, Loader=loader), lines)
@@ -48,6 +53,15 @@ def parse(text: str, fast: bool = False) -> Parsed:
     except (yaml.YAMLError, ValueError) as error:
         problem = " ".join(str(error).split())
         raise YamlTextError(f"expected YAML, got {problem:.200}") from error
+
+
+def _check_depth(text: str, loader: type[yaml.SafeLoader]) -> None:
+    """Raise RecursionError where libyaml's composer would exhaust the stack, and end the process."""
+    depth = 0
+    for event in yaml.parse(text, Loader=loader):
+        depth += isinstance(event, _BEGINS) - isinstance(event, _ENDS)
+        if depth > _MAX_DEPTH:
+            raise RecursionError
 
 
 def _lines(node: yaml.Node, key: Key) -> Iterator[tuple[Key, int]]:

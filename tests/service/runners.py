@@ -103,9 +103,12 @@ class Submitted:
         request: LayerRequest,
         alone: bool = False,
         priority: int = DEFAULT_PRIORITY,
+        timeout: float | None = None,
     ) -> None:
         self.answer: asyncio.Future[Output] = asyncio.get_running_loop().create_future()
-        self.pending: Pending = scheduler.submit(model, request, self._done, alone=alone, priority=priority)
+        self.pending: Pending = scheduler.submit(
+            model, request, self._done, alone=alone, priority=priority, timeout=timeout
+        )
         self.model = model
 
     def _done(self, output: Output | Exception) -> None:

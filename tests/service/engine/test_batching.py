@@ -220,6 +220,25 @@ async def test_a_request_cancelled_in_the_queue_is_never_computed() -> None:
     assert runner.steps == [[1], [1]]
 
 
+async def test_a_request_whose_step_would_end_too_late_is_not_computed() -> None:
+    runner = EchoRunner()
+    async with running(runner) as scheduler:
+        first = await held(runner, scheduler)
+        hasty = Submitted(scheduler, "0", layer_request([1.0]), timeout=50.0)
+        patient = Submitted(scheduler, "0", layer_request([2.0, 3.0]))
+        for _ in range(3):
+            scheduler._queues["0"].forecast.note(3, 100.0)
+        with pytest.raises(QueueFullError, match="timeout: expected about"):
+            Submitted(scheduler, "0", layer_request([1.0]), timeout=50.0)
+        runner.gate.set()
+        with pytest.raises(QueueTimeoutError, match="of 50000000 microseconds expires before its step would"):
+            await soon(hasty.answer)
+        await soon(first.answer)
+        await soon(patient.answer)
+        await soon(scheduler.drained())
+    assert runner.steps[1:] == [[2]]
+
+
 async def test_one_bad_request_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
     runner, observed = EchoRunner(poison=666.0), Observed()
     async with running(runner, observer=observed) as scheduler:

@@ -1,13 +1,15 @@
 """What the next step computes: chunks, callers, models; without a device or threads."""
 
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
 from expertd.service.engine.chunks import chunk_size
-from expertd.service.engine.errors import QueueFullError
+from expertd.service.engine.errors import QueueFullError, TooManyRequestsError
 from expertd.service.engine.queues import Queues
 from expertd.service.engine.steps import Chunk, Pending, State
 from expertd.service.settings.parts import Limits
@@ -24,12 +26,20 @@ class Filled:
         self.models = models or {"0": 1.0}
         self.queues.set_runners({model: EchoRunner() for model in self.models}, self.models)
 
-    def add(self, *sizes: int, model: str = "0", caller: int = 0, priority: int = 128) -> list[Pending]:
+    def add(
+        self,
+        *sizes: int,
+        model: str = "0",
+        caller: int = 0,
+        priority: int = 128,
+        timeout: float | None = None,
+        busy: float = 0.0,
+    ) -> list[Pending]:
         added = []
         for size in sizes:
             request = layer_request([float(i) for i in range(size)])
-            added.append(Pending(model, request, lambda _: None, False, priority, caller))
-            self.queues.add(added[-1])
+            added.append(Pending(model, request, lambda _: None, False, priority, caller, timeout=timeout))
+            self.queues.add(added[-1], lambda: busy)
         return added
 
     def step(self) -> list[int]:
@@ -308,3 +318,86 @@ def test_a_full_queue_has_room_for_one_request_of_each_other_key(limit: dict[str
         with pytest.raises(QueueFullError):
             filled.add(1, caller=caller)
     assert filled.queues["0"].num_requests == 5
+
+
+def timed(models: Mapping[str, float] | None = None, **limits: int) -> Filled:
+    """Queues of which a step of n tokens takes n seconds."""
+    filled = Filled(models, **limits)
+    for model in filled.models:
+        for tokens in (1, 32):
+            filled.queues[model].forecast.note(tokens, tokens)
+    return filled
+
+
+def admits(filled: Filled, timeout: float, size: int = 1, **request: Any) -> bool:
+    """Whether a request is, which then waits."""
+    try:
+        filled.add(size, timeout=timeout, **request)
+    except QueueFullError as error:
+        return error.retry_after < timeout  # never: it says how long it would take
+    return True
+
+
+def test_a_request_that_would_be_answered_too_late_is_refused_at_once() -> None:
+    filled = timed()
+    filled.add(32, 16)  # as much will arrive before the second step, which then has 32
+    assert not admits(filled, 1.2 * 64)
+    assert filled.queues["0"].num_requests == 2
+    assert admits(filled, 1.3 * 64)
+    assert admits(filled, math.inf)
+    text = r"^timeout: expected about \d+ microseconds, with what waits for model 0, got 1000000$"
+    with pytest.raises(QueueFullError, match=text):
+        filled.add(1, timeout=1.0)
+    with pytest.raises(TooManyRequestsError):
+        timed(queue_full_status=429).add(2, timeout=1.0)
+
+
+def test_without_recent_steps_nothing_is_known() -> None:
+    filled = Filled()
+    filled.add(32, 32)
+    assert admits(filled, 1e-3)
+
+
+def test_steps_that_run_count() -> None:
+    assert admits(timed(), 20.0, busy=10.0)
+    assert not admits(timed(), 10.0, busy=10.0)
+
+
+def test_less_urgent_requests_do_not_count() -> None:
+    filled = timed()
+    filled.add(32, 32, priority=200)
+    filled.add(16, priority=2)
+    assert not admits(filled, 20.0)
+    assert admits(filled, 20.0, priority=1)
+
+
+def test_another_callers_turns_count_and_not_all_of_its_requests() -> None:
+    filled = timed(max_batch_tokens=32, max_request_tokens=32)
+    filled.add(*[32] * 10, caller=1)
+    assert not admits(filled, 300.0, caller=1)
+    assert not admits(filled, 32.0, caller=2)
+    assert admits(filled, 100.0, caller=2)
+
+
+def test_other_models_get_their_share_meanwhile() -> None:
+    filled = timed({"0": 1.0, "1": 1.0})
+    filled.add(*[32] * 10, model="1")
+    assert not admits(filled, 1.2 * 20, 10)
+    assert admits(filled, 1.3 * 20, 10)
+    heavy = timed({"0": 1.0, "1": 3.0})
+    heavy.add(*[32] * 10, model="1")
+    assert not admits(heavy, 1.3 * 20, 10)
+
+
+def test_a_step_leaves_out_what_it_would_answer_too_late() -> None:
+    filled = Filled()
+    (patient,), (hasty,) = filled.add(8, timeout=1000.0), filled.add(8, timeout=10.0)
+    endless = filled.add(4, 4)
+    for tokens in (1, 32):
+        filled.queues["0"].forecast.note(tokens, tokens)
+    step, late = filled.queues.split_late(filled.queues.next_step(), lambda: 0.0)
+    assert [chunk.pending for chunk in step] == [patient, *endless]
+    assert [chunk.pending for chunk in late] == [hasty]
+    filled.add(8, timeout=1000.0)
+    _, late = filled.queues.split_late(filled.queues.next_step(), lambda: 995.0)
+    assert len(late) == 1, "what runs before it counts"

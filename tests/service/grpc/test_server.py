@@ -20,6 +20,7 @@ from expertd.service.http.app import ExpertApp
 from expertd.service.http.listening import BindError
 from tests.paths import DEMO
 from tests.service.apps import rows, tiny_settings
+from tests.service.grpc import raw
 from tests.service.grpc.calls import ON, grpc_serving, hidden_message, output_of, refusal
 from tests.service.keys import all_keys, key_of
 from tests.service.runners import EchoRunner
@@ -83,6 +84,51 @@ async def test_too_many_calls_are_refused() -> None:
         for call in open_calls:
             output_of(await call)
         output_of(await calls.infer(hidden_message(rows(1))))
+
+
+@pytest.mark.parametrize(("error", "count"), [(grpc._cython.cygrpc.ExecuteBatchError, 0), (ValueError, 1)])
+def test_clients_that_leave_while_they_are_answered_are_not_logged(
+    error: type[Exception], count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Found by a soak: gRPC logs a traceback for each."""
+    logger = logging.getLogger("grpc._cython.cygrpc")
+    try:
+        raise error
+    except error:
+        logger.exception("raised by servicer method")
+    assert len(caplog.records) == count
+    logger.error("without an exception")
+    assert len(caplog.records) == count + 1
+
+
+async def test_one_address_has_a_part_of_the_calls() -> None:
+    settings = tiny_settings({"max_connections_per_address": 2}, **ON)
+    async with grpc_serving(EchoRunner(), settings) as calls:
+        streams = [calls.stream() for _ in range(2)]
+        for stream in streams:
+            await stream.write(hidden_message(rows(1)))
+            output_of((await stream.read()).infer_response)
+        text, _ = await refusal(calls.infer(hidden_message(rows(1))), grpc.StatusCode.UNAVAILABLE)
+        assert text == "limits.max_connections_per_address: expected at most 2 open calls, got more"
+        streams[0].cancel()
+        await streams[1].done_writing()
+        assert await streams[1].read() is grpc.aio.EOF
+        output_of(await calls.infer(hidden_message(rows(1))))
+
+
+async def test_a_key_that_is_not_ascii_is_an_unknown_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = tiny_settings(**ON, access_log=True, keys=all_keys(tmp_path / "keys.yaml"))
+    async with grpc_serving(EchoRunner(), settings) as calls:
+        for stream, name in enumerate((b"ModelInfer", b"ModelStreamInfer", b"ServerMetadata")):
+            reader, writer = await asyncio.open_connection("127.0.0.1", calls.server.port)
+            head = raw.call(b"/inference.GRPCInferenceService/" + name, "Bearer \u20ac".encode())
+            writer.write(raw.PREFACE + raw.frame(raw.SETTINGS, 0, 0) + raw.frame(raw.HEADERS, 4, 1, head))
+            assert b"grpc-status\x0216" in await asyncio.wait_for(reader.readuntil(b"grpc-message"), 30)
+            assert calls.serving.metric("key_requests_total", key="", result="unauthorized") == stream + 1
+            writer.close()
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 async def test_a_message_that_does_not_arrive_is_not_waited_for() -> None:

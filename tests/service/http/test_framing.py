@@ -1,5 +1,6 @@
 """Where bodies end: chunked and of a known length, in any pieces."""
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -83,6 +84,15 @@ def test_anything_else_is_refused(data: bytes) -> None:
         with pytest.raises(RefusedError, match=r"expected HTTP/1\.1, got invalid input: ") as caught:
             decode(pieces)
         assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("size", [1, 5000])
+def test_a_line_with_a_size_is_limited_however_it_arrives(size: int) -> None:
+    data = b"3;" + b"x" * 1100 + b"\r\nabc\r\n0\r\n\r\n"
+    body = ChunkedBody(None, 1000)
+    pieces = [data[start : start + size] for start in range(0, len(data), size)]
+    with pytest.raises(RefusedError, match="a chunk size that is too long"):
+        list(map(partial(body.feed, position=0), pieces))
 
 
 def test_trailers_are_limited() -> None:

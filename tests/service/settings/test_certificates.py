@@ -33,6 +33,13 @@ def test_a_context_wants_tls_1_2_or_newer_and_certificates_only_with_a_ca() -> N
     assert load_tls(given(client_ca=CA)).verify_mode is ssl.CERT_REQUIRED
 
 
+def test_files_may_have_comments_that_are_not_ascii(tmp_path: Path) -> None:
+    commented = {name: tmp_path / name for name in ("certificate", "key", "client_ca")}
+    for path, source in zip(commented.values(), (SERVER, KEY, CA), strict=True):
+        path.write_text(f"# Autorité\n{source.read_text()}")
+    assert load_tls(given(**commented)).verify_mode is ssl.CERT_REQUIRED
+
+
 def test_missing_files_are_named(tmp_path: Path) -> None:
     missing = tmp_path / "none.pem"
     for name, settings in {

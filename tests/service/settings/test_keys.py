@@ -99,6 +99,14 @@ def test_each_mistake_is_a_sentence_without_values(
     assert SECRET not in str(error.value)
 
 
+@pytest.mark.parametrize("text", ["[" * 100_000, "- " * 50_000, "&a [*a]"])
+def test_endless_nesting_is_a_mistake_and_not_the_end(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "keys"
+    with pytest.raises(SettingsError) as error:
+        load(path, text)
+    assert error.value.mistakes == (f"keys: {path}: expected YAML, got something else",)
+
+
 def test_an_entry_that_is_no_object(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     with pytest.raises(SettingsError) as error:

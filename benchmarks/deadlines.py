@@ -1,0 +1,87 @@
+"""How late a `timeout` is answered: `python -m benchmarks.deadlines [--timeout MS ...]`.
+
+The demo layer, served on this machine, answers a caller whose one-token requests have a timeout, while other
+connections repeat long requests. Of each answer after the timeout, the caller sees how late it is. The last
+column is how long the server's event loop waited for a core of the machine, which server and callers share.
+"""
+
+import argparse
+import http.client
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks.json_beside import PATH, beside, binary, server_process
+
+CASES = ((0, 0), (1, 4096), (4, 4096), (16, 64))  # connections, and the tokens of their requests
+_PAUSE_SECONDS = 0.01
+
+
+class Measured(NamedTuple):
+    """in_time: answers with an output; late: milliseconds after the timeout, of all others."""
+
+    in_time: int
+    late: list[float]
+    waited: float  # milliseconds a second, of the event loop
+
+
+def measure(port: int, pid: int, milliseconds: float, seconds: float) -> Measured:
+    """Send one request after the other."""
+    request = binary(1, timeout=round(1e3 * milliseconds))
+    late: list[float] = []
+    in_time, before = 0, _waited(pid)
+    with closing(http.client.HTTPConnection("127.0.0.1", port)) as connection:
+        end = time.perf_counter() + seconds
+        while (began := time.perf_counter()) < end:
+            connection.request("POST", PATH, request.body, request.headers)
+            response = connection.getresponse()
+            response.read()
+            after = 1e3 * (time.perf_counter() - began) - milliseconds
+            if response.status == 200 and after <= 0:
+                in_time += 1
+            else:
+                late.append(after)
+            time.sleep(_PAUSE_SECONDS)
+    return Measured(in_time, late, (_waited(pid) - before) / seconds)
+
+
+def row(milliseconds: float, name: str, found: Measured) -> str:
+    """A row of the table."""
+    p50, p99, most = np.percentile(found.late or [0.0], (50, 99, 100))
+    times = f"{p50:.1f} | {p99:.1f} | {most:.1f}" if found.late else "- | - | -"
+    return (
+        f"| {milliseconds:g} | {name} | {found.in_time} | {len(found.late)} | {times} | {found.waited:.0f} |"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print a row of the table for each case."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--timeout", type=float, nargs="+", default=[10.0, 50.0], help="milliseconds")
+    parser.add_argument("--seconds", type=float, default=10.0)
+    given = parser.parse_args(arguments)
+    columns = "timeout, ms | beside | in time | after it | late: p50, ms | p99, ms | most, ms | waited, ms/s"
+    print(f"| {columns} |\n{'|---' * 8}|")
+    with server_process() as (port, pid):
+        for milliseconds in given.timeout:
+            for connections, num_tokens in CASES:
+                request = binary(num_tokens) if connections else None
+                with beside(port, request, connections):
+                    found = measure(port, pid, milliseconds, given.seconds)
+                name = f"{connections} x {num_tokens}" if connections else "nothing"
+                print(row(milliseconds, name, found), flush=True)
+    return 0
+
+
+def _waited(pid: int) -> float:
+    """Milliseconds for which the main thread of a process was ready to run, and did not."""
+    return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[1]) / 1e6
+
+
+if __name__ == "__main__":
+    sys.exit(main())

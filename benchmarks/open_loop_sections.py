@@ -1,0 +1,81 @@
+"""Writes the results of `benchmarks.open_loop` and `benchmarks.soak` as Markdown."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.markdown import paragraph, table
+
+
+def open_loop_machine(results: Path) -> str:
+    """What was served where, and the goal."""
+    content = _content(results, "open_loop-cpu.json")
+    header, rows = content["header"], content["rows"]
+    shares = zip(header["tokens"], header["shares"], strict=True)
+    sizes = ", ".join(f"{share:.0%} of {size}" for size, share in shares)
+    best, most = max(row["goodput"] for row in rows), rows[-1]
+    return paragraph(
+        f"{header['cpus']} cores of an {header['cpu']}, which server and caller share with other work; "
+        f"{header['seconds']:g} s each; {sizes} tokens; deadline {header['deadline_ms']:g} ms. Capacity, by "
+        f"a closed loop: {content['capacity']:.0f} requests/s. At {most['load']:g} times it, goodput is "
+        f"{most['goodput'] / best:.2f} of the best, and {most['late'] / most['sent']:.1%} of the answers are "
+        "late."
+    )
+
+
+def open_loop(results: Path) -> str:
+    """Goodput by load."""
+    rows = _content(results, "open_loop-cpu.json")["rows"]
+    cells = [
+        (
+            f"{row['load']:g}", f"{row['offered']:.0f}", f"{row['goodput']:.0f}",
+            f"{row['p50_ms']:.0f}", f"{row['p99_ms']:.0f}", row["refused"],
+            f"{row['refused_p50_ms']:.1f}" if row["refused"] else "", row["late"],
+        )
+        for row in rows
+    ]  # fmt: skip
+    columns = (
+        "of capacity",
+        "requests/s",
+        "in time, 1/s",
+        "p50, ms",
+        "p99, ms",
+        "refused",
+        "after, p50, ms",
+        "late",
+    )
+    return table(columns, cells)
+
+
+def soak(results: Path) -> str:
+    """What became of the requests of each kind of callers."""
+    content = _content(results, "soak-cpu.json")
+    kinds = {**content["kinds"], "together": {**content["total"], "p99_ms": None}}
+    columns = ("sent", "right", "refused", "cancelled", "cut", "lost", "wrong", "failed")
+    cells = [
+        (kind, *(counts[name] for name in columns), _whole(counts["p99_ms"]))
+        for kind, counts in kinds.items()
+    ]
+    return table(("callers", *columns, "p99, ms"), cells)
+
+
+def soak_machine(results: Path) -> str:
+    """How long it was, and what grew."""
+    content = _content(results, "soak-cpu.json")
+    header, memory, descriptors = content["header"], content["memory"], content["descriptors"]
+    return paragraph(
+        f"{header['seconds']:.0f} s on 2 cores of an {header['cpu']}, beside other work, with "
+        f"{content['idle_connections']} idle connections. After warm-up, memory grew by "
+        f"{memory['growth']:.1%} of {memory['bytes'] / 2**20:.0f} MiB, and descriptors by "
+        f"{descriptors['growth']:.1%} of {descriptors['count']}. Exit codes after SIGTERM: "
+        f"{content['exit_codes'][0]} and {content['exit_codes'][-1]}."
+    )
+
+
+def _whole(number: float | None) -> str:
+    return "" if number is None else f"{number:.0f}"
+
+
+def _content(results: Path, name: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((results / name).read_text())
+    return content

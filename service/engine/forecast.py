@@ -1,0 +1,68 @@
+"""How long a model's steps will take, and how many tokens will arrive meanwhile, from the last second."""
+
+import math
+import time
+from collections.abc import Callable
+
+_RECENT_SECONDS = 1.0  # older steps say nothing: else what they say would never be measured again
+_HALF_SECONDS = 0.25  # until a step counts half
+_BEYOND = 2.0  # of the largest recent step: what is larger may be the first of its kind
+
+
+class Forecast:
+    """A line through the recent steps: seconds by tokens, by least squares."""
+
+    __slots__ = ("_arrived", "_arrived_at", "_clock", "_largest", "_sums", "_when")
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._when = -math.inf  # of the latest step
+        self._sums: tuple[float, ...] = (
+            0.0,
+        ) * 5  # of 1, tokens, seconds, tokens² and tokens x seconds, weighted by age
+        self._largest = 0.0  # tokens; it fades, too
+        self._arrived = 0.0  # tokens, weighted by age
+        self._arrived_at = -math.inf
+
+    def arrived(self, num_tokens: int, when: float) -> None:
+        """Count tokens that wait for a step now."""
+        self._arrived = num_tokens + self._arrived * _kept(when - self._arrived_at)
+        self._arrived_at = when
+
+    def note(self, num_tokens: int, seconds: float) -> None:
+        """Keep what a step took."""
+        now = self._clock()
+        kept = _kept(now - self._when)
+        new = 1.0, num_tokens, seconds, num_tokens**2, num_tokens * seconds
+        self._sums = tuple(kept * old + more for old, more in zip(self._sums, new, strict=True))
+        self._largest = max(kept * self._largest, num_tokens)
+        self._when = now
+
+    def step(self, num_tokens: float) -> float:
+        """Seconds that a step takes, or more; 0: unknown."""
+        if self._clock() - self._when > _RECENT_SECONDS:
+            return 0.0
+        weight, tokens, seconds, squares, products = self._sums
+        tokens, seconds = tokens / weight, seconds / weight
+        variance = squares / weight - tokens**2
+        slope = max(0.0, products / weight - tokens * seconds) / variance if variance > 1.0 else math.inf
+        # Nothing takes less than no time, so steps of one size are taken to be in proportion.
+        slope = min(slope, seconds / tokens)
+        return seconds + slope * (min(num_tokens, _BEYOND * self._largest) - tokens)
+
+    def until_end(self, num_tokens: int, most: int, wait: float = 0.0) -> float:
+        """Seconds, after `wait`, of steps of at most `most` tokens each, until `num_tokens` are done.
+
+        The last one has what arrives before it begins, too.
+        """
+        full, rest = divmod(num_tokens - 1, most)
+        wait += full * self.step(most) if full else 0.0
+        more = 0.0
+        if wait:
+            rate = self._arrived * _kept(self._clock() - self._arrived_at) * math.log(2) / _HALF_SECONDS
+            more = rate * wait
+        return wait + self.step(min(most, rest + 1 + more))
+
+
+def _kept(age: float) -> float:
+    return 0.5 ** (age / _HALF_SECONDS) if age <= _RECENT_SECONDS else 0.0

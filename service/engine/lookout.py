@@ -1,0 +1,49 @@
+"""Lets sources be polled while the worker thread is in a long step."""
+
+from collections.abc import Callable
+from threading import Lock
+
+from expertd.service.engine.delivery import Delivery
+from expertd.service.engine.queues import Queues
+from expertd.service.engine.stepping import Stepping
+from expertd.service.engine.steps import Chunk
+
+SHORT_SECONDS = 5e-3
+"""A step that likely takes no longer is short."""
+_LOOK_SECONDS = 2e-3  # how often the event loop polls during a long step
+_LAST_LOOKS = 50  # without such a step, until it no longer does
+
+
+class Lookout:
+    """Has the event loop call `poll` during long steps, so that timeouts begin, and cancels end work."""
+
+    def __init__(
+        self, queues: Queues, stepping: Stepping, delivery: Delivery, poll: Callable[[], None]
+    ) -> None:
+        self._queues, self._stepping, self._delivery, self._poll = queues, stepping, delivery, poll
+        self._lock = Lock()
+        self.looks = 0  # left to the event loop
+
+    def step_begins(self, chunks: list[Chunk]) -> None:
+        """On the worker thread, before a step."""
+        if self._may_be_long(chunks):
+            with self._lock:
+                looks, self.looks = self.looks, _LAST_LOOKS
+            if not looks:
+                self._delivery.loop.call_soon_threadsafe(self._look)
+
+    def _look(self) -> None:
+        """On the event loop."""
+        if is_long := self._may_be_long(self._stepping.in_flight()):
+            self._poll()
+        with self._lock:
+            looks = self.looks = _LAST_LOOKS if is_long else self.looks - 1
+        if looks:
+            self._delivery.loop.call_later(_LOOK_SECONDS, self._look)
+
+    def _may_be_long(self, chunks: list[Chunk]) -> bool:
+        """Whether a step of `chunks` is not known to be short; one without any is none."""
+        if not chunks:
+            return False
+        num_tokens = sum(chunk.request.num_tokens for chunk in chunks)
+        return not 0.0 < self._queues[chunks[0].pending.model].likely_seconds(num_tokens) <= SHORT_SECONDS

@@ -1,0 +1,93 @@
+"""What arrives while a step runs is not left until its end: timeouts pass, and cancelled work is dropped."""
+
+import asyncio
+from pathlib import Path
+
+from expertd.service.engine.batching import Scheduler
+from tests.service.apps import hidden_request, output_of, rows
+from tests.service.channels.servers import answer_of, answer_to, channel_server, claimed
+from tests.service.channels.test_remote import Asked, remote, request
+from tests.service.runners import EchoRunner
+from tests.service.waiting import until
+
+
+async def in_step(runner: EchoRunner) -> None:
+    assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+
+
+async def test_a_timeout_passes_during_the_step_in_which_the_request_arrived(tmp_path: Path) -> None:
+    runner = EchoRunner()
+    async with channel_server(tmp_path, runner) as server:
+        peer = await claimed(server)
+        runner.gate.clear()
+        blocker = asyncio.ensure_future(server.infer(*hidden_request(rows(1))))
+        await in_step(runner)
+        answer = await answer_of(peer, 2, timeout=0.02)
+        text = "the request's timeout of 20000 microseconds expired in the queue"
+        assert (answer.status, answer.error) == (503, text)
+        runner.gate.set()
+        output_of(await blocker)
+        peer.close()
+    assert runner.steps == [[1]]
+
+
+async def test_what_is_cancelled_during_a_step_is_not_computed(tmp_path: Path) -> None:
+    runner = EchoRunner()
+    async with channel_server(tmp_path, runner) as server:
+        peer = await claimed(server)
+        runner.gate.clear()
+        blocker = asyncio.ensure_future(server.infer(*hidden_request(rows(1))))
+        await in_step(runner)
+        sequence = peer.send(2, peer.places(1))
+        await until(lambda: server.metric("queue_requests", model="tiny") == 1)
+        peer.cancel(sequence)
+        assert (await answer_to(peer, sequence)).status == 499
+        runner.gate.set()
+        output_of(await blocker)
+        peer.close()
+    assert runner.steps == [[1]]
+
+
+async def test_what_a_caller_leaves_behind_during_a_step_is_not_computed(tmp_path: Path) -> None:
+    runner = EchoRunner()
+    async with channel_server(tmp_path, runner) as server:
+        peer = await claimed(server)
+        runner.gate.clear()
+        blocker = asyncio.ensure_future(server.infer(*hidden_request(rows(1))))
+        await in_step(runner)
+        peer.send(2, peer.places(1))
+        await until(lambda: server.metric("queue_requests", model="tiny") == 1)
+        peer.close()
+        await until(lambda: server.metric("queue_requests", model="tiny") == 0)
+        runner.gate.set()
+        output_of(await blocker)
+    assert runner.steps == [[1]]
+
+
+async def test_what_an_http_process_cancels_during_a_step_is_answered_then(tmp_path: Path) -> None:
+    runner = EchoRunner()
+    async with remote(tmp_path, runner) as (server, engine):
+        runner.gate.clear()
+        begun = Asked(engine, request(1))
+        await in_step(runner)
+        queued = Asked(engine, request(2))
+        await until(lambda: server.metric("queue_requests", model="tiny") == 1)
+        error = ValueError("late")
+        engine.cancel(queued.pending, error)
+        assert await queued.answer() is error
+        runner.gate.set()
+        assert await begun.output() == rows(1).tobytes()
+
+
+async def test_short_steps_are_not_looked_into(tmp_path: Path) -> None:
+    runner = EchoRunner()
+    async with channel_server(tmp_path, runner) as server:
+        peer = await claimed(server)
+        assert (await answer_of(peer)).status == 200
+        scheduler = server.app.engine.scheduler
+        assert isinstance(scheduler, Scheduler)
+        lookout = scheduler._lookout
+        await until(lambda: lookout.looks == 0)  # the first step of a size may be long
+        assert (await answer_of(peer)).status == 200
+        assert lookout.looks == 0
+        peer.close()

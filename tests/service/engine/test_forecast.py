@@ -1,0 +1,91 @@
+"""How long steps will take, from recent ones."""
+
+import pytest
+
+from expertd.service.engine.forecast import Forecast
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def forecast(clock: Clock) -> Forecast:
+    return Forecast(clock)
+
+
+def seconds(num_tokens: float) -> float:
+    """Of a step on a device with fixed costs."""
+    return 0.002 + 1e-5 * num_tokens
+
+
+def test_a_line_through_steps_of_several_sizes(forecast: Forecast, clock: Clock) -> None:
+    for tokens in (1, 100, 2000, 30):
+        forecast.note(tokens, seconds(tokens))
+        clock.now += 0.01
+    for tokens in (1, 500, 2000, 3000):
+        assert forecast.step(tokens) == pytest.approx(seconds(tokens))
+
+
+def test_steps_of_one_size_are_in_proportion_up_to_twice_it(forecast: Forecast) -> None:
+    for _ in range(3):
+        forecast.note(100, 0.01)
+    assert forecast.step(100) == pytest.approx(0.01)
+    assert forecast.step(1) == pytest.approx(0.0001)
+    assert forecast.step(200) == pytest.approx(0.02)
+    assert forecast.step(4096) == pytest.approx(0.02), "nothing is known of such steps"
+
+
+def test_no_recent_step_says_nothing(forecast: Forecast, clock: Clock) -> None:
+    assert forecast.step(1) == 0.0
+    forecast.note(100, 5.0)
+    clock.now += 0.99
+    assert forecast.step(100) == pytest.approx(5.0)
+    clock.now += 0.02
+    assert forecast.step(100) == 0.0
+    forecast.note(100, 0.01)
+    assert forecast.step(100) == pytest.approx(0.01), "and is forgotten"
+
+
+def test_newer_steps_count_more(forecast: Forecast, clock: Clock) -> None:
+    forecast.note(100, 0.01)
+    clock.now += 0.5
+    forecast.note(100, 0.02)
+    assert forecast.step(100) == pytest.approx((0.01 / 4 + 0.02) / 1.25)
+
+
+def test_larger_steps_never_take_less(forecast: Forecast) -> None:
+    forecast.note(10, 0.02)
+    forecast.note(1000, 0.01)
+    assert forecast.step(1) == forecast.step(1000) == pytest.approx(0.015)
+
+
+def test_a_request_waits_for_full_steps_and_for_its_own(forecast: Forecast) -> None:
+    for tokens in (1, 64):
+        forecast.note(tokens, seconds(tokens))
+    assert forecast.until_end(64, 64) == pytest.approx(seconds(64))
+    assert forecast.until_end(65, 64) == pytest.approx(seconds(64) + seconds(1))
+    assert forecast.until_end(1, 64, wait=0.5) == pytest.approx(0.5 + seconds(1))
+
+
+def test_what_arrives_before_a_step_begins_is_computed_in_it(forecast: Forecast, clock: Clock) -> None:
+    for tokens in (1, 64):
+        forecast.note(tokens, seconds(tokens))
+    for _ in range(1000):
+        forecast.arrived(1, clock.now)
+        clock.now += 0.001
+    forecast.note(64, seconds(64))
+    forecast.note(1, seconds(1))
+    assert forecast.until_end(1, 4096, wait=0.0) == pytest.approx(seconds(1))
+    expected = 0.05 + seconds(1 + 50)
+    assert forecast.until_end(1, 4096, wait=0.05) == pytest.approx(expected, rel=0.1), "a token each ms"
+    assert forecast.until_end(1, 16, wait=0.05) == pytest.approx(0.05 + seconds(16)), "a step has no more"

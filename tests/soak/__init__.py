@@ -1,0 +1,1 @@
+"""A soak test of a real server: `python -m tests.soak`, or `make soak`."""

@@ -1,0 +1,35 @@
+"""What every process of a soak is told."""
+
+import os
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.service.keys import key_of
+from tests.soak.reference import Sample
+from tests.soak.tally import Stage, Tally
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where the server is, and what is sent."""
+
+    folder: Path
+    port: int
+    grpc_port: int
+    samples: list[Sample]
+    stage: Stage
+    slots: int = 8  # of the callers' channels
+    key: str = field(default_factory=lambda: key_of("infer"))
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def pick(self, random: random.Random) -> Sample:
+        return random.choice(self.samples)
+
+
+def seeded(tally: Tally) -> random.Random:
+    """Random numbers of one process."""
+    return random.Random(f"{tally.kind}-{os.getpid()}")

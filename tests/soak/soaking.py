@@ -1,0 +1,207 @@
+"""A soak from its start to its result."""
+
+import platform
+import random
+import re
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.service.keys import bearer, write_keys
+from tests.soak import callers, hostile
+from tests.soak.plan import Plan
+from tests.soak.reference import samples
+from tests.soak.server import RIGHTS, SoakServer, soak_settings
+from tests.soak.tally import OUTCOMES, SPAWN, Phase, Stage, Tally
+
+Caller = Callable[[Plan, Tally], None]
+CALLERS: dict[str, Caller] = {
+    "HTTP": callers.over_http,
+    "shared memory": callers.over_shared_memory,
+    "channel": callers.through_channels,
+    "gRPC": callers.over_grpc,
+    "a key that changes": callers.with_a_changing_key,
+    "wrong requests": hostile.wrong,
+    "slow requests": hostile.slow,
+    "wrong lines": hostile.wrong_lines,
+}
+MUST_BE_RIGHT = ("HTTP", "shared memory", "channel", "gRPC", "a key that changes", "slow requests")
+WARM_UP = 0.4  # of the time of the first server, before its memory is compared
+_SAMPLE_SECONDS = 0.5
+_AFTER_SECONDS = 3.0  # that the callers go on after a restart, at least
+
+
+class Soak:
+    """Callers of every kind beside each other; the server is changed, ended and started again under them."""
+
+    def __init__(
+        self, folder: Path, seconds: float, requests: int, idle: int, slots: int, kinds: Iterable[str]
+    ) -> None:
+        self._seconds, self._requests, self._num_idle = seconds, requests, idle
+        settings = soak_settings(folder)
+        self._server = SoakServer(settings, folder)
+        self._keys = folder / "keys.yaml"
+        self._stage = Stage()
+        self._tallies = {kind: Tally(kind) for kind in kinds}
+        assert settings.grpc.port is not None
+        self._plan = Plan(
+            folder, settings.port, settings.grpc.port, samples(settings), self._stage, slots=slots
+        )
+        self._idle: list[socket.socket] = []
+        self._memory: list[tuple[int, int]] = []  # bytes and descriptors
+
+    def run(self) -> dict[str, Any]:
+        """The result."""
+        began = time.perf_counter()
+        self._server.start()
+        with self._callers():
+            self._open_idle()
+            self._serve()
+            codes = [self._restart(Phase.STOPPING), self._restart(Phase.KILLED)]
+            self._stage.phase = Phase.OVER
+        codes.append(self._server.terminate())
+        return self._result(time.perf_counter() - began, codes)
+
+    @contextmanager
+    def _callers(self) -> Iterator[None]:
+        processes = [
+            SPAWN.Process(target=CALLERS[kind], args=(self._plan, tally), name=kind, daemon=True)
+            for kind, tally in self._tallies.items()
+        ]
+        for process in processes:
+            process.start()
+        try:
+            yield
+        finally:
+            self._stage.phase = Phase.OVER
+            for process in processes:
+                process.join(60)
+            self._codes = {process.name: process.exitcode for process in processes if process.exitcode}
+
+    def _serve(self) -> None:
+        """Until the time is over and enough requests are sent; keys and partitions change meanwhile."""
+        began = time.perf_counter()
+        for turn in count():
+            if time.perf_counter() - began >= self._seconds and self._sent() >= self._requests:
+                return
+            self._memory.append((self._server.memory(), self._server.descriptors()))
+            self._change(turn)
+            time.sleep(_SAMPLE_SECONDS)
+
+    def _change(self, turn: int) -> None:
+        """The keys, the partitions, or nothing; an idle connection is used."""
+        if turn % 6 == 0:
+            write_keys(self._keys, **RIGHTS, changing=["infer"])
+        elif turn % 6 == 3:
+            write_keys(self._keys, **RIGHTS)
+        elif turn % 6 == 5:
+            url = f"{self._plan.url}/v1/partitions"
+            answer = httpx.put(url, json={"partitions": []}, headers=bearer("admin"), timeout=30)
+            assert answer.status_code in (400, 409, 422), answer.text
+        if self._idle:
+            self._use(random.choice(self._idle))
+
+    def _open_idle(self) -> None:
+        for _ in range(self._num_idle):
+            self._idle.append(socket.create_connection(("127.0.0.1", self._plan.port), timeout=30))
+            self._use(self._idle[-1])
+
+    def _use(self, sock: socket.socket) -> None:
+        sock.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert sock.recv(4096).startswith(b"HTTP/1.1 200")
+
+    def _restart(self, phase: Phase) -> int:
+        """End the server under its callers, and start another one; the exit code, 0 after SIGKILL."""
+        self._stage.phase = phase
+        time.sleep(0.1)
+        code = 0
+        if phase is Phase.STOPPING:
+            code = self._server.terminate()
+        else:
+            self._server.kill()
+        for sock in self._idle:
+            with suppress(OSError):
+                sock.close()
+        self._idle.clear()
+        (self._plan.folder / "channels").unlink(missing_ok=True)
+        self._server.start()
+        self._stage.phase = Phase.SERVING
+        time.sleep(max(_AFTER_SECONDS, 0.05 * self._seconds))
+        return code
+
+    def _sent(self) -> int:
+        return sum(tally.counts()["sent"] for tally in self._tallies.values())
+
+    def _result(self, seconds: float, codes: list[int]) -> dict[str, Any]:
+        kinds = {kind: tally.counts() for kind, tally in self._tallies.items()}
+        total = {outcome: sum(counts[outcome] for counts in kinds.values()) for outcome in OUTCOMES}
+        warm = self._memory[int(WARM_UP * len(self._memory)) :]
+        third = max(1, len(warm) // 3)
+        growth = [
+            statistics.median(each[index] for each in warm[-third:])
+            / statistics.median(each[index] for each in warm[:third])
+            - 1
+            for index in (0, 1)
+        ]
+        return {
+            "header": {"cpu": cpu_name(), "python": platform.python_version(), "seconds": round(seconds, 1)},
+            "total": total,
+            "unaccounted": 2 * total["sent"] - sum(total.values()),
+            "kinds": {
+                kind: {
+                    **counts,
+                    "p99_ms": self._tallies[kind].percentile_ms(0.99) if counts["right"] else None,
+                }
+                for kind, counts in kinds.items()
+            },
+            "memory": {
+                "bytes": self._memory[-1][0],
+                "growth": round(growth[0], 4),
+                "mib_by_time": [
+                    round(each[0] / 2**20, 1) for each in self._memory[:: len(self._memory) // 40 + 1]
+                ],
+            },
+            "descriptors": {"count": self._memory[-1][1], "growth": round(growth[1], 4)},
+            "idle_connections": self._num_idle,
+            "exit_codes": codes,
+            "callers_ended_with": self._codes,
+            "mistakes": self._server.mistakes(),
+        }
+
+
+def cpu_name() -> str:
+    """The machine's, as Linux gives it."""
+    found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)
+    return found[1] if found else platform.machine()
+
+
+def mistakes(result: dict[str, Any], growth: float) -> list[str]:
+    """What a result has that it must not have; memory and descriptors may grow by this part."""
+    total = result["total"]
+    found = [f"{name}: expected 0, got {total[name]}" for name in ("lost", "wrong", "failed") if total[name]]
+    if result["unaccounted"]:
+        found.append(f"requests without an outcome: expected 0, got {result['unaccounted']}")
+    found += [
+        f"growth of {name}: expected at most {growth:.0%}, got {result[name]['growth']:.1%}"
+        for name in ("memory", "descriptors")
+        if result[name]["growth"] > growth
+    ]
+    found += [f"exit code: expected 0, got {code}" for code in result["exit_codes"] if code]
+    found += [
+        f"{kind}: expected callers without errors, got exit code {code}"
+        for kind, code in result["callers_ended_with"].items()
+    ]
+    found += [f"log: expected no such line, got {line}" for line in result["mistakes"]]
+    found += [
+        f"{kind}: expected right answers, got none"
+        for kind in MUST_BE_RIGHT
+        if kind in result["kinds"] and not result["kinds"][kind]["right"]
+    ]
+    return found

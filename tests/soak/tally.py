@@ -1,0 +1,96 @@
+"""Counts of what became of requests, in memory that all processes of a soak share."""
+
+import math
+import multiprocessing as mp
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from multiprocessing.sharedctypes import RawArray, RawValue
+from typing import Any
+
+SPAWN = mp.get_context("spawn")
+_BUCKETS_PER_DOUBLING = 8
+_FIRST_SECONDS = 20e-6
+_NUM_BUCKETS = 160
+
+
+class Phase(IntEnum):
+    """What happens to the server."""
+
+    SERVING = 0
+    STOPPING = 1  # by SIGTERM, until another one serves
+    KILLED = 2
+    OVER = 3
+
+
+OUTCOMES = ("sent", "right", "refused", "cancelled", "cut", "lost", "wrong", "failed")
+"""refused: properly (4xx, 503, a timeout); cut: its server was ended; failed: 5xx other than 503."""
+
+
+class Tally:
+    """The counts of one kind of callers, of which one process writes each."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._counts: Any = RawArray("q", len(OUTCOMES))
+        self._buckets: Any = RawArray("q", _NUM_BUCKETS)
+
+    def count(self, outcome: str) -> None:
+        """One more."""
+        self._counts[OUTCOMES.index(outcome)] += 1
+
+    @contextmanager
+    def right_within(self) -> Iterator[None]:
+        """Time a request that is answered right, unless this raises."""
+        began = time.perf_counter()
+        yield
+        self.took(time.perf_counter() - began)
+
+    def took(self, seconds: float) -> None:
+        """A request was answered right."""
+        place = int(_BUCKETS_PER_DOUBLING * math.log2(max(seconds, _FIRST_SECONDS) / _FIRST_SECONDS))
+        self._buckets[min(place, _NUM_BUCKETS - 1)] += 1
+        self.count("right")
+
+    def counts(self) -> dict[str, int]:
+        """All counts by outcome."""
+        return dict(zip(OUTCOMES, self._counts, strict=True))
+
+    def percentile_ms(self, part: float) -> float:
+        """Milliseconds within which this part of the right answers came, rounded up to a twelfth."""
+        buckets = list(self._buckets)
+        left = part * sum(buckets)
+        for place, count in enumerate(buckets):
+            left -= count
+            if left <= 0:
+                return round(1e3 * _FIRST_SECONDS * 2 ** ((place + 1) / _BUCKETS_PER_DOUBLING), 2)
+        return math.inf
+
+
+class Stage:
+    """The present phase, and how many there were."""
+
+    def __init__(self) -> None:
+        self._phase: Any = RawValue("i", Phase.SERVING)
+        self._changes: Any = RawValue("q", 0)
+
+    @property
+    def phase(self) -> Phase:
+        return Phase(self._phase.value)
+
+    @phase.setter
+    def phase(self, phase: Phase) -> None:
+        self._changes.value += 1
+        self._phase.value = phase
+
+    @property
+    def is_over(self) -> bool:
+        parent = mp.parent_process()
+        return self.phase is Phase.OVER or (parent is not None and not parent.is_alive())
+
+    @property
+    def mark(self) -> int:
+        """Differs from an earlier one if the server may have been ended since."""
+        serves = self.phase in (Phase.SERVING, Phase.OVER)
+        return int(self._changes.value) if serves else -1

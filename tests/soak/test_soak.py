@@ -1,0 +1,88 @@
+"""What a soak counts, and what it calls a mistake. `make test` runs a short one."""
+
+from typing import Any
+
+import pytest
+
+from expertd_client import (
+    AccessDeniedError,
+    DeadlineError,
+    ExpertError,
+    ServerBusyError,
+    ServerUnreachableError,
+)
+from tests.service.apps import tiny_settings
+from tests.soak.callers import outcome_of
+from tests.soak.plan import Plan
+from tests.soak.reference import samples
+from tests.soak.soaking import mistakes
+from tests.soak.tally import OUTCOMES, Phase, Stage, Tally
+
+
+def test_a_tally_counts_and_times() -> None:
+    tally = Tally("a")
+    for outcome in ("sent", "sent", "lost"):
+        tally.count(outcome)
+    for milliseconds in range(1, 101):
+        tally.took(1e-3 * milliseconds)
+    assert tally.counts() == {**dict.fromkeys(OUTCOMES, 0), "sent": 2, "lost": 1, "right": 100}
+    assert tally.percentile_ms(0.5) == pytest.approx(50, rel=0.15)
+    assert tally.percentile_ms(0.99) == pytest.approx(99, rel=0.15)
+
+
+def test_a_wrong_answer_is_found() -> None:
+    one, other, *_ = samples(tiny_settings(), 1)
+    assert one.is_right(one.output)
+    assert one.is_right(1.001 * one.output)
+    assert not one.is_right(other.output)
+    assert not one.is_right(1.1 * one.output)
+    assert not one.is_right(one.output[:0])
+
+
+def test_what_errors_mean(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    stage = Stage()
+    plan, mark = Plan(tmp_path, 1, 2, [], stage), stage.mark
+    gone, late, denied = ServerUnreachableError("x"), DeadlineError("x"), AccessDeniedError("x", 401)
+    assert outcome_of(ServerBusyError("x", 503), plan, mark) == "refused"
+    assert outcome_of(denied, plan, mark, may_be_denied=True) == "refused"
+    assert outcome_of(denied, plan, mark) == "wrong"
+    assert outcome_of(ExpertError("x", 500), plan, mark) == "failed"
+    assert outcome_of(late, plan, mark, may_be_late=True) == "refused"
+    assert [outcome_of(error, plan, mark) for error in (gone, late)] == ["lost", "lost"]
+    stage.phase = Phase.STOPPING
+    assert [outcome_of(error, plan, mark) for error in (gone, late)] == ["cut", "cut"]
+    stage.phase = Phase.SERVING
+    assert outcome_of(gone, plan, mark) == "cut", "another server since"
+    assert "AccessDeniedError" in capsys.readouterr().out
+
+
+GOOD: dict[str, Any] = {
+    "total": dict.fromkeys(OUTCOMES, 0),
+    "unaccounted": 0,
+    "kinds": {"HTTP": {"right": 1}},
+    "memory": {"growth": 0.01},
+    "descriptors": {"growth": 0.0},
+    "exit_codes": [0, 0, 0],
+    "callers_ended_with": {},
+    "mistakes": [],
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"total": {**GOOD["total"], "lost": 1}}, "lost: expected 0, got 1"),
+        ({"total": {**GOOD["total"], "wrong": 2}}, "wrong: expected 0, got 2"),
+        ({"total": {**GOOD["total"], "failed": 3}}, "failed: expected 0, got 3"),
+        ({"unaccounted": 1}, "requests without an outcome: expected 0, got 1"),
+        ({"memory": {"growth": 0.05}}, "growth of memory: expected at most 2%, got 5.0%"),
+        ({"descriptors": {"growth": 0.03}}, "growth of descriptors: expected at most 2%, got 3.0%"),
+        ({"exit_codes": [1, 0, 0]}, "exit code: expected 0, got 1"),
+        ({"callers_ended_with": {"gRPC": 1}}, "gRPC: expected callers without errors, got exit code 1"),
+        ({"mistakes": ["Traceback"]}, "log: expected no such line, got Traceback"),
+        ({"kinds": {"HTTP": {"right": 0}}}, "HTTP: expected right answers, got none"),
+    ],
+)
+def test_each_mistake_is_a_sentence(change: dict[str, Any], text: str) -> None:
+    assert mistakes(GOOD, 0.02) == []
+    assert mistakes({**GOOD, **change}, 0.02) == [text]
