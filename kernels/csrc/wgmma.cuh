@@ -127,8 +127,8 @@ __device__ __forceinline__ void wait(float (&d)[kRegisters]) {
 }
 
 // Runs a tile's K blocks with two of them in flight: one is multiplied while the other is promoted. `multiply` starts
-// the next block and `promote` takes an older one's product, both in order. No branch lies between the start of a
-// product and its end: there ptxas would wait after every instruction.
+// the next block and `promote` takes an older one's product, both in order. Between the start of a product and its end
+// no branch may diverge: ptxas would wait after every instruction.
 template <int kRegisters, typename Start, typename Promote>
 __device__ __forceinline__ void in_pairs(float (&acc)[2][kRegisters], int k_blocks, Start multiply, Promote promote) {
     multiply(acc[0]);

@@ -33,7 +33,7 @@ from tests.kernels.helpers import (
     random_masked,
 )
 
-SHAPES = (([3, 0, 70, 1, 200], 264, 384), ([1], 8, 128), ([0, 0], 136, 256))
+SHAPES = (([3, 0, 70, 1, 200], 264, 384), ([1], 8, 128), ([17], 136, 256), ([0, 0], 136, 256))
 
 
 def every_lane_arrives(variant: Variant) -> Variant:
@@ -50,6 +50,7 @@ def whole_layer(tokens: int) -> None:
     down = quantize_blocks(torch.randn(e, h, i, generator=generator, device="cuda").mul_(i**-0.5))
     x = torch.randn(tokens, h, generator=generator, device="cuda")
     ids = torch.randint(-1, e, (tokens, k), generator=generator, device="cuda", dtype=torch.int32)
+    ids[:, 0] = 0  # with 40 tokens, short tiles of several boxes
     weights = torch.rand(tokens, k, generator=generator, device="cuda")
     backend = resolve_backend("hopper")
     router = torch.randn(e, h, generator=generator, device="cuda").bfloat16()
@@ -102,7 +103,7 @@ def main() -> None:
             buffer, out = poisoned(len(rows), max_m, n, device="cuda")
             grouped_gemm_masked(masked.a, masked.b, masked.counts, out=out, backend=backend, num_sms=4)
             expect_masked(masked, buffer, out)
-    for tokens in (1, 90):
+    for tokens in (1, 40, 90):
         whole_layer(tokens)
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)

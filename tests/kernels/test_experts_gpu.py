@@ -261,6 +261,13 @@ def test_experts(sizes: tuple[int, int, int, int], tokens: int) -> None:
         assert torch.equal(layer.run(dtype), out.to(dtype))
 
 
+def test_an_expert_with_far_more_rows_than_expected() -> None:
+    """The plan expects five rows; its tiles have 64."""
+    layer = _layer(1024, 384, 256, 4, 300)
+    layer.topk_ids[:, 0] = 7
+    assert diff(layer.run(), layer.expected()) < 2e-3
+
+
 @pytest.mark.parametrize("tokens", [1, 300])
 def test_five_launches_match_the_separate_steps(tokens: int) -> None:
     """They agree more closely than with the unrounded result; with a wrong scale or row they would not."""

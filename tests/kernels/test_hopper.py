@@ -112,12 +112,13 @@ def test_max_m(max_m: int) -> None:
     run_masked([max_m] * 5, max_m, 512, 384)
 
 
+@pytest.mark.parametrize("k", [512, 640])
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
-def test_every_tile_on_the_same_rows(config: TileConfig) -> None:
-    """Each variant is correct even on sizes for which another would be chosen."""
+def test_every_tile_on_the_same_rows(config: TileConfig, k: int) -> None:
+    """Each variant is correct even on sizes for which another would be chosen; K blocks may go in pairs."""
     rows, backend = [0, 1, 64, 65, 191, 192, 193, 400, 1000], planned(config)
-    run_contiguous(rows, 1160, 640, backend=backend)
-    run_masked(rows, 1000, 1160, 640, backend=backend)
+    run_contiguous(rows, 1160, k, backend=backend)
+    run_masked(rows, 1000, 1160, k, backend=backend)
 
 
 @pytest.mark.parametrize("tall_first", [False, True])

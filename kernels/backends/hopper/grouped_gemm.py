@@ -114,10 +114,10 @@ class GroupedGemm:
         columns: those to write, from a multiple of 256 to another one or to n; None: all.
         """
         num_groups, n, k = b.data.shape
-        part = columns is not None and len(columns) < n
-        prepared = self._chosen(on.device, layout, n, k, num_groups, expected_m, num_sms, part)
+        columns = columns or range(n)
+        prepared = self._chosen(on.device, layout, n, k, num_groups, expected_m, num_sms, len(columns))
         out_map = (self._out_tensor_maps.get(out, _STORE_BOX),) if prepared.stores_boxes else ()
-        self._launch(on, prepared, a, b, groups, columns or range(n), out.data_ptr(), *out_map)
+        self._launch(on, prepared, a, b, groups, columns, out.data_ptr(), *out_map)
 
     def multiply_swiglu(
         self,
@@ -154,9 +154,10 @@ class GroupedGemm:
         num_groups: int,
         expected_m: float,
         num_sms: int | None,
-        part: bool,
+        columns: int,
     ) -> _Prepared:
-        plan = self._choose(layout, n, k, num_groups, expected_m, multiprocessors(device, num_sms), part)
+        sms = multiprocessors(device, num_sms)
+        plan = self._choose(layout, columns, k, num_groups, expected_m, sms, columns < n)
         return self._prepare(device, layout, n, k, num_groups, plan, num_sms)
 
     def _prepare(

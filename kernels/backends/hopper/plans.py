@@ -36,7 +36,8 @@ class Plan:
     tall_first: bool = False
 
 
-# All figures were measured on an H200 with benchmarks.tile_times, see docs/kernel-log.md.
+# Fitted by hand to launches on an H200 (`python -m benchmarks.tile_times`): the difference of two K gives a K
+# block's time, and what is left after the start of a launch a tile's own.
 @dataclass(frozen=True)
 class _Time:
     """Nanoseconds of a tile: for itself, and for a K block by the tile's steps."""
@@ -80,7 +81,7 @@ def choose(
 ) -> Plan:
     """The plan for num_groups groups of about expected_m rows times [n, k]; all plans give the same bits.
 
-    part: n columns from a multiple of 256 on are computed, not all; their tiles must end where they end.
+    part: there are more columns than these n, from a multiple of 256 on; no tile may reach the others.
     """
     few = expected_m <= _SWAP_AB_M[layout]
     if expected_m < 1:  # few groups have any
@@ -105,7 +106,7 @@ def _choose(few: bool, n: int, k: int, num_groups: int, rows: int, num_sms: int,
 def _candidates(few: bool, num_groups: int, rows: int, part: bool) -> Iterator[Plan]:
     """The plans to compare."""
     for config in _TIMES:
-        if few != (config.block_m == 64) and (few or config is SWAP_AB):
+        if config.block_m > 64 if few else config is SWAP_AB:
             continue  # with few rows, the warpgroups of taller tiles would be idle
         if config.block_m == 64 and num_groups > 2 and rows > _UNEVEN_SHORT_M:
             continue  # too many groups would take a second tile
@@ -114,10 +115,15 @@ def _candidates(few: bool, num_groups: int, rows: int, part: bool) -> Iterator[P
         yield Plan(config, 16 * config.steps)
         if config.steps == 1 or num_groups > 2:
             continue  # groups differ too much from what is expected
-        steps = math.ceil(rows / config.step)
-        least = math.ceil(steps / config.steps)
-        for tiles in range(least + 1, min(least + _CUTS, steps + 1)):
-            tile_steps = 16 * steps // tiles
+        # Two groups deviate from what is expected, each in its way, so no number of tiles is special.
+        cuts = list(range(16 * config.steps - 4, 15, -4))
+        if num_groups == 1:
+            steps = math.ceil(rows / config.step)
+            least = math.ceil(steps / config.steps)
+            cuts = [
+                math.ceil(16 * steps / tiles) for tiles in range(least + 1, min(least + _CUTS, steps + 1))
+            ]
+        for tile_steps in cuts:
             # Tall tiles first for a single group; with two, weights would just be read twice.
             yield Plan(config, tile_steps, tall_first=num_groups == 1)
 

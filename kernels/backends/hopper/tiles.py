@@ -35,8 +35,8 @@ class TileConfig:
         """The name of its variants: short, and unique within a layout."""
         swap_ab = "swap_ab_" if self.swap_ab else ""
         cluster = f"_cluster{self.cluster}" if self.cluster > 1 else ""
-        wide = f"n{self.block_n}" if self.block_n != BLOCK_N else ""
-        return f"{swap_ab}m{self.block_m}{wide}{cluster}{'_swiglu' if self.swiglu else ''}"
+        columns = f"n{self.block_n}" if self.block_n != BLOCK_N else ""
+        return f"{swap_ab}m{self.block_m}{columns}{cluster}{'_swiglu' if self.swiglu else ''}"
 
     @property
     def out_block_n(self) -> int:
@@ -75,7 +75,7 @@ class TileConfig:
 
 
 # Few rows per group: weights stream once through a deep ring. Many: warpgroups of 64 rows each; with enough
-# work for many waves, two CTAs load the rows of a together. The others are for few groups, to fill all SMs.
+# work for many waves, two CTAs load the rows of a together. The others are mostly for few groups.
 SWAP_AB = TileConfig(swap_ab=True, block_m=64, stages=8, cluster=1, box_m=16)
 NORMAL = TileConfig(swap_ab=False, block_m=192, stages=4, cluster=1, box_m=64)
 NORMAL_CLUSTER2 = TileConfig(swap_ab=False, block_m=192, stages=4, cluster=2, box_m=32)
