@@ -370,7 +370,7 @@ async def test_a_server_of_several_ranks_or_one_that_is_loading_refuses(tmp_path
 
     async with two_models(serving_runner(EchoRunner()), ranks=1) as server:
         text = error_of(await change(server, "load"), 409)
-        assert text.startswith("repository: expected a server of one rank without lanes to load and unload models")
+        assert text.startswith("repository: expected a server of one rank without lanes to load")
         engine = server.app.engine
         engine.repository._loaded = None
         assert error_of(await change(server, "load"), 503) == "the server is loading"
