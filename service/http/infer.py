@@ -43,8 +43,10 @@ class InferCall(InferEnding):
             self._endpoint.gate.admit_infer(head)
             self._spec: LayerSpec = engine.model(head.model, head.version)
             engine.check_loaded(head.model)
+            engine.check_capacity(head.model, head.caller)  # first: a server that shuts down refuses all sizes
             head.read(engine.settings.limits)
-            engine.check_capacity(head.model, head.caller, least_tokens(head, self._spec))
+            if (least := least_tokens(head, self._spec)) > 1:
+                engine.check_capacity(head.model, head.caller, least)
         except Exception as error:
             self.refuse(error)
             return False
