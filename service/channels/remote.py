@@ -122,7 +122,7 @@ class RemoteEngine:
             phase = "draining" if self.draining else "loading"
             raise NotReadyError(f"model {model} is not ready: the server is {phase}")
 
-    def check_capacity(self, model: str, caller: int, least_tokens: int) -> None:
+    def check_capacity(self, model: str, caller: int, least_tokens: int = 1) -> None:
         """Only the engine knows its queues."""
 
     def validate(self, model: str, request: LayerRequest) -> None:

@@ -43,7 +43,7 @@ class InferCall(InferEnding):
             self._endpoint.gate.admit_infer(head)
             self._spec: LayerSpec = engine.model(head.model, head.version)
             engine.check_loaded(head.model)
-            engine.check_capacity(head.model, head.caller)  # first: a server that shuts down refuses all sizes
+            engine.check_capacity(head.model, head.caller)  # first: one that shuts down refuses all sizes
             head.read(engine.settings.limits)
             if (least := least_tokens(head, self._spec)) > 1:
                 engine.check_capacity(head.model, head.caller, least)

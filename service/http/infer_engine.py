@@ -32,7 +32,7 @@ class InferEngine(Protocol):
     def check_loaded(self, model: str) -> None:
         """Raise NotReadyError during loading."""
 
-    def check_capacity(self, model: str, caller: int, least_tokens: int) -> None:
+    def check_capacity(self, model: str, caller: int, least_tokens: int = 1) -> None:
         """Raise an EngineError if every request of `caller` with so many tokens would be refused now."""
 
     def validate(self, model: str, request: LayerRequest) -> None:
