@@ -83,9 +83,11 @@ def connected(
     return socks
 
 
-def all_read(server: ServerProcess) -> bool:
-    """Whether nothing that was sent to the server, or by it, waits in a socket."""
+def all_received(server: ServerProcess) -> bool:
+    """Whether nothing that was sent to the server waits in a socket."""
     port = f":{server.port:04X}"
     lines = [line.split() for line in Path(f"/proc/{os.getpid()}/net/tcp").read_text().splitlines()[1:]]
-    ours = [fields for fields in lines if port in (fields[1][-5:], fields[2][-5:]) and fields[3] == "01"]
-    return bool(ours) and all(fields[4] == "00000000:00000000" for fields in ours)
+    open_ones = [fields for fields in lines if fields[3] == "01"]
+    received = [fields[4].split(":")[1] for fields in open_ones if fields[1].endswith(port)]
+    to_send = [fields[4].split(":")[0] for fields in open_ones if fields[2].endswith(port)]
+    return bool(received) and all(int(count, 16) == 0 for count in (*received, *to_send))
