@@ -3,7 +3,7 @@
 A server with one layer and random weights answers, through channels, a caller of decode steps (64 tokens, or
 1), which pauses for 0.5 ms after each, beside a caller that always has three requests of 4,096 tokens in
 flight. The ways to serve both: all in turns; prefill in chunks, in turns with decode or joined with it; two
-lanes on all SMs; two lanes that split the SMs, as they are told or as the server chooses (--targets). The
+lanes on all SMs; two lanes that split the SMs, by a fixed split or by the server's choice (--targets). The
 columns: the median and the 99th percentile of a decode step as its caller sees it, and the prefill's rate as
 a share of its rate alone. Tensors are in the GPU's memory. Without a GPU, the layer is a tiny one on the CPU.
 Rows that are not measured stay in the file.

@@ -104,7 +104,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, help="write header and rows here")
-    parser.add_argument("--groups", type=int, nargs="+", help="only shapes of so many groups")
+    parser.add_argument("--groups", type=int, nargs="+", help="only shapes with these numbers of groups")
     options = parser.parse_args()
     expect_gpu("benchmarks.tile_times")
     chosen = [shape for shape in SHAPES if not options.groups or shape[0] in options.groups]

@@ -9,7 +9,7 @@
 namespace normal {
 
 constexpr int kAccumulators = kBlockN / 2;
-constexpr int kAligned = kBlockN % 64 == 0 ? 32 : 16;  // accumulators of so many columns have the same scale
+constexpr int kAligned = kBlockN % 64 == 0 ? 32 : 16;                   // accumulators per scale of b, at least
 constexpr bool kInPairs = kAccumulators <= 48 || kConsumerGroups == 1;  // others have no registers for two K blocks
 using Accumulators = float[kAccumulators];
 

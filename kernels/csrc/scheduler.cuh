@@ -121,8 +121,8 @@ class TileScheduler {
         __syncwarp();
     }
 
-    // Takes these 32 groups, with so many tiles before them. A group's tiles differ by at most one step in height: with
-    // three steps per tile, 600 rows become 192 + 192 + 128 + 88, not 3 * 192 + 24.
+    // Loads a chunk of 32 groups; `before`: the tiles of earlier chunks. A group's tiles differ by at most one step in
+    // height: with three steps per tile, 600 rows become 192 + 192 + 128 + 88, not 3 * 192 + 24.
     __device__ __forceinline__ void look_at(int chunk, int before) {
         chunk_ = chunk;
         const int group = chunk * 32 + lane();

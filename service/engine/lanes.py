@@ -61,7 +61,7 @@ class Lanes:
             lane.start()
 
     def runner(self, model: str) -> Runner:
-        """A runner of `model`: all of them validate alike."""
+        """The decode lane's runner of `model`; the prefill lane's validates requests in the same way."""
         return self.lanes[0].runner(model)
 
     async def between_steps(self, job: Callable[[], T]) -> T:

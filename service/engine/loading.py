@@ -77,7 +77,7 @@ class Loaded:
     None: that never changes. models loads further ones, and unloads those; None: it is not supported. close
     ends what loading has started, after all steps. prefill_runners are those of the prefill lane; None: both
     lanes have the same. Call prepare_thread on every thread that begins steps. set_split gives the decode
-    lane so many SMs and the prefill lane the others, or with 0 all of them; call it as `Partitions.apply`.
+    lane that number of SMs and the prefill lane the rest (0: all of them); call it as `Partitions.apply`.
     None: no such lanes.
     """
 

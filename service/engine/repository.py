@@ -203,7 +203,7 @@ class Repository:
 
 
 def _refusal(name: str, error: Exception) -> EngineError:
-    """What the caller is told of an error during loading; the log has all of it."""
+    """The error that the caller gets when loading fails; the log has the details."""
     if isinstance(error, LoadCancelledError):
         return SchedulerClosedError("the server is shutting down")
     is_sentence = isinstance(error, (ValueError, OSError, MemoryError))

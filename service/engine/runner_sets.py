@@ -54,7 +54,7 @@ class RunnerSet:
 
 
 def set_split(lanes: LaneSettings, prefill: RunnerSet, partitions: "SMPartitions", decode_sms: int) -> None:
-    """Give the decode lane so many SMs, and the prefill lane the others; 0: the prefill lane has all.
+    """Give the decode lane `decode_sms` SMs and the prefill lane the rest; 0: all to the prefill lane.
 
     Raises ValueError, and changes nothing, if the device cannot be split so. For a time when no step runs.
     """

@@ -33,7 +33,7 @@ class InferEngine(Protocol):
         """Raise NotReadyError during loading."""
 
     def check_capacity(self, model: str, caller: int, least_tokens: int = 1) -> None:
-        """Raise an EngineError if every request of `caller` with so many tokens would be refused now."""
+        """Raise an EngineError if a request of `caller` with `least_tokens` or more would be refused now."""
 
     def validate(self, model: str, request: LayerRequest) -> None:
         """Raise ValueError for invalid routing; without an error, it may still be refused by `done`."""

@@ -27,7 +27,7 @@ class Reader(Protocol):
 class TlsTransport(asyncio.Transport):
     """Encrypts what is written as fast as the client reads, so an answer is never there twice.
 
-    What was written is kept, not copied, until it is encrypted. `reader` is told when bytes are held back, as
+    What was written is kept, not copied, until it is encrypted. `reader` learns when bytes are held back, as
     with a high-water mark of 0.
     """
 
