@@ -1,10 +1,13 @@
 """What arrives while a step runs is not left until its end: timeouts pass, and cancelled work is dropped."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from expertd.service.engine.batching import Scheduler
-from tests.service.apps import hidden_request, output_of, rows
+from tests.service.apps import Serving, hidden_request, output_of, rows
+from tests.service.channels.peer import Peer
 from tests.service.channels.servers import answer_of, answer_to, channel_server, claimed
 from tests.service.channels.test_remote import Asked, remote, request
 from tests.service.runners import EchoRunner
@@ -15,53 +18,44 @@ async def in_step(runner: EchoRunner) -> None:
     assert await asyncio.to_thread(runner.entered.acquire, True, 10)
 
 
-async def test_a_timeout_passes_during_the_step_in_which_the_request_arrived(tmp_path: Path) -> None:
+@asynccontextmanager
+async def during_a_step(directory: Path) -> AsyncIterator[tuple[Serving, Peer]]:
+    """A server in a step of another request, and a channel, which the test closes; nothing else is computed."""
     runner = EchoRunner()
-    async with channel_server(tmp_path, runner) as server:
+    async with channel_server(directory, runner) as server:
         peer = await claimed(server)
         runner.gate.clear()
         blocker = asyncio.ensure_future(server.infer(*hidden_request(rows(1))))
         await in_step(runner)
-        answer = await answer_of(peer, 2, timeout=0.02)
-        text = "the request's timeout of 20000 microseconds expired in the queue"
-        assert (answer.status, answer.error) == (503, text)
+        yield server, peer
         runner.gate.set()
         output_of(await blocker)
-        peer.close()
     assert runner.steps == [[1]]
 
 
+async def test_a_timeout_passes_during_the_step_in_which_the_request_arrived(tmp_path: Path) -> None:
+    async with during_a_step(tmp_path) as (_, peer):
+        answer = await answer_of(peer, 2, timeout=0.02)
+        text = "the request's timeout of 20000 microseconds expired in the queue"
+        assert (answer.status, answer.error) == (503, text)
+        peer.close()
+
+
 async def test_what_is_cancelled_during_a_step_is_not_computed(tmp_path: Path) -> None:
-    runner = EchoRunner()
-    async with channel_server(tmp_path, runner) as server:
-        peer = await claimed(server)
-        runner.gate.clear()
-        blocker = asyncio.ensure_future(server.infer(*hidden_request(rows(1))))
-        await in_step(runner)
+    async with during_a_step(tmp_path) as (server, peer):
         sequence = peer.send(2, peer.places(1))
         await until(lambda: server.metric("queue_requests", model="tiny") == 1)
         peer.cancel(sequence)
         assert (await answer_to(peer, sequence)).status == 499
-        runner.gate.set()
-        output_of(await blocker)
         peer.close()
-    assert runner.steps == [[1]]
 
 
 async def test_what_a_caller_leaves_behind_during_a_step_is_not_computed(tmp_path: Path) -> None:
-    runner = EchoRunner()
-    async with channel_server(tmp_path, runner) as server:
-        peer = await claimed(server)
-        runner.gate.clear()
-        blocker = asyncio.ensure_future(server.infer(*hidden_request(rows(1))))
-        await in_step(runner)
+    async with during_a_step(tmp_path) as (server, peer):
         peer.send(2, peer.places(1))
         await until(lambda: server.metric("queue_requests", model="tiny") == 1)
         peer.close()
         await until(lambda: server.metric("queue_requests", model="tiny") == 0)
-        runner.gate.set()
-        output_of(await blocker)
-    assert runner.steps == [[1]]
 
 
 async def test_what_an_http_process_cancels_during_a_step_is_answered_then(tmp_path: Path) -> None:
