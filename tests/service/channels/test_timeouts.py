@@ -20,7 +20,7 @@ async def in_step(runner: EchoRunner) -> None:
 
 @asynccontextmanager
 async def during_a_step(directory: Path) -> AsyncIterator[tuple[Serving, Peer]]:
-    """A server in a step of another request, and a channel, which the test closes; nothing else is computed."""
+    """A server in a step of another request, the only one, and a channel, which the test closes."""
     runner = EchoRunner()
     async with channel_server(directory, runner) as server:
         peer = await claimed(server)
