@@ -185,8 +185,10 @@ class DeviceSteps:
         starts = list(accumulate(sizes, initial=0))
         copied, staged = slot.device_in.take(starts[-1]), slot.host_in.take(starts[-1])
         for request, start, size in zip(batch.requests, starts, sizes, strict=False):
-            source = address_of(request.hidden_states, staged[start : start + size])
-            copies.add(copied.data_ptr() + start, source, size)
+            given = request.hidden_states
+            source = address_of(given, staged[start : start + size])
+            owner = given.owner if isinstance(given, Span) else staged
+            copies.add(copied.data_ptr() + start, source, size, owner)
         if len({request.datatype for request in batch.requests}) == 1:
             return [rows_of(copied, batch.requests[0].datatype, h)]
         return [
@@ -210,7 +212,7 @@ class DeviceSteps:
             np.copyto(ids[part].numpy(), given.reshape(-1, shape[1]), casting="same_kind")
             given = np.frombuffer(host_view(request.topk_weights), np.int32)
             np.copyto(weights[part].numpy(), given.reshape(-1, shape[1]))
-        copies.add(copied.data_ptr(), staged.data_ptr(), num_bytes)
+        copies.add(copied.data_ptr(), staged.data_ptr(), num_bytes, staged)
         on_gpu = copied.view(torch.int32).chunk(2)
         return on_gpu[0].view(shape), on_gpu[1].view(torch.float32).view(shape)
 
@@ -248,12 +250,16 @@ class DeviceSteps:
         for request, part in zip(batch.requests, batch.parts, strict=True):
             rows = out[part].to(FLOATS[request.output_datatype])
             num_bytes, start = rows.numel() * rows.itemsize, part.start * out.shape[1] * 4
-            if request.output is not None:
-                outputs.append(request.output)
-                copies.add(request.output.address, rows.data_ptr(), num_bytes)
+            owner: object = staged
+            if request.output is None:
+                own = staged[start : start + num_bytes]
+                outputs.append(own)
+                address = own.data_ptr()
             else:
-                outputs.append(own := staged[start : start + num_bytes])
-                copies.add(own.data_ptr(), rows.data_ptr(), num_bytes)
+                outputs.append(request.output)
+                address, owner = request.output.address, request.output.owner
+            is_part = rows.dtype == out.dtype  # else it has memory of its own
+            copies.add(address, rows.data_ptr(), num_bytes, owner if is_part else None)
             slot.kept.append(rows)
         return outputs
 

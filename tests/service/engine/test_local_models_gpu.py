@@ -32,7 +32,7 @@ def test_loading_and_unloading_leaves_nothing_behind() -> None:
     loaded = load(given, lambda: False)
     models: Any = loaded.models
     used = []
-    for _ in range(4):
+    for _ in range(8):
         models.check_memory(given.models[1])
         runner: Any = models.add(given.models[1], models.read(given.models[1], lambda: False))
         for tokens in (1, 64, 200, 64):
@@ -44,7 +44,7 @@ def test_loading_and_unloading_leaves_nothing_behind() -> None:
         models.collect()
         torch.cuda.synchronize()
         used.append(torch.cuda.memory_allocated())
-    assert used[-1] <= used[0], "after the first time, which makes what all layers share"
+    assert len(set(used[-4:])) == 1, "after the first times, which make what all layers share"
     needs = models._needs(given.models[1])
     assert needs.weights >= 32 * 3 * 2048 * 768
 

@@ -1,9 +1,13 @@
 """Copies by address: neighbors are merged, and nothing is copied to itself."""
 
+import mmap
+
 import pytest
 import torch
 
+from expertd.service.memory import Mapped
 from expertd.service.moe.copies import Copies
+from expertd.service.moe.device import register_for
 
 
 @pytest.mark.parametrize(
@@ -17,10 +21,18 @@ from expertd.service.moe.copies import Copies
     ],
 )
 def test_neighbors_are_merged(added: list[tuple[int, int, int]], count: int) -> None:
-    copies = Copies()
+    copies, owner = Copies(), object()
     for copy in added:
-        copies.add(*copy)
+        copies.add(*copy, owner)
     assert len(copies) == count
+
+
+@pytest.mark.parametrize("owners", [(object(), object()), (None, None), (object(), None)])
+def test_neighbors_in_other_allocations_are_not_merged(owners: tuple[object, object]) -> None:
+    copies = Copies()
+    copies.add(100, 500, 8, owners[0])
+    copies.add(108, 508, 4, owners[1])
+    assert len(copies) == 2
 
 
 @pytest.mark.gpu
@@ -32,9 +44,28 @@ def test_every_direction() -> None:
     stream.wait_stream(torch.cuda.current_stream())
     for to, origin in ((first, source), (second, first), (back, second)):
         copies = Copies()
-        copies.add(to.data_ptr(), origin.data_ptr(), 300)
-        copies.add(to.data_ptr() + 300, origin.data_ptr() + 300, 500)
+        copies.add(to.data_ptr(), origin.data_ptr(), 300, origin)
+        copies.add(to.data_ptr() + 300, origin.data_ptr() + 300, 500, origin)
         copies.enqueue(stream)
     stream.synchronize()
     assert torch.equal(back[:800], source[:800])
     assert not back[800:].any()
+
+
+@pytest.mark.gpu
+def test_neighbors_that_are_registered_apart() -> None:
+    size, pages = mmap.PAGESIZE, mmap.mmap(-1, 2 * mmap.PAGESIZE)
+    source = torch.frombuffer(pages, dtype=torch.uint8)
+    source.random_(256)
+    copied = torch.zeros(2 * size, dtype=torch.uint8, device="cuda")
+    unregister = [
+        register_for(copied.device)(Mapped(source.data_ptr() + start, size, -1)) for start in (0, size)
+    ]
+    copies, stream = Copies(), torch.cuda.current_stream()
+    for start in (0, size):
+        copies.add(copied.data_ptr() + start, source.data_ptr() + start, size, object())
+    copies.enqueue(stream)
+    stream.synchronize()
+    assert torch.equal(copied.cpu(), source)
+    for end in unregister:
+        end()
