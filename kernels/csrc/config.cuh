@@ -21,7 +21,8 @@ constexpr int kScaleWarps = 3;
 constexpr int kThreads = (kConsumerGroups + 1) * 128;
 constexpr int kHeightStep = kSwapAb ? 16 : 64;  // a tile's height is rounded up to a multiple of this
 constexpr int kScaleParts = kSwiglu || 128 % kBlockN != 0 ? 2 : 1;  // scales of b in a tile: gate and up, or neighbors
-constexpr int kScalesAhead = kBlockM <= 64 ? 4 : kBlockM <= 128 ? 2 : 1;  // K blocks whose scales a warp has in flight
+// K blocks whose scales a warp has in flight.
+constexpr int kScalesAhead = kBlockM <= 64 ? 4 : kBlockM <= 128 || kCluster == 1 ? 2 : 1;
 // K blocks of b that are loaded before the preceding launch is complete: they go through the SM's port, 64 bytes a
 // cycle, before the first rows of a. Few rows wait for weights, many for their first product.
 constexpr int kLoadsAhead = kBlockM <= 64 ? 4 : 1;

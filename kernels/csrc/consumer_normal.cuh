@@ -1,5 +1,6 @@
 // The consumer for tall groups: 64 rows of a per warpgroup are wgmma's M and the tile's rows of b its N. A thread needs
-// two scales per K block and 128 columns, so promotion hardly loads shared memory.
+// two scales per K block and 128 columns, so promotion hardly loads shared memory. Of 256 columns it multiplies one
+// half after the other, with the accumulators of one.
 #pragma once
 
 #include "config.cuh"
@@ -8,10 +9,13 @@
 
 namespace normal {
 
-constexpr int kAccumulators = kBlockN / 2;
-constexpr int kAligned = kBlockN % 64 == 0 ? 32 : 16;                   // accumulators per scale of b, at least
-constexpr bool kInPairs = kAccumulators <= 48 || kConsumerGroups == 1;  // others have no registers for two K blocks
+constexpr int kHalves = kBlockN == 256 ? 2 : 1;
+constexpr int kAccumulators = kBlockN / 2 / kHalves;
+constexpr int kAligned = kBlockN % 64 == 0 ? 32 : 16;  // accumulators per scale of b, at least
+// Two K blocks in flight, where there are registers for them.
+constexpr bool kInPairs = kAccumulators <= 48 || (kConsumerGroups == 1 && kHalves == 1);
 using Accumulators = float[kAccumulators];
+using Sums = float[kHalves * kAccumulators];
 
 // A warpgroup's loop over all tiles.
 class Consumer {
@@ -38,7 +42,7 @@ class Consumer {
                 }
                 continue;
             }
-            Accumulators sum = {};
+            Sums sum = {};
             if constexpr (!kSwiglu) second_ = 128 - tile.column % 128;
             if constexpr (kInPairs)
                 multiply_in_pairs(sum, pipeline, problem.k_blocks);
@@ -51,11 +55,12 @@ class Consumer {
 
   private:
     // Two K blocks in flight.
-    __device__ __forceinline__ void multiply_in_pairs(Accumulators& sum, Pipeline& pipeline, int k_blocks) {
+    __device__ __forceinline__ void multiply_in_pairs(Sums& sum, Pipeline& pipeline, int k_blocks) {
         Accumulators acc[2];  // not set to 0: ptxas would wait for the first product before it sets the second
         Pipeline done = pipeline;
         const auto multiply = [&](Accumulators& acc) {
-            start(acc, pipeline.index, pipeline.phase);
+            ptx::mbarrier_wait(&shared_.full[pipeline.index], pipeline.phase);
+            this->multiply(acc, pipeline.index);
             pipeline.advance();
         };
         const auto promote_next = [&](const Accumulators& acc) {
@@ -69,7 +74,7 @@ class Consumer {
 
     // A round of the ring is unrolled: with every address known, the four wgmma of a K block follow each other closely
     // enough to keep the warpgroups out of each other's way.
-    __device__ __forceinline__ void multiply_by_rounds(Accumulators& sum, Pipeline& pipeline, int left) {
+    __device__ __forceinline__ void multiply_by_rounds(Sums& sum, Pipeline& pipeline, int left) {
         Accumulators acc = {};
         while (left > 0) {
             if (pipeline.index == 0 && left >= kStages) {
@@ -85,14 +90,18 @@ class Consumer {
         }
     }
 
-    __device__ __forceinline__ void accumulate(Accumulators& sum, Accumulators& acc, int stage, u32 phase) {
-        start(acc, stage, phase);
-        Scales scales;
-        if constexpr (!kSwiglu) scales = scales_of(stage);
-        wgmma::wait(acc);
-        if constexpr (kSwiglu) scales = scales_of(stage);  // no earlier: there are no registers for them
-        release(&shared_.empty[stage]);
-        promote(sum, acc, scales);
+    __device__ __forceinline__ void accumulate(Sums& sum, Accumulators& acc, int stage, u32 phase) {
+        ptx::mbarrier_wait(&shared_.full[stage], phase);
+#pragma unroll
+        for (int half = 0; half < kHalves; ++half) {
+            multiply(acc, stage, half);
+            Scales scales;
+            if constexpr (!kSwiglu) scales = scales_of(stage);
+            wgmma::wait(acc);
+            if constexpr (kSwiglu) scales = scales_of(stage);  // no earlier: there are no registers for them
+            if (half == kHalves - 1) release(&shared_.empty[stage]);
+            promote(sum, acc, scales, half);
+        }
     }
 
     // Of rows r and r + 8, for each of the tile's parts with scales of its own.
@@ -100,9 +109,10 @@ class Consumer {
         float low[kScaleParts], high[kScaleParts];
     };
 
-    __device__ __forceinline__ void start(Accumulators& acc, int stage, u32 phase) {
-        ptx::mbarrier_wait(&shared_.full[stage], phase);
-        wgmma::multiply_block<kBlockN, true>(acc, a_ + stage * kBlockM * kBlockK, b_ + stage * kBlockN * kBlockK);
+    // Begins to multiply the stage's rows of a by a half of its rows of b.
+    __device__ __forceinline__ void multiply(Accumulators& acc, int stage, int half = 0) const {
+        wgmma::multiply_block<kBlockN / kHalves, true>(acc, a_ + stage * kBlockM * kBlockK,
+                                                       b_ + (stage * kHalves + half) * (kBlockN / kHalves) * kBlockK);
     }
 
     __device__ __forceinline__ Scales scales_of(int stage) const {
@@ -117,11 +127,13 @@ class Consumer {
     }
 
     // sum += a K block's product: the tensor cores keep about 14 bits, so every 128 of K is added up in fp32. The
-    // tile's parts are the gates and the ups, or the columns before and after a multiple of 128.
-    __device__ __forceinline__ void promote(Accumulators& sum, const Accumulators& acc, const Scales& scales) const {
+    // tile's parts are the gates and the ups, its halves, or the columns before and after a multiple of 128.
+    __device__ __forceinline__ void promote(Sums& sums, const Accumulators& acc, const Scales& scales,
+                                            int half = 0) const {
+        float* const sum = sums + half * kAccumulators;
 #pragma unroll
         for (int i = 0; i < kAccumulators; i += 4) {
-            const bool first = kScaleParts == 1 || (kSwiglu ? i < 32 : i / kAligned * kAligned * 2 < second_);
+            const bool first = is_first_part(i, half);
             const float low = first ? scales.low[0] : scales.low[kScaleParts - 1];
             const float high = first ? scales.high[0] : scales.high[kScaleParts - 1];
             sum[i + 0] += acc[i + 0] * low;
@@ -129,6 +141,13 @@ class Consumer {
             sum[i + 2] += acc[i + 2] * high;
             sum[i + 3] += acc[i + 3] * high;
         }
+    }
+
+    // Whether accumulator i belongs to the tile's first part.
+    __device__ __forceinline__ bool is_first_part(int i, int half) const {
+        if constexpr (kHalves == 2) return half == 0;
+        if constexpr (kSwiglu) return i < 32;
+        return kScaleParts == 1 || i / kAligned * kAligned * 2 < second_;
     }
 
     SharedStorage& shared_;

@@ -6,6 +6,7 @@ from expertd.kernels.backends.hopper import plans
 from expertd.kernels.backends.hopper.grouped_gemm import VARIANTS
 from expertd.kernels.backends.hopper.plans import Plan, choose, choose_swiglu
 from expertd.kernels.backends.hopper.tiles import (
+    LARGE,
     MIDDLE,
     NARROW,
     NARROWEST,
@@ -31,10 +32,11 @@ TABLE = [
     (C, 7168, 2048, 256, 0.03, 132, Plan(SWAP_AB, 64)),
     (C, 7168, 2048, 48, 128, 132, Plan(NORMAL, 48)),
     (M, 4096, 2048, 32, 192, 132, Plan(NORMAL, 48)),
-    (M, 6144, 7168, 32, 197, 132, Plan(NORMAL, 48)),
-    (C, 4096, 7168, 32, 256, 132, Plan(NORMAL_CLUSTER2, 48)),
-    (C, 1536, 2048, 128, 256, 132, Plan(NORMAL, 48)),
+    (M, 6144, 7168, 32, 197, 132, Plan(LARGE, 32)),
+    (C, 4096, 7168, 32, 256, 132, Plan(LARGE, 32)),
+    (C, 1536, 2048, 128, 256, 132, Plan(LARGE, 32)),
     (C, 4096, 7168, 16, 512, 132, Plan(NORMAL_CLUSTER2, 48)),
+    (C, 6144, 7168, 4, 8062, 132, Plan(NORMAL_CLUSTER2, 48)),
     (C, 4096, 7168, 8, 4096, 132, Plan(NORMAL_CLUSTER2, 48)),
     (C, 7168, 2048, 4, 8192, 132, Plan(NORMAL, 48)),
     (C, 7168, 7168, 4, 8192, 1, Plan(NORMAL, 48)),
@@ -51,7 +53,7 @@ TABLE = [
     (C, 4096, 7168, 1, 300, 132, Plan(MIDDLE, 32)),
     (C, 6144, 7168, 1, 512, 132, Plan(WIDE, 32)),
     (C, 6144, 7168, 2, 200, 132, Plan(WIDE, 32)),
-    (C, 6144, 7168, 1, 512, 114, Plan(NORMAL, 32, tall_first=True)),
+    (C, 6144, 7168, 1, 512, 114, Plan(LARGE, 32)),
     (C, 6144, 7168, 1, 512, 78, Plan(NORMAL, 48)),
     (C, 4096, 7168, 1, 1000, 114, Plan(NORMAL, 37, tall_first=True)),
     (C, 4096, 7168, 2, 200, 114, Plan(WIDE, 32)),

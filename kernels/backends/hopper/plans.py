@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from expertd.kernels.backends.hopper.tiles import (
+    LARGE,
     MIDDLE,
     NARROW,
     NARROWEST,
@@ -46,19 +47,19 @@ class _Time:
     k_block: tuple[int, ...]
 
 
-# Of equally good plans the first is chosen. The last figures of NORMAL and WIDE are from shapes of up to
-# three waves; with more, the clock falls.
+# Of equally good plans the first is chosen. The figures are from shapes of up to three waves.
 _TIMES = {
     SWAP_AB: _Time(200, (275,)),
     SHORT: _Time(300, (280,)),
     NORMAL: _Time(600, (340, 410, 530)),
+    LARGE: _Time(1500, (490, 700)),
     WIDE: _Time(900, (410, 565)),
     MIDDLE: _Time(500, (305, 370)),
     NARROW: _Time(300, (180,)),
     NARROWEST: _Time(400, (150,)),
 }
-_BUSY_WAVES = 3  # from here on NORMAL's and WIDE's tallest tiles take the second figure
-_BUSY = {NORMAL: 600, WIDE: 595}
+_BUSY_WAVES = 3  # from here on the clock falls, and a K block of these takes that many times as long
+_BUSY = {NORMAL: 1.09, WIDE: 1.1, LARGE: 1.13}
 _BYTES_PER_NS = 4200  # of memory; the first 50 MB take longer, since a full L2 makes room for them
 _L2_BYTES, _L2_BYTES_PER_NS = 50_000_000, 6500
 _SWAP_AB_M = {Layout.CONTIGUOUS: 24, Layout.MASKED: 48}  # upper bounds; contiguous groups are less even
@@ -112,6 +113,8 @@ def _candidates(few: bool, num_groups: int, rows: int, part: bool) -> Iterator[P
             continue  # too many groups would take a second tile
         if part and 256 % config.block_n:
             continue
+        if config is LARGE and num_groups == 2:
+            continue  # two groups that are alike fill a wave of wide tiles better
         yield Plan(config, 16 * config.steps)
         if config.steps == 1 or num_groups > 2:
             continue  # groups differ too much from what is expected
@@ -148,9 +151,7 @@ def _tile_time(plan: Plan, height: int, k: int, busy: bool) -> float:
     time = _TIMES[plan.config]
     steps = 1 if plan.config.swap_ab else height
     k_block = time.k_block[steps - 1]
-    if busy and steps == plan.config.steps:
-        k_block = _BUSY.get(plan.config, k_block)
-    return time.tile + k // SCALE_BLOCK * k_block
+    return time.tile + k // SCALE_BLOCK * k_block * (_BUSY.get(plan.config, 1) if busy else 1)
 
 
 def _tiles(plan: Plan, rows: float, columns: int) -> list[tuple[int, int]]:
