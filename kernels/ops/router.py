@@ -15,9 +15,11 @@ def choose_experts(
 ) -> tuple[Tensor, Tensor]:
     """(topk_ids int32 [T, top_k], topk_weights fp32 [T, top_k]) of fp32 logits [T, E], best first.
 
-    bias, fp32 [E], is added to the scores that choose experts, never to the weights. Ties between experts
-    and between groups go to the lower index, on every device.
+    bias, fp32 [E], is added as `Routing.bias_on` says. Ties between experts and between groups go to the
+    lower index, on every device.
     """
+    if bias is not None and routing.bias_on == "logits":
+        logits, bias = logits + bias, None
     scores = _SCORES[routing.scoring_func](logits)
     choice = scores if bias is None else scores + bias
     if routing.topk_group < routing.num_expert_groups:

@@ -16,10 +16,12 @@ class Routing:
     num_expert_groups      number of equal groups that the experts form
     topk_group             a token's experts come from its best topk_group groups
     group_score            the sum of a group's two best scores, or its best one (DeepSeek-V2)
+    bias_on                what a router's bias is added to: the scores that choose experts, never the weights
+                           ("choice"), or the logits (gpt-oss)
 
     Source: the routers of transformers 5.23 (deepseek_v3, glm4_moe, minimax_m2, mixtral, qwen3_moe,
-    deepseek_v2, deepseek_v4). Raises ValueError (name, expected, got) for an unknown scoring_func or
-    group_score, or a topk_group that is not between 1 and num_expert_groups.
+    deepseek_v2, deepseek_v4, gpt_oss). Raises ValueError (name, expected, got) for an unknown scoring_func,
+    group_score or bias_on, or a topk_group that is not between 1 and num_expert_groups.
     """
 
     scoring_func: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
@@ -28,6 +30,7 @@ class Routing:
     num_expert_groups: int = 1
     topk_group: int = 1
     group_score: Literal["best_two", "best"] = "best_two"
+    bias_on: Literal["choice", "logits"] = "choice"
 
     def __post_init__(self) -> None:
         if self.scoring_func not in ("softmax", "sigmoid", "sqrtsoftplus"):
@@ -35,6 +38,8 @@ class Routing:
             raise ValueError(f"scoring_func: expected {expected}, got {self.scoring_func!r}")
         if self.group_score not in ("best_two", "best"):
             raise ValueError(f"group_score: expected 'best_two' or 'best', got {self.group_score!r}")
+        if self.bias_on not in ("choice", "logits"):
+            raise ValueError(f"bias_on: expected 'choice' or 'logits', got {self.bias_on!r}")
         if not 1 <= self.topk_group <= self.num_expert_groups:
             expected = f"1 to num_expert_groups ({self.num_expert_groups})"
             raise ValueError(f"topk_group: expected {expected}, got {self.topk_group}")

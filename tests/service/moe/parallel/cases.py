@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expertd.kernels import Activation, Backend, Quantized, Routing
+from expertd.kernels import Activation, Backend, ExpertBiases, Quantized, Routing
 from expertd.kernels.backends.reference.backend import ReferenceBackend
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.parallel import Exchange, ParallelLayer
@@ -33,6 +33,7 @@ class RowByRow(ReferenceBackend):
         offsets: Tensor,
         activation: Activation,
         num_sms: int | None,
+        biases: ExpertBiases | None = None,
     ) -> Tensor:
         out = torch.full((len(tokens), hidden_states.shape[1]), torch.nan, dtype=torch.bfloat16)
         for group, (start, end) in enumerate(pairwise(offsets.tolist())):
@@ -41,7 +42,7 @@ class RowByRow(ReferenceBackend):
             compute = partial(super().ffn, hidden_states)
             for row in range(start, end):
                 token = tokens[row : row + 1]
-                out[row] = compute(token, gate_up, down, alone, activation, num_sms)[0]
+                out[row] = compute(token, gate_up, down, alone, activation, num_sms, biases)[0]
         return out
 
 
