@@ -25,10 +25,10 @@ class LocalExperts(torch.nn.Module):
         return self._layer(tokens, out=torch.empty_like(tokens)).view_as(hidden_states)
 
 
-def load_layers(checkpoint: Path, device: str) -> dict[str, LocalExperts]:
-    """Every MoE layer of the checkpoint, by the name under which a server has it."""
+def load_layers(checkpoint: Path, device: str, layers: str = "all") -> dict[str, LocalExperts]:
+    """These MoE layers of the checkpoint, by the names under which a server has them."""
     backend = resolve_backend("reference" if device == "cpu" else "hopper")
-    settings = CheckpointSettings(path=checkpoint, layers="all")
+    settings = CheckpointSettings(path=checkpoint, layers=layers)
     return {
         model.name: LocalExperts(layer_of(model, backend, backend.device, lambda: False))
         for model in models_of(settings)

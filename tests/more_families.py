@@ -174,6 +174,12 @@ _MORE = {
          "mlp_layer_types": ["hash_moe", "moe", "moe"]},
         Routing("sqrtsoftplus", True, 1.5),
     ),
+    "gpt-oss": FamilyCase(
+        "gpt_oss", "GptOss",
+        {"intermediate_size": INTERMEDIATE, "num_local_experts": EXPERTS, "head_dim": 32,
+         "swiglu_limit": 0.7},
+        Routing("softmax", bias_on="logits"),
+    ),
     "llama-4": FamilyCase(
         "llama4", "Llama4Text",
         {"intermediate_size": INTERMEDIATE, "num_local_experts": EXPERTS, "head_dim": 32,

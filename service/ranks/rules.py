@@ -11,6 +11,10 @@ def check_on_ranks(model: ModelSettings, weights: ExpertWeights) -> None:
     got = None
     if weights.shared_gate is not None:
         got = "a gate of the shared expert"
+    elif weights.biases is not None:
+        got = "biases of the experts"
+    elif not model.shape.has_whole_blocks:
+        got = f"hidden_size {model.hidden_size}, which is no multiple of 128"
     elif rule_of(model) != COMMON:
         got = "another rule of the experts"
     if got is not None:

@@ -55,6 +55,10 @@ class RoutingSettings(Frozen):
         default="best_two",
         description="score of a group: the sum of its two best experts' scores, or the best one",
     )
+    bias_on: Literal["choice", "logits"] = Field(
+        default="choice",
+        description="what a router's bias is added to: the scores that choose experts, or the logits",
+    )
 
     @property
     def rule(self) -> Routing:

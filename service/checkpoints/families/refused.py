@@ -1,7 +1,6 @@
 """Model types that are known and not served, each with the reason in one sentence."""
 
 REFUSED = {
-    "gpt_oss": "experts and router have biases, and sizes are no multiples of 128",
     "gemma4": "experts use gelu, and the router has scales of its own for its input and for each expert",
     "nemotron_h": "experts use relu2 without a gate, some of them in a latent space",
     "longcat_flash": "some experts are identities without weights",
