@@ -1,6 +1,7 @@
 """The expert layers of a checkpoint in this process, by the server's own code, to compare with."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ class LocalExperts(torch.nn.Module):
         super().__init__()
         self._layer = layer
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor, **_: Any) -> Tensor:
         """The block's output [batch, length, H], of the dtype of `hidden_states` [batch, length, H]."""
         tokens = hidden_states.flatten(0, 1)
         return self._layer(tokens, out=torch.empty_like(tokens)).view_as(hidden_states)

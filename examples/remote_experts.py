@@ -44,8 +44,11 @@ class RemoteExperts(torch.nn.Module):
         super().__init__()
         self._client, self._name, self._traffic = client, name, traffic
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """The block's output [batch, length, H], of the dtype of `hidden_states` [batch, length, H]."""
+    def forward(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        """The block's output [batch, length, H], of the dtype of `hidden_states` [batch, length, H].
+
+        Some models pass the tokens' ids, too.
+        """
         tokens = hidden_states.flatten(0, 1)
         output = self._client.infer(self._name, tokens)
         self._traffic.calls += 1
@@ -60,7 +63,7 @@ class WithRouting(torch.nn.Module):
         super().__init__()
         self.block = experts
 
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:
+    def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
         """The block's output, and nothing."""
         return self.block(hidden_states), None
 

@@ -53,8 +53,8 @@ def server(
 
 @torch.inference_mode()
 def greedy(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """`ids` [1, length] with new tokens, and the last logits; models without a head get that of their embedding."""
-    logits = torch.empty(0)
+    """`ids` [1, length] with new tokens, and the last logits; a model without a head gets its embedding's."""
+    logits: Any = None
     for _ in range(NEW_TOKENS):
         output = model(ids, use_cache=False)
         logits = getattr(output, "logits", None)
@@ -73,7 +73,7 @@ def test_a_family_writes_the_text_of_its_experts_in_process(
     local = load_layers(checkpoint.directory, "cpu", SERVED.get(family, "all"))
     ids = torch.arange(20)[None]
     with quiet_transformers(), ExpertClient(f"http://{server.url}", transport="http") as client:
-        whole, whole_logits = greedy(model, ids)
+        _, whole = greedy(model, ids)
         blocks: dict[int, torch.nn.Module] = {}
 
         def remote(index: int) -> torch.nn.Module | None:
@@ -89,8 +89,8 @@ def test_a_family_writes_the_text_of_its_experts_in_process(
         local_text, local_logits = greedy(model, ids)
     assert torch.equal(text, local_text)
     assert (logits - local_logits).norm() <= 1e-4 * local_logits.norm()
-    # Beside transformers' own blocks, the weights of which are not rounded to FP8.
-    assert (logits[:, : ids.shape[1]] - whole_logits[:, : ids.shape[1]]).norm() < 0.3 * whole_logits.norm()
+    first = slice(ids.shape[1])  # beside transformers' own blocks, whose weights are not rounded to FP8
+    assert (logits[:, first] - whole[:, first]).norm() < 0.45 * whole[:, first].norm()
 
 
 def swap(model: Any, blocks: dict[int, torch.nn.Module]) -> None:

@@ -110,7 +110,7 @@ def _randomize(model: Any) -> None:
             tensor.data.copy_(torch.randn(tensor.shape, generator=generator) * 0.2 - 0.3)
         elif name.endswith(("gate_up_proj_bias", "down_proj_bias", "router.bias")):
             tensor.data.copy_(torch.randn(tensor.shape, generator=generator) * 0.5)
-        elif tensor.ndim >= 2:
+        elif tensor.ndim >= 2 and tensor.is_floating_point():
             tensor.data.copy_(torch.randn(tensor.shape, generator=generator) * tensor.shape[-1] ** -0.5)
 
 
