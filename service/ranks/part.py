@@ -67,7 +67,9 @@ class RankPart:
         self._placements = RankPlacements(setup, store, regions)
         self._parallel: list[ParallelLayer] = []
         self._placed: list[PlacedExperts] = []  # of the models, in their order
-        self.loaded: Loaded = load(setup.settings, lambda: False, self._layer, self._meet)
+        self.loaded: Loaded = load(
+            setup.settings, lambda: False, self._layer, self._meet, self._placements.held
+        )
         self._placements.set_layers(self._placed)
         self._meet()
         self._check_ranks()
