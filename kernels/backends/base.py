@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from expertd.kernels.ops.activation import Activation, swiglu
+from expertd.kernels.ops.activation import SILU, Activation, swiglu
 from expertd.kernels.ops.biases import ExpertBiases, add_biases
 from expertd.kernels.ops.permute import compute_permutation, permute_rows
 from expertd.kernels.ops.quantize import Quantized, quantize_rows
@@ -165,8 +165,9 @@ class Backend(ABC):
         num_sms: int | None,
         offsets: Tensor | None = None,
         overlap: "Overlap | None" = None,
+        activation: Activation = SILU,
     ) -> None:
-        """As `experts` with SiLU, with the experts of all ranks of `memory`, each of which calls it together.
+        """As `experts`, without biases: those of all ranks of `memory`, each of which calls it together.
 
         hidden_states  [t, H], this rank's tokens; t may be 0, and as `tokens` says
         topk_ids       int32 [t, top_k]: experts of all ranks, as in `tokens.places`; others name none

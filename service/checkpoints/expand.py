@@ -37,10 +37,10 @@ def resolve_checkpoints(settings: Settings) -> Settings:
     models = [model for checkpoint in settings.checkpoints for model in models_of(checkpoint)]
     for model in models if settings.num_ranks > 1 else ():
         source = model.source
-        if model.rule != COMMON or source.shared_gate is not None or source.biases is not None:
+        if model.rule.weighs_input or source.biases is not None:
             raise CheckpointError(
                 f"{source.router.file}: {model.name}: expected, on several ranks, a family whose experts "
-                "compute silu(gate) * up without biases and whose shared expert has no gate, got another"
+                "have no biases, and weights on their output, got another"
             )
     try:
         return settings.with_models(models)

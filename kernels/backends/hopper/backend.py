@@ -125,6 +125,7 @@ class HopperBackend(Backend):
         num_sms: int | None,
         offsets: Tensor | None = None,
         overlap: Overlap | None = None,
+        activation: Activation = SILU,
     ) -> None:
         """See `Backend.parallel_experts`."""
         if num_sms is not None and num_sms < 2:
@@ -144,7 +145,7 @@ class HopperBackend(Backend):
             gate_up,
             down,
             out,
-            SILU,
+            activation,
             num_sms,
             offsets,
             overlap,
