@@ -178,6 +178,11 @@ _MORE = {
          "mlp_layer_types": ["hash_moe", "moe", "moe"]},
         Routing("sqrtsoftplus", True, 1.5),
     ),
+    "phi-3.5-moe": FamilyCase(
+        "phimoe", "Phimoe",
+        {"intermediate_size": INTERMEDIATE, "num_local_experts": EXPERTS, "num_experts_per_tok": 2},
+        Routing("sparsemixer", False), top_k=2,
+    ),
     "gpt-oss": FamilyCase(
         "gpt_oss", "GptOss",
         {"intermediate_size": INTERMEDIATE, "num_local_experts": EXPERTS, "head_dim": 32,

@@ -27,7 +27,7 @@ class Router:
     group_score    of a group: the sum of its two best experts' scores, or the best one's
     """
 
-    scoring: Literal["softmax", "sigmoid", "sqrtsoftplus"]
+    scoring: Literal["softmax", "sigmoid", "sqrtsoftplus", "sparsemixer"]
     renormalize: bool = True
     always: bool = False
     scale: float | None = None

@@ -111,6 +111,13 @@ SOFTMAX = {
         intermediate="intermediate_size",
         step=HIDDEN_STEP,
     ),
+    "phimoe": Family(
+        models="Phi-3.5-MoE",
+        router=Router("sparsemixer", renormalize=False, always=True),
+        names=names("block_sparse_moe", W1_W3_W2),
+        intermediate="intermediate_size",
+        expects={"router_jitter_noise": 0.01, "num_experts_per_tok": 2},
+    ),
     "granitemoe": Family(
         models="Granite 3 MoE",
         router=_ALWAYS,

@@ -63,7 +63,9 @@ def _scores(layer: MoELayer, token: Tensor) -> Tensor:
     scoring, bias = layer.routing.scoring_func, layer.weights.router_bias
     if bias is not None and layer.routing.bias_on == "logits":
         logits, bias = logits + bias.double(), None
-    if scoring == "softmax":
+    if scoring == "sparsemixer":
+        scores = logits
+    elif scoring == "softmax":
         scores = logits.softmax(0)
     else:
         scores = logits.sigmoid() if scoring == "sigmoid" else torch.nn.functional.softplus(logits).sqrt()
@@ -82,7 +84,7 @@ def test_other_sizes_match_transformers(family: str, tmp_path: Path) -> None:
     checkpoint = Checkpoint(family, tmp_path / family, sizes=Sizes(384, 256, 12, 4))
     (layer,) = load(checkpoint.directory, "2")
     assert (layer.shape.hidden_size, layer.shape.intermediate_size) == (384, 256)
-    assert (layer.shape.num_experts, layer.shape.top_k) == (12, 4)
+    assert (layer.shape.num_experts, layer.shape.top_k) == (12, ALL_FAMILIES[family].top_k or 4)
     check_layer(checkpoint, 2, layer, 2e-3)
 
 
