@@ -23,7 +23,8 @@ def two_gemms(problem: LayerProblem, masked: bool | None = None) -> Callable[[],
         masked = problem.hidden_states.shape[0] <= MASKED_MAX_TOKENS
     prepare = _masked if masked else _contiguous
     calls = [
-        prepare(*pair, rows) for pair in ((first, problem.weights.gate_up), (second, problem.weights.down))
+        prepare(*pair, rows)
+        for pair in ((first, problem.weights.whole_gate_up), (second, problem.weights.down))
     ]
 
     def run() -> None:

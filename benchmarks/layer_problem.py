@@ -1,23 +1,44 @@
 """One layer's tensors on the GPU: the inputs of our layer, and the same rows in the form its peers need."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from expertd.kernels import Quantized, compute_permutation, fused_experts, permute_rows, quantize_rows, swiglu
+from expertd.kernels import (
+    Activation,
+    ExpertBiases,
+    OtherGlu,
+    Quantized,
+    Swiglu,
+    compute_permutation,
+    fused_experts,
+    permute_rows,
+    quantize_rows,
+    swiglu,
+)
 from expertd.kernels.backends import Backend, resolve_backend
 
 
 @dataclass(frozen=True)
 class Layer:
-    """The experts of a layer on one GPU, and the number of them that each token goes to."""
+    """The experts of a layer on one GPU, and the number of them that each token goes to.
+
+    activation  the experts'; another one than SwiGLU comes with biases
+    """
 
     name: str
     hidden_size: int
     intermediate_size: int
     num_experts: int
     top_k: int
+    activation: Activation = Swiglu()  # noqa: RUF009  (a tuple)
+
+    @property
+    def is_common(self) -> bool:
+        """Whether every peer can compute it."""
+        return self.activation == Swiglu()
 
 
 LAYERS = (
@@ -27,12 +48,28 @@ LAYERS = (
 )
 
 
+MODELS = (
+    Layer("gpt-oss-120b", 2880, 2944, 128, 4, OtherGlu(1.702, 7.0, 1.0)),  # 2880, filled with zeros
+    Layer("qwen3-next", 2048, 512, 512, 10),
+    Layer("glm-5/ep8", 6144, 2048, 32, 8),
+)
+"""Of further models, measured with --models."""
+
+
 @dataclass(frozen=True)
 class LayerWeights:
-    """gate_up [E, 2I, H], the gates' rows first, and down [E, H, I]."""
+    """gate_up [E, 2I, H], the gates' rows first, and down [E, H, I]; biases if the layer has some."""
 
     gate_up: Quantized
     down: Quantized
+    biases: ExpertBiases | None = None
+
+    @cached_property
+    def whole_gate_up(self) -> Quantized:
+        """gate_up with columns of zeros up to a multiple of 128, which peers need."""
+        data = self.gate_up.data.view(torch.uint8)
+        filled = torch.nn.functional.pad(data, (0, -data.shape[2] % 128))
+        return Quantized(filled.view(self.gate_up.data.dtype), self.gate_up.scales)
 
 
 @dataclass(frozen=True)
@@ -49,24 +86,39 @@ class LayerProblem:
     def run(self) -> Tensor:
         """Our layer."""
         arguments = (self.hidden_states, self.topk_ids, self.topk_weights)
-        return fused_experts(*arguments, self.weights.gate_up, self.weights.down, out=self.out)
+        weights = self.weights
+        return fused_experts(
+            *arguments, weights.gate_up, weights.down,
+            activation=self.layer.activation, biases=weights.biases, out=self.out,
+        )  # fmt: skip
 
     def rows(self) -> tuple[Quantized, Quantized, list[int]]:
-        """(rows of the first GEMM, rows of the second, rows of each expert), sorted by expert."""
+        """(rows of the first GEMM, rows of the second, rows of each expert), sorted by expert.
+
+        Those of the first belong to `LayerWeights.whole_gate_up`. Biases are left out.
+        """
         backend: Backend = resolve_backend("hopper")
         none = self.layer.num_experts  # of slots without an expert, whose rows are the last
         permutation = compute_permutation(self.topk_ids.where(self.topk_ids >= 0, none), none)
-        first = permute_rows(quantize_rows(self.hidden_states), permutation.token_ids)
+        missing = -self.layer.hidden_size % 128
+        filled = torch.nn.functional.pad(self.hidden_states, (0, missing))
+        first = permute_rows(quantize_rows(filled), permutation.token_ids)
         size = (permutation.token_ids.numel(), 2 * self.layer.intermediate_size)
         gate_up = torch.empty(size, dtype=torch.bfloat16, device="cuda")
-        backend.contiguous(first, self.weights.gate_up, permutation.offsets, gate_up, None)
-        return first, quantize_rows(swiglu(gate_up)), permutation.counts.tolist()
+        backend.contiguous(first, self.weights.whole_gate_up, permutation.offsets, gate_up, None)
+        return first, quantize_rows(swiglu(gate_up, self.layer.activation)), permutation.counts.tolist()
 
 
 def make_weights(layer: Layer) -> LayerWeights:
     """Random e4m3, distributed like quantized normal data; scales keep the output as large as the input."""
     h, i = layer.hidden_size, layer.intermediate_size
-    return LayerWeights(_weights(layer.num_experts, 2 * i, h), _weights(layer.num_experts, h, i))
+    biases = None
+    if not layer.is_common:
+        gate_up, down = (
+            torch.randn(layer.num_experts, n, device="cuda").to(torch.bfloat16) for n in (2 * i, h)
+        )
+        biases = ExpertBiases(gate_up, down)
+    return LayerWeights(_weights(layer.num_experts, 2 * i, h), _weights(layer.num_experts, h, i), biases)
 
 
 def make_problem(layer: Layer, weights: LayerWeights, num_tokens: int) -> LayerProblem:
@@ -84,5 +136,5 @@ def _weights(num_experts: int, n: int, k: int) -> Quantized:
     data = torch.empty(num_experts, n, k, dtype=torch.float8_e4m3fn, device="cuda")
     for expert in data:
         expert.copy_((torch.randn(n, k, device="cuda") * 166).clamp(-448, 448))
-    scales = (torch.rand(num_experts, n // 128, k // 128, device="cuda") + 0.5) * (k**-0.5 / 166)
+    scales = (torch.rand(num_experts, -(-n // 128), -(-k // 128), device="cuda") + 0.5) * (k**-0.5 / 166)
     return Quantized(data, scales)

@@ -5,7 +5,9 @@ its two grouped GEMMs alone on the same rows and its SM90 Mega MoE. All are repl
 also called from Python). Times are from CUDA events around the whole call; L2 is flushed by a 1 GB fill
 before each call; median of 20. The contenders take turns, and each call comes after a pause, so that none
 runs on a GPU that another has heated. Then the time of each of our stages (CUPTI: launches overlap, so a
-stage lasts from the end of the preceding one to its own), and the time that a router in front adds.
+stage lasts from the end of the preceding one to its own), and the time that a router in front adds. With
+--models, the layers are gpt-oss-120b's (with biases and its activation, which no peer has), Qwen3-Next's and
+GLM-5's.
 """
 
 import argparse
@@ -22,7 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks import deep_gemm_peer, layer_peers
-from benchmarks.layer_problem import LAYERS, Layer, LayerProblem, make_problem, make_weights
+from benchmarks.layer_problem import LAYERS, MODELS, Layer, LayerProblem, make_problem, make_weights
 from benchmarks.timing import copy_bandwidth, expect_gpu, header, profiled
 from expertd.kernels import Routing, resolve_backend
 from expertd.service.moe.layer import MoELayer
@@ -49,7 +51,8 @@ REPEATS, PAUSE_SECONDS = 20, 0.02
 def measure(problem: LayerProblem, with_peer: bool) -> Row:
     """One row of the table."""
     calls: dict[str, Callable[[], object]] = {"us": graph_of(problem.run), "eager_us": problem.run}
-    mega_moe = layer_peers.mega_moe(problem) if with_peer and layer_peers.has_mega_moe() else None
+    has_mega_moe = with_peer and layer_peers.has_mega_moe() and problem.layer.is_common
+    mega_moe = layer_peers.mega_moe(problem) if has_mega_moe else None
     if with_peer:
         calls["two_gemms_us"] = graph_of(layer_peers.two_gemms(problem))
     if mega_moe is not None:
@@ -166,9 +169,10 @@ def print_row(row: Row) -> None:
 def main() -> None:
     """Run the benchmark."""
     options = _options()
-    layers = [layer for layer in LAYERS if options.layer in layer.name]
+    every = MODELS if options.models else LAYERS
+    layers = [layer for layer in every if options.layer in layer.name]
     if not layers:
-        sys.exit(f"--layer: expected a part of {', '.join(x.name for x in LAYERS)}, got {options.layer!r}")
+        sys.exit(f"--layer: expected a part of {', '.join(x.name for x in every)}, got {options.layer!r}")
     if min(options.tokens) < 1:
         sys.exit(f"--tokens: expected numbers of at least 1, got {min(options.tokens)}")
     expect_gpu("benchmarks.moe_layer")
@@ -188,8 +192,9 @@ def main() -> None:
             print_row(rows[-1])
         del weights
     for key in (f"over_{peer}" for peer in PEERS):
-        if key in rows[0]:
-            cells = ", ".join(f"{band} tokens x{mean:.3f}" for band, mean in means(rows, key).items())
+        compared = [row for row in rows if key in row]
+        if compared:
+            cells = ", ".join(f"{band} tokens x{mean:.3f}" for band, mean in means(compared, key).items())
             print(f"{key}, geometric mean: {cells}")
     router = [] if options.no_router else measure_router()
     for row in router:
@@ -238,6 +243,7 @@ def _options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--layer", default="", help="only layers whose name contains this")
+    parser.add_argument("--models", action="store_true", help="layers of further models instead")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="default: %(default)s")
     parser.add_argument("--json", type=Path, help="write header and rows here")
     parser.add_argument("--no-peer", action="store_true", help="skip DeepGEMM")

@@ -1,6 +1,7 @@
 """The expert layers of a checkpoint in this process, by the server's own code, to compare with."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,16 +20,16 @@ class LocalExperts(torch.nn.Module):
         super().__init__()
         self._layer = layer
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor, **_: Any) -> Tensor:
         """The block's output [batch, length, H], of the dtype of `hidden_states` [batch, length, H]."""
         tokens = hidden_states.flatten(0, 1)
         return self._layer(tokens, out=torch.empty_like(tokens)).view_as(hidden_states)
 
 
-def load_layers(checkpoint: Path, device: str) -> dict[str, LocalExperts]:
-    """Every MoE layer of the checkpoint, by the name under which a server has it."""
+def load_layers(checkpoint: Path, device: str, layers: str = "all") -> dict[str, LocalExperts]:
+    """These MoE layers of the checkpoint, by the names under which a server has them."""
     backend = resolve_backend("reference" if device == "cpu" else "hopper")
-    settings = CheckpointSettings(path=checkpoint, layers="all")
+    settings = CheckpointSettings(path=checkpoint, layers=layers)
     return {
         model.name: LocalExperts(layer_of(model, backend, backend.device, lambda: False))
         for model in models_of(settings)

@@ -44,8 +44,11 @@ class RemoteExperts(torch.nn.Module):
         super().__init__()
         self._client, self._name, self._traffic = client, name, traffic
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """The block's output [batch, length, H], of the dtype of `hidden_states` [batch, length, H]."""
+    def forward(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        """The block's output [batch, length, H], of the dtype of `hidden_states` [batch, length, H].
+
+        Some models pass the tokens' ids, too.
+        """
         tokens = hidden_states.flatten(0, 1)
         output = self._client.infer(self._name, tokens)
         self._traffic.calls += 1
@@ -53,13 +56,41 @@ class RemoteExperts(torch.nn.Module):
         return output.view_as(hidden_states)
 
 
+class WithRouting(torch.nn.Module):
+    """Takes the place of a MoE block that returns its routing, too, which only training reads."""
+
+    def __init__(self, experts: torch.nn.Module) -> None:
+        super().__init__()
+        self.block = experts
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
+        """The block's output, and nothing."""
+        return self.block(hidden_states), None
+
+
 def load_model(checkpoint: Path, device: str, experts: Callable[[str], torch.nn.Module]) -> Any:
     """The model with every MoE block replaced by `experts(name)`; names are those of `expertd serve`."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
-    for index, layer in enumerate(model.model.layers):
-        if hasattr(layer.mlp, "experts"):  # other layers are dense
-            layer.mlp = experts(f"{checkpoint.absolute().name}.layers.{index}")
+    replace_blocks(model, lambda index: experts(f"{checkpoint.absolute().name}.layers.{index}"))
     return model.to(device).eval()
+
+
+@torch.no_grad()
+def replace_blocks(model: Any, experts: Callable[[int], torch.nn.Module | None]) -> None:
+    """Replace the MoE block of each layer by `experts(index)`, of any family; None: keep it."""
+    hidden_size = model.config.get_text_config().hidden_size
+    for index, layer in enumerate(model.get_decoder().layers):
+        for name, block in list(layer.named_children()):
+            if not hasattr(block, "experts"):
+                continue  # attention, norms and dense layers
+            replacement = experts(index)
+            if replacement is None:
+                continue
+            weight = next(block.parameters())
+            zeros = torch.zeros(1, 1, hidden_size, dtype=weight.dtype, device=weight.device)
+            if isinstance(block(zeros), tuple):
+                replacement = WithRouting(replacement)
+            setattr(layer, name, replacement)
 
 
 @torch.inference_mode()

@@ -4,6 +4,7 @@ from expertd.kernels.backends import Backend, backend_names, resolve_backend
 from expertd.kernels.fused_experts import fused_experts
 from expertd.kernels.grouped_gemm import grouped_gemm_contiguous, grouped_gemm_masked
 from expertd.kernels.ops.activation import Activation, OtherGlu, Swiglu, swiglu
+from expertd.kernels.ops.biases import ExpertBiases
 from expertd.kernels.ops.permute import Permutation, compute_permutation, permute_rows
 from expertd.kernels.ops.quantize import (
     Quantized,
@@ -22,6 +23,7 @@ from expertd.routing import Routing
 __all__ = [
     "Activation",
     "Backend",
+    "ExpertBiases",
     "OtherGlu",
     "Overlap",
     "OverlapMode",

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from expertd.kernels.ops.activation import Activation
+from expertd.kernels.ops.biases import ExpertBiases
 from expertd.kernels.ops.quantize import Quantized
-from expertd.limits import MAX_GROUPS, SCALE_BLOCK
+from expertd.limits import HIDDEN_STEP, MAX_GROUPS, SCALE_BLOCK
 
 MIN_N_STEP = 8  # one 16-byte store of bf16
 MAX_ROWS = 2**31 - 1  # offsets and counts are int32
@@ -95,6 +96,7 @@ def check_experts(
     activation: Activation,
     num_sms: int | None,
     offsets: Tensor | None = None,
+    biases: ExpertBiases | None = None,
 ) -> None:
     """Raise ValueError (name, expected, got) unless `fused_experts` can serve these arguments."""
     if hidden_states.ndim != 2:
@@ -107,17 +109,21 @@ def check_experts(
         raise _refusal("down shape", "3 dimensions [G, H, I]", tuple(down.data.shape))
     device, like = hidden_states.device, "hidden_states"
     (num_tokens, h), (num_groups, _, i) = hidden_states.shape, down.data.shape
-    for name, size in (("H", h), ("I", i)):
-        if size < SCALE_BLOCK or size % SCALE_BLOCK != 0:
-            raise _refusal(name, f"a multiple of {SCALE_BLOCK}, at least {SCALE_BLOCK}", size)
+    for name, size, step in (("H", h, HIDDEN_STEP), ("I", i, SCALE_BLOCK)):
+        if size < SCALE_BLOCK or size % step != 0:
+            raise _refusal(name, f"a multiple of {step}, at least {SCALE_BLOCK}", size)
     if not 1 <= num_groups <= MAX_GROUPS:
         raise _refusal("down groups", f"1 to {MAX_GROUPS}", num_groups)
     for name, (data, scales), n, k in (("gate_up", gate_up, 2 * i, h), ("down", down, h, i)):
         _check(name, data, (num_groups, n, k), _E4M3, device, like)
         _check_address(name, data)
-        _check(
-            f"{name} scales", scales, (num_groups, n // SCALE_BLOCK, k // SCALE_BLOCK), _FP32, device, like
-        )
+        blocks = (num_groups, -(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK))
+        _check(f"{name} scales", scales, blocks, _FP32, device, like)
+    for name, bias, n in (
+        () if biases is None else (("gate_up", biases.gate_up, 2 * i), ("down", biases.down, h))
+    ):
+        _check(f"{name} bias", bias, (num_groups, n), _BF16, device, like)
+        _check_address(f"{name} bias", bias)
     if topk_ids.ndim != 2:
         raise _refusal("topk_ids shape", "2 dimensions [T, top_k]", tuple(topk_ids.shape))
     top_k = topk_ids.shape[1]

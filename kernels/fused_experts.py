@@ -5,7 +5,8 @@ from torch import Tensor
 
 from expertd.kernels.backends import Backend, backend_for
 from expertd.kernels.checks import check_experts
-from expertd.kernels.ops.activation import SILU, Activation, OtherGlu
+from expertd.kernels.ops.activation import SILU, Activation
+from expertd.kernels.ops.biases import ExpertBiases
 from expertd.kernels.ops.quantize import Quantized
 
 
@@ -18,6 +19,7 @@ def fused_experts(
     *,
     out: Tensor | None = None,
     activation: Activation = SILU,
+    biases: ExpertBiases | None = None,
     backend: Backend | str | None = None,
     num_sms: int | None = None,
     offsets: Tensor | None = None,
@@ -25,20 +27,23 @@ def fused_experts(
     """Sum each token's experts: out[t] = sum over s of topk_weights[t, s] * ffn(topk_ids[t, s], t).
 
     ffn(g, t) is the SwiGLU FFN (silu(gate) * up) @ down[g].T, where gate and up are the halves of
-    hidden_states[t] @ gate_up[g].T; another `activation` replaces silu(gate) * up.
+    hidden_states[t] @ gate_up[g].T; another `activation` replaces silu(gate) * up, and `biases` are added to
+    both products.
 
-    hidden_states  bfloat16, float16 or float32 [T, H], any strides; H a multiple of 128
+    hidden_states  bfloat16, float16 or float32 [T, H], any strides; H a multiple of 16, at least 128
     topk_ids       int32 [T, top_k] on the same device, contiguous; top_k at least 1 (with a column for each
                    shared expert among the G), T * top_k below 2**31. A token may name an expert twice. An id
                    outside 0 to G - 1 names no expert held here: its slot adds nothing, whatever its weight
     topk_weights   fp32 [T, top_k], contiguous
-    gate_up        e4m3 [G, 2I, H], the gate's rows first, with fp32 scales [G, 2I/128, H/128] (one per
+    gate_up        e4m3 [G, 2I, H], the gate's rows first, with fp32 scales [G, 2I/128, ceil(H/128)] (one per
                    128x128 block, `quantize_blocks`); I a multiple of 128, G from 1 to 1024
-    down           e4m3 [G, H, I] with fp32 scales [G, H/128, I/128]; data of both contiguous and 16-byte
-                   aligned, scales contiguous
+    down           e4m3 [G, H, I] with fp32 scales [G, ceil(H/128), I/128]; data of both contiguous and
+                   16-byte aligned, scales contiguous
     out            float32, bfloat16 or float16 [T, H], contiguous and 16-byte aligned, to write to; None: a
                    new one of float32
-    activation     a Swiglu: alpha finite, limit above 0; or an OtherGlu, in separate steps on every backend
+    activation     a Swiglu or an OtherGlu: alpha finite, limit above 0
+    biases         contiguous and 16-byte aligned; on a GPU the preceding launch must not write them. None:
+                   there are none
     backend        a Backend, its name, or None for the best one for the device
     num_sms        SMs for the GEMMs; None: all of them. Every count from 2 on gives the same bits; with 1,
                    backend "hopper" rounds to bf16 before the activation and gives different bits
@@ -50,15 +55,14 @@ def fused_experts(
     is rounded to bf16 before it is weighted. NaN in a token stays in its own row. Raises ValueError (name,
     expected, got) before anything is launched.
     """
-    check_experts(hidden_states, topk_ids, topk_weights, gate_up, down, out, activation, num_sms, offsets)
+    check_experts(
+        hidden_states, topk_ids, topk_weights, gate_up, down, out, activation, num_sms, offsets, biases
+    )
     chosen = backend_for(backend, hidden_states, "hidden_states")
     if out is None:
         out = torch.empty(hidden_states.shape, dtype=torch.float32, device=hidden_states.device)
     if hidden_states.shape[0] == 0:
         return out
     operands = hidden_states, topk_ids, topk_weights, gate_up, down, out
-    if isinstance(activation, OtherGlu):
-        chosen.experts_in_steps(*operands, activation, num_sms, offsets)
-    else:
-        chosen.experts(*operands, activation, num_sms, offsets)
+    chosen.experts(*operands, activation, num_sms, offsets, biases)
     return out

@@ -48,6 +48,7 @@ class FamilyCase:
     class_name  transformers' class of the model; None: the prefix and ForCausalLM
     config_name  and of its configuration; None: the prefix and Config
     scaled_after what transformers multiplies the experts' sum by, where that is not in the routing weights
+    top_k        of every model of the family; None: any
     renames      patterns in its names of tensors that the models' own checkpoints have otherwise, and how
     """
 
@@ -59,6 +60,7 @@ class FamilyCase:
     config_name: str | None = None
     scaled_after: float = 1.0
     renames: tuple[tuple[str, str], ...] = ()
+    top_k: int | None = None
 
     def config(self, **changes: Any) -> Any:
         """transformers' configuration, with these values changed."""
@@ -68,7 +70,10 @@ class FamilyCase:
 
     def sized(self, sizes: Sizes) -> "FamilyCase":
         """The same with these sizes, whatever its settings call them."""
-        changed: dict[str, Any] = {"hidden_size": sizes.hidden, "num_experts_per_tok": sizes.top_k}
+        changed: dict[str, Any] = {
+            "hidden_size": sizes.hidden,
+            "num_experts_per_tok": self.top_k or sizes.top_k,
+        }
         for name, value in self.settings.items():
             if name in ("moe_topk", "moe_k"):
                 changed[name] = sizes.top_k

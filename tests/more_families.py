@@ -40,7 +40,10 @@ _MORE = {
         Routing("sigmoid", True, 2.5),
     ),
     "glm-4.5v": FamilyCase(
-        "glm4v_moe", "Glm4vMoeText", _ROUTED, Routing("sigmoid"), class_name="Glm4vMoeTextModel"
+        "glm4v_moe", "Glm4vMoeText",
+        _ROUTED | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3],
+                                       "partial_rotary_factor": 0.5}},
+        Routing("sigmoid"), class_name="Glm4vMoeTextModel",
     ),
     "k-exaone": FamilyCase(
         "exaone_moe", "ExaoneMoe", _NUMBERED | {"num_shared_experts": 1, "first_k_dense_replace": 1},
@@ -55,7 +58,8 @@ _MORE = {
         Routing("sigmoid", True, 2.446),
     ),
     "mimo-v2-flash": FamilyCase(
-        "mimo_v2_flash", "MiMoV2Flash", _ROUTED | {"n_shared_experts": ..., "v_head_dim": 32},
+        "mimo_v2_flash", "MiMoV2Flash",
+        _ROUTED | {"n_shared_experts": ..., "v_head_dim": 32, "num_key_value_heads": 1},
         Routing("sigmoid"),
     ),
     "hunyuan-3": FamilyCase(
@@ -149,7 +153,7 @@ _MORE = {
         _ROUTED | {"n_shared_experts": ..., "num_local_experts": ..., "share_expert_dim": INTERMEDIATE,
                    "swiglu_limits": [0, 0.7, None], "swiglu_limits_shared": [0, 0, 0.4],
                    "mlp_layer_types": ["dense", "sparse", "sparse"], "moe_router_scaling_factor": 3.0,
-                   "pad_token_id": ...},
+                   "pad_token_id": ..., "sliding_window": 16},
         Routing("sigmoid", True, 3.0), class_name="Step3p7TextModel", scaled_after=3.0,
         renames=(
             (r"mlp\.gate\.e_score_correction_bias", "moe.router_bias"), (r"mlp\.gate\.", "moe.gate."),
@@ -173,6 +177,17 @@ _MORE = {
         {"moe_intermediate_size": INTERMEDIATE, "n_routed_experts": EXPERTS, "swiglu_limit": 0.7,
          "mlp_layer_types": ["hash_moe", "moe", "moe"]},
         Routing("sqrtsoftplus", True, 1.5),
+    ),
+    "phi-3.5-moe": FamilyCase(
+        "phimoe", "Phimoe",
+        {"intermediate_size": INTERMEDIATE, "num_local_experts": EXPERTS, "num_experts_per_tok": 2},
+        Routing("sparsemixer", False), top_k=2,
+    ),
+    "gpt-oss": FamilyCase(
+        "gpt_oss", "GptOss",
+        {"intermediate_size": INTERMEDIATE, "num_local_experts": EXPERTS, "head_dim": 32,
+         "swiglu_limit": 0.7},
+        Routing("softmax", bias_on="logits"),
     ),
     "llama-4": FamilyCase(
         "llama4", "Llama4Text",

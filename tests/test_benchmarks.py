@@ -233,14 +233,18 @@ def test_a_difference_is_summed_in_float64() -> None:
     assert benchmarks.moe_layer.difference(x, y) == pytest.approx(2**-40 / 6, rel=1e-3)
 
 
+@pytest.mark.parametrize("is_common", [True, False])
 @pytest.mark.parametrize("mega_moe", [True, False])
 @pytest.mark.parametrize("with_peer", [True, False])
 def test_a_row_has_the_columns_of_the_available_peers(
-    with_peer: bool, mega_moe: bool, monkeypatch: pytest.MonkeyPatch
+    with_peer: bool, mega_moe: bool, is_common: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = torch.ones(16, 4)
     problem: Any = SimpleNamespace(
-        layer=SimpleNamespace(name="invented"), hidden_states=out, out=out.clone(), run=lambda: out
+        layer=SimpleNamespace(name="invented", is_common=is_common),
+        hidden_states=out,
+        out=out.clone(),
+        run=lambda: out,
     )
     monkeypatch.setattr(benchmarks.moe_layer, "graph_of", lambda call: call)
     monkeypatch.setattr(benchmarks.moe_layer, "_stages", lambda call: {})
@@ -253,7 +257,7 @@ def test_a_row_has_the_columns_of_the_available_peers(
     expected = {"layer": "invented", "tokens": 16, "us": 10.0, "eager_us": 30.0, "stages_us": {}}
     if with_peer:
         expected |= {"two_gemms_us": 8.0, "over_two_gemms": 1.25}
-    if with_peer and mega_moe:
+    if with_peer and mega_moe and is_common:
         expected |= {"mega_moe_us": 20.0, "over_mega_moe": 0.5, "diff": pytest.approx(0.2)}
     assert benchmarks.moe_layer.measure(problem, with_peer) == expected
 
@@ -262,12 +266,24 @@ def test_the_command_line_selects_layers_and_tokens(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("sys.argv", ["benchmarks.moe_layer"])
     assert vars(benchmarks.moe_layer._options()) == {
         "layer": "", "tokens": (1, 16, 64, 256, 1024, 4096), "json": None,
-        "no_peer": False, "no_router": False,
+        "no_peer": False, "no_router": False, "models": False,
     }  # fmt: skip
-    arguments = ["--layer", "qwen3", "--tokens", "2", "300", "--json", "x.json", "--no-peer", "--no-router"]
+    arguments = [
+        "--models",
+        "--layer",
+        "qwen3",
+        "--tokens",
+        "2",
+        "300",
+        "--json",
+        "x.json",
+        "--no-peer",
+        "--no-router",
+    ]
     monkeypatch.setattr("sys.argv", ["benchmarks.moe_layer", *arguments])
     assert vars(benchmarks.moe_layer._options()) == {
-        "layer": "qwen3", "tokens": [2, 300], "json": Path("x.json"), "no_peer": True, "no_router": True
+        "layer": "qwen3", "tokens": [2, 300], "json": Path("x.json"), "no_peer": True, "no_router": True,
+        "models": True,
     }  # fmt: skip
 
 
@@ -276,6 +292,7 @@ def test_the_command_line_selects_layers_and_tokens(monkeypatch: pytest.MonkeyPa
     [
         (["--tokens", "16", "0"], "--tokens: expected numbers of at least 1, got 0"),
         (["--layer", "gpt"], "--layer: expected a part of deepseek-v3/ep8, .*, got 'gpt'"),
+        (["--models", "--layer", "v3"], "--layer: expected a part of gpt-oss-120b, .*, got 'v3'"),
     ],
 )
 def test_invalid_layers_and_tokens_are_refused(

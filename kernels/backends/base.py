@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from expertd.kernels.ops.activation import Activation, Swiglu, swiglu
+from expertd.kernels.ops.activation import SILU, Activation, swiglu
+from expertd.kernels.ops.biases import ExpertBiases, add_biases
 from expertd.kernels.ops.permute import compute_permutation, permute_rows
 from expertd.kernels.ops.quantize import Quantized, quantize_rows
 from expertd.kernels.ops.router import choose_experts
 from expertd.kernels.ops.unpermute import unpermute_rows
+from expertd.limits import SCALE_BLOCK
 from expertd.routing import Routing
 
 if TYPE_CHECKING:
@@ -80,13 +82,14 @@ class Backend(ABC):
         gate_up: Quantized,
         down: Quantized,
         out: Tensor,
-        activation: Swiglu,
+        activation: Activation,
         num_sms: int | None,
         offsets: Tensor | None = None,
+        biases: ExpertBiases | None = None,
     ) -> None:
         """See `fused_experts`; by default in steps."""
         operands = hidden_states, topk_ids, topk_weights, gate_up, down, out
-        self.experts_in_steps(*operands, activation, num_sms, offsets)
+        self.experts_in_steps(*operands, activation, num_sms, offsets, biases)
 
     def experts_in_steps(
         self,
@@ -99,6 +102,7 @@ class Backend(ABC):
         activation: Activation,
         num_sms: int | None,
         offsets: Tensor | None = None,
+        biases: ExpertBiases | None = None,
     ) -> None:
         """See `fused_experts`: permutes rows by group, calls `ffn` and sums the results."""
         num_groups, absent = down.data.shape[0], None
@@ -110,7 +114,14 @@ class Backend(ABC):
         if offsets is not None:
             offsets.copy_(permutation.offsets, non_blocking=True)
         rows = self.ffn(
-            hidden_states, permutation.token_ids, gate_up, down, permutation.offsets, activation, num_sms
+            hidden_states,
+            permutation.token_ids,
+            gate_up,
+            down,
+            permutation.offsets,
+            activation,
+            num_sms,
+            biases,
         )
         unpermute_rows(rows, permutation.inverse, topk_weights, absent, out)
 
@@ -123,15 +134,23 @@ class Backend(ABC):
         offsets: Tensor,
         activation: Activation,
         num_sms: int | None,
+        biases: ExpertBiases | None = None,
     ) -> Tensor:
         """bf16 [R, H]: the FFN of each row's group on hidden_states[tokens[r]]; a step of `experts`.
 
         tokens int64 [R], sorted by group; offsets int32 [G+1]. Rows from offsets[G] on are undefined. This
         default rounds activations to FP8 before each of two contiguous GEMMs.
         """
+        missing = -hidden_states.shape[1] % SCALE_BLOCK
+        if missing:  # zeros change nothing
+            hidden_states = torch.nn.functional.pad(hidden_states, (0, missing))
+            gate_up = Quantized(_with_columns(gate_up.data, missing), gate_up.scales)
         a = permute_rows(quantize_rows(hidden_states), tokens)  # quantized once per token, not once per row
-        activated = quantize_rows(swiglu(self._multiply(a, gate_up, offsets, num_sms), activation))
-        return self._multiply(activated, down, offsets, num_sms)
+        rows = self._multiply(a, gate_up, offsets, num_sms)
+        if biases is not None:
+            rows = add_biases(rows, biases.gate_up, offsets)
+        rows = self._multiply(quantize_rows(swiglu(rows, activation)), down, offsets, num_sms)
+        return rows if biases is None else add_biases(rows, biases.down, offsets)
 
     def parallel_experts(
         self,
@@ -146,8 +165,9 @@ class Backend(ABC):
         num_sms: int | None,
         offsets: Tensor | None = None,
         overlap: "Overlap | None" = None,
+        activation: Activation = SILU,
     ) -> None:
-        """As `experts` with SiLU, with the experts of all ranks of `memory`, each of which calls it together.
+        """As `experts`, without biases: those of all ranks of `memory`, each of which calls it together.
 
         hidden_states  [t, H], this rank's tokens; t may be 0, and as `tokens` says
         topk_ids       int32 [t, top_k]: experts of all ranks, as in `tokens.places`; others name none
@@ -243,6 +263,11 @@ class Backend(ABC):
         out = torch.empty(size, dtype=torch.bfloat16, device=a.data.device)
         self.contiguous(a, b, offsets, out, num_sms)
         return out
+
+
+def _with_columns(data: Tensor, count: int) -> Tensor:
+    """e4m3 [..., K] with so many more columns of zeros."""
+    return torch.nn.functional.pad(data.view(torch.uint8), (0, count)).view(data.dtype)
 
 
 def without_padding(

@@ -4,10 +4,11 @@
 #include "scheduler.cuh"
 
 constexpr Layout kLayout = MASKED ? Layout::kMasked : Layout::kContiguous;
-constexpr bool kSwapAb = SWAP_AB;  // b, not a, is on wgmma's M side
-constexpr bool kSwiglu = SWIGLU;   // out is silu(gate) * up in FP8, with a scale per row and 128 columns
-constexpr int kBlockM = BLOCK_M;   // rows of a in a tile, at most
-constexpr int kBlockN = BLOCK_N;   // rows of b in a tile; with SwiGLU, 64 gate rows and the matching 64 up rows
+constexpr bool kSwapAb = SWAP_AB;      // b, not a, is on wgmma's M side
+constexpr bool kSwiglu = SWIGLU;       // out is silu(gate) * up in FP8, with a scale per row and 128 columns
+constexpr bool kOtherGlu = OTHER_GLU;  // with SwiGLU: biases, and the variations of another gated activation
+constexpr int kBlockM = BLOCK_M;       // rows of a in a tile, at most
+constexpr int kBlockN = BLOCK_N;       // rows of b in a tile; with SwiGLU, 64 gate rows and the matching 64 up rows
 constexpr int kOutBlockN = kSwiglu ? kBlockN / 2 : kBlockN;  // columns of out in a tile; rows of b per TMA load
 constexpr int kBlockK = 128;                                 // columns that share a scale; bytes of a swizzled row
 constexpr int kLoadsOfB = kSwiglu ? 2 : 1;                   // a K block of b takes as many

@@ -42,6 +42,7 @@ class Consumer {
                 }
                 continue;
             }
+            if constexpr (kOtherGlu) epilogue.prepare(tile);
             Sums sum = {};
             if constexpr (!kSwiglu) second_ = 128 - tile.column % 128;
             if constexpr (kInPairs)

@@ -145,6 +145,15 @@ class Epilogue<true, false> {
 };
 
 // ---------------------------------------------------------------- SwiGLU: 16 rows per warp, quantized to FP8
+#if OTHER_GLU
+// How another gated activation differs.
+struct GluRule {
+    const u16* const bias;   // bf16 [num_groups, 2 n], added to gates and ups; null: none
+    const float up_offset;   // added to the clamped ups
+    const bool clamp_after;  // clamp the activated gates instead of the gates
+};
+#endif
+
 template <>
 class Epilogue<false, true> {
   public:
@@ -154,6 +163,9 @@ class Epilogue<false, true> {
         float* const scales;  // [n / 128, scale_stride], a column for each row of out
         const u32 scale_stride;
         const float alpha, limit;  // of the activation
+#if OTHER_GLU
+        const GluRule rule;
+#endif
 
         __device__ __forceinline__ void prefetch() const {}
     };
@@ -161,6 +173,9 @@ class Epilogue<false, true> {
     // largest magnitude of each row. An exchange must be read before the one after next overwrites it.
     struct Shared {
         u8 staging[kConsumerWarps][16 * 64];
+#if OTHER_GLU
+        u16 bias[kConsumerWarps][2 * 64];  // of a warp's tile: those of 64 gates, then those of the ups
+#endif
         float2 received_amax[2][kConsumerWarps][8];  // rows r and r + 8 of the warp's 16
         u64 received[2][kConsumerWarps];             // barriers
 
@@ -172,12 +187,26 @@ class Epilogue<false, true> {
     __device__ __forceinline__ Epilogue(Shared& shared, const Output& output, const Problem& problem)
         : shared_(shared), output_(output), problem_(problem) {}
 
+#if OTHER_GLU
+    // Starts to copy the tile's biases, which are there when `store` needs them.
+    __device__ __forceinline__ void prepare(const Tile& tile) {
+        const int lane = threadIdx.x % 32, half = lane / 8, column = lane % 8 * 8;
+        if (output_.rule.bias == nullptr || half >= 2) return;
+        const int place = (tile.group * 2 + half) * problem_.n + tile.column + column;
+        ptx::copy_async(&shared_.bias[threadIdx.x / 32][half * 64 + column], output_.rule.bias + place);
+    }
+#endif
+
     // The first half of sum has the gates, the second half the ups.
     __device__ __forceinline__ void store(float (&sum)[64], const Tile& tile) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r = lane / 4, c = lane % 4;
         const int row = problem_.first_row(tile) + warp * 16, rows = tile.rows - warp * 16;
         const u32 staging = ptx::shared_address(shared_.staging) + warp * (16 * 64);
+#if OTHER_GLU
+        activate(sum, sum + 32, warp, c);
+#else
         activate(sum, sum + 32);
+#endif
         float low = 0.0f, high = 0.0f;  // largest magnitudes of rows r and r + 8, then their scales
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
@@ -220,6 +249,38 @@ class Epilogue<false, true> {
     __device__ __forceinline__ void finish() {}
 
   private:
+#if OTHER_GLU
+    // As below, with biases and the rule's variations.
+    __device__ __forceinline__ void activate(float* gate, float* up, int warp, int c) const {
+        const GluRule& rule = output_.rule;
+        if (rule.bias != nullptr) {
+            ptx::wait_for_async_copies();
+            __syncwarp();
+            const u32* const bias = reinterpret_cast<const u32*>(shared_.bias[warp]) + c;
+#pragma unroll
+            for (int i = 0; i < 32; i += 4) {  // columns i / 4 * 8 + c * 2 and the next, of rows r and r + 8
+                add_bias(gate + i, bias[i]);
+                add_bias(up + i, bias[32 + i]);
+            }
+        }
+        const float limit = output_.limit, to_exponent = -1.44269504f * output_.alpha;
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+            const float x = rule.clamp_after ? gate[i] : ptx::min_or_nan(gate[i], limit);
+            const float activated = x * ptx::approximate_reciprocal(1.0f + ptx::approximate_exp2(x * to_exponent));
+            const float factor = ptx::max_or_nan(ptx::min_or_nan(up[i], limit), -limit) + rule.up_offset;
+            gate[i] = (rule.clamp_after ? ptx::min_or_nan(activated, limit) : activated) * factor;
+        }
+    }
+
+    __device__ __forceinline__ static void add_bias(float* four, u32 two) {
+        const float even = ptx::to_float<true>(two), odd = ptx::to_float<true>(two >> 16);
+        four[0] += even;
+        four[1] += odd;
+        four[2] += even;
+        four[3] += odd;
+    }
+#else
     // gate = gate * sigmoid(alpha * gate) * up, gates clamped to at most limit and ups to +-limit; for most families
     // alpha is 1 and limit infinite.
     __device__ __forceinline__ void activate(float* gate, float* up) const {
@@ -237,6 +298,7 @@ class Epilogue<false, true> {
             gate[i] =
                 gate[i] * ptx::approximate_reciprocal(1.0f + ptx::approximate_exp2(gate[i] * to_exponent)) * up[i];
     }
+#endif
 
     // Takes the maximum over both CTAs.
     __device__ __forceinline__ void exchange(float& low, float& high, int warp, int r, int c) {

@@ -153,12 +153,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #if SWIGLU
                  float* __restrict__ out_scales, u32 out_scale_stride,  // [n / 128, out_scale_stride]
                  float alpha, float limit,                              // of the activation
+#if OTHER_GLU
+                 const u16* bias, float up_offset, int clamp_after,  // see GluRule
+#endif
 #elif !SWAP_AB
                  const __grid_constant__ ptx::TensorMap out_map,  // [rows, n], box 16 x 64, 128-byte swizzle
 #endif
                  int* tile_counter) {  // [2]: tiles taken beyond each cluster's first, clusters done; both 0
 #if SWIGLU
+#if OTHER_GLU
+    const GluRule rule{bias, up_offset, clamp_after != 0};
+    const TileEpilogue::Output output{out, out_scales, out_scale_stride, alpha, limit, rule};
+#else
     const TileEpilogue::Output output{out, out_scales, out_scale_stride, alpha, limit};
+#endif
 #elif SWAP_AB
     const TileEpilogue::Output output{out};
 #else

@@ -176,6 +176,17 @@ __device__ __forceinline__ void mbarrier_wait(u64* barrier, u32 parity) {
         : "memory");
 }
 
+// ---------------------------------------------------------------- copies by threads
+
+// Starts copying 16 bytes, both aligned to 16, from global to shared memory.
+__device__ __forceinline__ void copy_async(void* destination, const void* source) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(destination)), "l"(source)
+                 : "memory");
+}
+
+// Waits for this thread's copies.
+__device__ __forceinline__ void wait_for_async_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // ---------------------------------------------------------------- TMA: bulk copies
 
 // Starts copying bytes to shared memory; they complete on the barrier. All three are multiples of 16.

@@ -5,6 +5,7 @@
 // the same reason.
 #include "ptx.cuh"
 
+constexpr bool kBiasesLogits = LOGIT_BIAS;  // router_bias is added to the logits, not to the scores to choose by
 constexpr int kWarps = 4, kThreads = kWarps * 32;
 
 // A key that sorts as x does: both zeros have the same key and NaN has the largest, as in torch.sort. Never 0.
@@ -162,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     route_tokens(const float* logits,  // [parts * sums, num_tokens, num_experts], to be added up
                  int parts, int sums,
                  int dry_run,               // do one first; the preceding launch must then not write router_bias
-                 const float* router_bias,  // [num_experts], added to the scores to choose by; null: none
+                 const float* router_bias,  // [num_experts], added to the scores to choose by, or logits; null: none
                  int all_experts, int top_k,
                  int use_softmax,  // else sigmoid
                  int renormalize, float routed_scaling_factor, int num_expert_groups, int topk_group,
@@ -190,11 +191,16 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         const int size = num_experts / num_expert_groups;  // of an expert group
         add_up(scores, logits, last ? parts : 0, sums, static_cast<i64>(gridDim.x) * all_experts, num_experts);
         __syncthreads();
+        if constexpr (kBiasesLogits) {
+#pragma unroll 1
+            for (int e = thread; e < num_experts; e += kThreads) scores[e] += biases[e];
+            __syncthreads();
+        }
         if (use_softmax) softmax(scores, per_warp, num_experts);
 #pragma unroll 1
         for (int e = thread; e < num_experts; e += kThreads) {
             if (!use_softmax) scores[e] = ptx::approximate_reciprocal(1.0f + expf(-scores[e]));
-            keys[e] = key_of(scores[e] + biases[e]);
+            keys[e] = key_of(kBiasesLogits ? scores[e] : scores[e] + biases[e]);
         }
         __syncthreads();
         if (topk_group < num_expert_groups) {

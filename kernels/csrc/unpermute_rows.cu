@@ -2,6 +2,7 @@
 #include "floats.cuh"
 
 constexpr int kAtOnce = 8;  // slots whose loads are in flight together
+constexpr bool kBiased = BIASED;
 constexpr auto kDatatype = floats::DATATYPE;
 
 extern "C" __global__ void __launch_bounds__(256)
@@ -9,6 +10,10 @@ extern "C" __global__ void __launch_bounds__(256)
                    const int* __restrict__ inverse_permutation,  // [num_tokens, top_k], -1: nothing to add
                    const float* __restrict__ topk_weights,       // [num_tokens, top_k]
                    int top_k, int n,
+#if BIASED
+                   const int* __restrict__ topk_ids,  // groups [num_tokens, top_k]
+                   const u16* __restrict__ bias,      // bf16 [num_groups, n], added to each of a group's rows
+#endif
                    void* __restrict__ out  // kDatatype [num_tokens, n]
     ) {
     constexpr int kColumns = 256 * 8;  // per CTA; the CTAs of a token are neighbors
@@ -18,15 +23,24 @@ extern "C" __global__ void __launch_bounds__(256)
     float sum[8] = {};
     inverse_permutation += token * top_k;
     topk_weights += token * top_k;
+#if BIASED
+    topk_ids += token * top_k;
+#endif
     for (int first = 0; first < top_k; first += kAtOnce) {
         i64 row[kAtOnce];
         float weight[kAtOnce];
-        uint4 packed[kAtOnce];
+        uint4 packed[kAtOnce], packed_bias[kAtOnce];
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
             const bool valid = first + i < top_k && column < n;
             row[i] = valid ? inverse_permutation[first + i] : -1;
             weight[i] = row[i] >= 0 ? topk_weights[first + i] : 0.0f;
+#if BIASED
+            packed_bias[i] = {0, 0, 0, 0};
+            if (row[i] >= 0)
+                packed_bias[i] =
+                    *reinterpret_cast<const uint4*>(bias + static_cast<i64>(topk_ids[first + i]) * n + column);
+#endif
         }
         if (first == 0) {  // all but `rows` was complete before the preceding launch began
             ptx::grid_dependency_wait();
@@ -41,6 +55,12 @@ extern "C" __global__ void __launch_bounds__(256)
         for (int i = 0; i < kAtOnce; ++i) {
             float value[8];
             floats::unpack<true>(value, packed[i]);
+            if constexpr (kBiased) {
+                float added[8];
+                floats::unpack<true>(added, packed_bias[i]);
+#pragma unroll
+                for (int j = 0; j < 8; ++j) value[j] += added[j];
+            }
 #pragma unroll
             for (int j = 0; j < 8; ++j) sum[j] += weight[i] * value[j];
         }

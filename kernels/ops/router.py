@@ -7,6 +7,7 @@ from torch import Tensor
 
 from expertd.routing import Routing
 
+_FAR = 2 * 0.01  # twice the jitter of training
 _LEAST_SUM = 1e-20  # added to a sum of sigmoids before dividing by it: all of them may be zero
 
 
@@ -15,9 +16,13 @@ def choose_experts(
 ) -> tuple[Tensor, Tensor]:
     """(topk_ids int32 [T, top_k], topk_weights fp32 [T, top_k]) of fp32 logits [T, E], best first.
 
-    bias, fp32 [E], is added to the scores that choose experts, never to the weights. Ties between experts
-    and between groups go to the lower index, on every device.
+    bias, fp32 [E], is added as `Routing.bias_on` says. Ties between experts and between groups go to the
+    lower index, on every device.
     """
+    if bias is not None and routing.bias_on == "logits":
+        logits, bias = logits + bias, None
+    if routing.scoring_func == "sparsemixer":
+        return _sparsemixer(logits, top_k, routing)
     scores = _SCORES[routing.scoring_func](logits)
     choice = scores if bias is None else scores + bias
     if routing.topk_group < routing.num_expert_groups:
@@ -29,6 +34,21 @@ def choose_experts(
         total = weights.sum(dim=-1, keepdim=True)
         weights = weights / (total if routing.scoring_func == "softmax" else total + _LEAST_SUM)
     return ids.to(torch.int32), weights * routing.routed_scaling_factor
+
+
+def _sparsemixer(logits: Tensor, top_k: int, routing: Routing) -> tuple[Tensor, Tensor]:
+    """Each choice is the largest logit that is left, with its softmax over those that are close to it.
+
+    Close is what differs by at most 2% of the larger of its own magnitude and the largest logit.
+    """
+    ids = logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    left, weights = logits, []
+    for chosen in ids.unbind(1):
+        most = left.gather(1, chosen[:, None])
+        is_far = (most - logits) / logits.abs().clamp(min=most) > _FAR
+        weights.append(left.masked_fill(is_far, -torch.inf).softmax(dim=-1).gather(1, chosen[:, None]))
+        left = left.scatter(1, chosen[:, None], -torch.inf)
+    return ids.to(torch.int32), torch.cat(weights, dim=1) * routing.routed_scaling_factor
 
 
 def _sqrt_softplus(logits: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ class RequestReader:
             _refuse("flags: expected 0 (a masked layout needs routing in host memory), got 1")
         datatype, (output_datatype, output_size) = _NAMES[code], DATATYPES[output_code]
         if datatype == FP8 and not model.takes_fp8:
-            _refuse("datatype: expected 1, 2 or 3 (the layer is shared by several ranks), got 4")
+            _refuse("datatype: expected 1, 2 or 3 (the model takes no FP8), got 4")
         rows, routing = num_tokens * model.hidden_size, num_tokens * model.top_k * 4
         ids = weights = None
         num_bytes = num_tokens * row_bytes(datatype, model.hidden_size)

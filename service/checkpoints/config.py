@@ -56,12 +56,12 @@ class Config:
             raise self.error(f"{name}: expected an integer from {least} to {most}, got {shown(value)}")
         return value
 
-    def size(self, *names: str) -> int:
-        """A positive multiple of SCALE_BLOCK."""
+    def size(self, *names: str, step: int = SCALE_BLOCK) -> int:
+        """A positive multiple of `step`."""
         value = self.integer(*names)
-        if value == 0 or value % SCALE_BLOCK:
+        if value == 0 or value % step:
             name, _ = self._get(names, None)
-            raise self.error(f"{name}: expected a multiple of {SCALE_BLOCK}, got {value}")
+            raise self.error(f"{name}: expected a multiple of {step}, got {value}")
         return value
 
     def number(self, *names: str, default: float | None = None) -> float:

@@ -13,7 +13,7 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def decode(encoded: Encoded, load: Callable[[Stored], Tensor], device: torch.device) -> Tensor:
-    """The weight in float32 on `device`; `load` reads a tensor."""
+    """The weight in float32 on `device`; `load` reads a tensor, or some of its rows."""
     assert encoded.scales is not None
     values, scales = load(encoded.weight).to(device), load(encoded.scales).to(device)
     if encoded.encoding in (Encoding.NVFP4, Encoding.MXFP4):
@@ -30,19 +30,21 @@ def quantize_by_powers(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
     All of them do unless some in a block are so much smaller than its largest that FP8 underflows.
     """
+    size = matrix.shape
+    matrix = torch.nn.functional.pad(matrix, (0, -size[1] % SCALE_BLOCK, 0, -size[0] % SCALE_BLOCK))
     n, k = matrix.shape
     blocks = matrix.view(n // SCALE_BLOCK, SCALE_BLOCK, k // SCALE_BLOCK, SCALE_BLOCK)
     largest = blocks.abs().amax(dim=(1, 3)).clamp(min=torch.finfo(torch.float32).tiny)
     scales = torch.exp2((largest / torch.finfo(torch.float8_e4m3fn).max).log2().ceil())
     data = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
-    return data.view(n, k), scales
+    return data.view(n, k)[: size[0], : size[1]], scales
 
 
 def _fp4(packed: Tensor) -> Tensor:
-    """E2M1 numbers, two in a byte: the first in its low bits."""
+    """E2M1 numbers [n, k], two in a byte: the first in its low bits."""
     codes = packed.view(torch.uint8)
     table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=packed.device)
-    return table[torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2).long()]
+    return table[torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1).long()]
 
 
 def _int4(packed: Tensor) -> Tensor:

@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-from pydantic import InstanceOf, ValidationError
+from pydantic import Field, InstanceOf, ValidationError
 
 from expertd.activation import COMMON, ExpertRule
+from expertd.limits import HIDDEN_STEP, SCALE_BLOCK
 from expertd.service.checkpoints.config import CheckpointError
 from expertd.service.checkpoints.files import TensorFiles
 from expertd.service.checkpoints.find import find_layer, present_layers
@@ -17,7 +18,11 @@ from expertd.service.settings.served import CheckpointSettings, ModelSettings
 from expertd.service.settings.spans import ALL, numbers, spans
 
 
-class CheckpointModelSettings(ModelSettings):
+class _LayerSettings(ModelSettings):
+    hidden_size: int = Field(ge=SCALE_BLOCK, multiple_of=HIDDEN_STEP)
+
+
+class CheckpointModelSettings(_LayerSettings):
     """A layer with weights in a checkpoint. Not a setting: the checkpoint determines sizes and routing."""
 
     source: InstanceOf[LayerSource]
@@ -31,10 +36,11 @@ def resolve_checkpoints(settings: Settings) -> Settings:
     """
     models = [model for checkpoint in settings.checkpoints for model in models_of(checkpoint)]
     for model in models if settings.num_ranks > 1 else ():
-        if model.rule != COMMON or model.source.shared_gate is not None:
+        source = model.source
+        if model.rule.weighs_input or source.biases is not None:
             raise CheckpointError(
-                f"{model.source.router.file}: {model.name}: expected, on several ranks, a family whose "
-                "experts compute silu(gate) * up and whose shared expert has no gate, got another"
+                f"{source.router.file}: {model.name}: expected, on several ranks, a family whose experts "
+                "have no biases, and weights on their output, got another"
             )
     try:
         return settings.with_models(models)
@@ -95,7 +101,7 @@ def _settings(
     settings: dict[str, object] = {
         "name": f"{checkpoint.name or _name(directory)}.layers.{layer}",
         "hidden_size": model.hidden_size,
-        "intermediate_size": model.intermediate_size,
+        "intermediate_size": -(-model.intermediate_size // SCALE_BLOCK) * SCALE_BLOCK,  # whole blocks
         "num_experts": model.num_experts,
         "top_k": model.top_k,
         "local_experts": checkpoint.experts,
@@ -108,7 +114,7 @@ def _settings(
         "weight": checkpoint.weight,
     }
     try:
-        ModelSettings.model_validate(settings)
+        _LayerSettings.model_validate(settings)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         if first["loc"] == ("name",):

@@ -13,11 +13,13 @@ from expertd.service.checkpoints.encodings import (
     find_encoded,
 )
 from expertd.service.checkpoints.files import Stored, TensorFiles
-from expertd.service.checkpoints.layer import LayerSource, Matrix
+from expertd.service.checkpoints.layer import Biases, LayerSource, Matrix
 from expertd.service.checkpoints.model import PREFIXES, MoEModel
 from expertd.service.checkpoints.unknown import check_names
 
 Group = tuple[Matrix, Matrix, Matrix]
+
+_BLOCKS = "_blocks"  # what follows the names of stacked matrices in MXFP4
 
 
 def present_layers(files: TensorFiles, model: MoEModel) -> list[int]:
@@ -69,7 +71,7 @@ class _Finder:
 
     def find(self, experts: range, num_shared_experts: int) -> LayerSource:
         model, names = self._model, self._model.names
-        stacked = self._has(names.stacked[0])
+        stacked = any(self._has(f"{names.stacked[0]}{suffix}") for suffix in ("", _BLOCKS))
         groups = self._stacked(experts) if stacked else self._separate(experts)
         groups += self._shared(num_shared_experts)
         bias = None
@@ -79,8 +81,9 @@ class _Finder:
         gate = None
         if names.shared_gate is not None and num_shared_experts > 0:
             gate = self._vector(names.shared_gate, model.hidden_size)
+        biases = self._biases(experts)
         check_names(self._files, model, self._start, self._used)
-        return LayerSource(router, bias, tuple(groups), gate)
+        return LayerSource(router, bias, tuple(groups), gate, biases)
 
     def _separate(self, experts: range) -> list[Group]:
         """Experts with a tensor for each projection."""
@@ -113,27 +116,37 @@ class _Finder:
         encoded = find_encoded(self._has, self._find, name, shape)
         if encoded.encoding not in (Encoding.FLOAT, Encoding.BLOCKS):
             self._used.update(f"{self._start}{name}.{unused}" for unused in UNUSED)
+        self._check_allowed(encoded)
+        return Matrix(encoded, rows, columns)
+
+    def _check_allowed(self, encoded: Encoded) -> None:
         if not (encoded.encoding.is_native or self._requantize):
             raise CheckpointError(
                 f"{encoded.weight.file}: {encoded.weight.name}: expected floats, or FP8 with a scale per "
                 f"128x128 block, got {encoded.encoding}; with requantize: allow, it is rounded to that FP8"
             )
-        return Matrix(encoded, rows, columns)
 
     def _stacked(self, experts: range) -> list[Group]:
         """Experts of which each tensor has all, one after another: gate and up in one, or in two."""
         model, hidden, size = self._model, self._model.hidden_size, self._model.intermediate_size
         fused = len(model.names.stacked) == 2
         sizes = [*([(2 * size, hidden)] if fused else [(size, hidden)] * 2), (hidden, size)]
-        tensors = [self._find(name) for name in model.names.stacked]
-        transposed = [tensor.shape for tensor in tensors] == [(model.num_experts, k, n) for n, k in sizes]
-        pairs = []
-        for tensor, (n, k) in zip(tensors, sizes, strict=True):
-            shape = (model.num_experts, k, n) if transposed else (model.num_experts, n, k)
-            pairs.append(self._encoded(tensor, shape))
+        transposed = False
+        if self._has(f"{model.names.stacked[0]}{_BLOCKS}"):
+            pairs = [self._in_blocks(*named) for named in zip(model.names.stacked, sizes, strict=True)]
+        else:
+            tensors = [self._find(name) for name in model.names.stacked]
+            transposed = [tensor.shape for tensor in tensors] == [(model.num_experts, k, n) for n, k in sizes]
+            pairs = []
+            for tensor, (n, k) in zip(tensors, sizes, strict=True):
+                shape = (model.num_experts, k, n) if transposed else (model.num_experts, n, k)
+                pairs.append(self._encoded(tensor, shape))
         gate, up, down = [pairs[0], *pairs] if fused else pairs
-        inner, outer, first_up = range(size), range(hidden), size if fused else 0
-        parts = (gate, inner, outer), (up, range(first_up, first_up + size), outer), (down, outer, inner)
+        inner, outer = range(size), range(hidden)
+        gates, ups = inner, range(size, 2 * size) if fused else inner
+        if model.names.interleaved:
+            gates, ups = range(0, 2 * size, 2), range(1, 2 * size, 2)
+        parts = (gate, gates, outer), (up, ups, outer), (down, outer, inner)
 
         def group(expert: int) -> Group:
             gate, up, down = (
@@ -148,12 +161,37 @@ class _Finder:
         check(weight, shape, (FP8, *FLOATS))
         if weight.dtype != FP8:
             return Encoded(Encoding.FLOAT, weight)
+        if self._model.names.interleaved:
+            raise CheckpointError(f"{weight.file}: {weight.name}: expected floats or MXFP4, got FP8")
         name = weight.name.removeprefix(self._start)
         scale = next((s for s in ("_scale_inv", "_scale") if self._has(f"{name}{s}")), "_scale_inv")
         scales = self._find(f"{name}{scale}")
         n, k = (-(-size // SCALE_BLOCK) for size in shape[1:])
         check(scales, (shape[0], n, k), SCALES)
         return Encoded(Encoding.BLOCKS, weight, scales)
+
+    def _in_blocks(self, name: str, size: tuple[int, int]) -> Encoded:
+        """Matrices [n, k] of all experts in MXFP4: 32 numbers in 16 bytes, with a scale."""
+        weight, scales = self._find(f"{name}{_BLOCKS}"), self._find(f"{name}_scales")
+        n, k = size
+        shape = self._model.num_experts, n, -(-k // 32)
+        check(weight, (*shape, 16), ("U8",))
+        check(scales, shape, ("U8",))
+        encoded = Encoded(Encoding.MXFP4, weight, scales)
+        self._check_allowed(encoded)
+        return encoded
+
+    def _biases(self, experts: range) -> Biases | None:
+        model, names = self._model, self._model.names
+        if names.biases is None:
+            return None
+        gate_up, down = names.biases
+        return Biases(
+            self._plain(gate_up, (model.num_experts, 2 * model.intermediate_size)),
+            self._plain(down, (model.num_experts, model.hidden_size)),
+            tuple(experts),
+            names.interleaved,
+        )
 
     def _vector(self, name: str, size: int) -> Stored:
         """A tensor [size], or [1, size]."""

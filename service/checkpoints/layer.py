@@ -11,7 +11,7 @@ _BYTES = {"F8_E4M3": 1, "BF16": 2, "F16": 2, "F32": 4}
 
 @dataclass(frozen=True)
 class Matrix:
-    """Part of a weight [n, k]: some rows and columns.
+    """Part of a weight [n, k]: some rows, which may be every other one, and columns.
 
     expert      where the matrix is in tensors of several experts' matrices; None: the tensors are matrices
     transposed  the tensors' last two dimensions are [k, n]
@@ -31,13 +31,30 @@ class Matrix:
 
 
 @dataclass(frozen=True)
+class Biases:
+    """The tensors [E, ...] of all experts' biases, and the held experts, in order.
+
+    interleaved  those of gates and of ups come in turns; else all of an expert's gates come first
+    """
+
+    gate_up: Stored
+    down: Stored
+    experts: tuple[int, ...]
+    interleaved: bool
+
+
+@dataclass(frozen=True)
 class LayerSource:
-    """A layer's tensors; `groups` has (gate, up, down) of the held experts, then of the shared ones."""
+    """A layer's tensors; `groups` has (gate, up, down) of the held experts, then of the shared ones.
+
+    biases: of families whose experts have some; they have no shared ones.
+    """
 
     router: Stored
     router_bias: Stored | None
     groups: tuple[tuple[Matrix, Matrix, Matrix], ...]
     shared_gate: Stored | None = None
+    biases: Biases | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -47,7 +64,10 @@ class LayerSource:
     def part(self, experts: Sequence[int], num_experts: int) -> "LayerSource":
         """The same with the routed `experts` in this order, of all `num_experts`, and the shared ones."""
         held = tuple(self.groups[expert] for expert in experts)
-        return replace(self, groups=held + self.groups[num_experts:])
+        biases = self.biases
+        if biases is not None:
+            biases = replace(biases, experts=tuple(biases.experts[expert] for expert in experts))
+        return replace(self, groups=held + self.groups[num_experts:], biases=biases)
 
     @property
     def formats(self) -> tuple[str, ...]:

@@ -30,6 +30,8 @@ class Names:
     shared_projections  of the shared expert, gate, up, down; None: named like those of the routed ones
     shared_gate   the weight of the shared expert's gate; None: it has none
     stacked       all experts' projections in one tensor each: (gate and up, down), or gate, up, down
+    interleaved   in the first of these, rows are of a gate and of an up in turns
+    biases        all experts' biases: (gate and up, down), in the same order; None: there are none
     """
 
     router: str
@@ -40,6 +42,8 @@ class Names:
     shared_projections: tuple[str, str, str] | None
     shared_gate: str | None
     stacked: tuple[str, ...]
+    interleaved: bool = False
+    biases: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)

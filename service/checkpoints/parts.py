@@ -1,5 +1,7 @@
 """Reads tensors of a checkpoint's files, whole or in part."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -27,12 +29,24 @@ class PartReader:
         self._files = files
         self._reader = reader
         self.device = device
+        self._last: dict[Stored, tuple[int, Tensor]] = {}
 
     def whole(self, stored: Stored) -> Tensor:
         """A tensor."""
         out = self._empty(stored, stored.shape)
         self._read(stored, out.view(-1), 0, 0)
         return out
+
+    def of_expert(self, stored: Stored, expert: int | None) -> Tensor:
+        """What a tensor of all experts has of one, kept until another is read; None: a tensor of one."""
+        if expert is None:
+            return self.whole(stored)
+        last = self._last.get(stored)
+        if last is None or last[0] != expert:
+            out = self._empty(stored, stored.shape[1:])
+            self._read(stored, out.view(-1), expert * out.nbytes, 0)
+            last = self._last[stored] = expert, out
+        return last[1]
 
     def part(self, stored: Stored, matrix: Matrix, unit: int = 1) -> Tensor:
         """As `read_part`, to a new tensor."""
@@ -42,6 +56,10 @@ class PartReader:
 
     def read_part(self, stored: Stored, matrix: Matrix, out: Tensor, unit: int = 1) -> None:
         """Fill `out` with the matrix's part of a weight, or of scales for `unit` rows and columns."""
+        if (step := matrix.rows.step) > 1:
+            whole = range(matrix.rows[0] // step * step, matrix.rows[-1] // step * step + step)
+            out.copy_(self.part(stored, replace(matrix, rows=whole))[matrix.rows[0] % step :: step])
+            return
         rows, columns = (range(r.start // unit, r.stop // unit) for r in (matrix.rows, matrix.columns))
         if matrix.transposed:
             turned = self._empty(stored, (len(columns), len(rows)))

@@ -5,12 +5,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from expertd.kernels import Quantized, quantize_blocks
+from expertd.kernels import ExpertBiases, Quantized, quantize_blocks
 from expertd.limits import SCALE_BLOCK
 from expertd.service.checkpoints import CheckpointError, LayerSource, Matrix
 from expertd.service.checkpoints.decode import decode, quantize_by_powers
 from expertd.service.checkpoints.encodings import Encoding
 from expertd.service.checkpoints.files import OpenFiles, Stored
+from expertd.service.checkpoints.layer import Biases
 from expertd.service.checkpoints.parts import PartReader
 from expertd.service.moe.tensor_reader import TensorReader
 from expertd.service.moe.weights import ExpertWeights
@@ -25,12 +26,14 @@ MOST_ROUTER = 1e30
 def read_layer(source: LayerSource, device: torch.device | str, progress: BytesRead) -> ExpertWeights:
     """The layer's weights on `device`, gate and up fused. FP8 is copied bit for bit, others are quantized.
 
+    Where sizes are no multiples of 128, rows of gates and ups, and columns of down, are filled with zeros.
     `progress` is called with the bytes of each matrix after it is read, and may raise to stop. Needs memory
     for the layer and one more matrix. Raises CheckpointError for weights or scales that are not finite, and
     if a file has changed since `source` was found.
     """
     gate, _, down = source.groups[0]
-    h, i, num_groups = len(gate.columns), len(gate.rows), len(source.groups)
+    h, num_groups = len(gate.columns), len(source.groups)
+    i = -(-len(gate.rows) // SCALE_BLOCK) * SCALE_BLOCK
     gate_up_out, down_out = _empty(num_groups, 2 * i, h, device), _empty(num_groups, h, i, device)
     with OpenFiles() as files, TensorReader() as tensors:
         reader = PartReader(files, tensors, torch.device(device))
@@ -47,13 +50,14 @@ def read_layer(source: LayerSource, device: torch.device | str, progress: BytesR
             ):
                 _read(reader, matrix, out)
                 progress(matrix.num_bytes)
-    return ExpertWeights(router, gate_up_out, down_out, bias, shared_gate)
+        biases = None if source.biases is None else _biases(reader, source.biases, i)
+    return ExpertWeights(router, gate_up_out, down_out, bias, shared_gate, biases)
 
 
 def _read(reader: PartReader, matrix: Matrix, out: Quantized) -> None:
     encoded = matrix.encoded
     if encoded.scales is None or not encoded.encoding.is_native:
-        data, scales = _quantized(reader, matrix)
+        data, scales = _quantized(reader, matrix, out.data.shape)
         out.data.view(torch.uint8).copy_(data.view(torch.uint8))
     else:
         reader.read_part(encoded.weight, matrix, out.data)
@@ -74,15 +78,36 @@ def _read(reader: PartReader, matrix: Matrix, out: Quantized) -> None:
         raise CheckpointError(f"{name}: expected scales up to {MOST_SCALE:g}, got {largest:g}")
 
 
-def _quantized(reader: PartReader, matrix: Matrix) -> tuple[Tensor, Tensor]:
-    """Data and scales of a matrix that is not FP8 by blocks in the file."""
+def _quantized(reader: PartReader, matrix: Matrix, size: torch.Size) -> tuple[Tensor, Tensor]:
+    """Data, with zeros up to `size`, and scales of a matrix that is not FP8 by blocks in the file."""
     encoded = matrix.encoded
-    if encoded.encoding.is_native:
-        return quantize_blocks(reader.part(encoded.weight, matrix))
-    whole = decode(encoded, reader.whole, reader.device)
-    quantize = quantize_by_powers if encoded.encoding.has_powers else quantize_blocks
-    rows, columns = (slice(part.start, part.stop) for part in (matrix.rows, matrix.columns))
-    return quantize(whole[rows, columns].contiguous())
+    is_native = encoded.encoding.is_native
+    values = reader.part(encoded.weight, matrix) if is_native else _decoded(reader, matrix)
+    n, k = values.shape
+    padded = torch.nn.functional.pad(values, (0, size[1] - k, 0, size[0] - n))
+    return quantize_by_powers(padded) if encoded.encoding.has_powers else quantize_blocks(padded)
+
+
+def _decoded(reader: PartReader, matrix: Matrix) -> Tensor:
+    rows, columns = (slice(part.start, part.stop, part.step) for part in (matrix.rows, matrix.columns))
+    is_sparse = matrix.rows.step > 1  # then only those rows are decoded
+
+    def load(stored: Stored) -> Tensor:
+        tensor = reader.of_expert(stored, matrix.expert)
+        return tensor[rows] if is_sparse else tensor
+
+    values = decode(matrix.encoded, load, reader.device)
+    return (values if is_sparse else values[rows])[:, columns].contiguous()
+
+
+def _biases(reader: PartReader, biases: Biases, intermediate: int) -> ExpertBiases:
+    """The held experts' biases, gates first, each filled with zeros to `intermediate`."""
+    held = torch.tensor(biases.experts, device=reader.device)
+    gate_up, down = (_plain(reader, tensor)[held] for tensor in (biases.gate_up, biases.down))
+    size = gate_up.shape[1] // 2
+    gates_first = gate_up.view(-1, size, 2).mT if biases.interleaved else gate_up.view(-1, 2, size)
+    filled = torch.nn.functional.pad(gates_first, (0, intermediate - size)).flatten(1)
+    return ExpertBiases(filled.to(torch.bfloat16).contiguous(), down.to(torch.bfloat16).contiguous())
 
 
 def _plain(reader: PartReader, tensor: Stored) -> Tensor:
@@ -102,9 +127,10 @@ def _not_finite(tensor: Stored) -> CheckpointError:
 
 def _empty(num_groups: int, n: int, k: int, device: torch.device | str) -> Quantized:
     data = torch.empty((num_groups, n, k), dtype=torch.float8_e4m3fn, device=device)
-    return Quantized(data, torch.empty((num_groups, n // SCALE_BLOCK, k // SCALE_BLOCK), device=device))
+    blocks = -(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK)
+    return Quantized(data, torch.empty((num_groups, *blocks), device=device))
 
 
 def _rows(out: Quantized, group: int, first: int, count: int) -> Quantized:
-    blocks = slice(first // SCALE_BLOCK, (first + count) // SCALE_BLOCK)
+    blocks = slice(first // SCALE_BLOCK, -(-(first + count) // SCALE_BLOCK))
     return Quantized(out.data[group, first : first + count], out.scales[group, blocks])

@@ -58,7 +58,9 @@ def _print_json(path: Path, model: "MoEModel", layers: list["ListedLayer"]) -> N
         **sizes,
         "routing": model.routing,
         "router_bias": model.names.router_bias is not None,
+        "bias_on": model.routing.get("bias_on", "choice"),
         "shared_gate": model.names.shared_gate is not None,
+        "expert_biases": model.names.biases is not None,
         "experts": {layer.layer: model.rules.get(layer.layer, COMMON).text for layer in layers},
         "not_served": model.refused,
         "layers": listed,
@@ -74,6 +76,7 @@ def _print_table(path: Path, model: "MoEModel", layers: list["ListedLayer"]) -> 
     bias = ", with a bias" if model.names.router_bias is not None else ""
     print(f"routing: {', '.join(f'{name} {value}' for name, value in model.routing.items())}{bias}")
     gate = ", the shared one with a gate" if model.names.shared_gate is not None else ""
+    gate += ", with biases" if model.names.biases is not None else ""
     for text in dict.fromkeys(model.rules.get(layer.layer, COMMON).text for layer in layers):
         print(f"experts: {text}{gate}")
     for why in dict.fromkeys(model.refused.values()):

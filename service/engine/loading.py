@@ -13,7 +13,7 @@ from expertd.backends import BACKENDS
 from expertd.kernels import Backend, resolve_backend
 from expertd.kernels.backends import why_not
 from expertd.service.engine.layers import Cancelled, MakeLayer, layer_of, stop_if
-from expertd.service.engine.local_models import LocalModels
+from expertd.service.engine.local_models import Held, LocalModels
 from expertd.service.engine.placement import Placements
 from expertd.service.engine.rank_metrics import RankState
 from expertd.service.engine.runner_sets import set_split
@@ -113,13 +113,15 @@ def load(
     cancelled: Cancelled,
     make_layer: MakeLayer | None = None,
     meet: Callable[[], None] = lambda: None,
+    held: Held | None = None,
 ) -> Loaded:
     """Load everything in `settings`, on the worker thread, which will also run the steps.
 
     make_layer  makes each model's layer; None: `layer_of`
     meet        waits for those who run a layer's steps together with this process, before they begin
+    held        the experts of each model that this process holds; None: all of the model's
 
-    Raises ValueError if the device or a weights file does not fit the settings, MemoryError if a model does
+    Raises ValueError if the device or a weights file does not fit the settings, MemoryError if models do
     not fit in the device's memory, and LoadCancelledError once `cancelled` returns True.
     """
     try:
@@ -138,7 +140,7 @@ def load(
             f"partitions: expected a backend whose device has SMs to partition, got {backend.name!r}"
         )
 
-    models = LocalModels(settings, backend, partitions, make_layer or layer_of, meet)
+    models = LocalModels(settings, backend, partitions, make_layer or layer_of, meet, held)
     models.load_all([model for model in settings.models if model.load], cancelled)
     decode, prefill = models.sets[0], models.sets[-1]
     split = None

@@ -4,6 +4,7 @@ import gc
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +17,7 @@ from expertd.service.moe.batch import FLOATS
 from expertd.service.moe.capture import GraphPool
 from expertd.service.moe.device import free_device_bytes
 from expertd.service.moe.host_memory import give_back_freed
-from expertd.service.moe.needs import Needs, needs_of, staging_bytes
+from expertd.service.moe.needs import Needs, needs_of, part_of_layer, staging_bytes, together
 from expertd.service.moe.out_of_memory import in_one_sentence
 from expertd.service.moe.request import zero_request
 from expertd.service.moe.runner import LayerRunner
@@ -31,12 +32,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Held = Callable[[ModelSettings], Sequence[int]]
+
 
 class LocalModels:
     """Runs on the worker thread between steps, but for `read`.
 
     make_layer  makes each model's layer
     meet        waits for those who run a layer's steps together with this process, before they begin
+    held        the experts of each model that this process holds; None: all of the model's
     sets        the runners of the loaded models, for each lane
     """
 
@@ -47,16 +51,18 @@ class LocalModels:
         partitions: "SMPartitions | None",
         make_layer: MakeLayer,
         meet: Callable[[], None],
+        held: Held | None = None,
     ) -> None:
         self.sets = [RunnerSet(lane, backend.device, partitions) for lane in lanes_of(settings)]
         self._limits = settings.limits
         self._backend, self._device = backend, backend.device
-        self._make_layer, self._meet = make_layer, meet
+        self._make_layer, self._meet, self._held = make_layer, meet, held
         self._staged_bytes = 0
         self._pools: dict[Staging, GraphPool] = {}
 
     def load_all(self, models: Sequence[ModelSettings], cancelled: Cancelled) -> None:
         """Load `models` at start-up. Raises as `expertd.service.engine.loading.load` does."""
+        self._check_memory_of(models)
         with progress_bar("layers", len(models), "layer") as advance:
             for model in models:
                 stop_if(cancelled)
@@ -76,6 +82,23 @@ class LocalModels:
         needs, free = self._needs(model), free_device_bytes(self._device)
         if needs.total > free:
             raise MemoryError(f"model {model.name}: expected {needs} of free memory, got {_megabytes(free)}")
+
+    def _check_memory_of(self, models: Sequence[ModelSettings]) -> None:
+        """Raise MemoryError, with the numbers, unless all `models` fit, before anything is read."""
+        staging = max((self._staging_bytes(model) for model in models), default=0)
+        needs = together([self._needs_of(model) for model in models])
+        if self._device.type == "cuda":
+            needs = replace(needs, steps=needs.steps + staging)
+        free = free_device_bytes(self._device)
+        if needs.total > free:
+            names = f"model {models[0].name}" if len(models) == 1 else f"{len(models)} models"
+            raise MemoryError(f"{names}: expected {needs} of free memory, got {_megabytes(free)}")
+
+    def _needs_of(self, model: ModelSettings, staging: int = 0) -> Needs:
+        on_gpu, shape = self._device.type == "cuda", model.shape
+        if self._held is not None:
+            shape = part_of_layer(shape, len(self._held(model)))
+        return needs_of(shape, self._limits.max_batch_tokens, on_gpu, staging)
 
     def read(self, model: ModelSettings, cancelled: Cancelled) -> Layer:
         """The layer of `model`, with its weights on the device; on any thread, while steps run."""
@@ -144,7 +167,7 @@ class LocalModels:
         grown = 0
         if self._device.type == "cuda":
             grown = max(0, self._staging_bytes(model) - self._staged_bytes)
-        return needs_of(model.shape, self._limits.max_batch_tokens, self._device.type == "cuda", grown)
+        return self._needs_of(model, grown)
 
     def _staging_bytes(self, model: ModelSettings) -> int:
         itemsize = FLOATS[model.datatype].itemsize

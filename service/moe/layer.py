@@ -24,7 +24,8 @@ class MoELayer:
     rule               what the experts compute
     masked_max_tokens  steps of up to this many tokens use the masked layout (see `masked_experts`), larger
                        ones the contiguous layout; must be 0 for a layer that holds only some of its experts,
-                       and for another rule than the common one
+                       and for another rule than the common one, with biases, and if the hidden size is not a
+                       multiple of 128
 
     The layer is batch-invariant up to rounding: a token's result does not depend on the rest of the batch.
     Activations are rounded to FP8, or to bf16 on a CPU in the contiguous layout. NaN in a token stays in its
@@ -49,8 +50,10 @@ class MoELayer:
         self.routing.check(shape.num_experts, shape.top_k)
         self._rule = rule
         two_calls = needs_two_calls(shape, rule)
+        if two_calls and weights.biases is not None:
+            raise ValueError("biases: expected none with this rule of the experts, got some")
         self._separate = SeparateExperts(shape, weights, backend, rule) if two_calls else None
-        _check_masked(shape, masked_max_tokens, rule == COMMON)
+        _check_masked(shape, masked_max_tokens, rule == COMMON and weights.biases is None)
         self.shape = shape
         self.weights = weights
         self.backend = backend
@@ -147,7 +150,8 @@ class MoELayer:
             return result if out is None else out.copy_(result)
         return fused_experts(
             hidden_states, group_ids, weights, gate_up, down,
-            out=out, activation=self._rule.routed, backend=self.backend, num_sms=num_sms, offsets=offsets,
+            out=out, activation=self._rule.routed, biases=self.weights.biases, backend=self.backend,
+            num_sms=num_sms, offsets=offsets,
         )  # fmt: skip
 
     def tokens_per_expert(self, offsets: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -201,7 +205,7 @@ class MoELayer:
 
 def _check_masked(shape: LayerShape, masked_max_tokens: int, plain: bool) -> None:
     """Raise ValueError unless the layer can have steps in the masked layout of so many tokens."""
-    part = len(shape.held_experts) < shape.num_experts
+    part, plain = len(shape.held_experts) < shape.num_experts, plain and shape.has_whole_blocks
     if masked_max_tokens < 0 or (masked_max_tokens > 0 and (part or not plain)):
         expected = (
             "0 with local_experts" if part else "at least 0" if plain else "0 with this rule of the experts"

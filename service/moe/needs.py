@@ -1,7 +1,8 @@
 """The memory that a layer needs on its device, by arithmetic. Does not import torch."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from expertd.limits import SCALE_BLOCK
 from expertd.service.moe.shape import LayerShape
@@ -42,6 +43,21 @@ def needs_of(shape: LayerShape, max_tokens: int, on_gpu: bool, staging: int = 0)
     reading = _QUANTIZED_BYTES * shape.hidden_size * shape.intermediate_size
     steps = max(_step_bytes(shape, max_tokens, True), reading) + staging
     return Needs(weights, steps, _step_bytes(shape, _GRAPH_TOKENS, True) + _GRAPH_BYTES)
+
+
+def part_of_layer(shape: LayerShape, num_experts: int) -> LayerShape:
+    """A layer that holds so many of its routed experts, whichever they are; replicas count."""
+    return replace(shape, local_experts=range(min(num_experts, shape.num_experts)))
+
+
+def together(each: Sequence[Needs]) -> Needs:
+    """What layers need whose steps run one after another, with graphs in memory that they share."""
+    graphs = [needs.graphs for needs in each if needs.graphs]
+    return Needs(
+        sum(needs.weights for needs in each),
+        max((needs.steps for needs in each), default=0),
+        max(graphs, default=0) + _GRAPH_BYTES * max(len(graphs) - 1, 0),
+    )
 
 
 def weights_bytes(shape: LayerShape) -> int:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from expertd.limits import MAX_EXPERTS, MAX_GROUPS, SCALE_BLOCK
+from expertd.limits import HIDDEN_STEP, MAX_EXPERTS, MAX_GROUPS, SCALE_BLOCK
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,11 @@ class LayerShape:
     local_experts: range | None = None
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "intermediate_size"):
+        for name, step in (("hidden_size", HIDDEN_STEP), ("intermediate_size", SCALE_BLOCK)):
             value = getattr(self, name)
-            if value < SCALE_BLOCK or value % SCALE_BLOCK != 0:
-                raise ValueError(f"{name}: expected a positive multiple of {SCALE_BLOCK}, got {value}")
+            if value < SCALE_BLOCK or value % step != 0:
+                expected = f"a multiple of {step}, at least {SCALE_BLOCK}"
+                raise ValueError(f"{name}: expected {expected}, got {value}")
         if not 1 <= self.num_experts <= MAX_EXPERTS:
             raise ValueError(f"num_experts: expected 1 to {MAX_EXPERTS}, got {self.num_experts}")
         if not 1 <= self.top_k <= self.num_experts:
@@ -51,8 +52,13 @@ class LayerShape:
     @property
     def expert_bytes(self) -> int:
         """Bytes of an expert's weights on a device: FP8 data and fp32 scales."""
-        matrix, block = self.hidden_size * self.intermediate_size, SCALE_BLOCK**2
-        return 3 * (matrix + 4 * (matrix // block))
+        blocks = -(-self.hidden_size // SCALE_BLOCK) * (self.intermediate_size // SCALE_BLOCK)
+        return 3 * (self.hidden_size * self.intermediate_size + 4 * blocks)
+
+    @property
+    def has_whole_blocks(self) -> bool:
+        """Whether every scale of a token stands for as many columns."""
+        return self.hidden_size % SCALE_BLOCK == 0
 
     @property
     def num_groups(self) -> int:

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from expertd.kernels import Quantized, quantize_blocks
+from expertd.kernels import ExpertBiases, Quantized, quantize_blocks
 from expertd.limits import SCALE_BLOCK
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.tensor_file import TensorFile
 from expertd.service.moe.tensor_reader import TensorReader
 from expertd.service.moe.weights_file import (
-    OPTIONAL,
+    BIASES,
     TensorSpec,
     check_tensor,
     check_tensors,
@@ -39,7 +39,8 @@ class ExpertWeights:
 
     The G groups are the held routed experts in order, followed by the shared experts. router_bias, float32
     [E], is added to the scores for the choice of experts; None: no bias. The shared experts' output is
-    multiplied by sigmoid(hidden_states @ shared_gate), float32 [H]; None: it is not.
+    multiplied by sigmoid(hidden_states @ shared_gate), float32 [H]; None: it is not. biases: the experts';
+    None: they have none.
     """
 
     router: Tensor
@@ -47,6 +48,7 @@ class ExpertWeights:
     down: Quantized
     router_bias: Tensor | None = None
     shared_gate: Tensor | None = None
+    biases: ExpertBiases | None = None
 
 
 def random_weights(
@@ -92,6 +94,7 @@ def load_weights(
         Quantized(tensors["down"], tensors["down_scale"]),
         tensors.get("router_bias"),
         tensors.get("shared_gate"),
+        ExpertBiases(*(tensors[name] for name in BIASES)) if BIASES[0] in tensors else None,
     )
 
 
@@ -107,7 +110,7 @@ def _read(
     """A tensor of the file on `device`, with the groups in `kept`, in their order."""
     tensor = file.tensors[name]
     dtype = _TORCH_DTYPES[tensor.dtype]
-    if name in ("router", *OPTIONAL):
+    if name in ("router", "router_bias", "shared_gate"):
         out = torch.empty(tensor.shape, dtype=dtype, device=device)
         reader.read(file, tensor, out)
         return out
@@ -130,13 +133,18 @@ def check_weights(shape: LayerShape, weights: ExpertWeights) -> None:
 
 def _by_name(weights: ExpertWeights) -> dict[str, Tensor]:
     vectors = {"router_bias": weights.router_bias, "shared_gate": weights.shared_gate}
-    return {name: tensor for name, tensor in vectors.items() if tensor is not None} | {
-        "router": weights.router,
-        "gate_up": weights.gate_up.data,
-        "gate_up_scale": weights.gate_up.scales,
-        "down": weights.down.data,
-        "down_scale": weights.down.scales,
-    }
+    biases = {} if weights.biases is None else dict(zip(BIASES, weights.biases, strict=True))
+    return (
+        {name: tensor for name, tensor in vectors.items() if tensor is not None}
+        | biases
+        | {
+            "router": weights.router,
+            "gate_up": weights.gate_up.data,
+            "gate_up_scale": weights.gate_up.scales,
+            "down": weights.down.data,
+            "down_scale": weights.down.scales,
+        }
+    )
 
 
 def _random_experts(

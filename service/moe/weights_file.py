@@ -8,7 +8,8 @@ from expertd.limits import SCALE_BLOCK
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.tensor_file import TensorFile
 
-OPTIONAL = frozenset({"router_bias", "shared_gate"})
+BIASES = ("gate_up_bias", "down_bias")
+OPTIONAL = frozenset({"router_bias", "shared_gate", *BIASES})
 _MOST_NAMES = 3
 
 
@@ -22,14 +23,17 @@ class TensorSpec(NamedTuple):
 def tensor_specs(shape: LayerShape) -> dict[str, TensorSpec]:
     """The tensors of a layer's file by name; those in `OPTIONAL` may be missing."""
     e, g, h, i = shape.num_experts, shape.num_groups, shape.hidden_size, shape.intermediate_size
+    columns = -(-h // SCALE_BLOCK)  # of blocks
     shared_gate = {"shared_gate": TensorSpec((h,), ("F32",))} if shape.num_shared_experts else {}
     return shared_gate | {
         "router": TensorSpec((e, h), ("F32", "BF16")),
         "router_bias": TensorSpec((e,), ("F32",)),
         "gate_up": TensorSpec((g, 2 * i, h), ("F8_E4M3",)),
-        "gate_up_scale": TensorSpec((g, 2 * i // SCALE_BLOCK, h // SCALE_BLOCK), ("F32",)),
+        "gate_up_scale": TensorSpec((g, 2 * i // SCALE_BLOCK, columns), ("F32",)),
         "down": TensorSpec((g, h, i), ("F8_E4M3",)),
-        "down_scale": TensorSpec((g, h // SCALE_BLOCK, i // SCALE_BLOCK), ("F32",)),
+        "down_scale": TensorSpec((g, columns, i // SCALE_BLOCK), ("F32",)),
+        "gate_up_bias": TensorSpec((g, 2 * i), ("BF16",)),
+        "down_bias": TensorSpec((g, h), ("BF16",)),
     }
 
 
@@ -43,6 +47,11 @@ def check_tensors(file: TensorFile, shape: LayerShape) -> None:
     """Raise ValueError unless an open file has exactly the layer's tensors."""
     specs, names = tensor_specs(shape), file.tensors.keys()
     _check_names(file.path, specs.keys() - OPTIONAL, names - (OPTIONAL & specs.keys()))
+    given = [name for name in BIASES if name in names]
+    if len(given) == 1:
+        raise ValueError(
+            f"{file.path}: {' and '.join(BIASES)}: expected both or neither, got {given[0]} alone"
+        )
     for name in (name for name in specs if name in names):
         tensor = file.tensors[name]
         check_tensor(f"{file.path}: {name}", specs[name], TensorSpec(tensor.shape, (tensor.dtype,)))

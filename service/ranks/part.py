@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from expertd.kernels import Backend, Overlap, RankMemory, overlaps
-from expertd.service.engine.layers import Cancelled, weights_of
+from expertd.service.engine.layers import Cancelled, rule_of, weights_of
 from expertd.service.engine.loading import Loaded, load
 from expertd.service.engine.steps import Runner, Step
 from expertd.service.moe.base import Layer
@@ -67,7 +67,9 @@ class RankPart:
         self._placements = RankPlacements(setup, store, regions)
         self._parallel: list[ParallelLayer] = []
         self._placed: list[PlacedExperts] = []  # of the models, in their order
-        self.loaded: Loaded = load(setup.settings, lambda: False, self._layer, self._meet)
+        self.loaded: Loaded = load(
+            setup.settings, lambda: False, self._layer, self._meet, self._placements.held
+        )
         self._placements.set_layers(self._placed)
         self._meet()
         self._check_ranks()
@@ -128,6 +130,7 @@ class RankPart:
         if device.type == "cpu" or self._setup.settings.nnodes > 1:
             layer = ParallelLayer(
                 model.shape, weights, backend, self._membership.exchange(), routing=model.routing.rule,
+                rule=rule_of(model),
                 exact=self._setup.settings.combines_exactly, physical=self._placements.physical(model),
             )  # fmt: skip
             self._parallel.append(layer)
@@ -136,7 +139,7 @@ class RankPart:
         memory = self._memory(model, device)
         symmetric = SymmetricLayer(
             model.shape, weights, backend, memory,
-            routing=model.routing.rule, physical=self._placements.physical(model),
+            routing=model.routing.rule, rule=rule_of(model), physical=self._placements.physical(model),
             overlap=self._lanes(model, device), overlap_mode=self._setup.settings.overlap.mode,
         )  # fmt: skip
         self._placed.append(symmetric.placed)

@@ -34,10 +34,10 @@ class WeightsSettings(Frozen):
 class RoutingSettings(Frozen):
     """The router's scoring function and its selection of experts; see `Routing`."""
 
-    scoring_func: Literal["softmax", "sigmoid", "sqrtsoftplus"] = Field(
+    scoring_func: Literal["softmax", "sigmoid", "sqrtsoftplus", "sparsemixer"] = Field(
         default="softmax",
-        description="scoring of router logits: softmax over all experts, sigmoid of each, or the square root "
-        "of the softplus of each",
+        description="scoring of router logits: softmax over all experts, sigmoid of each, the square root of "
+        "the softplus of each, or for each choice the softmax over those close to the largest that is left",
     )
     renormalize: bool = Field(
         default=True, description="whether a token's routing weights are divided by their sum"
@@ -54,6 +54,10 @@ class RoutingSettings(Frozen):
     group_score: Literal["best_two", "best"] = Field(
         default="best_two",
         description="score of a group: the sum of its two best experts' scores, or the best one",
+    )
+    bias_on: Literal["choice", "logits"] = Field(
+        default="choice",
+        description="what a router's bias is added to: the scores that choose experts, or the logits",
     )
 
     @property

@@ -7,6 +7,8 @@ import torch.distributed as dist
 
 from expertd.kernels import (
     Backend,
+    ExpertBiases,
+    OtherGlu,
     RankMemory,
     RankTokens,
     Routing,
@@ -42,9 +44,9 @@ def every_lane_arrives(variant: Variant) -> Variant:
     return variant._replace(source=replace(source, defines=(*source.defines, ("EVERY_LANE_ARRIVES", "1"))))
 
 
-def whole_layer(tokens: int) -> None:
+def whole_layer(tokens: int, h: int = 256, *, is_biased: bool = False) -> None:
     """Routing and the five launches of experts, against the separate steps."""
-    h, i, e, k = 256, 384, 5, 3
+    i, e, k = 384, 5, 3
     generator = fresh_generator("cuda")
     gate_up = quantize_blocks(torch.randn(e, 2 * i, h, generator=generator, device="cuda").mul_(h**-0.5))
     down = quantize_blocks(torch.randn(e, h, i, generator=generator, device="cuda").mul_(i**-0.5))
@@ -59,8 +61,17 @@ def whole_layer(tokens: int) -> None:
     by_rule = choose_experts(x.bfloat16().float() @ router.float().t(), None, k, Routing())
     torch.testing.assert_close(routed[1], by_rule[1], rtol=1e-3, atol=1e-5)
     out, expected = (torch.full((tokens, h), torch.nan, device="cuda") for _ in range(2))
-    fused_experts(x, ids, weights, gate_up, down, out=out, num_sms=4)
-    Backend.experts(backend, x, ids, weights, gate_up, down, expected, Swiglu(), 4)
+    rule: Swiglu | OtherGlu = OtherGlu(1.702, 1.5, 1.0) if is_biased else Swiglu()
+    biases = None
+    if is_biased:
+        biases = ExpertBiases(
+            *(torch.randn(e, n, generator=generator, device="cuda").bfloat16() for n in (2 * i, h))
+        )
+        logit_bias, by_logits = torch.rand(e, generator=generator, device="cuda"), Routing(bias_on="logits")
+        backend.route(x.bfloat16(), router, logit_bias, k, by_logits)
+        torch.cuda.synchronize()
+    fused_experts(x, ids, weights, gate_up, down, out=out, num_sms=4, activation=rule, biases=biases)
+    Backend.experts(backend, x, ids, weights, gate_up, down, expected, rule, 4, None, biases)
     assert diff(out, expected.double()) < 1e-2
 
 
@@ -105,6 +116,7 @@ def main() -> None:
             expect_masked(masked, buffer, out)
     for tokens in (1, 40, 90):
         whole_layer(tokens)
+        whole_layer(tokens, 208, is_biased=True)
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     for tokens in (1, 90):

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from expertd.kernels import (
     Backend,
+    ExpertBiases,
+    OtherGlu,
     Quantized,
     Routing,
     Swiglu,
@@ -25,7 +27,7 @@ from expertd.kernels.backends.hopper.launch import Kernels, OnStream, current_st
 from expertd.kernels.backends.hopper.quantize_permute import quantize_permute
 from expertd.kernels.backends.hopper.router_logits import router_logits
 from expertd.kernels.backends.hopper.tensor_maps import TensorMapCache, describe_rows
-from expertd.kernels.ops.activation import SILU
+from expertd.kernels.ops.activation import SILU, Activation
 from tests.kernels.helpers import diff, forbid_host_sync, fresh_generator
 
 pytestmark = pytest.mark.gpu
@@ -89,6 +91,8 @@ def test_quantize_permute(k: int, dtype: torch.dtype) -> None:
         Routing(renormalize=False),
         Routing("sigmoid", routed_scaling_factor=2.5),
         Routing("sigmoid", True, 2.5, 8, 4),
+        Routing(bias_on="logits"),
+        Routing("sigmoid", bias_on="logits"),
     ],
 )
 @pytest.mark.parametrize("num_experts", [8, 160, 256, 384, 1024])
@@ -98,7 +102,7 @@ def test_route(num_experts: int, routing: Routing) -> None:
     logits = torch.randn(777, num_experts, generator=generator, device="cuda").round(decimals=2)  # with ties
     bias = (
         torch.randn(num_experts, generator=generator, device="cuda")
-        if routing.scoring_func == "sigmoid"
+        if routing.scoring_func == "sigmoid" or routing.bias_on == "logits"
         else None
     )
     top_k = min(8, num_experts // 2)
@@ -172,11 +176,12 @@ def test_logits(num_experts: int, k: int, tokens: int) -> None:
         assert torch.equal(some.nan_to_num(7), logits[part].nan_to_num(7))
 
 
+@pytest.mark.parametrize("routing", [Routing("sigmoid", True, 2.5, 8, 4), Routing(bias_on="logits")])
 @pytest.mark.parametrize("tokens", [1, 17, 256, 257])
-def test_route_equals_logits_then_choice(tokens: int) -> None:
+def test_route_equals_logits_then_choice(tokens: int, routing: Routing) -> None:
     """With the dry run (up to 256 tokens) and without, replayed many times."""
     backend = resolve_backend("hopper")
-    generator, routing = fresh_generator("cuda"), Routing("sigmoid", True, 2.5, 8, 4)
+    generator = fresh_generator("cuda")
     x, router = (torch.randn(n, 7168, generator=generator, device="cuda").bfloat16() for n in (tokens, 256))
     bias = torch.rand(256, generator=generator, device="cuda")
     router *= 7168**-0.5
@@ -215,8 +220,10 @@ class Layer(NamedTuple):
             topk_weights=self.topk_weights[tokens].clone(),
         )
 
-    def expected(self, activation: Swiglu = SILU) -> Tensor:
+    def expected(self, activation: Activation = SILU, biases: ExpertBiases | None = None) -> Tensor:
         """float64 [T, H], one expert at a time, with unrounded weights."""
+        alpha, limit, *_ = activation
+        after = isinstance(activation, OtherGlu) and activation.clamp_after
         out = torch.zeros(self.hidden_states.shape, dtype=torch.float64, device="cuda")
         for expert in range(self.down.data.shape[0]):
             tokens, slots = (self.topk_ids == expert).nonzero(as_tuple=True)
@@ -224,9 +231,17 @@ class Layer(NamedTuple):
                 dequantize_blocks(w.data[expert], w.scales[expert]).double()
                 for w in (self.gate_up, self.down)
             )
-            gate, up = (self.hidden_states[tokens].double() @ gate_up.t()).chunk(2, dim=1)
-            gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
-            rows = (gate / (1 + torch.exp(-activation.alpha * gate)) * up) @ down.t()
+            products = self.hidden_states[tokens].double() @ gate_up.t()
+            if biases is not None:
+                products += biases.gate_up[expert].double()
+            gate, up = products.chunk(2, dim=1)
+            gate, up = gate if after else gate.clamp(max=limit), up.clamp(-limit, limit)
+            gate = gate / (1 + torch.exp(-alpha * gate))
+            if isinstance(activation, OtherGlu):
+                gate, up = gate.clamp(max=limit) if after else gate, up + activation.up_offset
+            rows = (gate * up) @ down.t()
+            if biases is not None:
+                rows += biases.down[expert].double()
             out.index_add_(0, tokens, rows * self.topk_weights[tokens, slots].double()[:, None])
         return out
 
@@ -323,6 +338,61 @@ def test_other_activations(tokens: int) -> None:
     out = layer.run(activation=activation)
     assert diff(out, layer.expected(activation)) < 3e-3
     assert diff(out, layer.run().double()) > 1e-2
+
+
+GLUS = [OtherGlu(1.702, 1.5, 1.0), OtherGlu(1.0, 1.5, 0.0, True), Swiglu(), OtherGlu(up_offset=1.0)]
+
+
+def _biases(layer: Layer) -> ExpertBiases:
+    num_experts, h, i = layer.down.data.shape
+    generator = fresh_generator("cuda")
+    gate_up, down = (
+        torch.randn(num_experts, n, generator=generator, device="cuda").bfloat16() for n in (2 * i, h)
+    )
+    return ExpertBiases(gate_up, down)
+
+
+@pytest.mark.parametrize("tokens", [1, 20, 200, 2000])
+@pytest.mark.parametrize("sizes", [(512, 256, 4, 2), (2880, 2944, 16, 4), (192, 128, 8, 3), (144, 384, 3, 2)])
+@pytest.mark.parametrize("activation", GLUS, ids=str)
+def test_biases_other_activations_and_odd_hidden_sizes(
+    activation: Activation, sizes: tuple[int, int, int, int], tokens: int
+) -> None:
+    """In five launches that wait nowhere for the host, with short tiles and with tall ones."""
+    layer = _layer(*sizes, tokens, spread=2.0)
+    biases = _biases(layer)
+    out = layer.run(activation=activation, biases=biases)
+    bound = 4e-3 if tokens >= 16 else 2e-2
+    assert diff(out, layer.expected(activation, biases)) < bound
+    assert diff(out, layer.expected(activation)) > 2 * bound
+    with forbid_host_sync():
+        again = layer.run(activation=activation, biases=biases)
+    assert torch.equal(out, again)
+    for dtype in (torch.bfloat16, torch.float16):
+        assert torch.equal(layer.run(dtype, activation=activation, biases=biases), out.to(dtype))
+    none = layer.run(activation=activation)
+    assert diff(none, layer.expected(activation)) < bound
+    ones = layer.run(activation=activation, biases=biases, num_sms=1)
+    assert diff(ones, out.double()) < bound
+
+
+def test_biases_of_absent_experts_are_not_read() -> None:
+    layer = _layer(512, 256, 8, 3, 100)
+    ids = torch.randint(-(2**31), 2**31, (100, 3), generator=fresh_generator("cuda"), device="cuda")
+    ids = torch.where(torch.rand(100, 3, device="cuda") < 0.5, ids, ids.remainder(8)).to(torch.int32)
+    layer = layer._replace(topk_ids=ids)
+    biases = _biases(layer)
+    out = layer.run(biases=biases)
+    assert diff(out, layer.expected(SILU, biases)) < 4e-3
+    assert not out[((ids < 0) | (ids >= 8)).all(1)].any()
+
+
+def test_biases_are_batch_invariant() -> None:
+    layer, activation = _layer(2880, 384, 16, 4, 500), GLUS[0]
+    biases = _biases(layer)
+    out = layer.run(activation=activation, biases=biases)
+    for part in (slice(0, 1), slice(13, 20), slice(100, 400)):
+        assert torch.equal(layer.of(part).run(activation=activation, biases=biases), out[part])
 
 
 @pytest.mark.parametrize("num_sms", [1, 2, 3, 20])

@@ -12,7 +12,8 @@ from torch import Tensor
 from expertd.kernels import Backend, Quantized, dequantize_blocks, fused_experts, quantize_blocks
 from expertd.kernels.backends.reference import cpu_ffn, matrices
 from expertd.kernels.backends.reference.backend import ReferenceBackend
-from expertd.kernels.ops.activation import SILU, Swiglu
+from expertd.kernels.ops.activation import SILU, Activation, OtherGlu, Swiglu
+from expertd.kernels.ops.biases import ExpertBiases
 from tests.kernels.helpers import diff, fresh_generator, random_rows, random_weights
 
 # The `diff` from rounding hidden states, activations and rows in 10662 draws of 1 to 1025 rows: to bf16
@@ -48,16 +49,18 @@ class Case:
     topk_weights: Tensor
     gate_up: Quantized
     down: Quantized
+    biases: ExpertBiases | None = None
 
     def tokens(self, part: slice) -> "Case":
         parts = self.hidden_states[part], self.topk_ids[part], self.topk_weights[part]
-        return Case(*parts, self.gate_up, self.down)
+        return Case(*parts, self.gate_up, self.down, self.biases)
 
-    def run(self, backend: Backend | None = None) -> Tensor:
+    def run(self, backend: Backend | None = None, activation: Activation = SILU) -> Tensor:
         arguments = self.hidden_states, self.topk_ids, self.topk_weights, self.gate_up, self.down
-        return fused_experts(*arguments, backend=backend or ReferenceBackend())
+        backend = backend or ReferenceBackend()
+        return fused_experts(*arguments, activation=activation, biases=self.biases, backend=backend)
 
-    def expected(self, activation: Swiglu = SILU) -> Tensor:
+    def expected(self, activation: Activation = SILU) -> Tensor:
         """float64 [T, H], one expert at a time."""
         out = torch.zeros(self.hidden_states.shape, dtype=torch.float64)
         for group in range(self.down.data.shape[0]):
@@ -68,14 +71,20 @@ class Case:
             out.index_add_(0, tokens, rows)
         return out
 
-    def _expert(self, group: int, tokens: Tensor, activation: Swiglu) -> Tensor:
+    def _expert(self, group: int, tokens: Tensor, activation: Activation) -> Tensor:
         gate_up, down = (
             dequantize_blocks(w.data[group], w.scales[group]).double() for w in (self.gate_up, self.down)
         )
-        gate, up = (self.hidden_states[tokens].double() @ gate_up.t()).chunk(2, dim=1)
-        alpha, limit = activation
+        products = self.hidden_states[tokens].double() @ gate_up.t()
+        if self.biases is not None:
+            products += self.biases.gate_up[group].double()
+        gate, up = products.chunk(2, dim=1)
+        alpha, limit, *_ = activation
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        return (gate / (1 + torch.exp(-alpha * gate)) * up) @ down.t()
+        if isinstance(activation, OtherGlu):
+            up = up + activation.up_offset
+        rows = (gate / (1 + torch.exp(-alpha * gate)) * up) @ down.t()
+        return rows if self.biases is None else rows + self.biases.down[group].double()
 
 
 def _case(
@@ -98,9 +107,10 @@ def _case(
     no_groups = torch.tensor([-1, num_groups, -(2**31), 2**31 - 1, num_groups + 1, -num_groups])
     ids = torch.cat([ids, no_groups[torch.arange(outside) % len(no_groups)]])
     ids = ids[torch.randperm(len(ids), generator=generator)].to(torch.int32).view(-1, slots)
-    gate_up = quantize_blocks(random_weights(num_groups, 2 * i, h, generator) * h**-0.5)
+    columns = -(-h // 128) * 128
+    gate_up = quantize_blocks(random_weights(num_groups, 2 * i, columns, generator)[..., :h] * h**-0.5)
     down = quantize_blocks(random_weights(num_groups, h, i, generator) * i**-0.5)
-    hidden_states = random_rows((len(ids), h), generator).to(dtype)
+    hidden_states = random_rows((len(ids), columns), generator)[:, :h].to(dtype).contiguous()
     return Case(hidden_states, ids, torch.randn(ids.shape, generator=generator), gate_up, down)
 
 
@@ -132,6 +142,45 @@ def test_experts_match_float64(rows: list[int], backend: type[Backend], toleranc
     assert out.dtype == torch.float32
     assert out.is_contiguous()
     assert diff(out, case.expected()) < tolerance
+
+
+def _biased(case: Case) -> Case:
+    generator = fresh_generator()
+    num_groups, h, i = case.down.data.shape
+    gate_up, down = (torch.randn(num_groups, n, generator=generator).to(torch.bfloat16) for n in (2 * i, h))
+    return replace(case, biases=ExpertBiases(gate_up, down))
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(
+    ("backend", "tolerance"), [(ReferenceBackend, BF16_TOLERANCE), (Composed, FP8_TOLERANCE)]
+)
+def test_biases_are_added_to_both_products(rows: list[int], backend: type[Backend], tolerance: float) -> None:
+    case, activation = _case(rows, slots=_slots(sum(rows))), OtherGlu(1.702, 1.5, 1.0)
+    biased = _biased(case)
+    out = biased.run(backend(), activation)
+    assert diff(out, biased.expected(activation)) < tolerance
+    assert diff(out, case.expected(activation)) > 2e-2
+
+
+@pytest.mark.parametrize("backend", [ReferenceBackend, Composed])
+def test_biases_of_no_expert_add_nothing(backend: type[Backend]) -> None:
+    case = _biased(_case([4, 20], slots=2, outside=24))
+    out, outside = case.run(backend()), (case.topk_ids < 0) | (case.topk_ids >= 2)
+    assert diff(out, case.expected()) < FP8_TOLERANCE
+    assert not out[outside.all(1)].any()
+
+
+@pytest.mark.parametrize(
+    ("backend", "tolerance"), [(ReferenceBackend, BF16_TOLERANCE), (Composed, FP8_TOLERANCE)]
+)
+@pytest.mark.parametrize("h", [144, 192, 336])
+def test_hidden_sizes_that_are_no_multiple_of_a_scales_columns(
+    h: int, backend: type[Backend], tolerance: float
+) -> None:
+    case = _biased(_case([4, 0, 20, 1], slots=5, h=h))
+    assert case.gate_up.scales.shape == (4, 2, -(-h // 128))
+    assert diff(case.run(backend()), case.expected()) < tolerance
 
 
 @pytest.mark.parametrize("h", [128, 384])
@@ -307,7 +356,7 @@ def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"hidden_states": torch.zeros(4)}, r"hidden_states shape: expected 2 dimensions \[T, H\], got \(4,\)"),
     ({"hidden_states": torch.zeros(4, 256).double()}, "hidden_states dtype: expected torch.bfloat16 or .*64"),
-    ({"hidden_states": torch.zeros(4, 200)}, "H: expected a multiple of 128, at least 128, got 200"),
+    ({"hidden_states": torch.zeros(4, 200)}, "H: expected a multiple of 16, at least 128, got 200"),
     ({"hidden_states": torch.zeros(4, 128)}, r"gate_up shape: expected \(2, 256, 128\), got \(2, 256, 256\)"),
     ({"hidden_states": _meta(4, 256)}, "gate_up device: expected meta as hidden_states, got cpu"),
     ({"topk_ids": torch.zeros(4).int()}, r"topk_ids shape: expected 2 dimensions \[T, top_k\], got \(4,\)"),
@@ -381,6 +430,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 REFUSED += [
     ({"activation": Swiglu(alpha=math.nan)}, "activation alpha: expected a finite number, got nan"),
     ({"activation": Swiglu(limit=0.0)}, "activation limit: expected above 0, got 0.0"),
+    (
+        {"biases": ExpertBiases(torch.zeros(2, 128).bfloat16(), torch.zeros(2, 256).bfloat16())},
+        r"gate_up bias shape: expected \(2, 256\), got \(2, 128\)",
+    ),
+    (
+        {"biases": ExpertBiases(torch.zeros(2, 256).bfloat16(), torch.zeros(2, 256))},
+        "down bias dtype: expected torch.bfloat16, got torch.float32",
+    ),
     ({"out": torch.zeros(4, 128)}, r"out shape: expected \(4, 256\), got \(4, 128\)"),
     ({"out": torch.zeros(4, 256).double()}, "out dtype: expected torch.bfloat16 or .*, got torch.float64"),
     ({"out": torch.zeros(256, 4).t()}, r"out strides: expected contiguous, got \(1, 4\)"),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from expertd.kernels import Quantized, Routing, Swiglu, jit
+from expertd.kernels import ExpertBiases, OtherGlu, Quantized, Routing, Swiglu, jit
 from expertd.kernels.backends.hopper import grouped_gemm, launch, layer, tensor_maps, tiles
 from expertd.kernels.backends.hopper.compute_permutation import compute_permutation
 from expertd.kernels.backends.hopper.grouped_gemm import GroupedGemm, Groups
@@ -80,7 +80,7 @@ def parameters(variant: Variant) -> list[int]:
 
 
 def quantized(*shape: int, block: int) -> Quantized:
-    scales = torch.ones(*shape[:-2], -(-shape[-2] // block), shape[-1] // 128)
+    scales = torch.ones(*shape[:-2], -(-shape[-2] // block), -(-shape[-1] // 128))
     return Quantized(torch.zeros(shape).to(torch.float8_e4m3fn), scales)
 
 
@@ -125,10 +125,32 @@ def test_a_layer(launches: list[tuple[Variant, list[Any]]]) -> None:
     assert [first[17], second[17]] == [1, 1]
 
 
-def test_routing(launches: list[tuple[Variant, list[Any]]]) -> None:
+def test_a_layer_with_biases(launches: list[tuple[Variant, list[Any]]]) -> None:
+    """The same launches, of other variants; the last 16 of 144 columns have scales of their own."""
+    kernels, h = RecordingKernels(), 144
+    biases = ExpertBiases(*(torch.zeros(G, size, dtype=torch.bfloat16) for size in (2 * N, h)))
+    Layer(kernels, GroupedGemm(kernels)).experts(
+        ON, torch.zeros(T, h, dtype=torch.bfloat16), torch.zeros(T, TOP_K, dtype=torch.int32),
+        torch.zeros(T, TOP_K), quantized(G, 2 * N, h, block=128), quantized(G, h, N, block=128),
+        torch.empty(T, h), OtherGlu(1.702, 7.0, 1.0), None, None, biases,
+    )  # fmt: skip
+    names = [variant.source.name for variant, _ in launches]
+    assert names[2] == "contiguous_m64_cluster2_glu"
+    assert names[4] == "unpermute_rows_biased_fp32"
+    for variant, arguments in launches:
+        assert [width(argument) for argument in arguments] == parameters(variant), variant.source.name
+    (_, first), (_, second), (_, last) = launches[2:]
+    assert first[9:11] == [N, 256]  # n, and k with the columns that are zeros
+    assert second[9:11] == [h, N]
+    assert biases.gate_up.data_ptr() in first
+    assert biases.down.data_ptr() in last
+
+
+@pytest.mark.parametrize("routing", [Routing(), Routing(bias_on="logits")])
+def test_routing(routing: Routing, launches: list[tuple[Variant, list[Any]]]) -> None:
     kernels = RecordingKernels()
     x, router = torch.zeros(T, H, dtype=torch.bfloat16), torch.zeros(8, H, dtype=torch.bfloat16)
-    Layer(kernels, GroupedGemm(kernels)).route(ON, x, router, None, TOP_K, Routing(), None)
+    Layer(kernels, GroupedGemm(kernels)).route(ON, x, router, None, TOP_K, routing, None)
     assert [variant.source.entry for variant, _ in launches] == ["router_logits", "route_tokens"]
     for variant, arguments in launches:
         assert [width(argument) for argument in arguments] == parameters(variant), variant.source.name

@@ -19,7 +19,7 @@ from expertd.kernels.backends.hopper.grouped_gemm import GroupedGemm
 from expertd.kernels.backends.hopper.launch import Kernels, current_stream
 from expertd.kernels.backends.hopper.layer import Layer
 from expertd.kernels.backends.hopper.plans import choose
-from expertd.kernels.ops.activation import SILU
+from expertd.kernels.ops.activation import SILU, Activation, OtherGlu
 from expertd.kernels.overlap import Overlap
 from expertd.kernels.rank_memory import RankMemory, RankTokens
 
@@ -112,7 +112,8 @@ def check(rank: int, num_ranks: int, shape: Shape, generator: torch.Generator) -
         ids, weights = (
             tensor.to(device) for tensor in routing(shape, num_ranks, sum(counts), kind, generator)
         )
-        expected = fused_experts(hidden_states, ids, weights, gate_up, down)
+        activation: Activation = SILU if first % 2 else OtherGlu(1.702, 1.5, 1.0)
+        expected = fused_experts(hidden_states, ids, weights, gate_up, down, activation=activation)
         own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
         tokens = RankTokens.of(counts, places.to(device))
         given = hidden_states[own].contiguous(), ids[own].contiguous(), weights[own].contiguous()
@@ -122,7 +123,7 @@ def check(rank: int, num_ranks: int, shape: Shape, generator: torch.Generator) -
             combine_rows.STAGED_TOKENS = 0 if number % 2 else MOST + 1
             on = current_stream(device.index)
             layer.parallel_experts(
-                on, memory, tokens, *given, own_gate_up, own_down, out, SILU,
+                on, memory, tokens, *given, own_gate_up, own_down, out, activation,
                 16 if number % 3 == 1 else None, None, overlap if number % 3 == 2 else None,
             )  # fmt: skip
         torch.cuda.synchronize()

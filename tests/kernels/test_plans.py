@@ -70,7 +70,8 @@ def test_plans_are_unchanged(
 
 
 def test_every_variant_is_chosen_for_something() -> None:
-    chosen = {row[-1].config for row in TABLE} | {choose_swiglu(rows).config for rows in (1, 1000)}
+    activated = {choose_swiglu(rows, other).config for rows in (1, 1000) for other in (False, True)}
+    chosen = {row[-1].config for row in TABLE} | activated
     assert chosen == {config for _, config in VARIANTS}
 
 

@@ -142,7 +142,7 @@ def test_scores_that_are_all_zero_give_zeros() -> None:
     [
         (
             lambda: Routing("tanh"),  # type: ignore[arg-type]
-            "scoring_func: expected 'softmax', 'sigmoid' or 'sqrtsoftplus', got 'tanh'",
+            "scoring_func: expected 'softmax', 'sigmoid', 'sqrtsoftplus' or 'sparsemixer', got 'tanh'",
         ),
         (
             lambda: Routing(group_score="sum"),  # type: ignore[arg-type]

@@ -17,7 +17,8 @@ from expertd.kernels.backends.hopper.router_logits import Logits
 from expertd.kernels.backends.hopper.scatter_rows import scatter_rows
 from expertd.kernels.backends.hopper.unpermute_rows import unpermute_rows
 from expertd.kernels.backends.hopper.variants import VARIANTS
-from expertd.kernels.ops.activation import SILU, Swiglu
+from expertd.kernels.ops.activation import SILU, Activation
+from expertd.kernels.ops.biases import ExpertBiases
 from expertd.kernels.ops.quantize import Quantized
 from expertd.kernels.overlap import Overlap
 from expertd.kernels.partitions import SMPartitions
@@ -86,15 +87,15 @@ class HopperBackend(Backend):
         gate_up: Quantized,
         down: Quantized,
         out: Tensor,
-        activation: Swiglu,
+        activation: Activation,
         num_sms: int | None,
         offsets: Tensor | None = None,
+        biases: ExpertBiases | None = None,
     ) -> None:
         """See `fused_experts`. One SM cannot run a pair of CTAs, so num_sms=1 runs each step separately."""
         if num_sms == 1:
-            super().experts(
-                hidden_states, topk_ids, topk_weights, gate_up, down, out, activation, num_sms, offsets
-            )
+            operands = hidden_states, topk_ids, topk_weights, gate_up, down, out
+            super().experts(*operands, activation, num_sms, offsets, biases)
             return
         on = current_stream(_current(hidden_states, "hidden_states"))
         self._layer.experts(
@@ -108,6 +109,7 @@ class HopperBackend(Backend):
             activation,
             num_sms,
             offsets,
+            biases,
         )
 
     def parallel_experts(
@@ -123,6 +125,7 @@ class HopperBackend(Backend):
         num_sms: int | None,
         offsets: Tensor | None = None,
         overlap: Overlap | None = None,
+        activation: Activation = SILU,
     ) -> None:
         """See `Backend.parallel_experts`."""
         if num_sms is not None and num_sms < 2:
@@ -142,7 +145,7 @@ class HopperBackend(Backend):
             gate_up,
             down,
             out,
-            SILU,
+            activation,
             num_sms,
             offsets,
             overlap,

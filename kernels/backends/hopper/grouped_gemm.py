@@ -15,7 +15,7 @@ from expertd.kernels.backends.hopper.tensor_maps import TensorMapCache, describe
 from expertd.kernels.backends.hopper.tile_counters import TileCounters
 from expertd.kernels.backends.hopper.tiles import TileConfig
 from expertd.kernels.jit import Source
-from expertd.kernels.ops.activation import Swiglu
+from expertd.kernels.ops.activation import Activation, OtherGlu
 from expertd.kernels.ops.quantize import Quantized
 from expertd.layout import Layout
 from expertd.limits import SCALE_BLOCK
@@ -42,6 +42,7 @@ def _variant(layout: Layout, config: TileConfig) -> Variant:
         "CLUSTER": config.cluster,
         "BOX_M": config.box_m,
         "SWIGLU": int(config.swiglu),
+        "OTHER_GLU": int(config.other_glu),
         "STORAGE_BYTES": config.storage_bytes,
     }
     named = tuple((name, str(value)) for name, value in defines.items())
@@ -53,7 +54,10 @@ VARIANTS = {
     (layout, config): _variant(layout, config)
     for layout, config in (
         *((layout, config) for layout in Layout for config in tiles.CONFIGS),
-        *((Layout.CONTIGUOUS, config) for config in (tiles.SWIGLU, tiles.SWIGLU_FEW)),
+        *(
+            (Layout.CONTIGUOUS, config)
+            for config in (tiles.SWIGLU, tiles.SWIGLU_FEW, tiles.GLU, tiles.GLU_FEW)
+        ),
     )
 }
 """Variants by layout and tile."""
@@ -83,6 +87,17 @@ class _Prepared(NamedTuple):
     masked: bool
     sizes: tuple[np.int32, ...]  # num_groups, n, k
     cut: tuple[np.int32, ...]  # tile_steps, tall_first
+
+
+def _rule(activation: Activation, bias: Tensor | None, other: bool) -> tuple[Any, ...]:
+    """The kernel's arguments for the activation; `other`: the kernel has all rules, see GluRule."""
+    of_every = _float32(activation.alpha), _float32(activation.limit)
+    if not other:
+        return of_every
+    offset, after = 0.0, False
+    if isinstance(activation, OtherGlu):
+        offset, after = activation.up_offset, activation.clamp_after
+    return *of_every, 0 if bias is None else bias.data_ptr(), _float32(offset), _int32(after)
 
 
 class GroupedGemm:
@@ -125,23 +140,26 @@ class GroupedGemm:
         a: Quantized,
         b: Quantized,
         groups: Groups,
-        activation: Swiglu,
+        activation: Activation,
         expected_m: float,
         num_sms: int | None,
+        bias: Tensor | None = None,
     ) -> Quantized:
         """Permuted rows [M, I], activated and quantized: a [M, K] times b [G, 2I, K], gate rows first.
 
-        A group is likely to have expected_m rows.
+        A group is likely to have expected_m rows. bias: bf16 [G, 2I], added before the activation; the
+        preceding launch must not write it.
         """
         (num_groups, n2, k), m = b.data.shape, a.data.shape[0]
         n = n2 // 2
-        plan = plans.choose_swiglu(expected_m)
+        other = bias is not None or isinstance(activation, OtherGlu)
+        plan = plans.choose_swiglu(expected_m, other)
         prepared = self._planned(on.device, Layout.CONTIGUOUS, n, k, num_groups, plan, num_sms)
         data = torch.empty((m, n), dtype=torch.float8_e4m3fn, device=a.data.device)
         scales = torch.empty((n // SCALE_BLOCK, m), device=a.data.device)
         self._launch(
             on, prepared, a, b, groups, range(n),
-            data.data_ptr(), scales.data_ptr(), _uint32(m), *map(_float32, activation),
+            data.data_ptr(), scales.data_ptr(), _uint32(m), *_rule(activation, bias, other),
         )  # fmt: skip
         return Quantized(data, scales.t())
 
@@ -173,7 +191,8 @@ class GroupedGemm:
             shmem_size=config.shared_bytes(num_groups),
             programmatic_stream_serialization=True,
         )
-        sizes = (np.int32(num_groups), np.int32(n), np.int32(k))
+        whole_k = -(-k // SCALE_BLOCK) * SCALE_BLOCK  # TMA reads zeros past the last column
+        sizes = (np.int32(num_groups), np.int32(n), np.int32(whole_k))
         cut = (np.int32(plan.tile_steps), np.int32(plan.tall_first))
         stores_boxes, masked = not config.swap_ab and not config.swiglu, layout is Layout.MASKED
         return _Prepared(

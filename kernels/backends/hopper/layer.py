@@ -17,7 +17,8 @@ from expertd.kernels.backends.hopper.route_tokens import route_tokens
 from expertd.kernels.backends.hopper.router_logits import router_logits
 from expertd.kernels.backends.hopper.tensor_maps import TensorMapCache, describe_rows
 from expertd.kernels.backends.hopper.unpermute_rows import unpermute_rows
-from expertd.kernels.ops.activation import Swiglu
+from expertd.kernels.ops.activation import Activation
+from expertd.kernels.ops.biases import ExpertBiases
 from expertd.kernels.ops.quantize import Quantized
 from expertd.kernels.overlap import Overlap
 from expertd.kernels.rank_memory import RankMemory, RankTokens
@@ -60,9 +61,10 @@ class Layer:
         gate_up: Quantized,
         down: Quantized,
         out: Tensor,
-        activation: Swiglu,
+        activation: Activation,
         num_sms: int | None,
         offsets: Tensor | None,
+        biases: ExpertBiases | None = None,
     ) -> None:
         """Write out; see `fused_experts`. Five launches, on at least two SMs.
 
@@ -71,10 +73,12 @@ class Layer:
         placement = compute_permutation(self._kernels, on, topk_ids, down.data.shape[0], num_sms, offsets)
         a = quantize_permute(self._kernels, on, hidden_states, placement.inverse)
         num_experts, n = down.data.shape[:2]
-        activated = self._activate(on, a, placement, gate_up, activation, num_experts, num_sms)
+        gate_up_bias = None if biases is None else biases.gate_up
+        activated = self._activate(on, a, placement, gate_up, activation, num_experts, num_sms, gate_up_bias)
         rows = torch.empty((topk_ids.numel(), n), dtype=torch.bfloat16, device=topk_ids.device)
         self._down(on, activated, placement, down, rows, num_experts, num_sms, range(n))
-        unpermute_rows(self._kernels, on, rows, placement.inverse, topk_weights, out)
+        added = None if biases is None else (topk_ids, biases.down)
+        unpermute_rows(self._kernels, on, rows, placement.inverse, topk_weights, out, added)
 
     def parallel_experts(
         self,
@@ -87,7 +91,7 @@ class Layer:
         gate_up: Quantized,
         down: Quantized,
         out: Tensor,
-        activation: Swiglu,
+        activation: Activation,
         num_sms: int | None,
         offsets: Tensor | None,
         overlap: Overlap | None = None,
@@ -134,14 +138,15 @@ class Layer:
         a: Quantized,
         placement: Placement,
         gate_up: Quantized,
-        activation: Swiglu,
+        activation: Activation,
         num_experts: int,
         num_sms: int | None,
+        bias: Tensor | None = None,
     ) -> Quantized:
         """The first GEMM: permuted rows e4m3 [R, I]; num_experts: of all ranks."""
         first = Groups(placement.offsets, ready=True, tile_counter=placement.tile_counters[0])
         expected_m = a.data.shape[0] / num_experts
-        return self._gemm.multiply_swiglu(on, a, gate_up, first, activation, expected_m, num_sms)
+        return self._gemm.multiply_swiglu(on, a, gate_up, first, activation, expected_m, num_sms, bias)
 
     def _down(
         self,

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from expertd.kernels.backends.hopper.tiles import (
+    GLU,
+    GLU_FEW,
     LARGE,
     MIDDLE,
     NARROW,
@@ -71,9 +73,13 @@ _SIMULATED = 16  # waves; with more, the work just spreads evenly
 _UNEVEN = (0.0, 0.0, 0.1, 0.2)
 
 
-def choose_swiglu(expected_m: float) -> Plan:
-    """The plan of the GEMM with SwiGLU in its epilogue, on at least two SMs."""
-    config = SWIGLU_FEW if expected_m <= _SWIGLU_FEW_M else SWIGLU
+def choose_swiglu(expected_m: float, other_glu: bool = False) -> Plan:
+    """The plan of the GEMM with an activation in its epilogue, on at least two SMs.
+
+    other_glu: with biases, or another activation than SwiGLU.
+    """
+    few, many = (GLU_FEW, GLU) if other_glu else (SWIGLU_FEW, SWIGLU)
+    config = few if expected_m <= _SWIGLU_FEW_M else many
     return Plan(config, 16 * config.steps)
 
 

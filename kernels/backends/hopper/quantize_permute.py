@@ -17,10 +17,13 @@ VARIANTS = variants_by_dtype("quantize_permute", _THREADS)
 
 
 def quantize_permute(kernels: Kernels, on: OnStream, hidden_states: Tensor, inverse: Tensor) -> Quantized:
-    """hidden_states [T, K] as permuted rows [T * top_k, K]; inverse int32 [T, top_k], -1: no row."""
+    """hidden_states [T, K] as permuted rows [T * top_k, K]; inverse int32 [T, top_k], -1: no row.
+
+    K is a multiple of 16; the last of a row's scales may stand for fewer than 128 columns.
+    """
     (num_tokens, k), num_rows = hidden_states.shape, inverse.numel()
     data = torch.empty((num_rows, k), dtype=torch.float8_e4m3fn, device=inverse.device)
-    scales = torch.empty((k // SCALE_BLOCK, num_rows), device=inverse.device)
+    scales = torch.empty((math.ceil(k / SCALE_BLOCK), num_rows), device=inverse.device)
     kernels.launch(
         on, VARIANTS[hidden_states.dtype], Grid(num_tokens * math.ceil(k / _COLUMNS)),
         hidden_states, inverse, np.int32(inverse.shape[1]), np.int32(k), data, scales, np.uint32(num_rows),

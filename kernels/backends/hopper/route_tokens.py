@@ -17,7 +17,13 @@ def _shared_bytes(num_experts: int) -> int:
     return 3 * (num_experts + num_experts % 2) * 4  # scores, biases and keys
 
 
-VARIANT = Variant(named_source("route_tokens", SUMS=router_logits.SUMS), 128, _shared_bytes)
+def _variant(suffix: str, biases_logits: bool) -> Variant:
+    source = named_source("route_tokens", suffix, SUMS=router_logits.SUMS, LOGIT_BIAS=int(biases_logits))
+    return Variant(source, 128, _shared_bytes)
+
+
+VARIANTS = {"choice": _variant("", False), "logits": _variant("logit_bias", True)}
+"""Variants by `Routing.bias_on`."""
 
 
 def can_route(num_experts: int, top_k: int, routing: Routing) -> bool:
@@ -43,7 +49,7 @@ def route_tokens(
     topk_ids = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits.data.device)
     topk_weights = torch.empty((num_tokens, top_k), device=logits.data.device)
     kernels.launch(
-        on, VARIANT, Grid(num_tokens, shared_bytes=_shared_bytes(num_experts)),
+        on, VARIANTS[routing.bias_on], Grid(num_tokens, shared_bytes=_shared_bytes(num_experts)),
         logits.data, np.int32(partial_sums // logits.sums), np.int32(logits.sums),
         np.int32(logits.sums > 1), router_bias, np.int32(num_experts), np.int32(top_k),
         np.int32(routing.scoring_func == "softmax"), np.int32(routing.renormalize),

@@ -1,6 +1,6 @@
 """The tiles of the grouped GEMM: the closed list of configurations. plans.py chooses one."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from expertd.limits import SCALE_BLOCK
 
@@ -20,6 +20,7 @@ class TileConfig:
     box_m     rows of a per TMA load
     swiglu    out is silu(gate) * up in FP8 with scales; b has the gate rows first, then the up rows
     block_n   rows of b in a CTA's tile; with swiglu, half of them gates
+    other_glu with swiglu: biases, and another gated activation than silu(gate) * up
     """
 
     swap_ab: bool
@@ -29,6 +30,7 @@ class TileConfig:
     box_m: int
     swiglu: bool = False
     block_n: int = BLOCK_N
+    other_glu: bool = False
 
     @property
     def name(self) -> str:
@@ -36,7 +38,8 @@ class TileConfig:
         swap_ab = "swap_ab_" if self.swap_ab else ""
         cluster = f"_cluster{self.cluster}" if self.cluster > 1 else ""
         columns = f"n{self.block_n}" if self.block_n != BLOCK_N else ""
-        return f"{swap_ab}m{self.block_m}{columns}{cluster}{'_swiglu' if self.swiglu else ''}"
+        activation = "_glu" if self.other_glu else "_swiglu" if self.swiglu else ""
+        return f"{swap_ab}m{self.block_m}{columns}{cluster}{activation}"
 
     @property
     def out_block_n(self) -> int:
@@ -56,8 +59,9 @@ class TileConfig:
         stage = (self.block_n + self.block_m) * BLOCK_K + scales + 2 * 8
         staging = groups * (4096 if self.swap_ab or self.swiglu else 64 * -(-self.block_n // 64) * 64 * 2)
         exchange = 2 * 4 * groups * (64 + 8) if self.swiglu else 0
+        biases = 4 * groups * 256 if self.other_glu else 0
         tiles = (self.stages + 3) * (16 + 8)  # kTiles records, each with its barrier
-        return -(-(self.stages * stage + staging + exchange + tiles) // 16) * 16
+        return -(-(self.stages * stage + staging + biases + exchange + tiles) // 16) * 16
 
     def shared_bytes(self, num_groups: int) -> int:
         """Dynamic shared memory per CTA in bytes: the storage and the scheduler's table."""
@@ -89,3 +93,5 @@ CONFIGS = (SWAP_AB, NORMAL, NORMAL_CLUSTER2, LARGE, WIDE, MIDDLE, SHORT, NARROW,
 # With SwiGLU: a scale of the result covers 128 columns, 64 from each CTA of a pair.
 SWIGLU = TileConfig(swap_ab=False, block_m=192, stages=4, cluster=2, box_m=32, swiglu=True)
 SWIGLU_FEW = TileConfig(swap_ab=False, block_m=64, stages=8, cluster=2, box_m=16, swiglu=True)
+# The same with biases or another activation.
+GLU, GLU_FEW = replace(SWIGLU, other_glu=True), replace(SWIGLU_FEW, other_glu=True)

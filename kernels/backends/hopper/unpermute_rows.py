@@ -9,16 +9,29 @@ from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, vari
 
 _THREADS, _COLUMNS = 256, 2048  # per CTA
 
-VARIANTS = variants_by_dtype("unpermute_rows", _THREADS)
+VARIANTS = variants_by_dtype("unpermute_rows", _THREADS, BIASED=0)
 """Variants by the dtype of the output."""
+BIASED = variants_by_dtype("unpermute_rows", _THREADS, prefix="biased_", BIASED=1)
+"""The same, with a bias for each group's rows."""
 
 
 def unpermute_rows(
-    kernels: Kernels, on: OnStream, rows: Tensor, inverse: Tensor, topk_weights: Tensor, out: Tensor
+    kernels: Kernels,
+    on: OnStream,
+    rows: Tensor,
+    inverse: Tensor,
+    topk_weights: Tensor,
+    out: Tensor,
+    biases: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Write out [T, N]: the weighted sum of rows bf16 [R, N] at inverse int32 [T, top_k] (-1: none)."""
+    """Write out [T, N]: the weighted sum of rows bf16 [R, N] at inverse int32 [T, top_k] (-1: none).
+
+    biases: groups int32 [T, top_k], and bf16 [G, N], which is added to each row of a group before it is
+    weighted; None: nothing is. The preceding launch must write neither.
+    """
     (num_tokens, top_k), n = inverse.shape, rows.shape[1]
+    variants = VARIANTS if biases is None else BIASED
     kernels.launch(
-        on, VARIANTS[out.dtype], Grid(num_tokens * math.ceil(n / _COLUMNS)),
-        rows, inverse, topk_weights, np.int32(top_k), np.int32(n), out,
+        on, variants[out.dtype], Grid(num_tokens * math.ceil(n / _COLUMNS)),
+        rows, inverse, topk_weights, np.int32(top_k), np.int32(n), *(biases or ()), out,
     )  # fmt: skip

@@ -11,6 +11,7 @@ from expertd.kernels.backends.base import Backend
 from expertd.kernels.backends.reference import cpu_ffn
 from expertd.kernels.backends.reference.matrices import WeightCache, multiply, prepared_matrix
 from expertd.kernels.ops.activation import Activation
+from expertd.kernels.ops.biases import ExpertBiases
 from expertd.kernels.ops.quantize import Quantized, dequantize_rows
 
 
@@ -65,9 +66,10 @@ class ReferenceBackend(Backend):
         offsets: Tensor,
         activation: Activation,
         num_sms: int | None,
+        biases: ExpertBiases | None = None,
     ) -> Tensor:
         """See `Backend.ffn`; on a CPU, which has no FP8 arithmetic, activations stay bf16."""
         if hidden_states.device.type != "cpu":
-            return super().ffn(hidden_states, tokens, gate_up, down, offsets, activation, num_sms)
+            return super().ffn(hidden_states, tokens, gate_up, down, offsets, activation, num_sms, biases)
         matrices = self._weights.get(*gate_up), self._weights.get(*down)
-        return cpu_ffn.ffn(hidden_states, tokens, *matrices, offsets.tolist(), activation)
+        return cpu_ffn.ffn(hidden_states, tokens, *matrices, offsets.tolist(), activation, biases)

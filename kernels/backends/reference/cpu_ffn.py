@@ -9,6 +9,7 @@ from torch import Tensor
 
 from expertd.kernels.backends.reference.matrices import Matrices, multiply
 from expertd.kernels.ops.activation import Activation, gated
+from expertd.kernels.ops.biases import ExpertBiases
 
 # oneDNN compiles a kernel for each new height, in 0.5 to 6 ms; all heights within 16 rows run equally fast.
 _HEIGHT_STEP = 16
@@ -32,6 +33,7 @@ def ffn(
     down: Matrices,
     bounds: Sequence[int],
     activation: Activation,
+    biases: ExpertBiases | None = None,
 ) -> Tensor:
     """`Backend.ffn` on CPU tensors, with offsets as a list and activations rounded only to bf16."""
     x = hidden_states.detach().to(torch.bfloat16)
@@ -44,9 +46,9 @@ def ffn(
     for run in _runs(bounds, step):
         start, end = run[0].start, run[-1].end
         a = x.index_select(0, tokens[start : run[-1].padded_end])
-        gate_up_parts = _multiply(a, gate_up, run)
+        gate_up_parts = _multiply(a, gate_up, run, None if biases is None else biases.gate_up)
         activated = _swiglu(torch.cat(gate_up_parts) if len(run) > 1 else gate_up_parts[0], activation)
-        down_parts = _multiply(activated, down, run)
+        down_parts = _multiply(activated, down, run, None if biases is None else biases.down)
         if end < run[-1].padded_end:
             down_parts[-1] = down_parts[-1][: end - run[-1].start]
         torch.cat(down_parts, out=out[start:end])
@@ -68,11 +70,12 @@ def _runs(bounds: Sequence[int], step: int) -> Iterator[list[_Piece]]:
         yield run
 
 
-def _multiply(rows: Tensor, matrices: Matrices, run: list[_Piece]) -> list[Tensor]:
+def _multiply(rows: Tensor, matrices: Matrices, run: list[_Piece], biases: Tensor | None) -> list[Tensor]:
     """Each piece's rows of its product; the last keeps its padding rows, which the second GEMM reads."""
     first, parts = run[0].start, list[Tensor]()
     for group, start, end, padded_end in run:
-        part = multiply(rows[start - first : padded_end - first], matrices[group])
+        bias = None if biases is None else biases[group]
+        part = multiply(rows[start - first : padded_end - first], matrices[group], bias)
         parts.append(part[: end - start] if end < padded_end and len(parts) + 1 < len(run) else part)
     return parts
 

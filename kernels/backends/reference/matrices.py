@@ -28,12 +28,12 @@ def can_pack() -> bool:
     )
 
 
-def multiply(rows: Tensor, matrix: Tensor) -> Tensor:
-    """rows bf16 [M, K] times a matrix [N, K] of `WeightCache`, transposed: bf16 [M, N]."""
+def multiply(rows: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+    """rows bf16 [M, K] times a matrix [N, K] of `WeightCache`, transposed, plus bf16 [N]: bf16 [M, N]."""
     if matrix.is_mkldnn:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise.default(rows, matrix, None, "none", [], "")
+        out: Tensor = torch.ops.mkldnn._linear_pointwise.default(rows, matrix, bias, "none", [], "")
         return out
-    return torch.nn.functional.linear(rows, matrix)
+    return torch.nn.functional.linear(rows, matrix, bias)
 
 
 _Entry = tuple[weakref.ref[Tensor], tuple[int, int], Matrices]  # scales, versions, matrices

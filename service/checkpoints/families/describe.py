@@ -20,11 +20,11 @@ def describe(config: Config, family: Family) -> MoEModel:
     _check(config, family)
     num_layers = config.integer("num_hidden_layers")
     end = num_layers + (config.integer(*keys.NEXT_TOKEN, default=0) if family.next_token else 0)
-    intermediate = config.size(family.intermediate)
+    intermediate = config.size(family.intermediate, step=family.step)
     layers, refused = family.layers(config, end), _refused(config, family)
     return MoEModel(
         layers=tuple(layer for layer in layers if layer not in refused),
-        hidden_size=config.size("hidden_size"),
+        hidden_size=config.size("hidden_size", step=family.step),
         intermediate_size=intermediate,
         num_experts=config.integer(*keys.EXPERTS, least=1, most=MAX_EXPERTS),
         top_k=config.integer(*keys.TOP_K, least=1),
@@ -95,6 +95,8 @@ def _routing(config: Config, family: Family) -> dict[str, Any]:
         routing["topk_group"] = config.integer(*keys.TOP_GROUPS, default=chosen, least=1)
     if router.group_score != "best_two":
         routing["group_score"] = router.group_score
+    if router.bias_on != "choice":
+        routing["bias_on"] = router.bias_on
     return routing
 
 

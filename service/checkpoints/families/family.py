@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
+from expertd.limits import SCALE_BLOCK
 from expertd.service.checkpoints.families.activations import ActivationRule, silu
 from expertd.service.checkpoints.families.layers import LayerRule, every_layer
 from expertd.service.checkpoints.model import Names
@@ -22,15 +23,17 @@ class Router:
     always         renormalize, whatever config.json says
     scale          the scaling factor by default; None: there is none
     groups         the number of expert groups, and of chosen ones, by default; None: there are none
+    bias_on        what a bias is added to, as in `Routing`
     group_score    of a group: the sum of its two best experts' scores, or the best one's
     """
 
-    scoring: Literal["softmax", "sigmoid", "sqrtsoftplus"]
+    scoring: Literal["softmax", "sigmoid", "sqrtsoftplus", "sparsemixer"]
     renormalize: bool = True
     always: bool = False
     scale: float | None = None
     groups: tuple[int, int] | None = None
     group_score: Literal["best_two", "best"] = "best_two"
+    bias_on: Literal["choice", "logits"] = "choice"
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class Family:
     nulls         what null stands for, by key, where the family's code accepts it; elsewhere it is refused
     inside        the key, or keys, of config.json under which the language model's values are, if they are
     bias_key      the key that says whether there is a router bias; None: as `names` says
+    step          sizes are multiples of it; weights are padded to whole blocks
     """
 
     models: str
@@ -82,6 +86,7 @@ class Family:
     nulls: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     inside: tuple[str, ...] = ()
     bias_key: str | None = None
+    step: int = SCALE_BLOCK
 
 
 def names(
@@ -94,6 +99,8 @@ def names(
     shared_projections: tuple[str, str, str] | None = None,
     shared_gate: str | None = None,
     stacked: tuple[str, ...] = ("experts.gate_up_proj", "experts.down_proj"),
+    interleaved: bool = False,
+    expert_biases: tuple[str, str] | None = None,
 ) -> Names:
     """Names under `block`; a shared expert that is beside the block is given with a leading dot."""
     beside = shared.startswith(".")
@@ -106,4 +113,8 @@ def names(
         shared_projections=shared_projections,
         shared_gate=None if shared_gate is None else f"{block}.{shared_gate}",
         stacked=tuple(f"{block}.{name}" for name in stacked),
+        interleaved=interleaved,
+        biases=None
+        if expert_biases is None
+        else (f"{block}.{expert_biases[0]}", f"{block}.{expert_biases[1]}"),
     )

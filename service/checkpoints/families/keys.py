@@ -1,7 +1,14 @@
 """The spellings of config.json's keys, which differ between families for one and the same value."""
 
 EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
-TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k")
+TOP_K = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "experts_per_token",
+    "moe_topk",
+    "moe_top_k",
+    "moe_k",
+)
 SHARED = ("n_shared_experts", "num_shared_experts", "num_shared_expert", "moe_num_shared_experts")
 SCALE = (
     "routed_scaling_factor",

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+from expertd.limits import HIDDEN_STEP
+from expertd.service.checkpoints.families.activations import swigluoai
 from expertd.service.checkpoints.families.family import W1_W3_W2, Family, Router, Shared, names
 from expertd.service.checkpoints.families.layers import (
     between,
@@ -94,6 +96,27 @@ SOFTMAX = {
         names=names("feed_forward", router="router.weight"),
         layers=by_period,
         intermediate="intermediate_size",
+    ),
+    "gpt_oss": Family(
+        models="gpt-oss-20b, gpt-oss-120b",
+        router=Router("softmax", always=True, bias_on="logits"),
+        names=names(
+            "mlp",
+            router="router.weight",
+            bias="router.bias",
+            interleaved=True,
+            expert_biases=("experts.gate_up_proj_bias", "experts.down_proj_bias"),
+        ),
+        activation=swigluoai,
+        intermediate="intermediate_size",
+        step=HIDDEN_STEP,
+    ),
+    "phimoe": Family(
+        models="Phi-3.5-MoE",
+        router=Router("sparsemixer", renormalize=False, always=True),
+        names=names("block_sparse_moe", W1_W3_W2),
+        intermediate="intermediate_size",
+        expects={"router_jitter_noise": 0.01, "num_experts_per_tok": 2},
     ),
     "granitemoe": Family(
         models="Granite 3 MoE",

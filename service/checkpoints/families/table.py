@@ -41,7 +41,7 @@ def _routing(family: Family) -> str:
     router = family.router
     parts: list[str] = [router.scoring]
     if family.names.router_bias is not None:
-        parts.append("bias")
+        parts.append("bias on the logits" if router.bias_on == "logits" else "bias")
     if router.groups is not None and router.groups != (1, 1):
         parts.append("expert groups")
     if "group_limited_greedy" in family.methods:
@@ -55,6 +55,8 @@ def _routing(family: Family) -> str:
 
 def _experts(family: Family) -> str:
     text = (family.activation.__doc__ or "").strip()
+    if family.names.biases is not None:
+        text += ", with biases"
     return f"`{text}`" if family.activation is silu else text
 
 

@@ -56,7 +56,12 @@ def check_shapes(tensors: Mapping[str, Tensor], spec: LayerSpec) -> None:
         got = f"{datatype} with it" if SCALE in tensors else f"{datatype} without it"
         raise OipError(400, f"input {SCALE}: expected it with FP8 or UINT8 hidden_states alone, got {got}")
     if datatype in FP8S and not spec.takes_fp8:
-        text = f"expected {any_of(FLOATS)} on a server with several ranks, got {datatype}"
+        why = (
+            "on a server with several ranks"
+            if spec.hidden_size % SCALE_BLOCK == 0
+            else (f"with a hidden_size ({spec.hidden_size}) that is no multiple of {SCALE_BLOCK}")
+        )
+        text = f"expected {any_of(FLOATS)} {why}, got {datatype}"
         raise OipError(400, f"datatype of input hidden_states: {text}")
     if ("topk_ids" in tensors) != ("topk_weights" in tensors):
         given = "topk_ids" if "topk_ids" in tensors else "topk_weights"

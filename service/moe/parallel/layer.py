@@ -8,12 +8,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from expertd.kernels import Backend, Routing, fused_experts
+from expertd.activation import COMMON, ExpertRule
+from expertd.kernels import Activation, Backend, Routing, fused_experts
 from expertd.layout import Layout
 from expertd.service.moe.layer import MoELayer, tokens_per_expert
 from expertd.service.moe.parallel.exchange import Combined, Dispatched, Exchange
 from expertd.service.moe.parallel.placed import PlacedExperts, cut
 from expertd.service.moe.parallel.replicas import tables_of
+from expertd.service.moe.parallel.rules import check_rule, gate_of
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import ExpertWeights, check_weights
 
@@ -27,6 +29,7 @@ class ParallelLayer:
     weights   the router, this rank's physical experts, then all shared experts
     exchange  connects the ranks
     routing   the router's rule; see `MoELayer`
+    rule      what the experts compute; weights on their input are not supported
     exact     rows come home unreduced, one for each slot, at top_k times the memory and traffic
     physical  the expert of each physical expert, rank after rank, as in `Placement`; None: those of
               `split_experts`
@@ -42,8 +45,9 @@ class ParallelLayer:
     - In float32, only the order of float32 additions differs: at most (top_k + R) * 2**-23 of the sum of
       absolute values. In bfloat16, each rank's row is also rounded once, by at most 2**-8 of its absolute
       value, as the result itself is. The bits do not depend on which rank has a token, nor on other tokens.
-    - With `exact`, the bits are the same. Rows come back in bfloat16, to which an expert's output is rounded
-      before it is weighted in any case, and are added in the order of slots.
+    - With `exact`, the bits are the same, up to the rounding of a shared expert's gate. Rows come back in
+      bfloat16, to which an expert's output is rounded before it is weighted in any case, and are added in
+      the order of slots.
 
     The reference backend is batch-invariant on CPUs with bf16 instructions; `docs/parallel.md` has the rest.
     Where an expert has several replicas, a token's position chooses one (`placed.begin_step`); this, like the
@@ -63,6 +67,7 @@ class ParallelLayer:
         exchange: Exchange,
         *,
         routing: Routing | None = None,
+        rule: ExpertRule = COMMON,
         exact: bool = False,
         physical: Sequence[int] | None = None,
     ) -> None:
@@ -70,6 +75,7 @@ class ParallelLayer:
         num_slots = len(tables.slots_of_rank[exchange.rank])
         own = replace(shape, local_experts=range(num_slots))
         check_weights(own, weights)
+        check_rule(rule, weights)
         self.shape = shape
         self.weights = weights
         self.backend = backend
@@ -78,7 +84,11 @@ class ParallelLayer:
         routed, self._shared = cut(weights, num_slots)
         self.placed = PlacedExperts(tables, exchange.rank, routed, self._shared, backend)
         # The shared experts see other tokens than the routed ones. This one's experts are slots, from 0 on.
-        self._own = MoELayer(replace(own, num_shared_experts=0), routed, backend, routing=routing)
+        alone = replace(own, num_shared_experts=0)
+        self._own = MoELayer(
+            alone, replace(routed, shared_gate=None), backend, routing=routing, rule=ExpertRule(rule.routed)
+        )
+        self._rule = rule
 
     def expect_each(self, num_tokens: int) -> None:
         """Nothing: the ranks tell each other how many tokens they send."""
@@ -158,13 +168,14 @@ class ParallelLayer:
         here = (arrived.topk_ids >= slots.start) & (arrived.topk_ids < slots.stop)
         groups = arrived.topk_ids[here] - slots.start
         rows = arrived.hidden_states[here.nonzero()[:, 0]]
-        return self._unweighted(rows, groups, self._own.weights, num_sms, counts)
+        return self._unweighted(rows, groups, self._own.weights, self._rule.routed, num_sms, counts)
 
     def _unweighted(
         self,
         hidden_states: Tensor,
         groups: Tensor,
         weights: ExpertWeights,
+        activation: Activation,
         num_sms: int | None,
         offsets: Tensor | None = None,
     ) -> Tensor:
@@ -172,7 +183,7 @@ class ParallelLayer:
         return fused_experts(
             hidden_states, groups[:, None], torch.ones(groups.shape, device=groups.device)[:, None],
             weights.gate_up, weights.down, out=torch.empty_like(hidden_states, dtype=torch.bfloat16),
-            backend=self.backend, num_sms=num_sms, offsets=offsets,
+            activation=activation, backend=self.backend, num_sms=num_sms, offsets=offsets,
         )  # fmt: skip
 
     def _add_up(
@@ -184,9 +195,11 @@ class ParallelLayer:
         if num_shared > 0:
             groups = torch.arange(num_shared, dtype=torch.int32, device=out.device)
             groups = groups.repeat_interleave(num_tokens)
-            rows = self._unweighted(hidden_states.repeat(num_shared, 1), groups, self._shared, num_sms)
+            repeated, activation = hidden_states.repeat(num_shared, 1), self._rule.shared
+            rows = self._unweighted(repeated, groups, self._shared, activation, num_sms)
+            gate = gate_of(self.weights, hidden_states)
             for shared in rows.view(num_shared, num_tokens, -1) if num_tokens else ():
-                total += shared
+                total += shared if gate is None else shared * gate
         return total if total is out else out.copy_(total)
 
     def _offsets(self, counts: Tensor, num_tokens: int) -> Tensor:

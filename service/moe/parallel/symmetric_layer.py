@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from expertd.activation import COMMON, ExpertRule
 from expertd.kernels import (
     Backend,
     Overlap,
@@ -22,6 +23,7 @@ from expertd.layout import Layout
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.parallel.placed import PlacedExperts, cut
 from expertd.service.moe.parallel.replicas import tables_of
+from expertd.service.moe.parallel.rules import check_rule, gate_of
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import ExpertWeights
 
@@ -34,6 +36,7 @@ class SymmetricLayer:
     backend   one that has `parallel_experts`
     memory    what the ranks share; layers on one stream may share it, too
     routing   the router's rule; see `MoELayer`
+    rule      what the experts compute; weights on their input are not supported
     physical  the expert of each physical expert, as in `ParallelLayer`; None: those of `split_experts`
     overlap   lanes for calls that overlap, as `overlaps` decides by `overlap_mode`; None: none does. They are
               for layers on the whole GPU, not in a partition of it
@@ -57,6 +60,7 @@ class SymmetricLayer:
         memory: RankMemory,
         *,
         routing: Routing | None = None,
+        rule: ExpertRule = COMMON,
         physical: Sequence[int] | None = None,
         overlap: Overlap | None = None,
         overlap_mode: OverlapMode = "auto",
@@ -64,12 +68,14 @@ class SymmetricLayer:
         expected, got = (shape.hidden_size, shape.top_k), (memory.hidden_size, memory.top_k)
         if got != expected:
             raise ValueError(f"memory: expected hidden_size and top_k {expected}, got {got}")
+        check_rule(rule, weights)
         tables = tables_of(shape, memory.num_ranks, physical, weights.router.device)
         num_held = len(tables.slots_of_rank[memory.rank])
         own = replace(shape, local_experts=range(num_held))
         self.shape, self.weights, self.backend = shape, weights, backend
         self.memory = memory
         self._own = MoELayer(own, weights, backend, routing=routing)
+        self._rule = rule
         self._routed, self._shared_weights = cut(weights, num_held)
         self.placed = PlacedExperts(tables, memory.rank, self._routed, self._shared_weights, backend)
         every = range(shape.num_experts)
@@ -132,11 +138,13 @@ class SymmetricLayer:
         self.backend.parallel_experts(
             self.memory, self._tokens[self.rank_tokens], hidden_states, topk_ids.contiguous(),
             topk_weights.contiguous(), *routed, total, None if overlap else num_sms,
-            None if offsets is None else offsets[: num_held + 1], overlap,
+            None if offsets is None else offsets[: num_held + 1], overlap, self._rule.routed,
         )  # fmt: skip
         if total is not out:
+            gate = gate_of(self.weights, hidden_states)
             for expert in range(self.shape.num_shared_experts if num_tokens > 0 else 0):
-                total += self._shared(hidden_states, expert, num_sms)
+                rows = self._shared(hidden_states, expert, num_sms)
+                total += rows if gate is None else rows * gate
             out.copy_(total)
         return out
 
@@ -154,4 +162,7 @@ class SymmetricLayer:
         ids = torch.full(size, expert, dtype=torch.int32, device=device)
         weights = self._shared_weights.gate_up, self._shared_weights.down
         ones = torch.ones(size, device=device)
-        return fused_experts(hidden_states, ids, ones, *weights, backend=self.backend, num_sms=num_sms)
+        return fused_experts(
+            hidden_states, ids, ones, *weights,
+            activation=self._rule.shared, backend=self.backend, num_sms=num_sms,
+        )  # fmt: skip

@@ -15,6 +15,7 @@ from expertd.service.checkpoints.families import FAMILIES as SERVED
 from tests.families import Sizes, quiet_transformers
 from tests.kernels.helpers import fresh_generator
 from tests.more_families import ALL_FAMILIES
+from tests.service.checkpoints.encoders import mxfp4 as encode_mxfp4
 
 INDEX = "model.safetensors.index.json"
 
@@ -28,10 +29,11 @@ class Checkpoint:
         directory: Path,
         scales_dtype: torch.dtype | None = None,
         *,
+        mxfp4: bool = False,
         dtype: torch.dtype = torch.bfloat16,
         sizes: Sizes = Sizes(),  # noqa: B008  (a tuple)
     ) -> None:
-        """Weights are of `dtype`; if scales_dtype is given, the experts' are FP8."""
+        """Weights are of `dtype`; if scales_dtype is given, the experts' are FP8; or they are MXFP4."""
         case = ALL_FAMILIES[family].sized(sizes)
         self.family, self.directory = family, directory
         with quiet_transformers(), tempfile.TemporaryDirectory() as temporary:
@@ -42,6 +44,8 @@ class Checkpoint:
             shutil.copytree(plain, directory)
             if scales_dtype is not None:
                 _to_fp8(directory, plain, scales_dtype)
+            if mxfp4:
+                _to_mxfp4(directory, plain)
             _rename(directory, case.renames)
             self.oracle = case.model_class.from_pretrained(plain, dtype=torch.float32).eval()
         edit_json(directory / "config.json", model_type=case.model_type)
@@ -104,7 +108,9 @@ def _randomize(model: Any) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name.endswith(("e_score_correction_bias", "expert_bias")):
             tensor.data.copy_(torch.randn(tensor.shape, generator=generator) * 0.2 - 0.3)
-        elif tensor.ndim >= 2:
+        elif name.endswith(("gate_up_proj_bias", "down_proj_bias", "router.bias")):
+            tensor.data.copy_(torch.randn(tensor.shape, generator=generator) * 0.5)
+        elif tensor.ndim >= 2 and tensor.is_floating_point():
             tensor.data.copy_(torch.randn(tensor.shape, generator=generator) * tensor.shape[-1] ** -0.5)
 
 
@@ -153,6 +159,29 @@ def _to_fp8(directory: Path, plain: Path, scales_dtype: torch.dtype) -> None:
             "weight_block_size": [128, 128],
         },
     )  # fmt: skip
+
+
+def _to_mxfp4(directory: Path, plain: Path) -> None:
+    """Store the experts' matrices [E, k, n] as gpt-oss does, and write their decoded values to `plain`."""
+    index = json.loads((directory / INDEX).read_text())
+    for file in sorted(directory.glob("*.safetensors")):
+        tensors = load_file(file)
+        meant = dict(tensors)
+        for name in [name for name in tensors if re.search(r"experts\.\w+_proj$", name)]:
+            encoded = [encode_mxfp4(matrix.t().contiguous()) for matrix in tensors.pop(name).float()]
+            packed, scales = (
+                torch.stack([part[suffix].view(torch.uint8) for part, _ in encoded])
+                for suffix in (".weight", ".scale")
+            )
+            tensors[f"{name}_blocks"] = packed.view(*scales.shape, 16)
+            tensors[f"{name}_scales"] = scales
+            meant[name] = torch.stack([values.t() for _, values in encoded]).contiguous()
+            del index["weight_map"][name]
+            index["weight_map"] |= dict.fromkeys((f"{name}_blocks", f"{name}_scales"), file.name)
+        save_file(tensors, file)
+        save_file(meant, plain / file.name, metadata={"format": "pt"})
+    (directory / INDEX).write_text(json.dumps(index))
+    edit_json(directory / "config.json", quantization_config={"quant_method": "mxfp4"})
 
 
 def _is_expert(name: str) -> bool:

@@ -24,9 +24,12 @@ TOKENS = 64
 SCALES = {"fp32": torch.float32, "bf16": torch.bfloat16, "e8m0": torch.float8_e8m0fnu}
 
 
-def load(directory: Path, layers: str, experts: str | None = None) -> list[MoELayer]:
+def load(
+    directory: Path, layers: str, experts: str | None = None, requantize: str = "refuse"
+) -> list[MoELayer]:
     """The checkpoint's layers, built as in the service."""
-    settings = CheckpointSettings(path=directory, layers=layers, experts=experts)
+    values = {"path": directory, "layers": layers, "experts": experts, "requantize": requantize}
+    settings = CheckpointSettings.model_validate(values)
     backend, device = resolve_backend("reference"), torch.device("cpu")
     return [layer_of(model, backend, device, lambda: False) for model in models_of(settings)]
 
@@ -57,12 +60,16 @@ def check_layer(checkpoint: Checkpoint, index: int, layer: MoELayer, most: float
 def _scores(layer: MoELayer, token: Tensor) -> Tensor:
     """float64 [E]: what experts are chosen by."""
     logits = layer.weights.router.double() @ token.double()
-    scoring = layer.routing.scoring_func
-    if scoring == "softmax":
+    scoring, bias = layer.routing.scoring_func, layer.weights.router_bias
+    if bias is not None and layer.routing.bias_on == "logits":
+        logits, bias = logits + bias.double(), None
+    if scoring == "sparsemixer":
+        scores = logits
+    elif scoring == "softmax":
         scores = logits.softmax(0)
     else:
         scores = logits.sigmoid() if scoring == "sigmoid" else torch.nn.functional.softplus(logits).sqrt()
-    return scores if layer.weights.router_bias is None else scores + layer.weights.router_bias.double()
+    return scores if bias is None else scores + bias.double()
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
@@ -77,18 +84,67 @@ def test_other_sizes_match_transformers(family: str, tmp_path: Path) -> None:
     checkpoint = Checkpoint(family, tmp_path / family, sizes=Sizes(384, 256, 12, 4))
     (layer,) = load(checkpoint.directory, "2")
     assert (layer.shape.hidden_size, layer.shape.intermediate_size) == (384, 256)
-    assert (layer.shape.num_experts, layer.shape.top_k) == (12, 4)
+    assert (layer.shape.num_experts, layer.shape.top_k) == (12, ALL_FAMILIES[family].top_k or 4)
     check_layer(checkpoint, 2, layer, 2e-3)
 
 
 @pytest.mark.parametrize(
     ("family", "scales"),
-    [*((family, "fp32") for family in ALL_FAMILIES), *product(FAMILIES, ("bf16", "e8m0"))],
+    [
+        *((family, "fp32") for family in ALL_FAMILIES if family != "gpt-oss"),
+        *product(FAMILIES, ("bf16", "e8m0")),
+    ],
 )
 def test_an_fp8_checkpoint_matches_its_dequantized_weights(family: str, scales: str, tmp_path: Path) -> None:
     checkpoint = Checkpoint(family, tmp_path / family, SCALES[scales])
     for index, layer in zip((1, 2), load(checkpoint.directory, "1-2"), strict=True):
         check_layer(checkpoint, index, layer, 2e-4)
+
+
+ODD = [Sizes(192, 160, 8, 3), Sizes(320, 64, 5, 2), Sizes(416, 288, 12, 4)]
+"""As gpt-oss's 2880, no multiples of 128."""
+
+
+@pytest.mark.parametrize("sizes", ODD, ids=str)
+def test_sizes_without_whole_blocks_match_transformers(sizes: Sizes, tmp_path: Path) -> None:
+    checkpoint = Checkpoint("gpt-oss", tmp_path / "gpt-oss", sizes=sizes)
+    (layer,) = load(checkpoint.directory, "2")
+    assert layer.shape.hidden_size == sizes.hidden
+    assert layer.shape.intermediate_size == -(-sizes.intermediate // 128) * 128
+    check_layer(checkpoint, 2, layer, 2e-3)
+
+
+@pytest.mark.parametrize("sizes", [Sizes(), *ODD], ids=str)
+def test_stacked_mxfp4_matches_its_decoded_weights(sizes: Sizes, tmp_path: Path) -> None:
+    checkpoint = Checkpoint("gpt-oss", tmp_path / "gpt-oss", mxfp4=True, sizes=sizes)
+    (layer,) = load(checkpoint.directory, "1", requantize="allow")
+    check_layer(checkpoint, 1, layer, 2e-4)
+    with pytest.raises(
+        CheckpointError, match=r"expected .*mxfp4.*; with requantize: allow, weights are round"
+    ):
+        load(checkpoint.directory, "1")
+
+
+def test_parts_of_a_layer_with_biases_add_up_to_it(tmp_path: Path) -> None:
+    checkpoint = Checkpoint("gpt-oss", tmp_path / "gpt-oss", mxfp4=True, sizes=ODD[2])
+    tokens = hidden_states(ODD[2].hidden)
+    parts = [
+        load(checkpoint.directory, "1", experts, requantize="allow")[0](tokens)
+        for experts in ("0-2", "3-3", "4-11")
+    ]
+    expected, _, _ = checkpoint.run(1, tokens)
+    assert diff(torch.stack(parts).sum(0), expected) < 2e-4
+
+
+def test_interleaved_fp8_and_lost_biases_are_refused(tmp_path: Path) -> None:
+    checkpoint = Checkpoint("gpt-oss", tmp_path / "fp8", torch.float32)
+    with pytest.raises(CheckpointError, match="gate_up_proj: expected floats or MXFP4, got FP8"):
+        load(checkpoint.directory, "1")
+    checkpoint = Checkpoint("gpt-oss", tmp_path / "lost")
+    name = "model.layers.1.mlp.experts.down_proj_bias"
+    edit_tensors(shard_of(checkpoint.directory, name), **{name: None})
+    with pytest.raises(CheckpointError, match=r"expected tensor .*down_proj_bias, got none"):
+        load(checkpoint.directory, "1")
 
 
 def test_fp8_weights_are_used_bit_for_bit(tmp_path: Path) -> None:

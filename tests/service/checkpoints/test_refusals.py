@@ -105,7 +105,7 @@ BESIDE = r"expected a .safetensors file in the same directory, got "
         (lambda d: (d / "config.json").write_text("[" * 100_000), BAD_JSON),
         (lambda d: (d / "config.json").write_text("[1]"), r"config\.json: expected a JSON object, got list"),
         (config(model_type="gpt2"), r"model_type: expected one of afmoe, .*deepseek_v3, .*, got 'gpt2'"),
-        (config(model_type="gpt_oss"), r"model_type: expected another one, got gpt_oss: .* biases"),
+        (config(model_type="gemma4"), r"model_type: expected another one, got gemma4: .* gelu"),
         (config(model_type=...), r"model_type: expected one of .*, got None"),
         (config(model_type=["mixtral"]), r"model_type: expected one of .*, got \['mixtral'\]"),
         (config(hidden_act="gelu"), r"hidden_act: expected 'silu', got 'gelu'"),

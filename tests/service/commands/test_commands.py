@@ -20,6 +20,7 @@ from expertd.service.commands.serve import exposure
 from expertd.service.engine.loading import load
 from expertd.service.http.listening import is_exposed
 from expertd.service.moe.weights import random_weights, save_weights
+from expertd.service.ranks import shares
 from expertd.service.settings.served import CheckpointSettings
 from tests.paths import ROOT
 from tests.service.apps import MODEL, tiny_settings
@@ -66,6 +67,57 @@ def failed(about: dict[str, Any]) -> dict[str, str]:
     return {result["name"]: result["detail"] for result in about["checks"] if not result["ok"]}
 
 
+def test_check_prints_what_each_rank_holds(
+    checkpoint: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = (
+        "--port",
+        "0",
+        "--backend",
+        "reference",
+        "--model",
+        checkpoint,
+        "--layers",
+        "all",
+        "--ranks",
+        "2",
+    )
+    code, about = check(capsys, *arguments)
+    assert (code, failed(about)) == (0, {})
+    first, second = (
+        result["detail"] for result in about["checks"] if result["name"].startswith("memory, rank ")
+    )
+    assert first.startswith("model.layers.1-2: experts 0-3 of 8 and 1 shared: ")
+    assert second.startswith("model.layers.1-2: experts 4-7 of 8 and 1 shared: ")
+    monkeypatch.setattr(shares, "free_host_bytes", lambda: 3_000_000)
+    code, about = check(capsys, *arguments)
+    assert code == 2
+    wrong = failed(about)
+    assert wrong.keys() == {"memory, rank 0", "memory, rank 1"}
+    assert all(detail.endswith("; 1.5 MB are free") for detail in wrong.values())
+
+
+def test_check_plans_for_gpus_that_are_not_here(checkpoint: Path, capsys: Output) -> None:
+    arguments = (
+        "--port",
+        "0",
+        "--backend",
+        "hopper",
+        "--model",
+        checkpoint,
+        "--layers",
+        "all",
+        "--devices",
+        "0-3",
+    )
+    _, about = check(capsys, *arguments)
+    details = [result["detail"] for result in about["checks"] if result["name"].startswith("memory, rank ")]
+    assert len(details) == 4
+    assert "experts 6-7 of 8 and 1 shared: " in details[3]
+    assert ", graphs " in details[3]
+    assert ", exchange " in details[3]
+
+
 def test_check_prints_every_setting_with_its_origin(
     config: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,6 +138,7 @@ def test_check_prints_every_setting_with_its_origin(
         "settings", "checkpoints", "weights", "keys", "tls", "address", "grpc", "rendezvous", "channels",
         "backend",
         "partitions",
+        "memory",
     ]  # fmt: skip
 
 

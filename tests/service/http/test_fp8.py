@@ -11,10 +11,13 @@ import torch
 from expertd.kernels import expand_rows, quantize_rows
 from expertd.service.channels.layout import REQUEST, Geometry
 from expertd.service.channels.requests import ChannelModel, InvalidRequestError, RequestReader
+from expertd.service.checkpoints import models_of
 from expertd.service.engine.spec import specs_of
 from expertd.service.http.protocol import OipError, parse_request
 from expertd.service.memory import Span
 from expertd.service.moe.request import fp8_rows
+from expertd.service.settings.served import CheckpointSettings
+from tests.families import Sizes
 from tests.service.apps import (
     HIDDEN,
     binary_request,
@@ -28,6 +31,7 @@ from tests.service.apps import (
     tiny_settings,
 )
 from tests.service.channels.servers import answer_to, channel_server, claimed
+from tests.service.checkpoints.builders import Checkpoint
 from tests.service.regions import enabled, place, registered
 from tests.service.shm import shm_file
 
@@ -163,6 +167,21 @@ def test_several_ranks_take_no_fp8() -> None:
     reader = RequestReader(geometry, Span(0, 1 << 16, None, memoryview(bytearray(1 << 16)), None), [model])
     with pytest.raises(InvalidRequestError, match=r"datatype: expected 1, 2 or 3 .*, got 4"):
         reader.line(REQUEST.pack(1, 4, 3, 0, 0, 0, 0, 0, 4096, 0, 0))
+
+
+def test_a_hidden_size_without_whole_blocks_takes_no_fp8(tmp_path: Path) -> None:
+    checkpoint = Checkpoint("gpt-oss", tmp_path / "gpt-oss", sizes=Sizes(144, 128))
+    settings = tiny_settings().with_models(
+        models_of(CheckpointSettings(path=checkpoint.directory, layers="1"))
+    )
+    spec = specs_of(settings)["gpt-oss.layers.1"]
+    tensors = {
+        "hidden_states": ("UINT8", [1, 144], bytes(144)),
+        "hidden_states_scale": ("FP32", [1, 1], rows(1)[:, :1].tobytes()),
+    }
+    text = r"expected BF16, FP16 or FP32 with a hidden_size \(144\) that is no multiple of 128, got UINT8"
+    with pytest.raises(OipError, match=text):
+        parse_request(*binary_request(tensors), spec)
 
 
 async def test_fp8_as_numbers_and_as_output_is_refused() -> None:

@@ -272,8 +272,8 @@ def test_layer_refuses_wrong_arguments(weights: ExpertWeights) -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ((100, 256, 8, 2), "hidden_size: expected a positive multiple of 128, got 100"),
-        ((128, 0, 8, 2), "intermediate_size: expected a positive multiple of 128, got 0"),
+        ((100, 256, 8, 2), "hidden_size: expected a multiple of 16, at least 128, got 100"),
+        ((128, 0, 8, 2), "intermediate_size: expected a multiple of 128, at least 128, got 0"),
         ((128, 128, 0, 1), "num_experts: expected 1 to 1024, got 0"),
         ((128, 128, 1025, 1), "num_experts: expected 1 to 1024, got 1025"),
         ((128, 128, 8, 0), r"top_k: expected 1 to num_experts \(8\), got 0"),

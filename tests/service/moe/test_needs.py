@@ -8,7 +8,7 @@ import torch
 from expertd.kernels import resolve_backend
 from expertd.service.moe.host_memory import free_host_bytes
 from expertd.service.moe.layer import MoELayer
-from expertd.service.moe.needs import needs_of, weights_bytes
+from expertd.service.moe.needs import needs_of, part_of_layer, together, weights_bytes
 from expertd.service.moe.request import zero_request
 from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.shape import LayerShape
@@ -26,6 +26,17 @@ def test_the_needs_have_their_parts() -> None:
     assert on_cpu.graphs == 0 < on_gpu.graphs
     assert needs_of(SHAPE, 1024, True).steps < needs_of(SHAPE, 4096, True).steps
     assert str(on_cpu).startswith(f"{on_cpu.total / 1e6:.1f} MB (weights ")
+
+
+def test_layers_share_memory_for_steps_and_graphs() -> None:
+    each = [needs_of(SHAPE, tokens, True) for tokens in (1024, 4096)]
+    both = together(each)
+    assert both.weights == 2 * each[0].weights
+    assert both.steps == each[1].steps > each[0].steps
+    assert each[0].graphs < both.graphs < 2 * each[0].graphs
+    assert together([]).total == 0
+    part = needs_of(part_of_layer(SHAPE, 4), 4096, True)
+    assert part.weights == each[0].weights - 12 * SHAPE.expert_bytes
 
 
 def test_a_containers_limit_counts(tmp_path: Path) -> None:

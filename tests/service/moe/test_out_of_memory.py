@@ -52,7 +52,7 @@ async def test_a_server_logs_the_sentence_without_a_traceback(caplog: pytest.Log
     async with serving(tiny_settings({"max_body_bytes": 1 << 60}, models=[model])) as server:
         assert server.app.engine.loaded is None
     (record,) = [record for record in caplog.records if record.message.startswith("loading failed")]
-    assert re.search(r"model tiny: expected memory for \d+\.\d GB of weights", record.message)
+    assert re.search(r"model tiny: expected \d+\.\d MB \(weights .*\) of free memory, got", record.message)
     assert not record.exc_info
 
 

@@ -3,12 +3,17 @@
 import asyncio
 import os
 import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 
+from expertd.service.moe.shape import LayerShape
+from expertd.service.moe.weights import random_weights, save_weights
 from tests.service.apps import MODEL, Serving, binary_request, rows, serving, tiny_settings
 from tests.service.ranks.servers import output_for, rank_processes, serving_ranks
 from tests.service.ranks.steps import routed
@@ -51,11 +56,23 @@ def inputs() -> list[NDArray[np.float32]]:
 
 
 async def test_outputs_are_those_of_one_gpu() -> None:
-    settings = tiny_settings(LIMITS, backend="hopper", models=[LAYER])
+    await compare(LAYER)
+
+
+async def test_a_shared_expert_with_a_gate(tmp_path: Path) -> None:
+    shape, path = LayerShape(1024, 512, 32, 6, num_shared_experts=1), tmp_path / "layer.safetensors"
+    gate = torch.linspace(-0.1, 0.2, 1024)
+    save_weights(path, replace(random_weights(shape, 3, "cpu"), shared_gate=gate))
+    await compare(LAYER | {"weights": {"path": str(path)}})
+
+
+async def compare(layer: dict[str, Any]) -> None:
+    """Fail unless ranks answer as one GPU does."""
+    settings = tiny_settings(LIMITS, backend="hopper", models=[layer])
     async with serving(settings) as server:
         values = inputs()
         expected = [await output_for(server, value) for value in values]
-    settings = tiny_settings(LIMITS, backend="hopper", models=[LAYER], devices=DEVICES)
+    settings = tiny_settings(LIMITS, backend="hopper", models=[layer], devices=DEVICES)
     async with serving_ranks(settings) as server:
         for _ in range(3):
             for value, wanted in zip(values, expected, strict=True):

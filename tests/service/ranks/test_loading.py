@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from expertd.kernels import ExpertBiases
 from expertd.service.checkpoints import CheckpointError, resolve_checkpoints
 from expertd.service.engine.layers import LoadCancelledError
 from expertd.service.engine.loading import load
@@ -61,7 +62,13 @@ def test_a_checkpoint_is_split(checkpoint: Path, experts: str | None) -> None:
     assert close(got, computed(of_checkpoint(checkpoint, 1, experts=experts)))
 
 
-@pytest.mark.parametrize("family", ["qwen2", "hunyuan-4", "llama-4"])
+@pytest.mark.parametrize("family", ["qwen2", "hunyuan-4", "minimax-m3", "deepseek-v4", "step-3.7"])
+def test_families_with_other_rules_are_split(family: str, tmp_path: Path) -> None:
+    directory = Checkpoint(family, tmp_path / "model").directory
+    assert close(computed(of_checkpoint(directory, 2)), computed(of_checkpoint(directory, 1)))
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", "llama-4"])
 def test_families_with_other_rules_need_one_rank(family: str, tmp_path: Path) -> None:
     directory = Checkpoint(family, tmp_path / "model").directory
     assert of_checkpoint(directory, 1).num_ranks == 1
@@ -71,11 +78,13 @@ def test_families_with_other_rules_need_one_rank(family: str, tmp_path: Path) ->
         of_checkpoint(directory, 2)
 
 
-def test_a_gate_in_a_weights_file_needs_one_rank(tmp_path: Path) -> None:
-    shape, path = replace(SHAPE, num_shared_experts=1), tmp_path / "layer.safetensors"
-    save_weights(path, replace(random_weights(shape, 3, "cpu"), shared_gate=torch.ones(HIDDEN)))
-    models = [{**MODEL, "hidden_size": HIDDEN, "num_shared_experts": 1, "weights": {"path": path}}]
-    with pytest.raises(ValueError, match=r"on several ranks, .* got a gate of the shared expert"):
+def test_biases_in_a_weights_file_need_one_rank(tmp_path: Path) -> None:
+    path = tmp_path / "layer.safetensors"
+    groups, i = SHAPE.num_groups, SHAPE.intermediate_size
+    biases = ExpertBiases(*(torch.zeros(groups, n, dtype=torch.bfloat16) for n in (2 * i, HIDDEN)))
+    save_weights(path, replace(random_weights(SHAPE, 3, "cpu"), biases=biases))
+    models = [{**MODEL, "hidden_size": HIDDEN, "weights": {"path": path}}]
+    with pytest.raises(ValueError, match=r"on several ranks, .* got biases of the experts"):
         load_ranks(tiny_settings(models=models, ranks=2), lambda: False)
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expertd.kernels import Activation, Backend, Quantized, Routing
+from expertd.activation import COMMON, ExpertRule
+from expertd.kernels import Activation, Backend, ExpertBiases, Quantized, Routing
 from expertd.kernels.backends.reference.backend import ReferenceBackend
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.parallel import Exchange, ParallelLayer
@@ -33,6 +34,7 @@ class RowByRow(ReferenceBackend):
         offsets: Tensor,
         activation: Activation,
         num_sms: int | None,
+        biases: ExpertBiases | None = None,
     ) -> Tensor:
         out = torch.full((len(tokens), hidden_states.shape[1]), torch.nan, dtype=torch.bfloat16)
         for group, (start, end) in enumerate(pairwise(offsets.tolist())):
@@ -41,7 +43,7 @@ class RowByRow(ReferenceBackend):
             compute = partial(super().ffn, hidden_states)
             for row in range(start, end):
                 token = tokens[row : row + 1]
-                out[row] = compute(token, gate_up, down, alone, activation, num_sms)[0]
+                out[row] = compute(token, gate_up, down, alone, activation, num_sms, biases)[0]
         return out
 
 
@@ -62,6 +64,8 @@ class Case:
     routing: Routing | None = None
     physical: Sequence[int] | None = None
     by_row: bool = True  # which tokens use which replica
+    rule: ExpertRule = COMMON
+    gated: bool = False  # the shared experts
 
     @property
     def all_tokens(self) -> Tensor:
@@ -75,8 +79,9 @@ class Case:
 
 
 @lru_cache(maxsize=8)
-def weights_of(shape: LayerShape, seed: int) -> ExpertWeights:
-    return random_weights(shape, seed, "cpu")
+def weights_of(shape: LayerShape, seed: int, gated: bool = False) -> ExpertWeights:
+    weights = random_weights(shape, seed, "cpu")
+    return replace(weights, shared_gate=torch.linspace(-0.2, 0.3, shape.hidden_size)) if gated else weights
 
 
 def part_of(weights: ExpertWeights, held: range, own: Sequence[int], num_shared: int) -> ExpertWeights:
@@ -94,11 +99,13 @@ def parallel_layer(exchange: Exchange, case: Case) -> ParallelLayer:
     if case.physical is not None:
         placement = Placement(np.array([case.physical]), case.shape.num_experts, exchange.num_ranks)
         own = placement.experts_of_rank(0, exchange.rank).tolist()
-    weights = part_of(weights_of(case.shape, case.seed), held, own, case.shape.num_shared_experts)
+    whole = weights_of(case.shape, case.seed, case.gated)
+    weights = part_of(whole, held, own, case.shape.num_shared_experts)
     backend = BACKENDS[case.backend]
     return ParallelLayer(
-        case.shape, weights, backend, exchange, routing=case.routing, exact=case.exact, physical=case.physical
-    )
+        case.shape, weights, backend, exchange,
+        routing=case.routing, rule=case.rule, exact=case.exact, physical=case.physical,
+    )  # fmt: skip
 
 
 def run_case(exchange: Exchange, case: Case) -> tuple[Tensor, list[int], Tensor]:
@@ -124,8 +131,8 @@ def call(exchange: Exchange, case: Case, layer: ParallelLayer) -> tuple[Tensor, 
 
 def run_alone(exchange: Exchange, case: Case) -> Tensor:
     """The output of one rank's layer for all tokens of a case."""
-    weights, backend = weights_of(case.shape, case.seed), BACKENDS[case.backend]
-    layer = MoELayer(case.shape, weights, backend, routing=case.routing)
+    weights, backend = weights_of(case.shape, case.seed, case.gated), BACKENDS[case.backend]
+    layer = MoELayer(case.shape, weights, backend, routing=case.routing, rule=case.rule)
     ids, topk_weights = (None, None) if case.given is None else case.all_given
     out = torch.full(case.all_tokens.shape, torch.nan, dtype=case.out_dtype)
     return layer(case.all_tokens, ids, topk_weights, None, out)

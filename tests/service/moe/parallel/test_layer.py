@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from expertd.activation import COMMON
+from tests.kernels.helpers import diff
 from tests.service.moe.parallel.calls import (
     BF16,
     COUNTS,
@@ -21,6 +23,7 @@ from tests.service.moe.parallel.calls import (
 from tests.service.moe.parallel.cases import run_case, run_parts
 from tests.service.moe.parallel.ranks import Ranks
 from tests.service.moe.reference_layer import assert_close
+from tests.service.moe.reference_rules import RULES
 
 
 @pytest.mark.parametrize("number", GROUPS)
@@ -35,6 +38,20 @@ def test_the_layer_matches_the_reference(
     outputs = outputs_of(ranks, GROUPS[number], case)
     assert [(len(out), out.dtype) for out in outputs] == [(n, out_dtype) for n in COUNTS[-number:]]
     assert_close(torch.cat(outputs), reference_of(case))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("rule", [name for name in RULES if name != "weighed input"])
+def test_other_rules_are_those_of_one_rank(ranks: Ranks, rule: str, gated: bool, exact: bool) -> None:
+    case = replace(make_case((6, 0, 11), SHARED), rule=RULES[rule], gated=gated, exact=exact)
+    out = torch.cat(outputs_of(ranks, GROUPS[3], case))
+    expected = alone(ranks, case)
+    assert diff(out, expected) < 1e-5
+    if rule != "common":
+        assert diff(alone(ranks, replace(case, rule=COMMON)), expected) > 1e-4
+    if gated:
+        assert diff(alone(ranks, replace(case, gated=False)), expected) > 1e-3
 
 
 @pytest.mark.parametrize("number", [2, 3, 4])

@@ -1,0 +1,126 @@
+"""What each device holds of all layers, and the memory for it: by arithmetic, before anything is loaded."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from expertd.limits import SCALE_BLOCK
+from expertd.service.moe.host_memory import free_host_bytes
+from expertd.service.moe.needs import Needs, needs_of, part_of_layer, staging_bytes, together
+from expertd.service.moe.placement import contiguous_placement, cyclic_placement
+from expertd.service.moe.split import split_experts
+from expertd.service.settings.model import Settings
+from expertd.service.settings.served import ModelSettings
+from expertd.service.settings.spans import numbers, spans
+
+_NUMBER_BYTES = 4  # of a hidden state, at most
+
+
+@dataclass(frozen=True)
+class Share:
+    """A device's part: names of models by what it holds of them, its memory, and that of an exchange."""
+
+    held: dict[str, tuple[str, ...]]
+    needs: Needs
+    exchange: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """All of it."""
+        return self.needs.total + self.exchange
+
+    @property
+    def text(self) -> str:
+        """For people."""
+        parts = [f"{_layers(names)}: {what}" for what, names in self.held.items()]
+        memory = f"weights {size(self.needs.weights)}, steps {size(self.needs.steps)}"
+        memory += f", graphs {size(self.needs.graphs)}" if self.needs.graphs else ""
+        memory += f", exchange {size(self.exchange)}" if self.exchange else ""
+        return f"{'; '.join(parts)}: {size(self.num_bytes)} ({memory})"
+
+
+def shares_of(settings: Settings, on_gpu: bool) -> list[Share]:
+    """The share of each rank; of the only device if there are no ranks."""
+    return [_share(settings, rank, on_gpu) for rank in range(settings.num_ranks)]
+
+
+def experts_of(settings: Settings, model: ModelSettings, rank: int) -> Sequence[int]:
+    """The routed experts of `model` that a rank holds at first, replicas included."""
+    if settings.num_ranks == 1:
+        return model.shape.held_experts
+    if settings.placement.policy is None:
+        return split_experts(model.shape.held_experts, settings.num_ranks)[rank]
+    first = cyclic_placement if settings.on_rank_loss == "shrink" else contiguous_placement
+    slots = model.num_experts + settings.placement.replicas
+    placement = first(1, model.num_experts, settings.num_ranks, slots)
+    return [int(expert) for expert in placement.experts_of_rank(0, rank)]
+
+
+def free_bytes(settings: Settings, on_gpu: bool) -> list[int | None]:
+    """The free memory for each rank of this node; None: it has no such GPU. CPU ranks share it evenly."""
+    import torch
+
+    if not on_gpu:
+        return [free_host_bytes() // settings.ranks_per_node] * settings.ranks_per_node
+    devices = [0] if settings.devices is None else numbers(settings.devices)
+    count = torch.cuda.device_count()
+    return [torch.cuda.mem_get_info(device)[0] if device < count else None for device in devices]
+
+
+def more_ranks(settings: Settings, on_gpu: bool, available: int) -> str:
+    """A hint: how many ranks, each with this free memory, would do; empty if no number would."""
+    from expertd.kernels.rank_memory import MAX_RANKS
+
+    for count in range(settings.num_ranks + 1, MAX_RANKS + 1):
+        update = {"devices": f"0-{count - 1}"} if on_gpu else {"ranks": count}
+        try:
+            shares = shares_of(settings.model_copy(update=update | {"nnodes": 1}), on_gpu)
+        except ValueError:
+            break  # fewer experts than ranks
+        room = available if on_gpu else available * settings.ranks_per_node // count
+        if all(share.num_bytes <= room for share in shares):
+            return f"; {count} such {'GPUs' if on_gpu else 'ranks'} would do"
+    return ""
+
+
+def _share(settings: Settings, rank: int, on_gpu: bool) -> Share:
+    tokens, held, needs = settings.limits.max_batch_tokens, defaultdict[str, list[str]](list), []
+    staging = 0
+    for model in settings.models:
+        experts = experts_of(settings, model, rank)
+        shared = f" and {model.num_shared_experts} shared" if model.num_shared_experts else ""
+        held[f"experts {spans(set(experts))} of {model.num_experts}{shared}"].append(model.name)
+        needs.append(needs_of(part_of_layer(model.shape, len(experts)), tokens, on_gpu))
+        if on_gpu:
+            staging = max(staging, staging_bytes(tokens, model.hidden_size, model.top_k, _NUMBER_BYTES))
+    total = together(needs)
+    total = replace(total, steps=total.steps + staging)
+    exchange = _exchange_bytes(settings) if on_gpu and settings.num_ranks > 1 else 0
+    return Share({what: tuple(names) for what, names in held.items()}, total, exchange)
+
+
+def _exchange_bytes(settings: Settings) -> int:
+    """As `RankMemory` allocates: one for layers of the same sizes and partition."""
+    ranks, num_bytes = settings.num_ranks, 0
+    own = -(-settings.limits.max_batch_tokens // ranks)
+    for _, h, top_k in {(m.partition, m.hidden_size, m.top_k) for m in settings.models}:
+        row = h + h // SCALE_BLOCK * 4 + top_k * 8
+        num_bytes += ranks * own * row + (top_k if settings.combines_exactly else ranks) * own * h * 2
+    return num_bytes
+
+
+def _layers(names: Sequence[str]) -> str:
+    """Names, with the numbers of a checkpoint's layers together."""
+    numbered, others = defaultdict[str, list[int]](list), []
+    for name in names:
+        prefix, found, number = name.rpartition(".layers.")
+        if found and number.isdecimal():
+            numbered[prefix].append(int(number))
+        else:
+            others.append(name)
+    return ", ".join([*(f"{prefix}.layers.{spans(layers)}" for prefix, layers in numbered.items()), *others])
+
+
+def size(num_bytes: int) -> str:
+    """For people."""
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"

@@ -1,0 +1,82 @@
+"""Which experts of which layers each rank holds, and the memory for them, by arithmetic."""
+
+from typing import Any
+
+import pytest
+
+from expertd.service.moe.needs import weights_bytes
+from expertd.service.moe.parallel.placed import held_by
+from expertd.service.moe.placement import contiguous_placement, cyclic_placement
+from expertd.service.ranks.shares import Share, experts_of, free_bytes, more_ranks, shares_of
+from expertd.service.settings.model import Settings
+
+DEEPSEEK_V3 = {
+    "hidden_size": 7168, "intermediate_size": 2048, "num_experts": 256, "top_k": 8, "num_shared_experts": 1,
+}  # fmt: skip
+
+
+def whole_model(**changes: Any) -> Settings:
+    """DeepSeek-V3's 58 layers."""
+    models = [{"name": f"deepseek-v3.layers.{layer}"} | DEEPSEEK_V3 for layer in range(3, 61)]
+    return Settings.model_validate({"models": models, "backend": "hopper", "devices": "0-7"} | changes)
+
+
+def weights_of(shares: list[Share]) -> int:
+    return sum(share.needs.weights for share in shares)
+
+
+def test_a_whole_model_fits_on_eight_gpus_and_not_on_four() -> None:
+    settings = whole_model()
+    shares = shares_of(settings, on_gpu=True)
+    shape = settings.models[0].shape
+    experts = 58 * (256 + 8) * shape.expert_bytes  # the shared one is on every rank
+    router = 8 * 58 * 256 * 7168 * (4 + 4 + 2)
+    assert weights_of(shares) == pytest.approx(experts + router, rel=1e-3)
+    for rank, share in enumerate(shares):
+        text = f"deepseek-v3.layers.3-60: experts {rank * 32}-{rank * 32 + 31} of 256 and 1 shared: "
+        assert share.text.startswith(text)
+        assert 84e9 < share.num_bytes < 100e9
+    h200 = 140_000_000_000
+    on_four = whole_model(devices="0-3")
+    assert all(share.num_bytes > h200 for share in shares_of(on_four, on_gpu=True))
+    assert more_ranks(on_four, on_gpu=True, available=h200) == "; 6 such GPUs would do"
+    assert more_ranks(on_four, on_gpu=True, available=20_000_000_000) == ""
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ranks": 3},
+        {"ranks": 2, "placement": {"policy": "balanced", "replicas": 2}},
+        {"ranks": 4, "placement": {"policy": "balanced", "replicas": 4}, "on_rank_loss": "shrink"},
+    ],
+)
+def test_ranks_hold_what_the_arithmetic_says(changes: dict[str, Any]) -> None:
+    model = {"name": "a", "hidden_size": 256, "intermediate_size": 128, "num_experts": 8, "top_k": 2}
+    settings = Settings.model_validate({"models": [model], "backend": "reference"} | changes)
+    ranks, physical = settings.num_ranks, list(range(8))
+    if settings.placement.policy is not None:
+        first = cyclic_placement if settings.on_rank_loss == "shrink" else contiguous_placement
+        physical = first(1, 8, ranks, 8 + settings.placement.replicas).physical_to_logical[0].tolist()
+    held = [list(experts_of(settings, settings.models[0], rank)) for rank in range(ranks)]
+    assert held == [list(held_by(rank, ranks, physical)) for rank in range(ranks)]
+    assert set().union(*held) == set(range(8))
+
+
+def test_one_device_holds_all_of_every_layer() -> None:
+    models = [
+        {"name": name, "hidden_size": 256, "intermediate_size": 128, "num_experts": 8, "top_k": 2}
+        | ({"local_experts": "2-5"} if name == "part" else {})
+        for name in ("whole", "m.layers.4", "m.layers.5", "part")
+    ]
+    settings = Settings.model_validate({"models": models, "backend": "reference"})
+    (share,) = shares_of(settings, on_gpu=False)
+    assert share.held == {
+        "experts 0-7 of 8": ("whole", "m.layers.4", "m.layers.5"),
+        "experts 2-5 of 8": ("part",),
+    }
+    assert "m.layers.4-5, whole: experts 0-7 of 8; part: experts 2-5 of 8: " in share.text
+    assert share.needs.weights > sum(weights_bytes(model.shape) for model in settings.models)
+    (free,) = free_bytes(settings, on_gpu=False)
+    assert free is not None
+    assert share.num_bytes < free
