@@ -79,6 +79,13 @@ class Scheduler:
         """Set the runner of each model, and its share of the device beside others; by default 1."""
         self._queues.set_runners(runners, weights or {})
 
+    def watch_device(self, failure: Callable[[], str | None], on_failure: Callable[[str], None]) -> None:
+        """After a failed step, ask `failure`; if it says why the device has failed, tell `on_failure`.
+
+        That is called on the event loop, at least once. Requests get DeviceLostError.
+        """
+        self._stepping.failure, self._stepping.on_failure = failure, on_failure
+
     def set_limits(self, limits: Limits) -> None:
         """Set the limits of further requests and steps."""
         with self._lock:
