@@ -22,7 +22,7 @@ from expertd.service.engine.steps import Chunk, Pending, Runner, State
 from expertd.service.moe.request import Output
 from expertd.service.settings.parts import Limits
 
-_MARGIN = 1.25  # for steps that take longer than recent ones, and for what is between them
+_MARGIN = 1.25  # at least, for steps that take longer than recent ones, and for what is between them
 _COMPETING_SECONDS = 10.0  # that requests are taken to compete for after they last did
 
 
@@ -143,8 +143,8 @@ class Queues:
         if min(chunk.pending.deadline for chunk in step) == math.inf:
             return step, []
         num_tokens = sum(chunk.request.num_tokens for chunk in step)
-        seconds = busy() + self._of[step[0].pending.model].forecast.step(num_tokens)
-        end = time.perf_counter() + seconds
+        forecast = self._of[step[0].pending.model].forecast
+        end = time.perf_counter() + forecast.margin * (busy() + forecast.step(num_tokens))
         late = [chunk for chunk in step if chunk.pending.deadline < end]
         return [chunk for chunk in step if chunk.pending.deadline >= end] if late else step, late
 
@@ -201,7 +201,9 @@ class Queues:
             other = self._of[name]
             seconds = other.forecast.until_end(tokens, limits.max_batch_tokens) if tokens else 0.0
             busy += min(seconds, alone * other.weight / own.weight)
-        seconds = _MARGIN * own.forecast.until_end(num_tokens, limits.max_batch_tokens, busy)
+        seconds = max(_MARGIN, own.forecast.margin) * own.forecast.until_end(
+            num_tokens, limits.max_batch_tokens, busy
+        )
         if pending.arrived + seconds > pending.deadline:
             given = round(1e6 * (pending.deadline - pending.arrived))
             expected = (
