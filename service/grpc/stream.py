@@ -52,7 +52,7 @@ class Stream:
         loop = asyncio.get_running_loop()
         try:
             while True:
-                task = loop.create_task(_awaited(self._answer(await self._next())))
+                task = loop.create_task(self._result(await self._next()))
                 self._tasks.add(task)
                 task.add_done_callback(self._answered)
                 self._answers.put_nowait(task)
@@ -64,6 +64,9 @@ class Stream:
             self._error = OipError(408, text)
         finally:
             self._answers.put_nowait(None)
+
+    async def _result(self, message: bytes) -> bytes:
+        return await self._answer(message)  # not begun at all if the stream is cancelled before
 
     async def _next(self) -> bytes:
         async with asyncio.timeout(None if self._tasks else self._idle_seconds) as self._limit:
@@ -85,7 +88,3 @@ class Stream:
         except TimeoutError:
             text = f"stream: expected an answer to be received within {self._idle_seconds:g} s, got a part"
             raise OipError(408, text) from None
-
-
-async def _awaited(answer: Awaitable[bytes]) -> bytes:
-    return await answer

@@ -118,7 +118,7 @@ class SoakServer:
     def mistakes(self) -> list[str]:
         """Lines of the log that no soak should cause."""
         lines = self.log.read_text().splitlines()
-        wrong = re.compile("Traceback|internal error|gRPC call failed|unanswered")
+        wrong = re.compile("Traceback|RuntimeWarning|internal error|gRPC call failed|unanswered")
         places = [place for place, line in enumerate(lines) if wrong.search(line)]
         return ["\n".join(lines[max(0, place - 1) : place + 30]) for place in places[:10]]
 

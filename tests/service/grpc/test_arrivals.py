@@ -169,3 +169,25 @@ async def test_an_idle_stream_is_told_why_it_ends() -> None:
         output_of((await stream.read()).infer_response)
         text, _ = await refusal(stream.read(), grpc.StatusCode.DEADLINE_EXCEEDED)
         assert text == "stream: expected the next request within 1 s, got none"
+
+
+async def test_a_stream_that_is_cancelled_at_once_has_begun_nothing() -> None:
+    """A warning of a coroutine that nobody awaited would fail this."""
+
+    async def messages() -> AsyncIterator[bytes]:
+        yield b"a"
+        await asyncio.Event().wait()
+
+    async def answer(data: bytes) -> bytes:
+        return data
+
+    async def write(data: bytes) -> None:
+        pass
+
+    for turns in range(6):
+        running = asyncio.ensure_future(Stream(messages(), answer, 10).run(write))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    gc.collect()
