@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 _RECENT_SECONDS = 1.0  # older steps say nothing: else what they say would never be measured again
 _HALF_SECONDS = 0.25  # until a step counts half
+_DOUBTFUL_SECONDS = 0.1  # on an idle device: one slow step must not have all requests refused for a second
 _LEAST_MARGIN, _MOST_MARGIN = 1.1, 2.0
 _SPREADS = 2.5  # by which few steps exceed what is forecast for them
 _BEYOND = 2.0  # of the largest recent step: what is larger may be the first of its kind
@@ -54,6 +55,11 @@ class Forecast:
         # Nothing takes less than no time, so steps of one size are taken to be in proportion.
         slope = min(slope, seconds / tokens)
         return seconds + slope * (min(num_tokens, _BEYOND * self._largest) - tokens)
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether the next step on an idle device should be tried, whatever is forecast for it."""
+        return self._clock() - self._when > _DOUBTFUL_SECONDS
 
     @property
     def margin(self) -> float:

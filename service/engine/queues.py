@@ -143,8 +143,10 @@ class Queues:
         if min(chunk.pending.deadline for chunk in step) == math.inf:
             return step, []
         num_tokens = sum(chunk.request.num_tokens for chunk in step)
-        forecast = self._of[step[0].pending.model].forecast
-        end = time.perf_counter() + forecast.margin * (busy() + forecast.step(num_tokens))
+        forecast, wait = self._of[step[0].pending.model].forecast, busy()
+        if not wait and forecast.is_doubtful:
+            return step, []
+        end = time.perf_counter() + forecast.margin * (wait + forecast.step(num_tokens))
         late = [chunk for chunk in step if chunk.pending.deadline < end]
         return [chunk for chunk in step if chunk.pending.deadline >= end] if late else step, late
 
@@ -193,6 +195,8 @@ class Queues:
     def _check_time(self, pending: Pending, busy: float) -> None:
         """Refuse a request whose output would come after its deadline, by what recent steps took."""
         limits, model = self.limits, pending.model
+        if not busy and not self.turns and self._of[model].forecast.is_doubtful:
+            return
         before = {name: self._of[name].tokens_before(pending.priority, pending.caller) for name in self.turns}
         own = self._of[model]
         num_tokens = before.pop(model, 0) + pending.request.num_tokens

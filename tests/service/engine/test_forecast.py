@@ -112,3 +112,12 @@ def test_even_steps_need_the_least_margin(forecast: Forecast, clock: Clock) -> N
         forecast.note(tokens, seconds(tokens))
         clock.now += 0.1
         assert forecast.margin == 1.1
+
+
+def test_a_forecast_is_in_doubt_after_a_moment_without_steps(forecast: Forecast, clock: Clock) -> None:
+    assert forecast.is_doubtful
+    forecast.note(100, 5.0)
+    clock.now += 0.09
+    assert not forecast.is_doubtful
+    clock.now += 0.02
+    assert forecast.is_doubtful
