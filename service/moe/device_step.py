@@ -190,23 +190,20 @@ class DeviceSteps:
         starts = list(accumulate(sizes, initial=0))
         copied, staged = slot.device_in.take(starts[-1]), slot.host_in.take(starts[-1])
 
-        def fetched(memory: Buffer | Span, begin: int, end: int) -> Tensor:
+        def fetch(memory: Buffer | Span, begin: int, end: int) -> None:
             source = address_of(memory, staged[begin:end])
             owner = memory.owner if isinstance(memory, Span) else staged
             copies.add(copied.data_ptr() + begin, source, end - begin, owner)
-            return copied[begin:end]
 
-        parts: list[Tensor | Fp8Rows] = []
         for request, (start, end) in zip(batch.requests, pairwise(starts), strict=True):
-            if request.scales is None:
-                parts.append(rows_of(fetched(request.hidden_states, start, end), request.datatype, h))
-                continue
-            middle = start + request.num_tokens * h
-            values = fetched(request.hidden_states, start, middle)
-            parts.append(rows_of(values, FP8, h, fetched(request.scales, middle, end)))
-        if all(request.scales is None for request in batch.requests) and len(datatypes) == 1:
-            return [rows_of(copied, datatypes.pop(), h)]
-        return parts
+            middle = end if request.scales is None else start + request.num_tokens * h
+            fetch(request.hidden_states, start, middle)
+            if request.scales is not None:
+                fetch(request.scales, middle, end)
+        if len(datatypes) == 1 and all(request.scales is None for request in batch.requests):
+            return [rows_of(copied, batch.requests[0].datatype, h)]
+        spans = zip(batch.requests, pairwise(starts), strict=True)
+        return [_rows_of(request, copied[start:end], h) for request, (start, end) in spans]
 
     def _given(self, batch: Batch, slot: Slot, copies: Copies) -> _Routing:
         """topk_ids int32 and topk_weights fp32 [T, top_k] on the GPU, for requests with routing on the host.
@@ -279,6 +276,14 @@ class DeviceSteps:
         """Whether kernels can use `memory` as it is."""
         here = self._staging.device.index
         return is_on_gpu(memory) and memory.device == here and is_aligned(memory, alignment)
+
+
+def _rows_of(request: LayerRequest, data: Tensor, hidden_size: int) -> Tensor | Fp8Rows:
+    """A request's rows in `data`, uint8; scales that lay apart follow the values."""
+    if request.scales is None:
+        return rows_of(data, request.datatype, hidden_size)
+    size = request.num_tokens * hidden_size
+    return rows_of(data[:size], FP8, hidden_size, data[size:])
 
 
 def _stays_in_place(request: LayerRequest) -> bool:
