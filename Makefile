@@ -48,7 +48,7 @@ ranks: $(RUNTIME) $(DEV)
 
 # Last, because it measures memory; with -j2, beside the others.
 short-soak: $(RUNTIME) $(DEV) | ranks
-	$(BIN)/python -m tests.soak --seconds 60 --growth 0.1
+	$(BIN)/python -m tests.soak --seconds 30 --growth 0.1
 
 client: $(RUNTIME) $(DEV)
 	cd client && ../$(BIN)/python -m pytest -m "not gpu"

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -12,7 +13,13 @@ from expertd_client.calls import layer_call
 from expertd_client.deadline import Deadline
 from expertd_client.device_memory import DeviceMemoryError
 from expertd_client.directory import Directory, RefusedError, Wanted
-from expertd_client.errors import DeadlineError, ServerBusyError, TransportUnavailableError
+from expertd_client.errors import (
+    DeadlineError,
+    ExpertError,
+    InvalidRequestError,
+    ServerBusyError,
+    TransportUnavailableError,
+)
 from expertd_client.leasing import take_place
 from expertd_client.steps import Steps, Work, run, run_async
 from expertd_client.transport import NotThisCallError
@@ -159,6 +166,29 @@ def test_a_refusal_lasts_a_while_for_calls_of_that_size() -> None:
     with pytest.raises(NotThisCallError, match="expected room"):
         holder.take(LARGE, never)
     assert leased(holder, SMALL).arena is lease.arena
+
+
+@pytest.mark.parametrize(
+    ("error", "seconds"),
+    [
+        (InvalidRequestError("byte_size: expected at most 1, got 2", 400), 5.0),
+        (ServerBusyError("server: expected a loaded one, got one that is loading", 503), 0.25),
+        (ServerBusyError("limit: expected room, got none", 503, retry_after=1.0), 1.0),
+        (ServerBusyError("limit: expected room, got none", 503, retry_after=60.0), 5.0),
+    ],
+)
+def test_a_busy_server_is_asked_again_sooner(
+    error: ExpertError, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder: Holder[Memory] = Holder(4)
+    assert isinstance(holder.take(SMALL, never), Sizes)
+    assert holder.failed(SMALL, error)
+    now = time.monotonic()
+    monkeypatch.setattr("expertd_client.arenas.time.monotonic", lambda: now + 0.9 * seconds)
+    with pytest.raises(NotThisCallError):
+        holder.take(SMALL, never)
+    monkeypatch.setattr("expertd_client.arenas.time.monotonic", lambda: now + seconds)
+    assert isinstance(holder.take(SMALL, never), Sizes)
 
 
 def test_no_more_places_are_asked_for_after_a_refusal() -> None:

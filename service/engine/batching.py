@@ -34,6 +34,8 @@ _EARLY_TOKENS = 512
 _MAX_RUNNING = 2  # steps: one whose bytes are copied, and one that computes
 _POLLED_PART = 0.9  # of a large step's likely time; for the rest, waiting for its end alone ends sooner
 _POLL_SECONDS = 100e-6  # how often a running step is checked for its end while others may begin
+# A step on the event loop may take longer than is likely, and meanwhile no timeout can be answered there.
+_LEAST_TIMEOUT_SECONDS = 50 * SHORT_SECONDS
 # After a step on the event loop, that stays awake for as long, if the caller has been this quick before.
 _AWAKE_SECONDS = 0.2e-3
 
@@ -78,6 +80,13 @@ class Scheduler:
     def set_runners(self, runners: Mapping[str, Runner], weights: Mapping[str, float] | None = None) -> None:
         """Set the runner of each model, and its share of the device beside others; by default 1."""
         self._queues.set_runners(runners, weights or {})
+
+    def watch_device(self, failure: Callable[[], str | None], on_failure: Callable[[str], None]) -> None:
+        """After a failed step, ask `failure`; if it says why the device has failed, tell `on_failure`.
+
+        That is called on the event loop, at least once. Requests get DeviceLostError.
+        """
+        self._stepping.failure, self._stepping.on_failure = failure, on_failure
 
     def set_limits(self, limits: Limits) -> None:
         """Set the limits of further requests and steps."""
@@ -143,7 +152,7 @@ class Scheduler:
         because the next step waits for it. It must not raise.
 
         alone     the event loop has no other requests at present: if nothing else runs and the step is likely
-                  to be short, it runs there, after all that has arrived there
+                  to be short, it runs there, after all that has arrived there; not with a short timeout
         priority  1 to 255; lower ones are computed first
         caller    `caller_number`: those with waiting requests get equal shares
         timeout   seconds after which the output is of no use: if that is likely, it is not computed
@@ -155,7 +164,8 @@ class Scheduler:
             self._delivery.accepted()
             if on_worker and self._stepping.returning:
                 self._stepping.returning -= 1
-            if alone and self._sleeping and _is_short(queue):
+            patient = timeout is None or timeout >= _LEAST_TIMEOUT_SECONDS
+            if alone and patient and self._sleeping and _is_short(queue):
                 self._stays_awake = pending.arrived - self._ended_here < _AWAKE_SECONDS
                 self._delivery.loop.call_soon(self._run_here, pending)
                 return pending

@@ -67,6 +67,7 @@ def part_of(request: LayerRequest, start: int, num_tokens: int) -> LayerRequest:
         hidden_states=rows(request.hidden_states),
         topk_ids=None if request.topk_ids is None else rows(request.topk_ids),
         topk_weights=None if request.topk_weights is None else rows(request.topk_weights),
+        scales=None if request.scales is None else rows(request.scales),
         output=output,
         signal=None,
         plan=None,

@@ -75,7 +75,7 @@ class Engine:
         self._loading: asyncio.Task[None] | None = None
         self._retries: dict[str, asyncio.Task[None]] = {}
         self._watchdog: Watchdog | None = None
-        self._hangs: str | None = None
+        self._failure: str | None = None  # of the device, for good
         self._lane_control: LaneControl | None = None
         metrics.add_models({model.name: model.num_experts for model in settings.models})
         metrics.watch_jit(jit_stats)
@@ -94,8 +94,8 @@ class Engine:
         A model whose steps keep failing is not ready. It still accepts requests, and the first step that
         succeeds makes it ready again.
         """
-        if self._hangs is not None:
-            return self._hangs
+        if self._failure is not None:
+            return self._failure
         if self.phase is not Phase.READY:
             return f"the server is {self.phase.value}"
         if not self.can_be_reached():
@@ -118,6 +118,11 @@ class Engine:
                 if model not in self._retries:
                     self._retries[model] = asyncio.get_running_loop().create_task(self._retry(model))
         raise NotReadyError(reason)
+
+    @property
+    def device_failed(self) -> bool:
+        """Whether the device hangs or has failed: then nothing of it can be freed."""
+        return self._failure is not None
 
     @property
     def draining(self) -> bool:
@@ -217,13 +222,13 @@ class Engine:
         stopped = await asyncio.to_thread(self.scheduler.stop, _STOP_SECONDS)
         if self._watchdog is not None:
             self._watchdog.stop()
-        if stopped:
+        if stopped and not self.device_failed:
             await self.shared_memory.stop()
             if self.arena is not None:
                 self.arena.close()
             if self.loaded is not None:
                 await asyncio.to_thread(self.loaded.close)
-        else:
+        elif not stopped:
             logger.warning("the worker thread is still busy: exiting without waiting for it")
         for task in (tasks := [*self._retries.values(), *([self._loading] if self._loading else [])]):
             task.cancel()
@@ -297,6 +302,7 @@ class Engine:
         weights = {model.name: model.weight for model in self.settings.models}
         for lane, runners in zip(self.scheduler.lanes, loaded.runners_of_lanes, strict=False):
             lane.set_runners(runners, weights)
+            lane.watch_device(loaded.failure, self._give_up)
             await lane.between_steps(loaded.prepare_thread)
         self.loaded, self.arena = loaded, arena
         self.repository.start(loaded)
@@ -314,8 +320,11 @@ class Engine:
         return loaded, Arena(self.settings.buffered_bytes, loaded.register)
 
     def _give_up(self, why: str) -> None:
-        """The device hangs, and the worker thread with it: the server ends."""
-        self._hangs, self.phase = why, Phase.FAILED
+        """The device hangs, and the worker thread with it, or has failed: the server ends."""
+        if self._failure is not None:
+            return
+        logger.critical("%s: this process ends, and has to be started again", why)
+        self._failure, self.phase = why, Phase.FAILED
         self.scheduler.give_up(DeviceLostError(why))
 
     def _failing(self, models: tuple[str, ...]) -> list[str]:

@@ -6,20 +6,23 @@ from collections.abc import Callable
 
 _RECENT_SECONDS = 1.0  # older steps say nothing: else what they say would never be measured again
 _HALF_SECONDS = 0.25  # until a step counts half
+_DOUBTFUL_SECONDS = 0.1  # on an idle device: one slow step must not have all requests refused for a second
+_LEAST_MARGIN, _MOST_MARGIN = 1.1, 2.0
+_SPREADS = 2.5  # by which few steps exceed what is forecast for them
 _BEYOND = 2.0  # of the largest recent step: what is larger may be the first of its kind
 
 
 class Forecast:
     """A line through the recent steps: seconds by tokens, by least squares."""
 
-    __slots__ = ("_arrived", "_arrived_at", "_clock", "_largest", "_sums", "_when")
+    __slots__ = ("_arrived", "_arrived_at", "_clock", "_excess", "_largest", "_sums", "_when")
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._when = -math.inf  # of the latest step
-        self._sums: tuple[float, ...] = (
-            0.0,
-        ) * 5  # of 1, tokens, seconds, tokens² and tokens x seconds, weighted by age
+        # Of 1, tokens, seconds, tokens² and tokens x seconds, weighted by age.
+        self._sums: tuple[float, ...] = (0.0,) * 5
+        self._excess = 0.0  # the same of the squared part by which steps took longer than the line says
         self._largest = 0.0  # tokens; it fades, too
         self._arrived = 0.0  # tokens, weighted by age
         self._arrived_at = -math.inf
@@ -37,6 +40,9 @@ class Forecast:
         self._sums = tuple(kept * old + more for old, more in zip(self._sums, new, strict=True))
         self._largest = max(kept * self._largest, num_tokens)
         self._when = now
+        expected = self.step(num_tokens)
+        excess = max(0.0, seconds / expected - 1.0) if expected else 0.0
+        self._excess = kept * self._excess + excess**2
 
     def step(self, num_tokens: float) -> float:
         """Seconds that a step takes, or more; 0: unknown."""
@@ -49,6 +55,18 @@ class Forecast:
         # Nothing takes less than no time, so steps of one size are taken to be in proportion.
         slope = min(slope, seconds / tokens)
         return seconds + slope * (min(num_tokens, _BEYOND * self._largest) - tokens)
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether the next step on an idle device should be tried, whatever is forecast for it."""
+        return self._clock() - self._when > _DOUBTFUL_SECONDS
+
+    @property
+    def margin(self) -> float:
+        """How many times as long as `step` nearly all steps take, by how far recent ones exceeded it."""
+        weight = self._sums[0]
+        spread = math.sqrt(self._excess / weight) if weight else 0.0
+        return min(max(_LEAST_MARGIN, 1.0 + _SPREADS * spread), _MOST_MARGIN)
 
     def until_end(self, num_tokens: int, most: int, wait: float = 0.0) -> float:
         """Seconds, after `wait`, of steps of at most `most` tokens each, until `num_tokens` are done.

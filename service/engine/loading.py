@@ -19,7 +19,7 @@ from expertd.service.engine.rank_metrics import RankState
 from expertd.service.engine.runner_sets import set_split
 from expertd.service.engine.steps import Runner
 from expertd.service.memory import OpenCuda, Register, nothing_to_register
-from expertd.service.moe.device import device_memory, device_name, prepare_thread, register_for
+from expertd.service.moe.device import device_memory, device_name, failure_of, prepare_thread, register_for
 from expertd.service.moe.ipc import opener_for
 from expertd.service.settings.model import Settings
 from expertd.service.settings.served import ModelSettings
@@ -73,7 +73,8 @@ class Loaded:
     fail; steps run in either case. register makes host memory accessible to the device. register_files does
     so for files of callers, who may shrink them; None: the CPU copies. open_cuda opens GPU memory of other
     processes; None without a GPU. why_not says why no step can run at present, and they raise
-    DeviceLostError. ranks are those that share the layers. placements say which rank holds which experts;
+    DeviceLostError. failure says after a step that failed why the device computes nothing any more: then the
+    process has to end. ranks are those that share the layers. placements say which rank holds which experts;
     None: that never changes. models loads further ones, and unloads those; None: it is not supported. close
     ends what loading has started, after all steps. prefill_runners are those of the prefill lane; None: both
     lanes have the same. Call prepare_thread on every thread that begins steps. set_split gives the decode
@@ -91,6 +92,7 @@ class Loaded:
     register_files: Register | None = None
     open_cuda: OpenCuda | None = None
     why_not: Callable[[], str | None] = lambda: None
+    failure: Callable[[], str | None] = lambda: None
     ranks: Callable[[], Sequence[RankState]] = tuple
     placements: Placements | None = None
     models: Models | None = None
@@ -156,6 +158,7 @@ def load(
         register_for(device),
         register_for(device) if device.type == "cuda" else None,
         opener_for(device),
+        failure=partial(failure_of, device),
         models=models if decode is prefill else None,
         prefill_runners=prefill.runners,
         prepare_thread=partial(prepare_thread, device),

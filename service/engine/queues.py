@@ -22,7 +22,7 @@ from expertd.service.engine.steps import Chunk, Pending, Runner, State
 from expertd.service.moe.request import Output
 from expertd.service.settings.parts import Limits
 
-_MARGIN = 1.25  # for steps that take longer than recent ones, and for what is between them
+_MARGIN = 1.25  # at least, for steps that take longer than recent ones, and for what is between them
 _COMPETING_SECONDS = 10.0  # that requests are taken to compete for after they last did
 
 
@@ -143,8 +143,10 @@ class Queues:
         if min(chunk.pending.deadline for chunk in step) == math.inf:
             return step, []
         num_tokens = sum(chunk.request.num_tokens for chunk in step)
-        seconds = busy() + self._of[step[0].pending.model].forecast.step(num_tokens)
-        end = time.perf_counter() + seconds
+        forecast, wait = self._of[step[0].pending.model].forecast, busy()
+        if not wait and forecast.is_doubtful:
+            return step, []
+        end = time.perf_counter() + forecast.margin * (wait + forecast.step(num_tokens))
         late = [chunk for chunk in step if chunk.pending.deadline < end]
         return [chunk for chunk in step if chunk.pending.deadline >= end] if late else step, late
 
@@ -193,6 +195,8 @@ class Queues:
     def _check_time(self, pending: Pending, busy: float) -> None:
         """Refuse a request whose output would come after its deadline, by what recent steps took."""
         limits, model = self.limits, pending.model
+        if not busy and not self.turns and self._of[model].forecast.is_doubtful:
+            return
         before = {name: self._of[name].tokens_before(pending.priority, pending.caller) for name in self.turns}
         own = self._of[model]
         num_tokens = before.pop(model, 0) + pending.request.num_tokens
@@ -201,7 +205,9 @@ class Queues:
             other = self._of[name]
             seconds = other.forecast.until_end(tokens, limits.max_batch_tokens) if tokens else 0.0
             busy += min(seconds, alone * other.weight / own.weight)
-        seconds = _MARGIN * own.forecast.until_end(num_tokens, limits.max_batch_tokens, busy)
+        seconds = max(_MARGIN, own.forecast.margin) * own.forecast.until_end(
+            num_tokens, limits.max_batch_tokens, busy
+        )
         if pending.arrived + seconds > pending.deadline:
             given = round(1e6 * (pending.deadline - pending.arrived))
             expected = (

@@ -17,8 +17,7 @@ class LayerSpec:
 
     max_json_bytes: of the JSON part of a request, and of an output as JSON.
     host_routing: whether the host must see topk_ids and topk_weights, because steps in the masked layout do.
-    takes_fp8: whether hidden states may be FP8: not with several ranks, which exchange floats, and only if
-    every scale stands for 128 columns.
+    takes_fp8: whether hidden states may be FP8: only if every scale stands for 128 columns.
     """
 
     name: str
@@ -42,7 +41,7 @@ def specs_of(settings: Settings) -> dict[str, LayerSpec]:
             max_request_tokens=settings.limits.max_request_tokens,
             max_json_bytes=settings.limits.max_json_bytes,
             host_routing=model.masked_max_tokens > 0,
-            takes_fp8=settings.num_ranks == 1 and model.shape.has_whole_blocks,
+            takes_fp8=model.shape.has_whole_blocks,
         )
         for model in settings.models
     }

@@ -52,6 +52,8 @@ class Stepping:
     in_step       what a step computes whose beginning or end this thread is at
     returning     sources' requests of the last step whose callers have not sent another one
     rejoin_until  when the next step no longer waits for them
+    failure       says why the device computes nothing any more, None if it does; asked after a failed step
+    on_failure    is called with that on the event loop
     chores        what may wait until the next step runs, or until there is none: the next request of a caller
                   that has its answer comes within microseconds
     """
@@ -63,6 +65,8 @@ class Stepping:
         self._began = 0.0  # when that began
         self._answered = 0.0  # when the last step's requests were
         self.chores: deque[Callable[[], None]] = deque()
+        self.failure: Callable[[], str | None] = lambda: None
+        self.on_failure: Callable[[str], None] = lambda why: None
         self.returning = 0
         self.rejoin_until = 0.0
         self._queues = queues
@@ -243,6 +247,9 @@ class Stepping:
         self._delivery.report_later(partial(self._observer.step_done, running.model, result, waited))
 
     def _failed(self, chunks: list[Chunk], error: Exception) -> None:
+        if (why := self.failure()) is not None:
+            error = DeviceLostError(f"the device has failed: {why}")
+            self._delivery.loop.call_soon_threadsafe(self.on_failure, str(error))
         if isinstance(error, DeviceLostError):
             self._refuse(chunks, error)
             return

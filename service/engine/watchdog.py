@@ -27,7 +27,8 @@ class Watchdog:
     """Looks at the steps of schedulers on a thread of its own, until `stop`.
 
     most_seconds  that any step may take
-    on_hang       is called with a sentence, once, on the event loop; if that hangs, too, the process exits
+    on_hang       is called with a sentence, once, on the event loop, which logs it; if that hangs, too, the
+                  process exits
     """
 
     def __init__(
@@ -53,7 +54,6 @@ class Watchdog:
                     return
 
     def _tell(self, why: str) -> None:
-        logger.critical("%s: this process ends, and has to be started again", why)
         told = threading.Event()
 
         def tell() -> None:
@@ -62,5 +62,5 @@ class Watchdog:
 
         self._loop.call_soon_threadsafe(tell)
         if not told.wait(_ANSWER_SECONDS):
-            logger.critical("the event loop hangs, too: exiting at once")
+            logger.critical("%s, and the event loop too: exiting at once", why)
             os._exit(1)

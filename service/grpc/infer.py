@@ -58,6 +58,7 @@ class Infer:
         call = InferCall(self._endpoint, head, caller, self._endpoint.engine.arena)
         if call.admit():
             self._receive(call, head, request)
+        del data, request  # whose tensors were copied, unless they are small
         try:
             return await caller.result
         except asyncio.CancelledError:

@@ -40,7 +40,8 @@ class GrpcServer:
         # In front of several HTTP processes, the application does not check keys itself.
         own = settings.http_workers > 1 and settings.keys is not None
         gate = Gate(KeyFile(settings.keys), app.metrics.keys) if own and settings.keys else app.gate
-        self._service = Service(app, gate, settings.access_log)
+        self._most_bytes = settings.limits.max_body_bytes + _FRAMING_BYTES
+        self._service = Service(app, gate, self._most_bytes)
         self._settings = settings
         self._server: grpc.aio.Server | None = None
         self.port = 0
@@ -50,8 +51,9 @@ class GrpcServer:
         limits = self._settings.limits
         options = [
             ("grpc.so_reuseport", 0),  # else two servers may share the port unnoticed
-            ("grpc.max_receive_message_length", limits.max_body_bytes + _FRAMING_BYTES),
+            ("grpc.max_receive_message_length", self._most_bytes),
             ("grpc.max_send_message_length", -1),
+            ("grpc.http2.bdp_probe", 0),  # else megabytes of each call arrive that waits to be received
             ("grpc.max_metadata_size", limits.max_header_bytes),
             ("grpc.absolute_max_metadata_size", limits.max_header_bytes),
             ("grpc.max_connection_idle_ms", 1000 * self._settings.keep_alive_seconds),

@@ -1,6 +1,5 @@
 """The calls of `inference.GRPCInferenceService`: who may make them, how many at once, how they end."""
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
@@ -8,6 +7,7 @@ from typing import Any
 
 import grpc
 
+from expertd.service.grpc.arrivals import Arrivals
 from expertd.service.grpc.control import CALLS, answer
 from expertd.service.grpc.infer import Infer
 from expertd.service.grpc.open_calls import OpenCalls
@@ -30,15 +30,20 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
     """Answers calls as `app` does over HTTP; `gate` checks their keys.
 
     Unary calls are handled as streams of one message, so that they are checked before it is received.
+
+    most_bytes  of a message
     """
 
-    def __init__(self, app: ExpertApp, gate: Gate, access_log: bool) -> None:
+    def __init__(self, app: ExpertApp, gate: Gate, most_bytes: int) -> None:
         self._app = app
         self._gate = gate
         self._infer = Infer(InferEndpoint(app.engine, app.metrics, gate))
-        self._limits = app.engine.settings.limits
-        self._access_log = access_log
-        self._calls = OpenCalls(self._limits)
+        settings = app.engine.settings
+        self._access_log = settings.access_log
+        self._calls = OpenCalls(settings.limits)
+        most = max(1, settings.buffered_bytes // most_bytes)
+        self._arrivals = Arrivals(most, settings.limits.body_timeout_seconds)
+        self._idle_seconds = max(settings.keep_alive_seconds, settings.limits.body_timeout_seconds)
         self._streams: set[Stream] = set()
         self._is_ending = False
         works: dict[str, _Work] = {name: partial(self._control, name) for name in CALLS}
@@ -76,7 +81,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         authorization = _authorization(context)
         if (refusal := self._refusal(name, authorization, crowded)) is not None:
             return refusal
-        return await work(await self._received(messages), authorization, context)
+        return await work(await self._arrivals.message(messages), authorization, context)
 
     async def _stream(self, messages: AsyncIterator[bytes], context: Any) -> None:
         with self._calls.one(context.peer()) as crowded:
@@ -91,7 +96,10 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         authorization = _authorization(context)
         if (refusal := self._refusal("ModelInfer", authorization, crowded)) is not None:
             return refusal
-        stream = Stream(messages, partial(self._part, authorization, context))
+        if len(self._streams) >= self._arrivals.most:
+            text = f"stream: {self._arrivals.full('open streams')}"
+            raise OipError(503, text, headers={"Retry-After": "1"})
+        stream = Stream(messages, partial(self._part, authorization, context), self._idle_seconds)
         self._streams.add(stream)
         try:
             await stream.run(context.write)
@@ -131,18 +139,6 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
             return self._infer.refusal_of_unknown(authorization)
         self._gate.admit(CALLS[name].method, CALLS[name].path, authorization)
         return None
-
-    async def _received(self, messages: AsyncIterator[bytes]) -> bytes:
-        """The message of a unary call. Raises OipError."""
-        seconds = self._limits.body_timeout_seconds
-        try:
-            async with asyncio.timeout(seconds):
-                return await anext(messages)
-        except StopAsyncIteration:
-            raise OipError(400, "request: expected a message, got none") from None
-        except TimeoutError:
-            text = f"request: expected the whole message within {seconds:g} s, got a part of it"
-            raise OipError(408, text) from None
 
     async def _control(self, name: str, data: bytes, authorization: Headers, context: Any) -> bytes:
         return await answer(self._app, name, data)

@@ -3,31 +3,46 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 
+from expertd.service.http.protocol import OipError
+
 _MAX_WAITING = 8  # requests of a stream whose answers are not sent yet; further ones are not received
 
 
 class Stream:
-    """Has `answer` answer each of `messages`; it raises nothing."""
+    """Has `answer` answer each of `messages`; it raises nothing.
 
-    def __init__(self, messages: AsyncIterator[bytes], answer: Callable[[bytes], Awaitable[bytes]]) -> None:
+    idle_seconds  in which the next message must be there if none is being answered, and an answer received
+    """
+
+    def __init__(
+        self,
+        messages: AsyncIterator[bytes],
+        answer: Callable[[bytes], Awaitable[bytes]],
+        idle_seconds: float,
+    ) -> None:
         self._messages = messages
         self._answer = answer
+        self._idle_seconds = idle_seconds
         self._answers: asyncio.Queue[asyncio.Task[bytes] | None] = asyncio.Queue()
         self._tasks: set[asyncio.Task[bytes]] = set()
         self._room = asyncio.Semaphore(_MAX_WAITING)
+        self._limit: asyncio.Timeout | None = None  # of the next message
+        self._error: OipError | None = None
         self._reading = asyncio.get_running_loop().create_task(self._read())
 
     async def run(self, write: Callable[[bytes], Awaitable[object]]) -> None:
-        """Write every answer; cancelled, it leaves the requests."""
+        """Write every answer; cancelled, it leaves the requests. Raises OipError (408) for an idle stream."""
         try:
             while (task := await self._answers.get()) is not None:
-                await write(await task)
+                await self._written(write, await task)
                 self._room.release()
         finally:
             self._reading.cancel()
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(self._reading, *self._tasks, return_exceptions=True)
+        if self._error is not None:
+            raise self._error
 
     def end(self) -> None:
         """Receive no more; `run` returns when all that was received is answered."""
@@ -36,15 +51,40 @@ class Stream:
     async def _read(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            async for message in self._messages:
-                task = loop.create_task(_awaited(self._answer(message)))
+            while True:
+                task = loop.create_task(self._result(await self._next()))
                 self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                task.add_done_callback(self._answered)
                 self._answers.put_nowait(task)
                 await self._room.acquire()
+        except StopAsyncIteration:
+            pass
+        except TimeoutError:
+            text = f"stream: expected the next request within {self._idle_seconds:g} s, got none"
+            self._error = OipError(408, text)
         finally:
             self._answers.put_nowait(None)
 
+    async def _result(self, message: bytes) -> bytes:
+        return await self._answer(message)  # not begun at all if the stream is cancelled before
 
-async def _awaited(answer: Awaitable[bytes]) -> bytes:
-    return await answer
+    async def _next(self) -> bytes:
+        async with asyncio.timeout(None if self._tasks else self._idle_seconds) as self._limit:
+            try:
+                return await anext(self._messages)
+            finally:
+                self._limit = None
+
+    def _answered(self, task: asyncio.Task[bytes]) -> None:
+        """The client may take its time until nothing is left to be answered."""
+        self._tasks.discard(task)
+        if self._limit is not None and not self._tasks and not self._limit.expired():
+            self._limit.reschedule(asyncio.get_running_loop().time() + self._idle_seconds)
+
+    async def _written(self, write: Callable[[bytes], Awaitable[object]], answer: bytes) -> None:
+        try:
+            async with asyncio.timeout(self._idle_seconds):
+                await write(answer)
+        except TimeoutError:
+            text = f"stream: expected an answer to be received within {self._idle_seconds:g} s, got a part"
+            raise OipError(408, text) from None

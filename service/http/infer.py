@@ -90,7 +90,8 @@ class InferCall(InferEnding):
 
     def _loaded(self, _: None) -> None:
         layer = self._layer
-        if layer.scales is None or not layer.num_tokens:
+        on_gpu = is_on_gpu(layer.hidden_states) or is_on_gpu(layer.scales)
+        if layer.scales is None or on_gpu or not layer.num_tokens:
             self._joined(None)
         else:
             self._run(thread_from(len(host_view(layer.hidden_states))), self._join, self._joined)

@@ -115,6 +115,7 @@ class InferEnding:
         refusal = refusal_of(error, self._head.model)
         if self._plan is not None and refusal.request_id is None:
             refusal.request_id = self._plan.request.id
+        _forget_frames(refusal)
         return refusal
 
     def _forward(self) -> None:
@@ -161,3 +162,10 @@ class InferEnding:
             what = (status, refusal.reason, shown(head.model), shown(refusal.request_id), refusal.message)
             logger.debug("%d %s: model %s, id %s: %s", *what)
         metrics.request_done(known, status, time.perf_counter() - self._started)
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """They refer to the request, whose memory would else wait for the garbage collector."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__

@@ -56,8 +56,10 @@ def serve(
         server = _Server(app, shared, public, workers, certificates)
         logger.info("listening on %s", public.address)
         server.run(sockets=[public.socket if workers is None else workers.engine_listener.socket])
-        if app.engine.scheduler.running or app.engine.repository.is_reading:
-            server.exit_now(server.exit_code)  # a normal exit would abort while the thread is in native code
+        engine = app.engine
+        if engine.scheduler.running or engine.repository.is_reading or engine.device_failed:
+            # A normal exit would abort while a thread is in native code, or free memory of a failed device.
+            server.exit_now(server.exit_code)
         return server.exit_code
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,16 +55,26 @@ def _common(datatypes: set[str]) -> torch.dtype:
     return FLOATS.get(datatypes.pop(), torch.float32) if len(datatypes) == 1 else torch.float32
 
 
-def rows_of(data: Tensor, datatype: str, hidden_size: int) -> Tensor:
-    """uint8 bytes, contiguous, as rows [T, H] of `datatype`; FP8 stays uint8 [T, row_bytes]."""
-    if datatype == FP8:
-        return data.view(-1, row_bytes(FP8, hidden_size))
-    return data.view(FLOATS[datatype]).view(-1, hidden_size)
+class Fp8Rows(NamedTuple):
+    """The bytes of e4m3 values [T, H] and of their fp32 scales [T, H/128], of any strides."""
+
+    values: Tensor
+    scales: Tensor
 
 
-def expanded(rows: Tensor, hidden_size: int) -> Tensor:
-    """Rows of `rows_of` as floats [T, H]."""
-    if rows.dtype != torch.uint8:
+def rows_of(data: Tensor, datatype: str, hidden_size: int, scales: Tensor | None = None) -> Tensor | Fp8Rows:
+    """uint8 bytes, contiguous, as rows [T, H] of `datatype`. `scales`: those of FP8 rows without them."""
+    if datatype != FP8:
+        return data.view(FLOATS[datatype]).view(-1, hidden_size)
+    if scales is not None:
+        return Fp8Rows(data.view(-1, hidden_size), scales.view(-1, row_bytes(FP8, hidden_size) - hidden_size))
+    rows = data.view(-1, row_bytes(FP8, hidden_size))
+    return Fp8Rows(rows[:, :hidden_size], rows[:, hidden_size:])
+
+
+def expanded(rows: Tensor | Fp8Rows) -> Tensor:
+    """Rows of `rows_of` as floats [T, H]; FP8 in memory of their own."""
+    if isinstance(rows, Tensor):
         return rows
-    data, scales = rows[:, :hidden_size].contiguous(), rows[:, hidden_size:].contiguous()
-    return expand_rows(data.view(torch.float8_e4m3fn), scales.view(torch.float32))
+    values, scales = (part.contiguous() for part in rows)
+    return expand_rows(values.view(torch.float8_e4m3fn), scales.view(torch.float32))

@@ -23,6 +23,20 @@ def device_memory(device: torch.device) -> tuple[int, int] | None:
     return total - free, total
 
 
+def failure_of(device: torch.device) -> str | None:
+    """Why a GPU computes nothing any more in this process, as after a kernel that faulted; None if it does.
+
+    Waits for what runs there: ask after a step has failed.
+    """
+    if device.type != "cuda":
+        return None
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:  # it is said again by every call from then on
+        return str(error).partition("\n")[0]
+    return None
+
+
 def prepare_thread(device: torch.device) -> None:
     """Make the device's context the current one, for calls that do not go through torch."""
     if device.type == "cuda":

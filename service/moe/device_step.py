@@ -9,7 +9,7 @@ import functools
 import time
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeGuard
 
 import numpy as np
@@ -17,15 +17,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from expertd.service.memory import Span, host_view, is_on_gpu
+from expertd.service.memory import Buffer, Span, host_view, is_on_gpu
 from expertd.service.moe.base import Layer
-from expertd.service.moe.batch import FLOATS, Batch, expanded, rows_of
+from expertd.service.moe.batch import FLOATS, Batch, Fp8Rows, expanded, rows_of
 from expertd.service.moe.capture import is_current
 from expertd.service.moe.copies import Copies
 from expertd.service.moe.recurring import RecurringSteps
-from expertd.service.moe.request import LayerRequest, Output, StepResult, row_bytes
+from expertd.service.moe.request import FP8, LayerRequest, Output, StepResult, row_bytes
 from expertd.service.moe.running import RunningStep
-from expertd.service.moe.staging import Slot, Staging, address_of, is_aligned
+from expertd.service.moe.staging import ALIGNMENT, Slot, Staging, address_of, is_aligned
 
 INTEGERS = {"INT32": torch.int32, "INT64": torch.int64}
 _Routing = tuple[Tensor, Tensor]
@@ -106,9 +106,9 @@ class DeviceSteps:
         parts = self._hidden_states(batch, slot, copies_in)
         given = self._given(batch, slot, copies_in) if batch.with_routing else None
         self._copy_in(slot, copies_in, stream)
-        is_expanded = any(part.dtype == torch.uint8 for part in parts)  # to memory of this step alone
-        parts = [expanded(part, self._layer.shape.hidden_size) for part in parts]
-        hidden_states = parts[0] if len(parts) == 1 else torch.cat([part.to(batch.dtype) for part in parts])
+        is_expanded = any(isinstance(part, Fp8Rows) for part in parts)  # to memory of this step alone
+        floats = [expanded(part) for part in parts]
+        hidden_states = floats[0] if len(parts) == 1 else torch.cat([part.to(batch.dtype) for part in floats])
         topk_ids, topk_weights = self._routing(batch, hidden_states, given)
         out = self._out(batch, slot)
         offsets = slot.offsets[: self._layer.shape.num_groups + 1]
@@ -175,26 +175,35 @@ class DeviceSteps:
             compute_seconds=seconds,
         )
 
-    def _hidden_states(self, batch: Batch, slot: Slot, copies: Copies) -> list[Tensor]:
-        """As `rows_of` once `copies` are done, in one part for each request if their datatypes differ."""
+    def _hidden_states(self, batch: Batch, slot: Slot, copies: Copies) -> list[Tensor | Fp8Rows]:
+        """As `rows_of` once `copies` are done, in one part for each request if they differ."""
         h = self._layer.shape.hidden_size
-        first = batch.requests[0].hidden_states
+        first, scales = batch.requests[0].hidden_states, batch.requests[0].scales
         if len(batch.requests) == 1 and self._is_in_place(first):
-            return [rows_of(_bytes_at(first.address, first.num_bytes), batch.requests[0].datatype, h)]
+            data = _bytes_at(first.address, first.num_bytes)
+            if scales is None:
+                return [rows_of(data, batch.requests[0].datatype, h)]
+            if self._is_in_place(scales, 4):
+                return [rows_of(data, FP8, h, _bytes_at(scales.address, scales.num_bytes))]
+        datatypes = {request.datatype for request in batch.requests}
         sizes = [request.num_tokens * row_bytes(request.datatype, h) for request in batch.requests]
         starts = list(accumulate(sizes, initial=0))
         copied, staged = slot.device_in.take(starts[-1]), slot.host_in.take(starts[-1])
-        for request, start, size in zip(batch.requests, starts, sizes, strict=False):
-            given = request.hidden_states
-            source = address_of(given, staged[start : start + size])
-            owner = given.owner if isinstance(given, Span) else staged
-            copies.add(copied.data_ptr() + start, source, size, owner)
-        if len({request.datatype for request in batch.requests}) == 1:
+
+        def fetch(memory: Buffer | Span, begin: int, end: int) -> None:
+            source = address_of(memory, staged[begin:end])
+            owner = memory.owner if isinstance(memory, Span) else staged
+            copies.add(copied.data_ptr() + begin, source, end - begin, owner)
+
+        for request, (start, end) in zip(batch.requests, pairwise(starts), strict=True):
+            middle = end if request.scales is None else start + request.num_tokens * h
+            fetch(request.hidden_states, start, middle)
+            if request.scales is not None:
+                fetch(request.scales, middle, end)
+        if len(datatypes) == 1 and all(request.scales is None for request in batch.requests):
             return [rows_of(copied, batch.requests[0].datatype, h)]
-        return [
-            rows_of(copied[start : start + size], request.datatype, h)
-            for request, start, size in zip(batch.requests, starts, sizes, strict=False)
-        ]
+        spans = zip(batch.requests, pairwise(starts), strict=True)
+        return [_rows_of(request, copied[start:end], h) for request, (start, end) in spans]
 
     def _given(self, batch: Batch, slot: Slot, copies: Copies) -> _Routing:
         """topk_ids int32 and topk_weights fp32 [T, top_k] on the GPU, for requests with routing on the host.
@@ -263,9 +272,18 @@ class DeviceSteps:
             slot.kept.append(rows)
         return outputs
 
-    def _is_in_place(self, memory: object) -> TypeGuard[Span]:
+    def _is_in_place(self, memory: object, alignment: int = ALIGNMENT) -> TypeGuard[Span]:
         """Whether kernels can use `memory` as it is."""
-        return is_on_gpu(memory) and memory.device == self._staging.device.index and is_aligned(memory)
+        here = self._staging.device.index
+        return is_on_gpu(memory) and memory.device == here and is_aligned(memory, alignment)
+
+
+def _rows_of(request: LayerRequest, data: Tensor, hidden_size: int) -> Tensor | Fp8Rows:
+    """A request's rows in `data`, uint8; scales that lay apart follow the values."""
+    if request.scales is None:
+        return rows_of(data, request.datatype, hidden_size)
+    size = request.num_tokens * hidden_size
+    return rows_of(data[:size], FP8, hidden_size, data[size:])
 
 
 def _stays_in_place(request: LayerRequest) -> bool:

@@ -57,7 +57,7 @@ class HostSteps:
         memory = host_view(request.hidden_states)
         if memory.readonly:
             memory = memoryview(bytearray(memory))  # torch wants to be able to write
-        return expanded(rows_of(torch.frombuffer(memory, dtype=torch.uint8), request.datatype, h), h)
+        return expanded(rows_of(torch.frombuffer(memory, dtype=torch.uint8), request.datatype, h))
 
     def _routing(self, batch: Batch, hidden_states: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """The step's routing; None: the layer routes all tokens."""

@@ -36,8 +36,8 @@ class LayerRequest:
     [num_tokens, top_k] of `topk_ids_datatype` (INT32, INT64) and topk_weights [num_tokens, top_k] FP32, both
     or neither. A step reads spans in place, and copies buffers. The output [num_tokens, H] of
     `output_datatype` is written to `output`; None: to memory of the runner's own. `plan` is the runner's:
-    what it keeps for the next step of the same request. `scales` of FP8 are not in the rows yet: no runner
-    gets a request with some.
+    what it keeps for the next step of the same request. `scales` are those of FP8 values that lie apart from
+    them, [num_tokens, H/128] FP32; only for a GPU.
     """
 
     num_tokens: int

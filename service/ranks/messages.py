@@ -11,16 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expertd.layout import Layout
+from expertd.service.moe.request import FP8
 
-DATATYPES = ("BF16", "FP16", "FP32")
+DATATYPES = ("BF16", "FP16", "FP32", FP8)  # FP8: of hidden states alone
 ID_DATATYPES = ("INT32", "INT64")
 ERROR_BYTES = 512
 _MESSAGE_BYTES = 4096
 _MAX_DESCRIPTORS = 4
 
 _STEP = struct.Struct("<QII")  # number, model, requests
-# tokens, datatypes of hidden_states, topk_ids and output, region and offset of the four tensors
-_REQUEST = struct.Struct("<IBBBx4I4Q")
+# tokens, datatypes of hidden_states, topk_ids and output, region and offset of the five tensors
+_REQUEST = struct.Struct("<IBBBx5I5Q")
 # number, seconds, layout, bytes of the error, experts
 _ENDED = struct.Struct("<QdIII4x")
 _LAYOUTS = tuple(Layout)
@@ -48,9 +49,10 @@ class PlacedRequest:
     topk_ids: Place
     topk_weights: Place
     output: Place
+    scales: Place = NOWHERE
 
     def packed(self) -> bytes:
-        places = (self.hidden_states, self.topk_ids, self.topk_weights, self.output)
+        places = (self.hidden_states, self.topk_ids, self.topk_weights, self.output, self.scales)
         return _REQUEST.pack(
             self.num_tokens,
             DATATYPES.index(self.datatype),
@@ -63,7 +65,7 @@ class PlacedRequest:
     @classmethod
     def unpacked(cls, data: bytes) -> "PlacedRequest":
         num_tokens, datatype, ids, output, *numbers = _REQUEST.unpack(data)
-        places = [Place(*place) for place in zip(numbers[:4], numbers[4:], strict=True)]
+        places = [Place(*place) for place in zip(numbers[:5], numbers[5:], strict=True)]
         return cls(num_tokens, DATATYPES[datatype], ID_DATATYPES[ids], DATATYPES[output], *places)
 
 

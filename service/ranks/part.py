@@ -189,7 +189,7 @@ class RankPart:
         except Exception as error:
             while self._running:  # ends are in the order of the steps
                 self._finish(rings)
-            self._end(rings, _failed(command.number, error))
+            self._fail(rings, command.number, error)
             return
         self._running.append(_Running(command.number, step))
         if step.is_done():
@@ -228,8 +228,17 @@ class RankPart:
             tokens = result.tokens_per_expert.astype(np.int64)
             end = StepEnd(running.number, "", result.compute_seconds, result.layout, tokens)
         except Exception as error:
-            end = _failed(running.number, error)
+            self._fail(rings, running.number, error)
+            return
         self._end(rings, end)
+
+    def _fail(self, rings: Rings, number: int, error: Exception) -> None:
+        """A step has failed; the process ends if its device has, and all ranks start again."""
+        if (why := self.loaded.failure()) is not None:
+            logger.critical("the device has failed: %s: this process ends", why)
+            os._exit(1)  # nothing of the device can be freed
+        logger.debug("step %d failed", number, exc_info=error)
+        self._end(rings, StepEnd.failed(number, f"{type(error).__name__}: {error}"))
 
     def _check_ranks(self) -> None:
         for memory in self._memories.values():
@@ -252,8 +261,3 @@ def _use_device(devices: Sequence[int], rank: int) -> None:
         if other != own and not torch.cuda.can_device_access_peer(own, other):
             raise ValueError(f"devices: expected GPUs that reach each other's memory, got {own} and {other}")
     torch.cuda.set_device(own)
-
-
-def _failed(number: int, error: Exception) -> StepEnd:
-    logger.debug("step %d failed", number, exc_info=error)
-    return StepEnd.failed(number, f"{type(error).__name__}: {error}")

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from expertd.service.memory import Span
-from expertd.service.moe.request import LayerRequest
+from expertd.service.moe.request import FP8, LayerRequest, row_bytes
 from expertd.service.ranks.messages import PlacedRequest
 
 BYTES = {"BF16": 2, "FP16": 2, "FP32": 4, "INT32": 4, "INT64": 8}
@@ -48,26 +48,28 @@ def requests_of(
 
 def _datatypes(requests: Sequence[PlacedRequest | LayerRequest]) -> tuple[str, str]:
     """The datatypes of a batch's hidden states and outputs, as `Batch` has them: FP32 if they differ."""
-    inputs = {request.datatype for request in requests}
+    inputs = {"FP32" if request.datatype == FP8 else request.datatype for request in requests}
     outputs = {request.output_datatype for request in requests}
     return inputs.pop() if len(inputs) == 1 else "FP32", outputs.pop() if len(outputs) == 1 else "FP32"
 
 
 def _rows(request: PlacedRequest, rows: range, hidden_size: int, top_k: int, span_of: SpanOf) -> LayerRequest:
-    def part(name: str, columns: int, datatype: str) -> Span | None:
+    def part(name: str, size: int) -> Span | None:
         region, offset = getattr(request, name)
-        size = columns * BYTES[datatype]
         return span_of(region, offset + rows.start * size, len(rows) * size) if region else None
 
-    hidden_states = part("hidden_states", hidden_size, request.datatype)
+    row = row_bytes(request.datatype, hidden_size)
+    scales = part("scales", row - hidden_size)
+    hidden_states = part("hidden_states", row if scales is None else hidden_size)
     assert hidden_states is not None
     return LayerRequest(
         len(rows),
         hidden_states,
         request.datatype,
-        part("topk_ids", top_k, request.topk_ids_datatype),
+        part("topk_ids", top_k * BYTES[request.topk_ids_datatype]),
         request.topk_ids_datatype,
-        part("topk_weights", top_k, "FP32"),
+        part("topk_weights", top_k * BYTES["FP32"]),
         request.output_datatype,
-        part("output", hidden_size, request.output_datatype),
+        part("output", hidden_size * BYTES[request.output_datatype]),
+        scales=scales,
     )

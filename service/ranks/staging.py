@@ -107,6 +107,7 @@ class StagedStep:
             self._place(request.topk_ids),
             self._place(request.topk_weights),
             output,
+            self._place(request.scales),
         )
 
     def _place(self, tensor: Buffer | Span | None) -> Place:

@@ -10,7 +10,7 @@ import httpx
 import numpy as np
 
 from expertd.service.engine.loading import Loaded, Loader
-from expertd.service.memory import DeviceMemory, Mapped, Span, Unregister
+from expertd.service.memory import Buffer, DeviceMemory, Mapped, Span, Unregister
 from expertd.service.moe.request import LayerRequest, Output, StepResult
 from expertd.service.settings.model import Settings
 from tests.service.apps import HIDDEN, Serving, tiny_settings
@@ -33,11 +33,14 @@ class AddressRunner(EchoRunner):
 
     def _run(self, requests: Sequence[LayerRequest]) -> StepResult:
         result = super()._run(
-            [replace(request, hidden_states=_hidden_states(request), output=None) for request in requests]
+            [
+                replace(request, hidden_states=bytes_of(request.hidden_states), output=None)
+                for request in requests
+            ]
         )
         outputs: list[Output] = []
         for request in requests:
-            doubled = (2 * np.frombuffer(_hidden_states(request), np.float32)).tobytes()
+            doubled = (2 * np.frombuffer(bytes_of(request.hidden_states), np.float32)).tobytes()
             if request.output is None:
                 outputs.append(doubled)
             else:
@@ -47,8 +50,8 @@ class AddressRunner(EchoRunner):
         return replace(result, outputs=outputs)
 
 
-def _hidden_states(request: LayerRequest) -> bytes:
-    memory = request.hidden_states
+def bytes_of(memory: Buffer | Span) -> bytes:
+    """What lies in memory, read as a device reads it."""
     return ctypes.string_at(memory.address, memory.num_bytes) if isinstance(memory, Span) else bytes(memory)
 
 

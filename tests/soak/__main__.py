@@ -20,12 +20,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--idle", type=int, default=1000, help="idle connections")
     parser.add_argument("--slots", type=int, default=8, help="requests in flight of the channel's caller")
     parser.add_argument("--kind", choices=CALLERS, action="append", help="of callers; default: all")
+    parser.add_argument("--backend", choices=("reference", "hopper"), default="reference")
+    parser.add_argument("--devices", help="GPUs of the second server's ranks, as in 0-1; default: one rank")
     parser.add_argument("--growth", type=float, default=0.02, help="of memory and descriptors, at most")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         result = Soak(
-            Path(folder), given.seconds, given.requests, given.idle, given.slots, given.kind or CALLERS
+            Path(folder),
+            given.seconds,
+            given.requests,
+            given.idle,
+            given.slots,
+            given.kind or CALLERS,
+            given.backend,
+            given.devices,
         ).run()
     text = json.dumps(result, indent=1)
     print(text)

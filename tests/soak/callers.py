@@ -4,7 +4,7 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Literal
 
@@ -24,14 +24,18 @@ from expertd_client import (
     ServerBusyError,
     ServerUnreachableError,
     TransportUnavailableError,
+    UnknownModelError,
 )
 from tests.service.keys import key_of
 from tests.soak.plan import Plan, seeded
 from tests.soak.reference import Sample
+from tests.soak.server import COMING
 from tests.soak.tally import Phase, Tally
 
 _SHORT_SECONDS = 0.002  # of some requests, which then time out
 _PAUSE_SECONDS = 0.05  # after an error
+_REFUSED_SECONDS = 0.005  # after a refusal
+Transport = Literal["http", "shared_memory", "channel"]
 
 
 def over_http(plan: Plan, tally: Tally) -> None:
@@ -41,7 +45,14 @@ def over_http(plan: Plan, tally: Tally) -> None:
 
 def over_shared_memory(plan: Plan, tally: Tally) -> None:
     """Calls whose tensors are in shared memory."""
-    _with_client(plan, tally, "shared_memory", 1)
+    _with_client(plan, tally, "shared_memory")
+
+
+def of_a_changing_model(plan: Plan, tally: Tally) -> None:
+    """Calls of a model that is unloaded and loaded again, over HTTP, shared memory and a channel."""
+    lock = threading.Lock()
+    ways: tuple[Transport, ...] = ("http", "shared_memory", "channel")
+    _together(partial(_with_client, plan, tally, way, 1, COMING, lock) for way in ways)
 
 
 def with_a_changing_key(plan: Plan, tally: Tally) -> None:
@@ -56,23 +67,34 @@ def with_a_changing_key(plan: Plan, tally: Tally) -> None:
 
 
 def _with_client(
-    plan: Plan, tally: Tally, transport: Literal["http", "shared_memory"], num_threads: int
+    plan: Plan,
+    tally: Tally,
+    transport: Transport,
+    num_threads: int = 1,
+    model: str = "tiny",
+    lock: Any = None,
 ) -> None:
-    lock = threading.Lock()
+    lock = lock or threading.Lock()
 
     def loop(client: ExpertClient, chance: random.Random) -> None:
         while not plan.stage.is_over:
             sample = plan.pick(chance)
             timeout = _SHORT_SECONDS if chance.random() < 0.02 else None
-            call = partial(client.infer, "tiny", sample.hidden_states, timeout=timeout)
-            _judge(plan, tally, sample, call, may_be_late=timeout is not None, lock=lock)
+            call = partial(client.infer, model, sample.hidden_states, timeout=timeout)
+            late, gone = timeout is not None, model == COMING
+            _judge(plan, tally, sample, call, may_be_late=late, may_be_gone=gone, lock=lock)
 
     with ExpertClient(plan.url, key=plan.key, transport=transport, max_retries=0) as client:
-        threads = [threading.Thread(target=loop, args=(client, seeded(tally))) for _ in range(num_threads)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        _together(partial(loop, client, seeded(tally)) for _ in range(num_threads))
+
+
+def _together(works: Iterable[Callable[[], None]]) -> None:
+    """Have each done by a thread of its own."""
+    threads = [threading.Thread(target=work) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def _judge(
@@ -82,6 +104,7 @@ def _judge(
     call: Callable[[], npt.NDArray[Any]],
     may_be_late: bool = False,
     may_be_denied: bool = False,
+    may_be_gone: bool = False,
     lock: Any = None,
 ) -> None:
     """Make one call, and count what becomes of it."""
@@ -92,7 +115,7 @@ def _judge(
         outcome = "right" if sample.is_right(output) else "wrong"
         took = time.perf_counter() - began
     except ExpertError as error:
-        outcome = outcome_of(error, plan, mark, may_be_late, may_be_denied)
+        outcome = outcome_of(error, plan, mark, may_be_late, may_be_denied, may_be_gone)
     with lock or threading.Lock():
         tally.count("sent")
         if outcome == "right":
@@ -101,13 +124,22 @@ def _judge(
             tally.count(outcome)
     if outcome in ("cut", "lost", "failed") or plan.stage.phase is not Phase.SERVING:
         time.sleep(_PAUSE_SECONDS)
+    elif outcome == "refused":
+        time.sleep(_REFUSED_SECONDS)
 
 
 def outcome_of(
-    error: ExpertError, plan: Plan, mark: int, may_be_late: bool = False, may_be_denied: bool = False
+    error: ExpertError,
+    plan: Plan,
+    mark: int,
+    may_be_late: bool = False,
+    may_be_denied: bool = False,
+    may_be_gone: bool = False,
 ) -> str:
     """What an error means for a request that was sent when the stage had `mark`."""
     if isinstance(error, ServerBusyError) or (isinstance(error, AccessDeniedError) and may_be_denied):
+        return "refused"
+    if isinstance(error, UnknownModelError) and may_be_gone:
         return "refused"
     if isinstance(error, DeadlineError) and may_be_late:
         return "refused"
@@ -154,6 +186,7 @@ async def _slot(plan: Plan, tally: Tally, channel: AsyncChannel, slot: Any) -> N
             tally.count(outcome_of(error, plan, mark))
             if isinstance(error, ServerUnreachableError):
                 raise
+            await asyncio.sleep(_REFUSED_SECONDS)
             continue
         if sample.is_right(output):
             tally.took(time.perf_counter() - began)
@@ -202,8 +235,7 @@ def over_grpc(plan: Plan, tally: Tally) -> None:
                 raw = call.result().raw_output_contents[0]
             except grpc.RpcError as error:
                 tally.count(_outcome_of_rpc(error, plan, mark, what < 0.02))
-                if plan.stage.phase is not Phase.SERVING:
-                    time.sleep(_PAUSE_SECONDS)
+                time.sleep(_REFUSED_SECONDS if plan.stage.phase is Phase.SERVING else _PAUSE_SECONDS)
                 continue
             if sample.is_right(np.frombuffer(raw, np.float32).reshape(values.shape)):
                 tally.took(time.perf_counter() - began)

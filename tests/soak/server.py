@@ -1,5 +1,6 @@
 """The server of a soak: started, watched, ended and started again on the same ports."""
 
+import os
 import re
 import signal
 import socket
@@ -8,11 +9,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import yaml
 
 from expertd.service.settings.model import Settings
-from tests.service.apps import tiny_settings
-from tests.service.keys import write_keys
+from tests.service.apps import MODEL, tiny_settings
+from tests.service.children import children_of, command_of
+from tests.service.keys import bearer, write_keys
 from tests.service.processes import EXPERTD, clean_environment
 from tests.service.waiting import wait_for
 
@@ -27,10 +30,15 @@ def free_port() -> int:
         return port
 
 
+COMING = "coming"
+"""The model that is unloaded and loaded again; the same layer as the other one."""
+
+
 def soak_settings(folder: Path, **changes: Any) -> Settings:
-    """Everything on."""
+    """Everything on that one process of one rank has."""
     return tiny_settings(
         {"max_queue_requests": 512, "max_queue_tokens": 4096},
+        models=[MODEL, {**MODEL, "name": COMING}],
         host="127.0.0.1",
         port=free_port(),
         grpc={"port": free_port()},
@@ -42,18 +50,24 @@ def soak_settings(folder: Path, **changes: Any) -> Settings:
     )
 
 
-class SoakServer:
-    """`expertd serve` with these settings."""
+def several(settings: Settings, devices: str | None) -> Settings:
+    """The same server with two HTTP processes, and two ranks; on GPUs, a rank on each of `devices`."""
+    ranks = {"devices": devices} if devices else {"ranks": 2 if settings.backend == "reference" else 1}
+    return Settings.model_validate({**settings.model_dump(), "http_workers": 2, **ranks})
 
-    def __init__(self, settings: Settings, folder: Path) -> None:
-        self.port = settings.port
+
+class SoakServer:
+    """`expertd serve`, one after the other on the same ports."""
+
+    def __init__(self, port: int, folder: Path) -> None:
+        self.port = port
         self.log = folder / "server.log"
         self._config = folder / "config.yaml"
-        self._config.write_text(yaml.safe_dump(settings.model_dump(mode="json")))
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
+    def start(self, settings: Settings) -> None:
         """Start it, and wait until it is ready."""
+        self._config.write_text(yaml.safe_dump(settings.model_dump(mode="json")))
         with self.log.open("ab") as stderr:
             command: list[str | Path] = [EXPERTD, "serve", "--config", self._config]
             self._process = subprocess.Popen(command, stderr=stderr, env=clean_environment())
@@ -66,10 +80,24 @@ class SoakServer:
         return self._process.wait(seconds)
 
     def kill(self) -> None:
-        """Send SIGKILL."""
+        """Send SIGKILL, and wait for the end of all processes that it has started."""
         assert self._process is not None
+        children = self.children("")
         self._process.kill()
         self._process.wait()
+        wait_for(lambda: not any(map(command_of, children)), "its processes end with the engine", 20)
+
+    def children(self, module: str) -> list[int]:
+        """The processes of it that run a module, or all."""
+        assert self._process is not None
+        return children_of(self._process.pid, module)
+
+    def kill_child(self, module: str, again: str) -> None:
+        """Send SIGKILL to the last process that runs a module; wait until the log says `again` once more."""
+        count = self.log.read_text().count(again)
+        os.kill(self.children(module)[-1], signal.SIGKILL)
+        wait_for(lambda: self.log.read_text().count(again) > count, f"{module} is there again")
+        wait_for(self._is_ready, f"the server is ready: {self.log}")
 
     def memory(self) -> int:
         """Bytes that are the process's own."""
@@ -80,10 +108,17 @@ class SoakServer:
     def descriptors(self) -> int:
         return len(list(self._proc("fd").iterdir()))
 
+    def device_memory(self) -> int:
+        """Bytes of the GPU that are in use."""
+        text = httpx.get(f"http://127.0.0.1:{self.port}/metrics", headers=bearer("metrics"), timeout=30).text
+        found = re.search(r"^expertd_device_memory_used_bytes (\S+)", text, re.M)
+        assert found
+        return int(float(found[1]))
+
     def mistakes(self) -> list[str]:
         """Lines of the log that no soak should cause."""
         lines = self.log.read_text().splitlines()
-        wrong = re.compile("Traceback|internal error|gRPC call failed|unanswered")
+        wrong = re.compile("Traceback|RuntimeWarning|internal error|gRPC call failed|unanswered")
         places = [place for place, line in enumerate(lines) if wrong.search(line)]
         return ["\n".join(lines[max(0, place - 1) : place + 30]) for place in places[:10]]
 

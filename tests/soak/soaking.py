@@ -6,7 +6,8 @@ import re
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -14,11 +15,12 @@ from typing import Any
 
 import httpx
 
+from expertd.service.settings.model import Settings
 from tests.service.keys import bearer, write_keys
-from tests.soak import callers, hostile
+from tests.soak import callers, hostile, hostile_grpc
 from tests.soak.plan import Plan
 from tests.soak.reference import samples
-from tests.soak.server import RIGHTS, SoakServer, soak_settings
+from tests.soak.server import COMING, RIGHTS, SoakServer, several, soak_settings
 from tests.soak.tally import OUTCOMES, SPAWN, Phase, Stage, Tally
 
 Caller = Callable[[Plan, Tally], None]
@@ -28,25 +30,40 @@ CALLERS: dict[str, Caller] = {
     "channel": callers.through_channels,
     "gRPC": callers.over_grpc,
     "a key that changes": callers.with_a_changing_key,
+    "a model that changes": callers.of_a_changing_model,
     "wrong requests": hostile.wrong,
+    "wrong messages": hostile_grpc.wrong_messages,
     "slow requests": hostile.slow,
     "wrong lines": hostile.wrong_lines,
 }
-MUST_BE_RIGHT = ("HTTP", "shared memory", "channel", "gRPC", "a key that changes", "slow requests")
+MUST_BE_RIGHT = set(CALLERS) - {"wrong requests", "wrong messages", "wrong lines"}
 WARM_UP = 0.4  # of the time of the first server, before its memory is compared
 _SAMPLE_SECONDS = 0.5
 _AFTER_SECONDS = 3.0  # that the callers go on after a restart, at least
 
 
 class Soak:
-    """Callers of every kind beside each other; the server is changed, ended and started again under them."""
+    """Callers of every kind beside each other; the server is changed, ended and started again under them.
+
+    devices  the GPUs of the ranks of the second server; None: on a GPU it has one rank
+    """
 
     def __init__(
-        self, folder: Path, seconds: float, requests: int, idle: int, slots: int, kinds: Iterable[str]
+        self,
+        folder: Path,
+        seconds: float,
+        requests: int,
+        idle: int,
+        slots: int,
+        kinds: Iterable[str],
+        backend: str = "reference",
+        devices: str | None = None,
     ) -> None:
         self._seconds, self._requests, self._num_idle = seconds, requests, idle
-        settings = soak_settings(folder)
-        self._server = SoakServer(settings, folder)
+        self._settings = settings = soak_settings(folder, backend=backend)
+        self._is_on_gpu = backend != "reference"
+        self._several = several(settings, devices)
+        self._server = SoakServer(settings.port, folder)
         self._keys = folder / "keys.yaml"
         self._stage = Stage()
         self._tallies = {kind: Tally(kind) for kind in kinds}
@@ -55,16 +72,19 @@ class Soak:
             folder, settings.port, settings.grpc.port, samples(settings), self._stage, slots=slots
         )
         self._idle: list[socket.socket] = []
-        self._memory: list[tuple[int, int]] = []  # bytes and descriptors
+        self._memory: list[tuple[int, int, int]] = []  # bytes, descriptors, and bytes of the GPU
+        self._done: Counter[str] = Counter()
 
     def run(self) -> dict[str, Any]:
         """The result."""
         began = time.perf_counter()
-        self._server.start()
+        self._server.start(self._settings)
         with self._callers():
             self._open_idle()
             self._serve()
-            codes = [self._restart(Phase.STOPPING), self._restart(Phase.KILLED)]
+            codes = [self._restart(Phase.STOPPING, self._several)]
+            self._lose_processes()
+            self._restart(Phase.KILLED, self._settings)
             self._stage.phase = Phase.OVER
         codes.append(self._server.terminate())
         return self._result(time.perf_counter() - began, codes)
@@ -86,27 +106,57 @@ class Soak:
             self._codes = {process.name: process.exitcode for process in processes if process.exitcode}
 
     def _serve(self) -> None:
-        """Until the time is over and enough requests are sent; keys and partitions change meanwhile."""
+        """Change keys, models and partitions until the time is over and enough requests are sent."""
         began = time.perf_counter()
         for turn in count():
             if time.perf_counter() - began >= self._seconds and self._sent() >= self._requests:
                 return
-            self._memory.append((self._server.memory(), self._server.descriptors()))
+            server = self._server
+            gpu = server.device_memory() if self._is_on_gpu else 0
+            self._memory.append((server.memory(), server.descriptors(), gpu))
             self._change(turn)
             time.sleep(_SAMPLE_SECONDS)
 
     def _change(self, turn: int) -> None:
-        """The keys, the partitions, or nothing; an idle connection is used."""
-        if turn % 6 == 0:
-            write_keys(self._keys, **RIGHTS, changing=["infer"])
-        elif turn % 6 == 3:
-            write_keys(self._keys, **RIGHTS)
-        elif turn % 6 == 5:
-            url = f"{self._plan.url}/v1/partitions"
-            answer = httpx.put(url, json={"partitions": []}, headers=bearer("admin"), timeout=30)
-            assert answer.status_code in (400, 409, 422), answer.text
+        """The keys, the models or the partitions; an idle connection is used."""
+        match turn % 6:
+            case 0:
+                write_keys(self._keys, **RIGHTS, changing=["infer"])
+            case 3:
+                write_keys(self._keys, **RIGHTS)
+            case 1 | 4 as place:
+                what = "unload" if place == 1 else "load"
+                self._ask("POST", f"/v2/repository/models/{COMING}/{what}", {})
+            case 5:
+                self._partition(turn)
         if self._idle:
             self._use(random.choice(self._idle))
+
+    def _partition(self, turn: int) -> None:
+        """Change the partitions of a GPU; a CPU has none, and refuses."""
+        sizes = {"one": 16 + 8 * (turn % 5)} if turn % 12 == 5 else {}
+        self._ask("PUT", "/v1/partitions", {"partitions": sizes}, 200 if self._is_on_gpu else 409)
+
+    def _ask(self, method: str, path: str, body: object, status: int = 200) -> None:
+        """A call of an administrator."""
+        answer = httpx.request(
+            method, f"{self._plan.url}{path}", json=body, headers=bearer("admin"), timeout=60
+        )
+        assert answer.status_code == status, answer.text
+        self._done[path] += 1
+
+    def _lose_processes(self) -> None:
+        """Kill a rank, whose requests are refused, and an HTTP process, whose connections end."""
+        if self._several.num_ranks > 1:
+            self._server.kill_child("ranks.process", "the ranks are ready again")
+            self._done["ranks lost"] += 1
+        time.sleep(_AFTER_SECONDS)
+        self._stage.phase = Phase.KILLED
+        time.sleep(0.1)
+        self._server.kill_child("http.worker", "starting another")
+        self._done["HTTP processes lost"] += 1
+        self._stage.phase = Phase.SERVING
+        time.sleep(_AFTER_SECONDS)
 
     def _open_idle(self) -> None:
         for _ in range(self._num_idle):
@@ -117,7 +167,7 @@ class Soak:
         sock.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
         assert sock.recv(4096).startswith(b"HTTP/1.1 200")
 
-    def _restart(self, phase: Phase) -> int:
+    def _restart(self, phase: Phase, settings: Settings) -> int:
         """End the server under its callers, and start another one; the exit code, 0 after SIGKILL."""
         self._stage.phase = phase
         time.sleep(0.1)
@@ -131,7 +181,7 @@ class Soak:
                 sock.close()
         self._idle.clear()
         (self._plan.folder / "channels").unlink(missing_ok=True)
-        self._server.start()
+        self._server.start(settings)
         self._stage.phase = Phase.SERVING
         time.sleep(max(_AFTER_SECONDS, 0.05 * self._seconds))
         return code
@@ -143,13 +193,7 @@ class Soak:
         kinds = {kind: tally.counts() for kind, tally in self._tallies.items()}
         total = {outcome: sum(counts[outcome] for counts in kinds.values()) for outcome in OUTCOMES}
         warm = self._memory[int(WARM_UP * len(self._memory)) :]
-        third = max(1, len(warm) // 3)
-        growth = [
-            statistics.median(each[index] for each in warm[-third:])
-            / statistics.median(each[index] for each in warm[:third])
-            - 1
-            for index in (0, 1)
-        ]
+        growth = [_growth([each[index] for each in warm]) for index in range(3)]
         return {
             "header": {"cpu": cpu_name(), "python": platform.python_version(), "seconds": round(seconds, 1)},
             "total": total,
@@ -169,11 +213,20 @@ class Soak:
                 ],
             },
             "descriptors": {"count": self._memory[-1][1], "growth": round(growth[1], 4)},
+            "device_memory": {"bytes": self._memory[-1][2], "growth": round(growth[2], 4)},
+            "done": dict(self._done),
             "idle_connections": self._num_idle,
             "exit_codes": codes,
             "callers_ended_with": self._codes,
             "mistakes": self._server.mistakes(),
         }
+
+
+def _growth(values: Sequence[int]) -> float:
+    """How much larger the median of the last third is than that of the first; 0 without any."""
+    third = max(1, len(values) // 3)
+    first = statistics.median(values[:third])
+    return statistics.median(values[-third:]) / first - 1 if first else 0.0
 
 
 def cpu_name() -> str:
@@ -190,7 +243,7 @@ def mistakes(result: dict[str, Any], growth: float) -> list[str]:
         found.append(f"requests without an outcome: expected 0, got {result['unaccounted']}")
     found += [
         f"growth of {name}: expected at most {growth:.0%}, got {result[name]['growth']:.1%}"
-        for name in ("memory", "descriptors")
+        for name in ("memory", "descriptors", "device_memory")
         if result[name]["growth"] > growth
     ]
     found += [f"exit code: expected 0, got {code}" for code in result["exit_codes"] if code]

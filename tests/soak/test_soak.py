@@ -10,6 +10,7 @@ from expertd_client import (
     ExpertError,
     ServerBusyError,
     ServerUnreachableError,
+    UnknownModelError,
 )
 from tests.service.apps import tiny_settings
 from tests.soak.callers import outcome_of
@@ -46,6 +47,8 @@ def test_what_errors_mean(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> 
     assert outcome_of(ServerBusyError("x", 503), plan, mark) == "refused"
     assert outcome_of(denied, plan, mark, may_be_denied=True) == "refused"
     assert outcome_of(denied, plan, mark) == "wrong"
+    assert outcome_of(UnknownModelError("x", 404), plan, mark, may_be_gone=True) == "refused"
+    assert outcome_of(UnknownModelError("x", 404), plan, mark) == "wrong"
     assert outcome_of(ExpertError("x", 500), plan, mark) == "failed"
     assert outcome_of(late, plan, mark, may_be_late=True) == "refused"
     assert [outcome_of(error, plan, mark) for error in (gone, late)] == ["lost", "lost"]
@@ -62,6 +65,7 @@ GOOD: dict[str, Any] = {
     "kinds": {"HTTP": {"right": 1}},
     "memory": {"growth": 0.01},
     "descriptors": {"growth": 0.0},
+    "device_memory": {"growth": 0.0},
     "exit_codes": [0, 0, 0],
     "callers_ended_with": {},
     "mistakes": [],
@@ -77,6 +81,7 @@ GOOD: dict[str, Any] = {
         ({"unaccounted": 1}, "requests without an outcome: expected 0, got 1"),
         ({"memory": {"growth": 0.05}}, "growth of memory: expected at most 2%, got 5.0%"),
         ({"descriptors": {"growth": 0.03}}, "growth of descriptors: expected at most 2%, got 3.0%"),
+        ({"device_memory": {"growth": 0.1}}, "growth of device_memory: expected at most 2%, got 10.0%"),
         ({"exit_codes": [1, 0, 0]}, "exit code: expected 0, got 1"),
         ({"callers_ended_with": {"gRPC": 1}}, "gRPC: expected callers without errors, got exit code 1"),
         ({"mistakes": ["Traceback"]}, "log: expected no such line, got Traceback"),

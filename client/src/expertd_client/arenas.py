@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
-from expertd_client.errors import ExpertError, TransportUnavailableError
+from expertd_client.errors import ExpertError, ServerBusyError, TransportUnavailableError
 from expertd_client.places import aligned
 from expertd_client.transport import NotThisCallError
 
@@ -18,6 +18,7 @@ _LEAST_TOKENS = 16
 _LEAST_PLACES = 2
 _MANY_BYTES = 128 << 20  # of an arena: beyond, it has only as many places as it must
 _PAUSE_SECONDS = 5.0  # after a refusal by the server
+_BUSY_SECONDS = 0.25  # if that may be over soon, as while it loads
 
 
 class Need(NamedTuple):
@@ -174,7 +175,7 @@ class Holder(Generic[A]):
                     self._max_places = arena.sizes.num_places
                 return False
             if error is not None:
-                self._refusal = least_sizes(need), error, time.monotonic() + _PAUSE_SECONDS
+                self._refusal = least_sizes(need), error, time.monotonic() + _pause(error)
             return True
 
     def give_back(self, lease: Lease[A], unanswered: int | None = None) -> None:
@@ -240,6 +241,13 @@ class Holder(Generic[A]):
     def _wake_all(self) -> None:
         while self._waiting:
             self._waiting.popleft()()
+
+
+def _pause(error: ExpertError) -> float:
+    """Seconds until a server that has refused an arena is asked again."""
+    if not isinstance(error, ServerBusyError):
+        return _PAUSE_SECONDS
+    return min(_PAUSE_SECONDS, error.retry_after or _BUSY_SECONDS)
 
 
 def _power(number: int) -> int:

@@ -8,7 +8,7 @@ from expertd.service.engine.spec import LayerSpec
 from expertd.service.http.protocol.datatypes import ELEMENT_BYTES, FLOATS, FP8S
 from expertd.service.http.protocol.errors import OipError
 from expertd.service.http.protocol.places import check_routing, hidden_states_at, output_at, routing_at
-from expertd.service.memory import Buffer, Place, RegionUses, Span, is_on_gpu
+from expertd.service.memory import Buffer, Place, RegionUses, Span
 from expertd.service.moe.request import FP8, LayerRequest
 from expertd.service.sentences import any_of
 
@@ -56,11 +56,7 @@ def check_shapes(tensors: Mapping[str, Tensor], spec: LayerSpec) -> None:
         got = f"{datatype} with it" if SCALE in tensors else f"{datatype} without it"
         raise OipError(400, f"input {SCALE}: expected it with FP8 or UINT8 hidden_states alone, got {got}")
     if datatype in FP8S and not spec.takes_fp8:
-        why = (
-            "on a server with several ranks"
-            if spec.hidden_size % SCALE_BLOCK == 0
-            else (f"with a hidden_size ({spec.hidden_size}) that is no multiple of {SCALE_BLOCK}")
-        )
+        why = f"with a hidden_size ({spec.hidden_size}) that is no multiple of {SCALE_BLOCK}"
         text = f"expected {any_of(FLOATS)} {why}, got {datatype}"
         raise OipError(400, f"datatype of input hidden_states: {text}")
     if ("topk_ids" in tensors) != ("topk_weights" in tensors):
@@ -90,9 +86,6 @@ def layer_request(
     data = {name: _data(name, tensor, uses) for name, tensor in tensors.items()}
     hidden_states, ids = tensors["hidden_states"], tensors.get("topk_ids")
     check_routing(data.get("topk_ids"), data.get("topk_weights"), spec)
-    if SCALE in data and (is_on_gpu(data["hidden_states"]) or is_on_gpu(data[SCALE])):
-        text = f"inputs hidden_states and {SCALE}: expected host memory for FP8, got CUDA memory"
-        raise OipError(400, f"{text}; channels take FP8 there")
     num_bytes = hidden_states.shape[0] * spec.hidden_size * ELEMENT_BYTES[output.datatype]
     return LayerRequest(
         num_tokens=hidden_states.shape[0],

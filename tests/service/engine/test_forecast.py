@@ -1,5 +1,6 @@
 """How long steps will take, from recent ones."""
 
+import numpy as np
 import pytest
 
 from expertd.service.engine.forecast import Forecast
@@ -89,3 +90,34 @@ def test_what_arrives_before_a_step_begins_is_computed_in_it(forecast: Forecast,
     expected = 0.05 + seconds(1 + 50)
     assert forecast.until_end(1, 4096, wait=0.05) == pytest.approx(expected, rel=0.1), "a token each ms"
     assert forecast.until_end(1, 16, wait=0.05) == pytest.approx(0.05 + seconds(16)), "a step has no more"
+
+
+def test_the_margin_is_what_nearly_all_steps_stay_within() -> None:
+    clock = Clock()
+    forecast, random = Forecast(clock), np.random.default_rng(1)
+    took = 0.01 * random.lognormal(0.0, 0.25, 400)
+    within = []
+    for seconds in took:
+        if forecast.step(100):
+            within.append(seconds <= forecast.margin * forecast.step(100))
+        forecast.note(100, seconds)
+        clock.now += 0.01
+    assert np.mean(within[20:]) >= 0.94
+    assert 1.25 < forecast.margin < 2.0
+
+
+def test_even_steps_need_the_least_margin(forecast: Forecast, clock: Clock) -> None:
+    assert forecast.margin == 1.1
+    for tokens in (1, 100, 2000, 30, 500, 100, 2000, 1):
+        forecast.note(tokens, seconds(tokens))
+        clock.now += 0.1
+        assert forecast.margin == 1.1
+
+
+def test_a_forecast_is_in_doubt_after_a_moment_without_steps(forecast: Forecast, clock: Clock) -> None:
+    assert forecast.is_doubtful
+    forecast.note(100, 5.0)
+    clock.now += 0.09
+    assert not forecast.is_doubtful
+    clock.now += 0.02
+    assert forecast.is_doubtful

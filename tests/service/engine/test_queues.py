@@ -358,6 +358,19 @@ def test_without_recent_steps_nothing_is_known() -> None:
     assert admits(filled, 1e-3)
 
 
+def test_an_idle_device_is_tried_again_soon() -> None:
+    """Else one slow step would have all requests refused for a second, and the next would be as slow."""
+    filled = timed()
+    assert not admits(filled, 10.0, 32)
+    time.sleep(0.11)
+    assert not admits(filled, 10.0, 32, busy=1.0)
+    assert admits(filled, 10.0, 32)
+    assert not admits(filled, 10.0, 32), "behind another one"
+    step, late = filled.queues.split_late(filled.queues.next_step(), lambda: 0.0)
+    assert len(step) == 1
+    assert not late
+
+
 def test_steps_that_run_count() -> None:
     assert admits(timed(), 20.0, busy=10.0)
     assert not admits(timed(), 10.0, busy=10.0)

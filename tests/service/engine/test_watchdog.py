@@ -5,13 +5,19 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 
+from expertd.service.engine.engine import Phase
+from expertd.service.engine.loading import Loaded
 from expertd.service.engine.step_time import StepTime
 from expertd.service.engine.watchdog import limit_of
+from expertd.service.settings.model import Settings
 from tests.paths import ROOT
 from tests.service.apps import error_of, hidden_request, rows, serving, serving_runner, tiny_settings
 from tests.service.processes import ServerProcess, clean_environment
@@ -59,6 +65,31 @@ def test_a_step_may_take_many_times_as_long_as_before() -> None:
         now += 1.0
         why = times.why_late(1, 10.0)
     assert why == "the device hangs: expected the end of a step within 10 s, got none"
+
+
+async def test_a_device_that_has_failed_ends_the_server() -> None:
+    """The step that fails first may not be the one to blame: every request gets 503."""
+    runner, why = EchoRunner(poison=13.0), "CUDA error: an illegal memory access was encountered"
+
+    def loader(settings: Settings, cancelled: Callable[[], bool]) -> Loaded:
+        loaded = serving_runner(runner)(settings, cancelled)
+        return replace(loaded, failure=lambda: why)
+
+    async with serving(tiny_settings(), loader) as server, asyncio.timeout(30):
+        assert (await server.infer(*hidden_request(rows(1)))).status_code == 200
+        runner.gate.clear()
+        poison = hidden_request(np.full_like(rows(1), 13.0))
+        first = asyncio.create_task(server.infer(*poison))
+        for _ in range(2):
+            await asyncio.to_thread(runner.entered.acquire)
+        waiting = [asyncio.create_task(server.infer(*poison)) for _ in range(3)]  # every further step fails
+        await until(lambda: server.app.engine.scheduler.waiting("tiny")[0] == 3)
+        runner.gate.set()
+        for task in (first, *waiting):
+            assert error_of(await task, 503) == f"the device has failed: {why}"
+        assert error_of(await server.http.get("/v2/health/ready"), 503) == f"the device has failed: {why}"
+        assert server.app.engine.phase is Phase.FAILED, "which ends the process with code 1"
+        assert server.app.engine.scheduler.unanswered == 0
 
 
 SERVER = """
@@ -120,7 +151,7 @@ def test_a_process_whose_event_loop_hangs_exits_at_once() -> None:
         env=clean_environment(),
     )  # fmt: skip
     assert ran.returncode == 1
-    assert "the event loop hangs, too: exiting at once" in ran.stderr
+    assert "and the event loop too: exiting at once" in ran.stderr
 
 
 async def test_its_thread_ends_with_the_server() -> None:

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from expertd.service.settings.model import Settings
 from tests.service.apps import MODEL, hidden_request, rows, tiny_settings
+from tests.service.children import children_of
 from tests.service.processes import ServerProcess
 from tests.service.sockets import Answer, connect, infer, read_answer
 from tests.service.waiting import wait_for
@@ -26,17 +27,7 @@ def two_processes(limits: Mapping[str, float] | None = None, **changes: Any) -> 
 
 def workers_of(server: ServerProcess) -> list[int]:
     """The process ids of the HTTP processes."""
-    pid = server.process.pid
-    threads = Path(f"/proc/{pid}/task").iterdir()
-    children = [child for thread in threads for child in (thread / "children").read_text().split()]
-    return sorted(int(child) for child in children if b"http.worker" in _command(child))
-
-
-def _command(pid: str) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except FileNotFoundError:
-        return b""
+    return children_of(server.process.pid, "http.worker")
 
 
 def _has_channel(pid: int) -> bool:

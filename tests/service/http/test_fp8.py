@@ -1,5 +1,8 @@
 """FP8 hidden states in requests: UINT8 or FP8 values with FP32 scales."""
 
+import ctypes
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from expertd.service.checkpoints import models_of
 from expertd.service.engine.spec import specs_of
 from expertd.service.http.protocol import OipError, parse_request
 from expertd.service.memory import Span
-from expertd.service.moe.request import fp8_rows
+from expertd.service.moe.request import FP8, LayerRequest, StepResult, fp8_rows
 from expertd.service.settings.served import CheckpointSettings
 from tests.families import Sizes
 from tests.service.apps import (
@@ -32,11 +35,21 @@ from tests.service.apps import (
 )
 from tests.service.channels.servers import answer_to, channel_server, claimed
 from tests.service.checkpoints.builders import Checkpoint
-from tests.service.regions import enabled, place, registered
+from tests.service.regions import (
+    AddressRunner,
+    Device,
+    bytes_of,
+    enabled,
+    place,
+    region_input,
+    register_cuda,
+    registered,
+)
 from tests.service.shm import shm_file
 
 Array = npt.NDArray[Any]
 NOTHING: Array = rows(0)
+TENSORS = ("hidden_states", "hidden_states_scale")
 BINARY = {"parameters": {"binary_data_output": True}}
 
 
@@ -111,6 +124,49 @@ async def test_values_and_scales_in_shared_memory() -> None:
             assert np.array_equal(output_of(response), wanted)
 
 
+class ExpandingRunner(AddressRunner):
+    """Doubles the numbers of FP8 values and scales that lie apart."""
+
+    def _run(self, requests: Sequence[LayerRequest]) -> StepResult:
+        return super()._run([_expanded(request) for request in requests])
+
+
+def _expanded(request: LayerRequest) -> LayerRequest:
+    assert request.datatype == FP8
+    assert request.scales is not None
+    values, scales = (
+        torch.frombuffer(bytearray(bytes_of(each)), dtype=torch.uint8).view(request.num_tokens, -1)
+        for each in (request.hidden_states, request.scales)
+    )
+    floats = expand_rows(values.view(torch.float8_e4m3fn), scales.view(torch.float32))
+    return replace(request, hidden_states=floats.numpy().tobytes(), datatype="FP32", scales=None)
+
+
+@pytest.mark.parametrize("on_gpu", [("hidden_states",), ("hidden_states_scale",), tuple(TENSORS)])
+async def test_values_and_scales_in_memory_of_a_gpu(on_gpu: tuple[str, ...]) -> None:
+    """The device gets them as they lie; the rest of them comes in the body."""
+    values, scales, expected = quantized(4)
+    device = Device(ExpandingRunner())
+    async with serving(enabled(), device.loader()) as server:
+        await register_cuda(server, "gpu", 8192)
+        inputs, body = [], b""
+        where = zip(TENSORS, (values, scales), ("UINT8", "FP32"), (512, 4100), strict=True)
+        for name, array, datatype, offset in where:
+            if name in on_gpu:
+                ctypes.memmove(device.address + offset, array.tobytes(), array.nbytes)
+                inputs.append(region_input("gpu", list(array.shape), offset, name, datatype, array.nbytes))
+                continue
+            size = {"binary_data_size": array.nbytes}
+            shape = list(array.shape)
+            inputs.append({"name": name, "datatype": datatype, "shape": shape, "parameters": size})
+            body += array.tobytes()
+        header = json_request(*inputs, **BINARY)
+        for _ in range(2):
+            answer = await server.infer(header + body, len(header))
+            np.testing.assert_array_equal(output_of(answer), 2 * expected)
+        assert all(region.uses == 0 for region in server.app.engine.shared_memory.status("cuda"))
+
+
 @pytest.mark.parametrize(
     ("tensors", "text"),
     [
@@ -153,22 +209,6 @@ async def test_wrong_requests_are_refused(tensors: Any, text: str) -> None:
         assert error_of(await server.infer(*binary_request(tensors)), 400).startswith(text)
 
 
-def test_several_ranks_take_no_fp8() -> None:
-    values, scales, _ = quantized(1)
-    settings = tiny_settings(ranks=2)
-    (spec,) = specs_of(settings).values()
-    body, length = fp8_request(values, scales)
-    with pytest.raises(
-        OipError, match="expected BF16, FP16 or FP32 on a server with several ranks, got UINT8"
-    ):
-        parse_request(body, length, spec)
-    model = ChannelModel("tiny", HIDDEN, 2, lambda _: None, True, spec.takes_fp8)
-    geometry = Geometry.for_slots(1, 16, HIDDEN, 2, 4)
-    reader = RequestReader(geometry, Span(0, 1 << 16, None, memoryview(bytearray(1 << 16)), None), [model])
-    with pytest.raises(InvalidRequestError, match=r"datatype: expected 1, 2 or 3 .*, got 4"):
-        reader.line(REQUEST.pack(1, 4, 3, 0, 0, 0, 0, 0, 4096, 0, 0))
-
-
 def test_a_hidden_size_without_whole_blocks_takes_no_fp8(tmp_path: Path) -> None:
     checkpoint = Checkpoint("gpt-oss", tmp_path / "gpt-oss", sizes=Sizes(144, 128))
     settings = tiny_settings().with_models(
@@ -182,6 +222,11 @@ def test_a_hidden_size_without_whole_blocks_takes_no_fp8(tmp_path: Path) -> None
     text = r"expected BF16, FP16 or FP32 with a hidden_size \(144\) that is no multiple of 128, got UINT8"
     with pytest.raises(OipError, match=text):
         parse_request(*binary_request(tensors), spec)
+    model = ChannelModel("gpt-oss", 144, 2, lambda _: None, True, spec.takes_fp8)
+    geometry = Geometry.for_slots(1, 16, 144, 2, 4)
+    reader = RequestReader(geometry, Span(0, 1 << 16, None, memoryview(bytearray(1 << 16)), None), [model])
+    with pytest.raises(InvalidRequestError, match=r"datatype: expected 1, 2 or 3 .*, got 4"):
+        reader.line(REQUEST.pack(1, 4, 3, 0, 0, 0, 0, 0, 4096, 0, 0))
 
 
 async def test_fp8_as_numbers_and_as_output_is_refused() -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 import tritonclient.http as triton
 
+from expertd.kernels import quantize_rows
 from expertd.service.settings.model import Settings
 from tests.service.apps import binary_request, json_request
 from tests.service.gpus import devices_of_servers
@@ -105,6 +106,38 @@ def cuda_region(server: ServerProcess, name: str, data: bytes, device_id: int) -
         finally:
             client.unregister_cuda_shared_memory(name)
             cuda_shared_memory.destroy_shared_memory_region(region)
+
+
+@pytest.mark.parametrize("count", [1, 7, 300])
+@pytest.mark.parametrize("device_id", GPUS)
+def test_fp8_values_and_scales_in_cuda_memory(
+    server: ServerProcess, http: httpx.Client, device_id: int, count: int
+) -> None:
+    """The bits are those of a request with the same tensors in its body."""
+    made = quantize_rows(torch.randn(count, HIDDEN))
+    values, scales = made.data.view(torch.uint8).numpy(), made.scales.contiguous().numpy()
+    tensors = {
+        "hidden_states": ("UINT8", [count, HIDDEN], values.tobytes()),
+        "hidden_states_scale": ("FP32", list(scales.shape), scales.tobytes()),
+    }
+    body, length = binary_request(tensors, parameters={"binary_data_output": True})
+    answer = http.post(URL, content=body, headers={"Inference-Header-Content-Length": str(length)})
+    assert answer.status_code == 200, answer.text
+    expected = answer.content[int(answer.headers["inference-header-content-length"]) :]
+    data = values.tobytes() + scales.tobytes()
+    with (
+        cuda_region(server, "in", data, device_id),
+        cuda_region(server, "out", bytes(len(expected)), device_id) as target,
+    ):
+        inputs = [
+            region_input("in", [count, HIDDEN], 0, datatype="UINT8", size=values.nbytes),
+            region_input("in", list(scales.shape), values.nbytes, "hidden_states_scale"),
+        ]
+        body = json_request(*inputs, outputs=region_output("out", len(expected), 0))
+        for _ in range(3):
+            answer = http.post(URL, content=body)
+            assert answer.status_code == 200, answer.text
+            assert contents(target, len(expected)) == expected
 
 
 def contents(region: Any, size: int) -> bytes:

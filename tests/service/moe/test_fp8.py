@@ -10,6 +10,8 @@ from torch import Tensor
 
 from expertd.kernels import Quantized, dequantize_rows, expand_rows, quantize_rows, resolve_backend
 from expertd.service.engine.chunks import part_of
+from expertd.service.moe.batch import expanded
+from expertd.service.moe.batch import rows_of as rows_of_bytes
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.request import FP8, LayerRequest, fp8_rows, row_bytes
 from expertd.service.moe.runner import LayerRunner
@@ -58,8 +60,7 @@ def outputs(runner: LayerRunner, requests: Sequence[LayerRequest]) -> list[Tenso
 @pytest.mark.parametrize("is_routed", [True, False])
 def test_the_result_is_that_of_the_values_in_fp32(runner: LayerRunner, count: int, is_routed: bool) -> None:
     values, given = tokens(count), None if is_routed else routing(count)
-    expanded = expand_rows(*quantize_rows(values))
-    expected = outputs(runner, [layer_request(expanded, "FP32", given)])[0]
+    expected = outputs(runner, [layer_request(expand_rows(*quantize_rows(values)), "FP32", given)])[0]
     assert torch.equal(outputs(runner, [fp8_request(values, given)])[0], expected)
 
 
@@ -78,8 +79,20 @@ def test_fp8_beside_other_requests(runner: LayerRunner) -> None:
 def test_a_chunk_has_its_rows_with_their_scales(runner: LayerRunner) -> None:
     values, given = tokens(12), routing(12)
     whole = fp8_request(values, given)
+    scales = np.arange(12 * H // 128, dtype=np.float32)
+    part = part_of(replace(whole, hidden_states=bytes(12 * H), scales=scales.tobytes()), 4, 4)
+    assert part.scales == scales[4 * H // 128 : 8 * H // 128].tobytes()
     parts = [outputs(runner, [part_of(whole, start, 4)])[0] for start in (0, 4, 8)]
     torch.testing.assert_close(torch.cat(parts), outputs(runner, [whole])[0], rtol=1e-2, atol=1e-2)
+
+
+def test_scales_may_lie_apart_from_their_values() -> None:
+    made = quantize_rows(tokens(5))
+    scales = made.scales.contiguous()
+    beside = expanded(rows_of_bytes(packed(made).flatten(), FP8, H))
+    values, apart = (each.view(torch.uint8).flatten() for each in (made.data, scales))
+    assert torch.equal(expanded(rows_of_bytes(values, FP8, H, apart)), beside)
+    assert torch.equal(beside, expand_rows(made.data, scales))
 
 
 def test_scales_of_another_origin_are_used() -> None:
@@ -105,3 +118,26 @@ def test_a_gpu_gives_the_bits_of_its_own_quantizer(count: int, source: str) -> N
     mixed = outputs(runner, [replace(request, hidden_states=states, datatype=FP8), request])
     assert torch.equal(mixed[0], mixed[1])
     assert torch.equal(mixed[0], expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 37, 700])
+@pytest.mark.parametrize(("values_in", "scales_in"), [(on_gpu, on_gpu), (on_gpu, pinned), (as_bytes, on_gpu)])
+def test_a_gpu_takes_scales_from_elsewhere(count: int, values_in: Place, scales_in: Place) -> None:
+    weights = random_weights(SHAPE, 3, "cuda")
+    runner = LayerRunner(MoELayer(SHAPE, weights, resolve_backend("hopper")), "cuda")
+    values, given = tokens(count), routing(count)
+    request = layer_request(values, "BF16", given)
+    expected = outputs(runner, [request])[0]
+    made = quantize_rows(values)
+    apart = replace(
+        request,
+        hidden_states=values_in(made.data.view(torch.uint8)),
+        datatype=FP8,
+        scales=scales_in(made.scales.contiguous()),
+    )
+    beside = replace(request, hidden_states=as_bytes(packed(made)), datatype=FP8)
+    for _ in range(3):
+        assert torch.equal(outputs(runner, [apart])[0], expected)
+    for others in ([apart], [beside], [request, beside]):
+        assert all(torch.equal(output, expected) for output in outputs(runner, [apart, *others]))

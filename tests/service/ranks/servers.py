@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from expertd.service.ranks.loading import load_ranks
 from expertd.service.settings.model import Settings
 from tests.service.apps import Serving, hidden_request, output_of, serving
+from tests.service.children import children_of
 
 ROUNDING = 2e-5
 """Between one rank and several, relative to the largest element: the order of FP32 additions differs."""
@@ -29,17 +30,7 @@ async def serving_ranks(settings: Settings) -> AsyncIterator[Serving]:
 
 def rank_processes(of: int | None = None) -> list[int]:
     """The ranks that are children of the process `of`, None: this one, in the order of their numbers."""
-    task = Path(f"/proc/{of or 'self'}/task")
-    children = [int(pid) for file in task.glob("*/children") for pid in file.read_text().split()]
-    return sorted(pid for pid in children if b"expertd.service.ranks.process" in command_of(pid))
-
-
-def command_of(process: int) -> bytes:
-    """The command line of a process; empty if it has ended."""
-    try:
-        return Path(f"/proc/{process}/cmdline").read_bytes()
-    except OSError:
-        return b""
+    return children_of(of, "expertd.service.ranks.process")
 
 
 def cpu_seconds(processes: list[int]) -> float:

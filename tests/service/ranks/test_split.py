@@ -1,6 +1,7 @@
 """A step's rows over the ranks: all of them, in place, with the step's datatypes on every rank."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -72,8 +73,24 @@ def test_routing_lies_beside_its_rows() -> None:
     assert (own.datatype, own.topk_ids_datatype, own.output_datatype) == ("BF16", "INT64", "FP16")
 
 
+def test_scales_lie_beside_their_rows_or_in_them() -> None:
+    output = Place(2, 0)
+    request = PlacedRequest(
+        4, "FP8", "INT32", "BF16", Place(1, 0), NOWHERE, NOWHERE, output, scales=Place(3, 64)
+    )
+    (own,) = requests_of([request], 1, 2, HIDDEN, TOP_K, span_of)
+    assert own.hidden_states == Span((1 << 32) + 2 * HIDDEN, 2 * HIDDEN)
+    assert own.scales == Span((3 << 32) + 64 + 2 * 4, 2 * 4)
+    (own,) = requests_of([replace(request, scales=NOWHERE)], 1, 2, HIDDEN, TOP_K, span_of)
+    assert own.hidden_states == Span((1 << 32) + 2 * (HIDDEN + 4), 2 * (HIDDEN + 4))
+    assert own.scales is None
+
+
 @pytest.mark.parametrize("outputs", [("BF16", "BF16"), ("BF16", "FP32")])
-@pytest.mark.parametrize("datatypes", [("BF16", "BF16"), ("BF16", "FP16"), ("FP16", "FP32")])
+@pytest.mark.parametrize(
+    "datatypes",
+    [("BF16", "BF16"), ("BF16", "FP16"), ("FP16", "FP32"), ("FP8", "FP8"), ("FP8", "FP32"), ("BF16", "FP8")],
+)
 @pytest.mark.parametrize("tokens", [(1, 1), (3, 1), (1, 5)])
 def test_batches_have_the_same_dtypes_on_all_ranks(
     tokens: tuple[int, int], datatypes: tuple[str, str], outputs: tuple[str, str]
@@ -89,5 +106,6 @@ def test_batches_have_the_same_dtypes_on_all_ranks(
 
 def test_a_command_survives_its_bytes() -> None:
     requests = [placed(3, 64, "BF16", "FP16"), placed(2**31, 2**40)]
+    requests.append(replace(placed(3, 64, "FP8"), scales=Place(9, 2**33)))
     command = StepCommand(2**40, 7, requests)
     assert StepCommand.unpacked(command.packed()) == command

@@ -1,0 +1,71 @@
+"""Which messages may arrive: gRPC tells the size of one when all of it is there."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from expertd.service.http.protocol import OipError
+
+_LEAST_SECONDS = 2.0  # that a message may take to arrive while others wait for its place
+
+
+class Arrivals:
+    """Receives messages of unary calls, `most` at a time; the bytes of others wait with their senders.
+
+    seconds  in which a message must arrive; while others wait, the one that takes longest has less
+    """
+
+    def __init__(self, most: int, seconds: float) -> None:
+        self.most = most
+        self._seconds = seconds
+        self._places = asyncio.Semaphore(most)
+        self._limits: dict[asyncio.Timeout, float] = {}  # of those that nobody waits for, and their beginning
+
+    async def message(self, messages: AsyncIterator[bytes]) -> bytes:
+        """The message of a call. Raises OipError."""
+        if self._places.locked():
+            self._hurry()
+        try:
+            async with asyncio.timeout(self._seconds):
+                await self._places.acquire()
+        except TimeoutError:
+            raise OipError(
+                503, f"request: {self.full('messages that arrive')}", headers={"Retry-After": "1"}
+            ) from None
+        try:
+            return await self._received(messages)
+        finally:
+            self._places.release()
+
+    def full(self, what: str) -> str:
+        """Why there is no room for one more."""
+        return f"expected at most {self.most} {what}, by limits.max_buffered_bytes, got more"
+
+    def _hurry(self) -> None:
+        """Let the message that has taken longest give its place away, unless it is there soon."""
+        for limit, began in self._limits.items():
+            del self._limits[limit]
+            until = limit.when()
+            if until is not None and not limit.expired():
+                limit.reschedule(min(until, began + _LEAST_SECONDS))
+            return
+
+    async def _received(self, messages: AsyncIterator[bytes]) -> bytes:
+        began = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(self._seconds) as limit:
+                self._limits[limit] = began
+                try:
+                    generator: Any = aiter(messages)
+                    async with aclosing(generator):  # which would keep the message
+                        message: bytes = await anext(generator)
+                        return message
+                finally:
+                    self._limits.pop(limit, None)
+        except StopAsyncIteration:
+            raise OipError(400, "request: expected a message, got none") from None
+        except TimeoutError:
+            seconds = round(asyncio.get_running_loop().time() - began, 2)
+            text = f"request: expected the whole message within {seconds:g} s, got a part of it"
+            raise OipError(408, text) from None

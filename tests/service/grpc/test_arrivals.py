@@ -1,0 +1,193 @@
+"""How many messages arrive at a time, which of them give way, and what becomes of idle streams."""
+
+import asyncio
+import gc
+import tracemalloc
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from expertd.service.grpc.arrivals import Arrivals
+from expertd.service.grpc.stream import Stream
+from expertd.service.http.protocol import OipError
+from tests.service.apps import rows, tiny_settings
+from tests.service.grpc.calls import ON, grpc_serving, hidden_message, output_of, refusal
+from tests.service.runners import EchoRunner
+from tests.service.waiting import until
+
+
+class Sender:
+    """A call whose message arrives when the test says so."""
+
+    def __init__(self) -> None:
+        self.sent: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self.is_read = False
+
+    async def messages(self) -> AsyncIterator[bytes]:
+        self.is_read = True
+        yield await self.sent
+
+
+async def test_others_are_not_read_until_there_is_a_place() -> None:
+    arrivals = Arrivals(2, 10)
+    senders = [Sender() for _ in range(5)]
+    received = [asyncio.ensure_future(arrivals.message(sender.messages())) for sender in senders]
+    await asyncio.sleep(0.01)
+    assert [sender.is_read for sender in senders] == [True, True, False, False, False]
+    for index, sender in enumerate(senders):
+        sender.sent.set_result(bytes([index]))
+        assert await received[index] == bytes([index])
+
+
+async def test_the_slowest_gives_way_to_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("expertd.service.grpc.arrivals._LEAST_SECONDS", 0.05)
+    arrivals = Arrivals(2, 10)
+    slowest, slow, new = Sender(), Sender(), Sender()
+    receiving = [asyncio.ensure_future(arrivals.message(each.messages())) for each in (slowest, slow)]
+    await until(lambda: slow.is_read)
+    await asyncio.sleep(0.1)
+    assert not any(each.done() for each in receiving), "while nobody waits, they have their time"
+    new.sent.set_result(b"new")
+    assert await asyncio.wait_for(arrivals.message(new.messages()), 5) == b"new"
+    with pytest.raises(
+        OipError, match=r"request: expected the whole message within 0.\d+ s, got a part of it"
+    ):
+        await receiving[0]
+    slow.sent.set_result(b"slow")
+    assert await receiving[1] == b"slow"
+
+
+async def test_a_message_waits_for_a_place_no_longer_than_it_may_take() -> None:
+    arrivals = Arrivals(1, 0.05)
+    first = asyncio.ensure_future(Arrivals.message(arrivals, Sender().messages()))
+    await asyncio.sleep(0.03)
+    waiting = [asyncio.ensure_future(arrivals.message(Sender().messages())) for _ in range(3)]
+    with pytest.raises(OipError) as late:
+        await first
+    assert late.value.status == 408
+    errors = await asyncio.gather(*waiting, return_exceptions=True)
+    texts = [str(error) for error in errors if isinstance(error, OipError) and error.status == 503]
+    assert texts
+    assert set(texts) == {
+        "request: expected at most 1 messages that arrive, by limits.max_buffered_bytes, got more"
+    }
+
+
+@pytest.mark.parametrize(
+    "message",
+    [hidden_message(rows(65, 1)), hidden_message(rows(64), "none")],
+    ids=["too many tokens", "unknown model"],
+)
+async def test_refused_messages_do_not_wait_for_the_garbage_collector(message: Any) -> None:
+    message.raw_input_contents.append(bytes(900_000))
+    data = message.SerializeToString()
+    async with grpc_serving(EchoRunner()) as calls:
+        await refusal(calls.call("ModelInfer", data=data), grpc.StatusCode.INVALID_ARGUMENT)
+        gc.collect()
+        gc.disable()
+        tracemalloc.start()
+        try:
+            for _ in range(10):
+                await refusal(calls.call("ModelInfer", data=data), grpc.StatusCode.INVALID_ARGUMENT)
+            assert tracemalloc.get_traced_memory()[0] < 3 * len(data)
+        finally:
+            tracemalloc.stop()
+            gc.enable()
+
+
+async def test_streams_have_places_too() -> None:
+    """Each may get a message of any size at any time."""
+    settings = tiny_settings({"max_buffered_bytes": 5 << 20, "max_request_tokens": 16}, **ON)
+    async with grpc_serving(EchoRunner(), settings) as calls:
+        streams = [calls.stream() for _ in range(4)]
+        for stream in streams:
+            await stream.write(hidden_message(rows(1)))
+            output_of((await stream.read()).infer_response)
+        text, trailers = await refusal(calls.stream().read(), grpc.StatusCode.UNAVAILABLE)
+        assert text == "stream: expected at most 4 open streams, by limits.max_buffered_bytes, got more"
+        assert trailers["retry-after"] == "1"
+        output_of(await calls.infer(hidden_message(rows(1))))
+        await streams[0].done_writing()
+        assert await streams[0].read() is grpc.aio.EOF
+        stream = calls.stream()
+        await stream.write(hidden_message(rows(1)))
+        output_of((await stream.read()).infer_response)
+
+
+async def _answered(written: list[bytes], answer: Any, *messages: Any) -> None:
+    async def given() -> AsyncIterator[bytes]:
+        for message in messages:
+            yield await message if asyncio.isfuture(message) else message
+        await asyncio.Event().wait()
+
+    async def write(data: bytes) -> None:
+        written.append(data)
+
+    await Stream(given(), answer, 0.05).run(write)
+
+
+async def test_an_idle_stream_ends_after_its_answers() -> None:
+    written: list[bytes] = []
+
+    async def slowly(data: bytes) -> bytes:
+        await asyncio.sleep(0.2)
+        return data
+
+    began = asyncio.get_running_loop().time()
+    with pytest.raises(OipError, match=r"stream: expected the next request within 0.05 s, got none") as ended:
+        await _answered(written, slowly, b"a", b"b")
+    assert ended.value.status == 408
+    assert written == [b"a", b"b"], "the time in which they are computed does not count"
+    assert asyncio.get_running_loop().time() - began >= 0.25
+
+
+async def test_a_stream_ends_whose_answers_nobody_receives() -> None:
+    async def messages() -> AsyncIterator[bytes]:
+        yield b"a"
+        await asyncio.Event().wait()
+
+    async def at_once(data: bytes) -> bytes:
+        return data
+
+    async def never(data: bytes) -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(
+        OipError, match=r"stream: expected an answer to be received within 0.05 s, got a part"
+    ):
+        await Stream(messages(), at_once, 0.05).run(never)
+
+
+@pytest.mark.slow
+async def test_an_idle_stream_is_told_why_it_ends() -> None:
+    settings = tiny_settings({"body_timeout_seconds": 0.5}, keep_alive_seconds=1, **ON)
+    async with grpc_serving(EchoRunner(), settings) as calls:
+        stream = calls.stream()
+        await stream.write(hidden_message(rows(1)))
+        output_of((await stream.read()).infer_response)
+        text, _ = await refusal(stream.read(), grpc.StatusCode.DEADLINE_EXCEEDED)
+        assert text == "stream: expected the next request within 1 s, got none"
+
+
+async def test_a_stream_that_is_cancelled_at_once_has_begun_nothing() -> None:
+    """A warning of a coroutine that nobody awaited would fail this."""
+
+    async def messages() -> AsyncIterator[bytes]:
+        yield b"a"
+        await asyncio.Event().wait()
+
+    async def answer(data: bytes) -> bytes:
+        return data
+
+    async def write(data: bytes) -> None:
+        pass
+
+    for turns in range(6):
+        running = asyncio.ensure_future(Stream(messages(), answer, 10).run(write))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    gc.collect()
