@@ -199,7 +199,8 @@ class ChannelHub:
             self._metrics.refused(answer.model, answer.reason)
             what = (answer.status, answer.reason, answer.model, channel_id, answer.sequence, answer.text)
             logger.debug("%d %s: model %s, channel %s, request %d: %s", *what)
-        self._metrics.request_done(answer.model, answer.status, answer.seconds)
+        stages = answer.stages if answer.status == 200 else None
+        self._metrics.request_done(answer.model, answer.status, answer.seconds, stages)
 
     async def _make_room(self, num_bytes: int) -> None:
         """Close the oldest unclaimed channels if a new one of `num_bytes` does not fit beside them."""

@@ -21,6 +21,7 @@ from expertd.service.engine.errors import (
     QueueFullError,
     SchedulerClosedError,
 )
+from expertd.service.engine.gpu_sensors import GpuSensors
 from expertd.service.engine.lane_control import LaneControl, lane_control
 from expertd.service.engine.lane_metrics import lane_queue_metrics
 from expertd.service.engine.lanes import Lanes, scheduler_of
@@ -34,9 +35,11 @@ from expertd.service.engine.repository import Repository
 from expertd.service.engine.shared_memory import SharedMemory
 from expertd.service.engine.spec import MODEL_VERSION, LayerSpec, served, specs_of
 from expertd.service.engine.steps import DEFAULT_PRIORITY, Done, Pending
+from expertd.service.engine.use_metrics import memory_metrics, use_metrics
 from expertd.service.engine.watchdog import Watchdog
 from expertd.service.memory import Arena, RegionUses
 from expertd.service.moe.request import LayerRequest, zero_request
+from expertd.service.moe.step_counts import NOTHING
 from expertd.service.sentences import all_of
 from expertd.service.settings.model import Settings
 
@@ -77,7 +80,8 @@ class Engine:
         self._watchdog: Watchdog | None = None
         self._hangs: str | None = None
         self._lane_control: LaneControl | None = None
-        metrics.add_models({model.name: model.num_experts for model in settings.models})
+        shapes = {model.name: model.shape for model in settings.models}
+        metrics.add_models(shapes, settings.metrics.max_expert_series)
         metrics.watch_jit(jit_stats)
         metrics.watch_models(lambda: {name: self.why_not_ready(name) is None for name in self.models})
         metrics.watch(lambda: queue_metrics(self._queue_states()))
@@ -86,7 +90,9 @@ class Engine:
         metrics.watch_shared_memory(self.shared_memory.totals)
         metrics.watch_ranks(lambda: self.loaded.ranks() if self.loaded else ())
         metrics.watch(lambda: placement_metrics(self.loaded.placements if self.loaded else None))
-        metrics.watch_device_memory(lambda: self.loaded.memory() if self.loaded else None)
+        metrics.watch(self._use_metrics)
+        sensors = GpuSensors()
+        metrics.watch(lambda: sensors.metrics(self.loaded.gpus() if self.loaded else ()))
 
     def why_not_ready(self, *models: str) -> str | None:
         """Why `models` (none given: all) are not ready; None if they are ready.
@@ -346,11 +352,18 @@ class Engine:
         }
 
     def _lane_metrics(self) -> Iterator[Metric]:
-        if isinstance(self.scheduler, Lanes) and self.loaded:
-            served = filter(self.repository.serves, self.models)
-            yield from lane_queue_metrics(self.scheduler.queue_states(list(served)))
+        if isinstance(self.scheduler, Lanes):
+            served = [model for model in self.models if self.loaded and self.repository.serves(model)]
+            states = self.scheduler.queue_states(served)
+            empty = dict.fromkeys(self.models, QueueState(0, 0, 0))
+            yield from lane_queue_metrics({lane: empty | now for lane, now in states.items()})
         if self._lane_control is not None:
             yield from self._lane_control.metrics()
+
+    def _use_metrics(self) -> Iterator[Metric]:
+        if self.settings.num_ranks == 1:
+            yield from use_metrics(list(self.models), self.loaded.use() if self.loaded else NOTHING)
+        yield from memory_metrics(self.loaded.memory() if self.loaded else None)
 
     def _partition_sizes(self) -> tuple[int, dict[str, int]] | None:
         partitions = self.loaded.partitions if self.loaded else None

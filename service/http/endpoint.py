@@ -3,6 +3,7 @@
 from typing import Protocol
 
 from expertd.service.engine.refusals import Reason
+from expertd.service.engine.request_counts import Stages
 from expertd.service.http.gate import Gate
 from expertd.service.http.infer_engine import Forward, InferEngine
 from expertd.service.http.threads import Threads
@@ -13,7 +14,7 @@ _ALONE = 8  # requests of one caller in a row
 class Counts(Protocol):
     """Where requests are counted; implemented by `RequestCounts` and `Metrics`."""
 
-    def request_done(self, model: str, status: int, seconds: float) -> None: ...
+    def request_done(self, model: str, status: int, seconds: float, stages: Stages | None = None) -> None: ...
     def refused(self, model: str, reason: Reason) -> None: ...
     def connection_refused(self, status: int) -> None: ...
 

@@ -6,6 +6,7 @@ import time
 from typing import Any, Protocol
 
 from expertd.service.engine.errors import RegionsElsewhereError
+from expertd.service.engine.request_counts import Stages
 from expertd.service.http.answers import Answer, client_gone, error_answer, refusal_of
 from expertd.service.http.endpoint import InferEndpoint
 from expertd.service.http.infer_head import InferHead
@@ -47,6 +48,7 @@ class InferEnding:
         "_received",
         "_refusal",
         "_regions",
+        "_stages",
         "_started",
         "_timer",
         "_working",
@@ -65,6 +67,7 @@ class InferEnding:
         self._output: Block | None = None
         self._plan: Plan | None = None
         self._pending: Any = None  # what the engine's `submit` returned, until its answer
+        self._stages: Stages | None = None
         self._forwarding: asyncio.Task[Answer] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._left: OipError | None = None
@@ -156,8 +159,8 @@ class InferEnding:
         known = head.model if head.model in self._endpoint.engine.models else ""
         status = 200
         if refusal is not None:
-            status = refusal.status
+            status, self._stages = refusal.status, None
             metrics.refused(known, refusal.reason)
             what = (status, refusal.reason, shown(head.model), shown(refusal.request_id), refusal.message)
             logger.debug("%d %s: model %s, id %s: %s", *what)
-        metrics.request_done(known, status, time.perf_counter() - self._started)
+        metrics.request_done(known, status, time.perf_counter() - self._started, self._stages)

@@ -165,7 +165,7 @@ def _run(setup: RankSetup, control: Control, rings: Rings, other_side: Rings) ->
     control.leave = lambda: do_between_steps(lambda: say(words.LEFT, part.leave(rings)))
     say(words.PARTITIONS, "", shown(loaded))
     say(words.LOADED, part.loaded.backend, part.loaded.device)
-    tell_changes(part.loaded.memory, partial(say, words.DEVICE))
+    tell_changes(part.loaded, partial(say, words.DEVICE))
     part.serve(rings, lambda: control.stopped, say)
     return 0
 

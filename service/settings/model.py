@@ -17,6 +17,7 @@ from expertd.service.settings.parts import (
     ChannelSettings,
     GrpcSettings,
     Limits,
+    MetricsSettings,
     OverlapSettings,
     PlacementSettings,
     SharedMemorySettings,
@@ -141,6 +142,7 @@ class Settings(BaseSettings):
     )
     channels: ChannelSettings = Field(default=ChannelSettings(), description="channels")
     grpc: GrpcSettings = Field(default=GrpcSettings(), description="the protocol over gRPC")
+    metrics: MetricsSettings = Field(default=MetricsSettings(), description="metrics")
     keep_alive_seconds: int = Field(default=75, ge=1, description="seconds an idle connection stays open")
     shutdown_delay_seconds: float = Field(
         default=0.0,
