@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,54 +12,17 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.exposition import generate_latest
 
-from expertd.service.engine.gpu_sensors import GpuSensors
-from expertd.service.engine.lane_choice import Choice, Expected, State
-from expertd.service.engine.lane_control import LaneControl
-from expertd.service.engine.lane_metrics import LaneMetrics, lane_queue_metrics
 from expertd.service.engine.metric_family import Family
 from expertd.service.engine.metric_table import FAMILIES, metric_table, replaced
 from expertd.service.engine.metrics import Metrics
-from expertd.service.engine.placement_metrics import placement_metrics
-from expertd.service.engine.queue_metrics import QueueState, queue_metrics
-from expertd.service.engine.rank_metrics import RankDevice, RankState
 from expertd.service.engine.refusals import REASONS
-from expertd.service.engine.use_metrics import memory_metrics, use_metrics
-from expertd.service.moe.shape import LayerShape
-from expertd.service.moe.step_counts import HostCopies, Launches, StepUse
 from tests.paths import ROOT
 from tests.service.apps import serving, tiny_settings
+from tests.service.engine.all_metrics import SHAPE, everything
 from tests.service.engine.fake_nvml import fake_nvml
-from tests.service.engine.test_placement_metrics import Given
 
-SHAPE = LayerShape(128, 128, 4, 2)
 DOCUMENT = ROOT / "docs" / "metrics.md"
 _BASE_UNITS = ("seconds", "bytes", "ratio", "watts", "joules", "hertz", "celsius", "tokens")
-
-
-def everything() -> CollectorRegistry:
-    """A registry with every metric there is: of lanes, ranks, placements and GPUs too."""
-    metrics = Metrics("0")
-    metrics.add_models({"tiny": SHAPE}, 4)
-    metrics.watch_models(lambda: {"tiny": True})
-    metrics.watch_jit(lambda: SimpleNamespace(compilations=1, compile_seconds=2.0, cache_hits=3))
-    metrics.watch_partitions(lambda: (132, {"decode": 32}))
-    metrics.watch_shared_memory(lambda: {"system": (1, 2), "cuda": (3, 4)})
-    metrics.watch_channels(lambda: (1, 2))
-    metrics.watch_ranks(lambda: [RankState(True, 1, 0.5, 10, RankDevice((5, 9), 3, 1.5, 2, "GPU-a"))])
-    metrics.watch(lambda: queue_metrics({"tiny": QueueState(1, 2, 3)}))
-    use = StepUse({"tiny": Launches(1, 2, 3, 4)}, {"tiny": 5}, HostCopies(6, 7.0), {"weights": 8})
-    metrics.watch(lambda: use_metrics(["tiny"], use))
-    metrics.watch(lambda: memory_metrics((1, 2)))
-    metrics.watch(lambda: placement_metrics(Given()))
-    metrics.watch(LaneMetrics(["tiny"], ["decode", "prefill"]).collect)
-    metrics.watch(lambda: lane_queue_metrics({"decode": {"tiny": QueueState(1, 2, 3)}}))
-    control = object.__new__(LaneControl)
-    control.state = State(Expected(Choice(32), 0.001, 0.9), "start")
-    control._changes = {"target": 1, "prefill": 0, "decode": 0}
-    metrics.watch(control.metrics)
-    sensors = GpuSensors()
-    metrics.watch(lambda: sensors.metrics(["GPU-a"]))
-    return metrics.registry
 
 
 def own(registry: CollectorRegistry) -> Iterator[Metric]:
@@ -79,7 +41,7 @@ def check(metric: Metric, family: Family) -> None:
 
 
 def test_the_table_has_every_metric_and_no_other() -> None:
-    found = {metric.name: metric for metric in own(everything())}
+    found = {metric.name: metric for metric in own(everything().registry)}
     assert set(found) == {family.full_name for family in FAMILIES}
     for family in FAMILIES:
         assert found[family.full_name].samples, family.name
@@ -123,7 +85,9 @@ def test_the_document_has_the_table_and_the_values_of_labels() -> None:
     assert replaced(text) == text, "python -m expertd.service.engine.metric_table docs/metrics.md"
     for reason in REASONS:
         assert f"`{reason}`" in text, reason
-    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| ", text.partition("## Number of series")[2], re.M)
+    rows = re.findall(
+        r"^\| (`\w+`(?:, `\w+`)*) \| ", text.partition("## Number of series")[2].partition("\n## ")[0], re.M
+    )
     bounded = {label for row in rows for label in re.findall(r"\w+", row)}
     assert bounded == {label for family in FAMILIES for label in family.labels}
 
@@ -145,6 +109,6 @@ def test_experts_have_series_up_to_the_limit(most: int, is_there: bool) -> None:
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
 def test_promtool_finds_nothing() -> None:
-    text = generate_latest(everything())
+    text = generate_latest(everything().registry)
     result = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, check=False)
     assert (result.returncode, result.stdout, result.stderr) == (0, b"", b"")
