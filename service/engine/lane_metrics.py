@@ -3,8 +3,8 @@
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 
-import numpy as np
 from prometheus_client.core import Metric
 
 from expertd.service.engine.metric_family import SECONDS, Family
@@ -13,7 +13,7 @@ from expertd.service.engine.steps import StepObserver
 from expertd.service.engine.tallies import Tally
 from expertd.service.moe.request import StepResult
 
-_MOST_KEPT = 32  # steps, before they are counted together
+_MOST_KEPT = 128  # steps, before they are counted together
 _LABELS, _WHEN = ("model", "lane"), "with `lanes`; lane: decode or prefill"
 QUEUE = Family(
     "histogram",
@@ -55,7 +55,7 @@ class _Series:
         """Count what was kept; on any thread."""
         with self._lock:
             if steps := [self.kept.popleft() for _ in range(len(self.kept))]:
-                self.queue.add(np.concatenate([waited for waited, _, _ in steps]))
+                self.queue.add(list(chain.from_iterable(waited for waited, _, _ in steps)))
                 self.compute.add([seconds for _, seconds, _ in steps])
                 self.tokens += sum(tokens for _, _, tokens in steps)
 

@@ -12,7 +12,7 @@ from expertd.service.engine.metric_family import Family, gauges
 from expertd.service.engine.rank_metrics import RankState, rank_metrics
 from expertd.service.engine.refusals import Reason
 from expertd.service.engine.request_counts import RequestCounts, Stages, request_metrics, request_outcomes
-from expertd.service.engine.statistics import ModelStatistics, StepSums
+from expertd.service.engine.statistics import ModelStatistics
 from expertd.service.engine.step_metrics import StepMetrics
 from expertd.service.moe.request import StepResult
 from expertd.service.moe.shape import LayerShape
@@ -66,7 +66,6 @@ class Metrics:
         self.keys = KeyCounts()  # of this process
         self._key_cells: list[memoryview[float]] = []  # of others
         self._steps = StepMetrics({}, 0)
-        self._step_sums: dict[str, StepSums] = {}
         self.watch(lambda: [BUILD.info(self._build)])
         self.watch(lambda: self._steps.collect())
         self.watch(lambda: request_metrics(self.requests.models, self._all_cells))
@@ -79,7 +78,6 @@ class Metrics:
         """
         self.requests = RequestCounts(shapes)
         self._steps = StepMetrics(shapes, max_expert_series)
-        self._step_sums = {model: StepSums() for model in shapes}
 
     def add_process(self, requests: "memoryview[float]", keys: "memoryview[float]") -> None:
         """Include what another process counts with `RequestCounts` of the same models, and `KeyCounts`."""
@@ -104,7 +102,6 @@ class Metrics:
 
     def step_done(self, model: str, result: StepResult, queue_seconds: Sequence[float]) -> None:
         """Count a step whose requests had waited `queue_seconds`."""
-        self._step_sums[model].add(result.num_tokens, result.compute_seconds, queue_seconds)
         self._steps.add(model, result, queue_seconds)
 
     def step_failed(self, model: str, num_requests: int) -> None:
@@ -114,7 +111,7 @@ class Metrics:
     def statistics(self) -> dict[str, ModelStatistics]:
         """The statistics of every served model, by name; for the event loop."""
         outcomes = request_outcomes(self.requests.models, self._all_cells)
-        return {model: ModelStatistics(sums, *outcomes[model]) for model, sums in self._step_sums.items()}
+        return {model: ModelStatistics(sums, *outcomes[model]) for model, sums in self._steps.sums().items()}
 
     def watch(self, collect: Callable[[], Iterable[Metric]]) -> None:
         """Report the result of `collect` at each scrape."""

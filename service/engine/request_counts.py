@@ -4,7 +4,9 @@ Each process adds to cells of its own, and the one that answers scrapes sums the
 its cells to its successor, so no sum ever goes back.
 """
 
+import threading
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -63,6 +65,8 @@ CONNECTION_REFUSALS = Family(
 FAMILIES = (REQUESTS, REFUSALS, REQUEST_SECONDS, STAGE_SECONDS, CONNECTION_REFUSALS)
 
 CELL_BYTES = 8  # a float64
+_MOST_KEPT = 256  # requests, before they are counted
+_Kept = tuple[int, int, float, Stages | None]  # where the model's cells begin, and what is counted
 # Of one model: requests by status, refusals by reason, the sum of their seconds, of those that failed alone,
 # seconds by stage, and requests by seconds.
 _REASONS = len(STATUSES)
@@ -81,40 +85,61 @@ def num_cells(num_models: int) -> int:
 
 
 class RequestCounts:
-    """Adds to `cells` (float64; None: to new ones). For one thread of one process."""
+    """Adds to `cells` (float64; None: to new ones). For one thread of one process.
+
+    Without other processes that read them, requests are counted when somebody reads `cells`, or some at a
+    time: one by one, when the processor has other things in its caches, that takes longer.
+    """
 
     def __init__(self, models: Iterable[str], cells: "memoryview[float] | None" = None) -> None:
         self.models = (*models, "")  # the last one: not served
         size = num_cells(len(self.models) - 1)
-        self.cells = memoryview(bytearray(size * CELL_BYTES)).cast("d") if cells is None else cells[:size]
+        self._most_kept = _MOST_KEPT if cells is None else 1
+        self._cells = memoryview(bytearray(size * CELL_BYTES)).cast("d") if cells is None else cells[:size]
         self._starts = {model: _STRIDE * place for place, model in enumerate(self.models)}
+        self._kept: deque[_Kept] = deque()
+        self._lock = threading.Lock()
+
+    @property
+    def cells(self) -> "memoryview[float]":
+        """All counts up to now; on any thread."""
+        self._count()
+        return self._cells
 
     def request_done(self, model: str, status: int, seconds: float, stages: Stages | None = None) -> None:
         """Count an answered infer request; `model` is "" if it is not served.
 
         stages  of the `seconds`, if it has an output and they are known
         """
-        start, cells = self._starts[model], self.cells
-        cells[start + _STATUS_PLACES[status]] += 1
-        cells[start + _SUM] += seconds
-        if status != 200:
-            cells[start + _FAILED] += seconds
-        cells[start + _BUCKETS + bisect_left(SECONDS, seconds)] += 1
-        if stages is not None:
-            receive, queue, compute = stages
-            first = start + _STAGES
-            cells[first] += receive
-            cells[first + 1] += queue
-            cells[first + 2] += compute
-            cells[first + 3] += max(0.0, seconds - receive - queue - compute)
+        self._kept.append((self._starts[model], status, seconds, stages))
+        if len(self._kept) >= self._most_kept:
+            self._count()
+
+    def _count(self) -> None:
+        cells = self._cells
+        with self._lock:
+            for _ in range(len(self._kept)):
+                start, status, seconds, stages = self._kept.popleft()
+                cells[start + _STATUS_PLACES[status]] += 1
+                cells[start + _SUM] += seconds
+                if status != 200:
+                    cells[start + _FAILED] += seconds
+                cells[start + _BUCKETS + bisect_left(SECONDS, seconds)] += 1
+                if stages is not None:
+                    receive, queue, compute = stages
+                    first = start + _STAGES
+                    cells[first] += receive
+                    cells[first + 1] += queue
+                    cells[first + 2] += compute
+                    cells[first + 3] += max(0.0, seconds - receive - queue - compute)
 
     def refused(self, model: str, reason: Reason) -> None:
         """Count an infer request that got no output; `model` is "" if it is not served."""
-        self.cells[self._starts[model] + _REASON_PLACES[reason]] += 1
+        self._cells[self._starts[model] + _REASON_PLACES[reason]] += 1
 
     def connection_refused(self, status: int) -> None:
         """Count input that a connection refused with `status`, before the application received a request."""
-        self.cells[len(self._starts) * _STRIDE + CONNECTION_STATUSES.index(status)] += 1
+        self._cells[len(self._starts) * _STRIDE + CONNECTION_STATUSES.index(status)] += 1
 
 
 def request_metrics(models: Sequence[str], cells: Iterable["memoryview[float]"]) -> Iterator[Metric]:

@@ -1,6 +1,5 @@
-"""What a model's requests and steps took up to now, as sums; added to once a step, on the event loop."""
+"""What a model's requests and steps took up to now, as sums."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -39,7 +38,6 @@ class StepSums:
 
     def add(self, num_tokens: int, seconds: float, queue_seconds: Sequence[float]) -> None:
         """Count a step that took `seconds`, whose requests had waited `queue_seconds`."""
-        self.last_ms = time.time_ns() // 1_000_000
         self.tokens += num_tokens
         self.steps += 1
         self.queue.add(len(queue_seconds), sum(queue_seconds))

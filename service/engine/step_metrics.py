@@ -1,8 +1,10 @@
 """The metrics of steps. A few steps are counted together: one by one, that took a fifth of a short step."""
 
 import threading
+import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,11 +13,12 @@ from prometheus_client.core import Metric
 
 from expertd.layout import Layout
 from expertd.service.engine.metric_family import SECONDS, Family
+from expertd.service.engine.statistics import StepSums
 from expertd.service.engine.tallies import Tally
 from expertd.service.moe.request import StepResult
 from expertd.service.moe.shape import LayerShape
 
-_MOST_KEPT = 32  # steps, before they are counted
+_MOST_KEPT = 128  # steps, before they are counted
 _POWERS = tuple(float(2**i) for i in range(16))
 _RATIOS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 
@@ -105,12 +108,12 @@ FAMILIES = (
 
 
 class _Kept(NamedTuple):
-    """What is counted of a step; neither its outputs nor its layer are kept."""
+    """What is counted of a step; neither its outputs nor its layer's weights are kept."""
 
     layout: Layout
     num_tokens: int
     seconds: float
-    tokens_per_expert: NDArray[np.integer[Any]]
+    count_tokens: Callable[[], NDArray[np.integer[Any]]]
     queue_seconds: Sequence[float]
 
 
@@ -133,6 +136,7 @@ class _OfModel:
         self.activated, self.load = Tally(ACTIVATED), Tally(LOAD)
         self.expert_tokens: NDArray[np.int64] = np.zeros(shape.num_experts, np.int64)
         self.failures = 0
+        self.sums = StepSums()
 
 
 class StepMetrics:
@@ -149,15 +153,23 @@ class StepMetrics:
 
     def add(self, model: str, result: StepResult, queue_seconds: Sequence[float]) -> None:
         """Count a step whose requests had waited `queue_seconds`."""
-        kept = self._models[model].kept
-        of_step = result.layout, result.num_tokens, result.compute_seconds, result.tokens_per_expert
+        of_model = self._models[model]
+        kept = of_model.kept
+        of_step = result.layout, result.num_tokens, result.compute_seconds, result.count_tokens
         kept.append(_Kept(*of_step, queue_seconds))
+        of_model.sums.last_ms = time.time_ns() // 1_000_000
         if len(kept) >= _MOST_KEPT:
-            self._count(self._models[model])
+            self._count(of_model)
 
     def failed(self, model: str) -> None:
         """Count a step that raised."""
         self._models[model].failures += 1
+
+    def sums(self) -> dict[str, StepSums]:
+        """The sums of all steps so far, by model."""
+        for model in self._models.values():
+            self._count(model)
+        return {name: model.sums for name, model in self._models.items()}
 
     def collect(self) -> Iterator[Metric]:
         """The metrics of all steps so far."""
@@ -191,9 +203,11 @@ class StepMetrics:
             steps = [model.kept.popleft() for _ in range(len(model.kept))]
             if not steps:
                 return
-            model.queue.add(np.concatenate([step.queue_seconds for step in steps]))
+            for step in steps:
+                model.sums.add(step.num_tokens, step.seconds, step.queue_seconds)
+            model.queue.add(list(chain.from_iterable(step.queue_seconds for step in steps)))
             model.batch_requests.add([len(step.queue_seconds) for step in steps])
-            by_expert = np.array([step.tokens_per_expert for step in steps], np.int64)
+            by_expert = np.array([step.count_tokens() for step in steps], np.int64)
             activated = np.count_nonzero(by_expert, axis=1)
             model.activated.add(activated)
             totals = by_expert.sum(axis=0)
