@@ -20,8 +20,8 @@ PACKAGES = {
     "settings": ("moe", "files", "sentences"),
     "checkpoints": ("moe", "settings", "files", "sentences"),
     "engine": ("memory", "moe", "settings", "checkpoints", "sentences", "terminal"),
-    "channels": ("memory", "moe", "settings", "engine", "sentences"),
-    "http": ("memory", "moe", "settings", "engine", "channels", "sentences", "terminal"),
+    "channels": ("memory", "moe", "settings", "engine", "sentences", "log_lines"),
+    "http": ("memory", "moe", "settings", "engine", "channels", "sentences", "terminal", "log_lines"),
     "ranks": ("memory", "moe", "settings", "engine", "sentences", "terminal", "imports"),
     "grpc": ("memory", "settings", "engine", "http", "sentences"),
     "commands": (
@@ -38,7 +38,8 @@ PACKAGES = {
     "cli": ("commands",),
     "files": (),
     "sentences": (),
-    "terminal": (),
+    "terminal": ("log_lines",),
+    "log_lines": (),
     "imports": (),
 }
 TORCH_FREE = (

@@ -38,6 +38,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._infer = Infer(InferEndpoint(app.engine, app.metrics, gate))
         self._limits = app.engine.settings.limits
         self._access_log = access_log
+        self._logs_ends = app.infer.logs_requests
         self._calls = OpenCalls(self._limits)
         self._streams: set[Stream] = set()
         self._is_ending = False
@@ -117,7 +118,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
             return refusal_of(OipError(500, "internal server error: see the server's log"))
 
     def _log(self, name: str, result: bytes | Refusal | None, context: Any) -> None:
-        if self._access_log:
+        if self._access_log and not (self._logs_ends and name == "ModelInfer"):
             who = self._gate.name_of(_authorization(context))
             status = result.code.name if isinstance(result, Refusal) else "OK"
             access_logger.info('%s %s "gRPC %s" %s', context.peer(), who, name, status)

@@ -13,8 +13,10 @@ from expertd.service.http.infer_head import InferHead
 from expertd.service.http.parsing import Received
 from expertd.service.http.plans import Plan
 from expertd.service.http.protocol import OipError
+from expertd.service.http.trace_context import trace_context
+from expertd.service.log_lines import with_fields
 from expertd.service.memory import Arena, Block, RegionUses, host_view
-from expertd.service.sentences import shown
+from expertd.service.sentences import shortened, shown
 
 logger = logging.getLogger(__name__)
 
@@ -163,4 +165,29 @@ class InferEnding:
             metrics.refused(known, refusal.reason)
             what = (status, refusal.reason, shown(head.model), shown(refusal.request_id), refusal.message)
             logger.debug("%d %s: model %s, id %s: %s", *what)
-        metrics.request_done(known, status, time.perf_counter() - self._started, self._stages)
+        seconds = time.perf_counter() - self._started
+        metrics.request_done(known, status, seconds, self._stages)
+        if self._endpoint.logs_requests:
+            self._log(status, refusal, seconds)
+
+    def _log(self, status: int, refusal: OipError | None, seconds: float) -> None:
+        """The line of the request."""
+        head, plan, trace = self._head, self._plan, trace_context(self._head.headers)
+        request = None if plan is None else plan.request
+        receive, queue, compute = self._stages or (None, None, None)
+        fields = with_fields(
+            model=shortened(head.model),
+            status=status,
+            reason=None if refusal is None else refusal.reason,
+            error=None if refusal is None else refusal.message,
+            request_id=refusal.request_id if refusal is not None else request and request.id,
+            key=head.key_name or None,
+            tokens=None if plan is None else plan.num_tokens,
+            seconds=round(seconds, 6),
+            receive_seconds=receive and round(receive, 6),
+            queue_seconds=queue and round(queue, 6),
+            compute_seconds=compute and round(compute, 6),
+            trace_id=None if trace is None else trace.trace_id,
+            parent_span_id=None if trace is None else trace.span_id,
+        )
+        logger.info("infer %d", status, extra=fields)

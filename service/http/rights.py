@@ -51,6 +51,8 @@ CALLS: dict[str, tuple[Right, ...]] = {
     "GET /v1/placement": _READ,
     "POST /v1/placement": _ADMIN,
     "GET /metrics": _METRICS,
+    "GET /v1/log": _READ,
+    "PUT /v1/log": _ADMIN,
     "GET /openapi.json": ANY,
     "GET /docs": ANY,
     "GET /docs/{name}": ANY,

@@ -108,7 +108,10 @@ def main() -> int:
     if setup.local_rank and level == "info":
         level = "warning"  # the others would repeat what the first rank of the node says
     configure_logging(
-        level, f"rank {setup.rank}: ", bars=setup.local_rank == 0 and setup.role is not Role.PROXY
+        level,
+        f"rank {setup.rank}: ",
+        bars=setup.local_rank == 0 and setup.role is not Role.PROXY,
+        form=setup.settings.log_format,
     )
     if setup.role is Role.PROXY:
         return _stand_for(setup, control, rings)

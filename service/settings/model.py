@@ -75,6 +75,9 @@ class Settings(BaseSettings):
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)] = Field(
         default="info", description="minimum level of log lines, in upper or lower case"
     )
+    log_format: Literal["text", "json"] = Field(
+        default="text", description="form of log lines; json: an object on each line (docs/http.md)"
+    )
     access_log: bool = Field(default=False, description="whether each request is logged")
     backend: str = Field(
         default="auto", description=f"{' or '.join(BACKENDS)}; auto: the first one that can run"

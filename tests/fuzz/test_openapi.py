@@ -18,7 +18,7 @@ from tests.service.processes import ServerProcess, server_process
 pytestmark = pytest.mark.slow
 
 EXAMPLES = max(10, CASES // 100)  # of each operation and mode
-RIGHTS = {"/metrics": "metrics", "/v1/partitions": "admin", "/v1/placement": "admin"}
+RIGHTS = {"/metrics": "metrics", "/v1/partitions": "admin", "/v1/placement": "admin", "/v1/log": "admin"}
 run = settings(
     max_examples=EXAMPLES,
     deadline=None,

@@ -1,6 +1,7 @@
 """All routes except infer: metadata, statistics, shared memory, channels, partitions, and others."""
 
 from expertd.service.http.routes.channels import channels_router
+from expertd.service.http.routes.log import log_router
 from expertd.service.http.routes.model_configuration import configuration_router
 from expertd.service.http.routes.model_statistics import statistics_router
 from expertd.service.http.routes.open_inference import protocol_router
@@ -14,6 +15,7 @@ from expertd.service.http.routes.swagger import swagger_router
 __all__ = [
     "channels_router",
     "configuration_router",
+    "log_router",
     "metrics_router",
     "partitions_router",
     "placement_router",

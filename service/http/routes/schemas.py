@@ -76,6 +76,14 @@ class PartitionsRequest(BaseModel):
     partitions: dict[Annotated[str, Field(max_length=64)], PositiveInt] = Field(max_length=32)
 
 
+class LogLevel(BaseModel):
+    """The minimum level of log lines."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    level: Literal["debug", "info", "warning", "error"]
+
+
 class SystemRegion(BaseModel):
     name: str
     key: str

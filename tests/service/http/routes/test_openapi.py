@@ -87,6 +87,8 @@ EXPECTED = {
     ("PUT", "/v1/partitions"),
     ("GET", "/v1/placement"),
     ("POST", "/v1/placement"),
+    ("GET", "/v1/log"),
+    ("PUT", "/v1/log"),
     ("GET", "/v1/channels"),
     ("POST", "/v1/channels"),
     ("GET", "/v1/channels/{channel}"),
