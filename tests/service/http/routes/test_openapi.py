@@ -16,6 +16,7 @@ from expertd.service.http.bodies import BodyReader
 from expertd.service.http.routes import (
     channels_router,
     configuration_router,
+    log_router,
     metrics_router,
     partitions_router,
     placement_router,
@@ -126,6 +127,7 @@ def test_no_route_is_served_without_being_documented(document: dict[str, Any]) -
         placement_router(app.engine, bodies),
         channels_router(app.channels, bodies, app.gate),
         metrics_router(app.metrics),
+        log_router(app.set_log_level, bodies),
     ]
     routes = [route for router in routers for route in router.routes]
     assert all(isinstance(route, APIRoute) for route in routes)
