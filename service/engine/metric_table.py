@@ -4,10 +4,9 @@
 `--check` only compares.
 """
 
-import argparse
 import sys
-from pathlib import Path
 
+from expertd.service import tables
 from expertd.service.engine import (
     gpu_sensors,
     key_counts,
@@ -23,7 +22,6 @@ from expertd.service.engine import (
 )
 from expertd.service.engine.metric_family import Family
 
-BEGIN, END = "<!-- metrics -->", "<!-- /metrics -->"
 FAMILIES: tuple[Family, ...] = (
     *request_counts.FAMILIES,
     *key_counts.FAMILIES,
@@ -50,29 +48,13 @@ def metric_table() -> str:
 
 
 def replaced(document: str) -> str:
-    """`document` with the current table. Raises ValueError if the markers are missing."""
-    before, begin, rest = document.partition(f"{BEGIN}\n")
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"expected {BEGIN} and {END}, each on a line of its own")
-    return f"{before}{begin}{metric_table()}{end}{after}"
+    """`document` with the current table. Raises ValueError if its markers are missing."""
+    return tables.replaced(document, "metrics", metric_table())
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Write the table of metrics into a document.")
-    parser.add_argument("document", type=Path)
-    parser.add_argument("--check", action="store_true", help="only compare; exit code 1 if it is out of date")
-    arguments = parser.parse_args()
-    text = arguments.document.read_text()
-    if not arguments.check:
-        arguments.document.write_text(replaced(text))
-    elif replaced(text) != text:
-        command = f"python -m expertd.service.engine.metric_table {arguments.document}"
-        print(
-            f"{arguments.document}: expected the table that `{command}` writes, got another", file=sys.stderr
-        )
-        return 1
-    return 0
+def main(arguments: list[str] | None = None) -> int:
+    """Write the table into a document, or compare; returns the exit code."""
+    return tables.run("metrics", metric_table, "expertd.service.engine.metric_table", arguments)
 
 
 if __name__ == "__main__":
