@@ -18,6 +18,7 @@ from expertd.service.engine.errors import (
     PartitionsRefusedError,
     PartitionsUnavailableError,
     PlacementUnavailableError,
+    ProfileUnavailableError,
     QueueFullError,
     SchedulerClosedError,
 )
@@ -30,6 +31,7 @@ from expertd.service.engine.loading import Loaded, Loader, Partitions
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.placement import Placements
 from expertd.service.engine.placement_metrics import placement_metrics
+from expertd.service.engine.profiling import Profiling
 from expertd.service.engine.queue_metrics import QueueState, queue_metrics
 from expertd.service.engine.repository import Repository
 from expertd.service.engine.shared_memory import SharedMemory
@@ -80,6 +82,7 @@ class Engine:
         self._watchdog: Watchdog | None = None
         self._hangs: str | None = None
         self._lane_control: LaneControl | None = None
+        self._profiling = Profiling(self.scheduler, self._num_steps, self._about)
         shapes = {model.name: model.shape for model in settings.models}
         metrics.add_models(shapes, settings.metrics.max_expert_series)
         metrics.watch_jit(jit_stats)
@@ -254,6 +257,14 @@ class Engine:
                 raise PartitionsRefusedError(f"partitions: expected {expected}, got {got}")
         await self.scheduler.between_steps(partial(self._replace, partitions, sizes))
 
+    async def profile(self, steps: int, seconds: float) -> bytes:
+        """A Chrome trace of the next steps; see `Profiling.record`. Raises ProfileUnavailableError, too."""
+        if self.loaded is None:
+            raise NotReadyError(f"the server is {self.phase.value}")
+        if (ranks := self.settings.num_ranks) > 1:
+            raise ProfileUnavailableError(f"profile: expected one rank, got {ranks}")
+        return await self._profiling.record(steps, seconds)
+
     def placements(self) -> Placements:
         """The placements of all layers. Raises PlacementUnavailableError if they never change."""
         if self.loaded is None:
@@ -364,6 +375,16 @@ class Engine:
         if self.settings.num_ranks == 1:
             yield from use_metrics(list(self.models), self.loaded.use() if self.loaded else NOTHING)
         yield from memory_metrics(self.loaded.memory() if self.loaded else None)
+
+    def _num_steps(self) -> int:
+        return sum(statistics.steps.steps for statistics in self._metrics.statistics().values())
+
+    def _about(self) -> dict[str, object]:
+        """What a trace says of the server."""
+        assert self.loaded is not None
+        sms = self._partition_sizes()
+        partitions = None if sms is None else {"device": sms[0], **sms[1]}
+        return {"backend": self.loaded.backend, "device": self.loaded.device, "sms": partitions}
 
     def _partition_sizes(self) -> tuple[int, dict[str, int]] | None:
         partitions = self.loaded.partitions if self.loaded else None

@@ -32,6 +32,7 @@ from expertd.service.http.routes import (
     metrics_router,
     partitions_router,
     placement_router,
+    profile_router,
     protocol_router,
     repository_router,
     shared_memory_router,
@@ -94,6 +95,7 @@ class ExpertApp(FastAPI):
             channels_router(self.channels, self._bodies, self.gate),
             metrics_router(self.metrics),
             log_router(self.set_log_level, self._bodies),
+            profile_router(self.engine, self._bodies),
             swagger_router(self.title),
         )
         self._own_routes = [route for router in routers for route in router.routes]

@@ -53,6 +53,7 @@ CALLS: dict[str, tuple[Right, ...]] = {
     "GET /metrics": _METRICS,
     "GET /v1/log": _READ,
     "PUT /v1/log": _ADMIN,
+    "POST /v1/profile": _ADMIN,
     "GET /openapi.json": ANY,
     "GET /docs": ANY,
     "GET /docs/{name}": ANY,

@@ -7,6 +7,7 @@ from expertd.service.http.routes.model_statistics import statistics_router
 from expertd.service.http.routes.open_inference import protocol_router
 from expertd.service.http.routes.partitions import partitions_router
 from expertd.service.http.routes.placement import placement_router
+from expertd.service.http.routes.profile import profile_router
 from expertd.service.http.routes.prometheus import metrics_router
 from expertd.service.http.routes.repository import repository_router
 from expertd.service.http.routes.shared_memory import shared_memory_router
@@ -19,6 +20,7 @@ __all__ = [
     "metrics_router",
     "partitions_router",
     "placement_router",
+    "profile_router",
     "protocol_router",
     "repository_router",
     "shared_memory_router",
