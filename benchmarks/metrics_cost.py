@@ -3,7 +3,7 @@
 Two servers of the same small layer, one of which counts nothing: over HTTP with 32 connections, and through
 one channel. They take turns in each round, the first one changing; /metrics of both is scraped once a second.
 A row has the best rate of each, the median of the rounds' ratios with its quartiles, and for HTTP the ratio
-of the least processor times for a request.
+of the least processor times for a request. The last row has the microseconds of the calls alone, in a loop.
 """
 
 import argparse
@@ -16,16 +16,20 @@ import subprocess
 import sys
 import tempfile
 import threading
+import timeit
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.timing import cpu_name
 
 SECONDS = 1.0
-MODEL = {
+_CALLS = 1280  # of a loop; steps are counted 128 at a time
+MODEL: dict[str, Any] = {
     "name": "moe",
     "hidden_size": 256,
     "intermediate_size": 128,
@@ -139,20 +143,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.serve:
         return serve(given.serve[0], int(given.serve[1]))
+    calls = call_microseconds()
     with ExitStack() as stack:
         servers = {name: stack.enter_context(server(name)) for name in NAMES}
         rows = {}
         for what, connections in CASES.items():
             rows[what] = compare(connections, servers, given.rounds)
             print(line(what, rows[what]), flush=True)
+    print("in a loop: " + ", ".join(f"{what} {microseconds:.2f} us" for what, microseconds in calls.items()))
     if given.json:
         machine = {
             "cpus": len(os.sched_getaffinity(0)),
             "cpu": cpu_name(),
             "python": platform.python_version(),
         }
-        given.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+        given.json.write_text(json.dumps({"machine": machine, "rows": rows, "calls": calls}, indent=1) + "\n")
     return 0
+
+
+def call_microseconds() -> dict[str, float]:
+    """What counting a request takes, and a step of one request: the best of 20 loops."""
+    from expertd.layout import Layout
+    from expertd.service.engine.metrics import Metrics
+    from expertd.service.moe.request import StepResult
+    from expertd.service.moe.shape import LayerShape
+
+    metrics = Metrics("0")
+    sizes = MODEL["hidden_size"], MODEL["intermediate_size"], MODEL["num_experts"], MODEL["top_k"]
+    shape = LayerShape(*sizes)
+    metrics.add_models({"moe": shape}, shape.num_experts)
+    tokens = np.ones(shape.num_experts, np.int32)
+    step = StepResult([], Layout.CONTIGUOUS, 4, lambda: tokens - 0, 100e-6)
+    stages = (1e-6, 2e-6, 100e-6)
+    calls: dict[str, Callable[[], object]] = {
+        "request": lambda: metrics.request_done("moe", 200, 150e-6, stages),
+        "step": lambda: metrics.step_done("moe", step, (2e-6,)),
+    }
+    return {
+        what: min(timeit.repeat(call, number=_CALLS, repeat=20)) / _CALLS * 1e6
+        for what, call in calls.items()
+    }
 
 
 def line(what: str, row: dict[str, float]) -> str:

@@ -203,10 +203,13 @@ class StepMetrics:
             steps = [model.kept.popleft() for _ in range(len(model.kept))]
             if not steps:
                 return
-            for step in steps:
-                model.sums.add(step.num_tokens, step.seconds, step.queue_seconds)
-            model.queue.add(list(chain.from_iterable(step.queue_seconds for step in steps)))
-            model.batch_requests.add([len(step.queue_seconds) for step in steps])
+            waited = list(chain.from_iterable(step.queue_seconds for step in steps))
+            num_requests = np.array([len(step.queue_seconds) for step in steps])
+            tokens = np.array([step.num_tokens for step in steps])
+            seconds = np.array([step.seconds for step in steps])
+            model.sums.add(tokens, seconds, num_requests, sum(waited))
+            model.queue.add(waited)
+            model.batch_requests.add(num_requests)
             by_expert = np.array([step.count_tokens() for step in steps], np.int64)
             activated = np.count_nonzero(by_expert, axis=1)
             model.activated.add(activated)
@@ -217,19 +220,19 @@ class StepMetrics:
             for layout, series in model.layouts.items():
                 of = [place for place, step in enumerate(steps) if step.layout is layout]
                 if of:
-                    _add(series, model.shape, [steps[place] for place in of], by_expert[of], activated[of])
+                    _add(series, model.shape, tokens[of], seconds[of], by_expert[of], activated[of])
 
 
 def _add(
     series: _OfLayout,
     shape: LayerShape,
-    steps: Sequence[_Kept],
+    tokens: NDArray[np.int64],
+    seconds: NDArray[np.float64],
     by_expert: NDArray[np.int64],
     activated: NDArray[np.int64],
 ) -> None:
-    """Count steps of one layout; by_expert [steps, E] are their tokens, activated [steps] their experts."""
-    tokens = np.array([step.num_tokens for step in steps])
-    series.compute.add([step.seconds for step in steps])
+    """Count steps of one layout: tokens, seconds and activated experts [steps], and by_expert [steps, E]."""
+    series.compute.add(seconds)
     series.batch_tokens.add(tokens)
     pairs = by_expert.sum(axis=1)
     used = pairs > 0

@@ -1,5 +1,6 @@
 """Counts of requests in memory that processes share."""
 
+import numpy as np
 import pytest
 from prometheus_client.metrics_core import Metric
 
@@ -61,8 +62,9 @@ def test_successes_and_failures_are_summed_over_the_processes() -> None:
 
 def test_steps_are_grouped_by_powers_of_two() -> None:
     sums = StepSums()
-    for num_tokens in (1, 2, 3, 4, 5, 8, 9, 4096, 4097):
-        sums.add(num_tokens, 0.5, [0.25, 0.5])
+    tokens = np.array([1, 2, 3, 4, 5, 8, 9, 4096, 4097])
+    sums.add(tokens[:4], np.full(4, 0.5), np.full(4, 2), 4 * 0.75)
+    sums.add(tokens[4:], np.full(5, 0.5), np.full(5, 2), 5 * 0.75)
     assert {size: total.count for size, total in sums.by_size.items()} == {
         1: 1,
         2: 1,
