@@ -42,7 +42,7 @@ class StepSums:
     def add(
         self, num_tokens: NDArray[Any], seconds: NDArray[Any], num_requests: NDArray[Any], waited: float
     ) -> None:
-        """Count steps by their tokens, seconds and requests, each [steps]; these waited for `waited` seconds."""
+        """Count steps by their tokens, seconds and requests, each [steps]; together these waited `waited` s."""
         self.tokens += int(num_tokens.sum())
         self.steps += len(num_tokens)
         requests = int(num_requests.sum())

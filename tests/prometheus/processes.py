@@ -78,7 +78,7 @@ def prometheus(targets: Sequence[str], directory: Path) -> Iterator[Prometheus]:
         process = subprocess.Popen([*command, f"--web.listen-address=127.0.0.1:{port}"], stderr=log)
     try:
         running = Prometheus(port)
-        wait_for(lambda: running.is_up(len(targets)), "Prometheus has scraped every target")
+        wait_for(lambda: running.is_up(len(targets)), "Prometheus has scraped every target", 60)
         yield running
     finally:
         process.kill()

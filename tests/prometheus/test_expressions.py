@@ -99,7 +99,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
         running = stack.enter_context(prometheus(targets, tmp_path_factory.mktemp("prometheus")))
         stack.enter_context(Load(servers))
         of_all = "count(expertd:request_seconds:p99 > 0)"
-        wait_for(lambda: (found := running.query(of_all)) and found[0][1] >= 2, "rules have seen load", 30)
+        wait_for(lambda: (found := running.query(of_all)) and found[0][1] >= 2, "rules have seen load", 120)
         yield Scraped(running, [server.url for server in servers], gpu)
 
 
@@ -115,7 +115,7 @@ def check(scraped: Scraped, expression: str) -> None:
             for labels, value in running.query(asked)
         )
 
-    wait_for(number, f"{expression} has a number", 20)
+    wait_for(number, f"{expression} has a number", 60)
 
 
 @pytest.mark.parametrize("name", RECORDED)
