@@ -42,7 +42,7 @@ class StepSums:
     def add(
         self, num_tokens: NDArray[Any], seconds: NDArray[Any], num_requests: NDArray[Any], waited: float
     ) -> None:
-        """Count steps by their tokens, seconds and requests, each [steps]; together these waited `waited` s."""
+        """Count steps by tokens, seconds and requests, each [steps]; and the seconds that these waited."""
         self.tokens += int(num_tokens.sum())
         self.steps += len(num_tokens)
         requests = int(num_requests.sum())
