@@ -53,7 +53,14 @@ class ExpertWeights:
     @property
     def num_bytes(self) -> int:
         """The bytes of all tensors."""
-        tensors = (self.router, *self.gate_up, *self.down, self.router_bias, self.shared_gate)
+        tensors = (
+            self.router,
+            *self.gate_up,
+            *self.down,
+            self.router_bias,
+            self.shared_gate,
+            *(self.biases or ()),
+        )
         return sum(tensor.numel() * tensor.itemsize for tensor in tensors if tensor is not None)
 
 
