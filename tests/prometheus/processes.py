@@ -36,6 +36,7 @@ class Prometheus:
 
     def __init__(self, port: int) -> None:
         self._url = f"http://127.0.0.1:{port}/api/v1"
+        self._ready_url = f"http://127.0.0.1:{port}/-/ready"  # 503 before
 
     def query(self, expression: str) -> list[Sample]:
         """The vector that an expression has now."""
@@ -46,9 +47,10 @@ class Prometheus:
     def is_up(self, num_targets: int) -> bool:
         """Whether all targets have been scraped."""
         try:
-            return sum(value for _, value in self.query("up")) == num_targets
+            is_ready = httpx.get(self._ready_url, timeout=30).status_code == 200
         except httpx.TransportError:
             return False
+        return is_ready and sum(value for _, value in self.query("up")) == num_targets
 
     def alerts(self) -> set[str]:
         """The alerts that are pending or firing."""
