@@ -9,25 +9,24 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-
+from expertd.service.log_lines import Form, lines, set_level
 
 _bars = True
 
 
-def configure_logging(level: str, source: str = "", bars: bool = True) -> None:
+def configure_logging(level: str, source: str = "", bars: bool = True, form: Form = "text") -> None:
     """Log lines with time, level and module on stderr, for this process and the libraries in it.
 
-    source  what each message begins with, if several processes write to one stderr
-    bars    whether this process may show progress bars; only one of them can
+    source  what names this process, if several write to one stderr
+    bars    whether this process may show progress bars; only one of them can, and none with JSON
     """
     global _bars
-    _bars = bars
-    form = _FORMAT.replace("%(message)s", f"{source}%(message)s")
-    logging.basicConfig(level=level.upper(), handlers=[_Handler()], format=form)
+    _bars = bars and form == "text"
+    handler = _Handler()
+    handler.setFormatter(lines(form, source))
+    logging.basicConfig(handlers=[handler])
+    set_level(level)
     logging.captureWarnings(True)  # else they would overwrite the bars
-    if level != "debug":
-        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # we log start and shutdown ourselves
 
 
 def shows_bars() -> bool:

@@ -17,11 +17,11 @@ SERVICE = "expertd.service"
 PACKAGES = {
     "memory": (),
     "moe": ("memory", "files"),
-    "settings": ("moe", "files", "sentences"),
-    "checkpoints": ("moe", "settings", "files", "sentences"),
-    "engine": ("memory", "moe", "settings", "checkpoints", "sentences", "terminal"),
-    "channels": ("memory", "moe", "settings", "engine", "sentences"),
-    "http": ("memory", "moe", "settings", "engine", "channels", "sentences", "terminal"),
+    "settings": ("moe", "files", "sentences", "tables"),
+    "checkpoints": ("moe", "settings", "files", "sentences", "tables"),
+    "engine": ("memory", "moe", "settings", "checkpoints", "sentences", "terminal", "tables"),
+    "channels": ("memory", "moe", "settings", "engine", "sentences", "log_lines"),
+    "http": ("memory", "moe", "settings", "engine", "channels", "sentences", "terminal", "log_lines"),
     "ranks": ("memory", "moe", "settings", "engine", "sentences", "terminal", "imports"),
     "grpc": ("memory", "settings", "engine", "http", "sentences"),
     "commands": (
@@ -37,8 +37,10 @@ PACKAGES = {
     ),
     "cli": ("commands",),
     "files": (),
+    "tables": (),
     "sentences": (),
-    "terminal": (),
+    "terminal": ("log_lines",),
+    "log_lines": (),
     "imports": (),
 }
 TORCH_FREE = (

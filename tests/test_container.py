@@ -137,7 +137,7 @@ def test_compose_mounts_and_config_exist() -> None:
     paths = [mount for mount in mounts if mount.startswith(".")]
     assert paths
     config = default_of(services["expertd"]["environment"]["EXPERTD_CONFIG"])
-    assert [path for path in [*paths, config] if not (ROOT / path).is_file()] == []
+    assert [path for path in [*paths, config] if not (ROOT / path).exists()] == []
 
 
 def test_the_nodes_of_compose_meet(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +163,7 @@ def test_compose_gives_the_server_longer_than_it_may_drain() -> None:
 
 
 def test_prometheus_scrapes_the_compose_service() -> None:
-    config = yaml.safe_load((ROOT / "docker" / "prometheus.yml").read_text())
+    config = yaml.safe_load((ROOT / "configs" / "prometheus" / "prometheus.yml").read_text())
     targets = [
         target
         for job in config["scrape_configs"]

@@ -127,9 +127,12 @@ def test_an_outdated_table_of_families_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     document = tmp_path / "checkpoints.md"
-    document.write_text(f"{families.BEGIN}\n| old |\n{families.END}\n")
+    document.write_text("<!-- families -->\n| old |\n<!-- /families -->\n")
     assert families.main([str(document), "--check"]) == 1
-    assert "expected the current tables" in capsys.readouterr().err
+    assert (
+        "expected the table that `python -m expertd.service.checkpoints.families.table"
+        in capsys.readouterr().err
+    )
     assert families.main([str(document)]) == 0
     assert families.main([str(document), "--check"]) == 0
     with pytest.raises(ValueError, match="each on a line of its own"):

@@ -25,6 +25,7 @@ from expertd.service.channels.open_channel import Answered, BrokenError, ClosedE
 from expertd.service.channels.requests import InvalidRequestError
 from expertd.service.engine.errors import EngineError
 from expertd.service.engine.refusals import Reason
+from expertd.service.engine.request_counts import Stages
 from expertd.service.engine.statuses import ANSWERS
 from expertd.service.engine.steps import Pending
 from expertd.service.memory.fence import fence
@@ -170,9 +171,9 @@ class Channel(OpenChannel):
     def _note(self, slot: Slot, sequence: int, pending: Pending) -> None:
         """Complete the answer to a request that the device has answered; its slot may be in use again."""
         with self._lock:
-            seconds = self._announce(slot, sequence, pending)
+            seconds, stages = self._announce(slot, sequence, pending)
         if self.counted:
-            self._owner.answered(self, Answered(pending.model, sequence, 200, None, "", seconds))
+            self._owner.answered(self, Answered(pending.model, sequence, 200, None, "", seconds, stages))
 
     def _answer(
         self, slot: Slot, status: int, reason: Reason | None, text: str, retry_after_ms: int = 0
@@ -191,13 +192,13 @@ class Channel(OpenChannel):
                 slot.says_ok = status == 200
             fence()
             self._words[slot.word] = slot.sequence
-        seconds = self._announce(slot, slot.sequence, pending)
+        seconds, stages = self._announce(slot, slot.sequence, pending)
         if self.counted:
             model = self.models[0] if len(self.models) == 1 else slot.line.model.name if slot.line else ""
-            self._owner.answered(self, Answered(model, slot.sequence, status, reason, text, seconds))
+            self._owner.answered(self, Answered(model, slot.sequence, status, reason, text, seconds, stages))
 
-    def _announce(self, slot: Slot, sequence: int, pending: Pending | None) -> float:
-        """Write the times of an answer, and ring; seconds since the request was read."""
+    def _announce(self, slot: Slot, sequence: int, pending: Pending | None) -> tuple[float, Stages]:
+        """Write the times of an answer, and ring; seconds since the request was read, and their stages."""
         queue = seconds = compute = 0.0
         if pending is not None:
             now = time.perf_counter()
@@ -215,4 +216,4 @@ class Channel(OpenChannel):
                 os.write(self._answers, b"\1")
         elif not self._in_flight:
             self._owner.idle(self)
-        return seconds
+        return seconds, (0.0, queue, compute)

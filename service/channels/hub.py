@@ -24,6 +24,7 @@ from expertd.service.engine.errors import (
 )
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.steps import caller_number
+from expertd.service.log_lines import with_fields
 from expertd.service.sentences import shown
 from expertd.service.settings.parts import ChannelSettings
 
@@ -58,6 +59,8 @@ class ChannelHub:
         self.entries: dict[str, Entry] = {}  # by id
         self.used_bytes = 0  # of data regions, also those of closed channels until they are freed
         self._engine, self._metrics = engine, metrics
+        log = engine.settings
+        self._logs_requests = log.access_log and log.log_format == "json"
         self._opened = 0  # channels so far
         self._opening = 0
         self._freeing: set[asyncio.Task[None]] = set()
@@ -199,7 +202,25 @@ class ChannelHub:
             self._metrics.refused(answer.model, answer.reason)
             what = (answer.status, answer.reason, answer.model, channel_id, answer.sequence, answer.text)
             logger.debug("%d %s: model %s, channel %s, request %d: %s", *what)
-        self._metrics.request_done(answer.model, answer.status, answer.seconds)
+        stages = answer.stages if answer.status == 200 else None
+        self._metrics.request_done(answer.model, answer.status, answer.seconds, stages)
+        if self._logs_requests:
+            self._log(channel_id, answer)
+
+    def _log(self, channel_id: str, answer: Answered) -> None:
+        """The line of a request."""
+        _, queue, compute = answer.stages
+        fields = with_fields(
+            model=answer.model,
+            status=answer.status,
+            reason=answer.reason,
+            error=answer.text or None,
+            request_id=f"{channel_id}/{answer.sequence}",
+            seconds=round(answer.seconds, 6),
+            queue_seconds=round(queue, 6),
+            compute_seconds=round(compute, 6),
+        )
+        logger.info("infer %d", answer.status, extra=fields)
 
     async def _make_room(self, num_bytes: int) -> None:
         """Close the oldest unclaimed channels if a new one of `num_bytes` does not fit beside them."""

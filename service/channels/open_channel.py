@@ -14,12 +14,14 @@ from expertd.service.channels.requests import Line, RequestReader
 from expertd.service.engine.errors import QueueTimeoutError
 from expertd.service.engine.lanes import AnyScheduler
 from expertd.service.engine.refusals import Reason
+from expertd.service.engine.request_counts import Stages
 from expertd.service.engine.steps import Pending
 from expertd.service.moe.request import LayerRequest, Signal
 
 
 class Answered(NamedTuple):
-    """A request that has been answered; reason: None for status 200, seconds: since it was read.
+    """A request that has been answered; reason: None for status 200, seconds: since it was read, and
+    their stages.
 
     model is "" if the request names none of the channel's several models.
     """
@@ -30,6 +32,7 @@ class Answered(NamedTuple):
     reason: Reason | None
     text: str
     seconds: float
+    stages: Stages
 
 
 class Owner(Protocol):

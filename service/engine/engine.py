@@ -18,9 +18,11 @@ from expertd.service.engine.errors import (
     PartitionsRefusedError,
     PartitionsUnavailableError,
     PlacementUnavailableError,
+    ProfileUnavailableError,
     QueueFullError,
     SchedulerClosedError,
 )
+from expertd.service.engine.gpu_sensors import GpuSensors
 from expertd.service.engine.lane_control import LaneControl, lane_control
 from expertd.service.engine.lane_metrics import lane_queue_metrics
 from expertd.service.engine.lanes import Lanes, scheduler_of
@@ -29,14 +31,17 @@ from expertd.service.engine.loading import Loaded, Loader, Partitions
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.placement import Placements
 from expertd.service.engine.placement_metrics import placement_metrics
+from expertd.service.engine.profiling import Profiling
 from expertd.service.engine.queue_metrics import QueueState, queue_metrics
 from expertd.service.engine.repository import Repository
 from expertd.service.engine.shared_memory import SharedMemory
 from expertd.service.engine.spec import MODEL_VERSION, LayerSpec, served, specs_of
 from expertd.service.engine.steps import DEFAULT_PRIORITY, Done, Pending
+from expertd.service.engine.use_metrics import memory_metrics, use_metrics
 from expertd.service.engine.watchdog import Watchdog
 from expertd.service.memory import Arena, RegionUses
 from expertd.service.moe.request import LayerRequest, zero_request
+from expertd.service.moe.step_counts import NOTHING
 from expertd.service.sentences import all_of
 from expertd.service.settings.model import Settings
 
@@ -77,7 +82,9 @@ class Engine:
         self._watchdog: Watchdog | None = None
         self._failure: str | None = None  # of the device, for good
         self._lane_control: LaneControl | None = None
-        metrics.add_models({model.name: model.num_experts for model in settings.models})
+        self._profiling = Profiling(self.scheduler, self._num_steps, self._about)
+        shapes = {model.name: model.shape for model in settings.models}
+        metrics.add_models(shapes, settings.metrics.max_expert_series)
         metrics.watch_jit(jit_stats)
         metrics.watch_models(lambda: {name: self.why_not_ready(name) is None for name in self.models})
         metrics.watch(lambda: queue_metrics(self._queue_states()))
@@ -86,7 +93,9 @@ class Engine:
         metrics.watch_shared_memory(self.shared_memory.totals)
         metrics.watch_ranks(lambda: self.loaded.ranks() if self.loaded else ())
         metrics.watch(lambda: placement_metrics(self.loaded.placements if self.loaded else None))
-        metrics.watch_device_memory(lambda: self.loaded.memory() if self.loaded else None)
+        metrics.watch(self._use_metrics)
+        sensors = GpuSensors()
+        metrics.watch(lambda: sensors.metrics(self.loaded.gpus() if self.loaded else ()))
 
     def why_not_ready(self, *models: str) -> str | None:
         """Why `models` (none given: all) are not ready; None if they are ready.
@@ -253,6 +262,14 @@ class Engine:
                 raise PartitionsRefusedError(f"partitions: expected {expected}, got {got}")
         await self.scheduler.between_steps(partial(self._replace, partitions, sizes))
 
+    async def profile(self, steps: int, seconds: float) -> bytes:
+        """A Chrome trace of the next steps; see `Profiling.record`. Raises ProfileUnavailableError, too."""
+        if self.loaded is None:
+            raise NotReadyError(f"the server is {self.phase.value}")
+        if (ranks := self.settings.num_ranks) > 1:
+            raise ProfileUnavailableError(f"profile: expected one rank, got {ranks}")
+        return await self._profiling.record(steps, seconds)
+
     def placements(self) -> Placements:
         """The placements of all layers. Raises PlacementUnavailableError if they never change."""
         if self.loaded is None:
@@ -355,11 +372,28 @@ class Engine:
         }
 
     def _lane_metrics(self) -> Iterator[Metric]:
-        if isinstance(self.scheduler, Lanes) and self.loaded:
-            served = filter(self.repository.serves, self.models)
-            yield from lane_queue_metrics(self.scheduler.queue_states(list(served)))
+        if isinstance(self.scheduler, Lanes):
+            served = [model for model in self.models if self.loaded and self.repository.serves(model)]
+            states = self.scheduler.queue_states(served)
+            empty = dict.fromkeys(self.models, QueueState(0, 0, 0))
+            yield from lane_queue_metrics({lane: empty | now for lane, now in states.items()})
         if self._lane_control is not None:
             yield from self._lane_control.metrics()
+
+    def _use_metrics(self) -> Iterator[Metric]:
+        if self.settings.num_ranks == 1:
+            yield from use_metrics(list(self.models), self.loaded.use() if self.loaded else NOTHING)
+        yield from memory_metrics(self.loaded.memory() if self.loaded else None)
+
+    def _num_steps(self) -> int:
+        return sum(statistics.steps.steps for statistics in self._metrics.statistics().values())
+
+    def _about(self) -> dict[str, object]:
+        """What a trace says of the server."""
+        assert self.loaded is not None
+        sms = self._partition_sizes()
+        partitions = None if sms is None else {"device": sms[0], **sms[1]}
+        return {"backend": self.loaded.backend, "device": self.loaded.device, "sms": partitions}
 
     def _partition_sizes(self) -> tuple[int, dict[str, int]] | None:
         partitions = self.loaded.partitions if self.loaded else None

@@ -96,6 +96,14 @@ class PartitionsRefusedError(EngineError):
     """The new partitions do not fit the device, or lack one that a model runs in."""
 
 
+class ProfileUnavailableError(EngineError):
+    """Steps cannot be recorded at present; the text says why."""
+
+
+class ProfileRefusedError(EngineError):
+    """The recording is too large."""
+
+
 class PlacementUnavailableError(EngineError):
     """The experts' placement cannot be changed; the text says why."""
 

@@ -5,13 +5,24 @@ Names come from a file that changes, so each process writes them beside its coun
 
 from collections.abc import Iterable, Iterator
 
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import Metric
+
+from expertd.service.engine.metric_family import Family
 
 # Names over the life of a server; further ones are counted without a name.
 _MAX_NAMES = 1024
 _NAME_BYTES = 64
 _RESULTS = ("admitted", "forbidden")
 _COUNTS = _MAX_NAMES * len(_RESULTS)
+REQUESTS = Family(
+    "counter",
+    "key_requests",
+    "calls of all kinds but health, by the name of their API key; result: admitted, forbidden (the key "
+    'lacks the right), or with key "" unauthorized (no key, or an unknown one)',
+    "requests",
+    ("key", "result"),
+)
+FAMILIES = (REQUESTS,)
 NUM_CELLS = _COUNTS + _MAX_NAMES * _NAME_BYTES // 8  # float64: the counts, then the names
 
 
@@ -64,9 +75,7 @@ def key_metrics(cells: Iterable["memoryview[float]"]) -> Iterator[Metric]:
                 if name or value:
                     shown = "unauthorized" if not name and number else result
                     totals[name, shown] = totals.get((name, shown), 0.0) + value
-    family = CounterMetricFamily(
-        "expertd_key_requests", "Calls of all kinds, by the name of their key", labels=["key", "result"]
-    )
+    family = REQUESTS.counter()
     for labels, value in totals.items():
         family.add_metric(list(labels), value)
     yield family

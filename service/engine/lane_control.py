@@ -7,15 +7,46 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from functools import partial
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
 from expertd.service.engine.errors import SchedulerClosedError
 from expertd.service.engine.lane_choice import Choice, Load, Point, Reason, State, at, expected, learned, look
 from expertd.service.engine.lanes import AnyScheduler, Lanes
 from expertd.service.engine.loading import Loaded, Partitions
+from expertd.service.engine.metric_family import Family
 from expertd.service.settings.model import Settings
 
 logger = logging.getLogger(__name__)
+
+_WHEN = "with `lanes.decode_p99_ms`"
+DECODE_SMS = Family("gauge", "lanes_decode_sms", "SMs of the decode lane; 0: joined", "SMs", when=_WHEN)
+CHUNK_TOKENS = Family(
+    "gauge", "lanes_chunk_tokens", "tokens of a chunk while joined; 0: no chunks", "tokens", when=_WHEN
+)
+DECODE_SECONDS = Family(
+    "gauge",
+    "lanes_expected_decode_seconds",
+    "what nearly all decode requests are expected to take at most",
+    "seconds",
+    when=_WHEN,
+)
+PREFILL_RATIO = Family(
+    "gauge",
+    "lanes_expected_prefill_ratio",
+    "prefill's expected rate over its rate alone",
+    "ratio",
+    when=_WHEN,
+)
+CHANGES = Family(
+    "counter",
+    "lanes_changes",
+    "changes of the choice; reason: target (decode reaches its target), prefill (it gets faster), decode "
+    "(it gets faster)",
+    "changes",
+    ("reason",),
+    when=_WHEN,
+)
+FAMILIES = (DECODE_SMS, CHUNK_TOKENS, DECODE_SECONDS, PREFILL_RATIO, CHANGES)
 
 _LOOK_SECONDS = 0.5
 _BUSY_PART = 0.9  # of the time in steps of prefill: then more is asked for than there can be
@@ -96,14 +127,11 @@ class LaneControl:
     def metrics(self) -> Iterator[Metric]:
         """The present choice, what it is expected to give, and how often it was changed for what reason."""
         now = self.state.expected
-        for name, text, value in (
-            ("decode_sms", "SMs of the decode lane; 0: joined", now.choice.decode_sms),
-            ("chunk_tokens", "Tokens of a chunk while joined; 0: no chunks", now.choice.chunk_tokens),
-            ("expected_decode_seconds", "That nearly all decode requests take", now.decode_seconds),
-            ("expected_prefill_ratio", "Prefill's rate over its rate alone", now.prefill_share),
-        ):
-            yield GaugeMetricFamily(f"expertd_lanes_{name}", text, value=value)
-        changes = CounterMetricFamily("expertd_lanes_changes", "Changes of the choice", labels=["reason"])
+        yield DECODE_SMS.gauge(now.choice.decode_sms)
+        yield CHUNK_TOKENS.gauge(now.choice.chunk_tokens)
+        yield DECODE_SECONDS.gauge(now.decode_seconds)
+        yield PREFILL_RATIO.gauge(now.prefill_share)
+        changes = CHANGES.counter()
         for reason, count in self._changes.items():
             changes.add_metric([reason], count)
         yield changes

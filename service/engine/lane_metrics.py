@@ -1,24 +1,63 @@
 """The metrics of lanes: their steps, and what waits for them."""
 
-import itertools
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from itertools import chain
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
+from expertd.service.engine.metric_family import SECONDS, Family
 from expertd.service.engine.queue_metrics import QueueState
-from expertd.service.engine.request_counts import SECONDS
 from expertd.service.engine.steps import StepObserver
+from expertd.service.engine.tallies import Tally
 from expertd.service.moe.request import StepResult
 
-_LABELS = ("model", "lane")
+_MOST_KEPT = 128  # steps, before they are counted together
+_LABELS, _WHEN = ("model", "lane"), "with `lanes`; lane: decode or prefill"
+QUEUE = Family(
+    "histogram",
+    "lane_queue_seconds",
+    "as `expertd_queue_seconds`, of each lane",
+    "seconds",
+    _LABELS,
+    SECONDS,
+    when=_WHEN,
+)
+COMPUTE = Family(
+    "histogram",
+    "lane_compute_seconds",
+    "as `expertd_compute_seconds`, of each lane",
+    "seconds",
+    _LABELS,
+    SECONDS,
+    when=_WHEN,
+)
+TOKENS = Family("counter", "lane_tokens", "tokens computed on a lane", "tokens", _LABELS, when=_WHEN)
+QUEUE_REQUESTS = Family(
+    "gauge", "lane_queue_requests", "requests that wait for a lane", "requests", _LABELS, when=_WHEN
+)
+QUEUE_TOKENS = Family(
+    "gauge", "lane_queue_tokens", "tokens that wait for a lane", "tokens", _LABELS, when=_WHEN
+)
+FAMILIES = (QUEUE, COMPUTE, TOKENS, QUEUE_REQUESTS, QUEUE_TOKENS)
 
 
-class _Series(NamedTuple):
-    queue_seconds: Histogram
-    compute_seconds: Histogram
-    tokens: Counter
+class _Series:
+    """Of a model on a lane. `kept` has seconds in the queue, seconds and tokens of steps not yet counted."""
+
+    def __init__(self) -> None:
+        self.queue, self.compute, self.tokens = Tally(QUEUE), Tally(COMPUTE), 0
+        self.kept: deque[tuple[Sequence[float], float, int]] = deque()
+        self._lock = threading.Lock()
+
+    def count(self) -> None:
+        """Count what was kept; on any thread."""
+        with self._lock:
+            if steps := [self.kept.popleft() for _ in range(len(self.kept))]:
+                self.queue.add(list(chain.from_iterable(waited for waited, _, _ in steps)))
+                self.compute.add([seconds for _, seconds, _ in steps])
+                self.tokens += sum(tokens for _, _, tokens in steps)
 
 
 class LaneMetrics:
@@ -27,32 +66,27 @@ class LaneMetrics:
     on_step  is called with each step: its lane, its tokens, its seconds
     """
 
-    def __init__(self, registry: CollectorRegistry, models: Sequence[str], lanes: Sequence[str]) -> None:
-        queue = Histogram(
-            "expertd_lane_queue_seconds",
-            "From a request's acceptance to the start of its step",
-            _LABELS,
-            buckets=SECONDS,
-            registry=registry,
-        )
-        compute = Histogram(
-            "expertd_lane_compute_seconds", "One step", _LABELS, buckets=SECONDS, registry=registry
-        )
-        tokens = Counter("expertd_lane_tokens", "Tokens computed", _LABELS, registry=registry)
+    def __init__(self, models: Sequence[str], lanes: Sequence[str]) -> None:
         self.on_step: Callable[[str, int, float], None] = lambda lane, tokens, seconds: None
-        self._series = {  # looking one up by its labels takes longer than counting
-            of: _Series(queue.labels(*of), compute.labels(*of), tokens.labels(*of))
-            for of in itertools.product(models, lanes)
-        }
+        self._series = {(model, lane): _Series() for model in models for lane in lanes}
 
     def step_done(self, lane: str, model: str, result: StepResult, queue_seconds: Sequence[float]) -> None:
         """Count a step of `lane`."""
         self.on_step(lane, result.num_tokens, result.compute_seconds)
         series = self._series[model, lane]
-        series.compute_seconds.observe(result.compute_seconds)
-        series.tokens.inc(result.num_tokens)
-        for seconds in queue_seconds:
-            series.queue_seconds.observe(seconds)
+        series.kept.append((queue_seconds, result.compute_seconds, result.num_tokens))
+        if len(series.kept) >= _MOST_KEPT:
+            series.count()
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics of all steps so far."""
+        queue, compute, tokens = QUEUE.histogram(), COMPUTE.histogram(), TOKENS.counter()
+        for of, series in self._series.items():
+            series.count()
+            series.queue.add_to(queue, *of)
+            series.compute.add_to(compute, *of)
+            tokens.add_metric(of, series.tokens)
+        yield from (queue, compute, tokens)
 
 
 class LaneObserver:
@@ -71,8 +105,7 @@ class LaneObserver:
 
 def lane_queue_metrics(states: Mapping[str, Mapping[str, QueueState]]) -> Iterator[Metric]:
     """What waits for each lane: lane -> model -> state."""
-    requests = GaugeMetricFamily("expertd_lane_queue_requests", "Requests waiting", labels=_LABELS)
-    tokens = GaugeMetricFamily("expertd_lane_queue_tokens", "Tokens waiting", labels=_LABELS)
+    requests, tokens = QUEUE_REQUESTS.gauge(), QUEUE_TOKENS.gauge()
     for lane, models in states.items():
         for model, state in models.items():
             requests.add_metric([model, lane], state.num_requests)

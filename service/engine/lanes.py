@@ -221,7 +221,8 @@ def scheduler_of(settings: Settings, metrics: Metrics) -> AnyScheduler:
     if len(lanes) == 1:
         return Scheduler(lanes[0].limits, metrics, spin_seconds)
     names = [lane.name for lane in lanes]
-    counts = LaneMetrics(metrics.registry, [model.name for model in settings.models], names)
+    counts = LaneMetrics([model.name for model in settings.models], names)
+    metrics.watch(counts.collect)
     decode, prefill = (
         Scheduler(lane.limits, LaneObserver(lane.name, metrics, counts), spin_seconds, number)
         for number, lane in enumerate(lanes)

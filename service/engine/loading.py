@@ -19,8 +19,16 @@ from expertd.service.engine.rank_metrics import RankState
 from expertd.service.engine.runner_sets import set_split
 from expertd.service.engine.steps import Runner
 from expertd.service.memory import OpenCuda, Register, nothing_to_register
-from expertd.service.moe.device import device_memory, device_name, failure_of, prepare_thread, register_for
+from expertd.service.moe.device import (
+    device_memory,
+    device_name,
+    failure_of,
+    gpu_uuids,
+    prepare_thread,
+    register_for,
+)
 from expertd.service.moe.ipc import opener_for
+from expertd.service.moe.step_counts import NOTHING, StepUse
 from expertd.service.settings.model import Settings
 from expertd.service.settings.served import ModelSettings
 from expertd.service.terminal import progress_bar, shows_bars
@@ -79,7 +87,7 @@ class Loaded:
     ends what loading has started, after all steps. prefill_runners are those of the prefill lane; None: both
     lanes have the same. Call prepare_thread on every thread that begins steps. set_split gives the decode
     lane that number of SMs and the prefill lane the rest (0: all of them); call it as `Partitions.apply`.
-    None: no such lanes.
+    None: no such lanes. use returns what steps have used, on any thread; gpus the UUIDs of the GPUs.
     """
 
     backend: str
@@ -100,6 +108,8 @@ class Loaded:
     prefill_runners: Mapping[str, Runner] | None = None
     prepare_thread: Callable[[], None] = lambda: None
     set_split: Callable[[int], None] | None = None
+    use: Callable[[], StepUse] = lambda: NOTHING
+    gpus: Callable[[], Sequence[str]] = tuple
 
     @property
     def runners_of_lanes(self) -> tuple[Mapping[str, Runner], Mapping[str, Runner]]:
@@ -163,6 +173,8 @@ def load(
         prefill_runners=prefill.runners,
         prepare_thread=partial(prepare_thread, device),
         set_split=split,
+        use=models.use,
+        gpus=lambda: gpu_uuids(device),
     )
 
 

@@ -4,7 +4,7 @@ import gc
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,13 +15,14 @@ from expertd.service.engine.runner_sets import RunnerSet
 from expertd.service.moe.base import Layer
 from expertd.service.moe.batch import FLOATS
 from expertd.service.moe.capture import GraphPool
-from expertd.service.moe.device import free_device_bytes
+from expertd.service.moe.device import device_memory, free_device_bytes
 from expertd.service.moe.host_memory import give_back_freed
 from expertd.service.moe.needs import Needs, needs_of, part_of_layer, staging_bytes, together
 from expertd.service.moe.out_of_memory import in_one_sentence
 from expertd.service.moe.request import zero_request
 from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.staging import Staging
+from expertd.service.moe.step_counts import HostCopies, Launches, StepUse
 from expertd.service.settings.lanes import lanes_of
 from expertd.service.settings.model import Settings
 from expertd.service.settings.served import ModelSettings
@@ -151,6 +152,33 @@ class LocalModels:
         captured = [runner for runner in runners if self._is_captured(runner)]
         self._pools = {}
         self._pools = capture_graphs(captured, self._device, cancelled, self._meet)
+
+    def use(self) -> StepUse:
+        """What all steps have used up to now; on any thread."""
+        launches: dict[str, Launches] = {}
+        weights: dict[str, int] = {}
+        copies: dict[int, HostCopies] = {}  # layers may share them
+        for each in self.sets:
+            for name, runner in list(each.runners.items()):
+                of = launches.setdefault(name, Launches())
+                for field in fields(of):
+                    setattr(of, field.name, getattr(of, field.name) + getattr(runner.launches, field.name))
+                weights[name] = runner.layer.weights.num_bytes
+                copies[id(runner.host_copies)] = runner.host_copies
+        total = HostCopies(
+            sum(each.num_bytes for each in copies.values()), sum(each.seconds for each in copies.values())
+        )
+        return StepUse(launches, weights, total, self._memory(sum(weights.values())))
+
+    def _memory(self, weights: int) -> dict[str, int] | None:
+        in_all = device_memory(self._device)
+        if in_all is None:
+            return None
+        staging = sum(each.staging.device_bytes for each in self.sets if each.staging is not None)
+        torchs = torch.cuda.memory_reserved(self._device)
+        workspace = max(0, torchs - weights - staging)
+        outside = max(0, in_all[0] - torchs)
+        return {"weights": weights, "staging": staging, "workspace": workspace, "outside": outside}
 
     def _is_captured(self, runner: LayerRunner) -> bool:
         return self._device.type == "cuda" and runner.layer.is_capturable

@@ -2,26 +2,44 @@
 
 from collections.abc import Iterator
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
-from expertd.service.engine.collectors import count
+from expertd.service.engine.metric_family import Family
 from expertd.service.engine.placement import Placements
+
+_WHEN = "with `placement.policy`"
+LOADS = Family("gauge", "rank_load", "recent load of the rank's experts", "", ("model", "rank"), when=_WHEN)
+IMBALANCE = Family(
+    "gauge",
+    "rank_imbalance_ratio",
+    "the largest load of a rank divided by the mean",
+    "ratio",
+    ("model",),
+    when=_WHEN,
+)
+MOVES = Family(
+    "counter", "placement_moves", "experts that moved to a rank", "experts", ("model",), when=_WHEN
+)
+SECONDS = Family(
+    "counter", "placement_move_seconds", "time in which experts moved", "seconds", ("model",), when=_WHEN
+)
+FAILURES = Family(
+    "counter",
+    "placement_failures",
+    "changes of a placement that had begun and ended early, because a rank was lost or for an error in the "
+    "log; those refused with 4xx or 503 do not count",
+    "changes",
+    when=_WHEN,
+)
+FAMILIES = (LOADS, IMBALANCE, MOVES, SECONDS, FAILURES)
 
 
 def placement_metrics(placements: Placements | None) -> Iterator[Metric]:
     """Load by rank, max/mean, moves and their seconds for each model; nothing without placements."""
     if placements is None:
         return
-    loads = GaugeMetricFamily(
-        "expertd_rank_load", "Recent load of the rank's experts", labels=["model", "rank"]
-    )
-    imbalance = GaugeMetricFamily(
-        "expertd_rank_imbalance_ratio", "Largest load of a rank, divided by the mean", labels=["model"]
-    )
-    moves = CounterMetricFamily("expertd_placement_moves", "Experts that moved", labels=["model"])
-    seconds = CounterMetricFamily(
-        "expertd_placement_move_seconds", "Time in which experts moved", labels=["model"]
-    )
+    loads, imbalance = LOADS.gauge(), IMBALANCE.gauge()
+    moves, seconds = MOVES.counter(), SECONDS.counter()
     for model, state in placements.states().items():
         for rank, load in enumerate(state.rank_loads):
             loads.add_metric([model, str(rank)], load)
@@ -29,4 +47,4 @@ def placement_metrics(placements: Placements | None) -> Iterator[Metric]:
         moves.add_metric([model], state.moves)
         seconds.add_metric([model], state.move_seconds)
     yield from (loads, imbalance, moves, seconds)
-    yield count("expertd_placement_failures", "Changes that did not end", placements.failures)
+    yield FAILURES.counter(placements.failures)

@@ -3,7 +3,20 @@
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
+
+from expertd.service.engine.metric_family import Family
+
+REQUESTS = Family("gauge", "queue_requests", "requests that wait for their step", "requests", ("model",))
+TOKENS = Family("gauge", "queue_tokens", "tokens that wait for their step", "tokens", ("model",))
+CHUNKS = Family(
+    "counter",
+    "chunks",
+    "chunks of long requests in steps; 0 as long as none has competed with others",
+    "chunks",
+    ("model",),
+)
+FAMILIES = (REQUESTS, TOKENS, CHUNKS)
 
 
 class QueueState(NamedTuple):
@@ -16,9 +29,7 @@ class QueueState(NamedTuple):
 
 def queue_metrics(states: Mapping[str, QueueState]) -> Iterator[Metric]:
     """The state of each model's queue."""
-    requests = GaugeMetricFamily("expertd_queue_requests", "Requests waiting", labels=["model"])
-    tokens = GaugeMetricFamily("expertd_queue_tokens", "Tokens waiting", labels=["model"])
-    chunks = CounterMetricFamily("expertd_chunks", "Parts of long requests in steps", labels=["model"])
+    requests, tokens, chunks = REQUESTS.gauge(), TOKENS.gauge(), CHUNKS.counter()
     for model, state in states.items():
         requests.add_metric([model], state.num_requests)
         tokens.add_metric([model], state.num_tokens)

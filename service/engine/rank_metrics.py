@@ -3,21 +3,35 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
+
+from expertd.service.engine.metric_family import Family
+
+_LABELS, _WHEN = ("rank",), "with several ranks"
+
+
+def _gauge(name: str, text: str, unit: str, when: str = _WHEN) -> Family:
+    return Family("gauge", f"rank_{name}", text, unit, _LABELS, when=when)
+
+
+def _counter(name: str, text: str, unit: str) -> Family:
+    return Family("counter", f"rank_{name}", text, unit, _LABELS, when=_WHEN)
+
 
 _GAUGES = (
-    ("rank_up", "1 when the rank is ready"),
-    ("rank_device_memory_used_bytes", "Memory in use on the rank's device"),
-    ("rank_device_memory_total_bytes", "Total memory of the rank's device"),
+    _gauge("up", "1 when the rank is ready", ""),
+    _gauge("device_memory_used_bytes", "memory in use on the rank's GPU", "bytes", "with ranks on GPUs"),
+    _gauge("device_memory_total_bytes", "total memory of the rank's GPU", "bytes", "with ranks on GPUs"),
 )
 _COUNTERS = (
-    ("rank_starts", "Starts of the rank"),
-    ("rank_compute_seconds", "Time in steps"),
-    ("rank_expert_tokens", "Tokens computed by the rank's experts"),
-    ("rank_jit_compilations", "Kernels compiled by the rank's present process"),
-    ("rank_jit_compile_seconds", "Time that the rank's present process spent compiling kernels"),
-    ("rank_jit_cache_hits", "Compiled kernels that the rank's present process found in the cache"),
+    _counter("starts", "starts of the rank", "starts"),
+    _counter("compute_seconds", "time in steps", "seconds"),
+    _counter("expert_tokens", "tokens computed by the rank's experts", "tokens"),
+    _counter("jit_compilations", "kernels compiled by the rank's present process", "kernels"),
+    _counter("jit_compile_seconds", "time that this process spent compiling kernels", "seconds"),
+    _counter("jit_cache_hits", "compiled kernels that this process found in the cache", "kernels"),
 )
+FAMILIES = (*_GAUGES, *_COUNTERS)
 
 
 class RankDevice(NamedTuple):
@@ -25,12 +39,14 @@ class RankDevice(NamedTuple):
 
     memory        (used, total) bytes; None for a CPU
     compilations  of kernels, with their compile_seconds and cache_hits, since the process started
+    uuid          of a GPU
     """
 
     memory: tuple[int, int] | None = None
     compilations: int = 0
     compile_seconds: float = 0.0
     cache_hits: int = 0
+    uuid: str = ""
 
 
 class RankState(NamedTuple):
@@ -47,11 +63,11 @@ def rank_metrics(states: Sequence[RankState]) -> Iterator[Metric]:
     """The metrics of all ranks; none without ranks."""
     if not states:
         return
-    gauges = [GaugeMetricFamily(f"expertd_{name}", text, labels=["rank"]) for name, text in _GAUGES]
-    counters = [CounterMetricFamily(f"expertd_{name}", text, labels=["rank"]) for name, text in _COUNTERS]
+    gauges = [family.gauge() for family in _GAUGES]
+    counters = [family.counter() for family in _COUNTERS]
     for rank, (is_up, starts, seconds, tokens, device) in enumerate(states):
         of_gauges = (is_up, *(device.memory or (None, None)))
-        of_counters = (starts, seconds, tokens, *device[1:])
+        of_counters = (starts, seconds, tokens, *device[1:4])
         for gauge, level in zip(gauges, of_gauges, strict=True):
             if level is not None:
                 gauge.add_metric([str(rank)], level)

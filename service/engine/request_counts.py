@@ -4,29 +4,76 @@ Each process adds to cells of its own, and the one that answers scrapes sums the
 its cells to its successor, so no sum ever goes back.
 """
 
+import threading
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import Metric
 
+from expertd.service.engine.metric_family import SECONDS, Family
 from expertd.service.engine.refusals import REASONS, Reason
 from expertd.service.engine.statistics import Total
 
 # Every status of an infer request; 499: no response, because the client had disconnected.
 STATUSES = (200, 400, 401, 403, 404, 408, 413, 415, 429, 499, 500, 503)
 CONNECTION_STATUSES = (400, 408, 431, 500, 501, 503, 505)  # of refusals by a connection
-# An expert layer takes about a millisecond: 50 us to 26 s, by factors of 2.
-SECONDS = tuple(50e-6 * 2**i for i in range(20))
+# Where the time of a request with an output went: its body and checks, its queue, its steps, its answer.
+STAGES = ("receive", "queue", "compute", "send")
+Stages = tuple[float, float, float]
+"""Seconds of a request until its acceptance, in its queue, and in its steps."""
+
+REQUESTS = Family(
+    "counter",
+    "requests",
+    'infer requests; status 499: the client disconnected; model "": not served',
+    "requests",
+    ("model", "status"),
+)
+REFUSALS = Family(
+    "counter", "refusals", "infer requests without output, by reason (below)", "requests", ("model", "reason")
+)
+REQUEST_SECONDS = Family(
+    "histogram",
+    "request_seconds",
+    "from a request's headers, or from the reading of a request in a channel, to the end of its answer",
+    "seconds",
+    ("model",),
+    SECONDS,
+)
+STAGE_SECONDS = Family(
+    "counter",
+    "stage_seconds",
+    "time of the requests with an output; stage: receive (the body, and checks), queue, compute (their "
+    "steps), send (from there to the end of the answer); of a channel, receive is 0, because its caller "
+    "writes",
+    "seconds",
+    ("model", "stage"),
+    when="with several HTTP processes, it counts requests over channels alone",
+)
+CONNECTION_REFUSALS = Family(
+    "counter",
+    "connection_refusals",
+    "input refused before it was a request: bad syntax, headers too large or too late, too many "
+    "connections (503), a TLS handshake that failed (400) or took longer than `header_timeout_seconds` "
+    "(408)",
+    "connections",
+    ("status",),
+)
+FAMILIES = (REQUESTS, REFUSALS, REQUEST_SECONDS, STAGE_SECONDS, CONNECTION_REFUSALS)
 
 CELL_BYTES = 8  # a float64
+_MOST_KEPT = 256  # requests, before they are counted
+_Kept = tuple[int, int, float, Stages | None]  # where the model's cells begin, and what is counted
 # Of one model: requests by status, refusals by reason, the sum of their seconds, of those that failed alone,
-# and requests by seconds.
+# seconds by stage, and requests by seconds.
 _REASONS = len(STATUSES)
 _SUM = _REASONS + len(REASONS)
 _FAILED = _SUM + 1
-_BUCKETS = _FAILED + 1
+_STAGES = _FAILED + 1
+_BUCKETS = _STAGES + len(STAGES)
 _STRIDE = _BUCKETS + len(SECONDS) + 1
 _STATUS_PLACES = {status: place for place, status in enumerate(STATUSES)}
 _REASON_PLACES = {reason: _REASONS + place for place, reason in enumerate(REASONS)}
@@ -38,44 +85,68 @@ def num_cells(num_models: int) -> int:
 
 
 class RequestCounts:
-    """Adds to `cells` (float64; None: to new ones). For one thread of one process."""
+    """Adds to `cells` (float64; None: to new ones). For one thread of one process.
+
+    Without other processes that read them, requests are counted when somebody reads `cells`, or some at a
+    time: one by one, when the processor has other things in its caches, that takes longer.
+    """
 
     def __init__(self, models: Iterable[str], cells: "memoryview[float] | None" = None) -> None:
         self.models = (*models, "")  # the last one: not served
         size = num_cells(len(self.models) - 1)
-        self.cells = memoryview(bytearray(size * CELL_BYTES)).cast("d") if cells is None else cells[:size]
+        self._most_kept = _MOST_KEPT if cells is None else 1
+        self._cells = memoryview(bytearray(size * CELL_BYTES)).cast("d") if cells is None else cells[:size]
         self._starts = {model: _STRIDE * place for place, model in enumerate(self.models)}
+        self._kept: deque[_Kept] = deque()
+        self._lock = threading.Lock()
 
-    def request_done(self, model: str, status: int, seconds: float) -> None:
-        """Count an answered infer request; `model` is "" if it is not served."""
-        start, cells = self._starts[model], self.cells
-        cells[start + _STATUS_PLACES[status]] += 1
-        cells[start + _SUM] += seconds
-        if status != 200:
-            cells[start + _FAILED] += seconds
-        cells[start + _BUCKETS + bisect_left(SECONDS, seconds)] += 1
+    @property
+    def cells(self) -> "memoryview[float]":
+        """All counts up to now; on any thread."""
+        self._count()
+        return self._cells
+
+    def request_done(self, model: str, status: int, seconds: float, stages: Stages | None = None) -> None:
+        """Count an answered infer request; `model` is "" if it is not served.
+
+        stages  of the `seconds`, if it has an output and they are known
+        """
+        self._kept.append((self._starts[model], status, seconds, stages))
+        if len(self._kept) >= self._most_kept:
+            self._count()
+
+    def _count(self) -> None:
+        cells = self._cells
+        with self._lock:
+            for _ in range(len(self._kept)):
+                start, status, seconds, stages = self._kept.popleft()
+                cells[start + _STATUS_PLACES[status]] += 1
+                cells[start + _SUM] += seconds
+                if status != 200:
+                    cells[start + _FAILED] += seconds
+                cells[start + _BUCKETS + bisect_left(SECONDS, seconds)] += 1
+                if stages is not None:
+                    receive, queue, compute = stages
+                    first = start + _STAGES
+                    cells[first] += receive
+                    cells[first + 1] += queue
+                    cells[first + 2] += compute
+                    cells[first + 3] += max(0.0, seconds - receive - queue - compute)
 
     def refused(self, model: str, reason: Reason) -> None:
         """Count an infer request that got no output; `model` is "" if it is not served."""
-        self.cells[self._starts[model] + _REASON_PLACES[reason]] += 1
+        self._cells[self._starts[model] + _REASON_PLACES[reason]] += 1
 
     def connection_refused(self, status: int) -> None:
         """Count input that a connection refused with `status`, before the application received a request."""
-        self.cells[len(self._starts) * _STRIDE + CONNECTION_STATUSES.index(status)] += 1
+        self._cells[len(self._starts) * _STRIDE + CONNECTION_STATUSES.index(status)] += 1
 
 
 def request_metrics(models: Sequence[str], cells: Iterable["memoryview[float]"]) -> Iterator[Metric]:
     """The metrics of requests, summed over the cells of all processes."""
     total = _summed(cells)
-    requests = CounterMetricFamily("expertd_requests", "Infer requests answered", labels=["model", "status"])
-    refusals = CounterMetricFamily(
-        "expertd_refusals", "Infer requests that got no output, by reason", labels=["model", "reason"]
-    )
-    seconds = HistogramMetricFamily(
-        "expertd_request_seconds",
-        "From an infer request's headers to the end of its answer",
-        labels=["model"],
-    )
+    requests, refusals, stages = REQUESTS.counter(), REFUSALS.counter(), STAGE_SECONDS.counter()
+    seconds = REQUEST_SECONDS.histogram()
     for place, model in enumerate(models):
         row = total[place * _STRIDE : (place + 1) * _STRIDE]
         for status, value in zip(STATUSES, row, strict=False):
@@ -87,14 +158,13 @@ def request_metrics(models: Sequence[str], cells: Iterable["memoryview[float]"])
         bounds = [*map(str, SECONDS), "+Inf"]
         buckets = list(zip(bounds, np.cumsum(row[_BUCKETS:]).tolist(), strict=True))
         seconds.add_metric([model], buckets, float(row[_SUM]))
-    connections = CounterMetricFamily(
-        "expertd_connection_refusals",
-        "Input refused before it was a request to the application",
-        labels=["status"],
-    )
+        for stage, value in zip(STAGES, row[_STAGES:], strict=False):
+            if model:
+                stages.add_metric([model, stage], float(value))
+    connections = CONNECTION_REFUSALS.counter()
     for status, value in zip(CONNECTION_STATUSES, total[len(models) * _STRIDE :], strict=False):
         connections.add_metric([str(status)], float(value))
-    yield from (requests, refusals, seconds, connections)
+    yield from (requests, refusals, seconds, stages, connections)
 
 
 def request_outcomes(

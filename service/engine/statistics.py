@@ -1,8 +1,10 @@
-"""What a model's requests and steps took up to now, as sums; added to once a step, on the event loop."""
+"""What a model's requests and steps took up to now, as sums."""
 
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 _NS = 1e9
 
@@ -37,18 +39,20 @@ class StepSums:
     compute: Total = field(default_factory=Total)
     by_size: dict[int, Total] = field(default_factory=dict)
 
-    def add(self, num_tokens: int, seconds: float, queue_seconds: Sequence[float]) -> None:
-        """Count a step that took `seconds`, whose requests had waited `queue_seconds`."""
-        self.last_ms = time.time_ns() // 1_000_000
-        self.tokens += num_tokens
-        self.steps += 1
-        self.queue.add(len(queue_seconds), sum(queue_seconds))
-        self.compute.add(len(queue_seconds), seconds * len(queue_seconds))
-        size = 1 << max(0, num_tokens - 1).bit_length()
-        total = self.by_size.get(size)
-        if total is None:
-            total = self.by_size[size] = Total()
-        total.add(1, seconds)
+    def add(
+        self, num_tokens: NDArray[Any], seconds: NDArray[Any], num_requests: NDArray[Any], waited: float
+    ) -> None:
+        """Count steps by tokens, seconds and requests, each [steps]; and the seconds that these waited."""
+        self.tokens += int(num_tokens.sum())
+        self.steps += len(num_tokens)
+        requests = int(num_requests.sum())
+        self.queue.add(requests, waited)
+        self.compute.add(requests, float(seconds @ num_requests))
+        bits = np.frexp(np.maximum(num_tokens - 1, 0))[1]  # of the largest number below
+        for each in np.unique(bits).tolist():
+            of_size = bits == each
+            total = self.by_size.setdefault(1 << each, Total())
+            total.add(int(of_size.sum()), float(seconds[of_size].sum()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._infer = Infer(InferEndpoint(app.engine, app.metrics, gate))
         settings = app.engine.settings
         self._access_log = settings.access_log
+        self._logs_ends = app.infer.logs_requests
         self._calls = OpenCalls(settings.limits)
         most = max(1, settings.buffered_bytes // most_bytes)
         self._arrivals = Arrivals(most, settings.limits.body_timeout_seconds)
@@ -125,7 +126,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
             return refusal_of(OipError(500, "internal server error: see the server's log"))
 
     def _log(self, name: str, result: bytes | Refusal | None, context: Any) -> None:
-        if self._access_log:
+        if self._access_log and not (self._logs_ends and name == "ModelInfer"):
             who = self._gate.name_of(_authorization(context))
             status = result.code.name if isinstance(result, Refusal) else "OK"
             access_logger.info('%s %s "gRPC %s" %s', context.peer(), who, name, status)

@@ -1,6 +1,6 @@
 """The ASGI application: its routes around one engine, and one format for every error."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Protocol
 
@@ -10,6 +10,7 @@ from starlette.routing import Match
 from starlette.types import Message, Receive, Scope, Send
 
 from expertd import __version__
+from expertd.service import log_lines
 from expertd.service.channels.hub import ChannelHub
 from expertd.service.channels.listener import ChannelListener
 from expertd.service.engine.engine import Engine
@@ -27,9 +28,11 @@ from expertd.service.http.request_head import decoded, infer_head
 from expertd.service.http.routes import (
     channels_router,
     configuration_router,
+    log_router,
     metrics_router,
     partitions_router,
     placement_router,
+    profile_router,
     protocol_router,
     repository_router,
     shared_memory_router,
@@ -75,6 +78,7 @@ class ExpertApp(FastAPI):
         if settings.channels.socket is not None:
             self.listener = ChannelListener(settings.channels.socket, self.channels)
         self.beside: Beside | None = None
+        self.pass_on_log_level: Callable[[str], None] = lambda level: None  # to other processes
         self._bodies = BodyReader(settings.limits)
         file = None if settings.keys is None else KeyFile(settings.keys)
         self.gate = Gate(file, self.metrics.keys, behind=settings.http_workers > 1)
@@ -90,6 +94,8 @@ class ExpertApp(FastAPI):
             placement_router(self.engine, self._bodies),
             channels_router(self.channels, self._bodies, self.gate),
             metrics_router(self.metrics),
+            log_router(self.set_log_level, self._bodies),
+            profile_router(self.engine, self._bodies),
             swagger_router(self.title),
         )
         self._own_routes = [route for router in routers for route in router.routes]
@@ -101,6 +107,11 @@ class ExpertApp(FastAPI):
         self.add_exception_handler(HTTPException, _http_error)
         self.add_exception_handler(Exception, _unexpected_error)
         document(self, next(iter(self.engine.models.values())))
+
+    def set_log_level(self, level: str) -> None:
+        """Change the minimum level of the log lines of this process and of its HTTP processes."""
+        log_lines.set_level(level)
+        self.pass_on_log_level(level)
 
     def stop_reading(self) -> None:
         """Refuse every request whose body has not arrived yet; called at the end of a drain."""

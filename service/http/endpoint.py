@@ -3,9 +3,11 @@
 from typing import Protocol
 
 from expertd.service.engine.refusals import Reason
+from expertd.service.engine.request_counts import Stages
 from expertd.service.http.gate import Gate
 from expertd.service.http.infer_engine import Forward, InferEngine
 from expertd.service.http.threads import Threads
+from expertd.service.settings.model import Settings
 
 _ALONE = 8  # requests of one caller in a row
 
@@ -13,9 +15,14 @@ _ALONE = 8  # requests of one caller in a row
 class Counts(Protocol):
     """Where requests are counted; implemented by `RequestCounts` and `Metrics`."""
 
-    def request_done(self, model: str, status: int, seconds: float) -> None: ...
+    def request_done(self, model: str, status: int, seconds: float, stages: Stages | None = None) -> None: ...
     def refused(self, model: str, reason: Reason) -> None: ...
     def connection_refused(self, status: int) -> None: ...
+
+
+def logs_ends(settings: Settings) -> bool:
+    """Whether each infer request is one line in the log when it ends, rather than when its answer begins."""
+    return settings.access_log and settings.log_format == "json"
 
 
 class InferEndpoint:
@@ -29,6 +36,7 @@ class InferEndpoint:
         self.gate = gate
         self.forward = forward
         self.threads = Threads()
+        self.logs_requests = logs_ends(engine.settings)
         self._last_caller: object = None
         self._in_a_row = 0  # requests of the last caller
 

@@ -145,7 +145,10 @@ class InferCall(InferEnding):
 
     def _computed(self, output: Output | Exception) -> None:
         """The scheduler's answer."""
-        self._pending = None
+        pending, self._pending = self._pending, None
+        if pending is not None and pending.began is not None:
+            waited = pending.began - pending.arrived
+            self._stages = pending.arrived - self._started, waited, pending.compute_seconds
         if self._timer is not None:
             self._timer.cancel()
         if self._is_overdue:

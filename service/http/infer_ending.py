@@ -6,14 +6,17 @@ import time
 from typing import Any, Protocol
 
 from expertd.service.engine.errors import RegionsElsewhereError
+from expertd.service.engine.request_counts import Stages
 from expertd.service.http.answers import Answer, client_gone, error_answer, refusal_of
 from expertd.service.http.endpoint import InferEndpoint
 from expertd.service.http.infer_head import InferHead
 from expertd.service.http.parsing import Received
 from expertd.service.http.plans import Plan
 from expertd.service.http.protocol import OipError
+from expertd.service.http.trace_context import trace_context
+from expertd.service.log_lines import with_fields
 from expertd.service.memory import Arena, Block, RegionUses, host_view
-from expertd.service.sentences import shown
+from expertd.service.sentences import shortened, shown
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +50,7 @@ class InferEnding:
         "_received",
         "_refusal",
         "_regions",
+        "_stages",
         "_started",
         "_timer",
         "_working",
@@ -65,6 +69,7 @@ class InferEnding:
         self._output: Block | None = None
         self._plan: Plan | None = None
         self._pending: Any = None  # what the engine's `submit` returned, until its answer
+        self._stages: Stages | None = None
         self._forwarding: asyncio.Task[Answer] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._left: OipError | None = None
@@ -157,11 +162,36 @@ class InferEnding:
         known = head.model if head.model in self._endpoint.engine.models else ""
         status = 200
         if refusal is not None:
-            status = refusal.status
+            status, self._stages = refusal.status, None
             metrics.refused(known, refusal.reason)
             what = (status, refusal.reason, shown(head.model), shown(refusal.request_id), refusal.message)
             logger.debug("%d %s: model %s, id %s: %s", *what)
-        metrics.request_done(known, status, time.perf_counter() - self._started)
+        seconds = time.perf_counter() - self._started
+        metrics.request_done(known, status, seconds, self._stages)
+        if self._endpoint.logs_requests:
+            self._log(status, refusal, seconds)
+
+    def _log(self, status: int, refusal: OipError | None, seconds: float) -> None:
+        """The line of the request."""
+        head, plan, trace = self._head, self._plan, trace_context(self._head.headers)
+        request = None if plan is None else plan.request
+        receive, queue, compute = self._stages or (None, None, None)
+        fields = with_fields(
+            model=shortened(head.model),
+            status=status,
+            reason=None if refusal is None else refusal.reason,
+            error=None if refusal is None else refusal.message,
+            request_id=refusal.request_id if refusal is not None else request and request.id,
+            key=head.key_name or None,
+            tokens=None if plan is None else plan.num_tokens,
+            seconds=round(seconds, 6),
+            receive_seconds=receive and round(receive, 6),
+            queue_seconds=queue and round(queue, 6),
+            compute_seconds=compute and round(compute, 6),
+            trace_id=None if trace is None else trace.trace_id,
+            parent_span_id=None if trace is None else trace.span_id,
+        )
+        logger.info("infer %d", status, extra=fields)
 
 
 def _forget_frames(error: BaseException | None) -> None:

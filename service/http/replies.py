@@ -11,6 +11,7 @@ from expertd.service.http.link import Link
 from expertd.service.http.refused import Headers, header_lines
 from expertd.service.http.request_head import RequestHead
 from expertd.service.http.shared import ServerState, Shared
+from expertd.service.log_lines import with_fields
 
 access_logger = logging.getLogger("uvicorn.access")
 
@@ -75,12 +76,14 @@ class Replies(Link):
         self._is_answered = True
         ends = self._shuts_down or self._shared.engine.draining
         self._is_last = close or not head.keep_alive or (ends and not self.more_pending)
-        if self._shared.access_log:
+        # One that is logged when it ends needs no line here.
+        if self._shared.access_log and not (self._shared.logs_ends and isinstance(self._call, InferEnding)):
             client = self.transport.get_extra_info("peername") or ""
             path = head.raw_path.decode() + ("?" + head.query.decode() if head.query else "")
             who = self._shared.endpoint.gate.name_of(head.headers)
             request = (head.method, path, head.version)
-            access_logger.info('%s %s "%s %s HTTP/%s" %d', client, who, *request, status)
+            fields = with_fields(client=client, key=who, method=head.method, path=path, status=status)
+            access_logger.info('%s %s "%s %s HTTP/%s" %d', client, who, *request, status, extra=fields)
         return self._shared.first_lines(status, self._state.default_headers)
 
     def _may_probe(self) -> bool:

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from starlette.types import ASGIApp
 
-from expertd.service.http.endpoint import Counts, InferEndpoint
+from expertd.service.http.endpoint import Counts, InferEndpoint, logs_ends
 from expertd.service.http.places import CrowdedError, Places
 from expertd.service.http.refused import Headers, first_lines
 from expertd.service.http.request_head import Heads
@@ -44,6 +44,7 @@ class Shared:
         self.keep_alive_seconds = seconds = settings.keep_alive_seconds
         self.least_read_bytes = max(1, seconds * settings.limits.min_response_bytes_per_second)
         self.access_log = settings.access_log
+        self.logs_ends = logs_ends(settings)
         self.count_refusal = metrics.connection_refused
         self.heads = Heads(settings.limits)
         self.places = Places(settings.limits)

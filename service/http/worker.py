@@ -27,7 +27,8 @@ from expertd.service.http.gate import Gate, KeyFile
 from expertd.service.http.passage import Passage
 from expertd.service.http.serving import STOPPED, ConnectionServer, exit_process
 from expertd.service.http.shared import Shared
-from expertd.service.http.worker_setup import DRAIN, FINISH, STOP, SharedCounts, WorkerSetup
+from expertd.service.http.worker_setup import DRAIN, FINISH, LEVEL, STOP, SharedCounts, WorkerSetup
+from expertd.service.log_lines import set_level
 from expertd.service.settings.keys import Keys
 from expertd.service.terminal import configure_logging
 
@@ -37,7 +38,7 @@ _MESSAGE_BYTES = 256
 def main() -> int:
     """Serve until told to end; returns the exit code: 0 if every client has read its answer, else 1."""
     setup = WorkerSetup.model_validate_json(sys.stdin.buffer.read())
-    configure_logging(setup.settings.log_level)
+    configure_logging(setup.settings.log_level, form=setup.settings.log_format)
     server = _WorkerServer(setup)
     server.run(sockets=[])
     return server.exit_code
@@ -118,6 +119,8 @@ class _WorkerServer(ConnectionServer):
             self._drain()
         elif message.startswith(FINISH):
             self._finish(float(message[len(FINISH) :]))
+        elif message.startswith(LEVEL):
+            set_level(message[len(LEVEL) :].decode())
         elif message == STOP:
             self.end_now(STOPPED)
         elif not message:  # the engine's process is gone, perhaps without time to clean up

@@ -17,6 +17,7 @@ from expertd.service.settings.model import Settings
 # Messages to a process; the first one of a channel's comes with its descriptors.
 DRAIN = b"drain"  # end connections after their next answer
 FINISH = b"finish"  # accept no more connections, and exit when all are answered; with the seconds for it
+LEVEL = b"level "  # of log lines from now on, which follows
 STOP = b"stop"  # exit at once
 
 _MAX_SLOTS = 512

@@ -25,6 +25,7 @@ from expertd.service.http.listening import BindError, Listener, listen
 from expertd.service.http.worker_setup import (
     DRAIN,
     FINISH,
+    LEVEL,
     STOP,
     SharedCounts,
     WorkerSetup,
@@ -82,6 +83,7 @@ class Workers:
 
     def start(self, app: ExpertApp) -> None:
         """Start the processes, on the running event loop."""
+        app.pass_on_log_level = self.set_log_level
         app.engine.can_be_reached = lambda: len(self._reached) == self._count
         for index in range(self._count):
             app.metrics.add_process(self._counts.requests(index), self._counts.keys(index))
@@ -99,6 +101,11 @@ class Workers:
         """Have connections end after their next answers; safe in a signal handler."""
         self._is_ending = True
         self._tell(DRAIN)
+
+    def set_log_level(self, level: str) -> None:
+        """Have the processes, and those that replace them, log lines of this level and above."""
+        self._settings = self._settings.model_copy(update={"log_level": level})
+        self._tell(LEVEL + level.encode())
 
     def finish(self, seconds: float) -> bool:
         """Have the processes answer what they have, and end, within `seconds`; True once they have."""

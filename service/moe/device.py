@@ -37,6 +37,13 @@ def failure_of(device: torch.device) -> str | None:
     return None
 
 
+def gpu_uuids(device: torch.device) -> tuple[str, ...]:
+    """The UUID of a GPU, as the driver's tools know it; () for a CPU."""
+    if device.type != "cuda":
+        return ()
+    return (f"GPU-{torch.cuda.get_device_properties(device).uuid}",)
+
+
 def prepare_thread(device: torch.device) -> None:
     """Make the device's context the current one, for calls that do not go through torch."""
     if device.type == "cuda":

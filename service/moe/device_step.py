@@ -26,6 +26,7 @@ from expertd.service.moe.recurring import RecurringSteps
 from expertd.service.moe.request import FP8, LayerRequest, Output, StepResult, row_bytes
 from expertd.service.moe.running import RunningStep
 from expertd.service.moe.staging import ALIGNMENT, Slot, Staging, address_of, is_aligned
+from expertd.service.moe.step_counts import Launches
 
 INTEGERS = {"INT32": torch.int32, "INT64": torch.int64}
 _Routing = tuple[Tensor, Tensor]
@@ -44,9 +45,10 @@ class _Plan(NamedTuple):
 
 
 class DeviceSteps:
-    """Begins the steps of one layer."""
+    """Begins the steps of one layer, and counts them in `launches`."""
 
-    def __init__(self, layer: Layer, staging: Staging) -> None:
+    def __init__(self, layer: Layer, staging: Staging, launches: Launches) -> None:
+        self._launches = launches
         self._layer = layer
         self._staging = staging
         self._recurring = RecurringSteps()
@@ -80,6 +82,7 @@ class DeviceSteps:
         try:
             self._copy_in(slot, plan.copies_in, plan.stream)
             plan.graph.replay()
+            self._launches.recurring += 1
             self._copy_out(slot, plan.copies_out, plan.stream, plan.batch)
         except BaseException:
             self._abandon(slot)
@@ -126,6 +129,10 @@ class DeviceSteps:
         else:
             compute()
             graph = None
+        if graph is None:
+            self._launches.eager += 1
+        else:
+            self._launches.recurring += 1
         outputs = self._outputs(batch, slot, out, copies_out)
         self._copy_out(slot, copies_out, stream, batch)
         request = batch.requests[0]
@@ -166,14 +173,15 @@ class DeviceSteps:
         self, batch: Batch, outputs: list[Output | Tensor], offsets: NDArray[np.int32], seconds: float
     ) -> StepResult:
         return StepResult(
-            outputs=[
-                output.numpy().tobytes() if isinstance(output, Tensor) else output for output in outputs
-            ],
+            outputs=[self._bytes_of(output) if isinstance(output, Tensor) else output for output in outputs],
             layout=self._layer.layout(batch.num_tokens),
             num_tokens=batch.num_tokens,
             count_tokens=partial(self._layer.tokens_per_expert, offsets),
             compute_seconds=seconds,
         )
+
+    def _bytes_of(self, output: Tensor) -> bytes:
+        return self._staging.host_copies.timed(output.numpy().tobytes, output.numel() * output.itemsize)
 
     def _hidden_states(self, batch: Batch, slot: Slot, copies: Copies) -> list[Tensor | Fp8Rows]:
         """As `rows_of` once `copies` are done, in one part for each request if they differ."""
@@ -191,7 +199,7 @@ class DeviceSteps:
         copied, staged = slot.device_in.take(starts[-1]), slot.host_in.take(starts[-1])
 
         def fetch(memory: Buffer | Span, begin: int, end: int) -> None:
-            source = address_of(memory, staged[begin:end])
+            source = address_of(memory, staged[begin:end], self._staging.host_copies)
             owner = memory.owner if isinstance(memory, Span) else staged
             copies.add(copied.data_ptr() + begin, source, end - begin, owner)
 

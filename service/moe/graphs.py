@@ -23,6 +23,7 @@ from expertd.service.moe.capture import GraphPool, is_current
 from expertd.service.moe.request import LayerRequest, Output, StepResult
 from expertd.service.moe.running import RunningStep
 from expertd.service.moe.staging import ALIGNMENT, PinnedRows, Staging, is_aligned
+from expertd.service.moe.step_counts import HostCopies
 
 TOKEN_COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """The captured token counts. In larger steps, launch latency is hidden."""
@@ -34,17 +35,17 @@ class _Tensors:
     Requests that the GPU cannot read in place are copied to the pinned tensors, and read from there.
     """
 
-    def __init__(self, hidden_size: int, top_k: int, device: torch.device) -> None:
+    def __init__(self, hidden_size: int, top_k: int, device: torch.device, copies: HostCopies) -> None:
         most = TOKEN_COUNTS[-1]
         self.table = RequestTable()
         self.hidden_states = torch.zeros(most, hidden_size, dtype=torch.bfloat16, device=device)
         self.topk_ids = torch.full((most, top_k), -1, dtype=torch.int32, device=device)
         self.topk_weights = torch.zeros(most, top_k, device=device)
         self.out = torch.empty(most, hidden_size, device=device)
-        self.host_hidden_states = PinnedRows(most, hidden_size * 2)
-        self.host_topk_ids = PinnedRows(most, top_k * 8)
-        self.host_topk_weights = PinnedRows(most, top_k * 4)
-        self.host_out = PinnedRows(most, hidden_size * 4)
+        self.host_hidden_states = PinnedRows(most, hidden_size * 2, copies)
+        self.host_topk_ids = PinnedRows(most, top_k * 8, copies)
+        self.host_topk_weights = PinnedRows(most, top_k * 4, copies)
+        self.host_out = PinnedRows(most, hidden_size * 4, copies)
         self.offsets = torch.zeros(MAX_GROUPS + 1, dtype=torch.int32, pin_memory=True)
         self.host_offsets = self.offsets.numpy()
         torch.cuda.synchronize(device)  # other streams will use them
@@ -78,7 +79,7 @@ class StepGraphs:
         self._num_sms = num_sms
         self._staging = staging
         sizes = layer.shape.hidden_size, layer.shape.top_k
-        self._tensors = pool.shared(sizes, lambda: _Tensors(*sizes, stream.device))
+        self._tensors = pool.shared(sizes, lambda: _Tensors(*sizes, stream.device, staging.host_copies))
         self._owner = object()
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         for count in reversed(TOKEN_COUNTS):  # largest first, so that the others reuse its memory in the pool
@@ -182,10 +183,12 @@ class StepGraphs:
             return request.output
         size = request.num_tokens * self._layer.shape.hidden_size * FLOATS[request.output_datatype].itemsize
         rows = self._tensors.host_out.rows(part.start, size)
-        if request.output is None:
-            return bytes(rows)
-        host_view(request.output)[:] = rows
-        return request.output
+        copies, output = self._staging.host_copies, request.output
+        if output is None:
+            return copies.timed(lambda: bytes(rows), size)
+        target, source = np.frombuffer(host_view(output), np.uint8), np.frombuffer(rows, np.uint8)
+        copies.timed(lambda: np.copyto(target, source), size)
+        return output
 
     def release(self) -> None:
         """Free the graphs and their memory in the pool; `fits` then returns False."""

@@ -13,6 +13,7 @@ from expertd.service.memory import Buffer, Span, host_view
 from expertd.service.moe.base import Layer
 from expertd.service.moe.batch import FLOATS, Batch, expanded, rows_of
 from expertd.service.moe.request import LayerRequest, Output, StepResult
+from expertd.service.moe.step_counts import HostCopies
 
 _ALIGNMENT = 16  # bytes, of an output that the layer writes in place
 
@@ -22,6 +23,7 @@ class HostSteps:
 
     def __init__(self, layer: Layer) -> None:
         self._layer = layer
+        self.copies = HostCopies()
 
     def run(self, batch: Batch) -> StepResult:
         """A whole step."""
@@ -31,7 +33,7 @@ class HostSteps:
         topk_ids, topk_weights = self._routing(batch, hidden_states)
         out = self._layer(hidden_states, topk_ids, topk_weights, None, self._out(batch), offsets)
         return StepResult(
-            outputs=_outputs(batch, out),
+            outputs=_outputs(batch, out, self.copies),
             layout=self._layer.layout(batch.num_tokens),
             num_tokens=batch.num_tokens,
             count_tokens=partial(self._layer.tokens_per_expert, offsets.numpy()),
@@ -46,7 +48,8 @@ class HostSteps:
         staged = torch.empty((batch.num_tokens, h), dtype=batch.dtype)
         for request, part in zip(batch.requests, batch.parts, strict=True):
             if FLOATS.get(request.datatype) == batch.dtype:
-                np.copyto(_bytes(staged[part]), _array(request.hidden_states, np.uint8))
+                target, source = _bytes(staged[part]), _array(request.hidden_states, np.uint8)
+                self.copies.timed(partial(np.copyto, target, source), source.nbytes)
             else:
                 staged[part] = self._rows(request)
         return staged
@@ -83,7 +86,7 @@ class HostSteps:
         return torch.frombuffer(host_view(wanted), dtype=batch.out_dtype).view(-1, h)
 
 
-def _outputs(batch: Batch, out: Tensor) -> list[Output]:
+def _outputs(batch: Batch, out: Tensor, copies: HostCopies) -> list[Output]:
     by_datatype = {request.output_datatype: out for request in batch.requests}
     by_datatype = {datatype: rows.to(FLOATS[datatype]) for datatype, rows in by_datatype.items()}
     outputs: list[Output] = []
@@ -94,7 +97,7 @@ def _outputs(batch: Batch, out: Tensor) -> list[Output]:
             continue
         target = _array(request.output, np.uint8)
         if target.ctypes.data != rows.ctypes.data:  # else the layer has written it
-            np.copyto(target, rows)
+            copies.timed(partial(np.copyto, target, rows), rows.nbytes)
         outputs.append(request.output)
     return outputs
 

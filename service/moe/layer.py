@@ -1,5 +1,8 @@
 """The MoE layer: its router, and its experts in one of two layouts."""
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -32,6 +35,8 @@ class MoELayer:
     own row. Raises ValueError if weights and shape do not match.
     """
 
+    tokens_per_expert: Callable[[NDArray[np.int32]], NDArray[np.int32]]
+    """Tokens of each expert, from the `offsets` of a call; 0 for experts held elsewhere. Holds no weights."""
     is_capturable = True
     rank_tokens: tuple[int, ...] = ()
 
@@ -55,6 +60,7 @@ class MoELayer:
         self._separate = SeparateExperts(shape, weights, backend, rule) if two_calls else None
         _check_masked(shape, masked_max_tokens, rule == COMMON and weights.biases is None)
         self.shape = shape
+        self.tokens_per_expert = partial(tokens_per_expert, shape)
         self.weights = weights
         self.backend = backend
         self.masked_max_tokens = masked_max_tokens
@@ -153,10 +159,6 @@ class MoELayer:
             out=out, activation=self._rule.routed, biases=self.weights.biases, backend=self.backend,
             num_sms=num_sms, offsets=offsets,
         )  # fmt: skip
-
-    def tokens_per_expert(self, offsets: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Tokens of each expert, from the `offsets` of a call; 0 for experts held elsewhere."""
-        return tokens_per_expert(self.shape, offsets)
 
     def _groups(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor]:
         """Group (-1: none here) and weight of each (token, slot), shared experts after the routed ones."""

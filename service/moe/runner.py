@@ -16,6 +16,7 @@ from expertd.service.moe.request import LayerRequest, StepResult
 from expertd.service.moe.routing_checks import check_routing
 from expertd.service.moe.running import DoneStep, RunningStep
 from expertd.service.moe.staging import Staging
+from expertd.service.moe.step_counts import HostCopies, Launches
 
 if TYPE_CHECKING:
     from expertd.kernels.partitions import SMPartitions
@@ -48,13 +49,19 @@ class LayerRunner:
         self._own_stream = stream
         self._with_graphs = with_graphs
         self._graphs: StepGraphs | None = None
+        self.launches = Launches()
         if self._on_gpu:
             self.staging = staging or Staging(torch.device("cuda", self._device.index or 0))
-            self._on_device = DeviceSteps(layer, self.staging)
+            self._on_device = DeviceSteps(layer, self.staging, self.launches)
             # Copies of the weights may still be running on a stream other than the partition's.
             torch.cuda.synchronize(self._device)
         else:
             self._on_host = HostSteps(layer)
+
+    @property
+    def host_copies(self) -> HostCopies:
+        """What the host copied; on a GPU, for all layers with the same staging."""
+        return self.staging.host_copies if self._on_gpu else self._on_host.copies
 
     def validate(self, request: LayerRequest) -> None:
         """Raise ValueError (name, expected, got) for invalid routing, unless it lies in a GPU's memory."""
@@ -63,6 +70,7 @@ class LayerRunner:
     def begin(self, requests: Sequence[LayerRequest]) -> RunningStep | DoneStep:
         """Start all requests, which have passed `validate`, as one step. At most one other may be running."""
         if not self._on_gpu:
+            self.launches.host += 1
             with torch.inference_mode():
                 return DoneStep(self._on_host.run(Batch(requests)))
         with self.on_stream():
@@ -70,6 +78,7 @@ class LayerRunner:
                 return step
             batch = Batch(requests)
             if self._graphs is not None and self._graphs.fits(batch):
+                self.launches.graph += 1
                 return self._graphs.begin(batch)
             stream = torch.cuda.current_stream(self._device)
             with torch.inference_mode():
@@ -82,6 +91,7 @@ class LayerRunner:
         """
         if self._graphs is None or not self._graphs.has(padded, routed):
             return None
+        self.launches.graph += 1
         with self.on_stream():
             return self._graphs.begin(Batch(requests), padded, routed)
 
@@ -120,6 +130,7 @@ class LayerRunner:
         if request.plan is None:
             return None
         if self._graphs is not None and (step := self._graphs.again(request)):
+            self.launches.graph += 1
             return step
         return self._on_device.again(request)
 

@@ -61,6 +61,11 @@ class LayerShape:
         return self.hidden_size % SCALE_BLOCK == 0
 
     @property
+    def pair_flops(self) -> int:
+        """Floating-point operations of an expert's two GEMMs for one token."""
+        return 6 * self.hidden_size * self.intermediate_size
+
+    @property
     def num_groups(self) -> int:
         """Groups G of the grouped GEMMs: the held experts, then the shared ones."""
         return len(self.held_experts) + self.num_shared_experts

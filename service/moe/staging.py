@@ -10,6 +10,7 @@ from expertd.limits import MAX_GROUPS
 from expertd.service.memory import Buffer, Span, host_view
 from expertd.service.moe.capture import GraphPool
 from expertd.service.moe.signals import Signals
+from expertd.service.moe.step_counts import HostCopies
 
 ALIGNMENT = 16  # bytes, of rows that kernels read and write in place
 _STEPS = 2
@@ -30,6 +31,11 @@ class Piece:
             self._bytes = self._empty(0)  # freed first
             self._bytes = self._empty(num_bytes)
         return self._bytes[:num_bytes]
+
+    @property
+    def num_bytes(self) -> int:
+        """Its present size."""
+        return self._bytes.numel()
 
     def _empty(self, num_bytes: int) -> Tensor:
         if self._device is None:
@@ -57,7 +63,9 @@ class Staging:
         self.device = device
         self.copy_in, self.copy_out = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
         self.signals = Signals(device)
-        self._free = [Slot(device) for _ in range(_STEPS)]
+        self.host_copies = HostCopies()
+        self._slots = [Slot(device) for _ in range(_STEPS)]
+        self._free = [*self._slots]
         self._ended = 0.0
 
     def prepare(self, max_tokens: int, hidden_size: int, top_k: int, itemsize: int) -> None:
@@ -89,6 +97,14 @@ class Staging:
         slot.kept.clear()
         self._free.append(slot)
 
+    @property
+    def device_bytes(self) -> int:
+        """Memory of the GPU."""
+        pieces = [
+            piece for slot in self._slots for piece in (slot.device_in, slot.device_out, slot.device_routing)
+        ]
+        return sum(piece.num_bytes for piece in pieces)
+
     def seconds_since(self, began: float) -> float:
         """The time that a step took which ends now, without the part in which the GPU ran the step before."""
         ended = time.perf_counter()
@@ -98,9 +114,10 @@ class Staging:
 
 
 class PinnedRows:
-    """Pinned memory for a number of rows of the same size."""
+    """Pinned memory for a number of rows of the same size; `copies` counts what is copied to it."""
 
-    def __init__(self, num_rows: int, row_bytes: int) -> None:
+    def __init__(self, num_rows: int, row_bytes: int, copies: HostCopies) -> None:
+        self._copies = copies
         self._tensor = torch.empty(num_rows * row_bytes, dtype=torch.uint8, pin_memory=True)
         self._array = self._tensor.numpy()
         self._address = self._tensor.data_ptr()
@@ -120,7 +137,8 @@ class PinnedRows:
         if isinstance(memory, Span) and is_aligned(memory, alignment):
             return memory.address
         view = host_view(memory)
-        self.rows(first, view.nbytes)[:] = view.cast("B")
+        target = np.frombuffer(self.rows(first, view.nbytes), np.uint8)
+        self._copies.timed(lambda: np.copyto(target, np.frombuffer(view, np.uint8)), view.nbytes)
         return self.address(first)
 
 
@@ -129,9 +147,10 @@ def is_aligned(memory: Span, alignment: int = ALIGNMENT) -> bool:
     return memory.address % alignment == 0
 
 
-def address_of(memory: Buffer | Span, copy: Tensor) -> int:
+def address_of(memory: Buffer | Span, copy: Tensor, copies: HostCopies) -> int:
     """The address of `memory` if the GPU can read it; else of `copy`, pinned, to which it is copied."""
     if isinstance(memory, Span):
         return memory.address
-    np.copyto(copy.view(torch.uint8).view(-1).numpy(), np.frombuffer(host_view(memory), np.uint8))
+    target, source = copy.view(torch.uint8).view(-1).numpy(), np.frombuffer(host_view(memory), np.uint8)
+    copies.timed(lambda: np.copyto(target, source), source.nbytes)
     return copy.data_ptr()

@@ -50,6 +50,19 @@ class ExpertWeights:
     shared_gate: Tensor | None = None
     biases: ExpertBiases | None = None
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all tensors."""
+        tensors = (
+            self.router,
+            *self.gate_up,
+            *self.down,
+            self.router_bias,
+            self.shared_gate,
+            *(self.biases or ()),
+        )
+        return sum(tensor.numel() * tensor.itemsize for tensor in tensors if tensor is not None)
+
 
 def random_weights(
     shape: LayerShape, seed: int, device: torch.device | str, part: Sequence[int] | None = None

@@ -5,19 +5,21 @@ import time
 from collections.abc import Callable
 
 from expertd.kernels.jit import stats
+from expertd.service.engine.loading import Loaded
 from expertd.service.engine.rank_metrics import RankDevice
 
 _SECONDS = 2.0  # between two looks
 
 
-def tell_changes(memory: Callable[[], tuple[int, int] | None], tell: Callable[..., None]) -> None:
-    """Tell the fields of `RankDevice` now, and whenever they have changed. `memory`: see `Loaded`."""
+def tell_changes(loaded: Loaded, tell: Callable[..., None]) -> None:
+    """Tell the fields of `RankDevice` now, and whenever they have changed."""
     known: RankDevice | None = None
 
     def look() -> None:
         nonlocal known
         kernels = stats()
-        now = RankDevice(memory(), kernels.compilations, kernels.compile_seconds, kernels.cache_hits)
+        of_kernels = kernels.compilations, kernels.compile_seconds, kernels.cache_hits
+        now = RankDevice(loaded.memory(), *of_kernels, next(iter(loaded.gpus()), ""))
         if now != known:
             known = now
             tell(*now)

@@ -79,5 +79,6 @@ def load_ranks(settings: Settings, cancelled: Cancelled) -> Loaded:
         why_not=supervisor.why_not,
         ranks=steps.states,
         placements=balancer,
+        gpus=lambda: [state.device.uuid for state in steps.states()],
         close=close,
     )

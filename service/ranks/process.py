@@ -108,7 +108,10 @@ def main() -> int:
     if setup.local_rank and level == "info":
         level = "warning"  # the others would repeat what the first rank of the node says
     configure_logging(
-        level, f"rank {setup.rank}: ", bars=setup.local_rank == 0 and setup.role is not Role.PROXY
+        level,
+        f"rank {setup.rank}: ",
+        bars=setup.local_rank == 0 and setup.role is not Role.PROXY,
+        form=setup.settings.log_format,
     )
     if setup.role is Role.PROXY:
         return _stand_for(setup, control, rings)
@@ -165,7 +168,7 @@ def _run(setup: RankSetup, control: Control, rings: Rings, other_side: Rings) ->
     control.leave = lambda: do_between_steps(lambda: say(words.LEFT, part.leave(rings)))
     say(words.PARTITIONS, "", shown(loaded))
     say(words.LOADED, part.loaded.backend, part.loaded.device)
-    tell_changes(part.loaded.memory, partial(say, words.DEVICE))
+    tell_changes(part.loaded, partial(say, words.DEVICE))
     part.serve(rings, lambda: control.stopped, say)
     return 0
 

@@ -17,6 +17,7 @@ from expertd.service.settings.parts import (
     ChannelSettings,
     GrpcSettings,
     Limits,
+    MetricsSettings,
     OverlapSettings,
     PlacementSettings,
     SharedMemorySettings,
@@ -73,6 +74,9 @@ class Settings(BaseSettings):
     )
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)] = Field(
         default="info", description="minimum level of log lines, in upper or lower case"
+    )
+    log_format: Literal["text", "json"] = Field(
+        default="text", description="form of log lines; json: an object on each line (docs/http.md)"
     )
     access_log: bool = Field(default=False, description="whether each request is logged")
     backend: str = Field(
@@ -141,6 +145,7 @@ class Settings(BaseSettings):
     )
     channels: ChannelSettings = Field(default=ChannelSettings(), description="channels")
     grpc: GrpcSettings = Field(default=GrpcSettings(), description="the protocol over gRPC")
+    metrics: MetricsSettings = Field(default=MetricsSettings(), description="metrics")
     keep_alive_seconds: int = Field(default=75, ge=1, description="seconds an idle connection stays open")
     shutdown_delay_seconds: float = Field(
         default=0.0,

@@ -186,6 +186,17 @@ class GrpcSettings(Frozen):
     )
 
 
+class MetricsSettings(Frozen):
+    """What /metrics has (docs/metrics.md)."""
+
+    max_expert_series: int = Field(
+        default=1024,
+        ge=0,
+        description="maximum experts of all models together for which `/metrics` has a series for each; with "
+        "more it has only how their loads are distributed",
+    )
+
+
 class OverlapSettings(Frozen):
     """Communication between GPUs while GEMMs run (docs/parallel.md)."""
 

@@ -4,16 +4,14 @@
 `--check` only compares.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+from expertd.service import tables
 from expertd.service.settings.model import Settings
 
-BEGIN, END = "<!-- settings -->", "<!-- /settings -->"
 _BOUNDS = {
     "minimum": "at least {}",
     "exclusiveMinimum": "more than {}",
@@ -33,12 +31,8 @@ def settings_table() -> str:
 
 
 def replaced(document: str) -> str:
-    """`document` with the current table. Raises ValueError if the markers are missing."""
-    before, begin, rest = document.partition(f"{BEGIN}\n")
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"expected {BEGIN} and {END}, each on a line of its own")
-    return f"{before}{begin}{settings_table()}{end}{after}"
+    """`document` with the current table. Raises ValueError if its markers are missing."""
+    return tables.replaced(document, "settings", settings_table())
 
 
 def _rows(schema: _Schema, definitions: _Schema, prefix: str) -> Iterator[tuple[str, str, str, str]]:
@@ -79,21 +73,9 @@ def _number(bound: float) -> str:
     return "2^63 - 1" if bound == 2**63 - 1 else f"{bound:.15g}"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Write the table of settings into a document.")
-    parser.add_argument("document", type=Path)
-    parser.add_argument("--check", action="store_true", help="only compare; exit code 1 if it is out of date")
-    arguments = parser.parse_args()
-    text = arguments.document.read_text()
-    if not arguments.check:
-        arguments.document.write_text(replaced(text))
-    elif replaced(text) != text:
-        command = f"python -m expertd.service.settings.table {arguments.document}"
-        print(
-            f"{arguments.document}: expected the table that `{command}` writes, got another", file=sys.stderr
-        )
-        return 1
-    return 0
+def main(arguments: list[str] | None = None) -> int:
+    """Write the table into a document, or compare; returns the exit code."""
+    return tables.run("settings", settings_table, "expertd.service.settings.table", arguments)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import torch
 from tests.service.checkpoints.builders import Checkpoint
 from tests.service.processes import EXPERTD, ServerProcess, clean_environment, serving
 
-LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (INFO|WARNING|ERROR) [\w.]+: .+")
+LINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (INFO|WARNING|ERROR) [\w.]+: .+")
 
 
 @pytest.fixture(scope="module")

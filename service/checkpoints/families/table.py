@@ -4,15 +4,12 @@
 `--check` only compares.
 """
 
-import argparse
 import sys
-from pathlib import Path
 
+from expertd.service import tables
 from expertd.service.checkpoints.families import FAMILIES, Family
 from expertd.service.checkpoints.families.activations import silu
 from expertd.service.checkpoints.families.refused import REFUSED
-
-BEGIN, END = "<!-- families -->", "<!-- /families -->"
 
 
 def families_table() -> str:
@@ -29,12 +26,8 @@ def families_table() -> str:
 
 
 def replaced(document: str) -> str:
-    """`document` with the current tables. Raises ValueError if the markers are missing."""
-    before, begin, rest = document.partition(f"{BEGIN}\n")
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"expected {BEGIN} and {END}, each on a line of its own")
-    return f"{before}{begin}{families_table()}{end}{after}"
+    """`document` with the current table. Raises ValueError if its markers are missing."""
+    return tables.replaced(document, "families", families_table())
 
 
 def _routing(family: Family) -> str:
@@ -67,19 +60,8 @@ def _shared(family: Family) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the tables to the document, or compare."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("document", type=Path)
-    parser.add_argument("--check", action="store_true")
-    options = parser.parse_args(arguments)
-    text = options.document.read_text(encoding="utf-8")
-    current = replaced(text)
-    if not options.check:
-        options.document.write_text(current, encoding="utf-8")
-    elif current != text:
-        print(f"{options.document}: expected the current tables, got older ones", file=sys.stderr)
-        return 1
-    return 0
+    """Write the table into a document, or compare; returns the exit code."""
+    return tables.run("families", families_table, "expertd.service.checkpoints.families.table", arguments)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, NonNegativeInt, PositiveInt, Tag
 
+from expertd.service.engine.profiling import MAX_SECONDS, MAX_STEPS
+
 
 class ErrorResponse(BaseModel):
     """The body of every error."""
@@ -74,6 +76,23 @@ class PartitionsRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     partitions: dict[Annotated[str, Field(max_length=64)], PositiveInt] = Field(max_length=32)
+
+
+class ProfileRequest(BaseModel):
+    """How much is recorded: `steps`, or those of `seconds` if they are fewer."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    steps: int = Field(default=20, ge=1, le=MAX_STEPS)
+    seconds: float = Field(default=10, gt=0, le=MAX_SECONDS, allow_inf_nan=False)
+
+
+class LogLevel(BaseModel):
+    """The minimum level of log lines."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    level: Literal["debug", "info", "warning", "error"]
 
 
 class SystemRegion(BaseModel):

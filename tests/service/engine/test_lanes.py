@@ -39,7 +39,7 @@ class Pair:
 async def running(metrics: Metrics | None = None, **limits: int) -> AsyncIterator[Pair]:
     settings = tiny_settings({**LIMITS, **limits}, lanes=LANES)
     metrics = metrics or Metrics("0")
-    metrics.add_models({"tiny": 4})
+    metrics.add_models({model.name: model.shape for model in settings.models}, 4)
     lanes = scheduler_of(settings, metrics)
     assert isinstance(lanes, Lanes)
     runners = EchoRunner(), EchoRunner()

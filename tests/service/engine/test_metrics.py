@@ -14,8 +14,8 @@ from expertd.service.engine.request_counts import STATUSES
 from expertd.service.engine.statuses import ANSWERS
 from expertd.service.http.app import ExpertApp
 from expertd.service.moe.request import StepResult
-from tests.paths import ROOT
 from tests.service.apps import (
+    HIDDEN,
     NUM_EXPERTS,
     TOP_K,
     Serving,
@@ -200,14 +200,40 @@ async def test_a_step_without_tokens_has_no_imbalance() -> None:
         assert server.metric("load_imbalance_ratio_count", model="tiny", layout="contiguous") == 0
 
 
-async def test_every_metric_is_documented() -> None:
-    text = (ROOT / "docs" / "http.md").read_text()
-    text = text.replace("`..._compile", "`expertd_jit_compile").replace("`..._cache", "`expertd_jit_cache")
+async def test_stages_add_up_to_the_time_of_requests_with_an_output() -> None:
     async with serving(tiny_settings()) as server:
-        names = {family.name for family in server.app.metrics.registry.collect()}
-    own = {name for name in names if name.startswith("expertd_")}
-    assert len(own) > 10
-    for name in own:
-        assert any(f"`{name}{suffix}`" in text for suffix in ("", "_total", "_info")), name
-    for reason in REASONS:
-        assert f"`{reason}`" in text, reason
+        for _ in range(3):
+            output_of(await server.infer(*hidden_request(rows(3))))
+        assert (await server.infer(b"{")).status_code == 400
+        await steps_counted(server, 3)
+        samples = await scrape(server)
+    stages = {
+        dict(labels)["stage"]: value for labels, value in samples["expertd_stage_seconds_total"].items()
+    }
+    assert set(stages) == {"receive", "queue", "compute", "send"}
+    assert all(value > 0 for value in stages.values())
+    model, layout = ("model", "tiny"), ("layout", "contiguous")
+    assert stages["compute"] == pytest.approx(samples["expertd_compute_seconds_sum"][layout, model])
+    assert stages["queue"] == pytest.approx(samples["expertd_queue_seconds_sum"][model,])
+    assert sum(stages.values()) < samples["expertd_request_seconds_sum"][model,], "one was refused"
+
+
+async def test_steps_copies_and_weights_are_counted() -> None:
+    values = rows(3)
+    async with serving(tiny_settings()) as server:
+        before = await scrape(server)
+        output_of(await server.infer(*hidden_request(values)))
+        await steps_counted(server, 1)
+        after = await scrape(server)
+        weights = server.app.engine.loaded.use().weights["tiny"]  # type: ignore[union-attr]
+    host = (("launch", "host"), ("model", "tiny"))
+    assert after["expertd_steps_total"][host] == before["expertd_steps_total"][host] + 1
+    assert sum(after["expertd_steps_total"].values()) == after["expertd_steps_total"][host]
+    copied = after["expertd_host_copy_bytes_total"][()] - before["expertd_host_copy_bytes_total"][()]
+    assert copied == values.nbytes, "into the step; the output is the step's own"
+    assert after["expertd_host_copy_seconds_total"][()] > before["expertd_host_copy_seconds_total"][()]
+    num_groups, matrix = NUM_EXPERTS, HIDDEN * 128
+    fp8 = 3 * num_groups * (matrix + 4)  # e4m3, and a scale for each block of 128 x 128
+    assert after["expertd_weights_bytes"] == {(("model", "tiny"),): weights}
+    assert weights in (fp8 + 4 * NUM_EXPERTS * HIDDEN, fp8 + 2 * NUM_EXPERTS * HIDDEN)
+    assert "expertd_device_memory_bytes" not in after

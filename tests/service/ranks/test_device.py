@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from expertd.kernels.jit.statistics import JitStats
+from expertd.service.engine.loading import Loaded
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.rank_metrics import RankDevice, RankState
 from expertd.service.ranks import device
@@ -20,15 +21,18 @@ def test_changes_are_told_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> N
     used: Iterator[int] = iter([5, 5, 5, 7])
     last = 7
     told: list[tuple[Any, ...]] = []
-    device.tell_changes(lambda: (next(used, last), 9), lambda *fields: told.append(fields))
-    assert told[0] == ((5, 9), 3, 1.5, 2), "at once"
+    loaded = Loaded(
+        "fake", "fake", {}, None, lambda: (next(used, last), 9), lambda _: None, gpus=lambda: ["GPU-a"]
+    )
+    device.tell_changes(loaded, lambda *fields: told.append(fields))
+    assert told[0] == ((5, 9), 3, 1.5, 2, "GPU-a"), "at once"
     wait_for(lambda: len(told) > 1, "the change is reported", 5)
-    assert told[1] == ((7, 9), 3, 1.5, 2)
+    assert told[1] == ((7, 9), 3, 1.5, 2, "GPU-a")
 
 
 def test_a_message_becomes_a_ranks_device() -> None:
     rank = object.__new__(Rank)
-    for said in (RankDevice((5, 9), 3, 1.5, 2), RankDevice()):
+    for said in (RankDevice((5, 9), 3, 1.5, 2, "GPU-a"), RankDevice()):
         rank.note_device(*json.loads(json.dumps(said)))
         assert rank.device == said
 

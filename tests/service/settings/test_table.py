@@ -14,8 +14,8 @@ from pydantic import BaseModel
 from expertd.service.cli import main
 from expertd.service.settings.model import Settings
 from expertd.service.settings.schema import is_setting, model_at
-from expertd.service.settings.table import BEGIN, replaced
 from expertd.service.settings.table import main as write_table
+from expertd.service.settings.table import replaced
 from tests.paths import ROOT
 
 DOCUMENT = ROOT / "docs" / "settings.md"
@@ -40,7 +40,7 @@ def test_the_table_matches_the_code() -> None:
 
 def test_every_setting_has_a_row_with_a_meaning() -> None:
     lines = re.findall(
-        r"^\| `([\w.]+)` \| (.+) \| (.+) \| (.*) \|$", replaced(f"{BEGIN}\n<!-- /settings -->"), re.M
+        r"^\| `([\w.]+)` \| (.+) \| (.+) \| (.*) \|$", replaced("<!-- settings -->\n<!-- /settings -->"), re.M
     )
     assert [name.replace(".N", ".0") for name, *_ in lines] == list(leaves(Settings))
     assert [name for name, *_, meaning in lines if not meaning] == []

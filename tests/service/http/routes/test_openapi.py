@@ -16,9 +16,11 @@ from expertd.service.http.bodies import BodyReader
 from expertd.service.http.routes import (
     channels_router,
     configuration_router,
+    log_router,
     metrics_router,
     partitions_router,
     placement_router,
+    profile_router,
     protocol_router,
     repository_router,
     shared_memory_router,
@@ -87,6 +89,9 @@ EXPECTED = {
     ("PUT", "/v1/partitions"),
     ("GET", "/v1/placement"),
     ("POST", "/v1/placement"),
+    ("GET", "/v1/log"),
+    ("PUT", "/v1/log"),
+    ("POST", "/v1/profile"),
     ("GET", "/v1/channels"),
     ("POST", "/v1/channels"),
     ("GET", "/v1/channels/{channel}"),
@@ -124,6 +129,8 @@ def test_no_route_is_served_without_being_documented(document: dict[str, Any]) -
         placement_router(app.engine, bodies),
         channels_router(app.channels, bodies, app.gate),
         metrics_router(app.metrics),
+        log_router(app.set_log_level, bodies),
+        profile_router(app.engine, bodies),
     ]
     routes = [route for router in routers for route in router.routes]
     assert all(isinstance(route, APIRoute) for route in routes)

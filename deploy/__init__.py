@@ -1,0 +1,1 @@
+"""Programs that write files for running the server: the dashboard."""

@@ -1,0 +1,152 @@
+"""Power, clocks, temperature and throttling of GPUs, from the driver's management library (NVML)."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+from prometheus_client.core import Metric
+
+from expertd.service.engine.metric_family import Family
+
+logger = logging.getLogger(__name__)
+
+_WHEN = "on this node's GPUs, with the package nvidia-ml-py; gpu: the number of the rank, or 0"
+_LABELS = ("gpu",)
+_FLOPS_PER_CLOCK = 8192  # dense FP8 operations of a Hopper SM
+_CORES_PER_SM = 128
+_HOPPER = 9
+
+
+def _gauge(name: str, text: str, unit: str) -> Family:
+    return Family("gauge", f"gpu_{name}", text, unit, _LABELS, when=_WHEN)
+
+
+POWER = _gauge("power_watts", "power that the GPU draws", "watts")
+POWER_LIMIT = _gauge("power_limit_watts", "power above which it lowers its clocks", "watts")
+ENERGY = Family(
+    "counter", "gpu_energy_joules", "energy since the driver was loaded", "joules", _LABELS, when=_WHEN
+)
+SM_CLOCK = _gauge("sm_clock_hertz", "clock of the SMs", "hertz")
+MEMORY_CLOCK = _gauge("memory_clock_hertz", "clock of the memory", "hertz")
+TEMPERATURE = _gauge("temperature_celsius", "temperature of the GPU", "celsius")
+BUSY = _gauge(
+    "busy_ratio", "part of the driver's last sampling period in which a kernel of any process ran", "ratio"
+)
+THROTTLED = Family(
+    "gauge",
+    "gpu_throttled",
+    "1 while this holds the clocks down",
+    "",
+    ("gpu", "reason"),
+    when=_WHEN,
+)
+PEAK_FLOPS = _gauge(
+    "peak_flops",
+    "ceiling of dense FP8 on Hopper at its highest clock: SMs x 8192 operations x clock",
+    "operations per second",
+)
+PEAK_BYTES = _gauge(
+    "peak_bytes_per_second",
+    "ceiling of the memory at its highest clock: bus width x clock x 2",
+    "bytes per second",
+)
+FAMILIES = (
+    POWER, POWER_LIMIT, ENERGY, SM_CLOCK, MEMORY_CLOCK, TEMPERATURE, BUSY, THROTTLED, PEAK_FLOPS, PEAK_BYTES,
+)  # fmt: skip
+# By the names of NVML, without their prefix nvmlClocksEventReason. Idle is none.
+REASONS = {
+    "application_clocks": "ApplicationsClocksSetting",
+    "display_clocks": "DisplayClockSetting",
+    "hardware_power_brake": "HwPowerBrakeSlowdown",
+    "hardware_slowdown": "HwSlowdown",
+    "hardware_thermal": "HwThermalSlowdown",
+    "power_cap": "SwPowerCap",
+    "software_thermal": "SwThermalSlowdown",
+    "sync_boost": "SyncBoost",
+}
+
+
+class GpuSensors:
+    """Reads GPUs at each scrape. What a GPU does not support has no series."""
+
+    def __init__(self) -> None:
+        self._nvml: Any = None
+        self._handles: dict[str, Any] = {}
+        self._is_missing = False
+
+    def metrics(self, uuids: Sequence[str]) -> Iterator[Metric]:
+        """The metrics of the GPUs with these UUIDs; their numbers here are the label `gpu`.
+
+        Those that this node does not have are left out.
+        """
+        if not uuids or not self._start():
+            return
+        found = [(str(number), self._find(uuid)) for number, uuid in enumerate(uuids)]
+        gpus = [(number, handle) for number, handle in found if handle is not None]
+        nvml, milli, mega = self._nvml, 1e-3, 1e6
+        for family, read in (
+            (POWER, lambda gpu: milli * nvml.nvmlDeviceGetPowerUsage(gpu)),
+            (POWER_LIMIT, lambda gpu: milli * nvml.nvmlDeviceGetEnforcedPowerLimit(gpu)),
+            (ENERGY, lambda gpu: milli * nvml.nvmlDeviceGetTotalEnergyConsumption(gpu)),
+            (SM_CLOCK, lambda gpu: mega * nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM)),
+            (MEMORY_CLOCK, lambda gpu: mega * nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM)),
+            (TEMPERATURE, lambda gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)),
+            (BUSY, lambda gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100),
+            (PEAK_FLOPS, self._peak_flops),
+            (PEAK_BYTES, self._peak_bytes),
+        ):
+            yield self._family(family, gpus, read)
+        yield self._throttled(gpus)
+
+    def _start(self) -> bool:
+        """Whether the library is there; says once why it is not."""
+        if self._nvml is None and not self._is_missing:
+            try:
+                import pynvml
+
+                pynvml.nvmlInit()
+            except Exception as error:  # no package, or no driver
+                self._is_missing = True
+                logger.info("no metrics of power and clocks: expected nvidia-ml-py and NVML, got %s", error)
+            else:
+                self._nvml = pynvml
+        return self._nvml is not None
+
+    def _find(self, uuid: str) -> Any:
+        if uuid not in self._handles:
+            self._handles[uuid] = None
+            with suppress(self._nvml.NVMLError):
+                self._handles[uuid] = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
+        return self._handles[uuid]
+
+    def _family(
+        self, family: Family, gpus: Sequence[tuple[str, Any]], read: Callable[[Any], float | None]
+    ) -> Metric:
+        metric = family.counter() if family.kind == "counter" else family.gauge()
+        for label, handle in gpus:
+            with suppress(self._nvml.NVMLError):
+                if (value := read(handle)) is not None:
+                    metric.add_metric([label], value)
+        return metric
+
+    def _throttled(self, gpus: Sequence[tuple[str, Any]]) -> Metric:
+        nvml, throttled = self._nvml, THROTTLED.gauge()
+        for label, handle in gpus:
+            with suppress(nvml.NVMLError):
+                now = nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
+                for reason, name in REASONS.items():
+                    bit = getattr(nvml, f"nvmlClocksEventReason{name}")
+                    throttled.add_metric([label, reason], bool(now & bit))
+        return throttled
+
+    def _peak_flops(self, gpu: Any) -> float | None:
+        if self._nvml.nvmlDeviceGetCudaComputeCapability(gpu)[0] != _HOPPER:
+            return None
+        sms = self._nvml.nvmlDeviceGetNumGpuCores(gpu) / _CORES_PER_SM
+        clock = 1e6 * self._nvml.nvmlDeviceGetMaxClockInfo(gpu, self._nvml.NVML_CLOCK_SM)
+        return float(sms * _FLOPS_PER_CLOCK * clock)
+
+    def _peak_bytes(self, gpu: Any) -> float:
+        clock = 1e6 * self._nvml.nvmlDeviceGetMaxClockInfo(gpu, self._nvml.NVML_CLOCK_MEM)
+        return float(self._nvml.nvmlDeviceGetMemoryBusWidth(gpu) / 8 * 2 * clock)

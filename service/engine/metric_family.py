@@ -1,0 +1,77 @@
+"""What is said of a metric once: its name, type, unit, labels and meaning. Its series are made from it."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+)
+
+PREFIX = "expertd_"
+# An expert layer takes tens of microseconds: 10 us to 42 s, by factors of 2.
+SECONDS = tuple(round(10e-6 * 2**i, 6) for i in range(23))
+
+
+@dataclass(frozen=True)
+class Family:
+    """A metric.
+
+    name     without `expertd_`, and for a counter without `_total`
+    text     its meaning, for the table and for whoever reads /metrics
+    unit     of its values
+    labels   what tells its series from each other
+    buckets  upper bounds of a histogram's buckets
+    when     where it exists; "": in every server
+    """
+
+    kind: Literal["counter", "gauge", "histogram", "info"]
+    name: str
+    text: str
+    unit: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+    when: str = ""
+
+    @property
+    def full_name(self) -> str:
+        """As prometheus_client knows it."""
+        return f"{PREFIX}{self.name}"
+
+    @property
+    def shown_name(self) -> str:
+        """As PromQL knows it; a histogram's series have suffixes beside."""
+        return self.full_name + {"counter": "_total", "info": "_info"}.get(self.kind, "")
+
+    def gauge(self, value: float | None = None) -> GaugeMetricFamily:
+        """A gauge for one scrape; `value` is that of its only series."""
+        assert self.kind == "gauge"
+        labels = None if value is not None else self.labels
+        return GaugeMetricFamily(self.full_name, self.text, value=value, labels=labels)
+
+    def counter(self, value: float | None = None) -> CounterMetricFamily:
+        """A counter for one scrape; `value` is that of its only series."""
+        assert self.kind == "counter"
+        labels = None if value is not None else self.labels
+        return CounterMetricFamily(self.full_name, self.text, value=value, labels=labels)
+
+    def histogram(self) -> HistogramMetricFamily:
+        """A histogram for one scrape."""
+        assert self.kind == "histogram"
+        return HistogramMetricFamily(self.full_name, self.text, labels=self.labels)
+
+    def info(self, values: dict[str, str]) -> InfoMetricFamily:
+        """What is always 1; `values` has its labels."""
+        assert self.kind == "info"
+        return InfoMetricFamily(self.full_name, self.text, values)
+
+
+def gauges(family: Family, values: Mapping[str, float]) -> Iterator[GaugeMetricFamily]:
+    """A gauge with one label, by its values."""
+    gauge = family.gauge()
+    for label, value in values.items():
+        gauge.add_metric([label], value)
+    yield gauge

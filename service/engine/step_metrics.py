@@ -1,0 +1,245 @@
+"""The metrics of steps. A few steps are counted together: one by one, that took a fifth of a short step."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from prometheus_client.core import Metric
+
+from expertd.layout import Layout
+from expertd.service.engine.metric_family import SECONDS, Family
+from expertd.service.engine.statistics import StepSums
+from expertd.service.engine.tallies import Tally
+from expertd.service.moe.request import StepResult
+from expertd.service.moe.shape import LayerShape
+
+_MOST_KEPT = 128  # steps, before they are counted
+_POWERS = tuple(float(2**i) for i in range(16))
+_RATIOS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
+
+QUEUE = Family(
+    "histogram",
+    "queue_seconds",
+    "from a request's acceptance to the start of its step",
+    "seconds",
+    ("model",),
+    SECONDS,
+)
+COMPUTE = Family(
+    "histogram",
+    "compute_seconds",
+    "one step: from its begin, or from the end of the step before if that is later, until its outputs are "
+    "where they are wanted",
+    "seconds",
+    ("model", "layout"),
+    SECONDS,
+)
+TOKENS = Family("counter", "tokens", "tokens computed", "tokens", ("model", "layout"))
+FLOPS = Family(
+    "counter",
+    "gemm_flops",
+    "floating-point operations of the experts' GEMMs: 6 x hidden_size x intermediate_size for each token and "
+    "expert of it",
+    "operations",
+    ("model", "layout"),
+)
+BYTES = Family(
+    "counter",
+    "gemm_bytes",
+    "the least bytes of GPU memory that steps move: the weights of activated experts once a step, and hidden "
+    "states in bf16, read and written",
+    "bytes",
+    ("model", "layout"),
+)
+BATCH_TOKENS = Family(
+    "histogram", "batch_tokens", "tokens of one step", "tokens", ("model", "layout"), _POWERS
+)
+BATCH_REQUESTS = Family(
+    "histogram",
+    "batch_requests",
+    "requests of one step; one in chunks counts in its first step",
+    "requests",
+    ("model",),
+    _POWERS[:11],
+)
+ACTIVATED = Family(
+    "histogram",
+    "activated_experts",
+    "experts with at least one token in a step, of those held here",
+    "experts",
+    ("model",),
+    _POWERS[:11],
+)
+IMBALANCE = Family(
+    "histogram",
+    "load_imbalance_ratio",
+    "tokens of a step's busiest expert divided by the mean of all experts",
+    "ratio",
+    ("model", "layout"),
+    _RATIOS,
+)
+LOAD = Family(
+    "histogram",
+    "expert_load_ratio",
+    f"an expert's tokens in up to {_MOST_KEPT} steps in a row, divided by the mean of all experts: one "
+    "value for each expert",
+    "ratio",
+    ("model",),
+    (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, *_RATIOS),
+)
+EXPERT_TOKENS = Family(
+    "counter",
+    "expert_tokens",
+    "tokens computed by an expert; 0 for experts held elsewhere",
+    "tokens",
+    ("model", "expert"),
+    when="with at most `metrics.max_expert_series` experts in all models together",
+)
+FAILURES = Family("counter", "step_failures", "steps that failed", "steps", ("model",))
+FAMILIES = (
+    QUEUE, COMPUTE, TOKENS, FLOPS, BYTES, BATCH_TOKENS, BATCH_REQUESTS, ACTIVATED, IMBALANCE, LOAD,
+    EXPERT_TOKENS, FAILURES,
+)  # fmt: skip
+
+
+class _Kept(NamedTuple):
+    """What is counted of a step; neither its outputs nor its layer's weights are kept."""
+
+    layout: Layout
+    num_tokens: int
+    seconds: float
+    count_tokens: Callable[[], NDArray[np.integer[Any]]]
+    queue_seconds: Sequence[float]
+
+
+class _OfLayout:
+    """The series of a model's steps in one layout."""
+
+    def __init__(self) -> None:
+        self.compute, self.batch_tokens, self.imbalance = map(Tally, (COMPUTE, BATCH_TOKENS, IMBALANCE))
+        self.tokens = self.flops = self.num_bytes = 0
+
+
+class _OfModel:
+    """The series of a model."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        self.shape = shape
+        self.kept: deque[_Kept] = deque()
+        self.layouts = {layout: _OfLayout() for layout in Layout}
+        self.queue, self.batch_requests = Tally(QUEUE), Tally(BATCH_REQUESTS)
+        self.activated, self.load = Tally(ACTIVATED), Tally(LOAD)
+        self.expert_tokens: NDArray[np.int64] = np.zeros(shape.num_experts, np.int64)
+        self.failures = 0
+        self.sums = StepSums()
+
+
+class StepMetrics:
+    """Counts steps. `add` is for one thread, `collect` for any.
+
+    shapes             the served models'
+    max_expert_series  experts of all models up to which each has a series
+    """
+
+    def __init__(self, shapes: Mapping[str, LayerShape], max_expert_series: int) -> None:
+        self._models = {name: _OfModel(shape) for name, shape in shapes.items()}
+        self._by_expert = sum(shape.num_experts for shape in shapes.values()) <= max_expert_series
+        self._lock = threading.Lock()
+
+    def add(self, model: str, result: StepResult, queue_seconds: Sequence[float]) -> None:
+        """Count a step whose requests had waited `queue_seconds`."""
+        of_model = self._models[model]
+        kept = of_model.kept
+        of_step = result.layout, result.num_tokens, result.compute_seconds, result.count_tokens
+        kept.append(_Kept(*of_step, queue_seconds))
+        of_model.sums.last_ms = time.time_ns() // 1_000_000
+        if len(kept) >= _MOST_KEPT:
+            self._count(of_model)
+
+    def failed(self, model: str) -> None:
+        """Count a step that raised."""
+        self._models[model].failures += 1
+
+    def sums(self) -> dict[str, StepSums]:
+        """The sums of all steps so far, by model."""
+        for model in self._models.values():
+            self._count(model)
+        return {name: model.sums for name, model in self._models.items()}
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics of all steps so far."""
+        by_layout = [family.histogram() for family in (COMPUTE, BATCH_TOKENS, IMBALANCE)]
+        counts = [family.counter() for family in (TOKENS, FLOPS, BYTES)]
+        by_model = [family.histogram() for family in (QUEUE, BATCH_REQUESTS, ACTIVATED, LOAD)]
+        failures, expert_tokens = FAILURES.counter(), EXPERT_TOKENS.counter()
+        for name, model in self._models.items():
+            self._count(model)
+            for layout, series in model.layouts.items():
+                of_layout = series.compute, series.batch_tokens, series.imbalance
+                for tally, histogram in zip(of_layout, by_layout, strict=True):
+                    tally.add_to(histogram, name, layout)
+                totals = series.tokens, series.flops, series.num_bytes
+                for total, counter in zip(totals, counts, strict=True):
+                    counter.add_metric([name, layout], total)
+            tallies = model.queue, model.batch_requests, model.activated, model.load
+            for tally, histogram in zip(tallies, by_model, strict=True):
+                tally.add_to(histogram, name)
+            failures.add_metric([name], model.failures)
+            if self._by_expert:
+                for expert, tokens in enumerate(model.expert_tokens.tolist()):
+                    expert_tokens.add_metric([name, str(expert)], tokens)
+        yield from (*by_layout, *counts, *by_model, failures)
+        if self._by_expert:
+            yield expert_tokens
+
+    def _count(self, model: _OfModel) -> None:
+        """Count the steps that were kept; on any thread."""
+        with self._lock:
+            steps = [model.kept.popleft() for _ in range(len(model.kept))]
+            if not steps:
+                return
+            waited = list(chain.from_iterable(step.queue_seconds for step in steps))
+            num_requests = np.array([len(step.queue_seconds) for step in steps])
+            tokens = np.array([step.num_tokens for step in steps])
+            seconds = np.array([step.seconds for step in steps])
+            model.sums.add(tokens, seconds, num_requests, sum(waited))
+            model.queue.add(waited)
+            model.batch_requests.add(num_requests)
+            by_expert = np.array([step.count_tokens() for step in steps], np.int64)
+            activated = np.count_nonzero(by_expert, axis=1)
+            model.activated.add(activated)
+            totals = by_expert.sum(axis=0)
+            model.expert_tokens = model.expert_tokens + totals
+            if any_tokens := int(totals.sum()):
+                model.load.add(totals * len(totals) / any_tokens)
+            for layout, series in model.layouts.items():
+                of = [place for place, step in enumerate(steps) if step.layout is layout]
+                if of:
+                    _add(series, model.shape, tokens[of], seconds[of], by_expert[of], activated[of])
+
+
+def _add(
+    series: _OfLayout,
+    shape: LayerShape,
+    tokens: NDArray[np.int64],
+    seconds: NDArray[np.float64],
+    by_expert: NDArray[np.int64],
+    activated: NDArray[np.int64],
+) -> None:
+    """Count steps of one layout: tokens, seconds and activated experts [steps], and by_expert [steps, E]."""
+    series.compute.add(seconds)
+    series.batch_tokens.add(tokens)
+    pairs = by_expert.sum(axis=1)
+    used = pairs > 0
+    series.imbalance.add(by_expert.max(axis=1)[used] * by_expert.shape[1] / pairs[used])
+    num_tokens, num_pairs = int(tokens.sum()), int(pairs.sum())
+    series.tokens += num_tokens
+    shared = shape.num_shared_experts
+    series.flops += shape.pair_flops * (num_pairs + shared * num_tokens)
+    experts = int(activated.sum()) + shared * int(np.count_nonzero(tokens))
+    series.num_bytes += shape.expert_bytes * experts + 4 * shape.hidden_size * num_tokens

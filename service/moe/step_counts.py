@@ -1,0 +1,59 @@
+"""What steps have used so far, as plain numbers; imports no torch."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Launches:
+    """How the steps of a layer were launched.
+
+    graph      replayed a CUDA graph for their number of tokens
+    recurring  replayed a CUDA graph of a step with the same memory
+    eager      launch by launch
+    host       on a CPU
+    """
+
+    graph: int = 0
+    recurring: int = 0
+    eager: int = 0
+    host: int = 0
+
+
+@dataclass(slots=True)
+class HostCopies:
+    """What the host has copied between requests and the memory of steps. For one thread at a time."""
+
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+    def timed(self, copy: Callable[[], T], num_bytes: int) -> T:
+        """The result of `copy`, which copies `num_bytes`."""
+        began = time.perf_counter()
+        result = copy()
+        self.seconds += time.perf_counter() - began
+        self.num_bytes += num_bytes
+        return result
+
+
+@dataclass(frozen=True)
+class StepUse:
+    """What all layers of a process have used.
+
+    launches  by model; weights: their bytes, by model
+    copies    of the host
+    memory    bytes of the GPU in use, by owner: weights, staging (rows of steps), workspace (graphs and
+              temporary tensors), outside (CUDA itself, and other processes); None on a CPU
+    """
+
+    launches: dict[str, Launches]
+    weights: dict[str, int]
+    copies: HostCopies
+    memory: dict[str, int] | None
+
+
+NOTHING = StepUse({}, {}, HostCopies(), None)

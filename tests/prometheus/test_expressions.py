@@ -1,0 +1,147 @@
+"""Every expression of rules and dashboards, on a real Prometheus that has scraped real servers under load.
+
+What only a GPU has is asked of series that are made up, in the same Prometheus.
+"""
+
+import math
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import httpx
+import pytest
+
+from expertd.service.engine.metric_table import FAMILIES
+from tests.prometheus.processes import (
+    Prometheus,
+    gpu_exporter,
+    needs_prometheus,
+    panel_expressions,
+    prometheus,
+    rules,
+    selectors,
+)
+from tests.service.apps import hidden_request, rows, tiny_settings
+from tests.service.engine.fake_nvml import fake_nvml
+from tests.service.processes import ServerProcess, server_process
+from tests.service.waiting import wait_for
+
+pytestmark = [pytest.mark.slow, needs_prometheus]
+RECORDED = {rule["record"]: rule["expr"] for rule in rules("recording.yml")}
+LANES = {"decode_max_tokens": 2, "decode_batch_tokens": 4}
+# Without a GPU there is neither; lanes whose split the server chooses need SMs.
+_GPU_ONLY = re.compile("GPU|decode_p99_ms")
+
+
+def needs_gpu(expression: str) -> bool:
+    """Whether an expression reads a series that only servers on GPUs have."""
+    families = {family.shown_name: family for family in FAMILIES}
+    for selector in selectors(expression):
+        name = selector.partition("{")[0]
+        if name in RECORDED:
+            if needs_gpu(RECORDED[name]):
+                return True
+        elif name in families and _GPU_ONLY.search(families[name].when):
+            return True
+    return False
+
+
+class Scraped(NamedTuple):
+    """Prometheus, and the addresses of what it scrapes: servers, and what is made up."""
+
+    prometheus: Prometheus
+    servers: list[str]
+    gpu: str
+
+
+class Load:
+    """Requests to servers, from a thread of its own, until the block ends."""
+
+    def __init__(self, servers: list[ServerProcess]) -> None:
+        self._urls = [f"http://{server.url}/v2/models/tiny/infer" for server in servers]
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        requests = [hidden_request(rows(tokens)) for tokens in (1, 2, 8)]
+        with httpx.Client() as client:
+            while not self._end.wait(0.01):
+                for url in self._urls:
+                    for body, length in requests:
+                        head = {"Inference-Header-Content-Length": str(length)}
+                        assert client.post(url, content=body, headers=head).status_code == 200
+                    assert client.post(url, content=b"{").status_code == 400
+
+
+@pytest.fixture(scope="module")
+def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
+    """Prometheus after some seconds of load on two servers."""
+    with ExitStack() as stack:
+        fake_nvml(stack.enter_context(pytest.MonkeyPatch.context()))
+        settings = (
+            tiny_settings(lanes=LANES),
+            tiny_settings(ranks=2, placement={"policy": "static"}),
+        )
+        servers = [
+            stack.enter_context(server_process(each, tmp_path_factory.mktemp("server"))) for each in settings
+        ]
+        gpu = stack.enter_context(gpu_exporter())
+        targets = [*(server.url for server in servers), gpu]
+        running = stack.enter_context(prometheus(targets, tmp_path_factory.mktemp("prometheus")))
+        stack.enter_context(Load(servers))
+        of_all = "count(expertd:request_seconds:p99 > 0)"
+        wait_for(lambda: (found := running.query(of_all)) and found[0][1] >= 2, "rules have seen load", 120)
+        yield Scraped(running, [server.url for server in servers], gpu)
+
+
+def check(scraped: Scraped, expression: str) -> None:
+    """The expression has a number, from a real server unless it needs a GPU."""
+    running, gpu = scraped.prometheus, scraped.gpu
+    made_up = needs_gpu(expression)
+    asked = expression.replace("$instance", gpu if made_up else "|".join(scraped.servers))
+
+    def number() -> bool:
+        return any(
+            math.isfinite(value) and (made_up or labels.get("instance") != gpu)
+            for labels, value in running.query(asked)
+        )
+
+    wait_for(number, f"{expression} has a number", 60)
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_recording_rules_have_data(scraped: Scraped, name: str) -> None:
+    check(scraped, RECORDED[name])
+    check(scraped, name)
+
+
+@pytest.mark.parametrize("expression", panel_expressions())
+def test_panels_have_data(scraped: Scraped, expression: str) -> None:
+    check(scraped, expression)
+
+
+@pytest.mark.parametrize("rule", rules("alerts.yml"), ids=lambda rule: rule["alert"])
+def test_alerts_read_series_that_exist(scraped: Scraped, rule: dict[str, str]) -> None:
+    scraped.prometheus.query(rule["expr"])
+    read = selectors(rule["expr"])
+    assert read
+    for selector in read:
+        check(scraped, selector)
+
+
+def test_healthy_servers_alert_nobody(scraped: Scraped) -> None:
+    """The made-up server has values of every kind, and so alerts."""
+    running, gpu = scraped.prometheus, scraped.gpu
+    assert running.alerts() <= {rule["alert"] for rule in rules("alerts.yml")}
+    for rule in rules("alerts.yml"):
+        of_servers = [labels for labels, _ in running.query(rule["expr"]) if labels.get("instance") != gpu]
+        assert of_servers == [], rule["alert"]

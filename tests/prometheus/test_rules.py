@@ -1,0 +1,92 @@
+"""The rules and the dashboard as files: promtool accepts them, every alert is tested and documented."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deploy import dashboard
+from expertd.service.engine.metric_table import FAMILIES
+from tests.paths import ROOT
+from tests.prometheus.processes import CONFIGS, needs_prometheus, panel_expressions, rules, selectors
+
+TESTS = Path(__file__).with_name("alerts.test.yml")
+ALERTS = [rule["alert"] for rule in rules("alerts.yml")]
+
+
+def promtool(*arguments: object) -> str:
+    """What promtool says."""
+    command = ["promtool", *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@needs_prometheus
+def test_promtool_accepts_the_configuration() -> None:
+    promtool("check", "config", CONFIGS / "prometheus.yml")
+
+
+@needs_prometheus
+def test_rules_give_what_their_tests_expect() -> None:
+    assert "SUCCESS" in promtool("test", "rules", TESTS)
+
+
+def test_every_alert_is_tested_both_ways() -> None:
+    cases = [
+        case
+        for test in yaml.safe_load(TESTS.read_text())["tests"]
+        for case in test.get("alert_rule_test", [])
+    ]
+    for is_firing in (True, False):
+        assert {case["alertname"] for case in cases if bool(case.get("exp_alerts")) == is_firing} == set(
+            ALERTS
+        )
+
+
+def test_every_alert_is_documented() -> None:
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    assert re.findall(r"^\| `(Expertd\w+)` \|", text, re.M) == ALERTS
+
+
+def test_expressions_read_known_series() -> None:
+    names = {family.shown_name for family in FAMILIES} | {rule["record"] for rule in rules("recording.yml")}
+    names |= {
+        "up",
+        "process_start_time_seconds",
+        "process_resident_memory_bytes",
+        "process_cpu_seconds_total",
+    }
+    expressions = [rule["expr"] for file in ("recording.yml", "alerts.yml") for rule in rules(file)]
+    for expression in (*expressions, *panel_expressions()):
+        read = selectors(expression)
+        assert read, expression
+        for selector in read:
+            name = re.sub(r"_(bucket|sum|count)$", "", selector.partition("{")[0])
+            assert name in names, expression
+
+
+def test_the_dashboard_is_what_its_panels_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert dashboard.DASHBOARD.read_text() == dashboard.text(), "run python -m deploy.dashboard"
+    panels = dashboard.dashboard()["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    places = [tuple(panel["gridPos"].values()) for panel in panels]
+    assert len(set(places)) == len(places)
+    monkeypatch.setattr("sys.argv", ["dashboard", "--check"])
+    assert dashboard.main() == 0
+
+
+def test_provisioning_finds_source_and_dashboard() -> None:
+    provisioning = ROOT / "configs" / "grafana" / "provisioning"
+    (source,) = yaml.safe_load((provisioning / "datasources" / "prometheus.yml").read_text())["datasources"]
+    targets = [target for panel in dashboard.dashboard()["panels"] for target in panel.get("targets", [])]
+    assert {target["datasource"]["uid"] for target in targets} == {source["uid"]}
+    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    assert source["url"] == "http://prometheus:9090"
+    assert "prometheus" in compose
+    (provider,) = yaml.safe_load((provisioning / "dashboards" / "expertd.yml").read_text())["providers"]
+    mounts = dict(volume.split(":")[:2] for volume in compose["grafana"]["volumes"] if volume.startswith("."))
+    assert mounts["./configs/grafana/dashboards"] == provider["options"]["path"]
+    assert mounts["./configs/grafana/provisioning"] == "/etc/grafana/provisioning"

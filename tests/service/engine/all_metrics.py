@@ -1,0 +1,44 @@
+"""Metrics as of a server that has everything, for tests of what reads them."""
+
+from types import SimpleNamespace
+
+from expertd.service.engine.gpu_sensors import GpuSensors
+from expertd.service.engine.lane_choice import Choice, Expected, State
+from expertd.service.engine.lane_control import LaneControl
+from expertd.service.engine.lane_metrics import LaneMetrics, lane_queue_metrics
+from expertd.service.engine.metrics import Metrics
+from expertd.service.engine.placement_metrics import placement_metrics
+from expertd.service.engine.queue_metrics import QueueState, queue_metrics
+from expertd.service.engine.rank_metrics import RankDevice, RankState
+from expertd.service.engine.use_metrics import memory_metrics, use_metrics
+from expertd.service.moe.shape import LayerShape
+from expertd.service.moe.step_counts import HostCopies, Launches, StepUse
+from tests.service.engine.test_placement_metrics import Given
+
+SHAPE = LayerShape(128, 128, 4, 2)
+
+
+def everything() -> Metrics:
+    """Every metric there is: of lanes, ranks, placements and GPUs too, with the model "tiny"."""
+    metrics = Metrics("0")
+    metrics.add_models({"tiny": SHAPE}, 4)
+    metrics.watch_models(lambda: {"tiny": True})
+    metrics.watch_jit(lambda: SimpleNamespace(compilations=1, compile_seconds=2.0, cache_hits=3))
+    metrics.watch_partitions(lambda: (132, {"decode": 32}))
+    metrics.watch_shared_memory(lambda: {"system": (1, 2), "cuda": (3, 4)})
+    metrics.watch_channels(lambda: (1, 2))
+    metrics.watch_ranks(lambda: [RankState(True, 1, 0.5, 10, RankDevice((5, 9), 3, 1.5, 2, "GPU-a"))])
+    metrics.watch(lambda: queue_metrics({"tiny": QueueState(1, 2, 3)}))
+    use = StepUse({"tiny": Launches(1, 2, 3, 4)}, {"tiny": 5}, HostCopies(6, 7.0), {"weights": 8})
+    metrics.watch(lambda: use_metrics(["tiny"], use))
+    metrics.watch(lambda: memory_metrics((1, 2)))
+    metrics.watch(lambda: placement_metrics(Given()))
+    metrics.watch(LaneMetrics(["tiny"], ["decode", "prefill"]).collect)
+    metrics.watch(lambda: lane_queue_metrics({"decode": {"tiny": QueueState(1, 2, 3)}}))
+    control = object.__new__(LaneControl)
+    control.state = State(Expected(Choice(32), 0.001, 0.9), "start")
+    control._changes = {"target": 1, "prefill": 0, "decode": 0}
+    metrics.watch(control.metrics)
+    sensors = GpuSensors()
+    metrics.watch(lambda: sensors.metrics(["GPU-a"]))
+    return metrics

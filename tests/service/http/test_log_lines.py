@@ -1,0 +1,90 @@
+"""The log as JSON: one line for each request, with its ids, times, and the reason if it was refused."""
+
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from expertd.service.settings.model import Settings
+from tests.service.apps import hidden_request, rows, tiny_settings
+from tests.service.http.processes import two_processes
+from tests.service.processes import ServerProcess, server_process
+from tests.service.waiting import wait_for
+
+TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+ON: dict[str, Any] = {"access_log": True, "log_format": "json"}
+
+pytestmark = pytest.mark.slow
+
+
+def lines(server: ServerProcess) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in server.log().splitlines()]
+
+
+def infers(server: ServerProcess) -> list[dict[str, Any]]:
+    return [line for line in lines(server) if line["message"].startswith("infer ")]
+
+
+def infer(server: ServerProcess, content: bytes, length: int | None = None, **headers: str) -> int:
+    if length is not None:
+        headers["Inference-Header-Content-Length"] = str(length)
+    url = f"http://{server.url}/v2/models/tiny/infer"
+    return httpx.post(url, content=content, headers=headers, timeout=30).status_code
+
+
+@pytest.fixture(params=["one process", "several"])
+def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ServerProcess]:
+    settings: Settings = tiny_settings(**ON) if request.param == "one process" else two_processes(**ON)
+    with server_process(settings, tmp_path) as running:
+        yield running
+
+
+def test_each_request_is_one_line(server: ServerProcess) -> None:
+    before = datetime.now(UTC)
+    assert infer(server, *hidden_request(rows(3), id="mine"), traceparent=f"00-{TRACE}-{SPAN}-01") == 200
+    assert infer(server, *hidden_request(rows(65), id="large")) == 400
+    wait_for(lambda: len(infers(server)) == 2, "both lines")
+    good, bad = infers(server)
+    assert before.timestamp() - 1 < datetime.fromisoformat(good["time"]).timestamp() < before.timestamp() + 60
+    assert good["time"].endswith("Z")
+    of = {"model": "tiny", "status": 200, "request_id": "mine", "tokens": 3, "level": "info"}
+    assert {name: good[name] for name in of} == of
+    assert (good["trace_id"], good["parent_span_id"]) == (TRACE, SPAN)
+    assert good["seconds"] > 0
+    assert "reason" not in good
+    assert (bad["status"], bad["reason"], bad["request_id"]) == (400, "too_many_tokens", "large")
+    assert "65" in bad["error"]
+    assert "trace_id" not in bad
+    assert not any("infer HTTP" in line["message"] for line in lines(server)), "no other line for them"
+
+
+def test_other_calls_are_lines_with_fields(server: ServerProcess) -> None:
+    server.get("/v2/models/tiny?a=b")
+    found = [line for line in lines(server) if line.get("path") == "/v2/models/tiny?a=b"]
+    assert [(line["method"], line["status"], line["key"]) for line in found] == [("GET", 200, "-")]
+
+
+def test_the_level_changes_at_run_time(server: ServerProcess) -> None:
+    url = f"http://{server.url}/v1/log"
+    assert httpx.get(url).json() == {"level": "info"}
+    infer(server, b"{")
+    assert not [line for line in lines(server) if line["level"] == "debug"]
+    assert httpx.put(url, json={"level": "debug"}).json() == {"level": "debug"}
+    wait_for(
+        lambda: infer(server, b"{") and [line for line in lines(server) if line["level"] == "debug"],
+        "lines of refusals",
+    )
+    assert httpx.put(url, json={"level": "error"}).status_code == 200
+
+    def is_silent() -> bool:
+        before = len(infers(server))
+        infer(server, b"{")
+        return len(infers(server)) == before
+
+    wait_for(is_silent, "no more lines")
+    assert httpx.put(url, json={"level": "loud"}).status_code == 422
+    assert httpx.get(url).json() == {"level": "error"}
