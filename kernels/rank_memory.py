@@ -77,6 +77,8 @@ class RankMemory:
         num_ranks = group.size()
         if num_ranks > MAX_RANKS:
             raise ValueError(f"group size: expected at most {MAX_RANKS}, got {num_ranks}")
+        if hidden_size % SCALE_BLOCK:
+            raise ValueError(f"hidden_size: expected a multiple of {SCALE_BLOCK}, got {hidden_size}")
         self.num_ranks, self.rank = num_ranks, group.rank()
         self.hidden_size, self.top_k = hidden_size, top_k
         self.max_own_tokens, self.max_tokens, self.exact = max_own_tokens, max_tokens, exact

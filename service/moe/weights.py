@@ -164,7 +164,8 @@ def _random_experts(
     num_groups: int, kept: list[int], n: int, k: int, generator: torch.Generator
 ) -> Quantized:
     data = torch.empty((len(kept), n, k), dtype=torch.float8_e4m3fn, device=generator.device)
-    scales = torch.empty((len(kept), n // SCALE_BLOCK, k // SCALE_BLOCK), device=generator.device)
+    blocks = len(kept), -(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK)
+    scales = torch.empty(blocks, device=generator.device)
     places = defaultdict[int, list[int]](list)
     for place, group in enumerate(kept):
         places[group].append(place)

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from expertd.kernels.rank_memory import RankMemory
 
@@ -26,3 +27,9 @@ def test_tokens_that_fit(counts: tuple[int, ...]) -> None:
 def test_tokens_without_room_are_refused(counts: tuple[int, ...], expected: str) -> None:
     with pytest.raises(ValueError, match=f"^{expected}$"):
         RankMemory.check(MEMORY, counts)
+
+
+def test_hidden_sizes_without_whole_blocks_are_refused() -> None:
+    group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+    with pytest.raises(ValueError, match=r"^hidden_size: expected a multiple of 128, got 2880$"):
+        RankMemory(group, torch.device("cpu"), 8, 12, 2880, 4, timeout=1.0)

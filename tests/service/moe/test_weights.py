@@ -84,6 +84,12 @@ def test_saved_weights_load_unchanged(tmp_path: Path) -> None:
     assert loaded.gate_up.scales.is_contiguous()
 
 
+def test_random_weights_of_a_size_without_whole_blocks() -> None:
+    weights = random_weights(LayerShape(192, 128, 4, 2), 0, "cpu")
+    assert weights.gate_up.scales.shape == (4, 2, 2)
+    assert weights.down.scales.shape == (4, 2, 1)
+
+
 def test_a_router_bias_is_kept(tmp_path: Path) -> None:
     path, bias = tmp_path / "layer.safetensors", torch.tensor([0.5, -1.0, 2.0])
     weights = replace(random_weights(SHAPE, 1, "cpu"), router_bias=bias)
