@@ -72,8 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
     except OSError as error:
         return _refuse(1, f"--output: {arguments.output}: cannot be written: {error.strerror or error}")
     print(
-        f"{arguments.output}: {recording.steps} steps of {settings.models[0].name}, {arguments.tokens} "
-        f"tokens each, in {recording.seconds:.3f} s: {len(recording.trace)} bytes"
+        f"{arguments.output}: {recording.steps} steps of {settings.models[0].name} in "
+        f"{recording.seconds:.3f} s (tokens per step: {arguments.tokens}), {len(recording.trace)} bytes"
     )
     return 0
 

@@ -34,7 +34,7 @@ def test_it_writes_a_trace_and_says_so(config: Path, tmp_path: Path) -> None:
     options = ["--served-model", "other", "--steps", "3", "--tokens", "5"]
     result = expertd("profile", "--config", config, *options, "--output", file)
     assert result.returncode == 0, result.stderr
-    line = rf"{re.escape(str(file))}: 3 steps of other, 5 tokens each, in 0\.\d+ s: (\d+) bytes\n"
+    line = rf"{re.escape(str(file))}: 3 steps of other in 0\.\d+ s \(tokens per step: 5\), (\d+) bytes\n"
     found = re.fullmatch(line, result.stdout)
     assert found is not None, result.stdout
     assert int(found[1]) == file.stat().st_size
