@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import re
 import tempfile
+import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +15,10 @@ from typing import Any
 from expertd.service.engine.errors import ProfileRefusedError, ProfileUnavailableError
 from expertd.service.engine.lanes import AnyScheduler
 from expertd.service.engine.profile_limits import MAX_BYTES
+from expertd.service.settings.lanes import LANES
 
 _LOOK_SECONDS = 0.005
+_THREAD_NAME = re.compile(rb'"thread (\d+) \([^"]*\)"')  # the profiler's: "thread 12 (python)"
 
 
 @dataclass(frozen=True)
@@ -78,14 +82,28 @@ class Profiling:
             profiler.add_metadata_json("expertd", json.dumps({"steps": num_steps, **self._about()}))
         finally:
             await worker.between_steps(profiler.stop)
-        return Recording(await asyncio.to_thread(_exported, profiler), num_steps, taken)
+        trace = await asyncio.to_thread(_exported, profiler, self._threads())
+        return Recording(trace, num_steps, taken)
+
+    def _threads(self) -> dict[int | None, str]:
+        """The names of the threads that run steps, by the operating system's numbers."""
+        lanes = self._scheduler.lanes
+        names = [f"{name} lane" for name in LANES] if len(lanes) > 1 else ["worker"]
+        threads = {lane.thread_id: name for lane, name in zip(lanes, names, strict=True)}
+        return {**threads, threading.get_native_id(): "event loop"}
 
 
-def _exported(profiler: Any) -> bytes:
+def _exported(profiler: Any, threads: Mapping[int | None, str]) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(file))
         if (size := file.stat().st_size) > MAX_BYTES:
             expected = f"a trace of at most {MAX_BYTES} bytes"
             raise ProfileRefusedError(f"profile: expected {expected}, got {size}: record fewer steps")
-        return file.read_bytes()
+        trace = file.read_bytes()
+
+    def named(found: re.Match[bytes]) -> bytes:
+        name = threads.get(int(found[1]))
+        return found[0] if name is None else f'"{name} (thread {int(found[1])})"'.encode()
+
+    return _THREAD_NAME.sub(named, trace)

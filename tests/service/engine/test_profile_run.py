@@ -43,6 +43,15 @@ async def test_the_trace_has_the_layers_operations() -> None:
     assert 0 < took / 1e6 <= recording.seconds
 
 
+@pytest.mark.parametrize(("num_tokens", "name"), [(2, "decode lane"), (3, "prefill lane")])
+async def test_threads_are_named(num_tokens: int, name: str) -> None:
+    recording = await profile_steps(tiny_settings(lanes=LANES), 1, num_tokens, 20)
+    events = json.loads(recording.trace)["traceEvents"]
+    threads = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    (used,) = {event["tid"] for event in events if event["name"] == "aten::softmax"}
+    assert threads[used] == f"{name} (thread {used})"
+
+
 async def test_the_hidden_states_differ_from_step_to_step() -> None:
     class Reading(EchoRunner):
         def _run(self, requests: Sequence[LayerRequest]) -> StepResult:
