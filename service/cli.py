@@ -4,9 +4,9 @@ import argparse
 from collections.abc import Sequence
 
 from expertd import __version__
-from expertd.service.commands import bench, check, kernels, keys, layers, serve
+from expertd.service.commands import bench, check, kernels, keys, layers, profile, serve
 
-_COMMANDS = (serve, check, layers, keys, kernels, bench)
+_COMMANDS = (serve, check, layers, keys, kernels, profile, bench)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -267,6 +267,11 @@ class Scheduler:
         return self._thread.is_alive()
 
     @property
+    def thread_id(self) -> int | None:
+        """The operating system's number of the worker thread; None before it starts."""
+        return self._thread.native_id
+
+    @property
     def is_here(self) -> bool:
         """Whether the worker thread asks."""
         return threading.get_ident() == self._thread.ident

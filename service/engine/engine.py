@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
 from enum import Enum
 from functools import partial
@@ -31,7 +31,7 @@ from expertd.service.engine.loading import Loaded, Loader, Partitions
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.placement import Placements
 from expertd.service.engine.placement_metrics import placement_metrics
-from expertd.service.engine.profiling import Profiling
+from expertd.service.engine.profiling import Profiling, Recording
 from expertd.service.engine.queue_metrics import QueueState, queue_metrics
 from expertd.service.engine.repository import Repository
 from expertd.service.engine.shared_memory import SharedMemory
@@ -262,13 +262,15 @@ class Engine:
                 raise PartitionsRefusedError(f"partitions: expected {expected}, got {got}")
         await self.scheduler.between_steps(partial(self._replace, partitions, sizes))
 
-    async def profile(self, steps: int, seconds: float) -> bytes:
-        """A Chrome trace of the next steps; see `Profiling.record`. Raises ProfileUnavailableError, too."""
+    async def profile(
+        self, steps: int, seconds: float, run: Callable[[], Awaitable[None]] | None = None
+    ) -> Recording:
+        """A Chrome trace of the next steps; see `Profiling.record`. Raises NotReadyError, too."""
         if self.loaded is None:
             raise NotReadyError(f"the server is {self.phase.value}")
         if (ranks := self.settings.num_ranks) > 1:
             raise ProfileUnavailableError(f"profile: expected one rank, got {ranks}")
-        return await self._profiling.record(steps, seconds)
+        return await self._profiling.record(steps, seconds, run)
 
     def placements(self) -> Placements:
         """The placements of all layers. Raises PlacementUnavailableError if they never change."""

@@ -2,17 +2,32 @@
 
 import asyncio
 import json
+import re
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from expertd.service.engine.errors import ProfileRefusedError, ProfileUnavailableError
 from expertd.service.engine.lanes import AnyScheduler
+from expertd.service.engine.profile_limits import MAX_BYTES
+from expertd.service.settings.lanes import LANES
 
-MAX_STEPS, MAX_SECONDS, MAX_BYTES = 256, 60.0, 64 * 1024 * 1024
 _LOOK_SECONDS = 0.005
+_THREAD_NAME = re.compile(rb'"thread (\d+) \([^"]*\)"')  # the profiler's: "thread 12 (python)"
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A Chrome trace as JSON, the number of steps that ended in it, and the seconds that it took."""
+
+    trace: bytes
+    steps: int
+    seconds: float
 
 
 class Profiling:
@@ -28,42 +43,67 @@ class Profiling:
         self._scheduler, self._num_steps, self._about = scheduler, num_steps, about
         self._is_running = False
 
-    async def record(self, steps: int, seconds: float) -> bytes:
-        """The next `steps` steps, or those of `seconds` if they are fewer, as JSON.
+    async def record(
+        self, steps: int, seconds: float, run: Callable[[], Awaitable[None]] | None = None
+    ) -> Recording:
+        """The next `steps` steps, or those of `seconds` seconds if they are fewer.
 
-        Raises ProfileUnavailableError, and ProfileRefusedError if it has more than MAX_BYTES.
+        run  what runs the steps, from when they are recorded; None: the server's callers do
+
+        Raises ProfileUnavailableError, ProfileRefusedError if the trace has more than MAX_BYTES, and what
+        `run` raises.
         """
         if self._is_running:
             raise ProfileUnavailableError("profile: expected none to be recorded, got one that is")
         self._is_running = True
         try:
-            return await self._record(steps, seconds)
+            return await self._record(steps, seconds, run)
         finally:
             self._is_running = False
 
-    async def _record(self, steps: int, seconds: float) -> bytes:
+    async def _record(
+        self, steps: int, seconds: float, run: Callable[[], Awaitable[None]] | None
+    ) -> Recording:
         from torch._C._profiler import _ExperimentalConfig
         from torch.profiler import profile
 
         worker = self._scheduler.lanes[0]  # the profiler starts and stops on one thread
-        recording = profile(experimental_config=_ExperimentalConfig(profile_all_threads=True))
-        await worker.between_steps(recording.start)
+        profiler = profile(experimental_config=_ExperimentalConfig(profile_all_threads=True))
+        await worker.between_steps(profiler.start)
         try:
-            first, end = self._num_steps(), time.monotonic() + seconds
-            while self._num_steps() < first + steps and time.monotonic() < end:
-                await asyncio.sleep(_LOOK_SECONDS)
-            about = {"steps": self._num_steps() - first, **self._about()}
-            recording.add_metadata_json("expertd", json.dumps(about))
+            first, begin = self._num_steps(), time.monotonic()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    if run is not None:
+                        await run()
+                    while self._num_steps() < first + steps:  # they are counted a little later
+                        await asyncio.sleep(_LOOK_SECONDS)
+            num_steps, taken = self._num_steps() - first, time.monotonic() - begin
+            profiler.add_metadata_json("expertd", json.dumps({"steps": num_steps, **self._about()}))
         finally:
-            await worker.between_steps(recording.stop)
-        return await asyncio.to_thread(_exported, recording)
+            await worker.between_steps(profiler.stop)
+        trace = await asyncio.to_thread(_exported, profiler, self._threads())
+        return Recording(trace, num_steps, taken)
+
+    def _threads(self) -> dict[int | None, str]:
+        """The names of the threads that run steps, by the operating system's numbers."""
+        lanes = self._scheduler.lanes
+        names = [f"{name} lane" for name in LANES] if len(lanes) > 1 else ["worker"]
+        threads = {lane.thread_id: name for lane, name in zip(lanes, names, strict=True)}
+        return {**threads, threading.get_native_id(): "event loop"}
 
 
-def _exported(recording: Any) -> bytes:
+def _exported(profiler: Any, threads: Mapping[int | None, str]) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "trace.json")
-        recording.export_chrome_trace(str(file))
+        profiler.export_chrome_trace(str(file))
         if (size := file.stat().st_size) > MAX_BYTES:
             expected = f"a trace of at most {MAX_BYTES} bytes"
             raise ProfileRefusedError(f"profile: expected {expected}, got {size}: record fewer steps")
-        return file.read_bytes()
+        trace = file.read_bytes()
+
+    def named(found: re.Match[bytes]) -> bytes:
+        name = threads.get(int(found[1]))
+        return found[0] if name is None else f'"{name} (thread {int(found[1])})"'.encode()
+
+    return _THREAD_NAME.sub(named, trace)

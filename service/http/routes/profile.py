@@ -35,7 +35,7 @@ def profile_router(engine: Engine, bodies: BodyReader) -> APIRouter:
     async def post_profile(request: Request) -> Response:
         """Record the next steps with torch's profiler: a Chrome trace, which Perfetto opens."""
         wanted = parsed(ProfileRequest, await control_body(request, bodies))
-        trace = await engine.profile(wanted.steps, wanted.seconds)
-        return Response(trace, media_type="application/json")
+        recording = await engine.profile(wanted.steps, wanted.seconds)
+        return Response(recording.trace, media_type="application/json")
 
     return router

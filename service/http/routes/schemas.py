@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, NonNegativeInt, PositiveInt, Tag
 
-from expertd.service.engine.profiling import MAX_SECONDS, MAX_STEPS
+from expertd.service.engine.profile_limits import MAX_SECONDS, MAX_STEPS, SECONDS, STEPS
 
 
 class ErrorResponse(BaseModel):
@@ -83,8 +83,8 @@ class ProfileRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    steps: int = Field(default=20, ge=1, le=MAX_STEPS)
-    seconds: float = Field(default=10, gt=0, le=MAX_SECONDS, allow_inf_nan=False)
+    steps: int = Field(default=STEPS, ge=1, le=MAX_STEPS)
+    seconds: float = Field(default=SECONDS, gt=0, le=MAX_SECONDS, allow_inf_nan=False)
 
 
 class LogLevel(BaseModel):

@@ -1,0 +1,102 @@
+"""Recording steps without a server: which steps run, what the trace has, and its limits."""
+
+import json
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from expertd.service.engine import profiling
+from expertd.service.engine.errors import NotReadyError, ProfileRefusedError, StepFailedError
+from expertd.service.engine.profile_run import profile_steps
+from expertd.service.memory import host_view
+from expertd.service.moe.request import LayerRequest, StepResult
+from tests.service.apps import serving_runner, tiny_settings
+from tests.service.runners import EchoRunner
+
+LANES = {"decode_max_tokens": 2, "decode_batch_tokens": 4}
+
+
+@pytest.mark.parametrize("num_tokens", [1, 64])
+@pytest.mark.parametrize("lanes", [{}, LANES])
+async def test_each_step_has_its_tokens(num_tokens: int, lanes: dict[str, int]) -> None:
+    runner = EchoRunner()
+    settings = tiny_settings(lanes=lanes)
+    recording = await profile_steps(settings, 6, num_tokens, 20, serving_runner(runner))
+    assert runner.steps == [[num_tokens]] * 16  # the first 10 are not recorded
+    assert recording.steps == json.loads(recording.trace)["expertd"]["steps"] == 6
+
+
+async def test_the_trace_has_the_layers_operations() -> None:
+    recording = await profile_steps(tiny_settings(), 3, 8, 20)
+    trace = json.loads(recording.trace)
+    assert trace["expertd"] == {
+        "steps": 3,
+        "backend": "reference",
+        "device": trace["expertd"]["device"],
+        "sms": None,
+    }
+    operations = [event for event in trace["traceEvents"] if event.get("cat") == "cpu_op"]
+    names = [event["name"] for event in operations]
+    assert names.count("aten::softmax") == 3  # the router's, once in each step
+    took = max(event["ts"] + event["dur"] for event in operations) - min(event["ts"] for event in operations)
+    assert 0 < took / 1e6 <= recording.seconds
+
+
+@pytest.mark.parametrize(("num_tokens", "name"), [(2, "decode lane"), (3, "prefill lane")])
+async def test_threads_are_named(num_tokens: int, name: str) -> None:
+    recording = await profile_steps(tiny_settings(lanes=LANES), 1, num_tokens, 20)
+    events = json.loads(recording.trace)["traceEvents"]
+    threads = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    (used,) = {event["tid"] for event in events if event["name"] == "aten::softmax"}
+    assert threads[used] == f"{name} (thread {used})"
+
+
+async def test_the_hidden_states_differ_from_step_to_step() -> None:
+    class Reading(EchoRunner):
+        def _run(self, requests: Sequence[LayerRequest]) -> StepResult:
+            seen.append(bytes(host_view(requests[0].hidden_states)))
+            return super()._run(requests)
+
+    seen: list[bytes] = []
+    await profile_steps(tiny_settings(), 4, 3, 20, serving_runner(Reading()))
+    assert len(set(seen)) == len(seen) == 14
+    assert {len(each) for each in seen} == {3 * 128 * 4}
+
+
+async def test_seconds_end_a_recording() -> None:
+    class Slow(EchoRunner):
+        def _run(self, requests: Sequence[LayerRequest]) -> StepResult:
+            time.sleep(0.05)
+            return super()._run(requests)
+
+    runner = Slow()
+    recording = await profile_steps(tiny_settings(), 100, 1, 0.3, serving_runner(runner))
+    assert 0 < recording.steps <= 6
+    assert recording.seconds < 1
+    assert len(runner.steps) <= 14  # also those before
+    assert json.loads(recording.trace)["expertd"]["steps"] == recording.steps
+
+
+async def test_a_large_trace_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiling, "MAX_BYTES", 100)
+    with pytest.raises(ProfileRefusedError, match=r"^profile: expected a trace of at most 100 bytes, got "):
+        await profile_steps(tiny_settings(), 1, 1, 20)
+
+
+async def test_a_failing_step_ends_it() -> None:
+    class Failing(EchoRunner):
+        def _run(self, requests: Sequence[LayerRequest]) -> StepResult:
+            if len(self.steps) == 12:
+                raise RuntimeError("no more")
+            return super()._run(requests)
+
+    begin = time.monotonic()
+    with pytest.raises(StepFailedError):
+        await profile_steps(tiny_settings(), 5, 1, 20, serving_runner(Failing()))
+    assert time.monotonic() - begin < 15
+
+
+async def test_what_does_not_load_is_no_recording() -> None:
+    with pytest.raises(NotReadyError, match=r"^model tiny: expected it to load, got an error "):
+        await profile_steps(tiny_settings(partitions={"compute": 8}), 1, 1, 20)
