@@ -36,12 +36,15 @@ install-dev: $(RUNTIME) $(DEV) ## add what tests, checks and the documents' exam
 serve: $(RUNTIME) ## serve CONFIG (the demo layer) on PORT (8000)
 	$(BIN)/expertd serve --config $(CONFIG) --port $(PORT)
 
-test: all-but-ranks ranks client short-soak ## run every test that needs no GPU
+test: most kernels ranks client short-soak ## run every test that needs no GPU
 
 # The parts of `test`, which `make -j2` runs side by side.
-.PHONY: all-but-ranks ranks client short-soak
-all-but-ranks: $(RUNTIME) $(DEV)
-	$(BIN)/python -m pytest -m "not gpu" --ignore=tests/service/ranks
+.PHONY: most kernels ranks client short-soak
+most: $(RUNTIME) $(DEV)
+	$(BIN)/python -m pytest -m "not gpu" --ignore=tests/kernels --ignore=tests/service/ranks
+
+kernels: $(RUNTIME) $(DEV)
+	$(BIN)/python -m pytest -m "not gpu" tests/kernels
 
 ranks: $(RUNTIME) $(DEV)
 	$(BIN)/python -m pytest -m "not gpu" tests/service/ranks

@@ -266,7 +266,7 @@ class Backend(ABC):
 
 
 def _with_columns(data: Tensor, count: int) -> Tensor:
-    """e4m3 [..., K] with so many more columns of zeros."""
+    """e4m3 [..., K + count]: `data`, then columns of zeros."""
     return torch.nn.functional.pad(data.view(torch.uint8), (0, count)).view(data.dtype)
 
 
