@@ -110,7 +110,7 @@ __device__ __forceinline__ void load_scales(SharedStorage& shared, const Operand
         float a_value[kScalesAhead][kBlockM / 32], b_value[kScalesAhead][kScaleParts];
         const auto load = [&](int ahead, int kb) {
 #pragma unroll
-            for (int i = 0; i < kBlockM / 32; ++i)  // past L1, which shared memory leaves no room
+            for (int i = 0; i < kBlockM / 32; ++i)  // past L1: shared memory leaves it no room
                 a_value[ahead][i] = __ldcg(operands.a_scales + a_scale[i] + kb * operands.scale_stride_k);
 #pragma unroll
             for (int part = 0; part < kScaleParts; ++part) b_value[ahead][part] = __ldg(b_scale + part * b_stride + kb);

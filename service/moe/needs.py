@@ -46,7 +46,7 @@ def needs_of(shape: LayerShape, max_tokens: int, on_gpu: bool, staging: int = 0)
 
 
 def part_of_layer(shape: LayerShape, num_experts: int) -> LayerShape:
-    """A layer that holds so many of its routed experts, whichever they are; replicas count."""
+    """The layer with only `num_experts` routed experts, whichever they are; replicas count."""
     return replace(shape, local_experts=range(min(num_experts, shape.num_experts)))
 
 

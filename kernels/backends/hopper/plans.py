@@ -60,7 +60,7 @@ _TIMES = {
     NARROW: _Time(300, (180,)),
     NARROWEST: _Time(400, (150,)),
 }
-_BUSY_WAVES = 3  # from here on the clock falls, and a K block of these takes that many times as long
+_BUSY_WAVES = 3  # from here on the clock falls: factors of a K block's time
 _BUSY = {NORMAL: 1.09, WIDE: 1.1, LARGE: 1.13}
 _BYTES_PER_NS = 4200  # of memory; the first 50 MB take longer, since a full L2 makes room for them
 _L2_BYTES, _L2_BYTES_PER_NS = 50_000_000, 6500
@@ -120,7 +120,7 @@ def _candidates(few: bool, num_groups: int, rows: int, part: bool) -> Iterator[P
         if part and 256 % config.block_n:
             continue
         if config is LARGE and num_groups == 2:
-            continue  # two groups that are alike fill a wave of wide tiles better
+            continue  # wide tiles fill a wave better if the two have the same number of rows
         yield Plan(config, 16 * config.steps)
         if config.steps == 1 or num_groups > 2:
             continue  # groups differ too much from what is expected
