@@ -71,19 +71,18 @@ def layer_machine(results: Path) -> str:
 
 def layer(results: Path) -> str:
     """Every row of the layer's benchmark."""
-    _, rows = _layer(results)
-    columns = ("layer", "tokens", "ours", "two GEMMs alone", "ours over them", "Mega MoE", "ours over it")
-    return table(
-        columns,
-        [
-            (
-                row["layer"], row["tokens"], f"{row['us']:.1f}",
-                f"{row['two_gemms_us']:.1f}", f"{row['over_two_gemms']:.2f}",
-                f"{row['mega_moe_us']:.1f}", f"{row['over_mega_moe']:.2f}",
-            )
-            for row in rows
-        ],
-    )  # fmt: skip
+    return _layer_table(_layer(results)[1])
+
+
+def layer_models_machine(results: Path) -> str:
+    """The machine and versions of the further models' benchmark."""
+    about, _ = _layer(results, "moe_layer_models-h200.json")
+    return paragraph(f"{_machine(about)}; DeepGEMM: sgl-deep-gemm {about['deep_gemm']}.")
+
+
+def layer_models(results: Path) -> str:
+    """Every row of the further models' benchmark."""
+    return _layer_table(_layer(results, "moe_layer_models-h200.json")[1])
 
 
 def layer_means(results: Path) -> str:
@@ -233,24 +232,36 @@ def numerics(results: Path) -> str:
 SECTIONS: dict[str, Section] = {
     function.__name__.replace("_", "-"): function
     for function in (
-        headline, layer_machine, layer, layer_means, layer_around, router, grouped_gemm_machine, grouped_gemm,
-        grouped_gemm_peers, grouped_gemm_power, grouped_gemm_power_cold, gemm_sweep_machine, gemm_sweep,
-        gemm_sweep_worst, host_cost, sm_counts, cpu_layer_machine, cpu_layer, cpu_layer_same_input, layouts,
-        numerics_machine,
-        numerics, serving_headline, serving_machine, serving, serving_callers,
-        serving_workers, steps,
-        ping_pong, serving_cpu, serving_cpu_machine, serving_ranks, serving_ranks_callers,
-        parallel_machine, parallel, parallel_headline, parallel_skewed, parallel_uneven, parallel_growth,
-        parallel_expected, parallel_overlap, lanes_machine, lanes,
-        open_loop, open_loop_machine, soak, soak_machine,
+        headline, layer_machine, layer, layer_models_machine, layer_models, layer_means, layer_around,
+        router, grouped_gemm_machine, grouped_gemm, grouped_gemm_peers, grouped_gemm_power,
+        grouped_gemm_power_cold, gemm_sweep_machine, gemm_sweep, gemm_sweep_worst, host_cost, sm_counts,
+        cpu_layer_machine, cpu_layer, cpu_layer_same_input, layouts, numerics_machine, numerics,
+        serving_headline, serving_machine, serving, serving_callers, serving_workers, steps, ping_pong,
+        serving_cpu, serving_cpu_machine, serving_ranks, serving_ranks_callers, parallel_machine, parallel,
+        parallel_headline, parallel_skewed, parallel_uneven, parallel_growth, parallel_expected,
+        parallel_overlap, lanes_machine, lanes, open_loop, open_loop_machine, soak, soak_machine,
     )
 }  # fmt: skip
 """Section functions, by the name in the documents' markers."""
 
 
-def _layer(results: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    content = json.loads((results / "moe_layer-h200.json").read_text())
+def _layer(results: Path, name: str = "moe_layer-h200.json") -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    content = json.loads((results / name).read_text())
     return content["about"], content["rows"]
+
+
+def _layer_table(rows: list[dict[str, Any]]) -> str:
+    columns = ("layer", "tokens", "ours", "two GEMMs alone", "ours over them", "Mega MoE", "ours over it")
+    keys = {"us": 1, "two_gemms_us": 1, "over_two_gemms": 2, "mega_moe_us": 1, "over_mega_moe": 2}
+    cells = [
+        (
+            row["layer"],
+            row["tokens"],
+            *(f"{row[key]:.{digits}f}" if key in row else "-" for key, digits in keys.items()),
+        )
+        for row in rows
+    ]
+    return table(columns, cells)
 
 
 def _numerics(results: Path, name: str) -> Any:
