@@ -2,8 +2,9 @@
 
 Requests that arrive while the device is busy are batched into the model's next step, in the order of
 `queues`, which also chooses the model. A large step begins while another one runs, so that its bytes travel
-meanwhile; small ones wait, because more requests may join them. Work that must not overlap a step (loading,
-replacing SM partitions) runs on the same thread, between steps.
+meanwhile; small ones wait, because more requests may join them. While small requests come, too, a large step
+begins only shortly before the other one ends: one that has begun is one more that they wait for. Work that
+must not overlap a step (loading, replacing SM partitions) runs on the same thread, between steps.
 """
 
 import asyncio
@@ -24,6 +25,7 @@ from expertd.service.engine.queues import Queues
 from expertd.service.engine.stepping import Stepping
 from expertd.service.engine.steps import DEFAULT_PRIORITY, Chunk, Done, Pending, Runner, State, StepObserver
 from expertd.service.engine.wakeup import Source, Wakeup
+from expertd.service.memory import is_on_gpu
 from expertd.service.moe.request import LayerRequest
 from expertd.service.settings.parts import Limits
 
@@ -34,6 +36,12 @@ _EARLY_TOKENS = 512
 _MAX_RUNNING = 2  # steps: one whose bytes are copied, and one that computes
 _POLLED_PART = 0.9  # of a large step's likely time; for the rest, waiting for its end alone ends sooner
 _POLL_SECONDS = 100e-6  # how often a running step is checked for its end while others may begin
+# How long before the likely end of the running step the next large one begins while small requests come: its
+# launches take 0.2 to 0.5 ms, and copying its bytes, unless the GPU has them, a part of what it computes.
+_LEAD_SECONDS = 0.6e-3
+_LEAD_PART = 0.2  # of the running step's time, at least
+_COPYING_PART = 0.5  # at most, or if there are bytes to copy
+_SMALL_SECONDS = 1.0  # small requests are taken to come for as long after one has
 # A step on the event loop may take longer than is likely, and meanwhile no timeout can be answered there.
 _LEAST_TIMEOUT_SECONDS = 50 * SHORT_SECONDS
 # After a step on the event loop, that stays awake for as long, if the caller has been this quick before.
@@ -63,6 +71,7 @@ class Scheduler:
         self._sleeping = False
         self._closed = False
         self._stopped = False
+        self._small_until = -math.inf  # small requests are taken to come
         self._ended_here = -math.inf  # when the last step on the event loop was answered
         self._stays_awake = False  # after the next one
         self._thread = threading.Thread(target=self._work, name=_name(lane), daemon=True)
@@ -161,6 +170,8 @@ class Scheduler:
         with self._lock:
             self._check_open()
             queue = self._queues.add(pending, self._stepping.busy_seconds)
+            if request.num_tokens < _EARLY_TOKENS:
+                self._small_until = pending.arrived + _SMALL_SECONDS
             self._delivery.accepted()
             if on_worker and self._stepping.returning:
                 self._stepping.returning -= 1
@@ -369,15 +380,26 @@ class Scheduler:
             return bool(self._queues.turns)
         if self._stopped or self._jobs or len(running) == _MAX_RUNNING:
             return False
-        return self._queues.is_next_large(_EARLY_TOKENS)
+        head = self._queues.large_head(_EARLY_TOKENS)
+        return head is not None and time.perf_counter() >= self._early_from(head.request)
+
+    def _early_from(self, request: LayerRequest) -> float:
+        """When a step with this request may begin beside the running one."""
+        began, seconds = self._stepping.first_times()
+        if self._small_until < time.perf_counter():
+            return began
+        lead = _COPYING_PART * seconds
+        if is_on_gpu(request.hidden_states):
+            lead = min(lead, max(_LEAD_SECONDS, _LEAD_PART * seconds))
+        return began + seconds - lead
 
     def _wait_for_more(self) -> bool:
         """Wait until the only running step is done; True as soon as the next one may begin."""
         running = self._stepping.running
         if len(running) == _MAX_RUNNING or running[0].num_tokens < _EARLY_TOKENS:
             return False  # a small step is over before another is worth beginning
-        seconds = self._queues[running[0].model].likely_seconds(running[0].num_tokens)
-        until = running[0].began + _POLLED_PART * seconds
+        began, seconds = self._stepping.first_times()
+        until = began + _POLLED_PART * seconds
         while time.perf_counter() < until and not running[0].step.is_done():
             if self._wakeup.sources:
                 self._poll(0)

@@ -5,8 +5,9 @@ they have requests, models in proportion to their weights; a caller's requests a
 more urgent request waits for the steps that run.
 
 A request of more than `prefill_chunk_tokens` is long. While long and other requests compete, long ones are
-computed in chunks, in turns with steps of the others, or together with them. They compete from when one of
-both arrives beside the other until some seconds after it last happened.
+computed in chunks, in turns with steps of the others, or together with them: then a chunk may be a whole
+request, and one is long that does not fit beside the largest. They compete from when one of both arrives
+beside the other until some seconds after it last happened.
 """
 
 import math
@@ -95,7 +96,7 @@ class Queues:
         if pending.deadline < math.inf:
             self._check_time(pending, busy())
         queue = self._of[model]
-        if 0 < self.limits.prefill_chunk_tokens < num_tokens:
+        if num_tokens > self._most_short():
             pending.is_long = True
             competes = self._num_short > 0
             self._long.add(pending)
@@ -160,18 +161,18 @@ class Queues:
         alone = len(self.turns) == 1 and self._of[pending.model].num_requests == 1
         return alone and not (pending.is_long and self._chunk_tokens())
 
-    def is_next_large(self, num_tokens: int) -> bool:
-        """Whether the next step has at least `num_tokens`, and no chunk.
+    def large_head(self, num_tokens: int) -> Pending | None:
+        """A request of the next step if that likely has at least `num_tokens`, else None.
 
-        A step with a chunk waits for the one before it, so that others wait for no more than one chunk.
+        None if it takes turns with chunks: it waits for the one before, so that others wait for one chunk.
         """
         if not self.turns:
-            return False
-        queue = self._of[self._next_model()]
-        if queue.num_tokens < num_tokens or self._chunk_tokens():
-            return False
-        head = queue.head()
-        return not head.is_long or head.left >= num_tokens
+            return None
+        queue, chunk_tokens = self._of[self._next_model()], self._chunk_tokens()
+        if chunk_tokens and not self.limits.join_chunks:
+            return None
+        size = min(queue.num_tokens, chunk_tokens or queue.num_tokens)
+        return queue.head() if size >= num_tokens else None
 
     def next_step(self) -> list[Chunk]:
         """Take what the next step computes, all of one model, up to `max_batch_tokens`."""
@@ -220,9 +221,17 @@ class Queues:
         return full(text, max(1, math.ceil(seconds)))
 
     def _chunk_tokens(self) -> int:
-        """The most tokens of a chunk; 0: steps have whole requests."""
+        """The most tokens of a chunk; 0: steps have whole requests, in their turn."""
         competing = self._long and self._competing_until > time.perf_counter()
-        return self.limits.prefill_chunk_tokens if competing else 0
+        return (self.limits.prefill_chunk_tokens or self.limits.max_request_tokens) if competing else 0
+
+    def _most_short(self) -> float:
+        """The most tokens of a request that is not long."""
+        limits = self.limits
+        if limits.prefill_chunk_tokens:
+            return limits.prefill_chunk_tokens
+        room = limits.max_batch_tokens - limits.max_request_tokens
+        return room if limits.join_chunks and room else math.inf
 
     def _next_model(self) -> str:
         """The model with the most urgent request, of several the one that used the device least."""

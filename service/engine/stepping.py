@@ -154,6 +154,12 @@ class Stepping:
             end = max(end, began) + self._queues[chunks[0].pending.model].forecast.step(num_tokens)
         return max(0.0, end - time.perf_counter())
 
+    def first_times(self) -> tuple[float, float]:
+        """When the device began the first step in flight, and the seconds it likely takes; 0: unknown."""
+        first = self.running[0]
+        began = max(first.began, self._answered)  # it waited for the one before it
+        return began, self._queues[first.model].likely_seconds(first.num_tokens)
+
     def refuse_late(self, chunks: Sequence[Chunk]) -> None:
         """Answer requests whose outputs would come too late."""
         for chunk in chunks:

@@ -287,10 +287,12 @@ def test_a_model_that_was_idle_has_no_claim_to_the_past() -> None:
 def test_a_step_with_a_chunk_does_not_begin_early() -> None:
     filled = Filled()
     filled.add(32)
-    assert filled.queues.is_next_large(32)
-    assert not filled.queues.is_next_large(33)
+    head = filled.queues.large_head(32)
+    assert head is not None
+    assert head.request.num_tokens == 32
+    assert filled.queues.large_head(33) is None
     filled.add(1)
-    assert not filled.queues.is_next_large(8)
+    assert filled.queues.large_head(8) is None
 
 
 def test_a_request_found_right_after_a_long_ones_step_has_waited_for_it() -> None:

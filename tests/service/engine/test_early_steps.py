@@ -1,0 +1,111 @@
+"""When a large step begins beside a running one: at once, but late while small requests come, too."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+
+from expertd.service.engine.batching import Scheduler
+from expertd.service.moe.request import LayerRequest, StepResult
+from expertd.service.settings.parts import Limits
+from tests.service.engine.test_batching import Observed, soon
+from tests.service.runners import EchoRunner, Submitted, layer_request
+
+LARGE = 512
+SECONDS = 0.2  # of a step
+
+
+class TimedStep:
+    """A step that ends at a time."""
+
+    def __init__(self, result: StepResult, end: float) -> None:
+        self._result, self._end = result, end
+
+    def is_done(self) -> bool:
+        return time.perf_counter() >= self._end
+
+    def wait(self) -> float:
+        time.sleep(max(0.0, self._end - time.perf_counter()))
+        return SECONDS
+
+    def finish(self) -> StepResult:
+        self.wait()
+        return self._result
+
+
+class TimedRunner(EchoRunner):
+    """A device that computes steps one after another, each in SECONDS."""
+
+    seconds = SECONDS
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._free = 0.0
+        self.early: list[float] = []  # by how much of a step each began before the device was free
+
+    def begin(self, requests: Sequence[LayerRequest]) -> TimedStep:  # type: ignore[override]
+        now = time.perf_counter()
+        self.early.append(max(0.0, self._free - now) / SECONDS)
+        self._free = max(now, self._free) + SECONDS
+        return TimedStep(self._run(requests), self._free)
+
+
+@asynccontextmanager
+async def timed(**changed: int | bool) -> AsyncIterator[tuple[TimedRunner, Scheduler]]:
+    """A scheduler, and its runner, of which a large step has shown what it takes."""
+    runner = TimedRunner()
+    limits = {
+        "max_request_tokens": LARGE,
+        "max_batch_tokens": 2 * LARGE - 1,
+        "max_queue_tokens": 8 * LARGE,
+        **changed,
+    }
+    scheduler = Scheduler(Limits.model_validate(limits), Observed())
+    scheduler.set_runners({"0": runner})
+    scheduler.start()
+    try:
+        await soon(Submitted(scheduler, "0", layer_request([1.0] * LARGE)).answer)
+        yield runner, scheduler
+    finally:
+        assert scheduler.stop(timeout=10)
+
+
+def submitted(scheduler: Scheduler, *sizes: int) -> list[Submitted]:
+    return [Submitted(scheduler, "0", layer_request([1.0] * size)) for size in sizes]
+
+
+async def test_large_steps_alone_begin_at_once_beside_each_other() -> None:
+    async with timed() as (runner, scheduler):
+        for each in submitted(scheduler, LARGE, LARGE, LARGE):
+            await soon(each.answer)
+    assert runner.early[2] > 0.8
+    assert runner.early[3] > 0.8, "once the one before the last has ended"
+
+
+async def test_a_small_request_is_in_the_step_after_the_one_that_runs() -> None:
+    async with timed() as (runner, scheduler):
+        await soon(submitted(scheduler, 1)[0].answer)
+        larges = submitted(scheduler, LARGE, LARGE)
+        await asyncio.sleep(0.2 * SECONDS)
+        small = submitted(scheduler, 1)
+        for each in [*larges, *small]:
+            await soon(each.answer)
+    assert runner.steps[2:] == [[LARGE], [LARGE, 1]]
+    assert 0.0 < runner.early[3] < 0.7, "late, but before the other one's end"
+
+
+@pytest.mark.parametrize("chunk", [0, LARGE - 64])
+async def test_joining_a_small_request_overtakes_large_ones(chunk: int) -> None:
+    """The step after the one that runs has room for it, whether requests are computed whole or in chunks."""
+    settings = {"join_chunks": True, "prefill_chunk_tokens": chunk, "max_batch_tokens": LARGE + 8}
+    async with timed(**settings) as (runner, scheduler):
+        await soon(submitted(scheduler, 1)[0].answer)
+        larges = submitted(scheduler, LARGE, LARGE, LARGE)
+        await asyncio.sleep(0.2 * SECONDS)
+        small = submitted(scheduler, 1)
+        for each in [*larges, *small]:
+            await soon(each.answer)
+    assert [sorted(step)[0] for step in runner.steps[2:4]] == [LARGE, 1]
+    assert len(runner.steps[3]) == 2
