@@ -6,12 +6,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from expertd.service.moe.weights import random_weights
+from expertd.service.moe.weights import load_weights, random_weights
 from expertd.service.settings.model import Settings
 from tests.service.moe.reference_layer import reference_layer
 
 SIZES = (1, 1, 1, 2, 5, 16, 64)
 # Of the output's norm, what rounding costs at most: activations to bf16 on a CPU, twice to FP8 on a GPU.
+_CLEAR = 0.05  # difference of logits, whose standard deviation is 1
 _MOST = {"reference": 0.03, "hopper": 0.15}
 
 
@@ -30,14 +31,23 @@ class Sample(NamedTuple):
 
 
 def samples(settings: Settings, count: int = 3) -> list[Sample]:
-    """`count` samples of each size."""
-    shape = settings.models[0].shape
-    weights = random_weights(shape, settings.models[0].weights.seed or 0, torch.device("cpu"))
+    """`count` samples of each size, of tokens that are routed alike in any precision."""
+    model = settings.models[0]
+    shape, path = model.shape, model.weights.path
+    weights = load_weights(path, shape, "cpu") if path else random_weights(shape, 0, "cpu")
     found: list[Sample] = []
     for seed in range(count):
         for size in SIZES:
             random = np.random.default_rng((seed, size, len(found)))
-            values = random.standard_normal((size, shape.hidden_size), dtype=np.float32)
+            drawn = random.standard_normal((8 * size, shape.hidden_size), dtype=np.float32)
+            values = drawn[_is_clear(drawn, weights.router, shape.top_k)][:size]
+            assert len(values) == size
             output = reference_layer(torch.from_numpy(values), weights, shape.top_k)
             found.append(Sample(values, output.numpy().astype(np.float32), _MOST[settings.backend]))
     return found
+
+
+def _is_clear(values: npt.NDArray[np.float32], router: torch.Tensor, top_k: int) -> npt.NDArray[np.bool_]:
+    """Which tokens prefer their last expert clearly to the next one; router [E, H]."""
+    logits = np.sort(values @ router.float().numpy().T)
+    return logits[:, -top_k] - logits[:, -top_k - 1] > _CLEAR

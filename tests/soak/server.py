@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 import yaml
 
+from expertd.service.moe.weights import random_weights, save_weights
 from expertd.service.settings.model import Settings
 from tests.service.apps import MODEL, tiny_settings
 from tests.service.children import children_of, command_of
@@ -35,10 +37,13 @@ COMING = "coming"
 
 
 def soak_settings(folder: Path, **changes: Any) -> Settings:
-    """Everything on that one process of one rank has."""
+    """Everything on that one process of one rank has; the weights are in a file, the same on every device."""
+    path = folder / "weights.safetensors"
+    save_weights(path, random_weights(tiny_settings().models[0].shape, 0, torch.device("cpu")))
+    model = {**MODEL, "weights": {"path": str(path)}}
     return tiny_settings(
         {"max_queue_requests": 512, "max_queue_tokens": 4096},
-        models=[MODEL, {**MODEL, "name": COMING}],
+        models=[model, {**model, "name": COMING}],
         host="127.0.0.1",
         port=free_port(),
         grpc={"port": free_port()},

@@ -5,6 +5,7 @@ import random
 import re
 import socket
 import statistics
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -59,6 +60,7 @@ class Soak:
         backend: str = "reference",
         devices: str | None = None,
     ) -> None:
+        self._began = time.perf_counter()
         self._seconds, self._requests, self._num_idle = seconds, requests, idle
         self._settings = settings = soak_settings(folder, backend=backend)
         self._is_on_gpu = backend != "reference"
@@ -77,8 +79,8 @@ class Soak:
 
     def run(self) -> dict[str, Any]:
         """The result."""
-        began = time.perf_counter()
         self._server.start(self._settings)
+        self._say("the server is ready")
         with self._callers():
             self._open_idle()
             self._serve()
@@ -87,7 +89,7 @@ class Soak:
             self._restart(Phase.KILLED, self._settings)
             self._stage.phase = Phase.OVER
         codes.append(self._server.terminate())
-        return self._result(time.perf_counter() - began, codes)
+        return self._result(time.perf_counter() - self._began, codes)
 
     @contextmanager
     def _callers(self) -> Iterator[None]:
@@ -181,10 +183,16 @@ class Soak:
                 sock.close()
         self._idle.clear()
         (self._plan.folder / "channels").unlink(missing_ok=True)
+        self._say("the server has ended")
         self._server.start(settings)
+        self._say("the next one is ready")
         self._stage.phase = Phase.SERVING
         time.sleep(max(_AFTER_SECONDS, 0.05 * self._seconds))
         return code
+
+    def _say(self, what: str) -> None:
+        seconds = time.perf_counter() - self._began
+        print(f"soak: {seconds:.0f} s: {what}, {self._sent()} requests sent", file=sys.stderr, flush=True)
 
     def _sent(self) -> int:
         return sum(tally.counts()["sent"] for tally in self._tallies.values())
