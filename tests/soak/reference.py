@@ -50,4 +50,5 @@ def samples(settings: Settings, count: int = 3) -> list[Sample]:
 def _is_clear(values: npt.NDArray[np.float32], router: torch.Tensor, top_k: int) -> npt.NDArray[np.bool_]:
     """Which tokens prefer their last expert clearly to the next one; router [E, H]."""
     logits = np.sort(values @ router.float().numpy().T)
-    return logits[:, -top_k] - logits[:, -top_k - 1] > _CLEAR
+    clear: npt.NDArray[np.bool_] = logits[:, -top_k] - logits[:, -top_k - 1] > _CLEAR
+    return clear
