@@ -11,6 +11,11 @@ from expertd.service.moe.request import Output
 Answer = tuple[Pending, Output | Exception]
 
 _MAX_REPORTS = 64  # of steps and answers, that wait for a moment in which they delay nothing
+# While the event loop runs Python code, the thread of the steps may wait for it, so it runs few reports in a
+# row, unless very many wait.
+_REPORTS_AT_ONCE = 8
+_PARTS = 16  # of those that wait, one at once, if that is more
+_PAUSE_SECONDS = 1e-3
 
 
 class Delivery:
@@ -22,6 +27,7 @@ class Delivery:
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._reports: deque[Callable[[], None]] = deque()
+        self._reporting = False
         self._unanswered = 0
         self._lock = threading.Lock()
         self._idle = asyncio.Event()
@@ -69,9 +75,17 @@ class Delivery:
             pending.done(answer)
         if answers:
             self.answered(len(answers))
-        # These run after the handlers just woken, so that no response waits for metrics.
-        while self._reports:
-            self.loop.call_soon(self._reports.popleft())
+        if not self._reporting:
+            self._report()
+
+    def _report(self) -> None:
+        """Begin to run the reports, after the handlers just woken, so that no response waits for metrics."""
+        reports = self._reports
+        for _ in range(min(len(reports), max(_REPORTS_AT_ONCE, len(reports) // _PARTS))):
+            self.loop.call_soon(reports.popleft())
+        self._reporting = bool(reports)
+        if reports:
+            self.loop.call_later(_PAUSE_SECONDS, self._report)
 
     def report_later(self, report: Callable[[], None]) -> None:
         """Call `report` on the event loop, with the next answers or at the next `flush`."""
