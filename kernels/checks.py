@@ -115,7 +115,7 @@ def check_experts(
     if not 1 <= num_groups <= MAX_GROUPS:
         raise _refusal("down groups", f"1 to {MAX_GROUPS}", num_groups)
     for name, (data, scales), n, k in (("gate_up", gate_up, 2 * i, h), ("down", down, h, i)):
-        _check(name, data, (num_groups, n, k), _E4M3, device, like)
+        _check(name, data, (num_groups, n, k), _E4M3, _device_of_weights(data, device), like)
         _check_address(name, data)
         blocks = (num_groups, -(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK))
         _check(f"{name} scales", scales, blocks, _FP32, device, like)
@@ -169,10 +169,15 @@ def _check_weights(weights: Quantized, a_k: int, device: torch.device) -> tuple[
     if not 1 <= num_groups <= MAX_GROUPS:
         raise _refusal("b groups", f"1 to {MAX_GROUPS}", num_groups)
     _check_data("b", b)
-    if b.device != device:
+    if b.device != _device_of_weights(b, device):
         raise _refusal("b device", f"{device} as a", b.device)
     _check("b scales", b_scales, (num_groups, -(-n // SCALE_BLOCK), k // SCALE_BLOCK), _FP32, device)
     return num_groups, n, k
+
+
+def _device_of_weights(data: Tensor, device: torch.device) -> torch.device:
+    """Where weights have to be for tokens on `device`; on a CPU, those of `Backend.packed` have no data."""
+    return data.device if data.is_meta and device.type == "cpu" else device
 
 
 def _check_data(name: str, data: Tensor) -> None:

@@ -47,6 +47,13 @@ class Backend(ABC):
     def warm_up(self, progress: Progress | None = None) -> None:  # noqa: B027  (a backend may have nothing to do)
         """Do everything that a first call would otherwise do lazily, above all compilation."""
 
+    def packed(self, weights: Quantized) -> Quantized:
+        """The same weights [G, N, K], only for calls of this backend, with no more memory than those need.
+
+        Its data may be on the meta device: then it can be neither read nor changed.
+        """
+        return weights
+
     def prepare_weights(self, group: Quantized) -> object:
         """What is kept of a group that will have these weights [N, K]; for `weights_changed`."""
         return None

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 # Processing whole activations takes two to three times as long: every temporary is new memory to page in.
-_CHUNK_ELEMENTS = 1 << 20
+CHUNK_ELEMENTS = 1 << 20
 
 
-def row_chunks(*tensors: Tensor, elements: int = _CHUNK_ELEMENTS) -> Iterator[tuple[Tensor, ...]]:
+def row_chunks(*tensors: Tensor, elements: int = CHUNK_ELEMENTS) -> Iterator[tuple[Tensor, ...]]:
     """The tensors, split along their first dimension into matching chunks; on a GPU, one chunk with all rows.
 
     The tensors have the same first dimension. A chunk holds about `elements` elements of the first tensor.

@@ -1,11 +1,12 @@
 """Quantization to FP8 (e4m3) with one fp32 scale per row and 128 columns, or per 128x128 block."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from expertd.kernels.ops.chunks import row_chunks
+from expertd.kernels.ops.chunks import CHUNK_ELEMENTS, row_chunks
 from expertd.limits import SCALE_BLOCK
 
 E4M3_MAX = 448.0
@@ -108,8 +109,12 @@ def expand_rows(data: Tensor, scales: Tensor) -> Tensor:
     return rows
 
 
-def dequantize_blocks(data: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def dequantize_blocks(
+    data: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32, out: Tensor | None = None
+) -> Tensor:
     """Undo `quantize_blocks`: data e4m3 [(G,) N, K] times its block's scale, as `dtype`, contiguous.
+
+    out  of data's shape, to write to; None: a new tensor
 
     Raises ValueError.
     """
@@ -117,11 +122,25 @@ def dequantize_blocks(data: Tensor, scales: Tensor, dtype: torch.dtype = torch.f
     _check_weight_ndim("data", data)
     if scales.shape != _block_counts(data.shape):
         raise ValueError(f"scales shape: expected {_block_counts(data.shape)}, got {tuple(scales.shape)}")
-    out = torch.empty(data.shape, dtype=dtype, device=data.device)
-    for data_in, scales_in, weight in zip(_groups(data), _groups(scales), _groups(out), strict=True):
-        blocks = _to_blocks(_decode(data_in).to(torch.float32)).mul_(scales_in[:, None, :, None])
-        weight.copy_(_from_blocks(blocks, weight.shape))
+    if out is None:
+        out = torch.empty(data.shape, dtype=dtype, device=data.device)
+    elif (out.shape, out.dtype) != (data.shape, dtype):
+        got = f"{tuple(out.shape)} of {out.dtype}"
+        raise ValueError(f"out: expected {tuple(data.shape)} of {dtype}, got {got}")
+    for group in zip(_groups(data), _groups(scales), _groups(out), strict=True):
+        for data_in, scales_in, weight in _row_blocks(*group):
+            blocks = _to_blocks(_decode(data_in).to(torch.float32)).mul_(scales_in[:, None, :, None])
+            weight.copy_(_from_blocks(blocks, weight.shape))
     return out
+
+
+def _row_blocks(data: Tensor, scales: Tensor, out: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The three of a matrix [N, K], as `row_chunks` splits rows, but into whole blocks."""
+    if data.device.type != "cpu":
+        return iter(((data, scales, out),))
+    blocks = max(1, CHUNK_ELEMENTS // (SCALE_BLOCK * data.shape[1]))
+    rows = blocks * SCALE_BLOCK
+    return zip(torch.split(data, rows), torch.split(scales, blocks), torch.split(out, rows), strict=True)
 
 
 def _amax(blocks: Tensor, dim: tuple[int, ...]) -> Tensor:

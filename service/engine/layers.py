@@ -15,7 +15,15 @@ from expertd.service.checkpoints.weights import read_layer
 from expertd.service.moe.base import Layer
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.shape import LayerShape
-from expertd.service.moe.weights import ExpertWeights, check_weights, load_weights, random_weights
+from expertd.service.moe.tensor_file import TensorFile, TensorFileError
+from expertd.service.moe.weights import (
+    MATRICES,
+    ExpertWeights,
+    check_weights,
+    load_weights,
+    random_weights,
+)
+from expertd.service.moe.weights_file import BIASES
 from expertd.service.settings.served import ModelSettings
 from expertd.service.terminal import progress_bar, shows_bars
 
@@ -48,9 +56,32 @@ def layer_of(model: ModelSettings, backend: Backend, device: torch.device, cance
     )
 
 
+def packed_layer_of(
+    model: ModelSettings, backend: Backend, device: torch.device, cancelled: Cancelled
+) -> MoELayer:
+    """As `layer_of`, with no more memory than calls need: `weights` may have no data."""
+    layer = layer_of(model, backend, device, cancelled)
+    for name in MATRICES:
+        layer.pack(name)
+    return layer
+
+
 def rule_of(model: ModelSettings) -> ExpertRule:
     """What the experts of `model` compute."""
     return model.rule if isinstance(model, CheckpointModelSettings) else COMMON
+
+
+def has_biases(model: ModelSettings) -> bool:
+    """Whether the experts of `model` have biases, by the headers of its files."""
+    if isinstance(model, CheckpointModelSettings):
+        return model.source.biases is not None
+    if model.weights.path is None:
+        return False
+    try:
+        with TensorFile(model.weights.path) as file:
+            return BIASES[0] in file.tensors
+    except TensorFileError:  # loading says so
+        return False
 
 
 def weights_of(

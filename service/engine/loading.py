@@ -12,7 +12,7 @@ import torch
 from expertd.backends import BACKENDS
 from expertd.kernels import Backend, resolve_backend
 from expertd.kernels.backends import why_not
-from expertd.service.engine.layers import Cancelled, MakeLayer, layer_of, stop_if
+from expertd.service.engine.layers import Cancelled, MakeLayer, packed_layer_of, stop_if
 from expertd.service.engine.local_models import Held, LocalModels
 from expertd.service.engine.placement import Placements
 from expertd.service.engine.rank_metrics import RankState
@@ -129,7 +129,7 @@ def load(
 ) -> Loaded:
     """Load everything in `settings`, on the worker thread, which will also run the steps.
 
-    make_layer  makes each model's layer; None: `layer_of`
+    make_layer  makes each model's layer; None: `packed_layer_of`
     meet        waits for those who run a layer's steps together with this process, before they begin
     held        the experts of each model that this process holds; None: all of the model's
 
@@ -152,7 +152,7 @@ def load(
             f"partitions: expected a backend whose device has SMs to partition, got {backend.name!r}"
         )
 
-    models = LocalModels(settings, backend, partitions, make_layer or layer_of, meet, held)
+    models = LocalModels(settings, backend, partitions, make_layer or packed_layer_of, meet, held)
     models.load_all([model for model in settings.models if model.load], cancelled)
     decode, prefill = models.sets[0], models.sets[-1]
     split = None

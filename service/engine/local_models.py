@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from expertd.kernels import Backend
-from expertd.service.engine.layers import Cancelled, MakeLayer, stop_if
+from expertd.service.engine.layers import Cancelled, MakeLayer, has_biases, stop_if
 from expertd.service.engine.runner_sets import RunnerSet
 from expertd.service.moe.base import Layer
 from expertd.service.moe.batch import FLOATS
@@ -56,6 +56,7 @@ class LocalModels:
     ) -> None:
         self.sets = [RunnerSet(lane, backend.device, partitions) for lane in lanes_of(settings)]
         self._limits = settings.limits
+        self._keeps_fp8 = settings.placement.policy is not None
         self._backend, self._device = backend, backend.device
         self._make_layer, self._meet, self._held = make_layer, meet, held
         self._staged_bytes = 0
@@ -99,7 +100,14 @@ class LocalModels:
         on_gpu, shape = self._device.type == "cuda", model.shape
         if self._held is not None:
             shape = part_of_layer(shape, len(self._held(model)))
-        return needs_of(shape, self._limits.max_batch_tokens, on_gpu, staging)
+        return needs_of(
+            shape,
+            self._limits.max_batch_tokens,
+            on_gpu,
+            staging=staging,
+            has_biases=has_biases(model),
+            keeps_fp8=self._keeps_fp8,
+        )
 
     def read(self, model: ModelSettings, cancelled: Cancelled) -> Layer:
         """The layer of `model`, with its weights on the device; on any thread, while steps run."""

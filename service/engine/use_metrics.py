@@ -27,7 +27,12 @@ COPY_SECONDS = Family(
 )
 COPY_BYTES = Family("counter", "host_copy_bytes", "bytes of these copies", "bytes", when=_ONE)
 WEIGHTS = Family(
-    "gauge", "weights_bytes", "bytes of the model's weights; 0: not loaded", "bytes", ("model",), when=_ONE
+    "gauge",
+    "weights_bytes",
+    "bytes of the model's weights, in FP8; a CPU keeps their matrices in bf16. 0: not loaded",
+    "bytes",
+    ("model",),
+    when=_ONE,
 )
 MEMORY = Family(
     "gauge",

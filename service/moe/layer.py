@@ -14,7 +14,7 @@ from expertd.layout import Layout
 from expertd.service.moe.masked import masked_experts
 from expertd.service.moe.separate import SeparateExperts, needs_two_calls
 from expertd.service.moe.shape import LayerShape
-from expertd.service.moe.weights import ExpertWeights, check_weights
+from expertd.service.moe.weights import ExpertWeights, check_weights, without_data
 
 _HIDDEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -76,6 +76,18 @@ class MoELayer:
         in_bf16 = weights.router.to(torch.bfloat16).contiguous()
         exact = in_bf16.is_cuda and in_bf16.to(torch.float32).equal(self._router)
         self._bf16_router = in_bf16 if exact else None
+
+    def pack(self, name: str) -> None:
+        """Keep of one of the experts' MATRICES what calls need: on a CPU a copy in bf16, and no FP8.
+
+        Afterwards `weights` has no data of it. One after the other, so that the FP8 of the first is freed.
+        """
+        matrix = self.weights.matrix(name)
+        if self._separate is None:
+            packed = self.backend.packed(matrix)
+        else:
+            packed = without_data(matrix) if self._separate.pack(name) else matrix
+        self.weights = self.weights.with_matrix(name, packed)
 
     def expect_each(self, num_tokens: int) -> None:
         """For layers with ranks: the next calls have `num_tokens` on each. Here nothing depends on it."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from expertd.limits import SCALE_BLOCK
 from expertd.service.moe.shape import LayerShape
-from expertd.service.moe.weights_file import OPTIONAL, tensor_specs
+from expertd.service.moe.weights_file import BIASES, OPTIONAL, tensor_specs
 
 _BYTES = {"F8_E4M3": 1, "BF16": 2, "F16": 2, "F32": 4}
 _GRAPH_TOKENS = 256  # of the largest captured step
@@ -33,13 +33,28 @@ class Needs:
         return f"{self.total / 1e6:.1f} MB ({listed})"
 
 
-def needs_of(shape: LayerShape, max_tokens: int, on_gpu: bool, staging: int = 0) -> Needs:
-    """What a layer needs with steps of `max_tokens`; staging: bytes by which memory for all layers grows."""
+def needs_of(
+    shape: LayerShape,
+    max_tokens: int,
+    on_gpu: bool,
+    *,
+    staging: int = 0,
+    has_biases: bool = False,
+    keeps_fp8: bool = False,
+) -> Needs:
+    """What a layer needs with steps of `max_tokens`.
+
+    staging     bytes by which memory for all layers grows
+    has_biases  whether the experts have some
+    keeps_fp8   whether a CPU needs the matrices also in FP8, because experts move
+    """
     router = shape.num_experts * shape.hidden_size * (4 + 2)  # copies of it in fp32 and bf16
     matrices = 3 * shape.num_groups * shape.hidden_size * shape.intermediate_size
-    weights = weights_bytes(shape) + router
-    if not on_gpu:
-        return Needs(weights + 2 * matrices, _step_bytes(shape, max_tokens, False), 0)  # and in bf16
+    weights = weights_bytes(shape, has_biases) + router
+    if not on_gpu:  # a CPU multiplies in bf16; FP8 is freed matrix by matrix, the larger one first
+        reading = 0 if keeps_fp8 else matrices // 3
+        weights += (2 if keeps_fp8 else 1) * matrices
+        return Needs(weights, max(_step_bytes(shape, max_tokens, False), reading), 0)
     reading = _QUANTIZED_BYTES * shape.hidden_size * shape.intermediate_size
     steps = max(_step_bytes(shape, max_tokens, True), reading) + staging
     return Needs(weights, steps, _step_bytes(shape, _GRAPH_TOKENS, True) + _GRAPH_BYTES)
@@ -60,10 +75,11 @@ def together(each: Sequence[Needs]) -> Needs:
     )
 
 
-def weights_bytes(shape: LayerShape) -> int:
-    """Bytes of a layer's weights."""
-    specs = tensor_specs(shape).items()
-    return sum(math.prod(spec.shape) * _BYTES[spec.dtypes[0]] for name, spec in specs if name not in OPTIONAL)
+def weights_bytes(shape: LayerShape, has_biases: bool = False) -> int:
+    """Bytes of a layer's weights, in FP8; of those in `OPTIONAL`, only of the experts' biases."""
+    specs = tensor_specs(shape)
+    names = specs.keys() - OPTIONAL | set(BIASES if has_biases else ())
+    return sum(math.prod(specs[name].shape) * _BYTES[specs[name].dtypes[0]] for name in names)
 
 
 def staging_bytes(max_tokens: int, hidden_size: int, top_k: int, itemsize: int) -> int:

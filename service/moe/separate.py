@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from expertd.activation import ExpertRule
-from expertd.kernels import Backend, Quantized, fused_experts
+from expertd.kernels import Backend, fused_experts
 from expertd.service.moe.shape import LayerShape
-from expertd.service.moe.weights import ExpertWeights
+from expertd.service.moe.weights import ExpertWeights, cut
 
 
 def needs_two_calls(shape: LayerShape, rule: ExpertRule) -> bool:
@@ -21,10 +21,14 @@ class SeparateExperts:
         self._backend, self._rule, self._held = backend, rule, len(shape.held_experts)
         self._num_shared = shape.num_shared_experts
         # Made once: the backend knows weights by their tensors.
-        self._routed, self._shared = (
-            _part(weights, slice(self._held)),
-            _part(weights, slice(self._held, None)),
-        )
+        self._routed, self._shared = cut(weights, self._held)
+
+    def pack(self, name: str) -> bool:
+        """See `MoELayer.pack`; whether the whole matrix is no longer needed."""
+        packed = [self._backend.packed(part.matrix(name)) for part in (self._routed, self._shared)]
+        self._routed = self._routed.with_matrix(name, packed[0])
+        self._shared = self._shared.with_matrix(name, packed[1])
+        return packed[0].data.is_meta
 
     def __call__(
         self,
@@ -43,7 +47,7 @@ class SeparateExperts:
             states = hidden_states.to(torch.float32).repeat_interleave(slots, 0) * weights.view(-1, 1)
             ids, weights = ids.reshape(-1, 1), torch.ones_like(weights).view(-1, 1)
         total = fused_experts(
-            states, ids, weights, *self._routed,
+            states, ids, weights, self._routed.gate_up, self._routed.down,
             activation=self._rule.routed, backend=self._backend, num_sms=num_sms,
             offsets=None if offsets is None else offsets[: self._held + 1],
         )  # fmt: skip
@@ -51,16 +55,8 @@ class SeparateExperts:
         if self._num_shared > 0:
             ids, weights = shared
             total += fused_experts(
-                hidden_states, (ids - self._held).contiguous(), weights.contiguous(), *self._shared,
+                hidden_states, (ids - self._held).contiguous(), weights.contiguous(),
+                self._shared.gate_up, self._shared.down,
                 activation=self._rule.shared, backend=self._backend, num_sms=num_sms,
             )  # fmt: skip
         return total if out is None else out.copy_(total)
-
-
-def _part(weights: ExpertWeights, groups: slice) -> tuple[Quantized, Quantized]:
-    """gate_up and down of some groups."""
-    gate_up, down = weights.gate_up, weights.down
-    return (
-        Quantized(gate_up.data[groups], gate_up.scales[groups]),
-        Quantized(down.data[groups], down.scales[groups]),
-    )

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -31,6 +31,8 @@ _DTYPES = {
     torch.float32: "F32",
 }
 _TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
+MATRICES = ("gate_up", "down")
+"""Those of an expert, as `ExpertWeights` names them."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,17 @@ class ExpertWeights:
     shared_gate: Tensor | None = None
     biases: ExpertBiases | None = None
 
+    def matrix(self, name: str) -> Quantized:
+        """One of the MATRICES."""
+        return self.gate_up if name == "gate_up" else self.down
+
+    def with_matrix(self, name: str, matrix: Quantized) -> "ExpertWeights":
+        """With another one of the MATRICES."""
+        return replace(self, gate_up=matrix) if name == "gate_up" else replace(self, down=matrix)
+
     @property
     def num_bytes(self) -> int:
-        """The bytes of all tensors."""
+        """The bytes of all tensors, also where a backend has packed the matrices."""
         tensors = (
             self.router,
             *self.gate_up,
@@ -62,6 +72,21 @@ class ExpertWeights:
             *(self.biases or ()),
         )
         return sum(tensor.numel() * tensor.itemsize for tensor in tensors if tensor is not None)
+
+
+def without_data(weights: Quantized) -> Quantized:
+    """The shape of weights, on the meta device."""
+    return Quantized(weights.data.to("meta"), weights.scales)
+
+
+def cut(weights: ExpertWeights, at: int) -> tuple[ExpertWeights, ExpertWeights]:
+    """The weights of the groups before `at`, and of those from there on."""
+
+    def part(groups: slice) -> ExpertWeights:
+        gate_up, down = (Quantized(w.data[groups], w.scales[groups]) for w in (weights.gate_up, weights.down))
+        return replace(weights, gate_up=gate_up, down=down)
+
+    return part(slice(at)), part(slice(at, None))
 
 
 def random_weights(

@@ -4,10 +4,10 @@ import time
 from collections.abc import Callable
 
 from expertd.service.engine.errors import SchedulerClosedError
-from expertd.service.moe.parallel.placed import MATRICES
 from expertd.service.moe.placement import Placement
 from expertd.service.moe.placement.rounds import Round, rounds
 from expertd.service.moe.shape import LayerShape
+from expertd.service.moe.weights import MATRICES
 from expertd.service.ranks.group import RankGroup
 from expertd.service.ranks.moves import Kind, MoveCommand
 from expertd.service.ranks.placements import PlacementStore

@@ -20,6 +20,7 @@ from expertd.service.moe.graphs import TOKEN_COUNTS
 from expertd.service.moe.parallel import ExchangeError, ParallelLayer, PlacedExperts, SymmetricLayer
 from expertd.service.moe.request import LayerRequest
 from expertd.service.moe.runner import LayerRunner
+from expertd.service.moe.weights import MATRICES
 from expertd.service.ranks.members import MEET, MeetCommand
 from expertd.service.ranks.membership import Membership
 from expertd.service.ranks.messages import StepCommand, StepEnd
@@ -133,6 +134,10 @@ class RankPart:
                 rule=rule_of(model),
                 exact=self._setup.settings.combines_exactly, physical=self._placements.physical(model),
             )  # fmt: skip
+            if device.type == "cpu" and self._setup.settings.placement.policy is None:  # experts never move
+                del weights  # so that each matrix is freed when it is packed
+                for name in MATRICES:
+                    layer.pack(name)
             self._parallel.append(layer)
             self._placed.append(layer.placed)
             return layer

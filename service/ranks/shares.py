@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from expertd.limits import SCALE_BLOCK
+from expertd.service.engine.layers import has_biases
 from expertd.service.moe.host_memory import free_host_bytes
 from expertd.service.moe.needs import Needs, needs_of, part_of_layer, staging_bytes, together
 from expertd.service.moe.placement import contiguous_placement, cyclic_placement
@@ -90,7 +91,15 @@ def _share(settings: Settings, rank: int, on_gpu: bool) -> Share:
         experts = experts_of(settings, model, rank)
         shared = f" and {model.num_shared_experts} shared" if model.num_shared_experts else ""
         held[f"experts {spans(set(experts))} of {model.num_experts}{shared}"].append(model.name)
-        needs.append(needs_of(part_of_layer(model.shape, len(experts)), tokens, on_gpu))
+        needs.append(
+            needs_of(
+                part_of_layer(model.shape, len(experts)),
+                tokens,
+                on_gpu,
+                has_biases=has_biases(model),
+                keeps_fp8=settings.placement.policy is not None,
+            )
+        )
         if on_gpu:
             staging = max(staging, staging_bytes(tokens, model.hidden_size, model.top_k, _NUMBER_BYTES))
     total = together(needs)

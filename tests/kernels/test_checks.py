@@ -70,7 +70,10 @@ SHARED: list[tuple[dict[str, Any], str]] = [
         r"b scales strides: expected contiguous, got \(4, 1, 2\)",
     ),
     ({"b_scales": _meta(G, 2, 2)}, "b scales device: expected cpu as a, got meta"),
-    ({"b": _meta(G, N, K, dtype=torch.float8_e4m3fn)}, "b device: expected cpu as a, got meta"),
+    (
+        {"b": _meta(G, N, K, dtype=torch.float8_e4m3fn)},
+        "device: expected cpu, or those of `packed`, got meta",
+    ),
     ({"num_sms": 0}, "num_sms: expected None or at least 1, got 0"),
     ({"backend": "metal"}, r"backend: expected one of .*'hopper', 'reference'.*, got 'metal'"),
 ]

@@ -130,3 +130,20 @@ def test_weights_made_in_inference_mode_work() -> None:
         buffer, out = poisoned(4, 64)
         grouped_gemm_contiguous(case.a, case.b, case.offsets, out=out)
     expect_contiguous(case, buffer, out)
+
+
+def test_packed_weights_give_the_same_bits_without_their_data() -> None:
+    case, backend = random_contiguous([3, 0, 40], 64, 256), ReferenceBackend()
+    before = grouped_gemm_contiguous(case.a, case.b, case.offsets, backend=backend)
+    data = case.b.data.clone()
+    watched, packed = weakref.ref(data), backend.packed(case.b._replace(data=data))
+    del data
+    gc.collect()
+    assert watched() is None
+    assert packed.data.is_meta
+    assert torch.equal(grouped_gemm_contiguous(case.a, packed, case.offsets, backend=backend), before)
+    with torch.inference_mode():
+        assert torch.equal(grouped_gemm_contiguous(case.a, packed, case.offsets, backend=backend), before)
+    others = packed._replace(data=torch.empty_like(packed.data))
+    with pytest.raises(ValueError, match="device: expected cpu, or those of `packed`, got meta"):
+        grouped_gemm_contiguous(case.a, others, case.offsets, backend=backend)

@@ -23,6 +23,10 @@ class ReferenceBackend(Backend):
     def __init__(self) -> None:
         self._weights = WeightCache()
 
+    def packed(self, weights: Quantized) -> Quantized:
+        """See `Backend.packed`; on a CPU, calls need the matrices, and the scales only as a key to them."""
+        return self._weights.packed(weights) if weights.data.is_cpu else weights
+
     def prepare_weights(self, group: Quantized) -> object:
         """See `Backend.prepare_weights`."""
         return prepared_matrix(*group)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from expertd.kernels.ops.quantize import dequantize_blocks
+from expertd.kernels.ops.quantize import Quantized, dequantize_blocks
 
 Matrices = tuple[Tensor, ...]  # [N, K] of each group, packed or plain
 
@@ -45,12 +45,22 @@ class WeightCache:
     def __init__(self) -> None:
         self._entries: MutableMapping[Tensor, _Entry] = WeakTensorKeyDictionary()
 
+    def packed(self, weights: Quantized) -> Quantized:
+        """Weights whose data is only the key of their matrices: of the same shape, on the meta device."""
+        data = torch.empty_like(weights.data, device="meta")
+        self._entries[data] = (weakref.ref(weights.scales), (0, 0), self.get(*weights))
+        return Quantized(data, weights.scales)
+
     def get(self, b: Tensor, b_scales: Tensor) -> Matrices:
         """A matrix for each group of b, recomputed if b or b_scales has been modified or replaced."""
+        entry = self._entries.get(b)
+        if b.is_meta:
+            if entry is None:
+                raise ValueError("weights device: expected cpu, or those of `packed`, got meta")
+            return entry[2]
         if b.is_inference() or b_scales.is_inference():
             return _matrices(b, b_scales)  # inference tensors have no version counter
         versions = (b._version, b_scales._version)
-        entry = self._entries.get(b)
         if entry is not None and entry[0]() is b_scales and entry[1] == versions:
             return entry[2]
         matrices = _matrices(b, b_scales)
@@ -71,13 +81,19 @@ class WeightCache:
 
 
 def _matrices(b: Tensor, b_scales: Tensor) -> Matrices:
-    # Group by group, so that there is never a whole bf16 copy beside the packed one.
-    return tuple(prepared_matrix(*group) for group in zip(b.unbind(), b_scales.unbind(), strict=True))
+    # Group by group, so that there is never a whole bf16 copy beside the packed one, and in one buffer:
+    # among matrices that stay, freed ones would leave holes in the heap, up to half of it.
+    buffer = torch.empty(b.shape[1:], dtype=torch.bfloat16) if b.is_cpu and can_pack() else None
+    return tuple(_prepared(*group, buffer) for group in zip(b.unbind(), b_scales.unbind(), strict=True))
 
 
 def prepared_matrix(data: Tensor, scales: Tensor) -> Tensor:
     """The matrix of one group [N, K], in the layout that multiplies fastest."""
-    matrix = dequantize_blocks(data, scales, torch.bfloat16)
+    return _prepared(data, scales, None)
+
+
+def _prepared(data: Tensor, scales: Tensor, buffer: Tensor | None) -> Tensor:
+    matrix = dequantize_blocks(data, scales, torch.bfloat16, buffer)
     if matrix.device.type == "cpu" and can_pack():
         packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(matrix, _PACKED_ROWS)
         return packed

@@ -13,11 +13,11 @@ from expertd.kernels import Activation, Backend, Routing, fused_experts
 from expertd.layout import Layout
 from expertd.service.moe.layer import MoELayer, tokens_per_expert
 from expertd.service.moe.parallel.exchange import Combined, Dispatched, Exchange
-from expertd.service.moe.parallel.placed import PlacedExperts, cut
+from expertd.service.moe.parallel.placed import PlacedExperts
 from expertd.service.moe.parallel.replicas import tables_of
 from expertd.service.moe.parallel.rules import check_rule, gate_of
 from expertd.service.moe.shape import LayerShape
-from expertd.service.moe.weights import ExpertWeights, check_weights
+from expertd.service.moe.weights import ExpertWeights, check_weights, cut, without_data
 
 _OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -89,6 +89,13 @@ class ParallelLayer:
             alone, replace(routed, shared_gate=None), backend, routing=routing, rule=ExpertRule(rule.routed)
         )
         self._rule = rule
+
+    def pack(self, name: str) -> None:
+        """See `MoELayer.pack`; for a layer on a CPU whose experts never move."""
+        self._own.pack(name)
+        self._shared = self._shared.with_matrix(name, self.backend.packed(self._shared.matrix(name)))
+        self.weights = self.weights.with_matrix(name, without_data(self.weights.matrix(name)))
+        self.placed.forget(name)
 
     def expect_each(self, num_tokens: int) -> None:
         """Nothing: the ranks tell each other how many tokens they send."""

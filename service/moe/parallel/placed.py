@@ -1,7 +1,6 @@
 """The experts of a layer on one rank: which they are, their weights as bytes, and going over to others."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -10,10 +9,7 @@ from torch import Tensor
 from expertd.kernels import Backend, Quantized
 from expertd.service.moe.parallel.replicas import ReplicaTables
 from expertd.service.moe.placement.placement import rank_slots
-from expertd.service.moe.weights import ExpertWeights
-
-MATRICES = ("gate_up", "down")
-"""Those of an expert, as `ExpertWeights` names them."""
+from expertd.service.moe.weights import MATRICES, ExpertWeights, without_data
 
 
 class PlacedExperts:
@@ -48,6 +44,12 @@ class PlacedExperts:
         self._position = torch.zeros((), dtype=torch.int64, device=device)
         self._by_row = torch.ones((), dtype=torch.int64, device=device)
         self.switch(tables.physical)
+
+    def forget(self, name: str) -> None:
+        """Hold no data of one of the MATRICES any more: experts that never move."""
+        self._weights, self._shared = (
+            part.with_matrix(name, without_data(part.matrix(name))) for part in (self._weights, self._shared)
+        )
 
     def begin_step(self, position: int, by_row: bool = True) -> None:
         """Say where the next call's tokens are, as `choose_replicas` counts positions.
@@ -109,13 +111,3 @@ def held_by(rank: int, num_ranks: int, physical: Sequence[int]) -> Sequence[int]
     """The experts of one rank's physical experts."""
     starts = list(accumulate(rank_slots(len(physical), num_ranks).tolist(), initial=0))
     return physical[starts[rank] : starts[rank + 1]]
-
-
-def cut(weights: ExpertWeights, at: int) -> tuple[ExpertWeights, ExpertWeights]:
-    """The weights of the groups before `at`, and of those from there on."""
-
-    def part(groups: slice) -> ExpertWeights:
-        gate_up, down = (Quantized(w.data[groups], w.scales[groups]) for w in (weights.gate_up, weights.down))
-        return replace(weights, gate_up=gate_up, down=down)
-
-    return part(slice(at)), part(slice(at, None))

@@ -21,11 +21,11 @@ from expertd.kernels import (
 )
 from expertd.layout import Layout
 from expertd.service.moe.layer import MoELayer
-from expertd.service.moe.parallel.placed import PlacedExperts, cut
+from expertd.service.moe.parallel.placed import PlacedExperts
 from expertd.service.moe.parallel.replicas import tables_of
 from expertd.service.moe.parallel.rules import check_rule, gate_of
 from expertd.service.moe.shape import LayerShape
-from expertd.service.moe.weights import ExpertWeights
+from expertd.service.moe.weights import ExpertWeights, cut
 
 
 class SymmetricLayer:

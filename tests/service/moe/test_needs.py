@@ -21,7 +21,11 @@ def test_the_needs_have_their_parts() -> None:
     on_gpu, on_cpu = needs_of(SHAPE, 4096, True, staging=10_000_000), needs_of(SHAPE, 4096, False)
     assert on_gpu.weights == weights_bytes(SHAPE) + 16 * 1024 * 6
     matrices = 3 * 17 * 1024 * 512
-    assert on_cpu.weights == on_gpu.weights + 2 * matrices, "the CPU multiplies in bf16"
+    assert on_cpu.weights == on_gpu.weights + matrices, "the CPU multiplies in bf16, and keeps no FP8"
+    assert needs_of(SHAPE, 4096, False, keeps_fp8=True).weights == on_gpu.weights + 2 * matrices
+    assert needs_of(SHAPE, 1, False).steps == matrices // 3, "while one matrix is packed, the other is FP8"
+    biases = 17 * (2 * 512 + 1024) * 2
+    assert needs_of(SHAPE, 4096, True, has_biases=True).weights == on_gpu.weights + biases
     assert on_gpu.steps - needs_of(SHAPE, 4096, True).steps == 10_000_000
     assert on_cpu.graphs == 0 < on_gpu.graphs
     assert needs_of(SHAPE, 1024, True).steps < needs_of(SHAPE, 4096, True).steps

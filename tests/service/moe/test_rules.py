@@ -1,5 +1,7 @@
 """Layers whose experts follow other rules than silu(gate) * up, on a CPU."""
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -9,6 +11,7 @@ from expertd.activation import COMMON
 from expertd.kernels import Routing, resolve_backend
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.shape import LayerShape
+from expertd.service.moe.weights import MATRICES
 from tests.kernels.helpers import diff, fresh_generator
 from tests.service.moe.reference_rules import RULES, SHAPE, expected, gated_weights
 
@@ -31,6 +34,20 @@ def test_a_rule_is_followed(rule: str) -> None:
     out = torch.empty(TOKENS, SHAPE.hidden_size, dtype=torch.bfloat16)
     assert layer(tokens, ids, topk_weights, out=out) is out
     assert diff(out, theirs) < 2e-4
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_packed_layer_gives_the_same_bits_without_fp8(rule: str) -> None:
+    weights, tokens = gated_weights(), hidden_states()
+    layer = MoELayer(SHAPE, weights, resolve_backend("reference"), rule=RULES[rule])
+    before, watched = layer(tokens), [weakref.ref(weights.matrix(name).data) for name in MATRICES]
+    del weights
+    for name, data in zip(MATRICES, watched, strict=True):
+        layer.pack(name)
+        gc.collect()
+        assert data() is None, "before the next one is packed"
+    assert torch.equal(layer(tokens), before)
+    assert layer.weights.num_bytes == gated_weights().num_bytes
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -1,0 +1,47 @@
+"""The memory of a server whose layer is loaded, against what was computed for it."""
+
+import re
+from pathlib import Path
+
+import httpx
+import pytest
+
+from expertd.service.moe.needs import needs_of
+from tests.service.apps import MODEL, tiny_settings
+from tests.service.processes import server_process
+
+LAYER = {
+    "name": "layer", "hidden_size": 1024, "intermediate_size": 512, "num_experts": 40, "top_k": 4,
+    "load": False,
+}  # fmt: skip
+TOKENS = 1024
+BESIDE = 24_000_000  # bytes: of kernels that oneDNN compiles, and of a request's body and output
+
+
+def memory(pid: int) -> dict[str, int]:
+    """Bytes in memory: of all (VmRSS), at most until now (VmHWM), not of files (RssAnon)."""
+    text = Path(f"/proc/{pid}/status").read_text()
+    return {name: int(kilobytes) * 1024 for name, kilobytes in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.M)}
+
+
+@pytest.mark.slow
+def test_a_loaded_layer_takes_the_memory_that_was_computed(tmp_path: Path) -> None:
+    limits = {"max_request_tokens": TOKENS, "max_batch_tokens": TOKENS, "max_body_bytes": 1 << 23}
+    settings = tiny_settings(limits, models=[MODEL, LAYER])
+    shape = settings.models[1].shape
+    needs, fp8 = needs_of(shape, TOKENS, False), needs_of(shape, TOKENS, True).weights
+    with server_process(settings, tmp_path) as server:
+        pid, before = server.process.pid, memory(server.process.pid)
+        Path(f"/proc/{pid}/clear_refs").write_text("5")  # forget the peak
+        with httpx.Client(base_url=f"http://{server.url}", timeout=60) as client:
+            assert client.post("/v2/repository/models/layer/load").status_code == 200
+            ready = memory(pid)["RssAnon"] - before["RssAnon"]
+            body = bytes(TOKENS * 1024 * 2)  # bf16, without a JSON header
+            headers = {"Inference-Header-Content-Length": "0"}
+            answer = client.post("/v2/models/layer/infer", content=body, headers=headers)
+            assert answer.status_code == 200, answer.text
+        peak = memory(pid)["VmHWM"] - before["VmRSS"]
+    figures = f"ready {ready}, peak {peak}, computed {needs}"
+    assert needs.weights * 0.9 < ready < needs.weights + BESIDE, figures
+    assert ready < 2.5 * fp8, figures
+    assert needs.weights < peak < needs.total + BESIDE, figures
