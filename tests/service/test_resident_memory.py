@@ -15,7 +15,7 @@ LAYER = {
     "load": False,
 }  # fmt: skip
 TOKENS = 1024
-BESIDE = 24_000_000  # bytes: of kernels that oneDNN compiles, and of a request's body and output
+BESIDE = 40_000_000  # bytes: of kernels that oneDNN compiles, and of a request's body and output
 
 
 def memory(pid: int) -> dict[str, int]:

@@ -145,7 +145,7 @@ async def test_a_model_without_memory_is_refused_with_the_numbers(monkeypatch: p
         refused = await change(server, "load")
         text = error_of(refused, 409)
         assert text.startswith(
-            "model other: expected 1.1 MB (weights 0.6, steps 0.5, graphs 0.0) of free memory"
+            "model other: expected 0.9 MB (weights 0.4, steps 0.5, graphs 0.0) of free memory"
         )
         assert text.endswith("got 0.1 MB")
         assert (await states(server))["other"] == ("UNAVAILABLE", "unloaded")
