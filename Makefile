@@ -36,18 +36,19 @@ install-dev: $(RUNTIME) $(DEV) ## add what tests, checks and the documents' exam
 serve: $(RUNTIME) ## serve CONFIG (the demo layer) on PORT (8000)
 	$(BIN)/expertd serve --config $(CONFIG) --port $(PORT)
 
-test: most kernels ranks client short-soak ## run every test that needs no GPU
+test: most http ranks kernels client short-soak ## run every test that needs no GPU
 
-# The parts of `test`, which `make -j2` runs side by side.
-.PHONY: most kernels ranks client short-soak
+# The parts of `test`, which `make -j2` runs side by side: those that take longest come first.
+PARTS := tests/service/http tests/service/ranks tests/kernels
+.PHONY: most http ranks kernels client short-soak
 most: $(RUNTIME) $(DEV)
-	$(BIN)/python -m pytest -m "not gpu" --ignore=tests/kernels --ignore=tests/service/ranks
+	$(BIN)/python -m pytest -m "not gpu" $(PARTS:%=--ignore=%)
+
+http ranks: %: $(RUNTIME) $(DEV)
+	$(BIN)/python -m pytest -m "not gpu" tests/service/$@
 
 kernels: $(RUNTIME) $(DEV)
 	$(BIN)/python -m pytest -m "not gpu" tests/kernels
-
-ranks: $(RUNTIME) $(DEV)
-	$(BIN)/python -m pytest -m "not gpu" tests/service/ranks
 
 # Last, because it measures memory; with -j2, beside the others.
 short-soak: $(RUNTIME) $(DEV) | ranks

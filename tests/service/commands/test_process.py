@@ -24,13 +24,13 @@ from tests.service.waiting import wait_for
 pytestmark = pytest.mark.slow  # a server process each
 
 INFER = "/v2/models/tiny/infer"
-# A step of 2048 tokens is about 400 GFLOP: even at 1 TFLOPS, others arrive and wait during it.
+# A step of 2048 tokens is about 200 GFLOP: even at 1 TFLOPS, others arrive and wait during it.
 SLOW = {
     "name": "slow",
     "hidden_size": 1024,
     "intermediate_size": 8192,
-    "num_experts": 4,
-    "top_k": 4,
+    "num_experts": 2,
+    "top_k": 2,
     "datatype": "FP32",
 }
 SLOW_TOKENS = 2048
@@ -221,11 +221,11 @@ def test_sigterm_answers_accepted_requests_and_exits_with_0(tmp_path: Path) -> N
             url = f"http://{server.url}/v2/models/slow/infer"
             answers.append(httpx.post(url, content=body, headers=headers, timeout=120))
 
-        callers = [threading.Thread(target=call) for _ in range(5)]
+        callers = [threading.Thread(target=call) for _ in range(3)]
         for caller in callers:
             caller.start()
-        waiting = 'expertd_queue_requests{model="slow"} 4.0'
-        wait_for(lambda: waiting in server.get("/metrics").text, "4 requests wait")
+        waiting = 'expertd_queue_requests{model="slow"} 2.0'
+        wait_for(lambda: waiting in server.get("/metrics").text, "2 requests wait")
         server.terminate()
         wait_for(lambda: server.get("/v2/health/ready").status_code != 200, "the server is not ready")
         ready = server.get("/v2/health/ready")
@@ -241,7 +241,7 @@ def test_sigterm_answers_accepted_requests_and_exits_with_0(tmp_path: Path) -> N
         assert late().json() == {"error": "the server is shutting down"}
         for caller in callers:
             caller.join(timeout=120)
-        assert [answer.status_code for answer in answers] == [200] * 5
+        assert [answer.status_code for answer in answers] == [200] * 3
         assert all(len(answer.content) > values.nbytes for answer in answers)
         assert server.process.wait(timeout=60) == 0
         assert "Traceback" not in server.log()

@@ -94,6 +94,7 @@ async def test_a_device_that_has_failed_ends_the_server() -> None:
 
 SERVER = """
 import sys, threading
+from expertd.service.engine import engine
 from expertd.service.http.server import serve
 from expertd.service.terminal import configure_logging
 from tests.service.apps import serving_runner, tiny_settings
@@ -102,6 +103,7 @@ from tests.service.runners import EchoRunner
 runner = EchoRunner()
 runner.gate.clear()
 configure_logging("info")
+engine._STOP_SECONDS = 0.5
 sys.exit(serve(tiny_settings(port=0, step_timeout_seconds=1), serving_runner(runner)))
 """
 

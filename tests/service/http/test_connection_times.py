@@ -24,7 +24,7 @@ LAST = head("GET /v2/health/live HTTP/1.1", "Connection: close")
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    limits = {"header_timeout_seconds": 1.5, "body_timeout_seconds": 3}
+    limits = {"header_timeout_seconds": 0.75, "body_timeout_seconds": 2}
     settings = tiny_settings(limits, keep_alive_seconds=1)
     with server_process(settings, tmp_path_factory.mktemp("server")) as process:
         yield process
@@ -69,7 +69,7 @@ def test_an_incomplete_head_times_out(server: ServerProcess, sent: bytes) -> Non
         assert got.pop(0).status == 200
     for answer in got:
         assert answer.status == 408
-        assert answer.error == "headers: expected all headers within 1.5 s, got a part of them"
+        assert answer.error == "headers: expected all headers within 0.75 s, got a part of them"
         assert answer.headers["connection"] == "close"
     assert got or len(sent) > len(LIVE), "after another request, it also counts as idle"
 

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -36,10 +35,13 @@ def infer(server: ServerProcess, content: bytes, length: int | None = None, **he
     return httpx.post(url, content=content, headers=headers, timeout=30).status_code
 
 
-@pytest.fixture(params=["one process", "several"])
-def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ServerProcess]:
+@pytest.fixture(scope="module", params=["one process", "several"])
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
+    """One for all tests, of which the last changes its level."""
     settings: Settings = tiny_settings(**ON) if request.param == "one process" else two_processes(**ON)
-    with server_process(settings, tmp_path) as running:
+    with server_process(settings, tmp_path_factory.mktemp("server")) as running:
         yield running
 
 
