@@ -1,0 +1,245 @@
+"""`expertd check`: the settings, their origins, and what would prevent a start."""
+
+import json
+import re
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from expertd.service.cli import main
+from expertd.service.commands.serve import exposure
+from expertd.service.moe.weights import random_weights, save_weights
+from expertd.service.ranks import shares
+from tests.service.apps import tiny_settings
+from tests.service.certificates import FOLDER
+from tests.service.moe.test_weights import SHAPE
+
+Output = pytest.CaptureFixture[str]
+
+
+def check(capsys: Output, *arguments: str | Path) -> tuple[int, dict[str, Any]]:
+    code = main(["check", "--json", *map(str, arguments)])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def failed(about: dict[str, Any]) -> dict[str, str]:
+    return {result["name"]: result["detail"] for result in about["checks"] if not result["ok"]}
+
+
+def test_check_prints_what_each_rank_holds(
+    checkpoint: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = (
+        "--port",
+        "0",
+        "--backend",
+        "reference",
+        "--model",
+        checkpoint,
+        "--layers",
+        "all",
+        "--ranks",
+        "2",
+    )
+    code, about = check(capsys, *arguments)
+    assert (code, failed(about)) == (0, {})
+    first, second = (
+        result["detail"] for result in about["checks"] if result["name"].startswith("memory, rank ")
+    )
+    assert first.startswith("model.layers.1-2: experts 0-3 of 8 and 1 shared: ")
+    assert second.startswith("model.layers.1-2: experts 4-7 of 8 and 1 shared: ")
+    monkeypatch.setattr(shares, "free_host_bytes", lambda: 3_000_000)
+    code, about = check(capsys, *arguments)
+    assert code == 2
+    wrong = failed(about)
+    assert wrong.keys() == {"memory, rank 0", "memory, rank 1"}
+    assert all(detail.endswith("; 1.5 MB are free") for detail in wrong.values())
+
+
+def test_check_plans_for_gpus_that_are_not_here(checkpoint: Path, capsys: Output) -> None:
+    arguments = (
+        "--port",
+        "0",
+        "--backend",
+        "hopper",
+        "--model",
+        checkpoint,
+        "--layers",
+        "all",
+        "--devices",
+        "0-3",
+    )
+    _, about = check(capsys, *arguments)
+    details = [result["detail"] for result in about["checks"] if result["name"].startswith("memory, rank ")]
+    assert len(details) == 4
+    assert "experts 6-7 of 8 and 1 shared: " in details[3]
+    assert ", graphs " in details[3]
+    assert ", exchange " in details[3]
+
+
+def test_check_prints_every_setting_with_its_origin(
+    config: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EXPERTD_LIMITS__MAX_QUEUE_TOKENS", "7000")
+    code, about = check(
+        capsys, "--config", config, "--log-level", "INFO", "--set", "limits.max_json_bytes=99"
+    )
+    assert (code, about["would_start"], failed(about)) == (0, True, {})
+    rows = {row["key"]: (row["value"], row["origin"]) for row in about["settings"]}
+    assert rows["log_level"] == ("info", "flag --log-level")
+    assert rows["limits.max_queue_tokens"] == (7000, "environment variable EXPERTD_LIMITS__MAX_QUEUE_TOKENS")
+    assert rows["limits.max_json_bytes"] == (99, "flag --set limits.max_json_bytes")
+    assert rows["models.0.top_k"][0] == 2
+    line = int(rows["models.0.top_k"][1].removeprefix(f"{config}:"))
+    assert config.read_text().splitlines()[line - 1].split() == ["top_k:", "2"]
+    assert rows["host"] == ("127.0.0.1", "default")
+    assert [result["name"] for result in about["checks"]] == [
+        "settings", "checkpoints", "weights", "keys", "tls", "address", "grpc", "rendezvous", "channels",
+        "backend",
+        "partitions",
+        "memory",
+    ]  # fmt: skip
+
+
+def test_check_as_a_table(config: Path, capsys: Output) -> None:
+    assert main(["check", "--config", str(config)]) == 0
+    out = capsys.readouterr().out
+    assert re.search(rf"^port +0 +{re.escape(str(config))}:\d+$", out, re.M)
+    assert re.search(r"^backend +ok +reference on cpu$", out, re.M)
+    assert main(["check", "--config", str(config), "--set", "port=x"]) == 2
+    captured = capsys.readouterr()
+    assert re.search(r"^settings +error +flag --set port: port: expected a valid integer", captured.out, re.M)
+    assert captured.err == "expertd check: the server would not start\n"
+
+
+def test_every_wrong_setting_is_reported(config: Path, capsys: Output) -> None:
+    arguments = ["--config", str(config), "--set", "port=x", "--set", "host=", "--set", "colour=red"]
+    assert main(["serve", *arguments]) == 2
+    mistakes = re.findall(
+        r"^expertd: flag --set (\w+): \1: expected .*, got .*\n", capsys.readouterr().err, re.M
+    )
+    assert mistakes == ["colour", "host", "port"]
+    assert main(["check", *arguments]) == 2
+    out = capsys.readouterr().out
+    assert re.findall(r"^settings +error +flag --set (\w+): \1: expected .*, got ", out, re.M) == mistakes
+    code, about = check(capsys, *arguments)
+    assert code == 2
+    assert [result["detail"].split(": ")[1] for result in about["checks"]] == mistakes
+
+
+def test_check_reports_what_would_prevent_a_start(config: Path, capsys: Output, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        code, about = check(capsys, "--config", config, "--port", str(port))
+    assert code == 2
+    assert failed(about) == {
+        "address": f"port: expected a free address, got 127.0.0.1:{port}: Address already in use"
+    }
+    path = tmp_path / "channels"
+    _, about = check(capsys, "--config", config, "--port", "0", "--set", f"channels.socket={path}")
+    assert failed(about) == {}
+    assert not path.exists(), "it leaves nothing behind"
+    path.mkdir()
+    _, about = check(capsys, "--config", config, "--port", "0", "--set", f"channels.socket={path}")
+    text = f"channels.socket: expected a free path or a socket, got {path}, which is another file"
+    assert failed(about) == {"channels": text}
+    _, about = check(capsys, "--config", config, "--set", "partitions={p: 8}")
+    assert failed(about)["partitions"].startswith("partitions: expected a backend whose device has SMs")
+    _, about = check(capsys, "--model", tmp_path, "--layers", "all", "--port", "0")
+    assert failed(about) == {
+        "checkpoints": f"{tmp_path}/config.json: cannot be read: No such file or directory"
+    }
+    _, about = check(capsys)
+    assert failed(about).keys() == {"settings"}
+    assert about["settings"] == []
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_check_looks_at_the_rendezvous(config: Path, capsys: Output) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = f"127.0.0.1:{taken.getsockname()[1]}"
+        given = ("--config", config, "--port", "0", "--nnodes", "2", "--rendezvous", place)
+        code, about = check(capsys, *given)
+        assert (code, list(failed(about))) == (2, ["rendezvous"])
+        assert f"rendezvous: expected a free port on an address of node 0, got {place}" in str(failed(about))
+        code, about = check(capsys, *given, "--node-rank", "1")
+        details = {result["name"]: result["detail"] for result in about["checks"]}
+        assert (code, details["rendezvous"]) == (0, f"{place}, from 127.0.0.1 on lo")
+        assert details["address"] == "none: node 0 has the front end"
+    assert check(capsys, *given)[0] == 0
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_check_refuses_a_rendezvous_where_the_server_listens(config: Path, capsys: Output) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    place = f"127.0.0.1:{port}"
+    for host in ("localhost", "127.0.0.1", "0.0.0.0"):
+        given = (
+            "--config",
+            config,
+            "--insecure",
+            "--host",
+            host,
+            "--port",
+            str(port),
+            "--nnodes",
+            "2",
+            "--rendezvous",
+        )
+        code, about = check(capsys, *given, place)
+        expected = f"another port than the server's own, {host}:{port}"
+        assert code == 2
+        assert failed(about) == {"rendezvous": f"rendezvous: expected {expected}, got {place}"}
+        assert check(capsys, *given, place, "--node-rank", "1")[0] == 0, "there is no server"
+    given = ("--config", config, "--insecure", "--host", "127.0.0.1", "--port", str(port), *given[-3:])
+    assert check(capsys, *given, f"127.0.0.2:{port}")[0] == 0, "another address"
+
+
+def test_check_reports_a_backend_that_cannot_run(config: Path, capsys: Output) -> None:
+    code, about = check(capsys, "--config", config, "--backend", "hopper")
+    assert code == 2
+    assert "no CUDA device" in failed(about)["backend"]
+
+
+def test_check_reads_the_headers_of_weights(config: Path, capsys: Output, tmp_path: Path) -> None:
+    path = tmp_path / "layer.safetensors"
+    given = ("--config", config, "--set", f"models.0.weights={{path: {path}}}")
+    save_weights(path, random_weights(SHAPE, 0, "cpu"))
+    assert check(capsys, *given)[0] == 0
+    save_file({"other": torch.zeros(1)} | load_file(path), path)
+    code, about = check(capsys, *given)
+    assert code == 2
+    assert failed(about)["weights"].endswith("got 1 unknown: other")
+
+
+def test_a_flag_that_is_not_an_assignment(config: Path, capsys: Output) -> None:
+    _, about = check(capsys, "--config", config, "--set", "port")
+    assert failed(about) == {"settings": "flag --set: expected KEY=VALUE, got 'port'"}
+
+
+def test_check_reports_exposure(config: Path, capsys: Output) -> None:
+    code, about = check(capsys, "--config", config, "--host", "0.0.0.0", "--port", "0", "--insecure")
+    (detail,) = [result["detail"] for result in about["checks"] if result["name"] == "address"]
+    assert (code, detail) == (0, exposure(tiny_settings(host="0.0.0.0", port=0, insecure=True)))
+
+
+def test_check_reports_certificates(config: Path, capsys: Output) -> None:
+    def of_tls(certificate: str, key: str) -> tuple[int, str]:
+        files = {"tls.certificate": FOLDER / f"{certificate}.pem", "tls.key": FOLDER / f"{key}.key"}
+        given = [text for name, path in files.items() for text in ("--set", f"{name}={path}")]
+        code, about = check(capsys, "--config", config, *given)
+        (detail,) = [result["detail"] for result in about["checks"] if result["name"] == "tls"]
+        return code, detail
+
+    pem = FOLDER / "server.pem"
+    assert of_tls("server", "server") == (0, f"the certificate in {pem} is valid until 2120-01-01")
+    expired = f"warning: the certificate in {FOLDER / 'expired.pem'} has expired: clients refuse it"
+    assert of_tls("expired", "server") == (0, expired)
+    wrong = f"tls.key: {FOLDER / 'second.key'}: expected the key of {pem}, got another one"
+    assert of_tls("server", "second") == (2, wrong)
+    assert "tls.certificate: " in of_tls("none", "server")[1]

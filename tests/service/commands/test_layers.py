@@ -1,0 +1,114 @@
+"""`expertd layers`: the layers of a checkpoint, and what was understood of it."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from expertd.service.checkpoints import CheckpointError, models_of
+from expertd.service.cli import main
+from expertd.service.settings.served import CheckpointSettings
+from tests.paths import ROOT
+from tests.service.checkpoints.builders import Checkpoint, edit_json
+
+Output = pytest.CaptureFixture[str]
+
+
+def test_layers_lists_the_layers_of_a_checkpoint(checkpoint: Path, capsys: Output) -> None:
+    assert main(["layers", "--json", str(checkpoint)]) == 0
+    about = json.loads(capsys.readouterr().out)
+    assert (about["family"], about["hidden_size"], about["intermediate_size"]) == ("deepseek_v3", 256, 128)
+    assert (about["num_experts"], about["num_shared_experts"], about["top_k"]) == (8, 1, 3)
+    num_bytes = (8 + 1) * 3 * 256 * 128
+    assert about["layers"] == [
+        {"layer": layer, "format": "FP8, a scale per 128x128", "num_bytes": num_bytes} for layer in (1, 2)
+    ], "3 is for multi-token prediction, and the checkpoint leaves it out"
+    assert main(["layers", str(checkpoint)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{checkpoint}: deepseek_v3, 2 MoE layers",
+        "hidden_size 256, intermediate_size 128, num_experts 8, num_shared_experts 1, top_k 3",
+        "routing: scoring_func sigmoid, renormalize True, routed_scaling_factor 2.5, num_expert_groups 4, "
+        "topk_group 2, with a bias",
+        "experts: down(silu(gate) * up)",
+        "layers  weights                   bytes a layer",
+        f"1-2     FP8, a scale per 128x128        {num_bytes:,}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("family", "lines"),
+    [
+        ("qwen2", ["experts: down(silu(gate) * up), the shared one with a gate"]),
+        (
+            "hunyuan-4",
+            ["experts: down(silu(min(gate, 0.7)) * clamp(up, 0.7)), shared ones down(silu(gate) * up)"],
+        ),
+        (
+            "minimax-m3",
+            ["experts: down(min(gate, 0.7) * sigmoid(1.702 * min(gate, 0.7)) * (clamp(up, 0.7) + 1))"],
+        ),
+        (
+            "step-3.7",
+            [
+                "experts: down(min(silu(gate), 0.7) * clamp(up, 0.7)), shared ones down(silu(gate) * up)",
+                "experts: down(silu(gate) * up), shared ones down(min(silu(gate), 0.4) * clamp(up, 0.4))",
+            ],
+        ),
+        ("llama-4", ["experts: down(silu(gate) * up), weights on their input"]),
+        (
+            "deepseek-v4",
+            [
+                "experts: down(silu(min(gate, 0.7)) * clamp(up, 0.7))",
+                "not served: 0: experts are chosen by the token's id, which requests do not carry",
+            ],
+        ),
+    ],
+)
+def test_layers_says_what_was_understood(
+    family: str, lines: list[str], tmp_path: Path, capsys: Output
+) -> None:
+    directory = Checkpoint(family, tmp_path / "model").directory
+    capsys.readouterr()
+    assert main(["layers", str(directory)]) == 0
+    got = capsys.readouterr().out.splitlines()
+    assert [line for line in got if line.startswith(("experts", "not"))] == lines
+    assert main(["layers", "--json", str(directory)]) == 0
+    about = json.loads(capsys.readouterr().out)
+    assert {f"experts: {text}" for text in about["experts"].values()} == {
+        line.removesuffix(", the shared one with a gate") for line in lines if line.startswith("experts")
+    }
+    assert about["shared_gate"] == (family == "qwen2")
+    assert list(about["not_served"]) == (["0"] if family == "deepseek-v4" else [])
+
+
+@pytest.mark.slow
+def test_layers_that_are_not_quantized(tmp_path: Path, capsys: Output) -> None:
+    directory = Checkpoint("qwen3-dense", tmp_path / "model").directory
+    capsys.readouterr()
+    assert main(["layers", "--json", str(directory)]) == 0
+    layers = json.loads(capsys.readouterr().out)["layers"]
+    assert [(entry["layer"], entry["format"]) for entry in layers] == [(1, "bf16"), (2, "bf16")]
+
+
+def test_layers_of_an_unsupported_checkpoint(tmp_path: Path, capsys: Output) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    assert main(["layers", str(tmp_path)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"expertd layers: {tmp_path}/config.json: model_type: expected one of ")
+
+
+def test_all_layers_of_a_checkpoint_without_any(checkpoint: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(checkpoint, tmp_path / "model"))
+    edit_json(path / "config.json", first_k_dense_replace=9)
+    with pytest.raises(CheckpointError, match=r"layers: expected a model with MoE layers, got none$"):
+        models_of(CheckpointSettings(path=path, layers="all"))
+
+
+def test_the_documented_list_matches_the_output_of_layers(checkpoint: Path, capsys: Output) -> None:
+    document = (ROOT / "docs" / "checkpoints.md").read_text()
+    (documented,) = re.findall(r"^```\n(/tmp/.*?)^```$", document, re.M | re.S)
+    assert main(["layers", str(checkpoint)]) == 0
+    assert capsys.readouterr().out.replace(str(checkpoint), "/tmp/small-deepseek-v3") == documented

@@ -1,0 +1,133 @@
+"""`expertd serve`: which layers it serves, and its refusals and warnings."""
+
+import logging
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from expertd.service.commands.serve import exposure
+from expertd.service.engine.loading import load
+from expertd.service.http.listening import is_exposed
+from tests.paths import ROOT
+from tests.service.apps import MODEL, tiny_settings
+from tests.service.processes import EXPERTD, clean_environment, expertd, serving
+
+
+def test_serve_refuses_a_weights_file_before_it_listens(config: Path, tmp_path: Path) -> None:
+    path = tmp_path / "none.safetensors"
+    result = expertd("serve", "--config", config, "--set", f"models.0.weights={{path: {path}}}")
+    assert result.returncode == 2
+    assert result.stderr == f"expertd: {path}: cannot be read: No such file or directory\n"
+
+
+@pytest.mark.slow
+def test_all_layers_are_served(checkpoint: Path, tmp_path: Path) -> None:
+    with serving(["--model", checkpoint, "--layers", "all"], tmp_path) as server:
+        served = {
+            layer: server.get(f"/v2/models/model.layers.{layer}/ready").status_code for layer in range(4)
+        }
+    assert served == {0: 404, 1: 200, 2: 200, 3: 404}
+
+
+def test_a_hub_id_gets_the_download_command() -> None:
+    result = expertd("serve", "--model", "Qwen/Qwen3-30B-A3B-FP8", "--layers", "0")
+    assert result.returncode == 2
+    assert result.stderr == (
+        "expertd: Qwen/Qwen3-30B-A3B-FP8: expected a directory with a checkpoint, got none with that name; "
+        "for a model on the Hugging Face hub: "
+        "hf download Qwen/Qwen3-30B-A3B-FP8 --local-dir Qwen/Qwen3-30B-A3B-FP8\n"
+    )
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_config_listens_on_loopback_only(path: Path) -> None:
+    assert not is_exposed(yaml.safe_load(path.read_text())["host"])
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.9.9.9", "::1", "no such host"])
+def test_loopback_is_not_exposed(host: str) -> None:
+    assert not is_exposed(host)
+    assert exposure(tiny_settings(host=host)) is None
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3"])
+def test_other_addresses_are_reported_as_exposed(host: str) -> None:
+    assert is_exposed(host)
+    warning = exposure(tiny_settings(host=host, port=8123, insecure=True))
+    assert warning is not None
+    for word in (
+        f"host {host} exposes port 8123",
+        "without authentication or TLS",
+        "inference",
+        "partitions",
+    ):
+        assert word in warning
+    with_keys = exposure(tiny_settings(host=host, port=8123, keys="keys.yaml"))
+    assert with_keys is not None
+    assert f"host {host} exposes port 8123 beyond this machine without TLS" in with_keys
+
+
+@pytest.mark.parametrize("command", ["serve", "check"])
+def test_exposure_without_keys_is_refused(command: str, config: Path) -> None:
+    result = expertd(command, "--config", config, "--host", "0.0.0.0")
+    assert result.returncode == 2
+    assert (
+        "host: expected a loopback address without keys, got 0.0.0.0; give callers keys (--keys), or set "
+        "insecure: true (--insecure) if only trusted hosts reach it\n"
+    ) in result.stdout + result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_an_exposed_server_logs_a_warning(host: str, config: Path) -> None:
+    command: list[str | Path] = [EXPERTD, "serve", "--config", config]
+    environment = clean_environment(EXPERTD_HOST=host, EXPERTD_INSECURE="true")
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stderr is not None
+            log = []
+            while "listening on http://" not in (line := process.stderr.readline()):
+                assert line, "the server has ended"
+                log.append(line)
+        finally:
+            process.kill()
+    warnings = [line.partition(": ")[2].rstrip() for line in log if " WARNING " in line]
+    assert warnings == (
+        [] if host == "127.0.0.1" else [exposure(tiny_settings(host=host, port=0, insecure=True))]
+    )
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize(
+    ("version", "backend", "warns"),
+    [("13.0", "auto", True), ("13.0", "reference", False), (None, "auto", False)],
+)
+def test_a_cuda_installation_that_falls_back_to_a_cpu_warns(
+    version: str | None,
+    backend: str,
+    warns: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", version)
+    with caplog.at_level(logging.WARNING):
+        load(tiny_settings(backend=backend, models=[MODEL]), lambda: False)
+    expected = (
+        "backend auto: expected a GPU, because PyTorch is built for CUDA 13.0, got a CPU and backend "
+        "'reference' (hopper: no CUDA device)"
+    )
+    assert [record.getMessage() for record in caplog.records] == ([expected] if warns else [])
+
+
+def test_with_tls_an_exposed_server_is_warned_about_only_without_keys() -> None:
+    tls = {"certificate": "a", "key": "b"}
+    assert exposure(tiny_settings(host="0.0.0.0", keys="keys.yaml", tls=tls)) is None
+    for more, who in (
+        ({}, "anyone who can reach it"),
+        ({"client_ca": "c"}, "anyone with a client certificate"),
+    ):
+        warning = exposure(tiny_settings(host="0.0.0.0", insecure=True, tls={**tls, **more}))
+        assert f"beyond this machine without keys: {who} can" in str(warning)
