@@ -37,6 +37,13 @@ def test_every_way_to_check_runs_make_check() -> None:
     assert {repo["repo"] for repo in yaml.safe_load(hooks)["repos"]} == {"local"}
 
 
+def test_what_one_part_of_the_tests_ignores_is_another() -> None:
+    done = subprocess.run(["make", "-n", "test"], cwd=ROOT, capture_output=True, text=True, check=True)
+    ignored = re.findall(r"--ignore=(\S+)", done.stdout)
+    assert len(ignored) > 1
+    assert sorted(re.findall(r'-m pytest -m "not gpu" (tests/\S+)$', done.stdout, re.M)) == sorted(ignored)
+
+
 def test_the_workflow_runs_on_every_supported_python() -> None:
     workflow: dict[str, Any] = yaml.safe_load((ROOT / ".github/workflows/check.yml").read_text())
     assert workflow["jobs"]["check"]["strategy"]["matrix"] == {"python": list(PYTHONS)}

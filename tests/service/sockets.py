@@ -69,26 +69,28 @@ def connect(port: int) -> socket.socket:
 
 def read_to_end(sock: socket.socket) -> list[Answer]:
     """Every response until the server closes the connection."""
-    data = b""
+    data = bytearray()  # adding to bytes would copy all of them, for every 16 KiB of TLS
     while received := sock.recv(1 << 20):
         data += received
-    return answers(data)
+    return answers(bytes(data))
 
 
 def read_answer(sock: socket.socket) -> Answer:
     """The next response; the connection stays open."""
-    data = b""
-    while b"\r\n\r\n" not in data:
+    data = bytearray()
+
+    def receive() -> None:
         received = sock.recv(1 << 20)
-        assert received, f"expected a response, got {data!r}"
-        data += received
-    top, _, body = data.partition(b"\r\n\r\n")
-    length = next(
-        int(line[15:]) for line in top.lower().split(b"\r\n") if line.startswith(b"content-length:")
-    )
-    while len(body) < length:
-        body += sock.recv(1 << 20)
-    (answer,) = answers(top + b"\r\n\r\n" + body)
+        assert received, f"expected a response, got {len(data)} bytes: {bytes(data[:1000])!r}"
+        data.extend(received)
+
+    while (end := data.find(b"\r\n\r\n")) < 0:
+        receive()
+    lines = bytes(data[:end]).lower().split(b"\r\n")
+    length = next(int(line[15:]) for line in lines if line.startswith(b"content-length:"))
+    while len(data) < end + 4 + length:
+        receive()
+    (answer,) = answers(bytes(data))
     return answer
 
 

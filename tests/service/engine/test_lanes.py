@@ -30,6 +30,8 @@ class Pair:
     async def held(self, runner: EchoRunner) -> Submitted:
         """A request whose step waits at the runner's gate."""
         runner.gate.clear()
+        while runner.entered.acquire(blocking=False):
+            pass  # of earlier steps
         pending = self.send(1 if runner is self.decode else 8)
         assert await asyncio.to_thread(runner.entered.acquire, True, 10)
         return pending
