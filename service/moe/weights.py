@@ -84,7 +84,8 @@ def cut(weights: ExpertWeights, at: int) -> tuple[ExpertWeights, ExpertWeights]:
 
     def part(groups: slice) -> ExpertWeights:
         gate_up, down = (Quantized(w.data[groups], w.scales[groups]) for w in (weights.gate_up, weights.down))
-        return replace(weights, gate_up=gate_up, down=down)
+        biases = weights.biases and ExpertBiases(*(bias[groups] for bias in weights.biases))
+        return replace(weights, gate_up=gate_up, down=down, biases=biases)
 
     return part(slice(at)), part(slice(at, None))
 

@@ -15,7 +15,7 @@ from expertd.service.moe.layer import MoELayer, tokens_per_expert
 from expertd.service.moe.parallel.exchange import Combined, Dispatched, Exchange
 from expertd.service.moe.parallel.placed import PlacedExperts
 from expertd.service.moe.parallel.replicas import tables_of
-from expertd.service.moe.parallel.rules import check_rule, gate_of
+from expertd.service.moe.parallel.rules import gate_of
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import ExpertWeights, check_weights, cut, without_data
 
@@ -29,7 +29,7 @@ class ParallelLayer:
     weights   the router, this rank's physical experts, then all shared experts
     exchange  connects the ranks
     routing   the router's rule; see `MoELayer`
-    rule      what the experts compute; weights on their input are not supported
+    rule      what the experts compute
     exact     rows come home unreduced, one for each slot, at top_k times the memory and traffic
     physical  the expert of each physical expert, rank after rank, as in `Placement`; None: those of
               `split_experts`
@@ -75,7 +75,6 @@ class ParallelLayer:
         num_slots = len(tables.slots_of_rank[exchange.rank])
         own = replace(shape, local_experts=range(num_slots))
         check_weights(own, weights)
-        check_rule(rule, weights)
         self.shape = shape
         self.weights = weights
         self.backend = backend
@@ -148,6 +147,8 @@ class ParallelLayer:
         counts = hidden_states.new_zeros(len(self.placed.slots) + 1, dtype=torch.int32)
         if self.exact:
             back = arrived.combine_slots(self._rows_of_slots(arrived, num_sms, counts))
+            if self._rule.weighs_input:
+                topk_weights = torch.ones_like(topk_weights)
         else:
             # Written before: the launch that adds up reads them before the preceding one ends.
             ones = topk_weights.new_ones((hidden_states.shape[0], self._exchange.num_ranks))
@@ -165,17 +166,27 @@ class ParallelLayer:
         self, arrived: Dispatched, dtype: torch.dtype, num_sms: int | None, counts: Tensor
     ) -> Tensor:
         """[N, H]: the weighted sum of each arrived token's experts on this rank."""
+        if self._rule.weighs_input:
+            slots = self._rows_of_slots(arrived, num_sms, counts)
+            total = torch.zeros(arrived.hidden_states.shape, device=counts.device)
+            return total.index_add_(0, self._here(arrived).nonzero()[:, 0], slots.float()).to(dtype)
         rows = torch.empty(arrived.hidden_states.shape, dtype=dtype, device=counts.device)
         routing = arrived.topk_ids - self.placed.slots.start, arrived.topk_weights
         return self._own(arrived.hidden_states, *routing, num_sms, rows, counts)
 
     def _rows_of_slots(self, arrived: Dispatched, num_sms: int | None, counts: Tensor) -> Tensor:
         """bf16 [P, H]: the output of each expert on this rank for each arrived token that chose it."""
-        slots = self.placed.slots
-        here = (arrived.topk_ids >= slots.start) & (arrived.topk_ids < slots.stop)
-        groups = arrived.topk_ids[here] - slots.start
+        here = self._here(arrived)
+        groups = arrived.topk_ids[here] - self.placed.slots.start
         rows = arrived.hidden_states[here.nonzero()[:, 0]]
+        if self._rule.weighs_input:
+            rows = rows.float() * arrived.topk_weights[here][:, None]
         return self._unweighted(rows, groups, self._own.weights, self._rule.routed, num_sms, counts)
+
+    def _here(self, arrived: Dispatched) -> Tensor:
+        """bool [N, top_k]: the slots whose expert is on this rank."""
+        slots = self.placed.slots
+        return (arrived.topk_ids >= slots.start) & (arrived.topk_ids < slots.stop)
 
     def _unweighted(
         self,
@@ -190,7 +201,8 @@ class ParallelLayer:
         return fused_experts(
             hidden_states, groups[:, None], torch.ones(groups.shape, device=groups.device)[:, None],
             weights.gate_up, weights.down, out=torch.empty_like(hidden_states, dtype=torch.bfloat16),
-            activation=activation, backend=self.backend, num_sms=num_sms, offsets=offsets,
+            activation=activation, biases=weights.biases, backend=self.backend, num_sms=num_sms,
+            offsets=offsets,
         )  # fmt: skip
 
     def _add_up(

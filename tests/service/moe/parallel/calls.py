@@ -22,9 +22,11 @@ SAME = 1e-4  # in another batch, an activation may round the other way
 BF16 = torch.bfloat16
 
 
-def make_tokens(counts: Sequence[int], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def make_tokens(
+    counts: Sequence[int], dtype: torch.dtype = torch.float32, hidden_size: int = SHAPE.hidden_size
+) -> list[Tensor]:
     generator = fresh_generator()
-    return [torch.randn(count, SHAPE.hidden_size, generator=generator).to(dtype) for count in counts]
+    return [torch.randn(count, hidden_size, generator=generator).to(dtype) for count in counts]
 
 
 def make_routing(counts: Sequence[int], num_experts: int = SHAPE.num_experts) -> list[tuple[Tensor, Tensor]]:
@@ -41,7 +43,7 @@ def make_routing(counts: Sequence[int], num_experts: int = SHAPE.num_experts) ->
 def make_case(counts: Sequence[int], shape: LayerShape = SHAPE, **options: Any) -> Case:
     seed = fresh_generator().initial_seed()
     dtype = options.pop("dtype", torch.float32)
-    return Case(shape, seed, make_tokens(counts, dtype), **options)
+    return Case(shape, seed, make_tokens(counts, dtype, shape.hidden_size), **options)
 
 
 def outputs_of(ranks: Ranks, group: Sequence[int], case: Case, late: int | None = None) -> list[Tensor]:

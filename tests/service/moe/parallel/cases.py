@@ -17,7 +17,7 @@ from expertd.service.moe.parallel import Exchange, ParallelLayer
 from expertd.service.moe.placement import Placement
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.split import split_experts
-from expertd.service.moe.weights import ExpertWeights, random_weights
+from expertd.service.moe.weights import MATRICES, ExpertWeights, random_weights
 
 Given = tuple[Tensor, Tensor]
 
@@ -66,6 +66,8 @@ class Case:
     by_row: bool = True  # which tokens use which replica
     rule: ExpertRule = COMMON
     gated: bool = False  # the shared experts
+    biased: bool = False  # all experts
+    packed: bool = False
 
     @property
     def all_tokens(self) -> Tensor:
@@ -79,8 +81,13 @@ class Case:
 
 
 @lru_cache(maxsize=8)
-def weights_of(shape: LayerShape, seed: int, gated: bool = False) -> ExpertWeights:
+def weights_of(shape: LayerShape, seed: int, gated: bool = False, biased: bool = False) -> ExpertWeights:
     weights = random_weights(shape, seed, "cpu")
+    if biased:
+        generator = torch.Generator().manual_seed(seed)
+        sizes = 2 * shape.intermediate_size, shape.hidden_size
+        biases = [torch.randn(shape.num_groups, n, generator=generator).to(torch.bfloat16) for n in sizes]
+        weights = replace(weights, biases=ExpertBiases(*biases))
     return replace(weights, shared_gate=torch.linspace(-0.2, 0.3, shape.hidden_size)) if gated else weights
 
 
@@ -89,7 +96,8 @@ def part_of(weights: ExpertWeights, held: range, own: Sequence[int], num_shared:
     groups = [expert - held.start for expert in own]
     groups += range(len(held), len(held) + num_shared)
     gate_up, down = (Quantized(w.data[groups], w.scales[groups]) for w in (weights.gate_up, weights.down))
-    return replace(weights, gate_up=gate_up, down=down)
+    biases = weights.biases and ExpertBiases(*(bias[groups] for bias in weights.biases))
+    return replace(weights, gate_up=gate_up, down=down, biases=biases)
 
 
 def parallel_layer(exchange: Exchange, case: Case) -> ParallelLayer:
@@ -99,13 +107,16 @@ def parallel_layer(exchange: Exchange, case: Case) -> ParallelLayer:
     if case.physical is not None:
         placement = Placement(np.array([case.physical]), case.shape.num_experts, exchange.num_ranks)
         own = placement.experts_of_rank(0, exchange.rank).tolist()
-    whole = weights_of(case.shape, case.seed, case.gated)
+    whole = weights_of(case.shape, case.seed, case.gated, case.biased)
     weights = part_of(whole, held, own, case.shape.num_shared_experts)
     backend = BACKENDS[case.backend]
-    return ParallelLayer(
+    layer = ParallelLayer(
         case.shape, weights, backend, exchange,
         routing=case.routing, rule=case.rule, exact=case.exact, physical=case.physical,
     )  # fmt: skip
+    for name in MATRICES if case.packed else ():
+        layer.pack(name)
+    return layer
 
 
 def run_case(exchange: Exchange, case: Case) -> tuple[Tensor, list[int], Tensor]:
@@ -131,7 +142,7 @@ def call(exchange: Exchange, case: Case, layer: ParallelLayer) -> tuple[Tensor, 
 
 def run_alone(exchange: Exchange, case: Case) -> Tensor:
     """The output of one rank's layer for all tokens of a case."""
-    weights, backend = weights_of(case.shape, case.seed, case.gated), BACKENDS[case.backend]
+    weights, backend = weights_of(case.shape, case.seed, case.gated, case.biased), BACKENDS[case.backend]
     layer = MoELayer(case.shape, weights, backend, routing=case.routing, rule=case.rule)
     ids, topk_weights = (None, None) if case.given is None else case.all_given
     out = torch.full(case.all_tokens.shape, torch.nan, dtype=case.out_dtype)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from expertd.activation import COMMON
+from expertd.service.moe.shape import LayerShape
 from tests.kernels.helpers import diff
 from tests.service.moe.parallel.calls import (
     BF16,
@@ -42,7 +43,7 @@ def test_the_layer_matches_the_reference(
 
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("rule", [name for name in RULES if name != "weighed input"])
+@pytest.mark.parametrize("rule", RULES)
 def test_other_rules_are_those_of_one_rank(ranks: Ranks, rule: str, gated: bool, exact: bool) -> None:
     case = replace(make_case((6, 0, 11), SHARED), rule=RULES[rule], gated=gated, exact=exact)
     out = torch.cat(outputs_of(ranks, GROUPS[3], case))
@@ -52,6 +53,30 @@ def test_other_rules_are_those_of_one_rank(ranks: Ranks, rule: str, gated: bool,
         assert diff(alone(ranks, replace(case, rule=COMMON)), expected) > 1e-4
     if gated:
         assert diff(alone(ranks, replace(case, gated=False)), expected) > 1e-3
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_experts_with_biases_and_columns_of_no_whole_blocks_are_those_of_one_rank(
+    ranks: Ranks, packed: bool, exact: bool
+) -> None:
+    shape = LayerShape(hidden_size=208, intermediate_size=128, num_experts=10, top_k=3)
+    counts = (6, 11)
+    case = make_case(counts, shape, given=make_routing(counts), rule=RULES["offset"], biased=True)
+    case = replace(case, exact=exact, packed=packed)
+    out, expected = torch.cat(outputs_of(ranks, GROUPS[2], case)), alone(ranks, case)
+    assert diff(out, expected) < 1e-5
+    assert diff(alone(ranks, replace(case, biased=False)), expected) > 1e-3
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("rule", ["weighed input", "shared clamped", "common"])
+def test_packed_weights_give_the_same_bits(ranks: Ranks, rule: str, exact: bool) -> None:
+    case = replace(make_case((6, 11), SHARED), rule=RULES[rule], exact=exact)
+    plain, packed = (
+        torch.cat(outputs_of(ranks, GROUPS[2], replace(case, packed=packed))) for packed in (False, True)
+    )
+    assert torch.equal(plain, packed)
 
 
 @pytest.mark.parametrize("number", [2, 3, 4])
