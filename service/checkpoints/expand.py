@@ -29,6 +29,17 @@ class CheckpointModelSettings(_LayerSettings):
     rule: InstanceOf[ExpertRule] = COMMON
 
 
+def _check_on_ranks(model: CheckpointModelSettings, settings: Settings) -> None:
+    """Raise CheckpointError if ranks cannot compute the layer; as `check_on_ranks`, by headers alone."""
+    has_biases, expected = model.source.biases is not None, None
+    if settings.devices is not None and (has_biases or model.rule.weighs_input):
+        expected = "on several GPUs, a family whose experts have no biases, and weights on their output"
+    elif settings.placement.policy is not None and has_biases:
+        expected = "with placement.policy, a family whose experts have no biases"
+    if expected is not None:
+        raise CheckpointError(f"{model.source.router.file}: {model.name}: expected, {expected}, got another")
+
+
 def resolve_checkpoints(settings: Settings) -> Settings:
     """The settings, with the layers of `checkpoints` added to `models`.
 
@@ -36,12 +47,7 @@ def resolve_checkpoints(settings: Settings) -> Settings:
     """
     models = [model for checkpoint in settings.checkpoints for model in models_of(checkpoint)]
     for model in models if settings.num_ranks > 1 else ():
-        source = model.source
-        if model.rule.weighs_input or source.biases is not None:
-            raise CheckpointError(
-                f"{source.router.file}: {model.name}: expected, on several ranks, a family whose experts "
-                "have no biases, and weights on their output, got another"
-            )
+        _check_on_ranks(model, settings)
     try:
         return settings.with_models(models)
     except ValidationError as error:

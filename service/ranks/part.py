@@ -127,14 +127,15 @@ class RankPart:
         self, model: ModelSettings, backend: Backend, device: torch.device, cancelled: Cancelled
     ) -> Layer:
         weights = weights_of(model, device, cancelled, self._placements.held(model))
-        check_on_ranks(model, weights)
+        moves = self._setup.settings.placement.policy is not None
+        check_on_ranks(model, weights, device, moves)
         if device.type == "cpu" or self._setup.settings.nnodes > 1:
             layer = ParallelLayer(
                 model.shape, weights, backend, self._membership.exchange(), routing=model.routing.rule,
                 rule=rule_of(model),
                 exact=self._setup.settings.combines_exactly, physical=self._placements.physical(model),
             )  # fmt: skip
-            if device.type == "cpu" and self._setup.settings.placement.policy is None:  # experts never move
+            if device.type == "cpu" and not moves:
                 del weights  # so that each matrix is freed when it is packed
                 for name in MATRICES:
                     layer.pack(name)

@@ -20,7 +20,7 @@ from expertd.service.ranks.loading import load_ranks
 from expertd.service.settings.model import Settings
 from expertd.service.settings.parts import PlacementSettings
 from expertd.service.settings.served import CheckpointSettings
-from tests.families import HIDDEN
+from tests.families import HIDDEN, Sizes
 from tests.service.apps import MODEL, rows, tiny_settings
 from tests.service.checkpoints.builders import Checkpoint, edit_tensors, shard_of
 from tests.service.ranks.servers import close, rank_processes
@@ -44,11 +44,11 @@ def of_checkpoint(directory: Path, ranks: int, replicas: int = 0, experts: str |
     )
 
 
-def computed(settings: Settings) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+def computed(settings: Settings, hidden: int = HIDDEN) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
     """The output of the only model for 5 tokens; with ranks if there are several."""
     loaded = (load if settings.num_ranks == 1 else load_ranks)(settings, lambda: False)
     try:
-        hidden_states = rows(5 * HIDDEN // rows(1).shape[1]).tobytes()
+        hidden_states = rows(10).reshape(-1)[: 5 * hidden].tobytes()
         request = LayerRequest(5, hidden_states, "FP32", None, "INT32", None, "FP32")
         (runner,) = loaded.runners.values()
         return np.frombuffer(bytes(runner.begin([request]).finish().outputs[0]), np.float32)  # type: ignore[arg-type]
@@ -68,24 +68,36 @@ def test_families_with_other_rules_are_split(family: str, tmp_path: Path) -> Non
     assert close(computed(of_checkpoint(directory, 2)), computed(of_checkpoint(directory, 1)))
 
 
-@pytest.mark.parametrize("family", ["gpt-oss", "llama-4"])
-def test_families_with_other_rules_need_one_rank(family: str, tmp_path: Path) -> None:
-    directory = Checkpoint(family, tmp_path / "model").directory
-    assert of_checkpoint(directory, 1).num_ranks == 1
-    with pytest.raises(
-        CheckpointError, match=r"model\.layers\.1: expected, on several ranks, a family whose"
-    ):
-        of_checkpoint(directory, 2)
+@pytest.mark.parametrize(("family", "sizes"), [("gpt-oss", Sizes(192, 160)), ("llama-4", Sizes())])
+def test_families_with_biases_or_weights_on_inputs_are_split(
+    family: str, sizes: Sizes, tmp_path: Path
+) -> None:
+    """On CPUs; GPUs refuse them, and no biases move."""
+    directory = Checkpoint(family, tmp_path / "model", dtype=torch.float32, sizes=sizes).directory
+    whole = of_checkpoint(directory, 1)
+    got = computed(of_checkpoint(directory, 2), whole.models[0].hidden_size)
+    assert close(got, computed(whole, whole.models[0].hidden_size))
+    if family == "gpt-oss":
+        with pytest.raises(
+            CheckpointError, match=r"with placement\.policy, a family whose .* no biases, got"
+        ):
+            of_checkpoint(directory, 2, replicas=1)
+    gpus = Settings(
+        backend="hopper", devices="0-1", checkpoints=(CheckpointSettings(path=directory, layers="1"),)
+    )
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1: expected, on several GPUs, a family whose"):
+        resolve_checkpoints(gpus)
 
 
-def test_biases_in_a_weights_file_need_one_rank(tmp_path: Path) -> None:
+def test_biases_in_a_weights_file_are_split_and_never_move(tmp_path: Path) -> None:
     path = tmp_path / "layer.safetensors"
     groups, i = SHAPE.num_groups, SHAPE.intermediate_size
-    biases = ExpertBiases(*(torch.zeros(groups, n, dtype=torch.bfloat16) for n in (2 * i, HIDDEN)))
+    biases = ExpertBiases(*(torch.randn(groups, n).to(torch.bfloat16) for n in (2 * i, HIDDEN)))
     save_weights(path, replace(random_weights(SHAPE, 3, "cpu"), biases=biases))
     models = [{**MODEL, "hidden_size": HIDDEN, "weights": {"path": path}}]
-    with pytest.raises(ValueError, match=r"on several ranks, .* got biases of the experts"):
-        load_ranks(tiny_settings(models=models, ranks=2), lambda: False)
+    assert close(computed(tiny_settings(models=models, ranks=2)), computed(tiny_settings(models=models)))
+    with pytest.raises(ValueError, match=r"with placement\.policy, .* got biases of the experts"):
+        load_ranks(tiny_settings(models=models, ranks=2, placement={"policy": "static"}), lambda: False)
 
 
 def test_a_weights_file_is_split(tmp_path: Path) -> None:
