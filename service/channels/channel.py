@@ -28,6 +28,7 @@ from expertd.service.engine.refusals import Reason
 from expertd.service.engine.request_counts import Stages
 from expertd.service.engine.statuses import ANSWERS
 from expertd.service.engine.steps import Pending
+from expertd.service.memory import Span, host_view
 from expertd.service.memory.fence import fence
 from expertd.service.moe.request import Output
 
@@ -119,13 +120,15 @@ class Channel(OpenChannel):
         request = slot.request
         if request is None:
             request = self._reader.request(line, slot.signal)
+            if line.timeout_us and self._leaves_steps:
+                request.output = None
             if line.topk_ids is None:
                 slot.request = request
         slot.signal.value = slot.sequence
         if not slot.says_ok:  # before the device announces the output
             ANSWER.pack_into(self._view, slot.start + ANSWER_OFFSET + SEQUENCE_BYTES, 200, 0, 0, 0, 0, 0)
             slot.says_ok = True
-        done = partial(self._done, slot)
+        done = partial(self._done, slot, slot.sequence)
         caller = self._caller
         if caller is None:
             caller = CALLER.unpack_from(self._view, slot.start + CALLER_OFFSET)[0]
@@ -145,8 +148,20 @@ class Channel(OpenChannel):
                 self._alarm = slot.deadline
                 self._owner.expire_at(self, slot.deadline)
 
-    def _done(self, slot: Slot, output: Output | Exception) -> None:
+    def _leave(self, slot: Slot, pending: Pending, error: Exception) -> None:
+        """See `OpenChannel._leave`."""
         with self._lock:
+            if slot.pending is pending:
+                self._in_flight += 1  # until the step ends: it reads the region
+                self._fail(slot, error)
+
+    def _done(self, slot: Slot, sequence: int, output: Output | Exception) -> None:
+        with self._lock:
+            if slot.pending is None or slot.sequence != sequence:  # it was left
+                self._in_flight -= 1
+                if self._closed and not self._in_flight:
+                    self._owner.idle(self)
+                return
             if isinstance(output, Exception):
                 self._fail(slot, output)
             elif not self._closed and self._words[slot.word] == slot.sequence:  # the device has answered
@@ -156,10 +171,16 @@ class Channel(OpenChannel):
                 slot.taken = False
                 self._scheduler.do_later(partial(self._note, slot, slot.sequence, pending))
             else:
+                self._write(slot, output)
                 self._answer(slot, 200, None, "")
         if self._look_again:
             self._look_again = False
             self.poll()
+
+    def _write(self, slot: Slot, output: Output) -> None:
+        """Put an output that was computed outside the region to its place."""
+        if slot.line is not None and not isinstance(output, Span) and not self._closed:
+            host_view(slot.line.output)[:] = host_view(output)
 
     def _fail(self, slot: Slot, error: Exception) -> None:
         if isinstance(error, EngineError):

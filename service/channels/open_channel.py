@@ -102,8 +102,10 @@ class Slot:
 class OpenChannel:
     """A channel apart from its requests, which the subclass takes and answers.
 
-    caller  whose requests it has; None: an HTTP process of this server, which tells it for each request, and
-            counts them
+    caller        whose requests it has; None: an HTTP process of this server, which tells it for each
+                  request, and counts them
+    leaves_steps  whether a request whose timeout passes during its own step is answered then: its output is
+                  computed outside the region, which the caller may use again
     """
 
     def __init__(
@@ -115,12 +117,13 @@ class OpenChannel:
         scheduler: AnyScheduler,
         owner: Owner,
         caller: int | None = 0,
+        leaves_steps: bool = False,
     ) -> None:
         self.id, self.models, self.memory = str(number), models, memory
         self.taken = 0  # requests so far
         self._cancels = 0  # so far
         self._reader, self._scheduler, self._owner = reader, scheduler, owner
-        self._caller = caller
+        self._caller, self._leaves_steps = caller, leaves_steps
         self.counted = caller is not None  # in metrics
         self._view = memory.control.view
         self._words = self._view.cast("Q")  # reads and writes 8 bytes at once
@@ -160,21 +163,28 @@ class OpenChannel:
         """Submit every request that has arrived, and cancel those that the caller wants no more."""
 
     def expire(self) -> None:
-        """Cancel the queued requests whose time is over."""
+        """Cancel the queued requests whose time is over, and answer those in steps that can be left."""
         now = time.perf_counter()
         with self._lock:
             late = [slot for slot in self._slots if slot.deadline <= now]
-            pendings = [(slot.pending, slot.deadline) for slot in late if slot.pending is not None]
+            pendings = [(slot, slot.pending, slot.deadline) for slot in late if slot.pending is not None]
             for slot in late:
                 slot.deadline = math.inf
             self._alarm = min((slot.deadline for slot in self._slots), default=math.inf)
             alarm = self._alarm
-        for pending, deadline in pendings:
+        for slot, pending, deadline in pendings:
             given = round((deadline - pending.arrived) * 1e6)
-            text = f"the request's timeout of {given} microseconds expired in the queue"
-            self._scheduler.cancel(pending, QueueTimeoutError(text))
+            where = "the queue" if pending.began is None else "its step"
+            error = QueueTimeoutError(f"the request's timeout of {given} microseconds expired in {where}")
+            self._scheduler.cancel(pending, error)
+            if self._leaves_steps:
+                self._leave(slot, pending, error)
         if alarm < math.inf:
             self._owner.expire_at(self, alarm)
+
+    @abstractmethod
+    def _leave(self, slot: Slot, pending: Pending, error: Exception) -> None:
+        """Answer a request with `error` unless it has an answer; its step may go on."""
 
     def close(self) -> None:
         """Take no more requests, and answer the queued ones with 499; later calls do nothing."""

@@ -139,8 +139,9 @@ class InferCall(InferEnding):
         text = f"the request's timeout of {round(seconds * 1e6)} microseconds expired in {where}"
         error = QueueTimeoutError(text)
         self._endpoint.engine.cancel(self._pending, error)
-        # A step may still write to regions, which the caller may use once it is answered.
-        if self._pending is not None and self._regions is None:
+        # Callers may use regions once they are answered: a device must not write to one any more.
+        writes_to_region = self._plan is not None and self._plan.output is not None
+        if self._pending is not None and not writes_to_region:
             self.refuse_before_its_end(error)
 
     def _computed(self, output: Output | Exception) -> None:

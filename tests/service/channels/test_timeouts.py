@@ -5,10 +5,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import numpy as np
+import pytest
+
 from expertd.service.engine.batching import Scheduler
-from tests.service.apps import Serving, hidden_request, output_of, rows
+from tests.service.apps import HIDDEN, Serving, hidden_request, output_of, rows
 from tests.service.channels.peer import Peer
-from tests.service.channels.servers import answer_of, answer_to, channel_server, claimed
+from tests.service.channels.servers import answer_of, answer_to, channel_server, claimed, mapped
 from tests.service.channels.test_remote import Asked, remote, request
 from tests.service.runners import EchoRunner
 from tests.service.waiting import until
@@ -39,6 +42,52 @@ async def test_a_timeout_passes_during_the_step_in_which_the_request_arrived(tmp
         text = "the request's timeout of 20000 microseconds expired in the queue"
         assert (answer.status, answer.error) == (503, text)
         peer.close()
+
+
+@pytest.mark.parametrize("num_slots", [1, 4])
+async def test_a_timeout_passes_during_the_requests_own_step(tmp_path: Path, num_slots: int) -> None:
+    """The step's output appears nowhere in the region, also if the slot is used again before it ends."""
+    runner = EchoRunner()
+    async with channel_server(tmp_path, runner) as server:
+        peer = await claimed(server, num_slots=num_slots)
+        runner.gate.clear()
+        late_place, place = peer.places(1), peer.places(2)
+        peer.array(late_place[0], (2, HIDDEN), np.float32)[:] = rows(2)
+        late = peer.send(2, late_place, timeout=0.02)
+        await in_step(runner)
+        answer = await answer_to(peer, late)
+        text = "the request's timeout of 20000 microseconds expired in its step"
+        assert (answer.status, answer.error) == (503, text)
+        assert server.app.engine.scheduler.unanswered == 1, "the step runs on"
+        peer.array(late_place[3], (2, HIDDEN), np.float32)[:] = 7
+        peer.array(place[0], (3, HIDDEN), np.float32)[:] = rows(3, 1)
+        following = peer.send(3, place, timeout=30)
+        await until(lambda: server.metric("queue_requests", model="tiny") == 1)
+        runner.gate.set()
+        assert (await answer_to(peer, following)).status == 200
+        np.testing.assert_array_equal(peer.array(place[3], (3, HIDDEN), np.float32), rows(3, 1))
+        if num_slots > 1:
+            assert (peer.array(late_place[3], (2, HIDDEN), np.float32) == 7).all()
+        await until(lambda: server.metric("requests_total", model="tiny", status="200") == 1)
+        assert server.metric("requests_total", model="tiny", status="503") == 1
+        peer.close()
+
+
+async def test_a_channel_is_freed_once_the_step_that_was_left_has_ended(tmp_path: Path) -> None:
+    runner, before = EchoRunner(), mapped()
+    async with channel_server(tmp_path, runner) as server:
+        peer = await claimed(server)
+        runner.gate.clear()
+        late = peer.send(2, peer.places(1), timeout=0.02)
+        await in_step(runner)
+        assert (await answer_to(peer, late)).status == 503
+        peer.close()
+        del peer
+        await until(lambda: server.metric("channels") == 0)
+        await asyncio.sleep(0.05)
+        assert mapped() > before, "the step uses it"
+        runner.gate.set()
+        await until(lambda: mapped() == before)
 
 
 async def test_what_is_cancelled_during_a_step_is_not_computed(tmp_path: Path) -> None:

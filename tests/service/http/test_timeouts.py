@@ -17,7 +17,7 @@ from tests.service.apps import (
     serving_runner,
     tiny_settings,
 )
-from tests.service.regions import ROW, enabled, region_input, region_output, registered
+from tests.service.regions import ROW, Device, enabled, region_input, region_output, registered
 from tests.service.runners import EchoRunner
 from tests.service.shm import shm_file
 from tests.service.sockets import connect, infer, listening, read_answer
@@ -73,7 +73,7 @@ async def test_a_client_that_leaves_after_its_timeout_is_counted_once() -> None:
         assert refused(server, "client_gone") == 0
 
 
-async def test_a_request_with_regions_is_answered_when_no_step_uses_them() -> None:
+async def test_a_step_whose_request_was_answered_leaves_its_regions_as_they_are() -> None:
     runner = EchoRunner()
     async with serving(enabled(), serving_runner(runner)) as server:
         with shm_file(4 * ROW) as file:
@@ -82,13 +82,34 @@ async def test_a_request_with_regions_is_answered_when_no_step_uses_them() -> No
             runner.gate.clear()
             given = region_input("r", [1, HIDDEN], 0)
             body = json_request(given, outputs=region_output("r", ROW, ROW), parameters=TIMEOUT)
+            assert error_of(await server.infer(body), 503) == IN_ITS_STEP
+            file.write(rows(1, 5), ROW)
+            unregistering = asyncio.ensure_future(
+                server.http.post("/v2/systemsharedmemory/region/r/unregister")
+            )
+            done, _ = await asyncio.wait({unregistering}, timeout=0.1)
+            assert not done, "its step holds the region"
+            runner.gate.set()
+            assert (await unregistering).status_code == 200
+            np.testing.assert_array_equal(file.floats(1, HIDDEN, ROW), rows(1, 5))
+
+
+async def test_an_output_that_the_device_writes_to_a_region_is_waited_for() -> None:
+    device = Device()
+    async with serving(enabled(), device.loader()) as server:
+        with shm_file(4 * ROW) as file:
+            file.write(rows(1), 0)
+            await registered(server, "r", file.key, 4 * ROW)
+            device.runner.gate.clear()
+            given = region_input("r", [1, HIDDEN], 0)
+            body = json_request(given, outputs=region_output("r", ROW, ROW), parameters=TIMEOUT)
             request = asyncio.ensure_future(server.infer(body))
-            await in_step(runner)
+            await in_step(device.runner)
             done, _ = await asyncio.wait({request}, timeout=0.1)
             assert not done
-            runner.gate.set()
+            device.runner.gate.set()
             assert (await request).status_code == 200
-            np.testing.assert_array_equal(file.floats(1, HIDDEN, ROW), rows(1))
+            np.testing.assert_array_equal(file.floats(1, HIDDEN, ROW), 2 * rows(1))
 
 
 async def test_a_request_with_regions_whose_client_left_is_not_computed() -> None:
