@@ -71,13 +71,14 @@ def run(arguments: argparse.Namespace) -> int:
             logger.warning("tls: %s", remark)
         if (warning := exposure(settings)) is not None:
             logger.warning(warning)
+        check_memory(settings)
         beside = _grpc_server(settings)
         if settings.num_ranks == 1:
             return serve(settings, beside=beside)
         from expertd.service.ranks.loading import load_ranks
 
         return serve(settings, load_ranks, beside)
-    except BindError as error:
+    except (BindError, MemoryError) as error:
         return _refuse(error)
     except SettingsError as error:  # the file of keys, or those of TLS, have changed since
         return _refuse(*error.mistakes)
@@ -90,6 +91,22 @@ def check_weights(settings: "Settings") -> None:
     for model in settings.models:
         if model.weights.path is not None:
             check_weights_file(model.weights.path, model.shape)
+
+
+def check_memory(settings: "Settings") -> None:
+    """Raise MemoryError if layers on a CPU do not fit in its memory; GPUs are asked when they load."""
+    from expertd.kernels import resolve_backend
+    from expertd.service.ranks.shares import check_host_memory
+
+    if settings.num_ranks > 1:
+        on_cpu = settings.devices is None
+    else:
+        try:
+            on_cpu = resolve_backend(settings.backend).device.type == "cpu"
+        except RuntimeError:  # loading says so
+            return
+    if on_cpu:
+        check_host_memory(settings)
 
 
 def check_keys(settings: "Settings") -> str:

@@ -33,7 +33,7 @@ class Share:
     @property
     def text(self) -> str:
         """For people."""
-        parts = [f"{_layers(names)}: {what}" for what, names in self.held.items()]
+        parts = [f"{_layers(names)}: {what}" for what, names in self.held.items()] or ["no layer at first"]
         memory = f"weights {size(self.needs.weights)}, steps {size(self.needs.steps)}"
         memory += f", graphs {size(self.needs.graphs)}" if self.needs.graphs else ""
         memory += f", exchange {size(self.exchange)}" if self.exchange else ""
@@ -68,6 +68,17 @@ def free_bytes(settings: Settings, on_gpu: bool) -> list[int | None]:
     return [torch.cuda.mem_get_info(device)[0] if device < count else None for device in devices]
 
 
+def check_host_memory(settings: Settings) -> None:
+    """Raise MemoryError, with the numbers, if layers on this node's CPU, or a rank's part, do not fit."""
+    first = settings.node_rank * settings.ranks_per_node
+    own = shares_of(settings, False)[first : first + settings.ranks_per_node]
+    for rank, (share, free) in enumerate(zip(own, free_bytes(settings, False), strict=True), start=first):
+        if free is not None and share.num_bytes > free:
+            name = f"memory, rank {rank}" if settings.num_ranks > 1 else "memory"
+            hint = more_ranks(settings, False, free)
+            raise MemoryError(f"{name}: expected room for {share.text}, got {size(free)} free{hint}")
+
+
 def more_ranks(settings: Settings, on_gpu: bool, available: int) -> str:
     """A hint: how many ranks, each with this free memory, would do; empty if no number would."""
     from expertd.kernels.rank_memory import MAX_RANKS
@@ -87,7 +98,7 @@ def more_ranks(settings: Settings, on_gpu: bool, available: int) -> str:
 def _share(settings: Settings, rank: int, on_gpu: bool) -> Share:
     tokens, held, needs = settings.limits.max_batch_tokens, defaultdict[str, list[str]](list), []
     staging = 0
-    for model in settings.models:
+    for model in (model for model in settings.models if model.load):
         experts = experts_of(settings, model, rank)
         shared = f" and {model.num_shared_experts} shared" if model.num_shared_experts else ""
         held[f"experts {spans(set(experts))} of {model.num_experts}{shared}"].append(model.name)

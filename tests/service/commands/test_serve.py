@@ -1,6 +1,7 @@
 """`expertd serve`: which layers it serves, and its refusals and warnings."""
 
 import logging
+import re
 import subprocess
 from pathlib import Path
 
@@ -30,6 +31,19 @@ def test_all_layers_are_served(checkpoint: Path, tmp_path: Path) -> None:
             layer: server.get(f"/v2/models/model.layers.{layer}/ready").status_code for layer in range(4)
         }
     assert served == {0: 404, 1: 200, 2: 200, 3: 404}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [[], ["--ranks", "2"]])
+def test_what_does_not_fit_in_memory_is_refused_before_the_port_opens(config: Path, flags: list[str]) -> None:
+    more = ["--set", f"models.0.hidden_size={128 << 30}", "--set", f"limits.max_body_bytes={1 << 60}"]
+    result = expertd("serve", "--config", config, *more, *flags)
+    assert result.returncode == 2
+    assert "listening" not in result.stderr
+    name, rank = ("memory, rank 0", 2) if flags else ("memory", 3)
+    held = rf"m: experts 0-{rank - 1} of 3: \d+\.\d GB \(weights \d+\.\d GB, steps \d+\.\d GB\)"
+    last = result.stderr.splitlines()[-1]
+    assert re.match(rf"expertd: {name}: expected room for {held}, got \d+\.\d \wB free$", last), last
 
 
 def test_a_hub_id_gets_the_download_command() -> None:

@@ -80,3 +80,14 @@ def test_one_device_holds_all_of_every_layer() -> None:
     (free,) = free_bytes(settings, on_gpu=False)
     assert free is not None
     assert share.num_bytes < free
+
+
+def test_layers_that_are_not_loaded_at_first_need_nothing() -> None:
+    model = {"name": "a", "hidden_size": 256, "intermediate_size": 128, "num_experts": 8, "top_k": 2}
+    later = {**model, "name": "b", "load": False}
+    both, one, none = (
+        shares_of(Settings.model_validate({"models": models, "backend": "reference"}), on_gpu=False)[0]
+        for models in ([model, later], [model], [later])
+    )
+    assert (both.needs, both.held) == (one.needs, one.held)
+    assert none.text.startswith("no layer at first: 0.0 MB")
