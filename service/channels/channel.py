@@ -28,7 +28,7 @@ from expertd.service.engine.refusals import Reason
 from expertd.service.engine.request_counts import Stages
 from expertd.service.engine.statuses import ANSWERS
 from expertd.service.engine.steps import Pending
-from expertd.service.memory import Span, host_view
+from expertd.service.memory import host_view
 from expertd.service.memory.fence import fence
 from expertd.service.moe.request import Output
 
@@ -171,16 +171,12 @@ class Channel(OpenChannel):
                 slot.taken = False
                 self._scheduler.do_later(partial(self._note, slot, slot.sequence, pending))
             else:
-                self._write(slot, output)
+                if slot.pending.request.output is None and slot.line is not None and not self._closed:
+                    host_view(slot.line.output)[:] = host_view(output)
                 self._answer(slot, 200, None, "")
         if self._look_again:
             self._look_again = False
             self.poll()
-
-    def _write(self, slot: Slot, output: Output) -> None:
-        """Put an output that was computed outside the region to its place."""
-        if slot.line is not None and not isinstance(output, Span) and not self._closed:
-            host_view(slot.line.output)[:] = host_view(output)
 
     def _fail(self, slot: Slot, error: Exception) -> None:
         if isinstance(error, EngineError):

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from expertd.service.engine.batching import Scheduler
-from tests.service.apps import HIDDEN, Serving, hidden_request, output_of, rows
+from expertd.service.engine.loading import load
+from expertd.service.ranks.loading import load_ranks
+from tests.service.apps import HIDDEN, Serving, hidden_request, output_of, rows, serving, tiny_settings
 from tests.service.channels.peer import Peer
 from tests.service.channels.servers import answer_of, answer_to, channel_server, claimed, mapped
 from tests.service.channels.test_remote import Asked, remote, request
@@ -133,4 +135,21 @@ async def test_short_steps_are_not_looked_into(tmp_path: Path) -> None:
         await until(lambda: lookout.looks == 0)  # the first step of a size may be long
         assert (await answer_of(peer)).status == 200
         assert lookout.looks == 0
+        peer.close()
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+async def test_outputs_of_requests_with_a_timeout_have_the_same_bits(tmp_path: Path, ranks: int) -> None:
+    async with serving(
+        tiny_settings(
+            {"prefill_chunk_tokens": 4}, channels={"socket": str(tmp_path / "channels")}, ranks=ranks
+        ),
+        load if ranks == 1 else load_ranks,
+    ) as server:
+        peer = await claimed(server)
+        for count in (1, 3, 16):
+            plain, late = [
+                await asyncio.to_thread(peer.infer, rows(count), timeout=timeout) for timeout in (0.0, 60.0)
+            ]
+            np.testing.assert_array_equal(late, plain)
         peer.close()
