@@ -45,7 +45,8 @@ class ParallelLayer:
     - In float32, only the order of float32 additions differs: at most (top_k + R) * 2**-23 of the sum of
       absolute values. In bfloat16, each rank's row is also rounded once, by at most 2**-8 of its absolute
       value, as the result itself is. The bits do not depend on which rank has a token, nor on other tokens.
-    - With `exact`, the bits are the same, up to the rounding of a shared expert's gate. Rows come back in
+    - With `exact`, the bits are the same, up to the rounding of a shared expert's gate, and with several
+      weights on inputs up to the order of additions. Rows come back in
       bfloat16, to which an expert's output is rounded before it is weighted in any case, and are added in
       the order of slots.
 
