@@ -75,6 +75,8 @@ class LocalModels:
                     layer = self._make_layer(model, self._backend, self._device, cancelled)
                     self._add(model, layer)
                 advance(1, model.name)
+        if self._device.type == "cpu":
+            give_back_freed()  # by reading and packing weights
         self.capture(cancelled)
 
     def check_memory(self, model: ModelSettings) -> None:
@@ -121,6 +123,7 @@ class LocalModels:
                 stream.synchronize()
             else:  # so that the first step on the worker thread has its matrices
                 _first_steps(LayerRunner(layer, self._device), model, self._limits.max_request_tokens)
+                give_back_freed()
             return layer
 
     def add(self, model: ModelSettings, layer: Layer) -> LayerRunner:
