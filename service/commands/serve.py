@@ -95,16 +95,15 @@ def check_weights(settings: "Settings") -> None:
 
 def check_memory(settings: "Settings") -> None:
     """Raise MemoryError if layers on a CPU do not fit in its memory; GPUs are asked when they load."""
-    from expertd.kernels import resolve_backend
+    import torch
+
     from expertd.service.ranks.shares import check_host_memory
 
     if settings.num_ranks > 1:
         on_cpu = settings.devices is None
     else:
-        try:
-            on_cpu = resolve_backend(settings.backend).device.type == "cpu"
-        except RuntimeError:  # loading says so
-            return
+        chosen = settings.backend
+        on_cpu = chosen == "reference" or (chosen == "auto" and not torch.cuda.is_available())
     if on_cpu:
         check_host_memory(settings)
 
