@@ -22,7 +22,7 @@ from tests.service.waiting import wait_for
 
 pytestmark = pytest.mark.slow  # server processes
 
-LARGE = {"name": "large", "hidden_size": 4096, "intermediate_size": 4096, "num_experts": 256, "top_k": 2}
+LARGE = {"name": "large", "hidden_size": 4096, "intermediate_size": 4096, "num_experts": 32, "top_k": 2}
 
 
 @contextmanager
