@@ -56,7 +56,9 @@ function show() {
   showRanks(byId("ranks-section"), history, snapshot.ranks);
   byId("refusals-total").textContent = refusedSinceStart(snapshot);
   const users = {};
-  for (const [name, { partition }] of Object.entries(models)) (users[partition] ??= []).push(name);
+  for (const [name, { partition }] of Object.entries(models)) {
+    if (partition !== null) (users[partition] ??= []).push(name);
+  }
   partitions.show(snapshot.partitions, users, snapshot.gpus, snapshot.device);
   byId("about").textContent = [`${server.version}`, snapshot.backend, snapshot.device].filter(Boolean).join(" · ");
 }
@@ -95,6 +97,7 @@ function begin(event) {
 
 function take(event) {
   snapshot = event;
+  requests.isRouterHere = !event.ranks.length;
   const last = history.points.at(-1);
   history.add(event);
   if (history.points.at(-1) !== last) addRefusals(byId("refusals").tBodies[0], history.points.at(-1));

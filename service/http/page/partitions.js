@@ -3,6 +3,7 @@
 import { digits, percent, scaled } from "./units.js";
 
 const NUM_COLOURS = 8;
+const MOST_NAMES = 3; // of layers in a partition
 const byId = (id) => document.getElementById(id);
 
 export class PartitionControl {
@@ -67,7 +68,8 @@ export class PartitionControl {
       swatch.className = `swatch ${kind}`;
       const { requested_sms: requested } = partitions[name] ?? {};
       const asked = requested && requested !== granted ? ` (${requested} requested)` : "";
-      const of = users[name]?.length ? `: ${users[name].join(", ")}` : "";
+      const layers = users[name] ?? [];
+      const of = layers.length > MOST_NAMES ? `: ${layers.length} layers` : layers.length ? `: ${layers.join(", ")}` : "";
       entry.append(swatch, `${name ?? "in no partition"} ${granted} SMs${asked}${of}`);
       legend.append(entry);
     });

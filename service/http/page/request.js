@@ -1,7 +1,7 @@
 // The form that sends an infer request and shows the routing of its tokens.
 
 import { drawRouting, tabulate } from "./routing.js";
-import { ask, Refused } from "./stream.js";
+import { ask } from "./stream.js";
 import { BYTES, encoded, normals, randomRouting } from "./tokens.js";
 import { counted, seconds } from "./units.js";
 
@@ -9,6 +9,7 @@ const MOST_BYTES = 64 * 1024; // of a call of /v1/models/{model}/routing
 const byId = (id) => document.getElementById(id);
 
 export class RequestForm {
+  isRouterHere = true; // and not in the processes of several ranks
   #server;
   #headers;
 
@@ -70,23 +71,17 @@ export class RequestForm {
     });
     const bytes = (await answered.arrayBuffer()).byteLength;
     const took = (performance.now() - began) / 1e3;
-    let why = "";
-    try {
-      routing ??= await this.#routed(path, rows);
-    } catch (error) {
-      if (!(error instanceof Refused)) throw error;
-      why = ` Its routing: ${error.message}`;
-    }
+    if (this.isRouterHere) routing ??= await this.#routed(path, rows);
     byId("routing-details").hidden = routing === null;
     byId("routing").replaceChildren();
-    let experts = "";
+    let experts = " What its router chose is known to the ranks alone.";
     if (routing !== null) {
       const counts = drawRouting(byId("routing"), routing, model.num_experts);
       tabulate(byId("routing-table").tBodies[0], routing);
       const used = counts.filter((number) => number).length;
       experts = ` ${used} of ${model.num_experts} experts, the busiest with ${Math.max(...counts)} of ${counted(count, "token")}.`;
     }
-    return `Answered in ${seconds(took)}, ${counted(bytes, "byte")}.${experts}${why}`;
+    return `Answered in ${seconds(took)}, ${counted(bytes, "byte")}.${experts}`;
   }
 
   async #routed(path, rows) {

@@ -105,9 +105,9 @@ export function addRefusals(body, point) {
       const row = body.insertRow(0);
       const why = cell(reason);
       const text = document.createElement("small");
-      text.textContent = REASONS[reason] ?? "";
+      text.textContent = `${model || "not served"}: ${REASONS[reason] ?? "a new reason"}`;
       why.append(text);
-      row.append(cell(clock(point.time)), cell(model || "not served"), why, cell(String(number), "number"));
+      row.append(cell(clock(point.time)), why, cell(String(number), "number"));
     }
   }
   while (body.rows.length > KEPT_REFUSALS) body.deleteRow(-1);
