@@ -60,8 +60,6 @@ class Feed:
             viewer.put(b"")
 
     async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
-        next_at = loop.time()
         while True:
             try:
                 events = await asyncio.to_thread(self._take, {viewer.model for viewer in self._viewers})
@@ -71,8 +69,7 @@ class Feed:
             for viewer in self._viewers:
                 if (event := events.get(viewer.model)) is not None:  # else it came meanwhile
                     viewer.put(event)
-            next_at = max(next_at + SECONDS, loop.time())
-            await asyncio.sleep(next_at - loop.time())
+            await asyncio.sleep(SECONDS)
 
 
 class Viewer:

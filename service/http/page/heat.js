@@ -3,6 +3,7 @@
 import { channels, colour } from "./canvas.js";
 import { clock, counted, digits } from "./units.js";
 
+const MOST_SECONDS = 5; // that a snapshot stands for; a longer time was not watched
 const STOPS = [[0, "--heat-0"], [1, "--heat-1"], [2, "--heat-2"], [4, "--heat-4"]]; // times the mean
 
 export class Heat {
@@ -33,11 +34,11 @@ export class Heat {
     this.#columns = new Array(span).fill(null);
     this.#end = points.at(-1)?.time ?? 0;
     const sums = new Array(numExperts).fill(0);
-    for (const { time, experts } of points) {
+    for (const { time, seconds, experts } of points) {
       if (!experts || experts.model !== model) continue;
       const place = span - 1 - Math.round(this.#end - time);
       if (place < 0) continue;
-      this.#columns[place] = experts.tokens;
+      this.#columns.fill(experts.tokens, Math.max(0, place + 1 - Math.min(MOST_SECONDS, Math.ceil(seconds))), place + 1);
       experts.tokens.forEach((tokens, expert) => (sums[expert] += tokens));
     }
     this.#draw(numExperts);

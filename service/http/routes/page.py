@@ -1,7 +1,7 @@
 """/ and /v1/live: a page that shows what the server does, and the events that it shows."""
 
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from importlib.resources import files
 
 from fastapi import APIRouter, Request
@@ -24,23 +24,25 @@ _POLICY = (
 )
 _HEADERS = {"Content-Security-Policy": _POLICY, "Referrer-Policy": "no-referrer"}
 _NUMBER = re.compile(r"[1-9]\d{0,2}")
-_FILES = files("expertd.service.http") / "page"
 
 
 def page_router(engine: Engine, metrics: Metrics) -> tuple[APIRouter, Feed]:
     """GET /, its files, with relative URLs so that a proxy may add a prefix, and /v1/live; and its feed."""
     # Not in the OpenAPI document, which cannot describe events.
     router = APIRouter(include_in_schema=False)
+    # Read once: no name of a request reaches the file system.
+    folder = files("expertd.service.http") / "page"
+    assets = {file.name: file.read_bytes() for file in folder.iterdir()}
     snapshots = Snapshots(engine, metrics)
     feed = Feed(snapshots.take, engine.settings.page.max_viewers)
 
     @router.get("/")
-    def page() -> Response:
-        return _file("index.html")
+    async def page() -> Response:
+        return _asset("index.html", assets)
 
     @router.get("/page/{name}")
-    def asset(name: str) -> Response:
-        return _file(name)
+    async def asset(name: str) -> Response:
+        return _asset(name, assets)
 
     @router.get("/v1/live")
     async def live(request: Request) -> Response:
@@ -77,9 +79,7 @@ def _number(text: str | None) -> int | None:
     raise OipError(400, f"events: expected a number from 1 to 999, got {shown(text)}")
 
 
-def _file(name: str) -> Response:
-    file = _FILES / name
-    kind = _TYPES.get(name.rpartition(".")[2])
-    if kind is None or "/" in name or not file.is_file():
+def _asset(name: str, assets: Mapping[str, bytes]) -> Response:
+    if name not in assets:
         raise HTTPException(404)
-    return Response(file.read_bytes(), headers=_HEADERS, media_type=kind)
+    return Response(assets[name], headers=_HEADERS, media_type=_TYPES[name.rpartition(".")[2]])

@@ -50,8 +50,11 @@ class Snapshots:
 
     def take(self, models: Collection[str]) -> dict[str, bytes]:
         """The event for those who look at each of `models`; for any thread but the event loop's."""
+        now = round(
+            time.time(), 3
+        )  # before anything is counted: rates are over the time between two of these
         steps = self._metrics.step_totals()
-        common = json.dumps(self._common(steps), separators=(",", ":"))[:-1]
+        common = json.dumps({"time": now, **self._common(steps)}, separators=(",", ":"))[:-1]
         return {model: _with_experts(common, model, steps[model]) for model in models}
 
     def _common(self, steps: Mapping[str, StepTotals]) -> dict[str, Any]:
@@ -59,7 +62,6 @@ class Snapshots:
         requests, queues = self._metrics.request_totals(), engine.queue_states()
         loaded = engine.loaded
         return {
-            "time": round(time.time(), 3),
             "phase": engine.phase.value,
             "why_not_ready": engine.why_not_ready(),
             "backend": loaded.backend if loaded else "",
