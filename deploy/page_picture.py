@@ -19,7 +19,7 @@ from playwright.sync_api import sync_playwright
 _HIDDEN = 512  # of the demo layer
 _CALLERS = 3
 _TOPIC_SECONDS = 37
-_COLOURS = 128  # of the picture, which is a third as large so
+_COLOURS = 256  # of the picture, which is half as large so
 _SIZES, _SHARES = (1, 4, 16, 64, 128), (0.4, 0.25, 0.2, 0.1, 0.05)
 
 
@@ -76,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
         end.set()
         for caller in callers:
             caller.join()
-    image = Image.open(io.BytesIO(png)).convert("RGB").quantize(_COLOURS, dither=Image.Dither.NONE)
+    image = Image.open(io.BytesIO(png)).convert("RGB").quantize(_COLOURS, kmeans=8, dither=Image.Dither.NONE)
     image.save(given.picture, optimize=True)
     return 0
 

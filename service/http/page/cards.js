@@ -11,8 +11,8 @@ const latency = (part) => (sum, bounds) => quantile(part, bounds, sum.bySeconds)
 
 // lines: what is drawn of each point; now: the text; format: of the axis, whose top is `least` or more
 const CARDS = [
-  { title: "Tokens per second", lines: [rate("tokens")], now: (s) => scaled(rate("tokens")(s), "tokens/s") },
-  { title: "Requests per second", lines: [rate("requests")], now: (s) => scaled(rate("requests")(s), "requests/s") },
+  { title: "Tokens per second", lines: [rate("tokens")], now: (s) => scaled(rate("tokens")(s), "") },
+  { title: "Requests per second", lines: [rate("requests")], now: (s) => scaled(rate("requests")(s), "") },
   {
     title: "Latency, log scale",
     lines: [latency(0.5), latency(0.99)],

@@ -32,7 +32,7 @@ def page_router(engine: Engine, metrics: Metrics) -> tuple[APIRouter, Feed]:
     router = APIRouter(include_in_schema=False)
     # Read once: no name of a request reaches the file system.
     folder = files("expertd.service.http") / "page"
-    assets = {file.name: file.read_bytes() for file in folder.iterdir()}
+    assets = {file.name: file.read_bytes() for file in folder.iterdir() if _kind(file.name) in _TYPES}
     snapshots = Snapshots(engine, metrics)
     feed = Feed(snapshots.take, engine.settings.page.max_viewers)
 
@@ -74,12 +74,18 @@ class _Stream(StreamingResponse):
 
 
 def _number(text: str | None) -> int | None:
-    if text is None or _NUMBER.fullmatch(text):
-        return None if text is None else int(text)
-    raise OipError(400, f"events: expected a number from 1 to 999, got {shown(text)}")
+    if text is None:
+        return None
+    if not _NUMBER.fullmatch(text):
+        raise OipError(400, f"events: expected a number from 1 to 999, got {shown(text)}")
+    return int(text)
 
 
 def _asset(name: str, assets: Mapping[str, bytes]) -> Response:
     if name not in assets:
         raise HTTPException(404)
-    return Response(assets[name], headers=_HEADERS, media_type=_TYPES[name.rpartition(".")[2]])
+    return Response(assets[name], headers=_HEADERS, media_type=_TYPES[_kind(name)])
+
+
+def _kind(name: str) -> str:
+    return name.rpartition(".")[2]
