@@ -1,21 +1,19 @@
 """The page in a real browser: it shows what the server does, and its controls work."""
 
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser
 
-from tests.service.apps import MODEL, hidden_request, rows, serving_runner, tiny_settings
+from tests.service.apps import MODEL, serving_runner, tiny_settings
 from tests.service.http.page.browser import chromium, needs_chromium, visit
 from tests.service.http.page.threads import serving_in_thread
 from tests.service.http.routes.test_partitions import Device
 from tests.service.keys import key_of, write_keys
+from tests.service.load import Load
 from tests.service.processes import ServerProcess, server_process
 from tests.service.runners import EchoRunner
 
@@ -39,34 +37,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         yield process
 
 
-@contextmanager
-def traffic(server: ServerProcess) -> Iterator[None]:
-    """Requests to the model "tiny", some of which are refused, until the block ends."""
-    end = threading.Event()
-    body, length = hidden_request(rows(8))
-    url = f"http://{server.url}/v2/models/tiny/infer"
-
-    def send() -> None:
-        with httpx.Client(headers={"Inference-Header-Content-Length": str(length)}) as client:
-            while not end.wait(0.01):
-                assert client.post(url, content=body).status_code == 200
-                assert client.post(url, content=b"{}").status_code == 400
-
-    thread = threading.Thread(target=send)
-    thread.start()
-    try:
-        yield
-    finally:
-        end.set()
-        thread.join()
-
-
 def test_figures_move_under_traffic(browser: Browser, server: ServerProcess) -> None:
     with visit(browser, f"http://{server.url}/") as seen:
         seen.wait_text("#state", "^ready$")
         assert "reference" in seen.text("#about")
         seen.wait_text("#cards", r"Tokens per second\s*0\s")
-        with traffic(server):
+        with Load([server]):
             seen.wait_text("#cards", r"Tokens per second\s*[1-9][\d.]*( k)?\s")
             seen.wait_text("#cards", r"Latency, log scale[\sp\d]*?\n[\d.]+ [µm]s, [\d.]+ [µm]s")
             seen.wait_text("#heat-scope", r"tiny: busiest expert \d at [\d.]+ . mean, \d of 4 used")
@@ -123,7 +99,7 @@ def test_the_drawn_routing_is_what_was_computed(browser: Browser, server: Server
 
 
 def test_the_keyboard_reaches_everything(browser: Browser, server: ServerProcess) -> None:
-    with visit(browser, f"http://{server.url}/") as seen, traffic(server):
+    with visit(browser, f"http://{server.url}/") as seen, Load([server]):
         seen.wait_text("#heat-scope", "tiny: busiest")
         buttons = seen.page.locator("#layers button")
         assert buttons.all_inner_texts() == ["all layers", "tiny", "other"]
@@ -142,7 +118,7 @@ def test_the_keyboard_reaches_everything(browser: Browser, server: ServerProcess
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing_serious(browser: Browser, server: ServerProcess, scheme: Any) -> None:
-    with visit(browser, f"http://{server.url}/", scheme=scheme) as seen, traffic(server):
+    with visit(browser, f"http://{server.url}/", scheme=scheme) as seen, Load([server]):
         seen.wait_text("#refusals", "invalid_request")
         seen.page.get_by_role("button", name="Send").click()
         seen.wait_text("#try-answer", "Answered")
@@ -151,7 +127,7 @@ def test_axe_finds_nothing_serious(browser: Browser, server: ServerProcess, sche
 
 
 def test_a_narrow_screen_does_not_scroll_sideways(browser: Browser, server: ServerProcess) -> None:
-    with visit(browser, f"http://{server.url}/", width=360) as seen, traffic(server):
+    with visit(browser, f"http://{server.url}/", width=360) as seen, Load([server]):
         seen.wait_text("#refusals", "invalid_request")
         seen.page.get_by_role("button", name="Send").click()
         seen.page.locator("#routing svg").wait_for()
