@@ -1,6 +1,7 @@
 // Connects the page to the server's events.
 
 import { Cards } from "./cards.js";
+import { gpuText } from "./gpus.js";
 import { drawScale, Heat } from "./heat.js";
 import { History } from "./history.js";
 import { PartitionControl } from "./partitions.js";
@@ -53,13 +54,14 @@ function show() {
   byId("heat-last").textContent = numExperts - 1;
   byId("heat-scope").textContent = `${watched()}: ${heat.show(history, watched(), numExperts)}`;
   drawScale(byId("heat-scale"));
-  showRanks(byId("ranks-section"), history, snapshot.ranks);
+  showRanks(byId("ranks-section"), history, snapshot);
   byId("refusals-total").textContent = refusedSinceStart(snapshot);
   const users = {};
   for (const [name, { partition }] of Object.entries(models)) {
     if (partition !== null) (users[partition] ??= []).push(name);
   }
-  partitions.show(snapshot.partitions, users, snapshot.gpus, snapshot.device);
+  const gpu = snapshot.ranks.length ? "" : gpuText(snapshot.gpus[0]); // those of ranks are in their table
+  partitions.show(snapshot.partitions, users, snapshot.device, gpu);
   byId("about").textContent = [`${server.version}`, snapshot.backend, snapshot.device].filter(Boolean).join(" · ");
 }
 

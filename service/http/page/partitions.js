@@ -1,7 +1,5 @@
 // The GPU's SMs by partition, and the form that replaces the partitions.
 
-import { digits, percent, scaled } from "./units.js";
-
 const NUM_COLOURS = 8;
 const MOST_NAMES = 3; // of layers in a partition
 const byId = (id) => document.getElementById(id);
@@ -34,12 +32,12 @@ export class PartitionControl {
     });
   }
 
-  // partitions: as GET /v1/partitions, or { error }; users: partition -> layers that run in it
-  show(partitions, users, gpus, device) {
+  // partitions: as GET /v1/partitions, or { error }; users: partition -> layers that run in it; gpu: its text
+  show(partitions, users, device, gpu) {
     const isFirst = this.#now === null;
     const isNew = JSON.stringify(partitions) !== JSON.stringify(this.#now);
     this.#now = partitions;
-    byId("gpu-text").textContent = [device, ...Object.values(gpus).slice(0, 1).map(gpuText)].filter(Boolean).join(" · ");
+    byId("gpu-text").textContent = [device, gpu].filter(Boolean).join(" · ");
     byId("partitions-note").textContent = partitions.error ?? "";
     byId("partitions").hidden = "error" in partitions;
     if (!isNew) return;
@@ -143,14 +141,4 @@ export class PartitionControl {
       byId("partition-apply").disabled = false;
     }
   }
-}
-
-function gpuText(gpu) {
-  const parts = [];
-  if (gpu.power_watts) parts.push(`${digits(gpu.power_watts)} of ${digits(gpu.power_limit_watts)} W`);
-  if (gpu.sm_clock_hertz) parts.push(scaled(gpu.sm_clock_hertz, "Hz"));
-  if (gpu.temperature_celsius) parts.push(`${digits(gpu.temperature_celsius)} °C`);
-  if (gpu.busy_ratio !== undefined) parts.push(`busy ${percent(gpu.busy_ratio)}`);
-  if (gpu.throttled) parts.push(`held down by ${gpu.throttled.join(", ")}`);
-  return parts.join(", ");
 }

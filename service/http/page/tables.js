@@ -1,5 +1,6 @@
 // The tables of layers, ranks and refusals.
 
+import { gpuText } from "./gpus.js";
 import { total } from "./history.js";
 import { REASONS } from "./reasons.js";
 import { clock, digits, percent, quantile, scaled, seconds } from "./units.js";
@@ -59,7 +60,7 @@ export class Layers {
   }
 }
 
-export function showRanks(section, history, ranks) {
+export function showRanks(section, history, { ranks, gpus }) {
   section.hidden = !ranks.length;
   const body = section.querySelector("tbody");
   const points = history.now;
@@ -92,6 +93,7 @@ export function showRanks(section, history, ranks) {
         cell(percent(stepSeconds / span), "number"),
         cell(String(rank.starts), "number"),
         cell(memory ? `${scaled(memory[0], "B")} of ${scaled(memory[1], "B")}` : "–", "number"),
+        cell(gpuText(gpus[number]) || "–"),
       );
       return row;
     }),

@@ -9,7 +9,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser
 
 from tests.service.apps import MODEL, serving_runner, tiny_settings
-from tests.service.http.page.browser import chromium, needs_chromium, visit
+from tests.service.http.page.browser import needs_chromium, visit
 from tests.service.http.page.threads import serving_in_thread
 from tests.service.http.routes.test_partitions import Device
 from tests.service.keys import key_of, write_keys
@@ -23,12 +23,6 @@ TWO = [MODEL, {**MODEL, "name": "other", "datatype": "BF16", "num_experts": 8}]
 DRAWN = """canvas => canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height)
     .data.some(Boolean)"""
 SERIOUS = ("serious", "critical")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as started:
-        yield started
 
 
 @pytest.fixture(scope="module")
