@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
@@ -110,22 +110,17 @@ def test_the_keyboard_reaches_everything(browser: Browser, server: ServerProcess
         assert seen.errors == []
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_nothing_serious(browser: Browser, server: ServerProcess, scheme: Any) -> None:
-    with visit(browser, f"http://{server.url}/", scheme=scheme) as seen, Load([server]):
-        seen.wait_text("#refusals", "invalid_request")
-        seen.page.get_by_role("button", name="Send").click()
-        seen.wait_text("#try-answer", "Answered")
-        found = Axe().run(seen.page).response["violations"]
-    assert [(each["id"], each["nodes"][0]["html"]) for each in found if each["impact"] in SERIOUS] == []
-
-
-def test_a_narrow_screen_does_not_scroll_sideways(browser: Browser, server: ServerProcess) -> None:
-    with visit(browser, f"http://{server.url}/", width=360) as seen, Load([server]):
+@pytest.mark.parametrize(("scheme", "width"), [("light", 360), ("dark", 1280)])
+def test_axe_finds_nothing_serious_and_nothing_sticks_out(
+    browser: Browser, server: ServerProcess, scheme: Literal["light", "dark"], width: int
+) -> None:
+    with visit(browser, f"http://{server.url}/", width, scheme) as seen, Load([server]):
         seen.wait_text("#refusals", "invalid_request")
         seen.page.get_by_role("button", name="Send").click()
         seen.page.locator("#routing svg").wait_for()
-        assert seen.page.evaluate("document.documentElement.scrollWidth") == 360
+        found = Axe().run(seen.page).response["violations"]
+        assert [(each["id"], each["nodes"][0]["html"]) for each in found if each["impact"] in SERIOUS] == []
+        assert seen.page.evaluate("document.documentElement.scrollWidth") == width
 
 
 def test_the_device_is_repartitioned(browser: Browser) -> None:
