@@ -50,10 +50,8 @@ class Snapshots:
 
     def take(self, models: Collection[str]) -> dict[str, bytes]:
         """The event for those who look at each of `models`; for any thread but the event loop's."""
-        now = round(
-            time.time(), 3
-        )  # before anything is counted: rates are over the time between two of these
-        steps = self._metrics.step_totals()
+        now = round(time.time(), 3)
+        steps = self._metrics.step_totals()  # right after: rates are over the time between two of these
         common = json.dumps({"time": now, **self._common(steps)}, separators=(",", ":"))[:-1]
         return {model: _with_experts(common, model, steps[model]) for model in models}
 
