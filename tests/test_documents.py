@@ -13,7 +13,7 @@ from expertd.service.checkpoints.families import FAMILIES
 from expertd.service.checkpoints.families import table as families
 from expertd.service.http.app import ExpertApp
 from expertd.service.http.rights import ANY, CALLS
-from expertd.service.http.routes import swagger_router
+from expertd.service.http.routes import page_router, swagger_router
 from expertd.service.settings.loader import load_settings
 from expertd.service.settings.model import Settings
 from tests.paths import DEMO, ROOT
@@ -110,7 +110,8 @@ def test_the_api_table_matches_the_app() -> None:
     documented = {
         f"{method.upper()} {path}" for path, calls in app.openapi()["paths"].items() for method in calls
     }
-    pages = [*app.routes, *swagger_router("").routes]
+    page, _ = page_router(app.engine, app.metrics)
+    pages = [*app.routes, *swagger_router("").routes, *page.routes]
     beside = {f"GET {route.path}" for route in pages if isinstance(route, Route) and "{" not in route.path}
     table = re.findall(r"^\| `([A-Z]+ [^`]+)` \|", text_of("docs/http.md"), re.M)
     assert sorted(table) == sorted(documented | beside)
@@ -148,5 +149,6 @@ def test_the_changelogs_newest_release_is_the_projects_version() -> None:
 
 def test_the_api_table_names_the_rights() -> None:
     table = dict(re.findall(r"^\| `([A-Z]+ [^`]+)` \| ([^|]+) \|", text_of("docs/http.md"), re.M))
-    named = {call: " or ".join(rights) or "none" for call, rights in CALLS.items() if "/docs/" not in call}
+    files = ("GET /docs/{name}", "GET /page/{name}")
+    named = {call: " or ".join(rights) or "none" for call, rights in CALLS.items() if call not in files}
     assert table == {call: "any" if CALLS[call] == ANY else text for call, text in named.items()}

@@ -65,10 +65,11 @@ def test_the_wheel_holds_one_package_with_every_file_of_it(wheel: Path) -> None:
     expected = {
         f"expertd/{path.relative_to(ROOT)}"
         for folder in ("kernels", "service")
-        for pattern in ("*.py", "csrc/*.cu", "csrc/*.cuh")
+        for pattern in ("*.py", "csrc/*.cu", "csrc/*.cuh", "page/*.*")
         for path in (ROOT / folder).rglob(pattern)
     }
-    assert len([name for name in expected if "/csrc/" in name]) > 1
+    for folder in ("/csrc/", "/page/"):
+        assert len([name for name in expected if folder in name]) > 1
     assert expected - names == set()
 
 

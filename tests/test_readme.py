@@ -84,6 +84,20 @@ def test_the_partitions_request_is_understood(server: ServerProcess) -> None:
 
 @needs_curl
 @pytest.mark.slow
+def test_the_pages_events(server: ServerProcess) -> None:
+    lines = run("bash", "-c", asking(server, block("docs/page.md", "sh", "/v1/live"))).splitlines()
+    assert lines[::3] == ["event: server", "event: snapshot", "event: snapshot"]
+
+
+@pytest.mark.slow
+def test_the_routing_of_tokens(server: ServerProcess) -> None:
+    answer = run(sys.executable, "-c", asking(server, block("docs/page.md", "python", "routing")))
+    ids, weights = answer.strip()[1:-1].split("] [[")
+    assert [len(row.split(",")) for text in (ids, weights) for row in text.split("], [")] == [4] * 6
+
+
+@needs_curl
+@pytest.mark.slow
 def test_two_ranks_on_a_laptop(tmp_path: Path) -> None:
     documented = (ROOT / "docs" / "parallel.md").read_text()
     (printed,) = re.findall(r"^```\n(expertd_rank_up.*?)^```$", documented, re.M | re.S)

@@ -7,6 +7,8 @@ from contextlib import suppress
 from enum import Enum
 from functools import partial
 
+import numpy as np
+from numpy.typing import NDArray
 from prometheus_client.core import Metric
 
 from expertd.kernels.jit import stats as jit_stats
@@ -20,6 +22,7 @@ from expertd.service.engine.errors import (
     PlacementUnavailableError,
     ProfileUnavailableError,
     QueueFullError,
+    RoutingUnavailableError,
     SchedulerClosedError,
 )
 from expertd.service.engine.gpu_sensors import GpuSensors
@@ -87,15 +90,16 @@ class Engine:
         metrics.add_models(shapes, settings.metrics.max_expert_series)
         metrics.watch_jit(jit_stats)
         metrics.watch_models(lambda: {name: self.why_not_ready(name) is None for name in self.models})
-        metrics.watch(lambda: queue_metrics(self._queue_states()))
+        metrics.watch(lambda: queue_metrics(self.queue_states()))
         metrics.watch(self._lane_metrics)
         metrics.watch_partitions(self._partition_sizes)
         metrics.watch_shared_memory(self.shared_memory.totals)
         metrics.watch_ranks(lambda: self.loaded.ranks() if self.loaded else ())
         metrics.watch(lambda: placement_metrics(self.loaded.placements if self.loaded else None))
         metrics.watch(self._use_metrics)
-        sensors = GpuSensors()
-        metrics.watch(lambda: sensors.metrics(self.loaded.gpus() if self.loaded else ()))
+        self._sensors = GpuSensors()
+        metrics.watch(self.gpu_metrics)
+        self._routing = asyncio.Lock()
 
     def why_not_ready(self, *models: str) -> str | None:
         """Why `models` (none given: all) are not ready; None if they are ready.
@@ -272,6 +276,23 @@ class Engine:
             raise ProfileUnavailableError(f"profile: expected one rank, got {ranks}")
         return await self._profiling.record(steps, seconds, run)
 
+    async def route(self, model: str, request: LayerRequest) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """(topk_ids [T, top_k], topk_weights [T, top_k]) that the model's router chooses, between two steps.
+
+        Raises RoutingUnavailableError with several ranks, and as `check_loaded` does.
+        """
+        self.check_loaded(model)
+        assert self.loaded is not None
+        if self.loaded.route is None:
+            ranks = self.settings.num_ranks
+            raise RoutingUnavailableError(f"routing: expected one rank, got {ranks}")
+        async with self._routing:  # one between two steps: many callers must not keep steps waiting
+            return await self.scheduler.between_steps(partial(self.loaded.route, model, request))
+
+    def gpu_metrics(self) -> Iterator[Metric]:
+        """Power, clocks and more of the GPUs; not on the event loop, because drivers take time."""
+        return self._sensors.metrics(self.loaded.gpus() if self.loaded else ())
+
     def placements(self) -> Placements:
         """The placements of all layers. Raises PlacementUnavailableError if they never change."""
         if self.loaded is None:
@@ -365,7 +386,8 @@ class Engine:
             lane.submit(model, request, lambda _: tried.set())
             await tried.wait()
 
-    def _queue_states(self) -> dict[str, QueueState]:
+    def queue_states(self) -> dict[str, QueueState]:
+        """What waits for each model; on any thread."""
         empty = QueueState(0, 0, 0)
         serves = self.repository.serves
         return {

@@ -96,6 +96,10 @@ class PartitionsRefusedError(EngineError):
     """The new partitions do not fit the device, or lack one that a model runs in."""
 
 
+class RoutingUnavailableError(EngineError):
+    """This process has no router to ask; the text says why."""
+
+
 class ProfileUnavailableError(EngineError):
     """Steps cannot be recorded at present; the text says why."""
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from expertd.backends import BACKENDS
 from expertd.kernels import Backend, resolve_backend
@@ -28,6 +30,7 @@ from expertd.service.moe.device import (
     register_for,
 )
 from expertd.service.moe.ipc import opener_for
+from expertd.service.moe.request import LayerRequest
 from expertd.service.moe.step_counts import NOTHING, StepUse
 from expertd.service.settings.model import Settings
 from expertd.service.settings.served import ModelSettings
@@ -72,6 +75,10 @@ class Models(Protocol):
     def collect(self) -> None: ...
 
 
+Route = Callable[[str, LayerRequest], tuple[NDArray[np.int32], NDArray[np.float32]]]
+"""The topk_ids [T, top_k] and topk_weights [T, top_k] of a model for a request."""
+
+
 @dataclass(frozen=True)
 class Loaded:
     """The result of loading.
@@ -87,7 +94,8 @@ class Loaded:
     ends what loading has started, after all steps. prefill_runners are those of the prefill lane; None: both
     lanes have the same. Call prepare_thread on every thread that begins steps. set_split gives the decode
     lane that number of SMs and the prefill lane the rest (0: all of them); call it as `Partitions.apply`.
-    None: no such lanes. use returns what steps have used, on any thread; gpus the UUIDs of the GPUs.
+    None: no such lanes. use returns what steps have used, on any thread; gpus the UUIDs of the GPUs. route
+    says what a model's router chooses for a request, on the worker thread; None: the routers are elsewhere.
     """
 
     backend: str
@@ -110,6 +118,7 @@ class Loaded:
     set_split: Callable[[int], None] | None = None
     use: Callable[[], StepUse] = lambda: NOTHING
     gpus: Callable[[], Sequence[str]] = tuple
+    route: Route | None = None
 
     @property
     def runners_of_lanes(self) -> tuple[Mapping[str, Runner], Mapping[str, Runner]]:
@@ -175,6 +184,7 @@ def load(
         set_split=split,
         use=models.use,
         gpus=lambda: gpu_uuids(device),
+        route=models.route,
     )
 
 

@@ -7,9 +7,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from expertd.kernels import Backend
+from expertd.service.engine.errors import ModelUnloadedError
 from expertd.service.engine.layers import Cancelled, MakeLayer, has_biases, stop_if
 from expertd.service.engine.runner_sets import RunnerSet
 from expertd.service.moe.base import Layer
@@ -19,7 +22,7 @@ from expertd.service.moe.device import device_memory, free_device_bytes
 from expertd.service.moe.host_memory import give_back_freed
 from expertd.service.moe.needs import Needs, needs_of, part_of_layer, staging_bytes, together
 from expertd.service.moe.out_of_memory import in_one_sentence
-from expertd.service.moe.request import zero_request
+from expertd.service.moe.request import LayerRequest, zero_request
 from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.staging import Staging
 from expertd.service.moe.step_counts import HostCopies, Launches, StepUse
@@ -163,6 +166,13 @@ class LocalModels:
         captured = [runner for runner in runners if self._is_captured(runner)]
         self._pools = {}
         self._pools = capture_graphs(captured, self._device, cancelled, self._meet)
+
+    def route(self, name: str, request: LayerRequest) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """What the router of a model chooses; see `LayerRunner.route`. Raises ModelUnloadedError."""
+        runner = self.sets[0].runners.get(name)
+        if runner is None:
+            raise ModelUnloadedError(f"model {name}: expected a loaded one, got it unloaded")
+        return runner.route(request)
 
     def use(self) -> StepUse:
         """What all steps have used up to now; on any thread."""

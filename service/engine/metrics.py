@@ -11,9 +11,15 @@ from expertd.service.engine.key_counts import KeyCounts, key_metrics
 from expertd.service.engine.metric_family import Family, gauges
 from expertd.service.engine.rank_metrics import RankState, rank_metrics
 from expertd.service.engine.refusals import Reason
-from expertd.service.engine.request_counts import RequestCounts, Stages, request_metrics, request_outcomes
+from expertd.service.engine.request_counts import (
+    RequestCounts,
+    RequestTotals,
+    Stages,
+    request_metrics,
+    request_totals,
+)
 from expertd.service.engine.statistics import ModelStatistics
-from expertd.service.engine.step_metrics import StepMetrics
+from expertd.service.engine.step_metrics import StepMetrics, StepTotals
 from expertd.service.moe.request import StepResult
 from expertd.service.moe.shape import LayerShape
 
@@ -110,8 +116,19 @@ class Metrics:
 
     def statistics(self) -> dict[str, ModelStatistics]:
         """The statistics of every served model, by name; for the event loop."""
-        outcomes = request_outcomes(self.requests.models, self._all_cells)
-        return {model: ModelStatistics(sums, *outcomes[model]) for model, sums in self._steps.sums().items()}
+        requests = self.request_totals()
+        return {
+            model: ModelStatistics(sums, requests[model].success, requests[model].failure)
+            for model, sums in self._steps.sums().items()
+        }
+
+    def request_totals(self) -> dict[str, RequestTotals]:
+        """The requests to every served model, and those to others under ""."""
+        return request_totals(self.requests.models, self._all_cells)
+
+    def step_totals(self) -> dict[str, StepTotals]:
+        """The steps of every served model."""
+        return self._steps.totals()
 
     def watch(self, collect: Callable[[], Iterable[Metric]]) -> None:
         """Report the result of `collect` at each scrape."""

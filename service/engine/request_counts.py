@@ -8,6 +8,7 @@ import threading
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +64,21 @@ CONNECTION_REFUSALS = Family(
     ("status",),
 )
 FAMILIES = (REQUESTS, REFUSALS, REQUEST_SECONDS, STAGE_SECONDS, CONNECTION_REFUSALS)
+
+
+class RequestTotals(NamedTuple):
+    """The infer requests to a model so far.
+
+    success, failure  those with an output, and all others
+    refused           reason -> requests, of the reasons that there were
+    by_seconds        requests by their time: up to each of SECONDS, and above the last one
+    """
+
+    success: Total
+    failure: Total
+    refused: dict[Reason, int]
+    by_seconds: list[int]
+
 
 CELL_BYTES = 8  # a float64
 _MOST_KEPT = 256  # requests, before they are counted
@@ -167,19 +183,21 @@ def request_metrics(models: Sequence[str], cells: Iterable["memoryview[float]"])
     yield from (requests, refusals, seconds, stages, connections)
 
 
-def request_outcomes(
-    models: Sequence[str], cells: Iterable["memoryview[float]"]
-) -> dict[str, tuple[Total, Total]]:
-    """model -> its requests that succeeded, and those that failed, over the cells of all processes."""
+def request_totals(models: Sequence[str], cells: Iterable["memoryview[float]"]) -> dict[str, RequestTotals]:
+    """model -> its requests, over the cells of all processes."""
     total = _summed(cells)
-    outcomes = {}
+    totals = {}
     for place, model in enumerate(models):
         row = total[place * _STRIDE : (place + 1) * _STRIDE].tolist()
         succeeded, failed = Total(), Total()
         succeeded.add(int(row[_STATUS_PLACES[200]]), row[_SUM] - row[_FAILED])
         failed.add(int(sum(row[:_REASONS])) - succeeded.count, row[_FAILED])
-        outcomes[model] = succeeded, failed
-    return outcomes
+        refused = {
+            reason: int(number) for reason, number in zip(REASONS, row[_REASONS:_SUM], strict=True) if number
+        }
+        by_seconds = [int(number) for number in row[_BUCKETS:]]
+        totals[model] = RequestTotals(succeeded, failed, refused, by_seconds)
+    return totals
 
 
 def _summed(cells: Iterable["memoryview[float]"]) -> NDArray[np.float64]:

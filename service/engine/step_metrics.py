@@ -107,6 +107,16 @@ FAMILIES = (
 )  # fmt: skip
 
 
+class StepTotals(NamedTuple):
+    """The steps of a model so far, in both layouts; expert_tokens is [E]."""
+
+    sums: StepSums
+    flops: int
+    num_bytes: int
+    failures: int
+    expert_tokens: NDArray[np.int64]
+
+
 class _Kept(NamedTuple):
     """What is counted of a step; neither its outputs nor its layer's weights are kept."""
 
@@ -171,6 +181,11 @@ class StepMetrics:
             self._count(model)
         return {name: model.sums for name, model in self._models.items()}
 
+    def totals(self) -> dict[str, StepTotals]:
+        """What all steps so far add up to, by model."""
+        sums = self.sums()
+        return {name: _totals(model, sums[name]) for name, model in self._models.items()}
+
     def collect(self) -> Iterator[Metric]:
         """The metrics of all steps so far."""
         by_layout = [family.histogram() for family in (COMPUTE, BATCH_TOKENS, IMBALANCE)]
@@ -221,6 +236,12 @@ class StepMetrics:
                 of = [place for place, step in enumerate(steps) if step.layout is layout]
                 if of:
                     _add(series, model.shape, tokens[of], seconds[of], by_expert[of], activated[of])
+
+
+def _totals(model: _OfModel, sums: StepSums) -> StepTotals:
+    flops = sum(series.flops for series in model.layouts.values())
+    num_bytes = sum(series.num_bytes for series in model.layouts.values())
+    return StepTotals(sums, flops, num_bytes, model.failures, model.expert_tokens)
 
 
 def _add(

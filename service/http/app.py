@@ -30,11 +30,13 @@ from expertd.service.http.routes import (
     configuration_router,
     log_router,
     metrics_router,
+    page_router,
     partitions_router,
     placement_router,
     profile_router,
     protocol_router,
     repository_router,
+    routing_router,
     shared_memory_router,
     statistics_router,
     swagger_router,
@@ -84,6 +86,7 @@ class ExpertApp(FastAPI):
         self.gate = Gate(file, self.metrics.keys, behind=settings.http_workers > 1)
         self.infer = InferEndpoint(self.engine, self.metrics, self.gate)
         self._infer_route = InferRoute(self.infer, self._bodies)
+        page, self._feed = page_router(self.engine, self.metrics)
         routers = (
             statistics_router(self.engine, self.metrics),  # its /v2/models/stats is no model's metadata
             configuration_router(self.engine),
@@ -96,7 +99,9 @@ class ExpertApp(FastAPI):
             metrics_router(self.metrics),
             log_router(self.set_log_level, self._bodies),
             profile_router(self.engine, self._bodies),
+            routing_router(self.engine, self._bodies),
             swagger_router(self.title),
+            *([page] if settings.page.enabled else ()),
         )
         self._own_routes = [route for router in routers for route in router.routes]
         for router in routers:
@@ -116,6 +121,10 @@ class ExpertApp(FastAPI):
     def stop_reading(self) -> None:
         """Refuse every request whose body has not arrived yet; called at the end of a drain."""
         self._bodies.stop()
+
+    def stop_showing(self) -> None:
+        """End the streams of all viewers, which would go on for as long as these look."""
+        self._feed.close()
 
     def methods_of(self, scope: Scope) -> set[str]:
         """The methods that this API supports at the path of `scope`, which several routes may share."""
@@ -187,7 +196,9 @@ def _without_body(send: Send) -> Send:
     """`send` for HEAD: the same status and headers as for GET."""
 
     async def headers_only(message: Message) -> None:
-        await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+        if message["type"] == "http.response.start":  # there may be no end of the body
+            await send(message)
+            await send({"type": "http.response.body", "body": b""})
 
     return headers_only
 

@@ -104,6 +104,8 @@ class AsgiCycle:
 
     def sent(self, delivered: bool) -> None:
         """The response was sent, or lost."""
+        if not delivered:  # and the application may be sending it still
+            self.leave()
 
     # The application's side.
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from starlette.types import Receive, Scope, Send
@@ -15,6 +17,7 @@ from expertd.service.http.refused import BROWSER_HEADERS, Headers, header_lines
 
 _SECONDS = 300.0  # for a response: unregistering a region waits for its requests, partitions for graphs
 _MAX_HEAD_BYTES = 64 * 1024
+_STREAM = "/v1/live"  # the call whose response goes on and on
 _GONE = "the engine's process does not answer"
 # Of one connection (RFC 9110, 7.6.1), or set here.
 _OWN_HEADERS = frozenset(
@@ -39,6 +42,9 @@ class Passage:
             body = await self._body(scope, receive)
             caller = self._gate.caller(scope["headers"])
             target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
+            if scope["path"] == _STREAM and scope["method"] == "GET":
+                await self._pass_on(target, scope["headers"], caller, receive, send)
+                return
             status, headers, content = await self._ask(
                 scope["method"].encode(), target, scope["headers"], body, caller
             )
@@ -78,6 +84,36 @@ class Passage:
         self, method: bytes, target: bytes, headers: Headers, body: bytes, caller: str
     ) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
         """The status, headers and body of the engine's response. Raises OipError (503)."""
+        async with self._asked(method, target, headers, body, caller) as reader:
+            async with asyncio.timeout(_SECONDS):
+                status, answered = await _head(reader)
+                content = await reader.read()
+        length = next((int(value) for name, value in answered if name == b"content-length"), None)
+        if method != b"HEAD" and length not in (None, len(content)):
+            raise _no_answer()
+        return status, answered, content
+
+    async def _pass_on(
+        self, target: bytes, headers: Headers, caller: str, receive: Receive, send: Send
+    ) -> None:
+        """Send the engine's response as it comes, until one side ends it. Raises OipError (503)."""
+        async with self._asked(b"GET", target, headers, b"", caller) as reader:
+            async with asyncio.timeout(_SECONDS):
+                status, answered = await _head(reader)
+            await send({"type": "http.response.start", "status": status, "headers": answered})
+            gone = asyncio.create_task(_gone(receive))
+            try:
+                while piece := await _read_unless(gone, reader):
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+            finally:
+                gone.cancel()
+            await send({"type": "http.response.body", "body": b""})
+
+    @asynccontextmanager
+    async def _asked(
+        self, method: bytes, target: bytes, headers: Headers, body: bytes, caller: str
+    ) -> AsyncIterator[asyncio.StreamReader]:
+        """A connection to the engine's process, to read the response from. Raises OipError (503)."""
         kept = [header for header in headers if header[0] not in _DROPPED]
         own = [(b"host", b"engine"), (b"connection", b"close")]
         if caller:
@@ -86,21 +122,40 @@ class Passage:
             own.append((b"content-length", str(len(body)).encode()))
         request = b"%s %s HTTP/1.1\r\n%s\r\n" % (method, target, header_lines([*own, *kept]))
         try:
-            async with asyncio.timeout(_SECONDS):
-                reader, writer = await asyncio.open_unix_connection(self._path, limit=_MAX_HEAD_BYTES)
-                try:
-                    writer.writelines((request, body))
-                    return await _response(reader, method == b"HEAD")
-                finally:
-                    writer.close()
+            reader, writer = await asyncio.open_unix_connection(self._path, limit=_MAX_HEAD_BYTES)
+            try:
+                writer.writelines((request, body))
+                yield reader
+            finally:
+                writer.close()
         except (OSError, ValueError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
-            raise OipError(503, _GONE, reason="not_ready", headers={"Retry-After": "1"}) from error
+            raise _no_answer() from error
 
 
-async def _response(
-    reader: asyncio.StreamReader, without_body: bool
-) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
-    """Read a response up to the end of the connection. Raises ValueError if it is incomplete."""
+def _no_answer() -> OipError:
+    return OipError(503, _GONE, reason="not_ready", headers={"Retry-After": "1"})
+
+
+async def _gone(receive: Receive) -> None:
+    """Return when the client has disconnected."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _read_unless(gone: "asyncio.Task[None]", reader: asyncio.StreamReader) -> bytes:
+    """The next bytes of a response; b"" at its end, however it comes, and if the client is gone."""
+    reading = asyncio.create_task(reader.read(_MAX_HEAD_BYTES))
+    try:
+        await asyncio.wait((gone, reading), return_when=asyncio.FIRST_COMPLETED)
+        return reading.result() if reading.done() else b""
+    except OSError:  # the response has begun: there is no other way to say so
+        return b""
+    finally:
+        reading.cancel()
+
+
+async def _head(reader: asyncio.StreamReader) -> tuple[int, list[tuple[bytes, bytes]]]:
+    """The status and headers of a response. Raises ValueError if they are incomplete."""
     while True:
         top = (await reader.readuntil(b"\r\n\r\n"))[:-4]
         line, *lines = top.split(b"\r\n")
@@ -109,11 +164,7 @@ async def _response(
             raise ValueError("expected a response")
         if not status[1].startswith(b"1"):
             break
-    content = await reader.read()
     parts = [each.partition(b": ") for each in lines]
     headers = [(name, value) for name, _, value in parts]
-    length = next((int(value) for name, value in headers if name == b"content-length"), None)
-    if not without_body and length not in (None, len(content)):
-        raise ValueError(f"expected {length} bytes, got {len(content)}")
     dropped = _OWN_HEADERS - {b"content-length"} | {name.encode() for name, _ in BROWSER_HEADERS}
-    return int(status[1]), [header for header in headers if header[0] not in dropped], content
+    return int(status[1]), [header for header in headers if header[0] not in dropped]

@@ -11,6 +11,7 @@ _INFER: tuple[Right, ...] = ("infer",)
 _ADMIN: tuple[Right, ...] = ("admin",)
 _METRICS: tuple[Right, ...] = ("metrics",)
 _READ: tuple[Right, ...] = ("infer", "admin")
+_WATCH: tuple[Right, ...] = ("admin", "metrics")
 ANY: tuple[Right, ...] = RIGHTS
 
 # "METHOD path" as the application's routes have it -> the rights, any of which is enough; none: open to all
@@ -54,6 +55,10 @@ CALLS: dict[str, tuple[Right, ...]] = {
     "GET /v1/log": _READ,
     "PUT /v1/log": _ADMIN,
     "POST /v1/profile": _ADMIN,
+    "POST /v1/models/{model}/routing": _INFER,
+    "GET /v1/live": _WATCH,
+    "GET /": (),  # the page without any data, for a browser has no way to send a key for it
+    "GET /page/{name}": (),
     "GET /openapi.json": ANY,
     "GET /docs": ANY,
     "GET /docs/{name}": ANY,

@@ -115,6 +115,8 @@ class _Server(ConnectionServer):
     async def on_tick(self, counter: int) -> bool:
         if self._workers is not None:
             self._workers.refresh_files()
+        if self._signals or self._engine.phase is Phase.FAILED:
+            self._app.stop_showing()
         settings = self._engine.settings
         now = asyncio.get_running_loop().time()
         if self._engine.phase is Phase.FAILED:

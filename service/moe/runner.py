@@ -4,10 +4,13 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from expertd.service.memory import host_view
 from expertd.service.moe.base import Layer
-from expertd.service.moe.batch import Batch
+from expertd.service.moe.batch import Batch, expanded, rows_of
 from expertd.service.moe.capture import GraphPool
 from expertd.service.moe.device_step import DeviceSteps
 from expertd.service.moe.graphs import StepGraphs
@@ -100,6 +103,17 @@ class LayerRunner:
         with self.on_stream(), torch.inference_mode():
             stream = torch.cuda.current_stream(self._device)
             return self._on_device.begin(Batch(requests), stream, self._num_sms())
+
+    def route(self, request: LayerRequest) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """(topk_ids [T, top_k], topk_weights [T, top_k]) that the layer's router chooses; no step begins.
+
+        request  without routing, its hidden states in the host's memory
+        """
+        data = torch.frombuffer(bytearray(host_view(request.hidden_states)), dtype=torch.uint8)
+        rows = rows_of(data, request.datatype, self.layer.shape.hidden_size)
+        with self.on_stream(), torch.inference_mode():
+            topk_ids, topk_weights = self.layer.route(expanded(rows).to(self._device))
+            return topk_ids.cpu().numpy(), topk_weights.cpu().numpy()
 
     def run(self, requests: Sequence[LayerRequest]) -> StepResult:
         """Run all requests as one step, and wait for the result."""

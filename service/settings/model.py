@@ -19,6 +19,7 @@ from expertd.service.settings.parts import (
     Limits,
     MetricsSettings,
     OverlapSettings,
+    PageSettings,
     PlacementSettings,
     SharedMemorySettings,
     TlsSettings,
@@ -146,6 +147,7 @@ class Settings(BaseSettings):
     channels: ChannelSettings = Field(default=ChannelSettings(), description="channels")
     grpc: GrpcSettings = Field(default=GrpcSettings(), description="the protocol over gRPC")
     metrics: MetricsSettings = Field(default=MetricsSettings(), description="metrics")
+    page: PageSettings = Field(default=PageSettings(), description="the page at `/`")
     keep_alive_seconds: int = Field(default=75, ge=1, description="seconds an idle connection stays open")
     shutdown_delay_seconds: float = Field(
         default=0.0,

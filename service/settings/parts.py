@@ -197,6 +197,19 @@ class MetricsSettings(Frozen):
     )
 
 
+class PageSettings(Frozen):
+    """The page at `/` (docs/page.md)."""
+
+    enabled: bool = Field(
+        default=True,
+        description="whether `/` is a page that shows what the server does, from `/v1/live`; with `keys`, "
+        "its data need one",
+    )
+    max_viewers: int = Field(
+        default=16, ge=1, description="maximum open streams of `/v1/live`; a further one is answered 503"
+    )
+
+
 class OverlapSettings(Frozen):
     """Communication between GPUs while GEMMs run (docs/parallel.md)."""
 

@@ -5,12 +5,10 @@ What only a GPU has is asked of series that are made up, in the same Prometheus.
 
 import math
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import NamedTuple
 
-import httpx
 import pytest
 
 from expertd.service.engine.metric_table import FAMILIES
@@ -23,9 +21,10 @@ from tests.prometheus.processes import (
     rules,
     selectors,
 )
-from tests.service.apps import hidden_request, rows, tiny_settings
+from tests.service.apps import tiny_settings
 from tests.service.engine.fake_nvml import fake_nvml
-from tests.service.processes import ServerProcess, server_process
+from tests.service.load import Load
+from tests.service.processes import server_process
 from tests.service.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, needs_prometheus]
@@ -54,32 +53,6 @@ class Scraped(NamedTuple):
     prometheus: Prometheus
     servers: list[str]
     gpu: str
-
-
-class Load:
-    """Requests to servers, from a thread of its own, until the block ends."""
-
-    def __init__(self, servers: list[ServerProcess]) -> None:
-        self._urls = [f"http://{server.url}/v2/models/tiny/infer" for server in servers]
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._end.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        requests = [hidden_request(rows(tokens)) for tokens in (1, 2, 8)]
-        with httpx.Client() as client:
-            while not self._end.wait(0.01):
-                for url in self._urls:
-                    for body, length in requests:
-                        head = {"Inference-Header-Content-Length": str(length)}
-                        assert client.post(url, content=body, headers=head).status_code == 200
-                    assert client.post(url, content=b"{").status_code == 400
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ def partitions_router(engine: Engine, bodies: BodyReader) -> APIRouter:
     @router.get("/partitions", response_model=PartitionsResponse, responses=errors(409, 503))
     async def get_partitions() -> dict[str, Any]:
         """The device, its SMs, and the SMs requested by and granted to each partition."""
-        return _shown(engine)
+        return shown_partitions(engine)
 
     @router.put(
         "/partitions",
@@ -42,12 +42,13 @@ def partitions_router(engine: Engine, bodies: BodyReader) -> APIRouter:
         """Replace all partitions between two steps, or change nothing; no request is dropped."""
         wanted = parsed(PartitionsRequest, await control_body(request, bodies))
         await engine.set_partitions(dict(wanted.partitions))
-        return _shown(engine)
+        return shown_partitions(engine)
 
     return router
 
 
-def _shown(engine: Engine) -> dict[str, Any]:
+def shown_partitions(engine: Engine) -> dict[str, Any]:
+    """The answer of both calls. Raises as `Engine.partitions` does."""
     partitions = engine.partitions()
     return {
         "device": partitions.device_name,

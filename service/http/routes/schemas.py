@@ -46,6 +46,11 @@ class ModelMetadata(BaseModel):
     outputs: list[TensorMetadata]
 
 
+class RoutingResponse(BaseModel):
+    topk_ids: list[list[int]] = Field(description="[tokens, top_k]: experts, in the router's order")
+    topk_weights: list[list[float]] = Field(description="[tokens, top_k]: their weights")
+
+
 class ModelIndexEntry(BaseModel):
     name: str
     version: str

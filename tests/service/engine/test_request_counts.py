@@ -1,16 +1,19 @@
 """Counts of requests in memory that processes share."""
 
+from bisect import bisect_left
+
 import numpy as np
 import pytest
 from prometheus_client.metrics_core import Metric
 
+from expertd.service.engine.metric_family import SECONDS
 from expertd.service.engine.request_counts import (
     CELL_BYTES,
     CONNECTION_STATUSES,
     RequestCounts,
     num_cells,
     request_metrics,
-    request_outcomes,
+    request_totals,
 )
 from expertd.service.engine.statistics import StepSums, Total
 
@@ -55,9 +58,13 @@ def test_successes_and_failures_are_summed_over_the_processes() -> None:
         one.request_done("b", status, seconds)
         two.request_done("b", status, 2 * seconds)
     one.refused("b", "queue_full")
-    outcomes = request_outcomes(one.models, [one.cells, two.cells])
-    assert outcomes["b"] == (Total(2, 750_000_000), Total(6, 10_500_000_000))
-    assert outcomes["a"] == (Total(), Total())
+    totals = request_totals(one.models, [one.cells, two.cells])
+    success, failure, refused, by_seconds = totals["b"]
+    assert (success, failure) == (Total(2, 750_000_000), Total(6, 10_500_000_000))
+    assert refused == {"queue_full": 1}
+    assert sum(by_seconds) == 8
+    assert by_seconds[bisect_left(SECONDS, 0.25)] == 1
+    assert totals["a"] == (Total(), Total(), {}, [0] * (len(SECONDS) + 1))
 
 
 def test_steps_are_grouped_by_powers_of_two() -> None:

@@ -38,7 +38,9 @@ async def guarded(keys: Path) -> AsyncIterator[Serving]:
 
 
 def url_of(path: str) -> str:
-    return path.format(model="tiny", version="1", name="region", channel="1")
+    path = "/page/main.js" if path == "/page/{name}" else path
+    query = "?events=1" if path == "/v1/live" else ""
+    return path.format(model="tiny", version="1", name="region", channel="1") + query
 
 
 def test_every_route_has_its_right() -> None:
@@ -53,12 +55,14 @@ def test_every_route_has_its_right() -> None:
     assert served == set(CALLS)
 
 
-def test_only_health_is_open() -> None:
+def test_only_health_and_the_empty_page_are_open() -> None:
     assert {call for call, rights in CALLS.items() if not rights} == {
         "GET /v2/health/live",
         "GET /v2/health/ready",
         "GET /v2/models/{model}/ready",
         "GET /v2/models/{model}/versions/{version}/ready",
+        "GET /",
+        "GET /page/{name}",
     }
 
 
@@ -93,7 +97,9 @@ async def test_every_route_is_checked(keys: Path, method: str, path: str, rights
                 assert "www-authenticate" not in response.headers
 
 
-@pytest.mark.parametrize("path", ["/", "/nothing", "/v2/models", "/v1/partitions/", "/v2/models/a/b/c", "*"])
+@pytest.mark.parametrize(
+    "path", ["/page", "/nothing", "/v2/models", "/v1/partitions/", "/v2/models/a/b/c", "*"]
+)
 async def test_an_unknown_path_needs_a_key_but_no_right(keys: Path, path: str) -> None:
     async with guarded(keys) as server:
         url = f"http://test{path}" if path.startswith("/") else "http://test/*"

@@ -51,7 +51,7 @@ async def test_invalid_routing_is_refused(ids: list[int], weights: list[float], 
 @pytest.mark.parametrize(
     ("method", "path", "status", "expected"),
     [
-        ("GET", "/", 404, "path: expected one of this API (see /docs), got '/'"),
+        ("GET", "/none", 404, "path: expected one of this API (see /docs), got '/none'"),
         ("GET", "/v2/", 404, "path: expected one of this API (see /docs), got '/v2/'"),
         ("GET", "/v2/models/other", 404, "model: expected tiny, got 'other'"),
         ("GET", "/v2/models/other/ready", 404, "model: expected tiny, got 'other'"),

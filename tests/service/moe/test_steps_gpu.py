@@ -66,6 +66,20 @@ def test_one_request(runner: LayerRunner, source: str, target: str, routed_by: s
             assert list(result.tokens_per_expert) == routing[0].flatten().bincount(minlength=24).tolist()
 
 
+@pytest.mark.parametrize("datatype", ["BF16", "FP16", "FP32"])
+def test_the_router_alone(runner: LayerRunner, datatype: str) -> None:
+    """What it chooses is what a step of the same rows computes."""
+    tokens = _tokens(37).to(DTYPES[datatype])
+    request = layer_request(tokens, datatype)
+    topk_ids, topk_weights = runner.route(request)
+    assert topk_ids.shape == topk_weights.shape == (37, SHAPE.top_k)
+    ids, weights = runner.layer.route(tokens.cuda())
+    assert torch.equal(torch.from_numpy(topk_ids), ids.cpu())
+    assert torch.equal(torch.from_numpy(topk_weights), weights.cpu())
+    counts = torch.from_numpy(topk_ids).flatten().bincount(minlength=SHAPE.num_experts)
+    assert list(runner.run([request]).tokens_per_expert) == counts.tolist()
+
+
 @pytest.mark.parametrize("sizes", [(1, 2, 3, 4), (50, 1, 100, 7), (300, 1, 250, 90)])
 @pytest.mark.parametrize("given", ["none", "all", "some"])
 def test_requests_of_every_kind_in_one_step(runner: LayerRunner, sizes: tuple[int, ...], given: str) -> None:

@@ -23,6 +23,7 @@ from expertd.service.http.routes import (
     profile_router,
     protocol_router,
     repository_router,
+    routing_router,
     shared_memory_router,
     statistics_router,
     swagger_router,
@@ -92,6 +93,7 @@ EXPECTED = {
     ("GET", "/v1/log"),
     ("PUT", "/v1/log"),
     ("POST", "/v1/profile"),
+    ("POST", "/v1/models/{model}/routing"),
     ("GET", "/v1/channels"),
     ("POST", "/v1/channels"),
     ("GET", "/v1/channels/{channel}"),
@@ -131,6 +133,7 @@ def test_no_route_is_served_without_being_documented(document: dict[str, Any]) -
         metrics_router(app.metrics),
         log_router(app.set_log_level, bodies),
         profile_router(app.engine, bodies),
+        routing_router(app.engine, bodies),
     ]
     routes = [route for router in routers for route in router.routes]
     assert all(isinstance(route, APIRoute) for route in routes)

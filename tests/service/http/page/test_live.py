@@ -1,0 +1,201 @@
+"""/v1/live: its events, and how its streams end."""
+
+import asyncio
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from expertd.service.http import feed
+from tests.paths import ROOT
+from tests.service.apps import (
+    MODEL,
+    NUM_EXPERTS,
+    TOP_K,
+    Serving,
+    error_of,
+    hidden_request,
+    rows,
+    serving,
+    serving_runner,
+    tiny_settings,
+)
+from tests.service.http.processes import two_processes
+from tests.service.http.routes.test_partitions import Device
+from tests.service.keys import bearer, write_keys
+from tests.service.processes import server_process
+from tests.service.runners import EchoRunner
+from tests.service.sockets import listening
+from tests.service.waiting import until, wait_for
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "SECONDS", 0.05)
+
+
+def parsed(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """The events of a stream."""
+    blocks = [block.split("\n") for block in text.split("\n\n")[:-1]]
+    return [(name.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for name, data in blocks]
+
+
+async def live(server: Serving, query: str = "?events=1") -> dict[str, Any]:
+    """The last event of a stream."""
+    answer = await server.http.get(f"/v1/live{query}")
+    assert answer.status_code == 200, answer.text
+    return parsed(answer.text)[-1][1]
+
+
+async def test_the_first_event_says_what_does_not_change() -> None:
+    async with serving(tiny_settings()) as server:
+        answer = await server.http.get("/v1/live?events=2")
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    events = parsed(answer.text)
+    assert [name for name, _ in events] == ["server", "snapshot", "snapshot"]
+    first = events[0][1]
+    sizes = {key: value for key, value in MODEL.items() if key != "name"}
+    assert first["models"] == {"tiny": {**sizes, "partition": None}}
+    assert len(events[1][1]["models"]["tiny"]["requests"]["by_seconds"]) == len(first["bounds_seconds"]) + 1
+
+
+async def test_counts_are_those_of_the_metrics() -> None:
+    async with serving(tiny_settings()) as server:
+        for tokens in (3, 5):
+            assert (await server.infer(*hidden_request(rows(tokens)))).status_code == 200
+        assert (await server.infer(b"{}")).status_code == 400
+        assert (await server.http.post("/v2/models/none/infer", content=b"{}")).status_code == 404
+        await until(lambda: server.metric("tokens_total", model="tiny", layout="contiguous") == 8)
+        now = await live(server)
+        assert (now["phase"], now["why_not_ready"], now["backend"]) == ("ready", None, "reference")
+        tiny = now["models"]["tiny"]
+        assert tiny["why_not_ready"] is None
+        assert tiny["queue"] == {"requests": 0, "tokens": 0}
+        assert (tiny["requests"]["success"], tiny["requests"]["failure"]) == (2, 1)
+        assert sum(tiny["requests"]["by_seconds"]) == 3
+        assert tiny["requests"]["refused"] == {"invalid_request": 1}
+        assert now["not_served"] == {"unknown_model": 1}
+        steps = tiny["steps"]
+        assert (steps["steps"], steps["tokens"], steps["requests"], steps["failures"]) == (2, 8, 2, 0)
+        assert steps["flops"] == server.metric("gemm_flops_total", model="tiny", layout="contiguous")
+        assert steps["bytes"] == server.metric("gemm_bytes_total", model="tiny", layout="contiguous")
+        measured = server.metric("compute_seconds_sum", model="tiny", layout="contiguous")
+        assert steps["seconds"] == pytest.approx(measured, abs=1e-8)
+        assert now["experts"]["model"] == "tiny"
+        assert now["experts"]["tokens"] == [
+            server.metric("expert_tokens_total", model="tiny", expert=str(expert))
+            for expert in range(NUM_EXPERTS)
+        ]
+        assert sum(now["experts"]["tokens"]) == 8 * TOP_K
+
+
+async def test_experts_are_those_of_one_model() -> None:
+    models = [MODEL, {**MODEL, "name": "a.b", "num_experts": 8}]
+    async with serving(tiny_settings(models=models)) as server:
+        assert (await live(server))["experts"]["model"] == "tiny"
+        assert (await live(server, "?events=1&model=a.b"))["experts"] == {"model": "a.b", "tokens": [0] * 8}
+        unknown = await server.http.get("/v1/live?model=c")
+        assert error_of(unknown, 404) == "model: expected tiny or a.b, got 'c'"
+        for number in ("0", "-1", "x", "1000", ""):
+            refused = await server.http.get("/v1/live", params={"events": number})
+            assert error_of(refused, 400) == f"events: expected a number from 1 to 999, got {number!r}"
+
+
+async def test_it_shows_partitions_as_their_own_call_does() -> None:
+    async with serving(tiny_settings()) as server:
+        reason = "partitions: expected a backend whose device has SMs to partition, got 'reference'"
+        assert (await live(server))["partitions"] == {"error": reason}
+    async with serving(tiny_settings(), serving_runner(EchoRunner(), Device())) as server:
+        await server.http.put("/v1/partitions", json={"partitions": {"a": 20}})
+        assert (await live(server))["partitions"] == (await server.http.get("/v1/partitions")).json()
+
+
+async def test_head_ends() -> None:
+    async with serving(tiny_settings()) as server:
+        answer = await server.http.head("/v1/live")
+        assert (answer.status_code, answer.content) == (200, b"")
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert server.app._feed.num_viewers == 0
+
+
+async def test_too_many_viewers_and_viewers_who_leave() -> None:
+    settings = tiny_settings(page={"max_viewers": 1})
+    async with serving(settings) as server, listening(server) as port:
+        url = f"http://127.0.0.1:{port}/v1/live"
+        async with httpx.AsyncClient() as client:
+            async with client.stream("GET", url) as stream:
+                lines = stream.aiter_lines()
+                assert await anext(lines) == "event: server"
+                refused = await client.get(url)
+                text = "viewers: expected at most 1 streams (page.max_viewers), got one more"
+                assert error_of(refused, 503) == text
+                assert refused.headers["retry-after"] == "5"
+            await until(lambda: server.app._feed.num_viewers == 0)
+            assert (await client.get(f"{url}?events=1")).status_code == 200
+
+
+async def test_the_page_can_be_off() -> None:
+    async with serving(tiny_settings(page={"enabled": False})) as server:
+        for path in ("/", "/page/main.js", "/v1/live"):
+            assert error_of(await server.http.get(path), 404).startswith("path: expected one of this API")
+
+
+async def test_who_may_look(tmp_path: Path) -> None:
+    rights = {"infer": ["infer"], "admin": ["admin"], "metrics": ["metrics"]}
+    settings = tiny_settings(keys=write_keys(tmp_path / "keys.yaml", **rights))
+    async with serving(settings) as server:
+        for path in ("/", "/page/main.js", "/page/page.css"):
+            assert (await server.http.get(path)).status_code == 200, "it has no data"
+        url = "/v1/live?events=1"
+        assert (await server.http.get(url)).status_code == 401
+        for name, status in (("infer", 403), ("admin", 200), ("metrics", 200)):
+            assert (await server.http.get(url, headers=bearer(name))).status_code == status
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("http_workers", [1, 2])
+def test_viewers_leave_and_do_not_delay_a_shutdown(tmp_path: Path, http_workers: int) -> None:
+    settings = two_processes(http_workers=http_workers, page={"max_viewers": 1})
+    with server_process(settings, tmp_path) as server:
+        url = f"http://{server.url}/v1/live"
+        with httpx.stream("GET", url, timeout=30) as stream:
+            next(stream.iter_text())
+            assert httpx.get(f"{url}?events=1").status_code == 503
+        wait_for(lambda: httpx.get(f"{url}?events=1").status_code == 200, "the viewer is gone", 20)
+        assert httpx.get(f"{url}?model=none").status_code == 404
+
+        with httpx.stream("GET", f"{url}?model=other", timeout=30) as stream:
+            chunks = stream.iter_text()
+            text = ""
+            while text.count("event: snapshot") < 2:
+                text += next(chunks)
+            assert parsed(text)[1][1]["experts"]["model"] == "other"
+            began = time.monotonic()
+            server.terminate()
+            assert server.process.wait(20) == 0
+            assert time.monotonic() - began < 5
+            "".join(chunks)  # it has its end: nothing is raised
+
+
+async def test_every_field_is_documented() -> None:
+    table = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / "page.md").read_text(), re.M)
+    named = {name for cell in table for name in re.findall(r"`([\w.]+)`", cell)}
+    async with serving(tiny_settings()) as server:
+        now = await live(server)
+    fields = {name for name in now if name != "models"}
+    assert named == fields | {f"models.NAME.{name}" for name in now["models"]["tiny"]}
+
+
+async def test_a_stream_and_others_on_one_connection_do_not_mix() -> None:
+    async with serving(tiny_settings()) as server, listening(server) as port:
+        limits = httpx.Limits(max_connections=1)
+        async with httpx.AsyncClient(limits=limits, base_url=f"http://127.0.0.1:{port}") as client:
+            for _ in range(3):
+                events = parsed((await client.get("/v1/live?events=2")).text)
+                assert len(events) == 3
+                assert (await client.get("/v2/health/live")).status_code == 200
+        await asyncio.sleep(0)
