@@ -87,7 +87,8 @@ class Loaded:
     ends what loading has started, after all steps. prefill_runners are those of the prefill lane; None: both
     lanes have the same. Call prepare_thread on every thread that begins steps. set_split gives the decode
     lane that number of SMs and the prefill lane the rest (0: all of them); call it as `Partitions.apply`.
-    None: no such lanes. use returns what steps have used, on any thread; gpus the UUIDs of the GPUs.
+    None: no such lanes. use returns what steps have used, on any thread; gpus the UUIDs of the GPUs; streams,
+    on the worker thread, those of steps and their copies, with names.
     """
 
     backend: str
@@ -110,6 +111,7 @@ class Loaded:
     set_split: Callable[[int], None] | None = None
     use: Callable[[], StepUse] = lambda: NOTHING
     gpus: Callable[[], Sequence[str]] = tuple
+    streams: Callable[[], Sequence[tuple[str, torch.cuda.Stream]]] = tuple
 
     @property
     def runners_of_lanes(self) -> tuple[Mapping[str, Runner], Mapping[str, Runner]]:
@@ -175,6 +177,7 @@ def load(
         set_split=split,
         use=models.use,
         gpus=lambda: gpu_uuids(device),
+        streams=models.streams,
     )
 
 

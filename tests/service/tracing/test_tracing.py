@@ -1,6 +1,7 @@
 """What spans are made of, which requests are sampled, and limits; needs no collector."""
 
 import asyncio
+from typing import Any
 
 import grpc
 import numpy as np
@@ -19,7 +20,7 @@ from tests.service.runners import EchoRunner
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 PARENT = f"00-{TRACE}-{SPAN}-01"
-SETTINGS = {"tracing": {"endpoint": "http://127.0.0.1:9/v1/traces", "sample_ratio": 0.0}}
+SETTINGS: dict[str, Any] = {"tracing": {"endpoint": "http://127.0.0.1:9/v1/traces", "sample_ratio": 0.0}}
 
 
 @pytest.fixture
