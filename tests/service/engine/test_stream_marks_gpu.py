@@ -16,7 +16,7 @@ LANES = {"decode_max_tokens": 2, "decode_partition": "decode", "prefill_partitio
 
 
 def hidden_states(num_tokens: int) -> npt.NDArray[np.float32]:
-    return np.ones((num_tokens, MODEL["hidden_size"]), np.float32)
+    return np.ones((num_tokens, 2048), np.float32)
 
 
 async def test_partitions_and_copies_are_named() -> None:

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from expertd.service.commands.serve import check_tracing
 from expertd.service.engine.steps import StepTimes
 from expertd.service.grpc.tables import SERVICE
 from expertd.service.settings.model import Settings
 from expertd.service.settings.parts import TracingSettings
-from expertd.service.tracing import Rpc, TraceContext, TracedRequest, Tracing
+from expertd.service.tracing import TraceContext, TracedRequest, Tracing
 from expertd.service.tracing import tracing as module
 from tests.service.apps import hidden_request, rows, serving, serving_runner, tiny_settings
 from tests.service.grpc.calls import ON, grpc_serving, hidden_message
@@ -117,9 +118,18 @@ def test_the_caller_decides_and_else_the_ratio() -> None:
     assert 400 < sum(half.samples(None) for _ in range(1000)) < 600
 
 
-def traced(rpc: Rpc | None = None) -> TracedRequest:
+def test_without_its_packages_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_tracing(tiny_settings(**SETTINGS))
+    monkeypatch.setattr(module, "find_spec", lambda _: None)
+    check_tracing(tiny_settings())
+    expected = r"^tracing\.endpoint: expected the packages of expertd\[otel\] .*got no OTLP exporter$"
+    with pytest.raises(ValueError, match=expected):
+        check_tracing(tiny_settings(**SETTINGS))
+
+
+def traced() -> TracedRequest:
     times = StepTimes(0.1, 0.2, 0.3, 7)
-    return TracedRequest(0.0, 0.4, None, times, rpc, [], False, "tiny", None, 7, 200, None)
+    return TracedRequest(0.0, 0.4, None, times, None, [], False, "tiny", None, 7, 200, None)
 
 
 def test_requests_beyond_a_limit_are_dropped_and_counted() -> None:
