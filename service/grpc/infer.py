@@ -7,7 +7,7 @@ from typing import Any
 
 from expertd.service.grpc.infer_request import Translated, UntranslatedError, parts_of, request_id
 from expertd.service.grpc.messages import CLASSES
-from expertd.service.grpc.statuses import Refusal, refused
+from expertd.service.grpc.statuses import Refusal, code_of, refused
 from expertd.service.grpc.tables import SERVICE
 from expertd.service.grpc.wire import tag, with_outputs
 from expertd.service.http.answers import Answer
@@ -88,7 +88,7 @@ class Infer:
                 for name, value in context.invocation_metadata() or ()
                 if name in _TRACE and isinstance(value, str)
             ]
-        return Rpc(f"{SERVICE}/{method}", traces)
+        return Rpc(f"{SERVICE}/{method}", traces, _code_name)
 
     async def _translated(self, data: bytes, loop: asyncio.AbstractEventLoop) -> Translated:
         parts = parts_of(data, self._endpoint.engine.settings.limits.max_json_bytes)
@@ -165,6 +165,10 @@ def _message(header: bytes) -> bytes:
 
 
 _kept_message = lru_cache(maxsize=_MAX_KEPT)(_message)
+
+
+def _code_name(status: int, reason: str | None) -> str:
+    return str(code_of(status, reason).name)
 
 
 def _late(context: Any) -> OipError | None:

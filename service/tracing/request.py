@@ -1,5 +1,6 @@
 """What is known of an infer request that has ended; its spans are made of it later, on another thread."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -8,10 +9,14 @@ from expertd.service.tracing.context import Headers, TraceContext
 
 
 class Rpc(NamedTuple):
-    """A gRPC call: its full method, and its metadata with the caller's trace context."""
+    """A gRPC call: its full method, and its metadata with the caller's trace context.
+
+    code  the name of gRPC's code for a status of HTTP, and the reason of a refusal
+    """
 
     method: str
     headers: Headers
+    code: Callable[[int, str | None], str]
 
 
 @dataclass(slots=True)  # not frozen: that takes longer

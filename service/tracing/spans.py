@@ -122,6 +122,7 @@ def _attributes(request: TracedRequest) -> Iterator[tuple[str, str | int]]:
         # Not in the SDK's stable conventions yet, and their module for others may change.
         yield "rpc.system.name", "grpc"
         yield "rpc.method", request.rpc.method
+        yield "rpc.response.status_code", request.rpc.code(request.status, request.reason)
         return
     yield http_attributes.HTTP_REQUEST_METHOD, "POST"
     yield http_attributes.HTTP_ROUTE, _ROUTE

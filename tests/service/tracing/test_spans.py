@@ -13,6 +13,9 @@ import httpx
 import pytest
 
 from expertd import __version__
+from expertd.service.engine.steps import StepTimes
+from expertd.service.settings.parts import TracingSettings
+from expertd.service.tracing import Rpc, TracedRequest, Tracing
 from tests.paths import ROOT
 from tests.service.apps import hidden_request, rows, tiny_settings
 from tests.service.http.processes import two_processes
@@ -100,6 +103,64 @@ def test_a_request_has_a_span_for_each_part_of_its_time(kind: str, spans: Collec
     assert parts[2].end > parts[2].begin
 
 
+def ending(times: StepTimes | None, status: int, reason: str | None, rpc: Rpc | None) -> TracedRequest:
+    return TracedRequest(
+        started=5.0,
+        ended=5.5,
+        context=None,
+        times=times,
+        rpc=rpc,
+        headers=[(b"host", b"[::1]:80")],
+        is_tls=True,
+        model="tiny",
+        request_id=None,
+        tokens=None,
+        status=status,
+        reason=reason,
+    )
+
+
+def test_requests_may_end_in_other_ways(spans: Collector) -> None:
+    tracing = Tracing(TracingSettings(endpoint=spans.endpoint))
+    tracing.start()
+    rpc = Rpc("a.Service/Infer", [], lambda status, reason: f"{status} {reason}")
+    tracing.add(ending(StepTimes(5.1, None, 5.4, 0), 503, "queue_timeout", None))
+    tracing.add(ending(StepTimes(5.1, 5.2, 9.9, 0), 499, "client_gone", None))
+    tracing.add(ending(None, 400, "invalid_request", rpc))
+    tracing.stop()
+    found = spans.wait(3 + 3 + 4)
+    of = {span.attributes["expertd.refusal"]: span for span in found if span.kind == SERVER}
+    parts: dict[str, dict[str, Span]] = {span.span_id: {} for span in of.values()}
+    for span in found:
+        if span.kind == INTERNAL:
+            parts[span.parent_id][span.name] = span
+    late, gone, wrong = (of[name] for name in ("queue_timeout", "client_gone", "invalid_request"))
+    assert list(parts[late.span_id]) == ["receive", "queue", "answer"]
+    assert list(parts[gone.span_id]) == PARTS
+    assert list(parts[wrong.span_id]) == []
+    queue = parts[late.span_id]["queue"]
+    assert abs(queue.end - queue.begin - 300_000_000) < 1000
+    assert {span.end - span.begin for span in of.values()} == {500_000_000}
+    assert parts[gone.span_id]["step"].end == parts[gone.span_id]["answer"].end == gone.end
+    assert [span.status for span in (late, gone, wrong)] == [ERROR, ERROR, 0]
+    assert [span.attributes.get("error.type") for span in (late, gone, wrong)] == [
+        "queue_timeout",
+        "client_gone",
+        None,
+    ]
+    assert "http.response.status_code" not in gone.attributes
+    assert late.attributes["url.scheme"] == "https"
+    assert (late.attributes["server.address"], late.attributes["server.port"]) == ("::1", 80)
+    assert wrong.name == "a.Service/Infer"
+    assert wrong.attributes == {
+        "rpc.system.name": "grpc",
+        "rpc.method": "a.Service/Infer",
+        "rpc.response.status_code": "400 invalid_request",
+        "expertd.model": "tiny",
+        "expertd.refusal": "invalid_request",
+    }
+
+
 def test_what_is_left_is_exported_at_the_end(spans: Collector, tmp_path: Path) -> None:
     with server_process(tiny_settings(**tracing(spans, 1.0)), tmp_path) as running:
         assert infer(running, 65, sampled=None, name="large") == 400
@@ -125,10 +186,11 @@ def test_a_collector_that_is_not_there_delays_nothing(tmp_path: Path) -> None:
 def test_nothing_is_imported_without_an_endpoint() -> None:
     program = """
 import json, sys
-from expertd.service.http.app import ExpertApp
-from expertd.service.http import worker
-from tests.service.apps import tiny_settings
-assert ExpertApp(tiny_settings()).tracing is None
+from expertd.service.http import worker  # with all that makes requests' spans
+from expertd.service.settings.parts import TracingSettings
+from expertd.service.tracing import Tracing, tracing_of
+assert tracing_of(TracingSettings()) is None
+Tracing(TracingSettings(endpoint="http://127.0.0.1:9/"))  # it is imported at `start`
 parts = ("opentelemetry.sdk", "opentelemetry.exporter", "requests", "google.protobuf")
 print(json.dumps([name for name in sys.modules if name.startswith(parts)]))
 """

@@ -1,6 +1,7 @@
 """What spans are made of, which requests are sampled, and limits; needs no collector."""
 
 import asyncio
+import logging
 from typing import Any
 
 import grpc
@@ -103,6 +104,17 @@ async def test_grpc_calls_have_their_metadatas_context(ended: list[TracedRequest
     assert [each.rpc and each.rpc.method for each in ended] == [f"{SERVICE}/{name}" for name in methods]
     assert {each.context for each in ended} == {TraceContext(TRACE, SPAN, True, ("a=1",))}
     assert [each.status for each in ended] == [200, 200, 200, 400]
+    codes = [each.rpc and each.rpc.code(each.status, each.reason) for each in ended]
+    assert codes == ["OK", "OK", "OK", "INVALID_ARGUMENT"]
+
+
+async def test_a_log_line_has_the_trace_of_a_grpc_call(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    settings = tiny_settings(**ON, access_log=True, log_format="json")
+    async with grpc_serving(EchoRunner(), settings) as calls:
+        await calls.infer(hidden_message(rows(2)), metadata=(("traceparent", PARENT),))
+    (fields,) = (vars(line)["fields"] for line in caplog.records if line.message == "infer 200")
+    assert (fields["trace_id"], fields["parent_span_id"]) == (TRACE, SPAN)
 
 
 def tracing(ratio: float) -> Tracing:
