@@ -28,6 +28,7 @@ from expertd.service.channels.layout import (
     ROUTED,
     SEQUENCE_BYTES,
     SLOT_BYTES,
+    TIMES_OFFSET,
 )
 from expertd.service.engine.errors import (
     DeviceLostError,
@@ -43,7 +44,7 @@ from expertd.service.engine.errors import (
     TooManyRequestsError,
 )
 from expertd.service.engine.spec import MODEL_VERSION, LayerSpec, served, specs_of
-from expertd.service.engine.steps import DEFAULT_PRIORITY, Done
+from expertd.service.engine.steps import DEFAULT_PRIORITY, Done, StepTimes
 from expertd.service.memory import Arena, Block, RegionUses
 from expertd.service.memory.fence import fence
 from expertd.service.moe.request import LayerRequest, Output
@@ -72,12 +73,20 @@ class RemoteCall:
     priority: int = DEFAULT_PRIORITY
     caller: int = 0
     timeout: float | None = None
-    arrived: float = 0.0  # if it had to wait for a slot
+    arrived: float = 0.0  # if it had to wait for a slot, or there are spans
     sequence: int = 0  # 0: it waits for a slot
     output: tuple[int, int] = (0, 0)  # offset and bytes, unless the request says where it goes
     block: Block | None = None
     error: Exception | None = None  # it is cancelled with
     began: float | None = None  # its step: only the engine knows
+    stages: tuple[float, float] | None = None  # seconds in the queue and in steps, if the engine has said so
+
+    def times(self, now: float) -> StepTimes | None:
+        """Those of a request that is answered `now`; None if they are not known."""
+        if self.stages is None:
+            return None
+        began = self.arrived + self.stages[0]
+        return StepTimes(self.arrived, began, min(now, began + self.stages[1]), 0)
 
 
 class RemoteEngine:
@@ -94,6 +103,7 @@ class RemoteEngine:
         self.draining = False
         self._numbers = {name: number for number, name in enumerate(self.models)}
         self._experts = {model.name: model.num_experts for model in settings.models}
+        self._is_traced = settings.tracing.endpoint is not None
         self._sequence = 0
         self._cancels = 0
         self._calls: dict[int, RemoteCall] = {}  # in the channel, by slot
@@ -141,6 +151,8 @@ class RemoteEngine:
         timeout: float | None = None,
     ) -> RemoteCall:
         call = RemoteCall(model, request, done, priority, caller, timeout)
+        if self._is_traced:
+            call.arrived = time.perf_counter()
         if self._waiting or self._sequence % self._num_slots in self._calls:
             call.arrived = time.perf_counter()
             self._waiting.append(call)
@@ -223,12 +235,20 @@ class RemoteEngine:
             except EngineError as error:
                 call.done(error)
 
+    def _read_times(self, offset: int, call: RemoteCall) -> None:
+        """Where the time of a call went; if the device has answered it, that may not be written yet."""
+        queue_ns, compute_ns, sequence = self._words[offset // SEQUENCE_BYTES :][:3]
+        if sequence == call.sequence:
+            call.stages = queue_ns / 1e9, compute_ns / 1e9
+
     def _answer(self, slot: int, call: RemoteCall) -> Output | Exception:
         start = HEADER_BYTES + slot * SLOT_BYTES
         status, length, retry_after_ms, reason, _, _ = ANSWER.unpack_from(
             self._control, start + ANSWER_OFFSET + SEQUENCE_BYTES
         )
         if status == 200:
+            if self._is_traced:
+                self._read_times(start + ANSWER_OFFSET + TIMES_OFFSET, call)
             if call.request.output is not None:
                 return call.request.output
             return self._cells.read(*call.output)

@@ -8,7 +8,14 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from expertd.service.commands.arguments import add_serve_arguments, read_arguments
-from expertd.service.commands.serve import check_grpc, check_keys, check_tls, check_weights, exposure
+from expertd.service.commands.serve import (
+    check_grpc,
+    check_keys,
+    check_tls,
+    check_tracing,
+    check_weights,
+    exposure,
+)
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -160,6 +167,7 @@ def _grpc(settings: "Settings") -> str:
     if settings.grpc.port is None or settings.node_rank > 0:
         return "none"
     check_grpc(settings)
+    check_tracing(settings)
     from expertd.service.grpc.address import check_address
     from expertd.service.http.listening import BindError
 

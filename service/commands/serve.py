@@ -45,6 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         settings = resolve_checkpoints(settings)
         check_weights(settings)
         check_grpc(settings)
+        check_tracing(settings)
         if settings.node_rank == 0:
             check_keys(settings)
             remark, is_valid = check_tls(settings)
@@ -157,6 +158,17 @@ def check_grpc(settings: "Settings") -> None:
     if settings.grpc.port is not None and find_spec("grpc") is None:
         expected = "the packages of expertd[grpc] (pip install 'expertd[grpc]')"
         raise ValueError(f"grpc.port: expected {expected}, got no grpcio")
+
+
+def check_tracing(settings: "Settings") -> None:
+    """Raise ValueError if spans are to be sent and OpenTelemetry's packages are not installed."""
+    if settings.tracing.endpoint is None:
+        return
+    from expertd.service.tracing import is_installed
+
+    if not is_installed():
+        expected = "the packages of expertd[otel] (pip install 'expertd[otel]')"
+        raise ValueError(f"tracing.endpoint: expected {expected}, got no OTLP exporter")
 
 
 def _grpc_server(settings: "Settings") -> "Callable[[ExpertApp, Settings], Beside] | None":

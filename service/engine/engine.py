@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
 from functools import partial
@@ -85,7 +85,7 @@ class Engine:
         self._watchdog: Watchdog | None = None
         self._failure: str | None = None  # of the device, for good
         self._lane_control: LaneControl | None = None
-        self._profiling = Profiling(self.scheduler, self._num_steps, self._about)
+        self._profiling = Profiling(self.scheduler, self._num_steps, self._about, self._streams)
         shapes = {model.name: model.shape for model in settings.models}
         metrics.add_models(shapes, settings.metrics.max_expert_series)
         metrics.watch_jit(jit_stats)
@@ -418,6 +418,9 @@ class Engine:
         sms = self._partition_sizes()
         partitions = None if sms is None else {"device": sms[0], **sms[1]}
         return {"backend": self.loaded.backend, "device": self.loaded.device, "sms": partitions}
+
+    def _streams(self) -> Sequence[tuple[str, object]]:
+        return self.loaded.streams() if self.loaded else ()
 
     def _partition_sizes(self) -> tuple[int, dict[str, int]] | None:
         partitions = self.loaded.partitions if self.loaded else None

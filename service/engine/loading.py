@@ -96,6 +96,7 @@ class Loaded:
     lane that number of SMs and the prefill lane the rest (0: all of them); call it as `Partitions.apply`.
     None: no such lanes. use returns what steps have used, on any thread; gpus the UUIDs of the GPUs. route
     says what a model's router chooses for a request, on the worker thread; None: the routers are elsewhere.
+    streams, on the worker thread, are those of steps and their copies, with names.
     """
 
     backend: str
@@ -119,6 +120,7 @@ class Loaded:
     use: Callable[[], StepUse] = lambda: NOTHING
     gpus: Callable[[], Sequence[str]] = tuple
     route: Route | None = None
+    streams: Callable[[], Sequence[tuple[str, torch.cuda.Stream]]] = tuple
 
     @property
     def runners_of_lanes(self) -> tuple[Mapping[str, Runner], Mapping[str, Runner]]:
@@ -185,6 +187,7 @@ def load(
         use=models.use,
         gpus=lambda: gpu_uuids(device),
         route=models.route,
+        streams=models.streams,
     )
 
 

@@ -191,6 +191,10 @@ class LocalModels:
         )
         return StepUse(launches, weights, total, self._memory(sum(weights.values())))
 
+    def streams(self) -> list[tuple[str, torch.cuda.Stream]]:
+        """The streams of all steps, each with a name; none on a CPU. One may have several names."""
+        return [stream for each in self.sets for stream in each.streams()]
+
     def _memory(self, weights: int) -> dict[str, int] | None:
         in_all = device_memory(self._device)
         if in_all is None:

@@ -6,7 +6,7 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 from expertd.service.engine.errors import ProfileRefusedError, ProfileUnavailableError
 from expertd.service.engine.lanes import AnyScheduler
 from expertd.service.engine.profile_limits import MAX_BYTES
+from expertd.service.engine.stream_marks import mark, with_stream_names
 from expertd.service.settings.lanes import LANES
 
 _LOOK_SECONDS = 0.005
@@ -35,12 +36,18 @@ class Profiling:
 
     num_steps  counts the steps that have ended, of all models
     about      is written into the trace: what else is known of the server
+    streams    the GPU's streams, with their names; called on the thread of the steps
     """
 
     def __init__(
-        self, scheduler: AnyScheduler, num_steps: Callable[[], int], about: Callable[[], dict[str, Any]]
+        self,
+        scheduler: AnyScheduler,
+        num_steps: Callable[[], int],
+        about: Callable[[], dict[str, Any]],
+        streams: Callable[[], Iterable[tuple[str, Any]]] = tuple,
     ) -> None:
         self._scheduler, self._num_steps, self._about = scheduler, num_steps, about
+        self._streams = streams
         self._is_running = False
 
     async def record(
@@ -71,6 +78,7 @@ class Profiling:
         profiler = profile(experimental_config=_ExperimentalConfig(profile_all_threads=True))
         await worker.between_steps(profiler.start)
         try:
+            await worker.between_steps(lambda: mark(self._streams()))
             first, begin = self._num_steps(), time.monotonic()
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
@@ -106,4 +114,4 @@ def _exported(profiler: Any, threads: Mapping[int | None, str]) -> bytes:
         name = threads.get(int(found[1]))
         return found[0] if name is None else f'"{name} (thread {int(found[1])})"'.encode()
 
-    return _THREAD_NAME.sub(named, trace)
+    return with_stream_names(_THREAD_NAME.sub(named, trace))

@@ -1,5 +1,6 @@
 """The runners of the layers whose steps take turns: all of a server's, or those of one lane."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,6 +47,22 @@ class RunnerSet:
         )
         self.runners[model.name] = runner
         return runner
+
+    def streams(self) -> Iterator[tuple[str, torch.cuda.Stream]]:
+        """The streams of steps and of their copies, each with a name; none on a CPU."""
+        if self.staging is None:
+            return
+        lane = f"{self._lane.name} lane, " if self._lane.name else ""
+        for runner in self.runners.values():
+            with runner.on_stream():
+                stream = torch.cuda.current_stream(self._device)
+            name = runner.partition
+            where = "the whole GPU"
+            if name is not None and self._partitions is not None:
+                where = f"partition {name} ({self._partitions.num_sms(name)} SMs)"
+            yield f"{lane}{where}", stream
+        yield f"{lane}copies in", self.staging.copy_in
+        yield f"{lane}copies out", self.staging.copy_out
 
     def move(self, partition: str | None) -> None:
         """Run further steps in this partition; None: on the whole device. Capture graphs again then."""

@@ -135,7 +135,9 @@ class Stepping:
             self.in_step = None
         running = Running([chunk], step, began, False)
         self._note(running, result)
-        self._delivery.deliver(self._answers([chunk], result.outputs, result.compute_seconds))
+        self._delivery.deliver(
+            self._answers([chunk], result.outputs, result.compute_seconds, result.num_tokens)
+        )
         self._forecast(running)
 
     def in_flight(self) -> list[Chunk]:
@@ -185,7 +187,8 @@ class Stepping:
     def _finish_and_copy(self, running: Running) -> None:
         try:
             result = running.step.finish()
-            answers = self._answers(running.chunks, result.outputs, result.compute_seconds)
+            seconds, num_tokens = result.compute_seconds, result.num_tokens
+            answers = self._answers(running.chunks, result.outputs, seconds, num_tokens)
         except Exception as error:
             self._failed(running.chunks, error)
             return
@@ -219,15 +222,19 @@ class Stepping:
         self._delivery.answered(num_answers)
 
     def _answers(
-        self, chunks: Sequence[Chunk], outputs: Sequence[Output], step_seconds: float
+        self, chunks: Sequence[Chunk], outputs: Sequence[Output], step_seconds: float, num_tokens: int = 0
     ) -> list[Answer]:
-        """The requests that a step which succeeded leaves with nothing to compute, and their answers."""
+        """The requests that a step which succeeded leaves with nothing to compute, and their answers.
+
+        num_tokens  of the step; 0: not known yet
+        """
         pairs = list(zip(chunks, outputs, strict=True))
         self._queues[chunks[0].pending.model].failures = 0
         answers: list[Answer] = []
         for chunk, output in pairs:
             pending = chunk.pending
             pending.compute_seconds += step_seconds
+            pending.step_tokens = num_tokens
             answer = self._queues.end(chunk, output) if pending.is_long else output
             if answer is not None:
                 answers.append((pending, answer))

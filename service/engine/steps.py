@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from expertd.service.moe.request import LayerRequest, Output, StepResult
 
@@ -60,6 +60,20 @@ LAST_PRIORITY, DEFAULT_PRIORITY = 255, 128
 """Requests have a priority from 1, the most urgent, to 255."""
 
 
+class StepTimes(NamedTuple):
+    """When a request was in its queue and its steps, by time.perf_counter.
+
+    began   of its first step; None: it had none
+    ended   of its last step, or when the request left the queue without one
+    tokens  of its last step, those of other requests included; 0: unknown, or it failed
+    """
+
+    arrived: float
+    began: float | None
+    ended: float
+    tokens: int
+
+
 class Pending:
     """An accepted request, until its `done` is called; `compute_seconds` is set before.
 
@@ -90,6 +104,7 @@ class Pending:
         "request",
         "running",
         "state",
+        "step_tokens",
     )
 
     def __init__(
@@ -114,12 +129,20 @@ class Pending:
         self.deadline = math.inf if timeout is None else self.arrived + timeout
         self.began: float | None = None  # of its first step; None: never
         self.compute_seconds = 0.0  # of its steps
+        self.step_tokens = 0  # of the last of them, others' tokens included; 0: unknown
         self.state = State.WAITING  # until all of it has begun
         self.is_long = False
         self.begun = 0
         self.running = 0
         self.outputs: dict[int, Output] | None = None
         self.error: Exception | None = None
+
+    def times(self, now: float) -> StepTimes:
+        """Those of a request that is answered `now`."""
+        began, took = self.began, self.compute_seconds
+        # In several steps, it waited between them.
+        ended = now if began is None or self.is_long or not took else min(now, began + took)
+        return StepTimes(self.arrived, began, ended, self.step_tokens)
 
     @property
     def left(self) -> int:

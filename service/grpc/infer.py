@@ -7,7 +7,8 @@ from typing import Any
 
 from expertd.service.grpc.infer_request import Translated, UntranslatedError, parts_of, request_id
 from expertd.service.grpc.messages import CLASSES
-from expertd.service.grpc.statuses import Refusal, refused
+from expertd.service.grpc.statuses import Refusal, code_of, refused
+from expertd.service.grpc.tables import SERVICE
 from expertd.service.grpc.wire import tag, with_outputs
 from expertd.service.http.answers import Answer
 from expertd.service.http.endpoint import InferEndpoint
@@ -18,9 +19,11 @@ from expertd.service.http.infer_head import InferHead
 from expertd.service.http.protocol import OipError
 from expertd.service.http.refused import Headers
 from expertd.service.http.threads import INLINE_BYTES, Where
+from expertd.service.tracing import Rpc
 
 _INFER_RESPONSE = 2  # the number of that field of ModelStreamInferResponse
 _MAX_KEPT = 256
+_TRACE = ("traceparent", "tracestate")
 _MAX_KEPT_BYTES = 2048  # of one head, or of one response's JSON
 
 Result = bytes | Refusal
@@ -45,17 +48,19 @@ class Infer:
         assert isinstance(result, Refusal)
         return result
 
-    async def __call__(self, data: bytes, authorization: Headers, context: Any) -> Result:
+    async def __call__(
+        self, data: bytes, authorization: Headers, context: Any, method: str = "ModelInfer"
+    ) -> Result:
         """The answer to a serialized ModelInferRequest; cancelled, it leaves the request."""
-        caller = _Caller()
+        caller, rpc = _Caller(), self._rpc(context, method)
         try:
             request = await self._translated(data, caller.loop)
         except UntranslatedError as error:
             head = InferHead(error.model, "", authorization)
-            InferCall(self._endpoint, head, caller).refuse(error.refusal)
+            InferCall(self._endpoint, head, caller, rpc=rpc).refuse(error.refusal)
             return await caller.result
         head = self._head(request, authorization)
-        call = InferCall(self._endpoint, head, caller, self._endpoint.engine.arena)
+        call = InferCall(self._endpoint, head, caller, self._endpoint.engine.arena, rpc)
         if call.admit():
             self._receive(call, head, request)
         del data, request  # whose tensors were copied, unless they are small
@@ -73,6 +78,17 @@ class Infer:
         response.infer_response.id = request_id(data)
         message: bytes = response.SerializeToString()
         return message
+
+    def _rpc(self, context: Any, method: str) -> Rpc:
+        """The call, with its trace context if that is used."""
+        traces: Headers = ()
+        if self._endpoint.tracing is not None or self._endpoint.logs_requests:
+            traces = [
+                (name.encode(), value.encode())
+                for name, value in context.invocation_metadata() or ()
+                if name in _TRACE and isinstance(value, str)
+            ]
+        return Rpc(f"{SERVICE}/{method}", traces, _code_name)
 
     async def _translated(self, data: bytes, loop: asyncio.AbstractEventLoop) -> Translated:
         parts = parts_of(data, self._endpoint.engine.settings.limits.max_json_bytes)
@@ -149,6 +165,10 @@ def _message(header: bytes) -> bytes:
 
 
 _kept_message = lru_cache(maxsize=_MAX_KEPT)(_message)
+
+
+def _code_name(status: int, reason: str | None) -> str:
+    return str(code_of(status, reason).name)
 
 
 def _late(context: Any) -> OipError | None:

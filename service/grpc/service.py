@@ -37,7 +37,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
     def __init__(self, app: ExpertApp, gate: Gate, most_bytes: int) -> None:
         self._app = app
         self._gate = gate
-        self._infer = Infer(InferEndpoint(app.engine, app.metrics, gate))
+        self._infer = Infer(InferEndpoint(app.engine, app.metrics, gate, tracing=app.tracing))
         settings = app.engine.settings
         self._access_log = settings.access_log
         self._logs_ends = app.infer.logs_requests
@@ -112,7 +112,9 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     async def _part(self, authorization: Headers, context: Any, data: bytes) -> bytes:
         """The answer to one message of a stream; errors are answers, too."""
-        result = await self._guarded(self._infer(data, authorization, context), "ModelStreamInfer")
+        result = await self._guarded(
+            self._infer(data, authorization, context, "ModelStreamInfer"), "ModelStreamInfer"
+        )
         return self._infer.in_stream(data, result)
 
     async def _guarded(self, work: Awaitable[Any], name: str) -> Any:

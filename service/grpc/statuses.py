@@ -9,6 +9,7 @@ from expertd.service.http.answers import Answer
 from expertd.service.http.protocol import OipError
 
 _CODES = {
+    200: grpc.StatusCode.OK,
     400: grpc.StatusCode.INVALID_ARGUMENT,
     401: grpc.StatusCode.UNAUTHENTICATED,
     403: grpc.StatusCode.PERMISSION_DENIED,
@@ -47,10 +48,15 @@ def refused(answer: Answer) -> Refusal:
     return _refusal(answer.status, answer.reason, text, retry_after.decode("ascii"))
 
 
-def _refusal(status: int, reason: str | None, text: str, retry_after: str) -> Refusal:
-    code = _CODES.get(status, grpc.StatusCode.INTERNAL)
+def code_of(status: int, reason: str | None) -> grpc.StatusCode:
+    """The code of an answer with this status of HTTP, 200 included, for this reason."""
     if reason in _TIMEOUTS:
-        code = grpc.StatusCode.DEADLINE_EXCEEDED
+        return grpc.StatusCode.DEADLINE_EXCEEDED
+    return _CODES.get(status, grpc.StatusCode.INTERNAL)
+
+
+def _refusal(status: int, reason: str | None, text: str, retry_after: str) -> Refusal:
+    code = code_of(status, reason)
     if not retry_after:
         return Refusal(code, text, ())
     # The second is what gRPC's own retries follow, in milliseconds.

@@ -1,5 +1,6 @@
 """The ASGI application: its routes around one engine, and one format for every error."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Protocol
@@ -44,6 +45,7 @@ from expertd.service.http.routes import (
 from expertd.service.http.routes.documentation import document
 from expertd.service.sentences import any_of, shown
 from expertd.service.settings.model import Settings
+from expertd.service.tracing import tracing_of
 
 _DESCRIPTION = "Expert layers of Mixture-of-Experts models over the Open Inference Protocol v2."
 
@@ -84,7 +86,8 @@ class ExpertApp(FastAPI):
         self._bodies = BodyReader(settings.limits)
         file = None if settings.keys is None else KeyFile(settings.keys)
         self.gate = Gate(file, self.metrics.keys, behind=settings.http_workers > 1)
-        self.infer = InferEndpoint(self.engine, self.metrics, self.gate)
+        self.tracing = tracing_of(settings.tracing)
+        self.infer = InferEndpoint(self.engine, self.metrics, self.gate, tracing=self.tracing)
         self._infer_route = InferRoute(self.infer, self._bodies)
         page, self._feed = page_router(self.engine, self.metrics)
         routers = (
@@ -158,6 +161,8 @@ class ExpertApp(FastAPI):
 
 @asynccontextmanager
 async def _lifespan(app: ExpertApp) -> AsyncIterator[None]:
+    if app.tracing is not None:
+        app.tracing.start()
     app.engine.start()
     app.channels.start()
     if app.listener is not None:
@@ -173,6 +178,8 @@ async def _lifespan(app: ExpertApp) -> AsyncIterator[None]:
             await app.listener.stop()
         await app.channels.stop()
         await app.engine.stop()
+        if app.tracing is not None:
+            await asyncio.to_thread(app.tracing.stop)
 
 
 def _closing(scope: Scope, send: Send) -> Send:

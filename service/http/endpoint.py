@@ -8,6 +8,7 @@ from expertd.service.http.gate import Gate
 from expertd.service.http.infer_engine import Forward, InferEngine
 from expertd.service.http.threads import Threads
 from expertd.service.settings.model import Settings
+from expertd.service.tracing import Tracing
 
 _ALONE = 8  # requests of one caller in a row
 
@@ -26,15 +27,25 @@ def logs_ends(settings: Settings) -> bool:
 
 
 class InferEndpoint:
-    """What all infer requests share; `forward` is for an engine that raises RegionsElsewhereError."""
+    """What all infer requests share.
+
+    forward  for an engine that raises RegionsElsewhereError
+    tracing  makes spans of requests; None: there are none
+    """
 
     def __init__(
-        self, engine: InferEngine, metrics: Counts, gate: Gate, forward: Forward | None = None
+        self,
+        engine: InferEngine,
+        metrics: Counts,
+        gate: Gate,
+        forward: Forward | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self.engine = engine
         self.metrics = metrics
         self.gate = gate
         self.forward = forward
+        self.tracing = tracing
         self.threads = Threads()
         self.logs_requests = logs_ends(engine.settings)
         self._last_caller: object = None

@@ -7,16 +7,18 @@ from typing import Any, Protocol
 
 from expertd.service.engine.errors import RegionsElsewhereError
 from expertd.service.engine.request_counts import Stages
+from expertd.service.engine.steps import StepTimes
 from expertd.service.http.answers import Answer, client_gone, error_answer, refusal_of
 from expertd.service.http.endpoint import InferEndpoint
 from expertd.service.http.infer_head import InferHead
 from expertd.service.http.parsing import Received
 from expertd.service.http.plans import Plan
 from expertd.service.http.protocol import OipError
-from expertd.service.http.trace_context import trace_context
+from expertd.service.http.refused import Headers
 from expertd.service.log_lines import with_fields
 from expertd.service.memory import Arena, Block, RegionUses, host_view
 from expertd.service.sentences import shortened, shown
+from expertd.service.tracing import Rpc, TracedRequest, Tracing, trace_context
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +36,10 @@ class Caller(Protocol):
 
 
 class InferEnding:
-    """The state of a request, and its ends: `refuse` and `leave` at any time, `sent` after `caller.reply`."""
+    """The state of a request, and its ends: `refuse` and `leave` at any time, `sent` after `caller.reply`.
+
+    rpc  the gRPC call that it came in; None: over HTTP
+    """
 
     __slots__ = (
         "_arena",
@@ -50,14 +55,21 @@ class InferEnding:
         "_received",
         "_refusal",
         "_regions",
+        "_rpc",
         "_stages",
         "_started",
         "_timer",
+        "_times",
         "_working",
     )
 
     def __init__(
-        self, endpoint: InferEndpoint, head: InferHead, caller: Caller, arena: Arena | None = None
+        self,
+        endpoint: InferEndpoint,
+        head: InferHead,
+        caller: Caller,
+        arena: Arena | None = None,
+        rpc: Rpc | None = None,
     ) -> None:
         self._started = time.perf_counter()
         self._endpoint = endpoint
@@ -69,7 +81,9 @@ class InferEnding:
         self._output: Block | None = None
         self._plan: Plan | None = None
         self._pending: Any = None  # what the engine's `submit` returned, until its answer
+        self._rpc = rpc
         self._stages: Stages | None = None
+        self._times: StepTimes | None = None  # for spans
         self._forwarding: asyncio.Task[Answer] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._left: OipError | None = None
@@ -170,18 +184,59 @@ class InferEnding:
         metrics.request_done(known, status, seconds, self._stages)
         if self._endpoint.logs_requests:
             self._log(status, refusal, seconds)
+        if (tracing := self._endpoint.tracing) is not None:
+            self._trace(tracing, status, refusal, seconds)
+
+    @property
+    def _metadata(self) -> Headers:
+        """Where the caller's trace context is."""
+        return self._head.headers if self._rpc is None else self._rpc.headers
+
+    def _request_id(self, refusal: OipError | None) -> str | None:
+        """The caller's own id of the request."""
+        if refusal is not None:
+            return refusal.request_id
+        return None if self._plan is None else self._plan.request.id
+
+    def _note_times(self) -> None:
+        """Keep when the engine had the request."""
+        if self._pending is not None:
+            self._times = self._pending.times(time.perf_counter())
+
+    def _trace(self, tracing: Tracing, status: int, refusal: OipError | None, seconds: float) -> None:
+        """Have spans of the request made, if it is sampled."""
+        context = trace_context(self._metadata)
+        if not tracing.samples(context):
+            return
+        if self._times is None:  # it is answered while a step still uses its memory
+            self._note_times()
+        tracing.add(
+            TracedRequest(
+                started=self._started,
+                ended=self._started + seconds,
+                context=context,
+                times=self._times,
+                rpc=self._rpc,
+                headers=self._head.headers,
+                is_tls=self._endpoint.engine.settings.tls.is_on,
+                model=shortened(self._head.model),
+                request_id=self._request_id(refusal),
+                tokens=None if self._plan is None else self._plan.num_tokens,
+                status=status,
+                reason=None if refusal is None else refusal.reason,
+            )
+        )
 
     def _log(self, status: int, refusal: OipError | None, seconds: float) -> None:
         """The line of the request."""
-        head, plan, trace = self._head, self._plan, trace_context(self._head.headers)
-        request = None if plan is None else plan.request
+        head, plan, trace = self._head, self._plan, trace_context(self._metadata)
         receive, queue, compute = self._stages or (None, None, None)
         fields = with_fields(
             model=shortened(head.model),
             status=status,
             reason=None if refusal is None else refusal.reason,
             error=None if refusal is None else refusal.message,
-            request_id=refusal.request_id if refusal is not None else request and request.id,
+            request_id=self._request_id(refusal),
             key=head.key_name or None,
             tokens=None if plan is None else plan.num_tokens,
             seconds=round(seconds, 6),

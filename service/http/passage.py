@@ -24,6 +24,7 @@ _OWN_HEADERS = frozenset(
     (b"connection", b"content-length", b"date", b"expect", b"host", b"keep-alive", b"transfer-encoding")
 )
 _DROPPED = _OWN_HEADERS | {b"authorization", KEY_NAME}  # of requests: the key was checked here
+_TRACE = (b"traceparent", b"tracestate")
 _STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
 
 
@@ -65,6 +66,7 @@ class Passage:
             headers.append((b"inference-header-content-length", str(head.header_length).encode()))
         if head.accept_encoding:
             headers.append((b"accept-encoding", head.accept_encoding.encode("latin-1")))
+        headers += [header for header in head.headers if header[0] in _TRACE]
         target = f"/v2/models/{head.model}/versions/{MODEL_VERSION}/infer".encode()
         status, answered, body = await self._ask(b"POST", target, headers, content, head.key_name)
         return status, header_lines(answered), body

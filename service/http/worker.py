@@ -31,6 +31,7 @@ from expertd.service.http.worker_setup import DRAIN, FINISH, LEVEL, STOP, Shared
 from expertd.service.log_lines import set_level
 from expertd.service.settings.keys import Keys
 from expertd.service.terminal import configure_logging
+from expertd.service.tracing import tracing_of
 
 _MESSAGE_BYTES = 256
 
@@ -65,7 +66,8 @@ class _WorkerServer(ConnectionServer):
         gate = Gate(file, KeyCounts(self._counts.keys(setup.index)))
         passage = Passage(setup.engine, bodies, gate)
         counts = RequestCounts(self._engine.models, self._counts.requests(setup.index))
-        endpoint = InferEndpoint(self._engine, counts, gate, passage.forward)
+        self._tracing = tracing_of(settings.tracing)
+        endpoint = InferEndpoint(self._engine, counts, gate, passage.forward, self._tracing)
         shared = Shared(passage, endpoint, counts, settings)
         super().__init__(passage, shared, bodies.stop, lifespan=False, certificates=certificates)
 
@@ -82,6 +84,8 @@ class _WorkerServer(ConnectionServer):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        if self._tracing is not None:
+            self._tracing.start()
         setup, loop = self._setup, asyncio.get_running_loop()
         listener = socket.socket(fileno=setup.listener)
         self._accepting: set[asyncio.Task[object]] = set()
@@ -90,6 +94,11 @@ class _WorkerServer(ConnectionServer):
         if not setup.waits:
             self._acceptor.start()
         loop.add_reader(self._control.fileno(), self._on_message)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.stop)
 
     async def on_tick(self, counter: int) -> bool:
         return await super().on_tick(counter) or self._is_finishing

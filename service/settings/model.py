@@ -23,6 +23,7 @@ from expertd.service.settings.parts import (
     PlacementSettings,
     SharedMemorySettings,
     TlsSettings,
+    TracingSettings,
 )
 from expertd.service.settings.rank_checks import wrong_ranks
 from expertd.service.settings.rendezvous import Rendezvous
@@ -148,6 +149,7 @@ class Settings(BaseSettings):
     grpc: GrpcSettings = Field(default=GrpcSettings(), description="the protocol over gRPC")
     metrics: MetricsSettings = Field(default=MetricsSettings(), description="metrics")
     page: PageSettings = Field(default=PageSettings(), description="the page at `/`")
+    tracing: TracingSettings = Field(default=TracingSettings(), description="OpenTelemetry spans")
     keep_alive_seconds: int = Field(default=75, ge=1, description="seconds an idle connection stays open")
     shutdown_delay_seconds: float = Field(
         default=0.0,

@@ -210,6 +210,24 @@ class PageSettings(Frozen):
     )
 
 
+class TracingSettings(Frozen):
+    """Spans of infer requests, for an OpenTelemetry collector (docs/tracing.md)."""
+
+    endpoint: str | None = Field(
+        default=None,
+        pattern="^https?://[^/?#\\s]+[^\\s]*$",
+        description="URL to which spans are sent, by OTLP over HTTP, e.g. http://127.0.0.1:4318/v1/traces; "
+        "null: no spans",
+    )
+    sample_ratio: float = Field(
+        default=0.01,
+        ge=0,
+        le=1,
+        description="part of the requests without a trace context that get spans, chosen at random; for the "
+        "others, their callers decide",
+    )
+
+
 class OverlapSettings(Frozen):
     """Communication between GPUs while GEMMs run (docs/parallel.md)."""
 
