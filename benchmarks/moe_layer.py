@@ -7,7 +7,7 @@ before each call; median of 20. The contenders take turns, and each call comes a
 runs on a GPU that another has heated. Then the time of each of our stages (CUPTI: launches overlap, so a
 stage lasts from the end of the preceding one to its own), and the time that a router in front adds. With
 --models, the layers are gpt-oss-120b's (with biases and its activation, which no peer has), Qwen3-Next's and
-GLM-5's.
+GLM-5's. With --peers, the layers of `benchmarks.peers` that are installed take turns with the others.
 """
 
 import argparse
@@ -25,6 +25,7 @@ import torch
 
 from benchmarks import deep_gemm_peer, layer_peers
 from benchmarks.layer_problem import LAYERS, MODELS, Layer, LayerProblem, make_problem, make_weights
+from benchmarks.peers import LayerPeer, available_layer_peers
 from benchmarks.timing import copy_bandwidth, expect_gpu, header, profiled
 from expertd.kernels import Routing, resolve_backend
 from expertd.service.moe.layer import MoELayer
@@ -46,9 +47,10 @@ ROUTED = Layer("deepseek-v3", 7168, 2048, 256, 8)
 ROUTED_TOKENS = (1, 16, 64, 256, 1024, 4096)
 FLUSH_BYTES = 1 << 30
 REPEATS, PAUSE_SECONDS = 20, 0.02
+TOLERANCE = 5e-3  # of another layer's output, as `difference`: each rounds its own rows
 
 
-def measure(problem: LayerProblem, with_peer: bool) -> Row:
+def measure(problem: LayerProblem, with_peer: bool, others: Sequence[LayerPeer] = ()) -> Row:
     """One row of the table."""
     calls: dict[str, Callable[[], object]] = {"us": graph_of(problem.run), "eager_us": problem.run}
     has_mega_moe = with_peer and layer_peers.has_mega_moe() and problem.layer.is_common
@@ -57,14 +59,53 @@ def measure(problem: LayerProblem, with_peer: bool) -> Row:
         calls["two_gemms_us"] = graph_of(layer_peers.two_gemms(problem))
     if mega_moe is not None:
         calls["mega_moe_us"] = graph_of(mega_moe)
+    graphs, differences = prepare_peers(problem, others if problem.layer.is_common else ())
+    times = microseconds([*calls.values(), *graphs.values()])
     row: Row = {"layer": problem.layer.name, "tokens": problem.hidden_states.shape[0]}
-    row |= dict(zip(calls, microseconds(list(calls.values())), strict=True))
+    row |= dict(zip(calls, times, strict=False))
     row |= ratios(row)
+    if graphs:
+        row["peers_us"] = dict(zip(graphs, times[len(calls) :], strict=True))
+        row["peers_diff"] = differences
     if mega_moe is not None:
         problem.out.fill_(torch.nan)
         row["diff"] = difference(problem.run(), mega_moe())
     row["stages_us"] = _stages(calls["us"])
     return row
+
+
+def prepare_peers(
+    problem: LayerProblem, others: Sequence[LayerPeer]
+) -> tuple[dict[str, Callable[[], object]], dict[str, float]]:
+    """(graphs, differences from our output) of the peers that compute the layer; says why others do not."""
+    graphs: dict[str, Callable[[], object]] = {}
+    differences = {}
+    for peer in others:
+        try:
+            call = peer.prepare(problem)
+            found = difference(problem.run(), call())
+            if not found < TOLERANCE:
+                raise RuntimeError(f"output: expected less than {TOLERANCE} from ours, got {found:.1e}")
+            graphs[peer.name] = graph_of(call)
+            differences[peer.name] = found
+        except Exception as error:  # one peer must not end the run
+            tokens = problem.hidden_states.shape[0]
+            reason = str(error).partition("\n")[0]
+            print(f"{problem.layer.name:<16} {tokens:>5} tokens {peer.name}: {reason}", flush=True)
+    return graphs, differences
+
+
+def about_peers(others: Sequence[LayerPeer], layers: Sequence[Layer]) -> dict[str, Row]:
+    """Each peer's version and, if it can be tuned, the layers for which its package has a configuration."""
+    about: dict[str, Row] = {}
+    for peer in others:
+        about[peer.name] = {"version": peer.version()}
+        if peer.tuned is not None:
+            try:
+                about[peer.name]["tuned"] = [layer.name for layer in layers if peer.tuned(layer)]
+            except Exception as error:  # `prepare_peers` says more
+                print(f"{peer.name}: {error}", flush=True)
+    return about
 
 
 def measure_router() -> list[Row]:
@@ -163,6 +204,9 @@ def print_row(row: Row) -> None:
         line += "  two GEMMs {two_gemms_us:>7.1f} us x{over_two_gemms:.3f}".format(**row)
     if "over_mega_moe" in row:
         line += "  Mega MoE {mega_moe_us:>7.1f} us x{over_mega_moe:.3f}  diff {diff:.1e}".format(**row)
+    for name, us in row.get("peers_us", {}).items():
+        diff = row["peers_diff"][name]
+        line += f"  {name} {us:.1f} us x{row['us'] / us:.3f}  diff {diff:.1e}"
     print(line + "  " + " ".join(f"{stage} {us:.1f}" for stage, us in row["stages_us"].items()), flush=True)
 
 
@@ -183,12 +227,15 @@ def main() -> None:
     about = header() | {"copy_tbps": copy_bandwidth(), "repeats": REPEATS, "pause_seconds": PAUSE_SECONDS}
     if with_peer:
         about["deep_gemm"] = deep_gemm_peer.version()
+    others = available_layer_peers() if options.peers else ()
+    if others:
+        about["peers"] = about_peers(others, layers)
     print("  ".join(f"{key}: {value}" for key, value in about.items()))
     rows = []
     for layer in layers:
         weights = make_weights(layer)
         for num_tokens in options.tokens:
-            rows.append(measure(make_problem(layer, weights, num_tokens), with_peer))
+            rows.append(measure(make_problem(layer, weights, num_tokens), with_peer, others))
             print_row(rows[-1])
         del weights
     for key in (f"over_{peer}" for peer in PEERS):
@@ -247,6 +294,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="default: %(default)s")
     parser.add_argument("--json", type=Path, help="write header and rows here")
     parser.add_argument("--no-peer", action="store_true", help="skip DeepGEMM")
+    parser.add_argument("--peers", action="store_true", help="measure what else is installed, too")
     parser.add_argument("--no-router", action="store_true", help="skip the router's rows (11 GB of weights)")
     return parser.parse_args()
 

@@ -22,6 +22,7 @@ from benchmarks.parallel_sections import (
     parallel_skewed,
     parallel_uneven,
 )
+from benchmarks.peer_sections import layer_peers
 from benchmarks.serving_ranks_sections import serving_ranks, serving_ranks_callers
 from benchmarks.serving_sections import (
     ping_pong,
@@ -233,7 +234,7 @@ SECTIONS: dict[str, Section] = {
     function.__name__.replace("_", "-"): function
     for function in (
         headline, layer_machine, layer, layer_models_machine, layer_models, layer_means, layer_around,
-        router, grouped_gemm_machine, grouped_gemm, grouped_gemm_peers, grouped_gemm_power,
+        layer_peers, router, grouped_gemm_machine, grouped_gemm, grouped_gemm_peers, grouped_gemm_power,
         grouped_gemm_power_cold, gemm_sweep_machine, gemm_sweep, gemm_sweep_worst, host_cost, sm_counts,
         cpu_layer_machine, cpu_layer, cpu_layer_same_input, layouts, numerics_machine, numerics,
         serving_headline, serving_machine, serving, serving_callers, serving_workers, steps, ping_pong,

@@ -266,7 +266,7 @@ def test_the_command_line_selects_layers_and_tokens(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("sys.argv", ["benchmarks.moe_layer"])
     assert vars(benchmarks.moe_layer._options()) == {
         "layer": "", "tokens": (1, 16, 64, 256, 1024, 4096), "json": None,
-        "no_peer": False, "no_router": False, "models": False,
+        "no_peer": False, "no_router": False, "models": False, "peers": False,
     }  # fmt: skip
     arguments = [
         "--models",
@@ -279,11 +279,12 @@ def test_the_command_line_selects_layers_and_tokens(monkeypatch: pytest.MonkeyPa
         "x.json",
         "--no-peer",
         "--no-router",
+        "--peers",
     ]
     monkeypatch.setattr("sys.argv", ["benchmarks.moe_layer", *arguments])
     assert vars(benchmarks.moe_layer._options()) == {
         "layer": "qwen3", "tokens": [2, 300], "json": Path("x.json"), "no_peer": True, "no_router": True,
-        "models": True,
+        "models": True, "peers": True,
     }  # fmt: skip
 
 

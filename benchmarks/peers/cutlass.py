@@ -15,7 +15,7 @@ from benchmarks.peers.peer import Peer, packed
 from benchmarks.problem import Problem
 
 _LIBRARY = Path("sm90", "common_ops.abi3.so")
-_WORKSPACE_BYTES = 64 << 20  # TMA descriptors of every CTA
+WORKSPACE_BYTES = 64 << 20  # TMA descriptors of every CTA
 
 
 @cache
@@ -42,7 +42,7 @@ def prepare(problem: Problem) -> tuple[Callable[[], object], Callable[[], Tensor
     layouts = [torch.zeros(g, 5, dtype=torch.int32, device=device) for _ in range(2)]
     sizes = torch.tensor([[m, n, k] for m in shape.rows], dtype=torch.int32, device=device)
     starts = torch.cat((rows.ends.new_zeros(1), rows.ends[:-1]))
-    workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     b, b_scales = (tensor.transpose(1, 2) for tensor in problem.b)
     operands = (rows.data, b, rows.scales, b_scales)
     gemm = torch.ops.sgl_kernel.fp8_blockwise_scaled_grouped_mm
