@@ -126,7 +126,7 @@ def _list(arguments: argparse.Namespace) -> None:
 
 
 def _build_all(directory: Path | None) -> BuildReport:
-    """With `directory`, nothing is left there but the binaries. Raises KernelsCommandError if it lacks any."""
+    """With `directory`, leaves nothing there but binaries. Raises KernelsCommandError if it lacks any."""
     from expertd.kernels.backends.hopper.variants import VARIANTS
     from expertd.kernels.jit import build_all
     from expertd.service.terminal import progress_bar
