@@ -23,16 +23,8 @@ _SECONDS = 120
 def try_serve(python: Path, config: Path) -> None:
     """Start `expertd serve` beside `python`, send a request, and end it. Raises RuntimeError if any fails."""
     with tempfile.TemporaryFile() as log:
-        command = [
-            python.with_name("expertd"),
-            "serve",
-            "--config",
-            config,
-            "--host",
-            "127.0.0.1",
-            "--port",
-            "0",
-        ]
+        expertd = str(python.with_name("expertd"))
+        command = [expertd, "serve", "--config", str(config), "--host", "127.0.0.1", "--port", "0"]
         server = subprocess.Popen(command, stderr=log, env=environment())
         try:
             port = _port_when_ready(server, log.fileno())

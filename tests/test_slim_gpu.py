@@ -1,4 +1,4 @@
-"""As test_slim.py, on a GPU: CUDA graphs and the kernels need none of the CUDA libraries that an image lacks."""
+"""On a GPU, too, a server opens nothing that docker/slim.py removes from an image."""
 
 from pathlib import Path
 
