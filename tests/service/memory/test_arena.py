@@ -11,11 +11,17 @@ from expertd.service.memory import Arena, Block, Mapped, Span, Unregister, host_
 GRAIN = 64 * 1024
 
 
-def test_blocks_do_not_overlap_and_keep_their_bytes() -> None:
+@pytest.mark.parametrize("gives_back", [False, True])
+def test_blocks_do_not_overlap_and_keep_their_bytes(gives_back: bool) -> None:
     arena = Arena(64 * GRAIN)
     random.seed(0)
     blocks: list[tuple[Block, bytes]] = []
-    for _ in range(400):
+    freed = 0
+    for step in range(400):
+        if gives_back:
+            if step % 7 == 0:
+                arena.begin_period()
+            freed += arena.give_back(random.randrange(1, 16) * GRAIN)
         if blocks and random.random() < 0.5:
             block, written = blocks.pop(random.randrange(len(blocks)))
             assert block.view == written
@@ -28,6 +34,7 @@ def test_blocks_do_not_overlap_and_keep_their_bytes() -> None:
         assert block.view == written
         block.release()
     assert arena.used_bytes == 0
+    assert (freed > 0) is gives_back
     assert arena.take(64 * GRAIN) is not None, "freed neighbors are merged"
 
 
@@ -140,26 +147,6 @@ def test_memory_that_is_taken_again_is_not_given_back() -> None:
     again = taken(arena, 10 * GRAIN)
     assert arena.give_back(64 * GRAIN) == 20 * GRAIN
     assert again.view == b"\x01" * (10 * GRAIN)
-
-
-def test_blocks_keep_their_bytes_while_memory_is_given_back() -> None:
-    arena = Arena(64 * GRAIN)
-    random.seed(1)
-    blocks: list[tuple[Block, bytes]] = []
-    for step in range(2000):
-        if blocks and random.random() < 0.6:
-            block, written = blocks.pop(random.randrange(len(blocks)))
-            assert block.view == written
-            block.release()
-        elif (block_or_none := arena.take(size := random.randrange(1, 8 * GRAIN))) is not None:
-            content = random.randbytes(size)
-            block_or_none.view[:] = content
-            blocks.append((block_or_none, content))
-        if step % 7 == 0:
-            arena.begin_period()
-        arena.give_back(random.randrange(1, 16) * GRAIN)
-    assert blocks
-    assert all(block.view == written for block, written in blocks)
 
 
 def test_registered_memory_is_never_given_back() -> None:
