@@ -6,20 +6,25 @@ ARG PYTHON_IMAGE=python:3.12.13-slim-trixie
 ARG VARIANT=cpu
 
 # ---- dependencies: the largest layer, rebuilt only when the lock changes. pip has a separate environment, so that
-# the image contains neither pip nor its cache.
+# the image contains neither pip nor its cache. What serving never reads is removed (docker/slim.py).
 FROM ${PYTHON_IMAGE} AS dependencies
 ARG VARIANT
 ARG TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 WORKDIR /build
+RUN --mount=type=secret,id=ca_bundle \
+    command -v strip > /dev/null || { apt-get update -qq \
+    && apt-get install -qq -y --no-install-recommends binutils && rm -rf /var/lib/apt/lists; }
 COPY requirements/torch-cpu.txt requirements/${VARIANT}.txt requirements/
+COPY docker/slim.py docker/
 RUN --mount=type=secret,id=pip_conf,target=/etc/pip.conf --mount=type=secret,id=ca_bundle \
     python3 -m venv /opt/tools \
     && python3 -m venv --without-pip /opt/expertd \
     && pip="/opt/tools/bin/python -m pip --python /opt/expertd/bin/python" \
     && if [ "${VARIANT}" = cpu ]; then \
-        ${pip} install --no-cache-dir --no-deps --index-url=${TORCH_CPU_INDEX} -r requirements/torch-cpu.txt; fi \
-    && ${pip} install --no-cache-dir --require-hashes -r requirements/${VARIANT}.txt \
-    && ${pip} check
+        ${pip} install --no-cache-dir --no-compile --no-deps --index-url=${TORCH_CPU_INDEX} -r requirements/torch-cpu.txt; fi \
+    && ${pip} install --no-cache-dir --no-compile --require-hashes -r requirements/${VARIANT}.txt \
+    && ${pip} check \
+    && /opt/tools/bin/python docker/slim.py /opt/expertd/lib/python3.*/site-packages
 
 # ---- wheel: the server itself, built with the locked setuptools
 FROM dependencies AS wheel
@@ -40,18 +45,24 @@ ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 
 FROM runtime-${VARIANT} AS runtime
 COPY --from=dependencies /opt/expertd /opt/expertd
-RUN --mount=type=bind,from=wheel,target=/mnt \
-    /mnt/opt/tools/bin/python -m pip --python /opt/expertd/bin/python install \
-        --no-cache-dir --no-deps --no-index /mnt/dist/*.whl \
-    # Any uid may write compiled kernels; the sticky bit protects them from other uids.
-    && install -d -m 1777 /var/cache/expertd
 COPY configs /etc/expertd/configs
 WORKDIR /etc/expertd
+# Kernels are compiled here, which needs no GPU, so that no start compiles any. A request makes sure that nothing is
+# missing, and leaves the bytecode of the modules that it needs.
+ARG VARIANT
+RUN --mount=type=bind,from=wheel,target=/mnt --mount=type=bind,source=docker/try_serve.py,target=/tmp/try_serve.py \
+    /mnt/opt/tools/bin/python -m pip --python /opt/expertd/bin/python install \
+        --no-cache-dir --no-compile --no-deps --no-index /mnt/dist/*.whl \
+    && if [ "${VARIANT}" = cuda ]; then /opt/expertd/bin/expertd kernels --build --bundle --arch sm_90a; fi \
+    && /opt/expertd/bin/python /tmp/try_serve.py configs/demo.yaml \
+    # Any uid may write compiled kernels; the sticky bit protects them from other uids.
+    && install -d -m 1777 /var/cache/expertd
 
 ENV PATH=/opt/expertd/bin:${PATH} \
     PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \
     HOME=/var/cache/expertd \
+    TMPDIR=/var/cache/expertd \
     EXPERTD_CACHE_DIR=/var/cache/expertd \
     EXPERTD_CONFIG=/etc/expertd/configs/demo.yaml \
     EXPERTD_HOST=0.0.0.0 \
@@ -68,11 +79,12 @@ HEALTHCHECK --interval=10s --timeout=5s --start-period=300s --retries=3 CMD ["/o
 ENTRYPOINT ["expertd"]
 CMD ["serve"]
 
-ARG VARIANT
+ARG PYTHON_IMAGE
 ARG VERSION=0.1.0
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="expertd" \
       org.opencontainers.image.description="A server for the expert layers of Mixture-of-Experts models (${VARIANT})" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.base.name="${PYTHON_IMAGE}" \
       org.opencontainers.image.licenses="Apache-2.0"

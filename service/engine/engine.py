@@ -26,6 +26,7 @@ from expertd.service.engine.errors import (
     SchedulerClosedError,
 )
 from expertd.service.engine.gpu_sensors import GpuSensors
+from expertd.service.engine.idle_memory import give_back_idle
 from expertd.service.engine.lane_control import LaneControl, lane_control
 from expertd.service.engine.lane_metrics import lane_queue_metrics
 from expertd.service.engine.lanes import Lanes, scheduler_of
@@ -81,6 +82,7 @@ class Engine:
         self._metrics = metrics
         self._load = load
         self._loading: asyncio.Task[None] | None = None
+        self._giving_back: asyncio.Task[None] | None = None
         self._retries: dict[str, asyncio.Task[None]] = {}
         self._watchdog: Watchdog | None = None
         self._failure: str | None = None  # of the device, for good
@@ -243,7 +245,8 @@ class Engine:
                 await asyncio.to_thread(self.loaded.close)
         elif not stopped:
             logger.warning("the worker thread is still busy: exiting without waiting for it")
-        for task in (tasks := [*self._retries.values(), *([self._loading] if self._loading else [])]):
+        others = (self._loading, self._giving_back)
+        for task in (tasks := [*self._retries.values(), *(task for task in others if task is not None)]):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -345,6 +348,7 @@ class Engine:
             lane.watch_device(loaded.failure, self._give_up)
             await lane.between_steps(loaded.prepare_thread)
         self.loaded, self.arena = loaded, arena
+        self._giving_back = asyncio.get_running_loop().create_task(give_back_idle(arena))
         self.repository.start(loaded)
         self.shared_memory.start(loaded, arena)
         self._metrics.set_backend(loaded.backend, loaded.device)

@@ -45,7 +45,7 @@ class Arena:
     """At most `num_bytes` of memory for bodies and outputs, as blocks. Safe from any thread.
 
     memory  where they are; None: in a file without a name, whose pages the kernel allocates on first use.
-            `register` may touch all of them
+            `register` may touch all of them; without it, `give_back` frees those that are not needed
     """
 
     def __init__(
@@ -53,15 +53,22 @@ class Arena:
     ) -> None:
         self.num_bytes = _rounded(num_bytes) if memory is None else len(memory) // _GRAIN * _GRAIN
         self.fd = -1
+        self._mapping: mmap.mmap | None = None  # of pages that may be freed
         if memory is None:
             self.fd = os.memfd_create("expertd-arena")
             os.ftruncate(self.fd, self.num_bytes)
-            memory = memoryview(mmap.mmap(self.fd, self.num_bytes))
+            mapping = mmap.mmap(self.fd, self.num_bytes)
+            self._mapping = mapping if register is nothing_to_register else None
+            memory = memoryview(mapping)
         self._view = memory
         self._address = int(np.frombuffer(self._view, np.uint8).ctypes.data)
         self._free = {0: self.num_bytes}  # start -> bytes, in the order of addresses
         self._lock = threading.Lock()
         self._used = 0
+        # Blocks are taken from the beginning on: what lies behind all that was used lately is spare.
+        self._touched_end = 0  # of the pages that may exist
+        self._period_end = 0  # of the blocks in use since `begin_period`
+        self._spare_from = self.num_bytes
         self._unregister: Unregister = lambda: None
         if self.fd >= 0:
             self._unregister = register(Mapped(self._address, self.num_bytes, self.fd))
@@ -80,6 +87,22 @@ class Arena:
                 return None
             self._use(start, size)
         return Block(self, start, self._span(start, num_bytes))
+
+    def begin_period(self) -> None:
+        """Let `give_back` free what was not in use since the last call of this."""
+        with self._lock:
+            self._spare_from, self._period_end = self._period_end, self._used_end()
+
+    def give_back(self, num_bytes: int) -> int:
+        """Free up to `num_bytes` of spare memory; returns how many. Takes about 0.1 ms for each MiB."""
+        with self._lock:
+            end = self._touched_end
+            start = max(self._spare_from, self._period_end, end - num_bytes)
+            if self._mapping is None or start >= end:
+                return 0
+            self._mapping.madvise(mmap.MADV_REMOVE, start, end - start)
+            self._touched_end = start
+            return end - start
 
     def close(self) -> None:
         """Unregister the memory. It is unmapped once nothing refers to it."""
@@ -107,6 +130,13 @@ class Arena:
             self._free[start + size] = free - size
             self._free = dict(sorted(self._free.items()))
         self._used += size
+        self._period_end = max(self._period_end, start + size)
+        self._touched_end = max(self._touched_end, start + size)
+
+    def _used_end(self) -> int:
+        """Where the last block in use ends."""
+        start, free = next(reversed(self._free.items()), (self.num_bytes, 0))
+        return start if start + free == self.num_bytes else self.num_bytes
 
     def _free_block(self, start: int, num_bytes: int) -> None:
         size = _rounded(num_bytes)

@@ -74,6 +74,45 @@ def test_a_cache_hit_needs_no_lock_and_no_writable_directory(cache_dir: Path) ->
     assert [path.suffix for path in cache_dir.iterdir()] == [".bin"]
 
 
+@pytest.fixture
+def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A bundle with one variant, and a cache that is still empty."""
+    directory = tmp_path / "built"
+    jit.build(PLUS_1, directory)
+    monkeypatch.setattr(cache, "BUNDLE", directory)
+    return directory
+
+
+def test_what_the_bundle_has_is_not_compiled(bundle: Path, cache_dir: Path) -> None:
+    before = jit.stats()
+    assert jit.build(PLUS_1).cached
+    assert jit.find(PLUS_1) == jit.build(PLUS_1)
+    assert jit.stats().compilations == before.compilations
+    assert not cache_dir.exists(), "a hit needs no cache"
+
+
+def test_what_the_bundle_lacks_goes_to_the_cache(bundle: Path, cache_dir: Path) -> None:
+    entry_of(PLUS_1, bundle).write_bytes(b"damaged")
+    before = {path: path.read_bytes() for path in bundle.iterdir()}
+    assert [jit.build(source).cached for source in (PLUS_1, PLUS_2)] == [False, False]
+    assert {entry_of(source, cache_dir).exists() for source in (PLUS_1, PLUS_2)} == {True}
+    assert {path: path.read_bytes() for path in bundle.iterdir()} == before
+
+
+def test_the_key_needs_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So binaries that were built where there is no GPU are found where there is one."""
+
+    def no_device(*_: object) -> None:
+        raise AssertionError("the key of a binary must not depend on the GPU")
+
+    expected = cache_key(PLUS_1)
+    for name in ("cuda.core.Device", "cuda.bindings.driver.cuInit", "cuda.bindings.driver.cuDeviceGet"):
+        monkeypatch.setattr(name, no_device)
+    for name in ("get_device_properties", "get_device_capability", "current_device", "init"):
+        monkeypatch.setattr(f"torch.cuda.{name}", no_device)
+    assert cache_key(PLUS_1) == expected
+
+
 def test_binaries_do_not_depend_on_path_or_time(csrc: Path, tmp_path: Path) -> None:
     binary = jit.compile_source(PLUS_1)
     assert jit.compile_source(PLUS_1).cubin == binary.cubin

@@ -118,6 +118,41 @@ def test_a_dumped_source_compiles_alone(
     assert jit.compile_source(variant, text).cubin == jit.build(variant).cubin
 
 
+@pytest.mark.usefixtures("empty_cache")
+def test_a_bundle_has_binaries_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle = tmp_path / "built"
+    monkeypatch.setattr(jit, "BUNDLE", bundle)
+    monkeypatch.setattr("expertd.kernels.jit.cache.BUNDLE", bundle)
+    monkeypatch.setattr("expertd.kernels.backends.hopper.variants.VARIANTS", VARIANTS[-1:])
+    assert main(["kernels", "--build", "--bundle", "--arch", "sm_90a"]) == 0
+    assert [path.suffix for path in bundle.iterdir()] == [".bin"]
+    assert jit.build(VARIANTS[-1].source).cached
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_a_bundle_that_cannot_be_written_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(jit, "BUNDLE", tmp_path / "file" / "built")
+    monkeypatch.setattr("expertd.kernels.backends.hopper.variants.VARIANTS", VARIANTS[-1:])
+    assert main(["kernels", "--build", "--bundle"]) == 2
+    assert f"bundle: expected to write to {tmp_path}/file/built" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--build", "--arch", "sm_80"], "arch: expected sm_90a, got 'sm_80'"),
+        (["--bundle"], "bundle: expected --build with it, got none"),
+        (["--arch", "sm_90a"], "arch: expected --build with it, got none"),
+    ],
+)
+def test_arguments_of_a_build(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kernels", *arguments]) == 2
+    assert capsys.readouterr().err == f"expertd kernels: {said}\n"
+
+
 def test_an_unknown_variant(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["kernels", "--dump", "nothing"]) == 2
     error = capsys.readouterr().err

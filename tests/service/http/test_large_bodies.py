@@ -2,6 +2,7 @@
 
 import asyncio
 import gzip
+import os
 import socket
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
@@ -135,6 +136,20 @@ def request(kind: str, value: float) -> bytes:
     if kind == "compressed":
         return infer(gzip.compress(data, 1), length, "Content-Encoding: gzip")
     return infer(data, length)
+
+
+def test_memory_comes_back_after_large_bodies(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("expertd.service.engine.idle_memory.PERIOD_SECONDS", 0.05)
+
+    async def check(server: Server) -> None:
+        def held_bytes() -> int:
+            return os.fstat(server.arena.fd).st_blocks * 512
+
+        assert values(await server.ask(request("plain", 1.0))) == {1.0}
+        await until(lambda: held_bytes() == 0)
+        assert values(await server.ask(request("plain", 2.0))) == {2.0}
+
+    run(check)
 
 
 @pytest.mark.parametrize("kind", ["plain", "chunked", "compressed"])

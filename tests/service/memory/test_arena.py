@@ -11,11 +11,17 @@ from expertd.service.memory import Arena, Block, Mapped, Span, Unregister, host_
 GRAIN = 64 * 1024
 
 
-def test_blocks_do_not_overlap_and_keep_their_bytes() -> None:
+@pytest.mark.parametrize("gives_back", [False, True])
+def test_blocks_do_not_overlap_and_keep_their_bytes(gives_back: bool) -> None:
     arena = Arena(64 * GRAIN)
     random.seed(0)
     blocks: list[tuple[Block, bytes]] = []
-    for _ in range(400):
+    freed = 0
+    for step in range(400):
+        if gives_back:
+            if step % 7 == 0:
+                arena.begin_period()
+            freed += arena.give_back(random.randrange(1, 16) * GRAIN)
         if blocks and random.random() < 0.5:
             block, written = blocks.pop(random.randrange(len(blocks)))
             assert block.view == written
@@ -28,6 +34,7 @@ def test_blocks_do_not_overlap_and_keep_their_bytes() -> None:
         assert block.view == written
         block.release()
     assert arena.used_bytes == 0
+    assert (freed > 0) is gives_back
     assert arena.take(64 * GRAIN) is not None, "freed neighbors are merged"
 
 
@@ -98,3 +105,54 @@ def test_parts_of_a_span_lie_inside_it() -> None:
     for offset, size in ((-1, 2), (8, 3), (11, 0), (0, -1)):
         with pytest.raises(ValueError, match="span: expected a part of 10 bytes"):
             span.part(offset, size)
+
+
+def held_bytes(arena: Arena) -> int:
+    """Bytes of the arena for which there are pages."""
+    return os.fstat(arena.fd).st_blocks * 512
+
+
+def taken(arena: Arena, num_bytes: int) -> Block:
+    """A block with something in each page."""
+    block = arena.take(num_bytes)
+    assert block is not None
+    block.view[:] = b"\x01" * num_bytes
+    return block
+
+
+def test_memory_that_a_period_did_not_need_is_given_back() -> None:
+    arena = Arena(64 * GRAIN)
+    kept, large = taken(arena, 2 * GRAIN), taken(arena, 30 * GRAIN)
+    large.release()
+    assert arena.give_back(64 * GRAIN) == 0, "no period has ended"
+    arena.begin_period()
+    assert arena.give_back(64 * GRAIN) == 0, "the period before needed it"
+    arena.begin_period()
+    assert [arena.give_back(20 * GRAIN) for _ in range(3)] == [20 * GRAIN, 10 * GRAIN, 0]
+    assert held_bytes(arena) == 2 * GRAIN
+    assert kept.view == b"\x01" * (2 * GRAIN)
+    kept.release()
+    arena.begin_period()
+    arena.begin_period()
+    assert arena.give_back(64 * GRAIN) == 2 * GRAIN
+    assert held_bytes(arena) == 0
+    assert bytes(taken(arena, GRAIN).view[:2]) == b"\x01\x01", "it can be used again"
+
+
+def test_memory_that_is_taken_again_is_not_given_back() -> None:
+    arena = Arena(64 * GRAIN)
+    taken(arena, 30 * GRAIN).release()
+    arena.begin_period()
+    arena.begin_period()
+    again = taken(arena, 10 * GRAIN)
+    assert arena.give_back(64 * GRAIN) == 20 * GRAIN
+    assert again.view == b"\x01" * (10 * GRAIN)
+
+
+def test_registered_memory_is_never_given_back() -> None:
+    arena = Arena(8 * GRAIN, register=lambda memory: lambda: None)
+    taken(arena, 8 * GRAIN).release()
+    arena.begin_period()
+    arena.begin_period()
+    assert arena.give_back(8 * GRAIN) == 0
+    assert held_bytes(arena) == 8 * GRAIN

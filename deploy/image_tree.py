@@ -1,0 +1,63 @@
+"""Builds what an image has under /opt/expertd, without Docker: `python -m deploy.image_tree FOLDER`.
+
+Follows the Dockerfile's steps: the locked packages, what is removed, the wheel, kernels for CUDA, a request.
+Prints what they weigh. VARIANT=cuda downloads 3 GB and needs 7 GB; neither needs a GPU.
+"""
+
+import argparse
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+from docker.slim import UNUSED, size_of, slim
+from docker.try_serve import environment, try_serve
+
+ROOT = Path(__file__).resolve().parents[1]
+_MEGABYTE = 1e6
+
+
+def build(folder: Path, variant: str) -> None:
+    """Build the environment in `folder`, which must not exist. Raises CalledProcessError, RuntimeError."""
+    venv.create(folder, with_pip=False, symlinks=True)
+    python = folder / "bin" / "python"
+    (packages,) = folder.glob("lib/python*/site-packages")
+    install = ("install", "--no-compile")
+    if variant == "cpu":
+        _pip(python, *install, "--no-deps", "-r", ROOT / "requirements" / "torch-cpu.txt")
+    _pip(python, *install, "--require-hashes", "-r", ROOT / "requirements" / f"{variant}.txt")
+    _pip(python, "check")
+    _report("locked packages", folder)
+    for what, num_bytes in slim(packages).items():
+        print(f"{-num_bytes / _MEGABYTE:8.1f} MB  {what:34} {UNUSED.get(what, '')}")
+    _report("after removal", folder)
+    _pip(python, "wheel", "--no-deps", "--no-index", "--no-build-isolation", "-w", folder / "dist", ROOT)
+    _pip(python, *install, "--no-deps", "--no-index", *(folder / "dist").glob("*.whl"))
+    if variant == "cuda":
+        kernels = (folder / "bin" / "expertd", "kernels", "--build", "--bundle", "--arch", "sm_90a")
+        subprocess.run(kernels, check=True, stdout=subprocess.DEVNULL, env=environment())
+        _report("with kernels", folder)
+    try_serve(python, ROOT / "configs" / "demo.yaml")
+    _report("after a request", folder)
+
+
+def _pip(python: Path, command: str, *arguments: str | Path) -> None:
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "--python", python)
+    subprocess.run([*pip, command, *arguments], check=True, cwd=ROOT)
+
+
+def _report(what: str, folder: Path) -> None:
+    print(f"{size_of(folder) / _MEGABYTE:8.1f} MB  {what}", flush=True)
+
+
+def main() -> None:
+    """Build one variant."""
+    parser = argparse.ArgumentParser(description="Builds what an image has under /opt/expertd.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--variant", choices=("cpu", "cuda"), default="cpu")
+    arguments = parser.parse_args()
+    build(arguments.folder, arguments.variant)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,362 @@
+"""The Helm chart: what it renders is valid, agrees with itself, and with the server and its image."""
+
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from expertd.service.engine.metric_table import FAMILIES
+from expertd.service.http.rights import CALLS
+from expertd.service.settings.loader import load_settings
+from expertd.service.settings.model import Settings
+from tests.chart.rendering import CHART, Helm, Object, mistakes, unpack_helm
+from tests.paths import ROOT
+from tests.prometheus.processes import needs_prometheus, rules
+from tests.test_container import arguments_of, image_environment
+
+Values = dict[str, Any]
+KEYS: Values = {"keys": {"secretName": "expertd-keys"}}
+MONITORED: Values = {
+    "serviceMonitor": {
+        "enabled": True,
+        "labels": {"release": "prometheus"},
+        "credentials": {"name": "expertd-prometheus", "key": "key"},
+    },
+    "prometheusRule": {"enabled": True},
+    "dashboard": {"enabled": True},
+}
+CASES: dict[str, Values] = {
+    "one GPU": KEYS,
+    "a CPU without keys": {
+        "insecure": True,
+        "gpus": 0,
+        "image": {"tag": "cpu"},
+        "settings": {"backend": "reference"},
+    },
+    "everything": {
+        **KEYS,
+        **MONITORED,
+        "tls": {"secretName": "expertd-tls"},
+        "autoscaling": {"enabled": True},
+        "models": {"volume": {"persistentVolumeClaim": {"claimName": "models", "readOnly": True}}},
+        "cache": {"volume": {"persistentVolumeClaim": {"claimName": "cache"}}},
+        "env": [{"name": "OMP_NUM_THREADS", "value": "8"}],
+        "imagePullSecrets": [{"name": "registry"}],
+        "runtimeClassName": "nvidia",
+        "nodeSelector": {"nvidia.com/gpu.product": "NVIDIA-H200"},
+        "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+        "affinity": {"podAntiAffinity": {}},
+        "podAnnotations": {"team": "moe"},
+        "service": {"type": "LoadBalancer", "annotations": {"internal": "true"}},
+        "serviceAccount": {"annotations": {"role": "reader"}},
+        "networkPolicy": {"from": [{"podSelector": {"matchLabels": {"app": "attention"}}}]},
+    },
+    "several nodes": {
+        **KEYS,
+        **MONITORED,
+        "nodes": 2,
+        "gpus": 8,
+        "settings": {"devices": "0-7"},
+        "autoscaling": {"enabled": True},
+    },
+    "OpenShift": {
+        **KEYS,
+        "podSecurityContext": {"runAsUser": None, "runAsGroup": None, "fsGroup": None},
+        "podDisruptionBudget": {"enabled": False},
+        "networkPolicy": {"enabled": False},
+        "serviceAccount": {"name": "moe"},
+    },
+}
+
+
+@pytest.fixture(scope="session")
+def helm(tmp_path_factory: pytest.TempPathFactory) -> Helm:
+    folder = tmp_path_factory.mktemp("helm")
+    return Helm(unpack_helm(folder), folder)
+
+
+@pytest.fixture(scope="session")
+def rendered(helm: Helm) -> dict[str, list[Object]]:
+    """Each case's objects."""
+    return {case: helm.render(values) for case, values in CASES.items()}
+
+
+def one(objects: list[Object], kind: str) -> Object:
+    (found,) = [each for each in objects if each["kind"] == kind]
+    return found
+
+
+def data(objects: list[Object], name: str) -> str:
+    """A file in one of the ConfigMaps."""
+    (text,) = [each["data"][name] for each in objects if name in each.get("data", {})]
+    return str(text)
+
+
+def templates(objects: list[Object]) -> list[Object]:
+    """The pods, that with the port first."""
+    if any(each["kind"] == "Deployment" for each in objects):
+        return [one(objects, "Deployment")["spec"]["template"]]
+    group = one(objects, "LeaderWorkerSet")["spec"]["leaderWorkerTemplate"]
+    return [group["leaderTemplate"], group["workerTemplate"]]
+
+
+def container(template: Object) -> Object:
+    (found,) = template["spec"]["containers"]
+    result: Object = found
+    return result
+
+
+def environment(template: Object) -> dict[str, str]:
+    return {each["name"]: each["value"] for each in container(template)["env"]}
+
+
+def is_matched(labels: dict[str, str], selector: dict[str, str]) -> bool:
+    return selector.items() <= labels.items()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_objects_fit_the_schemas_of_their_kinds(case: str, rendered: dict[str, list[Object]]) -> None:
+    assert [line for each in rendered[case] for line in mistakes(each)] == []
+
+
+def test_every_template_is_rendered_by_a_case(rendered: dict[str, list[Object]]) -> None:
+    kinds = {each["kind"] for objects in rendered.values() for each in objects}
+    written = {
+        kind
+        for path in (CHART / "templates").glob("*.yaml")
+        for kind in re.findall(r"^kind: (\w+)$", path.read_text(), re.M)
+    }
+    assert kinds == written
+
+
+def test_a_misspelt_field_is_a_mistake(rendered: dict[str, list[Object]], helm: Helm, tmp_path: Path) -> None:
+    copy = tmp_path / "expertd"
+    shutil.copytree(CHART, copy)
+    helpers = copy / "templates" / "_helpers.tpl"
+    for name in ("readinessProbe", "terminationGracePeriodSeconds", "readOnlyRootFilesystem"):
+        text = helpers.read_text()
+        assert name in text
+        helpers.write_text(text.replace(name, f"{name}s"))
+        found = [line for each in helm.render(KEYS, copy) for line in mistakes(each)]
+        assert any(f"{name}s" in line for line in found), found
+        helpers.write_text(text)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_lint_finds_nothing(case: str, helm: Helm) -> None:
+    done = helm.run("lint", CHART, "--strict", values=CASES[case])
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({}, "keys.secretName: expected the name of a Secret with API keys, or insecure: true; got neither"),
+        ({**KEYS, "insecure": True}, "insecure: expected false with keys.secretName"),
+        ({**KEYS, "nodes": 2}, "settings.devices: expected the GPUs of each node"),
+        ({**KEYS, "replicas": -1}, "/replicas"),
+        ({**KEYS, "replica": 2}, "replica"),
+        ({**KEYS, "settings": {"host": "::"}}, "/settings/host"),
+        ({**KEYS, "settings": {"drain_timeout_seconds": "30s"}}, "/settings/drain_timeout_seconds"),
+        ({**KEYS, "serviceMonitor": {"credentials": {"name": "prometheus"}}}, "/serviceMonitor/credentials"),
+    ],
+)
+def test_wrong_values_are_refused(values: Values, said: str, helm: Helm) -> None:
+    assert said in helm.refusal(values)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_server_accepts_its_settings(
+    case: str, rendered: dict[str, list[Object]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = one([each for each in rendered[case] if "config.yaml" in each.get("data", {})], "ConfigMap")[
+        "data"
+    ]
+    config = tmp_path / "config.yaml"
+    config.write_text(text["config.yaml"])
+    for name, value in {**image_environment(), **environment(templates(rendered[case])[0])}.items():
+        if name.startswith("EXPERTD_"):
+            monkeypatch.setenv(name, value)
+    settings = load_settings(config)
+    assert settings.host == "0.0.0.0"
+    ports = container(templates(rendered[case])[0])["ports"]
+    assert [port["containerPort"] for port in ports] == [settings.port]
+
+
+def test_settings_that_belong_to_the_chart_are_settings() -> None:
+    schema = yaml.safe_load((CHART / "values.schema.json").read_text())["properties"]["settings"][
+        "properties"
+    ]
+    assert {name for name, value in schema.items() if value is False} <= Settings.model_fields.keys()
+    assert schema.keys() <= Settings.model_fields.keys()
+
+
+@pytest.mark.parametrize(
+    ("delay", "drain"), [(None, None), (0, 0.5), (12.5, 90)], ids=["defaults", "short", "long"]
+)
+def test_pods_are_given_longer_than_the_server_may_drain(
+    delay: float | None, drain: float | None, helm: Helm
+) -> None:
+    given = {"shutdown_delay_seconds": delay, "drain_timeout_seconds": drain}
+    settings = {name: value for name, value in given.items() if value is not None}
+    objects = helm.render({**CASES["several nodes"], "settings": {"devices": "0-7", **settings}})
+    used = yaml.safe_load(data(objects, "config.yaml"))
+    for template in templates(objects):
+        grace = template["spec"]["terminationGracePeriodSeconds"]
+        assert grace >= used["shutdown_delay_seconds"] + used["drain_timeout_seconds"] + 10
+        assert isinstance(grace, int)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_probes_call_what_needs_no_key(case: str, rendered: dict[str, list[Object]]) -> None:
+    front, *others = templates(rendered[case])
+    scheme = "HTTPS" if CASES[case].get("tls") else "HTTP"
+    paths = {"startupProbe": "live", "readinessProbe": "ready", "livenessProbe": "live"}
+    for name, path in paths.items():
+        call = container(front)[name]["httpGet"]
+        assert call == {"path": f"/v2/health/{path}", "port": "http", "scheme": scheme}
+        assert CALLS[f"GET {call['path']}"] == ()
+        assert [each for each in others if name in container(each)] == [], "an agent has no port"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_pods_can_write_to_the_cache_only(case: str, rendered: dict[str, list[Object]]) -> None:
+    for template in templates(rendered[case]):
+        server, pod = container(template), template["spec"]
+        assert server["securityContext"] == {
+            "readOnlyRootFilesystem": True,
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["automountServiceAccountToken"] is False
+        mounts = {each["name"]: each for each in server["volumeMounts"]}
+        written = {name: each["mountPath"] for name, each in mounts.items() if not each.get("readOnly")}
+        assert written == {"cache": image_environment()["EXPERTD_CACHE_DIR"], "shared-memory": "/dev/shm"}
+        assert {volume["name"] for volume in pod["volumes"]} == mounts.keys()
+    assert arguments_of("USER") == ["10001:10001"]
+
+
+def test_an_orchestrator_may_choose_the_uid(rendered: dict[str, list[Object]]) -> None:
+    context = templates(rendered["OpenShift"])[0]["spec"]["securityContext"]
+    assert not {"runAsUser", "runAsGroup", "fsGroup"} & context.keys()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_selectors_find_the_pods(case: str, rendered: dict[str, list[Object]]) -> None:
+    objects = rendered[case]
+    pods = [template["metadata"]["labels"] for template in templates(objects)]
+    is_grouped = len(pods) > 1
+    if is_grouped:  # set by the controller
+        pods = [
+            {**labels, "leaderworkerset.sigs.k8s.io/worker-index": str(n)} for n, labels in enumerate(pods)
+        ]
+    service = one(objects, "Service")["spec"]["selector"]
+    assert [is_matched(labels, service) for labels in pods] == [True, False][: len(pods)]
+    for each in objects:
+        if each["kind"] in ("PodDisruptionBudget", "Deployment"):
+            assert all(is_matched(labels, each["spec"]["selector"]["matchLabels"]) for labels in pods)
+        if each["kind"] == "NetworkPolicy":
+            assert all(is_matched(labels, each["spec"]["podSelector"]["matchLabels"]) for labels in pods)
+        if each["kind"] == "ServiceMonitor":
+            labels = one(objects, "Service")["metadata"]["labels"]
+            assert is_matched(labels, each["spec"]["selector"]["matchLabels"])
+        if each["kind"] == "HorizontalPodAutoscaler":
+            target = each["spec"]["scaleTargetRef"]
+            scaled = one(objects, target["kind"])
+            assert (scaled["apiVersion"], scaled["metadata"]["name"]) == (
+                target["apiVersion"],
+                target["name"],
+            )
+            assert "replicas" not in scaled["spec"], "it would undo the autoscaler at each upgrade"
+
+
+def test_gpus_are_asked_for(rendered: dict[str, list[Object]]) -> None:
+    limits = {
+        case: [
+            container(template)["resources"]["limits"].get("nvidia.com/gpu")
+            for template in templates(objects)
+        ]
+        for case, objects in rendered.items()
+    }
+    assert limits["one GPU"] == [1]
+    assert limits["several nodes"] == [8, 8]
+    assert limits["a CPU without keys"] == [None]
+
+
+def test_nodes_meet_at_the_first(rendered: dict[str, list[Object]]) -> None:
+    group = one(rendered["several nodes"], "LeaderWorkerSet")["spec"]["leaderWorkerTemplate"]
+    assert group["size"] == 2
+    arguments = {tuple(container(group[name])["args"]) for name in ("leaderTemplate", "workerTemplate")}
+    assert arguments == {
+        (
+            "serve",
+            "--nnodes=$(LWS_GROUP_SIZE)",
+            "--node-rank=$(LWS_WORKER_INDEX)",
+            "--rendezvous=$(LWS_LEADER_ADDRESS):29500",
+        )
+    }
+
+
+def test_new_settings_replace_the_pods(helm: Helm) -> None:
+    def annotation(log_level: str) -> str:
+        objects = helm.render({**KEYS, "settings": {"log_level": log_level}})
+        text: str = templates(objects)[0]["metadata"]["annotations"]["checksum/settings"]
+        return text
+
+    assert annotation("info") == annotation("info") != annotation("debug")
+
+
+def test_the_autoscaler_and_the_monitor_read_real_metrics(rendered: dict[str, list[Object]]) -> None:
+    gauges = {family.shown_name for family in FAMILIES if family.kind == "gauge"}
+    (metric,) = one(rendered["everything"], "HorizontalPodAutoscaler")["spec"]["metrics"]
+    assert metric["pods"]["metric"]["name"] in gauges
+    (endpoint,) = one(rendered["everything"], "ServiceMonitor")["spec"]["endpoints"]
+    assert CALLS[f"GET {endpoint['path']}"] == ("metrics",)
+    assert endpoint["port"] == one(rendered["everything"], "Service")["spec"]["ports"][0]["name"]
+    config = yaml.safe_load((ROOT / "configs" / "prometheus" / "prometheus.yml").read_text())
+    jobs = [job["job_name"] for job in config["scrape_configs"]]
+    assert [each["replacement"] for each in endpoint["relabelings"]] == jobs, "alerts ask for this name"
+
+
+def test_rules_and_dashboard_are_those_of_configs(rendered: dict[str, list[Object]]) -> None:
+    objects = rendered["everything"]
+    groups = one(objects, "PrometheusRule")["spec"]["groups"]
+    expected = rules("recording.yml") + rules("alerts.yml")
+    assert [rule for group in groups for rule in group["rules"]] == expected
+    assert len({group["name"] for group in groups}) == len(groups)
+    dashboard = ROOT / "configs" / "grafana" / "dashboards" / "expertd.json"
+    assert data(objects, "expertd.json").strip() == dashboard.read_text().strip()
+
+
+@needs_prometheus
+def test_promtool_accepts_the_rules(rendered: dict[str, list[Object]], tmp_path: Path) -> None:
+    file = tmp_path / "rules.yml"
+    file.write_text(yaml.safe_dump(one(rendered["everything"], "PrometheusRule")["spec"]))
+    command = ["promtool", "check", "rules", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_only_callers_and_prometheus_reach_the_port(rendered: dict[str, list[Object]]) -> None:
+    policy = one(rendered["everything"], "NetworkPolicy")["spec"]
+    (rule,) = policy["ingress"]
+    assert rule["from"] == [
+        {"podSelector": {"matchLabels": {"app": "attention"}}},
+        {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}},
+    ]
+    assert policy["egress"] == []
+    assert one(rendered["one GPU"], "NetworkPolicy")["spec"]["ingress"][0]["from"][0] == {"podSelector": {}}
+    between = one(rendered["several nodes"], "NetworkPolicy")["spec"]["ingress"][1]
+    assert between.keys() == {"from"}, "ranks use any port"
+
+
+def test_versions_are_the_projects() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert (chart["version"], chart["appVersion"]) == (version, version)
