@@ -62,7 +62,7 @@ def measure(problem: LayerProblem, with_peer: bool, others: Sequence[LayerPeer] 
     graphs, differences = prepare_peers(problem, others if problem.layer.is_common else ())
     times = microseconds([*calls.values(), *graphs.values()])
     row: Row = {"layer": problem.layer.name, "tokens": problem.hidden_states.shape[0]}
-    row["activated_experts"] = problem.topk_ids.unique().numel()
+    row["activated_experts"] = len(set(problem.topk_ids.flatten().tolist()))
     row |= dict(zip(calls, times, strict=False))
     row |= ratios(row)
     if graphs:

@@ -48,8 +48,28 @@ def open_loop(results: Path) -> str:
 
 
 def soak(results: Path) -> str:
-    """What became of the requests of each kind of callers."""
+    """What became of the requests of each kind of callers on a CPU."""
+    return _soak(_content(results, "soak-cpu.json"))
+
+
+def soak_machine(results: Path) -> str:
+    """How long it was, and what grew."""
     content = _content(results, "soak-cpu.json")
+    return _soak_machine(content, f"2 cores of an {content['header']['cpu']}, beside other work,")
+
+
+def soak_gpu(results: Path) -> str:
+    """What became of the requests of each kind of callers on a GPU."""
+    return _soak(_content(results, "soak-h200.json"))
+
+
+def soak_gpu_machine(results: Path) -> str:
+    """How long it was, and what grew; on the GPU, too."""
+    content = _content(results, "soak-h200.json")
+    return _soak_machine(content, "an NVIDIA H200", content["device_memory"])
+
+
+def _soak(content: dict[str, Any]) -> str:
     kinds = {**content["kinds"], "together": {**content["total"], "p99_ms": None}}
     columns = ("sent", "right", "refused", "cancelled", "cut", "lost", "wrong", "failed")
     cells = [
@@ -59,14 +79,13 @@ def soak(results: Path) -> str:
     return table(("callers", *columns, "p99, ms"), cells)
 
 
-def soak_machine(results: Path) -> str:
-    """How long it was, and what grew."""
-    content = _content(results, "soak-cpu.json")
+def _soak_machine(content: dict[str, Any], where: str, on_gpu: dict[str, Any] | None = None) -> str:
     header, memory, descriptors = content["header"], content["memory"], content["descriptors"]
+    device = f", the GPU's by {on_gpu['growth']:.1%} of {on_gpu['bytes'] / 2**20:.0f} MiB" if on_gpu else ""
     return paragraph(
-        f"{header['seconds']:.0f} s on 2 cores of an {header['cpu']}, beside other work, with "
+        f"{header['seconds']:.0f} s on {where} with "
         f"{content['idle_connections']} idle connections. After warm-up, memory grew by "
-        f"{memory['growth']:.1%} of {memory['bytes'] / 2**20:.0f} MiB, and descriptors by "
+        f"{memory['growth']:.1%} of {memory['bytes'] / 2**20:.0f} MiB{device}, and descriptors by "
         f"{descriptors['growth']:.1%} of {descriptors['count']}. Exit codes after SIGTERM: "
         f"{content['exit_codes'][0]} and {content['exit_codes'][-1]}."
     )
