@@ -45,7 +45,7 @@ def send(url: str, number: int, end: threading.Event) -> None:
 
 
 def picture(url: str, seconds: float) -> bytes:
-    """A PNG of the whole page, open for so many seconds."""
+    """A PNG of the whole page, open for this many seconds."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1280, "height": 900})

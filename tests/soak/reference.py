@@ -31,7 +31,7 @@ class Sample(NamedTuple):
 
 
 def samples(settings: Settings, count: int = 3) -> list[Sample]:
-    """`count` samples of each size, of tokens that are routed alike in any precision."""
+    """`count` samples of each size; no token is so close to another expert that precision decides."""
     model = settings.models[0]
     shape, path = model.shape, model.weights.path
     weights = load_weights(path, shape, "cpu") if path else random_weights(shape, 0, "cpu")
