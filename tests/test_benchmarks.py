@@ -243,6 +243,7 @@ def test_a_row_has_the_columns_of_the_available_peers(
     problem: Any = SimpleNamespace(
         layer=SimpleNamespace(name="invented", is_common=is_common),
         hidden_states=out,
+        topk_ids=torch.arange(32).reshape(16, 2) % 5,
         out=out.clone(),
         run=lambda: out,
     )
@@ -255,6 +256,7 @@ def test_a_row_has_the_columns_of_the_available_peers(
     monkeypatch.setattr(benchmarks.layer_peers, "two_gemms", lambda problem: lambda: None)
     monkeypatch.setattr(benchmarks.layer_peers, "mega_moe", lambda problem: lambda: 2 * out)
     expected = {"layer": "invented", "tokens": 16, "us": 10.0, "eager_us": 30.0, "stages_us": {}}
+    expected["activated_experts"] = 5
     if with_peer:
         expected |= {"two_gemms_us": 8.0, "over_two_gemms": 1.25}
     if with_peer and mega_moe and is_common:

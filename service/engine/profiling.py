@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import tempfile
 import threading
@@ -110,8 +111,20 @@ def _exported(profiler: Any, threads: Mapping[int | None, str]) -> bytes:
             raise ProfileRefusedError(f"profile: expected {expected}, got {size}: record fewer steps")
         trace = file.read_bytes()
 
-    def named(found: re.Match[bytes]) -> bytes:
-        name = threads.get(int(found[1]))
-        return found[0] if name is None else f'"{name} (thread {int(found[1])})"'.encode()
+    missing = dict(threads)
 
-    return with_stream_names(_THREAD_NAME.sub(named, trace))
+    def named(found: re.Match[bytes]) -> bytes:
+        missing.pop(number := int(found[1]), None)
+        name = threads.get(number)
+        return found[0] if name is None else f'"{name} (thread {number})"'.encode()
+
+    trace = _THREAD_NAME.sub(named, trace)
+    # The profiler leaves out threads now and then.
+    events = [
+        {"name": "thread_name", "ph": "M", "ts": 0, "pid": os.getpid(), "tid": number}
+        | {"args": {"name": f"{name} (thread {number})"}}
+        for number, name in missing.items()
+    ]
+    before, key, after = trace.partition(b'"traceEvents": [')
+    more = b"".join(json.dumps(event).encode() + b"," for event in events)
+    return with_stream_names(before + key + more + after)

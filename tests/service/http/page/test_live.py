@@ -163,7 +163,8 @@ def test_viewers_leave_and_do_not_delay_a_shutdown(tmp_path: Path, http_workers:
     with server_process(settings, tmp_path) as server:
         url = f"http://{server.url}/v1/live"
         with httpx.stream("GET", url, timeout=30) as stream:
-            next(stream.iter_text())
+            chunks = stream.iter_text()  # kept: without it, the stream would be closed
+            next(chunks)
             assert httpx.get(f"{url}?events=1").status_code == 503
         wait_for(lambda: httpx.get(f"{url}?events=1").status_code == 200, "the viewer is gone", 20)
         assert httpx.get(f"{url}?model=none").status_code == 404
