@@ -36,7 +36,7 @@ install-dev: $(RUNTIME) $(DEV) ## add what tests, checks and the documents' exam
 serve: $(RUNTIME) ## serve CONFIG (the demo layer) on PORT (8000)
 	$(BIN)/expertd serve --config $(CONFIG) --port $(PORT)
 
-test: most http ranks kernels client short-soak ## run every test that needs no GPU
+test: most ranks http client kernels short-soak ## run every test that needs no GPU
 
 # The parts of `test`, which `make -j2` runs side by side: those that take longest come first.
 PARTS := tests/service/http tests/service/ranks tests/kernels
