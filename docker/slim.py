@@ -1,9 +1,10 @@
 """Removes from an environment what serving never reads: `python slim.py DIRECTORY`, the folder site-packages.
 
 The Dockerfile runs it after installing the locked packages; deploy/image_tree.py does so without Docker.
-Uses only the standard library, and `strip` of binutils.
+A library that one of torch's needs to be loaded stays. Uses only the standard library, `strip` and `readelf`.
 """
 
+import re
 import shutil
 import subprocess
 import sys
@@ -37,9 +38,10 @@ _STRIPPED = ("torch/lib/*.so*",)  # of symbols for debuggers; the dynamic ones s
 
 def slim(packages: Path) -> dict[str, int]:
     """Remove what is unused; returns the bytes saved by each pattern."""
-    saved = {}
+    saved, needed = {}, needed_libraries(packages)
     for pattern in UNUSED:
-        saved[pattern] = sum(_remove(path) for path in list(_found(packages, pattern)))
+        found = [path for path in _found(packages, pattern) if path.name not in needed]
+        saved[pattern] = sum(map(_remove, found))
     for pattern in _STRIPPED:
         libraries = [path for path in sorted(packages.glob(pattern)) if not path.is_symlink()]
         saved[f"strip {pattern}"] = sum(_strip(path) for path in libraries)
@@ -51,6 +53,16 @@ def is_unused(file: str) -> bool:
     path = PurePath(file)
     parents = [path, *path.parents]
     return file not in KEPT and any(_matches(each, pattern) for each in parents for pattern in UNUSED)
+
+
+def needed_libraries(packages: Path) -> set[str]:
+    """File names of the libraries that torch's own need, but for those of torch that are unused."""
+    own = [path for path in packages.glob("torch/lib/*.so*") if not is_unused(f"torch/lib/{path.name}")]
+    listed = [
+        subprocess.run(["readelf", "-d", path], capture_output=True, text=True, check=True).stdout
+        for path in own
+    ]
+    return set(re.findall(r"\(NEEDED\).*\[(.+)\]", "".join(listed)))
 
 
 def size_of(path: Path) -> int:

@@ -46,6 +46,7 @@ def test_slim_removes_what_it_says_and_nothing_else(tmp_path: Path, monkeypatch:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"x" * 100)
     monkeypatch.setattr(slim, "_STRIPPED", ())
+    monkeypatch.setattr(slim, "needed_libraries", lambda packages: set())
 
     saved = slim.slim(tmp_path)
 
@@ -63,6 +64,20 @@ def test_a_library_without_symbols_still_loads(tmp_path: Path, monkeypatch: pyte
     assert slim.slim(tmp_path)["strip torch/lib/*.so*"] > 1000
     load = f"import ctypes; assert ctypes.CDLL({str(library)!r}).one() == 1"
     subprocess.run([sys.executable, "-c", load], check=True)
+
+
+def test_a_library_that_one_of_torch_needs_stays(tmp_path: Path) -> None:
+    solver, other = (tmp_path / f"nvidia/cu13/lib/libcusolver{name}.so" for name in ("", "Mg"))
+    library = tmp_path / "torch/lib/libtorch_cuda.so"
+    for each in (solver, other, library):
+        each.parent.mkdir(parents=True, exist_ok=True)
+        needs = ["-Wl,--no-as-needed", solver] if each is library else []
+        soname = f"-Wl,-soname,{each.name}"
+        subprocess.run(
+            ["gcc", "-shared", "-x", "c", "/dev/null", "-x", "none", *needs, soname, "-o", each], check=True
+        )
+    slim.slim(tmp_path)
+    assert (solver.exists(), other.exists()) == (True, False)
 
 
 @pytest.mark.slow
