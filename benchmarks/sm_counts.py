@@ -1,15 +1,18 @@
-"""SM count benchmark: `python -m benchmarks.sm_counts [--num-sms 132,112,66,20] [--json FILE]`.
+"""SM count benchmark: `python -m benchmarks.sm_counts [--num-sms 132,114,78,66,20] [--json FILE]`.
 
 One row per compute-bound shape (band 'contiguous large' of benchmarks.grouped_gemm) and SM count: kernel time
-as measured there, with `num_sms` given; and time * SMs over the same product with all SMs of the device. That
-is 1 if time is inversely proportional to SMs, and below 1 if each SM does more when fewer work. Clocks are
-not locked.
+as measured there, in a green context of so many SMs, rounded up to what the driver grants (114 and 78 are the
+SMs of an H100 PCIe and of an H20); and time * SMs over the same product with all SMs of the device. That is 1
+if time is inversely proportional to SMs, and below 1 if each SM does more when fewer work. Clocks are not
+locked.
 """
 
 import argparse
 import json
 import statistics
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,29 +22,50 @@ import torch
 from benchmarks.grouped_gemm import KERNEL
 from benchmarks.problem import Pool
 from benchmarks.shapes import SEED, Shape, all_shapes
-from benchmarks.timing import expect_gpu, header, kernel_microseconds
+from benchmarks.timing import copy_bandwidth, expect_gpu, header, kernel_microseconds
 from expertd import kernels
+from expertd.kernels.partitions import SMPartitions
 
 Row = dict[str, Any]
 BAND = "contiguous large"
-SM_COUNTS = (132, 112, 66, 20)
+SM_COUNTS = (132, 114, 78, 66, 20)
 
 
-def measure(shape: Shape, pool: Pool, sm_counts: tuple[int, ...], all_sms: int) -> list[Row]:
+def measure(
+    shape: Shape, pool: Pool, sm_counts: tuple[int, ...], all_sms: int, limited_to: "LimitedTo"
+) -> list[Row]:
     """A shape's rows of the table, one per SM count."""
     problem = pool.problem(shape)
-    times = {
-        num_sms: kernel_microseconds(partial(problem.run, num_sms), KERNEL)
-        for num_sms in dict.fromkeys((all_sms, *sm_counts))
-    }
-    return [
-        {
+    times: dict[int, tuple[int, float]] = {}  # granted SMs and us
+    for asked in dict.fromkeys((all_sms, *sm_counts)):
+        with limited_to(asked) as num_sms:
+            times[asked] = num_sms, kernel_microseconds(partial(problem.run, num_sms), KERNEL)
+    rows = []
+    for num_sms, us in map(times.__getitem__, sm_counts):
+        rows.append({
             "shape": shape.label, "n": shape.n, "k": shape.k, "rows": list(shape.rows), "num_sms": num_sms,
-            "us": times[num_sms], "tflops": shape.flops / times[num_sms] / 1e6,
-            "ratio": times[num_sms] * num_sms / (times[all_sms] * all_sms),
-        }
-        for num_sms in sm_counts
-    ]  # fmt: skip
+            "us": us, "tflops": shape.flops / us / 1e6,
+            "ratio": us * num_sms / (times[all_sms][1] * all_sms),
+        })  # fmt: skip
+    return rows
+
+
+LimitedTo = Callable[[int], AbstractContextManager[int]]
+"""Within it, torch's current stream has at least the given number of SMs, which it returns, and no others."""
+
+
+def in_green_contexts(partitions: SMPartitions) -> LimitedTo:
+    """The streams of partitions, one at a time; torch's own stream for all SMs."""
+
+    @contextmanager
+    def limited_to(num_sms: int) -> Iterator[int]:
+        sizes = {} if num_sms == partitions.total_sms else {"measured": num_sms}
+        made = partitions.apply(sizes)
+        name = made[0].name if made else None
+        with torch.cuda.stream(partitions.stream(name)):
+            yield partitions.num_sms(name)
+
+    return limited_to
 
 
 def print_rows(rows: list[Row]) -> None:
@@ -87,13 +111,18 @@ def main() -> None:
             f"benchmarks.sm_counts: expected at most the device's {all_sms} SMs, got {max(options.num_sms)}"
         )
     kernels.resolve_backend("hopper").warm_up()
-    about: Row = header() | {"seed": options.seed, "method": "kernel time by CUPTI, cold L2, median of 20"}
+    limited_to = in_green_contexts(SMPartitions(0))
+    about: Row = header() | {
+        "copy_tbps": copy_bandwidth(),
+        "seed": options.seed,
+        "method": "kernel time by CUPTI in a green context, cold L2, median of 20",
+    }
     print("  ".join(f"{key}: {value}" for key, value in about.items()))
     shapes = [shape for shape in all_shapes(options.seed) if shape.band == BAND]
     pool = Pool(max(s.num_groups * s.n * s.k for s in shapes) + (1 << 28))
     rows: list[Row] = []
     for shape in shapes:
-        measured = measure(shape, pool, options.num_sms, all_sms)
+        measured = measure(shape, pool, options.num_sms, all_sms, limited_to)
         print_rows(measured)
         rows += measured
     print_means(rows)

@@ -16,6 +16,7 @@ from expertd.kernels.backends.hopper.grouped_gemm import GroupedGemm, Groups
 from expertd.kernels.backends.hopper.launch import Kernels, OnStream, Variant
 from expertd.kernels.backends.hopper.layer import Layer
 from expertd.kernels.backends.hopper.plans import Plan
+from expertd.kernels.backends.hopper.rates import H200
 from expertd.kernels.backends.hopper.tile_counters import TileCounters
 from expertd.kernels.backends.hopper.tiles import TileConfig
 from expertd.kernels.backends.hopper.variants import VARIANTS
@@ -50,6 +51,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Variant, li
     launch.launch_config.cache_clear()
     for module in (launch, grouped_gemm, tensor_maps):
         monkeypatch.setattr(module, "cuda_core", lambda: core)
+    monkeypatch.setattr(grouped_gemm, "rates", lambda device: H200)
     for module in (grouped_gemm, layer):
         monkeypatch.setattr(module, "describe_rows", lambda rows, box_rows, l2_promotion=True: TensorMap())
     monkeypatch.setattr(TileCounters, "prepare", lambda self, device: None)

@@ -5,6 +5,7 @@ import pytest
 from expertd.kernels.backends.hopper import plans
 from expertd.kernels.backends.hopper.grouped_gemm import VARIANTS
 from expertd.kernels.backends.hopper.plans import Plan, choose, choose_swiglu
+from expertd.kernels.backends.hopper.rates import H200, Rates
 from expertd.kernels.backends.hopper.tiles import (
     LARGE,
     MIDDLE,
@@ -19,6 +20,10 @@ from expertd.kernels.backends.hopper.tiles import (
 from expertd.layout import Layout
 
 C, M = Layout.CONTIGUOUS, Layout.MASKED
+
+# The rates of other cards, by their data sheets; the number of SMs tells the card.
+H100 = Rates(1980, 3352, 50 << 20)
+RATES = {132: H200, 114: Rates(1755, 2039, 50 << 20), 78: Rates(1980, 4023, 60 << 20), 1: H200}
 
 # (layout, n, k, num_groups, expected rows, SMs) and the plan for it, so that no change goes unnoticed. An
 # H100 or H200 has 132 SMs, the PCIe card 114, an H20 78.
@@ -66,7 +71,23 @@ TABLE = [
 def test_plans_are_unchanged(
     layout: Layout, n: int, k: int, num_groups: int, rows: float, num_sms: int, expected: Plan
 ) -> None:
-    assert choose(layout, n, k, num_groups, rows, num_sms) == expected
+    assert choose(layout, n, k, num_groups, rows, num_sms, rates=RATES[num_sms]) == expected
+
+
+@pytest.mark.parametrize("factor", [0.5, 2])
+@pytest.mark.parametrize("rows", [16, 200, 512, 1000])
+def test_plans_depend_on_the_ratio_of_a_devices_rates(rows: int, factor: float) -> None:
+    scaled = Rates(H200.sm_mhz * factor, H200.bytes_per_ns * factor, H200.l2_bytes)
+    for num_groups in (1, 2, 8):
+        sizes = (Layout.CONTIGUOUS, 6144, 7168, num_groups, rows, 132)
+        assert choose(*sizes, rates=scaled) == choose(*sizes)
+
+
+def test_with_less_bandwidth_memory_limits_more_plans() -> None:
+    """Where it limits every plan of many groups, the first is as good as any."""
+    sizes = (Layout.MASKED, 6144, 7168, 32, 197, 132)
+    assert choose(*sizes).config is LARGE
+    assert choose(*sizes, rates=Rates(1980, 400, 50 << 20)).config is NORMAL
 
 
 def test_every_variant_is_chosen_for_something() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from expertd.kernels.backends.hopper import plans, tiles
 from expertd.kernels.backends.hopper.launch import Kernels, OnStream, Variant, cuda_core, multiprocessors
 from expertd.kernels.backends.hopper.plans import Plan
+from expertd.kernels.backends.hopper.rates import Rates, rates
 from expertd.kernels.backends.hopper.tensor_maps import TensorMapCache, describe_rows
 from expertd.kernels.backends.hopper.tile_counters import TileCounters
 from expertd.kernels.backends.hopper.tiles import TileConfig
@@ -28,7 +29,7 @@ _float32 = functools.lru_cache(np.float32)
 _STORE_BOX = 16  # rows of out per TMA store
 _KEPT = 4096
 
-Choose = Callable[[Layout, int, int, int, float, int, bool], Plan]
+Choose = Callable[[Layout, int, int, int, float, int, bool, Rates], Plan]
 """`plans.choose`, or another function with its signature."""
 
 
@@ -175,7 +176,7 @@ class GroupedGemm:
         columns: int,
     ) -> _Prepared:
         sms = multiprocessors(device, num_sms)
-        plan = self._choose(layout, columns, k, num_groups, expected_m, sms, columns < n)
+        plan = self._choose(layout, columns, k, num_groups, expected_m, sms, columns < n, rates(device))
         return self._prepare(device, layout, n, k, num_groups, plan, num_sms)
 
     def _prepare(

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
+from expertd.kernels.backends.hopper.rates import H200, Rates
 from expertd.kernels.backends.hopper.tiles import (
     GLU,
     GLU_FEW,
@@ -40,10 +41,10 @@ class Plan:
 
 
 # Fitted by hand to launches on an H200 (`python -m benchmarks.tile_times`): the difference of two K gives a K
-# block's time, and what is left after the start of a launch a tile's own.
+# block's time, and what is left after the start of a launch a tile's own. Other devices: by their rates.
 @dataclass(frozen=True)
 class _Time:
-    """Nanoseconds of a tile: for itself, and for a K block by the tile's steps."""
+    """Nanoseconds of a tile at an H200's clock: for itself, and for a K block by the tile's steps."""
 
     tile: int
     k_block: tuple[int, ...]
@@ -62,8 +63,8 @@ _TIMES = {
 }
 _BUSY_WAVES = 3  # from here on the clock falls: factors of a K block's time
 _BUSY = {NORMAL: 1.09, WIDE: 1.1, LARGE: 1.13}
-_BYTES_PER_NS = 4200  # of memory; the first 50 MB take longer, since a full L2 makes room for them
-_L2_BYTES, _L2_BYTES_PER_NS = 50_000_000, 6500
+_MEMORY_SHARE = 0.872  # of its rate that a launch sees: 4200 bytes per ns
+_L2_SHARE, _L2_MEMORY_SHARE = 0.795, 1.35  # the first 50 MB take longer, since a full L2 makes room for them
 _SWAP_AB_M = {Layout.CONTIGUOUS: 24, Layout.MASKED: 48}  # upper bounds; contiguous groups are less even
 _UNEVEN_SHORT_M, _SWIGLU_FEW_M = 48, 40  # upper bounds
 _CLUSTER_M, _CLUSTER_K, _CLUSTER_WAVES = 224, 3072, 6  # lower bounds; below them, pairs of CTAs are no faster
@@ -84,23 +85,33 @@ def choose_swiglu(expected_m: float, other_glu: bool = False) -> Plan:
 
 
 def choose(
-    layout: Layout, n: int, k: int, num_groups: int, expected_m: float, num_sms: int, part: bool = False
+    layout: Layout,
+    n: int,
+    k: int,
+    num_groups: int,
+    expected_m: float,
+    num_sms: int,
+    part: bool = False,
+    rates: Rates = H200,
 ) -> Plan:
     """The plan for num_groups groups of about expected_m rows times [n, k]; all plans give the same bits.
 
     part: there are more columns than these n, from a multiple of 256 on; no tile may reach the others.
+    rates: of the device that num_sms SMs are of.
     """
     few = expected_m <= _SWAP_AB_M[layout]
     if expected_m < 1:  # few groups have any
         num_groups, expected_m = math.ceil(num_groups * expected_m), 1.0
     rows = max(math.ceil(expected_m / 16) * 16, 16)  # rounded, since each new plan takes a millisecond
-    return _choose(few, n, k, max(num_groups, 1), rows, num_sms, part)
+    return _choose(few, n, k, max(num_groups, 1), rows, num_sms, part, rates)
 
 
 @lru_cache(maxsize=4096)
-def _choose(few: bool, n: int, k: int, num_groups: int, rows: int, num_sms: int, part: bool) -> Plan:
+def _choose(
+    few: bool, n: int, k: int, num_groups: int, rows: int, num_sms: int, part: bool, rates: Rates
+) -> Plan:
     plans = _candidates(few, num_groups, rows, part)
-    best = min(plans, key=lambda plan: _time(plan, n, k, num_groups, rows, num_sms))
+    best = min(plans, key=lambda plan: _time(plan, n, k, num_groups, rows, num_sms, rates))
     waves = num_groups * rows / NORMAL.block_m * -(-n // NORMAL.block_n) / num_sms
     if (
         best.config is NORMAL and num_sms > 1
@@ -137,7 +148,7 @@ def _candidates(few: bool, num_groups: int, rows: int, part: bool) -> Iterator[P
             yield Plan(config, tile_steps, tall_first=num_groups == 1)
 
 
-def _time(plan: Plan, n: int, k: int, num_groups: int, rows: int, num_sms: int) -> float:
+def _time(plan: Plan, n: int, k: int, num_groups: int, rows: int, num_sms: int, rates: Rates = H200) -> float:
     """Estimated nanoseconds of a launch, without what all plans have in common."""
     columns = -(-n // plan.config.block_n)
     busy = num_groups * rows * n / (NORMAL.block_m * NORMAL.block_n * num_sms) >= _BUSY_WAVES
@@ -146,9 +157,10 @@ def _time(plan: Plan, n: int, k: int, num_groups: int, rows: int, num_sms: int) 
         groups = [(num_groups - num_groups // 2, rows * (1 + uneven)), (num_groups // 2, rows * (1 - uneven))]
         tiles = [tile for count, m in groups for tile in _tiles(plan, m, columns * count)]
         compute += _makespan([(_tile_time(plan, height, k, busy), count) for height, count in tiles], num_sms)
-    compute /= len(_UNEVEN) if num_groups > 1 else 1
+    compute *= H200.sm_mhz / rates.sm_mhz / (len(_UNEVEN) if num_groups > 1 else 1)
     moved = num_groups * n * k + num_groups * rows * (k + 2 * n)
-    memory = moved / _BYTES_PER_NS + min(moved, _L2_BYTES) / _L2_BYTES_PER_NS
+    in_l2 = min(moved, _L2_SHARE * rates.l2_bytes)
+    memory = (moved / _MEMORY_SHARE + in_l2 / _L2_MEMORY_SHARE) / rates.bytes_per_ns
     # Of many groups some have more rows than expected: where memory limits, the first plan is good enough.
     return max(compute, memory) + (min(compute, memory) / 8 if num_groups <= 2 else 0)
 

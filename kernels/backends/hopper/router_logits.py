@@ -7,14 +7,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, Variant, named_source
+from expertd.kernels.backends.hopper.launch import (
+    Grid,
+    Kernels,
+    OnStream,
+    Variant,
+    multiprocessors,
+    named_source,
+)
 from expertd.kernels.backends.hopper.tensor_maps import TensorMapCache
 
 TOKENS, EXPERTS = 64, 128
 """Tokens and experts per CTA, which are also the rows of its TMA boxes."""
 SUMS, SUM_COLUMNS = 4, 256
 """Sums per part of K, and columns per sum."""
-_FEW_TOKENS = 256  # up to this many, the CTAs of both routing launches fit on the device together
+_FEW_TOKENS = 2  # per SM: up to this many, the CTAs of both routing launches fit on the device together
 _STORAGE_BYTES = SUM_COLUMNS // 64 * ((TOKENS + EXPERTS) * 128 + 8)
 
 
@@ -45,7 +52,9 @@ def router_logits(
     (num_tokens, k), num_experts = hidden_states.shape, router.shape[0]
     parts = math.ceil(k / (SUMS * SUM_COLUMNS))
     tiles = math.ceil(num_tokens / TOKENS) * math.ceil(num_experts / EXPERTS)
-    left = SUMS if num_tokens <= _FEW_TOKENS else 1  # partial sums per part
+    left = (
+        SUMS if num_tokens <= _FEW_TOKENS * multiprocessors(on.device, None) else 1
+    )  # partial sums per part
     logits = torch.empty((parts * left, num_tokens, num_experts), device=hidden_states.device)
     kernels.launch(
         on, VARIANT, Grid(tiles * parts * left, shared_bytes=_STORAGE_BYTES),
