@@ -76,7 +76,9 @@ class Profiling:
         from torch.profiler import profile
 
         worker = self._scheduler.lanes[0]  # the profiler starts and stops on one thread
-        profiler = profile(experimental_config=_ExperimentalConfig(profile_all_threads=True))
+        # acc_events: or torch 2.11 warns that events of earlier cycles are gone; there is one cycle.
+        config = _ExperimentalConfig(profile_all_threads=True)
+        profiler = profile(experimental_config=config, acc_events=True)
         await worker.between_steps(profiler.start)
         try:
             await worker.between_steps(lambda: mark(self._streams()))
