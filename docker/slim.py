@@ -25,7 +25,7 @@ UNUSED = {
     "nvidia/*/lib/libnvvm.so*": "the same",
     "nvidia/*/lib/libnvrtc*.alt.so*": "NVRTC once more, built otherwise",
     "nvidia/*/lib/libcudnn_*": "cuDNN's parts, loaded by its first call: there is no convolution",
-    "nvidia/*/lib/libcusolver*": "loaded by the library below",
+    "nvidia/*/lib/libcusolver*": "needed by the library below",
     "torch/lib/libtorch_cuda_linalg.so": "loaded by the first call of torch.linalg on a GPU",
     "**/tests": "tests",
     "**/*.pyi": "type stubs",

@@ -11,6 +11,7 @@ from tests.service.processes import serving
 
 pytestmark = pytest.mark.gpu
 
+_IF_PRESENT = "nvidia/cu13/lib/libcusolver"  # opened with torch, which starts without it as well
 PACKAGES = Path(numpy.__file__).parents[1]
 _CONFIG = """
 backend: hopper
@@ -35,5 +36,5 @@ def test_a_server_on_a_gpu_maps_nothing_that_is_removed(tmp_path: Path) -> None:
     files = {Path(line.split(maxsplit=5)[5]) for line in maps if line.count("/") > 1}
     below = [str(path.relative_to(PACKAGES)) for path in files if path.is_relative_to(PACKAGES)]
     assert any("libtorch_cuda.so" in name for name in below)
-    needed = slim.needed_libraries(PACKAGES)
-    assert [name for name in below if slim.is_unused(name) and Path(name).name not in needed] == []
+    opened = [name for name in below if slim.is_unused(name) and not name.startswith(_IF_PRESENT)]
+    assert {Path(name).name for name in opened} <= slim.needed_libraries(PACKAGES)
