@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from expertd.activation import ExpertRule
 from expertd.kernels import resolve_backend
 from expertd.service.moe.host_memory import free_host_bytes
 from expertd.service.moe.layer import MoELayer
@@ -26,6 +27,8 @@ def test_the_needs_have_their_parts() -> None:
     assert needs_of(SHAPE, 1, False).steps == matrices // 3, "while one matrix is packed, the other is FP8"
     biases = 17 * (2 * 512 + 1024) * 2
     assert needs_of(SHAPE, 4096, True, has_biases=True).weights == on_gpu.weights + biases
+    weighing = 4096 * (4 + 4 + 1) * 1024 * 4
+    assert needs_of(SHAPE, 4096, True, weighs_input=True, staging=10_000_000).steps == on_gpu.steps + weighing
     assert on_gpu.steps - needs_of(SHAPE, 4096, True).steps == 10_000_000
     assert on_cpu.graphs == 0 < on_gpu.graphs
     assert needs_of(SHAPE, 1024, True).steps < needs_of(SHAPE, 4096, True).steps
@@ -59,13 +62,15 @@ def test_this_machine_has_free_memory() -> None:
 
 
 @pytest.mark.gpu
-def test_a_layer_on_a_gpu_needs_no_more_than_was_computed() -> None:
+@pytest.mark.parametrize("weighs_input", [False, True])
+def test_a_layer_on_a_gpu_needs_no_more_than_was_computed(weighs_input: bool) -> None:
     device, tokens = torch.device("cuda", 0), 4096
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    layer = MoELayer(SHAPE, random_weights(SHAPE, 0, device), resolve_backend("hopper"))
+    rule = ExpertRule(weighs_input=weighs_input)
+    layer = MoELayer(SHAPE, random_weights(SHAPE, 0, device), resolve_backend("hopper"), rule=rule)
     runner = LayerRunner(layer, device)
     runner.run([zero_request(tokens, SHAPE.hidden_size)])
     used = torch.cuda.max_memory_allocated(device) - before
-    assert used <= needs_of(SHAPE, tokens, True).total
+    assert used <= needs_of(SHAPE, tokens, True, weighs_input=weighs_input).total
