@@ -1,5 +1,6 @@
 """Memory that the ranks of an expert-parallel layer share over NVLink; csrc/ranks.cuh has the protocol."""
 
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from expertd.limits import SCALE_BLOCK
+from expertd.limits import HIDDEN_STEP, SCALE_BLOCK
 
 MAX_RANKS = 8
 _COUNTER_BYTES = MAX_RANKS * 128
@@ -77,12 +78,12 @@ class RankMemory:
         num_ranks = group.size()
         if num_ranks > MAX_RANKS:
             raise ValueError(f"group size: expected at most {MAX_RANKS}, got {num_ranks}")
-        if hidden_size % SCALE_BLOCK:
-            raise ValueError(f"hidden_size: expected a multiple of {SCALE_BLOCK}, got {hidden_size}")
+        if hidden_size % HIDDEN_STEP:
+            raise ValueError(f"hidden_size: expected a multiple of {HIDDEN_STEP}, got {hidden_size}")
         self.num_ranks, self.rank = num_ranks, group.rank()
         self.hidden_size, self.top_k = hidden_size, top_k
         self.max_own_tokens, self.max_tokens, self.exact = max_own_tokens, max_tokens, exact
-        scale_columns = hidden_size // SCALE_BLOCK
+        scale_columns = math.ceil(hidden_size / SCALE_BLOCK)
         sizes = (
             _COUNTER_BYTES,
             max_tokens * top_k * 8,
