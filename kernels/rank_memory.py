@@ -80,7 +80,7 @@ class RankMemory:
             raise ValueError(f"group size: expected at most {MAX_RANKS}, got {num_ranks}")
         if hidden_size % HIDDEN_STEP:
             raise ValueError(f"hidden_size: expected a multiple of {HIDDEN_STEP}, got {hidden_size}")
-        self.num_ranks, self.rank = num_ranks, group.rank()
+        self.group, self.num_ranks, self.rank = group, num_ranks, group.rank()
         self.hidden_size, self.top_k = hidden_size, top_k
         self.max_own_tokens, self.max_tokens, self.exact = max_own_tokens, max_tokens, exact
         scale_columns = math.ceil(hidden_size / SCALE_BLOCK)

@@ -20,6 +20,7 @@ from expertd.service.moe.graphs import TOKEN_COUNTS
 from expertd.service.moe.parallel import ExchangeError, ParallelLayer, PlacedExperts, SymmetricLayer
 from expertd.service.moe.request import LayerRequest
 from expertd.service.moe.runner import LayerRunner
+from expertd.service.moe.separate import rows_per_token
 from expertd.service.moe.weights import MATRICES
 from expertd.service.ranks.members import MEET, MeetCommand
 from expertd.service.ranks.membership import Membership
@@ -27,7 +28,7 @@ from expertd.service.ranks.messages import StepCommand, StepEnd
 from expertd.service.ranks.moves import MOVED, NO_STEP, MoveCommand
 from expertd.service.ranks.placed import RankPlacements
 from expertd.service.ranks.regions import MappedRegions
-from expertd.service.ranks.rules import check_on_ranks
+from expertd.service.ranks.rules import check_moves
 from expertd.service.ranks.setup import SPIN_SECONDS, RankSetup, Rings, Role
 from expertd.service.ranks.split import part_of, requests_of
 from expertd.service.ranks.step_graph import graph_of
@@ -128,7 +129,7 @@ class RankPart:
     ) -> Layer:
         weights = weights_of(model, device, cancelled, self._placements.held(model))
         moves = self._setup.settings.placement.policy is not None
-        check_on_ranks(model, weights, device, moves)
+        check_moves(model, weights, moves)
         if device.type == "cpu" or self._setup.settings.nnodes > 1:
             layer = ParallelLayer(
                 model.shape, weights, backend, self._membership.exchange(), routing=model.routing.rule,
@@ -178,10 +179,11 @@ class RankPart:
     def _memory(self, model: ModelSettings, device: torch.device) -> RankMemory:
         """What the layers of one stream share, which run one after another."""
         assert dist.group.WORLD is not None
-        key = model.partition, model.hidden_size, model.top_k
+        each = rows_per_token(model.top_k, rule_of(model))
+        key = model.partition, model.hidden_size, model.top_k, each
         if key not in self._memories:
-            num_ranks, most = self._setup.num_ranks, self._most_tokens()
-            sizes = most, num_ranks * most, model.hidden_size, model.top_k
+            num_ranks, most = self._setup.num_ranks, self._most_tokens() * each
+            sizes = most, num_ranks * most, model.hidden_size, model.top_k // each
             exact = self._setup.settings.combines_exactly
             self._memories[key] = RankMemory(dist.group.WORLD, device, *sizes, _DEVICE_SECONDS, exact)
         return self._memories[key]

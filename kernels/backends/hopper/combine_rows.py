@@ -93,8 +93,8 @@ def combine_rows(
 
     topk_ids int32, topk_weights fp32 [t, top_k]; rows bf16 [R, N]; inverse [T, top_k] of all ranks' tokens.
     columns: those to write, bounded by multiples of 8; None: all. Launches for other columns of the same call
-    must run one after another; the one with the last columns ends it. bias: bf16 [E, N] of all ranks' experts,
-    added to each row of an expert before it is weighted; None: nothing is.
+    must run one after another; the one with the last columns ends it. bias: bf16 [E, N] of all ranks'
+    experts, added to each row of an expert before it is weighted; None: nothing is.
     """
     top_k, n, places = inverse.shape[1], rows.shape[1], tokens.places
     most, columns, num_experts = max(tokens.counts), columns or range(n), places.numel()
