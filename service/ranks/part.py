@@ -16,12 +16,11 @@ from expertd.service.engine.layers import Cancelled, rule_of, weights_of
 from expertd.service.engine.loading import Loaded, load
 from expertd.service.engine.steps import Runner, Step
 from expertd.service.moe.base import Layer
-from expertd.service.moe.graphs import TOKEN_COUNTS
 from expertd.service.moe.parallel import ExchangeError, ParallelLayer, PlacedExperts, SymmetricLayer
 from expertd.service.moe.request import LayerRequest
 from expertd.service.moe.runner import LayerRunner
-from expertd.service.moe.separate import rows_per_token
 from expertd.service.moe.weights import MATRICES
+from expertd.service.ranks.exchange_sizes import ExchangeSizes, most_tokens
 from expertd.service.ranks.members import MEET, MeetCommand
 from expertd.service.ranks.membership import Membership
 from expertd.service.ranks.messages import StepCommand, StepEnd
@@ -161,7 +160,10 @@ class RankPart:
 
     def _lanes(self, model: ModelSettings, device: torch.device) -> Overlap | None:
         """The lanes of a layer some of whose steps overlap; else None."""
-        settings, most = self._setup.settings.overlap, [self._most_tokens()] * self._setup.num_ranks
+        settings, most = (
+            self._setup.settings.overlap,
+            [most_tokens(self._setup.settings)] * self._setup.num_ranks,
+        )
         if model.partition is not None or not overlaps(settings.mode, most, model.hidden_size):
             return None
         if self._overlap is None:
@@ -171,20 +173,14 @@ class RankPart:
                 raise ValueError(f"overlap.{error}") from error
         return self._overlap
 
-    def _most_tokens(self) -> int:
-        """Of a rank in a step."""
-        most = len(part_of(self._setup.settings.limits.max_batch_tokens, 0, self._setup.num_ranks))
-        return max(most, TOKEN_COUNTS[-1])  # graphs pad steps
-
     def _memory(self, model: ModelSettings, device: torch.device) -> RankMemory:
         """What the layers of one stream share, which run one after another."""
         assert dist.group.WORLD is not None
-        each = rows_per_token(model.top_k, rule_of(model))
-        key = model.partition, model.hidden_size, model.top_k, each
+        settings = self._setup.settings
+        sizes = ExchangeSizes.of(settings, model)
+        key = model.partition, sizes
         if key not in self._memories:
-            num_ranks, most = self._setup.num_ranks, self._most_tokens() * each
-            sizes = most, num_ranks * most, model.hidden_size, model.top_k // each
-            exact = self._setup.settings.combines_exactly
+            exact = settings.combines_exactly
             self._memories[key] = RankMemory(dist.group.WORLD, device, *sizes, _DEVICE_SECONDS, exact)
         return self._memories[key]
 

@@ -1,19 +1,16 @@
 """What each device holds of all layers, and the memory for it: by arithmetic, before anything is loaded."""
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from expertd.limits import SCALE_BLOCK
-from expertd.service.engine.layers import rule_of
 from expertd.service.engine.memory_needs import needs_of_models, with_fewer_tokens
 from expertd.service.moe.gpu_memory import free_gpu_bytes
 from expertd.service.moe.host_memory import free_host_bytes
 from expertd.service.moe.needs import Needs
 from expertd.service.moe.placement import contiguous_placement, cyclic_placement
-from expertd.service.moe.separate import rows_per_token
 from expertd.service.moe.split import split_experts
+from expertd.service.ranks.exchange_sizes import exchange_bytes
 from expertd.service.settings.model import Settings
 from expertd.service.settings.served import ModelSettings
 from expertd.service.settings.spans import numbers, spans
@@ -131,23 +128,9 @@ def _share(settings: Settings, rank: int, on_gpu: bool) -> Share:
         shared = f" and {model.num_shared_experts} shared" if model.num_shared_experts else ""
         held[f"experts {spans(set(experts))} of {model.num_experts}{shared}"].append(model.name)
         numbers_held.append((model, len(experts)))
-    exchange = _exchange_bytes(settings) if on_gpu and settings.num_ranks > 1 else 0
+    exchange = exchange_bytes(settings) if on_gpu and settings.num_ranks > 1 else 0
     names = {what: tuple(names) for what, names in held.items()}
     return Share(names, needs_of_models(settings, numbers_held, on_gpu), exchange)
-
-
-def _exchange_bytes(settings: Settings) -> int:
-    """As `RankMemory` allocates: one for layers of the same sizes and partition."""
-    ranks, num_bytes = settings.num_ranks, 0
-    own = -(-settings.limits.max_batch_tokens // ranks)
-    sizes = {
-        (m.partition, m.hidden_size, m.top_k, rows_per_token(m.top_k, rule_of(m))) for m in settings.models
-    }
-    for _, h, slots, each in sizes:
-        rows, top_k = own * each, slots // each
-        row = h + math.ceil(h / SCALE_BLOCK) * 4 + top_k * 8
-        num_bytes += ranks * rows * row + (top_k if settings.combines_exactly else ranks) * rows * h * 2
-    return num_bytes
 
 
 def _layers(names: Sequence[str]) -> str:
