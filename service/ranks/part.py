@@ -160,10 +160,8 @@ class RankPart:
 
     def _lanes(self, model: ModelSettings, device: torch.device) -> Overlap | None:
         """The lanes of a layer some of whose steps overlap; else None."""
-        settings, most = (
-            self._setup.settings.overlap,
-            [most_tokens(self._setup.settings)] * self._setup.num_ranks,
-        )
+        settings, num_ranks = self._setup.settings.overlap, self._setup.num_ranks
+        most = [most_tokens(self._setup.settings)] * num_ranks
         if model.partition is not None or not overlaps(settings.mode, most, model.hidden_size):
             return None
         if self._overlap is None:

@@ -56,6 +56,24 @@ def test_what_does_not_fit_in_memory_is_refused_before_the_port_opens(
     assert re.match(rf"expertd: {name}: expected room for {held}, got \d+\.\d \wB free$", last), last
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("devices", ["0", "0-1"])
+def test_what_does_not_fit_gpus_is_refused_before_the_port_opens(config: Path, devices: str) -> None:
+    flags = ["--devices", devices] if devices != "0" else []
+    if flags and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    more = ["--set", f"models.0.hidden_size={1 << 20}", "--set", f"models.0.intermediate_size={1 << 20}"]
+    more += ["--set", f"limits.max_body_bytes={1 << 40}"]
+    result = expertd("serve", "--config", config, "--backend", "hopper", *more, *flags)
+    assert result.returncode == 2
+    assert "listening" not in result.stderr
+    name = "memory, rank 0" if flags else "memory"
+    parts = r"weights \d+\.\d GB, steps \d+\.\d GB, graphs .*"
+    last = result.stderr.splitlines()[-1]
+    expected = rf"expertd: {name}: expected room for m: experts 0-\d of 3: \d+\.\d GB \({parts}\), got "
+    assert re.match(expected + r"\d+\.\d GB free$", last), last
+
+
 def test_a_hub_id_gets_the_download_command() -> None:
     result = expertd("serve", "--model", "Qwen/Qwen3-30B-A3B-FP8", "--layers", "0")
     assert result.returncode == 2

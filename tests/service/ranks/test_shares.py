@@ -1,13 +1,16 @@
 """Which experts of which layers each rank holds, and the memory for them, by arithmetic."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from expertd.service.checkpoints import resolve_checkpoints
 from expertd.service.moe.needs import weights_bytes
 from expertd.service.moe.parallel.placed import held_by
 from expertd.service.moe.placement import contiguous_placement, cyclic_placement
 from expertd.service.ranks import shares as module
+from expertd.service.ranks.exchange_sizes import ExchangeSizes, exchange_bytes
 from expertd.service.ranks.shares import (
     Share,
     check_device_memory,
@@ -17,6 +20,8 @@ from expertd.service.ranks.shares import (
     shares_of,
 )
 from expertd.service.settings.model import Settings
+from expertd.service.settings.served import CheckpointSettings
+from tests.service.checkpoints.builders import Checkpoint
 
 DEEPSEEK_V3 = {
     "hidden_size": 7168, "intermediate_size": 2048, "num_experts": 256, "top_k": 8, "num_shared_experts": 1,
@@ -135,6 +140,19 @@ def test_one_device_holds_all_of_every_layer() -> None:
     (free,) = free_bytes(settings, on_gpu=False)
     assert free is not None
     assert share.num_bytes < free
+
+
+def test_what_gpus_share_has_room_for_graphs_and_for_a_row_of_each_slot(tmp_path: Path) -> None:
+    settings = whole_model(limits={"max_batch_tokens": 4096, "max_request_tokens": 4096})
+    assert ExchangeSizes.of(settings, settings.models[0]) == (512, 4096, 7168, 8)
+    row = 7168 + 7168 // 128 * 4 + 8 * 8
+    assert 0 < exchange_bytes(settings) - 4096 * (row + 2 * 7168) < 8 * 1024
+    few = whole_model(limits={"max_batch_tokens": 64, "max_request_tokens": 64})
+    assert ExchangeSizes.of(few, few.models[0]) == (256, 2048, 7168, 8), "as graphs pad steps"
+    directory = Checkpoint("llama-4", tmp_path / "model").directory
+    served = (CheckpointSettings(path=directory, layers="all"),)
+    on_two = resolve_checkpoints(Settings(backend="hopper", devices="0-1", checkpoints=served))
+    assert ExchangeSizes.of(on_two, on_two.models[0]) == (2048 * 3, 4096 * 3, 256, 1)
 
 
 def test_layers_that_are_not_loaded_at_first_need_nothing() -> None:
