@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from expertd.kernels import ExpertBiases, Quantized, RankTokens
+from expertd.kernels import ExpertBiases, RankTokens
 from expertd.kernels.backends.reference.backend import ReferenceBackend
 from expertd.service.moe.parallel import SymmetricLayer, TorchExchange
 from expertd.service.moe.parallel.torch_exchange import all_rows
@@ -29,22 +29,10 @@ COUNTS = (6, 0, 11)
 class _Exchanging(ReferenceBackend):
     """Every rank gets all tokens, runs its experts on them, and adds up what all have computed."""
 
-    def parallel_experts(
-        self,
-        memory: Any,
-        tokens: RankTokens,
-        hidden_states: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        gate_up: Quantized,
-        down: Quantized,
-        out: Tensor,
-        num_sms: int | None,
-        offsets: Tensor | None = None,
-        overlap: Any = None,
-        activation: Any = None,
-        biases: ExpertBiases | None = None,
-    ) -> None:
+    def parallel_experts(self, memory: Any, tokens: RankTokens, *given: Any, **named: Any) -> None:
+        """See `Backend.parallel_experts`; the layer gives all arguments by position."""
+        hidden_states, topk_ids, topk_weights, gate_up, down, out, num_sms, offsets = given[:8]
+        _, activation, biases = given[8:]
         counts, rank, group = tokens.counts, memory.rank, memory.group
         states, ids, weights = (
             all_rows(part, counts, group) for part in (hidden_states, topk_ids, topk_weights)
