@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from expertd.service.engine.layers import has_biases, rule_of
 from expertd.service.moe.batch import FLOATS
-from expertd.service.moe.needs import Needs, needs_of, part_of_layer, staging_bytes, together
+from expertd.service.moe.needs import GRAPH_TOKENS, Needs, needs_of, part_of_layer, staging_bytes, together
 from expertd.service.settings.lanes import lanes_of
 from expertd.service.settings.model import Settings
 from expertd.service.settings.parts import Limits
@@ -33,6 +33,7 @@ def needs_of_model(
         has_biases=has_biases(model),
         weighs_input=rule_of(model).weighs_input,
         keeps_fp8=settings.placement.policy is not None,
+        graph_tokens=GRAPH_TOKENS * settings.num_ranks if settings.nnodes == 1 else 0,
     )
 
 

@@ -9,7 +9,8 @@ from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights_file import BIASES, OPTIONAL, tensor_specs
 
 _BYTES = {"F8_E4M3": 1, "BF16": 2, "F16": 2, "F32": 4}
-_GRAPH_TOKENS = 256  # of the largest captured step
+GRAPH_TOKENS = 256
+"""Of the largest captured step, on each rank."""
 _GRAPH_BYTES = 64 * 1024 * 1024  # of the driver, for the graphs of a layer
 _QUANTIZED_BYTES = 12  # a value of the one matrix that is being read: as it is stored, in fp32 and in FP8
 _STEPS = 2  # that have memory of their own for what they read and write
@@ -42,6 +43,7 @@ def needs_of(
     has_biases: bool = False,
     weighs_input: bool = False,
     keeps_fp8: bool = False,
+    graph_tokens: int = GRAPH_TOKENS,
 ) -> Needs:
     """What a layer needs with steps of `max_tokens`.
 
@@ -49,6 +51,7 @@ def needs_of(
     has_biases    whether the experts have some
     weighs_input  whether routing weights multiply the experts' input, see `ExpertRule`
     keeps_fp8     whether a CPU needs the matrices also in FP8, because experts move
+    graph_tokens  of the largest captured step, those of all ranks; 0: none is captured
     """
 
     def step_bytes(num_tokens: int) -> int:
@@ -63,7 +66,7 @@ def needs_of(
         return Needs(weights, max(step_bytes(max_tokens), reading), 0)
     reading = _QUANTIZED_BYTES * shape.hidden_size * shape.intermediate_size
     steps = max(step_bytes(max_tokens), reading) + staging
-    return Needs(weights, steps, step_bytes(_GRAPH_TOKENS) + _GRAPH_BYTES)
+    return Needs(weights, steps, step_bytes(graph_tokens) + _GRAPH_BYTES if graph_tokens else 0)
 
 
 def part_of_layer(shape: LayerShape, num_experts: int) -> LayerShape:

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from expertd.kernels.rank_memory import part_bytes
 from expertd.service.engine.layers import rule_of
-from expertd.service.moe.graphs import TOKEN_COUNTS
+from expertd.service.moe.needs import GRAPH_TOKENS
 from expertd.service.moe.separate import rows_per_token
 from expertd.service.ranks.split import part_of
 from expertd.service.settings.model import Settings
@@ -29,11 +29,13 @@ class ExchangeSizes(NamedTuple):
 
 def most_tokens(settings: Settings) -> int:
     """Of a rank in a step, or in a graph, which pads it."""
-    return max(len(part_of(settings.limits.max_batch_tokens, 0, settings.num_ranks)), TOKEN_COUNTS[-1])
+    return max(len(part_of(settings.limits.max_batch_tokens, 0, settings.num_ranks)), GRAPH_TOKENS)
 
 
 def exchange_bytes(settings: Settings) -> int:
-    """Bytes on each GPU for the exchanges of all models."""
+    """Bytes on each GPU for the exchanges of all models; 0 between nodes, which exchange by NCCL."""
+    if settings.nnodes > 1:
+        return 0
     each = {(model.partition, ExchangeSizes.of(settings, model)) for model in settings.models}
     exact = settings.combines_exactly
     return sum(sum(part_bytes(settings.num_ranks, *sizes, exact)) for _, sizes in each)

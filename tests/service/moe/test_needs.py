@@ -7,9 +7,10 @@ import torch
 
 from expertd.activation import ExpertRule
 from expertd.kernels import resolve_backend
+from expertd.service.moe.graphs import TOKEN_COUNTS
 from expertd.service.moe.host_memory import free_host_bytes
 from expertd.service.moe.layer import MoELayer
-from expertd.service.moe.needs import needs_of, part_of_layer, together, weights_bytes
+from expertd.service.moe.needs import GRAPH_TOKENS, needs_of, part_of_layer, together, weights_bytes
 from expertd.service.moe.request import zero_request
 from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.shape import LayerShape
@@ -31,8 +32,17 @@ def test_the_needs_have_their_parts() -> None:
     assert needs_of(SHAPE, 4096, True, weighs_input=True, staging=10_000_000).steps == on_gpu.steps + weighing
     assert on_gpu.steps - needs_of(SHAPE, 4096, True).steps == 10_000_000
     assert on_cpu.graphs == 0 < on_gpu.graphs
+    of_four_ranks = needs_of(SHAPE, 4096, True, graph_tokens=4 * 256).graphs
+    assert of_four_ranks - on_gpu.graphs == 3 * 256 * (
+        2 * 4 * 1024 + 4 * 16 + 5 * (1536 + 48 + 2 * 1024 + 16)
+    )
+    assert needs_of(SHAPE, 4096, True, graph_tokens=0).graphs == 0
     assert needs_of(SHAPE, 1024, True).steps < needs_of(SHAPE, 4096, True).steps
     assert str(on_cpu).startswith(f"{on_cpu.total / 1e6:.1f} MB (weights ")
+
+
+def test_the_largest_graph_counts() -> None:
+    assert TOKEN_COUNTS[-1] == GRAPH_TOKENS
 
 
 def test_layers_share_memory_for_steps_and_graphs() -> None:
