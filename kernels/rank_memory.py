@@ -1,5 +1,6 @@
 """Memory that the ranks of an expert-parallel layer share over NVLink; csrc/ranks.cuh has the protocol."""
 
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from expertd.limits import SCALE_BLOCK
+from expertd.limits import HIDDEN_STEP, SCALE_BLOCK
 
 MAX_RANKS = 8
 _COUNTER_BYTES = MAX_RANKS * 128
@@ -48,6 +49,20 @@ class RankTokens:
         return cls(tuple(counts), first_tokens, places)
 
 
+def part_bytes(
+    num_ranks: int, max_own_tokens: int, max_tokens: int, hidden_size: int, top_k: int, exact: bool
+) -> tuple[int, ...]:
+    """The bytes of each part of a rank's memory, with the arguments of `RankMemory`."""
+    sizes = (
+        _COUNTER_BYTES,
+        max_tokens * top_k * 8,
+        max_tokens * hidden_size,
+        max_tokens * math.ceil(hidden_size / SCALE_BLOCK) * 4,
+        (top_k if exact else num_ranks) * max_own_tokens * hidden_size * 2,
+    )
+    return tuple(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
+
+
 class RankMemory:
     """One rank's memory, and the addresses of all others'. Collective: all ranks make it together.
 
@@ -77,20 +92,13 @@ class RankMemory:
         num_ranks = group.size()
         if num_ranks > MAX_RANKS:
             raise ValueError(f"group size: expected at most {MAX_RANKS}, got {num_ranks}")
-        if hidden_size % SCALE_BLOCK:
-            raise ValueError(f"hidden_size: expected a multiple of {SCALE_BLOCK}, got {hidden_size}")
-        self.num_ranks, self.rank = num_ranks, group.rank()
+        if hidden_size % HIDDEN_STEP:
+            raise ValueError(f"hidden_size: expected a multiple of {HIDDEN_STEP}, got {hidden_size}")
+        self.group, self.num_ranks, self.rank = group, num_ranks, group.rank()
         self.hidden_size, self.top_k = hidden_size, top_k
         self.max_own_tokens, self.max_tokens, self.exact = max_own_tokens, max_tokens, exact
-        scale_columns = hidden_size // SCALE_BLOCK
-        sizes = (
-            _COUNTER_BYTES,
-            max_tokens * top_k * 8,
-            max_tokens * hidden_size,
-            max_tokens * scale_columns * 4,
-            (top_k if exact else num_ranks) * max_own_tokens * hidden_size * 2,
-        )
-        starts = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
+        sizes = part_bytes(num_ranks, max_own_tokens, max_tokens, hidden_size, top_k, exact)
+        starts = list(accumulate(sizes, initial=0))
         self._bytes = symmetric_memory.empty(starts[-1], dtype=torch.uint8, device=device)
         self._bytes[: starts[1]] = 0
         self._bytes[starts[1] :] = 0xFF  # kNothing: no call has written anything

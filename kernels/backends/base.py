@@ -173,8 +173,9 @@ class Backend(ABC):
         offsets: Tensor | None = None,
         overlap: "Overlap | None" = None,
         activation: Activation = SILU,
+        biases: ExpertBiases | None = None,
     ) -> None:
-        """As `experts`, without biases: those of all ranks of `memory`, each of which calls it together.
+        """As `experts`, with those of all ranks of `memory`, each of which calls it together.
 
         hidden_states  [t, H], this rank's tokens; t may be 0, and as `tokens` says
         topk_ids       int32 [t, top_k]: experts of all ranks, as in `tokens.places`; others name none
@@ -185,6 +186,8 @@ class Backend(ABC):
         offsets        int32 [G + 1] over this rank's experts, of all ranks' tokens
         overlap        lanes for parts of the output that are combined while others are multiplied, with the
                        same bits; then num_sms is None. None: one thing after another
+        biases         gate_up [G, 2I] of this rank's experts; down [E, H] of all ranks', which are added in
+                       fp32 to the sums, or as by `experts` with `memory.exact`
 
         Nothing waits on the host. On the device a rank waits for the others up to the memory's timeout, and
         then sets `memory.late_rank`.

@@ -11,6 +11,7 @@ namespace combine {
 
 constexpr int kThreads = THREADS;
 constexpr int kColumns = COLUMNS;  // of a token, per CTA and step
+constexpr bool kBiased = BIASED;
 constexpr auto kDatatype = floats::DATATYPE;
 
 struct Problem {
@@ -21,6 +22,7 @@ struct Problem {
     const int* place_of;             // [num_experts]: rank * 65536 + group of each expert
     int num_experts, top_k, n;
     int first_column, end_column;  // that this launch computes; the call's last launch has those up to n
+    const u16* bias;               // bf16 [num_experts, n], added to an expert's rows; only with kBiased
     void* out;                     // kDatatype [num_tokens of this rank, n]
 
     __device__ __forceinline__ int parts() const { return (end_column - first_column + kColumns - 1) / kColumns; }
@@ -68,6 +70,12 @@ struct Items {
     }
     __device__ __forceinline__ int own_id(Item item, int slot) const {  // of an own token's expert, -1: none
         return slot < problem.top_k ? problem.topk_ids[static_cast<i64>(token(item)) * problem.top_k + slot] : -1;
+    }
+    __device__ __forceinline__ float own_weight(Item item, int slot) const {
+        return problem.topk_weights[static_cast<i64>(token(item)) * problem.top_k + slot];
+    }
+    __device__ __forceinline__ uint4 bias(int id) const {  // of an expert, this thread's columns
+        return *reinterpret_cast<const uint4*>(problem.bias + static_cast<i64>(id) * problem.n + column);
     }
     __device__ __forceinline__ int place_of(int id) const {  // -1: none
         return static_cast<u32>(id) < static_cast<u32>(problem.num_experts) ? problem.place_of[id] : -1;

@@ -3,6 +3,8 @@
 #include "combine_slots.cuh"
 #include "combine_staged.cuh"
 
+static_assert(!(STAGED && BIASED), "staged sums have no biases");
+
 extern "C" __global__ void __launch_bounds__(combine::kThreads, CTAS)
     combine_rows(Ranks* ranks,
                  const int* __restrict__ first_tokens,  // [kMaxRanks + 1]: rank r has those from first_tokens[r] on
@@ -11,6 +13,7 @@ extern "C" __global__ void __launch_bounds__(combine::kThreads, CTAS)
                  const u16* rows, const int* __restrict__ inverse_permutation,              // likewise
                  int most,                                                                  // tokens of a rank
                  int top_k, int n, int first_column, int end_column,                        // see Problem
+                 const u16* __restrict__ bias,                                              // likewise
                  void* __restrict__ out  // kDatatype [num_tokens of this rank, n]
     ) {
     extern __shared__ __align__(128) u8 memory[];
@@ -18,7 +21,7 @@ extern "C" __global__ void __launch_bounds__(combine::kThreads, CTAS)
     int* const place_of = reinterpret_cast<int*>(memory + STORAGE_BYTES);
     combine::fill(shared, place_of, ranks, first_tokens, places, num_experts);
     const combine::Problem problem = {rows, inverse_permutation, topk_ids,   topk_weights, place_of, num_experts, top_k,
-                                      n,    first_column,        end_column, out};
+                                      n,    first_column,        end_column, bias,         out};
     const combine::Items items = combine::items_of(shared, problem, most);
 #if STAGED
     combine::run_all_staged(ranks, shared, items, most,

@@ -12,7 +12,8 @@ struct Rows {
     // A slot of the token in each lane.
     struct Fetched {
         int row = -1;    // on this rank
-        int place = -1;  // of the expert, for an own token
+        int id = -1;     // of the expert, for an own token
+        int place = -1;  // likewise
         float weight = 0.0f;
     };
 
@@ -25,8 +26,9 @@ struct Rows {
         if (!items.exists(item) || slot >= problem.top_k) return fetched;
         fetched.row = problem.inverse_permutation[items.pairs(item) + slot];
         if (!items.completes(item)) return fetched;
-        fetched.place = items.place_of(items.own_id(item, slot));
-        fetched.weight = problem.topk_weights[static_cast<i64>(items.token(item)) * problem.top_k + slot];
+        fetched.id = items.own_id(item, slot);
+        fetched.place = items.place_of(fetched.id);
+        fetched.weight = items.own_weight(item, slot);
         return fetched;
     }
 
@@ -96,7 +98,10 @@ struct Rows {
             for (int i = 0; i < kAtOnce; ++i, left &= left - 1) {
                 const int slot = __ffs(static_cast<int>(left)) - 1;
                 const float weight = __shfl_sync(0xffffffff, fetched.weight, slot);
+                const int id = kBiased ? __shfl_sync(0xffffffff, fetched.id, slot) : 0;
                 if (left == 0 || items.column >= items.problem.n) continue;
+                uint4 bias;  // is on its way while this waits
+                if constexpr (kBiased) bias = items.bias(id);
                 if (source[i] != ranks.rank) {
                     uint4* const there = place(ranks.rank, slots + slot);
                     columns[i] = ranks.wait_for(columns[i], there, source[i], items.until);
@@ -104,6 +109,12 @@ struct Rows {
                 }
                 float value[8];
                 floats::unpack<true>(value, columns[i]);
+                if constexpr (kBiased) {
+                    float added[8];
+                    floats::unpack<true>(added, bias);
+#pragma unroll
+                    for (int j = 0; j < 8; ++j) value[j] += added[j];
+                }
 #pragma unroll
                 for (int j = 0; j < 8; ++j) sum[j] += weight * value[j];
             }

@@ -1,7 +1,7 @@
 // Each rank's weighted sum of a token's permuted rows goes back.
 //
 // It is in fp32 and in the order of the token's slots, and rounded to bf16; the sums of the ranks are added in fp32 and
-// in the order of ranks.
+// in the order of ranks. With kBiased, to the weighted biases of the token's experts, which its own rank knows all.
 #pragma once
 
 #include "combine.cuh"
@@ -55,7 +55,7 @@ struct Sums {
         const uint4 own = floats::pack<true>(sum);
         if (items.completes(item)) {
             const u32 computed = ranks_of(item, fetched.id);
-            if (items.column < problem.n) complete(own, computed, items.token(item));
+            if (items.column < problem.n) complete(own, computed, item);
         } else if (any && items.column < problem.n) {
             ptx::store_relaxed_system(place(items.owner(item), items.ranks.rank, items.token(item)), own);
         }
@@ -84,10 +84,35 @@ struct Sums {
         return reinterpret_cast<uint4*>(sum_of(owner, source, token) + items.column);
     }
 
+    // Adds the weighted biases of an own token's experts, wherever those are.
+    __device__ __forceinline__ void add_biases(float (&sum)[8], Item item) const {
+#pragma unroll 1
+        for (int first = 0; first < items.problem.top_k; first += kAtOnce) {
+            float by[kAtOnce];
+            uint4 packed[kAtOnce];
+#pragma unroll
+            for (int i = 0; i < static_cast<int>(kAtOnce); ++i) {
+                const int id = items.own_id(item, first + i);
+                const bool exists = items.place_of(id) >= 0;
+                by[i] = exists ? items.own_weight(item, first + i) : 0.0f;
+                packed[i] = exists ? items.bias(id) : uint4{0, 0, 0, 0};
+            }
+#pragma unroll
+            for (int i = 0; i < static_cast<int>(kAtOnce); ++i) {
+                float value[8];
+                floats::unpack<true>(value, packed[i]);
+#pragma unroll
+                for (int j = 0; j < 8; ++j) sum[j] += by[i] * value[j];
+            }
+        }
+    }
+
     // Adds up the sums of the ranks in `computed`, of which `own` is this rank's.
-    __device__ __forceinline__ void complete(uint4 own, u32 computed, int token) const {
+    __device__ __forceinline__ void complete(uint4 own, u32 computed, Item item) const {
         const Ranks& ranks = items.ranks;
+        const int token = items.token(item);
         float sum[8] = {};
+        if constexpr (kBiased) add_biases(sum, item);
 #pragma unroll 1
         for (u32 first = 0; first < ranks.num_ranks; first += kAtOnce) {
             uint4 four[kAtOnce];

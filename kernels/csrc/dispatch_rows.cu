@@ -19,7 +19,7 @@ struct Problem {
     const int* place_of;             // [num_experts]: rank * 65536 + group of each expert
     int num_experts, top_k, k;
     u8* data;       // e4m3 [rows, k]
-    float* scales;  // fp32 [k / 128, scale_stride]
+    float* scales;  // fp32 [ceil(k / 128), scale_stride]
     u32 scale_stride;
 
     __device__ __forceinline__ void write(const PermutedRows& rows, uint4 columns, float scale, int column) const {
@@ -102,7 +102,7 @@ struct Dispatch {
         return reinterpret_cast<uint4*>(ranks.memory[owner].data + token * problem.k + column);
     }
     __device__ __forceinline__ u32* scale(u32 owner, i64 token) const {
-        return reinterpret_cast<u32*>(ranks.memory[owner].scales) + token * (problem.k / 128) + column / 128;
+        return reinterpret_cast<u32*>(ranks.memory[owner].scales) + token * ((problem.k + 127) / 128) + column / 128;
     }
 };
 

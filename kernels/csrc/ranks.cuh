@@ -25,7 +25,7 @@ struct RankMemory {
     u64 consumed;      // u32 [kMaxRanks][kCounterStride]: calls whose tokens each rank is done with
     u64 pairs;         // Pair [max_tokens, top_k]
     u64 data;          // e4m3 [max_tokens, h]
-    u64 scales;        // fp32 [max_tokens, h / 128]
+    u64 scales;        // fp32 [max_tokens, ceil(h / 128)]
     u64 partial_sums;  // bf16 [num_ranks, max_own_tokens, h]: of this rank's own tokens, by the rank that computed
                        // them; with combine_slots.cuh [max_own_tokens, top_k, h], of each slot
 };

@@ -29,15 +29,11 @@ class CheckpointModelSettings(_LayerSettings):
     rule: InstanceOf[ExpertRule] = COMMON
 
 
-def _check_on_ranks(model: CheckpointModelSettings, settings: Settings) -> None:
-    """Raise CheckpointError if ranks cannot compute the layer; as `check_on_ranks`, by headers alone."""
-    has_biases, expected = model.source.biases is not None, None
-    if settings.devices is not None and (has_biases or model.rule.weighs_input):
-        expected = "on several GPUs, a family whose experts have no biases, and weights on their output"
-    elif settings.placement.policy is not None and has_biases:
-        expected = "with placement.policy, a family whose experts have no biases"
-    if expected is not None:
-        raise CheckpointError(f"{model.source.router.file}: {model.name}: expected, {expected}, got another")
+def _check_moves(model: CheckpointModelSettings, settings: Settings) -> None:
+    """Raise CheckpointError if experts are to move that have biases; as `check_moves`, by headers alone."""
+    if settings.placement.policy is not None and model.source.biases is not None:
+        expected = "expected, with placement.policy, a family whose experts have no biases"
+        raise CheckpointError(f"{model.source.router.file}: {model.name}: {expected}, got another")
 
 
 def resolve_checkpoints(settings: Settings) -> Settings:
@@ -47,7 +43,7 @@ def resolve_checkpoints(settings: Settings) -> Settings:
     """
     models = [model for checkpoint in settings.checkpoints for model in models_of(checkpoint)]
     for model in models if settings.num_ranks > 1 else ():
-        _check_on_ranks(model, settings)
+        _check_moves(model, settings)
     try:
         return settings.with_models(models)
     except ValidationError as error:

@@ -112,21 +112,17 @@ def _checks(settings: "Settings") -> Iterator[Result]:
 def _memory(settings: "Settings") -> Iterator[Result]:
     """What each device of this node holds, and whether it fits."""
     from expertd.kernels import resolve_backend
-    from expertd.service.ranks.shares import free_bytes, more_ranks, shares_of, size
+    from expertd.service.ranks.shares import shares_here, size, what_would_do
 
     try:
         on_gpu = resolve_backend(settings.backend).device.type == "cuda"
     except RuntimeError:  # another check says so; the plan for other machines is of use all the same
         on_gpu = True
-    shares = shares_of(settings, on_gpu)
-    first = settings.node_rank * settings.ranks_per_node
-    own = shares[first : first + settings.ranks_per_node]
-    free = free_bytes(settings, on_gpu)
-    for rank, (share, available) in enumerate(zip(own, free, strict=True), start=first):
+    for rank, share, available in shares_here(settings, on_gpu):
         name = f"memory, rank {rank}" if settings.num_ranks > 1 else "memory"
         fits = available is None or share.num_bytes <= available
         left = "" if available is None else f"; {size(available)} are free"
-        hint = "" if fits else more_ranks(settings, on_gpu, available or 0)
+        hint = "" if fits else what_would_do(settings, on_gpu, available or 0)
         yield Result(name, fits, share.text + left + hint)
 
 

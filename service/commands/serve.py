@@ -62,6 +62,10 @@ def run(arguments: argparse.Namespace) -> int:
         with quick_imports():
             from expertd.service.ranks.agent import run_agent
 
+        try:
+            check_memory(settings)
+        except MemoryError as error:
+            return _refuse(error)
         return run_agent(settings)
     with quick_imports():
         from expertd.service.http.listening import BindError
@@ -95,18 +99,17 @@ def check_weights(settings: "Settings") -> None:
 
 
 def check_memory(settings: "Settings") -> None:
-    """Raise MemoryError if layers on a CPU do not fit in its memory; GPUs are asked when they load."""
-    import torch
+    """Raise MemoryError if layers do not fit in the memory of the devices that they are for."""
+    from expertd.kernels import resolve_backend
+    from expertd.service.ranks.shares import check_device_memory
 
-    from expertd.service.ranks.shares import check_host_memory
-
-    if settings.num_ranks > 1:
-        on_cpu = settings.devices is None
-    else:
-        chosen = settings.backend
-        on_cpu = chosen == "reference" or (chosen == "auto" and not torch.cuda.is_available())
-    if on_cpu:
-        check_host_memory(settings)
+    on_gpu = settings.devices is not None
+    if settings.num_ranks == 1:
+        try:
+            on_gpu = resolve_backend(settings.backend).device.type == "cuda"
+        except RuntimeError:  # loading says so
+            return
+    check_device_memory(settings, on_gpu)
 
 
 def check_keys(settings: "Settings") -> str:

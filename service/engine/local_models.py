@@ -4,7 +4,7 @@ import gc
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 
 from expertd.kernels import Backend
 from expertd.service.engine.errors import ModelUnloadedError
-from expertd.service.engine.layers import Cancelled, MakeLayer, has_biases, stop_if
+from expertd.service.engine.layers import Cancelled, MakeLayer, stop_if
+from expertd.service.engine.memory_needs import needs_of_model, needs_of_models, staging_of_model
 from expertd.service.engine.runner_sets import RunnerSet
 from expertd.service.moe.base import Layer
-from expertd.service.moe.batch import FLOATS
 from expertd.service.moe.capture import GraphPool
 from expertd.service.moe.device import device_memory, free_device_bytes
 from expertd.service.moe.host_memory import give_back_freed
-from expertd.service.moe.needs import Needs, needs_of, part_of_layer, staging_bytes, together
-from expertd.service.moe.out_of_memory import in_one_sentence
+from expertd.service.moe.needs import Needs
+from expertd.service.moe.out_of_memory import does_not_fit, in_one_sentence
 from expertd.service.moe.request import LayerRequest, zero_request
 from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.staging import Staging
@@ -58,8 +58,7 @@ class LocalModels:
         held: Held | None = None,
     ) -> None:
         self.sets = [RunnerSet(lane, backend.device, partitions) for lane in lanes_of(settings)]
-        self._limits = settings.limits
-        self._keeps_fp8 = settings.placement.policy is not None
+        self._settings, self._limits = settings, settings.limits
         self._backend, self._device = backend, backend.device
         self._make_layer, self._meet, self._held = make_layer, meet, held
         self._staged_bytes = 0
@@ -74,7 +73,7 @@ class LocalModels:
                 if not shows_bars():
                     logger.info("loading model %s", model.name)
                 advance(0, model.name)
-                with in_one_sentence(model.name, model.shape, self._device):
+                with in_one_sentence(model.name, self._needs(model), self._device):
                     layer = self._make_layer(model, self._backend, self._device, cancelled)
                     self._add(model, layer)
                 advance(1, model.name)
@@ -88,31 +87,19 @@ class LocalModels:
             torch.cuda.empty_cache()  # what torch keeps for later steps is free
         needs, free = self._needs(model), free_device_bytes(self._device)
         if needs.total > free:
-            raise MemoryError(f"model {model.name}: expected {needs} of free memory, got {_megabytes(free)}")
+            raise does_not_fit(f"model {model.name}", needs, free)
 
     def _check_memory_of(self, models: Sequence[ModelSettings]) -> None:
         """Raise MemoryError, with the numbers, unless all `models` fit, before anything is read."""
-        staging = max((self._staging_bytes(model) for model in models), default=0)
-        needs = together([self._needs_of(model) for model in models])
-        if self._device.type == "cuda":
-            needs = replace(needs, steps=needs.steps + staging)
+        held = [(model, self._num_held(model)) for model in models]
+        needs = needs_of_models(self._settings, held, self._device.type == "cuda")
         free = free_device_bytes(self._device)
         if needs.total > free:
             names = f"model {models[0].name}" if len(models) == 1 else f"{len(models)} models"
-            raise MemoryError(f"{names}: expected {needs} of free memory, got {_megabytes(free)}")
+            raise does_not_fit(names, needs, free)
 
-    def _needs_of(self, model: ModelSettings, staging: int = 0) -> Needs:
-        on_gpu, shape = self._device.type == "cuda", model.shape
-        if self._held is not None:
-            shape = part_of_layer(shape, len(self._held(model)))
-        return needs_of(
-            shape,
-            self._limits.max_batch_tokens,
-            on_gpu,
-            staging=staging,
-            has_biases=has_biases(model),
-            keeps_fp8=self._keeps_fp8,
-        )
+    def _num_held(self, model: ModelSettings) -> int:
+        return len(model.shape.held_experts if self._held is None else self._held(model))
 
     def read(self, model: ModelSettings, cancelled: Cancelled) -> Layer:
         """The layer of `model`, with its weights on the device; on any thread, while steps run."""
@@ -120,7 +107,7 @@ class LocalModels:
         # A stream of its own: steps wait for work on the default one.
         stream = torch.cuda.Stream(self._device) if on_gpu else None  # type: ignore[no-untyped-call]
         own: AbstractContextManager[object] = torch.cuda.stream(stream) if on_gpu else nullcontext()
-        with in_one_sentence(model.name, model.shape, self._device), own:
+        with in_one_sentence(model.name, self._needs(model), self._device), own:
             layer = self._make_layer(model, self._backend, self._device, cancelled)
             if stream is not None:
                 stream.synchronize()
@@ -132,7 +119,7 @@ class LocalModels:
     def add(self, model: ModelSettings, layer: Layer) -> LayerRunner:
         """The runner of a layer that was read: it has run its first steps, and has its graphs."""
         try:
-            with in_one_sentence(model.name, model.shape, self._device):
+            with in_one_sentence(model.name, self._needs(model), self._device):
                 self._add(model, layer)
                 for runner in [each.runners[model.name] for each in self.sets]:
                     if self._is_captured(runner):
@@ -210,21 +197,16 @@ class LocalModels:
 
     def _add(self, model: ModelSettings, layer: Layer) -> None:
         if self._device.type == "cuda":
-            self._staged_bytes = max(self._staged_bytes, self._staging_bytes(model))
+            self._staged_bytes = max(self._staged_bytes, staging_of_model(self._limits, model))
         for each in self.sets:
             runner = each.add(model, layer)
             self._meet()
             _first_steps(runner, model, self._limits.max_request_tokens)
 
     def _needs(self, model: ModelSettings) -> Needs:
-        grown = 0
-        if self._device.type == "cuda":
-            grown = max(0, self._staging_bytes(model) - self._staged_bytes)
-        return self._needs_of(model, grown)
-
-    def _staging_bytes(self, model: ModelSettings) -> int:
-        itemsize = FLOATS[model.datatype].itemsize
-        return staging_bytes(self._limits.max_batch_tokens, model.hidden_size, model.top_k, itemsize)
+        on_gpu = self._device.type == "cuda"
+        grown = max(0, staging_of_model(self._limits, model) - self._staged_bytes) if on_gpu else 0
+        return needs_of_model(self._settings, model, on_gpu, self._num_held(model), staging=grown)
 
 
 def capture_graphs(
@@ -265,7 +247,3 @@ def _first_steps(runner: LayerRunner, model: ModelSettings, max_request_tokens: 
     """Run one step in each layout the settings allow, so that a layer that fails never becomes ready."""
     for num_tokens in sorted({1, min(model.masked_max_tokens + 1, max_request_tokens)}):
         runner.run([zero_request(num_tokens, model.hidden_size)])
-
-
-def _megabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:.1f} MB"

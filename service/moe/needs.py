@@ -9,7 +9,8 @@ from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights_file import BIASES, OPTIONAL, tensor_specs
 
 _BYTES = {"F8_E4M3": 1, "BF16": 2, "F16": 2, "F32": 4}
-_GRAPH_TOKENS = 256  # of the largest captured step
+GRAPH_TOKENS = 256
+"""Of the largest captured step, on each rank."""
 _GRAPH_BYTES = 64 * 1024 * 1024  # of the driver, for the graphs of a layer
 _QUANTIZED_BYTES = 12  # a value of the one matrix that is being read: as it is stored, in fp32 and in FP8
 _STEPS = 2  # that have memory of their own for what they read and write
@@ -40,24 +41,32 @@ def needs_of(
     *,
     staging: int = 0,
     has_biases: bool = False,
+    weighs_input: bool = False,
     keeps_fp8: bool = False,
+    graph_tokens: int = GRAPH_TOKENS,
 ) -> Needs:
     """What a layer needs with steps of `max_tokens`.
 
-    staging     bytes by which memory for all layers grows
-    has_biases  whether the experts have some
-    keeps_fp8   whether a CPU needs the matrices also in FP8, because experts move
+    staging       bytes by which memory for all layers grows
+    has_biases    whether the experts have some
+    weighs_input  whether routing weights multiply the experts' input, see `ExpertRule`
+    keeps_fp8     whether a CPU needs the matrices also in FP8, because experts move
+    graph_tokens  of the largest captured step, those of all ranks; 0: none is captured
     """
+
+    def step_bytes(num_tokens: int) -> int:
+        return _step_bytes(shape, num_tokens, on_gpu) + weighs_input * _weighing_bytes(shape, num_tokens)
+
     router = shape.num_experts * shape.hidden_size * (4 + 2)  # copies of it in fp32 and bf16
     matrices = 3 * shape.num_groups * shape.hidden_size * shape.intermediate_size
     weights = weights_bytes(shape, has_biases) + router
     if not on_gpu:  # a CPU multiplies in bf16; FP8 is freed matrix by matrix, the larger one first
         reading = 0 if keeps_fp8 else matrices // 3
         weights += (2 if keeps_fp8 else 1) * matrices
-        return Needs(weights, max(_step_bytes(shape, max_tokens, False), reading), 0)
+        return Needs(weights, max(step_bytes(max_tokens), reading), 0)
     reading = _QUANTIZED_BYTES * shape.hidden_size * shape.intermediate_size
-    steps = max(_step_bytes(shape, max_tokens, True), reading) + staging
-    return Needs(weights, steps, _step_bytes(shape, _GRAPH_TOKENS, True) + _GRAPH_BYTES)
+    steps = max(step_bytes(max_tokens), reading) + staging
+    return Needs(weights, steps, step_bytes(graph_tokens) + _GRAPH_BYTES if graph_tokens else 0)
 
 
 def part_of_layer(shape: LayerShape, num_experts: int) -> LayerShape:
@@ -96,3 +105,8 @@ def _step_bytes(shape: LayerShape, num_tokens: int, on_gpu: bool) -> int:
         return num_tokens * token + rows * 2 * h + num_tokens * 2 * h
     fp8 = h + i + 4 * (h + i) // SCALE_BLOCK
     return num_tokens * token + rows * (fp8 + 2 * h + 16)
+
+
+def _weighing_bytes(shape: LayerShape, num_tokens: int) -> int:
+    """Bytes for weights on inputs: a slot's input and output in fp32, and a token's sum of these."""
+    return num_tokens * (2 * shape.top_k + 1) * 4 * shape.hidden_size

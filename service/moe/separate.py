@@ -14,6 +14,22 @@ def needs_two_calls(shape: LayerShape, rule: ExpertRule) -> bool:
     return rule.weighs_input or (shape.num_shared_experts > 0 and rule.routed != rule.shared)
 
 
+def rows_per_token(top_k: int, rule: ExpertRule) -> int:
+    """The rows that a token is for the routed experts: one for each slot if weights multiply their input."""
+    return top_k if rule.weighs_input else 1
+
+
+def weighed_rows(
+    hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A row for each slot, which its weight has multiplied, and which then counts fully.
+
+    Returns hidden_states fp32 [T * top_k, H], topk_ids and topk_weights [T * top_k, 1], all contiguous.
+    """
+    rows = hidden_states.to(torch.float32).repeat_interleave(topk_ids.shape[1], 0) * topk_weights.view(-1, 1)
+    return rows, topk_ids.reshape(-1, 1), torch.ones_like(topk_weights).view(-1, 1)
+
+
 class SeparateExperts:
     """The experts of a layer, in two calls of `fused_experts`."""
 
@@ -40,18 +56,16 @@ class SeparateExperts:
         offsets: Tensor | None,
     ) -> Tensor:
         """As `MoELayer.__call__`, with the groups and weights of the routed and of the shared experts."""
-        states, ids, weights = hidden_states, *topk
-        num_tokens, slots = hidden_states.shape[0], 1
-        if self._rule.weighs_input:  # a row for each slot, which then counts fully
-            slots = ids.shape[1]
-            states = hidden_states.to(torch.float32).repeat_interleave(slots, 0) * weights.view(-1, 1)
-            ids, weights = ids.reshape(-1, 1), torch.ones_like(weights).view(-1, 1)
+        states, ids, weights = operands = hidden_states, *topk
+        num_tokens, each = hidden_states.shape[0], rows_per_token(ids.shape[1], self._rule)
+        if self._rule.weighs_input:
+            states, ids, weights = weighed_rows(*operands)
         total = fused_experts(
             states, ids, weights, self._routed.gate_up, self._routed.down,
             activation=self._rule.routed, backend=self._backend, num_sms=num_sms,
             offsets=None if offsets is None else offsets[: self._held + 1],
         )  # fmt: skip
-        total = total.view(num_tokens, slots, hidden_states.shape[1]).sum(1)
+        total = total.view(num_tokens, each, hidden_states.shape[1]).sum(1)
         if self._num_shared > 0:
             ids, weights = shared
             total += fused_experts(

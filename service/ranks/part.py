@@ -16,18 +16,18 @@ from expertd.service.engine.layers import Cancelled, rule_of, weights_of
 from expertd.service.engine.loading import Loaded, load
 from expertd.service.engine.steps import Runner, Step
 from expertd.service.moe.base import Layer
-from expertd.service.moe.graphs import TOKEN_COUNTS
 from expertd.service.moe.parallel import ExchangeError, ParallelLayer, PlacedExperts, SymmetricLayer
 from expertd.service.moe.request import LayerRequest
 from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.weights import MATRICES
+from expertd.service.ranks.exchange_sizes import ExchangeSizes, most_tokens
 from expertd.service.ranks.members import MEET, MeetCommand
 from expertd.service.ranks.membership import Membership
 from expertd.service.ranks.messages import StepCommand, StepEnd
 from expertd.service.ranks.moves import MOVED, NO_STEP, MoveCommand
 from expertd.service.ranks.placed import RankPlacements
 from expertd.service.ranks.regions import MappedRegions
-from expertd.service.ranks.rules import check_on_ranks
+from expertd.service.ranks.rules import check_moves
 from expertd.service.ranks.setup import SPIN_SECONDS, RankSetup, Rings, Role
 from expertd.service.ranks.split import part_of, requests_of
 from expertd.service.ranks.step_graph import graph_of
@@ -128,7 +128,7 @@ class RankPart:
     ) -> Layer:
         weights = weights_of(model, device, cancelled, self._placements.held(model))
         moves = self._setup.settings.placement.policy is not None
-        check_on_ranks(model, weights, device, moves)
+        check_moves(model, weights, moves)
         if device.type == "cpu" or self._setup.settings.nnodes > 1:
             layer = ParallelLayer(
                 model.shape, weights, backend, self._membership.exchange(), routing=model.routing.rule,
@@ -160,7 +160,8 @@ class RankPart:
 
     def _lanes(self, model: ModelSettings, device: torch.device) -> Overlap | None:
         """The lanes of a layer some of whose steps overlap; else None."""
-        settings, most = self._setup.settings.overlap, [self._most_tokens()] * self._setup.num_ranks
+        settings, num_ranks = self._setup.settings.overlap, self._setup.num_ranks
+        most = [most_tokens(self._setup.settings)] * num_ranks
         if model.partition is not None or not overlaps(settings.mode, most, model.hidden_size):
             return None
         if self._overlap is None:
@@ -170,19 +171,14 @@ class RankPart:
                 raise ValueError(f"overlap.{error}") from error
         return self._overlap
 
-    def _most_tokens(self) -> int:
-        """Of a rank in a step."""
-        most = len(part_of(self._setup.settings.limits.max_batch_tokens, 0, self._setup.num_ranks))
-        return max(most, TOKEN_COUNTS[-1])  # graphs pad steps
-
     def _memory(self, model: ModelSettings, device: torch.device) -> RankMemory:
         """What the layers of one stream share, which run one after another."""
         assert dist.group.WORLD is not None
-        key = model.partition, model.hidden_size, model.top_k
+        settings = self._setup.settings
+        sizes = ExchangeSizes.of(settings, model)
+        key = model.partition, sizes
         if key not in self._memories:
-            num_ranks, most = self._setup.num_ranks, self._most_tokens()
-            sizes = most, num_ranks * most, model.hidden_size, model.top_k
-            exact = self._setup.settings.combines_exactly
+            exact = settings.combines_exactly
             self._memories[key] = RankMemory(dist.group.WORLD, device, *sizes, _DEVICE_SECONDS, exact)
         return self._memories[key]
 

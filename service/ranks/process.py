@@ -147,7 +147,7 @@ def _run(setup: RankSetup, control: Control, rings: Rings, other_side: Rings) ->
     try:
         part = RankPart(setup, control.regions)
     except Exception as error:
-        expected = isinstance(error, (ValueError, OSError))
+        expected = isinstance(error, (ValueError, OSError, MemoryError))
         if not expected:
             logger.exception("loading failed")
         say(words.FAILED, str(error) or type(error).__name__, expected)

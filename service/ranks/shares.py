@@ -1,20 +1,21 @@
 """What each device holds of all layers, and the memory for it: by arithmetic, before anything is loaded."""
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from expertd.limits import SCALE_BLOCK
-from expertd.service.engine.layers import has_biases
+from expertd.service.engine.memory_needs import needs_of_models, with_fewer_tokens
+from expertd.service.moe.gpu_memory import free_gpu_bytes
 from expertd.service.moe.host_memory import free_host_bytes
-from expertd.service.moe.needs import Needs, needs_of, part_of_layer, staging_bytes, together
+from expertd.service.moe.needs import Needs
 from expertd.service.moe.placement import contiguous_placement, cyclic_placement
 from expertd.service.moe.split import split_experts
+from expertd.service.ranks.exchange_sizes import exchange_bytes
 from expertd.service.settings.model import Settings
 from expertd.service.settings.served import ModelSettings
 from expertd.service.settings.spans import numbers, spans
 
-_NUMBER_BYTES = 4  # of a hidden state, at most
+_FEWEST_TOKENS = 64  # of a step that is worth a hint
 
 
 @dataclass(frozen=True)
@@ -58,25 +59,50 @@ def experts_of(settings: Settings, model: ModelSettings, rank: int) -> Sequence[
 
 
 def free_bytes(settings: Settings, on_gpu: bool) -> list[int | None]:
-    """The free memory for each rank of this node; None: it has no such GPU. CPU ranks share it evenly."""
+    """The free memory for each rank of this node. CPU ranks share it evenly.
+
+    None: it has no such GPU, or that cannot be asked without a context on it; see `free_gpu_bytes`.
+    """
     import torch
 
     if not on_gpu:
         return [free_host_bytes() // settings.ranks_per_node] * settings.ranks_per_node
-    devices = [0] if settings.devices is None else numbers(settings.devices)
-    count = torch.cuda.device_count()
-    return [torch.cuda.mem_get_info(device)[0] if device < count else None for device in devices]
+    if settings.devices is not None:
+        return free_gpu_bytes(numbers(settings.devices))
+    # This process will have a context on the GPU in any case, and then it is no longer part of what is free.
+    return [torch.cuda.mem_get_info(0)[0] if torch.cuda.is_available() else None]
 
 
-def check_host_memory(settings: Settings) -> None:
-    """Raise MemoryError, with the numbers, if layers on this node's CPU, or a rank's part, do not fit."""
-    first = settings.node_rank * settings.ranks_per_node
-    own = shares_of(settings, False)[first : first + settings.ranks_per_node]
-    for rank, (share, free) in enumerate(zip(own, free_bytes(settings, False), strict=True), start=first):
+def check_device_memory(settings: Settings, on_gpu: bool) -> None:
+    """Raise MemoryError, with the numbers, if what a device of this node is to hold does not fit there."""
+    for rank, share, free in shares_here(settings, on_gpu):
         if free is not None and share.num_bytes > free:
             name = f"memory, rank {rank}" if settings.num_ranks > 1 else "memory"
-            hint = more_ranks(settings, False, free)
+            hint = what_would_do(settings, on_gpu, free)
             raise MemoryError(f"{name}: expected room for {share.text}, got {size(free)} free{hint}")
+
+
+def shares_here(settings: Settings, on_gpu: bool) -> Iterator[tuple[int, Share, int | None]]:
+    """The ranks of this node: their numbers, shares, and free memory."""
+    first = settings.node_rank * settings.ranks_per_node
+    own = shares_of(settings, on_gpu)[first : first + settings.ranks_per_node]
+    yield from zip(range(first, first + len(own)), own, free_bytes(settings, on_gpu), strict=True)
+
+
+def what_would_do(settings: Settings, on_gpu: bool, available: int) -> str:
+    """A hint: a change of the settings with which everything would fit; empty if none is known."""
+    return more_ranks(settings, on_gpu, available) or fewer_tokens(settings, on_gpu, available)
+
+
+def fewer_tokens(settings: Settings, on_gpu: bool, available: int) -> str:
+    """A hint: how many tokens a step may have, with this free memory for a rank; empty if none would do."""
+    tokens = settings.limits.max_batch_tokens // 2
+    while tokens >= _FEWEST_TOKENS:
+        shares = shares_of(with_fewer_tokens(settings, tokens), on_gpu)
+        if all(share.num_bytes <= available for share in shares):
+            return f"; limits.max_batch_tokens and max_request_tokens of {tokens} would do"
+        tokens //= 2
+    return ""
 
 
 def more_ranks(settings: Settings, on_gpu: bool, available: int) -> str:
@@ -96,37 +122,15 @@ def more_ranks(settings: Settings, on_gpu: bool, available: int) -> str:
 
 
 def _share(settings: Settings, rank: int, on_gpu: bool) -> Share:
-    tokens, held, needs = settings.limits.max_batch_tokens, defaultdict[str, list[str]](list), []
-    staging = 0
+    held, numbers_held = defaultdict[str, list[str]](list), []
     for model in (model for model in settings.models if model.load):
         experts = experts_of(settings, model, rank)
         shared = f" and {model.num_shared_experts} shared" if model.num_shared_experts else ""
         held[f"experts {spans(set(experts))} of {model.num_experts}{shared}"].append(model.name)
-        needs.append(
-            needs_of(
-                part_of_layer(model.shape, len(experts)),
-                tokens,
-                on_gpu,
-                has_biases=has_biases(model),
-                keeps_fp8=settings.placement.policy is not None,
-            )
-        )
-        if on_gpu:
-            staging = max(staging, staging_bytes(tokens, model.hidden_size, model.top_k, _NUMBER_BYTES))
-    total = together(needs)
-    total = replace(total, steps=total.steps + staging)
-    exchange = _exchange_bytes(settings) if on_gpu and settings.num_ranks > 1 else 0
-    return Share({what: tuple(names) for what, names in held.items()}, total, exchange)
-
-
-def _exchange_bytes(settings: Settings) -> int:
-    """As `RankMemory` allocates: one for layers of the same sizes and partition."""
-    ranks, num_bytes = settings.num_ranks, 0
-    own = -(-settings.limits.max_batch_tokens // ranks)
-    for _, h, top_k in {(m.partition, m.hidden_size, m.top_k) for m in settings.models}:
-        row = h + h // SCALE_BLOCK * 4 + top_k * 8
-        num_bytes += ranks * own * row + (top_k if settings.combines_exactly else ranks) * own * h * 2
-    return num_bytes
+        numbers_held.append((model, len(experts)))
+    exchange = exchange_bytes(settings) if on_gpu and settings.num_ranks > 1 else 0
+    names = {what: tuple(names) for what, names in held.items()}
+    return Share(names, needs_of_models(settings, numbers_held, on_gpu), exchange)
 
 
 def _layers(names: Sequence[str]) -> str:

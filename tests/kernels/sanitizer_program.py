@@ -75,16 +75,21 @@ def whole_layer(tokens: int, h: int = 256, *, is_biased: bool = False) -> None:
     assert diff(out, expected.double()) < 1e-2
 
 
-def layer_of_ranks(tokens: int) -> None:
+def layer_of_ranks(tokens: int, h: int = 2304, is_biased: bool = False) -> None:
     """The five launches of a rank that is alone, and sends itself nothing, by every way to combine."""
-    h, i, e, k = 2304, 384, 5, 7
+    i, e, k = 384, 5, 7
     generator = fresh_generator("cuda")
+    biases = None
+    if is_biased:
+        biases = ExpertBiases(
+            *(torch.randn(e, n, generator=generator, device="cuda").bfloat16() for n in (2 * i, h))
+        )
     gate_up = quantize_blocks(torch.randn(e, 2 * i, h, generator=generator, device="cuda").mul_(h**-0.5))
     down = quantize_blocks(torch.randn(e, h, i, generator=generator, device="cuda").mul_(i**-0.5))
     x = torch.randn(tokens, h, generator=generator, device="cuda").bfloat16()
     ids = torch.randint(-1, e, (tokens, k), generator=generator, device="cuda", dtype=torch.int32)
     weights = torch.rand(tokens, k, generator=generator, device="cuda")
-    expected = fused_experts(x, ids, weights, gate_up, down, num_sms=4)
+    expected = fused_experts(x, ids, weights, gate_up, down, num_sms=4, biases=biases)
     backend, device, group = HopperBackend(), torch.device("cuda", 0), dist.group.WORLD
     assert group is not None
     shared = RankTokens.of([tokens], torch.arange(e, dtype=torch.int32, device=device))
@@ -93,7 +98,7 @@ def layer_of_ranks(tokens: int) -> None:
         memory = RankMemory(group, device, tokens, tokens, h, k, timeout=60.0, exact=exact)
         for _ in range(2):
             out = torch.full((tokens, h), torch.nan, device="cuda")
-            backend.parallel_experts(memory, shared, x, ids, weights, gate_up, down, out, 4)
+            backend.parallel_experts(memory, shared, x, ids, weights, gate_up, down, out, 4, biases=biases)
             assert diff(out, expected.double()) < 1e-4
             assert memory.late_rank is None
 
@@ -121,6 +126,7 @@ def main() -> None:
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     for tokens in (1, 90):
         layer_of_ranks(tokens)
+        layer_of_ranks(tokens, 2224, is_biased=True)
     torch.cuda.synchronize()
     print("every variant ran")
 

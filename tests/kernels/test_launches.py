@@ -21,6 +21,7 @@ from expertd.kernels.backends.hopper.tile_counters import TileCounters
 from expertd.kernels.backends.hopper.tiles import TileConfig
 from expertd.kernels.backends.hopper.variants import VARIANTS
 from expertd.kernels.jit.source import CSRC
+from expertd.kernels.rank_memory import RankTokens
 from expertd.layout import Layout
 
 ON = OnStream(0, 7, None)
@@ -146,6 +147,39 @@ def test_a_layer_with_biases(launches: list[tuple[Variant, list[Any]]]) -> None:
     assert second[9:11] == [h, N]
     assert biases.gate_up.data_ptr() in first
     assert biases.down.data_ptr() in last
+
+
+@pytest.mark.parametrize(
+    ("how", "tokens"),
+    [("", T), ("staged_", 2048), ("biased_", 2048), ("exact_", 2048), ("biased_exact_", T)],
+)
+def test_a_layer_of_ranks(
+    how: str, tokens: int, launches: list[tuple[Variant, list[Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five launches; the last adds biases of all ranks' experts, or stages rows of many tokens."""
+    biased, exact = "biased" in how, "exact" in how
+    monkeypatch.setattr(layer, "current_stream", lambda device: ON)
+    kernels, h = RecordingKernels(), 2064  # with 16 columns that have scales of their own
+    word = torch.zeros(1, dtype=torch.int32)
+    memory: Any = SimpleNamespace(rank=1, ranks=word, consumed=word, exact=exact)
+    of_all = RankTokens((3, tokens), word, torch.zeros(2 * G, dtype=torch.int32))
+    biases = None
+    if biased:
+        sizes = (G, 2 * N), (2 * G, h)
+        biases = ExpertBiases(*(torch.zeros(size, dtype=torch.bfloat16) for size in sizes))
+    Layer(kernels, GroupedGemm(kernels)).parallel_experts(
+        ON, memory, of_all, torch.zeros(tokens, h, dtype=torch.bfloat16),
+        torch.zeros(tokens, TOP_K, dtype=torch.int32), torch.zeros(tokens, TOP_K),
+        quantized(G, 2 * N, h, block=128), quantized(G, h, N, block=128), torch.empty(tokens, h),
+        Swiglu(), None, None, None, biases,
+    )  # fmt: skip
+    names = [variant.source.name for variant, _ in launches]
+    assert names[:2] == ["compute_permutation_ranks", "dispatch_rows_bf16"]
+    assert names[4] == f"combine_rows_{how}fp32"
+    for variant, arguments in (*launches[:2], launches[4]):
+        assert [width(argument) for argument in arguments] == parameters(variant), variant.source.name
+    assert launches[2][1][9:11] == [N, 2176], "n, and k with the columns that are zeros"
+    assert (biases is not None and biases.down.data_ptr() in launches[4][1]) == biased
 
 
 @pytest.mark.parametrize("routing", [Routing(), Routing(bias_on="logits")])

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
-from expertd.kernels import Quantized, fused_experts, quantize_blocks
+from expertd.kernels import ExpertBiases, Quantized, fused_experts, quantize_blocks
 from expertd.kernels.backends.hopper import combine_rows
 from expertd.kernels.backends.hopper.grouped_gemm import GroupedGemm
 from expertd.kernels.backends.hopper.launch import Kernels, current_stream
@@ -49,10 +49,15 @@ class Shape(NamedTuple):
     h: int
     num_experts: int
     top_k: int
+    biased: bool = False
 
 
-# More columns than a CTA has, and not a multiple; half a warp's, and more slots than a warp has lanes.
-SHAPES = (Shape(2304, 16, 4), Shape(2176, 64, 40))
+# More columns than a CTA has, and not a multiple; half a warp's, and more slots than a warp has lanes. Then
+# biases and columns that are no whole blocks, as gpt-oss has them.
+SHAPES = (
+    Shape(2304, 16, 4), Shape(2176, 64, 40),
+    Shape(2880, 16, 4, True), Shape(2224, 64, 40, True), Shape(2224, 16, 4),
+)  # fmt: skip
 
 
 def routing(
@@ -90,12 +95,18 @@ def run(rank: int, num_ranks: int, port: int, seed: int) -> None:
 
 def check(rank: int, num_ranks: int, shape: Shape, generator: torch.Generator) -> None:
     """All calls, with sums that return and with rows that return."""
-    (h, num_experts, top_k), device = shape, torch.device("cuda", torch.cuda.current_device())
+    (h, num_experts, top_k, biased), device = shape, torch.device("cuda", torch.cuda.current_device())
     gate_up = quantize_blocks(torch.randn(num_experts, 2 * INTERMEDIATE, h, generator=generator).to(device))
     down = quantize_blocks(torch.randn(num_experts, h, INTERMEDIATE, generator=generator).to(device))
     each = num_experts // num_ranks
     held = slice(rank * each, (rank + 1) * each)
     own_gate_up, own_down = (Quantized(w.data[held].clone(), w.scales[held].clone()) for w in (gate_up, down))
+    biases = own_biases = None
+    if biased:
+        sizes_of_biases = 2 * INTERMEDIATE, h
+        each_bias = [torch.randn(num_experts, n, generator=generator).bfloat16() for n in sizes_of_biases]
+        biases = ExpertBiases(*(bias.to(device) for bias in each_bias))
+        own_biases = ExpertBiases(biases.gate_up[held].clone(), biases.down)
     places = torch.tensor([e // each << 16 | e % each for e in range(num_experts)], dtype=torch.int32)
     assert dist.group.WORLD is not None
     sizes = MOST, num_ranks * MOST, h, top_k
@@ -113,7 +124,9 @@ def check(rank: int, num_ranks: int, shape: Shape, generator: torch.Generator) -
             tensor.to(device) for tensor in routing(shape, num_ranks, sum(counts), kind, generator)
         )
         activation: Activation = SILU if first % 2 else OtherGlu(1.702, 1.5, 1.0)
-        expected = fused_experts(hidden_states, ids, weights, gate_up, down, activation=activation)
+        expected = fused_experts(
+            hidden_states, ids, weights, gate_up, down, activation=activation, biases=biases
+        )
         own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
         tokens = RankTokens.of(counts, places.to(device))
         given = hidden_states[own].contiguous(), ids[own].contiguous(), weights[own].contiguous()
@@ -124,7 +137,7 @@ def check(rank: int, num_ranks: int, shape: Shape, generator: torch.Generator) -
             on = current_stream(device.index)
             layer.parallel_experts(
                 on, memory, tokens, *given, own_gate_up, own_down, out, activation,
-                16 if number % 3 == 1 else None, None, overlap if number % 3 == 2 else None,
+                16 if number % 3 == 1 else None, None, overlap if number % 3 == 2 else None, own_biases,
             )  # fmt: skip
         torch.cuda.synchronize()
         assert memory.late_rank is None

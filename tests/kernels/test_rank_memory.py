@@ -29,7 +29,7 @@ def test_tokens_without_room_are_refused(counts: tuple[int, ...], expected: str)
         RankMemory.check(MEMORY, counts)
 
 
-def test_hidden_sizes_without_whole_blocks_are_refused() -> None:
+def test_hidden_sizes_that_threads_cannot_share_are_refused() -> None:
     group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
-    with pytest.raises(ValueError, match=r"^hidden_size: expected a multiple of 128, got 2880$"):
-        RankMemory(group, torch.device("cpu"), 8, 12, 2880, 4, timeout=1.0)
+    with pytest.raises(ValueError, match=r"^hidden_size: expected a multiple of 16, got 2888$"):
+        RankMemory(group, torch.device("cpu"), 8, 12, 2888, 4, timeout=1.0)

@@ -126,6 +126,7 @@ class HopperBackend(Backend):
         offsets: Tensor | None = None,
         overlap: Overlap | None = None,
         activation: Activation = SILU,
+        biases: ExpertBiases | None = None,
     ) -> None:
         """See `Backend.parallel_experts`."""
         if num_sms is not None and num_sms < 2:
@@ -149,6 +150,7 @@ class HopperBackend(Backend):
             num_sms,
             offsets,
             overlap,
+            biases,
         )
 
     def unpermute(self, rows: Tensor, inverse: Tensor, topk_weights: Tensor, out: Tensor) -> None:

@@ -47,7 +47,7 @@ def _way(
     lag            steps after which a CTA completes an own token
     storage_bytes  of shared memory, besides a copy of places
     """
-    defines = {"EXACT": 0, "STAGED": 0} | defines
+    defines = {"EXACT": 0, "STAGED": 0, "BIASED": 0} | defines
 
     def shared_bytes(num_experts: int) -> int:
         return storage_bytes + place_bytes(num_experts)
@@ -61,6 +61,8 @@ def _way(
 
 _SUMS = _way("", 256, ctas=4)
 _EXACT = _way("exact_", 256, ctas=3, EXACT=1)
+_BIASED_SUMS = _way("biased_", 256, ctas=4, BIASED=1)
+_BIASED_EXACT = _way("biased_exact_", 256, ctas=3, EXACT=1, BIASED=1)
 # Two stages of four entries, two results, and a row of nothing; two barriers.
 _STAGED = _way(
     "staged_", 32, ctas=8, columns=1024, lag=4, storage_bytes=(2 * 4 * 2 + 2 * 4 + 2) * 1024 + 16, STAGED=1
@@ -69,7 +71,8 @@ STAGED_TOKENS = 2048
 """From this number of tokens of a rank on, staging is faster, if rows are wide."""
 _STAGED_COLUMNS = 2048  # wider than this
 
-VARIANTS = tuple(variant for way in (_SUMS, _STAGED, _EXACT) for variant in way.by_dtype.values())
+_WAYS = _SUMS, _STAGED, _EXACT, _BIASED_SUMS, _BIASED_EXACT
+VARIANTS = tuple(variant for way in _WAYS for variant in way.by_dtype.values())
 
 
 def combine_rows(
@@ -84,17 +87,22 @@ def combine_rows(
     out: Tensor,
     num_sms: int | None,
     columns: range | None = None,
+    bias: Tensor | None = None,
 ) -> None:
     """Write out [t, N]: the sums of all ranks' rows for this rank's tokens; see `RankMemory.exact`.
 
     topk_ids int32, topk_weights fp32 [t, top_k]; rows bf16 [R, N]; inverse [T, top_k] of all ranks' tokens.
     columns: those to write, bounded by multiples of 8; None: all. Launches for other columns of the same call
-    must run one after another; the one with the last columns ends it.
+    must run one after another; the one with the last columns ends it. bias: bf16 [E, N] of all ranks'
+    experts, added to each row of an expert before it is weighted; None: nothing is.
     """
     top_k, n, places = inverse.shape[1], rows.shape[1], tokens.places
     most, columns, num_experts = max(tokens.counts), columns or range(n), places.numel()
     is_staged = most >= STAGED_TOKENS and n > _STAGED_COLUMNS
-    way = _EXACT if memory.exact else _STAGED if is_staged else _SUMS
+    if bias is not None:
+        way = _BIASED_EXACT if memory.exact else _BIASED_SUMS
+    else:
+        way = _EXACT if memory.exact else _STAGED if is_staged else _SUMS
     shared_bytes = way.shared_bytes(num_experts)
     per_sm = min(way.ctas, resident(shared_bytes))
     num_ctas = ctas(on, num_sms, per_sm, tokens.counts, len(columns), way.columns)
@@ -102,5 +110,5 @@ def combine_rows(
         on, way.by_dtype[out.dtype], Grid(num_ctas, 1, shared_bytes),
         memory.ranks, tokens.first_tokens, places, np.int32(num_experts), topk_ids, topk_weights,
         rows, inverse, np.int32(most), np.int32(top_k), np.int32(n),
-        np.int32(columns.start), np.int32(columns.stop), out,
+        np.int32(columns.start), np.int32(columns.stop), bias, out,
     )  # fmt: skip

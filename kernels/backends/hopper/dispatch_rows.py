@@ -1,5 +1,7 @@
 """Launches csrc/dispatch_rows.cu: quantized tokens to their permuted rows, here and on other ranks."""
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -33,7 +35,7 @@ def dispatch_rows(
     """
     k, num_rows, top_k, places = hidden_states.shape[1], inverse.numel(), inverse.shape[1], tokens.places
     data = torch.empty((num_rows, k), dtype=torch.float8_e4m3fn, device=inverse.device)
-    scales = torch.empty((k // SCALE_BLOCK, num_rows), device=inverse.device)
+    scales = torch.empty((math.ceil(k / SCALE_BLOCK), num_rows), device=inverse.device)
     num_ctas = ctas(on, num_sms, _CTAS, tokens.counts, k)
     kernels.launch(
         on, _BY_DTYPE[hidden_states.dtype], Grid(num_ctas, 1, place_bytes(places.numel())),

@@ -95,12 +95,14 @@ class Layer:
         num_sms: int | None,
         offsets: Tensor | None,
         overlap: Overlap | None = None,
+        biases: ExpertBiases | None = None,
     ) -> None:
         """As `experts`, with the experts of all ranks: each rank of `memory` calls it with its own tokens.
 
-        gate_up and down have this rank's experts. Five launches, or with `overlap` two more for each
-        further part of the output; then num_sms is None. A token's sum on each rank is rounded to bf16, and
-        those are added up in fp32 in the order of ranks; with `memory.exact` the bits are those of `experts`.
+        gate_up, down and biases.gate_up have this rank's experts, biases.down those of all. Five launches, or
+        with `overlap` two more for each further part of the output; then num_sms is None. A token's sum on
+        each rank is rounded to bf16, and those are added up in fp32 in the order of ranks; with
+        `memory.exact` the bits are those of `experts`.
         """
         if tokens.num_tokens == 0:  # no rank makes a launch
             if offsets is not None:
@@ -113,7 +115,8 @@ class Layer:
         inverse = placement.inverse
         a = dispatch_rows(kernels, on, memory, tokens, hidden_states, topk_ids, inverse, num_sms)
         num_experts = tokens.places.numel()
-        activated = self._activate(on, a, placement, gate_up, activation, num_experts, num_sms)
+        gate_up_bias, bias = (None, None) if biases is None else biases
+        activated = self._activate(on, a, placement, gate_up, activation, num_experts, num_sms, gate_up_bias)
         rows = torch.empty((inverse.numel(), n), dtype=torch.bfloat16, device=inverse.device)
 
         def multiply(columns: range, num_sms: int | None) -> None:
@@ -123,8 +126,9 @@ class Layer:
         def combine(columns: range, num_sms: int | None) -> None:
             on = current_stream(device)
             combine_rows(
-                kernels, on, memory, tokens, topk_ids, topk_weights, rows, inverse, out, num_sms, columns
-            )
+                kernels, on, memory, tokens, topk_ids, topk_weights, rows, inverse, out, num_sms, columns,
+                bias,
+            )  # fmt: skip
 
         if overlap is None:
             multiply(range(n), num_sms)

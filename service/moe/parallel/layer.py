@@ -15,7 +15,7 @@ from expertd.service.moe.layer import MoELayer, tokens_per_expert
 from expertd.service.moe.parallel.exchange import Combined, Dispatched, Exchange
 from expertd.service.moe.parallel.placed import PlacedExperts
 from expertd.service.moe.parallel.replicas import tables_of
-from expertd.service.moe.parallel.rules import gate_of
+from expertd.service.moe.parallel.shared_gate import gate_of
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import ExpertWeights, check_weights, cut, without_data
 

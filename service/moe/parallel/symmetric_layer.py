@@ -11,6 +11,7 @@ from torch import Tensor
 from expertd.activation import COMMON, ExpertRule
 from expertd.kernels import (
     Backend,
+    ExpertBiases,
     Overlap,
     OverlapMode,
     RankMemory,
@@ -23,7 +24,9 @@ from expertd.layout import Layout
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.parallel.placed import PlacedExperts
 from expertd.service.moe.parallel.replicas import tables_of
-from expertd.service.moe.parallel.rules import check_rule, gate_of
+from expertd.service.moe.parallel.shared_gate import gate_of
+from expertd.service.moe.parallel.torch_exchange import all_rows
+from expertd.service.moe.separate import rows_per_token, weighed_rows
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import ExpertWeights, cut
 
@@ -34,9 +37,10 @@ class SymmetricLayer:
     shape     of the whole layer
     weights   the router, this rank's physical experts, then all shared experts
     backend   one that has `parallel_experts`
-    memory    what the ranks share; layers on one stream may share it, too
+    memory    what the ranks share; layers on one stream may share it, too. With weights on inputs it is for a
+              row for each slot of each token, with a top_k of 1
     routing   the router's rule; see `MoELayer`
-    rule      what the experts compute; weights on their input are not supported
+    rule      what the experts compute
     physical  the expert of each physical expert, as in `ParallelLayer`; None: those of `split_experts`
     overlap   lanes for calls that overlap, as `overlaps` decides by `overlap_mode`; None: none does. They are
               for layers on the whole GPU, not in a partition of it
@@ -46,7 +50,11 @@ class SymmetricLayer:
     are added up in float32 in the order of ranks. The bits do not depend on which rank has a token, nor on
     other tokens; with `memory.exact` they are those of one GPU, wherever the experts are.
 
-    Raises ValueError if weights, memory and shape do not match, or if there are more ranks than experts.
+    Biases of the second product are added in fp32, by the token's rank, which has those of all experts. With
+    weights on inputs, each row that returns is one expert's: what the routed experts add has one GPU's bits.
+
+    Making one is collective if the experts have biases. Raises ValueError if weights, memory and shape do not
+    match, or if there are more ranks than experts.
     """
 
     masked_max_tokens = 0
@@ -65,10 +73,10 @@ class SymmetricLayer:
         overlap: Overlap | None = None,
         overlap_mode: OverlapMode = "auto",
     ) -> None:
-        expected, got = (shape.hidden_size, shape.top_k), (memory.hidden_size, memory.top_k)
+        self._each = rows_per_token(shape.top_k, rule)
+        expected, got = (shape.hidden_size, shape.top_k // self._each), (memory.hidden_size, memory.top_k)
         if got != expected:
             raise ValueError(f"memory: expected hidden_size and top_k {expected}, got {got}")
-        check_rule(rule, weights)
         tables = tables_of(shape, memory.num_ranks, physical, weights.router.device)
         num_held = len(tables.slots_of_rank[memory.rank])
         own = replace(shape, local_experts=range(num_held))
@@ -78,6 +86,11 @@ class SymmetricLayer:
         self._rule = rule
         self._routed, self._shared_weights = cut(weights, num_held)
         self.placed = PlacedExperts(tables, memory.rank, self._routed, self._shared_weights, backend)
+        self._biases = None
+        if self._routed.biases is not None:
+            gate_up, down = self._routed.biases
+            counts = [len(slots) for slots in tables.slots_of_rank]
+            self._biases = ExpertBiases(gate_up.contiguous(), all_rows(down, counts, memory.group))
         every = range(shape.num_experts)
         self._is_placed = physical is not None or shape.held_experts != every  # else ids are physical ones
         self._overlap, self._overlap_mode = overlap, overlap_mode
@@ -91,8 +104,9 @@ class SymmetricLayer:
         """
         key = tuple(counts)
         if key not in self._tokens:
-            self.memory.check(key)
-            self._tokens[key] = RankTokens.of(key, self.placed.places)
+            rows = [count * self._each for count in counts]
+            self.memory.check(rows)
+            self._tokens[key] = RankTokens.of(rows, self.placed.places)
         self.rank_tokens = key
 
     def expect_each(self, num_tokens: int) -> None:
@@ -130,23 +144,19 @@ class SymmetricLayer:
             out = torch.empty_like(hidden_states, dtype=torch.float32)
         if self._is_placed:
             topk_ids = self.placed.choose(topk_ids)
-        overlap = self._overlap
-        if not overlaps(self._overlap_mode, self.rank_tokens, self.shape.hidden_size):
-            overlap = None
-        routed, num_held = (self._routed.gate_up, self._routed.down), len(self.placed.slots)
-        total = out if self.shape.num_shared_experts == 0 else torch.empty_like(out, dtype=torch.float32)
-        self.backend.parallel_experts(
-            self.memory, self._tokens[self.rank_tokens], hidden_states, topk_ids.contiguous(),
-            topk_weights.contiguous(), *routed, total, None if overlap else num_sms,
-            None if offsets is None else offsets[: num_held + 1], overlap, self._rule.routed,
-        )  # fmt: skip
-        if total is not out:
-            gate = gate_of(self.weights, hidden_states)
-            for expert in range(self.shape.num_shared_experts if num_tokens > 0 else 0):
-                rows = self._shared(hidden_states, expert, num_sms)
-                total += rows if gate is None else rows * gate
-            out.copy_(total)
-        return out
+        in_place = self._each == 1 and self.shape.num_shared_experts == 0
+        total = self._routed_rows(
+            hidden_states, topk_ids, topk_weights, out if in_place else None, num_sms, offsets
+        )
+        if in_place:
+            return out
+        if self._each > 1:
+            total = total.view(num_tokens, self._each, self.shape.hidden_size).sum(1)
+        gate = gate_of(self.weights, hidden_states)
+        for expert in range(self.shape.num_shared_experts if num_tokens > 0 else 0):
+            rows = self._shared(hidden_states, expert, num_sms)
+            total += rows if gate is None else rows * gate
+        return out.copy_(total)
 
     def tokens_per_expert(self, offsets: NDArray[np.int32]) -> NDArray[np.int32]:
         """Tokens of each expert, from the `offsets` of a call; 0 for other ranks' experts."""
@@ -156,6 +166,32 @@ class SymmetricLayer:
         np.add.at(counts, held, np.diff(offsets[: len(held) + 1]))
         return counts
 
+    def _routed_rows(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        out: Tensor | None,
+        num_sms: int | None,
+        offsets: Tensor | None,
+    ) -> Tensor:
+        """[T * rows_per_token, H]: what the ranks' experts compute together; `out`, or fp32 if it is None."""
+        if self._rule.weighs_input:
+            hidden_states, topk_ids, topk_weights = weighed_rows(hidden_states, topk_ids, topk_weights)
+        if out is None:
+            out = torch.empty(hidden_states.shape, dtype=torch.float32, device=hidden_states.device)
+        overlap = self._overlap
+        if not overlaps(self._overlap_mode, self.rank_tokens, self.shape.hidden_size):
+            overlap = None
+        num_held = len(self.placed.slots)
+        self.backend.parallel_experts(
+            self.memory, self._tokens[self.rank_tokens], hidden_states, topk_ids.contiguous(),
+            topk_weights.contiguous(), self._routed.gate_up, self._routed.down, out,
+            None if overlap else num_sms, None if offsets is None else offsets[: num_held + 1], overlap,
+            self._rule.routed, self._biases,
+        )  # fmt: skip
+        return out
+
     def _shared(self, hidden_states: Tensor, expert: int, num_sms: int | None) -> Tensor:
         """fp32 [T, H]: the output of one shared expert."""
         size, device = (hidden_states.shape[0], 1), hidden_states.device
@@ -164,5 +200,6 @@ class SymmetricLayer:
         ones = torch.ones(size, device=device)
         return fused_experts(
             hidden_states, ids, ones, *weights,
-            activation=self._rule.shared, backend=self.backend, num_sms=num_sms,
+            activation=self._rule.shared, biases=self._shared_weights.biases, backend=self.backend,
+            num_sms=num_sms,
         )  # fmt: skip

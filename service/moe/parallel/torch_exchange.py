@@ -42,6 +42,22 @@ def leave_group() -> None:
         dist.destroy_process_group()
 
 
+def all_rows(own: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """[sum of counts, N], on the device of `own`: the rows own [counts[r], N] of each rank r, in their order.
+
+    Collective, through the host's memory. Raises ExchangeError.
+    """
+    rows = own.cpu().contiguous().view(torch.uint8)
+    padded = torch.nn.functional.pad(rows, (0, 0, 0, max(counts) - len(rows)))
+    every = [torch.empty_like(padded) for _ in counts]
+    try:
+        dist.all_gather(every, padded, group=group)
+    except RuntimeError as error:
+        raise ExchangeError(f"rows of all ranks: expected every rank to take part, got: {error}") from error
+    parts = [part[:count] for part, count in zip(every, counts, strict=True)]
+    return torch.cat(parts).view(own.dtype).to(own.device)
+
+
 class TorchExchange(Exchange):
     """An exchange over a process group; None: the default group.
 

@@ -16,6 +16,8 @@ from tests.paths import ROOT
 from tests.service.apps import MODEL, tiny_settings
 from tests.service.processes import EXPERTD, clean_environment, expertd, serving
 
+SECOND_NODE = ["--nnodes", "2", "--node-rank", "1", "--rendezvous", "127.0.0.1:1"]
+
 
 def test_serve_refuses_a_weights_file_before_it_listens(config: Path, tmp_path: Path) -> None:
     path = tmp_path / "none.safetensors"
@@ -34,16 +36,42 @@ def test_all_layers_are_served(checkpoint: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [[], ["--ranks", "2"]])
-def test_what_does_not_fit_in_memory_is_refused_before_the_port_opens(config: Path, flags: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("flags", "name", "experts"),
+    [
+        ([], "memory", "0-2"),
+        (["--ranks", "2"], "memory, rank 0", "0-1"),
+        (["--ranks", "1", *SECOND_NODE], "memory, rank 1", "2"),
+    ],
+)
+def test_what_does_not_fit_in_memory_is_refused_before_the_port_opens(
+    config: Path, flags: list[str], name: str, experts: str
+) -> None:
     more = ["--set", f"models.0.hidden_size={128 << 30}", "--set", f"limits.max_body_bytes={1 << 60}"]
     result = expertd("serve", "--config", config, *more, *flags)
     assert result.returncode == 2
     assert "listening" not in result.stderr
-    name, rank = ("memory, rank 0", 2) if flags else ("memory", 3)
-    held = rf"m: experts 0-{rank - 1} of 3: \d+\.\d GB \(weights \d+\.\d GB, steps \d+\.\d GB\)"
+    held = rf"m: experts {experts} of 3: \d+\.\d GB \(weights \d+\.\d GB, steps \d+\.\d GB\)"
     last = result.stderr.splitlines()[-1]
     assert re.match(rf"expertd: {name}: expected room for {held}, got \d+\.\d \wB free$", last), last
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("devices", ["0", "0-1"])
+def test_what_does_not_fit_gpus_is_refused_before_the_port_opens(config: Path, devices: str) -> None:
+    flags = ["--devices", devices] if devices != "0" else []
+    if flags and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    more = ["--set", f"models.0.hidden_size={1 << 20}", "--set", f"models.0.intermediate_size={1 << 20}"]
+    more += ["--set", f"limits.max_body_bytes={1 << 40}"]
+    result = expertd("serve", "--config", config, "--backend", "hopper", *more, *flags)
+    assert result.returncode == 2
+    assert "listening" not in result.stderr
+    name = "memory, rank 0" if flags else "memory"
+    parts = r"weights \d+\.\d GB, steps \d+\.\d GB, graphs .*"
+    last = result.stderr.splitlines()[-1]
+    expected = rf"expertd: {name}: expected room for m: experts 0-\d of 3: \d+\.\d GB \({parts}\), got "
+    assert re.match(expected + r"\d+\.\d GB free$", last), last
 
 
 def test_a_hub_id_gets_the_download_command() -> None:

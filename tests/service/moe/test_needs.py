@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from expertd.activation import ExpertRule
 from expertd.kernels import resolve_backend
+from expertd.service.moe.graphs import TOKEN_COUNTS
 from expertd.service.moe.host_memory import free_host_bytes
 from expertd.service.moe.layer import MoELayer
-from expertd.service.moe.needs import needs_of, part_of_layer, together, weights_bytes
+from expertd.service.moe.needs import GRAPH_TOKENS, needs_of, part_of_layer, together, weights_bytes
 from expertd.service.moe.request import zero_request
 from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.shape import LayerShape
@@ -26,10 +28,21 @@ def test_the_needs_have_their_parts() -> None:
     assert needs_of(SHAPE, 1, False).steps == matrices // 3, "while one matrix is packed, the other is FP8"
     biases = 17 * (2 * 512 + 1024) * 2
     assert needs_of(SHAPE, 4096, True, has_biases=True).weights == on_gpu.weights + biases
+    weighing = 4096 * (4 + 4 + 1) * 1024 * 4
+    assert needs_of(SHAPE, 4096, True, weighs_input=True, staging=10_000_000).steps == on_gpu.steps + weighing
     assert on_gpu.steps - needs_of(SHAPE, 4096, True).steps == 10_000_000
     assert on_cpu.graphs == 0 < on_gpu.graphs
+    of_four_ranks = needs_of(SHAPE, 4096, True, graph_tokens=4 * 256).graphs
+    assert of_four_ranks - on_gpu.graphs == 3 * 256 * (
+        2 * 4 * 1024 + 4 * 16 + 5 * (1536 + 48 + 2 * 1024 + 16)
+    )
+    assert needs_of(SHAPE, 4096, True, graph_tokens=0).graphs == 0
     assert needs_of(SHAPE, 1024, True).steps < needs_of(SHAPE, 4096, True).steps
     assert str(on_cpu).startswith(f"{on_cpu.total / 1e6:.1f} MB (weights ")
+
+
+def test_the_largest_graph_counts() -> None:
+    assert TOKEN_COUNTS[-1] == GRAPH_TOKENS
 
 
 def test_layers_share_memory_for_steps_and_graphs() -> None:
@@ -59,13 +72,15 @@ def test_this_machine_has_free_memory() -> None:
 
 
 @pytest.mark.gpu
-def test_a_layer_on_a_gpu_needs_no_more_than_was_computed() -> None:
+@pytest.mark.parametrize("weighs_input", [False, True])
+def test_a_layer_on_a_gpu_needs_no_more_than_was_computed(weighs_input: bool) -> None:
     device, tokens = torch.device("cuda", 0), 4096
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    layer = MoELayer(SHAPE, random_weights(SHAPE, 0, device), resolve_backend("hopper"))
+    rule = ExpertRule(weighs_input=weighs_input)
+    layer = MoELayer(SHAPE, random_weights(SHAPE, 0, device), resolve_backend("hopper"), rule=rule)
     runner = LayerRunner(layer, device)
     runner.run([zero_request(tokens, SHAPE.hidden_size)])
     used = torch.cuda.max_memory_allocated(device) - before
-    assert used <= needs_of(SHAPE, tokens, True).total
+    assert used <= needs_of(SHAPE, tokens, True, weighs_input=weighs_input).total

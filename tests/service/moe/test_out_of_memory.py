@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from expertd.service.moe.needs import weights_bytes
+from expertd.service.moe.needs import needs_of, weights_bytes
 from expertd.service.moe.out_of_memory import in_one_sentence
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import random_weights
@@ -15,6 +15,7 @@ from tests.service.apps import MODEL, serving, tiny_settings
 
 SHAPE = LayerShape(hidden_size=256, intermediate_size=128, num_experts=4, top_k=2, num_shared_experts=1)
 CPU = torch.device("cpu")
+NEEDS = needs_of(SHAPE, 16, on_gpu=False)
 
 
 def test_the_bytes_of_weights() -> None:
@@ -36,13 +37,13 @@ def test_the_bytes_of_weights() -> None:
     ],
 )
 def test_every_error_of_an_allocation_says_what_was_needed(fail: Callable[[], object]) -> None:
-    expected = r"model a: expected memory for 0\.0 GB of weights and for its steps, got \d+\.\d GB free"
-    with pytest.raises(MemoryError, match=f"^{expected}$"), in_one_sentence("a", SHAPE, CPU):
+    expected = rf"model a: expected {re.escape(str(NEEDS))} of free memory, got \d+\.\d MB"
+    with pytest.raises(MemoryError, match=f"^{expected}$"), in_one_sentence("a", NEEDS, CPU):
         fail()
 
 
 def test_other_errors_stay_what_they_are() -> None:
-    with pytest.raises(RuntimeError, match=r"^a kernel failed$"), in_one_sentence("a", SHAPE, CPU):
+    with pytest.raises(RuntimeError, match=r"^a kernel failed$"), in_one_sentence("a", NEEDS, CPU):
         raise RuntimeError("a kernel failed")
 
 
@@ -59,8 +60,8 @@ async def test_a_server_logs_the_sentence_without_a_traceback(caplog: pytest.Log
 @pytest.mark.gpu
 def test_a_full_gpu_is_reported_likewise() -> None:
     device = torch.device("cuda", 0)
-    with pytest.raises(MemoryError, match=r"^model a: expected .*, got \d+\.\d GB free$"):  # noqa: SIM117
-        with in_one_sentence("a", SHAPE, device):
+    with pytest.raises(MemoryError, match=r"^model a: expected .*, got \d+\.\d MB$"):  # noqa: SIM117
+        with in_one_sentence("a", NEEDS, device):
             torch.empty(2**50, dtype=torch.uint8, device=device)
 
 

@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from expertd.service.engine.loading import load
+from expertd.service.moe.request import LayerRequest
 from expertd.service.ranks.loading import load_ranks
 from expertd.service.settings.model import Settings
-from tests.service.apps import Serving, hidden_request, output_of, serving
+from tests.families import HIDDEN
+from tests.service.apps import Serving, hidden_request, output_of, rows, serving
 from tests.service.children import children_of
 
 ROUNDING = 2e-5
@@ -42,6 +45,18 @@ def cpu_seconds(processes: list[int]) -> float:
 async def output_for(server: Serving, values: NDArray[np.float32], **more: Any) -> NDArray[np.float32]:
     """The output of the model "tiny" for `values`."""
     return output_of(await server.infer(*hidden_request(values, **more)))
+
+
+def computed(settings: Settings, hidden: int = HIDDEN) -> NDArray[np.float32]:
+    """The output of the only model for 5 tokens, without a server; with ranks if there are several."""
+    loaded = (load if settings.num_ranks == 1 else load_ranks)(settings, lambda: False)
+    try:
+        hidden_states = rows(10).reshape(-1)[: 5 * hidden].tobytes()
+        request = LayerRequest(5, hidden_states, "FP32", None, "INT32", None, "FP32")
+        (runner,) = loaded.runners.values()
+        return np.frombuffer(bytes(runner.begin([request]).finish().outputs[0]), np.float32)  # type: ignore[arg-type]
+    finally:
+        loaded.close()
 
 
 def close(got: NDArray[np.float32], expected: NDArray[np.float32]) -> bool:

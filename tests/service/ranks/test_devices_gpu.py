@@ -12,10 +12,15 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from expertd.service.checkpoints import resolve_checkpoints
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import random_weights, save_weights
+from expertd.service.settings.model import Settings
+from expertd.service.settings.served import CheckpointSettings
+from tests.families import Sizes
 from tests.service.apps import MODEL, Serving, binary_request, rows, serving, tiny_settings
-from tests.service.ranks.servers import output_for, rank_processes, serving_ranks
+from tests.service.checkpoints.builders import Checkpoint
+from tests.service.ranks.servers import computed, output_for, rank_processes, serving_ranks
 from tests.service.ranks.steps import routed
 from tests.service.waiting import until
 
@@ -64,6 +69,23 @@ async def test_a_shared_expert_with_a_gate(tmp_path: Path) -> None:
     gate = torch.linspace(-0.1, 0.2, 1024)
     save_weights(path, replace(random_weights(shape, 3, "cpu"), shared_gate=gate))
     await compare(LAYER | {"weights": {"path": str(path)}})
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize(("family", "sizes"), [("gpt-oss", Sizes(208, 160)), ("llama-4", Sizes())])
+def test_families_with_biases_or_weights_on_inputs(
+    family: str, sizes: Sizes, exact: bool, tmp_path: Path
+) -> None:
+    directory = Checkpoint(family, tmp_path / "model", dtype=torch.float32, sizes=sizes).directory
+    served = (CheckpointSettings(path=directory, layers="1", datatype="FP32"),)
+    one, several = (
+        resolve_checkpoints(Settings.model_validate({"backend": "hopper", "checkpoints": served} | more))
+        for more in ({}, {"devices": "0-1", "exact_combine": exact})
+    )
+    hidden = one.models[0].hidden_size
+    expected = computed(one, hidden)
+    assert np.abs(expected).max() > 0
+    assert close(computed(several, hidden), expected)
 
 
 async def compare(layer: dict[str, Any]) -> None:

@@ -4,7 +4,6 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -12,8 +11,6 @@ from safetensors.torch import load_file
 from expertd.kernels import ExpertBiases
 from expertd.service.checkpoints import CheckpointError, resolve_checkpoints
 from expertd.service.engine.layers import LoadCancelledError
-from expertd.service.engine.loading import load
-from expertd.service.moe.request import LayerRequest
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import random_weights, save_weights
 from expertd.service.ranks.loading import load_ranks
@@ -21,9 +18,9 @@ from expertd.service.settings.model import Settings
 from expertd.service.settings.parts import PlacementSettings
 from expertd.service.settings.served import CheckpointSettings
 from tests.families import HIDDEN, Sizes
-from tests.service.apps import MODEL, rows, tiny_settings
+from tests.service.apps import MODEL, tiny_settings
 from tests.service.checkpoints.builders import Checkpoint, edit_tensors, shard_of
-from tests.service.ranks.servers import close, rank_processes
+from tests.service.ranks.servers import close, computed, rank_processes
 
 pytestmark = pytest.mark.slow  # each start of ranks takes seconds
 
@@ -44,18 +41,6 @@ def of_checkpoint(directory: Path, ranks: int, replicas: int = 0, experts: str |
     )
 
 
-def computed(settings: Settings, hidden: int = HIDDEN) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-    """The output of the only model for 5 tokens; with ranks if there are several."""
-    loaded = (load if settings.num_ranks == 1 else load_ranks)(settings, lambda: False)
-    try:
-        hidden_states = rows(10).reshape(-1)[: 5 * hidden].tobytes()
-        request = LayerRequest(5, hidden_states, "FP32", None, "INT32", None, "FP32")
-        (runner,) = loaded.runners.values()
-        return np.frombuffer(bytes(runner.begin([request]).finish().outputs[0]), np.float32)  # type: ignore[arg-type]
-    finally:
-        loaded.close()
-
-
 @pytest.mark.parametrize("experts", [None, "0-4", "3-7"])
 def test_a_checkpoint_is_split(checkpoint: Path, experts: str | None) -> None:
     got = computed(of_checkpoint(checkpoint, 2, experts=experts))
@@ -72,7 +57,7 @@ def test_families_with_other_rules_are_split(family: str, tmp_path: Path) -> Non
 def test_families_with_biases_or_weights_on_inputs_are_split(
     family: str, sizes: Sizes, tmp_path: Path
 ) -> None:
-    """On CPUs; GPUs refuse them, and no biases move."""
+    """On CPUs; see test_devices_gpu. No biases move."""
     directory = Checkpoint(family, tmp_path / "model", dtype=torch.float32, sizes=sizes).directory
     whole = of_checkpoint(directory, 1)
     got = computed(of_checkpoint(directory, 2), whole.models[0].hidden_size)
@@ -82,11 +67,6 @@ def test_families_with_biases_or_weights_on_inputs_are_split(
             CheckpointError, match=r"with placement\.policy, a family whose .* no biases, got"
         ):
             of_checkpoint(directory, 2, replicas=1)
-    gpus = Settings(
-        backend="hopper", devices="0-1", checkpoints=(CheckpointSettings(path=directory, layers="1"),)
-    )
-    with pytest.raises(CheckpointError, match=r"model\.layers\.1: expected, on several GPUs, a family whose"):
-        resolve_checkpoints(gpus)
 
 
 def test_biases_in_a_weights_file_are_split_and_never_move(tmp_path: Path) -> None:

@@ -1,14 +1,27 @@
 """Which experts of which layers each rank holds, and the memory for them, by arithmetic."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from expertd.service.checkpoints import resolve_checkpoints
 from expertd.service.moe.needs import weights_bytes
 from expertd.service.moe.parallel.placed import held_by
 from expertd.service.moe.placement import contiguous_placement, cyclic_placement
-from expertd.service.ranks.shares import Share, experts_of, free_bytes, more_ranks, shares_of
+from expertd.service.ranks import shares as module
+from expertd.service.ranks.exchange_sizes import ExchangeSizes, exchange_bytes
+from expertd.service.ranks.shares import (
+    Share,
+    check_device_memory,
+    experts_of,
+    free_bytes,
+    more_ranks,
+    shares_of,
+)
 from expertd.service.settings.model import Settings
+from expertd.service.settings.served import CheckpointSettings
+from tests.service.checkpoints.builders import Checkpoint
 
 DEEPSEEK_V3 = {
     "hidden_size": 7168, "intermediate_size": 2048, "num_experts": 256, "top_k": 8, "num_shared_experts": 1,
@@ -41,6 +54,53 @@ def test_a_whole_model_fits_on_eight_gpus_and_not_on_four() -> None:
     assert all(share.num_bytes > h200 for share in shares_of(on_four, on_gpu=True))
     assert more_ranks(on_four, on_gpu=True, available=h200) == "; 6 such GPUs would do"
     assert more_ranks(on_four, on_gpu=True, available=20_000_000_000) == ""
+
+
+def test_what_does_not_fit_gpus_is_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = whole_model(devices="2-5")
+
+    def give(*free: int | None) -> None:
+        of_device = dict(zip((2, 3, 4, 5), free, strict=True))
+        monkeypatch.setattr(module, "free_gpu_bytes", lambda devices: [of_device[each] for each in devices])
+
+    shares = shares_of(settings, on_gpu=True)
+    enough = shares[0].num_bytes
+    give(enough, enough, None, enough)  # one cannot be asked
+    check_device_memory(settings, on_gpu=True)
+    give(enough, enough, enough, 140_000_000_000)
+    with pytest.raises(MemoryError) as caught:
+        check_device_memory(settings, on_gpu=True)
+    expected = f"memory, rank 3: expected room for {shares[3].text}, got 140.0 GB free; 6 such GPUs would do"
+    assert str(caught.value) == expected
+    assert "(weights 167.1 GB, steps " in expected
+    assert ", graphs " in expected
+
+
+def test_a_hint_says_how_many_tokens_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = {"name": "a", "hidden_size": 4096, "intermediate_size": 128, "num_experts": 1, "top_k": 1}
+    limits = {"max_batch_tokens": 65536, "max_queue_tokens": 65536}
+    settings = Settings.model_validate({"models": [model], "backend": "hopper", "limits": limits})
+    needed = shares_of(settings, on_gpu=True)[0].num_bytes
+    monkeypatch.setattr(module, "free_bytes", lambda settings, on_gpu: [needed // 2])
+    expected = (
+        r"^memory: expected room for .*; limits.max_batch_tokens and max_request_tokens of 16384 would do$"
+    )
+    with pytest.raises(MemoryError, match=expected):
+        check_device_memory(settings, on_gpu=True)
+    monkeypatch.setattr(module, "free_bytes", lambda settings, on_gpu: [1_000_000])
+    with pytest.raises(MemoryError, match=r"got 1\.0 MB free$"):
+        check_device_memory(settings, on_gpu=True)
+
+
+def test_each_lane_has_memory_for_its_steps() -> None:
+    model = {"name": "a", "hidden_size": 4096, "intermediate_size": 128, "num_experts": 1, "top_k": 1}
+    lanes = {"decode_max_tokens": 64, "decode_batch_tokens": 128}
+    one, two = (
+        shares_of(Settings.model_validate({"models": [model], "backend": "hopper"} | more), on_gpu=True)[0]
+        for more in ({}, {"lanes": lanes})
+    )
+    assert (one.needs.weights, one.needs.graphs) == (two.needs.weights, two.needs.graphs)
+    assert 0 < two.needs.steps - one.needs.steps < one.needs.steps / 2
 
 
 @pytest.mark.parametrize(
@@ -80,6 +140,19 @@ def test_one_device_holds_all_of_every_layer() -> None:
     (free,) = free_bytes(settings, on_gpu=False)
     assert free is not None
     assert share.num_bytes < free
+
+
+def test_what_gpus_share_has_room_for_graphs_and_for_a_row_of_each_slot(tmp_path: Path) -> None:
+    settings = whole_model(limits={"max_batch_tokens": 4096, "max_request_tokens": 4096})
+    assert ExchangeSizes.of(settings, settings.models[0]) == (512, 4096, 7168, 8)
+    row = 7168 + 7168 // 128 * 4 + 8 * 8
+    assert 0 < exchange_bytes(settings) - 4096 * (row + 2 * 7168) < 8 * 1024
+    few = whole_model(limits={"max_batch_tokens": 64, "max_request_tokens": 64})
+    assert ExchangeSizes.of(few, few.models[0]) == (256, 2048, 7168, 8), "as graphs pad steps"
+    directory = Checkpoint("llama-4", tmp_path / "model").directory
+    served = (CheckpointSettings(path=directory, layers="all"),)
+    on_two = resolve_checkpoints(Settings(backend="hopper", devices="0-1", checkpoints=served))
+    assert ExchangeSizes.of(on_two, on_two.models[0]) == (2048 * 3, 4096 * 3, 256, 1)
 
 
 def test_layers_that_are_not_loaded_at_first_need_nothing() -> None:

@@ -1,0 +1,67 @@
+"""The memory that a device needs for the layers that it holds: by arithmetic, before anything is loaded."""
+
+from collections.abc import Sequence
+
+from expertd.service.engine.layers import has_biases, rule_of
+from expertd.service.moe.batch import FLOATS
+from expertd.service.moe.needs import GRAPH_TOKENS, Needs, needs_of, part_of_layer, staging_bytes, together
+from expertd.service.settings.lanes import lanes_of
+from expertd.service.settings.model import Settings
+from expertd.service.settings.parts import Limits
+from expertd.service.settings.served import ModelSettings
+
+
+def needs_of_model(
+    settings: Settings,
+    model: ModelSettings,
+    on_gpu: bool,
+    num_held: int,
+    limits: Limits | None = None,
+    staging: int = 0,
+) -> Needs:
+    """What one layer needs.
+
+    num_held  routed experts that the device holds, replicas included
+    limits    of the steps; None: those of the settings
+    staging   bytes by which memory for all layers grows
+    """
+    return needs_of(
+        part_of_layer(model.shape, num_held),
+        (limits or settings.limits).max_batch_tokens,
+        on_gpu,
+        staging=staging,
+        has_biases=has_biases(model),
+        weighs_input=rule_of(model).weighs_input,
+        keeps_fp8=settings.placement.policy is not None,
+        graph_tokens=GRAPH_TOKENS * settings.num_ranks if settings.nnodes == 1 else 0,
+    )
+
+
+def needs_of_models(settings: Settings, held: Sequence[tuple[ModelSettings, int]], on_gpu: bool) -> Needs:
+    """What layers need together, of each of which the device holds so many routed experts.
+
+    On a GPU each lane has memory of its own for its steps; a CPU's are small beside the weights.
+    """
+    weights = steps = graphs = 0
+    for lane in lanes_of(settings) if on_gpu else lanes_of(settings)[-1:]:
+        needs = together(
+            [needs_of_model(settings, model, on_gpu, number, lane.limits) for model, number in held]
+        )
+        weights = needs.weights
+        steps += needs.steps
+        graphs += needs.graphs if lane.with_graphs else 0
+        if on_gpu:
+            steps += max((staging_of_model(lane.limits, model) for model, _ in held), default=0)
+    return Needs(weights, steps, graphs)
+
+
+def staging_of_model(limits: Limits, model: ModelSettings) -> int:
+    """Bytes on a GPU between steps of a layer and the host."""
+    itemsize = FLOATS[model.datatype].itemsize
+    return staging_bytes(limits.max_batch_tokens, model.hidden_size, model.top_k, itemsize)
+
+
+def with_fewer_tokens(settings: Settings, num_tokens: int) -> Settings:
+    """With steps of at most `num_tokens`."""
+    limits = settings.limits.model_copy(update={"max_batch_tokens": num_tokens})
+    return settings.model_copy(update={"limits": limits})

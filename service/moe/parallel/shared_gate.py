@@ -1,0 +1,12 @@
+"""The gate of the shared experts, for layers whose ranks add these themselves."""
+
+from torch import Tensor
+
+from expertd.service.moe.weights import ExpertWeights
+
+
+def gate_of(weights: ExpertWeights, hidden_states: Tensor) -> Tensor | None:
+    """fp32 [T, 1]: what the shared experts' output is multiplied by; None: nothing."""
+    if weights.shared_gate is None:
+        return None
+    return (hidden_states.float() @ weights.shared_gate.float()).sigmoid()[:, None]
