@@ -71,7 +71,7 @@ def test_a_library_that_one_of_torch_needs_stays(tmp_path: Path) -> None:
     library = tmp_path / "torch/lib/libtorch_cuda.so"
     for each in (solver, other, library):
         each.parent.mkdir(parents=True, exist_ok=True)
-        needs = ["-Wl,--no-as-needed", solver] if each is library else []
+        needs: list[str | Path] = ["-Wl,--no-as-needed", solver] if each is library else []
         soname = f"-Wl,-soname,{each.name}"
         subprocess.run(
             ["gcc", "-shared", "-x", "c", "/dev/null", "-x", "none", *needs, soname, "-o", each], check=True
