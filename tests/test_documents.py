@@ -9,6 +9,8 @@ import pytest
 import yaml
 from starlette.routing import Route
 
+from deploy import diagrams
+from deploy.documentation import pages
 from expertd.service.checkpoints.families import FAMILIES
 from expertd.service.checkpoints.families import table as families
 from expertd.service.http.app import ExpertApp
@@ -91,9 +93,33 @@ def test_named_environment_variables_are_settings(document: str) -> None:
     assert fields <= set(Settings.model_fields)
 
 
-def test_every_document_is_linked_from_the_readme() -> None:
-    linked = set(re.findall(r"\]\(([^)#]+)", text_of("README.md")))
-    assert set(DOCUMENTS) - {"README.md"} <= linked
+def test_every_document_is_a_page_of_the_site() -> None:
+    listed = tomllib.loads(text_of("docs/site.toml"))["project"]["nav"]
+    in_order = re.findall(r"'([\w-]+\.md)'", str(listed))
+    assert sorted(in_order) == sorted(pages().values())
+    assert set(pages()) == set(DOCUMENTS)
+
+
+@pytest.mark.parametrize("document", sorted(set(DOCUMENTS) - {"CHANGELOG.md"}))
+def test_a_document_can_be_read_in_ten_minutes(document: str) -> None:
+    """At 240 words a minute, tables and figures aside, which are for looking things up."""
+    text = re.sub(r"<!-- report:.*?<!-- /report -->|^\|.*?$", "", _CODE.sub("", text_of(document)), flags=re.M | re.S)
+    assert len(text.split()) <= 2400
+
+
+def test_lists_begin_after_an_empty_line() -> None:
+    """Else the site, unlike GitHub, takes them for a part of the paragraph."""
+    joined = re.compile(r"^(?! *(?:[-*]|\d+\.) | {2}|\|)[^\n]+\n[-*] .*$", re.M)
+    found = [(name, text) for name in DOCUMENTS for text in joined.findall(_CODE.sub("", text_of(name)))]
+    assert found == []
+
+
+@pytest.mark.parametrize("source", sorted(diagrams.PICTURES.glob("*.dot")), ids=lambda path: path.name)
+def test_diagrams_are_drawn_from_their_sources(source: Path) -> None:
+    drawn = source.with_suffix(".svg").read_text()
+    assert diagrams.digest(source) in drawn, "python -m deploy.diagrams"
+    used = {line for name in DOCUMENTS for line in re.findall(r"\]\((?:docs/)?(pictures/[^)]+)\)", text_of(name))}
+    assert f"pictures/{source.stem}.svg" in used
 
 
 @pytest.mark.parametrize("document", ["README.md", "kernels/README.md", "CONTRIBUTING.md"])
