@@ -1,7 +1,7 @@
 """Draws docs/pictures/*.dot as SVG: `python -m deploy.diagrams`, with Graphviz (Debian's package graphviz).
 
-Each picture has the digest of its source, so that a test without Graphviz notices an old one. Colors follow the
-reader's color scheme, and the picture has a background of its own, so it can be read on any page.
+Each picture has the digest of its source, so that a test without Graphviz notices an old one. Colors follow
+the reader's color scheme, and the picture has a background of its own, so it can be read on any page.
 """
 
 import hashlib

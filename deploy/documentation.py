@@ -1,8 +1,8 @@
 """Builds the documentation as a site: `python -m deploy.documentation build/docs` (`make docs`).
 
-Pages are docs/*.md and the documents in PAGES; docs/site.toml has their order. Links to other files of the repository
-become links to their text. Warnings, broken links and anchors, and anything from another host are errors. Needs
-Zensical (requirements/docs.txt), and otherwise only the standard library.
+Pages are docs/*.md and the documents in PAGES; docs/site.toml has their order. Links to other files of the
+repository become links to their text. Warnings, broken links and anchors, and anything from another host are
+errors. Needs Zensical (requirements/docs.txt), and otherwise only the standard library.
 """
 
 import argparse
@@ -41,12 +41,17 @@ def pages(root: Path = ROOT) -> dict[str, str]:
 def with_links(text: str, change: Callable[[str], str]) -> str:
     """`text` with every link outside of code blocks replaced by `change` of it."""
     parts = _CODE.split(text)
-    parts[::2] = [_LINK.sub(lambda found: f"{found[1]}{change(found[2])}{found[3]}", part) for part in parts[::2]]
+    parts[::2] = [
+        _LINK.sub(lambda found: f"{found[1]}{change(found[2])}{found[3]}", part) for part in parts[::2]
+    ]
     return "".join(parts)
 
 
 def stage(target: Path, root: Path = ROOT) -> None:
-    """Write the pages, and the files that they link to, as Zensical wants them. Raises ValueError for a broken link."""
+    """Write the pages, and the files that they link to, as Zensical wants them.
+
+    Raises ValueError for a link to a file that does not exist.
+    """
     known = pages(root)
     for document, page in known.items():
         folder = (root / document).parent
@@ -100,7 +105,7 @@ class _Page(HTMLParser):
 
 
 def broken(site: Path) -> list[str]:
-    """What is wrong with the links of a built site: a missing file or anchor, or something from another host."""
+    """What is wrong with a built site: missing files and anchors, and what comes from another host."""
     read = {path: _Page(path.read_text()) for path in sorted(site.rglob("*.html")) if path.name != "404.html"}
     found = []
     for path, page in read.items():
@@ -121,12 +126,17 @@ def broken(site: Path) -> list[str]:
 
 
 def build(target: Path, root: Path = ROOT) -> Path:
-    """Build the site in an empty folder, and return where it is. Raises SystemExit if something is wrong with it."""
+    """Build the site in `target`, which is emptied before, and return its folder.
+
+    Raises SystemExit if something is wrong with it.
+    """
     shutil.rmtree(target, ignore_errors=True)
     stage(target / "source", root)
     config = shutil.copy(root / "docs" / "site.toml", target / "zensical.toml")
     command = [sys.executable, "-m", "zensical", "build", "--strict", "--config-file", str(config)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "NO_COLOR": "1"})
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "NO_COLOR": "1"}
+    )
     if done.returncode:
         raise SystemExit(f"zensical: {done.stdout}{done.stderr}")
     if wrong := broken(target / "site"):

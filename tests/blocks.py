@@ -4,7 +4,8 @@
 |---|---|
 | `<!-- run -->` | is run by tests/test_blocks.py: sh, or python |
 | `<!-- run: output -->` | is what the block before it prints |
-| `<!-- check -->` | has commands `expertd serve ...`; tests/test_blocks.py has `expertd check` look at their arguments |
+| `<!-- part of FILE -->` | is a part of that file |
+| `<!-- check -->` | has commands `expertd serve`, whose arguments are given to `expertd check` |
 | `<!-- tested by FILE::TEST -->` | is run, or compared, by that test |
 | `<!-- not run: REASON -->` | is not run |
 

@@ -64,7 +64,7 @@ def test_links_resolve(document: str) -> None:
 def test_named_modules_and_chores_exist(document: str) -> None:
     # The changelog also names what has been removed.
     text = re.sub(r"^### Removed$.*?(?=^##|\Z)", "", text_of(document), flags=re.M | re.S)
-    modules = set(re.findall(r"python\s+-m\s+([a-z_.]*[a-z_])", text))
+    modules = set(re.findall(r"python\s+-m\s+(\w[\w.]*\w)", text))
     assert [name for name in modules if find_spec(name) is None] == []
     chores = set(re.findall(r"(?:`|^)make ([a-z-]+)", text, re.M))
     assert sorted(chores - set(CHORES)) == []
@@ -103,8 +103,8 @@ def test_every_document_is_a_page_of_the_site() -> None:
 @pytest.mark.parametrize("document", sorted(set(DOCUMENTS) - {"CHANGELOG.md"}))
 def test_a_document_can_be_read_in_ten_minutes(document: str) -> None:
     """At 240 words a minute, tables and figures aside, which are for looking things up."""
-    text = re.sub(r"<!-- report:.*?<!-- /report -->|^\|.*?$", "", _CODE.sub("", text_of(document)), flags=re.M | re.S)
-    assert len(text.split()) <= 2400
+    text = re.sub(r"<!-- report:.*?<!-- /report -->", "", _CODE.sub("", text_of(document)), flags=re.S)
+    assert len(re.sub(r"^\|.*$", "", text, flags=re.M).split()) <= 2400
 
 
 def test_lists_begin_after_an_empty_line() -> None:
@@ -118,8 +118,7 @@ def test_lists_begin_after_an_empty_line() -> None:
 def test_diagrams_are_drawn_from_their_sources(source: Path) -> None:
     drawn = source.with_suffix(".svg").read_text()
     assert diagrams.digest(source) in drawn, "python -m deploy.diagrams"
-    used = {line for name in DOCUMENTS for line in re.findall(r"\]\((?:docs/)?(pictures/[^)]+)\)", text_of(name))}
-    assert f"pictures/{source.stem}.svg" in used
+    assert any(f"](pictures/{source.stem}.svg)" in text_of(document) for document in DOCUMENTS)
 
 
 @pytest.mark.parametrize("document", ["README.md", "kernels/README.md", "CONTRIBUTING.md"])

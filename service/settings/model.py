@@ -63,8 +63,8 @@ class Settings(BaseSettings):
     )
     keys: Path | None = Field(
         default=None,
-        description="path of a YAML file with the API keys, read again when it changes (docs/access.md); null: "
-        "everybody who reaches the server may call everything",
+        description="path of a YAML file with the API keys, read again when it changes (docs/access.md); "
+        "null: everybody who reaches the server may call everything",
     )
     insecure: bool = Field(default=False, description="whether `host` may be beyond loopback without `keys`")
     tls: TlsSettings = Field(default=TlsSettings(), description="HTTPS")

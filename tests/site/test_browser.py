@@ -1,4 +1,4 @@
-"""The site of `make docs` in a browser: pages open with nothing from elsewhere, and the search finds things."""
+"""The site of `make docs` in a browser: nothing comes from elsewhere, and the search finds things."""
 
 import threading
 from collections.abc import Iterator
