@@ -71,11 +71,8 @@ def test_commands_that_serve_would_start(
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """The demo layer with shared memory, for all blocks."""
-    settings = load_settings(DEMO)
-    shared = settings.shared_memory.model_copy(update={"enabled": True, "key_prefix": "expertd-"})
-    settings = settings.model_copy(update={"shared_memory": shared})
-    with server_process(settings, tmp_path_factory.mktemp("server")) as process:
+    """The demo layer, for all blocks."""
+    with server_process(load_settings(DEMO), tmp_path_factory.mktemp("server")) as process:
         yield process
 
 
