@@ -21,8 +21,9 @@ PIP := -m pip --disable-pip-version-check
 LOCKED  := $(VENV)/.locked-$(VARIANT)
 RUNTIME := $(VENV)/.runtime
 DEV     := $(VENV)/.dev
+DOCS    := build/docs-venv
 
-.PHONY: help install install-dev serve test test-fast test-client test-gpu soak fuzz bench lint format check lock clean
+.PHONY: help install install-dev serve test test-fast test-client test-gpu soak fuzz bench docs lint format check lock clean
 
 help: ## list the chores
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F '|' '{ printf "make %-11s %s\n", $$1, $$2 }'
@@ -36,11 +37,11 @@ install-dev: $(RUNTIME) $(DEV) ## add what tests, checks and the documents' exam
 serve: $(RUNTIME) ## serve CONFIG (the demo layer) on PORT (8000)
 	$(BIN)/expertd serve --config $(CONFIG) --port $(PORT)
 
-test: most ranks http client kernels short-soak ## run every test that needs no GPU
+test: most ranks http client kernels site short-soak ## run every test that needs no GPU
 
 # The parts of `test`, which `make -j2` runs side by side: those that take longest come first.
-PARTS := tests/service/http tests/service/ranks tests/kernels
-.PHONY: most http ranks kernels client short-soak
+PARTS := tests/service/http tests/service/ranks tests/kernels tests/site
+.PHONY: most http ranks kernels client site short-soak
 most: $(RUNTIME) $(DEV)
 	$(BIN)/python -m pytest -m "not gpu" $(PARTS:%=--ignore=%)
 
@@ -49,6 +50,9 @@ http ranks: %: $(RUNTIME) $(DEV)
 
 kernels: $(RUNTIME) $(DEV)
 	$(BIN)/python -m pytest -m "not gpu" tests/kernels
+
+site: docs $(RUNTIME) $(DEV)
+	$(BIN)/python -m pytest -m "not gpu" tests/site
 
 # Last, because it measures memory; with -j2, beside the others.
 short-soak: $(RUNTIME) $(DEV) | ranks
@@ -76,6 +80,9 @@ fuzz: $(RUNTIME) $(DEV) ## send CASES (100000) of bytes of every kind to each pa
 
 bench: $(RUNTIME) $(DEV) ## time the grouped GEMMs on the GPU at hand
 	$(BIN)/python -m benchmarks.grouped_gemm
+
+docs: $(DOCS)/.built ## build the documentation as a site in build/docs/site, with every link checked
+	$(DOCS)/bin/python -m deploy.documentation build/docs
 
 lint: $(RUNTIME) $(DEV) ## check locks, style, formatting and types
 	$(BIN)/python -m requirements.lock --check
@@ -119,4 +126,10 @@ $(RUNTIME): $(LOCKED) pyproject.toml client/pyproject.toml
 $(DEV): $(LOCKED) requirements/dev.txt requirements/beside.txt
 	$(BIN)/python $(PIP) install --require-hashes -r requirements/dev.txt
 	$(BIN)/python $(PIP) download --require-hashes --no-deps -r requirements/beside.txt -d $(VENV)/beside
+	touch $@
+
+# In an environment of its own, because neither the server nor its tests need these packages.
+$(DOCS)/.built: requirements/docs.txt
+	$(PYTHON) -m venv --clear $(DOCS)
+	$(DOCS)/bin/python $(PIP) install --require-hashes -r requirements/docs.txt
 	touch $@

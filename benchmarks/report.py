@@ -15,7 +15,14 @@ from benchmarks.report_sections import SECTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = ("docs/parallel.md", "README.md", "docs/benchmarks.md", "docs/numerics.md")
+DOCUMENTS = (
+    "README.md",
+    "docs/benchmarks.md",
+    "docs/benchmarks-gemm.md",
+    "docs/benchmarks-parallel.md",
+    "docs/benchmarks-serving.md",
+    "docs/numerics.md",
+)
 _OPEN, _CLOSE = "<!-- report:", "<!-- /report -->"
 _SECTION = re.compile(rf"({_OPEN}([\w-]+) -->\n).*?({_CLOSE})", re.S)
 

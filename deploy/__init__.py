@@ -1,1 +1,1 @@
-"""Programs that write files for running the server: the dashboard."""
+"""Programs that write files for running the server and reading about it: the dashboard, the documentation."""

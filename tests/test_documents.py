@@ -9,6 +9,8 @@ import pytest
 import yaml
 from starlette.routing import Route
 
+from deploy import diagrams
+from deploy.documentation import pages
 from expertd.service.checkpoints.families import FAMILIES
 from expertd.service.checkpoints.families import table as families
 from expertd.service.http.app import ExpertApp
@@ -62,7 +64,7 @@ def test_links_resolve(document: str) -> None:
 def test_named_modules_and_chores_exist(document: str) -> None:
     # The changelog also names what has been removed.
     text = re.sub(r"^### Removed$.*?(?=^##|\Z)", "", text_of(document), flags=re.M | re.S)
-    modules = set(re.findall(r"python\s+-m\s+([a-z_.]*[a-z_])", text))
+    modules = set(re.findall(r"python\s+-m\s+(\w[\w.]*\w)", text))
     assert [name for name in modules if find_spec(name) is None] == []
     chores = set(re.findall(r"(?:`|^)make ([a-z-]+)", text, re.M))
     assert sorted(chores - set(CHORES)) == []
@@ -91,9 +93,32 @@ def test_named_environment_variables_are_settings(document: str) -> None:
     assert fields <= set(Settings.model_fields)
 
 
-def test_every_document_is_linked_from_the_readme() -> None:
-    linked = set(re.findall(r"\]\(([^)#]+)", text_of("README.md")))
-    assert set(DOCUMENTS) - {"README.md"} <= linked
+def test_every_document_is_a_page_of_the_site() -> None:
+    listed = tomllib.loads(text_of("docs/site.toml"))["project"]["nav"]
+    in_order = re.findall(r"'([\w-]+\.md)'", str(listed))
+    assert sorted(in_order) == sorted(pages().values())
+    assert set(pages()) == set(DOCUMENTS)
+
+
+@pytest.mark.parametrize("document", sorted(set(DOCUMENTS) - {"CHANGELOG.md"}))
+def test_a_document_can_be_read_in_ten_minutes(document: str) -> None:
+    """At 240 words a minute, tables and figures aside, which are for looking things up."""
+    text = re.sub(r"<!-- report:.*?<!-- /report -->", "", _CODE.sub("", text_of(document)), flags=re.S)
+    assert len(re.sub(r"^\|.*$", "", text, flags=re.M).split()) <= 2400
+
+
+def test_lists_begin_after_an_empty_line() -> None:
+    """Else the site, unlike GitHub, takes them for a part of the paragraph."""
+    joined = re.compile(r"^(?! *(?:[-*]|\d+\.) | {2}|\|)[^\n]+\n[-*] .*$", re.M)
+    found = [(name, text) for name in DOCUMENTS for text in joined.findall(_CODE.sub("", text_of(name)))]
+    assert found == []
+
+
+@pytest.mark.parametrize("source", sorted(diagrams.PICTURES.glob("*.dot")), ids=lambda path: path.name)
+def test_diagrams_are_drawn_from_their_sources(source: Path) -> None:
+    drawn = source.with_suffix(".svg").read_text()
+    assert diagrams.digest(source) in drawn, "python -m deploy.diagrams"
+    assert any(f"](pictures/{source.stem}.svg)" in text_of(document) for document in DOCUMENTS)
 
 
 @pytest.mark.parametrize("document", ["README.md", "kernels/README.md", "CONTRIBUTING.md"])

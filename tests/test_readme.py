@@ -1,5 +1,6 @@
 """The documents' examples run as pasted."""
 
+import json
 import re
 import shlex
 import shutil
@@ -20,7 +21,7 @@ from expertd.service.settings.loader import load_settings
 from expertd.service.settings.parts import GrpcSettings
 from tests.families import quiet_transformers
 from tests.paths import DEMO, ROOT
-from tests.service.processes import ServerProcess, grpc_address, server_process, serving
+from tests.service.processes import ServerProcess, expertd, grpc_address, server_process, serving
 from tests.service.waiting import wait_for
 
 needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
@@ -108,6 +109,21 @@ def test_two_ranks_on_a_laptop(tmp_path: Path) -> None:
         run("bash", "-c", asking(server, block("README.md", "sh", "/infer")))
         metrics = asking(server, block("docs/parallel.md", "sh", "expertd_rank_"))
         wait_for(lambda: run("bash", "-c", metrics) == printed, "the step is counted", 10)
+
+
+@needs_curl
+@pytest.mark.slow
+def test_the_commands_that_make_keys(tmp_path: Path) -> None:
+    new, other, serve, ask = block("docs/access.md", "sh", "expertd keys new").splitlines()
+    made = [expertd(*shlex.split(command.partition(">>")[0])[1:]) for command in (new, other)]
+    (tmp_path / "keys.yaml").write_text("".join(done.stdout for done in made))
+    (key,) = re.findall(r": (\S{40,})$", made[0].stderr, re.M)
+    arguments = shlex.split(serve.replace("keys.yaml", f"{tmp_path}/keys.yaml"))
+    assert arguments[:2] == ["expertd", "serve"]
+    with serving(arguments[2:], tmp_path) as server:
+        asked = ask.replace("127.0.0.1:8000", server.url).replace("curl", f"export KEY={key}; curl -sS")
+        assert json.loads(run("bash", "-c", asked))["name"] == "expertd"
+        assert server.get("/v2").status_code == 401
 
 
 @pytest.mark.slow

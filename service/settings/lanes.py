@@ -21,7 +21,7 @@ class LaneSettings(Frozen):
         default=0,
         ge=0,
         description="maximum tokens of a request on the decode lane, whose steps run beside those of the "
-        "prefill lane (docs/architecture.md); 0: there are no lanes, and all steps take turns",
+        "prefill lane (docs/scheduling.md); 0: there are no lanes, and all steps take turns",
     )
     decode_batch_tokens: int = Field(
         default=256, ge=1, description="maximum tokens of a step on the decode lane"

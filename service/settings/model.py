@@ -63,8 +63,8 @@ class Settings(BaseSettings):
     )
     keys: Path | None = Field(
         default=None,
-        description="path of a YAML file with the API keys, read again when it changes (docs/http.md); null: "
-        "everybody who reaches the server may call everything",
+        description="path of a YAML file with the API keys, read again when it changes (docs/access.md); "
+        "null: everybody who reaches the server may call everything",
     )
     insecure: bool = Field(default=False, description="whether `host` may be beyond loopback without `keys`")
     tls: TlsSettings = Field(default=TlsSettings(), description="HTTPS")
@@ -78,7 +78,7 @@ class Settings(BaseSettings):
         default="info", description="minimum level of log lines, in upper or lower case"
     )
     log_format: Literal["text", "json"] = Field(
-        default="text", description="form of log lines; json: an object on each line (docs/http.md)"
+        default="text", description="form of log lines; json: an object on each line (docs/operating.md)"
     )
     access_log: bool = Field(default=False, description="whether each request is logged")
     backend: str = Field(
@@ -99,7 +99,7 @@ class Settings(BaseSettings):
         default=1,
         ge=1,
         le=64,
-        description="number of nodes, each with as many ranks as `devices` or `ranks` say (docs/parallel.md)",
+        description="number of nodes, each with as many ranks as `devices` or `ranks` say (docs/nodes.md)",
     )
     node_rank: int = Field(
         default=0,
@@ -121,7 +121,7 @@ class Settings(BaseSettings):
         gt=0,
         allow_inf_nan=False,
         description="seconds that a step may take; then the device hangs, and the process exits "
-        "(docs/http.md), or a rank does, and all start again (docs/parallel.md)",
+        "(docs/operating.md), or a rank does, and all start again (docs/parallel.md)",
     )
     on_rank_loss: Literal["restart", "shrink"] = Field(
         default="restart",

@@ -25,7 +25,7 @@ class Limits(Frozen):
         default=1024,
         ge=0,
         description="maximum tokens of a chunk: while longer requests compete with others, they are computed "
-        "in chunks, between the others' steps (docs/architecture.md); 0: they are always computed whole",
+        "in chunks, between the others' steps (docs/scheduling.md); 0: they are always computed whole",
     )
     join_chunks: bool = Field(
         default=False,
@@ -132,7 +132,7 @@ class SharedMemorySettings(Frozen):
     """Memory of callers on this machine, which requests name instead of carrying tensors."""
 
     enabled: bool = Field(
-        default=False, description="whether callers may register shared memory; see docs/http.md"
+        default=False, description="whether callers may register shared memory; see docs/shared-memory.md"
     )
     key_prefix: str = Field(
         default="",
@@ -229,7 +229,7 @@ class TracingSettings(Frozen):
 
 
 class OverlapSettings(Frozen):
-    """Communication between GPUs while GEMMs run (docs/parallel.md)."""
+    """Communication between GPUs while GEMMs run (docs/benchmarks-parallel.md)."""
 
     mode: Literal["auto", "always", "never"] = Field(
         default="auto",
@@ -242,7 +242,7 @@ class OverlapSettings(Frozen):
 
 
 class PlacementSettings(Frozen):
-    """Which rank holds which experts (docs/parallel.md)."""
+    """Which rank holds which experts (docs/placement.md)."""
 
     policy: Literal["static", "balanced"] | None = Field(
         default=None,

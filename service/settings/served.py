@@ -113,7 +113,7 @@ class ModelSettings(Frozen):
     )
     load: bool = Field(
         default=True,
-        description="whether the layer is loaded at start-up; false: only by a call (docs/http.md)",
+        description="whether the layer is loaded at start-up; false: only by a call (docs/operating.md)",
     )
     weight: float = Field(
         default=1.0,
