@@ -128,6 +128,23 @@ def test_a_layer(launches: list[tuple[Variant, list[Any]]]) -> None:
     assert [first[17], second[17]] == [1, 1]
 
 
+def test_a_layer_of_rows_that_are_quantized_already(launches: list[tuple[Variant, list[Any]]]) -> None:
+    """They are copied with their strides: here values and scales lie side by side."""
+    kernels = RecordingKernels()
+    rows = torch.zeros(T, H + H // 32, dtype=torch.uint8)
+    values, scales = rows[:, :H].view(torch.float8_e4m3fn), rows[:, H:].view(torch.float32)
+    Layer(kernels, GroupedGemm(kernels)).experts(
+        ON, Quantized(values, scales), torch.zeros(T, TOP_K, dtype=torch.int32),
+        torch.zeros(T, TOP_K), quantized(G, 2 * N, H, block=128), quantized(G, H, N, block=128),
+        torch.empty(T, H), Swiglu(), None, None,
+    )  # fmt: skip
+    assert [variant.source.entry for variant, _ in launches][:2] == ["compute_permutation", "permute_rows"]
+    for variant, arguments in launches:
+        assert [width(argument) for argument in arguments] == parameters(variant), variant.source.name
+    _, (_, copy), *_ = launches
+    assert copy[:5] == [values.data_ptr(), H + H // 32, scales.data_ptr(), (H + H // 32) // 4, 1]
+
+
 def test_a_layer_with_biases(launches: list[tuple[Variant, list[Any]]]) -> None:
     """The same launches, of other variants; the last 16 of 144 columns have scales of their own."""
     kernels, h = RecordingKernels(), 144

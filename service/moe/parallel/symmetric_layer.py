@@ -12,11 +12,13 @@ from expertd.activation import COMMON, ExpertRule
 from expertd.kernels import (
     Backend,
     ExpertBiases,
+    HiddenStates,
     Overlap,
     OverlapMode,
     RankMemory,
     RankTokens,
     Routing,
+    as_floats,
     fused_experts,
     overlaps,
 )
@@ -59,6 +61,7 @@ class SymmetricLayer:
 
     masked_max_tokens = 0
     is_capturable = True
+    needs_floats = True  # a kernel quantizes them as it sends them
 
     def __init__(
         self,
@@ -123,7 +126,7 @@ class SymmetricLayer:
 
     def __call__(
         self,
-        hidden_states: Tensor,
+        hidden_states: HiddenStates,
         topk_ids: Tensor | None = None,
         topk_weights: Tensor | None = None,
         num_sms: int | None = None,
@@ -136,6 +139,7 @@ class SymmetricLayer:
 
         Raises ValueError (name, expected, got); the other ranks then wait until the memory's timeout.
         """
+        hidden_states = as_floats(hidden_states)
         num_tokens, expected = hidden_states.shape[0], self.rank_tokens[self.memory.rank]
         if num_tokens != expected:
             raise ValueError(f"hidden_states: expected {expected} tokens on this rank, got {num_tokens}")
