@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 _RECENT_SECONDS = 1.0  # older steps say nothing: else what they say would never be measured again
 _HALF_SECONDS = 0.25  # until a step counts half
-_DOUBTFUL_SECONDS = 0.1  # on an idle device: one slow step must not have all requests refused for a second
+_DOUBTFUL_SECONDS = 0.1  # at most, on an idle device: few slow steps must not have all requests refused
 _LEAST_MARGIN, _MOST_MARGIN = 1.1, 2.0
 _SPREADS = 2.5  # by which few steps exceed what is forecast for them
 _BEYOND = 2.0  # of the largest recent step: what is larger may be the first of its kind
@@ -56,10 +56,13 @@ class Forecast:
         slope = min(slope, seconds / tokens)
         return seconds + slope * (min(num_tokens, _BEYOND * self._largest) - tokens)
 
-    @property
-    def is_doubtful(self) -> bool:
-        """Whether the next step on an idle device should be tried, whatever is forecast for it."""
-        return self._clock() - self._when > _DOUBTFUL_SECONDS
+    def is_doubtful(self, num_tokens: float) -> bool:
+        """Whether an idle device should try a step, whatever is forecast for it.
+
+        So it should after as long as the step likely takes: vain steps then take half of the device's time at
+        most, which nobody else wanted.
+        """
+        return self._clock() - self._when > min(_DOUBTFUL_SECONDS, self.step(num_tokens))
 
     @property
     def margin(self) -> float:

@@ -114,10 +114,19 @@ def test_even_steps_need_the_least_margin(forecast: Forecast, clock: Clock) -> N
         assert forecast.margin == 1.1
 
 
-def test_a_forecast_is_in_doubt_after_a_moment_without_steps(forecast: Forecast, clock: Clock) -> None:
-    assert forecast.is_doubtful
+def test_an_idle_device_tries_again_after_as_long_as_a_step_takes(forecast: Forecast, clock: Clock) -> None:
+    assert forecast.is_doubtful(1)
+    forecast.note(100, 0.02)
+    clock.now += 0.019
+    assert not forecast.is_doubtful(100)
+    assert forecast.is_doubtful(50), "which takes half as long"
+    clock.now += 0.002
+    assert forecast.is_doubtful(100)
+
+
+def test_it_does_so_after_a_tenth_of_a_second_at_most(forecast: Forecast, clock: Clock) -> None:
     forecast.note(100, 5.0)
     clock.now += 0.09
-    assert not forecast.is_doubtful
+    assert not forecast.is_doubtful(100)
     clock.now += 0.02
-    assert forecast.is_doubtful
+    assert forecast.is_doubtful(100)
