@@ -74,6 +74,15 @@ class Callers(NamedTuple):
         self, url: str, layer: Layer, decode: int, beside: bool, lead: float = LEAD_SECONDS
     ) -> tuple[list[float], float]:
         """A decode step's seconds, each, and the prefill's tokens per second. decode 0: prefill alone."""
+        found = self.results(url, layer, decode, beside, lead)
+        steps = sorted((end - begin) / 1e9 for begin, end in found[0]["stamps"]) if decode else []
+        rate = found[-1]["answered"] * layer.prefill / self.seconds if beside else 0.0
+        return steps, rate
+
+    def results(
+        self, url: str, layer: Layer, decode: int, beside: bool, lead: float = LEAD_SECONDS
+    ) -> list[dict[str, Any]]:
+        """What each caller says, decode first; see `benchmarks.lanes_caller`."""
         given = {"url": url, "model": MODEL, "device": self.device, "spin": 0.02 if self.device else 0.0}
         busy = []
         if decode:
@@ -84,13 +93,10 @@ class Callers(NamedTuple):
             busy.append(self.prefill)
         for caller in busy:
             caller.read()
-        window = {"start": time.time() + lead, "seconds": self.seconds}
+        window = {"start": time.perf_counter() + lead, "seconds": self.seconds}
         for caller in reversed(busy):
             caller.write(window)
-        found = [json.loads(caller.read()) for caller in busy]
-        steps = sorted(found[0]["seconds"]) if decode else []
-        rate = found[-1]["answered"] * layer.prefill / self.seconds if beside else 0.0
-        return steps, rate
+        return [json.loads(caller.read()) for caller in busy]
 
 
 def split_sms(url: str, split: int) -> None:
