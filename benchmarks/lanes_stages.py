@@ -15,7 +15,6 @@ a collection of garbage meanwhile, either of which holds the interpreter's lock.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -32,7 +31,7 @@ from benchmarks.lanes_server import Server
 from benchmarks.lanes_ways import ALONE, LAYERS, Way, settings_of
 from benchmarks.markdown import table
 from benchmarks.serving_rows import free_port
-from benchmarks.stage_stamps import Stamp
+from benchmarks.stage_stamps import Stamp, read_stamps
 
 STAGES = ("arrive", "queue", "launch", "compute", "answer")
 MEANWHILE = ("report", "gc")
@@ -67,8 +66,8 @@ def requests_of(sent: Sequence[tuple[int, int]], stamps: Sequence[Stamp]) -> Ite
                 break
             if name in _WAY and start >= began:
                 on_way.setdefault(name, (start, end))
-            elif name.split()[0] in held:
-                held[name.split()[0]] += max(0, min(end, seen) - max(start, began))
+            elif (kind := name.rstrip("012")) in held:
+                held[kind] += max(0, min(end, seen) - max(start, began))
         if "submit" not in on_way or "begin" not in on_way:
             continue
         begin = on_way["begin"]
@@ -107,16 +106,17 @@ def shown(found: Sequence[Request]) -> str:
     )
 
 
-def measure(name: str, way: Way, tokens: int, seconds: float, device: str | None) -> list[Request]:
+def measure(name: str, way: Way, tokens: int, given: argparse.Namespace, device: str | None) -> list[Request]:
     """The requests of one caller alone."""
     with tempfile.TemporaryDirectory() as folder, closing(Caller()) as decode, closing(Caller()) as nobody:
         file = Path(folder) / "stamps.json"
         with closing(Server(file)) as server:
             settings = {**settings_of(LAYERS[name], way, Path(folder)), "port": free_port()}
+            settings["channels"] |= {"spin_microseconds": given.spin}
             with server.running(settings) as url:
-                callers = Callers(decode, nobody, seconds, device)
+                callers = Callers(decode, nobody, given.seconds, device)
                 found = callers.results(url, LAYERS[name], tokens, beside=False)[0]
-            stamps = [(name, begin, end) for name, begin, end in json.loads(file.read_text())]
+            stamps = read_stamps(file)
     return list(requests_of([(begin, end) for begin, end in found["stamps"]], stamps))
 
 
@@ -129,11 +129,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 64] if on_gpu else [1])
     parser.add_argument("--seconds", type=float, default=3.0, help="of each pair of tables")
+    parser.add_argument("--spin", type=int, default=50, help="the server's channels.spin_microseconds")
     given = parser.parse_args(arguments)
     for name in given.layers:
         for way in (ALONE, Way("alone, with lanes", lanes=True)):
             for tokens in given.tokens:
-                found = measure(name, way, tokens, given.seconds, "cuda:0" if on_gpu else None)
+                found = measure(name, way, tokens, given, "cuda:0" if on_gpu else None)
                 print(f"\n{name}, {way.name}, {tokens} tokens\n\n{shown(found)}", flush=True)
     return 0
 

@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,8 @@ class Stamps:
     """Takes them from `install` on: some microseconds a request, on the threads that are looked at."""
 
     def __init__(self) -> None:
-        self._taken: list[Stamp] = []
+        # As lines: with tuples, the collector would be called more often.
+        self._taken: list[str] = []
         self._collects_from = 0
 
     def install(self) -> None:
@@ -28,25 +28,25 @@ class Stamps:
         from expertd.service.moe.runner import LayerRunner
         from expertd.service.moe.running import DoneStep, RunningStep
 
-        for owner, method, name in (
-            (Channel, "_submit", "submit"),
-            (LayerRunner, "begin", "begin"),
-            (RunningStep, "wait", "wait"),
-            (DoneStep, "wait", "wait"),
-        ):
-            setattr(owner, method, self._timed(getattr(owner, method), name))
         report_later = Delivery.report_later
 
         def timed_later(delivery: Delivery, report: Callable[[], None]) -> None:
             report_later(delivery, self._timed(report, "report"))
 
-        Delivery.report_later = timed_later  # type: ignore[method-assign]
+        for owner, method, timed in (
+            (Channel, "_submit", self._timed(Channel._submit, "submit")),
+            (LayerRunner, "begin", self._timed(LayerRunner.begin, "begin")),
+            (RunningStep, "wait", self._timed(RunningStep.wait, "wait")),
+            (DoneStep, "wait", self._timed(DoneStep.wait, "wait")),
+            (Delivery, "report_later", timed_later),
+        ):
+            setattr(owner, method, timed)
         gc.callbacks.append(self._collects)
 
     def write(self, path: Path) -> None:
         """Write the stamps so far, and forget them."""
         taken, self._taken = self._taken, []
-        path.write_text(json.dumps(taken))
+        path.write_text("\n".join(taken))
 
     def _timed(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
         def timed(*arguments: Any) -> Any:
@@ -54,7 +54,7 @@ class Stamps:
             try:
                 return call(*arguments)
             finally:
-                self._taken.append((name, began, _NOW()))
+                self._taken.append(f"{name} {began} {_NOW()}")
 
         functools.update_wrapper(timed, call, assigned=("__doc__",), updated=())
         return timed
@@ -63,4 +63,10 @@ class Stamps:
         if phase == "start":
             self._collects_from = _NOW()
         else:
-            self._taken.append((f"gc {what['generation']}", self._collects_from, _NOW()))
+            self._taken.append(f"gc{what['generation']} {self._collects_from} {_NOW()}")
+
+
+def read_stamps(path: Path) -> list[Stamp]:
+    """What `Stamps.write` has written."""
+    lines = (line.split() for line in path.read_text().splitlines())
+    return [(name, int(began), int(ended)) for name, began, ended in lines]

@@ -13,7 +13,7 @@ from expertd.service.engine.steps import StepObserver
 from expertd.service.engine.tallies import Tally
 from expertd.service.moe.request import StepResult
 
-_MOST_KEPT = 128  # steps, before they are counted together
+_MOST_KEPT = 64  # steps, before they are counted together
 _LABELS, _WHEN = ("model", "lane"), "with `lanes`; lane: decode or prefill"
 QUEUE = Family(
     "histogram",

@@ -22,7 +22,7 @@ from expertd.service.engine.tallies import Tally
 from expertd.service.moe.request import StepResult
 from expertd.service.moe.shape import LayerShape
 
-_MOST_KEPT = 128  # steps, before they are counted
+_MOST_KEPT = 64  # steps, before they are counted: what 128 keep makes Python collect garbage each time
 _AT_ONCE = 8  # steps whose experts' tokens are counted in a row
 _POWERS = tuple(float(2**i) for i in range(16))
 _RATIOS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
