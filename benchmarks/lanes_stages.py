@@ -28,7 +28,7 @@ import torch
 
 from benchmarks.lanes import Caller, Callers
 from benchmarks.lanes_server import Server
-from benchmarks.lanes_ways import ALONE, LAYERS, Way, settings_of
+from benchmarks.lanes_ways import ALONE, LAYERS, SPIN, Way, settings_of
 from benchmarks.markdown import table
 from benchmarks.serving_rows import free_port
 from benchmarks.stage_stamps import Stamp, read_stamps
@@ -111,8 +111,7 @@ def measure(name: str, way: Way, tokens: int, given: argparse.Namespace, device:
     with tempfile.TemporaryDirectory() as folder, closing(Caller()) as decode, closing(Caller()) as nobody:
         file = Path(folder) / "stamps.json"
         with closing(Server(file)) as server:
-            settings = {**settings_of(LAYERS[name], way, Path(folder)), "port": free_port()}
-            settings["channels"] |= {"spin_microseconds": given.spin}
+            settings = {**settings_of(LAYERS[name], way, Path(folder), given.spin), "port": free_port()}
             with server.running(settings) as url:
                 callers = Callers(decode, nobody, given.seconds, device)
                 found = callers.results(url, LAYERS[name], tokens, beside=False)[0]
@@ -129,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 64] if on_gpu else [1])
     parser.add_argument("--seconds", type=float, default=3.0, help="of each pair of tables")
-    parser.add_argument("--spin", type=int, default=50, help="the server's channels.spin_microseconds")
+    parser.add_argument("--spin", type=int, default=SPIN, help="the server's channels.spin_microseconds")
     given = parser.parse_args(arguments)
     for name in given.layers:
         for way in (ALONE, Way("alone, with lanes", lanes=True)):
