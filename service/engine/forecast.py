@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 _RECENT_SECONDS = 1.0  # older steps say nothing: else what they say would never be measured again
 _HALF_SECONDS = 0.25  # until a step counts half
-_DOUBTFUL_SECONDS = 0.1  # at most, on an idle device: few slow steps must not have all requests refused
+_DOUBTFUL_SECONDS = 0.1  # on an idle device: the next step may well take less than recent ones
+_STEADY_MARGIN = 1.5  # up to which `margin` shows that no single step took far longer than others
 _LEAST_MARGIN, _MOST_MARGIN = 1.1, 2.0
 _SPREADS = 2.5  # by which few steps exceed what is forecast for them
 _BEYOND = 2.0  # of the largest recent step: what is larger may be the first of its kind
@@ -59,10 +60,13 @@ class Forecast:
     def is_doubtful(self, num_tokens: float) -> bool:
         """Whether an idle device should try a step, whatever is forecast for it.
 
-        So it should after as long as the step likely takes: vain steps then take half of the device's time at
-        most, which nobody else wanted.
+        If single steps took far longer than others, it should after as long as the step likely takes: few
+        slow ones must not have all requests refused, and vain steps then take half of its time at most.
         """
-        return self._clock() - self._when > min(_DOUBTFUL_SECONDS, self.step(num_tokens))
+        idle = self._clock() - self._when
+        if idle > _DOUBTFUL_SECONDS:
+            return True
+        return self.margin > _STEADY_MARGIN and idle > self.step(num_tokens)
 
     @property
     def margin(self) -> float:

@@ -61,7 +61,7 @@ class SymmetricLayer:
 
     masked_max_tokens = 0
     is_capturable = True
-    needs_floats = True  # a kernel quantizes them as it sends them
+    needs_floats = True  # what ranks send must not hold the word that says "nothing yet": see csrc/ranks.cuh
 
     def __init__(
         self,
