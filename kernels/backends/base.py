@@ -165,7 +165,7 @@ class Backend(ABC):
         self,
         memory: "RankMemory",
         tokens: "RankTokens",
-        hidden_states: Tensor,
+        hidden_states: HiddenStates,
         topk_ids: Tensor,
         topk_weights: Tensor,
         gate_up: Quantized,
@@ -179,7 +179,7 @@ class Backend(ABC):
     ) -> None:
         """As `experts`, with those of all ranks of `memory`, each of which calls it together.
 
-        hidden_states  [t, H], this rank's tokens; t may be 0, and as `tokens` says
+        hidden_states  [t, H], this rank's tokens, also Quantized; t may be 0, and as `tokens` says
         topk_ids       int32 [t, top_k]: experts of all ranks, as in `tokens.places`; others name none
         gate_up, down  this rank's experts
         out            [t, H]: each rank's sum rounded to bf16, and these added in fp32 in the order of ranks,

@@ -116,7 +116,7 @@ class HopperBackend(Backend):
         self,
         memory: RankMemory,
         tokens: RankTokens,
-        hidden_states: Tensor,
+        hidden_states: HiddenStates,
         topk_ids: Tensor,
         topk_weights: Tensor,
         gate_up: Quantized,
@@ -135,12 +135,12 @@ class HopperBackend(Backend):
             raise ValueError(f"num_sms: expected None with an overlap, got {num_sms}")
         if not _is_aligned(out):
             raise ValueError(f"out: expected contiguous rows, 16-byte aligned, got strides {out.stride()}")
-        on = current_stream(_current(hidden_states, "hidden_states"))
+        on = current_stream(_current(values_of(hidden_states), "hidden_states"))
         self._layer.parallel_experts(
             on,
             memory,
             tokens,
-            _aligned(hidden_states),
+            hidden_states if isinstance(hidden_states, Quantized) else _aligned(hidden_states),
             topk_ids,
             topk_weights,
             gate_up,

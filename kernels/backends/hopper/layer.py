@@ -9,7 +9,7 @@ from expertd.kernels.backends.hopper.compute_permutation import (
     compute_permutation,
     permutation_of_ranks,
 )
-from expertd.kernels.backends.hopper.dispatch_rows import dispatch_rows
+from expertd.kernels.backends.hopper.dispatch_rows import dispatch_rows, packed_rows
 from expertd.kernels.backends.hopper.grouped_gemm import GroupedGemm, Groups
 from expertd.kernels.backends.hopper.launch import Kernels, OnStream, current_stream
 from expertd.kernels.backends.hopper.permute_rows import permute_rows
@@ -89,7 +89,7 @@ class Layer:
         on: OnStream,
         memory: RankMemory,
         tokens: RankTokens,
-        hidden_states: Tensor,
+        hidden_states: HiddenStates,
         topk_ids: Tensor,
         topk_weights: Tensor,
         gate_up: Quantized,
@@ -112,6 +112,7 @@ class Layer:
             if offsets is not None:
                 offsets.zero_()
             return
+        hidden_states = packed_rows(hidden_states)  # not right before they are read
         kernels, device, (num_groups, n, _) = self._kernels, on.device, down.data.shape
         placement = permutation_of_ranks(
             kernels, on, memory, tokens, topk_ids, topk_weights, num_groups, num_sms, offsets
