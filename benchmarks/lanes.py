@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.lanes_server import Server
-from benchmarks.lanes_ways import ALONE, LAYERS, MODEL, SPLITS, Layer, Way, settings_of, ways
+from benchmarks.lanes_ways import ALONE, LAYERS, MODEL, SPIN, SPLITS, Layer, Way, settings_of, ways
 from benchmarks.markdown import table
 from benchmarks.serving_rows import free_port
 from benchmarks.timing import cpu_name, header
@@ -74,6 +74,15 @@ class Callers(NamedTuple):
         self, url: str, layer: Layer, decode: int, beside: bool, lead: float = LEAD_SECONDS
     ) -> tuple[list[float], float]:
         """A decode step's seconds, each, and the prefill's tokens per second. decode 0: prefill alone."""
+        found = self.results(url, layer, decode, beside, lead)
+        steps = sorted((end - begin) / 1e9 for begin, end in found[0]["stamps"]) if decode else []
+        rate = found[-1]["answered"] * layer.prefill / self.seconds if beside else 0.0
+        return steps, rate
+
+    def results(
+        self, url: str, layer: Layer, decode: int, beside: bool, lead: float = LEAD_SECONDS
+    ) -> list[dict[str, Any]]:
+        """What each caller says, decode first; see `benchmarks.lanes_caller`."""
         given = {"url": url, "model": MODEL, "device": self.device, "spin": 0.02 if self.device else 0.0}
         busy = []
         if decode:
@@ -84,13 +93,10 @@ class Callers(NamedTuple):
             busy.append(self.prefill)
         for caller in busy:
             caller.read()
-        window = {"start": time.time() + lead, "seconds": self.seconds}
+        window = {"start": time.perf_counter() + lead, "seconds": self.seconds}
         for caller in reversed(busy):
             caller.write(window)
-        found = [json.loads(caller.read()) for caller in busy]
-        steps = sorted(found[0]["seconds"]) if decode else []
-        rate = found[-1]["answered"] * layer.prefill / self.seconds if beside else 0.0
-        return steps, rate
+        return [json.loads(caller.read()) for caller in busy]
 
 
 def split_sms(url: str, split: int) -> None:
@@ -101,7 +107,9 @@ def split_sms(url: str, split: int) -> None:
     urllib.request.urlopen(urllib.request.Request(f"{url}/v1/partitions", body, method="PUT")).close()
 
 
-def measured(name: str, wanted: Sequence[Way], decode: Sequence[int], callers: Callers) -> Iterator[Row]:
+def measured(
+    name: str, wanted: Sequence[Way], decode: Sequence[int], callers: Callers, spin: int
+) -> Iterator[Row]:
     """The rows of one layer: first what runs alone, on a server without lanes and chunks."""
     layer, server = LAYERS[name], Server()
     points = [(ALONE, tokens) for tokens in (*decode, 0)] + [(way, t) for way in wanted for t in decode]
@@ -110,7 +118,7 @@ def measured(name: str, wanted: Sequence[Way], decode: Sequence[int], callers: C
         running, now, url, alone = ExitStack(), None, "", 0.0
         stack.callback(lambda: running.close())
         for way, tokens in points:
-            settings = settings_of(layer, way, Path(folder))
+            settings = settings_of(layer, way, Path(folder), spin)
             if settings != now:
                 running.close()
                 now = settings
@@ -183,11 +191,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="ms for decode, for rows of a server that chooses the split",
     )
     parser.add_argument("--seconds", type=float, default=1.5, help="of each row")
+    parser.add_argument("--spin", type=int, default=SPIN, help="the server's channels.spin_microseconds")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     rows: list[Row] = json.loads(given.json.read_text())["rows"] if given.json and given.json.exists() else []
     machine = header() if on_gpu else {"cpu": cpu_name(), "torch": torch.__version__}
-    result = {"header": machine | {"python": platform.python_version()}, "rows": rows}
+    machine |= {"python": platform.python_version(), "spin_microseconds": given.spin}
+    result = {"header": machine, "rows": rows}
     with ExitStack() as stack:
         callers = Callers(Caller(), Caller(), given.seconds, "cuda:0" if on_gpu else None)
         for caller in (callers.decode, callers.prefill):
@@ -200,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if way.name.startswith(tuple(given.ways))
             ]
             decode = [tokens for tokens in layer.decode if not given.tokens or tokens in given.tokens]
-            for row in measured(name, wanted, decode, callers):
+            for row in measured(name, wanted, decode, callers, given.spin):
                 put(rows, row)
                 print(json.dumps(row), file=sys.stderr, flush=True)
                 if given.json:  # after each row, so that an interrupted run leaves some

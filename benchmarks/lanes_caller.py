@@ -2,8 +2,9 @@
 
 It reads a line of JSON from stdin {url, model, tokens, slots, device, pause, spin}, opens a channel, answers
 with a line once it has had some results, then reads {start, seconds} and sends requests until that time is
-over, each as soon as its slot is free. It prints the seconds of each request that was sent and answered in
-that time, and the number of those answered in it. Then it reads the next line.
+over, each as soon as its slot is free. It prints the stamps [sent, answered] of each request that was sent
+and answered in that time, in nanoseconds, and the number of those answered in it. Then it reads the next
+line. Times are those of the machine's monotonic clock, which all processes share.
 """
 
 import json
@@ -19,23 +20,23 @@ WARM_REQUESTS = 24  # among them those that a server captures as CUDA graphs
 
 
 def results(channel: Any, given: dict[str, Any], start: float, end: float) -> dict[str, Any]:
-    """What happened between these times of `time.time`."""
-    answered = 0
-    waiting: deque[tuple[float, Any, Any]] = deque()
-    latencies: list[float] = []
+    """What happened between these times of `time.perf_counter`."""
+    answered, now_ns = 0, time.perf_counter_ns
+    waiting: deque[tuple[int, Any, Any]] = deque()
+    stamps: list[tuple[int, int]] = []
     for slot in channel.slots:
-        waiting.append((time.time(), slot, channel.submit(slot, given["tokens"], synchronize=False)))
+        waiting.append((now_ns(), slot, channel.submit(slot, given["tokens"], synchronize=False)))
     while waiting:
         sent, slot, ticket = waiting.popleft()
         channel.wait(ticket)
-        now = time.time()
-        answered += start <= now <= end
-        if start <= sent and now <= end:
-            latencies.append(now - sent)
-        if now < end:
+        now = now_ns()
+        answered += start <= now / 1e9 <= end
+        if start <= sent / 1e9 and now / 1e9 <= end:
+            stamps.append((sent, now))
+        if now / 1e9 < end:
             pause(given["pause"])
-            waiting.append((time.time(), slot, channel.submit(slot, given["tokens"], synchronize=False)))
-    return {"seconds": latencies, "answered": answered}
+            waiting.append((now_ns(), slot, channel.submit(slot, given["tokens"], synchronize=False)))
+    return {"stamps": stamps, "answered": answered}
 
 
 def pause(seconds: float) -> None:

@@ -1,7 +1,8 @@
 """A server that starts again with other settings, and keeps its layers: `python -m benchmarks.lanes_server`.
 
 It reads a line of JSON with the settings from stdin, serves until SIGTERM, prints the exit code, and reads
-the next line. Layers of the same settings are made once, because weights take long.
+the next line. Layers of the same settings are made once, because weights take long. With the name of a file,
+it writes the stamps of `benchmarks.stage_stamps` to it each time.
 """
 
 import json
@@ -13,7 +14,10 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
+
+from benchmarks.stage_stamps import Stamps
 
 START_SECONDS = 300.0
 
@@ -30,6 +34,9 @@ def main() -> None:
     from expertd.service.settings.model import Settings
     from expertd.service.settings.served import ModelSettings
 
+    stamps, file = Stamps(), Path(sys.argv[1]) if sys.argv[1:] else None
+    if file is not None:
+        stamps.install()
     layers: dict[str, MoELayer] = {}
 
     def make_layer(
@@ -43,14 +50,17 @@ def main() -> None:
 
     for line in sys.stdin:
         settings = Settings.model_validate(json.loads(line))
-        print(serve(settings, partial(load, make_layer=make_layer)), flush=True)
+        code = serve(settings, partial(load, make_layer=make_layer))
+        if file is not None:
+            stamps.write(file)
+        print(code, flush=True)
 
 
 class Server:
-    """The process, for the program that started it."""
+    """The process, for the program that started it; `stamps` is the file for them, None: none are taken."""
 
-    def __init__(self) -> None:
-        command = [sys.executable, "-m", "benchmarks.lanes_server"]
+    def __init__(self, stamps: Path | None = None) -> None:
+        command = [sys.executable, "-m", "benchmarks.lanes_server", *([str(stamps)] if stamps else [])]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     @contextmanager

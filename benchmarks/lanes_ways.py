@@ -32,6 +32,7 @@ LAYERS = {
     "qwen3-30b-a3b": Layer(2048, 768, 128, {}),
     "tiny": Layer(256, 128, 8, {}, 256, (8, 1), (64,), 2),
 }
+SPIN = 50  # microseconds after each step in which the server looks for requests without sleeping
 SPLITS = (16, 32, 48, 64, 80)
 
 
@@ -66,8 +67,8 @@ def ways(layer: Layer, splits: Sequence[int], targets: Sequence[float] = ()) -> 
     ]
 
 
-def settings_of(layer: Layer, way: Way, folder: Path) -> dict[str, Any]:
-    """The settings of a server, but its port; the split is changed while it runs."""
+def settings_of(layer: Layer, way: Way, folder: Path, spin: int = SPIN) -> dict[str, Any]:
+    """The settings of a server, but its port; the split is changed while it runs. spin: see `SPIN`."""
     # A joined step has a whole request of prefill, or a chunk of it, and all decode tokens.
     room = max(layer.decode) if way.joins and not way.chunk else 0
     limits = {
@@ -84,7 +85,8 @@ def settings_of(layer: Layer, way: Way, folder: Path) -> dict[str, Any]:
         "top_k": layer.top_k,
         "routing": layer.routing,
     }
-    settings = {"models": [model], "limits": limits, "channels": {"socket": str(folder / "channels")}}
+    channels = {"socket": str(folder / "channels"), "spin_microseconds": spin}
+    settings = {"models": [model], "limits": limits, "channels": channels}
     if way.lanes:
         lanes: dict[str, Any] = {"decode_max_tokens": max(layer.decode)}
         if way.split is not None or way.target_ms is not None:

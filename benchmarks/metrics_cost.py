@@ -28,7 +28,7 @@ import numpy as np
 from benchmarks.timing import cpu_name
 
 SECONDS = 1.0
-_CALLS = 1280  # of a loop; steps are counted 128 at a time
+_CALLS = 1280  # of a loop; steps are counted 64 at a time
 MODEL: dict[str, Any] = {
     "name": "moe",
     "hidden_size": 256,

@@ -7,12 +7,15 @@ from expertd.kernels.ops.activation import Activation, OtherGlu, Swiglu, swiglu
 from expertd.kernels.ops.biases import ExpertBiases
 from expertd.kernels.ops.permute import Permutation, compute_permutation, permute_rows
 from expertd.kernels.ops.quantize import (
+    HiddenStates,
     Quantized,
+    as_floats,
     dequantize_blocks,
     dequantize_rows,
     expand_rows,
     quantize_blocks,
     quantize_rows,
+    values_of,
 )
 from expertd.kernels.ops.router import choose_experts
 from expertd.kernels.ops.unpermute import unpermute_rows
@@ -24,6 +27,7 @@ __all__ = [
     "Activation",
     "Backend",
     "ExpertBiases",
+    "HiddenStates",
     "OtherGlu",
     "Overlap",
     "OverlapMode",
@@ -33,6 +37,7 @@ __all__ = [
     "RankTokens",
     "Routing",
     "Swiglu",
+    "as_floats",
     "backend_names",
     "choose_experts",
     "compute_permutation",
@@ -49,4 +54,5 @@ __all__ = [
     "resolve_backend",
     "swiglu",
     "unpermute_rows",
+    "values_of",
 ]

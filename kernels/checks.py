@@ -8,7 +8,7 @@ from torch import Tensor
 
 from expertd.kernels.ops.activation import Activation
 from expertd.kernels.ops.biases import ExpertBiases
-from expertd.kernels.ops.quantize import Quantized
+from expertd.kernels.ops.quantize import HiddenStates, Quantized, values_of
 from expertd.limits import HIDDEN_STEP, MAX_GROUPS, SCALE_BLOCK
 
 MIN_N_STEP = 8  # one 16-byte store of bf16
@@ -87,7 +87,7 @@ def check_masked(
 
 
 def check_experts(
-    hidden_states: Tensor,
+    hidden_states: HiddenStates,
     topk_ids: Tensor,
     topk_weights: Tensor,
     gate_up: Quantized,
@@ -99,21 +99,25 @@ def check_experts(
     biases: ExpertBiases | None = None,
 ) -> None:
     """Raise ValueError (name, expected, got) unless `fused_experts` can serve these arguments."""
-    if hidden_states.ndim != 2:
-        raise _refusal("hidden_states shape", "2 dimensions [T, H]", tuple(hidden_states.shape))
-    if hidden_states.dtype not in _HIDDEN_DTYPES:
-        raise _refusal("hidden_states dtype", " or ".join(map(str, _HIDDEN_DTYPES)), hidden_states.dtype)
+    rows, is_fp8 = values_of(hidden_states), isinstance(hidden_states, Quantized)
+    if rows.ndim != 2:
+        raise _refusal("hidden_states shape", "2 dimensions [T, H]", tuple(rows.shape))
+    dtypes = (_E4M3,) if is_fp8 else _HIDDEN_DTYPES
+    if rows.dtype not in dtypes:
+        raise _refusal("hidden_states dtype", " or ".join(map(str, dtypes)), rows.dtype)
     _check_quantized("gate_up", gate_up)
     _check_quantized("down", down)
     if down.data.ndim != 3:
         raise _refusal("down shape", "3 dimensions [G, H, I]", tuple(down.data.shape))
-    device, like = hidden_states.device, "hidden_states"
-    (num_tokens, h), (num_groups, _, i) = hidden_states.shape, down.data.shape
-    for name, size, step in (("H", h, HIDDEN_STEP), ("I", i, SCALE_BLOCK)):
+    device, like = rows.device, "hidden_states"
+    (num_tokens, h), (num_groups, _, i) = rows.shape, down.data.shape
+    for name, size, step in (("H", h, SCALE_BLOCK if is_fp8 else HIDDEN_STEP), ("I", i, SCALE_BLOCK)):
         if size < SCALE_BLOCK or size % step != 0:
             raise _refusal(name, f"a multiple of {step}, at least {SCALE_BLOCK}", size)
     if not 1 <= num_groups <= MAX_GROUPS:
         raise _refusal("down groups", f"1 to {MAX_GROUPS}", num_groups)
+    if isinstance(hidden_states, Quantized):
+        _check_token_scales(hidden_states.scales, (num_tokens, h // SCALE_BLOCK), device)
     for name, (data, scales), n, k in (("gate_up", gate_up, 2 * i, h), ("down", down, h, i)):
         _check(name, data, (num_groups, n, k), _E4M3, _device_of_weights(data, device), like)
         _check_address(name, data)
@@ -198,6 +202,15 @@ def _check_scales(scales: Tensor, shape: tuple[int, ...], device: torch.device) 
         raise _refusal("a scales strides", "row- or column-major (1 in one of the last two)", strides)
     if scales.device != device:
         raise _refusal("a scales device", f"{device} as a", scales.device)
+
+
+def _check_token_scales(scales: Tensor, shape: tuple[int, int], device: torch.device) -> None:
+    if scales.shape != shape:
+        raise _refusal("hidden_states scales shape", shape, tuple(scales.shape))
+    if scales.dtype != _FP32:
+        raise _refusal("hidden_states scales dtype", _FP32, scales.dtype)
+    if scales.device != device:
+        raise _refusal("hidden_states scales device", f"{device} as hidden_states", scales.device)
 
 
 def _check(

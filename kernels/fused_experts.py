@@ -7,11 +7,11 @@ from expertd.kernels.backends import Backend, backend_for
 from expertd.kernels.checks import check_experts
 from expertd.kernels.ops.activation import SILU, Activation
 from expertd.kernels.ops.biases import ExpertBiases
-from expertd.kernels.ops.quantize import Quantized
+from expertd.kernels.ops.quantize import HiddenStates, Quantized, values_of
 
 
 def fused_experts(
-    hidden_states: Tensor,
+    hidden_states: HiddenStates,
     topk_ids: Tensor,
     topk_weights: Tensor,
     gate_up: Quantized,
@@ -30,7 +30,8 @@ def fused_experts(
     hidden_states[t] @ gate_up[g].T; another `activation` replaces silu(gate) * up, and `biases` are added to
     both products.
 
-    hidden_states  bfloat16, float16 or float32 [T, H], any strides; H a multiple of 16, at least 128
+    hidden_states  bfloat16, float16 or float32 [T, H], any strides; H a multiple of 16, at least 128. Or
+                   Quantized: e4m3 [T, H] with fp32 scales [T, H/128], any strides; H a multiple of 128
     topk_ids       int32 [T, top_k] on the same device, contiguous; top_k at least 1 (with a column for each
                    shared expert among the G), T * top_k below 2**31. A token may name an expert twice. An id
                    outside 0 to G - 1 names no expert held here: its slot adds nothing, whatever its weight
@@ -51,17 +52,19 @@ def fused_experts(
                    (token and slot) the groups before each have; their differences are the groups' rows
 
     Returns out, summed in fp32 in the order of slots. Activations are rounded to FP8 before each GEMM
-    (`quantize_rows`), except by backend "reference" on a CPU, which rounds them to bf16. An expert's output
+    (`quantize_rows`), except by backend "reference" on a CPU, which rounds them to bf16. Quantized hidden
+    states are multiplied as they are (on a CPU, as `dequantize_rows` has them in bf16). An expert's output
     is rounded to bf16 before it is weighted. NaN in a token stays in its own row. Raises ValueError (name,
     expected, got) before anything is launched.
     """
     check_experts(
         hidden_states, topk_ids, topk_weights, gate_up, down, out, activation, num_sms, offsets, biases
     )
-    chosen = backend_for(backend, hidden_states, "hidden_states")
+    rows = values_of(hidden_states)
+    chosen = backend_for(backend, rows, "hidden_states")
     if out is None:
-        out = torch.empty(hidden_states.shape, dtype=torch.float32, device=hidden_states.device)
-    if hidden_states.shape[0] == 0:
+        out = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
+    if rows.shape[0] == 0:
         return out
     operands = hidden_states, topk_ids, topk_weights, gate_up, down, out
     chosen.experts(*operands, activation, num_sms, offsets, biases)

@@ -10,7 +10,7 @@ from torch import Tensor
 from expertd.kernels.ops.activation import SILU, Activation, swiglu
 from expertd.kernels.ops.biases import ExpertBiases, add_biases
 from expertd.kernels.ops.permute import compute_permutation, permute_rows
-from expertd.kernels.ops.quantize import Quantized, quantize_rows
+from expertd.kernels.ops.quantize import HiddenStates, Quantized, quantize_rows
 from expertd.kernels.ops.router import choose_experts
 from expertd.kernels.ops.unpermute import unpermute_rows
 from expertd.limits import SCALE_BLOCK
@@ -83,7 +83,7 @@ class Backend(ABC):
 
     def experts(
         self,
-        hidden_states: Tensor,
+        hidden_states: HiddenStates,
         topk_ids: Tensor,
         topk_weights: Tensor,
         gate_up: Quantized,
@@ -100,7 +100,7 @@ class Backend(ABC):
 
     def experts_in_steps(
         self,
-        hidden_states: Tensor,
+        hidden_states: HiddenStates,
         topk_ids: Tensor,
         topk_weights: Tensor,
         gate_up: Quantized,
@@ -134,7 +134,7 @@ class Backend(ABC):
 
     def ffn(
         self,
-        hidden_states: Tensor,
+        hidden_states: HiddenStates,
         tokens: Tensor,
         gate_up: Quantized,
         down: Quantized,
@@ -148,11 +148,13 @@ class Backend(ABC):
         tokens int64 [R], sorted by group; offsets int32 [G+1]. Rows from offsets[G] on are undefined. This
         default rounds activations to FP8 before each of two contiguous GEMMs.
         """
-        missing = -hidden_states.shape[1] % SCALE_BLOCK
-        if missing:  # zeros change nothing
-            hidden_states = torch.nn.functional.pad(hidden_states, (0, missing))
-            gate_up = Quantized(_with_columns(gate_up.data, missing), gate_up.scales)
-        a = permute_rows(quantize_rows(hidden_states), tokens)  # quantized once per token, not once per row
+        if isinstance(hidden_states, Tensor):
+            missing = -hidden_states.shape[1] % SCALE_BLOCK
+            if missing:  # zeros change nothing
+                hidden_states = torch.nn.functional.pad(hidden_states, (0, missing))
+                gate_up = Quantized(_with_columns(gate_up.data, missing), gate_up.scales)
+            hidden_states = quantize_rows(hidden_states)  # once per token, not once per row
+        a = permute_rows(hidden_states, tokens)
         rows = self._multiply(a, gate_up, offsets, num_sms)
         if biases is not None:
             rows = add_biases(rows, biases.gate_up, offsets)
@@ -163,7 +165,7 @@ class Backend(ABC):
         self,
         memory: "RankMemory",
         tokens: "RankTokens",
-        hidden_states: Tensor,
+        hidden_states: HiddenStates,
         topk_ids: Tensor,
         topk_weights: Tensor,
         gate_up: Quantized,
@@ -177,7 +179,7 @@ class Backend(ABC):
     ) -> None:
         """As `experts`, with those of all ranks of `memory`, each of which calls it together.
 
-        hidden_states  [t, H], this rank's tokens; t may be 0, and as `tokens` says
+        hidden_states  [t, H], this rank's tokens, also Quantized; t may be 0, and as `tokens` says
         topk_ids       int32 [t, top_k]: experts of all ranks, as in `tokens.places`; others name none
         gate_up, down  this rank's experts
         out            [t, H]: each rank's sum rounded to bf16, and these added in fp32 in the order of ranks,

@@ -1,5 +1,6 @@
 // Quantizes this rank's tokens, and writes each to its permuted rows here and to the other ranks that hold its experts;
 // copies the tokens that arrive from those to their permuted rows. e4m3 with an fp32 scale per row and 128 columns.
+// With DATATYPE=E4M3 the tokens are quantized already: k bytes of values, then the row's k / 128 scales.
 //
 // The arithmetic is that of quantize_permute.cu: the same bits as on one GPU. A CTA sends a token, then copies one of
 // each other rank from its step before, which has had that time to arrive. With few tokens, each of these has a CTA of
@@ -12,8 +13,11 @@ constexpr int kThreads = 128;
 constexpr int kColumns = kThreads * quantize::kEach;  // of a token, per CTA and step
 constexpr auto kDatatype = floats::DATATYPE;
 
+// A caller's four values, or its scale: kNothing, which is NaN, would say that nothing has arrived, so another NaN.
+__device__ __forceinline__ u32 arriving(u32 word, u32 nan) { return word == kNothing ? nan : word; }
+
 struct Problem {
-    const void* hidden_states;       // [num_tokens of this rank, k], contiguous
+    const void* hidden_states;       // [num_tokens of this rank, k], contiguous; e4m3: rows of k + k / 32 bytes
     const int* topk_ids;             // [num_tokens of this rank, top_k]; others name no expert
     const int* inverse_permutation;  // [num_tokens of all ranks, top_k], -1: no row
     const int* place_of;             // [num_experts]: rank * 65536 + group of each expert
@@ -39,7 +43,20 @@ struct Dispatch {
     __device__ __forceinline__ quantize::Row load(int token) const {
         quantize::Row row;
         const bool valid = token < tokens(ranks.rank) && column < problem.k;
-        row.load<kDatatype>(problem.hidden_states, static_cast<i64>(token) * problem.k + column, valid);
+        if constexpr (kDatatype == floats::E4M3) {
+            if (valid) {
+                const u8* const from = static_cast<const u8*>(problem.hidden_states) +
+                                       static_cast<i64>(token) * (problem.k + problem.k / 32);
+                const uint4 columns = *reinterpret_cast<const uint4*>(from + column);
+                const u32 words[4] = {columns.x, columns.y, columns.z, columns.w};
+#pragma unroll
+                for (int i = 0; i < 4; ++i) row.words[i] = arriving(words[i], 0x7f7f7f7f);
+                const u32 scale = *reinterpret_cast<const u32*>(from + problem.k + column / 128 * 4);
+                row.scale = __uint_as_float(arriving(scale, 0x7fffffff));
+            }
+        } else {
+            row.load<kDatatype>(problem.hidden_states, static_cast<i64>(token) * problem.k + column, valid);
+        }
         return row;
     }
 

@@ -5,7 +5,7 @@
 
 namespace floats {
 
-enum Datatype { BF16, FP16, FP32 };
+enum Datatype { BF16, FP16, FP32, E4M3 };  // the last one only for rows that are quantized already
 
 template <Datatype kDatatype>
 constexpr u32 kBytes = kDatatype == FP32 ? 4 : 2;

@@ -49,6 +49,6 @@ def compute_permutation(group_ids: Tensor, num_groups: int) -> Permutation:
 
 def permute_rows(rows: Quantized, token_ids: Tensor) -> Quantized:
     """The quantized rows [T, K] at token_ids, int64 [R]: [R, K], its scales column-major again."""
-    words = rows.data.view(torch.int64)  # copied eight elements at a time
+    words = rows.data.contiguous().view(torch.int64)  # copied eight elements at a time
     data = words.index_select(0, token_ids).view(torch.float8_e4m3fn)
     return Quantized(data, rows.scales.t().index_select(1, token_ids).t())

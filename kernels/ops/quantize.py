@@ -22,6 +22,10 @@ class Quantized(NamedTuple):
     scales: Tensor
 
 
+HiddenStates = Tensor | Quantized
+"""Floats [T, H], or e4m3 [T, H] with scales [T, H/128]."""
+
+
 def quantize_rows(x: Tensor) -> Quantized:
     """Quantize activations: one scale (amax/448) per row and 128 columns.
 
@@ -132,6 +136,18 @@ def dequantize_blocks(
             blocks = _to_blocks(_decode(data_in).to(torch.float32)).mul_(scales_in[:, None, :, None])
             weight.copy_(_from_blocks(blocks, weight.shape))
     return out
+
+
+def values_of(hidden_states: HiddenStates) -> Tensor:
+    """The tensor [T, H] of `hidden_states`: the floats, or the FP8 data."""
+    return hidden_states.data if isinstance(hidden_states, Quantized) else hidden_states
+
+
+def as_floats(hidden_states: HiddenStates) -> Tensor:
+    """Floats [T, H]: `hidden_states` as they are, or as `expand_rows` has them."""
+    if isinstance(hidden_states, Tensor):
+        return hidden_states
+    return expand_rows(*(part.contiguous() for part in hidden_states))
 
 
 def _row_blocks(data: Tensor, scales: Tensor, out: Tensor) -> Iterator[tuple[Tensor, ...]]:

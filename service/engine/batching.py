@@ -8,7 +8,6 @@ must not overlap a step (loading, replacing SM partitions) runs on the same thre
 """
 
 import asyncio
-import math
 import threading
 import time
 from collections import deque
@@ -17,35 +16,21 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from expertd.service.engine.delivery import Delivery
+from expertd.service.engine.early_steps import EarlySteps
 from expertd.service.engine.errors import SchedulerClosedError
-from expertd.service.engine.lookout import SHORT_SECONDS, Lookout
-from expertd.service.engine.queue import Queue
+from expertd.service.engine.lookout import Lookout
 from expertd.service.engine.queue_metrics import QueueState
 from expertd.service.engine.queues import Queues
+from expertd.service.engine.short_steps import ShortSteps
 from expertd.service.engine.stepping import Stepping
 from expertd.service.engine.steps import DEFAULT_PRIORITY, Chunk, Done, Pending, Runner, State, StepObserver
 from expertd.service.engine.wakeup import Source, Wakeup
-from expertd.service.memory import is_on_gpu
 from expertd.service.moe.request import LayerRequest
 from expertd.service.settings.parts import Limits
 
 T = TypeVar("T")
 
-# Steps of this many tokens begin before the preceding one is done: they take longer to copy than to prepare.
-_EARLY_TOKENS = 512
-_MAX_RUNNING = 2  # steps: one whose bytes are copied, and one that computes
-_POLLED_PART = 0.9  # of a large step's likely time; for the rest, waiting for its end alone ends sooner
 _POLL_SECONDS = 100e-6  # how often a running step is checked for its end while others may begin
-# How long before the likely end of the running step the next large one begins while small requests come: its
-# launches take 0.2 to 0.5 ms, and copying its bytes, unless the GPU has them, a part of what it computes.
-_LEAD_SECONDS = 0.6e-3
-_LEAD_PART = 0.2  # of the running step's time, at least
-_COPYING_PART = 0.5  # at most, or if there are bytes to copy
-_SMALL_SECONDS = 1.0  # small requests are taken to come for as long after one has
-# A step on the event loop may take longer than is likely, and meanwhile no timeout can be answered there.
-_LEAST_TIMEOUT_SECONDS = 50 * SHORT_SECONDS
-# After a step on the event loop, that stays awake for as long, if the caller has been this quick before.
-_AWAKE_SECONDS = 0.2e-3
 
 
 class Scheduler:
@@ -71,9 +56,10 @@ class Scheduler:
         self._sleeping = False
         self._closed = False
         self._stopped = False
-        self._small_until = -math.inf  # small requests are taken to come
-        self._ended_here = -math.inf  # when the last step on the event loop was answered
-        self._stays_awake = False  # after the next one
+        self._early = EarlySteps(self._queues, self._stepping)
+        self._short = ShortSteps(
+            self._queues, self._stepping, self._delivery, self._turn, self._take_alone, self._is_quiet
+        )
         self._thread = threading.Thread(target=self._work, name=_name(lane), daemon=True)
 
     @property
@@ -170,15 +156,12 @@ class Scheduler:
         with self._lock:
             self._check_open()
             queue = self._queues.add(pending, self._stepping.busy_seconds)
-            if request.num_tokens < _EARLY_TOKENS:
-                self._small_until = pending.arrived + _SMALL_SECONDS
+            self._early.note(pending)
             self._delivery.accepted()
             if on_worker and self._stepping.returning:
                 self._stepping.returning -= 1
-            patient = timeout is None or timeout >= _LEAST_TIMEOUT_SECONDS
-            if alone and patient and self._sleeping and _is_short(queue):
-                self._stays_awake = pending.arrived - self._ended_here < _AWAKE_SECONDS
-                self._delivery.loop.call_soon(self._run_here, pending)
+            if alone and self._sleeping and self._short.fits(queue, timeout):
+                self._short.run_soon(pending)
                 return pending
             asleep, self._sleeping = self._sleeping, False
         if asleep:
@@ -378,28 +361,11 @@ class Scheduler:
         running = self._stepping.running
         if not running:
             return bool(self._queues.turns)
-        if self._stopped or self._jobs or len(running) == _MAX_RUNNING:
-            return False
-        head = self._queues.large_head(_EARLY_TOKENS)
-        return head is not None and time.perf_counter() >= self._early_from(head.request)
-
-    def _early_from(self, request: LayerRequest) -> float:
-        """When a step with this request may begin beside the running one."""
-        began, seconds = self._stepping.first_times()
-        if self._small_until < time.perf_counter():
-            return began
-        lead = _COPYING_PART * seconds
-        if is_on_gpu(request.hidden_states):
-            lead = min(lead, max(_LEAD_SECONDS, _LEAD_PART * seconds))
-        return began + seconds - lead
+        return not (self._stopped or self._jobs) and self._early.may_begin()
 
     def _wait_for_more(self) -> bool:
         """Wait until the only running step is done; True as soon as the next one may begin."""
-        running = self._stepping.running
-        if len(running) == _MAX_RUNNING or running[0].num_tokens < _EARLY_TOKENS:
-            return False  # a small step is over before another is worth beginning
-        began, seconds = self._stepping.first_times()
-        until = began + _POLLED_PART * seconds
+        running, until = self._stepping.running, self._early.polled_until()
         while time.perf_counter() < until and not running[0].step.is_done():
             if self._wakeup.sources:
                 self._poll(0)
@@ -409,38 +375,26 @@ class Scheduler:
             time.sleep(_POLL_SECONDS)
         return False
 
-    # Short steps on the event loop.
+    # For steps on the event loop.
 
-    def _run_here(self, pending: Pending) -> None:
-        """Run a request's step, unless the worker thread is awake or more has arrived."""
+    def _take_alone(self, pending: Pending) -> Chunk | None:
+        """Take a request's step, and the turn, unless the worker thread is awake or more has arrived."""
         with self._lock:
             if pending.state is not State.WAITING:
-                return
+                return None
             asleep = self._sleeping
             alone = asleep and self._queues.is_alone(pending) and not self._jobs
             # Never held for long: a worker that wakes up now waits for this step.
-            chunks: list[Chunk] = []
             if alone and self._turn.acquire(blocking=False):
-                chunks = self._queues.next_step()
-            else:
-                self._sleeping = False
-        if chunks:
-            try:
-                self._stepping.run_here(chunks[0])
-            finally:
-                self._turn.release()
-            self._queues.just_ended = False  # what has arrived meanwhile did not come from sources
-            self._ended_here = time.perf_counter()
-            if self._stays_awake:
-                self._stay_awake()
-        elif asleep:
+                return self._queues.next_step()[0]
+            self._sleeping = False
+        if asleep:
             self._wakeup.wake()
+        return None
 
-    def _stay_awake(self) -> None:
-        """Keep the event loop from sleeping for a moment: waking it would take about 0.05 ms."""
-        quiet = self._sleeping and not self._queues.turns
-        if quiet and time.perf_counter() - self._ended_here < _AWAKE_SECONDS:
-            self._delivery.loop.call_soon(self._stay_awake)
+    def _is_quiet(self) -> bool:
+        """Whether the worker thread sleeps, and nothing waits."""
+        return self._sleeping and not self._queues.turns
 
 
 def _name(lane: int) -> str:
@@ -450,14 +404,6 @@ def _name(lane: int) -> str:
 
 def _ignore(answer: object) -> None:
     """Of a request that has been given up."""
-
-
-def _is_short(queue: Queue) -> bool:
-    """Whether a step of all that is queued is likely to be short: it may run on the event loop.
-
-    Handing it over and back takes 0.1 to 0.3 ms.
-    """
-    return 0.0 < queue.likely_seconds(queue.num_tokens) <= SHORT_SECONDS
 
 
 def _run_job(job: Callable[[], object], done: Future[Any]) -> None:

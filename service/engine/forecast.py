@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 _RECENT_SECONDS = 1.0  # older steps say nothing: else what they say would never be measured again
 _HALF_SECONDS = 0.25  # until a step counts half
-_DOUBTFUL_SECONDS = 0.1  # on an idle device: one slow step must not have all requests refused for a second
+_DOUBTFUL_SECONDS = 0.1  # on an idle device: the next step may well take less than recent ones
+_STEADY_MARGIN = 1.5  # up to which `margin` shows that no single step took far longer than others
 _LEAST_MARGIN, _MOST_MARGIN = 1.1, 2.0
 _SPREADS = 2.5  # by which few steps exceed what is forecast for them
 _BEYOND = 2.0  # of the largest recent step: what is larger may be the first of its kind
@@ -56,10 +57,16 @@ class Forecast:
         slope = min(slope, seconds / tokens)
         return seconds + slope * (min(num_tokens, _BEYOND * self._largest) - tokens)
 
-    @property
-    def is_doubtful(self) -> bool:
-        """Whether the next step on an idle device should be tried, whatever is forecast for it."""
-        return self._clock() - self._when > _DOUBTFUL_SECONDS
+    def is_doubtful(self, num_tokens: float) -> bool:
+        """Whether an idle device should try a step, whatever is forecast for it.
+
+        If single steps took far longer than others, it should after as long as the step likely takes: few
+        slow ones must not have all requests refused, and vain steps then take half of its time at most.
+        """
+        idle = self._clock() - self._when
+        if idle > _DOUBTFUL_SECONDS:
+            return True
+        return self.margin > _STEADY_MARGIN and idle > self.step(num_tokens)
 
     @property
     def margin(self) -> float:

@@ -2,7 +2,9 @@
 
 All of it is arithmetic on measurements. A step takes about as long as a line through a decode step and a
 prefill step says, both on all SMs: reading the weights is its beginning, and every token adds the same. On a
-lane it takes as many times longer as the lane has fewer SMs.
+lane it takes as many times longer as the lane has fewer SMs. Nearly all decode requests take longer than a
+step: they wait for others, for threads and for the host. By how much, is measured, and taken to be the same
+on every split.
 """
 
 from collections.abc import Sequence
@@ -14,6 +16,8 @@ EARLY_STEPS = 3  # without chunks, one more has begun
 CHUNKS = (512, 1024, 2048)
 LEAST_SMS, MOST_PART = 16, 0.65  # of a decode lane
 _GAIN = 1.1  # over the present choice, which another must have
+_MISSED = 0.5  # of its worth has a choice with which decode misses its target
+_ROOM = 0.95  # of the target, that decode must keep with another choice if it has reached it
 _LOOKS = 2  # in a row, at which it must have it
 _IDLE_LOOKS = 10  # while there are only decode requests, or only prefill: the others may come back
 _SMOOTHING = 0.3  # weight of a new measurement
@@ -43,6 +47,7 @@ class Load(NamedTuple):
 
     decode, prefill  their usual steps; None: there were none yet
     asked            the rate of prefill that is asked for over the most there can be, up to 1
+    tail_seconds     by which nearly all requests of the decode lane exceed a step of it
     """
 
     total_sms: int
@@ -52,6 +57,7 @@ class Load(NamedTuple):
     asked: float = 1.0
     has_decode: bool = True
     has_prefill: bool = True
+    tail_seconds: float = 0.0
 
 
 class Expected(NamedTuple):
@@ -100,9 +106,9 @@ def expected(choice: Choice, load: Load) -> Expected:
     prefill, decode = load.prefill or Point(1, 0), load.decode or Point(1, 0)
     if choice.decode_sms:
         part = choice.decode_sms / load.total_sms
-        return Expected(choice, decode.seconds / part, 1 - part)
+        return Expected(choice, decode.seconds / part + load.tail_seconds, 1 - part)
     if not load.has_prefill:
-        return Expected(choice, decode.seconds, 1)
+        return Expected(choice, decode.seconds + load.tail_seconds, 1)
     slope = max(0.0, prefill.seconds - decode.seconds) / max(1.0, prefill.tokens - decode.tokens)
     tokens = min(choice.chunk_tokens or prefill.tokens, prefill.tokens)
     seconds = decode.seconds + slope * tokens  # with the decode tokens
@@ -115,7 +121,7 @@ def worth(of: Expected, load: Load, target_seconds: float) -> float:
     """How good a choice is: the rate of prefill that is asked for, less where decode misses its target."""
     share = min(of.prefill_share, load.asked) if load.has_prefill else 1.0
     late = of.decode_seconds / target_seconds if load.has_decode else 1.0
-    return share / max(1.0, late)
+    return share if late <= 1.0 else _MISSED * share / late
 
 
 def best(load: Load, target_seconds: float) -> Expected:
@@ -134,17 +140,19 @@ def look(state: State, load: Load, target_seconds: float) -> State:
     is_known = (load.decode or not load.has_decode) and (load.prefill or not load.has_prefill)
     if not is_known or not (load.has_decode or load.has_prefill):
         return replace(state, expected=now, looks=0)
-    found = best(load, target_seconds)
-    gains = is_better(found, now, load, target_seconds)
+    # Measurements scatter: what is just below the target may be above it at the next look.
+    of_others = target_seconds * (_ROOM if now.decode_seconds <= target_seconds else 1.0)
+    found = best(load, of_others)
+    gain = worth(found, load, of_others) / max(worth(now, load, target_seconds), 1e-9)
+    gains = is_better(found, now, load, gain)
     looks = _LOOKS if load.has_decode and load.has_prefill else _IDLE_LOOKS
     if not gains or state.looks + 1 < looks:
         return replace(state, expected=now, looks=state.looks + 1 if gains else 0)
     return State(found, reason(now, found, target_seconds))
 
 
-def is_better(found: Expected, now: Expected, load: Load, target_seconds: float) -> bool:
+def is_better(found: Expected, now: Expected, load: Load, gain: float) -> bool:
     """Whether `found` is clearly better: worth more, or without prefill as much, with shorter steps."""
-    gain = worth(found, load, target_seconds) / max(worth(now, load, target_seconds), 1e-9)
     faster = load.has_decode and found.decode_seconds * _GAIN <= now.decode_seconds
     return gain >= _GAIN or (gain >= 1 and faster and not load.has_prefill)
 

@@ -2,8 +2,11 @@
 
 import asyncio
 import logging
+import math
+import statistics
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -30,6 +33,14 @@ DECODE_SECONDS = Family(
     "seconds",
     when=_WHEN,
 )
+MEASURED_SECONDS = Family(
+    "gauge",
+    "lanes_measured_decode_seconds",
+    "what 99 of 100 requests on the decode lane took at most, in their queue and step, when last looked at; "
+    "0: not known",
+    "seconds",
+    when=_WHEN,
+)
 PREFILL_RATIO = Family(
     "gauge",
     "lanes_expected_prefill_ratio",
@@ -46,10 +57,12 @@ CHANGES = Family(
     ("reason",),
     when=_WHEN,
 )
-FAMILIES = (DECODE_SMS, CHUNK_TOKENS, DECODE_SECONDS, PREFILL_RATIO, CHANGES)
+FAMILIES = (DECODE_SMS, CHUNK_TOKENS, DECODE_SECONDS, MEASURED_SECONDS, PREFILL_RATIO, CHANGES)
 
 _LOOK_SECONDS = 0.5
 _BUSY_PART = 0.9  # of the time in steps of prefill: then more is asked for than there can be
+_LEAST_REQUESTS = 20  # on the decode lane between two looks, that say what nearly all take
+_TAILS = 5  # looks whose median counts: one with a pause says nothing
 
 
 class LaneControl:
@@ -77,6 +90,10 @@ class LaneControl:
         self._prefill_seconds = 0.0  # in steps, since the last look
         self._usual_tokens = 0.0  # of a long request, between the two looks before; 0: there was none
         self._refused: set[Choice] = set()  # by the device
+        self._took: list[float] = []  # by each request on the decode lane, since the last look
+        self._tails: deque[float] = deque(maxlen=_TAILS)  # see `Load.tail_seconds`
+        self._measured = 0.0  # what nearly all took at most
+        self._has_changed = False  # since the last look: requests have waited for that
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -91,11 +108,15 @@ class LaneControl:
             with suppress(asyncio.CancelledError):
                 await self._task
 
-    def step_done(self, lane: str, tokens: int, seconds: float) -> None:
-        """Learn from a step."""
+    def step_done(self, lane: str, tokens: int, seconds: float, waited: Sequence[float]) -> None:
+        """Learn from a step, whose requests have `waited` for so many seconds."""
         part = self.state.expected.choice.decode_sms / self._load.total_sms
         if lane == "prefill":
             part = 1 - part
+        elif not part:
+            return  # of before the change
+        else:
+            self._took.extend(seconds + each for each in waited)
         step = Point(tokens, seconds * part)  # as on all SMs
         known = self._load
         if tokens <= self._small_tokens:
@@ -111,10 +132,10 @@ class LaneControl:
         now, before = self._arrived(), self._seen
         short, long, long_tokens = (new - old for new, old in zip(now, before, strict=True))
         busy, self._prefill_seconds, self._seen = self._prefill_seconds / seconds, 0.0, now
-        load = self._load
         if long:
             self._usual_tokens = long_tokens / long
-        asked = 1.0
+        self._learn_tail()
+        load, asked = self._load, 1.0
         if busy < _BUSY_PART and load.prefill is not None:
             asked = min(1.0, long_tokens / seconds * load.prefill.seconds / load.prefill.tokens)
         self._load = load._replace(
@@ -124,12 +145,24 @@ class LaneControl:
         if found.expected.choice == self.state.expected.choice or await self._change(found):
             self.state = found
 
+    def _learn_tail(self) -> None:
+        """Learn by how much nearly all requests of the decode lane exceeded a step of it."""
+        took, self._took = sorted(self._took), []
+        has_changed, self._has_changed = self._has_changed, False
+        part, step = self.state.expected.choice.decode_sms / self._load.total_sms, self._load.decode
+        if has_changed or len(took) < _LEAST_REQUESTS or not part or step is None:
+            return
+        self._measured = took[math.ceil(0.99 * len(took)) - 1]
+        self._tails.append(max(0.0, self._measured - step.seconds / part))
+        self._load = self._load._replace(tail_seconds=statistics.median(self._tails))
+
     def metrics(self) -> Iterator[Metric]:
         """The present choice, what it is expected to give, and how often it was changed for what reason."""
         now = self.state.expected
         yield DECODE_SMS.gauge(now.choice.decode_sms)
         yield CHUNK_TOKENS.gauge(now.choice.chunk_tokens)
         yield DECODE_SECONDS.gauge(now.decode_seconds)
+        yield MEASURED_SECONDS.gauge(self._measured)
         yield PREFILL_RATIO.gauge(now.prefill_share)
         changes = CHANGES.counter()
         for reason, count in self._changes.items():
@@ -148,6 +181,7 @@ class LaneControl:
             logger.warning("lanes: %s", error)
             return False
         self._changes[found.why] += 1
+        self._has_changed = True
         logger.info("lanes: %s, for %s", shown(choice), found.why)
         return True
 

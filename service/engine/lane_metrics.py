@@ -13,7 +13,7 @@ from expertd.service.engine.steps import StepObserver
 from expertd.service.engine.tallies import Tally
 from expertd.service.moe.request import StepResult
 
-_MOST_KEPT = 128  # steps, before they are counted together
+_MOST_KEPT = 64  # steps, before they are counted together
 _LABELS, _WHEN = ("model", "lane"), "with `lanes`; lane: decode or prefill"
 QUEUE = Family(
     "histogram",
@@ -63,16 +63,16 @@ class _Series:
 class LaneMetrics:
     """Counts the steps of lanes beside those of all steps; every series exists from the start, at 0.
 
-    on_step  is called with each step: its lane, its tokens, its seconds
+    on_step  is called with each step: its lane, its tokens, its seconds, those of its requests in the queue
     """
 
     def __init__(self, models: Sequence[str], lanes: Sequence[str]) -> None:
-        self.on_step: Callable[[str, int, float], None] = lambda lane, tokens, seconds: None
+        self.on_step: Callable[[str, int, float, Sequence[float]], None] = lambda *step: None
         self._series = {(model, lane): _Series() for model in models for lane in lanes}
 
     def step_done(self, lane: str, model: str, result: StepResult, queue_seconds: Sequence[float]) -> None:
         """Count a step of `lane`."""
-        self.on_step(lane, result.num_tokens, result.compute_seconds)
+        self.on_step(lane, result.num_tokens, result.compute_seconds, queue_seconds)
         series = self._series[model, lane]
         series.kept.append((queue_seconds, result.compute_seconds, result.num_tokens))
         if len(series.kept) >= _MOST_KEPT:

@@ -145,7 +145,7 @@ class Queues:
             return step, []
         num_tokens = sum(chunk.request.num_tokens for chunk in step)
         forecast, wait = self._of[step[0].pending.model].forecast, busy()
-        if not wait and forecast.is_doubtful:
+        if not wait and forecast.is_doubtful(num_tokens):
             return step, []
         end = time.perf_counter() + forecast.margin * (wait + forecast.step(num_tokens))
         late = [chunk for chunk in step if chunk.pending.deadline < end]
@@ -196,11 +196,12 @@ class Queues:
     def _check_time(self, pending: Pending, busy: float) -> None:
         """Refuse a request whose output would come after its deadline, by what recent steps took."""
         limits, model = self.limits, pending.model
-        if not busy and not self.turns and self._of[model].forecast.is_doubtful:
+        num_tokens = pending.request.num_tokens
+        if not busy and not self.turns and self._of[model].forecast.is_doubtful(num_tokens):
             return
         before = {name: self._of[name].tokens_before(pending.priority, pending.caller) for name in self.turns}
         own = self._of[model]
-        num_tokens = before.pop(model, 0) + pending.request.num_tokens
+        num_tokens += before.pop(model, 0)
         alone = own.forecast.until_end(num_tokens, limits.max_batch_tokens)
         for name, tokens in before.items():  # what other models get of the device meanwhile
             other = self._of[name]

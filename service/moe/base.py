@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from expertd.kernels import Backend
+from expertd.kernels import Backend, HiddenStates
 from expertd.layout import Layout
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import ExpertWeights
@@ -20,6 +20,8 @@ class Layer(Protocol):
     backend: Backend
     is_capturable: bool
     """Whether its calls can be captured in CUDA graphs."""
+    needs_floats: bool
+    """Whether more than the router and products with experts reads hidden states."""
     rank_tokens: tuple[int, ...]
     """The tokens of the next calls on each rank, on which their launches depend; (): there are no ranks."""
 
@@ -31,7 +33,7 @@ class Layer(Protocol):
 
     def __call__(
         self,
-        hidden_states: Tensor,
+        hidden_states: HiddenStates,
         topk_ids: Tensor | None = None,
         topk_weights: Tensor | None = None,
         num_sms: int | None = None,

@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from expertd.kernels import expand_rows
+from expertd.kernels import HiddenStates, Quantized, quantize_rows
 from expertd.service.moe.request import FP8, LayerRequest, row_bytes
 
 FLOATS = {"BF16": torch.bfloat16, "FP16": torch.float16, "FP32": torch.float32}
@@ -55,26 +54,20 @@ def _common(datatypes: set[str]) -> torch.dtype:
     return FLOATS.get(datatypes.pop(), torch.float32) if len(datatypes) == 1 else torch.float32
 
 
-class Fp8Rows(NamedTuple):
-    """The bytes of e4m3 values [T, H] and of their fp32 scales [T, H/128], of any strides."""
-
-    values: Tensor
-    scales: Tensor
-
-
-def rows_of(data: Tensor, datatype: str, hidden_size: int, scales: Tensor | None = None) -> Tensor | Fp8Rows:
+def rows_of(data: Tensor, datatype: str, hidden_size: int, scales: Tensor | None = None) -> HiddenStates:
     """uint8 bytes, contiguous, as rows [T, H] of `datatype`. `scales`: those of FP8 rows without them."""
     if datatype != FP8:
         return data.view(FLOATS[datatype]).view(-1, hidden_size)
-    if scales is not None:
-        return Fp8Rows(data.view(-1, hidden_size), scales.view(-1, row_bytes(FP8, hidden_size) - hidden_size))
-    rows = data.view(-1, row_bytes(FP8, hidden_size))
-    return Fp8Rows(rows[:, :hidden_size], rows[:, hidden_size:])
+    if scales is None:
+        rows = data.view(-1, row_bytes(FP8, hidden_size))
+        data, scales = rows[:, :hidden_size], rows[:, hidden_size:]
+    else:
+        data, scales = data.view(-1, hidden_size), scales.view(-1, row_bytes(FP8, hidden_size) - hidden_size)
+    return Quantized(data.view(torch.float8_e4m3fn), scales.view(torch.float32))
 
 
-def expanded(rows: Tensor | Fp8Rows) -> Tensor:
-    """Rows of `rows_of` as floats [T, H]; FP8 in memory of their own."""
-    if isinstance(rows, Tensor):
-        return rows
-    values, scales = (part.contiguous() for part in rows)
-    return expand_rows(values.view(torch.float8_e4m3fn), scales.view(torch.float32))
+def joined(parts: Sequence[HiddenStates]) -> Quantized:
+    """Rows one after another, floats among them as the quantizer rounds them."""
+    made = [quantize_rows(part) if isinstance(part, Tensor) else part for part in parts]
+    data = torch.cat([part.data.view(torch.uint8) for part in made])
+    return Quantized(data.view(torch.float8_e4m3fn), torch.cat([part.scales for part in made]))

@@ -17,9 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from expertd.kernels import HiddenStates, Quantized, as_floats, values_of
 from expertd.service.memory import Buffer, Span, host_view, is_on_gpu
 from expertd.service.moe.base import Layer
-from expertd.service.moe.batch import FLOATS, Batch, Fp8Rows, expanded, rows_of
+from expertd.service.moe.batch import FLOATS, Batch, joined, rows_of
 from expertd.service.moe.capture import is_current
 from expertd.service.moe.copies import Copies
 from expertd.service.moe.recurring import RecurringSteps
@@ -109,21 +110,20 @@ class DeviceSteps:
         parts = self._hidden_states(batch, slot, copies_in)
         given = self._given(batch, slot, copies_in) if batch.with_routing else None
         self._copy_in(slot, copies_in, stream)
-        is_expanded = any(isinstance(part, Fp8Rows) for part in parts)  # to memory of this step alone
-        floats = [expanded(part) for part in parts]
-        hidden_states = floats[0] if len(parts) == 1 else torch.cat([part.to(batch.dtype) for part in floats])
-        topk_ids, topk_weights = self._routing(batch, hidden_states, given)
+        hidden_states = self._together(parts, batch)
+        topk_ids, topk_weights = self._routing(batch, parts, hidden_states, given)
         out = self._out(batch, slot)
         offsets = slot.offsets[: self._layer.shape.num_groups + 1]
         compute = partial(self._layer, hidden_states, topk_ids, topk_weights, num_sms, out, offsets)
         key = (
-            *map(_name, (hidden_states, topk_ids, out)),
+            *map(_name, (values_of(hidden_states), topk_ids, out)),
+            _name(hidden_states.scales if isinstance(hidden_states, Quantized) else None),
             id(slot),
             num_sms,
             stream.cuda_stream,
             self._layer.rank_tokens,
         )
-        if not is_expanded and len(parts) == 1 and len(batch.with_routing) in (0, len(batch.requests)):
+        if len(parts) == 1 and len(batch.with_routing) in (0, len(batch.requests)):
             # All of its memory is the slot's, or the request's own.
             graph = self._recurring.run(key, compute, slot.pool, stream)
         else:
@@ -183,7 +183,7 @@ class DeviceSteps:
     def _bytes_of(self, output: Tensor) -> bytes:
         return self._staging.host_copies.timed(output.numpy().tobytes, output.numel() * output.itemsize)
 
-    def _hidden_states(self, batch: Batch, slot: Slot, copies: Copies) -> list[Tensor | Fp8Rows]:
+    def _hidden_states(self, batch: Batch, slot: Slot, copies: Copies) -> list[HiddenStates]:
         """As `rows_of` once `copies` are done, in one part for each request if they differ."""
         h = self._layer.shape.hidden_size
         first, scales = batch.requests[0].hidden_states, batch.requests[0].scales
@@ -233,11 +233,21 @@ class DeviceSteps:
         on_gpu = copied.view(torch.int32).chunk(2)
         return on_gpu[0].view(shape), on_gpu[1].view(torch.float32).view(shape)
 
+    def _together(self, parts: list[HiddenStates], batch: Batch) -> HiddenStates:
+        """All rows of a step; those in FP8 keep their bits unless the layer needs the floats of others."""
+        if len(parts) == 1:
+            return parts[0]
+        if self._layer.needs_floats or not any(isinstance(part, Quantized) for part in parts):
+            return _floats(parts, batch)
+        return joined(parts)
+
     def _routing(
-        self, batch: Batch, hidden_states: Tensor, given: _Routing | None
+        self, batch: Batch, parts: list[HiddenStates], hidden_states: HiddenStates, given: _Routing | None
     ) -> tuple[Tensor | None, Tensor | None]:
         """The step's routing on the GPU; None: the layer routes all tokens."""
         if given is None:
+            if isinstance(hidden_states, Quantized) and len(parts) > 1:  # some may have been floats
+                return self._layer.route(_floats(parts, batch))
             return None, None
         ids, weights = given
         for request, part in zip(batch.requests, batch.parts, strict=True):
@@ -246,7 +256,7 @@ class DeviceSteps:
                 ids[part] = _view(request.topk_ids, dtype, ids.shape[1]).to(torch.int32)
                 weights[part] = _view(request.topk_weights, torch.float32, ids.shape[1])
         if len(batch.with_routing) < len(batch.requests):
-            routed_ids, routed_weights = self._layer.route(hidden_states)
+            routed_ids, routed_weights = self._layer.route(_floats(parts, batch))
             for part in batch.with_routing:
                 routed_ids[part] = ids[part]
                 routed_weights[part] = weights[part]
@@ -286,7 +296,13 @@ class DeviceSteps:
         return is_on_gpu(memory) and memory.device == here and is_aligned(memory, alignment)
 
 
-def _rows_of(request: LayerRequest, data: Tensor, hidden_size: int) -> Tensor | Fp8Rows:
+def _floats(parts: list[HiddenStates], batch: Batch) -> Tensor:
+    """All rows of a step as floats of `batch.dtype`."""
+    floats = [as_floats(part) for part in parts]
+    return floats[0] if len(floats) == 1 else torch.cat([part.to(batch.dtype) for part in floats])
+
+
+def _rows_of(request: LayerRequest, data: Tensor, hidden_size: int) -> HiddenStates:
     """A request's rows in `data`, uint8; scales that lay apart follow the values."""
     if request.scales is None:
         return rows_of(data, request.datatype, hidden_size)
@@ -297,7 +313,8 @@ def _rows_of(request: LayerRequest, data: Tensor, hidden_size: int) -> Tensor | 
 def _stays_in_place(request: LayerRequest) -> bool:
     """Whether nothing of a request is copied by the host, or laid out for this step alone."""
     spans = isinstance(request.hidden_states, Span) and request.output is not None
-    return spans and request.topk_ids is None
+    in_place = request.scales is None or isinstance(request.scales, Span)
+    return spans and in_place and request.topk_ids is None
 
 
 class _CudaArray:
@@ -326,4 +343,4 @@ def _bytes_at(address: int, num_bytes: int) -> Tensor:
 
 def _name(tensor: Tensor | None) -> object:
     """What a launch depends on."""
-    return None if tensor is None else (tensor.data_ptr(), tensor.shape, tensor.dtype)
+    return None if tensor is None else (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)

@@ -9,9 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from expertd.kernels import as_floats
 from expertd.service.memory import Buffer, Span, host_view
 from expertd.service.moe.base import Layer
-from expertd.service.moe.batch import FLOATS, Batch, expanded, rows_of
+from expertd.service.moe.batch import FLOATS, Batch, rows_of
 from expertd.service.moe.request import LayerRequest, Output, StepResult
 from expertd.service.moe.step_counts import HostCopies
 
@@ -60,7 +61,7 @@ class HostSteps:
         memory = host_view(request.hidden_states)
         if memory.readonly:
             memory = memoryview(bytearray(memory))  # torch wants to be able to write
-        return expanded(rows_of(torch.frombuffer(memory, dtype=torch.uint8), request.datatype, h))
+        return as_floats(rows_of(torch.frombuffer(memory, dtype=torch.uint8), request.datatype, h))
 
     def _routing(self, batch: Batch, hidden_states: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """The step's routing; None: the layer routes all tokens."""

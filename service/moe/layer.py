@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from expertd.activation import COMMON, ExpertRule
-from expertd.kernels import Backend, Routing, fused_experts
+from expertd.kernels import Backend, HiddenStates, Quantized, Routing, as_floats, fused_experts, values_of
 from expertd.layout import Layout
 from expertd.service.moe.masked import masked_experts
 from expertd.service.moe.separate import SeparateExperts, needs_two_calls
@@ -38,6 +38,7 @@ class MoELayer:
     tokens_per_expert: Callable[[NDArray[np.int32]], NDArray[np.int32]]
     """Tokens of each expert, from the `offsets` of a call; 0 for experts held elsewhere. Holds no weights."""
     is_capturable = True
+    needs_floats: bool
     rank_tokens: tuple[int, ...] = ()
 
     def __init__(
@@ -72,6 +73,7 @@ class MoELayer:
         gate = weights.shared_gate
         self._shared_gate = None if gate is None or not shape.num_shared_experts else gate.float()
         self._bias = None if weights.router_bias is None else weights.router_bias.contiguous()
+        self.needs_floats = self._shared_gate is not None or rule.weighs_input
         self._router = weights.router.to(torch.float32).contiguous()
         in_bf16 = weights.router.to(torch.bfloat16).contiguous()
         exact = in_bf16.is_cuda and in_bf16.to(torch.float32).equal(self._router)
@@ -122,20 +124,20 @@ class MoELayer:
         )
 
     def routing_of(
-        self, hidden_states: Tensor, topk_ids: Tensor | None, topk_weights: Tensor | None
+        self, hidden_states: HiddenStates, topk_ids: Tensor | None, topk_weights: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """What a call with these arguments uses: the given routing, or that of `route`. Checks them."""
         self._check_hidden_states(hidden_states)
         if topk_ids is None and topk_weights is None:
-            topk_ids, topk_weights = self.route(hidden_states)
+            topk_ids, topk_weights = self.route(as_floats(hidden_states))
         if topk_ids is None or topk_weights is None:
             raise ValueError("topk_ids and topk_weights: expected both or neither, got one")
-        self._check_routing(hidden_states.shape[0], topk_ids, topk_weights)
+        self._check_routing(values_of(hidden_states).shape[0], topk_ids, topk_weights)
         return topk_ids, topk_weights
 
     def __call__(
         self,
-        hidden_states: Tensor,
+        hidden_states: HiddenStates,
         topk_ids: Tensor | None = None,
         topk_weights: Tensor | None = None,
         num_sms: int | None = None,
@@ -144,7 +146,8 @@ class MoELayer:
     ) -> Tensor:
         """The layer's output [T, H], summed in float32.
 
-        hidden_states  bfloat16, float16 or float32 [T, H]
+        hidden_states  bfloat16, float16 or float32 [T, H]; or Quantized, which the experts multiply as it is,
+                       and whose values (`as_floats`) are what the router, a gate and weights of inputs read
         topk_ids       int32 [T, top_k], each from 0 to E - 1 (or -1: no expert; not in the masked layout), no
                        expert twice in a row. Not checked, since that would read the device;
                        `LayerRunner.validate` does
@@ -161,7 +164,8 @@ class MoELayer:
             return self._separate(hidden_states, routed, shared, num_sms, out, offsets)
         group_ids, weights = self._groups(hidden_states, topk_ids, topk_weights)
         gate_up, down = self.weights.gate_up, self.weights.down
-        if hidden_states.shape[0] > 0 and self.layout(hidden_states.shape[0]) is Layout.MASKED:
+        num_tokens = len(topk_ids)
+        if num_tokens > 0 and self.layout(num_tokens) is Layout.MASKED:
             result = masked_experts(
                 hidden_states, group_ids, weights, gate_up, down, self.backend, num_sms, offsets
             )
@@ -172,7 +176,9 @@ class MoELayer:
             num_sms=num_sms, offsets=offsets,
         )  # fmt: skip
 
-    def _groups(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor]:
+    def _groups(
+        self, hidden_states: HiddenStates, topk_ids: Tensor, topk_weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Group (-1: none here) and weight of each (token, slot), shared experts after the routed ones."""
         topk_ids, topk_weights = self._held(topk_ids, topk_weights)
         if self.shape.num_shared_experts == 0:
@@ -188,22 +194,24 @@ class MoELayer:
             topk_ids = torch.where(inside, topk_ids - held.start, -1)
         return topk_ids.contiguous(), topk_weights.contiguous()
 
-    def _shared(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    def _shared(self, hidden_states: HiddenStates) -> tuple[Tensor, Tensor]:
         """Group and weight of each (token, shared expert), both [T, S]."""
-        num_tokens = hidden_states.shape[0]
+        num_tokens = values_of(hidden_states).shape[0]
         ids = self._shared_ids.expand(num_tokens, -1)
         if self._shared_gate is None:
             return ids, self._shared_weights.expand(num_tokens, -1)
-        gates = (hidden_states.to(torch.float32) @ self._shared_gate).sigmoid()
+        gates = (as_floats(hidden_states).to(torch.float32) @ self._shared_gate).sigmoid()
         return ids, gates[:, None].expand(-1, self.shape.num_shared_experts)
 
-    def _check_hidden_states(self, hidden_states: Tensor) -> None:
-        if hidden_states.ndim != 2 or hidden_states.shape[1] != self.shape.hidden_size:
+    def _check_hidden_states(self, hidden_states: HiddenStates) -> None:
+        rows = values_of(hidden_states)
+        if rows.ndim != 2 or rows.shape[1] != self.shape.hidden_size:
             expected = f"[T, {self.shape.hidden_size}]"
-            raise ValueError(f"hidden_states shape: expected {expected}, got {tuple(hidden_states.shape)}")
-        if hidden_states.dtype not in _HIDDEN_DTYPES:
-            expected = " or ".join(map(str, _HIDDEN_DTYPES))
-            raise ValueError(f"hidden_states dtype: expected {expected}, got {hidden_states.dtype}")
+            raise ValueError(f"hidden_states shape: expected {expected}, got {tuple(rows.shape)}")
+        dtypes = (torch.float8_e4m3fn,) if isinstance(hidden_states, Quantized) else _HIDDEN_DTYPES
+        if rows.dtype not in dtypes:
+            expected = " or ".join(map(str, dtypes))
+            raise ValueError(f"hidden_states dtype: expected {expected}, got {rows.dtype}")
 
     def _check_routing(self, num_tokens: int, topk_ids: Tensor, topk_weights: Tensor) -> None:
         expected = (num_tokens, self.shape.top_k)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from expertd.kernels import (
     Backend,
+    HiddenStates,
     Permutation,
     Quantized,
     compute_permutation,
@@ -22,7 +23,7 @@ from expertd.kernels import (
 
 
 def masked_experts(
-    hidden_states: Tensor,
+    hidden_states: HiddenStates,
     group_ids: Tensor,
     weights: Tensor,
     gate_up: Quantized,
@@ -32,7 +33,7 @@ def masked_experts(
     offsets: Tensor | None = None,
 ) -> Tensor:
     """As `fused_experts`: fp32 [T, H]; group_ids int32 [T, top_k] must be valid, and distinct per token."""
-    num_groups, max_m = down.data.shape[0], hidden_states.shape[0]  # a group gets each token at most once
+    num_groups, max_m = down.data.shape[0], group_ids.shape[0]  # a group gets each token at most once
     permutation = compute_permutation(group_ids, num_groups)
     if offsets is not None:
         offsets.copy_(permutation.offsets, non_blocking=True)
@@ -46,7 +47,9 @@ def masked_experts(
         )
         return out[permutation.group_ids, permutation.positions]
 
-    rows = permute_rows(quantize_rows(hidden_states), permutation.token_ids)  # quantized once per token
+    if not isinstance(hidden_states, Quantized):
+        hidden_states = quantize_rows(hidden_states)  # once per token
+    rows = permute_rows(hidden_states, permutation.token_ids)
     # Activate only the existing rows: [G, max_m] is mostly empty.
     activated = quantize_rows(swiglu(multiply(rows, gate_up)))
     return unpermute_rows(multiply(activated, down), permutation.inverse, weights)

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from expertd.kernels import as_floats
 from expertd.service.memory import host_view
 from expertd.service.moe.base import Layer
-from expertd.service.moe.batch import Batch, expanded, rows_of
+from expertd.service.moe.batch import Batch, rows_of
 from expertd.service.moe.capture import GraphPool
 from expertd.service.moe.device_step import DeviceSteps
 from expertd.service.moe.graphs import StepGraphs
@@ -112,7 +113,7 @@ class LayerRunner:
         data = torch.frombuffer(bytearray(host_view(request.hidden_states)), dtype=torch.uint8)
         rows = rows_of(data, request.datatype, self.layer.shape.hidden_size)
         with self.on_stream(), torch.inference_mode():
-            topk_ids, topk_weights = self.layer.route(expanded(rows).to(self._device))
+            topk_ids, topk_weights = self.layer.route(as_floats(rows).to(self._device))
             return topk_ids.cpu().numpy(), topk_weights.cpu().numpy()
 
     def run(self, requests: Sequence[LayerRequest]) -> StepResult:

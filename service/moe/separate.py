@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from expertd.activation import ExpertRule
-from expertd.kernels import Backend, fused_experts
+from expertd.kernels import Backend, HiddenStates, as_floats, fused_experts, values_of
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import ExpertWeights, cut
 
@@ -20,13 +20,14 @@ def rows_per_token(top_k: int, rule: ExpertRule) -> int:
 
 
 def weighed_rows(
-    hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor
+    hidden_states: HiddenStates, topk_ids: Tensor, topk_weights: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A row for each slot, which its weight has multiplied, and which then counts fully.
 
     Returns hidden_states fp32 [T * top_k, H], topk_ids and topk_weights [T * top_k, 1], all contiguous.
     """
-    rows = hidden_states.to(torch.float32).repeat_interleave(topk_ids.shape[1], 0) * topk_weights.view(-1, 1)
+    rows = as_floats(hidden_states).to(torch.float32).repeat_interleave(topk_ids.shape[1], 0)
+    rows = rows * topk_weights.view(-1, 1)
     return rows, topk_ids.reshape(-1, 1), torch.ones_like(topk_weights).view(-1, 1)
 
 
@@ -48,7 +49,7 @@ class SeparateExperts:
 
     def __call__(
         self,
-        hidden_states: Tensor,
+        hidden_states: HiddenStates,
         topk: tuple[Tensor, Tensor],
         shared: tuple[Tensor, Tensor],
         num_sms: int | None,
@@ -57,7 +58,7 @@ class SeparateExperts:
     ) -> Tensor:
         """As `MoELayer.__call__`, with the groups and weights of the routed and of the shared experts."""
         states, ids, weights = operands = hidden_states, *topk
-        num_tokens, each = hidden_states.shape[0], rows_per_token(ids.shape[1], self._rule)
+        (num_tokens, h), each = values_of(hidden_states).shape, rows_per_token(ids.shape[1], self._rule)
         if self._rule.weighs_input:
             states, ids, weights = weighed_rows(*operands)
         total = fused_experts(
@@ -65,7 +66,7 @@ class SeparateExperts:
             activation=self._rule.routed, backend=self._backend, num_sms=num_sms,
             offsets=None if offsets is None else offsets[: self._held + 1],
         )  # fmt: skip
-        total = total.view(num_tokens, each, hidden_states.shape[1]).sum(1)
+        total = total.view(num_tokens, each, h).sum(1)
         if self._num_shared > 0:
             ids, weights = shared
             total += fused_experts(

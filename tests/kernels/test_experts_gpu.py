@@ -24,6 +24,7 @@ from expertd.kernels import (
 )
 from expertd.kernels.backends.hopper import compute_permutation as on_hopper
 from expertd.kernels.backends.hopper.launch import Kernels, OnStream, current_stream
+from expertd.kernels.backends.hopper.permute_rows import permute_rows
 from expertd.kernels.backends.hopper.quantize_permute import quantize_permute
 from expertd.kernels.backends.hopper.router_logits import router_logits
 from expertd.kernels.backends.hopper.tensor_maps import TensorMapCache, describe_rows
@@ -82,6 +83,28 @@ def test_quantize_permute(k: int, dtype: torch.dtype) -> None:
         assert torch.equal(
             out.scales[index].view(torch.int32), expected.scales.contiguous().view(torch.int32)
         )
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("k", [128, 1024, 7168])
+def test_permute_rows(k: int, apart: bool) -> None:
+    """Values and scales side by side, as in requests, or column-major scales apart."""
+    generator = fresh_generator("cuda")
+    made = torch.randint(0, 256, (37, k + k // 32), generator=generator, device="cuda", dtype=torch.uint8)
+    values, scales = made[:, :k], made[:, k:].view(torch.float32)
+    if apart:
+        values, scales = values.contiguous(), scales.t().contiguous().t()
+    tokens = Quantized(values.view(torch.float8_e4m3fn), scales)
+    rows = torch.randperm(37 * 3, generator=generator, device="cuda").to(torch.int32).view(37, 3)
+    rows[5] = -1
+    if k % 512 > 0:
+        tokens = tokens._replace(data=tokens.data.contiguous())  # rows of 132 bytes are not aligned
+    out = permute_rows(*_kernels(), tokens, rows)
+    there = rows[:, 0] >= 0
+    for slot in range(3):
+        index = rows[there, slot].long()
+        assert torch.equal(out.data.view(torch.uint8)[index], values[there])
+        assert torch.equal(out.scales[index].view(torch.int32), scales[there].contiguous().view(torch.int32))
 
 
 @pytest.mark.parametrize(
@@ -289,6 +312,21 @@ def test_five_launches_match_the_separate_steps(tokens: int) -> None:
     layer, composed = _layer(2048, 768, 32, 8, tokens), torch.empty(tokens, 2048, device="cuda")
     Backend.experts(resolve_backend("hopper"), *layer, composed, SILU, None)
     assert diff(layer.run(), composed.double()) < (2e-4 if tokens > 16 else 2e-3)
+
+
+@pytest.mark.parametrize("num_sms", [None, 1, 8])
+@pytest.mark.parametrize("tokens", [1, 300])
+def test_rows_that_are_quantized_already(tokens: int, num_sms: int | None) -> None:
+    """The quantizer's own bits give the same bits; other scales, which it would not choose, are used."""
+    layer = _layer(2048, 768, 32, 8, tokens)
+    rows, expected = quantize_rows(layer.hidden_states), layer.run(num_sms=num_sms)
+    with forbid_host_sync():
+        out = fused_experts(rows, *layer[1:], num_sms=num_sms)
+    assert torch.equal(out, expected)
+    odd = rows._replace(scales=rows.scales * torch.rand_like(rows.scales).add_(0.5))
+    composed = torch.empty_like(out)
+    Backend.experts(resolve_backend("hopper"), odd, *layer[1:], composed, SILU, None)
+    assert diff(fused_experts(odd, *layer[1:]), composed.double()) < (2e-4 if tokens > 16 else 2e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -9,7 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from expertd.kernels import Backend, Quantized, dequantize_blocks, fused_experts, quantize_blocks
+from expertd.kernels import (
+    Backend,
+    Quantized,
+    compute_permutation,
+    dequantize_blocks,
+    dequantize_rows,
+    fused_experts,
+    quantize_blocks,
+    quantize_rows,
+)
 from expertd.kernels.backends.reference import cpu_ffn, matrices
 from expertd.kernels.backends.reference.backend import ReferenceBackend
 from expertd.kernels.ops.activation import SILU, Activation, OtherGlu, Swiglu
@@ -225,6 +234,30 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     assert diff(case.run(), case.expected()) < BF16_TOLERANCE
 
 
+def test_rows_that_are_quantized_already_are_not_quantized_again() -> None:
+    """Rows of any strides, with scales that the quantizer would not choose: FP8 GEMMs get their bits."""
+    case = _case([3, 0, 9], slots=4)
+    data = torch.randn(3, 33 * H // 32, generator=fresh_generator())[:, :H].to(torch.float8_e4m3fn)
+    rows = Quantized(data, torch.rand(H // 128, 3, generator=fresh_generator()).t() + 0.5)
+    floats = dequantize_rows(data.contiguous(), rows.scales)
+    assert not torch.equal(quantize_rows(floats).scales, rows.scales)
+    arguments = case.topk_ids, case.topk_weights, case.gate_up, case.down
+    expected = replace(case, hidden_states=floats).expected()
+    for backend, tolerance in ((ReferenceBackend(), BF16_TOLERANCE), (Composed(), FP8_TOLERANCE)):
+        assert diff(fused_experts(rows, *arguments, backend=backend), expected) < tolerance
+    seen: list[Quantized] = []
+
+    class Seeing(Composed):
+        def contiguous(self, a: Quantized, *rest: Any) -> None:
+            seen.append(a)
+            super().contiguous(a, *rest)
+
+    fused_experts(rows, *arguments, backend=Seeing())
+    tokens = compute_permutation(case.topk_ids, 3).token_ids
+    assert torch.equal(seen[0].data.float(), data.float()[tokens])
+    assert torch.equal(seen[0].scales, rows.scales[tokens])
+
+
 @pytest.mark.parametrize("backend", [ReferenceBackend, Composed])
 def test_hidden_states_may_have_any_strides(backend: type[Backend]) -> None:
     case = _case([6, 30], slots=2)
@@ -357,6 +390,22 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"hidden_states": torch.zeros(4)}, r"hidden_states shape: expected 2 dimensions \[T, H\], got \(4,\)"),
     ({"hidden_states": torch.zeros(4, 256).double()}, "hidden_states dtype: expected torch.bfloat16 or .*64"),
     ({"hidden_states": torch.zeros(4, 200)}, "H: expected a multiple of 16, at least 128, got 200"),
+    (
+        {"hidden_states": Quantized(torch.zeros(4, 256), torch.ones(4, 2))},
+        "hidden_states dtype: expected torch.float8_e4m3fn, got torch.float32",
+    ),
+    (
+        {"hidden_states": quantize_rows(torch.zeros(4, 384))._replace(scales=torch.ones(4, 2))},
+        r"hidden_states scales shape: expected \(4, 3\), got \(4, 2\)",
+    ),
+    (
+        {"hidden_states": quantize_rows(torch.zeros(4, 256))._replace(scales=torch.ones(4, 2).half())},
+        "hidden_states scales dtype: expected torch.float32, got torch.float16",
+    ),
+    (
+        {"hidden_states": Quantized(torch.zeros(4, 144).to(torch.float8_e4m3fn), torch.ones(4, 2))},
+        "H: expected a multiple of 128, at least 128, got 144",
+    ),
     ({"hidden_states": torch.zeros(4, 128)}, r"gate_up shape: expected \(2, 256, 128\), got \(2, 256, 256\)"),
     ({"hidden_states": _meta(4, 256)}, "gate_up device: expected meta as hidden_states, got cpu"),
     ({"topk_ids": torch.zeros(4).int()}, r"topk_ids shape: expected 2 dimensions \[T, top_k\], got \(4,\)"),

@@ -9,9 +9,19 @@ import numpy as np
 import pytest
 import torch
 
-from expertd.kernels import ExpertBiases, OtherGlu, Quantized, Routing, Swiglu, jit
+from expertd.kernels import (
+    ExpertBiases,
+    OtherGlu,
+    Quantized,
+    Routing,
+    Swiglu,
+    as_floats,
+    jit,
+    quantize_rows,
+)
 from expertd.kernels.backends.hopper import grouped_gemm, launch, layer, tensor_maps, tiles
 from expertd.kernels.backends.hopper.compute_permutation import compute_permutation
+from expertd.kernels.backends.hopper.dispatch_rows import dispatch_rows, packed_rows
 from expertd.kernels.backends.hopper.grouped_gemm import GroupedGemm, Groups
 from expertd.kernels.backends.hopper.launch import Kernels, OnStream, Variant
 from expertd.kernels.backends.hopper.layer import Layer
@@ -126,6 +136,48 @@ def test_a_layer(launches: list[tuple[Variant, list[Any]]]) -> None:
     assert second[-1] - first[-1] == 8  # two int32
     assert first[-1] == permutation[-1]
     assert [first[17], second[17]] == [1, 1]
+
+
+def test_a_layer_of_rows_that_are_quantized_already(launches: list[tuple[Variant, list[Any]]]) -> None:
+    """They are copied with their strides: here values and scales lie side by side."""
+    kernels = RecordingKernels()
+    rows = torch.zeros(T, H + H // 32, dtype=torch.uint8)
+    values, scales = rows[:, :H].view(torch.float8_e4m3fn), rows[:, H:].view(torch.float32)
+    Layer(kernels, GroupedGemm(kernels)).experts(
+        ON, Quantized(values, scales), torch.zeros(T, TOP_K, dtype=torch.int32),
+        torch.zeros(T, TOP_K), quantized(G, 2 * N, H, block=128), quantized(G, H, N, block=128),
+        torch.empty(T, H), Swiglu(), None, None,
+    )  # fmt: skip
+    assert [variant.source.entry for variant, _ in launches][:2] == ["compute_permutation", "permute_rows"]
+    for variant, arguments in launches:
+        assert [width(argument) for argument in arguments] == parameters(variant), variant.source.name
+    _, (_, copy), *_ = launches
+    assert copy[:5] == [values.data_ptr(), H + H // 32, scales.data_ptr(), (H + H // 32) // 4, 1]
+
+
+def test_rows_for_other_ranks_lie_beside_their_scales(launches: list[tuple[Variant, list[Any]]]) -> None:
+    """They are copied only if they lie elsewhere; some sizes are sent as floats."""
+    kernels, k = RecordingKernels(), 512
+    made = torch.randint(0, 256, (T, k + k // 32), dtype=torch.uint8)
+    rows = Quantized(made[:, :k].view(torch.float8_e4m3fn), made[:, k:].view(torch.float32))
+    packed = packed_rows(rows)
+    assert packed.data_ptr() == made.data_ptr()
+    apart = packed_rows(Quantized(*(part.clone(memory_format=torch.contiguous_format) for part in rows)))
+    assert torch.equal(packed, made)
+    assert torch.equal(apart, made)
+    ranks: Any = SimpleNamespace(ranks=made)
+    places = torch.zeros(G, dtype=torch.int32)
+    tokens: Any = SimpleNamespace(counts=(T,), first_tokens=places, places=places)
+    ids = torch.zeros(T, TOP_K, dtype=torch.int32)
+    data, scales = dispatch_rows(kernels, ON, ranks, tokens, packed, ids, ids, None)
+    assert (data.shape, scales.shape) == ((T * TOP_K, k), (T * TOP_K, k // 128))
+    ((variant, arguments),) = launches
+    assert variant.source.name == "dispatch_rows_fp8"
+    assert [width(argument) for argument in arguments] == parameters(variant)
+    assert made.data_ptr() in arguments
+    assert k in arguments
+    few = quantize_rows(torch.randn(T, 384))
+    assert torch.equal(packed_rows(few), as_floats(few))
 
 
 def test_a_layer_with_biases(launches: list[tuple[Variant, list[Any]]]) -> None:

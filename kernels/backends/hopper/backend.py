@@ -19,7 +19,7 @@ from expertd.kernels.backends.hopper.unpermute_rows import unpermute_rows
 from expertd.kernels.backends.hopper.variants import VARIANTS
 from expertd.kernels.ops.activation import SILU, Activation
 from expertd.kernels.ops.biases import ExpertBiases
-from expertd.kernels.ops.quantize import Quantized
+from expertd.kernels.ops.quantize import HiddenStates, Quantized, values_of
 from expertd.kernels.overlap import Overlap
 from expertd.kernels.partitions import SMPartitions
 from expertd.kernels.rank_memory import RankMemory, RankTokens
@@ -81,7 +81,7 @@ class HopperBackend(Backend):
 
     def experts(
         self,
-        hidden_states: Tensor,
+        hidden_states: HiddenStates,
         topk_ids: Tensor,
         topk_weights: Tensor,
         gate_up: Quantized,
@@ -97,10 +97,10 @@ class HopperBackend(Backend):
             operands = hidden_states, topk_ids, topk_weights, gate_up, down, out
             super().experts(*operands, activation, num_sms, offsets, biases)
             return
-        on = current_stream(_current(hidden_states, "hidden_states"))
+        on = current_stream(_current(values_of(hidden_states), "hidden_states"))
         self._layer.experts(
             on,
-            _aligned(hidden_states),
+            _with_aligned_rows(hidden_states),
             topk_ids,
             topk_weights,
             gate_up,
@@ -116,7 +116,7 @@ class HopperBackend(Backend):
         self,
         memory: RankMemory,
         tokens: RankTokens,
-        hidden_states: Tensor,
+        hidden_states: HiddenStates,
         topk_ids: Tensor,
         topk_weights: Tensor,
         gate_up: Quantized,
@@ -135,12 +135,12 @@ class HopperBackend(Backend):
             raise ValueError(f"num_sms: expected None with an overlap, got {num_sms}")
         if not _is_aligned(out):
             raise ValueError(f"out: expected contiguous rows, 16-byte aligned, got strides {out.stride()}")
-        on = current_stream(_current(hidden_states, "hidden_states"))
+        on = current_stream(_current(values_of(hidden_states), "hidden_states"))
         self._layer.parallel_experts(
             on,
             memory,
             tokens,
-            _aligned(hidden_states),
+            hidden_states if isinstance(hidden_states, Quantized) else _aligned(hidden_states),
             topk_ids,
             topk_weights,
             gate_up,
@@ -214,6 +214,16 @@ def _aligned(rows: Tensor) -> Tensor:
 
 def _is_aligned(rows: Tensor) -> bool:
     return rows.is_contiguous() and rows.data_ptr() % 16 == 0
+
+
+def _with_aligned_rows(hidden_states: HiddenStates) -> HiddenStates:
+    """Floats contiguous and 16-byte aligned; of FP8 data, each row. Copied only if necessary."""
+    if isinstance(hidden_states, Tensor):
+        return _aligned(hidden_states)
+    data, scales = hidden_states
+    if data.stride(1) != 1 or data.stride(0) % 16 != 0 or data.data_ptr() % 16 != 0:
+        data = data.clone(memory_format=torch.contiguous_format)
+    return Quantized(data, scales)
 
 
 def _current(tensor: Tensor, name: str) -> int:

@@ -6,13 +6,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, variants_by_dtype
+from expertd.kernels.backends.hopper.launch import (
+    Grid,
+    Kernels,
+    OnStream,
+    Variant,
+    named_source,
+    variants_by_dtype,
+)
 from expertd.kernels.backends.hopper.rank_grids import ctas, place_bytes
-from expertd.kernels.ops.quantize import Quantized
+from expertd.kernels.ops.quantize import HiddenStates, Quantized, as_floats
 from expertd.kernels.rank_memory import RankMemory, RankTokens
 from expertd.limits import SCALE_BLOCK
 
 _BY_DTYPE = variants_by_dtype("dispatch_rows", 128, place_bytes)
+_BY_DTYPE[torch.uint8] = Variant(named_source("dispatch_rows", "fp8", DATATYPE="E4M3"), 128, place_bytes)
 _CTAS = 8  # per SM at most: as many as run at once
 
 VARIANTS = tuple(_BY_DTYPE.values())
@@ -30,10 +38,13 @@ def dispatch_rows(
 ) -> Quantized:
     """The permuted rows [T * top_k, K] of all ranks' tokens on this rank; inverse int32 [T, top_k], -1: none.
 
-    hidden_states [t, K] and topk_ids int32 [t, top_k] are those of this rank's tokens. The preceding launch
-    must not write them: they are read before it ends.
+    hidden_states [t, K], floats or `packed_rows`, and topk_ids int32 [t, top_k] are those of this rank's
+    tokens. The preceding launch must not write them: they are read before it ends.
     """
-    k, num_rows, top_k, places = hidden_states.shape[1], inverse.numel(), inverse.shape[1], tokens.places
+    k = hidden_states.shape[1]
+    if hidden_states.dtype == torch.uint8:
+        k = k * 32 // 33
+    num_rows, top_k, places = inverse.numel(), inverse.shape[1], tokens.places
     data = torch.empty((num_rows, k), dtype=torch.float8_e4m3fn, device=inverse.device)
     scales = torch.empty((math.ceil(k / SCALE_BLOCK), num_rows), device=inverse.device)
     num_ctas = ctas(on, num_sms, _CTAS, tokens.counts, k)
@@ -44,3 +55,22 @@ def dispatch_rows(
         data, scales, np.uint32(num_rows),
     )  # fmt: skip
     return Quantized(data, scales.t())
+
+
+def packed_rows(hidden_states: HiddenStates) -> Tensor:
+    """Quantized rows as uint8 [t, K + K/32]: values, then scales; copied unless they lie so already.
+
+    They are sent with their bits, but for NaN, which gets others. Floats are returned as they are, and so
+    are the floats of rows that would not be 16-byte aligned: K must be a multiple of 512.
+    """
+    if isinstance(hidden_states, Tensor):
+        return hidden_states
+    data, scales = hidden_states
+    k = data.shape[1]
+    if k % (4 * SCALE_BLOCK) != 0:
+        return as_floats(hidden_states)
+    row = k + k // 32
+    lie_so = data.stride() == (row, 1) and scales.stride() == (row // 4, 1)
+    if lie_so and scales.data_ptr() == data.data_ptr() + k and data.data_ptr() % 16 == 0:
+        return data.as_strided((len(data), row), (row, 1)).view(torch.uint8)
+    return torch.cat([data.view(torch.uint8), scales.contiguous().view(torch.uint8)], dim=1)

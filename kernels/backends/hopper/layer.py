@@ -9,9 +9,10 @@ from expertd.kernels.backends.hopper.compute_permutation import (
     compute_permutation,
     permutation_of_ranks,
 )
-from expertd.kernels.backends.hopper.dispatch_rows import dispatch_rows
+from expertd.kernels.backends.hopper.dispatch_rows import dispatch_rows, packed_rows
 from expertd.kernels.backends.hopper.grouped_gemm import GroupedGemm, Groups
 from expertd.kernels.backends.hopper.launch import Kernels, OnStream, current_stream
+from expertd.kernels.backends.hopper.permute_rows import permute_rows
 from expertd.kernels.backends.hopper.quantize_permute import quantize_permute
 from expertd.kernels.backends.hopper.route_tokens import route_tokens
 from expertd.kernels.backends.hopper.router_logits import router_logits
@@ -19,7 +20,7 @@ from expertd.kernels.backends.hopper.tensor_maps import TensorMapCache, describe
 from expertd.kernels.backends.hopper.unpermute_rows import unpermute_rows
 from expertd.kernels.ops.activation import Activation
 from expertd.kernels.ops.biases import ExpertBiases
-from expertd.kernels.ops.quantize import Quantized
+from expertd.kernels.ops.quantize import HiddenStates, Quantized
 from expertd.kernels.overlap import Overlap
 from expertd.kernels.rank_memory import RankMemory, RankTokens
 from expertd.layout import Layout
@@ -55,7 +56,7 @@ class Layer:
     def experts(
         self,
         on: OnStream,
-        hidden_states: Tensor,
+        hidden_states: HiddenStates,
         topk_ids: Tensor,
         topk_weights: Tensor,
         gate_up: Quantized,
@@ -68,10 +69,13 @@ class Layer:
     ) -> None:
         """Write out; see `fused_experts`. Five launches, on at least two SMs.
 
-        hidden_states is contiguous and 16-byte aligned.
+        hidden_states is contiguous and 16-byte aligned; if quantized, only each row of its data has to be.
         """
         placement = compute_permutation(self._kernels, on, topk_ids, down.data.shape[0], num_sms, offsets)
-        a = quantize_permute(self._kernels, on, hidden_states, placement.inverse)
+        if isinstance(hidden_states, Quantized):
+            a = permute_rows(self._kernels, on, hidden_states, placement.inverse)
+        else:
+            a = quantize_permute(self._kernels, on, hidden_states, placement.inverse)
         num_experts, n = down.data.shape[:2]
         gate_up_bias = None if biases is None else biases.gate_up
         activated = self._activate(on, a, placement, gate_up, activation, num_experts, num_sms, gate_up_bias)
@@ -85,7 +89,7 @@ class Layer:
         on: OnStream,
         memory: RankMemory,
         tokens: RankTokens,
-        hidden_states: Tensor,
+        hidden_states: HiddenStates,
         topk_ids: Tensor,
         topk_weights: Tensor,
         gate_up: Quantized,
@@ -108,6 +112,7 @@ class Layer:
             if offsets is not None:
                 offsets.zero_()
             return
+        hidden_states = packed_rows(hidden_states)  # not right before they are read
         kernels, device, (num_groups, n, _) = self._kernels, on.device, down.data.shape
         placement = permutation_of_ranks(
             kernels, on, memory, tokens, topk_ids, topk_weights, num_groups, num_sms, offsets

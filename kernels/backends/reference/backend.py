@@ -12,7 +12,7 @@ from expertd.kernels.backends.reference import cpu_ffn
 from expertd.kernels.backends.reference.matrices import WeightCache, multiply, prepared_matrix
 from expertd.kernels.ops.activation import Activation
 from expertd.kernels.ops.biases import ExpertBiases
-from expertd.kernels.ops.quantize import Quantized, dequantize_rows
+from expertd.kernels.ops.quantize import HiddenStates, Quantized, dequantize_rows
 
 
 class ReferenceBackend(Backend):
@@ -63,7 +63,7 @@ class ReferenceBackend(Backend):
 
     def ffn(
         self,
-        hidden_states: Tensor,
+        hidden_states: HiddenStates,
         tokens: Tensor,
         gate_up: Quantized,
         down: Quantized,
@@ -73,7 +73,9 @@ class ReferenceBackend(Backend):
         biases: ExpertBiases | None = None,
     ) -> Tensor:
         """See `Backend.ffn`; on a CPU, which has no FP8 arithmetic, activations stay bf16."""
-        if hidden_states.device.type != "cpu":
+        if tokens.device.type != "cpu":
             return super().ffn(hidden_states, tokens, gate_up, down, offsets, activation, num_sms, biases)
+        if isinstance(hidden_states, Quantized):
+            hidden_states = dequantize_rows(*hidden_states, torch.bfloat16)
         matrices = self._weights.get(*gate_up), self._weights.get(*down)
         return cpu_ffn.ffn(hidden_states, tokens, *matrices, offsets.tolist(), activation, biases)

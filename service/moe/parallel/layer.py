@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from expertd.activation import COMMON, ExpertRule
-from expertd.kernels import Activation, Backend, Routing, fused_experts
+from expertd.kernels import Activation, Backend, HiddenStates, Routing, as_floats, fused_experts
 from expertd.layout import Layout
 from expertd.service.moe.layer import MoELayer, tokens_per_expert
 from expertd.service.moe.parallel.exchange import Combined, Dispatched, Exchange
@@ -59,6 +59,7 @@ class ParallelLayer:
 
     masked_max_tokens = 0
     is_capturable = False
+    needs_floats = True  # tokens are sent as floats
     rank_tokens: tuple[int, ...] = ()
 
     def __init__(
@@ -120,7 +121,7 @@ class ParallelLayer:
 
     def __call__(
         self,
-        hidden_states: Tensor,
+        hidden_states: HiddenStates,
         topk_ids: Tensor | None = None,
         topk_weights: Tensor | None = None,
         num_sms: int | None = None,
@@ -136,6 +137,7 @@ class ParallelLayer:
         Raises ValueError (name, expected, got), and then ExchangeError on the other ranks; ExchangeError if
         the exchange fails. If the backend fails, the other ranks wait until the exchange's timeout.
         """
+        hidden_states = as_floats(hidden_states)
         try:
             topk_ids, topk_weights = self._own.routing_of(hidden_states, topk_ids, topk_weights)
             out = self._checked_out(hidden_states, out, offsets, num_sms)

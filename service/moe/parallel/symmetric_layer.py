@@ -12,6 +12,7 @@ from expertd.activation import COMMON, ExpertRule
 from expertd.kernels import (
     Backend,
     ExpertBiases,
+    HiddenStates,
     Overlap,
     OverlapMode,
     RankMemory,
@@ -19,6 +20,7 @@ from expertd.kernels import (
     Routing,
     fused_experts,
     overlaps,
+    values_of,
 )
 from expertd.layout import Layout
 from expertd.service.moe.layer import MoELayer
@@ -84,6 +86,7 @@ class SymmetricLayer:
         self.memory = memory
         self._own = MoELayer(own, weights, backend, routing=routing)
         self._rule = rule
+        self.needs_floats = weights.shared_gate is not None or rule.weighs_input
         self._routed, self._shared_weights = cut(weights, num_held)
         self.placed = PlacedExperts(tables, memory.rank, self._routed, self._shared_weights, backend)
         self._biases = None
@@ -123,7 +126,7 @@ class SymmetricLayer:
 
     def __call__(
         self,
-        hidden_states: Tensor,
+        hidden_states: HiddenStates,
         topk_ids: Tensor | None = None,
         topk_weights: Tensor | None = None,
         num_sms: int | None = None,
@@ -136,12 +139,12 @@ class SymmetricLayer:
 
         Raises ValueError (name, expected, got); the other ranks then wait until the memory's timeout.
         """
-        num_tokens, expected = hidden_states.shape[0], self.rank_tokens[self.memory.rank]
+        (num_tokens, h), expected = values_of(hidden_states).shape, self.rank_tokens[self.memory.rank]
         if num_tokens != expected:
             raise ValueError(f"hidden_states: expected {expected} tokens on this rank, got {num_tokens}")
         topk_ids, topk_weights = self._own.routing_of(hidden_states, topk_ids, topk_weights)
         if out is None:
-            out = torch.empty_like(hidden_states, dtype=torch.float32)
+            out = torch.empty((num_tokens, h), device=topk_ids.device)
         if self._is_placed:
             topk_ids = self.placed.choose(topk_ids)
         in_place = self._each == 1 and self.shape.num_shared_experts == 0
@@ -168,7 +171,7 @@ class SymmetricLayer:
 
     def _routed_rows(
         self,
-        hidden_states: Tensor,
+        hidden_states: HiddenStates,
         topk_ids: Tensor,
         topk_weights: Tensor,
         out: Tensor | None,
@@ -179,7 +182,7 @@ class SymmetricLayer:
         if self._rule.weighs_input:
             hidden_states, topk_ids, topk_weights = weighed_rows(hidden_states, topk_ids, topk_weights)
         if out is None:
-            out = torch.empty(hidden_states.shape, dtype=torch.float32, device=hidden_states.device)
+            out = torch.empty(values_of(hidden_states).shape, device=topk_ids.device)
         overlap = self._overlap
         if not overlaps(self._overlap_mode, self.rank_tokens, self.shape.hidden_size):
             overlap = None
@@ -192,9 +195,10 @@ class SymmetricLayer:
         )  # fmt: skip
         return out
 
-    def _shared(self, hidden_states: Tensor, expert: int, num_sms: int | None) -> Tensor:
+    def _shared(self, hidden_states: HiddenStates, expert: int, num_sms: int | None) -> Tensor:
         """fp32 [T, H]: the output of one shared expert."""
-        size, device = (hidden_states.shape[0], 1), hidden_states.device
+        rows = values_of(hidden_states)
+        size, device = (rows.shape[0], 1), rows.device
         ids = torch.full(size, expert, dtype=torch.int32, device=device)
         weights = self._shared_weights.gate_up, self._shared_weights.down
         ones = torch.ones(size, device=device)

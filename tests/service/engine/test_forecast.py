@@ -114,10 +114,48 @@ def test_even_steps_need_the_least_margin(forecast: Forecast, clock: Clock) -> N
         assert forecast.margin == 1.1
 
 
-def test_a_forecast_is_in_doubt_after_a_moment_without_steps(forecast: Forecast, clock: Clock) -> None:
-    assert forecast.is_doubtful
-    forecast.note(100, 5.0)
+def test_steady_steps_are_in_doubt_after_a_tenth_of_a_second(forecast: Forecast, clock: Clock) -> None:
+    assert forecast.is_doubtful(100), "nothing is known"
+    for _ in range(3):
+        forecast.note(100, 0.02)
     clock.now += 0.09
-    assert not forecast.is_doubtful
+    assert not forecast.is_doubtful(100)
     clock.now += 0.02
-    assert forecast.is_doubtful
+    assert forecast.is_doubtful(100)
+
+
+def test_after_single_slow_steps_an_idle_device_tries_soon(forecast: Forecast, clock: Clock) -> None:
+    """After as long as the next one likely takes."""
+    for seconds in (0.002, 0.002, 0.06):
+        forecast.note(100, seconds)
+    assert forecast.step(100) > 0.01, "too long for a timeout of 10 ms"
+    clock.now += 0.9 * forecast.step(100)
+    assert not forecast.is_doubtful(100)
+    clock.now += 0.2 * forecast.step(100)
+    assert forecast.is_doubtful(100)
+
+
+@pytest.mark.parametrize(("seconds", "slow"), [(0.002, 0.06), (0.004, 0.03)])
+def test_slow_steps_at_times_have_few_requests_refused(seconds: float, slow: float, clock: Clock) -> None:
+    """A caller alone, with a timeout of 10 ms; one step in thirty takes far longer."""
+    forecast, random, refused = Forecast(clock), np.random.default_rng(2), 0
+    for _ in range(1000):
+        if forecast.is_doubtful(1) or max(1.25, forecast.margin) * forecast.step(1) <= 0.01:
+            took = slow if random.random() < 1 / 30 else seconds
+            clock.now += took
+            forecast.note(1, took)
+        else:
+            refused += 1
+        clock.now += 0.01
+    assert refused <= 20
+
+
+def test_steps_that_always_take_too_long_are_tried_seldom(forecast: Forecast, clock: Clock) -> None:
+    tried = 0
+    for _ in range(1000):
+        if forecast.is_doubtful(1) or forecast.margin * forecast.step(1) <= 0.01:
+            tried += 1
+            clock.now += 0.015
+            forecast.note(1, 0.015)
+        clock.now += 0.01
+    assert tried <= 100

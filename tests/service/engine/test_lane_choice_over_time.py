@@ -64,18 +64,20 @@ def seconds_of(choice: Choice, decode: int, prefill: bool) -> tuple[float, float
     return ALONE.get(decode, 0.0), step
 
 
-def truth(choice: Choice, phase: Phase) -> Expected:
-    """What a choice really gives."""
+def truth(choice: Choice, phase: Phase, tail: float = 0.0) -> Expected:
+    """What a choice really gives; tail: seconds by which nearly all requests exceed a step."""
     decode, prefill = seconds_of(choice, phase.decode, phase.prefill)
     if choice.decode_sms:
-        return Expected(choice, decode, ON_LANE[choice.decode_sms][1])
+        return Expected(choice, decode + tail, ON_LANE[choice.decode_sms][1])
     if phase.prefill:
         decode = prefill * (2 if choice.chunk_tokens else 3)
-    return Expected(choice, decode, SHARES[choice.chunk_tokens])
+    return Expected(choice, decode + tail, SHARES[choice.chunk_tokens])
 
 
-def measured(load: Load, choice: Choice, phase: Phase) -> Load:
+def measured(load: Load, choice: Choice, phase: Phase, tail: float = 0.0) -> Load:
     """`load` after steps of this phase."""
+    if phase.decode and choice.decode_sms:
+        load = load._replace(tail_seconds=tail)
     decode, prefill = seconds_of(choice, phase.decode, phase.prefill)
     part = choice.decode_sms / TOTAL
     if phase.decode and (choice.decode_sms or not phase.prefill):  # else all of them are joined
@@ -93,35 +95,48 @@ def looks(phases: list[Phase]) -> Iterator[Phase]:
         yield from [phase] * (phase.seconds * LOOKS_A_SECOND)
 
 
-def mean_worth(choices: list[Choice], phases: list[Phase], target_seconds: float) -> float:
+def mean_worth(choices: list[Choice], phases: list[Phase], target_seconds: float, tail: float = 0.0) -> float:
     """Of the choice at each look."""
     values = []
     for choice, phase in zip(choices, looks(phases), strict=True):
         load = Load(TOTAL, 8, None, None, 1.0, phase.decode > 0, phase.prefill)
-        values.append(worth(truth(choice, phase), load, target_seconds))
+        values.append(worth(truth(choice, phase, tail), load, target_seconds))
     return sum(values) / len(values)
 
 
-def chosen(phases: list[Phase], target_seconds: float) -> list[Choice]:
+def chosen(phases: list[Phase], target_seconds: float, tail: float = 0.0) -> list[Choice]:
     """The choice at each look."""
     load = Load(TOTAL, 8, None, None)
     state = State(expected(Choice(48), load), "start")
     found = []
     for phase in looks(phases):
         found.append(state.expected.choice)
-        load = measured(load, state.expected.choice, phase)
+        load = measured(load, state.expected.choice, phase, tail)
         state = look(state, load, target_seconds)
     return found
 
 
+@pytest.mark.parametrize("tail_ms", [0.0, 0.35])
 @pytest.mark.parametrize("target_ms", [0.75, 1.0, 1.35, 3.0, 10.0])
 @pytest.mark.parametrize("name", LOADS)
-def test_it_is_nearly_as_good_as_the_best_fixed_choice(name: str, target_ms: float) -> None:
-    phases, target = LOADS[name], target_ms / 1e3
-    choices = chosen(phases, target)
+def test_it_is_nearly_as_good_as_the_best_fixed_choice(name: str, target_ms: float, tail_ms: float) -> None:
+    phases, target, tail = LOADS[name], target_ms / 1e3, tail_ms / 1e3
+    choices = chosen(phases, target, tail)
     count = len(choices)
-    best = max(mean_worth([choice] * count, phases, target) for choice in FIXED)
-    assert mean_worth(choices, phases, target) >= 0.9 * best
+    best = max(mean_worth([choice] * count, phases, target, tail) for choice in FIXED)
+    assert mean_worth(choices, phases, target, tail) >= 0.9 * best
+
+
+@pytest.mark.parametrize("tail_ms", [0.0, 0.35])
+@pytest.mark.parametrize("target_ms", [0.75, 1.0, 1.35, 3.0])
+@pytest.mark.parametrize("decode", [1, 64])
+def test_decode_keeps_a_target_that_a_split_keeps(decode: int, target_ms: float, tail_ms: float) -> None:
+    """With room for the scatter of measurements; whichever split it begins with."""
+    phase, target, tail = Phase(20, decode, True), target_ms / 1e3, tail_ms / 1e3
+    fixed = [truth(Choice(split), phase, tail).decode_seconds for split in ON_LANE]
+    if min(fixed) <= 0.95 * target:
+        late = chosen([phase], target, tail)[20:]
+        assert all(truth(choice, phase, tail).decode_seconds <= target for choice in late)
 
 
 @pytest.mark.parametrize("name", LOADS)

@@ -11,6 +11,7 @@ import pytest
 
 from expertd.service.engine.batching import Scheduler
 from expertd.service.engine.errors import QueueTimeoutError, StepFailedError
+from expertd.service.engine.short_steps import ShortSteps
 from expertd.service.memory import host_view
 from expertd.service.moe.request import LayerRequest
 from tests.service.apps import hidden_request, rows, serving, serving_runner, tiny_settings
@@ -159,14 +160,14 @@ async def test_the_event_loop_stays_awake_for_a_moment_after_quick_callers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     runner, rounds = Threads(), 0
-    stay_awake = Scheduler._stay_awake
+    stay_awake = ShortSteps._stay_awake
 
-    def counted(scheduler: Scheduler) -> None:
+    def counted(steps: ShortSteps) -> None:
         nonlocal rounds
         rounds += 1
-        stay_awake(scheduler)
+        stay_awake(steps)
 
-    monkeypatch.setattr(Scheduler, "_stay_awake", counted)
+    monkeypatch.setattr(ShortSteps, "_stay_awake", counted)
     async with running(runner) as scheduler:
         await alone(scheduler, [1.0])
         await asyncio.sleep(0.01)

@@ -4,6 +4,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry
 
 from expertd.layout import Layout
@@ -62,6 +63,25 @@ def test_many_steps_are_counted_once_each(scrape_every: int) -> None:
     weights = SHAPE.expert_bytes * (int(activated.sum()) + int(used.sum()))
     moved = 2 * 2 * 256 * int(tokens.sum())
     assert value(registry, "gemm_bytes_total", layout="contiguous") == weights + moved
+
+
+def test_no_step_counts_many_others() -> None:
+    """A thread that counts them keeps the thread of the steps waiting."""
+    metrics, counted = Metrics("0"), list[int]()
+    metrics.add_models({"a": SHAPE}, 8)
+
+    def count(number: int) -> NDArray[np.int64]:
+        counted.append(number)
+        return np.ones(8, np.int64)
+
+    most = 0
+    for number in range(1000):
+        before = len(counted)
+        metrics.step_done("a", StepResult([], Layout.CONTIGUOUS, 4, partial(count, number), 1e-3), [0.0])
+        most = max(most, len(counted) - before)
+    assert 1 <= most <= 8
+    assert len(counted) >= 900
+    assert counted == list(range(len(counted)))
 
 
 def test_loads_are_of_some_steps_together() -> None:

@@ -113,6 +113,22 @@ async def test_the_split_follows_what_is_measured(monkeypatch: pytest.MonkeyPatc
         assert lanes.choice == Choice(32), "what is measured there agrees"
 
 
+async def test_what_nearly_all_requests_take_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps keep the target on 32 SMs and on 48; some requests wait, and only 64 make up for it."""
+    monkeypatch.setattr(Device, "apply", granting_all)
+    async with chosen(monkeypatch) as lanes:
+        for count in range(8):
+            waited = [0.0] * 2960 + [5.0 if count == 3 else 0.8e-3] * 40  # once, a pause
+            seconds = DECODE_SECONDS * TOTAL / lanes.choice.decode_sms
+            lanes.control.step_done("decode", 4, seconds, waited)
+            await lanes.serve(5, 5)
+        assert lanes.choice == Choice(64)
+        metric = lanes.server.metric
+        assert metric("lanes_measured_decode_seconds") == pytest.approx(DECODE_SECONDS * 132 / 64 + 0.8e-3)
+        assert metric("lanes_expected_decode_seconds") == pytest.approx(1.559e-3, rel=0.05)
+        assert metric("lanes_changes_total", reason="target") == 1
+
+
 async def test_joined_requests_are_all_on_one_lane(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Device, "apply", granting_all)
     async with chosen(monkeypatch, decode_p99_ms=100.0) as lanes:

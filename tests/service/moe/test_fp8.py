@@ -8,9 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from expertd.kernels import Quantized, dequantize_rows, expand_rows, quantize_rows, resolve_backend
+from expertd.kernels import (
+    Quantized,
+    as_floats,
+    dequantize_rows,
+    expand_rows,
+    fused_experts,
+    quantize_rows,
+    resolve_backend,
+)
 from expertd.service.engine.chunks import part_of
-from expertd.service.moe.batch import expanded
+from expertd.service.moe.batch import joined
 from expertd.service.moe.batch import rows_of as rows_of_bytes
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.request import FP8, LayerRequest, fp8_rows, row_bytes
@@ -89,9 +97,9 @@ def test_a_chunk_has_its_rows_with_their_scales(runner: LayerRunner) -> None:
 def test_scales_may_lie_apart_from_their_values() -> None:
     made = quantize_rows(tokens(5))
     scales = made.scales.contiguous()
-    beside = expanded(rows_of_bytes(packed(made).flatten(), FP8, H))
+    beside = as_floats(rows_of_bytes(packed(made).flatten(), FP8, H))
     values, apart = (each.view(torch.uint8).flatten() for each in (made.data, scales))
-    assert torch.equal(expanded(rows_of_bytes(values, FP8, H, apart)), beside)
+    assert torch.equal(as_floats(rows_of_bytes(values, FP8, H, apart)), beside)
     assert torch.equal(beside, expand_rows(made.data, scales))
 
 
@@ -99,6 +107,33 @@ def test_scales_of_another_origin_are_used() -> None:
     data = torch.randn(3, H, generator=fresh_generator()).to(torch.float8_e4m3fn)
     scales = torch.rand(3, H // 128, generator=fresh_generator())
     torch.testing.assert_close(expand_rows(data, scales), dequantize_rows(data, scales), rtol=3e-7, atol=0)
+
+
+def test_floats_beside_fp8_are_quantized_and_fp8_keeps_its_bits() -> None:
+    values, other = tokens(3), Quantized(*odd_scales(2))
+    together = joined([values, other, rows_of_bytes(packed(other).flatten(), FP8, H)])
+    made = quantize_rows(values)
+    for got, parts in zip(together, zip(made, other, other, strict=True), strict=True):
+        assert torch.equal(got.float(), torch.cat([part.float() for part in parts]))
+
+
+def odd_scales(count: int) -> Quantized:
+    """Rows that no quantizer has made: `quantize_rows` would choose other scales, and other values."""
+    data = torch.randn(count, H, generator=fresh_generator()).to(torch.float8_e4m3fn)
+    return Quantized(data, torch.rand(count, H // 128, generator=fresh_generator()) + 0.5)
+
+
+@pytest.mark.parametrize("is_routed", [True, False])
+@pytest.mark.parametrize("gate", [True, False])
+def test_a_layer_takes_fp8_rows(runner: LayerRunner, gate: bool, is_routed: bool) -> None:
+    """On a CPU as bf16; the router, and a gate of shared experts, read the same values."""
+    shape = replace(SHAPE, num_shared_experts=1)
+    weights = random_weights(shape, 3, "cpu")
+    weights = replace(weights, shared_gate=torch.randn(H, generator=fresh_generator()) if gate else None)
+    layer = MoELayer(shape, weights, resolve_backend("reference"))
+    rows, given = odd_scales(9), routing(9) if is_routed else (None, None)
+    assert layer.needs_floats is gate
+    torch.testing.assert_close(layer(rows, *given), layer(as_floats(rows), *given))
 
 
 @pytest.mark.gpu
@@ -141,3 +176,27 @@ def test_a_gpu_takes_scales_from_elsewhere(count: int, values_in: Place, scales_
         assert torch.equal(outputs(runner, [apart])[0], expected)
     for others in ([apart], [beside], [request, beside]):
         assert all(torch.equal(output, expected) for output in outputs(runner, [apart, *others]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 37, 700])
+@pytest.mark.parametrize("is_routed", [True, False])
+def test_a_gpu_multiplies_the_callers_bits(count: int, is_routed: bool) -> None:
+    """Alone, again, from scales apart, and beside a request in bf16: what the kernels give for these rows."""
+    weights = random_weights(SHAPE, 3, "cuda")
+    runner = LayerRunner(MoELayer(SHAPE, weights, resolve_backend("hopper")), "cuda")
+    rows, given = odd_scales(count), routing(count) if is_routed else None
+    there = Quantized(*(part.cuda() for part in rows))
+    ids, gates = runner.layer.route(as_floats(there)) if given is None else (part.cuda() for part in given)
+    expected = fused_experts(there, ids, gates, weights.gate_up, weights.down).cpu()
+    request = replace(
+        layer_request(tokens(count), "BF16", given), datatype=FP8, hidden_states=on_gpu(packed(rows))
+    )
+    for _ in range(5):  # also when the step recurs
+        assert torch.equal(outputs(runner, [request])[0], expected)
+    values, scales = on_gpu(rows.data.view(torch.uint8)), on_gpu(rows.scales)
+    apart = replace(request, hidden_states=values, scales=scales)
+    assert torch.equal(outputs(runner, [apart])[0], expected)
+    if is_routed:
+        mixed = outputs(runner, [layer_request(tokens(5), "BF16", routing(5)), request, apart])
+        assert all(torch.equal(output, expected) for output in mixed[1:])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from expertd.activation import COMMON, ExpertRule
-from expertd.kernels import Activation, Backend, ExpertBiases, Quantized, Routing
+from expertd.kernels import Activation, Backend, ExpertBiases, HiddenStates, Quantized, Routing
 from expertd.kernels.backends.reference.backend import ReferenceBackend
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.parallel import Exchange, ParallelLayer
@@ -27,7 +27,7 @@ class RowByRow(ReferenceBackend):
 
     def ffn(
         self,
-        hidden_states: Tensor,
+        hidden_states: HiddenStates,
         tokens: Tensor,
         gate_up: Quantized,
         down: Quantized,
@@ -36,7 +36,7 @@ class RowByRow(ReferenceBackend):
         num_sms: int | None,
         biases: ExpertBiases | None = None,
     ) -> Tensor:
-        out = torch.full((len(tokens), hidden_states.shape[1]), torch.nan, dtype=torch.bfloat16)
+        out = torch.full((len(tokens), down.data.shape[1]), torch.nan, dtype=torch.bfloat16)
         for group, (start, end) in enumerate(pairwise(offsets.tolist())):
             alone = torch.zeros_like(offsets)
             alone[group + 1 :] = 1

@@ -1,0 +1,142 @@
+"""Where a decode step's time goes, as its caller sees it: `python -m benchmarks.lanes_stages`.
+
+A server with one layer answers a caller of decode steps through a channel, as in `benchmarks.lanes`, alone,
+with or without lanes. Both processes stamp what they do. A request's stages are:
+
+  arrive   from the caller's call until the server's worker thread reads the request
+  queue    until its step begins
+  launch   until it has begun: on a GPU, its launches are enqueued; on a CPU it is done then
+  compute  until the caller sees the answer, or the server that the step is done, if that is earlier
+  answer   until the caller sees it: what the server needs from the end of the step on
+
+The first table has each stage's median and 99th percentile. The second one compares the slowest hundredth of
+requests with all: the mean of each stage, and for how long there was a report (metrics, on the event loop) or
+a collection of garbage meanwhile, either of which holds the interpreter's lock.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from benchmarks.lanes import Caller, Callers
+from benchmarks.lanes_server import Server
+from benchmarks.lanes_ways import ALONE, LAYERS, SPIN, Way, settings_of
+from benchmarks.markdown import table
+from benchmarks.serving_rows import free_port
+from benchmarks.stage_stamps import Stamp, read_stamps
+
+STAGES = ("arrive", "queue", "launch", "compute", "answer")
+MEANWHILE = ("report", "gc")
+_WAY = ("submit", "begin", "wait")  # the last one only if a step is not done when it has begun
+
+
+class Request(NamedTuple):
+    """Microseconds of each stage, and of what happened at the same time."""
+
+    stages: tuple[float, ...]
+    meanwhile: tuple[float, ...]
+
+    @property
+    def total(self) -> float:
+        return sum(self.stages)
+
+
+def requests_of(sent: Sequence[tuple[int, int]], stamps: Sequence[Stamp]) -> Iterator[Request]:
+    """The requests of one caller that sends them one after another, each as (sent, answered).
+
+    One without its stamps is left out.
+    """
+    ordered = sorted(stamps, key=lambda stamp: stamp[1])
+    first = 0
+    for began, seen in sent:
+        while first < len(ordered) and ordered[first][2] < began:
+            first += 1
+        on_way: dict[str, tuple[int, int]] = {}
+        held = dict.fromkeys(MEANWHILE, 0)
+        for name, start, end in ordered[first:]:
+            if start > seen:
+                break
+            if name in _WAY and start >= began:
+                on_way.setdefault(name, (start, end))
+            elif (kind := name.rstrip("012")) in held:
+                held[kind] += max(0, min(end, seen) - max(start, began))
+        if "submit" not in on_way or "begin" not in on_way:
+            continue
+        begin = on_way["begin"]
+        ends = on_way["submit"][0], *begin, max(begin[1], on_way.get("wait", begin)[1])
+        times = began, *(min(end, seen) for end in ends), seen
+        yield Request(
+            tuple((end - start) / 1e3 for start, end in pairwise(times)),
+            tuple(held[name] / 1e3 for name in MEANWHILE),
+        )
+
+
+def shown(found: Sequence[Request]) -> str:
+    """The two tables."""
+    by_total = sorted(found, key=lambda request: request.total)
+    slowest = by_total[-max(1, len(found) // 100) :]
+    rows = []
+    for name, times in zip(
+        (*STAGES, "all"), (*zip(*(each.stages for each in found), strict=True), ()), strict=True
+    ):
+        ordered = sorted(times or [each.total for each in found])
+        rows.append((name, f"{statistics.median(ordered):.0f}", f"{ordered[int(0.99 * len(ordered))]:.0f}"))
+    means = [
+        (
+            name,
+            *(
+                f"{statistics.fmean((*each.stages, *each.meanwhile)[at] for each in of):.0f}"
+                for of in (found, slowest)
+            ),
+        )
+        for at, name in enumerate((*STAGES, *MEANWHILE))
+    ]
+    return (
+        table(("stage", "p50, µs", "p99, µs"), rows)
+        + "\n\n"
+        + table(("mean, µs", f"all {len(found)}", f"the slowest {len(slowest)}"), means)
+    )
+
+
+def measure(name: str, way: Way, tokens: int, given: argparse.Namespace, device: str | None) -> list[Request]:
+    """The requests of one caller alone."""
+    with tempfile.TemporaryDirectory() as folder, closing(Caller()) as decode, closing(Caller()) as nobody:
+        file = Path(folder) / "stamps.json"
+        with closing(Server(file)) as server:
+            settings = {**settings_of(LAYERS[name], way, Path(folder), given.spin), "port": free_port()}
+            with server.running(settings) as url:
+                callers = Callers(decode, nobody, given.seconds, device)
+                found = callers.results(url, LAYERS[name], tokens, beside=False)[0]
+            stamps = read_stamps(file)
+    return list(requests_of([(begin, end) for begin, end in found["stamps"]], stamps))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the tables of each layer, way and number of tokens."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    on_gpu = torch.cuda.is_available()
+    parser.add_argument(
+        "--layers", nargs="+", choices=LAYERS, default=["deepseek-v3/ep8" if on_gpu else "tiny"]
+    )
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 64] if on_gpu else [1])
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each pair of tables")
+    parser.add_argument("--spin", type=int, default=SPIN, help="the server's channels.spin_microseconds")
+    given = parser.parse_args(arguments)
+    for name in given.layers:
+        for way in (ALONE, Way("alone, with lanes", lanes=True)):
+            for tokens in given.tokens:
+                found = measure(name, way, tokens, given, "cuda:0" if on_gpu else None)
+                print(f"\n{name}, {way.name}, {tokens} tokens\n\n{shown(found)}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

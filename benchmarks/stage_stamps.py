@@ -1,0 +1,72 @@
+"""Stamps of what a server does with each request of a channel, and of what may hold it up meanwhile."""
+
+import functools
+import gc
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Stamp = tuple[str, int, int]
+"""What happened, and when it began and ended, as time.perf_counter_ns says in every process."""
+
+_NOW = time.perf_counter_ns
+
+
+class Stamps:
+    """Takes them from `install` on: some microseconds a request, on the threads that are looked at."""
+
+    def __init__(self) -> None:
+        # As lines: with tuples, the collector would be called more often.
+        self._taken: list[str] = []
+        self._collects_from = 0
+
+    def install(self) -> None:
+        """Look at a request's way, submit, begin and wait, and at reports and collections of garbage."""
+        from expertd.service.channels.channel import Channel
+        from expertd.service.engine.delivery import Delivery
+        from expertd.service.moe.runner import LayerRunner
+        from expertd.service.moe.running import DoneStep, RunningStep
+
+        report_later = Delivery.report_later
+
+        def timed_later(delivery: Delivery, report: Callable[[], None]) -> None:
+            report_later(delivery, self._timed(report, "report"))
+
+        for owner, method, timed in (
+            (Channel, "_submit", self._timed(Channel._submit, "submit")),
+            (LayerRunner, "begin", self._timed(LayerRunner.begin, "begin")),
+            (RunningStep, "wait", self._timed(RunningStep.wait, "wait")),
+            (DoneStep, "wait", self._timed(DoneStep.wait, "wait")),
+            (Delivery, "report_later", timed_later),
+        ):
+            setattr(owner, method, timed)
+        gc.callbacks.append(self._collects)
+
+    def write(self, path: Path) -> None:
+        """Write the stamps so far, and forget them."""
+        taken, self._taken = self._taken, []
+        path.write_text("\n".join(taken))
+
+    def _timed(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            began = _NOW()
+            try:
+                return call(*arguments)
+            finally:
+                self._taken.append(f"{name} {began} {_NOW()}")
+
+        functools.update_wrapper(timed, call, assigned=("__doc__",), updated=())
+        return timed
+
+    def _collects(self, phase: str, what: dict[str, int]) -> None:
+        if phase == "start":
+            self._collects_from = _NOW()
+        else:
+            self._taken.append(f"gc{what['generation']} {self._collects_from} {_NOW()}")
+
+
+def read_stamps(path: Path) -> list[Stamp]:
+    """What `Stamps.write` has written."""
+    lines = (line.split() for line in path.read_text().splitlines())
+    return [(name, int(began), int(ended)) for name, began, ended in lines]

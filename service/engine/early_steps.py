@@ -1,0 +1,59 @@
+"""When a large step begins beside a running one, so that its bytes travel meanwhile."""
+
+import math
+import time
+
+from expertd.service.engine.queues import Queues
+from expertd.service.engine.stepping import Stepping
+from expertd.service.engine.steps import Pending
+from expertd.service.memory import is_on_gpu
+from expertd.service.moe.request import LayerRequest
+
+# Steps of this many tokens begin before the preceding one is done: they take longer to copy than to prepare.
+_EARLY_TOKENS = 512
+_MAX_RUNNING = 2  # steps: one whose bytes are copied, and one that computes
+_POLLED_PART = 0.9  # of a large step's likely time; for the rest, waiting for its end alone ends sooner
+# How long before the likely end of the running step the next large one begins while small requests come: its
+# launches take 0.2 to 0.5 ms, and copying its bytes, unless the GPU has them, a part of what it computes.
+_LEAD_SECONDS = 0.6e-3
+_LEAD_PART = 0.2  # of the running step's time, at least
+_COPYING_PART = 0.5  # at most, or if there are bytes to copy
+_SMALL_SECONDS = 1.0  # small requests are taken to come for as long after one has
+
+
+class EarlySteps:
+    """Decides by what is queued and what runs; for the thread that uses the device, but for `note`."""
+
+    def __init__(self, queues: Queues, stepping: Stepping) -> None:
+        self._queues, self._stepping = queues, stepping
+        self._small_until = -math.inf  # small requests are taken to come
+
+    def note(self, pending: Pending) -> None:
+        """A request has arrived."""
+        if pending.request.num_tokens < _EARLY_TOKENS:
+            self._small_until = pending.arrived + _SMALL_SECONDS
+
+    def may_begin(self) -> bool:
+        """Whether the next step may begin beside those that run. The caller holds the queues' lock."""
+        if len(self._stepping.running) == _MAX_RUNNING:
+            return False
+        head = self._queues.large_head(_EARLY_TOKENS)
+        return head is not None and time.perf_counter() >= self._begins(head.request)
+
+    def polled_until(self) -> float:
+        """Until when the running step is worth polling, because another may begin; 0: not at all."""
+        running = self._stepping.running
+        if len(running) == _MAX_RUNNING or running[0].num_tokens < _EARLY_TOKENS:
+            return 0.0  # a small step is over before another is worth beginning
+        began, seconds = self._stepping.first_times()
+        return began + _POLLED_PART * seconds
+
+    def _begins(self, request: LayerRequest) -> float:
+        """When a step with this request may begin beside the running one."""
+        began, seconds = self._stepping.first_times()
+        if self._small_until < time.perf_counter():
+            return began
+        lead = _COPYING_PART * seconds
+        if is_on_gpu(request.hidden_states):
+            lead = min(lead, max(_LEAD_SECONDS, _LEAD_PART * seconds))
+        return began + seconds - lead
