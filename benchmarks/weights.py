@@ -105,7 +105,7 @@ def _safetensors(file: Path, device: torch.device) -> None:
 
 
 def _fastsafetensors(file: Path, device: torch.device) -> None:
-    from fastsafetensors import SafeTensorsFileLoader, SingleGroup  # type: ignore[import-not-found]
+    from fastsafetensors import SafeTensorsFileLoader, SingleGroup
 
     on = str(device) if device.index is not None or device.type == "cpu" else f"{device}:0"
     loader = SafeTensorsFileLoader(SingleGroup(), device=on, nogds=True)
