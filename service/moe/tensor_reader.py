@@ -86,8 +86,9 @@ class TensorReader:
         def read(file: TensorFile, tensor: TensorEntry, part: Tensor, start: int, direct: bool) -> None:
             own = self._own
             if not hasattr(own, "buffer"):
-                own.buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
-                own.stream = torch.cuda.Stream(flat.device)  # type: ignore[no-untyped-call]
+                with torch.cuda.device(flat.device):  # a new thread has the first one
+                    own.buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
+                    own.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             into: memoryview = own.buffer.numpy().data
             if direct:
                 got = file.read_direct(tensor, into, start, len(part))

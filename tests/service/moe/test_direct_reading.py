@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from expertd.service.moe.tensor_file import TensorFile, TensorFileError
+from expertd.service.moe.tensor_file import DIRECT_ALIGNMENT, TensorFile, TensorFileError
 from expertd.service.moe.tensor_reader import PIECE_BYTES, TensorReader
 
 NUM_BYTES = 2 * PIECE_BYTES + 12345
@@ -49,24 +49,25 @@ def read(path: Path, start: int = START, device: str = "cpu", **options: bool) -
 
 @pytest.fixture
 def direct_reads(path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The bytes of each read around the page cache; skips a test where there are none."""
+    """The bytes of each read around the page cache that works; skips a test where none can."""
     with TensorFile(path) as file:
         if not file.can_read_direct or file.is_cached(file.tensors["values"], 0, NUM_BYTES):
             pytest.skip("the file system has no O_DIRECT, or does not forget files")
     counts: list[int] = []
-    read_direct = TensorFile.read_direct
+    read_blocks = TensorFile._read_blocks
 
-    def counting(file: TensorFile, *arguments: Any) -> memoryview:
-        counts.append(arguments[-1])
-        return read_direct(file, *arguments)
+    def counting(file: TensorFile, *arguments: Any) -> int:
+        if got := read_blocks(file, *arguments):
+            counts.append(got)
+        return got
 
-    monkeypatch.setattr(TensorFile, "read_direct", counting)
+    monkeypatch.setattr(TensorFile, "_read_blocks", counting)
     return counts
 
 
 def test_a_file_that_is_not_cached_is_read_around_the_page_cache(path: Path, direct_reads: list[int]) -> None:
     got = read(path)
-    assert sum(direct_reads) == NUM_BYTES - START
+    assert 0 <= sum(direct_reads) - (NUM_BYTES - START) < DIRECT_ALIGNMENT, "and the first block's beginning"
     assert max(direct_reads) <= PIECE_BYTES
     with TensorFile(path) as file:
         places = range(0, NUM_BYTES - 4096, 65536)
@@ -125,12 +126,13 @@ def test_a_file_that_shrinks_is_one_sentence(path: Path, left: int, direct_reads
         with pytest.raises(TensorFileError) as refused:
             reader.read(file, file.tensors["values"], torch.empty(NUM_BYTES, dtype=torch.uint8))
     assert str(refused.value) == f"{path}: expected {size} bytes, as when it was opened, got {left}"
-    assert direct_reads
+    assert bool(direct_reads) == (left > 0)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cached", [False, True])
 def test_a_gpu_gets_the_same_bytes(path: Path, direct_reads: list[int], cached: bool) -> None:
     got = read(path, device="cuda", cached=cached)
-    assert sum(direct_reads) == (0 if cached else NUM_BYTES - START)
+    more = sum(direct_reads) - (NUM_BYTES - START)
+    assert (not direct_reads) if cached else (0 <= more < DIRECT_ALIGNMENT)
     assert torch.equal(got, bytes_from(path, START))
