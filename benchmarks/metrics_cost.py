@@ -1,15 +1,19 @@
-"""What metrics cost: `python -m benchmarks.metrics_cost [--json FILE] [--rounds N]`.
+"""What metrics and spans cost: `python -m benchmarks.metrics_cost [--json FILE] [--rounds N]`.
 
-Two servers of the same small layer, one of which counts nothing: over HTTP with 32 connections, and through
-one channel. They take turns in each round, the first one changing; /metrics of both is scraped once a second.
-A row has the best rate of each, the median of the rounds' ratios with its quartiles, and for HTTP the ratio
-of the least processor times for a request. The last row has the microseconds of the calls alone, in a loop.
+Three servers of the same small layer: one counts nothing, one counts as servers do, and one also sends spans
+of a hundredth of its requests (the default) to a process that takes them. Requests come over HTTP by 32
+connections, and through one channel, which has no spans. In each round every server has two turns, in an
+order and then backwards, so that a drift of the machine cancels; the orders change, and /metrics is scraped
+once a second. A row compares two servers: the median of the rounds' ratios of rates, with its 95 % confidence
+interval (by bootstrap), and for HTTP that of the processor times of a request, on which other programs have
+less influence. The last row has the microseconds of the calls alone, in a loop.
 """
 
 import argparse
 import json
 import os
 import platform
+import random
 import socket
 import statistics
 import subprocess
@@ -18,8 +22,9 @@ import tempfile
 import threading
 import timeit
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +42,17 @@ MODEL: dict[str, Any] = {
     "top_k": 4,
     "datatype": "BF16",
 }
-NAMES = ("counting", "silent")
-CASES = {"HTTP, 32 connections": 32, "one channel": 0}
+NAMES = ("silent", "counting", "tracing")
+CASES: dict[str, tuple[int, tuple[str, str]]] = {
+    "metrics, HTTP, 32 connections": (32, ("counting", "silent")),
+    "spans, HTTP, 32 connections": (32, ("tracing", "counting")),
+    "metrics, one channel": (0, ("counting", "silent")),
+}
+"""The connections, 0: a channel, and the servers that are compared, the one that does more first."""
+_RESAMPLES = 2000
 
 
-def serve(name: str, port: int) -> int:
+def serve(name: str, port: int, sink: int) -> int:
     """A server, in this process; the silent one counts neither requests nor steps."""
     from expertd.service.engine.metrics import Metrics
     from expertd.service.http.server import serve as serve_http
@@ -55,17 +66,52 @@ def serve(name: str, port: int) -> int:
         for method in ("request_done", "step_done"):
             setattr(Metrics, method, nothing)
     with tempfile.TemporaryDirectory() as folder:
-        channels = {"socket": f"{folder}/channels"}
-        return serve_http(Settings.model_validate({"port": port, "models": [MODEL], "channels": channels}))
+        values = {"port": port, "models": [MODEL], "channels": {"socket": f"{folder}/channels"}}
+        if name == "tracing":
+            values["tracing"] = {"endpoint": f"http://127.0.0.1:{sink}/v1/traces"}
+        return serve_http(Settings.model_validate(values))
+
+
+class _Sink(BaseHTTPRequestHandler):
+    """Takes spans, and forgets them."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Says nothing."""
 
 
 @contextmanager
-def server(name: str) -> Iterator[tuple[int, int]]:
-    """The port and process id of a server that is ready."""
+def sink() -> Iterator[int]:
+    """The port of a process that takes spans."""
+    port = free_port()
+    command = [sys.executable, "-m", "benchmarks.metrics_cost", "--sink", str(port)]
+    process = subprocess.Popen(command)
+    try:
+        until(lambda: _can_connect(port))
+        yield port
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
-    command = [sys.executable, "-m", "benchmarks.metrics_cost", "--serve", name, str(port)]
+        return port
+
+
+@contextmanager
+def server(name: str, sink: int) -> Iterator[tuple[int, int]]:
+    """The port and process id of a server that is ready."""
+    port = free_port()
+    command = [sys.executable, "-m", "benchmarks.metrics_cost", "--serve", name, str(port), str(sink)]
     process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
     try:
         _wait_ready(port)
@@ -113,43 +159,72 @@ def scraping(port: int) -> Iterator[None]:
         thread.join()
 
 
-def compare(connections: int, servers: dict[str, tuple[int, int]], rounds: int) -> dict[str, float]:
-    """One row."""
-    found: dict[str, list[tuple[int, float]]] = {name: [] for name in servers}
+def measure(
+    connections: int, servers: Mapping[str, tuple[int, int]], rounds: int
+) -> list[dict[str, tuple[float, float]]]:
+    """For each round, each server's requests a second, and the processor seconds of a request."""
+    names, found = list(servers), []
     for number in range(rounds):
-        for name in servers if number % 2 else reversed(servers):
+        order = names[number % len(names) :] + names[: number % len(names)]
+        counts, seconds = dict.fromkeys(names, 0), dict.fromkeys(names, 0.0)
+        for name in (*order, *reversed(order)):
             port, pid = servers[name]
             before = _cpu_seconds(pid)
             with scraping(port):
-                count = requests_of(port, connections)
-            found[name].append((count, (_cpu_seconds(pid) - before) / count))
-    ratios = [one / other for (one, _), (other, _) in zip(*found.values(), strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    row = {"ratio": middle, "low": low, "high": high}
-    for name, rows in found.items():
-        row[f"{name}_rate"] = max(count for count, _ in rows) / SECONDS
+                counts[name] += requests_of(port, connections)
+            seconds[name] += _cpu_seconds(pid) - before
+        found.append({name: (counts[name] / 2 / SECONDS, seconds[name] / counts[name]) for name in names})
+    return found
+
+
+def compare(
+    rounds: Sequence[Mapping[str, tuple[float, float]]], pair: tuple[str, str], connections: int
+) -> dict[str, Any]:
+    """A row: the server that does more over the other one."""
+    more, less = pair
+    row: dict[str, Any] = {
+        "rates": [statistics.median(found[name][0] for found in rounds) for name in pair],
+        "ratio": median_with_interval([found[more][0] / found[less][0] for found in rounds]),
+    }
     if connections:  # with a channel, a server that waits for a request looks for it all the time
-        counting, silent = (min(seconds for _, seconds in rows) for rows in found.values())
-        row["cpu_ratio"] = counting / silent
+        row["cpu_ratio"] = median_with_interval([found[more][1] / found[less][1] for found in rounds])
     return row
+
+
+def median_with_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """The median, and the ends of its 95 % confidence interval, by bootstrap."""
+    generator = random.Random(0)
+    medians = sorted(statistics.median(generator.choices(values, k=len(values))) for _ in range(_RESAMPLES))
+    edge = round(0.025 * _RESAMPLES)
+    return statistics.median(values), medians[edge], medians[-1 - edge]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print every row as it is measured, and write all of them to a file if asked to."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--sink", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.serve:
-        return serve(given.serve[0], int(given.serve[1]))
-    calls = call_microseconds()
+        name, port, to = given.serve
+        return serve(name, int(port), int(to))
+    if given.sink:
+        HTTPServer(("127.0.0.1", given.sink), _Sink).serve_forever()
+    calls, rows = call_microseconds(), {}
     with ExitStack() as stack:
-        servers = {name: stack.enter_context(server(name)) for name in NAMES}
-        rows = {}
-        for what, connections in CASES.items():
-            rows[what] = compare(connections, servers, given.rounds)
-            print(line(what, rows[what]), flush=True)
+        to = stack.enter_context(sink())
+        servers = {name: stack.enter_context(server(name, to)) for name in NAMES}
+        for connections in sorted({connections for connections, _ in CASES.values()}, reverse=True):
+            cases = {what: pair for what, (count, pair) in CASES.items() if count == connections}
+            used = {name: servers[name] for name in NAMES if any(name in pair for pair in cases.values())}
+            found = measure(connections, used, given.rounds)
+            for what, pair in cases.items():
+                rows[what] = compare(found, pair, connections)
+                print(line(what, rows[what]), flush=True)
     print("in a loop: " + ", ".join(f"{what} {microseconds:.2f} us" for what, microseconds in calls.items()))
     if given.json:
         machine = {
@@ -157,7 +232,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "cpu": cpu_name(),
             "python": platform.python_version(),
         }
-        given.json.write_text(json.dumps({"machine": machine, "rows": rows, "calls": calls}, indent=1) + "\n")
+        about = {"machine": machine, "rounds": given.rounds, "seconds": SECONDS}
+        given.json.write_text(json.dumps({**about, "rows": rows, "calls": calls}, indent=1) + "\n")
     return 0
 
 
@@ -185,17 +261,27 @@ def call_microseconds() -> dict[str, float]:
     }
 
 
-def line(what: str, row: dict[str, float]) -> str:
+def line(what: str, row: Mapping[str, Any]) -> str:
     """A row as text."""
-    cpu = f"; of processor time for a request {row['cpu_ratio']:.3f}" if "cpu_ratio" in row else ""
-    rates = f"{row['counting_rate']:.0f} and {row['silent_rate']:.0f} requests/s"
-    return f"{what}: {rates}, ratio {row['ratio']:.3f} ({row['low']:.3f} to {row['high']:.3f}){cpu}"
+
+    def ratio(key: str) -> str:
+        return "{:.3f} ({:.3f} to {:.3f})".format(*row[key])
+
+    more, less = row["rates"]
+    cpu = f"; of processor time for a request {ratio('cpu_ratio')}" if "cpu_ratio" in row else ""
+    return f"{what}: {more:.0f} and {less:.0f} requests/s, ratio {ratio('ratio')}{cpu}"
 
 
 def _wait_ready(port: int) -> None:
     until(
         lambda: urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/health/ready", timeout=10).status == 200
     )
+
+
+def _can_connect(port: int) -> bool:
+    """Whether somebody listens; raises OSError."""
+    with socket.create_connection(("127.0.0.1", port)):
+        return True
 
 
 def until(is_done: Callable[[], bool]) -> None:
@@ -212,8 +298,9 @@ def until(is_done: Callable[[], bool]) -> None:
 
 
 def _cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """The processor time of a process, to the nanosecond; of the threads that it has."""
+    threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
 
 
 if __name__ == "__main__":

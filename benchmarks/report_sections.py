@@ -51,6 +51,7 @@ from benchmarks.sweep_sections import (
     grouped_gemm_power,
     grouped_gemm_power_cold,
 )
+from benchmarks.weights_sections import weights, weights_machine
 
 _PEERS = {"over_two_gemms": "DeepGEMM's two GEMMs alone", "over_mega_moe": "SM90 Mega MoE"}
 _DEEP_GEMM = "https://github.com/deepseek-ai/DeepGEMM"
@@ -252,7 +253,7 @@ SECTIONS: dict[str, Section] = {
         serving_cpu, serving_cpu_machine, serving_ranks, serving_ranks_callers, parallel_machine, parallel,
         parallel_headline, parallel_skewed, parallel_uneven, parallel_growth, parallel_expected,
         parallel_overlap, lanes_machine, lanes, open_loop, open_loop_machine, soak, soak_machine,
-        soak_gpu, soak_gpu_machine,
+        soak_gpu, soak_gpu_machine, weights, weights_machine,
     )
 }  # fmt: skip
 """Section functions, by the name in the documents' markers."""

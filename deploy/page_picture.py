@@ -9,6 +9,8 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -19,7 +21,7 @@ from playwright.sync_api import sync_playwright
 _HIDDEN = 512  # of the demo layer
 _CALLERS = 3
 _TOPIC_SECONDS = 37
-_COLOURS = 256  # of the picture, which is half as large so
+_COLOURS = 256
 _SIZES, _SHARES = (1, 4, 16, 64, 128), (0.4, 0.25, 0.2, 0.1, 0.05)
 
 
@@ -59,6 +61,27 @@ def picture(url: str, seconds: float) -> bytes:
     return png
 
 
+@contextmanager
+def traffic(url: str) -> Iterator[None]:
+    """Callers of the server at `url`, as long as the block runs."""
+    end = threading.Event()
+    callers = [threading.Thread(target=send, args=(url, number, end)) for number in range(_CALLERS)]
+    for caller in callers:
+        caller.start()
+    try:
+        yield
+    finally:
+        end.set()
+        for caller in callers:
+            caller.join()
+
+
+def save(png: bytes, path: Path) -> None:
+    """Write a PNG with few colours, half as large so."""
+    image = Image.open(io.BytesIO(png)).convert("RGB").quantize(_COLOURS, kmeans=8, dither=Image.Dither.NONE)
+    image.save(path, optimize=True)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Write the picture; returns the exit code."""
     parser = argparse.ArgumentParser(description="Write a picture of a server's page under traffic.")
@@ -66,18 +89,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--url", default="http://127.0.0.1:8000/", help="of a server of the demo layer")
     parser.add_argument("--seconds", type=float, default=310, help="for which the page is watched")
     given = parser.parse_args(arguments)
-    end = threading.Event()
-    callers = [threading.Thread(target=send, args=(given.url, number, end)) for number in range(_CALLERS)]
-    for caller in callers:
-        caller.start()
-    try:
+    with traffic(given.url):
         png = picture(given.url, given.seconds)
-    finally:
-        end.set()
-        for caller in callers:
-            caller.join()
-    image = Image.open(io.BytesIO(png)).convert("RGB").quantize(_COLOURS, kmeans=8, dither=Image.Dither.NONE)
-    image.save(given.picture, optimize=True)
+    save(png, given.picture)
     return 0
 
 

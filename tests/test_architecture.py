@@ -201,8 +201,8 @@ def test_only_the_loader_and_the_cache_read_the_environment() -> None:
 def test_tests_and_benchmarks_do_not_import_each_other() -> None:
     names = (
         "benchmarks", "compare_benchmark", "lanes_benchmark", "layer_peers_benchmark", "make_checkpoint",
-        "overlap_benchmark", "parallel_benchmark", "peers_benchmark", "power_benchmark", "report",
-        "sweep_benchmark",
+        "metrics_cost_benchmark", "overlap_benchmark", "parallel_benchmark", "peers_benchmark",
+        "power_benchmark", "report", "sweep_benchmark", "weights_benchmark",
     )  # fmt: skip
     of_benchmarks = {f"tests/test_{name}.py" for name in names}
     for path in (*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")):

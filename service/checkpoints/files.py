@@ -1,6 +1,7 @@
 """Finds tensors in the safetensors files of a directory, and reads their headers."""
 
 import re
+import threading
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -29,10 +30,11 @@ class Stored:
 
 
 class OpenFiles:
-    """Safetensors files by path, opened on first use and closed together."""
+    """Safetensors files by path, opened on first use, by any thread, and closed together."""
 
     def __init__(self) -> None:
         self._files: dict[Path, TensorFile] = {}
+        self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
         return self
@@ -50,12 +52,13 @@ class OpenFiles:
 
     def __getitem__(self, path: Path) -> TensorFile:
         """The file at `path`. Raises CheckpointError if it cannot be read or is truncated."""
-        if path not in self._files:
-            try:
-                self._files[path] = TensorFile(path)
-            except TensorFileError as error:
-                raise CheckpointError(str(error)) from error
-        return self._files[path]
+        with self._lock:
+            if path not in self._files:
+                try:
+                    self._files[path] = TensorFile(path)
+                except TensorFileError as error:
+                    raise CheckpointError(str(error)) from error
+            return self._files[path]
 
 
 class TensorFiles:

@@ -1,7 +1,5 @@
 """Reads tensors of a checkpoint's files, whole or in part."""
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -23,18 +21,24 @@ _DTYPES = {
 
 
 class PartReader:
-    """Reads from open files to `device`. Its methods raise CheckpointError if a file has changed."""
+    """Reads from open files to `device`. Its methods raise CheckpointError if a file has changed.
 
-    def __init__(self, files: OpenFiles, reader: TensorReader, device: torch.device) -> None:
+    cached  through the page cache: other processes of this host read the same
+    """
+
+    def __init__(
+        self, files: OpenFiles, reader: TensorReader, device: torch.device, *, cached: bool = False
+    ) -> None:
         self._files = files
         self._reader = reader
         self.device = device
+        self._cached = cached
         self._last: dict[Stored, tuple[int, Tensor]] = {}
 
     def whole(self, stored: Stored) -> Tensor:
         """A tensor."""
         out = self._empty(stored, stored.shape)
-        self._read(stored, out.view(-1), 0, 0)
+        self._read(stored, out, 0, self._cached)
         return out
 
     def of_expert(self, stored: Stored, expert: int | None) -> Tensor:
@@ -44,7 +48,7 @@ class PartReader:
         last = self._last.get(stored)
         if last is None or last[0] != expert:
             out = self._empty(stored, stored.shape[1:])
-            self._read(stored, out.view(-1), expert * out.nbytes, 0)
+            self._read(stored, out, expert * out.nbytes, self._cached)
             last = self._last[stored] = expert, out
         return last[1]
 
@@ -56,27 +60,28 @@ class PartReader:
 
     def read_part(self, stored: Stored, matrix: Matrix, out: Tensor, unit: int = 1) -> None:
         """Fill `out` with the matrix's part of a weight, or of scales for `unit` rows and columns."""
-        if (step := matrix.rows.step) > 1:
-            whole = range(matrix.rows[0] // step * step, matrix.rows[-1] // step * step + step)
-            out.copy_(self.part(stored, replace(matrix, rows=whole))[matrix.rows[0] % step :: step])
-            return
-        rows, columns = (range(r.start // unit, r.stop // unit) for r in (matrix.rows, matrix.columns))
+        rows, columns = (_units(part, unit) for part in (matrix.rows, matrix.columns))
         if matrix.transposed:
-            turned = self._empty(stored, (len(columns), len(rows)))
-            self._read_block(stored, turned, columns, rows, matrix.expert)
-            out.copy_(turned.t())
+            rows, columns = columns, rows
+        width = stored.shape[-1]
+        if rows.step == 1 and len(columns) == width:
+            block = self._empty(stored, (len(rows), width)) if matrix.transposed else out
+            row = (matrix.expert or 0) * stored.shape[-2] + rows.start
+            self._read(stored, block, row * width * out.itemsize, self._cached)
         else:
-            self._read_block(stored, out, rows, columns, matrix.expert)
+            block = self._around(stored, matrix.expert)[_slice(rows), _slice(columns)]
+        if block is not out:
+            out.copy_(block.t() if matrix.transposed else block)
 
-    def _read_block(
-        self, stored: Stored, out: Tensor, rows: range, columns: range, expert: int | None
-    ) -> None:
-        height, width = stored.shape[-2:]
-        row = (expert or 0) * height + rows.start
-        stride = width * out.itemsize
-        self._read(stored, out, row * stride + columns.start * out.itemsize, stride)
+    def _around(self, stored: Stored, expert: int | None) -> Tensor:
+        """A matrix of which others need the other columns or rows: it is read once for all of them."""
+        if expert is not None:
+            return self.of_expert(stored, expert)
+        out = self._empty(stored, stored.shape)
+        self._read(stored, out, 0, True)
+        return out
 
-    def _read(self, stored: Stored, out: Tensor, start: int, stride: int) -> None:
+    def _read(self, stored: Stored, out: Tensor, start: int, cached: bool) -> None:
         file = self._files[stored.file]
         tensor = file.tensors.get(stored.name)
         if tensor is None or (tensor.dtype, tensor.shape) != (stored.dtype, stored.shape):
@@ -84,9 +89,18 @@ class PartReader:
             got = "none" if tensor is None else f"{tensor.dtype} of shape {tensor.shape}"
             raise CheckpointError(f"{stored.file}: {stored.name}: expected {expected}, got {got}")
         try:
-            self._reader.read(file, tensor, out, start, stride)
+            self._reader.read(file, tensor, out, start, cached=cached)
         except TensorFileError as error:
             raise CheckpointError(str(error)) from error
 
     def _empty(self, stored: Stored, shape: tuple[int, ...]) -> Tensor:
         return torch.empty(shape, dtype=_DTYPES[stored.dtype], device=self.device)
+
+
+def _units(part: range, unit: int) -> range:
+    """The scales of a range that begins and ends with whole units; 1: the range itself."""
+    return part if unit == 1 else range(part.start // unit, part.stop // unit)
+
+
+def _slice(part: range) -> slice:
+    return slice(part.start, part.stop, part.step)

@@ -1,6 +1,9 @@
 """Reads the weights of one MoE layer from a checkpoint's files."""
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -13,6 +16,7 @@ from expertd.service.checkpoints.encodings import Encoding
 from expertd.service.checkpoints.files import OpenFiles, Stored
 from expertd.service.checkpoints.layer import Biases
 from expertd.service.checkpoints.parts import PartReader
+from expertd.service.moe.needs import GROUPS_AT_ONCE
 from expertd.service.moe.tensor_reader import TensorReader
 from expertd.service.moe.weights import ExpertWeights
 
@@ -23,41 +27,57 @@ MOST_ROUTER = 1e30
 """With larger numbers in a router, logits may not be finite."""
 
 
-def read_layer(source: LayerSource, device: torch.device | str, progress: BytesRead) -> ExpertWeights:
+def read_layer(
+    source: LayerSource, device: torch.device | str, progress: BytesRead, cached: Collection[int] = ()
+) -> ExpertWeights:
     """The layer's weights on `device`, gate and up fused. FP8 is copied bit for bit, others are quantized.
 
     Where sizes are no multiples of 128, rows of gates and ups, and columns of down, are filled with zeros.
-    `progress` is called with the bytes of each matrix after it is read, and may raise to stop. Needs memory
-    for the layer and one more matrix. Raises CheckpointError for weights or scales that are not finite, and
-    if a file has changed since `source` was found.
+    `progress` is called with the bytes of each group after it is read, and may raise to stop. Groups whose
+    places are in `cached`, and the router, are read through the page cache: other processes of this host read
+    them, too. Needs memory for the layer, for `GROUPS_AT_ONCE` matrices as they are in the files, and for one
+    in float32. Raises CheckpointError for weights or scales that are not finite, and if a file has changed
+    since `source` was found.
     """
-    gate, _, down = source.groups[0]
-    h, num_groups = len(gate.columns), len(source.groups)
-    i = -(-len(gate.rows) // SCALE_BLOCK) * SCALE_BLOCK
+    first_gate, num_groups = source.groups[0][0], len(source.groups)
+    h = len(first_gate.columns)
+    i = -(-len(first_gate.rows) // SCALE_BLOCK) * SCALE_BLOCK
     gate_up_out, down_out = _empty(num_groups, 2 * i, h, device), _empty(num_groups, h, i, device)
+    device = down_out.data.device  # with its number, since other threads may have another GPU
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    decoding = threading.Lock()
     with OpenFiles() as files, TensorReader() as tensors:
-        reader = PartReader(files, tensors, torch.device(device))
+        reader = PartReader(files, tensors, device, cached=True)
         router = _plain(reader, source.router)
         bias, shared_gate = (
             None if tensor is None else _plain(reader, tensor).flatten()
             for tensor in (source.router_bias, source.shared_gate)
         )
-        for group, (gate, up, down) in enumerate(source.groups):
-            for matrix, out in (
-                (gate, _rows(gate_up_out, group, 0, i)),
-                (up, _rows(gate_up_out, group, i, i)),
-                (down, _rows(down_out, group, 0, h)),
-            ):
-                _read(reader, matrix, out)
-                progress(matrix.num_bytes)
+
+        def read_group(group: int) -> int:
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
+                reader = PartReader(files, tensors, device, cached=group in cached)
+                gate, up, down = source.groups[group]
+                _read(reader, gate, _rows(gate_up_out, group, 0, i), decoding)
+                _read(reader, up, _rows(gate_up_out, group, i, i), decoding)
+                _read(reader, down, _rows(down_out, group, 0, h), decoding)
+                return sum(matrix.num_bytes for matrix in (gate, up, down))
+
+        with ThreadPoolExecutor(GROUPS_AT_ONCE, "expertd-groups") as pool:
+            try:
+                for num_bytes in pool.map(read_group, range(num_groups)):
+                    progress(num_bytes)
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
         biases = None if source.biases is None else _biases(reader, source.biases, i)
     return ExpertWeights(router, gate_up_out, down_out, bias, shared_gate, biases)
 
 
-def _read(reader: PartReader, matrix: Matrix, out: Quantized) -> None:
+def _read(reader: PartReader, matrix: Matrix, out: Quantized, decoding: threading.Lock) -> None:
     encoded = matrix.encoded
     if encoded.scales is None or not encoded.encoding.is_native:
-        data, scales = _quantized(reader, matrix, out.data.shape)
+        data, scales = _quantized(reader, matrix, out.data.shape, decoding)
         out.data.view(torch.uint8).copy_(data.view(torch.uint8))
     else:
         reader.read_part(encoded.weight, matrix, out.data)
@@ -78,25 +98,30 @@ def _read(reader: PartReader, matrix: Matrix, out: Quantized) -> None:
         raise CheckpointError(f"{name}: expected scales up to {MOST_SCALE:g}, got {largest:g}")
 
 
-def _quantized(reader: PartReader, matrix: Matrix, size: torch.Size) -> tuple[Tensor, Tensor]:
+def _quantized(
+    reader: PartReader, matrix: Matrix, size: torch.Size, decoding: threading.Lock
+) -> tuple[Tensor, Tensor]:
     """Data, with zeros up to `size`, and scales of a matrix that is not FP8 by blocks in the file."""
     encoded = matrix.encoded
     is_native = encoded.encoding.is_native
-    values = reader.part(encoded.weight, matrix) if is_native else _decoded(reader, matrix)
-    n, k = values.shape
-    padded = torch.nn.functional.pad(values, (0, size[1] - k, 0, size[0] - n))
-    return quantize_by_powers(padded) if encoded.encoding.has_powers else quantize_blocks(padded)
+    found = () if is_native else (encoded.weight, encoded.scales, encoded.whole)
+    tensors = {stored: reader.of_expert(stored, matrix.expert) for stored in found if stored is not None}
+    values = reader.part(encoded.weight, matrix) if is_native else None
+    with decoding:  # one at a time, for it needs several times the memory
+        values = _decoded(tensors, matrix, reader.device) if values is None else values
+        n, k = values.shape
+        padded = torch.nn.functional.pad(values, (0, size[1] - k, 0, size[0] - n))
+        return quantize_by_powers(padded) if encoded.encoding.has_powers else quantize_blocks(padded)
 
 
-def _decoded(reader: PartReader, matrix: Matrix) -> Tensor:
+def _decoded(tensors: Mapping[Stored, Tensor], matrix: Matrix, device: torch.device) -> Tensor:
     rows, columns = (slice(part.start, part.stop, part.step) for part in (matrix.rows, matrix.columns))
     is_sparse = matrix.rows.step > 1  # then only those rows are decoded
 
     def load(stored: Stored) -> Tensor:
-        tensor = reader.of_expert(stored, matrix.expert)
-        return tensor[rows] if is_sparse else tensor
+        return tensors[stored][rows] if is_sparse else tensors[stored]
 
-    values = decode(matrix.encoded, load, reader.device)
+    values = decode(matrix.encoded, load, device)
     return (values if is_sparse else values[rows])[:, columns].contiguous()
 
 

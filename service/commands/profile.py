@@ -61,9 +61,16 @@ def run(arguments: argparse.Namespace) -> int:
     configure_logging(settings.log_level, form=settings.log_format)
     with quick_imports():
         from expertd.service.engine.errors import EngineError
+        from expertd.service.engine.loading import Loader, load
         from expertd.service.engine.profile_run import profile_steps
+    loader: Loader = load
+    if settings.num_ranks > 1:
+        from expertd.service.ranks.loading import load_ranks
+
+        loader = load_ranks
+    wanted = arguments.steps, arguments.tokens, arguments.seconds
     try:
-        recording = asyncio.run(profile_steps(settings, arguments.steps, arguments.tokens, arguments.seconds))
+        recording = asyncio.run(profile_steps(settings, *wanted, loader))
         arguments.output.write_bytes(recording.trace)
     except EngineError as error:
         return _refuse(1, error)
@@ -99,8 +106,8 @@ def _check(settings: "Settings", arguments: argparse.Namespace) -> None:
         raise ValueError(f"--tokens: expected 1 to limits.max_request_tokens ({most}), got {tokens}")
     if not 0 < (seconds := arguments.seconds) <= MAX_SECONDS:
         raise ValueError(f"--seconds: expected more than 0, at most {MAX_SECONDS:g}, got {seconds:g}")
-    if settings.num_ranks > 1:
-        raise ValueError(f"ranks: expected one, got {settings.num_ranks}")
+    if settings.nnodes > 1:
+        raise ValueError(f"nnodes: expected one, got {settings.nnodes}")
     if (output := arguments.output).is_dir() or not output.parent.is_dir():
         raise ValueError(f"--output: expected a file in a directory that exists, got {output}")
 

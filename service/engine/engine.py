@@ -20,7 +20,6 @@ from expertd.service.engine.errors import (
     PartitionsRefusedError,
     PartitionsUnavailableError,
     PlacementUnavailableError,
-    ProfileUnavailableError,
     QueueFullError,
     RoutingUnavailableError,
     SchedulerClosedError,
@@ -87,7 +86,10 @@ class Engine:
         self._watchdog: Watchdog | None = None
         self._failure: str | None = None  # of the device, for good
         self._lane_control: LaneControl | None = None
-        self._profiling = Profiling(self.scheduler, self._num_steps, self._about, self._streams)
+        about = self._num_steps, self._about, self._streams
+        self._profiling = Profiling(
+            self.scheduler, *about, lambda: self.loaded.recordings if self.loaded else None
+        )
         shapes = {model.name: model.shape for model in settings.models}
         metrics.add_models(shapes, settings.metrics.max_expert_series)
         metrics.watch_jit(jit_stats)
@@ -275,8 +277,6 @@ class Engine:
         """A Chrome trace of the next steps; see `Profiling.record`. Raises NotReadyError, too."""
         if self.loaded is None:
             raise NotReadyError(f"the server is {self.phase.value}")
-        if (ranks := self.settings.num_ranks) > 1:
-            raise ProfileUnavailableError(f"profile: expected one rank, got {ranks}")
         return await self._profiling.record(steps, seconds, run)
 
     async def route(self, model: str, request: LayerRequest) -> tuple[NDArray[np.int32], NDArray[np.float32]]:

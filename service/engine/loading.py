@@ -17,6 +17,7 @@ from expertd.kernels.backends import why_not
 from expertd.service.engine.layers import Cancelled, MakeLayer, packed_layer_of, stop_if
 from expertd.service.engine.local_models import Held, LocalModels
 from expertd.service.engine.placement import Placements
+from expertd.service.engine.profiling import RankRecordings
 from expertd.service.engine.rank_metrics import RankState
 from expertd.service.engine.runner_sets import set_split
 from expertd.service.engine.steps import Runner
@@ -96,7 +97,8 @@ class Loaded:
     lane that number of SMs and the prefill lane the rest (0: all of them); call it as `Partitions.apply`.
     None: no such lanes. use returns what steps have used, on any thread; gpus the UUIDs of the GPUs. route
     says what a model's router chooses for a request, on the worker thread; None: the routers are elsewhere.
-    streams, on the worker thread, are those of steps and their copies, with names.
+    streams, on the worker thread, are those of steps and their copies, with names. recordings are of the
+    ranks, if steps run there.
     """
 
     backend: str
@@ -121,6 +123,7 @@ class Loaded:
     gpus: Callable[[], Sequence[str]] = tuple
     route: Route | None = None
     streams: Callable[[], Sequence[tuple[str, torch.cuda.Stream]]] = tuple
+    recordings: RankRecordings | None = None
 
     @property
     def runners_of_lanes(self) -> tuple[Mapping[str, Runner], Mapping[str, Runner]]:

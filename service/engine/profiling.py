@@ -1,26 +1,28 @@
 """Records steps with torch's profiler, while the server serves: a Chrome trace, which Perfetto opens."""
 
 import asyncio
-import json
-import os
-import re
-import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from expertd.service.engine.errors import ProfileRefusedError, ProfileUnavailableError
+from expertd.service.engine.errors import ProfileUnavailableError
+from expertd.service.engine.joint_trace import joint
 from expertd.service.engine.lanes import AnyScheduler
-from expertd.service.engine.profile_limits import MAX_BYTES
-from expertd.service.engine.stream_marks import mark, with_stream_names
+from expertd.service.engine.recorder import Recorder, check_size
 from expertd.service.settings.lanes import LANES
 
 _LOOK_SECONDS = 0.005
-_THREAD_NAME = re.compile(rb'"thread (\d+) \([^"]*\)"')  # the profiler's: "thread 12 (python)"
+
+
+class RankRecordings(Protocol):
+    """Implemented by `expertd.service.ranks.recording.RankRecordings`, which says more."""
+
+    def begin(self) -> None: ...
+    def end(self) -> None: ...
+    def events(self, base: int, /) -> Sequence[bytes]: ...
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Profiling:
     num_steps  counts the steps that have ended, of all models
     about      is written into the trace: what else is known of the server
     streams    the GPU's streams, with their names; called on the thread of the steps
+    ranks      the ranks that run the steps, and record them, too; None: this process runs them
     """
 
     def __init__(
@@ -46,9 +49,10 @@ class Profiling:
         num_steps: Callable[[], int],
         about: Callable[[], dict[str, Any]],
         streams: Callable[[], Iterable[tuple[str, Any]]] = tuple,
+        ranks: Callable[[], RankRecordings | None] = lambda: None,
     ) -> None:
         self._scheduler, self._num_steps, self._about = scheduler, num_steps, about
-        self._streams = streams
+        self._streams, self._ranks = streams, ranks
         self._is_running = False
 
     async def record(
@@ -58,8 +62,8 @@ class Profiling:
 
         run  what runs the steps, from when they are recorded; None: the server's callers do
 
-        Raises ProfileUnavailableError, ProfileRefusedError if the trace has more than MAX_BYTES, and what
-        `run` raises.
+        Raises ProfileUnavailableError, ProfileRefusedError if the trace has more than MAX_BYTES,
+        DeviceLostError if a rank is lost, and what `run` raises.
         """
         if self._is_running:
             raise ProfileUnavailableError("profile: expected none to be recorded, got one that is")
@@ -72,28 +76,38 @@ class Profiling:
     async def _record(
         self, steps: int, seconds: float, run: Callable[[], Awaitable[None]] | None
     ) -> Recording:
-        from torch._C._profiler import _ExperimentalConfig
-        from torch.profiler import profile
-
         worker = self._scheduler.lanes[0]  # the profiler starts and stops on one thread
-        # acc_events: or torch 2.11 warns that events of earlier cycles are gone; there is one cycle.
-        config = _ExperimentalConfig(profile_all_threads=True)
-        profiler = profile(experimental_config=config, acc_events=True)
-        await worker.between_steps(profiler.start)
+        recorder, ranks = Recorder(), self._ranks()
+
+        def begin() -> None:
+            recorder.start(self._streams())
+            if ranks is not None:
+                try:
+                    ranks.begin()
+                except BaseException:
+                    recorder.stop()
+                    raise
+
+        num_steps, taken = 0, 0.0
+
+        def end() -> None:
+            recorder.stop({"steps": num_steps, **self._about()})
+            if ranks is not None:
+                ranks.end()
+
+        await worker.between_steps(begin)
         try:
-            await worker.between_steps(lambda: mark(self._streams()))
-            first, begin = self._num_steps(), time.monotonic()
+            first, began = self._num_steps(), time.monotonic()
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     if run is not None:
                         await run()
                     while self._num_steps() < first + steps:  # they are counted a little later
                         await asyncio.sleep(_LOOK_SECONDS)
-            num_steps, taken = self._num_steps() - first, time.monotonic() - begin
-            profiler.add_metadata_json("expertd", json.dumps({"steps": num_steps, **self._about()}))
+            num_steps, taken = self._num_steps() - first, time.monotonic() - began
         finally:
-            await worker.between_steps(profiler.stop)
-        trace = await asyncio.to_thread(_exported, profiler, self._threads())
+            await worker.between_steps(end)
+        trace = await asyncio.to_thread(_trace, recorder, self._threads(), ranks)
         return Recording(trace, num_steps, taken)
 
     def _threads(self) -> dict[int | None, str]:
@@ -104,29 +118,10 @@ class Profiling:
         return {**threads, threading.get_native_id(): "event loop"}
 
 
-def _exported(profiler: Any, threads: Mapping[int | None, str]) -> bytes:
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "trace.json")
-        profiler.export_chrome_trace(str(file))
-        if (size := file.stat().st_size) > MAX_BYTES:
-            expected = f"a trace of at most {MAX_BYTES} bytes"
-            raise ProfileRefusedError(f"profile: expected {expected}, got {size}: record fewer steps")
-        trace = file.read_bytes()
-
-    missing = dict(threads)
-
-    def named(found: re.Match[bytes]) -> bytes:
-        missing.pop(number := int(found[1]), None)
-        name = threads.get(number)
-        return found[0] if name is None else f'"{name} (thread {number})"'.encode()
-
-    trace = _THREAD_NAME.sub(named, trace)
-    # The profiler leaves out threads now and then.
-    events = [
-        {"name": "thread_name", "ph": "M", "ts": 0, "pid": os.getpid(), "tid": number}
-        | {"args": {"name": f"{name} (thread {number})"}}
-        for number, name in missing.items()
-    ]
-    before, key, after = trace.partition(b'"traceEvents": [')
-    more = b"".join(json.dumps(event).encode() + b"," for event in events)
-    return with_stream_names(before + key + more + after)
+def _trace(recorder: Recorder, threads: Mapping[int | None, str], ranks: RankRecordings | None) -> bytes:
+    own = recorder.trace(threads)
+    if ranks is None:
+        return own
+    trace = joint(own, "front end", ranks.events)
+    check_size(len(trace))
+    return trace

@@ -8,11 +8,14 @@ from expertd.limits import SCALE_BLOCK
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights_file import BIASES, OPTIONAL, tensor_specs
 
+GROUPS_AT_ONCE = 4
+"""Experts that are read at a time: one waits for small tensors, or is decoded, while others are read."""
 _BYTES = {"F8_E4M3": 1, "BF16": 2, "F16": 2, "F32": 4}
 GRAPH_TOKENS = 256
 """Of the largest captured step, on each rank."""
 _GRAPH_BYTES = 64 * 1024 * 1024  # of the driver, for the graphs of a layer
-_QUANTIZED_BYTES = 12  # a value of the one matrix that is being read: as it is stored, in fp32 and in FP8
+_QUANTIZED_BYTES = 12  # a value of the one matrix that is being quantized: as stored, in fp32 and in FP8
+_STORED_BYTES = 4  # a value of the others that are being read
 _STEPS = 2  # that have memory of their own for what they read and write
 
 
@@ -64,7 +67,8 @@ def needs_of(
         reading = 0 if keeps_fp8 else matrices // 3
         weights += (2 if keeps_fp8 else 1) * matrices
         return Needs(weights, max(step_bytes(max_tokens), reading), 0)
-    reading = _QUANTIZED_BYTES * shape.hidden_size * shape.intermediate_size
+    a_value = _QUANTIZED_BYTES + (GROUPS_AT_ONCE - 1) * _STORED_BYTES
+    reading = a_value * shape.hidden_size * shape.intermediate_size
     steps = max(step_bytes(max_tokens), reading) + staging
     return Needs(weights, steps, step_bytes(graph_tokens) + _GRAPH_BYTES if graph_tokens else 0)
 

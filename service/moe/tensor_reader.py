@@ -1,29 +1,35 @@
-"""Reads tensors of files into torch's, on any device."""
+"""Reads tensors of files into torch's, on any device, with several threads."""
 
-import os
+import mmap
+import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from expertd.service.moe.tensor_file import TensorEntry, TensorFile
 
-_PIECE_BYTES = 1024 * 1024  # that one thread reads at a time
-_MOST_THREADS = 4
-_BUFFER_BYTES = 32 * 1024 * 1024
+PIECE_BYTES = 4 * 1024 * 1024
+"""A thread reads so much of a file at a time, between multiples of it."""
+NUM_THREADS = 8
+"""Storage that others share wants several requests at a time, also where there are fewer cores."""
+_SMALL_BYTES = 256 * 1024  # not worth a thread
 
 
 class TensorReader:
-    """Reads to tensors on the CPU in place, to others through a buffer.
+    """Reads large tensors around the page cache, unless that has them or the file system refuses.
 
-    Large tensors are read by several threads: the first touch of memory takes longer than copying to it.
+    Each thread has a buffer of PIECE_BYTES, which is page-locked for tensors on a GPU: they get every piece
+    as soon as it is read. Use one reader for tensors of one device. Safe from any thread.
     """
 
     def __init__(self) -> None:
-        self._buffer: Tensor | None = None
-        self._threads = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), "expertd-reader")
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "expertd-reader")
+        self._own = threading.local()
 
     def __enter__(self) -> Self:
         return self
@@ -34,47 +40,64 @@ class TensorReader:
         self._threads.shutdown()
 
     def read(
-        self, file: TensorFile, tensor: TensorEntry, out: Tensor, start: int = 0, stride: int = 0
+        self, file: TensorFile, tensor: TensorEntry, out: Tensor, start: int = 0, *, cached: bool = False
     ) -> None:
         """Fill `out`, which is contiguous, with the bytes of `tensor` from byte `start` on.
 
-        stride  bytes in the file from one row of `out` [rows, columns] to the next; 0: no bytes between them
+        cached  through the page cache in any case: other processes of this host read the same bytes
 
         Raises TensorFileError if the file has been truncated.
         """
         if not out.numel():
             return
         flat = out.view(-1).view(torch.uint8)
-        width = out.nbytes // len(out)
-        if stride not in (0, width):
+        if out.nbytes <= _SMALL_BYTES:
             host = flat if flat.is_cpu else torch.empty(out.nbytes, dtype=torch.uint8)
-            into: memoryview = host.numpy().data
-            for row in range(len(out)):
-                file.read(tensor, into[row * width : (row + 1) * width], start + row * stride)
+            file.read(tensor, host.numpy().data, start)
             if host is not flat:
                 flat.copy_(host)
-        elif flat.is_cpu:
-            self._read(file, tensor, flat.numpy().data, start)
-        else:
-            self._copy(file, tensor, flat, start)
-
-    def _copy(self, file: TensorFile, tensor: TensorEntry, flat: Tensor, start: int) -> None:
-        """Read to another device."""
-        if self._buffer is None:  # page-locked: the GPU then copies several times as fast
-            self._buffer = torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=flat.is_cuda)
-        for at in range(0, len(flat), _BUFFER_BYTES):
-            part = flat[at : at + _BUFFER_BYTES]
-            host = self._buffer[: len(part)]
-            self._read(file, tensor, host.numpy().data, start + at)
-            part.copy_(host)
-
-    def _read(self, file: TensorFile, tensor: TensorEntry, into: memoryview, start: int) -> None:
-        if len(into) <= _PIECE_BYTES:
-            file.read(tensor, into, start)
             return
+        read = self._to_host if flat.is_cpu else self._to_device(flat)
+        begin = tensor.start + start
+        cuts = range(begin - begin % PIECE_BYTES + PIECE_BYTES, begin + out.nbytes, PIECE_BYTES)
+        bounds = [0, *(cut - begin for cut in cuts), out.nbytes]
 
-        def piece(at: int) -> None:
-            file.read(tensor, into[at : at + _PIECE_BYTES], start + at)
+        def piece(at: int, end: int) -> None:
+            direct = not cached and file.can_read_direct and not file.is_cached(tensor, start + at, end - at)
+            read(file, tensor, flat[at:end], start + at, direct)
 
-        for _ in self._threads.map(piece, range(0, len(into), _PIECE_BYTES)):
+        for _ in self._threads.map(piece, bounds, bounds[1:]):
             """Raises what reading a piece has raised."""
+
+    def _to_host(self, file: TensorFile, tensor: TensorEntry, part: Tensor, start: int, direct: bool) -> None:
+        into = part.numpy()
+        if not direct:
+            file.read(tensor, into.data, start)
+            return
+        if not hasattr(self._own, "buffer"):
+            self._own.buffer = memoryview(mmap.mmap(-1, PIECE_BYTES))  # memory of whole pages
+        got = file.read_direct(tensor, self._own.buffer, start, len(into))
+        np.copyto(into, np.frombuffer(got, np.uint8))
+
+    def _to_device(self, flat: Tensor) -> Callable[[TensorFile, TensorEntry, Tensor, int, bool], None]:
+        """What reads parts of `flat` after the work on the current stream."""
+        before = torch.cuda.current_stream(flat.device)
+
+        def read(file: TensorFile, tensor: TensorEntry, part: Tensor, start: int, direct: bool) -> None:
+            own = self._own
+            if not hasattr(own, "buffer"):
+                with torch.cuda.device(flat.device):  # a new thread has the first one
+                    own.buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
+                    own.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            into: memoryview = own.buffer.numpy().data
+            if direct:
+                got = file.read_direct(tensor, into, start, len(part))
+            else:
+                got = into[: len(part)]
+                file.read(tensor, got, start)
+            with torch.cuda.stream(own.stream):
+                own.stream.wait_stream(before)
+                part.copy_(torch.frombuffer(got, dtype=torch.uint8), non_blocking=True)
+                own.stream.synchronize()
+
+        return read

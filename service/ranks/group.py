@@ -1,7 +1,7 @@
 """Ranks that run steps together, until one of them is lost."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -101,6 +101,21 @@ class RankGroup:
             rank.send(*message)
         self._wait(lambda: all(rank.answer for rank in self.ranks), _ANSWER_SECONDS, "an answer")
         return {rank.number: rank.answer or [] for rank in self.ranks}
+
+    def record(self, files: Mapping[int, int], *message: Any) -> dict[int, str]:
+        """Each rank's answer about a recording: an error, or ""; for one thread at a time.
+
+        files  descriptors that go with the message, by rank
+
+        Raises DeviceLostError.
+        """
+        self.check()
+        for rank in self.ranks:
+            rank.recorded = None
+            rank.send(*message, descriptors=[files[rank.number]] if files else ())
+        done = lambda: all(rank.recorded is not None for rank in self.ranks)  # noqa: E731
+        self._wait(done, _ANSWER_SECONDS, "an answer about a recording")
+        return {rank.number: rank.recorded or "" for rank in self.ranks}
 
     def check(self) -> None:
         """Raise DeviceLostError if a rank is lost."""

@@ -29,12 +29,14 @@ class Kind(IntEnum):
     MOVE     to the rank: a command that is no step, as it is in the ring
     END      from the rank: a step's end, and its rows of the output
     CONTROL  either way: a list of JSON, without payload
+    TRACE    from the rank: what it has recorded
     """
 
     STEP = 0
     END = 1
     CONTROL = 2
     MOVE = 3
+    TRACE = 4
 
 
 class Head(NamedTuple):

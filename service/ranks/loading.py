@@ -9,6 +9,7 @@ from expertd.service.ranks.balancer import Balancer
 from expertd.service.ranks.loads import load_windows
 from expertd.service.ranks.partitions import RankPartitions
 from expertd.service.ranks.placements import PlacementStore
+from expertd.service.ranks.recording import RankRecordings
 from expertd.service.ranks.runner import RankRunner, Steps
 from expertd.service.ranks.staging import Staging, staging_bytes
 from expertd.service.ranks.starting import LoadFailedError
@@ -80,5 +81,6 @@ def load_ranks(settings: Settings, cancelled: Cancelled) -> Loaded:
         ranks=steps.states,
         placements=balancer,
         gpus=lambda: [state.device.uuid for state in steps.states()],
+        recordings=RankRecordings(supervisor.group),
         close=close,
     )

@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,7 @@ class Control:
         self.open_cuda: OpenCuda | None = None
         self.replace_partitions: Callable[[dict[str, int] | None], None] = lambda _: None  # has them replaced
         self.leave: Callable[[], None] = lambda: None  # has the rank leave its group
+        self.record: Callable[[list[Any], Sequence[int]], None] = lambda _message, _files: None
         self.regions = MappedRegions()
         self.stopped = False
         self._connection, self._rings = connection, rings
@@ -76,6 +77,8 @@ class Control:
                 self.replace_partitions(sizes)
             case [words.LEAVE]:
                 self.leave()
+            case [words.RECORD, *what]:
+                self.record(what, descriptors)
             case _:
                 raise ValueError(f"message: expected one of those of a front end, got {message}")
 
@@ -124,6 +127,7 @@ def _stand_for(setup: RankSetup, control: Control, rings: Rings) -> int:
 
     proxy = Proxy(setup, control.regions, rings, control.send)
     control.replace_partitions = proxy.replace_partitions
+    control.record = proxy.record
     return proxy.serve(lambda: control.stopped)
 
 
@@ -133,6 +137,7 @@ def _run(setup: RankSetup, control: Control, rings: Rings, other_side: Rings) ->
         from expertd.service.ranks.device import tell_changes
         from expertd.service.ranks.part import RankPart
         from expertd.service.ranks.partitions import replace, shown
+        from expertd.service.ranks.recording import RankRecorder, write_and_close
         from expertd.service.ranks.remote import RemoteSteps
 
     remote = None
@@ -164,8 +169,19 @@ def _run(setup: RankSetup, control: Control, rings: Rings, other_side: Rings) ->
     def replace_partitions(sizes: dict[str, int] | None) -> None:
         do_between_steps(lambda: say(words.PARTITIONS, *replace(loaded, sizes)))
 
-    control.replace_partitions = replace_partitions
-    control.leave = lambda: do_between_steps(lambda: say(words.LEFT, part.leave(rings)))
+    recorder = RankRecorder(setup.rank, loaded, do_between_steps, partial(say, words.RECORDED))
+
+    def record(message: list[Any], files: Sequence[int]) -> None:
+        # The files of the front end are on its node.
+        write = remote.send_trace if remote is not None else lambda trace: write_and_close(files[0], trace)
+        recorder.handle(message, write)
+
+    def leave() -> None:
+        recorder.end()
+        say(words.LEFT, part.leave(rings))
+
+    control.replace_partitions, control.record = replace_partitions, record
+    control.leave = lambda: do_between_steps(leave)
     say(words.PARTITIONS, "", shown(loaded))
     say(words.LOADED, part.loaded.backend, part.loaded.device)
     tell_changes(part.loaded, partial(say, words.DEVICE))

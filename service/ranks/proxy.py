@@ -5,7 +5,8 @@ It sends the rank its rows of each step, and writes the rows that come back wher
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -35,6 +36,7 @@ class Proxy:
         self._setup, self._regions, self._rings, self._say = setup, regions, rings, say
         self._steps: dict[int, tuple[PackedStep, list[LayerRequest]]] = {}  # on the rank
         self._stopping = False
+        self._trace_file: IO[bytes] | None = None  # the front end's
         self._link = Link(setup.meeting, setup.generation, setup.rank, 0)
         self._receiver = threading.Thread(target=self._receive, name="expertd-link", daemon=True)
         self._receiver.start()
@@ -56,6 +58,12 @@ class Proxy:
     def replace_partitions(self, sizes: dict[str, int] | None) -> None:
         """Pass the sizes on; the answer comes as other words do."""
         self._link.tell(words.PARTITIONS, sizes)
+
+    def record(self, message: list[Any], files: Sequence[int]) -> None:
+        """Pass on what is asked about a recording, and keep the file for the trace."""
+        for descriptor in files:
+            self._trace_file = os.fdopen(descriptor, "wb")
+        self._link.tell(words.RECORD, *message)
 
     def _pass_on(self, data: bytes) -> None:
         try:
@@ -84,12 +92,21 @@ class Proxy:
                 head = self._link.receive()
                 if head.kind is Kind.CONTROL:
                     self._say(*head.words)
+                elif head.kind is Kind.TRACE:
+                    self._write_trace(head.num_bytes)
                 else:
                     self._finish(head.text, head.num_bytes)
         except RuntimeError:
             if not self._stopping:
                 self._say(words.LOST, self._why_lost())
                 os._exit(1)
+
+    def _write_trace(self, num_bytes: int) -> None:
+        trace = np.empty(num_bytes, np.uint8)
+        self._link.take(torch.from_numpy(trace))
+        assert self._trace_file is not None
+        with self._trace_file as file:
+            file.write(trace.data)
 
     def _finish(self, end: bytes, num_bytes: int) -> None:
         outputs = np.empty(num_bytes, np.uint8)

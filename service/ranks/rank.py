@@ -32,6 +32,7 @@ class Rank:
     mapped   by region: an error, or ""; None: it has not answered yet
     closing  the regions that it has to forget, and has not yet
     answer   its last answer about partitions
+    recorded  its last answer about a recording: an error, or ""
     moved    its last `MoveCommand`: number, seconds, and an error or ""
     met      the generation of the last group that it has met
     left     the digest of its placements, once it has left its group; see `placements.digest`
@@ -47,6 +48,7 @@ class Rank:
         self.closing: set[int] = set()
         self._is_deaf = False
         self.answer: list[Any] | None = None
+        self.recorded: str | None = None
         self.moved: tuple[int, float, str] = (0, 0.0, "")
         self.met = 0
         self.left: str | None = None
@@ -94,6 +96,8 @@ class Rank:
                 self.note_device(memory, *of_kernels)
             case ["partitions", str(), list()]:
                 self.answer = message[1:]
+            case ["recorded", str(error)]:
+                self.recorded = error
             case ["moved", int(number), float(seconds), str(error)]:
                 self.moved = number, seconds, error
             case ["left", str(digest)]:

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +30,7 @@ class RemoteControl(Protocol):
     """The part of `Control` that the front end of another node reaches."""
 
     replace_partitions: Callable[[dict[str, int] | None], None]
+    record: Callable[[list[Any], Sequence[int]], None]
 
     def stop(self) -> None: ...
 
@@ -67,6 +68,10 @@ class RemoteSteps:
         except RuntimeError:
             os._exit(1)
 
+    def send_trace(self, trace: bytes) -> None:
+        """Send what was recorded, for the front end's file."""
+        self._link.send(Kind.TRACE, b"", torch.frombuffer(bytearray(trace), dtype=torch.uint8))
+
     @staticmethod
     def _run(work: Callable[[], None]) -> None:
         try:
@@ -93,6 +98,8 @@ class RemoteSteps:
                 self._control.stop()
             case [words.PARTITIONS, sizes]:
                 self._control.replace_partitions(sizes)
+            case [words.RECORD, *what]:
+                self._control.record(what, ())
 
     def _send(self) -> None:
         ends, bell = self._rings.ends, self._rings.end_bell

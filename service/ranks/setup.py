@@ -32,6 +32,9 @@ FAILED = "failed"  # while loading: a sentence, and whether it is expected of wr
 LOST = "lost"  # from the proxy of a rank on another node: why that is lost
 MAPPED = "mapped"  # a region's number; a sentence instead of "" if it could not be mapped
 LEAVE = "leave"  # to a rank: forget all commands, and leave the group
+RECORD = "record"  # to a rank: BEGIN or END, between two steps, or TRACE, what times count from, and its file
+BEGIN, END, TRACE = "begin", "end", "trace"
+RECORDED = "recorded"  # the answer: an error or ""
 LEFT = "left"  # the answer: the digest of its placements
 
 

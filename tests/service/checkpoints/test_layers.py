@@ -3,6 +3,7 @@
 import os
 from itertools import pairwise, product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from expertd.service.checkpoints import CheckpointError, models_of
 from expertd.service.checkpoints.weights import read_layer
 from expertd.service.engine.layers import LoadCancelledError, layer_of
 from expertd.service.moe.layer import MoELayer
+from expertd.service.moe.tensor_reader import TensorReader
 from expertd.service.settings.served import CheckpointSettings
 from tests.families import EXPERTS, FAMILIES, HIDDEN, INTERMEDIATE, Sizes
 from tests.kernels.helpers import diff, fresh_generator
@@ -266,18 +268,24 @@ def test_loading_can_be_cancelled(tmp_path: Path) -> None:
         layer_of(model, resolve_backend("reference"), torch.device("cpu"), lambda: True)
 
 
-def test_a_file_truncated_during_reading_is_one_sentence(tmp_path: Path) -> None:
+def test_a_file_truncated_during_reading_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory = Checkpoint("mixtral", tmp_path / "model").directory
     (model,) = models_of(CheckpointSettings(path=directory, layers="0"))
     files = {matrix.encoded.weight.file for group in model.source.groups for matrix in group}
     sizes = {file: file.stat().st_size for file in files}
 
-    def truncate(_: int) -> None:
+    read = TensorReader.read
+
+    def read_and_truncate(*arguments: Any, **options: Any) -> None:
+        read(*arguments, **options)
         for file in files:
             os.truncate(file, 1000)
 
+    monkeypatch.setattr(TensorReader, "read", read_and_truncate)
     with pytest.raises(CheckpointError) as refused:
-        read_layer(model.source, "cpu", truncate)
+        read_layer(model.source, "cpu", lambda _: None)
     messages = {
         f"{file}: expected {size} bytes, as when it was opened, got 1000" for file, size in sizes.items()
     }

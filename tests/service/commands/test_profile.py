@@ -44,6 +44,17 @@ def test_it_writes_a_trace_and_says_so(config: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_ranks_are_recorded_too(config: Path, tmp_path: Path) -> None:
+    file = tmp_path / "steps.json"
+    options = ["--served-model", "tiny", "--steps", "3", "--ranks", "2", "--set", "models.1.load=true"]
+    result = expertd("profile", "--config", config, *options, "--output", file)
+    assert result.returncode == 0, result.stderr
+    events = json.loads(file.read_text())["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {"front end: CPU", "rank 0: CPU", "rank 1: CPU"}
+
+
+@pytest.mark.slow
 def test_what_does_not_load_is_reported(config: Path, tmp_path: Path) -> None:
     file = tmp_path / "steps.json"
     options = ["--served-model", "tiny", "--set", "partitions={compute: 8}"]
@@ -69,7 +80,10 @@ def test_what_does_not_load_is_reported(config: Path, tmp_path: Path) -> None:
         (["--seconds", "0"], "--seconds: expected more than 0, at most 60, got 0"),
         (["--seconds", "61"], "--seconds: expected more than 0, at most 60, got 61"),
         (["--seconds", "nan"], "--seconds: expected more than 0, at most 60, got nan"),
-        (["--ranks", "2", "--set", "models.1.load=true"], "ranks: expected one, got 2"),
+        (
+            ["--nnodes", "2", "--rendezvous", "127.0.0.1:9", "--set", "models.1.load=true"],
+            "nnodes: expected one, got 2",
+        ),
         (["--output", "/"], "--output: expected a file in a directory that exists, got /"),
         (["-o", "/no/f"], "--output: expected a file in a directory that exists, got /no/f"),
     ],

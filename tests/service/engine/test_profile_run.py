@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from expertd.service.engine import profiling
+from expertd.service.engine import recorder
 from expertd.service.engine.errors import NotReadyError, ProfileRefusedError, StepFailedError
 from expertd.service.engine.profile_run import profile_steps
 from expertd.service.memory import host_view
@@ -79,7 +79,7 @@ async def test_seconds_end_a_recording() -> None:
 
 
 async def test_a_large_trace_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiling, "MAX_BYTES", 100)
+    monkeypatch.setattr(recorder, "MAX_BYTES", 100)
     with pytest.raises(ProfileRefusedError, match=r"^profile: expected a trace of at most 100 bytes, got "):
         await profile_steps(tiny_settings(), 1, 1, 20)
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from expertd.service.engine import profiling
+from expertd.service.engine import recorder
 from tests.service.apps import Serving, error_of, hidden_request, output_of, rows, serving, tiny_settings
 
 LANES = {"decode_max_tokens": 2, "decode_batch_tokens": 4}
@@ -54,7 +54,7 @@ async def test_one_at_a_time() -> None:
 
 
 async def test_a_large_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiling, "MAX_BYTES", 100)
+    monkeypatch.setattr(recorder, "MAX_BYTES", 100)
     async with serving(tiny_settings()) as server:
         text = error_of(await server.http.post("/v1/profile", json={"seconds": 0.1}, timeout=60), 422)
     assert text.startswith("profile: expected a trace of at most 100 bytes, got ")

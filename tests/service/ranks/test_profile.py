@@ -1,0 +1,103 @@
+"""Recordings of steps that ranks run: one trace, in which each rank has a name."""
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from expertd.service.engine.profile_run import profile_steps
+from expertd.service.ranks.loading import load_ranks
+from tests.service.apps import Serving, error_of, rows, tiny_settings
+from tests.service.ranks.nodes import agent, node_settings
+from tests.service.ranks.servers import output_for, rank_processes, serving_ranks
+from tests.service.waiting import until
+
+pytestmark = pytest.mark.slow  # each server starts processes
+
+
+async def load(server: Serving, end: asyncio.Event) -> None:
+    while not end.is_set():
+        await output_for(server, rows(8))
+
+
+async def record(server: Serving, **wanted: float) -> httpx.Response:
+    """The answer of a recording while requests are answered."""
+    end = asyncio.Event()
+    loading = asyncio.ensure_future(load(server, end))
+    response = await server.http.post("/v1/profile", json=wanted, timeout=60)
+    end.set()
+    await loading
+    return response
+
+
+async def recorded(server: Serving, **wanted: float) -> dict[str, Any]:
+    """The trace of one."""
+    response = await record(server, **wanted)
+    assert response.status_code == 200, response.text
+    trace: dict[str, Any] = json.loads(response.content)
+    return trace
+
+
+def processes(trace: dict[str, Any]) -> dict[int, str]:
+    """The names of processes, by number."""
+    events = trace["traceEvents"]
+    return {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+
+
+def check(trace: dict[str, Any], ranks: int, steps: int) -> None:
+    """Each rank has its operations, at the time of the others'."""
+    names = processes(trace)
+    assert list(names.values()).count("front end: CPU") == 1
+    assert trace["expertd"]["steps"] >= steps
+    operations = [event for event in trace["traceEvents"] if event.get("cat") == "cpu_op"]
+    spans = {}
+    for rank in range(ranks):
+        (number,) = [pid for pid, name in names.items() if name == f"rank {rank}: CPU"]
+        own = [event for event in operations if event["pid"] == number]
+        assert sum(event["name"] == "aten::softmax" for event in own) >= steps - 1  # one may run at the end
+        threads = [
+            event["args"]["name"]
+            for event in trace["traceEvents"]
+            if event["name"] == "thread_name" and event["pid"] == number
+        ]
+        assert any(thread.startswith("steps (thread ") for thread in threads)
+        spans[rank] = min(event["ts"] for event in own), max(event["ts"] for event in own)
+    assert max(first for first, _ in spans.values()) < min(last for _, last in spans.values())
+
+
+async def test_each_rank_records_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving_ranks(tiny_settings(ranks=2)) as server:
+        first = asyncio.ensure_future(recorded(server, steps=5, seconds=20))
+        await asyncio.sleep(0.2)
+        text = error_of(await server.http.post("/v1/profile", json={}), 409)
+        assert text == "profile: expected none to be recorded, got one that is"
+        check(await first, 2, 5)
+        with monkeypatch.context() as context:
+            context.setattr("expertd.service.engine.recorder.MAX_BYTES", 20_000)  # here, but not on ranks
+            text = error_of(await record(server, steps=5, seconds=20), 422)
+        assert text.startswith("profile: expected a trace of at most 20000 bytes, got ")
+        recording = asyncio.ensure_future(server.http.post("/v1/profile", json={"seconds": 1}, timeout=60))
+        await asyncio.sleep(0.3)
+        os.kill(rank_processes()[1], signal.SIGKILL)
+        error_of(await recording, 503)
+        await until(lambda: server.app.engine.why_not_ready() is None, 30)
+        check(await recorded(server, steps=2, seconds=20), 2, 2)  # of ranks that have started again
+
+
+async def test_ranks_of_other_nodes_record_theirs(tmp_path: Path) -> None:
+    settings = node_settings(ranks=1)
+    with agent(settings, tmp_path):
+        async with serving_ranks(settings) as server:
+            check(await recorded(server, steps=3, seconds=20), 2, 3)
+
+
+async def test_steps_are_recorded_without_a_server() -> None:
+    recording = await profile_steps(tiny_settings(ranks=2), 3, 8, 20, load_ranks)
+    trace = json.loads(recording.trace)
+    check(trace, 2, 3)
+    assert recording.steps == trace["expertd"]["steps"] == 3
