@@ -61,7 +61,7 @@ def main() -> int:
         send(url)
         show("before", counted(url))
         changed = placement(url, {"action": "rebalance"})
-        print(f"{changed['last_plan']['moves']} experts move, while requests would be answered")
+        print(f"{changed['last_plan']['moves']} experts move; requests are still answered")
         show("after", changed)
     return 0
 

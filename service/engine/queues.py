@@ -212,9 +212,7 @@ class Queues:
         )
         if pending.arrived + seconds > pending.deadline:
             given = round(1e6 * (pending.deadline - pending.arrived))
-            expected = (
-                f"expected about {round(1e6 * seconds)} microseconds, with what waits for model {model}"
-            )
+            expected = f"expected about {round(1e6 * seconds)} microseconds, given the queue of model {model}"
             raise self._full(f"timeout: {expected}, got {given}", seconds)
 
     def _full(self, text: str, seconds: float) -> QueueFullError:

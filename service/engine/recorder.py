@@ -46,7 +46,7 @@ class Recorder:
             file = Path(folder, "trace.json")
             self._profiler.export_chrome_trace(str(file))
             check_size(file.stat().st_size)
-            trace = file.read_bytes()
+            trace = file.read_bytes().replace(str(file).encode(), file.name.encode())
 
         missing = dict(threads)
 

@@ -79,7 +79,7 @@ class Replies(Link):
         # One that is logged when it ends needs no line here.
         if self._shared.access_log and not (self._shared.logs_ends and isinstance(self._call, InferEnding)):
             client = self.transport.get_extra_info("peername") or ""
-            path = head.raw_path.decode() + ("?" + head.query.decode() if head.query else "")
+            path = head.raw_path.decode()  # without the query: a caller may have put a key there
             who = self._shared.endpoint.gate.name_of(head.headers)
             request = (head.method, path, head.version)
             fields = with_fields(client=client, key=who, method=head.method, path=path, status=status)

@@ -100,7 +100,8 @@ def fewer_tokens(settings: Settings, on_gpu: bool, available: int) -> str:
     while tokens >= _FEWEST_TOKENS:
         shares = shares_of(with_fewer_tokens(settings, tokens), on_gpu)
         if all(share.num_bytes <= available for share in shares):
-            return f"; limits.max_batch_tokens and max_request_tokens of {tokens} would do"
+            too_long = " and max_request_tokens" if settings.limits.max_request_tokens > tokens else ""
+            return f"; limits.max_batch_tokens{too_long} of {tokens} would do"
         tokens //= 2
     return ""
 

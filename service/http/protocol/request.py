@@ -304,7 +304,8 @@ def _timeout(parameters: dict[str, Any]) -> float | None:
     """The request's `timeout` in seconds (microseconds on the wire); None if it is 0 or absent."""
     value = parameters.get("timeout", 0)
     if type(value) is not int or not 0 <= value < 2**63:
-        _refuse(f"parameter timeout: expected a number of microseconds, got {shown(value)}")
+        expected = "an integer of microseconds from 0 (none) to 2^63 - 1"
+        _refuse(f"parameter timeout: expected {expected}, got {shown(value)}")
     return value / 1e6 if value else None
 
 

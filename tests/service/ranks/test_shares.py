@@ -83,7 +83,7 @@ def test_a_hint_says_how_many_tokens_would_do(monkeypatch: pytest.MonkeyPatch) -
     needed = shares_of(settings, on_gpu=True)[0].num_bytes
     monkeypatch.setattr(module, "free_bytes", lambda settings, on_gpu: [needed // 2])
     expected = (
-        r"^memory: expected room for .*; limits.max_batch_tokens and max_request_tokens of 16384 would do$"
+        r"^memory: expected room for .*; limits.max_batch_tokens of 16384 would do$"
     )
     with pytest.raises(MemoryError, match=expected):
         check_device_memory(settings, on_gpu=True)

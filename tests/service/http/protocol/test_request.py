@@ -166,7 +166,7 @@ def test_a_parameter_in_the_wrong_place_is_refused(more: dict[str, Any], expecte
         ),
         (
             request_body(ONE_ROW, parameters={"timeout": -1}),
-            "parameter timeout: expected a number of microseconds, got -1",
+            "parameter timeout: expected an integer of microseconds from 0 (none) to 2^63 - 1, got -1",
         ),
         (
             request_body(ONE_ROW, parameters={"priority": 256}),

@@ -2,12 +2,15 @@
 
 import asyncio
 import json
+import socket
+import struct
 import time
 
 import pytest
 
 from expertd.service.engine import recorder
 from tests.service.apps import Serving, error_of, hidden_request, output_of, rows, serving, tiny_settings
+from tests.service.sockets import connect, head, listening
 
 LANES = {"decode_max_tokens": 2, "decode_batch_tokens": 4}
 
@@ -41,6 +44,27 @@ async def test_a_recording_ends_without_steps() -> None:
         response = await server.http.post("/v1/profile", json={"seconds": 0.2}, timeout=60)
         assert 0.2 <= time.monotonic() - begin < 20
     assert json.loads(response.content)["expertd"]["steps"] == 0
+
+
+async def test_it_ends_when_the_server_shuts_down() -> None:
+    async with serving(tiny_settings()) as server:
+        asked = asyncio.ensure_future(server.http.post("/v1/profile", timeout=60))
+        await asyncio.sleep(0.2)
+        server.app.engine.begin_drain()
+        assert error_of(await asyncio.wait_for(asked, 5), 503).startswith("the server is shutting down")
+        assert await server.app.engine.drain()
+
+
+async def test_it_ends_when_the_caller_hangs_up() -> None:
+    async with serving(tiny_settings()) as server, listening(server) as port:
+        with connect(port) as caller:
+            caller.sendall(head("POST /v1/profile HTTP/1.1", "Content-Length: 0"))
+            await asyncio.sleep(0.2)
+            error_of(await server.http.post("/v1/profile", json={}), 409)
+            caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        async with asyncio.timeout(5):
+            while (await server.http.post("/v1/profile", json={"seconds": 0.1})).status_code != 200:
+                await asyncio.sleep(0.1)
 
 
 async def test_one_at_a_time() -> None:
