@@ -2,8 +2,8 @@
 
 Makes a checkpoint of 2 GB in DIR (on the storage to be measured), whose FP8 numbers are random, and reads it
 in turns, in another order each round: `expertd` as a server loads a layer, which fuses gates and ups and
-looks for NaNs; the same through the page cache alone; `safetensors` tensor by tensor, copied from its
-mapping; fastsafetensors if it is installed; and `dd` with and without the page cache, which keeps nothing.
+looks for NaNs; `safetensors` tensor by tensor, copied from its mapping; fastsafetensors if it is installed;
+and `dd` with and without the page cache, which keeps nothing.
 Half of the rows are *cold*: before each reading, the page cache drops the file (posix_fadvise, which needs no
 root; the cache of the storage itself, or of a virtual machine's host, stays). The others are *warm*: the page
 cache has the file. A row has the median of GB/s with its quartiles, and the processor's seconds for one
@@ -77,10 +77,8 @@ def drop(file: Path) -> None:
 def ways_of(file: Path, device: torch.device) -> dict[str, Way]:
     """The ways to read `file`."""
     (model,) = models_of(CheckpointSettings(path=file.parent, layers=str(_LAYER)))
-    every = range(len(model.source.groups))
     ways: dict[str, Way] = {
         "expertd": lambda: _layer(model.source, device),
-        "expertd, page cache": lambda: _layer(model.source, device, every),
         "safetensors": lambda: _safetensors(file, device),
         "dd": lambda: _dd(file),
         "dd iflag=direct": lambda: _dd(file, "iflag=direct"),
@@ -90,8 +88,8 @@ def ways_of(file: Path, device: torch.device) -> dict[str, Way]:
     return ways
 
 
-def _layer(source: LayerSource, device: torch.device, cached: Sequence[int] = ()) -> None:
-    read_layer(source, device, lambda _: None, cached)
+def _layer(source: LayerSource, device: torch.device) -> None:
+    read_layer(source, device, lambda _: None)
     _synchronize(device)
 
 

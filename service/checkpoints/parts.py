@@ -21,24 +21,18 @@ _DTYPES = {
 
 
 class PartReader:
-    """Reads from open files to `device`. Its methods raise CheckpointError if a file has changed.
+    """Reads from open files to `device`. Its methods raise CheckpointError if a file has changed."""
 
-    cached  through the page cache: other processes of this host read the same
-    """
-
-    def __init__(
-        self, files: OpenFiles, reader: TensorReader, device: torch.device, *, cached: bool = False
-    ) -> None:
+    def __init__(self, files: OpenFiles, reader: TensorReader, device: torch.device) -> None:
         self._files = files
         self._reader = reader
         self.device = device
-        self._cached = cached
         self._last: dict[Stored, tuple[int, Tensor]] = {}
 
     def whole(self, stored: Stored) -> Tensor:
         """A tensor."""
         out = self._empty(stored, stored.shape)
-        self._read(stored, out, 0, self._cached)
+        self._read(stored, out, 0)
         return out
 
     def of_expert(self, stored: Stored, expert: int | None) -> Tensor:
@@ -48,7 +42,7 @@ class PartReader:
         last = self._last.get(stored)
         if last is None or last[0] != expert:
             out = self._empty(stored, stored.shape[1:])
-            self._read(stored, out, expert * out.nbytes, self._cached)
+            self._read(stored, out, expert * out.nbytes)
             last = self._last[stored] = expert, out
         return last[1]
 
@@ -67,7 +61,7 @@ class PartReader:
         if rows.step == 1 and len(columns) == width:
             block = self._empty(stored, (len(rows), width)) if matrix.transposed else out
             row = (matrix.expert or 0) * stored.shape[-2] + rows.start
-            self._read(stored, block, row * width * out.itemsize, self._cached)
+            self._read(stored, block, row * width * out.itemsize)
         else:
             block = self._around(stored, matrix.expert)[_slice(rows), _slice(columns)]
         if block is not out:
@@ -78,10 +72,10 @@ class PartReader:
         if expert is not None:
             return self.of_expert(stored, expert)
         out = self._empty(stored, stored.shape)
-        self._read(stored, out, 0, True)
+        self._read(stored, out, 0)
         return out
 
-    def _read(self, stored: Stored, out: Tensor, start: int, cached: bool) -> None:
+    def _read(self, stored: Stored, out: Tensor, start: int) -> None:
         file = self._files[stored.file]
         tensor = file.tensors.get(stored.name)
         if tensor is None or (tensor.dtype, tensor.shape) != (stored.dtype, stored.shape):
@@ -89,7 +83,7 @@ class PartReader:
             got = "none" if tensor is None else f"{tensor.dtype} of shape {tensor.shape}"
             raise CheckpointError(f"{stored.file}: {stored.name}: expected {expected}, got {got}")
         try:
-            self._reader.read(file, tensor, out, start, cached=cached)
+            self._reader.read(file, tensor, out, start)
         except TensorFileError as error:
             raise CheckpointError(str(error)) from error
 

@@ -1,7 +1,7 @@
 """Reads the weights of one MoE layer from a checkpoint's files."""
 
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
@@ -27,17 +27,14 @@ MOST_ROUTER = 1e30
 """With larger numbers in a router, logits may not be finite."""
 
 
-def read_layer(
-    source: LayerSource, device: torch.device | str, progress: BytesRead, cached: Collection[int] = ()
-) -> ExpertWeights:
+def read_layer(source: LayerSource, device: torch.device | str, progress: BytesRead) -> ExpertWeights:
     """The layer's weights on `device`, gate and up fused. FP8 is copied bit for bit, others are quantized.
 
     Where sizes are no multiples of 128, rows of gates and ups, and columns of down, are filled with zeros.
-    `progress` is called with the bytes of each group after it is read, and may raise to stop. Groups whose
-    places are in `cached`, and the router, are read through the page cache: other processes of this host read
-    them, too. Needs memory for the layer, for `GROUPS_AT_ONCE` matrices as they are in the files, and for one
-    in float32. Raises CheckpointError for weights or scales that are not finite, and if a file has changed
-    since `source` was found.
+    `progress` is called with the bytes of each group after it is read, and may raise to stop. Needs memory
+    for the layer, for `GROUPS_AT_ONCE` matrices as they are in the files, and for one in float32. Raises
+    CheckpointError for weights or scales that are not finite, and if a file has changed since `source` was
+    found.
     """
     first_gate, num_groups = source.groups[0][0], len(source.groups)
     h = len(first_gate.columns)
@@ -47,7 +44,7 @@ def read_layer(
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     decoding = threading.Lock()
     with OpenFiles() as files, TensorReader() as tensors:
-        reader = PartReader(files, tensors, device, cached=True)
+        reader = PartReader(files, tensors, device)
         router = _plain(reader, source.router)
         bias, shared_gate = (
             None if tensor is None else _plain(reader, tensor).flatten()
@@ -56,7 +53,7 @@ def read_layer(
 
         def read_group(group: int) -> int:
             with nullcontext() if stream is None else torch.cuda.stream(stream):
-                reader = PartReader(files, tensors, device, cached=group in cached)
+                reader = PartReader(files, tensors, device)
                 gate, up, down = source.groups[group]
                 _read(reader, gate, _rows(gate_up_out, group, 0, i), decoding)
                 _read(reader, up, _rows(gate_up_out, group, i, i), decoding)

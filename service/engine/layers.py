@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -85,17 +85,12 @@ def has_biases(model: ModelSettings) -> bool:
 
 
 def weights_of(
-    model: ModelSettings,
-    device: torch.device,
-    cancelled: Cancelled,
-    held: Sequence[int] | None = None,
-    cached: Collection[int] = (),
+    model: ModelSettings, device: torch.device, cancelled: Cancelled, held: Sequence[int] | None = None
 ) -> ExpertWeights:
     """The weights of `model` on `device`. Raises as `load` does.
 
-    held    these of the model's routed experts in this order, also several times, then all shared ones;
-            None: the model's
-    cached  places among those that other processes of this host read, too
+    held  these of the model's routed experts in this order, also several times, then all shared ones; None:
+          the model's
     """
     every = model.shape.held_experts
     part = None if held is None else [expert - every.start for expert in held]
@@ -104,19 +99,14 @@ def weights_of(
         if part is not None:
             shape = replace(shape, local_experts=range(len(part)))
             source = source.part(part, len(every))
-        return _from_checkpoint(model.name, source, shape, device, cancelled, cached)
+        return _from_checkpoint(model.name, source, shape, device, cancelled)
     if model.weights.path is not None:
-        return load_weights(model.weights.path, model.shape, device, part, cached)
+        return load_weights(model.weights.path, model.shape, device, part)
     return random_weights(model.shape, model.weights.seed or 0, device, part)
 
 
 def _from_checkpoint(
-    name: str,
-    source: LayerSource,
-    shape: LayerShape,
-    device: torch.device,
-    cancelled: Cancelled,
-    cached: Collection[int],
+    name: str, source: LayerSource, shape: LayerShape, device: torch.device, cancelled: Cancelled
 ) -> ExpertWeights:
     start = time.perf_counter()
     with progress_bar(name, source.num_bytes, "B") as advance:
@@ -125,7 +115,7 @@ def _from_checkpoint(
             stop_if(cancelled)
             advance(num_bytes, "")
 
-        weights = read_layer(source, device, progress, cached)
+        weights = read_layer(source, device, progress)
     check_weights(shape, weights)
     if not shows_bars():
         seconds, megabytes = time.perf_counter() - start, source.num_bytes / 1e6

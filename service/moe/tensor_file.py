@@ -1,13 +1,11 @@
 """A safetensors file, read with pread. Nothing is mapped: a file that shrinks is an error, not a signal.
 
-Large reads may go around the page cache (O_DIRECT). Does not import torch.
+Does not import torch.
 """
 
 import json
 import math
 import os
-import random
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +14,6 @@ from typing import Any, NoReturn, Self, TypeGuard
 
 from expertd.service.files import check_readable, why_unreadable
 
-DIRECT_ALIGNMENT = 4096
-"""Reads around the page cache begin and end at multiples of it, in the file and in memory."""
-_CLOSED = -1
-_LOOKS = 2  # for a part of a file in the page cache
 _MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 _LENGTH_BYTES = 8  # of the header's length, in front of it
 _BITS = {
@@ -59,8 +53,6 @@ class TensorFile:
         except ValueError as error:
             raise TensorFileError(str(error)) from error
         self.path = path
-        self._direct: int | None = None
-        self._lock = threading.Lock()
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -82,10 +74,9 @@ class TensorFile:
 
     def close(self) -> None:
         """Close the file; nothing can be read any more."""
-        for descriptor in (self._descriptor, self._direct):
-            if descriptor is not None and descriptor >= 0:
-                os.close(descriptor)
-        self._descriptor = self._direct = _CLOSED
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
     def read(self, tensor: TensorEntry, into: memoryview, start: int = 0) -> None:
         """Fill `into`, of bytes, with those of `tensor` from `start` on.
@@ -93,65 +84,6 @@ class TensorFile:
         Raises TensorFileError if the file is shorter than it was, or cannot be read any more.
         """
         self._read(into, _place(tensor, start, len(into)))
-
-    @property
-    def can_read_direct(self) -> bool:
-        """Whether `read_direct` goes around the page cache, as far as the file system has said."""
-        with self._lock:
-            if self._direct is None:
-                self._direct = self._open_direct()
-            return self._direct != _CLOSED
-
-    def read_direct(self, tensor: TensorEntry, buffer: memoryview, start: int, count: int) -> memoryview:
-        """The `count` bytes of `tensor` from `start` on, in a part of `buffer`; around the page cache.
-
-        `buffer` begins at a multiple of DIRECT_ALIGNMENT, and has room for all such blocks of the file that
-        have some of the bytes. Without `can_read_direct` they come through the page cache. Raises
-        TensorFileError as `read`.
-        """
-        first = _place(tensor, start, count)
-        begin = first - first % DIRECT_ALIGNMENT
-        end = -(-(first + count) // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT
-        blocks, done = buffer[: end - begin], 0
-        wanted = blocks[first - begin : first - begin + count]
-        while begin + done < first + count:
-            got = self._read_blocks(blocks[done:], begin + done)
-            if not got:
-                self._read(wanted, first)
-                break
-            done += got
-        return wanted
-
-    def is_cached(self, tensor: TensorEntry, start: int, count: int) -> bool:
-        """Whether the page cache seems to have these bytes of `tensor`, of which there are some."""
-        place, byte = _place(tensor, start, count), bytearray(1)
-        try:
-            # Elsewhere each time, for looking brings a page in.
-            return all(
-                os.preadv(self._descriptor, [byte], place + random.randrange(count), os.RWF_NOWAIT)
-                for _ in range(_LOOKS)
-            )
-        except OSError:  # no, or the file system cannot say
-            return False
-
-    def _open_direct(self) -> int:
-        try:
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-        except OSError:  # a file system without such reads
-            return _CLOSED
-        # Reading ahead would bring in what is read around the page cache next.
-        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-        return descriptor
-
-    def _read_blocks(self, into: memoryview, offset: int) -> int:
-        """Read around the page cache, if that works: the bytes read, 0 also at the end of the file."""
-        if not self.can_read_direct:
-            return 0
-        assert self._direct is not None
-        try:
-            return os.preadv(self._direct, [into], offset)
-        except OSError:
-            return 0
 
     def _read(self, into: memoryview, offset: int) -> None:
         done = 0

@@ -1,7 +1,7 @@
 """The weights of one MoE layer: random by seed, or read from a safetensors file."""
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -113,17 +113,12 @@ def save_weights(path: Path | str, weights: ExpertWeights) -> None:
 
 
 def load_weights(
-    path: Path | str,
-    shape: LayerShape,
-    device: torch.device | str,
-    part: Sequence[int] | None = None,
-    cached: Collection[int] = (),
+    path: Path | str, shape: LayerShape, device: torch.device | str, part: Sequence[int] | None = None
 ) -> ExpertWeights:
     """Read a file of `shape`, in the format of `save_weights`, directly to `device`.
 
-    part    these of the routed experts in this order, also several times, then all shared ones; None: all
-            groups of `shape`
-    cached  places among those read through the page cache: other processes of this host read them, too
+    part  these of the routed experts in this order, also several times, then all shared ones; None: all
+          groups of `shape`
 
     Raises ValueError if the file cannot be read or is truncated meanwhile, or if a tensor is missing,
     unknown, or has the wrong shape or dtype.
@@ -131,7 +126,7 @@ def load_weights(
     with TensorFile(Path(path)) as file, TensorReader() as reader:
         check_tensors(file, shape)
         kept = _kept(shape, part)
-        tensors = {name: _read(reader, file, name, kept, device, cached) for name in file.tensors}
+        tensors = {name: _read(reader, file, name, kept, device) for name in file.tensors}
     return ExpertWeights(
         tensors["router"],
         Quantized(tensors["gate_up"], tensors["gate_up_scale"]),
@@ -149,29 +144,20 @@ def _kept(shape: LayerShape, part: Sequence[int] | None) -> list[int]:
 
 
 def _read(
-    reader: TensorReader,
-    file: TensorFile,
-    name: str,
-    kept: list[int],
-    device: torch.device | str,
-    cached: Collection[int],
+    reader: TensorReader, file: TensorFile, name: str, kept: list[int], device: torch.device | str
 ) -> Tensor:
     """A tensor of the file on `device`, with the groups in `kept`, in their order."""
     tensor = file.tensors[name]
     dtype = _TORCH_DTYPES[tensor.dtype]
     if name in ("router", "router_bias", "shared_gate"):
         out = torch.empty(tensor.shape, dtype=dtype, device=device)
-        reader.read(file, tensor, out, cached=True)
+        reader.read(file, tensor, out)
         return out
     out = torch.empty((len(kept), *tensor.shape[1:]), dtype=dtype, device=device)
-    starts = [
-        at
-        for at in range(len(kept))
-        if at == 0 or kept[at] != kept[at - 1] + 1 or (at in cached) != (at - 1 in cached)
-    ]
+    starts = [at for at in range(len(kept)) if at == 0 or kept[at] != kept[at - 1] + 1]
     for start, end in pairwise([*starts, len(kept)]):
         run = out[start:end]
-        reader.read(file, tensor, run, kept[start] * out[start].nbytes, cached=start in cached)
+        reader.read(file, tensor, run, kept[start] * out[start].nbytes)
     return out
 
 

@@ -126,8 +126,7 @@ class RankPart:
     def _layer(
         self, model: ModelSettings, backend: Backend, device: torch.device, cancelled: Cancelled
     ) -> Layer:
-        held = self._placements.held(model)
-        weights = weights_of(model, device, cancelled, held, self._placements.read_by_others(model))
+        weights = weights_of(model, device, cancelled, self._placements.held(model))
         moves = self._setup.settings.placement.policy is not None
         check_moves(model, weights, moves)
         if device.type == "cpu" or self._setup.settings.nnodes > 1:

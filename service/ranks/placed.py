@@ -1,8 +1,7 @@
 """What a rank does about placements: which experts it loads, where tokens are, and moves."""
 
 import logging
-from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.distributed.distributed_c10d import Store
@@ -42,16 +41,6 @@ class RankPlacements:
         """The experts that this rank loads."""
         physical = self.physical(model) or model.shape.held_experts
         return held_by(self._setup.rank, self._setup.num_ranks, physical)
-
-    def read_by_others(self, model: ModelSettings) -> Collection[int]:
-        """Places among `held`, and the shared experts behind them, that this node reads several times."""
-        setup, physical = self._setup, self.physical(model) or model.shape.held_experts
-        first = setup.rank - setup.local_rank
-        ranks = range(first, first + setup.settings.ranks_per_node)
-        times = Counter(expert for rank in ranks for expert in held_by(rank, setup.num_ranks, physical))
-        held = self.held(model)
-        again = {place for place, expert in enumerate(held) if times[expert] > 1}
-        return again | set(range(len(held), len(held) + model.num_shared_experts))
 
     def set_layers(self, layers: Sequence[PlacedExperts]) -> None:
         """Say what moves change, once all layers are loaded, in the order of the models. Collective."""

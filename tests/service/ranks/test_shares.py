@@ -82,9 +82,7 @@ def test_a_hint_says_how_many_tokens_would_do(monkeypatch: pytest.MonkeyPatch) -
     settings = Settings.model_validate({"models": [model], "backend": "hopper", "limits": limits})
     needed = shares_of(settings, on_gpu=True)[0].num_bytes
     monkeypatch.setattr(module, "free_bytes", lambda settings, on_gpu: [needed // 2])
-    expected = (
-        r"^memory: expected room for .*; limits.max_batch_tokens of 16384 would do$"
-    )
+    expected = r"^memory: expected room for .*; limits.max_batch_tokens of 16384 would do$"
     with pytest.raises(MemoryError, match=expected):
         check_device_memory(settings, on_gpu=True)
     monkeypatch.setattr(module, "free_bytes", lambda settings, on_gpu: [1_000_000])
