@@ -100,15 +100,14 @@ def check_weights(settings: "Settings") -> None:
 
 def check_memory(settings: "Settings") -> None:
     """Raise MemoryError if layers do not fit in the memory of the devices that they are for."""
-    from expertd.kernels import resolve_backend
+    from expertd.kernels.backends import why_not
     from expertd.service.ranks.shares import check_device_memory
 
     on_gpu = settings.devices is not None
     if settings.num_ranks == 1:
-        try:
-            on_gpu = resolve_backend(settings.backend).device.type == "cuda"
-        except RuntimeError:  # loading says so
-            return
+        on_gpu = settings.backend != "reference" and why_not("hopper") is None  # nothing is logged yet
+        if settings.backend == "hopper" and not on_gpu:
+            return  # loading says why
     check_device_memory(settings, on_gpu)
 
 

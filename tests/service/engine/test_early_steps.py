@@ -12,6 +12,7 @@ from expertd.service.moe.request import LayerRequest, StepResult
 from expertd.service.settings.parts import Limits
 from tests.service.engine.test_batching import Observed, soon
 from tests.service.runners import EchoRunner, Submitted, layer_request
+from tests.service.waiting import until
 
 LARGE = 512
 SECONDS = 0.2  # of a step
@@ -102,7 +103,9 @@ async def test_joining_a_small_request_overtakes_large_ones(chunk: int) -> None:
     settings = {"join_chunks": True, "prefill_chunk_tokens": chunk, "max_batch_tokens": LARGE + 8}
     async with timed(**settings) as (runner, scheduler):
         await soon(submitted(scheduler, 1)[0].answer)
-        larges = submitted(scheduler, LARGE, LARGE, LARGE)
+        larges = submitted(scheduler, LARGE)
+        await until(lambda: len(runner.steps) == 3)  # it is computed whole: no other was there
+        larges += submitted(scheduler, LARGE, LARGE)
         await asyncio.sleep(0.2 * SECONDS)
         small = submitted(scheduler, 1)
         for each in [*larges, *small]:
