@@ -102,6 +102,7 @@ async def test_joining_a_small_request_overtakes_large_ones(chunk: int) -> None:
     """The step after the one that runs has room for it, whether requests are computed whole or in chunks."""
     settings = {"join_chunks": True, "prefill_chunk_tokens": chunk, "max_batch_tokens": LARGE + 8}
     async with timed(**settings) as (runner, scheduler):
+        await asyncio.sleep(SECONDS)  # the large request before does not compete with what comes now
         await soon(submitted(scheduler, 1)[0].answer)
         larges = submitted(scheduler, LARGE)
         await until(lambda: len(runner.steps) == 3)  # it is computed whole: no other was there
