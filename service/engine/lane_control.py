@@ -109,7 +109,7 @@ class LaneControl:
                 await self._task
 
     def step_done(self, lane: str, tokens: int, seconds: float, waited: Sequence[float]) -> None:
-        """Learn from a step, whose requests have `waited` for so many seconds."""
+        """Learn from a step, whose requests have `waited` for this many seconds."""
         part = self.state.expected.choice.decode_sms / self._load.total_sms
         if lane == "prefill":
             part = 1 - part

@@ -38,7 +38,7 @@ def needs_of_model(
 
 
 def needs_of_models(settings: Settings, held: Sequence[tuple[ModelSettings, int]], on_gpu: bool) -> Needs:
-    """What layers need together, of each of which the device holds so many routed experts.
+    """What layers need together, of each of which the device holds this many routed experts.
 
     On a GPU each lane has memory of its own for its steps; a CPU's are small beside the weights.
     """
