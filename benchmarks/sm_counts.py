@@ -1,10 +1,10 @@
 """SM count benchmark: `python -m benchmarks.sm_counts [--num-sms 132,114,78,66,20] [--json FILE]`.
 
-One row per compute-bound shape (band 'contiguous large' of benchmarks.grouped_gemm) and SM count: kernel time
-as measured there, in a green context of that many SMs, rounded up to what the driver grants (114 and 78 are
-the SMs of an H100 PCIe and of an H20); and time * SMs over the same product with all SMs of the device. That is 1
-if time is inversely proportional to SMs, and below 1 if each SM does more when fewer work. Clocks are not
-locked.
+One row per compute-bound shape (band 'contiguous large' of benchmarks.grouped_gemm) and SM count: kernel
+time as measured there, in a green context of that many SMs, rounded up to what the driver grants (114 and
+78 are the SMs of an H100 PCIe and of an H20); and time * SMs over the same product with all SMs of the
+device. That is 1 if time is inversely proportional to SMs, and below 1 if each SM does more when fewer
+work. Clocks are not locked.
 """
 
 import argparse
