@@ -83,7 +83,11 @@ class TensorFile:
 
         Raises TensorFileError if the file is shorter than it was, or cannot be read any more.
         """
-        self._read(into, _place(tensor, start, len(into)))
+        if start < 0 or start + len(into) > tensor.num_bytes:
+            raise IndexError(
+                f"bytes of the tensor: expected at most {tensor.num_bytes}, got {start} and more"
+            )
+        self._read(into, tensor.start + start)
 
     def _read(self, into: memoryview, offset: int) -> None:
         done = 0
@@ -93,14 +97,11 @@ class TensorFile:
             except OSError as error:
                 raise TensorFileError(f"{self.path}: {why_unreadable(self.path, error)}") from error
             if not count:
-                self._refuse_end()
+                now = os.fstat(self._descriptor).st_size
+                raise TensorFileError(
+                    f"{self.path}: expected {self._num_bytes} bytes, as when it was opened, got {now}"
+                )
             done += count
-
-    def _refuse_end(self) -> NoReturn:
-        now = os.fstat(self._descriptor).st_size
-        raise TensorFileError(
-            f"{self.path}: expected {self._num_bytes} bytes, as when it was opened, got {now}"
-        )
 
     def _read_header(self) -> dict[str, TensorEntry]:
         if self._num_bytes < _LENGTH_BYTES:
@@ -147,13 +148,6 @@ class TensorFile:
 
     def _refuse(self, got: str) -> NoReturn:
         raise TensorFileError(f"{self.path}: expected a safetensors file, got: {got}")
-
-
-def _place(tensor: TensorEntry, start: int, count: int) -> int:
-    """Where bytes of `tensor` are in the file. Raises IndexError for others than its own."""
-    if start < 0 or start + count > tensor.num_bytes:
-        raise IndexError(f"bytes of the tensor: expected at most {tensor.num_bytes}, got {start} and more")
-    return tensor.start + start
 
 
 def _are_sizes(value: Any) -> TypeGuard[list[int]]:

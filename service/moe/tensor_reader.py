@@ -11,22 +11,20 @@ from torch import Tensor
 
 from expertd.service.moe.tensor_file import TensorEntry, TensorFile
 
-PIECE_BYTES = 4 * 1024 * 1024
-"""A thread reads so much of a file at a time, between multiples of it."""
-NUM_THREADS = 8
-"""Storage that others share wants several requests at a time, also where there are fewer cores."""
+_PIECE_BYTES = 4 * 1024 * 1024  # that a thread reads at a time
+_NUM_THREADS = 8  # storage that others share wants several requests at a time, whatever the cores
 _SMALL_BYTES = 256 * 1024  # not worth a thread
 
 
 class TensorReader:
     """Reads tensors in pieces, several at a time; those on a GPU get every piece as soon as it is read.
 
-    For those, each thread has a page-locked buffer of PIECE_BYTES. Use one reader for tensors of one device.
-    Safe from any thread.
+    For those, each thread has a page-locked buffer of a piece's size. Use one reader for tensors of one
+    device. Safe from any thread.
     """
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(NUM_THREADS, "expertd-reader")
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "expertd-reader")
         self._own = threading.local()
 
     def __enter__(self) -> Self:
@@ -52,14 +50,11 @@ class TensorReader:
                 flat.copy_(host)
             return
         read = _to_host if flat.is_cpu else self._to_device(flat)
-        begin = tensor.start + start
-        cuts = range(begin - begin % PIECE_BYTES + PIECE_BYTES, begin + out.nbytes, PIECE_BYTES)
-        bounds = [0, *(cut - begin for cut in cuts), out.nbytes]
 
-        def piece(at: int, end: int) -> None:
-            read(file, tensor, flat[at:end], start + at)
+        def piece(at: int) -> None:
+            read(file, tensor, flat[at : at + _PIECE_BYTES], start + at)
 
-        for _ in self._threads.map(piece, bounds, bounds[1:]):
+        for _ in self._threads.map(piece, range(0, out.nbytes, _PIECE_BYTES)):
             """Raises what reading a piece has raised."""
 
     def _to_device(self, flat: Tensor) -> Callable[[TensorFile, TensorEntry, Tensor, int], None]:
@@ -70,7 +65,7 @@ class TensorReader:
             own = self._own
             if not hasattr(own, "buffer"):
                 with torch.cuda.device(flat.device):  # a new thread has the first one
-                    own.buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
+                    own.buffer = torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
                     own.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             piece = own.buffer[: len(part)]
             file.read(tensor, piece.numpy().data, start)

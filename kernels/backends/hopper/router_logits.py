@@ -52,9 +52,8 @@ def router_logits(
     (num_tokens, k), num_experts = hidden_states.shape, router.shape[0]
     parts = math.ceil(k / (SUMS * SUM_COLUMNS))
     tiles = math.ceil(num_tokens / TOKENS) * math.ceil(num_experts / EXPERTS)
-    left = (
-        SUMS if num_tokens <= _FEW_TOKENS * multiprocessors(on.device, None) else 1
-    )  # partial sums per part
+    is_few = num_tokens <= _FEW_TOKENS * multiprocessors(on.device, None)
+    left = SUMS if is_few else 1  # partial sums per part
     logits = torch.empty((parts * left, num_tokens, num_experts), device=hidden_states.device)
     kernels.launch(
         on, VARIANT, Grid(tiles * parts * left, shared_bytes=_STORAGE_BYTES),
