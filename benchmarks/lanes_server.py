@@ -1,8 +1,8 @@
 """A server that starts again with other settings, and keeps its layers: `python -m benchmarks.lanes_server`.
 
 It reads a line of JSON with the settings from stdin, serves until SIGTERM, prints the exit code, and reads
-the next line. Layers of the same settings are made once, because weights take long. With the name of a file,
-it writes the stamps of `benchmarks.stage_stamps` to it each time.
+the next line. Layers of the same settings are made once, because weights take long. With the name of a file
+and a number of tokens, it writes the stamps of `benchmarks.stage_stamps` of such requests to it each time.
 """
 
 import json
@@ -34,7 +34,8 @@ def main() -> None:
     from expertd.service.settings.model import Settings
     from expertd.service.settings.served import ModelSettings
 
-    stamps, file = Stamps(), Path(sys.argv[1]) if sys.argv[1:] else None
+    file = Path(sys.argv[1]) if sys.argv[1:] else None
+    stamps = Stamps(int(sys.argv[2]) if file else 0)
     if file is not None:
         stamps.install()
     layers: dict[str, MoELayer] = {}
@@ -57,10 +58,13 @@ def main() -> None:
 
 
 class Server:
-    """The process, for the program that started it; `stamps` is the file for them, None: none are taken."""
+    """The process, for the program that started it.
 
-    def __init__(self, stamps: Path | None = None) -> None:
-        command = [sys.executable, "-m", "benchmarks.lanes_server", *([str(stamps)] if stamps else [])]
+    stamps  the file for them, and the most tokens of a request that has some; None: none are taken
+    """
+
+    def __init__(self, stamps: tuple[Path, int] | None = None) -> None:
+        command = [sys.executable, "-m", "benchmarks.lanes_server", *map(str, stamps or ())]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     @contextmanager

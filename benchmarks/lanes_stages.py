@@ -1,7 +1,7 @@
 """Where a decode step's time goes, as its caller sees it: `python -m benchmarks.lanes_stages`.
 
-A server with one layer answers a caller of decode steps through a channel, as in `benchmarks.lanes`, alone,
-with or without lanes. Both processes stamp what they do. A request's stages are:
+A server with one layer answers a caller of decode steps through a channel, as in `benchmarks.lanes`: alone,
+with or without lanes, and on lanes beside prefill. Both processes stamp what they do. A request's stages are:
 
   arrive   from the caller's call until the server's worker thread reads the request
   queue    until its step begins
@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.lanes import Caller, Callers
+from benchmarks.lanes import Caller, Callers, split_sms
 from benchmarks.lanes_server import Server
 from benchmarks.lanes_ways import ALONE, LAYERS, SPIN, Way, settings_of
 from benchmarks.markdown import table
@@ -35,6 +35,7 @@ from benchmarks.stage_stamps import Stamp, read_stamps
 
 STAGES = ("arrive", "queue", "launch", "compute", "answer")
 MEANWHILE = ("report", "gc")
+BESIDE = "beside prefill"
 _WAY = ("submit", "begin", "wait")  # the last one only if a step is not done when it has begun
 
 
@@ -107,14 +108,16 @@ def shown(found: Sequence[Request]) -> str:
 
 
 def measure(name: str, way: Way, tokens: int, given: argparse.Namespace, device: str | None) -> list[Request]:
-    """The requests of one caller alone."""
-    with tempfile.TemporaryDirectory() as folder, closing(Caller()) as decode, closing(Caller()) as nobody:
+    """The requests of the caller of decode steps; prefill is beside it if the way's name says so."""
+    with tempfile.TemporaryDirectory() as folder, closing(Caller()) as decode, closing(Caller()) as prefill:
         file = Path(folder) / "stamps.json"
-        with closing(Server(file)) as server:
+        with closing(Server((file, tokens))) as server:
             settings = {**settings_of(LAYERS[name], way, Path(folder), given.spin), "port": free_port()}
             with server.running(settings) as url:
-                callers = Callers(decode, nobody, given.seconds, device)
-                found = callers.results(url, LAYERS[name], tokens, beside=False)[0]
+                if way.split is not None and device:
+                    split_sms(url, way.split)
+                callers = Callers(decode, prefill, given.seconds, device)
+                found = callers.results(url, LAYERS[name], tokens, way.name.endswith(BESIDE))[0]
             stamps = read_stamps(file)
     return list(requests_of([(begin, end) for begin, end in found["stamps"]], stamps))
 
@@ -128,10 +131,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 64] if on_gpu else [1])
     parser.add_argument("--seconds", type=float, default=3.0, help="of each pair of tables")
+    parser.add_argument(
+        "--split", type=int, default=48, help="SMs of the decode lane beside prefill, on a GPU"
+    )
     parser.add_argument("--spin", type=int, default=SPIN, help="the server's channels.spin_microseconds")
     given = parser.parse_args(arguments)
+    split = given.split if on_gpu else None
+    ways = (
+        ALONE,
+        Way("alone, with lanes", lanes=True),
+        Way(f"lanes, {split or 'all'} SMs for decode, {BESIDE}", lanes=True, split=split),
+    )
     for name in given.layers:
-        for way in (ALONE, Way("alone, with lanes", lanes=True)):
+        for way in ways:
             for tokens in given.tokens:
                 found = measure(name, way, tokens, given, "cuda:0" if on_gpu else None)
                 print(f"\n{name}, {way.name}, {tokens} tokens\n\n{shown(found)}", flush=True)

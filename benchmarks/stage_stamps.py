@@ -1,9 +1,10 @@
-"""Stamps of what a server does with each request of a channel, and of what may hold it up meanwhile."""
+"""Stamps of what a server does with each short request of a channel, and of what may hold it up meanwhile."""
 
 import functools
 import gc
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,23 @@ _NOW = time.perf_counter_ns
 
 
 class Stamps:
-    """Takes them from `install` on: some microseconds a request, on the threads that are looked at."""
+    """Takes them from `install` on: some microseconds a request, on the threads that are looked at.
 
-    def __init__(self) -> None:
+    most_tokens  of a request or step that is looked at
+    """
+
+    def __init__(self, most_tokens: int) -> None:
         # As lines: with tuples, the collector would be called more often.
         self._taken: list[str] = []
+        self._most_tokens = most_tokens
+        self._threads: set[int] = set()  # that have begun short steps
         self._collects_from = 0
 
     def install(self) -> None:
         """Look at a request's way, submit, begin and wait, and at reports and collections of garbage."""
         from expertd.service.channels.channel import Channel
         from expertd.service.engine.delivery import Delivery
+        from expertd.service.moe.request import LayerRequest
         from expertd.service.moe.runner import LayerRunner
         from expertd.service.moe.running import DoneStep, RunningStep
 
@@ -33,11 +40,22 @@ class Stamps:
         def timed_later(delivery: Delivery, report: Callable[[], None]) -> None:
             report_later(delivery, self._timed(report, "report"))
 
+        def is_short(channel: Channel, slot: object, data: bytes) -> bool:
+            return int.from_bytes(data[:4], "little") <= self._most_tokens
+
+        def begins_short(runner: LayerRunner, requests: Sequence[LayerRequest]) -> bool:
+            short = sum(request.num_tokens for request in requests) <= self._most_tokens
+            (self._threads.add if short else self._threads.discard)(threading.get_ident())
+            return short
+
+        def waits_for_short(step: RunningStep | DoneStep) -> bool:
+            return threading.get_ident() in self._threads
+
         for owner, method, timed in (
-            (Channel, "_submit", self._timed(Channel._submit, "submit")),
-            (LayerRunner, "begin", self._timed(LayerRunner.begin, "begin")),
-            (RunningStep, "wait", self._timed(RunningStep.wait, "wait")),
-            (DoneStep, "wait", self._timed(DoneStep.wait, "wait")),
+            (Channel, "_submit", self._timed(Channel._submit, "submit", is_short)),
+            (LayerRunner, "begin", self._timed(LayerRunner.begin, "begin", begins_short)),
+            (RunningStep, "wait", self._timed(RunningStep.wait, "wait", waits_for_short)),
+            (DoneStep, "wait", self._timed(DoneStep.wait, "wait", waits_for_short)),
             (Delivery, "report_later", timed_later),
         ):
             setattr(owner, method, timed)
@@ -48,8 +66,12 @@ class Stamps:
         taken, self._taken = self._taken, []
         path.write_text("\n".join(taken))
 
-    def _timed(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def _timed(
+        self, call: Callable[..., Any], name: str, counts: Callable[..., bool] = lambda *_: True
+    ) -> Callable[..., Any]:
         def timed(*arguments: Any) -> Any:
+            if not counts(*arguments):
+                return call(*arguments)
             began = _NOW()
             try:
                 return call(*arguments)

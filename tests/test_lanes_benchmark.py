@@ -77,7 +77,8 @@ def test_stages_run_on_a_cpu() -> None:
         command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, check=False
     )
     assert ran.returncode == 0, ran.stderr
-    titles = ["tiny, alone, 1 tokens", "tiny, alone, with lanes, 1 tokens"]
+    ways = ["alone", "alone, with lanes", "lanes, all SMs for decode, beside prefill"]
+    titles = [f"tiny, {way}, 1 tokens" for way in ways]
     assert [line for line in ran.stdout.splitlines() if line.startswith("tiny")] == titles
 
 
