@@ -15,6 +15,7 @@ constexpr int kLoadsOfB = kSwiglu ? 2 : 1;                   // a K block of b t
 constexpr int kStages = STAGES;
 constexpr int kCluster = CLUSTER;  // CTAs with neighboring columns that load the rows of a together
 constexpr int kBoxM = BOX_M;       // rows of a per TMA load
+constexpr int kCtasPerSm = CTAS_PER_SM;
 
 constexpr int kConsumerGroups = kSwapAb ? 2 : kBlockM / 64;  // warpgroups
 constexpr int kConsumerWarps = kConsumerGroups * 4;
@@ -31,8 +32,12 @@ static_assert(kLoadsAhead <= kStages, "the ring has no room for them");
 static_assert(kStages >= kScaleWarps, "a scale warp distinguishes two rounds of the ring by one phase bit");
 
 // Registers per thread after setmaxnreg, of 65536 in all: with fewer than 56 for a producer NVRTC 13.5 spills in the
-// scheduler. A single consumer warpgroup has enough without.
-constexpr int kConsumerRegisters = kConsumerGroups == 2 ? 224 : 152, kProducerRegisters = 56;
+// scheduler. A single consumer warpgroup has enough without, unless its SM has two.
+constexpr bool kMovesRegisters = kConsumerGroups > 1 || kCtasPerSm > 1;
+constexpr int kConsumerRegisters = kCtasPerSm == 2        ? (kConsumerGroups == 1 ? 200 : 88)
+                                   : kConsumerGroups == 2 ? 224
+                                                          : 152;
+constexpr int kProducerRegisters = 56;
 
 // Tiles whose records may still be read. The worst case is one K block per tile: a scale warp's next block may be the
 // oldest in a full ring, the other scale warps may be at earlier blocks, and one more tile is announced ahead.

@@ -12,8 +12,8 @@ namespace normal {
 constexpr int kHalves = kBlockN == 256 ? 2 : 1;
 constexpr int kAccumulators = kBlockN / 2 / kHalves;
 constexpr int kAligned = kBlockN % 64 == 0 ? 32 : 16;  // accumulators per scale of b, at least
-// Two K blocks in flight, where there are registers for them.
-constexpr bool kInPairs = kHalves == 1 && (kAccumulators <= 48 || kConsumerGroups == 1);
+// Two K blocks in flight, where there are registers for them and no other CTA that multiplies meanwhile.
+constexpr bool kInPairs = kHalves == 1 && kCtasPerSm == 1 && (kAccumulators <= 48 || kConsumerGroups == 1);
 using Accumulators = float[kAccumulators];
 using Sums = float[kHalves * kAccumulators];
 

@@ -8,7 +8,7 @@
 
 namespace swap_ab {
 
-static_assert(!kSwapAb || (kBlockM == 64 && kCluster == 1 && !kSwiglu),
+static_assert(!kSwapAb || ((kBlockM == 32 || kBlockM == 64) && kCluster == 1 && !kSwiglu),
               "there is code for heights up to 64, none for a CTA without columns and none for SwiGLU");
 
 // A warpgroup's loop over all tiles.
@@ -26,8 +26,12 @@ class Consumer {
             switch ((tile.rows + 15) / 16) {
                 case 1: multiply<1>(epilogue, pipeline, tile, problem.k_blocks); break;
                 case 2: multiply<2>(epilogue, pipeline, tile, problem.k_blocks); break;
-                case 3: multiply<3>(epilogue, pipeline, tile, problem.k_blocks); break;
-                case 4: multiply<4>(epilogue, pipeline, tile, problem.k_blocks); break;
+                case 3:
+                    if constexpr (kBlockM > 32) multiply<3>(epilogue, pipeline, tile, problem.k_blocks);
+                    break;
+                case 4:
+                    if constexpr (kBlockM > 32) multiply<4>(epilogue, pipeline, tile, problem.k_blocks);
+                    break;
             }
         }
         epilogue.finish();

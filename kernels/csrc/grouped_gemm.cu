@@ -137,7 +137,7 @@ __device__ __forceinline__ void load_scales(SharedStorage& shared, const Operand
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     grouped_gemm(const __grid_constant__ ptx::TensorMap a_map,  // [rows, k], box kBoxM x 128, 128-byte swizzle
                  const __grid_constant__ ptx::TensorMap b_map,  // [num_groups * rows of b, k], box kOutBlockN x 128
                  const float* a_scales, u32 scale_stride_group, u32 scale_stride_m, u32 scale_stride_k,
@@ -205,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const Problem problem{n, k / kBlockK, rows_per_group, rank};
     const Operands operands{a_map, b_map, a_scales, scale_stride_group, scale_stride_m, scale_stride_k, b_scales};
     if (warp >= kConsumerWarps) {
-        if constexpr (kConsumerGroups > 1) ptx::shrink_registers<kProducerRegisters>();
+        if constexpr (kMovesRegisters) ptx::shrink_registers<kProducerRegisters>();
         if (warp == kConsumerWarps) {
             load_tiles(ptx::keep_address(shared), operands, problem, scheduler, first, tile_counter, lane);
         } else {
@@ -213,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             load_scales(shared, operands, problem, warp - kConsumerWarps - 1, lane);
         }
     } else {
-        if constexpr (kConsumerGroups > 1) ptx::grow_registers<kConsumerRegisters>();
+        if constexpr (kMovesRegisters) ptx::grow_registers<kConsumerRegisters>();
         TileEpilogue epilogue(shared.epilogue, output, problem);
         if constexpr (kSwapAb)
             swap_ab::Consumer(shared, warp / 4).run(epilogue, problem);

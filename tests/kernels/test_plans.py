@@ -1,5 +1,7 @@
 """The plans of the GEMM: for given shapes they are fixed, and tiles are cut as on the device."""
 
+import itertools
+
 import pytest
 
 from expertd.kernels.backends.hopper import plans
@@ -15,6 +17,10 @@ from expertd.kernels.backends.hopper.tiles import (
     NORMAL_CLUSTER2,
     SHORT,
     SWAP_AB,
+    SWAP_AB_TWICE,
+    SWIGLU,
+    SWIGLU_FEW,
+    SWIGLU_FEW_TWICE,
     WIDE,
 )
 from expertd.layout import Layout
@@ -23,10 +29,10 @@ C, M = Layout.CONTIGUOUS, Layout.MASKED
 
 # The rates of other cards, by their data sheets; the number of SMs tells the card.
 H100 = Rates(1980, 3352, 50 << 20)
-RATES = {132: H200, 114: Rates(1755, 2039, 50 << 20), 78: Rates(1980, 4023, 60 << 20), 1: H200}
+RATES = {132: H200, 114: Rates(1755, 2039, 50 << 20), 78: Rates(1980, 4023, 60 << 20), 48: H200, 1: H200}
 
 # (layout, n, k, num_groups, expected rows, SMs) and the plan for it, so that no change goes unnoticed. An
-# H100 or H200 has 132 SMs, the PCIe card 114, an H20 78.
+# H100 or H200 has 132 SMs, the PCIe card 114, an H20 78; 48 are a partition of an H200.
 TABLE = [
     (M, 4096, 7168, 32, 20, 132, Plan(SWAP_AB, 64)),
     (M, 6144, 7168, 6, 20, 132, Plan(SWAP_AB, 64)),
@@ -64,6 +70,10 @@ TABLE = [
     (C, 4096, 7168, 2, 200, 114, Plan(WIDE, 32)),
     (C, 4096, 7168, 2, 200, 78, Plan(NORMAL, 44)),
     (C, 4096, 7168, 8, 4096, 78, Plan(NORMAL_CLUSTER2, 48)),
+    (C, 7168, 2048, 32, 16, 48, Plan(SWAP_AB_TWICE, 32)),
+    (M, 4096, 7168, 32, 16, 48, Plan(SWAP_AB_TWICE, 32)),
+    (C, 7168, 2048, 32, 24, 48, Plan(SWAP_AB, 64)),
+    (C, 7168, 2048, 32, 16, 78, Plan(SWAP_AB, 64)),
 ]
 
 
@@ -91,9 +101,17 @@ def test_with_less_bandwidth_memory_limits_more_plans() -> None:
 
 
 def test_every_variant_is_chosen_for_something() -> None:
-    activated = {choose_swiglu(rows, other).config for rows in (1, 1000) for other in (False, True)}
+    cases = itertools.product((1, 1000), (48, 132), (False, True))
+    activated = {choose_swiglu(*case).config for case in cases}
     chosen = {row[-1].config for row in TABLE} | activated
     assert chosen == {config for _, config in VARIANTS}
+
+
+def test_few_sms_have_two_ctas_each_while_groups_have_few_rows() -> None:
+    chosen = [choose_swiglu(rows, num_sms).config for rows in (40, 41) for num_sms in (2, 69, 70, 132)]
+    assert chosen == [SWIGLU_FEW_TWICE] * 2 + [SWIGLU_FEW] * 2 + [SWIGLU] * 4
+    slow = Rates(H200.sm_mhz, H200.bytes_per_ns / 2, H200.l2_bytes)
+    assert choose_swiglu(40, 48, rates=slow).config is SWIGLU_FEW, "half of the memory feeds half of the SMs"
 
 
 @pytest.mark.parametrize("rows", [1, 64, 192, 8192])

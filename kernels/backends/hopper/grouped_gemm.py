@@ -44,6 +44,7 @@ def _variant(layout: Layout, config: TileConfig) -> Variant:
         "BOX_M": config.box_m,
         "SWIGLU": int(config.swiglu),
         "OTHER_GLU": int(config.other_glu),
+        "CTAS_PER_SM": config.ctas,
         "STORAGE_BYTES": config.storage_bytes,
     }
     named = tuple((name, str(value)) for name, value in defines.items())
@@ -57,7 +58,14 @@ VARIANTS = {
         *((layout, config) for layout in Layout for config in tiles.CONFIGS),
         *(
             (Layout.CONTIGUOUS, config)
-            for config in (tiles.SWIGLU, tiles.SWIGLU_FEW, tiles.GLU, tiles.GLU_FEW)
+            for config in (
+                tiles.SWIGLU,
+                tiles.SWIGLU_FEW,
+                tiles.SWIGLU_FEW_TWICE,
+                tiles.GLU,
+                tiles.GLU_FEW,
+                tiles.GLU_FEW_TWICE,
+            )
         ),
     )
 }
@@ -154,7 +162,8 @@ class GroupedGemm:
         (num_groups, n2, k), m = b.data.shape, a.data.shape[0]
         n = n2 // 2
         other = bias is not None or isinstance(activation, OtherGlu)
-        plan = plans.choose_swiglu(expected_m, other)
+        sms = multiprocessors(on.device, num_sms)
+        plan = plans.choose_swiglu(expected_m, sms, other, rates(on.device))
         prepared = self._planned(on.device, Layout.CONTIGUOUS, n, k, num_groups, plan, num_sms)
         data = torch.empty((m, n), dtype=torch.float8_e4m3fn, device=a.data.device)
         scales = torch.empty((n // SCALE_BLOCK, m), device=a.data.device)
@@ -186,7 +195,7 @@ class GroupedGemm:
         kernel = self._kernels.get(device, variant)
         self.tile_counters.prepare(device)
         launch_config = cuda_core().LaunchConfig(
-            grid=multiprocessors(device, num_sms) // config.cluster,
+            grid=multiprocessors(device, num_sms) // config.cluster * config.ctas,
             cluster=config.cluster if config.cluster > 1 else None,
             block=variant.threads,
             shmem_size=config.shared_bytes(num_groups),

@@ -9,6 +9,7 @@ from expertd.kernels.backends.hopper.rates import H200, Rates
 from expertd.kernels.backends.hopper.tiles import (
     GLU,
     GLU_FEW,
+    GLU_FEW_TWICE,
     LARGE,
     MIDDLE,
     NARROW,
@@ -17,8 +18,10 @@ from expertd.kernels.backends.hopper.tiles import (
     NORMAL_CLUSTER2,
     SHORT,
     SWAP_AB,
+    SWAP_AB_TWICE,
     SWIGLU,
     SWIGLU_FEW,
+    SWIGLU_FEW_TWICE,
     WIDE,
     TileConfig,
 )
@@ -68,19 +71,24 @@ _L2_SHARE, _L2_MEMORY_SHARE = 0.795, 1.35  # the first 50 MB take longer, since 
 _SWAP_AB_M = {Layout.CONTIGUOUS: 24, Layout.MASKED: 48}  # upper bounds; contiguous groups are less even
 _UNEVEN_SHORT_M, _SWIGLU_FEW_M = 48, 40  # upper bounds
 _CLUSTER_M, _CLUSTER_K, _CLUSTER_WAVES = 224, 3072, 6  # lower bounds; below them, pairs of CTAs are no faster
+_SWIGLU = SWIGLU_FEW, SWIGLU_FEW_TWICE, SWIGLU
+_OTHER_GLU = GLU_FEW, GLU_FEW_TWICE, GLU
+_CTA_BYTES_PER_NS = 60  # of weights, that a CTA with few rows takes in at an H200's clock
 _CUTS = 6  # numbers of tiles that are tried for a group
 _SIMULATED = 16  # waves; with more, the work just spreads evenly
 # How far groups may deviate from the expected rows, every other one in the opposite direction.
 _UNEVEN = (0.0, 0.0, 0.1, 0.2)
 
 
-def choose_swiglu(expected_m: float, other_glu: bool = False) -> Plan:
+def choose_swiglu(expected_m: float, num_sms: int, other_glu: bool = False, rates: Rates = H200) -> Plan:
     """The plan of the GEMM with an activation in its epilogue, on at least two SMs.
 
     other_glu: with biases, or another activation than SwiGLU.
+    rates: of the device that num_sms SMs are of.
     """
-    few, many = (GLU_FEW, GLU) if other_glu else (SWIGLU_FEW, SWIGLU)
-    config = few if expected_m <= _SWIGLU_FEW_M else many
+    few, twice, config = _OTHER_GLU if other_glu else _SWIGLU
+    if expected_m <= _SWIGLU_FEW_M:
+        config = few if _memory_limits(num_sms, rates) else twice
     return Plan(config, 16 * config.steps)
 
 
@@ -118,7 +126,15 @@ def _choose(
         and k >= _CLUSTER_K and rows >= _CLUSTER_M and waves >= _CLUSTER_WAVES
     ):  # fmt: skip
         return Plan(NORMAL_CLUSTER2, 16 * NORMAL_CLUSTER2.steps)
+    if best.config is SWAP_AB and rows <= SWAP_AB.step and not _memory_limits(num_sms, rates):
+        return Plan(SWAP_AB_TWICE, 16 * SWAP_AB_TWICE.steps)
     return best
+
+
+def _memory_limits(num_sms: int, rates: Rates) -> bool:
+    """Whether one CTA an SM, with few rows, takes in as many weights as memory gives."""
+    taken = num_sms * _CTA_BYTES_PER_NS * rates.sm_mhz / H200.sm_mhz
+    return taken >= _MEMORY_SHARE * rates.bytes_per_ns
 
 
 def _candidates(few: bool, num_groups: int, rows: int, part: bool) -> Iterator[Plan]:

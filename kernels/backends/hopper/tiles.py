@@ -21,6 +21,7 @@ class TileConfig:
     swiglu    out is silu(gate) * up in FP8 with scales; b has the gate rows first, then the up rows
     block_n   rows of b in a CTA's tile; with swiglu, half of them gates
     other_glu with swiglu: biases, and another gated activation than silu(gate) * up
+    ctas      CTAs per SM
     """
 
     swap_ab: bool
@@ -31,6 +32,7 @@ class TileConfig:
     swiglu: bool = False
     block_n: int = BLOCK_N
     other_glu: bool = False
+    ctas: int = 1
 
     @property
     def name(self) -> str:
@@ -39,7 +41,8 @@ class TileConfig:
         cluster = f"_cluster{self.cluster}" if self.cluster > 1 else ""
         columns = f"n{self.block_n}" if self.block_n != BLOCK_N else ""
         activation = "_glu" if self.other_glu else "_swiglu" if self.swiglu else ""
-        return f"{swap_ab}m{self.block_m}{columns}{cluster}{activation}"
+        ctas = f"_x{self.ctas}" if self.ctas > 1 else ""
+        return f"{swap_ab}m{self.block_m}{columns}{cluster}{activation}{ctas}"
 
     @property
     def out_block_n(self) -> int:
@@ -89,9 +92,14 @@ MIDDLE = TileConfig(swap_ab=False, block_m=128, stages=6, cluster=1, box_m=64, b
 SHORT = TileConfig(swap_ab=False, block_m=64, stages=8, cluster=1, box_m=32)
 NARROW = TileConfig(swap_ab=False, block_m=64, stages=13, cluster=1, box_m=32, block_n=64)
 NARROWEST = TileConfig(swap_ab=False, block_m=64, stages=17, cluster=1, box_m=32, block_n=32)
-CONFIGS = (SWAP_AB, NORMAL, NORMAL_CLUSTER2, LARGE, WIDE, MIDDLE, SHORT, NARROW, NARROWEST)
+# Few rows on few SMs: while one CTA waits for a K block, the SM's other one multiplies.
+SWAP_AB_TWICE = TileConfig(swap_ab=True, block_m=32, stages=5, cluster=1, box_m=16, ctas=2)
+CONFIGS = (SWAP_AB, SWAP_AB_TWICE, NORMAL, NORMAL_CLUSTER2, LARGE, WIDE, MIDDLE, SHORT, NARROW, NARROWEST)
 # With SwiGLU: a scale of the result covers 128 columns, 64 from each CTA of a pair.
 SWIGLU = TileConfig(swap_ab=False, block_m=192, stages=4, cluster=2, box_m=32, swiglu=True)
 SWIGLU_FEW = TileConfig(swap_ab=False, block_m=64, stages=8, cluster=2, box_m=16, swiglu=True)
+SWIGLU_FEW_TWICE = replace(SWIGLU_FEW, stages=4, ctas=2)
 # The same with biases or another activation.
-GLU, GLU_FEW = replace(SWIGLU, other_glu=True), replace(SWIGLU_FEW, other_glu=True)
+GLU, GLU_FEW, GLU_FEW_TWICE = (
+    replace(config, other_glu=True) for config in (SWIGLU, SWIGLU_FEW, SWIGLU_FEW_TWICE)
+)
