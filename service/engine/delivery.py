@@ -12,9 +12,9 @@ Answer = tuple[Pending, Output | Exception]
 
 _MAX_REPORTS = 64  # of steps and answers, that wait for a moment in which they delay nothing
 # While the event loop runs Python code, the thread of the steps may wait for it, so it runs few reports in a
-# row, unless very many wait.
-_REPORTS_AT_ONCE = 8
-_PARTS = 16  # of those that wait, one at once, if that is more
+# row, unless very many wait, and looks for events between two of them, which lets other threads run.
+_REPORTS_IN_A_ROW = 8
+_PARTS = 16  # of those that wait, one in a row, if that is more
 _PAUSE_SECONDS = 1e-3
 
 
@@ -80,12 +80,24 @@ class Delivery:
 
     def _report(self) -> None:
         """Begin to run the reports, after the handlers just woken, so that no response waits for metrics."""
-        reports = self._reports
-        for _ in range(min(len(reports), max(_REPORTS_AT_ONCE, len(reports) // _PARTS))):
-            self.loop.call_soon(reports.popleft())
-        self._reporting = bool(reports)
-        if reports:
+        self._reporting = True
+        self._report_next(max(_REPORTS_IN_A_ROW, len(self._reports) // _PARTS))
+
+    def _report_next(self, left: int) -> None:
+        """Run one report after the next look for events, and `left - 1` others in the same way."""
+        if not self._reports:
+            self._reporting = False
+        elif left:
+            self.loop.call_soon(self._run_report, left)
+        else:
             self.loop.call_later(_PAUSE_SECONDS, self._report)
+
+    def _run_report(self, left: int) -> None:
+        if self._reports:
+            try:
+                self._reports.popleft()()
+            finally:
+                self._report_next(left - 1)
 
     def report_later(self, report: Callable[[], None]) -> None:
         """Call `report` on the event loop, with the next answers or at the next `flush`."""
