@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.lanes_server import Server
-from benchmarks.lanes_ways import ALONE, LAYERS, MODEL, SPIN, SPLITS, Layer, Way, settings_of, ways
+from benchmarks.lanes_ways import ALONE, LAYERS, MODEL, SPLITS, Layer, Way, settings_of, ways
 from benchmarks.markdown import table
 from benchmarks.serving_rows import free_port
 from benchmarks.timing import cpu_name, header
@@ -108,7 +108,7 @@ def split_sms(url: str, split: int) -> None:
 
 
 def measured(
-    name: str, wanted: Sequence[Way], decode: Sequence[int], callers: Callers, spin: int
+    name: str, wanted: Sequence[Way], decode: Sequence[int], callers: Callers, spin: int | None
 ) -> Iterator[Row]:
     """The rows of one layer: first what runs alone, on a server without lanes and chunks."""
     layer, server = LAYERS[name], Server()
@@ -191,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="ms for decode, for rows of a server that chooses the split",
     )
     parser.add_argument("--seconds", type=float, default=1.5, help="of each row")
-    parser.add_argument("--spin", type=int, default=SPIN, help="the server's channels.spin_microseconds")
+    parser.add_argument("--spin", type=int, help="the server's channels.spin_microseconds")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     rows: list[Row] = json.loads(given.json.read_text())["rows"] if given.json and given.json.exists() else []

@@ -28,7 +28,7 @@ import torch
 
 from benchmarks.lanes import Caller, Callers, split_sms
 from benchmarks.lanes_server import Server
-from benchmarks.lanes_ways import ALONE, LAYERS, SPIN, Way, settings_of
+from benchmarks.lanes_ways import ALONE, LAYERS, Way, settings_of
 from benchmarks.markdown import table
 from benchmarks.serving_rows import free_port
 from benchmarks.stage_stamps import Stamp, read_stamps
@@ -134,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--split", type=int, default=48, help="SMs of the decode lane beside prefill, on a GPU"
     )
-    parser.add_argument("--spin", type=int, default=SPIN, help="the server's channels.spin_microseconds")
+    parser.add_argument("--spin", type=int, help="the server's channels.spin_microseconds")
     given = parser.parse_args(arguments)
     split = given.split if on_gpu else None
     ways = (

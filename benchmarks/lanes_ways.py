@@ -32,7 +32,6 @@ LAYERS = {
     "qwen3-30b-a3b": Layer(2048, 768, 128, {}),
     "tiny": Layer(256, 128, 8, {}, 256, (8, 1), (64,), 2),
 }
-SPIN = 50  # microseconds after each step in which the server looks for requests without sleeping
 SPLITS = (16, 32, 48, 64, 80)
 
 
@@ -67,8 +66,11 @@ def ways(layer: Layer, splits: Sequence[int], targets: Sequence[float] = ()) -> 
     ]
 
 
-def settings_of(layer: Layer, way: Way, folder: Path, spin: int = SPIN) -> dict[str, Any]:
-    """The settings of a server, but its port; the split is changed while it runs. spin: see `SPIN`."""
+def settings_of(layer: Layer, way: Way, folder: Path, spin: int | None = None) -> dict[str, Any]:
+    """The settings of a server, but its port; the split is changed while it runs.
+
+    spin: its channels.spin_microseconds
+    """
     # A joined step has a whole request of prefill, or a chunk of it, and all decode tokens.
     room = max(layer.decode) if way.joins and not way.chunk else 0
     limits = {

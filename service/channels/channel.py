@@ -142,6 +142,7 @@ class Channel(OpenChannel):
             caller=caller,
             timeout=timeout,
         )
+        self.lane = pending.lane
         if timeout is not None:
             slot.deadline = pending.deadline
             if slot.deadline < self._alarm:

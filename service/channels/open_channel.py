@@ -121,6 +121,7 @@ class OpenChannel:
     ) -> None:
         self.id, self.models, self.memory = str(number), models, memory
         self.taken = 0  # requests so far
+        self.lane = 0  # of the last one
         self._cancels = 0  # so far
         self._reader, self._scheduler, self._owner = reader, scheduler, owner
         self._caller, self._leaves_steps = caller, leaves_steps

@@ -31,13 +31,15 @@ from expertd.service.settings.parts import Limits
 T = TypeVar("T")
 
 _POLL_SECONDS = 100e-6  # how often a running step is checked for its end while others may begin
+_POLLED_PART = 1 / 8  # of its likely time, at least, on lanes but the first: others wait for the interpreter
 
 
 class Scheduler:
     """Owns the queues and the worker thread. `submit` and `cancel` are safe from any thread.
 
-    lane  the number of its lane; 0 if there is only one. The worker thread of the first lane wakes up for
-          requests of sources, those of others read them too while they are awake
+    lane          the number of its lane; 0 if there is only one. The worker thread of the first lane wakes
+                  up for requests of sources, those of others read theirs while they are awake
+    spin_seconds  for which the first lane's thread looks for requests of sources before it sleeps
     """
 
     def __init__(
@@ -49,8 +51,9 @@ class Scheduler:
         self._lookout = Lookout(self._queues, self._stepping, self._delivery, self.poll_sources)
         self._jobs: deque[tuple[Callable[[], object], Future[Any]]] = deque()
         self._lane = lane
-        self._spin_seconds = spin_seconds  # before sleeping, if there are sources
+        self.spin_seconds = 0.0 if lane else spin_seconds  # before sleeping, if there are sources
         self._wakeup = Wakeup(rings_wake=lane == 0)
+        self.leaves: Callable[[Source], bool] = lambda source: False  # it to another lane's thread
         self._lock = self._queues.lock  # also of the jobs and the states below
         self._turn = threading.Lock()  # of the thread that uses the device
         self._sleeping = False
@@ -266,6 +269,11 @@ class Scheduler:
         return self._thread.native_id
 
     @property
+    def is_asleep(self) -> bool:
+        """Whether the worker thread sleeps, or is about to: it looks at its sources once more before."""
+        return self._sleeping
+
+    @property
     def is_here(self) -> bool:
         """Whether the worker thread asks."""
         return threading.get_ident() == self._thread.ident
@@ -287,14 +295,17 @@ class Scheduler:
     def _work(self) -> None:
         stepping = self._stepping
         running, chores = stepping.running, stepping.chores
+        has_polled = False
         while True:
             job: tuple[Callable[[], object], Future[Any]] | None = None
             chunks: list[Chunk] = []
             late: list[Chunk] = []
             if self._wakeup.sources:
-                self._poll(0)
-                if self._queues.turns and not running:
+                if not has_polled:  # a poll lets other threads run
+                    self._poll(0)
+                if self._queues.turns and not running and not self._lane:
                     self._wait_for_callers()
+            has_polled = False
             with self._lock:
                 self._queues.just_ended = False
                 if self._stopped and not running and not chores:
@@ -311,6 +322,7 @@ class Scheduler:
             if not (job or chunks or running or chores):
                 if not late:
                     self._wait()
+                    has_polled = True
                 continue
             with self._turn:
                 if job:
@@ -330,10 +342,14 @@ class Scheduler:
     def _wait(self) -> None:
         """Wait for a wake-up or a source: if there are sources, awake for a short time, then asleep."""
         if self._wakeup.sources:
-            end = time.perf_counter() + self._spin_seconds
+            end = time.perf_counter() + self.spin_seconds
             while time.perf_counter() < end:
                 if self._poll(0):
                     return
+            if self._lane and self._poll(
+                0
+            ):  # what the first lane's thread has left to this one while it was awake
+                return
         self._delivery.flush()
         self._poll(None)
 
@@ -344,7 +360,8 @@ class Scheduler:
             return False
         self._sleeping = False
         for source in rang:
-            source.poll()
+            if not self.leaves(source):
+                source.poll()
         return True
 
     def _wait_for_callers(self) -> None:
@@ -366,13 +383,17 @@ class Scheduler:
     def _wait_for_more(self) -> bool:
         """Wait until the only running step is done; True as soon as the next one may begin."""
         running, until = self._stepping.running, self._early.polled_until()
-        while time.perf_counter() < until and not running[0].step.is_done():
+        pause = _POLL_SECONDS
+        if self._lane and until:
+            pause = max(pause, _POLLED_PART * self._stepping.first_times()[1])
+        while (now := time.perf_counter()) < until and not running[0].step.is_done():
             if self._wakeup.sources:
                 self._poll(0)
             with self._lock:
                 if self._may_begin():
                     return True
-            time.sleep(_POLL_SECONDS)
+                begins = self._early.begins()
+            time.sleep(min(pause, max(_POLL_SECONDS, min(begins, until) - now)))
         return False
 
     # For steps on the event loop.

@@ -35,10 +35,14 @@ class EarlySteps:
 
     def may_begin(self) -> bool:
         """Whether the next step may begin beside those that run. The caller holds the queues' lock."""
+        return time.perf_counter() >= self.begins()
+
+    def begins(self) -> float:
+        """When the next step may begin, as things are; inf: not yet. The caller holds the queues' lock."""
         if len(self._stepping.running) == _MAX_RUNNING:
-            return False
+            return math.inf
         head = self._queues.large_head(_EARLY_TOKENS)
-        return head is not None and time.perf_counter() >= self._begins(head.request)
+        return math.inf if head is None else self._begins(head.request)
 
     def polled_until(self) -> float:
         """Until when the running step is worth polling, because another may begin; 0: not at all."""

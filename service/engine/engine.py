@@ -28,7 +28,7 @@ from expertd.service.engine.gpu_sensors import GpuSensors
 from expertd.service.engine.idle_memory import give_back_idle
 from expertd.service.engine.lane_control import LaneControl, lane_control
 from expertd.service.engine.lane_metrics import lane_queue_metrics
-from expertd.service.engine.lanes import Lanes, scheduler_of
+from expertd.service.engine.lanes import Lanes, scheduler_of, spin_seconds_of
 from expertd.service.engine.layers import LoadCancelledError
 from expertd.service.engine.loading import Loaded, Loader, Partitions
 from expertd.service.engine.metrics import Metrics
@@ -347,6 +347,8 @@ class Engine:
             lane.set_runners(runners, weights)
             lane.watch_device(loaded.failure, self._give_up)
             await lane.between_steps(loaded.prepare_thread)
+        on_gpu = loaded.register_files is not None or self.settings.devices is not None
+        self.scheduler.lanes[0].spin_seconds = spin_seconds_of(self.settings.channels, on_gpu)
         self.loaded, self.arena = loaded, arena
         self._giving_back = asyncio.get_running_loop().create_task(give_back_idle(arena))
         self.repository.start(loaded)

@@ -1,8 +1,8 @@
 """Lanes: short and long requests in queues of their own, whose steps run at the same time.
 
-Each lane is a `Scheduler` with a worker thread. All worker threads read sources, such as channels, between
-steps, and put what they find on the lane where it belongs; only that of the first lane, whose steps are the
-shortest, wakes up for them.
+Each lane is a `Scheduler` with a worker thread, which reads sources, such as channels, whose last request was
+on its lane, and puts what it finds on the lane where it belongs. Only the thread of the first lane, whose
+steps are the shortest, wakes up for them, and reads those of the others while these sleep.
 """
 
 import asyncio
@@ -25,11 +25,15 @@ from expertd.service.engine.wakeup import Source
 from expertd.service.moe.request import LayerRequest
 from expertd.service.settings.lanes import LANES, lanes_of
 from expertd.service.settings.model import Settings
+from expertd.service.settings.parts import ChannelSettings
 
 T = TypeVar("T")
 
 # A thread that runs Python code keeps others waiting for as long, by default 5 ms: longer than a decode step.
-_SWITCH_SECONDS = 0.2e-3
+_SWITCH_SECONDS = 20e-6
+# Microseconds before a worker sleeps. With a GPU, callers come back when they have computed what lies between
+# two layers, and a thread that slept is up to 0.3 ms late; a CPU has other work for its cores.
+_GPU_SPIN, _CPU_SPIN = 1000, 50
 
 
 class Arrived(NamedTuple):
@@ -53,6 +57,8 @@ class Lanes:
         self.decode_max_tokens = self.short_tokens = short_tokens
         self.counts = counts
         self.arrived = Arrived([0, 0], [0, 0])
+        decode.leaves = lambda source: source.lane > 0 and not prefill.is_asleep
+        prefill.leaves = lambda source: source.lane == 0
 
     def start(self) -> None:
         """Start the worker threads; from now on, a thread gives way to another one that waits sooner."""
@@ -214,9 +220,15 @@ class Lanes:
 AnyScheduler = Scheduler | Lanes
 
 
+def spin_seconds_of(channels: ChannelSettings, on_gpu: bool) -> float:
+    """For which a server looks for requests of channels without sleeping."""
+    given = channels.spin_microseconds
+    return ((_GPU_SPIN if on_gpu else _CPU_SPIN) if given is None else given) / 1e6
+
+
 def scheduler_of(settings: Settings, metrics: Metrics) -> AnyScheduler:
     """The scheduler of a server, with or without lanes, whose steps `metrics` counts."""
-    spin_seconds = settings.channels.spin_microseconds / 1e6
+    spin_seconds = spin_seconds_of(settings.channels, on_gpu=False)  # until the layers are loaded
     lanes = lanes_of(settings)
     if len(lanes) == 1:
         return Scheduler(lanes[0].limits, metrics, spin_seconds)

@@ -12,6 +12,8 @@ _MAX_EVENTS = 64  # of one call; further ones are in the next
 class Source(Protocol):
     """Where requests arrive without the event loop, such as a channel. Both methods must not raise."""
 
+    lane: int  # of its last request
+
     def fileno(self) -> int:
         """An eventfd that a caller adds to when it has written a request; nobody needs to read it."""
 

@@ -166,12 +166,12 @@ class ChannelSettings(Frozen):
         ge=1,
         description="maximum bytes of all channels' data regions; on a GPU, those in host memory are pinned",
     )
-    spin_microseconds: int = Field(
-        default=50,
+    spin_microseconds: int | None = Field(
+        default=None,
         ge=0,
         le=1_000_000,
         description="microseconds after each step in which the server looks for requests of channels without "
-        "sleeping; it occupies a CPU core meanwhile",
+        "sleeping; it occupies a CPU core meanwhile; null: 1000 with GPUs, else 50",
     )
 
 

@@ -1,6 +1,7 @@
 """Two lanes: short and long requests in queues of their own, whose steps run at the same time."""
 
 import asyncio
+import random
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,6 +12,7 @@ from expertd.service.engine.errors import QueueFullError, QueueTimeoutError, Sch
 from expertd.service.engine.lanes import Lanes, scheduler_of
 from expertd.service.engine.metrics import Metrics
 from tests.service.apps import tiny_settings
+from tests.service.engine.test_wakeup import Bell
 from tests.service.runners import EchoRunner, Submitted, layer_request
 from tests.service.waiting import until
 
@@ -71,6 +73,35 @@ async def test_a_short_request_is_answered_while_a_long_step_runs() -> None:
         await answered(long)
     assert [sum(step) for step in pair.decode.steps] in ([3], [1, 2])
     assert pair.prefill.steps == [[8]]
+
+
+async def test_each_worker_thread_reads_the_source_of_its_lane() -> None:
+    """While both are awake; every ring is heard, whether a thread is awake, asleep, or between both."""
+    async with running() as pair:
+        readers: dict[int, list[str]] = {1: [], 8: []}
+        answers: list[object] = []
+
+        def submit(value: float) -> None:
+            num_tokens = int(value)
+            readers[num_tokens].append(threading.current_thread().name)
+            request = layer_request([1.0] * num_tokens)
+            bells[num_tokens].lane = pair.lanes.submit("tiny", request, answers.append, on_worker=True).lane
+
+        bells = {num_tokens: Bell(submit) for num_tokens in readers}
+        for bell in bells.values():
+            pair.lanes.add_source(bell)
+        for count in range(1, 401):
+            for num_tokens, bell in bells.items():
+                bell.ring(num_tokens)
+            some = 2 * count - random.randrange(4)  # the queues have room for four
+            while len(answers) < some:
+                await asyncio.sleep(0)
+        await until(lambda: len(answers) == 800)
+        assert set(readers[1]) == {"expertd-worker"}
+        assert "expertd-worker-1" in readers[8]
+        for bell in bells.values():
+            pair.lanes.remove_source(bell)
+            bell.close()
 
 
 async def test_a_long_request_is_answered_while_a_short_step_runs() -> None:

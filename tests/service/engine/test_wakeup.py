@@ -23,6 +23,8 @@ from tests.service.waiting import until
 class Bell:
     """A source that submits a request for each value written to it, and collects the answers."""
 
+    lane = 0
+
     def __init__(self, submit: Callable[[float], object] = lambda _: None) -> None:
         self._fd = os.eventfd(0)
         self._values: deque[float] = deque()
