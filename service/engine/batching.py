@@ -21,6 +21,7 @@ from expertd.service.engine.errors import SchedulerClosedError
 from expertd.service.engine.lookout import Lookout
 from expertd.service.engine.queue_metrics import QueueState
 from expertd.service.engine.queues import Queues
+from expertd.service.engine.right_of_way import Others
 from expertd.service.engine.short_steps import ShortSteps
 from expertd.service.engine.stepping import Stepping
 from expertd.service.engine.steps import DEFAULT_PRIORITY, Chunk, Done, Pending, Runner, State, StepObserver
@@ -51,9 +52,8 @@ class Scheduler:
         self._lookout = Lookout(self._queues, self._stepping, self._delivery, self.poll_sources)
         self._jobs: deque[tuple[Callable[[], object], Future[Any]]] = deque()
         self._lane = lane
-        self.spin_seconds = 0.0 if lane else spin_seconds  # before sleeping, if there are sources
+        self._spin_seconds = 0.0 if lane else spin_seconds
         self._wakeup = Wakeup(rings_wake=lane == 0)
-        self.leaves: Callable[[Source], bool] = lambda source: False  # it to another lane's thread
         self._lock = self._queues.lock  # also of the jobs and the states below
         self._turn = threading.Lock()  # of the thread that uses the device
         self._sleeping = False
@@ -85,6 +85,14 @@ class Scheduler:
         That is called on the event loop, at least once. Requests get DeviceLostError.
         """
         self._stepping.failure, self._stepping.on_failure = failure, on_failure
+
+    def set_device(self, spin_seconds: float, on_gpu: bool) -> None:
+        """Tell what device steps run on; spin_seconds: as when it was made."""
+        self._spin_seconds = 0.0 if self._lane else spin_seconds
+
+    def set_others(self, others: Others) -> None:
+        """Tell of the worker threads of other lanes, before `start`."""
+        self._stepping.others = others
 
     def set_limits(self, limits: Limits) -> None:
         """Set the limits of further requests and steps."""
@@ -297,6 +305,7 @@ class Scheduler:
         running, chores = stepping.running, stepping.chores
         has_polled = False
         while True:
+            stepping.others.give_way()
             job: tuple[Callable[[], object], Future[Any]] | None = None
             chunks: list[Chunk] = []
             late: list[Chunk] = []
@@ -342,7 +351,7 @@ class Scheduler:
     def _wait(self) -> None:
         """Wait for a wake-up or a source: if there are sources, awake for a short time, then asleep."""
         if self._wakeup.sources:
-            end = time.perf_counter() + self.spin_seconds
+            end = time.perf_counter() + self._spin_seconds
             while time.perf_counter() < end:
                 if self._poll(0):
                     return
@@ -360,7 +369,7 @@ class Scheduler:
             return False
         self._sleeping = False
         for source in rang:
-            if not self.leaves(source):
+            if not self._stepping.others.leaves(source):
                 source.poll()
         return True
 

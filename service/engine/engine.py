@@ -348,7 +348,7 @@ class Engine:
             lane.watch_device(loaded.failure, self._give_up)
             await lane.between_steps(loaded.prepare_thread)
         on_gpu = loaded.register_files is not None or self.settings.devices is not None
-        self.scheduler.lanes[0].spin_seconds = spin_seconds_of(self.settings.channels, on_gpu)
+        self.scheduler.set_device(spin_seconds_of(self.settings.channels, on_gpu), on_gpu)
         self.loaded, self.arena = loaded, arena
         self._giving_back = asyncio.get_running_loop().create_task(give_back_idle(arena))
         self.repository.start(loaded)

@@ -20,6 +20,7 @@ from expertd.service.engine.lane_choice import Choice
 from expertd.service.engine.lane_metrics import LaneMetrics, LaneObserver
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.queue_metrics import QueueState
+from expertd.service.engine.right_of_way import Faster, RightOfWay, Slower
 from expertd.service.engine.steps import DEFAULT_PRIORITY, Done, Pending, Runner
 from expertd.service.engine.wakeup import Source
 from expertd.service.moe.request import LayerRequest
@@ -30,7 +31,7 @@ from expertd.service.settings.parts import ChannelSettings
 T = TypeVar("T")
 
 # A thread that runs Python code keeps others waiting for as long, by default 5 ms: longer than a decode step.
-_SWITCH_SECONDS = 20e-6
+_SWITCH_SECONDS = 0.2e-3
 # Microseconds before a worker sleeps. With a GPU, callers come back when they have computed what lies between
 # two layers, and a thread that slept is up to 0.3 ms late; a CPU has other work for its cores.
 _GPU_SPIN, _CPU_SPIN = 1000, 50
@@ -57,14 +58,21 @@ class Lanes:
         self.decode_max_tokens = self.short_tokens = short_tokens
         self.counts = counts
         self.arrived = Arrived([0, 0], [0, 0])
-        decode.leaves = lambda source: source.lane > 0 and not prefill.is_asleep
-        prefill.leaves = lambda source: source.lane == 0
+        self._way = RightOfWay()
+        decode.set_others(Slower(self._way, lambda: prefill.is_asleep))
+        prefill.set_others(Faster(self._way))
 
     def start(self) -> None:
         """Start the worker threads; from now on, a thread gives way to another one that waits sooner."""
         sys.setswitchinterval(_SWITCH_SECONDS)
         for lane in self.lanes:
             lane.start()
+
+    def set_device(self, spin_seconds: float, on_gpu: bool) -> None:
+        """See `Scheduler.set_device`."""
+        self._way.enabled = on_gpu
+        for lane in self.lanes:
+            lane.set_device(spin_seconds, on_gpu)
 
     def runner(self, model: str) -> Runner:
         """The decode lane's runner of `model`; the prefill lane's validates requests in the same way."""

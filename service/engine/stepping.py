@@ -16,6 +16,7 @@ from expertd.service.engine.errors import (
     StepFailedError,
 )
 from expertd.service.engine.queues import Queues
+from expertd.service.engine.right_of_way import Others
 from expertd.service.engine.steps import Chunk, Step, StepObserver
 from expertd.service.moe.request import Output, StepResult
 
@@ -54,6 +55,7 @@ class Stepping:
     rejoin_until  when the next step no longer waits for them
     failure       says why the device computes nothing any more, None if it does; asked after a failed step
     on_failure    is called with that on the event loop
+    others        the threads of other lanes
     chores        what may wait until the next step runs, or until there is none: the next request of a caller
                   that has its answer comes within microseconds
     """
@@ -69,6 +71,7 @@ class Stepping:
         self.on_failure: Callable[[str], None] = lambda why: None
         self.returning = 0
         self.rejoin_until = 0.0
+        self.others = Others()
         self._queues = queues
         self._delivery = delivery
         self._observer = observer
@@ -108,6 +111,7 @@ class Stepping:
             self._finish(running)
             return
         self.running.append(running)
+        self.others.step_runs()
         while self.chores:  # while the device computes
             self.chores.popleft()()
         self._delivery.flush()
@@ -186,6 +190,8 @@ class Stepping:
 
     def _finish_and_copy(self, running: Running) -> None:
         try:
+            running.step.wait()
+            self.others.step_ended()
             result = running.step.finish()
             seconds, num_tokens = result.compute_seconds, result.num_tokens
             answers = self._answers(running.chunks, result.outputs, seconds, num_tokens)
@@ -206,6 +212,7 @@ class Stepping:
         """Answer sources' requests before anything else: their callers send the next ones at once."""
         try:
             took = running.step.wait()
+            self.others.step_ended()
         except Exception as error:
             self._failed(running.chunks, error)
             return
