@@ -3,6 +3,7 @@
 Imports torch only for a GPU.
 """
 
+import logging
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 _KEPT = 64  # events for further steps: those of a few
 # The host's time of an event is known to within half of what recording it and waiting for it takes.
@@ -82,7 +85,8 @@ class GpuStages:
             try:
                 if all(event.query() for _, event in self._marks):  # type: ignore[no-untyped-call]
                     self._stages = self._read()
-            except RuntimeError:  # the device has failed, as the step reports
+            except RuntimeError:  # above all of a device that has failed
+                logger.warning("reading the times of a step's stages failed", exc_info=True)
                 self._marks = []
         return self._stages
 
