@@ -77,8 +77,10 @@ class LayerRunner:
 
     def begin(self, requests: Sequence[LayerRequest]) -> RunningStep | DoneStep:
         """Start all requests, which have passed `validate`, as one step. At most one other may be running."""
-        if self._timer is not None and (timed := [r.timed for r in requests if r.timed is not None]):
-            return self._timed(requests, self._timer.new(), timed)
+        if self._timer is not None:
+            timed = [request.timed for request in requests if request.timed is not None]
+            if timed and (stages := self._timer.new()):
+                return self._timed(requests, stages, timed)
         if not self._on_gpu:
             self.launches.host += 1
             with torch.inference_mode():

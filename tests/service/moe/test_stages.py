@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -155,7 +156,7 @@ def test_a_traced_step_replays_no_graph(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(runner, "_on_gpu", True)
     monkeypatch.setattr(runner, "_graphs", ways)
     monkeypatch.setattr(runner, "_on_device", ways, raising=False)
-    monkeypatch.setattr(runner, "_timer", StageTimer(torch.device("cuda")))
+    monkeypatch.setattr(runner, "_timer", StageTimer(torch.device("cuda"), 0.0))
     made = request(3)
     for plan in (None, "a plan"):
         made.plan = plan
@@ -245,6 +246,20 @@ def test_events_are_used_again(clock: type[TurnedClock]) -> None:
         step.stages()
     assert clock.made == 7 + 6 * 19
     assert len(events._free) == module._KEPT
+
+
+def test_few_steps_of_a_gpu_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes longer; on a CPU all are, at no cost."""
+    now = 5.0
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now))
+    timers = StageTimer(torch.device("cuda")), StageTimer(CPU)
+    timed = []
+    for step in range(1000):  # one each millisecond
+        now = 5.0 + step / 1e3
+        timed.append([timer.new() is not None for timer in timers])
+    on_gpu, on_host = (sum(of) for of in zip(*timed, strict=True))
+    assert on_gpu == 10
+    assert on_host == 1000
 
 
 def test_a_step_that_runs_or_fails_has_no_stages(clock: type[TurnedClock]) -> None:

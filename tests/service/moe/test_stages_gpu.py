@@ -33,7 +33,7 @@ CLOCK_SECONDS = 0.2e-3  # to which the host's time of an event is known here, at
 def runner_of(partitions: SMPartitions | None = None, partition: str | None = None) -> LayerRunner:
     weights = random_weights(SHAPE, fresh_generator().initial_seed(), "cuda")
     layer = MoELayer(SHAPE, weights, resolve_backend("hopper"))
-    made = LayerRunner(layer, DEVICE, partitions, partition, timer=StageTimer(DEVICE))
+    made = LayerRunner(layer, DEVICE, partitions, partition, timer=StageTimer(DEVICE, 0.0))
     made.capture(GraphPool(DEVICE))
     return made
 
