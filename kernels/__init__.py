@@ -21,6 +21,7 @@ from expertd.kernels.ops.router import choose_experts
 from expertd.kernels.ops.unpermute import unpermute_rows
 from expertd.kernels.overlap import Overlap, OverlapMode, overlaps
 from expertd.kernels.rank_memory import RankMemory, RankTokens
+from expertd.kernels.stages import Stages
 from expertd.routing import Routing
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "RankMemory",
     "RankTokens",
     "Routing",
+    "Stages",
     "Swiglu",
     "as_floats",
     "backend_names",

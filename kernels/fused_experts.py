@@ -8,6 +8,7 @@ from expertd.kernels.checks import check_experts
 from expertd.kernels.ops.activation import SILU, Activation
 from expertd.kernels.ops.biases import ExpertBiases
 from expertd.kernels.ops.quantize import HiddenStates, Quantized, values_of
+from expertd.kernels.stages import Stages
 
 
 def fused_experts(
@@ -23,6 +24,7 @@ def fused_experts(
     backend: Backend | str | None = None,
     num_sms: int | None = None,
     offsets: Tensor | None = None,
+    stages: Stages | None = None,
 ) -> Tensor:
     """Sum each token's experts: out[t] = sum over s of topk_weights[t, s] * ffn(topk_ids[t, s], t).
 
@@ -50,6 +52,8 @@ def fused_experts(
                    backend "hopper" rounds to bf16 before the activation and gives different bits
     offsets        int32 [G + 1] on the device, or in pinned memory of the host: where to write how many rows
                    (token and slot) the groups before each have; their differences are the groups' rows
+    stages         notified of the call's stages: on Hopper, where launches then no longer overlap, "sort",
+                   "quantize", "gate_up", "down" and "combine"; else "sort", "ffn" and "combine". None: nobody
 
     Returns out, summed in fp32 in the order of slots. Activations are rounded to FP8 before each GEMM
     (`quantize_rows`), except by backend "reference" on a CPU, which rounds them to bf16. Quantized hidden
@@ -67,5 +71,5 @@ def fused_experts(
     if rows.shape[0] == 0:
         return out
     operands = hidden_states, topk_ids, topk_weights, gate_up, down, out
-    chosen.experts(*operands, activation, num_sms, offsets, biases)
+    chosen.experts(*operands, activation, num_sms, offsets, biases, stages)
     return out

@@ -20,7 +20,7 @@ PACKAGES = {
     "settings": ("moe", "files", "sentences", "tables"),
     "checkpoints": ("moe", "settings", "files", "sentences", "tables"),
     "engine": ("memory", "moe", "settings", "checkpoints", "sentences", "terminal", "tables"),
-    "tracing": ("settings", "engine"),
+    "tracing": ("moe", "settings", "engine"),
     "channels": ("memory", "moe", "settings", "engine", "sentences", "log_lines"),
     "http": (
         "memory",

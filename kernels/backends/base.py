@@ -13,6 +13,7 @@ from expertd.kernels.ops.permute import compute_permutation, permute_rows
 from expertd.kernels.ops.quantize import HiddenStates, Quantized, quantize_rows
 from expertd.kernels.ops.router import choose_experts
 from expertd.kernels.ops.unpermute import unpermute_rows
+from expertd.kernels.stages import Stages
 from expertd.limits import SCALE_BLOCK
 from expertd.routing import Routing
 
@@ -93,10 +94,11 @@ class Backend(ABC):
         num_sms: int | None,
         offsets: Tensor | None = None,
         biases: ExpertBiases | None = None,
+        stages: Stages | None = None,
     ) -> None:
         """See `fused_experts`; by default in steps."""
         operands = hidden_states, topk_ids, topk_weights, gate_up, down, out
-        self.experts_in_steps(*operands, activation, num_sms, offsets, biases)
+        self.experts_in_steps(*operands, activation, num_sms, offsets, biases, stages)
 
     def experts_in_steps(
         self,
@@ -110,6 +112,7 @@ class Backend(ABC):
         num_sms: int | None,
         offsets: Tensor | None = None,
         biases: ExpertBiases | None = None,
+        stages: Stages | None = None,
     ) -> None:
         """See `fused_experts`: permutes rows by group, calls `ffn` and sums the results."""
         num_groups, absent = down.data.shape[0], None
@@ -120,6 +123,8 @@ class Backend(ABC):
         permutation = compute_permutation(topk_ids, num_groups)
         if offsets is not None:
             offsets.copy_(permutation.offsets, non_blocking=True)
+        if stages is not None:
+            stages.mark("sort")
         rows = self.ffn(
             hidden_states,
             permutation.token_ids,
@@ -130,7 +135,11 @@ class Backend(ABC):
             num_sms,
             biases,
         )
+        if stages is not None:
+            stages.mark("ffn")
         unpermute_rows(rows, permutation.inverse, topk_weights, absent, out)
+        if stages is not None:
+            stages.mark("combine")
 
     def ffn(
         self,

@@ -24,6 +24,7 @@ from expertd.service.moe.needs import Needs
 from expertd.service.moe.out_of_memory import does_not_fit, in_one_sentence
 from expertd.service.moe.request import LayerRequest, zero_request
 from expertd.service.moe.runner import LayerRunner
+from expertd.service.moe.stages import StageTimer
 from expertd.service.moe.staging import Staging
 from expertd.service.moe.step_counts import HostCopies, Launches, StepUse
 from expertd.service.settings.lanes import lanes_of
@@ -57,7 +58,10 @@ class LocalModels:
         meet: Callable[[], None],
         held: Held | None = None,
     ) -> None:
-        self.sets = [RunnerSet(lane, backend.device, partitions) for lane in lanes_of(settings)]
+        # The front end of several ranks hands them no traces.
+        traced = settings.tracing.endpoint is not None and settings.num_ranks == 1
+        timer = StageTimer(backend.device) if traced else None
+        self.sets = [RunnerSet(lane, backend.device, partitions, timer) for lane in lanes_of(settings)]
         self._settings, self._limits = settings, settings.limits
         self._backend, self._device = backend, backend.device
         self._make_layer, self._meet, self._held = make_layer, meet, held

@@ -8,6 +8,7 @@ import torch
 from expertd.service.moe.base import Layer
 from expertd.service.moe.batch import FLOATS
 from expertd.service.moe.runner import LayerRunner
+from expertd.service.moe.stages import StageTimer
 from expertd.service.moe.staging import Staging
 from expertd.service.settings.lanes import Lane, LaneSettings
 from expertd.service.settings.served import ModelSettings
@@ -19,11 +20,20 @@ _FIRST = -1  # priority of a stream: its kernels start before those of other str
 
 
 class RunnerSet:
-    """Runners that share memory for their steps and, on a lane, a stream; `runners` has them by model."""
+    """Runners that share memory for their steps and, on a lane, a stream; `runners` has them by model.
 
-    def __init__(self, lane: Lane, device: torch.device, partitions: "SMPartitions | None") -> None:
+    timer  of steps with traced requests; None: there are none
+    """
+
+    def __init__(
+        self,
+        lane: Lane,
+        device: torch.device,
+        partitions: "SMPartitions | None",
+        timer: StageTimer | None = None,
+    ) -> None:
         self.runners: dict[str, LayerRunner] = {}
-        self._lane, self._device, self._partitions = lane, device, partitions
+        self._lane, self._device, self._partitions, self._timer = lane, device, partitions, timer
         self.staging: Staging | None = None
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
@@ -44,6 +54,7 @@ class RunnerSet:
             self.staging,
             self._stream,
             with_graphs=self._lane.with_graphs,
+            timer=self._timer,
         )
         self.runners[model.name] = runner
         return runner

@@ -122,6 +122,8 @@ class InferCall(InferEnding):
             self._computed(b"")  # expert-parallel callers send empty batches
             return
         assert self._plan is not None
+        if (tracing := self._endpoint.tracing) is not None and self._is_sampled(tracing):
+            self._layer.timed = self._timed = []
         engine = self._endpoint.engine
         alone = self._endpoint.is_alone(self._caller)
         priority = self._plan.request.priority

@@ -17,8 +17,9 @@ from expertd.service.http.protocol import OipError
 from expertd.service.http.refused import Headers
 from expertd.service.log_lines import with_fields
 from expertd.service.memory import Arena, Block, RegionUses, host_view
+from expertd.service.moe.stages import TimedStep
 from expertd.service.sentences import shortened, shown
-from expertd.service.tracing import Rpc, TracedRequest, Tracing, trace_context
+from expertd.service.tracing import Rpc, TraceContext, TracedRequest, Tracing, trace_context
 
 logger = logging.getLogger(__name__)
 
@@ -56,10 +57,13 @@ class InferEnding:
         "_refusal",
         "_regions",
         "_rpc",
+        "_sampled",
         "_stages",
         "_started",
+        "_timed",
         "_timer",
         "_times",
+        "_trace_context",
         "_working",
     )
 
@@ -83,7 +87,10 @@ class InferEnding:
         self._pending: Any = None  # what the engine's `submit` returned, until its answer
         self._rpc = rpc
         self._stages: Stages | None = None
-        self._times: StepTimes | None = None  # for spans
+        self._times: StepTimes | None = None  # for spans, as the next three
+        self._sampled: bool | None = None  # None: not decided yet
+        self._trace_context: TraceContext | None = None
+        self._timed: list[TimedStep] | None = None
         self._forwarding: asyncio.Task[Answer] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._left: OipError | None = None
@@ -203,10 +210,16 @@ class InferEnding:
         if self._pending is not None:
             self._times = self._pending.times(time.perf_counter())
 
+    def _is_sampled(self, tracing: Tracing) -> bool:
+        """Whether the request has spans; decided once: before its step, if it has one."""
+        if self._sampled is None:
+            self._trace_context = trace_context(self._metadata)
+            self._sampled = tracing.samples(self._trace_context)
+        return self._sampled
+
     def _trace(self, tracing: Tracing, status: int, refusal: OipError | None, seconds: float) -> None:
         """Have spans of the request made, if it is sampled."""
-        context = trace_context(self._metadata)
-        if not tracing.samples(context):
+        if not self._is_sampled(tracing):
             return
         if self._times is None:  # it is answered while a step still uses its memory
             self._note_times()
@@ -214,7 +227,7 @@ class InferEnding:
             TracedRequest(
                 started=self._started,
                 ended=self._started + seconds,
-                context=context,
+                context=self._trace_context,
                 times=self._times,
                 rpc=self._rpc,
                 headers=self._head.headers,
@@ -224,6 +237,7 @@ class InferEnding:
                 tokens=None if self._plan is None else self._plan.num_tokens,
                 status=status,
                 reason=None if refusal is None else refusal.reason,
+                timed=() if self._timed is None else self._timed,
             )
         )
 

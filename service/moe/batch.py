@@ -40,6 +40,11 @@ class Batch:
         ]
 
     @property
+    def needs_router(self) -> bool:
+        """Whether there are requests without routing."""
+        return len(self.with_routing) < len(self.requests)
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype in which the layer gets all hidden states; float32 if they differ, and for FP8."""
         return _common({request.datatype for request in self.requests})

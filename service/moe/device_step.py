@@ -7,6 +7,7 @@ in this GPU's memory is not copied at all.
 
 import functools
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -26,6 +27,7 @@ from expertd.service.moe.copies import Copies
 from expertd.service.moe.recurring import RecurringSteps
 from expertd.service.moe.request import FP8, LayerRequest, Output, StepResult, row_bytes
 from expertd.service.moe.running import RunningStep
+from expertd.service.moe.stages import GpuStages
 from expertd.service.moe.staging import ALIGNMENT, Slot, Staging, address_of, is_aligned
 from expertd.service.moe.step_counts import Launches
 
@@ -58,12 +60,17 @@ class DeviceSteps:
         """Free the graphs of steps that recur."""
         self._recurring.clear()
 
-    def begin(self, batch: Batch, stream: torch.cuda.Stream, num_sms: int | None) -> RunningStep:
-        """Enqueue a step whose launches go to `stream`, the current one."""
+    def begin(
+        self, batch: Batch, stream: torch.cuda.Stream, num_sms: int | None, stages: GpuStages | None = None
+    ) -> RunningStep:
+        """Enqueue a step whose launches go to `stream`, the current one.
+
+        stages  are told of the step's own, none of which is a graph's; only if the layer is a MoELayer
+        """
         began = time.perf_counter()
         slot = self._staging.take()
         try:
-            outputs = self._enqueue(batch, slot, stream, num_sms)
+            outputs = self._enqueue(batch, slot, stream, num_sms, stages)
         except BaseException:
             self._abandon(slot)
             raise
@@ -103,18 +110,27 @@ class DeviceSteps:
         self._staging.give_back(slot)
 
     def _enqueue(
-        self, batch: Batch, slot: Slot, stream: torch.cuda.Stream, num_sms: int | None
+        self,
+        batch: Batch,
+        slot: Slot,
+        stream: torch.cuda.Stream,
+        num_sms: int | None,
+        stages: GpuStages | None,
     ) -> list[Output | Tensor]:
         """Start everything; each request's own output, or a pinned tensor of its bytes."""
         copies_in, copies_out = Copies(), Copies()
         parts = self._hidden_states(batch, slot, copies_in)
         given = self._given(batch, slot, copies_in) if batch.with_routing else None
-        self._copy_in(slot, copies_in, stream)
+        self._copy_in(slot, copies_in, stream, stages)
         hidden_states = self._together(parts, batch)
         topk_ids, topk_weights = self._routing(batch, parts, hidden_states, given)
+        if stages is not None and topk_ids is not None and batch.needs_router:
+            stages.mark("router")
         out = self._out(batch, slot)
         offsets = slot.offsets[: self._layer.shape.num_groups + 1]
-        compute = partial(self._layer, hidden_states, topk_ids, topk_weights, num_sms, out, offsets)
+        compute: Callable[..., Tensor] = partial(
+            self._layer, hidden_states, topk_ids, topk_weights, num_sms, out, offsets
+        )
         key = (
             *map(_name, (values_of(hidden_states), topk_ids, out)),
             _name(hidden_states.scales if isinstance(hidden_states, Quantized) else None),
@@ -123,18 +139,20 @@ class DeviceSteps:
             stream.cuda_stream,
             self._layer.rank_tokens,
         )
-        if len(parts) == 1 and len(batch.with_routing) in (0, len(batch.requests)):
+        graph: torch.cuda.CUDAGraph | None = None
+        if stages is not None:
+            compute(stages=stages)
+        elif len(parts) == 1 and len(batch.with_routing) in (0, len(batch.requests)):
             # All of its memory is the slot's, or the request's own.
             graph = self._recurring.run(key, compute, slot.pool, stream)
         else:
             compute()
-            graph = None
         if graph is None:
             self._launches.eager += 1
         else:
             self._launches.recurring += 1
         outputs = self._outputs(batch, slot, out, copies_out)
-        self._copy_out(slot, copies_out, stream, batch)
+        self._copy_out(slot, copies_out, stream, batch, stages)
         request = batch.requests[0]
         if graph is not None and len(batch.requests) == 1 and _stays_in_place(request):
             if type(request.plan) is not dict:
@@ -147,21 +165,40 @@ class DeviceSteps:
         """Differs if a plan must not be repeated: graphs were freed, or memory lies elsewhere."""
         return self._recurring.generation, slot.device_in.generation, slot.device_out.generation
 
-    def _copy_in(self, slot: Slot, copies: Copies, stream: torch.cuda.Stream) -> None:
+    def _copy_in(
+        self, slot: Slot, copies: Copies, stream: torch.cuda.Stream, stages: GpuStages | None = None
+    ) -> None:
         """`stream` waits for the copies, which the step before does not delay."""
         if len(copies):
+            if stages is not None:
+                stages.begin(self._staging.copy_in)
             copies.enqueue(self._staging.copy_in)
             slot.copied_in.record(self._staging.copy_in)
+            if stages is not None:
+                stages.mark("copy_in")
             stream.wait_event(slot.copied_in)
+        if stages is not None:
+            stages.begin(stream)
 
-    def _copy_out(self, slot: Slot, copies: Copies, stream: torch.cuda.Stream, batch: Batch) -> None:
+    def _copy_out(
+        self,
+        slot: Slot,
+        copies: Copies,
+        stream: torch.cuda.Stream,
+        batch: Batch,
+        stages: GpuStages | None = None,
+    ) -> None:
         """Copies wait for `stream`, and the step's end for them."""
         last = stream
         if len(copies):
             slot.computed.record(stream)
             last = self._staging.copy_out
             last.wait_event(slot.computed)
+            if stages is not None:
+                stages.begin(last)
             copies.enqueue(last)
+            if stages is not None:
+                stages.mark("copy_out")
         self._staging.signals.enqueue(batch.requests, last)
         slot.copied_out.record(last)
 
@@ -255,7 +292,7 @@ class DeviceSteps:
                 dtype = INTEGERS[request.topk_ids_datatype]
                 ids[part] = _view(request.topk_ids, dtype, ids.shape[1]).to(torch.int32)
                 weights[part] = _view(request.topk_weights, torch.float32, ids.shape[1])
-        if len(batch.with_routing) < len(batch.requests):
+        if batch.needs_router:
             routed_ids, routed_weights = self._layer.route(_floats(parts, batch))
             for part in batch.with_routing:
                 routed_ids[part] = ids[part]

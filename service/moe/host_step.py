@@ -1,6 +1,7 @@
 """Steps on a CPU, done when they begin."""
 
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from expertd.service.memory import Buffer, Span, host_view
 from expertd.service.moe.base import Layer
 from expertd.service.moe.batch import FLOATS, Batch, rows_of
 from expertd.service.moe.request import LayerRequest, Output, StepResult
+from expertd.service.moe.stages import HostStages
 from expertd.service.moe.step_counts import HostCopies
 
 _ALIGNMENT = 16  # bytes, of an output that the layer writes in place
@@ -26,15 +28,24 @@ class HostSteps:
         self._layer = layer
         self.copies = HostCopies()
 
-    def run(self, batch: Batch) -> StepResult:
-        """A whole step."""
+    def run(self, batch: Batch, stages: HostStages | None = None) -> StepResult:
+        """A whole step; `stages` are told of its own, and only if the layer is a MoELayer."""
         began = time.perf_counter()
+        layer: Callable[..., Tensor] = self._layer
         offsets = torch.zeros(self._layer.shape.num_groups + 1, dtype=torch.int32)
         hidden_states = self._hidden_states(batch)
+        if stages is not None:
+            stages.mark("copy_in")
+            layer = partial(layer, stages=stages)
         topk_ids, topk_weights = self._routing(batch, hidden_states)
-        out = self._layer(hidden_states, topk_ids, topk_weights, None, self._out(batch), offsets)
+        if stages is not None and topk_ids is not None and batch.needs_router:
+            stages.mark("router")
+        out = layer(hidden_states, topk_ids, topk_weights, None, self._out(batch), offsets)
+        outputs = _outputs(batch, out, self.copies)
+        if stages is not None:
+            stages.mark("copy_out")
         return StepResult(
-            outputs=_outputs(batch, out, self.copies),
+            outputs=outputs,
             layout=self._layer.layout(batch.num_tokens),
             num_tokens=batch.num_tokens,
             count_tokens=partial(self._layer.tokens_per_expert, offsets.numpy()),
@@ -67,7 +78,7 @@ class HostSteps:
         """The step's routing; None: the layer routes all tokens."""
         if not batch.with_routing:
             return None, None
-        if len(batch.with_routing) < len(batch.requests):
+        if batch.needs_router:
             topk_ids, topk_weights = self._layer.route(hidden_states)
         else:
             shape = batch.num_tokens, self._layer.shape.top_k

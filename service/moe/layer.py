@@ -9,7 +9,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from expertd.activation import COMMON, ExpertRule
-from expertd.kernels import Backend, HiddenStates, Quantized, Routing, as_floats, fused_experts, values_of
+from expertd.kernels import (
+    Backend,
+    HiddenStates,
+    Quantized,
+    Routing,
+    Stages,
+    as_floats,
+    fused_experts,
+    values_of,
+)
 from expertd.layout import Layout
 from expertd.service.moe.masked import masked_experts
 from expertd.service.moe.separate import SeparateExperts, needs_two_calls
@@ -143,6 +152,7 @@ class MoELayer:
         num_sms: int | None = None,
         out: Tensor | None = None,
         offsets: Tensor | None = None,
+        stages: Stages | None = None,
     ) -> Tensor:
         """The layer's output [T, H], summed in float32.
 
@@ -155,13 +165,18 @@ class MoELayer:
         num_sms        SMs for the GEMMs; None: all
         out            float32, bfloat16 or float16 [T, H] to write to; None: a new float32 tensor
         offsets        int32 [G + 1] to write to, on the device or pinned: see `fused_experts`
+        stages         notified of "router" unless the routing is given, and of the stages of `fused_experts`,
+                       in the masked layout of "experts"
 
         Raises ValueError (name, expected, got).
         """
+        routes = topk_ids is None
         topk_ids, topk_weights = self.routing_of(hidden_states, topk_ids, topk_weights)
+        if stages is not None and routes:
+            stages.mark("router")
         if self._separate is not None:
             routed, shared = self._held(topk_ids, topk_weights), self._shared(hidden_states)
-            return self._separate(hidden_states, routed, shared, num_sms, out, offsets)
+            return self._separate(hidden_states, routed, shared, num_sms, out, offsets, stages)
         group_ids, weights = self._groups(hidden_states, topk_ids, topk_weights)
         gate_up, down = self.weights.gate_up, self.weights.down
         num_tokens = len(topk_ids)
@@ -169,11 +184,13 @@ class MoELayer:
             result = masked_experts(
                 hidden_states, group_ids, weights, gate_up, down, self.backend, num_sms, offsets
             )
+            if stages is not None:
+                stages.mark("experts")
             return result if out is None else out.copy_(result)
         return fused_experts(
             hidden_states, group_ids, weights, gate_up, down,
             out=out, activation=self._rule.routed, biases=self.weights.biases, backend=self.backend,
-            num_sms=num_sms, offsets=offsets,
+            num_sms=num_sms, offsets=offsets, stages=stages,
         )  # fmt: skip
 
     def _groups(

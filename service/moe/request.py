@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from expertd.layout import Layout
 from expertd.limits import SCALE_BLOCK
 from expertd.service.memory.span import Buffer, Span, host_view
+from expertd.service.moe.stages import TimedStep
 
 Output = Buffer | Span
 
@@ -37,7 +38,8 @@ class LayerRequest:
     or neither. A step reads spans in place, and copies buffers. The output [num_tokens, H] of
     `output_datatype` is written to `output`; None: to memory of the runner's own. `plan` is the runner's:
     what it keeps for the next step of the same request. `scales` are those of FP8 values that lie apart from
-    them, [num_tokens, H/128] FP32; only for a GPU.
+    them, [num_tokens, H/128] FP32; only for a GPU. To `timed` the runner adds each of the request's steps,
+    whose stages it then times; None: it does not.
     """
 
     num_tokens: int
@@ -51,6 +53,7 @@ class LayerRequest:
     signal: Signal | None = None
     plan: Any = field(default=None, repr=False, compare=False)
     scales: Buffer | Span | None = None
+    timed: list[TimedStep] | None = field(default=None, repr=False, compare=False)
 
 
 def row_bytes(datatype: str, hidden_size: int) -> int:

@@ -19,6 +19,7 @@ from expertd.service.moe.host_step import HostSteps
 from expertd.service.moe.request import LayerRequest, StepResult
 from expertd.service.moe.routing_checks import check_routing
 from expertd.service.moe.running import DoneStep, RunningStep
+from expertd.service.moe.stages import GpuStages, HostStages, StageTimer, TimedStep
 from expertd.service.moe.staging import Staging
 from expertd.service.moe.step_counts import HostCopies, Launches
 
@@ -33,6 +34,7 @@ class LayerRunner:
     stream       of the steps of a layer without a partition; None: the current one
     partition    where steps run; may be set while none does, and graphs are captured again then
     with_graphs  whether small steps are graphs, once `capture` is called
+    timer        of the steps whose requests want their stages timed; then layer is a MoELayer. None: of none
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class LayerRunner:
         staging: Staging | None = None,
         stream: torch.cuda.Stream | None = None,
         with_graphs: bool = True,
+        timer: StageTimer | None = None,
     ) -> None:
         self.layer = layer
         self._device = torch.device(device)
@@ -52,6 +55,7 @@ class LayerRunner:
         self.partition = partition
         self._own_stream = stream
         self._with_graphs = with_graphs
+        self._timer = timer
         self._graphs: StepGraphs | None = None
         self.launches = Launches()
         if self._on_gpu:
@@ -73,6 +77,10 @@ class LayerRunner:
 
     def begin(self, requests: Sequence[LayerRequest]) -> RunningStep | DoneStep:
         """Start all requests, which have passed `validate`, as one step. At most one other may be running."""
+        if self._timer is not None:
+            timed = [request.timed for request in requests if request.timed is not None]
+            if timed and (stages := self._timer.new()):
+                return self._timed(requests, stages, timed)
         if not self._on_gpu:
             self.launches.host += 1
             with torch.inference_mode():
@@ -87,6 +95,22 @@ class LayerRunner:
             stream = torch.cuda.current_stream(self._device)
             with torch.inference_mode():
                 return self._on_device.begin(batch, stream, self._num_sms())
+
+    def _timed(
+        self, requests: Sequence[LayerRequest], stages: HostStages | GpuStages, timed: list[list[TimedStep]]
+    ) -> RunningStep | DoneStep:
+        """`begin` launch by launch, for only so each stage can be timed; then add `stages` to `timed`."""
+        step: RunningStep | DoneStep
+        with self.on_stream(), torch.inference_mode():
+            if isinstance(stages, HostStages):
+                self.launches.host += 1
+                step = DoneStep(self._on_host.run(Batch(requests), stages))
+            else:
+                stream = torch.cuda.current_stream(self._device)
+                step = self._on_device.begin(Batch(requests), stream, self._num_sms(), stages)
+        for steps in timed:
+            steps.append(stages)
+        return step
 
     def replay(self, requests: Sequence[LayerRequest], padded: int, routed: bool) -> RunningStep | None:
         """`begin` by the graph for `padded` tokens, which all ranks of the layer replay; None: there is none.

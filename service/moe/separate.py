@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from expertd.activation import ExpertRule
-from expertd.kernels import Backend, HiddenStates, as_floats, fused_experts, values_of
+from expertd.kernels import Backend, HiddenStates, Stages, as_floats, fused_experts, values_of
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import ExpertWeights, cut
 
@@ -55,6 +55,7 @@ class SeparateExperts:
         num_sms: int | None,
         out: Tensor | None,
         offsets: Tensor | None,
+        stages: Stages | None = None,
     ) -> Tensor:
         """As `MoELayer.__call__`, with the groups and weights of the routed and of the shared experts."""
         states, ids, weights = operands = hidden_states, *topk
@@ -64,7 +65,7 @@ class SeparateExperts:
         total = fused_experts(
             states, ids, weights, self._routed.gate_up, self._routed.down,
             activation=self._rule.routed, backend=self._backend, num_sms=num_sms,
-            offsets=None if offsets is None else offsets[: self._held + 1],
+            offsets=None if offsets is None else offsets[: self._held + 1], stages=stages,
         )  # fmt: skip
         total = total.view(num_tokens, each, h).sum(1)
         if self._num_shared > 0:
@@ -72,6 +73,6 @@ class SeparateExperts:
             total += fused_experts(
                 hidden_states, (ids - self._held).contiguous(), weights.contiguous(),
                 self._shared.gate_up, self._shared.down,
-                activation=self._rule.shared, backend=self._backend, num_sms=num_sms,
+                activation=self._rule.shared, backend=self._backend, num_sms=num_sms, stages=stages,
             )  # fmt: skip
         return total if out is None else out.copy_(total)

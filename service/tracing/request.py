@@ -1,10 +1,11 @@
 """What is known of an infer request that has ended; its spans are made of it later, on another thread."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from expertd.service.engine.steps import StepTimes
+from expertd.service.moe.stages import TimedStep
 from expertd.service.tracing.context import Headers, TraceContext
 
 
@@ -28,6 +29,7 @@ class TracedRequest:
     rpc      None: it came over HTTP
     headers  of HTTP
     tokens   None: it was refused before they were known
+    timed    its steps whose stages were timed
     """
 
     started: float
@@ -42,3 +44,4 @@ class TracedRequest:
     tokens: int | None
     status: int
     reason: str | None
+    timed: Sequence[TimedStep] = ()

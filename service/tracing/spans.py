@@ -1,7 +1,7 @@
 """Makes spans with OpenTelemetry's SDK, which exports them in batches; needs expertd[otel]."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -18,6 +18,7 @@ from opentelemetry.semconv.attributes import (
 )
 from opentelemetry.trace import (
     NonRecordingSpan,
+    Span,
     SpanContext,
     SpanKind,
     Status,
@@ -34,6 +35,7 @@ from expertd.service.tracing.request import TracedRequest
 _Attributes = dict[str, str | int]
 
 _BATCH = 64  # spans: a batch is serialized in a few milliseconds, in which other threads take turns with it
+_STEP = "step"
 _ROUTE = "/v2/models/{model}/infer"
 _CLIENT_GONE = 499  # no answer was sent
 _OK = Status(StatusCode.UNSET)
@@ -54,7 +56,7 @@ class Spans:
         self._tracer = self._provider.get_tracer("expertd", __version__)
 
     def add(self, request: TracedRequest) -> None:
-        """Make the spans of a request: the server's, and one for each part of its time."""
+        """Make the spans of a request: the server's, one for each part of its time, and its stages'."""
         epoch = time.time_ns() - time.perf_counter_ns()
 
         def at(seconds: float) -> int:
@@ -73,10 +75,30 @@ class Spans:
         if request.status >= 500 or request.status == _CLIENT_GONE:
             span.set_status(StatusCode.ERROR, request.reason)
         inside = set_span_in_context(span, Context())
-        for part, begin, end, attributes in _parts(request):
+        stages = [(stage, timed.clock) for timed in request.timed for stage in timed.stages()]
+        last = max((stage.ended for stage, _ in stages), default=0.0)
+        for part, begin, end, attributes in _parts(request, last):
             child = self._tracer.start_span(part, inside, attributes=attributes, start_time=at(begin))
+            if part == _STEP:
+                of_step = [(stage.name, at(stage.began), at(stage.ended), clock) for stage, clock in stages]
+                self._add_stages(child, of_step, at(begin), at(end))
             child.end(at(end))
         span.end(at(request.ended))
+
+    def _add_stages(
+        self, step: Span, stages: Iterable[tuple[str, int, int, str]], begin: int, end: int
+    ) -> None:
+        """Make the spans within `step`, which lasts from `begin` to `end`.
+
+        stages  name, begin, end and clock; what a GPU's says is known to within some microseconds
+        """
+        inside = set_span_in_context(step, Context())
+        for name, began, ended, clock in stages:
+            began, ended = max(began, begin), min(ended, end)
+            if began < ended:
+                attributes = {"expertd.clock": clock}
+                span = self._tracer.start_span(name, inside, attributes=attributes, start_time=began)
+                span.end(ended)
 
     def close(self) -> None:
         """Export what is left; may take as long as the exporter's timeout."""
@@ -95,17 +117,23 @@ def _remote(context: TraceContext) -> Context:
     return set_span_in_context(NonRecordingSpan(span), Context())
 
 
-def _parts(request: TracedRequest) -> Iterator[tuple[str, float, float, _Attributes]]:
-    """Name, begin, end and attributes of what a request went through, without gaps."""
+def _parts(request: TracedRequest, last: float) -> Iterator[tuple[str, float, float, _Attributes]]:
+    """Name, begin, end and attributes of what a request went through, without gaps.
+
+    last  when its last stage ended
+    """
     times = request.times
     if times is None:
         return
     yield "receive", request.started, times.arrived, {}
-    yield "queue", times.arrived, times.ended if times.began is None else times.began, {}
+    ended = times.ended
+    yield "queue", times.arrived, ended if times.began is None else times.began, {}
     if times.began is not None:
         tokens: _Attributes = {"expertd.step.tokens": times.tokens} if times.tokens else {}
-        yield "step", times.began, times.ended, tokens
-    yield "answer", times.ended, request.ended, {}
+        # A step that began beside another ends later than the time that it took after its begin.
+        ended = max(ended, last)
+        yield _STEP, times.began, ended, tokens
+    yield "answer", ended, request.ended, {}
 
 
 def _attributes(request: TracedRequest) -> Iterator[tuple[str, str | int]]:

@@ -138,6 +138,18 @@ def test_a_layer(launches: list[tuple[Variant, list[Any]]]) -> None:
     assert [first[17], second[17]] == [1, 1]
 
 
+def test_the_stages_of_a_layer(launches: list[tuple[Variant, list[Any]]]) -> None:
+    """Each is marked once its launch is made, and before the next one."""
+    kernels, marks = RecordingKernels(), list[tuple[str, int]]()
+    stages = SimpleNamespace(mark=lambda name: marks.append((name, len(launches))))
+    Layer(kernels, GroupedGemm(kernels)).experts(
+        ON, torch.zeros(T, H, dtype=torch.bfloat16), torch.zeros(T, TOP_K, dtype=torch.int32),
+        torch.zeros(T, TOP_K), quantized(G, 2 * N, H, block=128), quantized(G, H, N, block=128),
+        torch.empty(T, H), Swiglu(), None, None, stages=stages,
+    )  # fmt: skip
+    assert marks == [("sort", 1), ("quantize", 2), ("gate_up", 3), ("down", 4), ("combine", 5)]
+
+
 def test_a_layer_of_rows_that_are_quantized_already(launches: list[tuple[Variant, list[Any]]]) -> None:
     """They are copied with their strides: here values and scales lie side by side."""
     kernels = RecordingKernels()

@@ -24,6 +24,7 @@ from expertd.kernels.overlap import Overlap
 from expertd.kernels.partitions import SMPartitions
 from expertd.kernels.rank_memory import RankMemory, RankTokens
 from expertd.kernels.request_table import RequestTable
+from expertd.kernels.stages import Stages
 from expertd.layout import Layout
 from expertd.routing import Routing
 
@@ -91,11 +92,12 @@ class HopperBackend(Backend):
         num_sms: int | None,
         offsets: Tensor | None = None,
         biases: ExpertBiases | None = None,
+        stages: Stages | None = None,
     ) -> None:
         """See `fused_experts`. One SM cannot run a pair of CTAs, so num_sms=1 runs each step separately."""
         if num_sms == 1:
             operands = hidden_states, topk_ids, topk_weights, gate_up, down, out
-            super().experts(*operands, activation, num_sms, offsets, biases)
+            super().experts(*operands, activation, num_sms, offsets, biases, stages)
             return
         on = current_stream(_current(values_of(hidden_states), "hidden_states"))
         self._layer.experts(
@@ -110,6 +112,7 @@ class HopperBackend(Backend):
             num_sms,
             offsets,
             biases,
+            stages,
         )
 
     def parallel_experts(

@@ -23,6 +23,7 @@ from expertd.kernels.ops.biases import ExpertBiases
 from expertd.kernels.ops.quantize import HiddenStates, Quantized
 from expertd.kernels.overlap import Overlap
 from expertd.kernels.rank_memory import RankMemory, RankTokens
+from expertd.kernels.stages import Stages
 from expertd.layout import Layout
 from expertd.routing import Routing
 
@@ -66,23 +67,34 @@ class Layer:
         num_sms: int | None,
         offsets: Tensor | None,
         biases: ExpertBiases | None = None,
+        stages: Stages | None = None,
     ) -> None:
         """Write out; see `fused_experts`. Five launches, on at least two SMs.
 
         hidden_states is contiguous and 16-byte aligned; if quantized, only each row of its data has to be.
         """
         placement = compute_permutation(self._kernels, on, topk_ids, down.data.shape[0], num_sms, offsets)
+        if stages is not None:
+            stages.mark("sort")
         if isinstance(hidden_states, Quantized):
             a = permute_rows(self._kernels, on, hidden_states, placement.inverse)
         else:
             a = quantize_permute(self._kernels, on, hidden_states, placement.inverse)
+        if stages is not None:
+            stages.mark("quantize")
         num_experts, n = down.data.shape[:2]
         gate_up_bias = None if biases is None else biases.gate_up
         activated = self._activate(on, a, placement, gate_up, activation, num_experts, num_sms, gate_up_bias)
+        if stages is not None:
+            stages.mark("gate_up")
         rows = torch.empty((topk_ids.numel(), n), dtype=torch.bfloat16, device=topk_ids.device)
         self._down(on, activated, placement, down, rows, num_experts, num_sms, range(n))
+        if stages is not None:
+            stages.mark("down")
         added = None if biases is None else (topk_ids, biases.down)
         unpermute_rows(self._kernels, on, rows, placement.inverse, topk_weights, out, added)
+        if stages is not None:
+            stages.mark("combine")
 
     def parallel_experts(
         self,

@@ -4,16 +4,17 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
 
 from expertd import __version__
 from expertd.service.engine.steps import StepTimes
+from expertd.service.moe.stages import Stage
 from expertd.service.settings.parts import TracingSettings
 from expertd.service.tracing import Rpc, TracedRequest, Tracing
 from tests.paths import ROOT
@@ -25,6 +26,7 @@ from tests.service.tracing.collector import Collector, Span, collector
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SERVER, INTERNAL, ERROR = 2, 1, 2  # numbers of OTLP
 PARTS = ["receive", "queue", "step", "answer"]
+STAGES = ["copy_in", "router", "sort", "ffn", "combine", "copy_out"]  # of a step on a CPU
 
 pytestmark = pytest.mark.slow
 
@@ -67,6 +69,23 @@ def check_parts(server: Span, parts: list[Span]) -> None:
         assert abs(other.begin - one.end) <= 1000
 
 
+def check_stages(step: Span, stages: list[Span]) -> None:
+    """Each stage is the step's child, and begins when the one before it ends; they are most of it."""
+    if not stages:
+        return
+    assert [stage.name for stage in stages] == STAGES
+    assert {stage.parent_id for stage in stages} == {step.span_id}
+    assert {stage.trace_id for stage in stages} == {step.trace_id}
+    assert [stage.attributes for stage in stages] == [{"expertd.clock": "host"}] * len(STAGES)
+    assert step.begin <= stages[0].begin
+    assert stages[-1].end <= step.end
+    for one, other in pairwise(stages):
+        assert one.begin < one.end
+        assert abs(other.begin - one.end) <= 1000
+    outside = (step.end - step.begin) - (stages[-1].end - stages[0].begin)
+    assert outside < 5_000_000  # what a busy machine may add to it
+
+
 @pytest.mark.parametrize("kind", ["one process", "several"])
 def test_a_request_has_a_span_for_each_part_of_its_time(kind: str, spans: Collector, tmp_path: Path) -> None:
     make = tiny_settings if kind == "one process" else two_processes
@@ -76,7 +95,8 @@ def test_a_request_has_a_span_for_each_part_of_its_time(kind: str, spans: Collec
         begin = time.time_ns()
         assert infer(running, 3, sampled=True) == 200
         end = time.time_ns()
-        server, *parts = sorted(spans.wait(5), key=lambda span: span.kind != SERVER)
+        found = spans.wait(5 + (len(STAGES) if kind == "one process" else 0))
+        server, *others = sorted(found, key=lambda span: span.kind != SERVER)
         port = int(running.url.rpartition(":")[2])
     assert (server.trace_id, server.parent_id, server.trace_state) == (TRACE, SPAN, "one=1,two=2")
     assert (server.name, server.kind, server.status) == ("POST /v2/models/{model}/infer", SERVER, 0)
@@ -95,12 +115,13 @@ def test_a_request_has_a_span_for_each_part_of_its_time(kind: str, spans: Collec
     assert server.resource["service.name"] == "expertd"
     assert server.resource["service.version"] == __version__
     assert begin < server.begin < server.end < end + 10**7  # the client may have its answer before
-    parts.sort(key=lambda span: PARTS.index(span.name))
+    parts = sorted((span for span in others if span.name in PARTS), key=lambda span: PARTS.index(span.name))
     assert [part.name for part in parts] == PARTS
     check_parts(server, parts)
     known = {"expertd.step.tokens": 3} if kind == "one process" else {}
     assert [part.attributes for part in parts] == [{}, {}, known, {}]
     assert parts[2].end > parts[2].begin
+    check_stages(parts[2], [span for span in others if span not in parts])
 
 
 def ending(times: StepTimes | None, status: int, reason: str | None, rpc: Rpc | None) -> TracedRequest:
@@ -161,12 +182,51 @@ def test_requests_may_end_in_other_ways(spans: Collector) -> None:
     }
 
 
+class GpuStep:
+    """A step whose stages were timed by a GPU."""
+
+    clock: ClassVar[str] = "gpu"
+
+    def __init__(self, *stages: Stage) -> None:
+        self._stages = stages
+
+    def stages(self) -> Sequence[Stage]:
+        return self._stages
+
+
+def test_stages_lie_within_their_step(spans: Collector) -> None:
+    """Whatever a GPU's clock says; the step ends no sooner than they do, and a gap between them stays."""
+    tracing = Tracing(TracingSettings(endpoint=spans.endpoint))
+    tracing.start()
+    request = ending(StepTimes(5.1, 5.2, 5.3, 7), 200, None, None)
+    first = GpuStep(Stage("copy_in", 5.19, 5.21), Stage("sort", 5.22, 5.31))
+    retry = GpuStep(Stage("sort", 5.32, 5.40), Stage("combine", 5.40, 5.6), Stage("copy_out", 5.6, 5.7))
+    request.timed = [first, retry]
+    tracing.add(request)
+    tracing.stop()
+    found = spans.wait(5 + 4)
+    (server,) = (span for span in found if span.kind == SERVER)
+    parts = sorted((span for span in found if span.name in PARTS), key=lambda span: PARTS.index(span.name))
+    check_parts(server, parts)
+    step = parts[2]
+    assert step.end == server.end, "the last stage ends after the answer"
+    children = [span for span in found if span.parent_id == step.span_id]
+    assert {(*span.attributes.items(),) for span in children} == {(("expertd.clock", "gpu"),)}
+    assert [span.name for span in children] == ["copy_in", "sort", "sort", "combine"]
+
+    def ms(nanoseconds: int) -> int:
+        return round((nanoseconds - step.begin) / 1e6)
+
+    times = [(ms(span.begin), ms(span.end)) for span in children]
+    assert times == [(0, 10), (20, 110), (120, 200), (200, 300)]
+
+
 def test_what_is_left_is_exported_at_the_end(spans: Collector, tmp_path: Path) -> None:
     with server_process(tiny_settings(**tracing(spans, 1.0)), tmp_path) as running:
         assert infer(running, 65, sampled=None, name="large") == 400
         assert infer(running, 1, sampled=None) == 200
         assert end_of(running) == 0
-    refused, *rest = spans.wait(6)
+    refused, *rest = spans.wait(6 + len(STAGES))
     assert refused.attributes["http.response.status_code"] == 400
     assert refused.attributes["expertd.refusal"] == "too_many_tokens"
     assert refused.attributes["expertd.request_id"] == "large"

@@ -7,11 +7,18 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+import torch
 from pydantic import ValidationError
 
+from expertd.kernels import resolve_backend
 from expertd.service.commands.serve import check_tracing
 from expertd.service.engine.steps import StepTimes
 from expertd.service.grpc.tables import SERVICE
+from expertd.service.moe import stages
+from expertd.service.moe.layer import MoELayer
+from expertd.service.moe.runner import LayerRunner
+from expertd.service.moe.stages import HostStages, StageTimer
+from expertd.service.moe.weights import random_weights
 from expertd.service.settings.model import Settings
 from expertd.service.settings.parts import TracingSettings
 from expertd.service.tracing import TraceContext, TracedRequest, Tracing
@@ -58,6 +65,48 @@ async def test_a_step_has_the_tokens_of_all_its_requests(ended: list[TracedReque
     assert times[2] is not None
     assert times[2].began is not None
     assert times[2].began - times[2].arrived > 0.05  # it was queued during the first step
+
+
+async def test_steps_of_sampled_requests_are_timed(
+    ended: list[TracedRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no others, over HTTP as over gRPC."""
+    timers: list[HostStages] = []
+
+    def counted() -> HostStages:
+        timers.append(HostStages())
+        return timers[-1]
+
+    monkeypatch.setattr(stages, "HostStages", counted)
+    shape, cpu = tiny_settings().models[0].shape, torch.device("cpu")
+    layer = MoELayer(shape, random_weights(shape, 3, "cpu"), resolve_backend("reference"))
+    runner = LayerRunner(layer, cpu, timer=StageTimer(cpu))
+    async with grpc_serving(runner, tiny_settings(**ON, **SETTINGS)) as calls:
+        message, body = hidden_message(rows(2)), hidden_request(rows(3))
+        await calls.serving.infer(*body, traceparent=PARENT[:-1] + "0")
+        await calls.serving.infer(*body)
+        await calls.infer(message)
+        assert not timers
+        await calls.infer(message, metadata=(("traceparent", PARENT),))
+        await calls.serving.infer(*body, traceparent=PARENT)
+    assert [each.tokens for each in ended] == [2, 3]
+    for each in ended:
+        assert each.times is not None
+        assert each.times.began is not None
+        (step,) = each.timed
+        assert step.clock == "host"
+        names = [stage.name for stage in step.stages()]
+        assert names == ["copy_in", "router", "sort", "ffn", "combine", "copy_out"]
+        assert each.times.began < step.stages()[0].began
+        assert step.stages()[-1].ended < each.ended
+
+
+async def test_no_step_is_timed_without_an_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    timers: list[object] = []
+    monkeypatch.setattr(StageTimer, "__init__", lambda self, device: timers.append(self))
+    async with serving(tiny_settings()) as server:
+        assert (await server.infer(*hidden_request(rows(3)), traceparent=PARENT)).status_code == 200
+    assert not timers
 
 
 async def test_a_timeout_in_the_queue_has_no_step(ended: list[TracedRequest]) -> None:

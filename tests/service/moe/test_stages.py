@@ -1,0 +1,276 @@
+"""Which steps are timed, their stages on a CPU, and those of a GPU whose clock the test turns."""
+
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from expertd.activation import ExpertRule
+from expertd.kernels import OtherGlu, resolve_backend
+from expertd.service.engine.chunks import part_of
+from expertd.service.moe import stages as module
+from expertd.service.moe.batch import Batch
+from expertd.service.moe.layer import MoELayer
+from expertd.service.moe.request import LayerRequest
+from expertd.service.moe.runner import LayerRunner
+from expertd.service.moe.shape import LayerShape
+from expertd.service.moe.stages import Events, GpuStages, HostStages, StageTimer, TimedStep
+from expertd.service.moe.weights import random_weights
+from tests.kernels.helpers import fresh_generator
+from tests.service.moe.requests import layer_request
+
+CPU = torch.device("cpu")
+SHAPE = LayerShape(hidden_size=256, intermediate_size=128, num_experts=8, top_k=2)
+WITH_SHARED = LayerShape(256, 128, 8, 2, num_shared_experts=1)
+EXPERTS = ["sort", "ffn", "combine"]
+
+
+def layer_of(shape: LayerShape = SHAPE, **options: Any) -> MoELayer:
+    return MoELayer(shape, random_weights(shape, 3, "cpu"), resolve_backend("reference"), **options)
+
+
+def runner_of(layer: MoELayer) -> LayerRunner:
+    return LayerRunner(layer, "cpu", timer=StageTimer(CPU))
+
+
+def request(num_tokens: int, timed: bool = True, routed: bool = True) -> LayerRequest:
+    generator = fresh_generator()
+    ids = torch.rand(num_tokens, SHAPE.num_experts, generator=generator).argsort(1)[:, : SHAPE.top_k]
+    routing = None if routed else (ids.contiguous(), torch.ones(num_tokens, SHAPE.top_k))
+    made = layer_request(torch.randn(num_tokens, 256, generator=generator), "FP32", routing)
+    made.timed = [] if timed else None
+    return made
+
+
+def names(made: LayerRequest) -> list[str]:
+    """Of the stages of its only step."""
+    assert made.timed is not None
+    (step,) = made.timed
+    return [stage.name for stage in step.stages()]
+
+
+def test_the_stages_of_a_step_are_all_of_its_time() -> None:
+    made = request(40)
+    before = time.perf_counter()
+    result = runner_of(layer_of()).run([made])
+    after = time.perf_counter()
+    assert made.timed is not None
+    (step,) = made.timed
+    stages = step.stages()
+    assert step.clock == "host"
+    assert [stage.name for stage in stages] == ["copy_in", "router", *EXPERTS, "copy_out"]
+    assert before < stages[0].began
+    assert stages[-1].ended < after
+    for stage in stages:
+        assert stage.began < stage.ended
+    for one, other in pairwise(stages):
+        assert one.ended == other.began
+    total = stages[-1].ended - stages[0].began
+    assert abs(total - result.compute_seconds) < 0.1 * total + 5e-3  # a thread may be interrupted
+
+
+def test_the_stages_of_other_steps() -> None:
+    runner = runner_of(layer_of(masked_max_tokens=4))
+    given, routed, few = request(9, routed=False), request(8), request(4)
+    runner.run([given])
+    assert names(given) == ["copy_in", *EXPERTS, "copy_out"]
+    runner.run([few])
+    assert names(few) == ["copy_in", "router", "experts", "copy_out"]
+    given = request(9, routed=False)
+    runner.run([given, routed, request(2, timed=False)])
+    assert names(given) == ["copy_in", "router", *EXPERTS, "copy_out"]
+    assert given.timed == routed.timed, "it is one step"
+    two = request(9)
+    runner_of(layer_of(WITH_SHARED, rule=ExpertRule(routed=OtherGlu()))).run([two])
+    assert names(two) == ["copy_in", "router", *EXPERTS, *EXPERTS, "copy_out"]
+
+
+def test_outputs_are_the_same() -> None:
+    runner, made = runner_of(layer_of()), request(20)
+    timed = runner.run([made]).outputs
+    made.timed = None
+    assert runner.run([made]).outputs == timed
+
+
+def test_other_requests_take_the_usual_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[HostStages] = []
+
+    def counted() -> HostStages:
+        made.append(HostStages())
+        return made[-1]
+
+    monkeypatch.setattr(module, "HostStages", counted)
+    runner = runner_of(layer_of())
+    runner.run([request(3, timed=False), request(4, timed=False)])
+    assert not made
+    untimed = LayerRunner(layer_of(), "cpu")
+    traced = request(3)
+    untimed.run([traced])
+    assert traced.timed == []
+    runner.run([traced])
+    assert len(made) == 1
+
+
+def test_a_step_of_a_long_request_is_one_of_its() -> None:
+    whole = request(64)
+    runner = runner_of(layer_of())
+    for start in (0, 32):
+        runner.run([part_of(whole, start, 32)])
+    assert whole.timed is not None
+    assert len(whole.timed) == 2
+    first, second = (step.stages() for step in whole.timed)
+    assert first[-1].ended < second[0].began
+
+
+class Ways:
+    """Stands in for a GPU's graphs and steps launch by launch, and records which of them a step takes."""
+
+    def __init__(self) -> None:
+        self.taken: list[str] = []
+        self.stages: list[object] = []
+
+    def fits(self, batch: Batch) -> bool:
+        return True
+
+    def again(self, request: LayerRequest) -> str | None:
+        return self._take("again")
+
+    def begin(self, batch: Batch, *where: object) -> str:
+        self.stages.append(where[2] if len(where) == 3 else None)
+        return self._take("launches" if where else "graph")
+
+    def _take(self, way: str) -> str:
+        self.taken.append(way)
+        return way
+
+
+def test_a_traced_step_replays_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither that of its number of tokens nor its own of before; the next step does again."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Event", TurnedClock)
+    runner, ways = runner_of(layer_of()), Ways()
+    monkeypatch.setattr(runner, "_on_gpu", True)
+    monkeypatch.setattr(runner, "_graphs", ways)
+    monkeypatch.setattr(runner, "_on_device", ways, raising=False)
+    monkeypatch.setattr(runner, "_timer", StageTimer(torch.device("cuda"), 0.0))
+    made = request(3)
+    for plan in (None, "a plan"):
+        made.plan = plan
+        for timed in (False, True, False):
+            made.timed = [] if timed else None
+            runner.begin([made])
+    assert ways.taken == ["graph", "launches", "graph", "again", "launches", "again"]
+    assert [type(stages) for stages in ways.stages if stages] == [GpuStages, GpuStages]
+    assert runner.launches.graph == 4
+
+
+class TurnedClock:
+    """Events of a GPU that passes each when it is recorded, `tick` milliseconds after the one before."""
+
+    now, tick, passes, fails = 0.0, 0.25, True, False
+    made = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+        type(self).made += 1
+        self._at: float | None = None
+
+    def record(self, stream: object) -> None:
+        type(self).now += self.tick
+        self._at = self.now
+
+    def query(self) -> bool:
+        if self.fails:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return self.passes
+
+    def synchronize(self) -> None:
+        assert self.passes
+
+    def elapsed_time(self, end: "TurnedClock") -> float:
+        assert self._at is not None
+        assert end._at is not None
+        assert end._at > self._at, "expected the later event"
+        return end._at - self._at
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> type[TurnedClock]:
+    turned = type("Turned", (TurnedClock,), {})
+    monkeypatch.setattr(torch.cuda, "Event", turned)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: "idle")
+    return turned
+
+
+def launch(events: Events) -> GpuStages:
+    """A step with copies, which each begin anew: six events."""
+    stages = GpuStages(events)
+    for stream, marked in (("in", ["copy_in"]), ("steps", ["sort"]), ("out", ["copy_out"])):
+        stages.begin(stream)  # type: ignore[arg-type]
+        for name in marked:
+            stages.mark(name)
+    return stages
+
+
+def check(step: TimedStep, before: float, gaps: Sequence[float]) -> None:
+    stages = step.stages()
+    assert [stage.name for stage in stages] == ["copy_in", "sort", "copy_out"]
+    for stage in stages:
+        assert stage.ended - stage.began == pytest.approx(0.25e-3, rel=1e-3)
+    for (one, other), gap in zip(pairwise(stages), gaps, strict=True):
+        assert other.began - one.ended == pytest.approx(gap, rel=1e-3)
+    # The last event precedes that of the clock, recorded now, by 0.25 ms.
+    assert before - 0.3e-3 < stages[-1].ended < time.perf_counter()
+
+
+def test_a_gpus_times(clock: type[TurnedClock]) -> None:
+    events = Events(torch.device("cuda"))
+    step = launch(events)
+    before = time.perf_counter()
+    check(step, before, (0.25e-3, 0.25e-3))
+    assert step.clock == "gpu"
+    assert step.stages() == step.stages(), "they are read once"
+
+
+def test_events_are_used_again(clock: type[TurnedClock]) -> None:
+    events = Events(torch.device("cuda"))
+    for _ in range(3):
+        launch(events).stages()
+    assert clock.made == 7  # six and the clock's
+    steps = [launch(events) for _ in range(20)]
+    for step in steps:
+        step.stages()
+    assert clock.made == 7 + 6 * 19
+    assert len(events._free) == module._KEPT
+
+
+def test_few_steps_of_a_gpu_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes longer; on a CPU all are, at no cost."""
+    now = 5.0
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now))
+    timers = StageTimer(torch.device("cuda")), StageTimer(CPU)
+    timed = []
+    for step in range(1000):  # one each millisecond
+        now = 5.0 + step / 1e3
+        timed.append([timer.new() is not None for timer in timers])
+    on_gpu, on_host = (sum(of) for of in zip(*timed, strict=True))
+    assert on_gpu == 10
+    assert on_host == 1000
+
+
+def test_a_step_that_runs_or_fails_has_no_stages(clock: type[TurnedClock]) -> None:
+    events = Events(torch.device("cuda"))
+    step = launch(events)
+    clock.passes = False
+    assert list(step.stages()) == []
+    clock.passes = True
+    assert len(step.stages()) == 3, "once it has ended"
+    failed = launch(events)
+    clock.fails = True
+    assert list(failed.stages()) == []
+    clock.fails = False
+    assert list(failed.stages()) == [], "nor later, for its events say nothing"
