@@ -1,8 +1,8 @@
 """What a lane's worker thread does for those of other lanes.
 
 The interpreter has one lock for all threads. One that waits for it sleeps, and may wake up 0.3 ms late, as
-long as a decode step takes. So while a request may come to the first lane, the threads of others leave the lock
-to its thread, and do their work while its step runs on the device: until that ends, it has nothing to do.
+long as a decode step takes. So while a request may come to the first lane, the threads of others leave the
+lock to its thread, and do their work while its step runs on the device: until that ends, it has nothing to do.
 """
 
 import math
