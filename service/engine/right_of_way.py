@@ -2,7 +2,7 @@
 
 The interpreter has one lock for all threads. One that waits for it sleeps, and may wake up 0.3 ms late, as
 long as a decode step takes. So while a request may come to the first lane, the threads of others leave the
-lock to its thread, and do their work while its step runs on the device: until that ends, it has nothing to do.
+lock to its thread, and do their work while its step runs on the device: until then, it has nothing to do.
 """
 
 import math
