@@ -9,6 +9,7 @@ import torch
 from expertd_client import AsyncExpertClient, ExpertClient, device_memory
 from expertd_client.transport import TransportName
 from tests.expertd import HIDDEN, MODEL, NUM_EXPERTS, TOP_K, RunningServer
+from tests.late import check_late_requests
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.gpu
@@ -164,6 +165,18 @@ async def test_channels_of_event_loops_without_copies(
             output = await channel.infer(slot, count)
             assert output.data_ptr() == slot.output.data_ptr()
             assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("where", ["host", "gpu"])
+def test_timeouts_that_pass_at_about_the_time_of_the_answer(
+    over_http: ExpertClient, device: torch.device, where: str
+) -> None:
+    """The GPU writes outputs and their sequence numbers, whatever the host has said meanwhile."""
+    place = device if where == "gpu" else torch.device("cpu")
+    with over_http.open_channel(MODEL, max_tokens=256, num_slots=2, device=place) as channel:
+        outcomes = check_late_requests(over_http, channel, 100)
+        assert outcomes["right"] > 10, outcomes
+        assert outcomes["DeadlineError"] > 10, outcomes
 
 
 def test_memory_outlives_its_channel(over_http: ExpertClient) -> None:

@@ -17,6 +17,7 @@ from expertd_client import (
 from expertd_client.channel import layout, link
 from tests.callers import AnyCaller, AnyChannel, Connect
 from tests.expertd import HIDDEN, MODEL, NUM_EXPERTS, TOP_K, RunningServer
+from tests.late import check_late_requests
 
 pytestmark = pytest.mark.slow  # a server process
 RNG = np.random.default_rng(14)
@@ -231,6 +232,13 @@ def test_an_earlier_request_whose_answer_is_overdue(
             channel.submit(second, 1, timeout=0.05)
     assert channel.infer(second, 1).shape == (1, HIDDEN)
     assert channel.wait(ticket).shape == (3, HIDDEN)
+
+
+def test_timeouts_that_pass_at_about_the_time_of_the_answer(client: AnyCaller) -> None:
+    with client.open_channel(MODEL, max_tokens=256, num_slots=2, device="cpu") as channel:
+        outcomes = check_late_requests(client, channel, 25)
+        assert outcomes["right"], outcomes
+        assert outcomes["DeadlineError"], outcomes
 
 
 def test_sequence_numbers_are_fenced_on_weakly_ordered_machines(

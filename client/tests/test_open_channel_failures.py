@@ -12,7 +12,6 @@ import pytest
 from expertd_client import (
     DeadlineError,
     ExpertClient,
-    InvalidRequestError,
     ServerUnreachableError,
     TransportUnavailableError,
 )
@@ -51,12 +50,27 @@ def test_a_deadline_and_the_slot_afterwards(connect: Connect, own_server: Runnin
             for _ in range(2):
                 with pytest.raises(DeadlineError):
                     channel.wait(ticket)
-            with pytest.raises(InvalidRequestError, match=r"^slot 0: expected a free one, got one in use"):
-                channel.submit(slot, 4)
-        wait_for(lambda: channel.is_answered(ticket), "the server is done with it")
+            for _ in range(2):  # the slot is the late request's still
+                with pytest.raises(DeadlineError, match=r"within 0\.02 s"):
+                    channel.submit(slot, 4, timeout=0.02)
+                assert slot.ticket is ticket
+            assert not channel.is_answered(ticket)
         slot.hidden_states[:] = X[:4]
         output = channel.wait(channel.submit(slot, 4))
         np.testing.assert_allclose(output, client.infer(MODEL, X[:4]), rtol=1e-4, atol=1e-5)
+
+
+def test_a_killed_server_and_a_slot_whose_request_is_late(
+    connect: Connect, own_server: RunningServer
+) -> None:
+    with connect(own_server.url).open_channel(MODEL, max_tokens=4) as channel:
+        slot = channel.slots[0]
+        with own_server.stopped():
+            with pytest.raises(DeadlineError):
+                channel.infer(slot, 4, timeout=0.05)
+            own_server.process.kill()
+            with pytest.raises(ServerUnreachableError, match=GONE):
+                channel.submit(slot, 4)
 
 
 def test_a_killed_server(connect: Connect, own_server: RunningServer) -> None:

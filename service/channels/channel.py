@@ -16,6 +16,7 @@ from expertd.service.channels.layout import (
     CANCELS_OFFSET,
     ERROR_BYTES,
     ERROR_OFFSET,
+    EXPIRED_OFFSET,
     REASON_CODES,
     REQUEST,
     SEQUENCE_BYTES,
@@ -28,7 +29,6 @@ from expertd.service.engine.refusals import Reason
 from expertd.service.engine.request_counts import Stages
 from expertd.service.engine.statuses import ANSWERS
 from expertd.service.engine.steps import Pending
-from expertd.service.memory import host_view
 from expertd.service.memory.fence import fence
 from expertd.service.moe.request import Output
 
@@ -120,15 +120,13 @@ class Channel(OpenChannel):
         request = slot.request
         if request is None:
             request = self._reader.request(line, slot.signal)
-            if line.timeout_us and self._leaves_steps:
-                request.output = None
             if line.topk_ids is None:
                 slot.request = request
         slot.signal.value = slot.sequence
         if not slot.says_ok:  # before the device announces the output
             ANSWER.pack_into(self._view, slot.start + ANSWER_OFFSET + SEQUENCE_BYTES, 200, 0, 0, 0, 0, 0)
             slot.says_ok = True
-        done = partial(self._done, slot, slot.sequence)
+        done = partial(self._done, slot)
         caller = self._caller
         if caller is None:
             caller = CALLER.unpack_from(self._view, slot.start + CALLER_OFFSET)[0]
@@ -149,20 +147,27 @@ class Channel(OpenChannel):
                 self._alarm = slot.deadline
                 self._owner.expire_at(self, slot.deadline)
 
-    def _leave(self, slot: Slot, pending: Pending, error: Exception) -> None:
-        """See `OpenChannel._leave`."""
+    def _expire(self, slot: Slot, pending: Pending, error: EngineError) -> None:
+        """See `OpenChannel._expire`. HTTP processes know it by themselves."""
+        if not self.counted:
+            return
         with self._lock:
-            if slot.pending is pending:
-                self._in_flight += 1  # until the step ends: it reads the region
-                self._fail(slot, error)
-
-    def _done(self, slot: Slot, sequence: int, output: Output | Exception) -> None:
-        with self._lock:
-            if slot.pending is None or slot.sequence != sequence:  # it was left
-                self._in_flight -= 1
-                if self._closed and not self._in_flight:
-                    self._owner.idle(self)
+            has_ended = slot.pending is not pending or self._closed
+            if has_ended or self._words[slot.word] == slot.sequence:
                 return
+            # Not in the answer: the device may be writing that now, and the step still uses the region.
+            self._words[slot.word + EXPIRED_OFFSET // SEQUENCE_BYTES] = slot.sequence
+            self._ring()
+            slot.expired = True
+            now = time.perf_counter()
+            began, seconds = pending.began or now, now - pending.arrived
+            stages = 0.0, began - pending.arrived, now - began
+            status, reason = ANSWERS[type(error)]
+            answer = Answered(pending.model, slot.sequence, status, reason, str(error), seconds, stages)
+        self._owner.answered(self, answer)
+
+    def _done(self, slot: Slot, output: Output | Exception) -> None:
+        with self._lock:
             if isinstance(output, Exception):
                 self._fail(slot, output)
             elif not self._closed and self._words[slot.word] == slot.sequence:  # the device has answered
@@ -170,10 +175,9 @@ class Channel(OpenChannel):
                 assert pending is not None
                 slot.deadline = math.inf
                 slot.taken = False
-                self._scheduler.do_later(partial(self._note, slot, slot.sequence, pending))
+                counted = self._counts(slot)
+                self._scheduler.do_later(partial(self._note, slot, slot.sequence, pending, counted))
             else:
-                if slot.pending.request.output is None and slot.line is not None and not self._closed:
-                    host_view(slot.line.output)[:] = host_view(output)
                 self._answer(slot, 200, None, "")
         if self._look_again:
             self._look_again = False
@@ -186,11 +190,16 @@ class Channel(OpenChannel):
         else:
             self._answer(slot, 499, "client_gone", str(error))
 
-    def _note(self, slot: Slot, sequence: int, pending: Pending) -> None:
+    def _counts(self, slot: Slot) -> bool:
+        """Whether an answer is to be counted: that of an expired request was, when its timeout passed."""
+        expired, slot.expired = slot.expired, False
+        return self.counted and not expired
+
+    def _note(self, slot: Slot, sequence: int, pending: Pending, counted: bool) -> None:
         """Complete the answer to a request that the device has answered; its slot may be in use again."""
         with self._lock:
             seconds, stages = self._announce(slot, sequence, pending)
-        if self.counted:
+        if counted:
             self._owner.answered(self, Answered(pending.model, sequence, 200, None, "", seconds, stages))
 
     def _answer(
@@ -211,7 +220,7 @@ class Channel(OpenChannel):
             fence()
             self._words[slot.word] = slot.sequence
         seconds, stages = self._announce(slot, slot.sequence, pending)
-        if self.counted:
+        if self._counts(slot):
             model = self.models[0] if len(self.models) == 1 else slot.line.model.name if slot.line else ""
             self._owner.answered(self, Answered(model, slot.sequence, status, reason, text, seconds, stages))
 
@@ -230,8 +239,11 @@ class Channel(OpenChannel):
                 words[times], words[times + 1] = int(queue * 1e9), int(compute * 1e9)
                 fence()
                 words[times + 2] = slot.timed = sequence
-            with suppress(OSError):  # full: it is readable anyway; broken: the caller is gone
-                os.write(self._answers, b"\1")
+            self._ring()
         elif not self._in_flight:
             self._owner.idle(self)
         return seconds, (0.0, queue, compute)
+
+    def _ring(self) -> None:
+        with suppress(OSError):  # full: it is readable anyway; broken: the caller is gone
+            os.write(self._answers, b"\1")

@@ -261,13 +261,7 @@ class ChannelHub:
         self._opened += 1
         scheduler = self._engine.scheduler
         caller = None if ours else caller_number(opening.caller)
-        loaded = self._engine.loaded
-        # GPUs write outputs, and that they are there, by themselves; so does an HTTP process leave steps.
-        on_cpu = (
-            loaded is not None and loaded.register_files is None and self._engine.settings.devices is None
-        )
-        leaves_steps = on_cpu and not ours
-        channel = Channel(self._opened, opening.models, memory, reader, scheduler, self, caller, leaves_steps)
+        channel = Channel(self._opened, opening.models, memory, reader, scheduler, self, caller)
         entry = Entry(channel, opening, secrets.token_bytes(TOKEN_BYTES), time.monotonic(), ours)
         text = f"it was not claimed within {self.claim_seconds:g} s"
         entry.expiry = asyncio.get_running_loop().call_later(self.claim_seconds, self.close, channel, text)

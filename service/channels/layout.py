@@ -31,6 +31,7 @@ CALLER = struct.Struct("<I")
 # status, error_bytes, retry_after_ms, reason, queue_ns, compute_ns: all but the sequence
 ANSWER = struct.Struct("<IIIIQQ")
 TIMES_OFFSET = 24  # in the answer line: queue_ns, compute_ns, and the sequence that they belong to
+EXPIRED_OFFSET = 48  # in the answer line: the latest request whose timeout has passed during its own step
 SEQUENCE_BYTES = 8
 
 DATATYPES = {1: ("BF16", 2), 2: ("FP16", 2), 3: ("FP32", 4)}  # code -> name, bytes

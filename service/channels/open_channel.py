@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 from expertd.service.channels.layout import ANSWER_OFFSET, HEADER_BYTES, SEQUENCE_BYTES, SLOT_BYTES, Geometry
 from expertd.service.channels.memory import DataRegion, SealedMemory
 from expertd.service.channels.requests import Line, RequestReader
-from expertd.service.engine.errors import QueueTimeoutError
+from expertd.service.engine.errors import EngineError, QueueTimeoutError
 from expertd.service.engine.lanes import AnyScheduler
 from expertd.service.engine.refusals import Reason
 from expertd.service.engine.request_counts import Stages
@@ -72,6 +72,7 @@ class Slot:
     __slots__ = (
         "data",
         "deadline",
+        "expired",
         "line",
         "pending",
         "request",
@@ -92,6 +93,7 @@ class Slot:
         self.says_ok = False  # the answer line has status 200 already
         self.sequence = 0  # of the latest request
         self.taken = False  # and not answered
+        self.expired = False  # its timeout has passed during its step, and was counted
         self.pending: Pending | None = None
         self.deadline = math.inf
         self.data = b""
@@ -102,10 +104,8 @@ class Slot:
 class OpenChannel:
     """A channel apart from its requests, which the subclass takes and answers.
 
-    caller        whose requests it has; None: an HTTP process of this server, which tells it for each
-                  request, and counts them
-    leaves_steps  whether a request whose timeout passes during its own step is answered then: its output is
-                  computed outside the region, which the caller may use again
+    caller  whose requests it has; None: an HTTP process of this server, which tells it for each request,
+            and counts them
     """
 
     def __init__(
@@ -117,14 +117,13 @@ class OpenChannel:
         scheduler: AnyScheduler,
         owner: Owner,
         caller: int | None = 0,
-        leaves_steps: bool = False,
     ) -> None:
         self.id, self.models, self.memory = str(number), models, memory
         self.taken = 0  # requests so far
         self.lane = 0  # of the last one
         self._cancels = 0  # so far
         self._reader, self._scheduler, self._owner = reader, scheduler, owner
-        self._caller, self._leaves_steps = caller, leaves_steps
+        self._caller = caller
         self.counted = caller is not None  # in metrics
         self._view = memory.control.view
         self._words = self._view.cast("Q")  # reads and writes 8 bytes at once
@@ -164,7 +163,7 @@ class OpenChannel:
         """Submit every request that has arrived, and cancel those that the caller wants no more."""
 
     def expire(self) -> None:
-        """Cancel the queued requests whose time is over, and answer those in steps that can be left."""
+        """Cancel the queued requests whose time is over, and say of those in steps that it is."""
         now = time.perf_counter()
         with self._lock:
             late = [slot for slot in self._slots if slot.deadline <= now]
@@ -178,14 +177,13 @@ class OpenChannel:
             where = "the queue" if pending.began is None else "its step"
             error = QueueTimeoutError(f"the request's timeout of {given} microseconds expired in {where}")
             self._scheduler.cancel(pending, error)
-            if self._leaves_steps:
-                self._leave(slot, pending, error)
+            self._expire(slot, pending, error)
         if alarm < math.inf:
             self._owner.expire_at(self, alarm)
 
     @abstractmethod
-    def _leave(self, slot: Slot, pending: Pending, error: Exception) -> None:
-        """Answer a request with `error` unless it has an answer; its step may go on."""
+    def _expire(self, slot: Slot, pending: Pending, error: EngineError) -> None:
+        """Tell the caller that a request's timeout has passed, unless it has an answer; its step goes on."""
 
     def close(self) -> None:
         """Take no more requests, and answer the queued ones with 499; later calls do nothing."""

@@ -6,7 +6,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -116,14 +116,22 @@ class Peer:
         """Whether the answer to request `sequence` has been written; valid until its slot is used again."""
         return bool(self.words[(self.starts[(sequence - 1) % self.num_slots] + 128) // 8] == sequence)
 
+    def expired(self, sequence: int) -> bool:
+        """Whether the server has said that the timeout of request `sequence` passed during its step."""
+        return bool(self.words[(self.starts[(sequence - 1) % self.num_slots] + 128 + 48) // 8] == sequence)
+
+    def is_in_time(self, sequence: int, seconds: float = 30.0) -> bool:
+        """Wait for the answer to request `sequence`; False if its timeout passed during its step.
+
+        Raises as `wait`, for which it is then still too early.
+        """
+        self._wait_until(lambda: self.answered(sequence) or self.expired(sequence), seconds)
+        return self.answered(sequence)
+
     def wait(self, sequence: int, seconds: float = 30.0) -> Answer:
         """The answer to request `sequence`. Raises ChannelClosedError, TimeoutError."""
-        now = time.perf_counter()
-        end, deadline = now + self._spin_seconds, now + seconds
-        while not self.answered(sequence):
-            if time.perf_counter() < end:
-                continue
-            self._sleep(sequence, deadline)
+        self._wait_until(lambda: self.answered(sequence), seconds)
+        deadline = time.perf_counter() + seconds
         start = self.starts[(sequence - 1) % self.num_slots] + 128
         status, length, retry_after, _, _, _ = ANSWER.unpack_from(self.control, start + 8)
         while self.words[start // 8 + 5] != sequence:  # the times follow the answer
@@ -132,17 +140,25 @@ class Peer:
         error = self.control[start + 64 : start + 64 + length].decode(errors="replace")
         return Answer(status, error, retry_after / 1e3, queue / 1e9, compute / 1e9)
 
-    def _sleep(self, sequence: int, deadline: float) -> None:
+    def _wait_until(self, is_there: Callable[[], bool], seconds: float) -> None:
+        now = time.perf_counter()
+        end, deadline = now + self._spin_seconds, now + seconds
+        while not is_there():
+            if time.perf_counter() < end:
+                continue
+            self._sleep(is_there, deadline)
+
+    def _sleep(self, is_there: Callable[[], bool], deadline: float) -> None:
         """Clear the pipe, look at the memory, and only then sleep: so no answer is missed."""
         with suppress(BlockingIOError):
             os.read(self.answers, 65536)
-        if self.answered(sequence):
+        if is_there():
             return
         left = deadline - time.perf_counter()
         if left <= 0:
-            raise TimeoutError(f"request {sequence} has no answer")
+            raise TimeoutError(f"request {self.sequence} or one before it has no answer")
         for descriptor, _ in self._poll.poll(left * 1e3):
-            if descriptor == self.socket.fileno() and not self.answered(sequence):
+            if descriptor == self.socket.fileno() and not is_there():
                 raise ChannelClosedError("the server has closed the channel")
 
     def infer(

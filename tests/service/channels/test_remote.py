@@ -55,10 +55,17 @@ class Asked:
     """A request to the engine, and its answer."""
 
     def __init__(
-        self, engine: RemoteEngine, request: LayerRequest, priority: int = 128, caller: int = 0
+        self,
+        engine: RemoteEngine,
+        request: LayerRequest,
+        priority: int = 128,
+        caller: int = 0,
+        timeout: float | None = None,
     ) -> None:
         self.answers: list[Output | Exception] = []
-        self.pending = engine.submit("tiny", request, self.answers.append, priority=priority, caller=caller)
+        self.pending = engine.submit(
+            "tiny", request, self.answers.append, priority=priority, caller=caller, timeout=timeout
+        )
 
     async def answer(self) -> Output | Exception:
         await until(lambda: bool(self.answers))

@@ -1,6 +1,7 @@
 """What arrives while a step runs is not left until its end: timeouts pass, and cancelled work is dropped."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ from expertd.service.engine.batching import Scheduler
 from expertd.service.engine.loading import load
 from expertd.service.ranks.loading import load_ranks
 from tests.service.apps import HIDDEN, Serving, hidden_request, output_of, rows, serving, tiny_settings
-from tests.service.channels.peer import Peer
+from tests.service.channels.peer import ChannelClosedError, Peer
 from tests.service.channels.servers import answer_of, answer_to, channel_server, claimed, mapped
 from tests.service.channels.test_remote import Asked, remote, request
 from tests.service.runners import EchoRunner
@@ -46,43 +47,88 @@ async def test_a_timeout_passes_during_the_step_in_which_the_request_arrived(tmp
         peer.close()
 
 
-@pytest.mark.parametrize("num_slots", [1, 4])
-async def test_a_timeout_passes_during_the_requests_own_step(tmp_path: Path, num_slots: int) -> None:
-    """The step's output appears nowhere in the region, also if the slot is used again before it ends."""
+@asynccontextmanager
+async def late_in_its_step(
+    directory: Path, num_slots: int = 1
+) -> AsyncIterator[tuple[Serving, Peer, EchoRunner]]:
+    """A channel whose request 1 was told that its timeout has passed, in a step that still runs."""
     runner = EchoRunner()
-    async with channel_server(tmp_path, runner) as server:
+    async with channel_server(directory, runner) as server:
         peer = await claimed(server, num_slots=num_slots)
         runner.gate.clear()
-        late_place, place = peer.places(1), peer.places(2)
-        peer.array(late_place[0], (2, HIDDEN), np.float32)[:] = rows(2)
-        late = peer.send(2, late_place, timeout=0.02)
-        await in_step(runner)
-        answer = await answer_to(peer, late)
-        text = "the request's timeout of 20000 microseconds expired in its step"
-        assert (answer.status, answer.error) == (503, text)
-        assert server.app.engine.scheduler.unanswered == 1, "the step runs on"
-        peer.array(late_place[3], (2, HIDDEN), np.float32)[:] = 7
-        peer.array(place[0], (3, HIDDEN), np.float32)[:] = rows(3, 1)
-        following = peer.send(3, place, timeout=30)
-        await until(lambda: server.metric("queue_requests", model="tiny") == 1)
+        place = peer.places(1)[0]
+        peer.array(place, (2, HIDDEN), np.float32)[:] = rows(2)
+        late = peer.send(2, peer.places(1), timeout=0.02)
+        assert not await asyncio.to_thread(peer.is_in_time, late)
+        yield server, peer, runner
         runner.gate.set()
+
+
+async def test_a_timeout_that_passes_during_the_requests_own_step_is_said_then(tmp_path: Path) -> None:
+    runner, lateness = EchoRunner(), []
+    async with channel_server(tmp_path, runner) as server:
+        peer = await claimed(server)
+        for _ in range(5):
+            runner.gate.clear()
+            sent = time.perf_counter()
+            late = peer.send(2, peer.places(peer.sequence + 1), timeout=0.02)
+            assert not await asyncio.to_thread(peer.is_in_time, late)
+            lateness.append(time.perf_counter() - sent - 0.02)
+            assert server.app.engine.scheduler.unanswered == 1, "the step runs on"
+            runner.gate.set()
+            assert (await answer_to(peer, late)).status == 200
+            await asyncio.sleep(0.15)  # then requests are admitted again, whatever the last step took
+        assert server.metric("requests_total", model="tiny", status="503") == 5
+        assert server.metric("refusals_total", model="tiny", reason="queue_timeout") == 5
+        peer.close()
+    assert runner.steps == [[2]] * 5
+    assert min(lateness) < 5e-3, lateness
+
+
+async def test_the_slot_of_a_late_request_is_free_when_its_step_has_ended(tmp_path: Path) -> None:
+    async with late_in_its_step(tmp_path) as (server, peer, runner):
+        assert not peer.answered(1)
+        runner.gate.set()
+        assert (await answer_to(peer, 1)).status == 200, "of use to nobody"
+        peer.array(peer.places(2)[0], (3, HIDDEN), np.float32)[:] = rows(3, 1)
+        following = peer.send(3, peer.places(2), timeout=30)
         assert (await answer_to(peer, following)).status == 200
-        np.testing.assert_array_equal(peer.array(place[3], (3, HIDDEN), np.float32), rows(3, 1))
-        if num_slots > 1:
-            assert (peer.array(late_place[3], (2, HIDDEN), np.float32) == 7).all()
+        np.testing.assert_array_equal(peer.array(peer.places(2)[3], (3, HIDDEN), np.float32), rows(3, 1))
+        assert not peer.expired(following)
         await until(lambda: server.metric("requests_total", model="tiny", status="200") == 1)
-        assert server.metric("requests_total", model="tiny", status="503") == 1
+        assert server.metric("requests_total", model="tiny", status="503") == 1, "counted once"
         peer.close()
 
 
-async def test_a_channel_is_freed_once_the_step_that_was_left_has_ended(tmp_path: Path) -> None:
+async def test_other_slots_do_not_wait_for_a_late_request(tmp_path: Path) -> None:
+    async with late_in_its_step(tmp_path, num_slots=2) as (server, peer, runner):
+        following = peer.send(2, peer.places(2), timeout=30)
+        await until(lambda: server.metric("queue_requests", model="tiny") == 1)
+        runner.gate.set()
+        assert (await answer_to(peer, following)).status == 200
+        assert peer.answered(1)
+        peer.close()
+
+
+async def test_the_slot_of_a_late_request_must_not_be_used_before_its_answer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with late_in_its_step(tmp_path) as (server, peer, _):
+        peer.send(2, peer.places(2))
+        with pytest.raises(ChannelClosedError):
+            await answer_to(peer, 2)
+        await until(lambda: server.metric("channels") == 0)
+        peer.close()
+    assert "channel 1 of model tiny: slot 0: expected request 2 after answer 1" in caplog.text
+
+
+async def test_a_channel_is_freed_once_the_step_of_a_late_request_has_ended(tmp_path: Path) -> None:
     runner, before = EchoRunner(), mapped()
     async with channel_server(tmp_path, runner) as server:
         peer = await claimed(server)
         runner.gate.clear()
         late = peer.send(2, peer.places(1), timeout=0.02)
-        await in_step(runner)
-        assert (await answer_to(peer, late)).status == 503
+        assert not await asyncio.to_thread(peer.is_in_time, late)
         peer.close()
         del peer
         await until(lambda: server.metric("channels") == 0)
@@ -90,6 +136,8 @@ async def test_a_channel_is_freed_once_the_step_that_was_left_has_ended(tmp_path
         assert mapped() > before, "the step uses it"
         runner.gate.set()
         await until(lambda: mapped() == before)
+        assert server.metric("requests_total", model="tiny", status="503") == 1
+        assert server.metric("requests_total", model="tiny", status="200") == 0
 
 
 async def test_what_is_cancelled_during_a_step_is_not_computed(tmp_path: Path) -> None:
@@ -122,6 +170,20 @@ async def test_what_an_http_process_cancels_during_a_step_is_answered_then(tmp_p
         assert await queued.answer() is error
         runner.gate.set()
         assert await begun.output() == rows(1).tobytes()
+
+
+async def test_an_http_process_waits_for_the_end_of_a_step_whatever_its_timeout(tmp_path: Path) -> None:
+    """It has answered its own caller meanwhile, but its memory is in use until then."""
+    runner = EchoRunner()
+    async with remote(tmp_path, runner) as (server, engine):
+        runner.gate.clear()
+        asked = Asked(engine, request(2), timeout=0.02)
+        await in_step(runner)
+        await asyncio.sleep(0.05)
+        assert asked.answers == []
+        runner.gate.set()
+        assert await asked.output() == rows(2).tobytes()
+        assert server.metric("refusals_total", model="tiny", reason="queue_timeout") == 0, "it counts itself"
 
 
 async def test_short_steps_are_not_looked_into(tmp_path: Path) -> None:

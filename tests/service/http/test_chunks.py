@@ -142,8 +142,13 @@ async def test_a_timeout_between_chunks_ends_a_request(tmp_path: Path, over_http
             await until(lambda: runner.steps == [[1], [1], [16], [16]])
             assert waiting(server) == 1
             await until(lambda: waiting(server) == 0)
-        status = (await response).status_code if over_http else (await answer_to(peer, sequence)).status
-        assert status == 503
+            if over_http:
+                assert (await response).status_code == 503, "the chunk still runs"
+            else:
+                assert not await asyncio.to_thread(peer.is_in_time, sequence)
+                assert not peer.answered(sequence), "the chunk still uses the slot"
+        if not over_http:
+            assert (await answer_to(peer, sequence)).status == 503
         peer.close()
     assert runner.steps == [[1], [1], [16], [16]]
 

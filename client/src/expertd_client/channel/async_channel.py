@@ -32,8 +32,10 @@ class AsyncChannel(BaseChannel):
         synchronize: bool = True,
     ) -> Ticket:
         """As Channel.submit. It waits only on a GPU, or if the answer of an earlier request is overdue."""
-        ticket, line = self._begin(slot, num_tokens, routed, timeout, priority)
+        ticket, line, late = self._begin(slot, num_tokens, routed, timeout, priority)
         try:
+            if late is not None and not late.is_done:
+                await self._settle(late, ticket.deadline)
             if synchronize and self._current_stream is not None:
                 stream = self._current_stream()
                 if not stream.query():
@@ -42,7 +44,7 @@ class AsyncChannel(BaseChannel):
                 await self._settle(first, ticket.deadline)
         finally:
             if not ticket.sequence:
-                slot.ticket = None
+                slot.ticket = late
         return ticket
 
     async def wait(self, ticket: Ticket) -> Any:

@@ -53,18 +53,20 @@ class BaseChannel:
 
     def _begin(
         self, slot: Slot, num_tokens: int, routed: bool, timeout: float | None, priority: int
-    ) -> tuple[Ticket, bytes]:
-        """A request that takes a slot, and its line. Raises InvalidRequestError."""
+    ) -> tuple[Ticket, bytes, Ticket | None]:
+        """A request that takes a slot, its line, and the slot's late request. Raises InvalidRequestError."""
         if slot not in self._own:
             raise InvalidRequestError("slot: expected one of this channel, got one of another channel")
-        if slot.ticket is not None:
-            self._end_late(slot)
+        late = slot.ticket
+        if late is not None and not late.is_late:
+            got = "got one in use, not waited for"
+            raise InvalidRequestError(f"slot {slot.index}: expected a free one, {got}")
         seconds = self._timeout if timeout is None else timeout
         line = slot.lines.get((num_tokens, routed, seconds, priority))
         if line is None:
             line = self._line(slot, num_tokens, routed, seconds, priority)
         ticket = slot.ticket = Ticket(slot, num_tokens, Deadline(seconds), self._link)
-        return ticket, line
+        return ticket, line, late
 
     def _send(self, ticket: Ticket, line: bytes) -> Ticket | None:
         """Send a request; if it cannot be yet, the one whose answer must be taken first."""
@@ -103,17 +105,6 @@ class BaseChannel:
         if self._gpu is not None and any(not self.is_answered(ticket) for ticket in self._tickets.values()):
             _kept.append(self._gpu)  # freeing it under a step would be undefined
         self._link.close()
-
-    def _end_late(self, slot: Slot) -> None:
-        """Make a slot free whose request was answered too late. Raises InvalidRequestError."""
-        ticket = slot.ticket
-        if ticket is None or not ticket.is_late or not self.is_answered(ticket):
-            state = "answered late" if ticket is not None and ticket.is_late else "not waited for"
-            raise InvalidRequestError(f"slot {slot.index}: expected a free one, got one in use, {state}")
-        if not ticket.is_done:
-            self._link.drop_answer(ticket.sequence)
-            del self._tickets[ticket.sequence]
-        slot.ticket = None
 
     def _line(self, slot: Slot, num_tokens: int, routed: bool, seconds: float, priority: int) -> bytes:
         shapes, where, start = self._shapes, self._shapes.layout, slot.index * self._slot_bytes

@@ -28,23 +28,27 @@ class Channel(BaseChannel):
     ) -> Ticket:
         """Have the server compute the first `num_tokens` rows of a slot, whose arrays it has until `wait`.
 
+        If the slot's last request is late, it waits until the server is done with that.
+
         routed       topk_ids and topk_weights are given; else the layer's router chooses
         timeout      seconds until the answer must be there (default: the client's; math.inf: any time)
         priority     1 to 255: requests with a lower one are computed first; 0: the server's default
         synchronize  on a GPU, wait for the current stream first, so that everything written there is in
                      memory. False, if the caller knows that it is, saves 5 to 40 us
 
-        Raises InvalidRequestError, ServerUnreachableError.
+        Raises DeadlineError, InvalidRequestError, ServerUnreachableError.
         """
-        ticket, line = self._begin(slot, num_tokens, routed, timeout, priority)
+        ticket, line, late = self._begin(slot, num_tokens, routed, timeout, priority)
         try:
+            if late is not None and not late.is_done:
+                self._settle(late, ticket.deadline)
             if synchronize and self._current_stream is not None:
                 self._current_stream().synchronize()
             while (first := self._send(ticket, line)) is not None:
                 self._settle(first, ticket.deadline)
         finally:
             if not ticket.sequence:
-                slot.ticket = None
+                slot.ticket = late
         return ticket
 
     def wait(self, ticket: Ticket) -> Any:
