@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from expertd.service.memory.arena import Block
 from expertd.service.memory.regions import Region, Regions
-from expertd.service.memory.span import Buffer, Span, host_view
+from expertd.service.memory.span import Buffer, Span, Write, host_view
 from expertd.service.memory.system import RegionError, SystemMemory
 
 Take = Callable[[int], Block | None]
@@ -40,7 +40,7 @@ class RegionUses:
         self._held: list[Region] = []
         self._blocks: list[Block] = []
         self._copies: list[tuple[Place, SystemMemory, memoryview]] = []
-        self._stored: tuple[Place, SystemMemory, int] | None = None
+        self._stored: tuple[Place, Write, int] | None = None
         self._inputs: list[tuple[Place, Region]] = []
         self.output_place: Place | None = None
 
@@ -72,8 +72,11 @@ class RegionUses:
         self._copies.append((place, region.memory, target))
         return target
 
-    def output(self, place: Place, alignment: int, needed: int) -> Span | None:
-        """Where the device writes `needed` bytes; None: `store` writes them. Raises RegionError."""
+    def output(self, place: Place, alignment: int, needed: int, later: bool = False) -> Span | None:
+        """Where the device writes `needed` bytes; None: `store` writes them. Raises RegionError.
+
+        later  `store` writes them if it can, even where the device could
+        """
         region = self._use(place, alignment)
         if needed > place.num_bytes:
             raise RegionError(f"expected shared_memory_byte_size of at least {needed}, got {place.num_bytes}")
@@ -87,10 +90,11 @@ class RegionUses:
             ):
                 raise RegionError(f"expected memory apart from the inputs, got an overlap with {other.what}")
         self.output_place = place
-        if isinstance(region.memory, SystemMemory) and not region.memory.in_place:
-            self._stored = place, region.memory, needed
-            return None
-        return region.span(place.offset, needed)
+        span = region.span(place.offset, needed)
+        if region.memory.write is None or not (later or span is None):
+            return span
+        self._stored = place, region.memory.write, needed
+        return None
 
     def load(self) -> None:
         """Copy the inputs that are not read in place."""
@@ -104,9 +108,9 @@ class RegionUses:
         """Copy a step's output to its place, unless the device has written it there, or it has none."""
         if self._stored is None:
             return
-        place, memory, _ = self._stored
+        place, write, _ = self._stored
         try:
-            memory.write_from(place.offset, host_view(output).cast("B"))
+            write(place.offset, host_view(output).cast("B"))
         except RegionError as error:
             raise RegionError(f"{place.what}: {error}") from error
 

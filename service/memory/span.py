@@ -67,16 +67,22 @@ def host_view(memory: Buffer | Span) -> memoryview:
     return memory.view
 
 
+Write = Callable[[int, memoryview], None]
+"""Copies bytes of the host to an offset of other memory, where they are when it returns."""
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
     """A GPU's memory of another process, accessible until `close`.
 
     identity  the same for all that start at the same place; None: the span's address tells
+    write     from this process; None: only steps can write to it
     """
 
     span: Span
     close: Unregister
     identity: Hashable = None
+    write: Write | None = None
 
 
 HANDLE_BYTES = 64

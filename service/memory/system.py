@@ -73,7 +73,7 @@ class SystemMemory:
                 raise _shrunk(self.start + offset + len(target), self._size())
             done += count
 
-    def write_from(self, offset: int, source: memoryview) -> None:
+    def write(self, offset: int, source: memoryview) -> None:
         """Write `source` at `offset`. Raises RegionError if the file was shrunk, or has no room in memory."""
         self._check(offset, len(source))  # pwritev would extend the file again
         done = 0

@@ -1,8 +1,10 @@
 """Memory on the GPUs of this host that other processes allocated: opened by CUDA IPC handles."""
 
 import ctypes
+import functools
 from typing import Any
 
+import numpy as np
 import torch
 
 from expertd.service.memory import HANDLE_BYTES, DeviceMemory, OpenCuda, Span, check_handle
@@ -44,9 +46,33 @@ def opener_for(device: torch.device) -> OpenCuda | None:
         status, ordinal = driver.cuPointerGetAttribute(
             driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, pointer
         )
-        return DeviceMemory(Span(int(pointer), num_bytes, device_id if status else int(ordinal)), close)
+        span = Span(int(pointer), num_bytes, device_id if status else int(ordinal))
+        return DeviceMemory(span, close, write=functools.partial(_write, index, span.address))
 
     return open_cuda
+
+
+def _write(index: int, address: int, offset: int, data: memoryview) -> None:
+    """Copy bytes to a GPU's memory, and wait until they are there. Raises RuntimeError if that fails."""
+    driver, stream = _driver(index), _stream(index)
+    source = np.frombuffer(data, np.uint8)
+    for step, arguments in (
+        (driver.cuMemcpyHtoDAsync, (address + offset, source.ctypes.data, len(source), stream)),
+        (driver.cuStreamSynchronize, (stream,)),
+    ):
+        (status,) = step(*arguments)
+        if status:
+            raise RuntimeError(f"a copy to a region of a GPU's memory failed: {status.name}")
+
+
+@functools.cache
+def _stream(index: int) -> Any:
+    """For copies that wait for no step: of several threads, each waits for the others', too."""
+    driver = _driver(index)
+    status, stream = driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+    if status:
+        raise RuntimeError(f"a stream for copies to regions cannot be made: {status.name}")
+    return stream
 
 
 def _driver(index: int) -> Any:

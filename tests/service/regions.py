@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import numpy.typing as npt
 
 from expertd.service.engine.loading import Loaded, Loader
 from expertd.service.memory import Buffer, DeviceMemory, Mapped, Span, Unregister
@@ -57,7 +58,10 @@ def bytes_of(memory: Buffer | Span) -> bytes:
 
 @dataclass
 class Device:
-    """A "GPU" whose memory is the host's: what is registered and open, and runners that use addresses."""
+    """A "GPU" whose memory is the host's: what is registered and open, and runners that use addresses.
+
+    writable  whether the host can copy to its memory; what it copied is in `written`
+    """
 
     runner: AddressRunner = field(default_factory=AddressRunner)
     loading: bool = True  # then the arena is registered
@@ -67,6 +71,8 @@ class Device:
     memory: "ctypes.Array[ctypes.c_char]" = field(
         default_factory=lambda: ctypes.create_string_buffer(1 << 16)
     )
+    writable: bool = True
+    written: list[tuple[int, int]] = field(default_factory=list)  # offset and bytes
 
     @property
     def address(self) -> int:
@@ -86,7 +92,16 @@ class Device:
         if handle != HANDLE:
             raise ValueError("raw_handle: expected a handle of another process's memory, got another text")
         self.opened.append((handle, device_id, num_bytes))
-        return DeviceMemory(Span(self.address, num_bytes, device_id), self._close)
+        write = self._write if self.writable else None
+        return DeviceMemory(Span(self.address, num_bytes, device_id), self._close, write=write)
+
+    def read(self, offset: int, num_bytes: int) -> npt.NDArray[np.float32]:
+        """A part of the "GPU's" memory."""
+        return np.frombuffer(ctypes.string_at(self.address + offset, num_bytes), np.float32)
+
+    def _write(self, offset: int, data: memoryview) -> None:
+        self.written.append((offset, len(data)))
+        ctypes.memmove(self.address + offset, bytes(data), len(data))
 
     def _close(self) -> None:
         self.closed += 1

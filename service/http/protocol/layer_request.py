@@ -77,10 +77,16 @@ def check_json_output(output: Output, num_tokens: int, spec: LayerSpec) -> None:
 
 
 def layer_request(
-    tensors: Mapping[str, Tensor], output: Output, spec: LayerSpec, uses: RegionUses | None
+    tensors: Mapping[str, Tensor],
+    output: Output,
+    spec: LayerSpec,
+    uses: RegionUses | None,
+    stored_later: bool = False,
 ) -> LayerRequest:
     """The request of inputs that passed `check_shapes`; `uses` holds the regions of places, if there are any.
 
+    stored_later  an output in a region is stored after the step where possible, because its caller may be
+                  answered, and have the region again, before the step ends
     Raises OipError (400; 503 without memory to copy a region to).
     """
     data = {name: _data(name, tensor, uses) for name, tensor in tensors.items()}
@@ -95,7 +101,7 @@ def layer_request(
         topk_ids_datatype=ids.datatype if ids else "INT32",
         topk_weights=data.get("topk_weights"),
         output_datatype=output.datatype,
-        output=output_at(output.place, uses, num_bytes) if output.place and uses else None,
+        output=output_at(output.place, uses, num_bytes, stored_later) if output.place and uses else None,
         scales=data.get(SCALE),
     )
 

@@ -73,10 +73,13 @@ def check_routing(
         )
 
 
-def output_at(place: Place, uses: RegionUses, needed: int) -> Span | None:
-    """Where the device writes the output of `needed` bytes; None: `uses` stores it. Raises OipError (400)."""
+def output_at(place: Place, uses: RegionUses, needed: int, later: bool) -> Span | None:
+    """Where the device writes the output of `needed` bytes; None: `uses` stores it. Raises OipError (400).
+
+    later  see `RegionUses.output`
+    """
     try:
-        return uses.output(place, _ROW_ALIGNMENT, needed)
+        return uses.output(place, _ROW_ALIGNMENT, needed, later)
     except RegionError as error:
         raise OipError(400, f"{place.what}: {error}") from error
 

@@ -38,6 +38,7 @@ INPUT_DATATYPES = {
 }
 OUTPUT = "hidden_states"
 _MAX_OBJECTS = 1000
+_LONG_SECONDS = 1.0  # a timeout that hardly ever passes during a step: the output is written in place
 # Parameters of the protocol that this server does not support: ignoring them would mislead.
 _UNSUPPORTED = frozenset({"sequence_id", "sequence_start", "sequence_end", "classification"})
 # Where a parameter belongs: elsewhere it would be ignored, as unknown ones are, and the answer be another.
@@ -185,7 +186,7 @@ def _parse_header(
     check_json_output(output, tensors["hidden_states"].shape[0], spec)
     uses = uses_of([*(tensor.data for tensor in tensors.values()), output.place], new_uses)
     try:
-        layer = layer_request(tensors, output, spec, uses)
+        layer = layer_request(tensors, output, spec, uses, timeout is not None and timeout < _LONG_SECONDS)
     except BaseException:
         if uses is not None:
             uses.release()

@@ -1,7 +1,7 @@
-"""A caller whose timeouts pass at about the time of its answers, in a process of its own; prints what came of them.
+"""A caller whose timeouts pass at about the time of its answers, in a process of its own.
 
-Arguments: the server's URL, the model, "host" or "gpu" (where its data region is), the number of requests.
-Every output must have the bits of the same request without a timeout.
+Prints what came of its requests, as JSON. Arguments: the server's URL, the model, "host" or "gpu" (where its
+data region is), the number of requests. Outputs must have the bits of the same requests without a timeout.
 """
 
 import base64

@@ -81,14 +81,26 @@ def in_body(http: httpx.Client, hidden: bytes, datatype: str, given: Any = None)
     return answer.content[int(answer.headers["inference-header-content-length"]) :]
 
 
-def named(region: str, count: int, datatype: str, out: str, out_offset: int, routed: bool = False) -> bytes:
-    """A request with hidden states at 0 of `region`, and ids and weights, if given, right behind them."""
+def named(
+    region: str,
+    count: int,
+    datatype: str,
+    out: str,
+    out_offset: int,
+    routed: bool = False,
+    seconds: float = 0,
+) -> bytes:
+    """A request with hidden states at 0 of `region`, and ids and weights, if given, right behind them.
+
+    seconds  its timeout; 0: none. With a short one, the output is copied to its place after the step
+    """
     size = count * HIDDEN * BYTES[datatype]
     inputs = [region_input(region, [count, HIDDEN], 0, datatype=datatype, size=size)]
     if routed:
         inputs.append(region_input(region, [count, TOP_K], size, "topk_ids", "INT32"))
         inputs.append(region_input(region, [count, TOP_K], size + 4 * count * TOP_K, "topk_weights"))
-    return json_request(*inputs, outputs=region_output(out, size, out_offset))
+    parameters = {"timeout": int(1e6 * seconds)}
+    return json_request(*inputs, outputs=region_output(out, size, out_offset), parameters=parameters)
 
 
 @contextmanager
@@ -140,6 +152,12 @@ def test_fp8_values_and_scales_in_cuda_memory(
             assert contents(target, len(expected)) == expected
 
 
+def zero(region: Any, size: int) -> None:
+    from tritonclient.utils import cuda_shared_memory
+
+    cuda_shared_memory.set_shared_memory_region(region, [np.zeros(size, np.uint8)])
+
+
 def contents(region: Any, size: int) -> bytes:
     from tritonclient.utils import cuda_shared_memory
 
@@ -160,10 +178,12 @@ def test_cuda_memory_gives_the_same_bits(
         cuda_region(server, "in", data, device_id) as source,
         cuda_region(server, "out", bytes(len(hidden) + 64), device_id) as target,
     ):
-        answer = http.post(URL, content=named("in", count, datatype, "out", 0, routed))
-        assert answer.status_code == 200, answer.text
-        assert answer.json()["outputs"][0]["parameters"]["shared_memory_region"] == "out"
-        assert contents(target, len(hidden) + 64) == expected + bytes(64)
+        for seconds in (0, 0.9):
+            zero(target, len(hidden) + 64)
+            answer = http.post(URL, content=named("in", count, datatype, "out", 0, routed, seconds))
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["outputs"][0]["parameters"]["shared_memory_region"] == "out"
+            assert contents(target, len(hidden) + 64) == expected + bytes(64)
         assert contents(source, len(data)) == data
     assert http.get(f"{CUDA}/status").json() == []
 
@@ -180,9 +200,11 @@ def test_system_memory_gives_the_same_bits(
         file.write(hidden + given[0].tobytes() + given[1].tobytes())
         register = {"key": file.key, "byte_size": 1 << 22}
         assert http.post(f"{SYSTEM}/region/r/register", json=register).status_code == 200
-        answer = http.post(URL, content=named("r", count, datatype, "r", 1 << 21, routed))
-        assert answer.status_code == 200, answer.text
-        assert file.read(len(hidden) + 64, 1 << 21) == expected + bytes(64)
+        for seconds in (0, 0.9):
+            file.write(bytes(len(hidden) + 64), 1 << 21)
+            answer = http.post(URL, content=named("r", count, datatype, "r", 1 << 21, routed, seconds))
+            assert answer.status_code == 200, answer.text
+            assert file.read(len(hidden) + 64, 1 << 21) == expected + bytes(64)
         assert http.post(f"{SYSTEM}/unregister").status_code == 200
 
 

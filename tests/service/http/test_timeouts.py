@@ -1,8 +1,13 @@
 """Timeouts that pass while the request's own step runs, and work that nobody waits for."""
 
 import asyncio
+import ctypes
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import numpy as np
+import numpy.typing as npt
+import pytest
 
 from expertd.service.http.infer_body import LARGE_BYTES
 from tests.service.apps import (
@@ -17,7 +22,15 @@ from tests.service.apps import (
     serving_runner,
     tiny_settings,
 )
-from tests.service.regions import ROW, Device, enabled, region_input, region_output, registered
+from tests.service.regions import (
+    ROW,
+    Device,
+    enabled,
+    region_input,
+    region_output,
+    register_cuda,
+    registered,
+)
 from tests.service.runners import EchoRunner
 from tests.service.shm import shm_file
 from tests.service.sockets import connect, infer, listening, read_answer
@@ -26,6 +39,7 @@ from tests.service.waiting import until
 TOKENS = 256
 TIMEOUT = {"timeout": 20_000}
 LIMITS = {"max_request_tokens": TOKENS}
+Region = Callable[[], npt.NDArray[np.float32]]
 IN_ITS_STEP = "the request's timeout of 20000 microseconds expired in its step"
 
 
@@ -94,22 +108,61 @@ async def test_a_step_whose_request_was_answered_leaves_its_regions_as_they_are(
             np.testing.assert_array_equal(file.floats(1, HIDDEN, ROW), rows(1, 5))
 
 
-async def test_an_output_that_the_device_writes_to_a_region_is_waited_for() -> None:
+@asynccontextmanager
+async def region_of(server: Serving, device: Device, kind: str) -> AsyncIterator[Region]:
+    """A region "r" with hidden states in its first row, and its second row."""
+    if kind == "cuda":
+        ctypes.memmove(device.address, rows(1).tobytes(), ROW)
+        assert (await register_cuda(server, "r", 4 * ROW)).status_code == 200
+        yield lambda: device.read(ROW, ROW)
+        return
+    with shm_file(4 * ROW) as file:
+        file.write(rows(1), 0)
+        await registered(server, "r", file.key, 4 * ROW)
+        yield lambda: file.floats(1, HIDDEN, ROW)[0]
+
+
+def region_request(timeout: int) -> bytes:
+    """From the first row of the region "r" to its second one."""
+    given = region_input("r", [1, HIDDEN], 0)
+    return json_request(given, outputs=region_output("r", ROW, ROW), parameters={"timeout": timeout})
+
+
+@pytest.mark.parametrize("kind", ["system", "cuda"])
+async def test_an_output_that_a_device_could_write_to_a_region_is_stored_if_in_time(kind: str) -> None:
     device = Device()
-    async with serving(enabled(), device.loader()) as server:
-        with shm_file(4 * ROW) as file:
-            file.write(rows(1), 0)
-            await registered(server, "r", file.key, 4 * ROW)
-            device.runner.gate.clear()
-            given = region_input("r", [1, HIDDEN], 0)
-            body = json_request(given, outputs=region_output("r", ROW, ROW), parameters=TIMEOUT)
-            request = asyncio.ensure_future(server.infer(body))
-            await in_step(device.runner)
-            done, _ = await asyncio.wait({request}, timeout=0.1)
-            assert not done
-            device.runner.gate.set()
-            assert (await request).status_code == 200
-            np.testing.assert_array_equal(file.floats(1, HIDDEN, ROW), 2 * rows(1))
+    async with (
+        serving(enabled(), device.loader()) as server,
+        region_of(server, device, kind) as output,
+    ):
+        device.runner.gate.clear()
+        request = asyncio.ensure_future(server.infer(region_request(20_000)))
+        await in_step(device.runner)
+        assert error_of(await request, 503) == IN_ITS_STEP
+        device.runner.gate.set()
+        await until(lambda: server.app.engine.scheduler.unanswered == 0)
+        assert (output() == 0).all(), "it is the caller's again"
+        assert (await server.infer(region_request(900_000))).status_code == 200
+        np.testing.assert_array_equal(output(), 2 * rows(1)[0])
+        assert device.written == ([(ROW, ROW)] if kind == "cuda" else [])
+        assert (await server.infer(region_request(2_000_000))).status_code == 200
+        assert len(device.written) == (kind == "cuda"), "the device writes outputs of requests with time"
+
+
+async def test_an_output_that_only_ranks_can_write_to_a_region_is_waited_for() -> None:
+    device = Device(writable=False)
+    async with (
+        serving(enabled(), device.loader()) as server,
+        region_of(server, device, "cuda") as output,
+    ):
+        device.runner.gate.clear()
+        request = asyncio.ensure_future(server.infer(region_request(20_000)))
+        await in_step(device.runner)
+        done, _ = await asyncio.wait({request}, timeout=0.1)
+        assert not done
+        device.runner.gate.set()
+        assert (await request).status_code == 200
+        np.testing.assert_array_equal(output(), 2 * rows(1)[0])
 
 
 async def test_a_request_with_regions_whose_client_left_is_not_computed() -> None:

@@ -155,6 +155,35 @@ def test_the_output_is_stored_where_the_device_did_not_write_it() -> None:
         uses.release()
 
 
+def test_an_output_can_be_stored_where_the_device_could_write_it() -> None:
+    with two_files(in_place=True) as (regions, file):
+        uses = uses_of(regions)
+        assert uses.output(Place("out", "b", 32, 64), 16, 48, later=True) is None
+        assert uses.store_bytes == 48
+        uses.store(b"x" * 48)
+        assert file.read(66, SIZE + 31) == b"\0" + b"x" * 48 + bytes(17)
+        uses.release()
+
+
+def test_an_output_is_stored_in_a_gpus_memory_if_this_process_can_write_to_it() -> None:
+    written: list[tuple[int, bytes]] = []
+    memory = DeviceMemory(
+        Span(1 << 30, SIZE, 0),
+        lambda: None,
+        write=lambda offset, data: written.append((offset, bytes(data))),
+    )
+    with two_files(in_place=True) as (regions, _):
+        add(regions, "writable", memory)
+        uses = uses_of(regions)
+        place = Place("out", "writable", 32, 64)
+        assert uses.output(place, 16, 48) == Span((1 << 30) + 32, 48, 0)
+        assert uses.output(place, 16, 48, later=True) is None
+        uses.store(memoryview(b"x" * 48))
+        assert written == [(32, b"x" * 48)]
+        other = Place("out", "gpu", 32, 64)
+        assert uses_of(regions).output(other, 16, 48, later=True) == Span((1 << 20) + 32, 48, 0)
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize(
     ("place", "expected"),

@@ -39,7 +39,7 @@ def test_bytes_are_copied_both_ways(slash: str) -> None:
         got = bytearray(4)
         memory.read_into(6, memoryview(got))
         assert got == b"cdef"
-        memory.write_from(8, memoryview(b"XY"))
+        memory.write(8, memoryview(b"XY"))
         assert file.read(8, 100) == b"abcdXYgh"
         assert not memory.in_place
         assert not file.is_mapped(), "the CPU never maps it"
@@ -134,14 +134,14 @@ def test_a_file_that_shrank_is_an_error_and_is_never_extended(size: int) -> None
         expected = f"^expected a file of at least 164 bytes, got one that was shrunk to {size}$"
         for use in (
             lambda: copied.read_into(0, memoryview(bytearray(64))),
-            lambda: copied.write_from(0, memoryview(bytes(64))),
+            lambda: copied.write(0, memoryview(bytes(64))),
             lambda: mapped.span(0, 64),
         ):
             with pytest.raises(RegionError, match=expected):
                 use()
         assert os.fstat(file.fd).st_size == size
         os.ftruncate(file.fd, 164)
-        copied.write_from(0, memoryview(bytes(64)))
+        copied.write(0, memoryview(bytes(64)))
         for memory in (copied, mapped):
             assert not memory.is_unlinked()
             memory.close()

@@ -32,6 +32,8 @@ class Driver:
         self.opening: Any = OK
         self.ranging: Any = OK
         self.naming: Any = OK
+        self.ending: Any = OK
+        self.copied: tuple[int, bytes] | None = None
 
     CUipcMemHandle = _Handle
 
@@ -50,6 +52,24 @@ class Driver:
         assert attribute == "ordinal"
         return self.naming, 1
 
+    CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
+
+    def cuStreamCreate(self, flags: int) -> tuple[Any, str]:  # noqa: N802
+        assert flags == 1
+        return OK, "stream"
+
+    def cuMemcpyHtoDAsync(  # noqa: N802
+        self, target: int, source: int, num_bytes: int, stream: str
+    ) -> tuple[Any]:
+        assert stream == "stream"
+        self.copied = target, ctypes.string_at(source, num_bytes)
+        return (OK,)
+
+    def cuStreamSynchronize(self, stream: str) -> tuple[Any]:  # noqa: N802
+        assert stream == "stream"
+        assert self.copied
+        return (self.ending,)
+
     def cuIpcCloseMemHandle(self, pointer: int) -> tuple[Any]:  # noqa: N802
         assert pointer == self.pointer
         self.open -= 1
@@ -60,6 +80,7 @@ class Driver:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver()
     monkeypatch.setattr(ipc, "_driver", lambda index: driver)
+    ipc._stream.cache_clear()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     return driver
 
@@ -98,6 +119,15 @@ def test_wrong_arguments_are_refused(
     with pytest.raises(ValueError, match=f"^{expected}$"):
         open_cuda(handle, device_id, num_bytes)
     assert driver.open == 0
+
+
+def test_bytes_are_written_and_waited_for(driver: Driver) -> None:
+    memory = open_cuda(HANDLE, 0, 8192)
+    memory.write(64, memoryview(b"some bytes"))
+    assert driver.copied == (4096 + 64, b"some bytes")
+    driver.ending = FAILED
+    with pytest.raises(RuntimeError, match=r"^a copy to a region .* failed: CUDA_ERROR_INVALID_CONTEXT$"):
+        memory.write(0, memoryview(b"x"))
 
 
 def test_only_the_bytes_behind_the_handles_address_count(driver: Driver) -> None:
