@@ -100,6 +100,21 @@ def test_a_closed_channel(connect: Connect, sharing_server: RunningServer) -> No
     wait_for(lambda: not sharing_server.channels(), "the server has closed it")
 
 
+def test_a_channel_that_is_closed_with_a_late_request(connect: Connect, own_server: RunningServer) -> None:
+    channel = connect(own_server.url).open_channel(MODEL, max_tokens=4)
+    slot = channel.slots[0]
+    with own_server.stopped():
+        ticket = channel.submit(slot, 4, timeout=0.05)
+        with pytest.raises(DeadlineError):
+            channel.wait(ticket)
+        channel.close()
+        for _ in range(2):
+            with pytest.raises(ServerUnreachableError, match=CLOSED):
+                channel.wait(ticket)
+            with pytest.raises(ServerUnreachableError, match=CLOSED):
+                channel.submit(slot, 4)
+
+
 def test_a_channel_that_is_dropped_is_closed(connect: Connect, sharing_server: RunningServer) -> None:
     connect(sharing_server.url).open_channel(MODEL, max_tokens=4)
     wait_for(lambda: not sharing_server.channels(), "the server has closed it")

@@ -107,7 +107,8 @@ class Channel(BaseChannel):
     def _sleep(self, sequence: int, deadline: Deadline) -> None:
         link = self._link
         while True:
-            link.clear()
+            if link.is_open:
+                link.clear()
             if link.is_answered(sequence):
                 return
             if not link.is_open:
