@@ -35,10 +35,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one check; `detail` is the error, a remark, or empty."""
+    """The result of one check; `detail` is the error, a remark, or empty.
+
+    ok  None: not checked, because of what another check found
+    """
 
     name: str
-    ok: bool
+    ok: bool | None
     detail: str = ""
 
 
@@ -94,9 +97,9 @@ def _checks(settings: "Settings") -> Iterator[Result]:
     def checkpoints() -> str:
         nonlocal settings
         settings = resolve_checkpoints(settings)
-        return f"layers to serve: {', '.join(model.name for model in settings.models)}"
+        return f"layers to serve, by their headers: {', '.join(model.name for model in settings.models)}"
 
-    yield _result("checkpoints", checkpoints)
+    yield (resolved := _result("checkpoints", checkpoints))
     yield _result("weights", lambda: check_weights(settings))
     yield _result("keys", lambda: _keys(settings))
     yield _result("tls", lambda: _tls(settings))
@@ -106,11 +109,15 @@ def _checks(settings: "Settings") -> Iterator[Result]:
     yield _result("channels", lambda: _channels(settings))
     yield _result("backend", lambda: _backend(settings))
     yield _result("partitions", lambda: _partitions(settings))
-    yield from _memory(settings)
+    if resolved.ok:
+        yield from _memory(settings)
+    else:
+        unknown = "not known without the checkpoints' layers"
+        yield from (Result(name, None, unknown) for name in ("memory", "host memory"))
 
 
 def _memory(settings: "Settings") -> Iterator[Result]:
-    """What each device of this node holds, and whether it fits."""
+    """What each device of this node holds, and the host, and whether it fits."""
     from expertd.kernels import resolve_backend
     from expertd.service.ranks.shares import shares_here, size, what_would_do
 
@@ -124,12 +131,25 @@ def _memory(settings: "Settings") -> Iterator[Result]:
         left = "" if available is None else f"; {size(available)} are free"
         hint = "" if fits else what_would_do(settings, on_gpu, available or 0)
         yield Result(name, fits, share.text + left + hint)
+    yield _result("host memory", lambda: _host_memory(settings, on_gpu))
+
+
+def _host_memory(settings: "Settings", on_gpu: bool) -> str:
+    from expertd.service.commands.host_memory import check_host_memory
+    from expertd.service.ranks.shares import size
+
+    if settings.node_rank > 0:
+        return "none: node 0 has the front end"
+    memory = check_host_memory(settings, on_gpu)
+    if memory.warning is not None:
+        return f"warning: {memory.warning}"
+    return f"{memory.text}; {size(memory.free)} are free"
 
 
 def _result(name: str, check: Callable[[], str | None]) -> Result:
     try:
         return Result(name, True, check() or "")
-    except (ValueError, RuntimeError, OSError) as error:
+    except (ValueError, RuntimeError, OSError, MemoryError) as error:
         return Result(name, False, str(error))
 
 
@@ -249,7 +269,8 @@ def _print_tables(rows: list[Row], results: list[Result], would_start: bool) -> 
             [("setting", "value", "origin"), *((row.key, json.dumps(row.value), row.origin) for row in rows)]
         )
         print()
-    found = ((result.name, "ok" if result.ok else "error", result.detail) for result in results)
+    words = {True: "ok", False: "error", None: "not checked"}
+    found = ((result.name, words[result.ok], result.detail) for result in results)
     _print_columns([("check", "result", ""), *found])
     if not would_start:
         print("expertd check: the server would not start", file=sys.stderr)

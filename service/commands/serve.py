@@ -99,8 +99,11 @@ def check_weights(settings: "Settings") -> None:
 
 
 def check_memory(settings: "Settings") -> None:
-    """Raise MemoryError if layers do not fit in the memory of the devices that they are for."""
+    """Raise MemoryError if layers do not fit in the memory of the devices that they are for, or what a GPU
+    needs of the host's does not fit there. Logs a warning if callers could use more of that than is free.
+    """
     from expertd.kernels.backends import why_not
+    from expertd.service.commands.host_memory import check_host_memory
     from expertd.service.ranks.shares import check_device_memory
 
     on_gpu = settings.devices is not None
@@ -109,6 +112,8 @@ def check_memory(settings: "Settings") -> None:
         if settings.backend == "hopper" and not on_gpu:
             return  # loading says why
     check_device_memory(settings, on_gpu)
+    if settings.node_rank == 0 and (warning := check_host_memory(settings, on_gpu).warning) is not None:
+        logger.warning(warning)
 
 
 def check_keys(settings: "Settings") -> str:

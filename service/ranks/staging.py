@@ -12,6 +12,8 @@ from expertd.service.moe.request import LayerRequest
 from expertd.service.ranks.messages import NOWHERE, Place, PlacedRequest, StepCommand
 from expertd.service.ranks.regions import SharedRegions
 
+MAX_RUNNING = 2
+"""Steps at a time, each with memory of its own."""
 _ALIGNMENT = 64
 _BYTES = {"BF16": 2, "FP16": 2, "FP32": 4}
 

@@ -233,7 +233,7 @@ class Settings(BaseSettings):
             yield f"nnodes: expected 2 or more with rendezvous {self.rendezvous}, got 1"
 
     def _wrong_buffers(self) -> Iterator[str]:
-        needed, got = self._needed_bytes, self.buffered_bytes
+        needed, got = self.least_buffered_bytes, self.buffered_bytes
         if got < needed:
             yield f"limits.max_buffered_bytes: expected at least {needed}, got {got}"
 
@@ -245,10 +245,11 @@ class Settings(BaseSettings):
     @property
     def buffered_bytes(self) -> int:
         """`limits.max_buffered_bytes`, or its default."""
-        return self.limits.max_buffered_bytes or default_bytes(self._needed_bytes)
+        return self.limits.max_buffered_bytes or default_bytes(self.least_buffered_bytes)
 
     @property
-    def _needed_bytes(self) -> int:
+    def least_buffered_bytes(self) -> int:
+        """What `limits.max_buffered_bytes` has to be at least."""
         regions = 0
         if self.shared_memory.enabled:
             tokens = self.limits.max_request_tokens

@@ -1,8 +1,11 @@
 """`expertd check`: the settings, their origins, and what would prevent a start."""
 
 import json
+import os
 import re
+import shutil
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,8 @@ from tests.service.moe.test_weights import SHAPE
 
 Output = pytest.CaptureFixture[str]
 
+UP = "model.layers.2.mlp.experts.3.up_proj.weight"
+
 
 def check(capsys: Output, *arguments: str | Path) -> tuple[int, dict[str, Any]]:
     code = main(["check", "--json", *map(str, arguments)])
@@ -27,7 +32,7 @@ def check(capsys: Output, *arguments: str | Path) -> tuple[int, dict[str, Any]]:
 
 
 def failed(about: dict[str, Any]) -> dict[str, str]:
-    return {result["name"]: result["detail"] for result in about["checks"] if not result["ok"]}
+    return {result["name"]: result["detail"] for result in about["checks"] if result["ok"] is False}
 
 
 def test_check_prints_what_each_rank_holds(
@@ -102,6 +107,7 @@ def test_check_prints_every_setting_with_its_origin(
         "backend",
         "partitions",
         "memory",
+        "host memory",
     ]  # fmt: skip
 
 
@@ -215,6 +221,52 @@ def test_check_reads_the_headers_of_weights(config: Path, capsys: Output, tmp_pa
     code, about = check(capsys, *given)
     assert code == 2
     assert failed(about)["weights"].endswith("got 1 unknown: other")
+
+
+def _truncate(file: Path) -> str:
+    size = file.stat().st_size
+    os.truncate(file, size - 1)
+    return f"expected a safetensors file, got: {size - 1} bytes instead of {size}"
+
+
+def _drop(file: Path) -> str:
+    tensors = load_file(file)
+    del tensors[UP]
+    save_file(tensors, file)
+    return f"expected tensor {UP}, got none with that name"
+
+
+def _cut(file: Path) -> str:
+    tensors = load_file(file)
+    whole = tuple(tensors[UP].shape)
+    part = tensors[UP][1:].contiguous()
+    save_file({**tensors, UP: part}, file)
+    return f"{UP} shape: expected {whole}, got {tuple(part.shape)}"
+
+
+def _convert(file: Path) -> str:
+    tensors = load_file(file)
+    save_file({**tensors, UP: tensors[UP].to(torch.int8)}, file)
+    return f"{UP} dtype: expected F8_E4M3 or BF16 or F16 or F32, got I8"
+
+
+@pytest.mark.parametrize("spoil", [_truncate, _drop, _cut, _convert])
+def test_nothing_is_said_of_the_memory_for_a_bad_checkpoint(
+    spoil: Callable[[Path], str], checkpoint: Path, capsys: Output, tmp_path: Path
+) -> None:
+    directory = Path(shutil.copytree(checkpoint, tmp_path / "model"))
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    file = directory / index["weight_map"][UP]
+    expected = f"{file}: {spoil(file)}"
+    arguments = ["--model", str(directory), "--layers", "all", "--port", "0", "--backend", "reference"]
+    code, about = check(capsys, *arguments)
+    assert (code, failed(about)) == (2, {"checkpoints": expected})
+    unknown = {result["name"] for result in about["checks"] if result["ok"] is None}
+    assert unknown == {"memory", "host memory"}
+    assert main(["check", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert re.search(r"^memory +not checked +not known without the checkpoints' layers$", captured.out, re.M)
+    assert captured.err == "expertd check: the server would not start\n"
 
 
 def test_a_flag_that_is_not_an_assignment(config: Path, capsys: Output) -> None:

@@ -1,0 +1,118 @@
+"""The host's memory that a server takes at most for layers and large tensors, by arithmetic; not what each
+connection may hold beside that: headers, a small body, or JSON.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from expertd.service.engine.memory_needs import staging_of_model
+from expertd.service.http.worker_setup import channel_sizes, shares
+from expertd.service.moe.host_memory import free_host_bytes
+from expertd.service.ranks.shares import shares_here, size
+from expertd.service.ranks.staging import MAX_RUNNING, staging_bytes
+from expertd.service.settings.lanes import lanes_of
+from expertd.service.settings.model import Settings
+
+_BUFFERED = "limits.max_buffered_bytes"
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes by the setting that limits them, or by what they are for.
+
+    pinned   on a GPU, taken when the server starts
+    at_most  taken when callers use them
+    free     of the host, or of its container
+    """
+
+    pinned: Mapping[str, int]
+    at_most: Mapping[str, int]
+    free: int
+
+    @property
+    def total(self) -> int:
+        """All that the server can take."""
+        return sum(self.pinned.values()) + sum(self.at_most.values())
+
+    @property
+    def text(self) -> str:
+        """For people."""
+        return f"up to {size(self.total)} ({_listed({**self.pinned, **self.at_most})})"
+
+    @property
+    def warning(self) -> str | None:
+        """What to do if callers can make the server take more than is free; None if they cannot."""
+        if self.total <= self.free:
+            return None
+        settings = {name: num for name, num in {**self.pinned, **self.at_most}.items() if "." in name}
+        return (
+            f"host memory: expected room for {self.text}, got {size(self.free)} free: the system may kill the "
+            f"server when callers use it all; lower {max(settings, key=lambda name: settings[name])}"
+        )
+
+
+def host_memory(settings: Settings, on_gpu: bool) -> HostMemory:
+    """What the front end takes, and on a CPU the layers of this node. Not the memory of callers' regions
+    on a CPU, which only copies them.
+    """
+    buffered = {_BUFFERED: _buffered_bytes(settings)}
+    steps = {"steps": _staged_bytes(settings, on_gpu)}
+    shared = {"shared_memory.max_bytes": settings.shared_memory.max_bytes * settings.shared_memory.enabled}
+    if on_gpu:
+        pinned, at_most = {**buffered, **steps}, shared
+    else:
+        layers = sum(share.num_bytes for _, share, _ in shares_here(settings, on_gpu))
+        pinned, at_most = {}, {"layers": layers, **steps, **buffered}
+    at_most["channels.max_bytes"] = settings.channels.max_bytes * (settings.channels.socket is not None)
+    # Messages of single calls, and of streams.
+    has_grpc = settings.grpc.port is not None
+    at_most[f"{_BUFFERED} of gRPC"] = 2 * has_grpc * shares(settings).buffered_bytes
+    return HostMemory(_without_zeros(pinned), _without_zeros(at_most), free_host_bytes())
+
+
+def check_host_memory(settings: Settings, on_gpu: bool) -> HostMemory:
+    """As `host_memory`. Raises MemoryError, with the numbers, if what is pinned at the start does not fit."""
+    memory = host_memory(settings, on_gpu)
+    if (pinned := sum(memory.pinned.values())) > memory.free:
+        listed = f"{size(pinned)} that a GPU needs pinned from the start ({_listed(memory.pinned)})"
+        got = f"{size(memory.free)} free{_what_would_do(settings, memory.free)}"
+        raise MemoryError(f"host memory: expected room for {listed}, got {got}")
+    return memory
+
+
+def _buffered_bytes(settings: Settings) -> int:
+    """Of bodies and outputs; HTTP processes have parts of their own, beside that of the device's process."""
+    one = shares(settings)
+    count = settings.http_workers
+    return one.buffered_bytes + (count * channel_sizes(one)[1] if count > 1 else 0)
+
+
+def _staged_bytes(settings: Settings, on_gpu: bool) -> int:
+    """Between requests and the device, or the ranks."""
+    models, tokens = settings.models, settings.limits.max_batch_tokens
+    if settings.num_ranks > 1:
+        each = (staging_bytes(tokens, model.hidden_size, model.top_k) for model in models)
+        return MAX_RUNNING * max(each, default=0)
+    if not on_gpu:
+        return 0
+    return sum(
+        max((staging_of_model(lane.limits, model) for model in models), default=0)
+        for lane in lanes_of(settings)
+    )
+
+
+def _what_would_do(settings: Settings, free: int) -> str:
+    """A hint: memory for bodies with which the rest fits; empty if none would do."""
+    limits = settings.limits.model_copy(update={"max_buffered_bytes": settings.least_buffered_bytes})
+    fewer = settings.model_copy(update={"limits": limits})
+    if _buffered_bytes(fewer) + _staged_bytes(fewer, on_gpu=True) <= free:
+        return f"; {_BUFFERED} of {limits.max_buffered_bytes} would do"
+    return "; lower limits.max_body_bytes or limits.max_batch_tokens"
+
+
+def _listed(parts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in parts.items())
+
+
+def _without_zeros(parts: Mapping[str, int]) -> dict[str, int]:
+    return {name: num_bytes for name, num_bytes in parts.items() if num_bytes}

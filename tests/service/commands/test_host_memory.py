@@ -1,0 +1,101 @@
+"""The host's memory that a server takes at most with its settings, against what is free."""
+
+import logging
+import re
+from typing import Any
+
+import pytest
+
+from expertd.service.commands import host_memory as module
+from expertd.service.commands.host_memory import check_host_memory, host_memory
+from expertd.service.commands.serve import check_memory
+from expertd.service.ranks.shares import shares_of
+from tests.service.apps import tiny_settings
+
+GIB = 1 << 30
+MEMORY = 8 * GIB  # of a small laptop
+CHANNELS = {"socket": "channels", "max_bytes": 6 * GIB}
+
+
+@pytest.fixture
+def of_8_gb(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "free_host_bytes", lambda: MEMORY)
+
+
+def at_most(on_gpu: bool, **changes: Any) -> dict[str, int]:
+    memory = host_memory(tiny_settings(**changes), on_gpu)
+    assert memory.total == sum(memory.pinned.values()) + sum(memory.at_most.values())
+    return {**memory.pinned, **memory.at_most}
+
+
+def test_every_setting_for_large_tensors_counts() -> None:
+    buffered = {"limits.max_buffered_bytes": GIB}
+    (share,) = shares_of(tiny_settings(), on_gpu=False)
+    assert at_most(on_gpu=False) == {"layers": share.num_bytes, **buffered}
+    channels = {"channels.max_bytes": 6 * GIB}
+    assert at_most(on_gpu=False, channels=CHANNELS).items() >= channels.items()
+    assert "channels.max_bytes" not in at_most(on_gpu=False, channels={"max_bytes": GIB}), "they are off"
+    grpc = {"limits.max_buffered_bytes of gRPC": 2 * GIB}  # single messages, and streams
+    assert at_most(on_gpu=False, grpc={"port": 0}).items() >= grpc.items()
+    # Each of 4 processes has a quarter for its bodies, and as much for cells at most; so has the device's.
+    workers = at_most(on_gpu=False, http_workers=4)["limits.max_buffered_bytes"]
+    assert 5 * GIB // 4 < workers <= 5 * GIB // 4 + GIB
+    ranks = at_most(on_gpu=False, ranks=2)
+    assert ranks["layers"] > share.num_bytes, "each has the router"
+    assert ranks["steps"] > 0, "between the front end and the ranks"
+
+
+def test_regions_of_callers_count_where_they_are_pinned() -> None:
+    regions = {"enabled": True, "max_bytes": 5 * GIB}
+    assert "shared_memory.max_bytes" not in at_most(on_gpu=False, shared_memory=regions)
+    assert at_most(on_gpu=True, shared_memory=regions)["shared_memory.max_bytes"] == 5 * GIB
+    assert "shared_memory.max_bytes" not in at_most(on_gpu=True, shared_memory={"max_bytes": 5 * GIB})
+
+
+@pytest.mark.usefixtures("of_8_gb")
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_server_with_default_settings_fits_a_small_machine(on_gpu: bool) -> None:
+    assert check_host_memory(tiny_settings(), on_gpu).warning is None
+
+
+@pytest.mark.usefixtures("of_8_gb")
+def test_more_than_is_free_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        check_memory(tiny_settings(channels=CHANNELS))
+        assert not caplog.messages
+        settings = tiny_settings(channels=CHANNELS, grpc={"port": 0})
+        check_memory(settings)
+        (warning,) = caplog.messages
+    parts = r"layers \d.*, limits.max_buffered_bytes 1.1 GB, channels.max_bytes 6.4 GB, .* of gRPC 2.1 GB"
+    expected = rf"host memory: expected room for up to 9\.7 GB \({parts}\), got 8\.6 GB free: .*"
+    assert re.fullmatch(expected, warning), warning
+    assert warning.endswith("; lower channels.max_bytes")
+    caplog.clear()
+    nodes = {"nnodes": 2, "node_rank": 1, "rendezvous": "127.0.0.1:1"}
+    check_memory(tiny_settings(channels=CHANNELS, grpc={"port": 0}, **nodes))
+    assert not caplog.messages, "node 0 has the front end"
+
+
+@pytest.mark.usefixtures("of_8_gb")
+def test_what_a_gpu_needs_pinned_must_fit() -> None:
+    """A CPU's memory for bodies is there when callers use it: there it is only a warning."""
+    limits = {"max_buffered_bytes": 9 * GIB}
+    assert check_host_memory(tiny_settings(limits), on_gpu=False).warning is not None
+    with pytest.raises(MemoryError) as caught:
+        check_host_memory(tiny_settings(limits), on_gpu=True)
+    parts = r"limits\.max_buffered_bytes 9\.7 GB, steps \d+\.\d MB"
+    expected = (
+        rf"host memory: expected room for 9\.7 GB that a GPU needs pinned from the start \({parts}\), "
+        r"got 8\.6 GB free; limits\.max_buffered_bytes of (\d+) would do"
+    )
+    found = re.fullmatch(expected, str(caught.value))
+    assert found is not None, caught.value
+    least = int(found[1])
+    assert check_host_memory(tiny_settings({"max_buffered_bytes": least}), on_gpu=True).warning is None
+
+
+@pytest.mark.usefixtures("of_8_gb")
+def test_bodies_that_no_memory_is_enough_for() -> None:
+    limits = {"max_body_bytes": 3 * GIB}  # each may take four times as much
+    with pytest.raises(MemoryError, match=r"; lower limits\.max_body_bytes or limits\.max_batch_tokens$"):
+        check_host_memory(tiny_settings(limits), on_gpu=True)
