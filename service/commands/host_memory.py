@@ -14,6 +14,7 @@ from expertd.service.settings.lanes import lanes_of
 from expertd.service.settings.model import Settings
 
 _BUFFERED = "limits.max_buffered_bytes"
+_NO_SETTINGS = {"layers", "steps"}
 
 
 @dataclass(frozen=True)
@@ -32,23 +33,27 @@ class HostMemory:
     @property
     def total(self) -> int:
         """All that the server can take."""
-        return sum(self.pinned.values()) + sum(self.at_most.values())
+        return sum(self._parts.values())
 
     @property
     def text(self) -> str:
         """For people."""
-        return f"up to {size(self.total)} ({_listed({**self.pinned, **self.at_most})})"
+        return f"up to {size(self.total)} ({_listed(self._parts)})"
 
     @property
     def warning(self) -> str | None:
         """What to do if callers can make the server take more than is free; None if they cannot."""
         if self.total <= self.free:
             return None
-        settings = {name: num for name, num in {**self.pinned, **self.at_most}.items() if "." in name}
+        largest = max(self._parts.keys() - _NO_SETTINGS, key=lambda name: self._parts[name])
         return (
-            f"host memory: expected room for {self.text}, got {size(self.free)} free: the system may kill the "
-            f"server when callers use it all; lower {max(settings, key=lambda name: settings[name])}"
+            f"host memory: expected room for {self.text}, got {size(self.free)} free: the system may kill "
+            f"the server when callers use it all; lower {largest}"
         )
+
+    @property
+    def _parts(self) -> dict[str, int]:
+        return {**self.pinned, **self.at_most}
 
 
 def host_memory(settings: Settings, on_gpu: bool) -> HostMemory:

@@ -51,6 +51,16 @@ def _shared_memory(name: str, kind: str, body: Callable[[Any], dict[str, Any]]) 
     }
 
 
+def _metadata(answer: Any) -> dict[str, Any]:
+    """With parameters as messages."""
+    for tensor in answer["inputs"]:
+        tensor["parameters"] = {
+            name: {"int64_param" if isinstance(value, int) else "string_param": value}
+            for name, value in tensor["parameters"].items()
+        }
+    return {**answer}
+
+
 def _repository(what: str) -> Control:
     path = f"/v2/repository/models/{{model_name}}/{what}"
     return Control("POST", path, body=_model_parameters, wrap=lambda answer: {})
@@ -77,7 +87,7 @@ CALLS: dict[str, Control] = {
     "ServerReady": Control("GET", "/v2/health/ready"),
     "ServerMetadata": Control("GET", "/v2"),
     "ModelReady": Control("GET", f"{_MODEL}/ready", wrap=lambda answer: {"ready": answer["ready"]}),
-    "ModelMetadata": Control("GET", _MODEL),
+    "ModelMetadata": Control("GET", _MODEL, wrap=_metadata),
     "ModelConfig": Control("GET", f"{_MODEL}/config", wrap=lambda answer: {"config": answer}),
     "ModelStatistics": Control("GET", "/v2/models/stats", f"{_MODEL}/stats"),
     "RepositoryIndex": Control(

@@ -25,7 +25,8 @@ MESSAGES = {
     "ServerMetadataRequest": "",
     "ServerMetadataResponse": "1 name: string; 2 version: string; 3 extensions: [string]",
     "ModelMetadataRequest": "1 name: string; 2 version: string",
-    "TensorMetadata": "1 name: string; 2 datatype: string; 3 shape: [int64]",
+    # Parameters are MLServer's extension.
+    "TensorMetadata": "1 name: string; 2 datatype: string; 3 shape: [int64]; 4 parameters: {InferParameter}",
     "ModelMetadataResponse": (
         "1 name: string; 2 versions: [string]; 3 platform: string; 4 inputs: [TensorMetadata]; "
         "5 outputs: [TensorMetadata]"

@@ -1,8 +1,9 @@
 """The Open Inference Protocol v2 for MoE layers: parses and validates requests, builds responses."""
 
 from expertd.service.http.protocol.compression import accepts_gzip, compress, decompress, requested_encoding
-from expertd.service.http.protocol.datatypes import ELEMENT_BYTES
+from expertd.service.http.protocol.datatypes import ELEMENT_BYTES, FP8S
 from expertd.service.http.protocol.errors import OipError, error_body
+from expertd.service.http.protocol.layer_request import SCALE
 from expertd.service.http.protocol.limits import BodyLimit, body_limit
 from expertd.service.http.protocol.places import NewUses, no_regions
 from expertd.service.http.protocol.request import INPUT_DATATYPES, OUTPUT, InferRequest, parse_request
@@ -10,8 +11,10 @@ from expertd.service.http.protocol.response import InferResponse, build_response
 
 __all__ = [
     "ELEMENT_BYTES",
+    "FP8S",
     "INPUT_DATATYPES",
     "OUTPUT",
+    "SCALE",
     "BodyLimit",
     "InferRequest",
     "InferResponse",

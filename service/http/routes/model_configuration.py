@@ -9,7 +9,13 @@ from expertd.service.engine.engine import Engine
 from expertd.service.engine.spec import LayerSpec
 from expertd.service.http.protocol import INPUT_DATATYPES, OUTPUT
 from expertd.service.http.routes.documentation import errors
-from expertd.service.http.routes.open_inference import SERVER_NAME, ModelName, Version
+from expertd.service.http.routes.open_inference import (
+    SERVER_NAME,
+    ModelName,
+    Version,
+    fp8_parameters,
+    input_datatypes,
+)
 
 
 class InputConfiguration(BaseModel):
@@ -79,6 +85,7 @@ def _configuration(engine: Engine, spec: LayerSpec) -> dict[str, Any]:
         {**tensor(name, INPUT_DATATYPES[name][0], spec.top_k), "optional": True}
         for name in ("topk_ids", "topk_weights")
     ]
+    parameters = _parameters(engine, spec)
     return {
         "name": spec.name,
         "platform": SERVER_NAME,
@@ -88,7 +95,7 @@ def _configuration(engine: Engine, spec: LayerSpec) -> dict[str, Any]:
         "output": [tensor(OUTPUT, spec.datatype, spec.hidden_size)],
         "instance_group": [{"name": spec.name, "kind": _kind(engine), "count": engine.settings.num_ranks}],
         "dynamic_batching": {"max_queue_delay_microseconds": 0},
-        "parameters": {name: {"string_value": str(value)} for name, value in _sizes(engine, spec).items()},
+        "parameters": {name: {"string_value": str(value)} for name, value in parameters.items()},
     }
 
 
@@ -98,7 +105,7 @@ def _kind(engine: Engine) -> str:
     return "KIND_GPU" if engine.loaded.backend == "hopper" else "KIND_CPU"
 
 
-def _sizes(engine: Engine, spec: LayerSpec) -> dict[str, int]:
+def _parameters(engine: Engine, spec: LayerSpec) -> dict[str, str | int]:
     limits = engine.settings.limits
     model = next(model for model in engine.settings.models if model.name == spec.name)
     return {
@@ -111,4 +118,6 @@ def _sizes(engine: Engine, spec: LayerSpec) -> dict[str, int]:
         "max_batch_tokens": limits.max_batch_tokens,
         "max_body_bytes": limits.max_body_bytes,
         "max_json_bytes": limits.max_json_bytes,
+        **{f"{name}_datatypes": input_datatypes(spec, name) for name in ("hidden_states", "topk_ids")},
+        **fp8_parameters(spec),
     }

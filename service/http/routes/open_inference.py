@@ -5,9 +5,10 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Response
 
 from expertd import __version__
+from expertd.limits import SCALE_BLOCK
 from expertd.service.engine.engine import Engine
 from expertd.service.engine.spec import MODEL_VERSION, LayerSpec
-from expertd.service.http.protocol import INPUT_DATATYPES, OUTPUT
+from expertd.service.http.protocol import FP8S, INPUT_DATATYPES, OUTPUT, SCALE
 from expertd.service.http.routes.documentation import INFER_REQUEST, INFER_RESPONSE, errors
 from expertd.service.http.routes.schemas import (
     LiveResponse,
@@ -49,12 +50,22 @@ def protocol_router(engine: Engine) -> APIRouter:
         engine.check_ready()
         return {"ready": True}
 
-    @router.get("/models/{model}", response_model=ModelMetadata, responses=errors(404))
+    @router.get(
+        "/models/{model}",
+        response_model=ModelMetadata,
+        response_model_exclude_none=True,
+        responses=errors(404),
+    )
     async def model_metadata(model: ModelName) -> dict[str, Any]:
         """Inputs and outputs of a model."""
         return _metadata(engine.served(model))
 
-    @router.get("/models/{model}/versions/{version}", response_model=ModelMetadata, responses=errors(404))
+    @router.get(
+        "/models/{model}/versions/{version}",
+        response_model=ModelMetadata,
+        response_model_exclude_none=True,
+        responses=errors(404),
+    )
     async def model_version_metadata(model: ModelName, version: Version) -> dict[str, Any]:
         """Inputs and outputs of a model."""
         return _metadata(engine.served(model, version))
@@ -98,18 +109,34 @@ def _ready(engine: Engine, spec: LayerSpec) -> dict[str, Any]:
     return {"name": spec.name, "ready": True}
 
 
+def fp8_parameters(spec: LayerSpec) -> dict[str, str | int]:
+    """What FP8 hidden states are, and the input with their scales; empty if the model takes none.
+
+    The scales are no input of the metadata, because tools send every tensor that they find there.
+    """
+    if not spec.takes_fp8:
+        return {}
+    return {"fp8_format": "e4m3", "fp8_scale": SCALE, "fp8_scale_columns": SCALE_BLOCK}
+
+
+def input_datatypes(spec: LayerSpec, name: str) -> str:
+    """The datatypes that an input may have, with commas between them."""
+    return ",".join(each for each in INPUT_DATATYPES[name] if each not in FP8S or spec.takes_fp8)
+
+
 def _metadata(spec: LayerSpec) -> dict[str, Any]:
-    def tensor(name: str, datatype: str, columns: int) -> TensorMetadata:
-        return TensorMetadata(name=name, datatype=datatype, shape=[-1, columns])
+    def tensor(name: str, datatype: str, columns: int, **more: str | int) -> TensorMetadata:
+        parameters = {"datatypes": input_datatypes(spec, name), **more}
+        return TensorMetadata(name=name, datatype=datatype, shape=[-1, columns], parameters=parameters)
 
     return {
         "name": spec.name,
         "versions": [MODEL_VERSION],
         "platform": SERVER_NAME,
         "inputs": [
-            tensor("hidden_states", spec.datatype, spec.hidden_size),
+            tensor("hidden_states", spec.datatype, spec.hidden_size, **fp8_parameters(spec)),
             tensor("topk_ids", INPUT_DATATYPES["topk_ids"][0], spec.top_k),
             tensor("topk_weights", INPUT_DATATYPES["topk_weights"][0], spec.top_k),
         ],
-        "outputs": [tensor(OUTPUT, spec.datatype, spec.hidden_size)],
+        "outputs": [TensorMetadata(name=OUTPUT, datatype=spec.datatype, shape=[-1, spec.hidden_size])],
     }

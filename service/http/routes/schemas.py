@@ -36,6 +36,9 @@ class TensorMetadata(BaseModel):
     name: str
     datatype: str
     shape: list[int] = Field(description="-1: any size")
+    parameters: dict[str, str | int] | None = Field(
+        default=None, description="of an input: the datatypes that it may have, and what FP8 needs besides"
+    )
 
 
 class ModelMetadata(BaseModel):

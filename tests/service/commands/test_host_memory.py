@@ -71,8 +71,8 @@ def test_more_than_is_free_is_a_warning(caplog: pytest.LogCaptureFixture) -> Non
     assert re.fullmatch(expected, warning), warning
     assert warning.endswith("; lower channels.max_bytes")
     caplog.clear()
-    nodes = {"nnodes": 2, "node_rank": 1, "rendezvous": "127.0.0.1:1"}
-    check_memory(tiny_settings(channels=CHANNELS, grpc={"port": 0}, **nodes))
+    other = {"nnodes": 2, "node_rank": 1, "rendezvous": "127.0.0.1:1"}
+    check_memory(settings.model_copy(update=other))
     assert not caplog.messages, "node 0 has the front end"
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from expertd.service.cli import main
 from expertd.service.commands.serve import check_grpc
+from expertd.service.grpc.messages import CLASSES
 from expertd.service.grpc.server import GrpcServer
 from expertd.service.grpc.tables import SERVICE
 from expertd.service.http.app import ExpertApp
@@ -163,6 +164,15 @@ async def test_control_calls_check_their_messages() -> None:
         await refusal(unknown, grpc.StatusCode.UNIMPLEMENTED)
         text, _ = await refusal(calls.call("SystemSharedMemoryStatus"), grpc.StatusCode.PERMISSION_DENIED)
         assert "shared_memory.enabled" in text
+
+
+async def test_the_metadata_have_the_parameters_of_tensors() -> None:
+    async with grpc_serving(EchoRunner()) as calls:
+        asked = CLASSES["ModelMetadataRequest"](name="tiny")
+        states, ids, _ = (await calls.call("ModelMetadata", asked)).inputs
+    assert states.parameters["datatypes"].string_param == "BF16,FP16,FP32,FP8,UINT8"
+    assert states.parameters["fp8_scale_columns"].int64_param == 128
+    assert ids.parameters["datatypes"].string_param == "INT32,INT64"
 
 
 async def test_too_many_connections_are_closed() -> None:

@@ -77,6 +77,9 @@ def test_health_and_metadata(client: Any) -> None:
         ("topk_ids", [-1, TOP_K]),
         ("topk_weights", [-1, TOP_K]),
     ]
+    parameters = client.get_model_config("tiny", headers=INFER).config.parameters
+    assert parameters["hidden_states_datatypes"].string_value == "BF16,FP16,FP32,FP8,UINT8"
+    assert parameters["fp8_scale"].string_value == "hidden_states_scale"
     assert client.get_model_repository_index(INFER).models[0].state == "READY"
     for name in ("other", "a/b", ""):
         with pytest.raises(InferenceServerException, match="model: expected tiny or later, got") as caught:

@@ -36,7 +36,17 @@ async def test_metadata_health_and_index() -> None:
                 "name": "hidden_states",
                 "datatype": "FP32",
                 "shape": [-1, HIDDEN],
+                "parameters": {
+                    "datatypes": "BF16,FP16,FP32,FP8,UINT8",
+                    "fp8_format": "e4m3",
+                    "fp8_scale": "hidden_states_scale",
+                    "fp8_scale_columns": 128,
+                },
             }
+            assert metadata["inputs"][1]["parameters"] == {"datatypes": "INT32,INT64"}
+            assert metadata["outputs"] == [
+                {"name": "hidden_states", "datatype": "FP32", "shape": [-1, HIDDEN]}
+            ]
             assert [tensor["shape"] for tensor in metadata["inputs"][1:]] == [[-1, 2], [-1, 2]]
             assert (await server.http.get(f"{path}/ready")).json() == {"name": "tiny", "ready": True}
         for body in (b"", b'{"ready": true}', b'{"ready": false}'):

@@ -17,6 +17,7 @@ from expertd.service.channels.requests import ChannelModel, InvalidRequestError,
 from expertd.service.checkpoints import models_of
 from expertd.service.engine.spec import specs_of
 from expertd.service.http.protocol import OipError, parse_request
+from expertd.service.http.routes.open_inference import fp8_parameters, input_datatypes
 from expertd.service.memory import Span
 from expertd.service.moe.request import FP8, LayerRequest, StepResult, fp8_rows
 from expertd.service.settings.served import CheckpointSettings
@@ -222,6 +223,8 @@ def test_a_hidden_size_without_whole_blocks_takes_no_fp8(tmp_path: Path) -> None
     text = r"expected BF16, FP16 or FP32 with a hidden_size \(144\) that is no multiple of 128, got UINT8"
     with pytest.raises(OipError, match=text):
         parse_request(*binary_request(tensors), spec)
+    assert fp8_parameters(spec) == {}
+    assert input_datatypes(spec, "hidden_states") == "BF16,FP16,FP32"
     model = ChannelModel("gpt-oss", 144, 2, lambda _: None, True, spec.takes_fp8)
     geometry = Geometry.for_slots(1, 16, 144, 2, 4)
     reader = RequestReader(geometry, Span(0, 1 << 16, None, memoryview(bytearray(1 << 16)), None), [model])

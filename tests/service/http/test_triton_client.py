@@ -8,9 +8,11 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
+from expertd.kernels import expand_rows, quantize_rows
 from expertd.service.engine.loading import load
 from expertd.service.engine.steps import Runner
 from expertd.service.memory import host_view
@@ -161,6 +163,21 @@ def test_sixteen_bit_datatypes(client: Any, runner: Runner, datatype: str, dtype
     assert answer.dtype == dtype
     direct = expected(runner, values, datatype)
     np.testing.assert_allclose(answer.astype(np.float32), direct, rtol=0.01, atol=1e-3)
+
+
+def test_the_metadata_say_how_to_send_fp8(client: Any, runner: Runner) -> None:
+    parameters = client.get_model_metadata("tiny")["inputs"][0]["parameters"]
+    assert "UINT8" in parameters["datatypes"].split(",")
+    assert (parameters["fp8_format"], parameters["fp8_scale_columns"]) == ("e4m3", HIDDEN)
+    made = quantize_rows(torch.from_numpy(rows(7)))
+    scales = made.scales.contiguous()
+    inputs = [
+        tensor(made.data.view(torch.uint8).numpy(), datatype="UINT8"),
+        tensor(scales.numpy(), parameters["fp8_scale"]),
+    ]
+    answer = client.infer("tiny", inputs).as_numpy("hidden_states")
+    direct = expected(runner, expand_rows(made.data, scales).numpy())
+    np.testing.assert_allclose(answer, direct, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("algorithm", ["gzip", "deflate"])

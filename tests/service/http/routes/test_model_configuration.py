@@ -30,6 +30,11 @@ async def test_the_configuration_has_tensors_limits_and_sizes() -> None:
     assert config["dynamic_batching"] == {"max_queue_delay_microseconds": 0}
     assert config["parameters"]["max_request_tokens"] == {"string_value": "64"}
     assert config["parameters"]["num_experts"] == {"string_value": "4"}
+    assert config["parameters"]["hidden_states_datatypes"] == {"string_value": "BF16,FP16,FP32,FP8,UINT8"}
+    assert config["parameters"]["topk_ids_datatypes"] == {"string_value": "INT32,INT64"}
+    fp8 = {"fp8_format": "e4m3", "fp8_scale": "hidden_states_scale", "fp8_scale_columns": "128"}
+    for name, value in fp8.items():
+        assert config["parameters"][name] == {"string_value": value}
 
 
 async def test_it_is_there_while_the_model_is_loading() -> None:
