@@ -11,6 +11,8 @@ from tqdm import tqdm
 
 from expertd.service.log_lines import Form, lines, set_level
 
+_NO_LINES = 6  # above the levels that the profiler has
+
 _bars = True
 
 
@@ -27,6 +29,8 @@ def configure_logging(level: str, source: str = "", bars: bool = True, form: For
     logging.basicConfig(handlers=[handler])
     set_level(level)
     logging.captureWarnings(True)  # else they would overwrite the bars
+    if form == "json":  # torch's profiler writes lines of its own, by this variable from its first use on
+        os.putenv("KINETO_LOG_LEVEL", str(_NO_LINES))
 
 
 def shows_bars() -> bool:

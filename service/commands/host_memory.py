@@ -14,6 +14,7 @@ from expertd.service.settings.lanes import lanes_of
 from expertd.service.settings.model import Settings
 
 _BUFFERED = "limits.max_buffered_bytes"
+_OF_GRPC = " of gRPC"
 _NO_SETTINGS = {"layers", "steps"}
 
 
@@ -45,10 +46,11 @@ class HostMemory:
         """What to do if callers can make the server take more than is free; None if they cannot."""
         if self.total <= self.free:
             return None
-        largest = max(self._parts.keys() - _NO_SETTINGS, key=lambda name: self._parts[name])
+        parts = self._parts
+        largest = max(parts.keys() - _NO_SETTINGS, key=lambda name: parts[name])
         return (
             f"host memory: expected room for {self.text}, got {size(self.free)} free: the system may kill "
-            f"the server when callers use it all; lower {largest}"
+            f"the server when callers use it all; lower {largest.removesuffix(_OF_GRPC)}"
         )
 
     @property
@@ -71,7 +73,7 @@ def host_memory(settings: Settings, on_gpu: bool) -> HostMemory:
     at_most["channels.max_bytes"] = settings.channels.max_bytes * (settings.channels.socket is not None)
     # Messages of single calls, and of streams.
     has_grpc = settings.grpc.port is not None
-    at_most[f"{_BUFFERED} of gRPC"] = 2 * has_grpc * shares(settings).buffered_bytes
+    at_most[f"{_BUFFERED}{_OF_GRPC}"] = 2 * has_grpc * shares(settings).buffered_bytes
     return HostMemory(_without_zeros(pinned), _without_zeros(at_most), free_host_bytes())
 
 

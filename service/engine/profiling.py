@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from expertd.service.engine.errors import ProfileUnavailableError
 from expertd.service.engine.joint_trace import joint
 from expertd.service.engine.lanes import AnyScheduler
-from expertd.service.engine.recorder import Recorder, check_size
+from expertd.service.engine.recorder import Recorder, check_size, import_profiler
 from expertd.service.settings.lanes import LANES
 
 _LOOK_SECONDS = 0.005
@@ -77,6 +77,7 @@ class Profiling:
         self, steps: int, seconds: float, run: Callable[[], Awaitable[None]] | None
     ) -> Recording:
         worker = self._scheduler.lanes[0]  # the profiler starts and stops on one thread
+        await asyncio.to_thread(import_profiler)
         recorder, ranks = Recorder(), self._ranks()
 
         def begin() -> None:

@@ -5,6 +5,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,17 @@ from expertd.service.engine.stream_marks import mark, with_stream_names
 _THREAD_NAME = re.compile(rb'"thread (\d+) \([^"]*\)"')  # the profiler's: "thread 12 (python)"
 
 
+def import_profiler() -> None:
+    """Import what a `Recorder` needs, on any thread: about a second, the first time."""
+    for name in ("torch.profiler", "torch._inductor.config"):  # the profiler asks the latter for CUDA graphs
+        import_module(name)
+
+
 class Recorder:
-    """Records all threads of this process and its GPU. Start and stop it on one thread, between two steps."""
+    """Records all threads of this process and its GPU. Start and stop it on one thread, between two steps.
+
+    Make it on the thread that has imported torch: elsewhere, the profiler writes an error to stderr.
+    """
 
     def __init__(self) -> None:
         from torch._C._profiler import _ExperimentalConfig
@@ -25,10 +35,11 @@ class Recorder:
         # acc_events: or torch 2.11 warns that events of earlier cycles are gone; there is one cycle.
         config = _ExperimentalConfig(profile_all_threads=True)
         self._profiler = profile(experimental_config=config, acc_events=True)
+        self._profiler.prepare_trace()
 
     def start(self, streams: Iterable[tuple[str, Any]]) -> None:
         """Record from now on. streams: the GPU's, with their names."""
-        self._profiler.start()
+        self._profiler.start_trace()
         mark(streams)
 
     def stop(self, about: Mapping[str, Any] | None = None) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any
 
@@ -69,6 +70,24 @@ def test_other_calls_are_lines_with_fields(server: ServerProcess) -> None:
     found = [line for line in lines(server) if line.get("path") == "/v2/models/tiny"]
     assert [(line["method"], line["status"], line["key"]) for line in found] == [("GET", 200, "-")]
     assert not any("secret" in str(line) for line in lines(server))
+
+
+def recorded(server: ServerProcess) -> int:
+    """The steps in a profile that is asked for while requests come."""
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(
+            httpx.post, f"http://{server.url}/v1/profile", json={"steps": 1, "seconds": 20}, timeout=60
+        )
+        while not asked.done():
+            assert infer(server, *hidden_request(rows(1))) == 200
+        return int(asked.result().json()["expertd"]["steps"])
+
+
+def test_every_line_is_json_after_a_profile(server: ServerProcess) -> None:
+    """Torch's profiler writes lines of its own unless it is told not to."""
+    for _ in range(2):
+        assert recorded(server) > 0
+    assert lines(server)
 
 
 def test_the_level_changes_at_run_time(server: ServerProcess) -> None:
