@@ -96,8 +96,9 @@ def _checks(settings: "Settings") -> Iterator[Result]:
 
     def checkpoints() -> str:
         nonlocal settings
+        read = " (only headers are read)" if settings.checkpoints else ""
         settings = resolve_checkpoints(settings)
-        return f"layers to serve, by their headers: {', '.join(model.name for model in settings.models)}"
+        return f"layers to serve: {', '.join(model.name for model in settings.models)}{read}"
 
     yield (resolved := _result("checkpoints", checkpoints))
     yield _result("weights", lambda: check_weights(settings))

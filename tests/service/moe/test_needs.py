@@ -67,6 +67,33 @@ def test_a_containers_limit_counts(tmp_path: Path) -> None:
         assert free_host_bytes(meminfo, tmp_path) == free
 
 
+@pytest.mark.parametrize(
+    ("line", "folder", "version"),
+    [
+        ("0::/a.slice/b.service", "a.slice/b.service", 2),
+        ("0::/a.slice/b.service", "a.slice", 2),
+        ("0::/not/here", "", 2),
+        ("4:cpu,memory:/a/b", "memory/a/b", 1),
+        ("4:memory:/not/here", "memory", 1),
+    ],
+)
+def test_the_limit_of_a_service_counts(tmp_path: Path, line: str, folder: str, version: int) -> None:
+    meminfo, own = tmp_path / "meminfo", tmp_path / "own"
+    meminfo.write_text("MemAvailable:    4000 kB\n")
+    own.write_text(f"7:cpuset:/\n{line}\n")
+    assert free_host_bytes(meminfo, tmp_path, own) == 4_096_000
+    limited = tmp_path / folder
+    limited.mkdir(parents=True, exist_ok=True)
+    names = ("memory.max", "memory.current", "inactive_file")
+    if version == 1:
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    (limited / names[0]).write_text("4000000\n")
+    (limited / names[1]).write_text("3000000\n")
+    (limited / "memory.stat").write_text(f"{names[2]} 500000\n")
+    assert free_host_bytes(meminfo, tmp_path, own) == 1_500_000
+    assert free_host_bytes(meminfo, tmp_path, tmp_path / "none") == 4_096_000
+
+
 def test_this_machine_has_free_memory() -> None:
     assert free_host_bytes() > 0
 
