@@ -69,7 +69,6 @@ def test_only_health_and_the_empty_page_are_open() -> None:
 @pytest.mark.parametrize(("method", "path", "rights"), ROUTES)
 async def test_every_route_is_checked(keys: Path, method: str, path: str, rights: tuple[str, ...]) -> None:
     async with guarded(keys) as server:
-
         body = {"seconds": 0.1} if path == "/v1/profile" else None  # it takes the seconds that it is asked to
 
         async def call(headers: dict[str, str], method: str = method) -> Any:
