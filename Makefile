@@ -16,6 +16,8 @@ endif
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 UV := uv==0.13.9
 PIP := -m pip --disable-pip-version-check
+# Tests start hundreds of processes: each would compile all modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Stamps in .venv: the locked packages of one variant, the server and the client, and what development needs on top.
 LOCKED  := $(VENV)/.locked-$(VARIANT)
@@ -54,9 +56,9 @@ kernels: $(RUNTIME) $(DEV)
 site: docs $(RUNTIME) $(DEV)
 	$(BIN)/python -m pytest -m "not gpu" tests/site
 
-# Last, because it measures memory; with -j2, beside the others.
+# Last, because it measures memory; with -j2, beside the others, whom idle threads of OpenMP must not hold up.
 short-soak: $(RUNTIME) $(DEV) | ranks
-	$(BIN)/python -m tests.soak --seconds 30 --growth 0.1
+	OMP_WAIT_POLICY=passive $(BIN)/python -m tests.soak --seconds 60 --growth 0.1
 
 client: $(RUNTIME) $(DEV)
 	cd client && ../$(BIN)/python -m pytest -m "not gpu"

@@ -107,8 +107,8 @@ class ExpertApp(FastAPI):
             *([page] if settings.page.enabled else ()),
         )
         self._own_routes = [route for router in routers for route in router.routes]
-        for router in routers:
-            self.include_router(router)
+        # As they are: `include_router` would build each once more, at the first request.
+        self.router.routes += self._own_routes
         self.add_exception_handler(EngineError, _engine_error)
         self.add_exception_handler(OipError, _oip_error)
         self.add_exception_handler(ClientGoneError, _client_gone)

@@ -1,7 +1,6 @@
 """Tensor maps are made once per tensor, and freed with it."""
 
 import gc
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import numpy as np
@@ -48,15 +47,6 @@ def test_rows_describe_the_tensors_memory(dtype: torch.dtype, seen_as: torch.dty
     assert torch.equal(described, data.view(seen_as).view(12, 128))
 
 
-@pytest.fixture
-def only_new_objects() -> Iterator[None]:
-    """The collector leaves older objects alone: those of a whole test run take it half a second each time."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.mark.usefixtures("only_new_objects")
 def test_an_entry_is_dropped_with_its_tensor() -> None:
     cache, weights = TensorMapCache(keep), e4m3(8, 128)
     cache.get(weights, 128)

@@ -22,7 +22,7 @@ from tests.soak import callers, hostile, hostile_grpc
 from tests.soak.plan import Plan
 from tests.soak.reference import samples
 from tests.soak.server import COMING, RIGHTS, SoakServer, several, soak_settings
-from tests.soak.tally import OUTCOMES, SPAWN, Phase, Stage, Tally
+from tests.soak.tally import FORKSERVER, OUTCOMES, Phase, Stage, Tally
 
 Caller = Callable[[Plan, Tally], None]
 CALLERS: dict[str, Caller] = {
@@ -94,7 +94,7 @@ class Soak:
     @contextmanager
     def _callers(self) -> Iterator[None]:
         processes = [
-            SPAWN.Process(target=CALLERS[kind], args=(self._plan, tally), name=kind, daemon=True)
+            FORKSERVER.Process(target=CALLERS[kind], args=(self._plan, tally), name=kind, daemon=True)
             for kind, tally in self._tallies.items()
         ]
         for process in processes:
@@ -132,7 +132,7 @@ class Soak:
             case 5:
                 self._partition(turn)
         if self._idle:
-            self._use(random.choice(self._idle))
+            self._use([random.choice(self._idle)])
 
     def _partition(self, turn: int) -> None:
         """Change the partitions of a GPU; a CPU has none, and refuses."""
@@ -161,13 +161,16 @@ class Soak:
         time.sleep(_AFTER_SECONDS)
 
     def _open_idle(self) -> None:
-        for _ in range(self._num_idle):
-            self._idle.append(socket.create_connection(("127.0.0.1", self._plan.port), timeout=30))
-            self._use(self._idle[-1])
+        """All at once: one after another, each would wait while the server is busy with the callers."""
+        address = "127.0.0.1", self._plan.port
+        self._idle = [socket.create_connection(address, timeout=30) for _ in range(self._num_idle)]
+        self._use(self._idle)
 
-    def _use(self, sock: socket.socket) -> None:
-        sock.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert sock.recv(4096).startswith(b"HTTP/1.1 200")
+    def _use(self, socks: Sequence[socket.socket]) -> None:
+        for sock in socks:
+            sock.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        for sock in socks:
+            assert sock.recv(4096).startswith(b"HTTP/1.1 200")
 
     def _restart(self, phase: Phase, settings: Settings) -> int:
         """End the server under its callers, and start another one; the exit code, 0 after SIGKILL."""

@@ -9,7 +9,9 @@ from enum import IntEnum
 from multiprocessing.sharedctypes import RawArray, RawValue
 from typing import Any
 
-SPAWN = mp.get_context("spawn")
+# Of one process that has imported what callers need, torch among it: else each would take seconds for that.
+FORKSERVER = mp.get_context("forkserver")
+FORKSERVER.set_forkserver_preload(["tests.soak.soaking"])
 _BUCKETS_PER_DOUBLING = 8
 _FIRST_SECONDS = 20e-6
 _NUM_BUCKETS = 160

@@ -26,6 +26,12 @@ def settings(path: Path) -> Settings:
     return tiny_settings(uds=path)
 
 
+def accepts(path: Path) -> bool:
+    """Whether somebody listens: the file is there a moment before."""
+    with socket.socket(socket.AF_UNIX) as client:
+        return client.connect_ex(str(path)) == 0
+
+
 def test_only_the_user_may_connect(path: Path) -> None:
     listener = listen(settings(path))
     assert listener.address == f"unix:{path}"
@@ -86,7 +92,7 @@ def test_a_server_on_a_unix_socket_answers_and_leaves_no_file(path: Path, signal
         try:
             transport = httpx.HTTPTransport(uds=str(path))
             with httpx.Client(transport=transport, base_url="http://unix", timeout=30) as client:
-                wait_for(path.exists, "the server listens")
+                wait_for(lambda: accepts(path), "the server listens")
                 wait_for(lambda: client.get("/v2/health/ready").status_code == 200, "the server is ready")
                 assert "got" in expertd("serve", "--config", DEMO, "--uds", path).stderr
                 for _ in range(signals):

@@ -1,15 +1,16 @@
 """Applications whose layers are shared by ranks, and what tests need to know of their processes."""
 
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from expertd.service.engine.loading import load
+from expertd.service.engine.loading import Loaded, load
+from expertd.service.engine.steps import Runner
 from expertd.service.moe.request import LayerRequest
 from expertd.service.ranks.loading import load_ranks
 from expertd.service.settings.model import Settings
@@ -49,14 +50,32 @@ async def output_for(server: Serving, values: NDArray[np.float32], **more: Any) 
 
 def computed(settings: Settings, hidden: int = HIDDEN) -> NDArray[np.float32]:
     """The output of the only model for 5 tokens, without a server; with ranks if there are several."""
+    with _loaded(settings) as loaded:
+        (runner,) = loaded.runners.values()
+        return _output(runner, hidden)
+
+
+def computed_by_all(settings: Settings) -> dict[str, NDArray[np.float32]]:
+    """As `computed`, of several models by their names."""
+    with _loaded(settings) as loaded:
+        return {
+            model.name: _output(loaded.runners[model.name], model.hidden_size) for model in settings.models
+        }
+
+
+@contextmanager
+def _loaded(settings: Settings) -> Iterator[Loaded]:
     loaded = (load if settings.num_ranks == 1 else load_ranks)(settings, lambda: False)
     try:
-        hidden_states = rows(10).reshape(-1)[: 5 * hidden].tobytes()
-        request = LayerRequest(5, hidden_states, "FP32", None, "INT32", None, "FP32")
-        (runner,) = loaded.runners.values()
-        return np.frombuffer(bytes(runner.begin([request]).finish().outputs[0]), np.float32)  # type: ignore[arg-type]
+        yield loaded
     finally:
         loaded.close()
+
+
+def _output(runner: Runner, hidden: int) -> NDArray[np.float32]:
+    hidden_states = rows(10).reshape(-1)[: 5 * hidden].tobytes()
+    request = LayerRequest(5, hidden_states, "FP32", None, "INT32", None, "FP32")
+    return np.frombuffer(bytes(runner.begin([request]).finish().outputs[0]), np.float32)  # type: ignore[arg-type]
 
 
 def close(got: NDArray[np.float32], expected: NDArray[np.float32]) -> bool:

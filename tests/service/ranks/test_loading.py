@@ -3,9 +3,12 @@
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import load_file
 
 from expertd.kernels import ExpertBiases
@@ -20,7 +23,7 @@ from expertd.service.settings.served import CheckpointSettings
 from tests.families import HIDDEN, Sizes
 from tests.service.apps import MODEL, tiny_settings
 from tests.service.checkpoints.builders import Checkpoint, edit_tensors, shard_of
-from tests.service.ranks.servers import close, computed, rank_processes
+from tests.service.ranks.servers import close, computed, computed_by_all, rank_processes
 
 pytestmark = pytest.mark.slow  # each start of ranks takes seconds
 
@@ -32,59 +35,71 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Checkpoint("deepseek-v3", tmp_path_factory.mktemp("made") / "model", torch.float32).directory
 
 
-def of_checkpoint(directory: Path, ranks: int, replicas: int = 0, experts: str | None = None) -> Settings:
-    """Layer 1 of a checkpoint with shared experts, or some of its experts."""
-    served = CheckpointSettings(path=directory, layers="1", datatype="FP32", experts=experts)
+def of_checkpoint(directory: Path, ranks: int, replicas: int = 0) -> Settings:
+    """Layer 1 of a checkpoint."""
+    served = CheckpointSettings(path=directory, layers="1", datatype="FP32")
     placed = PlacementSettings(policy="static" if replicas else None, replicas=replicas)
     return resolve_checkpoints(
         Settings(backend="reference", ranks=ranks, checkpoints=(served,), placement=placed)
     )
 
 
-@pytest.mark.parametrize("experts", [None, "0-4", "3-7"])
-def test_a_checkpoint_is_split(checkpoint: Path, experts: str | None) -> None:
-    got = computed(of_checkpoint(checkpoint, 2, experts=experts))
-    assert close(got, computed(of_checkpoint(checkpoint, 1, experts=experts)))
+PARTS = {"all": None, "first": "0-4", "last": "3-7"}  # of a checkpoint's experts
+FAMILIES = ["qwen2", "hunyuan-4", "minimax-m3", "deepseek-v4", "step-3.7"]  # with other rules
+ON_CPUS = {
+    "gpt-oss": Sizes(192, 160),
+    "llama-4": Sizes(),
+}  # biases, or weights on inputs: see test_devices_gpu
+FILES = ["plain", "biased"]
 
 
-@pytest.mark.parametrize("family", ["qwen2", "hunyuan-4", "minimax-m3", "deepseek-v4", "step-3.7"])
-def test_families_with_other_rules_are_split(family: str, tmp_path: Path) -> None:
-    directory = Checkpoint(family, tmp_path / "model").directory
-    assert close(computed(of_checkpoint(directory, 2)), computed(of_checkpoint(directory, 1)))
-
-
-@pytest.mark.parametrize(("family", "sizes"), [("gpt-oss", Sizes(192, 160)), ("llama-4", Sizes())])
-def test_families_with_biases_or_weights_on_inputs_are_split(
-    family: str, sizes: Sizes, tmp_path: Path
-) -> None:
-    """On CPUs; see test_devices_gpu. No biases move."""
-    directory = Checkpoint(family, tmp_path / "model", dtype=torch.float32, sizes=sizes).directory
-    whole = of_checkpoint(directory, 1)
-    got = computed(of_checkpoint(directory, 2), whole.models[0].hidden_size)
-    assert close(got, computed(whole, whole.models[0].hidden_size))
-    if family == "gpt-oss":
-        with pytest.raises(
-            CheckpointError, match=r"with placement\.policy, a family whose .* no biases, got"
-        ):
-            of_checkpoint(directory, 2, replicas=1)
-
-
-def test_biases_in_a_weights_file_are_split_and_never_move(tmp_path: Path) -> None:
-    path = tmp_path / "layer.safetensors"
-    groups, i = SHAPE.num_groups, SHAPE.intermediate_size
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Models with weights from a file, without and with biases."""
+    folder = tmp_path_factory.mktemp("files")
+    weights, (groups, i) = random_weights(SHAPE, 3, "cpu"), (SHAPE.num_groups, SHAPE.intermediate_size)
     biases = ExpertBiases(*(torch.randn(groups, n).to(torch.bfloat16) for n in (2 * i, HIDDEN)))
-    save_weights(path, replace(random_weights(SHAPE, 3, "cpu"), biases=biases))
-    models = [{**MODEL, "hidden_size": HIDDEN, "weights": {"path": path}}]
-    assert close(computed(tiny_settings(models=models, ranks=2)), computed(tiny_settings(models=models)))
+    save_weights(folder / "plain", weights)
+    save_weights(folder / "biased", replace(weights, biases=biases))
+    return {
+        name: {**MODEL, "name": name, "hidden_size": HIDDEN, "weights": {"path": folder / name}}
+        for name in FILES
+    }
+
+
+@pytest.fixture(scope="module")
+def outputs(
+    checkpoint: Path, files: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, NDArray[np.float32]]]:
+    """What one process and two ranks compute: layers of all kinds together, since ranks start slowly."""
+    folder = tmp_path_factory.mktemp("families")
+    made = [Checkpoint(family, folder / family) for family in FAMILIES]
+    for family, sizes in ON_CPUS.items():
+        made.append(Checkpoint(family, folder / family, dtype=torch.float32, sizes=sizes))
+    served = [CheckpointSettings(path=each.directory, layers="1", datatype="FP32") for each in made]
+    for name, experts in PARTS.items():
+        part = {"path": checkpoint, "name": name, "layers": "1", "datatype": "FP32", "experts": experts}
+        served.append(CheckpointSettings.model_validate(part))
+    settings = {"backend": "reference", "models": list(files.values()), "checkpoints": served}
+    return [
+        computed_by_all(resolve_checkpoints(Settings.model_validate({**settings, "ranks": ranks})))
+        for ranks in (1, 2)
+    ]
+
+
+@pytest.mark.parametrize("name", [*(f"{name}.layers.1" for name in (*PARTS, *FAMILIES, *ON_CPUS)), *FILES])
+def test_a_layer_is_split(name: str, outputs: list[dict[str, NDArray[np.float32]]]) -> None:
+    one, two = outputs
+    assert close(two[name], one[name])
+
+
+def test_biases_never_move(files: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    directory = Checkpoint("gpt-oss", tmp_path / "model", sizes=ON_CPUS["gpt-oss"]).directory
+    with pytest.raises(CheckpointError, match=r"with placement\.policy, a family whose .* no biases, got"):
+        of_checkpoint(directory, 2, replicas=1)
+    moving = tiny_settings(models=[files["biased"]], ranks=2, placement={"policy": "static"})
     with pytest.raises(ValueError, match=r"with placement\.policy, .* got biases of the experts"):
-        load_ranks(tiny_settings(models=models, ranks=2, placement={"policy": "static"}), lambda: False)
-
-
-def test_a_weights_file_is_split(tmp_path: Path) -> None:
-    path = tmp_path / "layer.safetensors"
-    save_weights(path, random_weights(SHAPE, 3, "cpu"))
-    models = [{**MODEL, "hidden_size": HIDDEN, "weights": {"path": path}}]
-    assert close(computed(tiny_settings(models=models, ranks=2)), computed(tiny_settings(models=models)))
+        load_ranks(moving, lambda: False)
 
 
 @pytest.mark.parametrize("replicas", [1, 5])
