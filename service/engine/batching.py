@@ -305,7 +305,7 @@ class Scheduler:
         running, chores = stepping.running, stepping.chores
         has_polled = False
         while True:
-            stepping.others.give_way()
+            stepping.others.give_way(stepping.busy_seconds)
             job: tuple[Callable[[], object], Future[Any]] | None = None
             chunks: list[Chunk] = []
             late: list[Chunk] = []

@@ -14,6 +14,7 @@ from expertd.service.engine.wakeup import Source
 
 _RECENT_SECONDS = 2e-3  # after the first lane's last step began: the next request is likely to come soon
 _MOST_SECONDS = 1e-3  # of a wait
+_LAUNCH_SECONDS = 0.4e-3  # at most, to give the device more to do
 
 
 class Others:
@@ -29,8 +30,11 @@ class Others:
     def step_ended(self) -> None:
         """A step that this thread waited for has ended."""
 
-    def give_way(self) -> None:
-        """Wait, for a short time, until Python code on this thread delays no other."""
+    def give_way(self, busy: Callable[[], float]) -> None:
+        """Wait, for a short time, until Python code on this thread delays no other.
+
+        busy  seconds until the device has done what this thread has launched
+        """
 
 
 class RightOfWay:
@@ -68,10 +72,9 @@ class Faster(Others):
     def leaves(self, source: Source) -> bool:
         return source.lane == 0
 
-    def step_ended(self) -> None:
-        self.give_way()
-
-    def give_way(self) -> None:
+    def give_way(self, busy: Callable[[], float]) -> None:
         way = self._way
-        if way.enabled and time.perf_counter() - way.began < _RECENT_SECONDS:
-            way.step_runs.wait(_MOST_SECONDS)
+        if way.enabled and time.perf_counter() - way.began < _RECENT_SECONDS and not way.step_runs.is_set():
+            seconds = min(_MOST_SECONDS, busy() - _LAUNCH_SECONDS)
+            if seconds > 0:
+                way.step_runs.wait(seconds)

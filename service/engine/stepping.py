@@ -191,7 +191,7 @@ class Stepping:
     def _finish_and_copy(self, running: Running) -> None:
         try:
             running.step.wait()
-            self.others.step_ended()
+            self._step_ended()
             result = running.step.finish()
             seconds, num_tokens = result.compute_seconds, result.num_tokens
             answers = self._answers(running.chunks, result.outputs, seconds, num_tokens)
@@ -212,7 +212,7 @@ class Stepping:
         """Answer sources' requests before anything else: their callers send the next ones at once."""
         try:
             took = running.step.wait()
-            self.others.step_ended()
+            self._step_ended()
         except Exception as error:
             self._failed(running.chunks, error)
             return
@@ -223,6 +223,11 @@ class Stepping:
             pending.done(answer)
         self._forecast(running)
         self.chores.append(partial(self._complete, running, len(answers)))
+
+    def _step_ended(self) -> None:
+        """Let other lanes go first before the answers, which the device may have announced by itself."""
+        self.others.step_ended()
+        self.others.give_way(self.busy_seconds)
 
     def _complete(self, running: Running, num_answers: int) -> None:
         self._note(running, running.step.finish())

@@ -9,9 +9,9 @@ from expertd.service.engine.right_of_way import Faster, Others, RightOfWay, Slow
 from tests.service.engine.test_wakeup import Bell
 
 
-def seconds_of(others: Others) -> float:
+def seconds_of(others: Others, busy: float = 60.0) -> float:
     began = time.perf_counter()
-    others.give_way()
+    others.give_way(lambda: busy)
     return time.perf_counter() - began
 
 
@@ -25,7 +25,7 @@ def test_others_wait_for_a_step_of_the_first_lane(monkeypatch: pytest.MonkeyPatc
     first.step_runs()
     assert seconds_of(other) < 5, "it runs"
     first.step_ended()
-    waits = threading.Thread(target=other.give_way)
+    waits = threading.Thread(target=seconds_of, args=(other,))
     waits.start()
     waits.join(0.05)
     assert waits.is_alive(), "the next request may come"
@@ -44,6 +44,7 @@ def test_a_wait_is_short(recent: float, monkeypatch: pytest.MonkeyPatch) -> None
     first.step_runs()
     first.step_ended()
     assert (seconds_of(other) >= 0.2) == bool(recent)
+    assert seconds_of(other, busy=0.01) < 0.2, "the device needs work"
     way.enabled = False
     assert seconds_of(other) < 0.2
 
