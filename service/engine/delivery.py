@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -12,7 +13,7 @@ Answer = tuple[Pending, Output | Exception]
 
 _MAX_REPORTS = 64  # of steps and answers, that wait for a moment in which they delay nothing
 # While the event loop runs Python code, the thread of the steps may wait for it, so it runs few reports in a
-# row, unless very many wait, and looks for events between two of them, which lets other threads run.
+# row, unless very many wait, and lets others run between two of them.
 _REPORTS_IN_A_ROW = 8
 _PARTS = 16  # of those that wait, one in a row, if that is more
 _PAUSE_SECONDS = 1e-3
@@ -80,24 +81,20 @@ class Delivery:
 
     def _report(self) -> None:
         """Begin to run the reports, after the handlers just woken, so that no response waits for metrics."""
-        self._reporting = True
-        self._report_next(max(_REPORTS_IN_A_ROW, len(self._reports) // _PARTS))
-
-    def _report_next(self, left: int) -> None:
-        """Run one report after the next look for events, and `left - 1` others in the same way."""
-        if not self._reports:
-            self._reporting = False
-        elif left:
-            self.loop.call_soon(self._run_report, left)
-        else:
+        reports = self._reports
+        count = min(len(reports), max(_REPORTS_IN_A_ROW, len(reports) // _PARTS))
+        self.loop.call_soon(self._run, [reports.popleft() for _ in range(count)])
+        self._reporting = bool(reports)
+        if reports:
             self.loop.call_later(_PAUSE_SECONDS, self._report)
 
-    def _run_report(self, left: int) -> None:
-        if self._reports:
+    def _run(self, reports: Sequence[Callable[[], None]]) -> None:
+        for report in reports:
             try:
-                self._reports.popleft()()
-            finally:
-                self._report_next(left - 1)
+                report()
+            except Exception as error:
+                self.loop.call_exception_handler({"message": "a report failed", "exception": error})
+            time.sleep(0)  # lets a thread run that waits for the interpreter
 
     def report_later(self, report: Callable[[], None]) -> None:
         """Call `report` on the event loop, with the next answers or at the next `flush`."""

@@ -156,7 +156,8 @@ class Events:
 class StageTimer:
     """Makes what times the steps of a process on its device.
 
-    pause_seconds  between two steps that are timed on a GPU, at least: such a step takes longer
+    pause_seconds  between two steps that are timed, at least: on a GPU such a step takes longer, and so does
+                   making its spans
     """
 
     def __init__(self, device: "torch.device", pause_seconds: float = _PAUSE_SECONDS) -> None:
@@ -166,13 +167,11 @@ class StageTimer:
 
     def new(self) -> HostStages | GpuStages | None:
         """For a step that begins now; None: it is too soon after another."""
-        if self._events is None:
-            return HostStages()
         now = time.perf_counter()
         if now < self._next:
             return None
         self._next = now + self._pause_seconds
-        return GpuStages(self._events)
+        return HostStages() if self._events is None else GpuStages(self._events)
 
 
 def _event() -> "torch.cuda.Event":
