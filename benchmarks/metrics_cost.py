@@ -1,10 +1,11 @@
 """What metrics and spans cost: `python -m benchmarks.metrics_cost [--json FILE] [--rounds N]`.
 
-Three servers of the same small layer: one counts nothing, one counts as servers do, and one also sends spans
-of a hundredth of its requests (the default) to a process that takes them. Requests come over HTTP by 32
-connections, and through one channel, which has no spans. In each round every server has two turns, in an
-order and then backwards, so that a drift of the machine cancels; the orders change, and /metrics is scraped
-once a second. A row compares two servers: the median of the rounds' ratios of rates, with its 95 % confidence
+Two servers of the same small layer: one counts as servers do, or nothing while a signal tells it so, for
+two processes with the same work differ by more than is measured here; the other one also sends spans of a
+hundredth of its requests (the default) to a process that takes them. Requests come over HTTP by 32
+connections, and through one channel, which has no spans. In each round every way has two turns, in an order
+and then backwards, so that a drift of the machine cancels; the orders change, and /metrics is scraped once
+a second. A row compares two ways: the median of the rounds' ratios of rates, with its 95 % confidence
 interval (by bootstrap), and for HTTP that of the processor times of a request, on which other programs have
 less influence. The last row has the microseconds of the calls alone, in a loop.
 """
@@ -14,6 +15,7 @@ import json
 import os
 import platform
 import random
+import signal
 import socket
 import statistics
 import subprocess
@@ -42,29 +44,34 @@ MODEL: dict[str, Any] = {
     "top_k": 4,
     "datatype": "BF16",
 }
-NAMES = ("silent", "counting", "tracing")
+WAYS = {"silent": "counting", "counting": "counting", "tracing": "tracing"}
+"""Each way, and the server whose it is."""
 CASES: dict[str, tuple[int, tuple[str, str]]] = {
     "metrics, HTTP, 32 connections": (32, ("counting", "silent")),
     "spans, HTTP, 32 connections": (32, ("tracing", "counting")),
     "metrics, one channel": (0, ("counting", "silent")),
 }
-"""The connections, 0: a channel, and the servers that are compared, the one that does more first."""
+"""The connections, 0: a channel, and the ways that are compared, the one that does more first."""
 _RESAMPLES = 2000
 
 
 def serve(name: str, port: int, sink: int) -> int:
-    """A server, in this process; the silent one counts neither requests nor steps."""
+    """A server, in this process; from one SIGUSR1 to the next, it counts neither requests nor steps."""
     from expertd.service.engine.metrics import Metrics
     from expertd.service.http.server import serve as serve_http
     from expertd.service.settings.model import Settings
 
-    if name == "silent":
+    def nothing(self: Metrics, *_: object) -> None:
+        pass
 
-        def nothing(self: Metrics, *_: object) -> None:
-            pass
+    others: dict[str, Callable[..., None]] = dict.fromkeys(("request_done", "step_done"), nothing)
 
-        for method in ("request_done", "step_done"):
-            setattr(Metrics, method, nothing)
+    def switch(*_: object) -> None:
+        for method, other in others.items():
+            others[method] = getattr(Metrics, method)
+            setattr(Metrics, method, other)
+
+    signal.signal(signal.SIGUSR1, switch)
     with tempfile.TemporaryDirectory() as folder:
         values = {"port": port, "models": [MODEL], "channels": {"socket": f"{folder}/channels"}}
         if name == "tracing":
@@ -169,10 +176,14 @@ def measure(
         counts, seconds = dict.fromkeys(names, 0), dict.fromkeys(names, 0.0)
         for name in (*order, *reversed(order)):
             port, pid = servers[name]
+            if name == "silent":
+                os.kill(pid, signal.SIGUSR1)
             before = _cpu_seconds(pid)
             with scraping(port):
                 counts[name] += requests_of(port, connections)
             seconds[name] += _cpu_seconds(pid) - before
+            if name == "silent":
+                os.kill(pid, signal.SIGUSR1)
         found.append({name: (counts[name] / 2 / SECONDS, seconds[name] / counts[name]) for name in names})
     return found
 
@@ -217,10 +228,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     calls, rows = call_microseconds(), {}
     with ExitStack() as stack:
         to = stack.enter_context(sink())
-        servers = {name: stack.enter_context(server(name, to)) for name in NAMES}
+        running = {name: stack.enter_context(server(name, to)) for name in dict.fromkeys(WAYS.values())}
+        servers = {way: running[name] for way, name in WAYS.items()}
         for connections in sorted({connections for connections, _ in CASES.values()}, reverse=True):
             cases = {what: pair for what, (count, pair) in CASES.items() if count == connections}
-            used = {name: servers[name] for name in NAMES if any(name in pair for pair in cases.values())}
+            used = {name: servers[name] for name in WAYS if any(name in pair for pair in cases.values())}
             found = measure(connections, used, given.rounds)
             for what, pair in cases.items():
                 rows[what] = compare(found, pair, connections)

@@ -13,6 +13,7 @@ from benchmarks import metrics_cost
 
 def test_every_server_has_its_turns_at_all_places(monkeypatch: pytest.MonkeyPatch) -> None:
     turns: list[int] = []
+    switched: list[int] = []  # after as many turns
 
     def requests_of(port: int, connections: int) -> int:
         assert connections == 32
@@ -21,12 +22,15 @@ def test_every_server_has_its_turns_at_all_places(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(metrics_cost, "requests_of", requests_of)
     monkeypatch.setattr(metrics_cost, "scraping", lambda _: nullcontext())
+    monkeypatch.setattr("os.kill", lambda *_: switched.append(len(turns)))
     monkeypatch.setattr(metrics_cost, "_cpu_seconds", lambda pid: float(len(turns)))
-    servers = {name: (place, 0) for place, name in enumerate(metrics_cost.NAMES)}
+    servers = {name: (place, 0) for place, name in enumerate(metrics_cost.WAYS)}
     found = metrics_cost.measure(32, servers, 3)
     rounds = [turns[start : start + 6] for start in range(0, 18, 6)]
     assert all(each == each[::-1] and Counter(each) == {0: 2, 1: 2, 2: 2} for each in rounds)
     assert {each[0] for each in rounds} == {0, 1, 2}
+    silent = [place for place, port in enumerate(turns) if port == 0]
+    assert switched == [at for place in silent for at in (place, place + 1)], "off, and on again"
     assert found[0] == {"silent": (100.0, 0.01), "counting": (200.0, 0.005), "tracing": (300.0, 2 / 600)}
     row = metrics_cost.compare(found, ("counting", "silent"), 32)
     assert row == {"rates": [200, 100], "ratio": (2, 2, 2), "cpu_ratio": (0.5, 0.5, 0.5)}
