@@ -234,6 +234,12 @@ def test_an_earlier_request_whose_answer_is_overdue(
     assert channel.wait(ticket).shape == (3, HIDDEN)
 
 
+@pytest.mark.parametrize("timeout", [1e15, 1e300, float("inf")])
+def test_a_timeout_may_be_longer_than_a_line_can_say(client: AnyCaller, timeout: float) -> None:
+    with client.open_channel(MODEL, max_tokens=1) as channel:
+        assert channel.infer(channel.slots[0], 1, timeout=timeout).shape == (1, HIDDEN)
+
+
 def test_timeouts_that_pass_at_about_the_time_of_the_answer(client: AnyCaller) -> None:
     with client.open_channel(MODEL, max_tokens=256, num_slots=2, device="cpu") as channel:
         outcomes = check_late_requests(client, channel, 25)

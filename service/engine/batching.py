@@ -86,8 +86,8 @@ class Scheduler:
         """
         self._stepping.failure, self._stepping.on_failure = failure, on_failure
 
-    def set_device(self, spin_seconds: float, on_gpu: bool) -> None:
-        """Tell what device steps run on; spin_seconds: as when it was made."""
+    def set_device(self, spin_seconds: float, leaves_cpu: bool) -> None:
+        """Tell of the device: spin_seconds as when it was made; leaves_cpu: steps leave the CPU alone."""
         self._spin_seconds = 0.0 if self._lane else spin_seconds
 
     def set_others(self, others: Others) -> None:
@@ -355,9 +355,8 @@ class Scheduler:
             while time.perf_counter() < end:
                 if self._poll(0):
                     return
-            if self._lane and self._poll(
-                0
-            ):  # what the first lane's thread has left to this one while it was awake
+            # What was left to this thread while it was awake.
+            if self._lane and self._poll(0):
                 return
         self._delivery.flush()
         self._poll(None)

@@ -68,11 +68,11 @@ class Lanes:
         for lane in self.lanes:
             lane.start()
 
-    def set_device(self, spin_seconds: float, on_gpu: bool) -> None:
+    def set_device(self, spin_seconds: float, leaves_cpu: bool) -> None:
         """See `Scheduler.set_device`."""
-        self._way.enabled = on_gpu
+        self._way.enabled = leaves_cpu
         for lane in self.lanes:
-            lane.set_device(spin_seconds, on_gpu)
+            lane.set_device(spin_seconds, leaves_cpu)
 
     def runner(self, model: str) -> Runner:
         """The decode lane's runner of `model`; the prefill lane's validates requests in the same way."""
@@ -150,8 +150,8 @@ class Lanes:
         next((lane for lane in self.lanes if lane.is_here), self.lanes[0]).do_later(chore)
 
     def report_later(self, report: Callable[[], None]) -> None:
-        """See `Scheduler.report_later`; for every thread."""
-        self.lanes[0].report_later(report)
+        """See `Scheduler.report_later`; for each worker thread, which has its own reports called soon."""
+        next((lane for lane in self.lanes if lane.is_here), self.lanes[0]).report_later(report)
 
     def waiting(self, model: str) -> tuple[int, int]:
         """The numbers of queued requests and tokens of `model`, on all lanes."""

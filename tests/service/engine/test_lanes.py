@@ -104,6 +104,18 @@ async def test_each_worker_thread_reads_the_source_of_its_lane() -> None:
             bell.close()
 
 
+@pytest.mark.parametrize("num_tokens", [1, 8])
+async def test_reports_of_each_lane_need_no_further_request(num_tokens: int) -> None:
+    async with running() as pair:
+        reported: list[int] = []
+
+        def done(_: object) -> None:
+            pair.lanes.report_later(lambda: reported.append(num_tokens))
+
+        pair.lanes.submit("tiny", layer_request([1.0] * num_tokens), done, on_worker=True)
+        await until(lambda: bool(reported))
+
+
 async def test_a_long_request_is_answered_while_a_short_step_runs() -> None:
     async with running() as pair:
         short = await pair.held(pair.decode)

@@ -1,6 +1,5 @@
 """What channels without copies have for threads and for event loops: all but the waiting."""
 
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from expertd_client.errors import ExpertError, InvalidRequestError
 if TYPE_CHECKING:
     import torch
 
+_FOREVER_SECONDS = 2**64 / 1e6  # more than a request line can say
 _MAX_KEPT = 64  # request lines, of a slot
 _kept: list[object] = []  # a GPU's memory that a step may still use
 
@@ -117,7 +117,7 @@ class BaseChannel:
             CODES[shapes.datatype],
             CODES[shapes.output_datatype],
             ROUTED if routed else 0,
-            0 if math.isinf(seconds) else max(1, int(seconds * 1e6)),
+            0 if seconds >= _FOREVER_SECONDS else max(1, int(seconds * 1e6)),
             start + where.hidden_states,
             start + where.topk_ids,
             start + where.topk_weights,
