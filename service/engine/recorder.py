@@ -25,21 +25,29 @@ def import_profiler() -> None:
 class Recorder:
     """Records all threads of this process and its GPU. Start and stop it on one thread, between two steps.
 
-    Make it on the thread that has imported torch: elsewhere, the profiler writes an error to stderr.
+    Without a GPU, make it on the thread that has imported torch: elsewhere, the profiler writes an error to
+    stderr.
     """
 
     def __init__(self) -> None:
+        import torch
         from torch._C._profiler import _ExperimentalConfig
         from torch.profiler import profile
 
         # acc_events: or torch 2.11 warns that events of earlier cycles are gone; there is one cycle.
         config = _ExperimentalConfig(profile_all_threads=True)
         self._profiler = profile(experimental_config=config, acc_events=True)
-        self._profiler.prepare_trace()
+        # With a GPU that takes long, so it is for the worker thread; the profiler then writes one error.
+        self._is_prepared = not torch.cuda.is_available()
+        if self._is_prepared:
+            self._profiler.prepare_trace()
 
     def start(self, streams: Iterable[tuple[str, Any]]) -> None:
         """Record from now on. streams: the GPU's, with their names."""
-        self._profiler.start_trace()
+        if self._is_prepared:
+            self._profiler.start_trace()
+        else:
+            self._profiler.start()
         mark(streams)
 
     def stop(self, about: Mapping[str, Any] | None = None) -> None:
