@@ -65,7 +65,7 @@ class DeviceSteps:
     ) -> RunningStep:
         """Enqueue a step whose launches go to `stream`, the current one.
 
-        stages  are told of the step's own, none of which is a graph's; only if the layer is a MoELayer
+        stages  notified of the step's stages, none of which is a graph's; only if the layer is a MoELayer
         """
         began = time.perf_counter()
         slot = self._staging.take()

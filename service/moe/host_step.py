@@ -29,7 +29,7 @@ class HostSteps:
         self.copies = HostCopies()
 
     def run(self, batch: Batch, stages: HostStages | None = None) -> StepResult:
-        """A whole step; `stages` are told of its own, and only if the layer is a MoELayer."""
+        """A whole step; `stages`, only of a MoELayer, are notified of its stages."""
         began = time.perf_counter()
         layer: Callable[..., Tensor] = self._layer
         offsets = torch.zeros(self._layer.shape.num_groups + 1, dtype=torch.int32)
