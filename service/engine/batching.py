@@ -89,6 +89,7 @@ class Scheduler:
     def set_device(self, spin_seconds: float, leaves_cpu: bool) -> None:
         """Tell of the device: spin_seconds as when it was made; leaves_cpu: steps leave the CPU alone."""
         self._spin_seconds = 0.0 if self._lane else spin_seconds
+        self._stepping.others.set_device(leaves_cpu)
 
     def set_others(self, others: Others) -> None:
         """Tell of the worker threads of other lanes, before `start`."""

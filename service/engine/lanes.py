@@ -58,9 +58,9 @@ class Lanes:
         self.decode_max_tokens = self.short_tokens = short_tokens
         self.counts = counts
         self.arrived = Arrived([0, 0], [0, 0])
-        self._way = RightOfWay()
-        decode.set_others(Slower(self._way, lambda: prefill.is_asleep))
-        prefill.set_others(Faster(self._way))
+        way = RightOfWay()
+        decode.set_others(Slower(way, lambda: prefill.is_asleep))
+        prefill.set_others(Faster(way))
 
     def start(self) -> None:
         """Start the worker threads; from now on, a thread gives way to another one that waits sooner."""
@@ -70,7 +70,6 @@ class Lanes:
 
     def set_device(self, spin_seconds: float, leaves_cpu: bool) -> None:
         """See `Scheduler.set_device`."""
-        self._way.enabled = leaves_cpu
         for lane in self.lanes:
             lane.set_device(spin_seconds, leaves_cpu)
 

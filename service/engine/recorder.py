@@ -37,7 +37,8 @@ class Recorder:
         # acc_events: or torch 2.11 warns that events of earlier cycles are gone; there is one cycle.
         config = _ExperimentalConfig(profile_all_threads=True)
         self._profiler = profile(experimental_config=config, acc_events=True)
-        # With a GPU that takes long, so it is for the worker thread; the profiler then writes one error.
+        # With a GPU it loads CUPTI, for which the event loop should not wait: the worker thread does, and the
+        # profiler writes one error.
         self._is_prepared = not torch.cuda.is_available()
         if self._is_prepared:
             self._profiler.prepare_trace()

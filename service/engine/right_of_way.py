@@ -20,6 +20,9 @@ _LAUNCH_SECONDS = 0.4e-3  # at most, to give the device more to do
 class Others:
     """The other lanes' threads, for a thread without any."""
 
+    def set_device(self, leaves_cpu: bool) -> None:
+        """Say whether steps leave the CPU alone."""
+
     def leaves(self, source: Source) -> bool:
         """Whether this thread leaves it to another one to poll `source`."""
         return False
@@ -51,6 +54,9 @@ class Slower(Others):
 
     def __init__(self, way: RightOfWay, are_asleep: Callable[[], bool]) -> None:
         self._way, self._are_asleep = way, are_asleep
+
+    def set_device(self, leaves_cpu: bool) -> None:
+        self._way.enabled = leaves_cpu
 
     def leaves(self, source: Source) -> bool:
         return source.lane > 0 and not self._are_asleep()
