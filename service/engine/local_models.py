@@ -17,7 +17,7 @@ from expertd.service.engine.layers import Cancelled, MakeLayer, stop_if
 from expertd.service.engine.memory_needs import needs_of_model, needs_of_models, staging_of_model
 from expertd.service.engine.runner_sets import RunnerSet
 from expertd.service.moe.base import Layer
-from expertd.service.moe.capture import GraphPool
+from expertd.service.moe.capture import GraphPool, free_unused_memory
 from expertd.service.moe.device import device_memory, free_device_bytes
 from expertd.service.moe.host_memory import give_back_freed
 from expertd.service.moe.needs import Needs
@@ -81,8 +81,7 @@ class LocalModels:
                     layer = self._make_layer(model, self._backend, self._device, cancelled)
                     self._add(model, layer)
                 advance(1, model.name)
-        if self._device.type == "cpu":
-            give_back_freed()  # by reading and packing weights
+        give_back_freed()  # by reading and packing weights, and by compiling kernels
         self.capture(cancelled)
 
     def check_memory(self, model: ModelSettings) -> None:
@@ -117,7 +116,7 @@ class LocalModels:
                 stream.synchronize()
             else:  # so that the first step on the worker thread has its matrices
                 _first_steps(LayerRunner(layer, self._device), model, self._limits.max_request_tokens)
-                give_back_freed()
+            give_back_freed()
             return layer
 
     def add(self, model: ModelSettings, layer: Layer) -> LayerRunner:
@@ -147,7 +146,7 @@ class LocalModels:
         """Free memory that nothing refers to any more."""
         gc.collect()
         if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+            free_unused_memory()
         else:
             give_back_freed()
 
@@ -230,7 +229,7 @@ def capture_graphs(
         runner.release_graphs()
     gc.collect()  # graphs and streams that are unreachable
     torch._C._cuda_clearCublasWorkspaces()  # torch keeps 32 MiB for every stream that cuBLAS ran on
-    torch.cuda.empty_cache()
+    free_unused_memory()
     with progress_bar("graphs", len(runners), "layer") as advance:
         for runner in runners:
             stop_if(cancelled)

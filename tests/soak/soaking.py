@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import count
+from itertools import combinations, count
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +204,7 @@ class Soak:
         kinds = {kind: tally.counts() for kind, tally in self._tallies.items()}
         total = {outcome: sum(counts[outcome] for counts in kinds.values()) for outcome in OUTCOMES}
         warm = self._memory[int(WARM_UP * len(self._memory)) :]
-        growth = [_growth([each[index] for each in warm]) for index in range(3)]
+        growth = [growth_of([each[index] for each in warm]) for index in range(3)]
         return {
             "header": {"cpu": cpu_name(), "python": platform.python_version(), "seconds": round(seconds, 1)},
             "total": total,
@@ -233,11 +233,14 @@ class Soak:
         }
 
 
-def _growth(values: Sequence[int]) -> float:
-    """How much larger the median of the last third is than that of the first; 0 without any."""
-    third = max(1, len(values) // 3)
-    first = statistics.median(values[:third])
-    return statistics.median(values[-third:]) / first - 1 if first else 0.0
+def growth_of(values: Sequence[int]) -> float:
+    """The largest rise from one sixth to a later one, of their medians: a fall in between hides nothing."""
+    size = max(1, len(values) // 6)
+    medians = [
+        statistics.median(values[start : start + size])
+        for start in range(0, size * (len(values) // size), size)
+    ]
+    return max((late / early - 1 for early, late in combinations(medians, 2) if early), default=0.0)
 
 
 def cpu_name() -> str:

@@ -16,7 +16,7 @@ from tests.service.apps import tiny_settings
 from tests.soak.callers import outcome_of
 from tests.soak.plan import Plan
 from tests.soak.reference import samples
-from tests.soak.soaking import mistakes
+from tests.soak.soaking import growth_of, mistakes
 from tests.soak.tally import OUTCOMES, Phase, Stage, Tally
 
 
@@ -38,6 +38,17 @@ def test_a_wrong_answer_is_found() -> None:
     assert not one.is_right(other.output)
     assert not one.is_right(1.1 * one.output)
     assert not one.is_right(one.output[:0])
+
+
+def test_a_fall_does_not_hide_growth() -> None:
+    """As of memory that is given back at once, before and after which it grows."""
+    level = [1000, 1010, 1000, 990, 1000, 1010] * 10
+    assert growth_of(level) == pytest.approx(0.0, abs=0.01)
+    rising = [1000 + place for place in range(60)]
+    assert growth_of(rising) == pytest.approx(0.05, abs=0.005)
+    assert growth_of(rising + [value - 300 for value in rising]) == pytest.approx(0.06, abs=0.01)
+    assert growth_of([]) == 0.0
+    assert growth_of([0, 0, 0]) == 0.0
 
 
 def test_what_errors_mean(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
