@@ -21,11 +21,11 @@ from expertd.service.engine.errors import SchedulerClosedError
 from expertd.service.engine.lookout import Lookout
 from expertd.service.engine.queue_metrics import QueueState
 from expertd.service.engine.queues import Queues
-from expertd.service.engine.right_of_way import Others
 from expertd.service.engine.short_steps import ShortSteps
 from expertd.service.engine.stepping import Stepping
 from expertd.service.engine.steps import DEFAULT_PRIORITY, Chunk, Done, Pending, Runner, State, StepObserver
-from expertd.service.engine.wakeup import Source, Wakeup
+from expertd.service.engine.wakeup import Source
+from expertd.service.engine.worker import Worker
 from expertd.service.moe.request import LayerRequest
 from expertd.service.settings.parts import Limits
 
@@ -39,8 +39,9 @@ class Scheduler:
     """Owns the queues and the worker thread. `submit` and `cancel` are safe from any thread.
 
     lane          the number of its lane; 0 if there is only one. The worker thread of the first lane wakes
-                  up for requests of sources, those of others read theirs while they are awake
+                  up for requests of sources, that of another one reads its own while it is awake
     spin_seconds  for which the first lane's thread looks for requests of sources before it sleeps
+    worker        the thread, which may do the work of another lane, too
     """
 
     def __init__(
@@ -52,8 +53,7 @@ class Scheduler:
         self._lookout = Lookout(self._queues, self._stepping, self._delivery, self.poll_sources)
         self._jobs: deque[tuple[Callable[[], object], Future[Any]]] = deque()
         self._lane = lane
-        self._spin_seconds = 0.0 if lane else spin_seconds
-        self._wakeup = Wakeup(rings_wake=lane == 0)
+        self.worker = Worker(self, _name(lane), lane == 0, 0.0 if lane else spin_seconds)
         self._lock = self._queues.lock  # also of the jobs and the states below
         self._turn = threading.Lock()  # of the thread that uses the device
         self._sleeping = False
@@ -63,7 +63,6 @@ class Scheduler:
         self._short = ShortSteps(
             self._queues, self._stepping, self._delivery, self._turn, self._take_alone, self._is_quiet
         )
-        self._thread = threading.Thread(target=self._work, name=_name(lane), daemon=True)
 
     @property
     def lanes(self) -> tuple["Scheduler", ...]:
@@ -73,7 +72,7 @@ class Scheduler:
     def start(self) -> None:
         """Start the worker thread; answers are delivered to the running event loop."""
         self._delivery.start()
-        self._thread.start()
+        self.worker.thread.start()
 
     def set_runners(self, runners: Mapping[str, Runner], weights: Mapping[str, float] | None = None) -> None:
         """Set the runner of each model, and its share of the device beside others; by default 1."""
@@ -88,12 +87,13 @@ class Scheduler:
 
     def set_device(self, spin_seconds: float, leaves_cpu: bool) -> None:
         """Tell of the device: spin_seconds as when it was made; leaves_cpu: steps leave the CPU alone."""
-        self._spin_seconds = 0.0 if self._lane else spin_seconds
-        self._stepping.others.set_device(leaves_cpu)
+        self.worker.spin_seconds = 0.0 if self._lane else spin_seconds
 
-    def set_others(self, others: Others) -> None:
-        """Tell of the worker threads of other lanes, before `start`."""
-        self._stepping.others = others
+    def take(self, other: "Scheduler") -> None:
+        """Have this worker thread do the work of another lane, too, which has none at present."""
+        other.worker.retire()
+        other.worker = self.worker
+        self.worker.take(other)
 
     def set_limits(self, limits: Limits) -> None:
         """Set the limits of further requests and steps."""
@@ -134,7 +134,7 @@ class Scheduler:
                 raise SchedulerClosedError("the server is shutting down")
             self._jobs.append((job, done))
             self._sleeping = False
-        self._wakeup.wake()
+        self.worker.wakeup.wake()
         return done
 
     def check_capacity(self, model: str, num_tokens: int = 1, caller: int = 0) -> None:
@@ -177,7 +177,7 @@ class Scheduler:
                 return pending
             asleep, self._sleeping = self._sleeping, False
         if asleep:
-            self._wakeup.wake()
+            self.worker.wakeup.wake()
         return pending
 
     def cancel(self, pending: Pending, error: Exception) -> bool:
@@ -197,15 +197,15 @@ class Scheduler:
 
     def add_source(self, source: Source) -> None:
         """Have the worker thread poll `source`, from now on."""
-        self._wakeup.add(source)
+        self.worker.wakeup.add(source)
 
     def remove_source(self, source: Source) -> None:
         """Poll `source` no more, once a poll that has begun is over."""
-        self._wakeup.remove(source)
+        self.worker.wakeup.remove(source)
 
     def poll_sources(self) -> None:
         """Poll every source once, so that what has arrived is accepted, even during a step."""
-        for source in self._wakeup.all():
+        for source in self.worker.wakeup.all():
             source.poll()
 
     def do_later(self, chore: Callable[[], None]) -> None:
@@ -270,12 +270,12 @@ class Scheduler:
     @property
     def running(self) -> bool:
         """Whether the worker thread is alive; it may be in a step that outlasted `stop`."""
-        return self._thread.is_alive()
+        return self.worker.thread.is_alive()
 
     @property
     def thread_id(self) -> int | None:
         """The operating system's number of the worker thread; None before it starts."""
-        return self._thread.native_id
+        return self.worker.thread.native_id
 
     @property
     def is_asleep(self) -> bool:
@@ -285,99 +285,114 @@ class Scheduler:
     @property
     def is_here(self) -> bool:
         """Whether the worker thread asks."""
-        return threading.get_ident() == self._thread.ident
+        return threading.get_ident() == self.worker.thread.ident
 
-    def stop(self, timeout: float) -> bool:
-        """Stop the worker thread after its current steps; True if it ended within `timeout` seconds."""
+    def end(self) -> None:
+        """Have the worker thread end this lane's work after its current steps."""
         with self._lock:
             self._closed = self._stopped = True
-        self._wakeup.wake()
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
+        self.worker.wakeup.wake()
+
+    def stop(self, timeout: float) -> bool:
+        """`end`, and wait; True if the worker thread ended within `timeout` seconds."""
+        self.end()
+        self.worker.thread.join(timeout)
+        return not self.running
 
     def _check_open(self) -> None:
         if self._closed:
             raise SchedulerClosedError("the server is shutting down")
 
-    # The worker thread.
+    # For the worker thread.
 
-    def _work(self) -> None:
-        stepping = self._stepping
-        running, chores = stepping.running, stepping.chores
-        has_polled = False
-        while True:
-            stepping.others.give_way(stepping.busy_seconds)
-            job: tuple[Callable[[], object], Future[Any]] | None = None
-            chunks: list[Chunk] = []
-            late: list[Chunk] = []
-            if self._wakeup.sources:
-                if not has_polled:  # a poll lets other threads run
-                    self._poll(0)
-                if self._queues.turns and not running and not self._lane:
-                    self._wait_for_callers()
-            has_polled = False
-            with self._lock:
-                self._queues.just_ended = False
-                if self._stopped and not running and not chores:
-                    break
-                if not running:
-                    job = self._jobs.popleft() if self._jobs else None
-                if job is None and self._may_begin():
-                    chunks, late = self._queues.split_late(self._queues.next_step(), stepping.busy_seconds)
-                    if chunks:
-                        stepping.take(chunks)
-                self._sleeping = not (job or chunks or late or running or chores)
-            if late:
-                stepping.refuse_late(late)
-            if not (job or chunks or running or chores):
-                if not late:
-                    self._wait()
-                    has_polled = True
-                continue
+    def wake_up(self) -> None:
+        """The worker thread is awake, and no other is to run a step."""
+        self._sleeping = False
+
+    def do_next(self) -> bool | None:
+        """Do what is next without waiting; False if there is nothing at present, None after `end`."""
+        running, chores = self._stepping.running, self._stepping.chores
+        job: tuple[Callable[[], object], Future[Any]] | None = None
+        chunks: list[Chunk] = []
+        late: list[Chunk] = []
+        with self._lock:
+            self._queues.just_ended = False
+            if self._stopped and not running and not chores:
+                return None
+            if not running:
+                job = self._jobs.popleft() if self._jobs else None
+            if job is None and self._may_begin():
+                chunks, late = self._queues.split_late(self._queues.next_step(), self._stepping.busy_seconds)
+                if chunks:
+                    self._stepping.take(chunks)
+            self._sleeping = not (job or chunks or late or running or chores)
+        if late:
+            self._stepping.refuse_late(late)
+        if not (job or chunks or chores):
+            return bool(late)
+        with self._turn:
+            if job:
+                _run_job(*job)
+            elif chunks:
+                if self.worker.wakeup.sources:
+                    self._lookout.step_begins(chunks)
+                self._stepping.begin(chunks)
+            else:
+                chores.popleft()()
+        return True
+
+    def finish_if_done(self) -> bool:
+        """Answer the requests of the first step that runs, if the device has done it."""
+        running = self._stepping.running
+        if not running or not running[0].step.is_done():
+            return False
+        with self._turn:
+            self._stepping.finish_first()
+        return True
+
+    def finish_next(self) -> None:
+        """Wait for the first step that runs, and answer its requests; not if the next one may begin."""
+        with self._turn:
+            if not self._wait_for_more():
+                self._stepping.finish_first()
+
+    def finish_all(self) -> None:
+        """Wait for all steps that run, and answer their requests."""
+        while self.is_running:
             with self._turn:
-                if job:
-                    _run_job(*job)
-                elif chunks:
-                    if self._wakeup.sources:
-                        self._lookout.step_begins(chunks)
-                    stepping.begin(chunks)
-                elif chores:
-                    chores.popleft()()
-                elif not self._wait_for_more():
-                    stepping.finish_first()
-        self._wakeup.close()
+                self._stepping.finish_first()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the device has a step."""
+        return bool(self._stepping.running)
+
+    @property
+    def answered(self) -> float:
+        """When the last step's requests were."""
+        return self._stepping.answered
+
+    @property
+    def busy_seconds(self) -> float:
+        """Until the device has likely done all steps that run."""
+        return self._stepping.busy_seconds()
+
+    def flush(self) -> None:
+        """Have the event loop call what has been reported."""
+        self._delivery.flush()
+
+    def cancel_jobs(self) -> None:
+        """Cancel those that no thread will run."""
         for _, done in self._jobs:
             done.cancel()
 
-    def _wait(self) -> None:
-        """Wait for a wake-up or a source: if there are sources, awake for a short time, then asleep."""
-        if self._wakeup.sources:
-            end = time.perf_counter() + self._spin_seconds
-            while time.perf_counter() < end:
-                if self._poll(0):
-                    return
-            # What was left to this thread while it was awake.
-            if self._lane and self._poll(0):
-                return
-        self._delivery.flush()
-        self._poll(None)
-
-    def _poll(self, seconds: float | None) -> bool:
-        """Wait up to `seconds`, and poll the sources that rang; False if nothing happened."""
-        rang = self._wakeup.wait(seconds)
-        if rang is None:
-            return False
-        self._sleeping = False
-        for source in rang:
-            if not self._stepping.others.leaves(source):
-                source.poll()
-        return True
-
-    def _wait_for_callers(self) -> None:
-        """Poll sources until the callers of the last step are back, for a short time."""
+    def wait_for_callers(self) -> None:
+        """Poll sources until the callers of the last step are back, for a short time; if others wait."""
         stepping = self._stepping
+        if not self._queues.turns or stepping.running:
+            return
         while stepping.returning and time.perf_counter() < stepping.rejoin_until:
-            self._poll(0)
+            self.worker.poll(0)
             if stepping.chores:
                 stepping.chores.popleft()()
         stepping.returning = 0
@@ -396,8 +411,8 @@ class Scheduler:
         if self._lane and until:
             pause = max(pause, _POLLED_PART * self._stepping.first_times()[1])
         while (now := time.perf_counter()) < until and not running[0].step.is_done():
-            if self._wakeup.sources:
-                self._poll(0)
+            if self.worker.wakeup.sources:
+                self.worker.poll(0)
             with self._lock:
                 if self._may_begin():
                     return True
@@ -419,7 +434,7 @@ class Scheduler:
                 return self._queues.next_step()[0]
             self._sleeping = False
         if asleep:
-            self._wakeup.wake()
+            self.worker.wakeup.wake()
         return None
 
     def _is_quiet(self) -> bool:

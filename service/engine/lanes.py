@@ -1,8 +1,9 @@
 """Lanes: short and long requests in queues of their own, whose steps run at the same time.
 
-Each lane is a `Scheduler` with a worker thread, which reads sources, such as channels, whose last request was
-on its lane, and puts what it finds on the lane where it belongs. Only the thread of the first lane, whose
-steps are the shortest, wakes up for them, and reads those of the others while these sleep.
+Each lane is a `Scheduler`. On a GPU, one thread runs the steps of both (see `worker`). On a CPU, each has a
+thread, which reads sources, such as channels, whose last request was on its lane, and puts what it finds on
+the lane where it belongs. Only that of the first lane, whose steps are the shortest, wakes up for them, and
+reads those of the other while that one sleeps.
 """
 
 import asyncio
@@ -20,7 +21,6 @@ from expertd.service.engine.lane_choice import Choice
 from expertd.service.engine.lane_metrics import LaneMetrics, LaneObserver
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.queue_metrics import QueueState
-from expertd.service.engine.right_of_way import Faster, RightOfWay, Slower
 from expertd.service.engine.steps import DEFAULT_PRIORITY, Done, Pending, Runner
 from expertd.service.engine.wakeup import Source
 from expertd.service.moe.request import LayerRequest
@@ -58,9 +58,9 @@ class Lanes:
         self.decode_max_tokens = self.short_tokens = short_tokens
         self.counts = counts
         self.arrived = Arrived([0, 0], [0, 0])
-        way = RightOfWay()
-        decode.set_others(Slower(way, lambda: prefill.is_asleep))
-        prefill.set_others(Faster(way))
+        self._threads = [decode, prefill]  # lanes with a worker thread of their own
+        decode.worker.leaves = lambda source: source.lane > 0 and not prefill.is_asleep
+        prefill.worker.leaves = lambda source: source.lane == 0
 
     def start(self) -> None:
         """Start the worker threads; from now on, a thread gives way to another one that waits sooner."""
@@ -69,9 +69,16 @@ class Lanes:
             lane.start()
 
     def set_device(self, spin_seconds: float, leaves_cpu: bool) -> None:
-        """See `Scheduler.set_device`."""
-        for lane in self.lanes:
-            lane.set_device(spin_seconds, leaves_cpu)
+        """See `Scheduler.set_device`. Where steps leave the CPU alone, one thread begins those of both lanes.
+
+        No request has been accepted.
+        """
+        decode, prefill = self.lanes
+        decode.set_device(spin_seconds, leaves_cpu)
+        if leaves_cpu and prefill in self._threads:
+            self._threads.remove(prefill)
+            decode.worker.leaves = lambda source: False
+            decode.take(prefill)
 
     def runner(self, model: str) -> Runner:
         """The decode lane's runner of `model`; the prefill lane's validates requests in the same way."""
@@ -80,11 +87,13 @@ class Lanes:
     async def between_steps(self, job: Callable[[], T]) -> T:
         """Run `job` on the first worker thread while no step runs on any lane, and return its result."""
         resume = threading.Event()
-        parked = [_park(lane, resume) for lane in self.lanes[1:]]
+        parked = [_park(lane, resume) for lane in self._threads[1:]]
 
         def alone() -> T:
             for each in parked:
                 each.result()
+            for lane in self.lanes[len(self._threads) :]:
+                lane.finish_all()
             return job()
 
         try:
@@ -132,12 +141,12 @@ class Lanes:
 
     def add_source(self, source: Source) -> None:
         """Have the worker threads poll `source`, from now on."""
-        for lane in self.lanes:
+        for lane in self._threads:
             lane.add_source(source)
 
     def remove_source(self, source: Source) -> None:
         """Poll `source` no more, once a poll that has begun is over."""
-        for lane in self.lanes:
+        for lane in self._threads:
             lane.remove_source(source)
 
     def poll_sources(self) -> None:
@@ -203,6 +212,8 @@ class Lanes:
     def stop(self, timeout: float) -> bool:
         """Stop the worker threads after their current steps; True if they ended within `timeout` seconds."""
         end = time.monotonic() + timeout
+        for lane in self.lanes:
+            lane.end()
         ended = [lane.stop(max(0.0, end - time.monotonic())) for lane in self.lanes]
         return all(ended)
 

@@ -115,7 +115,10 @@ class Profiling:
         """The names of the threads that run steps, by the operating system's numbers."""
         lanes = self._scheduler.lanes
         names = [f"{name} lane" for name in LANES] if len(lanes) > 1 else ["worker"]
-        threads = {lane.thread_id: name for lane, name in zip(lanes, names, strict=True)}
+        threads: dict[int | None, str] = {}
+        for lane, name in zip(lanes, names, strict=True):  # one thread may run both
+            known = threads.get(lane.thread_id)
+            threads[lane.thread_id] = f"{known}, {name}" if known else name
         return {**threads, threading.get_native_id(): "event loop"}
 
 

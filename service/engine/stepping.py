@@ -16,7 +16,6 @@ from expertd.service.engine.errors import (
     StepFailedError,
 )
 from expertd.service.engine.queues import Queues
-from expertd.service.engine.right_of_way import Others
 from expertd.service.engine.steps import Chunk, Step, StepObserver
 from expertd.service.moe.request import Output, StepResult
 
@@ -55,7 +54,7 @@ class Stepping:
     rejoin_until  when the next step no longer waits for them
     failure       says why the device computes nothing any more, None if it does; asked after a failed step
     on_failure    is called with that on the event loop
-    others        the threads of other lanes
+    answered      when the last step's requests were
     chores        what may wait until the next step runs, or until there is none: the next request of a caller
                   that has its answer comes within microseconds
     """
@@ -65,13 +64,12 @@ class Stepping:
         self.progress = 0
         self.in_step: list[Chunk] | None = None
         self._began = 0.0  # when that began
-        self._answered = 0.0  # when the last step's requests were
+        self.answered = 0.0
         self.chores: deque[Callable[[], None]] = deque()
         self.failure: Callable[[], str | None] = lambda: None
         self.on_failure: Callable[[str], None] = lambda why: None
         self.returning = 0
         self.rejoin_until = 0.0
-        self.others = Others()
         self._queues = queues
         self._delivery = delivery
         self._observer = observer
@@ -111,7 +109,6 @@ class Stepping:
             self._finish(running)
             return
         self.running.append(running)
-        self.others.step_runs()
         while self.chores:  # while the device computes
             self.chores.popleft()()
         self._delivery.flush()
@@ -163,7 +160,7 @@ class Stepping:
     def first_times(self) -> tuple[float, float]:
         """When the device began the first step in flight, and the seconds it likely takes; 0: unknown."""
         first = self.running[0]
-        began = max(first.began, self._answered)  # it waited for the one before it
+        began = max(first.began, self.answered)  # it waited for the one before it
         return began, self._queues[first.model].likely_seconds(first.num_tokens)
 
     def refuse_late(self, chunks: Sequence[Chunk]) -> None:
@@ -191,7 +188,6 @@ class Stepping:
     def _finish_and_copy(self, running: Running) -> None:
         try:
             running.step.wait()
-            self._step_ended()
             result = running.step.finish()
             seconds, num_tokens = result.compute_seconds, result.num_tokens
             answers = self._answers(running.chunks, result.outputs, seconds, num_tokens)
@@ -212,7 +208,6 @@ class Stepping:
         """Answer sources' requests before anything else: their callers send the next ones at once."""
         try:
             took = running.step.wait()
-            self._step_ended()
         except Exception as error:
             self._failed(running.chunks, error)
             return
@@ -223,11 +218,6 @@ class Stepping:
             pending.done(answer)
         self._forecast(running)
         self.chores.append(partial(self._complete, running, len(answers)))
-
-    def _step_ended(self) -> None:
-        """Let other lanes go first before the answers, which the device may have announced by itself."""
-        self.others.step_ended()
-        self.others.give_way(self.busy_seconds)
 
     def _complete(self, running: Running, num_answers: int) -> None:
         self._note(running, running.step.finish())
@@ -259,8 +249,8 @@ class Stepping:
 
     def _forecast(self, running: Running) -> None:
         """Keep how long the device was not there for others, answers included."""
-        before, self._answered = self._answered, time.perf_counter()
-        seconds = self._answered - max(running.began, before)
+        before, self.answered = self.answered, time.perf_counter()
+        seconds = self.answered - max(running.began, before)
         self._queues[running.model].forecast.note(running.num_tokens, seconds)
 
     def _note(self, running: Running, result: StepResult) -> None:

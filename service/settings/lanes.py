@@ -15,7 +15,7 @@ LANES = ("decode", "prefill")
 
 
 class LaneSettings(Frozen):
-    """Two lanes, each with queues and a thread: `decode` for short requests, `prefill` for others."""
+    """Two lanes, each with queues and steps of its own: `decode` for short requests, `prefill` for others."""
 
     decode_max_tokens: int = Field(
         default=0,

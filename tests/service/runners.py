@@ -2,7 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -37,9 +38,15 @@ class EchoRunner:
         return Computed(self._run(requests))
 
     def _run(self, requests: Sequence[LayerRequest]) -> StepResult:
+        self._enter(requests)
+        self.gate.wait()
+        return self._result(requests)
+
+    def _enter(self, requests: Sequence[LayerRequest]) -> None:
         self.steps.append([request.num_tokens for request in requests])
         self.entered.release()
-        self.gate.wait()
+
+    def _result(self, requests: Sequence[LayerRequest]) -> StepResult:
         for request in requests:
             if np.frombuffer(host_view(request.hidden_states), np.float32)[0] == self.poison:
                 raise RuntimeError("a poisoned request")
@@ -51,6 +58,14 @@ class EchoRunner:
             count_tokens=lambda: np.array([tokens, 0, 0, tokens]),
             compute_seconds=self.seconds,
         )
+
+
+class DeviceRunner(EchoRunner):
+    """An echo whose steps begin at once, as on a GPU, and are done when `gate` is open."""
+
+    def begin(self, requests: Sequence[LayerRequest]) -> "Computing":  # type: ignore[override]
+        self._enter(requests)
+        return Computing(self.gate, partial(self._result, requests))
 
 
 class Turnstile(threading.Event):
@@ -91,6 +106,24 @@ class Computed:
 
     def finish(self) -> StepResult:
         return self._result
+
+
+class Computing:
+    """A step that a device computes."""
+
+    def __init__(self, done: threading.Event, result: Callable[[], StepResult]) -> None:
+        self._done, self._result = done, result
+
+    def is_done(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self) -> float:
+        self._done.wait()
+        return EchoRunner.seconds
+
+    def finish(self) -> StepResult:
+        self._done.wait()
+        return self._result()
 
 
 class Submitted:

@@ -13,7 +13,7 @@ from expertd.service.engine.lanes import Lanes, scheduler_of
 from expertd.service.engine.metrics import Metrics
 from tests.service.apps import tiny_settings
 from tests.service.engine.test_wakeup import Bell
-from tests.service.runners import EchoRunner, Submitted, layer_request
+from tests.service.runners import DeviceRunner, EchoRunner, Submitted, layer_request
 from tests.service.waiting import until
 
 LANES = {"decode_max_tokens": 2, "decode_batch_tokens": 4}
@@ -39,17 +39,27 @@ class Pair:
         return pending
 
 
+@pytest.fixture(params=["a thread each", "one thread"])
+def one_thread(request: pytest.FixtureRequest) -> bool:
+    """Whether both lanes have one thread, as on a GPU."""
+    return bool(request.param == "one thread")
+
+
 @asynccontextmanager
-async def running(metrics: Metrics | None = None, **limits: int) -> AsyncIterator[Pair]:
+async def running(
+    metrics: Metrics | None = None, one_thread: bool = False, **limits: int
+) -> AsyncIterator[Pair]:
     settings = tiny_settings({**LIMITS, **limits}, lanes=LANES)
     metrics = metrics or Metrics("0")
     metrics.add_models({model.name: model.shape for model in settings.models}, 4)
     lanes = scheduler_of(settings, metrics)
     assert isinstance(lanes, Lanes)
-    runners = EchoRunner(), EchoRunner()
+    kind = DeviceRunner if one_thread else EchoRunner
+    runners = kind(), kind()
     for lane, runner in zip(lanes.lanes, runners, strict=True):
         lane.set_runners({"tiny": runner})
     lanes.start()
+    lanes.set_device(1e-3 if one_thread else 0.0, leaves_cpu=one_thread)
     try:
         yield Pair(lanes, *runners)
     finally:
@@ -63,8 +73,8 @@ async def answered(*pendings: Submitted) -> None:
     await asyncio.wait_for(asyncio.gather(*(pending.answer for pending in pendings)), 10)
 
 
-async def test_a_short_request_is_answered_while_a_long_step_runs() -> None:
-    async with running() as pair:
+async def test_a_short_request_is_answered_while_a_long_step_runs(one_thread: bool) -> None:
+    async with running(one_thread=one_thread) as pair:
         long = await pair.held(pair.prefill)
         await answered(*(pair.send(count) for count in (1, 2)))
         assert not long.answer.done()
@@ -105,8 +115,8 @@ async def test_each_worker_thread_reads_the_source_of_its_lane() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 8])
-async def test_reports_of_each_lane_need_no_further_request(num_tokens: int) -> None:
-    async with running() as pair:
+async def test_reports_of_each_lane_need_no_further_request(num_tokens: int, one_thread: bool) -> None:
+    async with running(one_thread=one_thread) as pair:
         reported: list[int] = []
 
         def done(_: object) -> None:
@@ -116,8 +126,8 @@ async def test_reports_of_each_lane_need_no_further_request(num_tokens: int) -> 
         await until(lambda: bool(reported))
 
 
-async def test_a_long_request_is_answered_while_a_short_step_runs() -> None:
-    async with running() as pair:
+async def test_a_long_request_is_answered_while_a_short_step_runs(one_thread: bool) -> None:
+    async with running(one_thread=one_thread) as pair:
         short = await pair.held(pair.decode)
         await answered(pair.send(3), pair.send(16))
         assert not short.answer.done()
@@ -127,8 +137,8 @@ async def test_a_long_request_is_answered_while_a_short_step_runs() -> None:
     assert sorted(size for step in pair.prefill.steps for size in step) == [3, 16]
 
 
-async def test_steps_of_each_lane_have_its_limits_and_priorities() -> None:
-    async with running(prefill_chunk_tokens=0) as pair:
+async def test_steps_of_each_lane_have_its_limits_and_priorities(one_thread: bool) -> None:
+    async with running(one_thread=one_thread, prefill_chunk_tokens=0) as pair:
         first = await pair.held(pair.decode), await pair.held(pair.prefill)
         others = [pair.send(2, priority=priority) for priority in (128, 128, 7)]
         others += [pair.send(count, priority=priority) for count, priority in ((8, 128), (16, 7), (8, 128))]
@@ -140,8 +150,8 @@ async def test_steps_of_each_lane_have_its_limits_and_priorities() -> None:
     assert pair.prefill.steps == [[8], [16], [8, 8]], "the urgent one first"
 
 
-async def test_long_requests_are_computed_in_chunks_beside_others_of_their_lane() -> None:
-    async with running(prefill_chunk_tokens=4) as pair:
+async def test_long_requests_are_computed_in_chunks_beside_others_of_their_lane(one_thread: bool) -> None:
+    async with running(one_thread=one_thread, prefill_chunk_tokens=4) as pair:
         first = await pair.held(pair.prefill)
         others = pair.send(3), pair.send(8)
         pair.prefill.gate.set()
@@ -149,8 +159,8 @@ async def test_long_requests_are_computed_in_chunks_beside_others_of_their_lane(
     assert pair.prefill.steps == [[8], [3], [4], [4]]
 
 
-async def test_a_full_queue_of_one_lane_leaves_the_other_open() -> None:
-    async with running() as pair:
+async def test_a_full_queue_of_one_lane_leaves_the_other_open(one_thread: bool) -> None:
+    async with running(one_thread=one_thread) as pair:
         first = await pair.held(pair.prefill)
         others = [pair.send(16), pair.send(16)]
         with pytest.raises(QueueFullError, match="32 tokens of at most 32 are waiting"):
@@ -169,8 +179,8 @@ async def test_a_full_queue_of_one_lane_leaves_the_other_open() -> None:
         await answered(first, short, *others, *shorts)
 
 
-async def test_requests_are_cancelled_on_their_lane() -> None:
-    async with running() as pair:
+async def test_requests_are_cancelled_on_their_lane(one_thread: bool) -> None:
+    async with running(one_thread=one_thread) as pair:
         first = await pair.held(pair.decode), await pair.held(pair.prefill)
         others = [pair.send(count) for count in (2, 8, 1, 9)]
         for pending in others[:2]:
@@ -185,27 +195,32 @@ async def test_requests_are_cancelled_on_their_lane() -> None:
 
 
 @pytest.mark.parametrize("busy", ["decode", "prefill"])
-async def test_a_job_runs_while_no_step_of_any_lane_does(busy: str) -> None:
-    async with running() as pair:
+async def test_a_job_runs_while_no_step_of_any_lane_does(busy: str, one_thread: bool) -> None:
+    async with running(one_thread=one_thread) as pair:
         runner = getattr(pair, busy)
         first = await pair.held(runner)
-        job = asyncio.ensure_future(
-            pair.lanes.between_steps(lambda: (len(pair.decode.steps), len(pair.prefill.steps)))
-        )
+        other = pair.prefill if busy == "decode" else pair.decode
+
+        def look() -> tuple[int, int, bool]:
+            return len(runner.steps), len(other.steps), any(lane.is_running for lane in pair.lanes.lanes)
+
+        job = asyncio.ensure_future(pair.lanes.between_steps(look))
         await asyncio.sleep(0)  # until it is queued
         later = pair.send(2), pair.send(8)
-        await until(lambda: pair.lanes.waiting("tiny")[0] == 2)
+        await until(lambda: len(other.steps) + pair.lanes.waiting("tiny")[0] == 2)
         assert not job.done()
         runner.gate.set()
-        assert await asyncio.wait_for(job, 10) == ((1, 0) if busy == "decode" else (0, 1))
+        of_runner, of_other, runs = await asyncio.wait_for(job, 10)
+        assert (of_runner, runs) == (1, False)
+        assert not of_other or one_thread, "it may begin steps until the job does"
         await answered(first, *later)
 
 
-async def test_jobs_run_one_after_another_and_only_their_caller_sees_an_exception() -> None:
+async def test_jobs_run_one_after_another_and_only_their_caller_sees_an_exception(one_thread: bool) -> None:
     def broken() -> None:
         raise ValueError("does not fit")
 
-    async with running() as pair:
+    async with running(one_thread=one_thread) as pair:
         jobs = [pair.lanes.between_steps(job) for job in (lambda: 1, broken, lambda: 3)]
         one, two, three = await asyncio.wait_for(asyncio.gather(*jobs, return_exceptions=True), 10)
         assert (one, three) == (1, 3)
@@ -213,8 +228,8 @@ async def test_jobs_run_one_after_another_and_only_their_caller_sees_an_exceptio
         await answered(pair.send(1), pair.send(8))
 
 
-async def test_stopping_ends_jobs_that_wait() -> None:
-    async with running() as pair:
+async def test_stopping_ends_jobs_that_wait(one_thread: bool) -> None:
+    async with running(one_thread=one_thread) as pair:
         first = await pair.held(pair.prefill)
         job = asyncio.ensure_future(pair.lanes.between_steps(lambda: None))
         await asyncio.sleep(0)
@@ -229,8 +244,8 @@ async def test_stopping_ends_jobs_that_wait() -> None:
             await pair.lanes.between_steps(lambda: None)
 
 
-async def test_closed_lanes_refuse_new_requests_and_answer_accepted_ones() -> None:
-    async with running() as pair:
+async def test_closed_lanes_refuse_new_requests_and_answer_accepted_ones(one_thread: bool) -> None:
+    async with running(one_thread=one_thread) as pair:
         pendings = [await pair.held(pair.decode), await pair.held(pair.prefill), pair.send(2), pair.send(9)]
         pair.lanes.close()
         for count in (1, 8):
@@ -245,8 +260,8 @@ async def test_closed_lanes_refuse_new_requests_and_answer_accepted_ones() -> No
         await answered(*pendings)
 
 
-async def test_cancel_all_and_give_up_reach_both_lanes() -> None:
-    async with running() as pair:
+async def test_cancel_all_and_give_up_reach_both_lanes(one_thread: bool) -> None:
+    async with running(one_thread=one_thread) as pair:
         first = await pair.held(pair.decode), await pair.held(pair.prefill)
         others = pair.send(2), pair.send(9)
         pair.lanes.cancel_all()
@@ -260,10 +275,10 @@ async def test_cancel_all_and_give_up_reach_both_lanes() -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1])
-async def test_chores_stay_on_the_thread_of_their_lane(number: int) -> None:
+async def test_chores_stay_on_the_thread_of_their_lane(number: int, one_thread: bool) -> None:
     done = threading.Event()
     ran_here: list[bool] = []
-    async with running() as pair:
+    async with running(one_thread=one_thread) as pair:
         lane = pair.lanes.lanes[number]
 
         def chore() -> None:
@@ -275,13 +290,13 @@ async def test_chores_stay_on_the_thread_of_their_lane(number: int) -> None:
     assert ran_here == [True]
 
 
-async def test_steps_are_counted_by_lane() -> None:
+async def test_steps_are_counted_by_lane(one_thread: bool) -> None:
     metrics = Metrics("0")
 
     def value(name: str, **labels: str) -> float | None:
         return metrics.registry.get_sample_value(f"expertd_{name}", {"model": "tiny", **labels})
 
-    async with running(metrics) as pair:
+    async with running(metrics, one_thread=one_thread) as pair:
         assert value("lane_compute_seconds_count", lane="prefill") == 0
         await answered(pair.send(2), pair.send(8))
         await until(lambda: value("lane_tokens_total", lane="prefill") == 8)

@@ -96,7 +96,7 @@ async def test_a_worker_with_sources_that_has_nothing_to_do_sleeps() -> None:
         bell.ring()
         await until(lambda: len(answers) == 1)
         await asyncio.sleep(0.05)
-        ident = scheduler._thread.ident
+        ident = scheduler.worker.thread.ident
         assert ident is not None
         clock = time.pthread_getcpuclockid(ident)
         before = time.clock_gettime(clock)

@@ -1,0 +1,158 @@
+"""The thread that runs a lane's steps; on a GPU, those of both lanes.
+
+A GPU computes a step by itself, and the thread does the other lane's work meanwhile. With a thread for each
+lane, one would wait for the other: the interpreter has one lock for all threads, and one that waits for it
+sleeps, and may wake up 0.3 ms late. A CPU computes a step on the thread, so there each lane has its own.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from expertd.service.engine.wakeup import Source, Wakeup
+
+# The other lane's next step is launched at the latest when the device has less than this to do.
+_LAUNCH_SECONDS = 0.4e-3
+_PAUSE_SECONDS = 50e-6  # between two looks at steps, if no short request is expected at once
+
+
+class Work(Protocol):
+    """What a thread does for a lane: a `Scheduler`. It never waits, but in `finish_next`."""
+
+    @property
+    def is_asleep(self) -> bool: ...
+    @property
+    def is_running(self) -> bool: ...
+    @property
+    def answered(self) -> float: ...
+    @property
+    def busy_seconds(self) -> float: ...
+    def wake_up(self) -> None: ...
+    def wait_for_callers(self) -> None: ...
+    def do_next(self) -> bool | None: ...
+    def finish_if_done(self) -> bool: ...
+    def finish_next(self) -> None: ...
+    def flush(self) -> None: ...
+    def cancel_jobs(self) -> None: ...
+
+
+class Worker:
+    """A thread, and where it waits.
+
+    first         the lane whose requests it waits for
+    rings_wake    whether it wakes up for requests of sources, or reads them only while it is awake
+    spin_seconds  for which it looks for them before it sleeps
+    leaves        whether it leaves it to another thread to poll a source
+    """
+
+    def __init__(self, first: Work, name: str, rings_wake: bool, spin_seconds: float) -> None:
+        self.wakeup = Wakeup(rings_wake)
+        self.spin_seconds = spin_seconds
+        self.leaves: Callable[[Source], bool] = lambda source: False
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._first, self._rings_wake = first, rings_wake
+        self._second: Work | None = None
+        self._retires = False
+        self._awake_until = 0.0
+
+    def retire(self) -> None:
+        """End the thread, which has nothing to do: another one will do the lane's work."""
+        self._retires = True
+        self.wakeup.wake()
+        self.thread.join()
+        self.wakeup.close()
+
+    def take(self, second: Work) -> None:
+        """Do the work of another lane, too, from now on; its thread has retired."""
+        self._second = second
+        self.wakeup.wake()
+
+    def poll(self, seconds: float | None) -> bool:
+        """Wait up to `seconds`, and poll the sources that rang; False if nothing happened."""
+        rang = self.wakeup.wait(seconds)
+        if rang is None:
+            return False
+        self._awake_until = time.perf_counter() + self.spin_seconds
+        self._first.wake_up()
+        for source in rang:
+            if not self.leaves(source):
+                source.poll()
+        return True
+
+    def _run(self) -> None:
+        first = self._first
+        has_polled = False
+        while not self._retires:
+            if self.wakeup.sources:
+                if not has_polled:  # a poll lets other threads run
+                    self.poll(0)
+                if self._rings_wake:
+                    first.wait_for_callers()
+            has_polled = False
+            did = first.do_next()
+            if did is None:
+                break
+            if did:
+                self._awake_until = time.perf_counter() + self.spin_seconds
+                continue
+            if not first.is_running:
+                has_polled = self._wait()
+            elif self._second is None:
+                first.finish_next()
+            elif not first.finish_if_done() and not _go_on(self._second) and not self._ends_soon():
+                time.sleep(_PAUSE_SECONDS)
+        if not self._retires:
+            self._end()
+
+    def _wait(self) -> bool:
+        """Wait for a wake-up or a source: awake for a short time, then asleep; False if there was none.
+
+        Then the second lane's work was done, which may have left chores.
+        """
+        second = self._second
+        if self.wakeup.sources:
+            while time.perf_counter() < self._awake_until:
+                if self.poll(0):
+                    return True
+                if second is not None and not self._expects_more() and _go_on(second):
+                    return False
+            # What was left to this thread while it was awake.
+            if not self._rings_wake and self.poll(0):
+                return True
+        while second is not None and not second.is_asleep:
+            if _go_on(second):
+                return False
+            time.sleep(_PAUSE_SECONDS)
+            if self.poll(0):
+                return True
+        self._first.flush()
+        if second is not None:
+            second.flush()
+        return self.poll(None)
+
+    def _ends_soon(self) -> bool:
+        """Whether the caller of a step that runs may send its next request at once."""
+        return bool(self.wakeup.sources) and self._first.busy_seconds <= _LAUNCH_SECONDS
+
+    def _expects_more(self) -> bool:
+        """Whether the second lane's work would delay a request of the first, and can wait."""
+        second = self._second
+        assert second is not None
+        is_recent = time.perf_counter() - self._first.answered < self.spin_seconds
+        return is_recent and second.busy_seconds > _LAUNCH_SECONDS
+
+    def _end(self) -> None:
+        lanes = [self._first] if self._second is None else [self._first, self._second]
+        for lane in lanes[1:]:
+            while lane.do_next() is not None:
+                if lane.is_running:
+                    lane.finish_next()
+        self.wakeup.close()
+        for lane in lanes:
+            lane.cancel_jobs()
+
+
+def _go_on(lane: Work) -> bool:
+    """Do what is next for a lane without waiting; False if there is nothing at present."""
+    return bool(lane.do_next()) or lane.finish_if_done()

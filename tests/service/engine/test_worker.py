@@ -1,0 +1,132 @@
+"""One thread for two lanes: when it does the second one's work."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from expertd.service.engine.worker import Worker
+from tests.service.engine.test_wakeup import Bell
+
+SPIN_SECONDS = 0.3
+
+
+class FakeLane:
+    """A lane with as much to do as a test says, which counts what is done.
+
+    to_do      things to do
+    runs       whether a step runs; it is done when `step_done` is set
+    answered   when the last request was
+    """
+
+    def __init__(self, busy_seconds: float = 0.0) -> None:
+        self.to_do = self.done = 0
+        self.runs = False
+        self.step_done = threading.Event()
+        self.busy_seconds = busy_seconds
+        self.answered = -1e9
+        self.is_over = False
+
+    @property
+    def is_asleep(self) -> bool:
+        return not self.to_do and not self.runs
+
+    @property
+    def is_running(self) -> bool:
+        return self.runs
+
+    def do_next(self) -> bool | None:
+        if self.to_do:
+            self.to_do -= 1
+            self.done += 1
+            return True
+        return None if self.is_over and not self.runs else False
+
+    def finish_if_done(self) -> bool:
+        if not self.runs or not self.step_done.is_set():
+            return False
+        self.runs = False
+        return True
+
+    def finish_next(self) -> None:
+        self.step_done.wait()
+        self.runs = False
+
+    def wake_up(self) -> None: ...
+    def wait_for_callers(self) -> None: ...
+    def flush(self) -> None: ...
+    def cancel_jobs(self) -> None: ...
+
+
+@contextmanager
+def working(first: FakeLane, second: FakeLane) -> Iterator[Worker]:
+    worker, bell = Worker(first, "both", True, SPIN_SECONDS), Bell()
+    worker.wakeup.add(bell)
+    worker.take(second)
+    worker.thread.start()
+    try:
+        yield worker
+    finally:
+        for lane in (first, second):
+            lane.step_done.set()
+            lane.is_over = True
+        worker.wakeup.wake()
+        worker.thread.join(10)
+        bell.close()
+        assert not worker.thread.is_alive()
+
+
+def becomes(lane: FakeLane, done: int, seconds: float) -> bool:
+    """Whether a lane has done so much within `seconds`."""
+    end = time.perf_counter() + seconds
+    while lane.done < done and time.perf_counter() < end:
+        time.sleep(1e-3)
+    return lane.done >= done
+
+
+@pytest.mark.parametrize("busy_seconds", [60.0, 0.1e-3])
+def test_what_can_wait_leaves_the_thread_to_short_requests(busy_seconds: float) -> None:
+    """The next one is likely to come soon; but the device must not run out of work."""
+    first, second = FakeLane(), FakeLane(busy_seconds)
+    first.answered = time.perf_counter()
+    second.to_do = 1
+    with working(first, second):
+        if busy_seconds > 1:
+            assert not becomes(second, 1, SPIN_SECONDS / 3)
+            assert becomes(second, 1, 10), "none has come"
+        else:
+            assert becomes(second, 1, SPIN_SECONDS / 3)
+
+
+def test_the_second_lanes_work_is_done_while_a_step_of_the_first_runs() -> None:
+    first, second = FakeLane(), FakeLane(busy_seconds=60.0)
+    first.runs, second.to_do = True, 3
+    first.answered = time.perf_counter()
+    with working(first, second):
+        assert becomes(second, 3, 10)
+        assert first.runs
+        first.step_done.set()
+        first.to_do = 1
+        assert becomes(first, 1, 10)
+
+
+def test_a_thread_ends_once_both_lanes_have() -> None:
+    first, second = FakeLane(), FakeLane()
+    second.runs = True
+    with working(first, second) as worker:
+        first.is_over = second.is_over = True
+        worker.wakeup.wake()
+        worker.thread.join(0.05)
+        assert worker.thread.is_alive(), "a step runs"
+        second.step_done.set()
+        worker.thread.join(10)
+        assert not worker.thread.is_alive()
+
+
+def test_a_thread_that_has_nothing_to_do_retires() -> None:
+    worker = Worker(FakeLane(), "one", True, 0.0)
+    worker.thread.start()
+    worker.retire()
+    assert not worker.thread.is_alive()
