@@ -207,13 +207,13 @@ class Queues:
             other = self._of[name]
             seconds = other.forecast.until_end(tokens, limits.max_batch_tokens) if tokens else 0.0
             busy += min(seconds, alone * other.weight / own.weight)
-        seconds = max(_MARGIN, own.forecast.margin) * own.forecast.until_end(
-            num_tokens, limits.max_batch_tokens, busy
-        )
+        margin = max(_MARGIN, own.forecast.margin)
+        seconds = margin * own.forecast.until_end(num_tokens, limits.max_batch_tokens, busy)
         if pending.arrived + seconds > pending.deadline:
             given = round(1e6 * (pending.deadline - pending.arrived))
-            expected = f"expected about {round(1e6 * seconds)} microseconds, given the queue of model {model}"
-            raise self._full(f"timeout: {expected}, got {given}", seconds)
+            expected = f"expected about {round(1e6 * seconds)} microseconds"
+            why = f"given the queue of model {model} and {margin:.3g} times what recent steps took"
+            raise self._full(f"timeout: {expected}, {why}, got {given}", seconds)
 
     def _full(self, text: str, seconds: float) -> QueueFullError:
         full = TooManyRequestsError if self.limits.queue_full_status == 429 else QueueFullError

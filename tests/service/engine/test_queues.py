@@ -347,7 +347,8 @@ def test_a_request_that_would_be_answered_too_late_is_refused_at_once() -> None:
     assert filled.queues["0"].num_requests == 2
     assert admits(filled, 1.3 * 64)
     assert admits(filled, math.inf)
-    text = r"^timeout: expected about \d+ microseconds, given the queue of model 0, got 1000000$"
+    steps = r"given the queue of model 0 and 1\.25 times what recent steps took"
+    text = rf"^timeout: expected about \d+ microseconds, {steps}, got 1000000$"
     with pytest.raises(QueueFullError, match=text):
         filled.add(1, timeout=1.0)
     with pytest.raises(TooManyRequestsError):
