@@ -73,7 +73,7 @@ class Worker:
         rang = self.wakeup.wait(seconds)
         if rang is None:
             return False
-        self._awake_until = time.perf_counter() + self.spin_seconds
+        self._stay_awake()
         self._first.wake_up()
         for source in rang:
             if not self.leaves(source):
@@ -94,21 +94,27 @@ class Worker:
             if did is None:
                 break
             if did:
-                self._awake_until = time.perf_counter() + self.spin_seconds
-                continue
-            if not first.is_running:
+                self._stay_awake()
+            elif not first.is_running:
                 has_polled = self._wait()
             elif self._second is None:
                 first.finish_next()
-            elif not first.finish_if_done() and not _go_on(self._second) and not self._ends_soon():
+                self._stay_awake()
+            elif first.finish_if_done():
+                self._stay_awake()
+            elif not _go_on(self._second) and not self._ends_soon():
                 time.sleep(_PAUSE_SECONDS)
         if not self._retires:
             self._end()
 
-    def _wait(self) -> bool:
-        """Wait for a wake-up or a source: awake for a short time, then asleep; False if there was none.
+    def _stay_awake(self) -> None:
+        """The caller of what has just been done may send its next request soon."""
+        self._awake_until = time.perf_counter() + self.spin_seconds
 
-        Then the second lane's work was done, which may have left chores.
+    def _wait(self) -> bool:
+        """Wait for a wake-up or a source: awake for a short time, then asleep.
+
+        False if there was none, but work of the second lane, which may have left chores.
         """
         second = self._second
         if self.wakeup.sources:
