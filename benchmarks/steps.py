@@ -47,7 +47,9 @@ class Steps:
     def __init__(self) -> None:
         self.seconds: list[float] = []
 
-    def step_done(self, model: str, result: StepResult, queue_seconds: Sequence[float]) -> None:
+    def step_done(
+        self, model: str, result: StepResult, queue_seconds: Sequence[float], request_tokens: Sequence[int]
+    ) -> None:
         self.seconds.append(result.compute_seconds)
 
     def step_failed(self, model: str, num_requests: int) -> None:

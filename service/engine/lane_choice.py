@@ -1,14 +1,18 @@
 """Chooses how decode and prefill share a device: on lanes with a split of the SMs, or joined in one step.
 
-All of it is arithmetic on measurements. A step takes about as long as a line through a decode step and a
-prefill step says, both on all SMs: reading the weights is its beginning, and every token adds the same. On a
-lane it takes as many times longer as the lane has fewer SMs. Nearly all decode requests take longer than a
-step: they wait for others, for threads and for the host. By how much, is measured, and taken to be the same
-on every split.
+What a choice gave under this load counts, where that was measured (`lane_record`). What another one would
+give is arithmetic. A step takes about as long as a line through a decode step and a prefill step says, both on
+all SMs: reading the weights is its beginning, and every token adds the same. On a lane it takes as many times
+longer as the lane has fewer SMs. Nearly all decode requests take longer than a step: they wait for others, for
+threads and for the host. By how much, is measured on lanes, and taken to be the same on every split. A joined
+request takes two or three steps. By the factor by which that was wrong for the split that was measured last,
+it is taken to be wrong for all splits, and likewise for joined choices: steps of a small layer in chunks, say,
+take as long as the host needs to launch them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 JOINED_STEPS = 2  # that a joined decode request takes: the rest of the one that runs, and its own
@@ -42,12 +46,28 @@ class Point(NamedTuple):
     seconds: float
 
 
+class Given(NamedTuple):
+    """What a choice gave: seconds of nearly all decode requests, and prefill's tokens per second while busy."""
+
+    decode_seconds: float
+    prefill_rate: float
+
+
+class Factors(NamedTuple):
+    """What was measured, over what arithmetic expects: seconds of decode requests, and the rate of prefill."""
+
+    decode: float = 1.0
+    prefill: float = 1.0
+
+
 class Load(NamedTuple):
     """What is known of the device and of its requests.
 
     decode, prefill  their usual steps; None: there were none yet
     asked            the rate of prefill that is asked for over the most there can be, up to 1
     tail_seconds     by which nearly all requests of the decode lane exceed a step of it
+    given            by choices that were measured with both kinds of requests
+    of_splits, of_joined  the factors for others
     """
 
     total_sms: int
@@ -58,6 +78,9 @@ class Load(NamedTuple):
     has_decode: bool = True
     has_prefill: bool = True
     tail_seconds: float = 0.0
+    given: Mapping[Choice, Given] = MappingProxyType({})
+    of_splits: Factors = Factors()
+    of_joined: Factors = Factors()
 
 
 class Expected(NamedTuple):
@@ -102,7 +125,20 @@ def choices(load: Load, chunks: Sequence[int] = CHUNKS) -> list[Choice]:
 
 
 def expected(choice: Choice, load: Load) -> Expected:
-    """What `choice` likely gives; a step that has not been measured takes no time."""
+    """What `choice` likely gives: what it gave, or else by arithmetic and the factor."""
+    found = calculated(choice, load)
+    if not (load.has_decode and load.has_prefill):
+        return found
+    if load.prefill is not None and choice in load.given:
+        seconds, rate = load.given[choice]
+        return Expected(choice, seconds, min(1.0, rate * load.prefill.seconds / load.prefill.tokens))
+    factors = load.of_splits if choice.decode_sms else load.of_joined
+    share = min(1.0, found.prefill_share * factors.prefill)
+    return Expected(choice, found.decode_seconds * factors.decode, share)
+
+
+def calculated(choice: Choice, load: Load) -> Expected:
+    """What arithmetic expects of `choice`; a step that has not been measured takes no time."""
     prefill, decode = load.prefill or Point(1, 0), load.decode or Point(1, 0)
     if choice.decode_sms:
         part = choice.decode_sms / load.total_sms

@@ -13,55 +13,31 @@ from functools import partial
 from prometheus_client.core import Metric
 
 from expertd.service.engine.errors import SchedulerClosedError
-from expertd.service.engine.lane_choice import Choice, Load, Point, Reason, State, at, expected, learned, look
+from expertd.service.engine.lane_choice import (
+    Choice,
+    Given,
+    Load,
+    Point,
+    Reason,
+    State,
+    at,
+    expected,
+    learned,
+    look,
+)
+from expertd.service.engine.lane_control_metrics import control_metrics
+from expertd.service.engine.lane_record import LaneRecord, Usual
 from expertd.service.engine.lanes import AnyScheduler, Lanes
 from expertd.service.engine.loading import Loaded, Partitions
-from expertd.service.engine.metric_family import Family
 from expertd.service.settings.model import Settings
 
 logger = logging.getLogger(__name__)
 
-_WHEN = "with `lanes.decode_p99_ms`"
-DECODE_SMS = Family("gauge", "lanes_decode_sms", "SMs of the decode lane; 0: joined", "SMs", when=_WHEN)
-CHUNK_TOKENS = Family(
-    "gauge", "lanes_chunk_tokens", "tokens of a chunk while joined; 0: no chunks", "tokens", when=_WHEN
-)
-DECODE_SECONDS = Family(
-    "gauge",
-    "lanes_expected_decode_seconds",
-    "what nearly all decode requests are expected to take at most",
-    "seconds",
-    when=_WHEN,
-)
-MEASURED_SECONDS = Family(
-    "gauge",
-    "lanes_measured_decode_seconds",
-    "what 99 of 100 requests on the decode lane took at most, in their queue and step, when last looked at; "
-    "0: not known",
-    "seconds",
-    when=_WHEN,
-)
-PREFILL_RATIO = Family(
-    "gauge",
-    "lanes_expected_prefill_ratio",
-    "prefill's expected rate over its rate alone",
-    "ratio",
-    when=_WHEN,
-)
-CHANGES = Family(
-    "counter",
-    "lanes_changes",
-    "changes of the choice; reason: target (decode reaches its target), prefill (it gets faster), decode "
-    "(it gets faster)",
-    "changes",
-    ("reason",),
-    when=_WHEN,
-)
-FAMILIES = (DECODE_SMS, CHUNK_TOKENS, DECODE_SECONDS, MEASURED_SECONDS, PREFILL_RATIO, CHANGES)
-
 _LOOK_SECONDS = 0.5
-_BUSY_PART = 0.9  # of the time in steps of prefill: then more is asked for than there can be
-_LEAST_REQUESTS = 20  # on the decode lane between two looks, that say what nearly all take
+_BUSY_PART = 0.8  # of the time there are long requests: then more is asked for than there can be
+_LEAST_BUSY_PART = 0.1  # that says at what rate they are computed
+_LEAST_REQUESTS = 20  # short ones between two looks, that say what nearly all take
+_WHOLE_PART = 0.5  # of a long request, at least, has a step that says what the whole takes
 _TAILS = 5  # looks whose median counts: one with a pause says nothing
 
 
@@ -86,13 +62,15 @@ class LaneControl:
         split = next(each for each in partitions.partitions if each.name == settings.lanes.decode_partition)
         self.state = State(expected(Choice(split.num_sms), self._load), "start")
         self._changes: dict[Reason, int] = dict.fromkeys(("target", "prefill", "decode"), 0)
-        self._seen = self._arrived()
-        self._prefill_seconds = 0.0  # in steps, since the last look
+        self._seen = self._so_far()
         self._usual_tokens = 0.0  # of a long request, between the two looks before; 0: there was none
         self._refused: set[Choice] = set()  # by the device
-        self._took: list[float] = []  # by each request on the decode lane, since the last look
+        self._took: list[float] = []  # by each short request, since the last look
+        self._short_steps: list[int] = []  # the tokens of short requests in each step with some, since then
         self._tails: deque[float] = deque(maxlen=_TAILS)  # see `Load.tail_seconds`
+        self._record = LaneRecord()
         self._measured = 0.0  # what nearly all took at most
+        self._measured_ratio = 0.0
         self._has_changed = False  # since the last look: requests have waited for that
         self._task: asyncio.Task[None] | None = None
 
@@ -108,66 +86,90 @@ class LaneControl:
             with suppress(asyncio.CancelledError):
                 await self._task
 
-    def step_done(self, lane: str, tokens: int, seconds: float, waited: Sequence[float]) -> None:
-        """Learn from a step, whose requests have `waited` for this many seconds."""
-        part = self.state.expected.choice.decode_sms / self._load.total_sms
-        if lane == "prefill":
-            part = 1 - part
-        elif not part:
-            return  # of before the change
+    def step_done(
+        self,
+        lane: str,
+        tokens: int,
+        seconds: float,
+        waited: Sequence[float],
+        request_tokens: Sequence[int],
+    ) -> None:
+        """Learn from a step; its requests, of so many tokens, have `waited` for this many seconds."""
+        known, part = self._load, self.state.expected.choice.decode_sms / self._load.total_sms
+        if lane == "decode":
+            if not part:
+                return  # of before the change
+            self._note_short(seconds, waited, tokens)
         else:
-            self._took.extend(seconds + each for each in waited)
+            if not part:
+                short = [
+                    place for place, each in enumerate(request_tokens) if each <= self._lanes.short_tokens
+                ]
+                short_tokens = sum(request_tokens[place] for place in short)
+                self._note_short(seconds, [waited[place] for place in short], short_tokens)
+            part = 1 - part
         step = Point(tokens, seconds * part)  # as on all SMs
-        known = self._load
         if tokens <= self._small_tokens:
             self._load = known._replace(decode=learned(known.decode, step))
-            return
-        self._prefill_seconds += seconds
-        if self._usual_tokens:
+        elif self._usual_tokens and (known.prefill is None or tokens >= _WHOLE_PART * self._usual_tokens):
             whole = at(self._usual_tokens, step, known.decode)
             self._load = known._replace(prefill=learned(known.prefill, whole))
 
+    def _note_short(self, seconds: float, waited: Sequence[float], tokens: int) -> None:
+        """Keep what the short requests of a step took, which have so many tokens together."""
+        if waited:
+            self._took.extend(seconds + each for each in waited)
+            self._short_steps.append(tokens)
+
     async def look(self, seconds: float) -> None:
         """Look at what happened in the last `seconds`, and change the lanes if another choice is better."""
-        now, before = self._arrived(), self._seen
-        short, long, long_tokens = (new - old for new, old in zip(now, before, strict=True))
-        busy, self._prefill_seconds, self._seen = self._prefill_seconds / seconds, 0.0, now
+        now, before = self._so_far(), self._seen
+        short, long, long_tokens, busy_seconds, computed = (
+            new - old for new, old in zip(now, before, strict=True)
+        )
+        self._seen = now
+        busy = busy_seconds / seconds
         if long:
             self._usual_tokens = long_tokens / long
-        self._learn_tail()
         load, asked = self._load, 1.0
         if busy < _BUSY_PART and load.prefill is not None:
             asked = min(1.0, long_tokens / seconds * load.prefill.seconds / load.prefill.tokens)
         self._load = load._replace(
             asked=max(0.01, asked), has_decode=short > 0, has_prefill=long > 0 or busy >= _BUSY_PART
         )
+        self._measure(computed / busy_seconds if busy >= _LEAST_BUSY_PART else 0.0)
         found = look(self.state, self._load, self._target_seconds)
         if found.expected.choice == self.state.expected.choice or await self._change(found):
             self.state = found
 
-    def _learn_tail(self) -> None:
-        """Learn by how much nearly all requests of the decode lane exceeded a step of it."""
+    def _measure(self, prefill_rate: float) -> None:
+        """Learn what the choice gave since the last look.
+
+        prefill_rate  tokens per second while there were long requests; 0: unknown
+        """
         took, self._took = sorted(self._took), []
+        steps, self._short_steps = self._short_steps, []
         has_changed, self._has_changed = self._has_changed, False
-        part, step = self.state.expected.choice.decode_sms / self._load.total_sms, self._load.decode
-        if has_changed or len(took) < _LEAST_REQUESTS or not part or step is None:
+        if has_changed:
+            return
+        choice, load = self.state.expected.choice, self._load
+        if prefill_rate and load.prefill is not None:
+            self._measured_ratio = prefill_rate * load.prefill.seconds / load.prefill.tokens
+        if len(took) < _LEAST_REQUESTS:
             return
         self._measured = took[math.ceil(0.99 * len(took)) - 1]
-        self._tails.append(max(0.0, self._measured - step.seconds / part))
-        self._load = self._load._replace(tail_seconds=statistics.median(self._tails))
+        if choice.decode_sms and load.decode is not None:
+            step = load.decode.seconds * load.total_sms / choice.decode_sms
+            self._tails.append(max(0.0, self._measured - step))
+            self._load = load = load._replace(tail_seconds=statistics.median(self._tails))
+        if prefill_rate and load.has_prefill:
+            # Large steps count more: while requests come apart from each other, some steps have only a few.
+            usual = Usual(sum(each * each for each in steps) / sum(steps), self._usual_tokens)
+            self._load = self._record.noted(choice, usual, Given(self._measured, prefill_rate), load)
 
     def metrics(self) -> Iterator[Metric]:
-        """The present choice, what it is expected to give, and how often it was changed for what reason."""
-        now = self.state.expected
-        yield DECODE_SMS.gauge(now.choice.decode_sms)
-        yield CHUNK_TOKENS.gauge(now.choice.chunk_tokens)
-        yield DECODE_SECONDS.gauge(now.decode_seconds)
-        yield MEASURED_SECONDS.gauge(self._measured)
-        yield PREFILL_RATIO.gauge(now.prefill_share)
-        changes = CHANGES.counter()
-        for reason, count in self._changes.items():
-            changes.add_metric([reason], count)
-        yield changes
+        """What was chosen, and what it gave."""
+        return control_metrics(self.state.expected, self._measured, self._measured_ratio, self._changes)
 
     async def _change(self, found: State) -> bool:
         """Make a new choice; False if the device refuses it, now or before."""
@@ -185,9 +187,10 @@ class LaneControl:
         logger.info("lanes: %s, for %s", shown(choice), found.why)
         return True
 
-    def _arrived(self) -> tuple[int, int, int]:
+    def _so_far(self) -> tuple[int, int, int, float, int]:
+        """Short and long requests, the tokens of these, seconds with some of them, and tokens computed."""
         arrived = self._lanes.arrived
-        return arrived.requests[0], arrived.requests[1], arrived.tokens[1]
+        return arrived.requests[0], arrived.requests[1], arrived.tokens[1], *self._lanes.long.so_far()
 
     async def _run(self) -> None:
         last = time.perf_counter()

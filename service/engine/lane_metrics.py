@@ -63,16 +63,24 @@ class _Series:
 class LaneMetrics:
     """Counts the steps of lanes beside those of all steps; every series exists from the start, at 0.
 
-    on_step  is called with each step: its lane, its tokens, its seconds, those of its requests in the queue
+    on_step  is called with each step: its lane, its tokens, its seconds, those of its requests in the queue,
+             and the tokens of these requests
     """
 
     def __init__(self, models: Sequence[str], lanes: Sequence[str]) -> None:
-        self.on_step: Callable[[str, int, float, Sequence[float]], None] = lambda *step: None
+        self.on_step: Callable[[str, int, float, Sequence[float], Sequence[int]], None] = lambda *step: None
         self._series = {(model, lane): _Series() for model in models for lane in lanes}
 
-    def step_done(self, lane: str, model: str, result: StepResult, queue_seconds: Sequence[float]) -> None:
+    def step_done(
+        self,
+        lane: str,
+        model: str,
+        result: StepResult,
+        queue_seconds: Sequence[float],
+        request_tokens: Sequence[int],
+    ) -> None:
         """Count a step of `lane`."""
-        self.on_step(lane, result.num_tokens, result.compute_seconds, queue_seconds)
+        self.on_step(lane, result.num_tokens, result.compute_seconds, queue_seconds, request_tokens)
         series = self._series[model, lane]
         series.kept.append((queue_seconds, result.compute_seconds, result.num_tokens))
         if len(series.kept) >= _MOST_KEPT:
@@ -95,9 +103,11 @@ class LaneObserver:
     def __init__(self, lane: str, every: StepObserver, lanes: LaneMetrics) -> None:
         self._lane, self._every, self._lanes = lane, every, lanes
 
-    def step_done(self, model: str, result: StepResult, queue_seconds: Sequence[float]) -> None:
-        self._every.step_done(model, result, queue_seconds)
-        self._lanes.step_done(self._lane, model, result, queue_seconds)
+    def step_done(
+        self, model: str, result: StepResult, queue_seconds: Sequence[float], request_tokens: Sequence[int]
+    ) -> None:
+        self._every.step_done(model, result, queue_seconds, request_tokens)
+        self._lanes.step_done(self._lane, model, result, queue_seconds, request_tokens)
 
     def step_failed(self, model: str, num_requests: int) -> None:
         self._every.step_failed(model, num_requests)

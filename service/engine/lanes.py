@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
 from expertd.service.engine.batching import Scheduler
+from expertd.service.engine.busy_time import BusyTime
 from expertd.service.engine.errors import QueueFullError
 from expertd.service.engine.lane_choice import Choice
 from expertd.service.engine.lane_metrics import LaneMetrics, LaneObserver
@@ -51,6 +52,7 @@ class Lanes:
     short_tokens       of a short request, which does not change
     counts             of their steps
     arrived            the numbers of short and long requests, and of their tokens; roughly
+    long               how long there were long requests, and how many of their tokens were computed
     """
 
     def __init__(self, decode: Scheduler, prefill: Scheduler, short_tokens: int, counts: LaneMetrics) -> None:
@@ -58,6 +60,7 @@ class Lanes:
         self.decode_max_tokens = self.short_tokens = short_tokens
         self.counts = counts
         self.arrived = Arrived([0, 0], [0, 0])
+        self.long = BusyTime()
         self._threads = [decode, prefill]  # lanes with a worker thread of their own
         decode.worker.leaves = lambda source: source.lane > 0 and not prefill.is_asleep
         prefill.worker.leaves = lambda source: source.lane == 0
@@ -133,7 +136,14 @@ class Lanes:
         self.arrived.tokens[is_long] += request.num_tokens
         lane = self._lane_of(request.num_tokens)
         alone = alone and lane is self.lanes[0]
-        return lane.submit(model, request, done, on_worker, alone, priority, caller, timeout)
+        if not is_long:
+            return lane.submit(model, request, done, on_worker, alone, priority, caller, timeout)
+        done = self.long.begun(request.num_tokens, done)
+        try:
+            return lane.submit(model, request, done, on_worker, alone, priority, caller, timeout)
+        except Exception:
+            self.long.end()
+            raise
 
     def cancel(self, pending: Pending, error: Exception) -> bool:
         """Answer a queued request with `error`; see `Scheduler.cancel`."""

@@ -106,7 +106,13 @@ class Metrics:
         """Count input that a connection refused with `status`, before the application received a request."""
         self.requests.connection_refused(status)
 
-    def step_done(self, model: str, result: StepResult, queue_seconds: Sequence[float]) -> None:
+    def step_done(
+        self,
+        model: str,
+        result: StepResult,
+        queue_seconds: Sequence[float],
+        request_tokens: Sequence[int] = (),
+    ) -> None:
         """Count a step whose requests had waited `queue_seconds`."""
         self._steps.add(model, result, queue_seconds)
 

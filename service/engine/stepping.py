@@ -250,16 +250,18 @@ class Stepping:
     def _forecast(self, running: Running) -> None:
         """Keep how long the device was not there for others, answers included."""
         before, self.answered = self.answered, time.perf_counter()
-        seconds = self.answered - max(running.began, before)
-        self._queues[running.model].forecast.note(running.num_tokens, seconds)
+        running.began = max(running.began, before)  # the device was at the step before
+        self._queues[running.model].forecast.note(running.num_tokens, self.answered - running.began)
 
     def _note(self, running: Running, result: StepResult) -> None:
         """Keep what a step took, for the next ones and for metrics."""
         queue = self._queues[running.model]
         queue.note(running.num_tokens, result.compute_seconds)
         # A request in chunks counts in its first step.
-        waited = [running.began - chunk.pending.arrived for chunk in running.chunks if not chunk.start]
-        self._delivery.report_later(partial(self._observer.step_done, running.model, result, waited))
+        firsts = [chunk.pending for chunk in running.chunks if not chunk.start]
+        waited = [running.began - pending.arrived for pending in firsts]
+        tokens = [pending.request.num_tokens for pending in firsts]
+        self._delivery.report_later(partial(self._observer.step_done, running.model, result, waited, tokens))
 
     def _failed(self, chunks: list[Chunk], error: Exception) -> None:
         if (why := self.failure()) is not None:

@@ -45,7 +45,10 @@ class Runner(Protocol):
 class StepObserver(Protocol):
     """Notified of every step, on the event loop, after its answers are delivered."""
 
-    def step_done(self, model: str, result: StepResult, queue_seconds: Sequence[float]) -> None: ...
+    def step_done(
+        self, model: str, result: StepResult, queue_seconds: Sequence[float], request_tokens: Sequence[int]
+    ) -> None:
+        """Of each request whose first step this was: its time in the queue, and its tokens."""
 
     def step_failed(self, model: str, num_requests: int) -> None: ...
 

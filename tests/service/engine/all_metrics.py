@@ -37,7 +37,7 @@ def everything() -> Metrics:
     metrics.watch(lambda: lane_queue_metrics({"decode": {"tiny": QueueState(1, 2, 3)}}))
     control = object.__new__(LaneControl)
     control.state = State(Expected(Choice(32), 0.001, 0.9), "start")
-    control._measured = 0.001
+    control._measured, control._measured_ratio = 0.001, 0.85
     control._changes = {"target": 1, "prefill": 0, "decode": 0}
     metrics.watch(control.metrics)
     sensors = GpuSensors()

@@ -32,8 +32,11 @@ class Observed:
         self.done: list[tuple[str, int]] = []
         self.failed: list[int] = []
 
-    def step_done(self, model: str, result: StepResult, queue_seconds: Sequence[float]) -> None:
+    def step_done(
+        self, model: str, result: StepResult, queue_seconds: Sequence[float], request_tokens: Sequence[int]
+    ) -> None:
         assert all(seconds >= 0 for seconds in queue_seconds)
+        assert len(request_tokens) == len(queue_seconds)
         self.done.append((model, len(queue_seconds)))
 
     def step_failed(self, model: str, num_requests: int) -> None:
