@@ -1,13 +1,15 @@
 """Chooses how decode and prefill share a device: on lanes with a split of the SMs, or joined in one step.
 
 What a choice gave under this load counts, where that was measured (`lane_record`). What another one would
-give is arithmetic. A step takes about as long as a line through a decode step and a prefill step says, both on
-all SMs: reading the weights is its beginning, and every token adds the same. On a lane it takes as many times
-longer as the lane has fewer SMs. Nearly all decode requests take longer than a step: they wait for others, for
-threads and for the host. By how much, is measured on lanes, and taken to be the same on every split. A joined
-request takes two or three steps. By the factor by which that was wrong for the split that was measured last,
-it is taken to be wrong for all splits, and likewise for joined choices: steps of a small layer in chunks, say,
-take as long as the host needs to launch them.
+give is arithmetic. A step takes about as long as a line through a decode step and a prefill step says, both
+on all SMs: reading the weights is its beginning, and every token adds the same. On a lane it takes as many
+times longer as the lane has fewer SMs. Nearly all decode requests take longer than a step: they wait for
+others, for threads and for the host. By how much, is measured on lanes, and taken to be the same on every
+split. A joined request takes two or three steps.
+
+Arithmetic is wrong where, say, the host needs longer to launch a step than the device to compute it. The
+factor by which it was wrong for the split that was measured last holds for all other splits, and that of the
+joined choice that was measured last for all others of these.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,14 +49,14 @@ class Point(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What a choice gave: seconds of nearly all decode requests, and prefill's tokens per second while busy."""
+    """What a choice gave: seconds of nearly all decode requests, and prefill's tokens per second."""
 
     decode_seconds: float
     prefill_rate: float
 
 
 class Factors(NamedTuple):
-    """What was measured, over what arithmetic expects: seconds of decode requests, and the rate of prefill."""
+    """What was measured over what arithmetic expects, of decode requests' seconds and of prefill's rate."""
 
     decode: float = 1.0
     prefill: float = 1.0

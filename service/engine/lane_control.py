@@ -37,7 +37,7 @@ _LOOK_SECONDS = 0.5
 _BUSY_PART = 0.8  # of the time there are long requests: then more is asked for than there can be
 _LEAST_BUSY_PART = 0.1  # that says at what rate they are computed
 _LEAST_REQUESTS = 20  # short ones between two looks, that say what nearly all take
-_WHOLE_PART = 0.5  # of a long request, at least, has a step that says what the whole takes
+_WHOLE_PART = 0.75  # of a long request, at least, has a step that says what the whole takes
 _TAILS = 5  # looks whose median counts: one with a pause says nothing
 
 

@@ -58,7 +58,7 @@ FAMILIES = (
 def control_metrics(
     expected: Expected, measured_seconds: float, measured_ratio: float, changes: Mapping[Reason, int]
 ) -> Iterator[Metric]:
-    """The present choice, what it is expected to give and gave, and how often it was changed for what reason."""
+    """The present choice, what it likely gives and gave, and how often it was changed for what reason."""
     yield DECODE_SMS.gauge(expected.choice.decode_sms)
     yield CHUNK_TOKENS.gauge(expected.choice.chunk_tokens)
     yield DECODE_SECONDS.gauge(expected.decode_seconds)

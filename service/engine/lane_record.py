@@ -1,11 +1,11 @@
 """What choices of lanes really gave, as long as the load is alike.
 
-A choice is measured at looks at which there were both decode and prefill; of the last ones, the middle counts,
+A choice is measured at looks at which there were both decode and prefill. The middle of the last ones counts,
 so that one with a pause says nothing. All is forgotten when the usual tokens of a decode step or of a prefill
 request differ by more than a factor of two from those when the present choice was measured first, twice in a
-row. Other choices gather other numbers of requests in a step, so only looks at the same one are compared. What
-arithmetic was wrong by is kept beyond that. A choice that was left long ago is forgotten, too: what disturbed
-it may be over.
+row. Other choices gather other numbers of requests in a step, so only looks at one choice are compared. By
+what arithmetic was wrong, is kept beyond that. A choice that was left long ago is forgotten, too: what
+disturbed it may be over.
 """
 
 import math
@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 from expertd.service.engine.lane_choice import Choice, Factors, Given, Load, calculated
 
-_MEASURED_LOOKS = 5  # whose middle counts
+_MEASURED_LOOKS = 21  # whose middle counts; with fewer, scatter near the target has good choices left
 _ALIKE = 2.0  # the factor, up to which two loads are
 _UNLIKE_LOOKS = 2  # in a row, after which the load is another one: a few requests may be large by chance
-_KEPT_LOOKS = 1200  # without a measurement: ten minutes
+_KEPT_LOOKS = 600  # without a measurement: five minutes
 
 
 class Usual(NamedTuple):
