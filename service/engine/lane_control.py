@@ -37,7 +37,6 @@ _LOOK_SECONDS = 0.5
 _BUSY_PART = 0.8  # of the time there are long requests: then more is asked for than there can be
 _LEAST_BUSY_PART = 0.1  # that says at what rate they are computed
 _LEAST_REQUESTS = 20  # short ones between two looks, that say what nearly all take
-_WHOLE_PART = 0.75  # of a long request, at least, has a step that says what the whole takes
 _TAILS = 5  # looks whose median counts: one with a pause says nothing
 
 
@@ -95,7 +94,8 @@ class LaneControl:
         request_tokens: Sequence[int],
     ) -> None:
         """Learn from a step; its requests, of so many tokens, have `waited` for this many seconds."""
-        known, part = self._load, self.state.expected.choice.decode_sms / self._load.total_sms
+        known, choice = self._load, self.state.expected.choice
+        part = choice.decode_sms / known.total_sms
         if lane == "decode":
             if not part:
                 return  # of before the change
@@ -111,7 +111,7 @@ class LaneControl:
         step = Point(tokens, seconds * part)  # as on all SMs
         if tokens <= self._small_tokens:
             self._load = known._replace(decode=learned(known.decode, step))
-        elif self._usual_tokens and (known.prefill is None or tokens >= _WHOLE_PART * self._usual_tokens):
+        elif self._usual_tokens and not (known.prefill and choice.chunk_tokens):  # the host may bound chunks
             whole = at(self._usual_tokens, step, known.decode)
             self._load = known._replace(prefill=learned(known.prefill, whole))
 
@@ -132,6 +132,8 @@ class LaneControl:
         if long:
             self._usual_tokens = long_tokens / long
         load, asked = self._load, 1.0
+        if load.prefill is not None and self._usual_tokens:
+            load = load._replace(prefill=at(self._usual_tokens, load.prefill, load.decode))
         if busy < _BUSY_PART and load.prefill is not None:
             asked = min(1.0, long_tokens / seconds * load.prefill.seconds / load.prefill.tokens)
         self._load = load._replace(

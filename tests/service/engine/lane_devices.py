@@ -1,4 +1,4 @@
-"""Simulated devices, with times as measured on an H200: they do not follow the line that the choice assumes."""
+"""Simulated devices with times of an H200, which do not follow the line that the choice assumes."""
 
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -112,6 +112,6 @@ QWEN = Device(
 )
 """Qwen3-30B with 128 experts, whose steps in chunks take as long as the host needs to launch them.
 
-Two sessions differ by a factor of up to three in what nearly all requests took, because they wait for the host:
-these values lie between both, so that more SMs are never slower.
+What nearly all requests took differs between two sessions, by a factor of up to three, because they wait for
+the host. These values lie between both, and so that more SMs are never slower.
 """

@@ -21,7 +21,7 @@ _STEPS = 25  # of each kind between two looks
 class Simulation:
     """Has the events of one look after another.
 
-    scatter  of what nearly all requests take, from look to look: a factor of up to 1 + scatter, or its inverse
+    scatter  of what nearly all requests take: a factor of up to 1 + scatter, or its inverse, at each look
     """
 
     def __init__(self, device: Device, target_seconds: float, first: int = 48, scatter: float = 0.0) -> None:

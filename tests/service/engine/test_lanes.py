@@ -179,6 +179,26 @@ async def test_a_full_queue_of_one_lane_leaves_the_other_open(one_thread: bool) 
         await answered(first, short, *others, *shorts)
 
 
+async def test_the_time_with_long_requests_is_measured(one_thread: bool) -> None:
+    """From any queue, up to an answer of any kind; also where one is refused."""
+    async with running(one_thread=one_thread) as pair:
+        first = await pair.held(pair.prefill)
+        others = [pair.send(16), pair.send(16)]
+        with pytest.raises(QueueFullError):
+            pair.send(3)
+        await answered(pair.send(2))
+        assert pair.lanes.cancel(others[0].pending, QueueTimeoutError("late"))
+        with pytest.raises(QueueTimeoutError):
+            await others[0].answer
+        before, tokens = pair.lanes.long.so_far()
+        assert (before > 0, tokens) == (True, 0)
+        pair.prefill.gate.set()
+        await answered(first, others[1])
+        after, tokens = pair.lanes.long.so_far()
+        assert (after > before, tokens) == (True, 24)
+        assert pair.lanes.long.so_far()[0] == after, "there are none any more"
+
+
 async def test_requests_are_cancelled_on_their_lane(one_thread: bool) -> None:
     async with running(one_thread=one_thread) as pair:
         first = await pair.held(pair.decode), await pair.held(pair.prefill)

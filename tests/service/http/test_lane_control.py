@@ -154,6 +154,25 @@ async def test_joined_requests_are_all_on_one_lane(monkeypatch: pytest.MonkeyPat
         assert lanes.choice == JOINED
 
 
+async def test_what_joined_requests_take_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the time of the step that computes long requests, too; theirs do not count."""
+    monkeypatch.setattr(Device, "apply", granting_all)
+    async with chosen(monkeypatch, decode_p99_ms=100.0) as lanes:
+        while lanes.choice != JOINED:
+            await lanes.serve(3, 3)
+        metric = lanes.server.metric
+        for _ in range(2):  # at the first look, requests have waited for the change
+            long = await lanes.held()
+            shorts = [await ask(lanes.server, 1) for _ in range(25)]
+            await until(lambda: metric("lane_queue_tokens", model="tiny", lane="prefill") == 25)
+            lanes.prefill.gate.set()
+            for task in (long, *shorts):
+                output_of(await task)
+            await lanes.serve(0, 5)
+        assert metric("lanes_measured_decode_seconds") >= PREFILL_SECONDS
+        assert metric("lanes_measured_prefill_ratio") > 0
+
+
 async def test_a_change_waits_for_steps_and_loses_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Device, "apply", granting_all)
     async with chosen(monkeypatch) as lanes:
