@@ -31,12 +31,13 @@ class Observed:
     def __init__(self) -> None:
         self.done: list[tuple[str, int]] = []
         self.failed: list[int] = []
+        self.requests: list[tuple[float, int]] = []  # seconds in the queue, and tokens
 
     def step_done(
         self, model: str, result: StepResult, queue_seconds: Sequence[float], request_tokens: Sequence[int]
     ) -> None:
         assert all(seconds >= 0 for seconds in queue_seconds)
-        assert len(request_tokens) == len(queue_seconds)
+        self.requests += zip(queue_seconds, request_tokens, strict=True)
         self.done.append((model, len(queue_seconds)))
 
     def step_failed(self, model: str, num_requests: int) -> None:

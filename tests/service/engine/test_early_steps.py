@@ -44,6 +44,7 @@ class TimedRunner(EchoRunner):
     def __init__(self) -> None:
         super().__init__()
         self._free = 0.0
+        self.observer = Observed()
         self.early: list[float] = []  # by how much of a step each began before the device was free
 
     def begin(self, requests: Sequence[LayerRequest]) -> TimedStep:  # type: ignore[override]
@@ -63,7 +64,7 @@ async def timed(**changed: int | bool) -> AsyncIterator[tuple[TimedRunner, Sched
         "max_queue_tokens": 8 * LARGE,
         **changed,
     }
-    scheduler = Scheduler(Limits.model_validate(limits), Observed())
+    scheduler = Scheduler(Limits.model_validate(limits), runner.observer)
     scheduler.set_runners({"0": runner})
     scheduler.start()
     try:
@@ -83,6 +84,18 @@ async def test_large_steps_alone_begin_at_once_beside_each_other() -> None:
             await soon(each.answer)
     assert runner.early[2] > 0.8
     assert runner.early[3] > 0.8, "once the one before the last has ended"
+
+
+async def test_the_time_until_the_device_is_free_counts_as_waiting() -> None:
+    """Not as nothing: a step's seconds are those without the step before."""
+    async with timed() as (runner, scheduler):
+        for each in submitted(scheduler, LARGE, LARGE):
+            await soon(each.answer)
+        await until(lambda: len(runner.observer.requests) == 3)
+    waited = [seconds / SECONDS for seconds, _ in runner.observer.requests[1:]]
+    assert waited[0] < 0.5
+    assert waited[1] > 0.8
+    assert [tokens for _, tokens in runner.observer.requests] == [LARGE] * 3
 
 
 async def test_a_small_request_is_in_the_step_after_the_one_that_runs() -> None:
