@@ -132,7 +132,7 @@ class LaneControl:
         if long:
             self._usual_tokens = long_tokens / long
         load, asked = self._load, 1.0
-        if load.prefill is not None and self._usual_tokens:
+        if load.prefill is not None and load.decode is not None and self._usual_tokens > load.decode.tokens:
             load = load._replace(prefill=at(self._usual_tokens, load.prefill, load.decode))
         if busy < _BUSY_PART and load.prefill is not None:
             asked = min(1.0, long_tokens / seconds * load.prefill.seconds / load.prefill.tokens)

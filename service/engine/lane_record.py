@@ -8,7 +8,6 @@ what arithmetic was wrong, is kept beyond that. A choice that was left long ago 
 disturbed it may be over.
 """
 
-import math
 import statistics
 from collections import deque
 from typing import NamedTuple
@@ -56,11 +55,13 @@ class LaneRecord:
     def noted(self, choice: Choice, usual: Usual, given: Given, load: Load) -> Load:
         """`load` with what `choice` gave at this look, beside what others gave; with decode and prefill."""
         self._looks += 1
-        now = self._measured.setdefault(choice, _Measured(usual))
-        now.unlike = 0 if now.usual.is_like(usual) else now.unlike + 1
-        if 0 < now.unlike < _UNLIKE_LOOKS:
-            return load
-        oldest = math.inf if now.unlike else self._looks - _KEPT_LOOKS
+        if known := self._measured.get(choice):
+            known.unlike = 0 if known.usual.is_like(usual) else known.unlike + 1
+            if known.unlike >= _UNLIKE_LOOKS:
+                self._measured.clear()
+            elif known.unlike:
+                return load
+        oldest = self._looks - _KEPT_LOOKS
         self._measured = {each: of for each, of in self._measured.items() if of.at > oldest}
         now = self._measured.setdefault(choice, _Measured(usual))
         now.looks.append(given)

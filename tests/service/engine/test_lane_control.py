@@ -67,6 +67,23 @@ async def test_chunks_do_not_say_what_prefill_takes_alone() -> None:
     assert simulated.control._load.prefill == pytest.approx(alone)
 
 
+async def test_what_whole_requests_take_follows_their_size_in_chunks() -> None:
+    simulated = simulation(Choice(48), target_ms=1.0)
+    for _ in range(2):
+        await simulated.serve(BOTH)
+    decode, whole = simulated.control._load.decode, simulated.control._load.prefill
+    assert decode is not None
+    assert whole is not None
+    simulated.control.state = State(Expected(CHUNKS, 0.0, 1.0), "start")
+    simulated.arrived.requests[1] += 100
+    simulated.arrived.tokens[1] += 100 * 1024
+    await simulated.control.look(LOOK_SECONDS)
+    smaller = simulated.control._load.prefill
+    assert smaller is not None
+    slope = (whole.seconds - decode.seconds) / (whole.tokens - decode.tokens)
+    assert smaller == pytest.approx((1024, decode.seconds + slope * (1024 - decode.tokens)))
+
+
 async def test_the_rate_of_prefill_is_that_while_there_is_some() -> None:
     """A look in which it was there for a fifth of the time says the same, and how much is asked for."""
     simulated = simulation(Choice(48))
