@@ -35,7 +35,7 @@ Row = dict[str, Any]
 SLOTS = 3  # requests of prefill in flight
 PAUSE_SECONDS = 0.5e-3
 LEAD_SECONDS = 0.3  # that both callers have been busy before what is measured
-CHOOSING_SECONDS = 4.0  # the same, for a server that chooses the split
+CHOOSING_SECONDS = 8.0  # the same, for a server that chooses the split, and may try others first
 
 
 class Caller:
