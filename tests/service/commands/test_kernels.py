@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,22 +14,30 @@ from typing import Any
 import pytest
 
 from expertd.kernels import jit
-from expertd.kernels.backends.hopper.variants import VARIANTS
+from expertd.kernels.backends.hopper import variants
 from expertd.service.cli import main
 
+VARIANTS = variants.VARIANTS[:4]  # tests/kernels compiles them all
 NAMES = [variant.source.name for variant in VARIANTS]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_variants() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(variants, "VARIANTS", VARIANTS)
+        yield
 
 
 @dataclass(frozen=True)
 class Built:
-    """A cache with every variant, and what the command that has filled it said."""
+    """A cache with all of these variants, and what the command that has filled it said."""
 
     cache: Path
     report: dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+def built(few_variants: None, tmp_path_factory: pytest.TempPathFactory) -> Built:
     directory, out = tmp_path_factory.mktemp("full"), io.StringIO()
     with pytest.MonkeyPatch.context() as patched, redirect_stdout(out):
         patched.setenv(jit.CACHE_DIR_VARIABLE, str(directory))
@@ -123,7 +132,7 @@ def test_a_bundle_has_binaries_and_nothing_else(tmp_path: Path, monkeypatch: pyt
     bundle = tmp_path / "built"
     monkeypatch.setattr(jit, "BUNDLE", bundle)
     monkeypatch.setattr("expertd.kernels.jit.cache.BUNDLE", bundle)
-    monkeypatch.setattr("expertd.kernels.backends.hopper.variants.VARIANTS", VARIANTS[-1:])
+    monkeypatch.setattr(variants, "VARIANTS", VARIANTS[-1:])
     assert main(["kernels", "--build", "--bundle", "--arch", "sm_90a"]) == 0
     assert [path.suffix for path in bundle.iterdir()] == [".bin"]
     assert jit.build(VARIANTS[-1].source).cached
@@ -135,7 +144,7 @@ def test_a_bundle_that_cannot_be_written_is_an_error(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setattr(jit, "BUNDLE", tmp_path / "file" / "built")
-    monkeypatch.setattr("expertd.kernels.backends.hopper.variants.VARIANTS", VARIANTS[-1:])
+    monkeypatch.setattr(variants, "VARIANTS", VARIANTS[-1:])
     assert main(["kernels", "--build", "--bundle"]) == 2
     assert f"bundle: expected to write to {tmp_path}/file/built" in capsys.readouterr().err
 
