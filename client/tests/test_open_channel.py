@@ -159,7 +159,7 @@ def test_misuse(client: AnyCaller, channel: AnyChannel) -> None:
             channel.submit(first, number)
     with pytest.raises(InvalidRequestError, match=r"^timeout: expected a positive number"):
         channel.submit(first, 1, timeout=0)
-    with pytest.raises(InvalidRequestError, match=r"^priority: expected a number from 0 to 255, got 256$"):
+    with pytest.raises(InvalidRequestError, match=r"^priority: expected an integer from 0 to 255, got 256$"):
         channel.submit(first, 1, priority=256)
     ticket = channel.submit(first, 1)
     with pytest.raises(InvalidRequestError, match=r"^slot 0: expected a free one, got one in use, not"):

@@ -163,7 +163,10 @@ class Channel(OpenChannel):
             began, seconds = pending.began or now, now - pending.arrived
             stages = 0.0, began - pending.arrived, now - began
             status, reason = ANSWERS[type(error)]
-            answer = Answered(pending.model, slot.sequence, status, reason, str(error), seconds, stages)
+            tokens = pending.request.num_tokens
+            answer = Answered(
+                pending.model, slot.sequence, status, reason, str(error), seconds, stages, tokens
+            )
         self._owner.answered(self, answer)
 
     def _done(self, slot: Slot, output: Output | Exception) -> None:
@@ -200,7 +203,9 @@ class Channel(OpenChannel):
         with self._lock:
             seconds, stages = self._announce(slot, sequence, pending)
         if counted:
-            self._owner.answered(self, Answered(pending.model, sequence, 200, None, "", seconds, stages))
+            tokens = pending.request.num_tokens
+            answer = Answered(pending.model, sequence, 200, None, "", seconds, stages, tokens)
+            self._owner.answered(self, answer)
 
     def _answer(
         self, slot: Slot, status: int, reason: Reason | None, text: str, retry_after_ms: int = 0
@@ -221,8 +226,11 @@ class Channel(OpenChannel):
             self._words[slot.word] = slot.sequence
         seconds, stages = self._announce(slot, slot.sequence, pending)
         if self._counts(slot):
-            model = self.models[0] if len(self.models) == 1 else slot.line.model.name if slot.line else ""
-            self._owner.answered(self, Answered(model, slot.sequence, status, reason, text, seconds, stages))
+            line = slot.line
+            model = self.models[0] if len(self.models) == 1 else line.model.name if line else ""
+            tokens = line.num_tokens if line else None
+            answer = Answered(model, slot.sequence, status, reason, text, seconds, stages, tokens)
+            self._owner.answered(self, answer)
 
     def _announce(self, slot: Slot, sequence: int, pending: Pending | None) -> tuple[float, Stages]:
         """Write the times of an answer, and ring; seconds since the request was read, and their stages."""

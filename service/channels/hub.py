@@ -158,7 +158,7 @@ class ChannelHub:
         await self._freed()
 
     def answered(self, channel: OpenChannel, answer: Answered) -> None:
-        report = partial(self._count, channel.id, answer)
+        report = partial(self._count, channel, answer)
         if threading.get_ident() == self._thread:
             report()
         else:
@@ -197,17 +197,17 @@ class ChannelHub:
         if channel.counted:
             self.used_bytes -= channel.memory.geometry.data_bytes
 
-    def _count(self, channel_id: str, answer: Answered) -> None:
+    def _count(self, channel: OpenChannel, answer: Answered) -> None:
         if answer.reason is not None:
             self._metrics.refused(answer.model, answer.reason)
-            what = (answer.status, answer.reason, answer.model, channel_id, answer.sequence, answer.text)
+            what = (answer.status, answer.reason, answer.model, channel.id, answer.sequence, answer.text)
             logger.debug("%d %s: model %s, channel %s, request %d: %s", *what)
         stages = answer.stages if answer.status == 200 else None
         self._metrics.request_done(answer.model, answer.status, answer.seconds, stages)
         if self._logs_requests:
-            self._log(channel_id, answer)
+            self._log(channel, answer)
 
-    def _log(self, channel_id: str, answer: Answered) -> None:
+    def _log(self, channel: OpenChannel, answer: Answered) -> None:
         """The line of a request."""
         _, queue, compute = answer.stages
         fields = with_fields(
@@ -215,7 +215,9 @@ class ChannelHub:
             status=answer.status,
             reason=answer.reason,
             error=answer.text or None,
-            request_id=f"{channel_id}/{answer.sequence}",
+            request_id=f"{channel.id}/{answer.sequence}",
+            key=channel.key or None,
+            tokens=answer.num_tokens,
             seconds=round(answer.seconds, 6),
             queue_seconds=round(queue, 6),
             compute_seconds=round(compute, 6),
@@ -262,6 +264,7 @@ class ChannelHub:
         scheduler = self._engine.scheduler
         caller = None if ours else caller_number(opening.caller)
         channel = Channel(self._opened, opening.models, memory, reader, scheduler, self, caller)
+        channel.key = opening.caller
         entry = Entry(channel, opening, secrets.token_bytes(TOKEN_BYTES), time.monotonic(), ours)
         text = f"it was not claimed within {self.claim_seconds:g} s"
         entry.expiry = asyncio.get_running_loop().call_later(self.claim_seconds, self.close, channel, text)

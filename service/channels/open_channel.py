@@ -33,6 +33,7 @@ class Answered(NamedTuple):
     text: str
     seconds: float
     stages: Stages
+    num_tokens: int | None  # None: not known, because the request is invalid
 
 
 class Owner(Protocol):
@@ -120,6 +121,7 @@ class OpenChannel:
     ) -> None:
         self.id, self.models, self.memory = str(number), models, memory
         self.taken = 0  # requests so far
+        self.key = ""  # the name of that with which it was opened
         self.lane = 0  # of the last one
         self._cancels = 0  # so far
         self._reader, self._scheduler, self._owner = reader, scheduler, owner

@@ -74,17 +74,16 @@ class Queues:
         if queue.is_closed:
             raise ModelUnloadedError(f"model {model}: expected a loaded one, got it unloading")
         if queue.num_requests >= limits.max_queue_requests:
-            waiting = f"{queue.num_requests} requests of at most {limits.max_queue_requests}"
+            waiting = f"{queue.num_requests} requests of at most {limits.max_queue_requests} are waiting"
         elif queue.num_tokens + num_tokens > limits.max_queue_tokens:
-            waiting = f"{queue.num_tokens} tokens of at most {limits.max_queue_tokens}"
+            room = f"{queue.num_tokens} tokens of at most {limits.max_queue_tokens} are waiting"
+            waiting = room if num_tokens == 1 else f"{room}, and {num_tokens} more do not fit"
         else:
             return
         if caller and not queue.has(caller):
             return
         steps = math.ceil(queue.num_tokens / limits.max_batch_tokens) + 1
-        raise self._full(
-            f"the queue of model {model} is full: {waiting} are waiting", steps * queue.step_seconds
-        )
+        raise self._full(f"the queue of model {model} is full: {waiting}", steps * queue.step_seconds)
 
     def add(self, pending: Pending, busy: Callable[[], float] = lambda: 0.0) -> Queue:
         """Put a request in its queue. Raises as `check_room` does, also if it would be answered too late.

@@ -52,6 +52,8 @@ class Keys:
 
 def load_keys(path: Path) -> Keys:
     """Read a file of keys. Raises SettingsError with a sentence for each mistake."""
+    if path.exists() and not path.is_file():  # a pipe would keep the event loop, and be empty the next time
+        raise SettingsError(f"keys: {path}: expected a regular file, got another kind")
     try:
         value = parse(read_text(path), fast=True).value  # on the event loop, under traffic
     except YamlTextError as error:

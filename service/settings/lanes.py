@@ -97,6 +97,12 @@ def wrong_lanes(settings: "Settings") -> Iterator[str]:
         return
     if settings.num_ranks > 1:
         yield f"lanes.decode_max_tokens: expected 0 with several ranks, got {lanes.decode_max_tokens}"
+    loads = {"models": [model.load for model in settings.models]}
+    loads["checkpoints"] = [checkpoint.load for checkpoint in settings.checkpoints]
+    for kind, given in loads.items():
+        for number, load in enumerate(given):
+            if not load:
+                yield f"{kind}.{number}.load: expected true with lanes, got false"
     batch = min(lanes.decode_batch_tokens, settings.limits.max_batch_tokens)
     if lanes.decode_max_tokens > batch:
         expected = f"at most decode_batch_tokens and limits.max_batch_tokens ({batch})"

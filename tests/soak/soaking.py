@@ -21,7 +21,7 @@ from tests.service.keys import bearer, write_keys
 from tests.soak import callers, hostile, hostile_grpc
 from tests.soak.plan import Plan
 from tests.soak.reference import samples
-from tests.soak.server import COMING, RIGHTS, SoakServer, several, soak_settings
+from tests.soak.server import COMING, RIGHTS, SoakServer, several, soak_settings, with_lanes
 from tests.soak.tally import FORKSERVER, OUTCOMES, Phase, Stage, Tally
 
 Caller = Callable[[Plan, Tally], None]
@@ -86,7 +86,7 @@ class Soak:
             self._serve()
             codes = [self._restart(Phase.STOPPING, self._several)]
             self._lose_processes()
-            self._restart(Phase.KILLED, self._settings)
+            self._restart(Phase.KILLED, with_lanes(self._settings))
             self._stage.phase = Phase.OVER
         codes.append(self._server.terminate())
         return self._result(time.perf_counter() - self._began, codes)

@@ -55,9 +55,9 @@ def layer_call(
 
 
 def checked_priority(priority: object) -> int:
-    """Raises InvalidRequestError unless it is a number from 0 to 255."""
+    """Raises InvalidRequestError unless it is an integer from 0 to 255."""
     if type(priority) is not int or not 0 <= priority <= 255:
-        raise InvalidRequestError(f"priority: expected a number from 0 to 255, got {priority!r}")
+        raise InvalidRequestError(f"priority: expected an integer from 0 to 255, got {priority!r}")
     return priority
 
 

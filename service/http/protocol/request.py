@@ -314,7 +314,7 @@ def _priority(parameters: dict[str, Any]) -> int:
     """The request's `priority`, 1 to 255; the default one if it is 0 or absent."""
     value = parameters.get("priority", 0)
     if type(value) is not int or not 0 <= value <= LAST_PRIORITY:
-        _refuse(f"parameter priority: expected a number from 0 to {LAST_PRIORITY}, got {shown(value)}")
+        _refuse(f"parameter priority: expected an integer from 0 to {LAST_PRIORITY}, got {shown(value)}")
     return value or DEFAULT_PRIORITY
 
 

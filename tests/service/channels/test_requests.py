@@ -23,6 +23,7 @@ from tests.service.apps import (
 )
 from tests.service.channels.peer import Peer
 from tests.service.channels.servers import answer_of, answer_to, channel_server, claimed
+from tests.service.keys import bearer, write_keys
 from tests.service.runners import EchoRunner, Turnstile
 from tests.service.waiting import until
 
@@ -294,3 +295,18 @@ async def test_callers_at_once_get_their_own_rows(tmp_path: Path) -> None:
         await asyncio.gather(*(asyncio.to_thread(call, peer, seed) for seed, peer in enumerate(peers)))
         for peer in peers:
             peer.close()
+
+
+async def test_the_log_has_a_line_for_each_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    keys = write_keys(tmp_path / "keys.yaml", mine=["infer"])
+    more: dict[str, Any] = {"keys": str(keys), "access_log": True, "log_format": "json"}
+    async with channel_server(tmp_path, EchoRunner(), **more) as server:
+        server.http.headers.update(bearer("mine"))
+        peer = await claimed(server)
+        await answer_of(peer, 3)
+        await until(lambda: any(line.message == "infer 200" for line in caplog.records))
+    (fields,) = (vars(line)["fields"] for line in caplog.records if line.message == "infer 200")
+    assert (fields["model"], fields["key"], fields["tokens"]) == ("tiny", "mine", 3)
+    assert fields["request_id"] == "1/1"
+    assert fields["seconds"] > fields["queue_seconds"] > 0

@@ -76,7 +76,7 @@ WRONG = [
     (changed(raw=[], datatype="BF16"), "input hidden_states: expected raw_input_contents for BF16"),
     (changed(parameter="binary_data_size"), "parameter binary_data_size of input hidden_states"),
     (changed(parameter="timeout"), "parameter timeout of input hidden_states: expected it at"),
-    (hidden_message(rows(1), priority=256), "parameter priority: expected a number from 0 to 255"),
+    (hidden_message(rows(1), priority=256), "parameter priority: expected an integer from 0 to 255"),
     (CLASSES["ModelInferRequest"](model_name="tiny"), "inputs: expected hidden_states, got none"),
 ]
 

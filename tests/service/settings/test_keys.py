@@ -1,6 +1,7 @@
 """Files of API keys: their form, their mistakes, and the search for a key."""
 
 import hmac
+import os
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,14 @@ def test_endless_nesting_is_a_mistake_and_not_the_end(tmp_path: Path, text: str)
     with pytest.raises(SettingsError) as error:
         load(path, text)
     assert error.value.mistakes == (f"keys: {path}: expected YAML, got something else",)
+
+
+def test_a_pipe_is_refused_without_waiting_for_its_writer(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    os.mkfifo(path)
+    with pytest.raises(SettingsError) as error:
+        load_keys(path)
+    assert error.value.mistakes == (f"keys: {path}: expected a regular file, got another kind",)
 
 
 def test_an_entry_that_is_no_object(tmp_path: Path) -> None:

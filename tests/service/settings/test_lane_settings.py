@@ -55,6 +55,12 @@ def test_mistakes_are_refused(tmp_path: Path, more: str, expected: str) -> None:
     check_refused(tmp_path, f"models: [{MODEL}]\n{more}", expected)
 
 
+def test_a_model_that_is_to_be_loaded_later_is_refused(tmp_path: Path) -> None:
+    model = f"{MODEL[:-1]}, load: false}}"
+    expected = r"models\.0\.load: expected true with lanes, got false"
+    check_refused(tmp_path, f"models: [{model}]\nlanes: {{decode_max_tokens: 8}}", expected)
+
+
 def test_a_model_in_a_partition_of_its_own_is_refused(tmp_path: Path) -> None:
     model = f"{MODEL[:-1]}, partition: a}}"
     expected = r"models\.0\.partition: expected null with lanes, got 'a'"

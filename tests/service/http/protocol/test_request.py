@@ -170,7 +170,7 @@ def test_a_parameter_in_the_wrong_place_is_refused(more: dict[str, Any], expecte
         ),
         (
             request_body(ONE_ROW, parameters={"priority": 256}),
-            "parameter priority: expected a number from 0 to 255, got 256",
+            "parameter priority: expected an integer from 0 to 255, got 256",
         ),
         (
             request_body(ONE_ROW, parameters={"sequence_id": "s"}),
