@@ -129,6 +129,7 @@ class Worker:
         while second is not None and not second.is_asleep:
             if _go_on(second):
                 return False
+            self._first.flush()  # the second lane's steps may never end
             time.sleep(_PAUSE_SECONDS)
             if self.poll(0):
                 return True
