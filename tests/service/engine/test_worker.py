@@ -27,7 +27,7 @@ class FakeLane:
         self.step_done = threading.Event()
         self.busy_seconds = busy_seconds
         self.answered = -1e9
-        self.is_over = False
+        self.is_over = self.flushed = False
 
     @property
     def is_asleep(self) -> bool:
@@ -56,8 +56,10 @@ class FakeLane:
 
     def wake_up(self) -> None: ...
     def wait_for_callers(self) -> None: ...
-    def flush(self) -> None: ...
     def cancel_jobs(self) -> None: ...
+
+    def flush(self) -> None:
+        self.flushed = True
 
 
 @contextmanager
@@ -130,3 +132,14 @@ def test_a_thread_that_has_nothing_to_do_retires() -> None:
     worker.thread.start()
     worker.retire()
     assert not worker.thread.is_alive()
+
+
+def test_what_has_been_reported_does_not_wait_for_the_end_of_an_endless_second_lane() -> None:
+    first, second = FakeLane(), FakeLane()
+    second.runs = True
+    with working(first, second):
+        end = time.perf_counter() + 10
+        while not first.flushed and time.perf_counter() < end:
+            time.sleep(1e-3)
+        assert first.flushed
+        assert second.runs
