@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
 import pytest
@@ -34,8 +34,9 @@ class Bell:
         return self._fd
 
     def poll(self) -> None:
-        while self._values:
-            self._submit(self._values.popleft())
+        with suppress(IndexError):  # another thread may poll, too
+            while True:
+                self._submit(self._values.popleft())
 
     def ring(self, value: float = 0.0) -> None:
         self._values.append(value)
