@@ -44,6 +44,8 @@ GPU_SECONDS = 1.5  # as long as its callers keep it busy: its clock depends on t
 class Steps:
     """Observes the scheduler's steps."""
 
+    counts_tokens = False
+
     def __init__(self) -> None:
         self.seconds: list[float] = []
 

@@ -100,6 +100,8 @@ class LaneMetrics:
 class LaneObserver:
     """Reports the steps of one lane to `every` and to `lanes`. Implements `StepObserver`."""
 
+    counts_tokens = True
+
     def __init__(self, lane: str, every: StepObserver, lanes: LaneMetrics) -> None:
         self._lane, self._every, self._lanes = lane, every, lanes
 

@@ -62,6 +62,8 @@ class JitStats(Protocol):
 class Metrics:
     """Records requests and steps; the other metrics are read when Prometheus scrapes."""
 
+    counts_tokens = False
+
     def __init__(self, version: str) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # no `_created` series for each counter
         self.registry = CollectorRegistry()

@@ -260,7 +260,9 @@ class Stepping:
         # A request in chunks counts in its first step.
         firsts = [chunk.pending for chunk in running.chunks if not chunk.start]
         waited = [running.began - pending.arrived for pending in firsts]
-        tokens = [pending.request.num_tokens for pending in firsts]
+        tokens: Sequence[int] = ()
+        if self._observer.counts_tokens:  # else the collector of garbage would have more to look at
+            tokens = [pending.request.num_tokens for pending in firsts]
         self._delivery.report_later(partial(self._observer.step_done, running.model, result, waited, tokens))
 
     def _failed(self, chunks: list[Chunk], error: Exception) -> None:

@@ -43,7 +43,12 @@ class Runner(Protocol):
 
 
 class StepObserver(Protocol):
-    """Notified of every step, on the event loop, after its answers are delivered."""
+    """Notified of every step, on the event loop, after its answers are delivered.
+
+    counts_tokens  whether it wants the tokens of a step's requests; else there are none
+    """
+
+    counts_tokens: bool
 
     def step_done(
         self, model: str, result: StepResult, queue_seconds: Sequence[float], request_tokens: Sequence[int]

@@ -139,8 +139,13 @@ class Worker:
         return self.poll(None)
 
     def _ends_soon(self) -> bool:
-        """Whether the caller of a step that runs may send its next request at once."""
-        return bool(self.wakeup.sources) and self._first.busy_seconds <= _LAUNCH_SECONDS
+        """Whether the caller of a step that runs may send its next request at once; not if it is overdue."""
+        if not self.wakeup.sources:
+            return False
+        if self._first.busy_seconds > _LAUNCH_SECONDS:
+            self._stay_awake()
+            return False
+        return time.perf_counter() < self._awake_until
 
     def _expects_more(self) -> bool:
         """Whether the second lane's work would delay a request of the first, and can wait."""

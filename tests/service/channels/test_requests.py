@@ -306,6 +306,7 @@ async def test_the_log_has_a_line_for_each_request(tmp_path: Path, caplog: pytes
         peer = await claimed(server)
         await answer_of(peer, 3)
         await until(lambda: any(line.message == "infer 200" for line in caplog.records))
+        peer.close()
     (fields,) = (vars(line)["fields"] for line in caplog.records if line.message == "infer 200")
     assert (fields["model"], fields["key"], fields["tokens"]) == ("tiny", "mine", 3)
     assert fields["request_id"] == "1/1"

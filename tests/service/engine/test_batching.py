@@ -28,6 +28,8 @@ T = TypeVar("T")
 
 
 class Observed:
+    counts_tokens = True
+
     def __init__(self) -> None:
         self.done: list[tuple[str, int]] = []
         self.failed: list[int] = []
