@@ -1,8 +1,9 @@
 """How late a `timeout` is answered: `python -m benchmarks.deadlines [--timeout MS ...]`.
 
 The demo layer, served on this machine, answers a caller whose one-token requests have a timeout, while other
-connections repeat long requests. Of each answer after the timeout, the caller sees how late it is. The last
-column is how long the server's event loop waited for a core of the machine, which server and callers share.
+connections repeat long requests. Of each answer without an output, or after the timeout, the caller sees how
+long after it that came: before, if it is negative. The last column is how long the server's event loop
+waited for a core of the machine, which server and callers share.
 """
 
 import argparse
@@ -23,7 +24,7 @@ _PAUSE_SECONDS = 0.01
 
 
 class Measured(NamedTuple):
-    """in_time: answers with an output; late: milliseconds after the timeout, of all others."""
+    """in_time: answers with an output; late: milliseconds after the timeout, of all others, or before."""
 
     in_time: int
     late: list[float]
@@ -65,7 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, nargs="+", default=[10.0, 50.0], help="milliseconds")
     parser.add_argument("--seconds", type=float, default=10.0)
     given = parser.parse_args(arguments)
-    columns = "timeout, ms | beside | in time | after it | late: p50, ms | p99, ms | most, ms | waited, ms/s"
+    late = "after it: p50, ms | p99, ms | most, ms"
+    columns = f"timeout, ms | beside | in time | refused or late | {late} | waited, ms/s"
     print(f"| {columns} |\n{'|---' * 8}|")
     with server_process() as (port, pid):
         for milliseconds in given.timeout:
