@@ -2,9 +2,14 @@
 
 import asyncio
 import inspect
+import os
 from collections.abc import Iterator
 
 import pytest
+
+# Servers and callers of a test share few cores: threads of OpenMP must not keep them busy while idle.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
 
 from tests.callers import AsyncCaller, Caller, Connect
