@@ -60,6 +60,10 @@ class Connection:
             left -= self._socket.recv_into(self._buffer, min(left, len(self._buffer)))
         return length
 
+    def close(self) -> None:
+        """Hang up."""
+        self._socket.close()
+
 
 def run(port: int, request: bytes, least_bytes: int, connections: int, seconds: float) -> list[float]:
     """Latencies in seconds of a closed loop over `connections`, after a tenth of the time."""

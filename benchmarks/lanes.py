@@ -5,8 +5,9 @@ A server with one layer and random weights answers, through channels, a caller o
 flight. The ways to serve both: all in turns; prefill in chunks, in turns with decode or joined with it; two
 lanes on all SMs; two lanes that split the SMs, by a fixed split or by the server's choice (--targets). The
 columns: the median and the 99th percentile of a decode step as its caller sees it, and the prefill's rate as
-a share of its rate alone. Tensors are in the GPU's memory. Without a GPU, the layer is a tiny one on the CPU.
-Rows that are not measured stay in the file.
+a share of its rate alone. Tensors are in the GPU's memory. With --http, both callers send theirs over HTTP,
+the second one on two connections. Without a GPU, the layer is a tiny one on the CPU. Rows that are not
+measured stay in the file.
 """
 
 import argparse
@@ -33,16 +34,17 @@ from benchmarks.timing import cpu_name, header
 
 Row = dict[str, Any]
 SLOTS = 3  # requests of prefill in flight
+CONNECTIONS = 2  # the same, over HTTP
 PAUSE_SECONDS = 0.5e-3
 LEAD_SECONDS = 0.3  # that both callers have been busy before what is measured
 CHOOSING_SECONDS = 8.0  # the same, for a server that chooses the split, and may try others first
 
 
 class Caller:
-    """A process of `benchmarks.lanes_caller`."""
+    """A process of `benchmarks.lanes_caller`, or the same over HTTP."""
 
-    def __init__(self) -> None:
-        command = [sys.executable, "-m", "benchmarks.lanes_caller"]
+    def __init__(self, http: bool = False) -> None:
+        command = [sys.executable, "-m", f"benchmarks.lanes_{'http_' if http else ''}caller"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def write(self, line: dict[str, Any]) -> None:
@@ -69,6 +71,7 @@ class Callers(NamedTuple):
     prefill: Caller
     seconds: float
     device: str | None
+    slots: int = SLOTS  # of prefill
 
     def measure(
         self, url: str, layer: Layer, decode: int, beside: bool, lead: float = LEAD_SECONDS
@@ -83,13 +86,19 @@ class Callers(NamedTuple):
         self, url: str, layer: Layer, decode: int, beside: bool, lead: float = LEAD_SECONDS
     ) -> list[dict[str, Any]]:
         """What each caller says, decode first; see `benchmarks.lanes_caller`."""
-        given = {"url": url, "model": MODEL, "device": self.device, "spin": 0.02 if self.device else 0.0}
+        given = {
+            "url": url,
+            "model": MODEL,
+            "hidden_size": layer.hidden,
+            "device": self.device,
+            "spin": 0.02 if self.device else 0.0,
+        }
         busy = []
         if decode:
             self.decode.write({**given, "tokens": decode, "slots": 1, "pause": PAUSE_SECONDS})
             busy.append(self.decode)
         if beside:
-            self.prefill.write({**given, "tokens": layer.prefill, "slots": SLOTS, "pause": 0.0})
+            self.prefill.write({**given, "tokens": layer.prefill, "slots": self.slots, "pause": 0.0})
             busy.append(self.prefill)
         for caller in busy:
             caller.read()
@@ -108,10 +117,10 @@ def split_sms(url: str, split: int) -> None:
 
 
 def measured(
-    name: str, wanted: Sequence[Way], decode: Sequence[int], callers: Callers, spin: int | None
+    name: str, layer: Layer, wanted: Sequence[Way], decode: Sequence[int], callers: Callers, spin: int | None
 ) -> Iterator[Row]:
     """The rows of one layer: first what runs alone, on a server without lanes and chunks."""
-    layer, server = LAYERS[name], Server()
+    server = Server()
     points = [(ALONE, tokens) for tokens in (*decode, 0)] + [(way, t) for way in wanted for t in decode]
     with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
         stack.callback(server.close)
@@ -192,6 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seconds", type=float, default=1.5, help="of each row")
     parser.add_argument("--spin", type=int, help="the server's channels.spin_microseconds")
+    parser.add_argument("--http", action="store_true", help="call over HTTP, in rows of their own")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     rows: list[Row] = json.loads(given.json.read_text())["rows"] if given.json and given.json.exists() else []
@@ -199,7 +209,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     machine |= {"python": platform.python_version(), "spin_microseconds": given.spin}
     result = {"header": machine, "rows": rows}
     with ExitStack() as stack:
-        callers = Callers(Caller(), Caller(), given.seconds, "cuda:0" if on_gpu else None)
+        slots = CONNECTIONS if given.http else SLOTS
+        device = "cuda:0" if on_gpu else None
+        callers = Callers(Caller(given.http), Caller(given.http), given.seconds, device, slots)
         for caller in (callers.decode, callers.prefill):
             stack.callback(caller.close)
         for name in given.layers:
@@ -210,12 +222,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if way.name.startswith(tuple(given.ways))
             ]
             decode = [tokens for tokens in layer.decode if not given.tokens or tokens in given.tokens]
-            for row in measured(name, wanted, decode, callers, given.spin):
+            title = f"{name} over HTTP" if given.http else name
+            for row in measured(title, layer, wanted, decode, callers, given.spin):
                 put(rows, row)
                 print(json.dumps(row), file=sys.stderr, flush=True)
                 if given.json:  # after each row, so that an interrupted run leaves some
                     given.json.write_text(json.dumps(result, indent=1) + "\n")
-            print(shown(rows, name), flush=True)
+            print(shown(rows, title), flush=True)
     return 0
 
 

@@ -83,15 +83,17 @@ def test_stages_run_on_a_cpu() -> None:
 
 
 @pytest.mark.slow
-def test_it_runs_on_a_cpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("options", "layer"), [([], "tiny"), (["--http"], "tiny over HTTP")])
+def test_it_runs_on_a_cpu(tmp_path: Path, options: list[str], layer: str) -> None:
     file = tmp_path / "lanes.json"
-    command = [sys.executable, "-m", "benchmarks.lanes", "--layers", "tiny", "--json", str(file)]
-    options = ["--tokens", "1", "--seconds", "0.3", "--ways", "turns", "lanes"]
+    command = [sys.executable, "-m", "benchmarks.lanes", "--layers", "tiny", "--json", str(file), *options]
+    command += ["--tokens", "1", "--seconds", "0.3", "--ways", "turns", "lanes"]
     ran = subprocess.run(
-        [*command, *options], cwd=ROOT, env=clean_environment(), capture_output=True, text=True, check=False
+        command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, check=False
     )
     assert ran.returncode == 0, ran.stderr
     rows = json.loads(file.read_text())["rows"]
+    assert {row["layer"] for row in rows} == {layer}
     assert [row["way"] for row in rows] == [
         "alone", "alone", "turns", "turns, chunks of 64", "lanes on all SMs",
     ]  # fmt: skip
