@@ -21,7 +21,7 @@ from tests.service.waiting import until
 
 
 class Bell:
-    """A source that submits a request for each value written to it, and collects the answers."""
+    """A source that submits a request for each value written to it."""
 
     lane = 0
 
@@ -38,8 +38,9 @@ class Bell:
             while True:
                 self._submit(self._values.popleft())
 
-    def ring(self, value: float = 0.0) -> None:
-        self._values.append(value)
+    def ring(self, *values: float) -> None:
+        """One request of 0.0, or one for each value, which whoever polls finds together."""
+        self._values.extend(values or (0.0,))
         os.eventfd_write(self._fd, 1)
 
     def close(self) -> None:
@@ -114,14 +115,14 @@ class Slow(EchoRunner):
         return replace(super()._run(requests), compute_seconds=1e6)
 
 
-async def two_in_a_step(runner: EchoRunner, bell: Bell, answers: list[Output | Exception]) -> None:
-    """Run a step with one request, and then one with two."""
-    runner.gate.clear()
+async def two_in_a_step(bell: Bell, answers: list[Output | Exception]) -> None:
+    """Run a step with one request, and then one with two.
+
+    They come after the first answer: a request that is seen during a step is nobody's who returns.
+    """
     bell.ring()
-    assert await asyncio.to_thread(runner.entered.acquire, True, 10)
-    bell.ring()
-    bell.ring()
-    runner.gate.set()
+    await until(lambda: len(answers) == 1)
+    bell.ring(0.0, 0.0)
     await until(lambda: len(answers) == 3)
 
 
@@ -129,7 +130,7 @@ async def test_the_callers_of_a_step_meet_again_in_the_next(monkeypatch: pytest.
     monkeypatch.setattr("expertd.service.engine.stepping._MAX_REJOIN_SECONDS", 30.0)
     runner = Slow()
     async with belled(runner, Observed()) as (scheduler, bell, answers):
-        await two_in_a_step(runner, bell, answers)
+        await two_in_a_step(bell, answers)
         bell.ring()
         await until(lambda: scheduler.waiting("0")[0] == 1)
         assert len(runner.steps) == 2, "it waits for the other one"
@@ -144,7 +145,7 @@ async def test_a_caller_that_does_not_return_delays_the_others_only_briefly(
     monkeypatch.setattr("expertd.service.engine.stepping._MAX_REJOIN_SECONDS", 0.05)
     runner = Slow()
     async with belled(runner, Observed()) as (_, bell, answers):
-        await two_in_a_step(runner, bell, answers)
+        await two_in_a_step(bell, answers)
         bell.ring()
         await until(lambda: len(answers) == 4)
     assert runner.steps == [[1], [1, 1], [1]]
