@@ -38,13 +38,14 @@ async def test_no_region_is_written_after_its_answer(monkeypatch: pytest.MonkeyP
             took = []
             for _ in range(20):
                 began = time.perf_counter()
-                assert (await server.infer(request(SIZE, 0))).status_code == 200
+                # With a timeout, the output is copied to the region after the step, which takes longer.
+                assert (await server.infer(request(SIZE, 0.9))).status_code == 200
                 took.append(time.perf_counter() - began)
             usual = statistics.median(took)
             expected, marks = file.read(SIZE, SIZE), b"\x07" * SIZE
             late = 0
             for _ in range(REQUESTS):
-                answer = await server.infer(request(SIZE, random.uniform(0.3, 1.5) * usual))
+                answer = await server.infer(request(SIZE, random.uniform(0.3, 2.0) * usual))
                 if answer.status_code == 200:
                     assert file.read(SIZE, SIZE) == expected
                     continue
