@@ -10,8 +10,9 @@ with or without lanes, and on lanes beside prefill. Both processes stamp what th
   answer   until the caller sees it: what the server needs from the end of the step on
 
 The first table has each stage's median and 99th percentile. The second one compares the slowest hundredth of
-requests with all: the mean of each stage, and for how long there was a report (metrics, on the event loop) or
-a collection of garbage meanwhile, either of which holds the interpreter's lock.
+requests with all: the mean of each stage, and for how long the worker thread did something for the prefill
+lane meanwhile, or there was a report (metrics, on the event loop) or a collection of garbage, either of which
+holds the interpreter's lock. The third one says how long each of these takes.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from benchmarks.serving_rows import free_port
 from benchmarks.stage_stamps import Stamp, read_stamps
 
 STAGES = ("arrive", "queue", "launch", "compute", "answer")
-MEANWHILE = ("report", "gc")
+MEANWHILE = ("prefill", "report", "gc")
 BESIDE = "beside prefill"
 _WAY = ("submit", "begin", "wait")  # the last one only if a step is not done when it has begun
 
@@ -80,8 +81,8 @@ def requests_of(sent: Sequence[tuple[int, int]], stamps: Sequence[Stamp]) -> Ite
         )
 
 
-def shown(found: Sequence[Request]) -> str:
-    """The two tables."""
+def shown(found: Sequence[Request], stamps: Sequence[Stamp]) -> str:
+    """The three tables."""
     by_total = sorted(found, key=lambda request: request.total)
     slowest = by_total[-max(1, len(found) // 100) :]
     rows = []
@@ -100,14 +101,23 @@ def shown(found: Sequence[Request]) -> str:
         )
         for at, name in enumerate((*STAGES, *MEANWHILE))
     ]
-    return (
-        table(("stage", "p50, µs", "p99, µs"), rows)
-        + "\n\n"
-        + table(("mean, µs", f"all {len(found)}", f"the slowest {len(slowest)}"), means)
+    holds = []
+    for kind in MEANWHILE:
+        if took := sorted((end - start) / 1e3 for name, start, end in stamps if name.rstrip("012") == kind):
+            times = (statistics.median(took), took[int(0.99 * len(took))], took[-1])
+            holds.append((kind, len(took), *(f"{each:.0f}" for each in times)))
+    return "\n\n".join(
+        (
+            table(("stage", "p50, µs", "p99, µs"), rows),
+            table(("mean, µs", f"all {len(found)}", f"the slowest {len(slowest)}"), means),
+            table(("one takes", "number", "p50, µs", "p99, µs", "most, µs"), holds),
+        )
     )
 
 
-def measure(name: str, way: Way, tokens: int, given: argparse.Namespace, device: str | None) -> list[Request]:
+def measure(
+    name: str, way: Way, tokens: int, given: argparse.Namespace, device: str | None
+) -> tuple[list[Request], list[Stamp]]:
     """The requests of the caller of decode steps; prefill is beside it if the way's name says so."""
     with tempfile.TemporaryDirectory() as folder, closing(Caller()) as decode, closing(Caller()) as prefill:
         file = Path(folder) / "stamps.json"
@@ -119,7 +129,9 @@ def measure(name: str, way: Way, tokens: int, given: argparse.Namespace, device:
                 callers = Callers(decode, prefill, given.seconds, device)
                 found = callers.results(url, LAYERS[name], tokens, way.name.endswith(BESIDE))[0]
             stamps = read_stamps(file)
-    return list(requests_of([(begin, end) for begin, end in found["stamps"]], stamps))
+    sent = [(begin, end) for begin, end in found["stamps"]]
+    during = [stamp for stamp in stamps if sent[0][0] <= stamp[1] <= sent[-1][1]]
+    return list(requests_of(sent, stamps)), during
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -145,8 +157,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in given.layers:
         for way in ways:
             for tokens in given.tokens:
-                found = measure(name, way, tokens, given, "cuda:0" if on_gpu else None)
-                print(f"\n{name}, {way.name}, {tokens} tokens\n\n{shown(found)}", flush=True)
+                found = shown(*measure(name, way, tokens, given, "cuda:0" if on_gpu else None))
+                print(f"\n{name}, {way.name}, {tokens} tokens\n\n{found}", flush=True)
     return 0
 
 

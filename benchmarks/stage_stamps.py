@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,18 +23,23 @@ class Stamps:
         # As lines: with tuples, the collector would be called more often.
         self._taken: list[str] = []
         self._most_tokens = most_tokens
-        self._threads: set[int] = set()  # that have begun short steps
+        self._short: set[int] = set()  # ids of short steps that run
         self._collects_from = 0
 
     def install(self) -> None:
-        """Look at a request's way, submit, begin and wait, and at reports and collections of garbage."""
+        """Look at a request's way, submit, begin and wait, and at what may hold it up.
+
+        That is what the worker thread does for the prefill lane, reports, and collections of garbage.
+        """
         from expertd.service.channels.channel import Channel
+        from expertd.service.engine.batching import Scheduler
         from expertd.service.engine.delivery import Delivery
         from expertd.service.moe.request import LayerRequest
         from expertd.service.moe.runner import LayerRunner
         from expertd.service.moe.running import DoneStep, RunningStep
 
-        report_later = Delivery.report_later
+        report_later, begin = Delivery.report_later, LayerRunner.begin
+        begin_short = self._timed(begin, "begin")
 
         def timed_later(delivery: Delivery, report: Callable[[], None]) -> None:
             report_later(delivery, self._timed(report, "report"))
@@ -43,19 +47,28 @@ class Stamps:
         def is_short(channel: Channel, slot: object, data: bytes) -> bool:
             return int.from_bytes(data[:4], "little") <= self._most_tokens
 
-        def begins_short(runner: LayerRunner, requests: Sequence[LayerRequest]) -> bool:
-            short = sum(request.num_tokens for request in requests) <= self._most_tokens
-            (self._threads.add if short else self._threads.discard)(threading.get_ident())
-            return short
+        def timed_begin(runner: LayerRunner, requests: Sequence[LayerRequest]) -> RunningStep | DoneStep:
+            if sum(request.num_tokens for request in requests) > self._most_tokens:
+                return begin(runner, requests)
+            step: RunningStep | DoneStep = begin_short(runner, requests)
+            self._short.add(id(step))
+            return step
 
         def waits_for_short(step: RunningStep | DoneStep) -> bool:
-            return threading.get_ident() in self._threads
+            is_short = id(step) in self._short
+            self._short.discard(id(step))
+            return is_short
+
+        def is_prefill(scheduler: Scheduler) -> bool:
+            return scheduler.lane == 1
 
         for owner, method, timed in (
             (Channel, "_submit", self._timed(Channel._submit, "submit", is_short)),
-            (LayerRunner, "begin", self._timed(LayerRunner.begin, "begin", begins_short)),
+            (LayerRunner, "begin", timed_begin),
             (RunningStep, "wait", self._timed(RunningStep.wait, "wait", waits_for_short)),
             (DoneStep, "wait", self._timed(DoneStep.wait, "wait", waits_for_short)),
+            (Scheduler, "do_next", self._timed(Scheduler.do_next, "prefill", is_prefill, bool)),
+            (Scheduler, "finish_if_done", self._timed(Scheduler.finish_if_done, "prefill", is_prefill, bool)),
             (Delivery, "report_later", timed_later),
         ):
             setattr(owner, method, timed)
@@ -67,16 +80,24 @@ class Stamps:
         path.write_text("\n".join(taken))
 
     def _timed(
-        self, call: Callable[..., Any], name: str, counts: Callable[..., bool] = lambda *_: True
+        self,
+        call: Callable[..., Any],
+        name: str,
+        counts: Callable[..., bool] = lambda *_: True,
+        did: Callable[[Any], bool] = lambda _: True,
     ) -> Callable[..., Any]:
+        """`call`, with stamps if `counts` says so of its arguments, and `did` of its result."""
+
         def timed(*arguments: Any) -> Any:
             if not counts(*arguments):
                 return call(*arguments)
-            began = _NOW()
+            began, result = _NOW(), True
             try:
-                return call(*arguments)
+                result = call(*arguments)
+                return result
             finally:
-                self._taken.append(f"{name} {began} {_NOW()}")
+                if did(result):
+                    self._taken.append(f"{name} {began} {_NOW()}")
 
         functools.update_wrapper(timed, call, assigned=("__doc__",), updated=())
         return timed

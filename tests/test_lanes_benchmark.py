@@ -56,18 +56,20 @@ def test_the_stages_of_requests_are_those_of_the_stamps() -> None:
         ("report", 300_000, 350_000),
         ("wait", 340_000, 800_000),
         ("gc1", 850_000, 1_100_000),  # between the two
+        ("prefill", 950_000, 1_040_000),
         ("submit", 1_200_000, 1_210_000),
         ("begin", 1_220_000, 1_300_000),
         ("wait", 1_310_000, 2_000_000),  # the caller has seen what the device wrote
     ]
     found = list(lanes_stages.requests_of(sent, stamps))
     assert found == [
-        lanes_stages.Request((100, 30, 200, 470, 100), (50, 50)),
-        lanes_stages.Request((200, 20, 80, 600, 0), (0, 100)),
+        lanes_stages.Request((100, 30, 200, 470, 100), (0, 50, 50)),
+        lanes_stages.Request((200, 20, 80, 600, 0), (40, 0, 100)),
     ]
-    shown = lanes_stages.shown(found * 100)
+    shown = lanes_stages.shown(found * 100, stamps)
     assert "| all | 900 | 900 |" in shown
     assert "| gc | 75 | " in shown
+    assert "| gc | 1 | 250 | 250 | 250 |" in shown
 
 
 @pytest.mark.slow

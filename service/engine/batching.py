@@ -52,7 +52,7 @@ class Scheduler:
         self._stepping = Stepping(self._queues, self._delivery, observer)
         self._lookout = Lookout(self._queues, self._stepping, self._delivery, self.poll_sources)
         self._jobs: deque[tuple[Callable[[], object], Future[Any]]] = deque()
-        self._lane = lane
+        self.lane = lane
         self.worker = Worker(self, _name(lane), lane == 0, 0.0 if lane else spin_seconds)
         self._lock = self._queues.lock  # also of the jobs and the states below
         self._turn = threading.Lock()  # of the thread that uses the device
@@ -87,7 +87,7 @@ class Scheduler:
 
     def set_device(self, spin_seconds: float, leaves_cpu: bool) -> None:
         """Tell of the device: spin_seconds as when it was made; leaves_cpu: steps leave the CPU alone."""
-        self.worker.spin_seconds = 0.0 if self._lane else spin_seconds
+        self.worker.spin_seconds = 0.0 if self.lane else spin_seconds
 
     def take(self, other: "Scheduler") -> None:
         """Have this worker thread do the work of another lane, too, which has none at present."""
@@ -164,7 +164,7 @@ class Scheduler:
         caller    `caller_number`: those with waiting requests get equal shares
         timeout   seconds after which the output is of no use: if that is likely, it is not computed
         """
-        pending = Pending(model, request, done, on_worker, priority, caller, self._lane, timeout)
+        pending = Pending(model, request, done, on_worker, priority, caller, self.lane, timeout)
         with self._lock:
             self._check_open()
             queue = self._queues.add(pending, self._stepping.busy_seconds)
@@ -408,7 +408,7 @@ class Scheduler:
         """Wait until the only running step is done; True as soon as the next one may begin."""
         running, until = self._stepping.running, self._early.polled_until()
         pause = _POLL_SECONDS
-        if self._lane and until:
+        if self.lane and until:
             pause = max(pause, _POLLED_PART * self._stepping.first_times()[1])
         while (now := time.perf_counter()) < until and not running[0].step.is_done():
             if self.worker.wakeup.sources:
