@@ -37,7 +37,7 @@ from benchmarks.stage_stamps import Stamp, read_stamps
 STAGES = ("arrive", "queue", "launch", "compute", "answer")
 MEANWHILE = ("prefill", "report", "gc")
 BESIDE = "beside prefill"
-_WAY = ("submit", "begin", "wait")  # the last one only if a step is not done when it has begun
+_WAY = ("submit", "begin", "wait")  # the last one only if the server sees that the step is done before the caller
 
 
 class Request(NamedTuple):
@@ -73,7 +73,7 @@ def requests_of(sent: Sequence[tuple[int, int]], stamps: Sequence[Stamp]) -> Ite
         if "submit" not in on_way or "begin" not in on_way:
             continue
         begin = on_way["begin"]
-        ends = on_way["submit"][0], *begin, max(begin[1], on_way.get("wait", begin)[1])
+        ends = on_way["submit"][0], *begin, max(begin[1], on_way.get("wait", (0, seen))[1])
         times = began, *(min(end, seen) for end in ends), seen
         yield Request(
             tuple((end - start) / 1e3 for start, end in pairwise(times)),
