@@ -10,7 +10,7 @@ from benchmarks.markdown import paragraph, table
 
 Row = dict[str, Any]
 NOT_MEASURED = "Not measured yet."
-STYLES = {"turns": "o-C3", "joined": "s-C1", "lanes": "^-C2"}
+STYLES = {"turns": "o-C3", "joined": "s-C1", "lanes": "^-C2", "no server": "x:C7"}
 """Markers by the first word of a way."""
 
 

@@ -37,7 +37,11 @@ from benchmarks.stage_stamps import Stamp, read_stamps
 STAGES = ("arrive", "queue", "launch", "compute", "answer")
 MEANWHILE = ("prefill", "report", "gc")
 BESIDE = "beside prefill"
-_WAY = ("submit", "begin", "wait")  # the last one only if the server sees that the step is done before the caller
+_WAY = (
+    "submit",
+    "begin",
+    "wait",
+)  # the last one only if the server sees that the step is done before the caller
 
 
 class Request(NamedTuple):

@@ -103,6 +103,22 @@ def test_it_runs_on_a_cpu(tmp_path: Path, options: list[str], layer: str) -> Non
     assert all(row["steps"] for row in rows if row["decode_tokens"])
 
 
+@pytest.mark.slow
+def test_the_floor_runs_on_a_cpu(tmp_path: Path) -> None:
+    file = result(tmp_path)
+    command = [sys.executable, "-m", "benchmarks.lanes_floor", "--layers", "tiny", "--json", str(file)]
+    ran = subprocess.run(
+        [*command, "--tokens", "1", "--seconds", "0.3"],
+        cwd=ROOT, env=clean_environment(), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    *before, row = json.loads(file.read_text())["rows"]
+    assert (row["layer"], row["way"]) == ("tiny", "no server, lanes on all SMs")
+    assert len(before) == 16
+    assert row["steps"] > 10
+    assert 0 < row["prefill_share"] < 1.2
+
+
 def result(directory: Path) -> Path:
     """A result with figures of two layers, in `directory`."""
     rows: list[lanes.Row] = []
