@@ -1,6 +1,8 @@
 """The `expertd` command."""
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
 
 from expertd import __version__
@@ -10,9 +12,17 @@ _COMMANDS = (serve, check, layers, keys, kernels, profile, bench)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code, 2 for invalid arguments or settings."""
+    """Run the command line; returns the exit code, 2 for invalid arguments or settings.
+
+    1 if whoever reads the output, such as `head`, has ended.
+    """
     arguments = _parser().parse_args(argv)
-    code: int = arguments.run(arguments)
+    try:
+        code: int = arguments.run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the exit
+        return 1
     return code
 
 

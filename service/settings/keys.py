@@ -91,8 +91,10 @@ def wrong_entry(entry: Any) -> Iterator[str]:
         yield f".sha256: expected 64 hexadecimal digits in lower case, got {_kind(digest)}"
     if not isinstance(rights, list) or not rights:
         yield f".rights: expected a list of {all_of(RIGHTS)}, or some of them, got {_kind(rights)}"
-    elif not all(right in RIGHTS for right in rights) or len(set(rights)) < len(rights):
-        yield f".rights: expected {all_of(RIGHTS)}, or some of them, each once, got another list"
+    elif others := sum(right not in RIGHTS for right in rights):
+        yield f".rights: expected {all_of(RIGHTS)}, or some of them, got {others} of another name"
+    elif len(set(rights)) < len(rights):
+        yield ".rights: expected each right once, got one twice"
 
 
 def _repeated(entries: list[dict[str, Any]]) -> Iterator[str]:

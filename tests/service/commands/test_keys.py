@@ -1,6 +1,7 @@
 """`expertd keys new`, and a server's refusal of a file that cannot be used."""
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from expertd.service.cli import main
 from expertd.service.settings.keys import load_keys
 from tests.paths import DEMO
-from tests.service.processes import expertd
+from tests.service.processes import EXPERTD, expertd
 
 Output = pytest.CaptureFixture[str]
 
@@ -40,13 +41,25 @@ def test_new_keys_can_be_appended_to_the_file(tmp_path: Path, capsys: Output) ->
         (["a b"], "name: expected 1 to 64 letters, digits, '.', '_' or '-', got another text"),
         (
             ["a", "--rights", "root"],
-            "rights: expected infer, admin and metrics, or some of them, each once, got another list",
+            "rights: expected infer, admin and metrics, or some of them, got 1 of another name",
         ),
     ],
 )
 def test_wrong_names_and_rights_make_no_key(arguments: list[str], mistake: str, capsys: Output) -> None:
     assert main(["keys", "new", *arguments]) == 2
     assert capsys.readouterr() == ("", f"expertd keys: {mistake}\n")
+
+
+def test_a_reader_of_the_output_may_end_first() -> None:
+    """As `head` does."""
+    command: list[str | Path] = [EXPERTD, "keys", "new", "a"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.wait(60) == 1
+        (line,) = process.stderr.read().splitlines()
+    assert line.startswith("key, shown only now: ")
 
 
 @pytest.mark.parametrize("command", ["serve", "check"])
