@@ -61,10 +61,13 @@ class Server:
     """The process, for the program that started it.
 
     stamps  the file for them, and the most tokens of a request that has some; None: none are taken
+    module  that it runs
     """
 
-    def __init__(self, stamps: tuple[Path, int] | None = None) -> None:
-        command = [sys.executable, "-m", "benchmarks.lanes_server", *map(str, stamps or ())]
+    def __init__(
+        self, stamps: tuple[Path, int] | None = None, module: str = "benchmarks.lanes_server"
+    ) -> None:
+        command = [sys.executable, "-m", module, *map(str, stamps or ())]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     @contextmanager

@@ -12,7 +12,8 @@ with or without lanes, and on lanes beside prefill. Both processes stamp what th
 The first table has each stage's median and 99th percentile. The second one compares the slowest hundredth of
 requests with all: the mean of each stage, and for how long the worker thread did something for the prefill
 lane meanwhile, or there was a report (metrics, on the event loop) or a collection of garbage, either of which
-holds the interpreter's lock. The third one says how long each of these takes.
+holds the interpreter's lock. The third one says how long each of these takes. With --stand-in, steps only
+take time (`benchmarks.lanes_stand_in`), and the stages show what the host of a GPU would do.
 """
 
 import argparse
@@ -125,7 +126,8 @@ def measure(
     """The requests of the caller of decode steps; prefill is beside it if the way's name says so."""
     with tempfile.TemporaryDirectory() as folder, closing(Caller()) as decode, closing(Caller()) as prefill:
         file = Path(folder) / "stamps.json"
-        with closing(Server((file, tokens))) as server:
+        module = "benchmarks.lanes_stand_in" if given.stand_in else "benchmarks.lanes_server"
+        with closing(Server((file, tokens), module)) as server:
             settings = {**settings_of(LAYERS[name], way, Path(folder), given.spin), "port": free_port()}
             with server.running(settings) as url:
                 if way.split is not None and device:
@@ -151,13 +153,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--split", type=int, default=48, help="SMs of the decode lane beside prefill, on a GPU"
     )
     parser.add_argument("--spin", type=int, help="the server's channels.spin_microseconds")
+    parser.add_argument(
+        "--stand-in", action="store_true", help="without a GPU: steps that only take time, on lanes"
+    )
     given = parser.parse_args(arguments)
     split = given.split if on_gpu else None
-    ways = (
-        ALONE,
+    lanes = (
         Way("alone, with lanes", lanes=True),
         Way(f"lanes, {split or 'all'} SMs for decode, {BESIDE}", lanes=True, split=split),
     )
+    ways = lanes if given.stand_in else (ALONE, *lanes)
     for name in given.layers:
         for way in ways:
             for tokens in given.tokens:

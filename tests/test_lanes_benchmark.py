@@ -73,13 +73,15 @@ def test_the_stages_of_requests_are_those_of_the_stamps() -> None:
 
 
 @pytest.mark.slow
-def test_stages_run_on_a_cpu() -> None:
+@pytest.mark.parametrize("stands_in", [False, True])
+def test_stages_run_on_a_cpu(stands_in: bool) -> None:
     command = [sys.executable, "-m", "benchmarks.lanes_stages", "--layers", "tiny", "--seconds", "0.3"]
+    command += ["--stand-in"] if stands_in else []
     ran = subprocess.run(
         command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, check=False
     )
     assert ran.returncode == 0, ran.stderr
-    ways = ["alone", "alone, with lanes", "lanes, all SMs for decode, beside prefill"]
+    ways = ["alone", "alone, with lanes", "lanes, all SMs for decode, beside prefill"][stands_in:]
     titles = [f"tiny, {way}, 1 tokens" for way in ways]
     assert [line for line in ran.stdout.splitlines() if line.startswith("tiny")] == titles
 

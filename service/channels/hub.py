@@ -163,6 +163,8 @@ class ChannelHub:
             report()
         else:
             self._engine.scheduler.report_later(report)
+        if self._logs_requests:  # a report may be called by the worker thread, which writing would delay
+            self._soon(self._log, channel, answer)
 
     def broken(self, channel: OpenChannel, why: str) -> None:
         logger.warning("channel %s of %s: %s", channel.id, channel.served, why)
@@ -204,8 +206,6 @@ class ChannelHub:
             logger.debug("%d %s: model %s, channel %s, request %d: %s", *what)
         stages = answer.stages if answer.status == 200 else None
         self._metrics.request_done(answer.model, answer.status, answer.seconds, stages)
-        if self._logs_requests:
-            self._log(channel, answer)
 
     def _log(self, channel: OpenChannel, answer: Answered) -> None:
         """The line of a request."""

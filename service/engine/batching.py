@@ -93,6 +93,8 @@ class Scheduler:
         """Have this worker thread do the work of another lane, too, which has none at present."""
         other.worker.retire()
         other.worker = self.worker
+        # The event loop, with the interpreter's lock, would be in the thread's way at any time.
+        self._delivery.leaves_reports = other._delivery.leaves_reports = True
         self.worker.take(other)
 
     def set_limits(self, limits: Limits) -> None:
@@ -213,7 +215,7 @@ class Scheduler:
         self._stepping.chores.append(chore)
 
     def report_later(self, report: Callable[[], None]) -> None:
-        """Call `report` on the event loop soon, where it delays no step; for the worker thread."""
+        """Call `report` soon, where it delays no step; for the worker thread."""
         self._delivery.report_later(report)
 
     def waiting(self, model: str) -> tuple[int, int]:
@@ -376,6 +378,15 @@ class Scheduler:
     def busy_seconds(self) -> float:
         """Until the device has likely done all steps that run."""
         return self._stepping.busy_seconds()
+
+    @property
+    def num_reports(self) -> int:
+        """That wait to be called."""
+        return self._delivery.num_reports
+
+    def report_one(self) -> bool:
+        """Call what has been reported first; False if there is nothing."""
+        return self._delivery.report_one()
 
     def flush(self) -> None:
         """Have the event loop call what has been reported."""

@@ -5,6 +5,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from expertd.service.engine.steps import Pending
 from expertd.service.moe.request import Output
@@ -18,15 +19,21 @@ _MAX_REPORTS = 64  # of steps and answers, that wait for a moment in which they 
 _REPORTS_IN_A_ROW = 8
 _PARTS = 16  # of those that wait, one in a row, if that is more
 _PAUSE_SECONDS = 1e-3
+_MOST_LEFT = 1024  # reports that are left to the thread of the steps
+_reporting_turn = threading.Lock()  # of the thread that runs a report: they share what they count
 
 
 class Delivery:
     """Calls requests' `done` on the event loop, and counts the requests without an answer.
 
-    Reports (metrics, log lines) are called on the event loop too, after the answers. Safe from any thread.
+    Reports (metrics) are called on the event loop too, after the answers, or by `report_one`. Safe from any
+    thread.
+
+    leaves_reports  whether they are left to `report_one` as long as the thread that calls it is awake
     """
 
     def __init__(self) -> None:
+        self.leaves_reports = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._reports: deque[Callable[[], None]] = deque()
         self._reporting = False
@@ -77,14 +84,18 @@ class Delivery:
             pending.done(answer)
         if answers:
             self.answered(len(answers))
-        if not self._reporting:
+        if not (self._reporting or self.leaves_reports):
             self._report()
 
     def _report(self) -> None:
         """Begin to run the reports, after the handlers just woken, so that no response waits for metrics."""
         reports = self._reports
-        count = min(len(reports), max(_REPORTS_IN_A_ROW, len(reports) // _PARTS))
-        self.loop.call_soon(self._run, [reports.popleft() for _ in range(count)])
+        count = max(_REPORTS_IN_A_ROW, len(reports) // _PARTS)
+        row: list[Callable[[], None]] = []
+        with suppress(IndexError):  # another thread may take some
+            while len(row) < count:
+                row.append(reports.popleft())
+        self.loop.call_soon(self._run, row)
         self._reporting = bool(reports)
         if reports:
             self.loop.call_later(_PAUSE_SECONDS, self._report)
@@ -92,20 +103,46 @@ class Delivery:
     def _run(self, reports: Sequence[Callable[[], None]]) -> None:
         between = max(1, len(reports) // _REPORTS_IN_A_ROW)
         for count, report in enumerate(reports, 1):
-            try:
-                report()
-            except Exception as error:
-                self.loop.call_exception_handler({"message": "a report failed", "exception": error})
+            with _reporting_turn:
+                self._call(report)
             if count % between == 0:
                 time.sleep(0)  # lets a thread run that waits for the interpreter
 
+    def _call(self, report: Callable[[], None]) -> None:
+        try:
+            report()
+        except Exception as error:
+            what = {"message": "a report failed", "exception": error}
+            self.loop.call_soon_threadsafe(self.loop.call_exception_handler, what)
+
     def report_later(self, report: Callable[[], None]) -> None:
-        """Call `report` on the event loop, with the next answers or at the next `flush`."""
+        """Call `report` on the event loop, with the next answers or at a `flush`, or in `report_one`."""
         self._reports.append(report)
-        if len(self._reports) % _MAX_REPORTS == 0:
+        if len(self._reports) % (_MOST_LEFT if self.leaves_reports else _MAX_REPORTS) == 0:
             self.flush()
+
+    def report_one(self) -> bool:
+        """Call what was reported first; False if there is nothing, or another thread calls something."""
+        if not self._reports or not _reporting_turn.acquire(blocking=False):
+            return False
+        try:
+            self._call(self._reports.popleft())
+        except IndexError:  # another thread was faster
+            return False
+        finally:
+            _reporting_turn.release()
+        return True
+
+    @property
+    def num_reports(self) -> int:
+        """That wait."""
+        return len(self._reports)
 
     def flush(self) -> None:
         """Call what has been reported soon."""
         if self._reports:
-            self.deliver_soon([])
+            self.loop.call_soon_threadsafe(self._flush)
+
+    def _flush(self) -> None:
+        if not self._reporting:
+            self._report()

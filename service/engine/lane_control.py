@@ -4,6 +4,7 @@ import asyncio
 import logging
 import math
 import statistics
+import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -72,6 +73,7 @@ class LaneControl:
         self._measured_ratio = 0.0
         self._has_changed = False  # since the last look: requests have waited for that
         self._task: asyncio.Task[None] | None = None
+        self._lock = threading.Lock()  # of what steps change, on other threads
 
     def start(self) -> None:
         """Look from now on."""
@@ -94,6 +96,17 @@ class LaneControl:
         request_tokens: Sequence[int],
     ) -> None:
         """Learn from a step; its requests, of so many tokens, have `waited` for this many seconds."""
+        with self._lock:
+            self._learn(lane, tokens, seconds, waited, request_tokens)
+
+    def _learn(
+        self,
+        lane: str,
+        tokens: int,
+        seconds: float,
+        waited: Sequence[float],
+        request_tokens: Sequence[int],
+    ) -> None:
         known, choice = self._load, self.state.expected.choice
         part = choice.decode_sms / known.total_sms
         if lane == "decode":
@@ -123,6 +136,15 @@ class LaneControl:
 
     async def look(self, seconds: float) -> None:
         """Look at what happened in the last `seconds`, and change the lanes if another choice is better."""
+        with self._lock:
+            self._look_back(seconds)
+            load = self._load
+        found = look(self.state, load, self._target_seconds)
+        if found.expected.choice == self.state.expected.choice or await self._change(found):
+            self.state = found
+
+    def _look_back(self, seconds: float) -> None:
+        """Learn from what happened in the last `seconds`."""
         now, before = self._so_far(), self._seen
         short, long, long_tokens, busy_seconds, computed = (
             new - old for new, old in zip(now, before, strict=True)
@@ -140,9 +162,6 @@ class LaneControl:
             asked=max(0.01, asked), has_decode=short > 0, has_prefill=long > 0 or busy >= _BUSY_PART
         )
         self._measure(computed / busy_seconds if busy >= _LEAST_BUSY_PART else 0.0)
-        found = look(self.state, self._load, self._target_seconds)
-        if found.expected.choice == self.state.expected.choice or await self._change(found):
-            self.state = found
 
     def _measure(self, prefill_rate: float) -> None:
         """Learn what the choice gave since the last look.

@@ -101,7 +101,7 @@ def num_cells(num_models: int) -> int:
 
 
 class RequestCounts:
-    """Adds to `cells` (float64; None: to new ones). For one thread of one process.
+    """Adds to `cells` (float64; None: to new ones). For one process.
 
     Without other processes that read them, requests are counted when somebody reads `cells`, or some at a
     time: one by one, when the processor has other things in its caches, that takes longer.
@@ -151,7 +151,8 @@ class RequestCounts:
 
     def refused(self, model: str, reason: Reason) -> None:
         """Count an infer request that got no output; `model` is "" if it is not served."""
-        self._cells[self._starts[model] + _REASON_PLACES[reason]] += 1
+        with self._lock:
+            self._cells[self._starts[model] + _REASON_PLACES[reason]] += 1
 
     def connection_refused(self, status: int) -> None:
         """Count input that a connection refused with `status`, before the application received a request."""

@@ -14,6 +14,7 @@ from expertd.service.engine.wakeup import Source, Wakeup
 
 # The other lane's next step is launched at the latest when the device has less than this to do.
 _LAUNCH_SECONDS = 0.4e-3
+_MOST_REPORTS = 64  # that wait for a step to run; more are called while the next request is awaited, too
 _PAUSE_SECONDS = 50e-6  # between two looks at steps, if no short request is expected at once
 
 
@@ -33,6 +34,9 @@ class Work(Protocol):
     def do_next(self) -> bool | None: ...
     def finish_if_done(self) -> bool: ...
     def finish_next(self) -> None: ...
+    @property
+    def num_reports(self) -> int: ...
+    def report_one(self) -> bool: ...
     def flush(self) -> None: ...
     def cancel_jobs(self) -> None: ...
 
@@ -102,7 +106,7 @@ class Worker:
                 self._stay_awake()
             elif first.finish_if_done():
                 self._stay_awake()
-            elif not _go_on(self._second) and not self._ends_soon():
+            elif not (_go_on(self._second) or self._report_one() or self._ends_soon()):
                 time.sleep(_PAUSE_SECONDS)
         if not self._retires:
             self._end()
@@ -121,22 +125,31 @@ class Worker:
             while time.perf_counter() < self._awake_until:
                 if self.poll(0):
                     return True
-                if second is not None and not self._expects_more() and _go_on(second):
+                if second is None:
+                    continue
+                if not self._expects_more() and _go_on(second):
                     return False
+                if self._first.num_reports + second.num_reports > _MOST_REPORTS:
+                    self._report_one()
             # What was left to this thread while it was awake.
             if not self._rings_wake and self.poll(0):
                 return True
         while second is not None and not second.is_asleep:
             if _go_on(second):
                 return False
-            self._first.flush()  # the second lane's steps may never end
-            time.sleep(_PAUSE_SECONDS)
+            if not self._report_one():
+                time.sleep(_PAUSE_SECONDS)
             if self.poll(0):
                 return True
         self._first.flush()
         if second is not None:
             second.flush()
         return self.poll(None)
+
+    def _report_one(self) -> bool:
+        """Call what a lane has reported first: metrics, which wait for a moment that nothing else needs."""
+        assert self._second is not None
+        return self._first.report_one() or self._second.report_one()
 
     def _ends_soon(self) -> bool:
         """Whether the caller of a step that runs may send its next request at once; not if it is overdue."""
@@ -162,6 +175,7 @@ class Worker:
                     lane.finish_next()
         self.wakeup.close()
         for lane in lanes:
+            lane.flush()
             lane.cancel_jobs()
 
 

@@ -1,11 +1,14 @@
-"""Reports reach the event loop, however many wait."""
+"""Reports are called on the event loop, or by the thread of the steps, however many wait."""
 
 import asyncio
+import threading
 import time
+from typing import Any
 
 import pytest
 
 from expertd.service.engine.delivery import Delivery
+from tests.service.waiting import until
 
 
 @pytest.mark.parametrize("count", [8, 3000])
@@ -31,3 +34,61 @@ async def test_reports_let_other_threads_run_a_few_times_however_many_wait(
         most = max(most, times[-1] - before)
     assert seen == list(range(count))
     assert 0 < most < 20
+
+
+async def test_reports_may_be_left_to_another_thread() -> None:
+    delivery, seen = Delivery(), list[int]()
+    delivery.leaves_reports = True
+    delivery.start()
+    for number in range(100):
+        delivery.report_later(lambda number=number: seen.append(number))  # type: ignore[misc]
+    delivery.deliver([])
+    await asyncio.sleep(0.01)
+    assert not seen
+    assert delivery.num_reports == 100
+    assert delivery.report_one()
+    assert seen == [0]
+    delivery.flush()
+    await until(lambda: len(seen) == 100)
+    assert seen == list(range(100))
+    assert not delivery.report_one()
+
+
+async def test_a_failed_report_is_told_to_the_event_loop() -> None:
+    delivery, told = Delivery(), list[dict[str, Any]]()
+    delivery.start()
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
+    delivery.report_later(lambda: 1 // 0)  # type: ignore[arg-type]
+    assert await asyncio.to_thread(delivery.report_one)
+    await until(lambda: bool(told))
+    assert isinstance(told[0]["exception"], ZeroDivisionError)
+
+
+async def test_two_threads_call_each_report_once_and_one_at_a_time() -> None:
+    delivery, seen, calling = Delivery(), list[int](), list[int]()
+    delivery.start()
+
+    def report(number: int) -> None:
+        calling.append(number)
+        seen.append(number)
+        assert calling == [number]
+        calling.clear()
+
+    def call() -> None:
+        while len(seen) < 3000:
+            delivery.report_one()
+
+    failed = list[object]()
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: failed.append(context))
+    thread = threading.Thread(target=call)
+    thread.start()
+    for number in range(3000):
+        delivery.report_later(lambda number=number: report(number))  # type: ignore[misc]
+        if number % 100 == 0:
+            delivery.flush()
+            await asyncio.sleep(0)
+    delivery.flush()
+    await until(lambda: len(seen) == 3000)
+    thread.join()
+    assert sorted(seen) == list(range(3000))
+    assert not failed

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,6 +20,7 @@ class FakeLane:
     to_do      things to do
     runs       whether a step runs; it is done when `step_done` is set
     answered   when the last request was
+    reports    what waits to be called
     """
 
     def __init__(self, busy_seconds: float = 0.0) -> None:
@@ -28,6 +30,7 @@ class FakeLane:
         self.busy_seconds = busy_seconds
         self.answered = -1e9
         self.is_over = self.flushed = False
+        self.reports: deque[int] = deque()
 
     @property
     def is_asleep(self) -> bool:
@@ -57,6 +60,16 @@ class FakeLane:
     def wake_up(self) -> None: ...
     def wait_for_callers(self) -> None: ...
     def cancel_jobs(self) -> None: ...
+
+    @property
+    def num_reports(self) -> int:
+        return len(self.reports)
+
+    def report_one(self) -> bool:
+        if self.reports:
+            self.reports.popleft()
+            return True
+        return False
 
     def flush(self) -> None:
         self.flushed = True
@@ -134,12 +147,46 @@ def test_a_thread_that_has_nothing_to_do_retires() -> None:
     assert not worker.thread.is_alive()
 
 
+def has_reported(lane: FakeLane, left: int, seconds: float) -> bool:
+    """Whether so many reports, or fewer, are left within `seconds`."""
+    end = time.perf_counter() + seconds
+    while lane.num_reports > left and time.perf_counter() < end:
+        time.sleep(1e-3)
+    return lane.num_reports <= left
+
+
 def test_what_has_been_reported_does_not_wait_for_the_end_of_an_endless_second_lane() -> None:
     first, second = FakeLane(), FakeLane()
+    first.reports.extend(range(3))
     second.runs = True
     with working(first, second):
+        assert has_reported(first, 0, 10)
+        assert second.runs
+        assert not first.flushed, "the thread has called them"
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_reports_are_called_while_a_step_runs_and_few_while_the_next_request_is_awaited(runs: bool) -> None:
+    first, second = FakeLane(), FakeLane(busy_seconds=60.0)
+    first.answered = time.perf_counter()
+    first.runs, first.to_do = runs, 1
+    second.reports.extend(range(100))
+    with working(first, second):
+        if runs:
+            assert has_reported(second, 0, 10)
+            assert first.runs
+        else:
+            assert has_reported(second, 64, 10), "so many may wait"
+            assert not has_reported(second, 63, SPIN_SECONDS / 6)
+
+
+def test_the_event_loop_gets_the_reports_before_the_thread_sleeps_or_ends() -> None:
+    first, second = FakeLane(), FakeLane()
+    with working(first, second):
         end = time.perf_counter() + 10
-        while not first.flushed and time.perf_counter() < end:
+        while not (first.flushed and second.flushed) and time.perf_counter() < end:
             time.sleep(1e-3)
         assert first.flushed
-        assert second.runs
+        assert second.flushed
+        first.flushed = False
+    assert first.flushed
