@@ -29,7 +29,8 @@ class Delivery:
     Reports (metrics) are called on the event loop too, after the answers, or by `report_one`. Safe from any
     thread.
 
-    leaves_reports  whether they are left to `report_one` as long as the thread that calls it is awake
+    leaves_reports  whether they are left to `report_one` as long as the thread that calls it is awake; those
+                    of steps on the event loop are not
     """
 
     def __init__(self) -> None:
@@ -76,16 +77,18 @@ class Delivery:
 
     def deliver_soon(self, answers: Sequence[Answer]) -> None:
         """Answer requests on the event loop, which is woken once for all of them and for the reports."""
-        self.loop.call_soon_threadsafe(self.deliver, answers)
+        self.loop.call_soon_threadsafe(self._answer if self.leaves_reports else self.deliver, answers)
 
     def deliver(self, answers: Sequence[Answer]) -> None:
-        """Answer requests; on the event loop."""
+        """Answer requests, and call what has been reported soon; on the event loop."""
+        self._answer(answers)
+        self._flush()
+
+    def _answer(self, answers: Sequence[Answer]) -> None:
         for pending, answer in answers:
             pending.done(answer)
         if answers:
             self.answered(len(answers))
-        if not (self._reporting or self.leaves_reports):
-            self._report()
 
     def _report(self) -> None:
         """Begin to run the reports, after the handlers just woken, so that no response waits for metrics."""
@@ -97,7 +100,7 @@ class Delivery:
                 row.append(reports.popleft())
         self.loop.call_soon(self._run, row)
         self._reporting = bool(reports)
-        if reports:
+        if self._reporting:  # `reports` may be empty by now
             self.loop.call_later(_PAUSE_SECONDS, self._report)
 
     def _run(self, reports: Sequence[Callable[[], None]]) -> None:

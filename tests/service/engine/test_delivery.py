@@ -3,6 +3,8 @@
 import asyncio
 import threading
 import time
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -42,7 +44,7 @@ async def test_reports_may_be_left_to_another_thread() -> None:
     delivery.start()
     for number in range(100):
         delivery.report_later(lambda number=number: seen.append(number))  # type: ignore[misc]
-    delivery.deliver([])
+    delivery.deliver_soon([])
     await asyncio.sleep(0.01)
     assert not seen
     assert delivery.num_reports == 100
@@ -52,6 +54,26 @@ async def test_reports_may_be_left_to_another_thread() -> None:
     await until(lambda: len(seen) == 100)
     assert seen == list(range(100))
     assert not delivery.report_one()
+
+
+async def test_another_thread_may_take_the_last_report_at_any_time() -> None:
+    class Taken(deque[Callable[[], None]]):
+        """Its last report is taken by another thread as soon as somebody has seen that there is one."""
+
+        def __bool__(self) -> bool:
+            left = len(self)
+            if left == 1:
+                self.clear()
+            return left > 0
+
+    delivery, seen = Delivery(), list[int]()
+    delivery.start()
+    delivery._reports = Taken([lambda: None] * 9)
+    delivery.deliver([])
+    await asyncio.sleep(0.01)
+    delivery._reports = deque([lambda: seen.append(1)])
+    delivery.deliver([])
+    await until(lambda: seen == [1])
 
 
 async def test_a_failed_report_is_told_to_the_event_loop() -> None:

@@ -324,3 +324,12 @@ async def test_steps_are_counted_by_lane(one_thread: bool) -> None:
         for name in ("lane_compute_seconds_count", "lane_queue_seconds_count"):
             assert [value(name, lane=lane) for lane in ("decode", "prefill")] == [1, 1]
         assert value("queue_seconds_count") == 2
+
+
+async def test_steps_on_the_event_loop_are_counted_while_the_threads_sleep(one_thread: bool) -> None:
+    metrics = Metrics("0")
+    async with running(metrics, one_thread=one_thread) as pair:
+        for _ in range(3):
+            await until(lambda: all(lane.is_asleep for lane in pair.lanes.lanes))
+            await answered(Submitted(pair.lanes, "tiny", layer_request([1.0]), alone=True))
+        await until(lambda: metrics.statistics()["tiny"].steps.steps == 3)
