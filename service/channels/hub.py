@@ -159,12 +159,10 @@ class ChannelHub:
 
     def answered(self, channel: OpenChannel, answer: Answered) -> None:
         report = partial(self._count, channel, answer)
-        if threading.get_ident() == self._thread:
+        if self._is_here:
             report()
         else:
             self._engine.scheduler.report_later(report)
-        if self._logs_requests:  # a report may be called by the worker thread, which writing would delay
-            self._soon(self._log, channel, answer)
 
     def broken(self, channel: OpenChannel, why: str) -> None:
         logger.warning("channel %s of %s: %s", channel.id, channel.served, why)
@@ -175,6 +173,11 @@ class ChannelHub:
 
     def expire_at(self, channel: OpenChannel, when: float) -> None:
         self._soon(self._expire_at, channel, when)
+
+    @property
+    def _is_here(self) -> bool:
+        """Whether the event loop asks."""
+        return threading.get_ident() == self._thread
 
     def _soon(self, call: Callable[..., object], *arguments: object) -> None:
         assert self._loop is not None
@@ -206,6 +209,11 @@ class ChannelHub:
             logger.debug("%d %s: model %s, channel %s, request %d: %s", *what)
         stages = answer.stages if answer.status == 200 else None
         self._metrics.request_done(answer.model, answer.status, answer.seconds, stages)
+        if self._logs_requests:
+            if self._is_here:
+                self._log(channel, answer)
+            else:  # on the worker thread, which writing would delay
+                self._soon(self._log, channel, answer)
 
     def _log(self, channel: OpenChannel, answer: Answered) -> None:
         """The line of a request."""
