@@ -3,6 +3,7 @@
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 
 from prometheus_client.core import Metric
@@ -51,13 +52,15 @@ class _Series:
         self.kept: deque[tuple[Sequence[float], float, int]] = deque()
         self._lock = threading.Lock()
 
-    def count(self) -> None:
-        """Count what was kept; on any thread."""
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count what was kept; no thread counts more in the context."""
         with self._lock:
             if steps := [self.kept.popleft() for _ in range(len(self.kept))]:
                 self.queue.add(list(chain.from_iterable(waited for waited, _, _ in steps)))
                 self.compute.add([seconds for _, seconds, _ in steps])
                 self.tokens += sum(tokens for _, _, tokens in steps)
+            yield
 
 
 class LaneMetrics:
@@ -84,16 +87,17 @@ class LaneMetrics:
         series = self._series[model, lane]
         series.kept.append((queue_seconds, result.compute_seconds, result.num_tokens))
         if len(series.kept) >= _MOST_KEPT:
-            series.count()
+            with series.counted():
+                pass
 
     def collect(self) -> Iterator[Metric]:
         """The metrics of all steps so far."""
         queue, compute, tokens = QUEUE.histogram(), COMPUTE.histogram(), TOKENS.counter()
         for of, series in self._series.items():
-            series.count()
-            series.queue.add_to(queue, *of)
-            series.compute.add_to(compute, *of)
-            tokens.add_metric(of, series.tokens)
+            with series.counted():
+                series.queue.add_to(queue, *of)
+                series.compute.add_to(compute, *of)
+                tokens.add_metric(of, series.tokens)
         yield from (queue, compute, tokens)
 
 

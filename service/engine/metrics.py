@@ -123,7 +123,7 @@ class Metrics:
         self._steps.failed(model)
 
     def statistics(self) -> dict[str, ModelStatistics]:
-        """The statistics of every served model, by name; for the event loop."""
+        """The statistics of every served model, by name."""
         requests = self.request_totals()
         return {
             model: ModelStatistics(sums, requests[model].success, requests[model].failure)

@@ -118,9 +118,10 @@ class RequestCounts:
 
     @property
     def cells(self) -> "memoryview[float]":
-        """All counts up to now; on any thread."""
+        """A copy of all counts up to now; on any thread."""
         self._count()
-        return self._cells
+        with self._lock:
+            return memoryview(self._cells.tobytes()).cast("d")
 
     def request_done(self, model: str, status: int, seconds: float, stages: Stages | None = None) -> None:
         """Count an answered infer request; `model` is "" if it is not served.

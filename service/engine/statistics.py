@@ -1,6 +1,6 @@
 """What a model's requests and steps took up to now, as sums."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -53,6 +53,11 @@ class StepSums:
             of_size = bits == each
             total = self.by_size.setdefault(1 << each, Total())
             total.add(int(of_size.sum()), float(seconds[of_size].sum()))
+
+    def copy(self) -> "StepSums":
+        """The sums as they are now."""
+        by_size = {size: replace(total) for size, total in self.by_size.items()}
+        return replace(self, queue=replace(self.queue), compute=replace(self.compute), by_size=by_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -156,7 +157,7 @@ class _OfModel:
 
 
 class StepMetrics:
-    """Counts steps. `add` is for one thread, `collect` for any.
+    """Counts steps. `add` and `failed` are for one thread at a time, all else is for any.
 
     shapes             the served models'
     max_expert_series  experts of all models up to which each has a series
@@ -183,14 +184,15 @@ class StepMetrics:
 
     def sums(self) -> dict[str, StepSums]:
         """The sums of all steps so far, by model."""
-        for model in self._models.values():
-            self._count(model)
-        return {name: model.sums for name, model in self._models.items()}
+        return {name: totals.sums for name, totals in self.totals().items()}
 
     def totals(self) -> dict[str, StepTotals]:
         """What all steps so far add up to, by model."""
-        sums = self.sums()
-        return {name: _totals(model, sums[name]) for name, model in self._models.items()}
+        found = {}
+        for name, model in self._models.items():
+            with self._counted(model):
+                found[name] = _totals(model)
+        return found
 
     def collect(self) -> Iterator[Metric]:
         """The metrics of all steps so far."""
@@ -199,41 +201,48 @@ class StepMetrics:
         by_model = [family.histogram() for family in (QUEUE, BATCH_REQUESTS, ACTIVATED, LOAD)]
         failures, expert_tokens = FAILURES.counter(), EXPERT_TOKENS.counter()
         for name, model in self._models.items():
-            self._count(model)
-            for layout, series in model.layouts.items():
-                of_layout = series.compute, series.batch_tokens, series.imbalance
-                for tally, histogram in zip(of_layout, by_layout, strict=True):
-                    tally.add_to(histogram, name, layout)
-                totals = series.tokens, series.flops, series.num_bytes
-                for total, counter in zip(totals, counts, strict=True):
-                    counter.add_metric([name, layout], total)
-            tallies = model.queue, model.batch_requests, model.activated, model.load
-            for tally, histogram in zip(tallies, by_model, strict=True):
-                tally.add_to(histogram, name)
-            failures.add_metric([name], model.failures)
+            with self._counted(model):
+                for layout, series in model.layouts.items():
+                    of_layout = series.compute, series.batch_tokens, series.imbalance
+                    for tally, histogram in zip(of_layout, by_layout, strict=True):
+                        tally.add_to(histogram, name, layout)
+                    totals = series.tokens, series.flops, series.num_bytes
+                    for total, counter in zip(totals, counts, strict=True):
+                        counter.add_metric([name, layout], total)
+                tallies = model.queue, model.batch_requests, model.activated, model.load
+                for tally, histogram in zip(tallies, by_model, strict=True):
+                    tally.add_to(histogram, name)
+                failures.add_metric([name], model.failures)
+                by_expert = model.expert_tokens
             if self._by_expert:
-                for expert, tokens in enumerate(model.expert_tokens.tolist()):
+                for expert, tokens in enumerate(by_expert.tolist()):
                     expert_tokens.add_metric([name, str(expert)], tokens)
         yield from (*by_layout, *counts, *by_model, failures)
         if self._by_expert:
             yield expert_tokens
 
     def _count_some(self, model: _OfModel) -> None:
-        """Begin to count the steps that were kept, or go on for a moment."""
-        with self._lock:
+        """Begin to count the steps that were kept, or go on for a moment; not while another thread does."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
             if model.counting is None:
                 model.counting = _counting(model)
             if next(model.counting, True):
                 model.counting = None
+        finally:
+            self._lock.release()
 
-    def _count(self, model: _OfModel) -> None:
-        """Count the steps that were kept; on any thread."""
+    @contextmanager
+    def _counted(self, model: _OfModel) -> Iterator[None]:
+        """Count the steps that were kept; no thread counts others in the context."""
         with self._lock:
             for _ in model.counting or ():
                 pass
             model.counting = None
             for _ in _counting(model):
                 pass
+            yield
 
 
 def _counting(model: _OfModel) -> Iterator[None]:
@@ -270,10 +279,10 @@ def _counting(model: _OfModel) -> Iterator[None]:
             yield from _adding(series, model.shape, tokens[of], seconds[of], by_expert[of], activated[of])
 
 
-def _totals(model: _OfModel, sums: StepSums) -> StepTotals:
+def _totals(model: _OfModel) -> StepTotals:
     flops = sum(series.flops for series in model.layouts.values())
     num_bytes = sum(series.num_bytes for series in model.layouts.values())
-    return StepTotals(sums, flops, num_bytes, model.failures, model.expert_tokens)
+    return StepTotals(model.sums.copy(), flops, num_bytes, model.failures, model.expert_tokens)
 
 
 def _adding(

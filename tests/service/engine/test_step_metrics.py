@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from expertd.layout import Layout
 from expertd.service.engine.metric_family import SECONDS, Family
 from expertd.service.engine.metrics import Metrics
+from expertd.service.engine.statistics import StepSums, Total
 from expertd.service.engine.tallies import Tally
 from expertd.service.moe.request import StepResult
 from expertd.service.moe.shape import LayerShape
@@ -63,6 +64,22 @@ def test_many_steps_are_counted_once_each(scrape_every: int) -> None:
     weights = SHAPE.expert_bytes * (int(activated.sum()) + int(used.sum()))
     moved = 2 * 2 * 256 * int(tokens.sum())
     assert value(registry, "gemm_bytes_total", layout="contiguous") == weights + moved
+
+
+def test_sums_that_were_read_stay_as_they_are() -> None:
+    """Another thread may count steps while they are shown."""
+    metrics, reads = Metrics("0"), list[StepSums]()
+    metrics.add_models({"a": SHAPE}, 8)
+    for _ in range(2):
+        result = StepResult([], Layout.CONTIGUOUS, 4, lambda: np.ones(8, np.int64), 1e-3)
+        metrics.step_done("a", result, [0.5])
+        reads += metrics.statistics()["a"].steps, metrics.step_totals()["a"].sums
+    half_second, step = 500_000_000, 1_000_000
+    for place, read in enumerate(reads):
+        steps = place // 2 + 1
+        assert (read.steps, read.tokens) == (steps, 4 * steps)
+        assert (read.queue, read.compute) == (Total(steps, half_second * steps), Total(steps, step * steps))
+        assert read.by_size == {4: Total(steps, step * steps)}
 
 
 def test_no_step_counts_many_others() -> None:
