@@ -175,8 +175,9 @@ class Worker:
                     lane.finish_next()
         self.wakeup.close()
         for lane in lanes:
-            lane.flush()
             lane.cancel_jobs()
+        for lane in lanes:
+            lane.flush()
 
 
 def _go_on(lane: Work) -> bool:
