@@ -1,0 +1,29 @@
+"""The context that makes a stream the current one does what torch's own does."""
+
+import pytest
+import torch
+
+from expertd.kernels.partitions import SMPartitions
+from expertd.service.moe.current_stream import OnStream
+
+pytestmark = pytest.mark.gpu
+
+
+def test_a_stream_is_the_current_one_inside() -> None:
+    partitions = SMPartitions(0)
+    partitions.apply({"a": 16})
+    before = torch.cuda.current_stream()
+    outer, inner = torch.cuda.Stream(), partitions.stream("a")  # type: ignore[no-untyped-call]
+    with OnStream(outer):
+        assert torch.cuda.current_stream() == outer
+        with OnStream(inner):
+            assert torch.cuda.current_stream() == inner
+        assert torch.cuda.current_stream() == outer
+    assert torch.cuda.current_stream() == before
+
+
+def test_an_error_ends_it() -> None:
+    before = torch.cuda.current_stream()
+    with pytest.raises(RuntimeError, match="step"), OnStream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        raise RuntimeError("step")
+    assert torch.cuda.current_stream() == before
