@@ -172,6 +172,7 @@ def load(
     split = None
     if partitions is not None and settings.lanes.decode_p99_ms is not None:
         split = partial(set_split, settings.lanes, prefill, partitions)
+        split(_sms_of(partitions, settings.lanes.decode_partition))  # as later: prefill has all others
     return Loaded(
         backend.name,
         device_name(device),
@@ -192,6 +193,10 @@ def load(
         route=models.route,
         streams=models.streams,
     )
+
+
+def _sms_of(partitions: Partitions, name: str | None) -> int:
+    return next(partition.num_sms for partition in partitions.partitions if partition.name == name)
 
 
 def _warn_of_cpu(backend: Backend) -> None:

@@ -102,6 +102,23 @@ async def test_others_are_served_while_a_model_is_loaded() -> None:
             assert (await server.http.post("/v2/repository/models/other/unload")).status_code == 200
 
 
+def test_a_split_that_the_server_chooses_has_all_sms() -> None:
+    names = {"decode_partition": "decode", "prefill_partition": "prefill"}
+    lanes = {"decode_max_tokens": 64, "decode_p99_ms": 1.0, **names}
+    partitions = {"decode": 48, "prefill": 64}
+    loaded = load(
+        tiny_settings(models=[MODEL], backend="hopper", lanes=lanes, partitions=partitions), lambda: False
+    )
+    assert loaded.partitions is not None
+    prefill = loaded.partitions.total_sms - 48
+    assert {each.name: each.num_sms for each in loaded.partitions.partitions} == {
+        "decode": 48,
+        "prefill": prefill,
+    }
+    (runner,) = loaded.runners_of_lanes[1].values()
+    assert runner._num_sms() == prefill  # type: ignore[attr-defined]
+
+
 def test_captures_keep_no_memory_of_the_host() -> None:
     """Neither those of changed partitions nor those of a model that is loaded and unloaded."""
     given = settings(MODEL, OTHER)
