@@ -39,6 +39,9 @@ _BUSY_PART = 0.8  # of the time there are long requests: then more is asked for 
 _LEAST_BUSY_PART = 0.1  # that says at what rate they are computed
 _LEAST_REQUESTS = 20  # short ones between two looks, that say what nearly all take
 _TAILS = 5  # looks whose median counts: one with a pause says nothing
+# For as long after prefill has filled the device or the lanes have changed, nothing is learned or decided:
+# requests have waited for that, and 0.8 s after, a GPU that reaches its power limit is slower for 0.2 s.
+_SETTLING_SECONDS = 1.0
 
 
 class LaneControl:
@@ -71,7 +74,8 @@ class LaneControl:
         self._record = LaneRecord()
         self._measured = 0.0  # what nearly all took at most
         self._measured_ratio = 0.0
-        self._has_changed = False  # since the last look: requests have waited for that
+        self._settling = 0.0  # seconds that are left of those
+        self._is_full = False  # prefill has filled the device, and has not gone since
         self._task: asyncio.Task[None] | None = None
         self._lock = threading.Lock()  # of what steps change, on other threads
 
@@ -137,14 +141,15 @@ class LaneControl:
     async def look(self, seconds: float) -> None:
         """Look at what happened in the last `seconds`, and change the lanes if another choice is better."""
         with self._lock:
-            self._look_back(seconds)
+            if not self._look_back(seconds):
+                return
             load = self._load
         found = look(self.state, load, self._target_seconds)
         if found.expected.choice == self.state.expected.choice or await self._change(found):
             self.state = found
 
-    def _look_back(self, seconds: float) -> None:
-        """Learn from what happened in the last `seconds`."""
+    def _look_back(self, seconds: float) -> bool:
+        """Learn from what happened in the last `seconds`; False if that does not count."""
         now, before = self._so_far(), self._seen
         short, long, long_tokens, busy_seconds, computed = (
             new - old for new, old in zip(now, before, strict=True)
@@ -161,7 +166,20 @@ class LaneControl:
         self._load = load._replace(
             asked=max(0.01, asked), has_decode=short > 0, has_prefill=long > 0 or busy >= _BUSY_PART
         )
+        if not self._is_settled(busy, seconds):
+            self._took.clear()
+            self._short_steps.clear()
+            return False
         self._measure(computed / busy_seconds if busy >= _LEAST_BUSY_PART else 0.0)
+        return True
+
+    def _is_settled(self, busy: float, seconds: float) -> bool:
+        """Whether the last `seconds`, of which prefill had this part, count."""
+        was_full, settling = self._is_full, self._settling
+        self._is_full = busy >= (_LEAST_BUSY_PART if was_full else _BUSY_PART)
+        begins = self._is_full and not was_full
+        self._settling = _SETTLING_SECONDS if begins else settling - seconds
+        return settling <= 0.0 and not begins
 
     def _measure(self, prefill_rate: float) -> None:
         """Learn what the choice gave since the last look.
@@ -170,9 +188,6 @@ class LaneControl:
         """
         took, self._took = sorted(self._took), []
         steps, self._short_steps = self._short_steps, []
-        has_changed, self._has_changed = self._has_changed, False
-        if has_changed:
-            return
         choice, load = self.state.expected.choice, self._load
         if prefill_rate and load.prefill is not None:
             self._measured_ratio = prefill_rate * load.prefill.seconds / load.prefill.tokens
@@ -204,7 +219,7 @@ class LaneControl:
             logger.warning("lanes: %s", error)
             return False
         self._changes[found.why] += 1
-        self._has_changed = True
+        self._settling = _SETTLING_SECONDS
         logger.info("lanes: %s, for %s", shown(choice), found.why)
         return True
 

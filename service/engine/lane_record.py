@@ -4,8 +4,8 @@ A choice is measured at looks at which there were both decode and prefill. The m
 so that one with a pause says nothing. All is forgotten when the usual tokens of a decode step or of a prefill
 request differ by more than a factor of two from those when the present choice was measured first, twice in a
 row. Other choices gather other numbers of requests in a step, so only looks at one choice are compared. By
-what arithmetic was wrong, is kept beyond that. A choice that was left long ago is forgotten, too: what
-disturbed it may be over.
+what arithmetic was wrong, is kept beyond that. A choice that was left long ago is forgotten, too, the sooner
+the fewer looks it had: what disturbed it may be over.
 """
 
 import statistics
@@ -17,7 +17,8 @@ from expertd.service.engine.lane_choice import Choice, Factors, Given, Load, cal
 _MEASURED_LOOKS = 21  # whose middle counts; with fewer, scatter near the target has good choices left
 _ALIKE = 2.0  # the factor, up to which two loads are
 _UNLIKE_LOOKS = 2  # in a row, after which the load is another one: a few requests may be large by chance
-_KEPT_LOOKS = 600  # without a measurement: five minutes
+_KEPT_LOOKS = 100  # without a measurement, for each that there was: 50 s; 5 minutes at most
+_MOST_KEPT_LOOKS = 600
 
 
 class Usual(NamedTuple):
@@ -37,6 +38,10 @@ class _Measured:
     def __init__(self, usual: Usual) -> None:
         self.usual, self.at, self.unlike = usual, 0, 0
         self.looks: deque[Given] = deque(maxlen=_MEASURED_LOOKS)
+
+    def is_known(self, looks: int) -> bool:
+        """Whether it still counts, after so many looks in all."""
+        return looks - self.at < min(_KEPT_LOOKS * len(self.looks), _MOST_KEPT_LOOKS)
 
     @property
     def given(self) -> Given:
@@ -61,8 +66,7 @@ class LaneRecord:
                 self._measured.clear()
             elif known.unlike:
                 return load
-        oldest = self._looks - _KEPT_LOOKS
-        self._measured = {each: of for each, of in self._measured.items() if of.at > oldest}
+        self._measured = {each: of for each, of in self._measured.items() if of.is_known(self._looks)}
         now = self._measured.setdefault(choice, _Measured(usual))
         now.looks.append(given)
         now.at = self._looks

@@ -15,14 +15,21 @@ from tests.service.apps import tiny_settings
 from tests.service.engine.lane_devices import PREFILL_TOKENS, TOTAL, UNIT, Device, Phase
 
 LOOK_SECONDS = 0.5
+SETTLING_LOOKS = 3  # that do not count, from where prefill begins
 _STEPS = 25  # of each kind between two looks
+# How much longer requests take in the first looks with prefill, and after a change: graphs are captured, then
+# a GPU that has reached its power limit slows down too much.
+_SETTLING = (3.0, 1.4)
 
 
 class Simulation:
     """Has the events of one look after another.
 
     scatter  of what nearly all requests take: a factor of up to 1 + scatter, or its inverse, at each look
+    slower   a factor of the same, while something disturbs them
     """
+
+    slower = 1.0
 
     def __init__(self, device: Device, target_seconds: float, first: int = 48, scatter: float = 0.0) -> None:
         self.device, self.scatter = device, scatter
@@ -39,9 +46,11 @@ class Simulation:
             limits={"max_batch_tokens": 4096},
         )
         self._random = random.Random(7)
+        self._settling = iter(_SETTLING)
+        self._has_prefill = False
 
         async def apply(choice: Choice) -> None:
-            pass
+            self._settling = iter(_SETTLING)
 
         self.control = LaneControl(settings, cast(Lanes, lanes), cast(Partitions, partitions), apply)
 
@@ -54,6 +63,11 @@ class Simulation:
         choice, device = self.choice, self.device
         took = device.truth(choice, phase).decode_seconds
         took *= (1 + self.scatter) ** self._random.uniform(-1, 1)
+        if phase.prefill and not self._has_prefill:
+            self._settling = iter(_SETTLING)
+        self._has_prefill = phase.prefill
+        if phase.prefill:
+            took *= next(self._settling, 1.0) * self.slower
         if phase.decode:
             self.arrived.requests[0] += _STEPS
             self.arrived.tokens[0] += _STEPS * phase.decode

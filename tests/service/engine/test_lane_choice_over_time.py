@@ -6,7 +6,7 @@ import pytest
 
 from expertd.service.engine.lane_choice import JOINED, Choice
 from tests.service.engine.lane_devices import QWEN, Device, Phase, deepseek
-from tests.service.engine.lane_simulation import chosen, mean_worth
+from tests.service.engine.lane_simulation import Simulation, chosen, mean_worth
 
 LOADS = {
     "both all the time": [Phase(60, 64, True)],
@@ -54,12 +54,12 @@ def test_it_changes_with_the_load_alone(device: str, name: str) -> None:
 
 @pytest.mark.parametrize("target_ms", [0.5, 0.75, 1.0, 1.35])
 def test_what_disappoints_is_left_for_good(target_ms: float) -> None:
-    """Chunks look good on a small layer; at most a few are tried, each once and for three looks."""
+    """Chunks look good on a small layer; at most a few are tried, each once and for four looks."""
     choices = chosen(QWEN, [Phase(240, 64, True)], target_ms / 1e3)
     stays = [(choice, len(list(stay))) for choice, stay in itertools.groupby(choices)]
     tried = [choice for choice, _ in stays if choice.chunk_tokens]
     assert 1 <= len(tried) == len(set(tried)) <= 2
-    assert all(looks <= 3 for choice, looks in stays if choice.chunk_tokens)
+    assert all(looks <= 4 for choice, looks in stays if choice.chunk_tokens)
     assert len(stays) <= 5
 
 
@@ -69,8 +69,26 @@ def test_scatter_changes_little(device: str, target_ms: float) -> None:
     """What requests take differs by up to a tenth between two looks, and more than that from the target."""
     phases, target, simulated = [Phase(240, 64, True)], target_ms / 1e3, DEVICES[device]
     choices = chosen(simulated, phases, target, scatter=0.1)
-    assert changes(choices) <= 4
-    assert changes(choices[len(choices) // 2 :]) == 0
+    assert changes(choices) <= 6
+    assert changes(choices[len(choices) // 2 :]) <= 2, "what had few looks is tried again"
+
+
+async def test_what_was_left_because_of_a_disturbance_is_tried_again() -> None:
+    """48 SMs keep the target; for three seconds, something else slows requests down."""
+    simulation, both = Simulation(deepseek(0.0), 1e-3), Phase(60, 64, True)
+    for _ in range(10):
+        await simulation.serve(both)
+    assert simulation.choice == Choice(48)
+    simulation.slower = 1.5
+    while simulation.choice == Choice(48):
+        await simulation.serve(both)
+    assert simulation.choice.decode_sms > 48
+    for _ in range(6):
+        await simulation.serve(both)
+    simulation.slower = 1.0
+    for _ in range(600):  # five minutes
+        await simulation.serve(both)
+    assert simulation.choice == Choice(48)
 
 
 def test_a_device_without_decode_serves_prefill_alone() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from expertd.service.engine.lane_choice import JOINED, Choice, Expected, State
 from tests.service.engine.lane_devices import PREFILL_TOKENS, QWEN, Phase
-from tests.service.engine.lane_simulation import LOOK_SECONDS, Simulation
+from tests.service.engine.lane_simulation import LOOK_SECONDS, SETTLING_LOOKS, Simulation
 
 BOTH = Phase(60, 64, True)
 CHUNKS = Choice(0, 512)
@@ -25,7 +25,7 @@ def measured(simulated: Simulation) -> dict[str, float]:
 @pytest.mark.parametrize("choice", [JOINED, CHUNKS, Choice(48)])
 async def test_what_short_requests_took_is_learned(choice: Choice) -> None:
     simulated = simulation(choice)
-    for _ in range(2):  # what a whole request takes is known after the first look
+    for _ in range(SETTLING_LOOKS + 1):
         await simulated.serve(BOTH)
         simulated.control.state = State(simulated.control.state.expected, "start")  # it stays
     now = measured(simulated)
@@ -87,7 +87,7 @@ async def test_what_whole_requests_take_follows_their_size_in_chunks() -> None:
 async def test_the_rate_of_prefill_is_that_while_there_is_some() -> None:
     """A look in which it was there for a fifth of the time says the same, and how much is asked for."""
     simulated = simulation(Choice(48))
-    for _ in range(3):
+    for _ in range(SETTLING_LOOKS + 1):
         await simulated.serve(BOTH)
     before = measured(simulated)["measured_prefill_ratio"]
     arrived, long = simulated.arrived, simulated.long
@@ -111,13 +111,43 @@ async def test_chunks_that_disappoint_are_left_and_the_split_is_back() -> None:
     assert set(choices[10:]) == {Choice(48)}
 
 
-async def test_the_look_after_a_change_measures_nothing() -> None:
-    """Requests waited for it."""
+async def test_looks_after_a_change_measure_nothing() -> None:
+    """Requests waited for it, and the GPU's clock is not steady yet."""
     simulated = simulation(Choice(48))
     while simulated.choice == Choice(48):
         await simulated.serve(BOTH)
     tried = simulated.choice
-    await simulated.serve(BOTH)
-    assert tried not in simulated.control._load.given
+    for _ in range(2):
+        await simulated.serve(BOTH)
+        assert tried not in simulated.control._load.given
     await simulated.serve(BOTH)
     assert tried in simulated.control._load.given
+
+
+@pytest.mark.parametrize("split", [16, 32, 48, 64, 80])
+async def test_looks_after_prefill_has_begun_decide_nothing(split: int) -> None:
+    """Decode alone has been here; what its requests take in the first second beside prefill is no sign."""
+    took = QWEN.took[Choice(split)][64]
+    simulated = simulation(Choice(split), target_ms=1.1e3 * took)
+    await simulated.serve(Phase(60, 64, False))
+    for _ in range(SETTLING_LOOKS):
+        await simulated.serve(BOTH)
+        assert simulated.choice == Choice(split)
+        assert not simulated.control._load.given
+    await simulated.serve(BOTH)
+    assert simulated.control._load.given[Choice(split)].decode_seconds == pytest.approx(took)
+
+
+async def test_prefill_that_comes_again_and_again_is_measured() -> None:
+    """It fills the device for a look in three: what is measured there counts from the second time on."""
+    simulated = simulation(Choice(48), target_ms=1.0)
+    arrived, long = simulated.arrived, simulated.long
+    for _ in range(4):
+        for part in (1.0, 0.2, 0.2):
+            count = round(part * LOOK_SECONDS / QWEN.prefill)
+            arrived.requests[1] += count
+            arrived.tokens[1] += count * PREFILL_TOKENS
+            long.seconds += part * LOOK_SECONDS
+            long.tokens += count * PREFILL_TOKENS
+            await simulated.serve(Phase(60, 64, False))
+    assert simulated.control._load.given

@@ -26,6 +26,7 @@ LANES = {
     "prefill_partition": "prefill",
     "decode_p99_ms": 1.6,
 }
+SETTLING_LOOKS = 2  # of which nothing counts
 DECODE_SECONDS, PREFILL_SECONDS = 368e-6, 3e-3  # of a step on all SMs
 
 
@@ -73,6 +74,7 @@ class Chosen:
 @asynccontextmanager
 async def chosen(monkeypatch: pytest.MonkeyPatch, **changes: float) -> AsyncIterator[Chosen]:
     monkeypatch.setattr(lane_control, "_LOOK_SECONDS", 3600.0)
+    monkeypatch.setattr(lane_control, "_SETTLING_SECONDS", 1e-9)  # a look, and that in which prefill begins
     device, runners = Device(), (EchoRunner(), EchoRunner())
     loader = two_runners(*runners, device)
 
@@ -103,7 +105,7 @@ async def test_the_split_follows_what_is_measured(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Device, "apply", granting_all)
     async with chosen(monkeypatch) as lanes:
         assert lanes.choice == Choice(48)
-        for _ in range(3):
+        for _ in range(SETTLING_LOOKS + 3):
             await lanes.serve(5, 5)
         assert lanes.choice == Choice(32), "1.5 ms for decode, and the most for prefill"
         assert split_of(lanes.device) == [32, 100]
@@ -121,8 +123,8 @@ async def test_what_nearly_all_requests_take_decides(monkeypatch: pytest.MonkeyP
     """Steps keep the target on 32 SMs and on 48; some requests wait, and only 64 make up for it."""
     monkeypatch.setattr(Device, "apply", granting_all)
     async with chosen(monkeypatch) as lanes:
-        for count in range(8):
-            waited = [0.0] * 2960 + [5.0 if count == 3 else 0.8e-3] * 40  # once, a pause
+        for count in range(SETTLING_LOOKS + 8):
+            waited = [0.0] * 2960 + [5.0 if count == 5 else 0.8e-3] * 40  # once, a pause
             seconds = DECODE_SECONDS * TOTAL / lanes.choice.decode_sms
             lanes.control.step_done("decode", 4, seconds, waited, [1] * len(waited))
             await lanes.serve(5, 5)
@@ -136,7 +138,7 @@ async def test_what_nearly_all_requests_take_decides(monkeypatch: pytest.MonkeyP
 async def test_joined_requests_are_all_on_one_lane(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Device, "apply", granting_all)
     async with chosen(monkeypatch, decode_p99_ms=100.0) as lanes:
-        for _ in range(3):
+        for _ in range(SETTLING_LOOKS + 3):
             await lanes.serve(3, 3)
         assert lanes.choice == JOINED
         assert split_of(lanes.device) == [8], "prefill has all SMs"
@@ -176,7 +178,7 @@ async def test_what_joined_requests_take_is_measured(monkeypatch: pytest.MonkeyP
 async def test_a_change_waits_for_steps_and_loses_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Device, "apply", granting_all)
     async with chosen(monkeypatch) as lanes:
-        for _ in range(2):
+        for _ in range(SETTLING_LOOKS + 1):
             await lanes.serve(5, 5)
         tasks = [await lanes.held()]
         output_of(await lanes.server.infer(*hidden_request(rows(1))))
@@ -196,7 +198,7 @@ async def test_a_split_that_the_device_refuses_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with chosen(monkeypatch) as lanes:  # it rounds 100 SMs up
-        for _ in range(6):
+        for _ in range(SETTLING_LOOKS + 6):
             await lanes.serve(5, 5)
         assert lanes.choice == Choice(48)
         assert split_of(lanes.device) == [48, 80]
