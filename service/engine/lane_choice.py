@@ -5,11 +5,12 @@ give is arithmetic. A step takes about as long as a line through a decode step a
 on all SMs: reading the weights is its beginning, and every token adds the same. On a lane it takes as many
 times longer as the lane has fewer SMs. Nearly all decode requests take longer than a step: they wait for
 others, for threads and for the host. By how much, is measured on lanes, and taken to be the same on every
-split. A joined request takes two or three steps.
+split. A joined request takes two steps.
 
 Arithmetic is wrong where, say, the host needs longer to launch a step than the device to compute it. The
 factor by which it was wrong for the split that was measured last holds for all other splits, and that of the
-joined choice that was measured last for all others of these.
+joined choice that was measured last for all others of these. Until one was measured, joined requests are
+taken to need half as long again: nobody should wait for a mere try.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,8 +19,7 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 JOINED_STEPS = 2  # that a joined decode request takes: the rest of the one that runs, and its own
-EARLY_STEPS = 3  # without chunks, one more has begun
-CHUNKS = (512, 1024, 2048)
+CHUNKS = (1024, 2048)  # smaller ones gave less of both, on an H200
 LEAST_SMS, MOST_PART = 16, 0.65  # of a decode lane
 _GAIN = 1.1  # over the present choice, which another must have
 _MISSED = 0.5  # of its worth has a choice with which decode misses its target
@@ -62,6 +62,10 @@ class Factors(NamedTuple):
     prefill: float = 1.0
 
 
+UNTRIED_JOINED = Factors(decode=1.5)
+"""On an H200, joined requests took up to twice as long as calculated."""
+
+
 class Load(NamedTuple):
     """What is known of the device and of its requests.
 
@@ -82,7 +86,7 @@ class Load(NamedTuple):
     tail_seconds: float = 0.0
     given: Mapping[Choice, Given] = MappingProxyType({})
     of_splits: Factors = Factors()
-    of_joined: Factors = Factors()
+    of_joined: Factors = UNTRIED_JOINED
 
 
 class Expected(NamedTuple):
@@ -151,8 +155,7 @@ def calculated(choice: Choice, load: Load) -> Expected:
     tokens = min(choice.chunk_tokens or prefill.tokens, prefill.tokens)
     seconds = decode.seconds + slope * tokens  # with the decode tokens
     share = tokens / seconds * prefill.seconds / prefill.tokens if seconds else 1.0
-    steps = JOINED_STEPS if choice.chunk_tokens else EARLY_STEPS
-    return Expected(choice, steps * seconds, min(1.0, share))
+    return Expected(choice, JOINED_STEPS * seconds, min(1.0, share))
 
 
 def worth(of: Expected, load: Load, target_seconds: float) -> float:

@@ -72,11 +72,11 @@ def deepseek(tail: float) -> Device:
         80: {64: 511e-6, 1: 161e-6},
     }
     on_lanes = {16: 0.90, 32: 0.82, 48: 0.70, 64: 0.59, 80: 0.48}
-    shares = dict(_choices(on_lanes, {0: 1.0, 512: 0.67, 1024: 0.96, 2048: 0.98}))
+    shares = dict(_choices(on_lanes, {0: 1.0, 1024: 0.96, 2048: 0.98}))
     device = Device(3.0e-3, {64: 368e-6, 1: 107e-6}, steps, {}, shares, tail)
     took = {}
     for choice in shares:
-        joined = device.prefill_step(choice) * (2 if choice.chunk_tokens else 3)
+        joined = device.prefill_step(choice) * 2
         of_steps = steps.get(choice.decode_sms, {64: joined, 1: joined})
         took[choice] = {tokens: seconds + tail for tokens, seconds in of_steps.items()}
     return device._replace(took=took)
@@ -99,14 +99,11 @@ QWEN = Device(
         Choice(64): {64: 640e-6, 1: 430e-6},
         Choice(80): {64: 570e-6, 1: 380e-6},
         JOINED: {64: 1560e-6, 1: 1460e-6},
-        Choice(0, 512): {64: 2050e-6, 1: 2380e-6},
         Choice(0, 1024): {64: 1250e-6, 1: 1100e-6},
         Choice(0, 2048): {64: 1140e-6, 1: 1230e-6},
     },
     shares=dict(
-        _choices(
-            {16: 0.88, 32: 0.77, 48: 0.69, 64: 0.62, 80: 0.51}, {0: 0.855, 512: 0.11, 1024: 0.345, 2048: 0.60}
-        )
+        _choices({16: 0.88, 32: 0.77, 48: 0.69, 64: 0.62, 80: 0.51}, {0: 0.855, 1024: 0.345, 2048: 0.60})
     ),
     beyond=0.1e-3,
 )

@@ -52,15 +52,15 @@ def test_it_changes_with_the_load_alone(device: str, name: str) -> None:
     assert changes(choices) <= 1 + 2 * len(LOADS[name])
 
 
-@pytest.mark.parametrize("target_ms", [0.5, 0.75, 1.0, 1.35])
-def test_what_disappoints_is_left_for_good(target_ms: float) -> None:
-    """Chunks look good on a small layer; at most a few are tried, each once and for four looks."""
+@pytest.mark.parametrize(("target_ms", "tries"), [(0.5, 0), (0.75, 0), (1.0, 0), (1.35, 1), (2.0, 0)])
+def test_what_disappoints_is_left_for_good(target_ms: float, tries: int) -> None:
+    """Chunks look good on a small layer, if there is room; they are tried once, for four looks."""
     choices = chosen(QWEN, [Phase(240, 64, True)], target_ms / 1e3)
     stays = [(choice, len(list(stay))) for choice, stay in itertools.groupby(choices)]
-    tried = [choice for choice, _ in stays if choice.chunk_tokens]
-    assert 1 <= len(tried) == len(set(tried)) <= 2
-    assert all(looks <= 4 for choice, looks in stays if choice.chunk_tokens)
-    assert len(stays) <= 5
+    tried = [looks for choice, looks in stays if choice.chunk_tokens]
+    assert len(tried) == tries
+    assert all(looks <= 4 for looks in tried)
+    assert len(stays) <= 4
 
 
 @pytest.mark.parametrize("target_ms", [0.5, 0.75, 1.0, 1.35])

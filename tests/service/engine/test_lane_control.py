@@ -7,7 +7,7 @@ from tests.service.engine.lane_devices import PREFILL_TOKENS, QWEN, Phase
 from tests.service.engine.lane_simulation import LOOK_SECONDS, SETTLING_LOOKS, Simulation
 
 BOTH = Phase(60, 64, True)
-CHUNKS = Choice(0, 512)
+CHUNKS = Choice(0, 1024)
 
 
 def simulation(choice: Choice, target_ms: float = 0.5) -> Simulation:
@@ -101,19 +101,19 @@ async def test_the_rate_of_prefill_is_that_while_there_is_some() -> None:
     assert simulated.control._load.asked == pytest.approx(0.2 * before, rel=0.01)
 
 
-async def test_chunks_that_disappoint_are_left_and_the_split_is_back() -> None:
-    simulated = simulation(Choice(48))
+async def test_chunks_that_disappoint_are_left_for_a_split() -> None:
+    simulated = simulation(Choice(48), target_ms=1.35)
     choices = []
     for _ in range(40):
         await simulated.serve(BOTH)
         choices.append(simulated.choice)
     assert {choice for choice in choices if choice.chunk_tokens}, "arithmetic is for chunks"
-    assert set(choices[10:]) == {Choice(48)}
+    assert set(choices[10:]) == {Choice(32)}
 
 
 async def test_looks_after_a_change_measure_nothing() -> None:
     """Requests waited for it, and the GPU's clock is not steady yet."""
-    simulated = simulation(Choice(48))
+    simulated = simulation(Choice(48), target_ms=1.35)
     while simulated.choice == Choice(48):
         await simulated.serve(BOTH)
     tried = simulated.choice

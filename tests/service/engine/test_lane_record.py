@@ -17,7 +17,7 @@ from expertd.service.engine.lane_record import LaneRecord, Usual
 
 LOAD = Load(132, 8, Point(64, 200e-6), Point(4096, 1e-3))
 USUAL = Usual(64, 4096)
-CHUNKS = Choice(0, 512)
+CHUNKS = Choice(0, 1024)
 RATE = 4096 / 1e-3  # of prefill alone
 
 
