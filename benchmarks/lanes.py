@@ -37,6 +37,8 @@ SLOTS = 3  # requests of prefill in flight
 CONNECTIONS = 2  # the same, over HTTP
 PAUSE_SECONDS = 0.5e-3
 LEAD_SECONDS = 0.3  # that both callers have been busy before what is measured
+# The same on a GPU whose power limit prefill reaches: it takes this long until its clock is steady.
+POWER_SECONDS = 2.0
 CHOOSING_SECONDS = 8.0  # the same, for a server that chooses the split, and may try others first
 
 
@@ -46,6 +48,24 @@ class Caller:
     def __init__(self, http: bool = False) -> None:
         command = [sys.executable, "-m", f"benchmarks.lanes_{'http_' if http else ''}caller"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def open(self, url: str, layer: Layer, tokens: int, device: str | None, slots: int = 1) -> None:
+        """Have it call a server, with `tokens` in each request; it answers with a line when it is ready.
+
+        slots  requests in flight; one comes after a pause
+        """
+        self.write(
+            {
+                "url": url,
+                "model": MODEL,
+                "hidden_size": layer.hidden,
+                "tokens": tokens,
+                "slots": slots,
+                "pause": 0.0 if slots > 1 else PAUSE_SECONDS,
+                "device": device,
+                "spin": 0.02 if device else 0.0,
+            }
+        )
 
     def write(self, line: dict[str, Any]) -> None:
         assert self._process.stdin is not None
@@ -60,21 +80,33 @@ class Caller:
 
     def close(self) -> None:
         assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait(60)
+        self._process.stdout.close()
 
 
 class Callers(NamedTuple):
-    """The two callers, and what they share."""
+    """The two callers, and what they share.
+
+    lead  seconds for which prefill is under way before what is measured; None: those above
+    """
 
     decode: Caller
     prefill: Caller
     seconds: float
     device: str | None
     slots: int = SLOTS  # of prefill
+    lead: float | None = None
+
+    def lead_of(self, way: Way, beside: bool) -> float:
+        """Seconds for which the callers have been busy before what is measured."""
+        if way.target_ms is not None:
+            return CHOOSING_SECONDS
+        return steady_after(self.device is not None, self.lead) if beside else LEAD_SECONDS
 
     def measure(
-        self, url: str, layer: Layer, decode: int, beside: bool, lead: float = LEAD_SECONDS
+        self, url: str, layer: Layer, decode: int, beside: bool, lead: float
     ) -> tuple[list[float], float]:
         """A decode step's seconds, each, and the prefill's tokens per second. decode 0: prefill alone."""
         found = self.results(url, layer, decode, beside, lead)
@@ -82,30 +114,29 @@ class Callers(NamedTuple):
         rate = found[-1]["answered"] * layer.prefill / self.seconds if beside else 0.0
         return steps, rate
 
-    def results(
-        self, url: str, layer: Layer, decode: int, beside: bool, lead: float = LEAD_SECONDS
-    ) -> list[dict[str, Any]]:
+    def results(self, url: str, layer: Layer, decode: int, beside: bool, lead: float) -> list[dict[str, Any]]:
         """What each caller says, decode first; see `benchmarks.lanes_caller`."""
-        given = {
-            "url": url,
-            "model": MODEL,
-            "hidden_size": layer.hidden,
-            "device": self.device,
-            "spin": 0.02 if self.device else 0.0,
-        }
         busy = []
         if decode:
-            self.decode.write({**given, "tokens": decode, "slots": 1, "pause": PAUSE_SECONDS})
+            self.decode.open(url, layer, decode, self.device)
             busy.append(self.decode)
         if beside:
-            self.prefill.write({**given, "tokens": layer.prefill, "slots": self.slots, "pause": 0.0})
+            self.prefill.open(url, layer, layer.prefill, self.device, self.slots)
             busy.append(self.prefill)
         for caller in busy:
             caller.read()
-        window = {"start": time.perf_counter() + lead, "seconds": self.seconds}
+        now = time.perf_counter()
         for caller in reversed(busy):
-            caller.write(window)
+            caller.write({"begin": now, "start": now + lead, "seconds": self.seconds})
+            caller.write({})
         return [json.loads(caller.read()) for caller in busy]
+
+
+def steady_after(on_gpu: bool, lead: float | None = None) -> float:
+    """Seconds after which the times of steps beside prefill, or of prefill, are steady; or `lead`."""
+    if lead is not None:
+        return lead
+    return POWER_SECONDS if on_gpu else LEAD_SECONDS
 
 
 def split_sms(url: str, split: int) -> None:
@@ -134,8 +165,8 @@ def measured(
                 url = running.enter_context(server.running({**settings, "port": free_port()}))
             if way.split is not None:
                 split_sms(url, way.split)
-            lead = LEAD_SECONDS if way.target_ms is None else CHOOSING_SECONDS
-            steps, rate = callers.measure(url, layer, tokens, way is not ALONE or not tokens, lead)
+            beside = way is not ALONE or not tokens
+            steps, rate = callers.measure(url, layer, tokens, beside, callers.lead_of(way, beside))
             alone = alone or rate
             yield row_of(name, way, tokens, steps, rate, alone)
 
@@ -199,7 +230,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=(),
         help="ms for decode, for rows of a server that chooses the split",
     )
-    parser.add_argument("--seconds", type=float, default=1.5, help="of each row")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each row")
+    parser.add_argument("--lead", type=float, help="seconds of prefill before them; 0.3, on a GPU 2")
     parser.add_argument("--spin", type=int, help="the server's channels.spin_microseconds")
     parser.add_argument("--http", action="store_true", help="call over HTTP, in rows of their own")
     parser.add_argument("--json", type=Path)
@@ -211,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with ExitStack() as stack:
         slots = CONNECTIONS if given.http else SLOTS
         device = "cuda:0" if on_gpu else None
-        callers = Callers(Caller(given.http), Caller(given.http), given.seconds, device, slots)
+        callers = Callers(Caller(given.http), Caller(given.http), given.seconds, device, slots, given.lead)
         for caller in (callers.decode, callers.prefill):
             stack.callback(caller.close)
         for name in given.layers:

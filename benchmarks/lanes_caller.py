@@ -1,16 +1,18 @@
 """A caller through a channel, in a process of its own: decode steps with pauses, or prefill without end.
 
-It reads a line of JSON from stdin {url, model, tokens, slots, device, pause, spin}, opens a channel, answers
-with a line once it has had some results, then reads {start, seconds} and sends requests until that time is
-over, each as soon as its slot is free. It prints the stamps [sent, answered] of each request that was sent
-and answered in that time, in nanoseconds, and the number of those answered in it. Then it reads the next
-line. Times are those of the machine's monotonic clock, which all processes share.
+It reads a line of JSON from stdin {url, model, tokens, slots, device, pause, spin}, opens a channel, and
+answers with a line once it has had some results. Then it reads windows {begin, start, seconds}. In each, it
+sends requests from `begin` until `seconds` after `start`, each as soon as its slot is free, and prints the
+stamps [sent, answered] of each request that was sent and answered from `start` on, in nanoseconds, and the
+number of those answered. After an empty window, it reads the next line. Times are those of the machine's
+monotonic clock, which all processes share.
 """
 
 import json
 import sys
 import time
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.channel_caller import fill
@@ -37,6 +39,13 @@ def results(channel: Any, given: dict[str, Any], start: float, end: float) -> di
             pause(given["pause"])
             waiting.append((now_ns(), slot, channel.submit(slot, given["tokens"], synchronize=False)))
     return {"stamps": stamps, "answered": answered}
+
+
+def windows() -> Iterator[tuple[float, float]]:
+    """Of stdin, up to an empty one: when each is counted from and until, once it has begun."""
+    while window := json.loads(sys.stdin.readline()):
+        time.sleep(max(0.0, window["begin"] - time.perf_counter()))
+        yield window["start"], window["start"] + window["seconds"]
 
 
 def pause(seconds: float) -> None:
@@ -67,9 +76,8 @@ def main() -> None:
                 for slot in channel.slots:
                     channel.wait(channel.submit(slot, given["tokens"]))
             print("ready", flush=True)
-            window = json.loads(sys.stdin.readline())
-            end = window["start"] + window["seconds"]
-            print(json.dumps(results(channel, given, window["start"], end)), flush=True)
+            for start, end in windows():
+                print(json.dumps(results(channel, given, start, end)), flush=True)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.lanes import PAUSE_SECONDS, Row, put, row_of, shown
-from benchmarks.lanes_caller import WARM_REQUESTS
+from benchmarks.lanes import PAUSE_SECONDS, Row, put, row_of, shown, steady_after
 from benchmarks.lanes_ways import ALONE, LAYERS, SPLITS, Way, settings_of
 from expertd.kernels import Backend
 from expertd.service.engine.layers import Cancelled, layer_of
@@ -85,40 +84,32 @@ class Steps:
 
 def alone(prefill: Steps, seconds: float) -> float:
     """Prefill steps per second."""
-    for _ in range(WARM_REQUESTS):
-        prefill.keep_two()
     began, prefill.done = time.perf_counter(), 0
     while (now := time.perf_counter()) < began + seconds:
         prefill.keep_two()
-    rate = prefill.done / (now - began)
-    prefill.finish()
-    return rate
+    return prefill.done / (now - began)
 
 
 def beside(decode: Steps, prefill: Steps, seconds: float) -> tuple[list[float], float]:
     """A decode step's seconds, each in ascending order, and the prefill steps per second."""
     took: list[float] = []
-    began, warm = 0.0, WARM_REQUESTS
-    while (sent := time.perf_counter()) < began + seconds or warm:
+    began, prefill.done = time.perf_counter(), 0
+    while (sent := time.perf_counter()) < began + seconds:
         decode.launch()
         prefill.keep_two()
         decode.await_word()
         answered = time.perf_counter()
         decode.finish()
         took.append(answered - sent)
-        if warm:
-            warm -= 1
-            began, prefill.done = sent, 0
-            took.clear()
         while (now := time.perf_counter()) < answered + PAUSE_SECONDS:
             if now < answered + PAUSE_SECONDS - _LEFT_SECONDS:
                 prefill.keep_two()
-    rate = prefill.done / (sent - began)
-    prefill.finish()
-    return sorted(took), rate
+    return sorted(took), prefill.done / (sent - began)
 
 
-def measured(name: str, splits: Sequence[int], tokens: Sequence[int], seconds: float) -> Iterator[Row]:
+def measured(
+    name: str, splits: Sequence[int], tokens: Sequence[int], lead: float, seconds: float
+) -> Iterator[Row]:
     """The rows of one layer, but for those of prefill alone."""
     layer = LAYERS[name]
     made: list[MoELayer] = []
@@ -142,7 +133,10 @@ def measured(name: str, splits: Sequence[int], tokens: Sequence[int], seconds: f
 
     now = loaded(ALONE)
     now.prepare_thread()
-    rate_alone = alone(steps(now, True, layer.prefill), seconds)
+    prefill = steps(now, True, layer.prefill)
+    alone(prefill, lead)
+    rate_alone = alone(prefill, seconds)
+    prefill.finish()
     on_gpu = now.partitions is not None
     now = loaded(Way("lanes", lanes=True, split=splits[0] if on_gpu else None))
     for split in splits if on_gpu else (None,):
@@ -153,7 +147,10 @@ def measured(name: str, splits: Sequence[int], tokens: Sequence[int], seconds: f
             now.prepare_steps(lambda: False)
             where = f"{split} SMs for decode"
         for count in tokens:
-            took, rate = beside(steps(now, False, count), steps(now, True, layer.prefill), seconds)
+            decode, prefill = steps(now, False, count), steps(now, True, layer.prefill)
+            beside(decode, prefill, lead)
+            took, rate = beside(decode, prefill, seconds)
+            prefill.finish()
             rates = layer.prefill * rate, layer.prefill * rate_alone
             yield row_of(name, Way(f"no server, {where}"), count, took, *rates)
 
@@ -165,12 +162,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=default)
     parser.add_argument("--splits", type=int, nargs="+", default=SPLITS, help="SMs of the decode lane")
     parser.add_argument("--tokens", type=int, nargs="+", help="only decode steps of these")
-    parser.add_argument("--seconds", type=float, default=1.5, help="of each row")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each row")
+    parser.add_argument("--lead", type=float, help="seconds before them; 0.3, on a GPU 2")
     parser.add_argument("--json", type=Path, help="an existing file of benchmarks.lanes")
     given = parser.parse_args(arguments)
+    lead = steady_after(torch.cuda.is_available(), given.lead)
     content: dict[str, Any] = json.loads(given.json.read_text()) if given.json else {"rows": []}
     for name in given.layers:
-        for row in measured(name, given.splits, given.tokens or LAYERS[name].decode, given.seconds):
+        tokens = given.tokens or LAYERS[name].decode
+        for row in measured(name, given.splits, tokens, lead, given.seconds):
             put(content["rows"], row)
             print(json.dumps(row), file=sys.stderr, flush=True)
         if given.json:

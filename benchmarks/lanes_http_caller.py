@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from benchmarks.http_caller import Connection, infer_request
-from benchmarks.lanes_caller import WARM_REQUESTS, pause
+from benchmarks.lanes_caller import WARM_REQUESTS, pause, windows
 
 
 def repeat(connection: Connection, request: bytes, end: float, between: float) -> list[tuple[int, int]]:
@@ -54,9 +54,8 @@ def main() -> None:
             for connection in connections:
                 connection.call(request)
         print("ready", flush=True)
-        window = json.loads(sys.stdin.readline())
-        end = window["start"] + window["seconds"]
-        print(json.dumps(results(connections, request, given, window["start"], end)), flush=True)
+        for start, end in windows():
+            print(json.dumps(results(connections, request, given, start, end)), flush=True)
         for connection in connections:
             connection.close()
 

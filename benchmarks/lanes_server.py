@@ -90,8 +90,10 @@ class Server:
     def close(self) -> None:
         """End the process."""
         assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait(60)
+        self._process.stdout.close()
 
     def _wait_ready(self, url: str) -> None:
         end = time.monotonic() + START_SECONDS

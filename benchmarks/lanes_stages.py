@@ -133,7 +133,9 @@ def measure(
                 if way.split is not None and device:
                     split_sms(url, way.split)
                 callers = Callers(decode, prefill, given.seconds, device)
-                found = callers.results(url, LAYERS[name], tokens, way.name.endswith(BESIDE))[0]
+                beside = way.name.endswith(BESIDE)
+                lead = callers.lead_of(way, beside)
+                found = callers.results(url, LAYERS[name], tokens, beside, lead)[0]
             stamps = read_stamps(file)
     sent = [(begin, end) for begin, end in found["stamps"]]
     during = [stamp for stamp in stamps if sent[0][0] <= stamp[1] <= sent[-1][1]]
