@@ -13,13 +13,13 @@ joined choice that was measured last for all others of these. Until one was meas
 taken to need half as long again: nobody should wait for a mere try.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 JOINED_STEPS = 2  # that a joined decode request takes: the rest of the one that runs, and its own
-CHUNKS = (1024, 2048)  # smaller ones gave less of both, on an H200
+CHUNKS = (1024, 2048)  # smaller ones gave less of prefill and were hardly faster, on an H200
 LEAST_SMS, MOST_PART = 16, 0.65  # of a decode lane
 _GAIN = 1.1  # over the present choice, which another must have
 _MISSED = 0.5  # of its worth has a choice with which decode misses its target
@@ -99,11 +99,15 @@ class Expected(NamedTuple):
 
 @dataclass(frozen=True)
 class State:
-    """The present choice, why it was made, and how often in a row another one was better."""
+    """The present choice, why it was made, and how often in a row another one was better.
+
+    idle_looks  the same, where there were only decode requests, or only prefill
+    """
 
     expected: Expected
     why: Reason
     looks: int = 0
+    idle_looks: int = 0
 
 
 def learned(known: Point | None, new: Point) -> Point:
@@ -165,31 +169,41 @@ def worth(of: Expected, load: Load, target_seconds: float) -> float:
     return share if late <= 1.0 else _MISSED * share / late
 
 
-def best(load: Load, target_seconds: float) -> Expected:
-    """The choice that is worth most; of equal ones, that with the shortest decode steps, if there are any."""
+def best(load: Load, target_seconds: float, refused: Container[Choice] = ()) -> Expected:
+    """The choice that is worth most, but for `refused` ones.
+
+    Of equal ones, that with the shortest decode steps, if there are any.
+    """
 
     def rank(each: Expected) -> tuple[float, float]:
         tie = -each.decode_seconds if load.has_decode else each.choice == JOINED
         return round(worth(each, load, target_seconds), 3), tie
 
-    return max((expected(choice, load) for choice in choices(load)), key=rank)
+    allowed = [choice for choice in choices(load) if choice not in refused] or [JOINED]
+    return max((expected(choice, load) for choice in allowed), key=rank)
 
 
-def look(state: State, load: Load, target_seconds: float) -> State:
-    """The state after another look: another choice is taken once it was clearly better several times."""
+def look(state: State, load: Load, target_seconds: float, refused: Container[Choice] = ()) -> State:
+    """The state after another look: another choice is taken once it was clearly better several times.
+
+    refused  by the device
+    """
     now = expected(state.expected.choice, load)
     is_known = (load.decode or not load.has_decode) and (load.prefill or not load.has_prefill)
     if not is_known or not (load.has_decode or load.has_prefill):
-        return replace(state, expected=now, looks=0)
+        return replace(state, expected=now, looks=0, idle_looks=0)
     # Measurements scatter: what is just below the target may be above it at the next look.
     of_others = target_seconds * (_ROOM if now.decode_seconds <= target_seconds else 1.0)
-    found = best(load, of_others)
+    found = best(load, of_others, refused)
     gain = worth(found, load, of_others) / max(worth(now, load, target_seconds), 1e-9)
     gains = is_better(found, now, load, gain)
-    looks = _LOOKS if load.has_decode and load.has_prefill else _IDLE_LOOKS
-    if not gains or state.looks + 1 < looks:
-        return replace(state, expected=now, looks=state.looks + 1 if gains else 0)
-    return State(found, reason(now, found, target_seconds))
+    if load.has_decode and load.has_prefill:
+        looks, idle_looks = (state.looks + 1 if gains else 0), 0
+    else:  # for a moment, perhaps: what was seen with both still counts
+        looks, idle_looks = state.looks, (state.idle_looks + 1 if gains else 0)
+    if gains and (looks >= _LOOKS if not idle_looks else idle_looks >= _IDLE_LOOKS):
+        return State(found, reason(now, found, target_seconds))
+    return replace(state, expected=now, looks=looks, idle_looks=idle_looks)
 
 
 def is_better(found: Expected, now: Expected, load: Load, gain: float) -> bool:

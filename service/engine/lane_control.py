@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from prometheus_client.core import Metric
@@ -30,6 +31,7 @@ from expertd.service.engine.lane_control_metrics import control_metrics
 from expertd.service.engine.lane_record import LaneRecord, Usual
 from expertd.service.engine.lanes import AnyScheduler, Lanes
 from expertd.service.engine.loading import Loaded, Partitions
+from expertd.service.engine.settling import Settling
 from expertd.service.settings.model import Settings
 
 logger = logging.getLogger(__name__)
@@ -39,9 +41,6 @@ _BUSY_PART = 0.8  # of the time there are long requests: then more is asked for 
 _LEAST_BUSY_PART = 0.1  # that says at what rate they are computed
 _LEAST_REQUESTS = 20  # short ones between two looks, that say what nearly all take
 _TAILS = 5  # looks whose median counts: one with a pause says nothing
-# For as long after prefill has filled the device or the lanes have changed, nothing is learned or decided:
-# requests have waited for that, and 0.8 s after, a GPU that reaches its power limit is slower for 0.2 s.
-_SETTLING_SECONDS = 1.0
 
 
 class LaneControl:
@@ -74,8 +73,7 @@ class LaneControl:
         self._record = LaneRecord()
         self._measured = 0.0  # what nearly all took at most
         self._measured_ratio = 0.0
-        self._settling = 0.0  # seconds that are left of those
-        self._is_full = False  # prefill has filled the device, and has not gone since
+        self._settling = Settling()
         self._task: asyncio.Task[None] | None = None
         self._lock = threading.Lock()  # of what steps change, on other threads
 
@@ -101,7 +99,8 @@ class LaneControl:
     ) -> None:
         """Learn from a step; its requests, of so many tokens, have `waited` for this many seconds."""
         with self._lock:
-            self._learn(lane, tokens, seconds, waited, request_tokens)
+            if not self._settling.is_on:
+                self._learn(lane, tokens, seconds, waited, request_tokens)
 
     def _learn(
         self,
@@ -142,11 +141,15 @@ class LaneControl:
         """Look at what happened in the last `seconds`, and change the lanes if another choice is better."""
         with self._lock:
             if not self._look_back(seconds):
+                self.state = replace(self.state, looks=0, idle_looks=0)
                 return
             load = self._load
-        found = look(self.state, load, self._target_seconds)
-        if found.expected.choice == self.state.expected.choice or await self._change(found):
+        found = look(self.state, load, self._target_seconds, self._refused)
+        choice = self.state.expected.choice
+        if found.expected.choice == choice or await self._change(found):
             self.state = found
+        else:
+            self.state = replace(self.state, expected=expected(choice, load), looks=0, idle_looks=0)
 
     def _look_back(self, seconds: float) -> bool:
         """Learn from what happened in the last `seconds`; False if that does not count."""
@@ -166,20 +169,12 @@ class LaneControl:
         self._load = load._replace(
             asked=max(0.01, asked), has_decode=short > 0, has_prefill=long > 0 or busy >= _BUSY_PART
         )
-        if not self._is_settled(busy, seconds):
+        if not self._settling.looked(seconds, busy):
             self._took.clear()
             self._short_steps.clear()
             return False
         self._measure(computed / busy_seconds if busy >= _LEAST_BUSY_PART else 0.0)
         return True
-
-    def _is_settled(self, busy: float, seconds: float) -> bool:
-        """Whether the last `seconds`, of which prefill had this part, count."""
-        was_full, settling = self._is_full, self._settling
-        self._is_full = busy >= (_LEAST_BUSY_PART if was_full else _BUSY_PART)
-        begins = self._is_full and not was_full
-        self._settling = _SETTLING_SECONDS if begins else settling - seconds
-        return settling <= 0.0 and not begins
 
     def _measure(self, prefill_rate: float) -> None:
         """Learn what the choice gave since the last look.
@@ -208,18 +203,18 @@ class LaneControl:
         return control_metrics(self.state.expected, self._measured, self._measured_ratio, self._changes)
 
     async def _change(self, found: State) -> bool:
-        """Make a new choice; False if the device refuses it, now or before."""
-        choice = found.expected.choice
-        if choice in self._refused:
-            return False
+        """Make a new choice; False if the device refuses it."""
+        choice, began = found.expected.choice, time.perf_counter()
+        self._settling.changed(0.0)  # what steps say from now on is of either choice
         try:
             await self._apply(choice)
         except ValueError as error:
             self._refused.add(choice)
             logger.warning("lanes: %s", error)
             return False
+        finally:
+            self._settling.changed(time.perf_counter() - began)
         self._changes[found.why] += 1
-        self._settling = _SETTLING_SECONDS
         logger.info("lanes: %s, for %s", shown(choice), found.why)
         return True
 

@@ -4,20 +4,23 @@ A choice is measured at looks at which there were both decode and prefill. The m
 so that one with a pause says nothing. All is forgotten when the usual tokens of a decode step or of a prefill
 request differ by more than a factor of two from those when the present choice was measured first, twice in a
 row. Other choices gather other numbers of requests in a step, so only looks at one choice are compared. By
-what arithmetic was wrong, is kept beyond that. A choice that was left long ago is forgotten, too, the sooner
-the fewer looks it had: what disturbed it may be over.
+what arithmetic was wrong, is kept beyond that.
+
+A choice that was left some time ago is forgotten, too, because what disturbed it may be over; and so is by
+what arithmetic was wrong for splits, or for joined choices, if none of them was measured since. Each time, it
+is kept twice as long as before.
 """
 
 import statistics
 from collections import deque
 from typing import NamedTuple
 
-from expertd.service.engine.lane_choice import Choice, Factors, Given, Load, calculated
+from expertd.service.engine.lane_choice import UNTRIED_JOINED, Choice, Factors, Given, Load, calculated
 
 _MEASURED_LOOKS = 21  # whose middle counts; with fewer, scatter near the target has good choices left
 _ALIKE = 2.0  # the factor, up to which two loads are
 _UNLIKE_LOOKS = 2  # in a row, after which the load is another one: a few requests may be large by chance
-_KEPT_LOOKS = 100  # without a measurement, for each that there was: 50 s; 5 minutes at most
+_KEPT_LOOKS = 100  # without a measurement, at first: 50 s
 _MOST_KEPT_LOOKS = 600
 
 
@@ -39,10 +42,6 @@ class _Measured:
         self.usual, self.at, self.unlike = usual, 0, 0
         self.looks: deque[Given] = deque(maxlen=_MEASURED_LOOKS)
 
-    def is_known(self, looks: int) -> bool:
-        """Whether it still counts, after so many looks in all."""
-        return looks - self.at < min(_KEPT_LOOKS * len(self.looks), _MOST_KEPT_LOOKS)
-
     @property
     def given(self) -> Given:
         """The middle of the last looks; of two, the better one."""
@@ -55,6 +54,8 @@ class LaneRecord:
 
     def __init__(self) -> None:
         self._measured: dict[Choice, _Measured] = {}
+        self._factors_at: dict[bool, int] = {}  # the look that gave the factors of splits (True), of others
+        self._kept: dict[Choice | bool, int] = {}  # looks for which they are, where other than at first
         self._looks = 0
 
     def noted(self, choice: Choice, usual: Usual, given: Given, load: Load) -> Load:
@@ -64,15 +65,36 @@ class LaneRecord:
             known.unlike = 0 if known.usual.is_like(usual) else known.unlike + 1
             if known.unlike >= _UNLIKE_LOOKS:
                 self._measured.clear()
+                self._kept.clear()
             elif known.unlike:
                 return load
-        self._measured = {each: of for each, of in self._measured.items() if of.is_known(self._looks)}
+        load = self._without_old(load)
         now = self._measured.setdefault(choice, _Measured(usual))
         now.looks.append(given)
-        now.at = self._looks
+        now.at = self._factors_at[choice.decode_sms > 0] = self._looks
+        if len(now.looks) == _MEASURED_LOOKS:
+            self._kept.pop(choice, None)
         load = load._replace(given={each: of.given for each, of in self._measured.items()})
         factors = _factors(choice, now.given, load)
         return load._replace(of_splits=factors) if choice.decode_sms else load._replace(of_joined=factors)
+
+    def _without_old(self, load: Load) -> Load:
+        """Forget what was measured too long ago."""
+        self._measured = {each: of for each, of in self._measured.items() if not self._is_old(each, of.at)}
+        old = [of_splits for of_splits, at in self._factors_at.items() if self._is_old(of_splits, at)]
+        for of_splits in old:
+            del self._factors_at[of_splits]
+            load = (
+                load._replace(of_splits=Factors()) if of_splits else load._replace(of_joined=UNTRIED_JOINED)
+            )
+        return load
+
+    def _is_old(self, what: Choice | bool, at: int) -> bool:
+        kept = self._kept.get(what, _KEPT_LOOKS)
+        if self._looks - at < kept:
+            return False
+        self._kept[what] = min(2 * kept, _MOST_KEPT_LOOKS)
+        return True
 
 
 def _factors(choice: Choice, given: Given, load: Load) -> Factors:

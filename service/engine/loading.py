@@ -19,7 +19,7 @@ from expertd.service.engine.local_models import Held, LocalModels
 from expertd.service.engine.placement import Placements
 from expertd.service.engine.profiling import RankRecordings
 from expertd.service.engine.rank_metrics import RankState
-from expertd.service.engine.runner_sets import set_split
+from expertd.service.engine.runner_sets import first_sizes, set_split
 from expertd.service.engine.steps import Runner
 from expertd.service.memory import OpenCuda, Register, nothing_to_register
 from expertd.service.moe.device import (
@@ -160,7 +160,7 @@ def load(
     _warm_up(backend, cancelled)
     partitions = backend.partitions()
     if partitions is not None:
-        partitions.apply(settings.partitions)
+        partitions.apply(first_sizes(settings, partitions))
     elif settings.partitions:
         raise ValueError(
             f"partitions: expected a backend whose device has SMs to partition, got {backend.name!r}"
@@ -172,7 +172,6 @@ def load(
     split = None
     if partitions is not None and settings.lanes.decode_p99_ms is not None:
         split = partial(set_split, settings.lanes, prefill, partitions)
-        split(_sms_of(partitions, settings.lanes.decode_partition))  # as later: prefill has all others
     return Loaded(
         backend.name,
         device_name(device),
@@ -193,10 +192,6 @@ def load(
         route=models.route,
         streams=models.streams,
     )
-
-
-def _sms_of(partitions: Partitions, name: str | None) -> int:
-    return next(partition.num_sms for partition in partitions.partitions if partition.name == name)
 
 
 def _warn_of_cpu(backend: Backend) -> None:

@@ -13,7 +13,7 @@ from expertd.service.memory import host_view
 from expertd.service.moe.base import Layer
 from expertd.service.moe.batch import Batch, rows_of
 from expertd.service.moe.capture import GraphPool
-from expertd.service.moe.current_stream import OnStream
+from expertd.service.moe.current_stream import CurrentStream
 from expertd.service.moe.device_step import DeviceSteps
 from expertd.service.moe.graphs import StepGraphs
 from expertd.service.moe.host_step import HostSteps
@@ -177,7 +177,7 @@ class LayerRunner:
     def on_stream(self) -> AbstractContextManager[object]:
         """Makes the stream of this layer's steps the current one."""
         stream = self._stream()
-        return nullcontext() if stream is None else OnStream(stream)
+        return nullcontext() if stream is None else CurrentStream(stream)
 
     def _stream(self) -> torch.cuda.Stream | None:
         """The stream of this layer's steps; None: the current one."""

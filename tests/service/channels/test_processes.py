@@ -124,7 +124,8 @@ def test_an_idle_server_with_a_channel_uses_no_cpu(server: ServerProcess) -> Non
     time.sleep(0.2)  # past the first samples of metrics
     before = cpu_seconds(server)
     time.sleep(2)
-    assert cpu_seconds(server) - before <= 0.02, "less than 1 % of a core"
+    used = round(cpu_seconds(server) - before, 2)  # it is counted in hundredths
+    assert used <= 0.02, "1% of a core"
     peer.infer(rows(1))
     peer.close()
 

@@ -72,14 +72,16 @@ def deepseek(tail: float) -> Device:
         80: {64: 511e-6, 1: 161e-6},
     }
     on_lanes = {16: 0.90, 32: 0.82, 48: 0.70, 64: 0.59, 80: 0.48}
-    shares = dict(_choices(on_lanes, {0: 1.0, 1024: 0.96, 2048: 0.98}))
-    device = Device(3.0e-3, {64: 368e-6, 1: 107e-6}, steps, {}, shares, tail)
-    took = {}
-    for choice in shares:
-        joined = device.prefill_step(choice) * 2
-        of_steps = steps.get(choice.decode_sms, {64: joined, 1: joined})
-        took[choice] = {tokens: seconds + tail for tokens, seconds in of_steps.items()}
-    return device._replace(took=took)
+    shares = dict(_choices(on_lanes, {0: 1.0, 1024: 0.77, 2048: 0.94}))
+    joined = {
+        JOINED: {64: 5670e-6, 1: 5650e-6},
+        Choice(0, 1024): {64: 1930e-6, 1: 1420e-6},
+        Choice(0, 2048): {64: 2790e-6, 1: 2830e-6},
+    }
+    split = {
+        Choice(sms): {tokens: seconds + tail for tokens, seconds in of.items()} for sms, of in steps.items()
+    }
+    return Device(3.0e-3, {64: 368e-6, 1: 107e-6}, steps, split | joined, shares, tail)
 
 
 QWEN = Device(

@@ -85,7 +85,7 @@ class Simulation:
                 self._steps("prefill", tokens + phase.decode, step, took, [phase.decode, PREFILL_TOKENS])
             self.long.seconds += LOOK_SECONDS
             self.long.tokens += int(LOOK_SECONDS * tokens / step)
-        await self.control.look(LOOK_SECONDS)
+        await self.control.look(LOOK_SECONDS + 1e-3)  # never sooner
 
     def _steps(self, lane: str, tokens: int, seconds: float, took: float, requests: list[int]) -> None:
         for _ in range(_STEPS):

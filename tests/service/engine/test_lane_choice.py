@@ -168,3 +168,16 @@ def test_a_chunk_tells_what_a_whole_step_takes() -> None:
     assert at(4096, Point(1088, 1424e-6), decode) == pytest.approx(Point(4096, 4432e-6))
     assert at(4096, Point(1024, 1e-3), None) == Point(4096, 4e-3)
     assert at(4096, Point(32, 1e-3), decode) == Point(4096, 0.128)
+
+
+def test_looks_with_one_kind_of_requests_are_none_with_both() -> None:
+    """Nine for all SMs and one for another split change nothing; two for that do, also with one between."""
+    alone = DEEPSEEK_32._replace(has_prefill=False)
+    state = State(expected(Choice(80), DEEPSEEK_32), "start")
+    for _ in range(9):
+        state = look(state, alone, 1.6e-3)
+    state = look(state, DEEPSEEK_32, 1.6e-3)
+    assert (state.expected.choice, state.looks, state.idle_looks) == (Choice(80), 1, 0)
+    state = look(state, alone, 1.6e-3)
+    assert (state.expected.choice, state.looks, state.idle_looks) == (Choice(80), 1, 1)
+    assert look(state, DEEPSEEK_32, 1.6e-3).expected.choice == Choice(32)

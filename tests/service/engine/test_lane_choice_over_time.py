@@ -69,26 +69,26 @@ def test_scatter_changes_little(device: str, target_ms: float) -> None:
     """What requests take differs by up to a tenth between two looks, and more than that from the target."""
     phases, target, simulated = [Phase(240, 64, True)], target_ms / 1e3, DEVICES[device]
     choices = chosen(simulated, phases, target, scatter=0.1)
-    assert changes(choices) <= 6
-    assert changes(choices[len(choices) // 2 :]) <= 2, "what had few looks is tried again"
+    assert changes(choices) <= 10
+    assert changes(choices[len(choices) // 2 :]) <= 5, "what was left is tried again, less and less often"
 
 
 async def test_what_was_left_because_of_a_disturbance_is_tried_again() -> None:
-    """48 SMs keep the target; for three seconds, something else slows requests down."""
+    """48 SMs keep the target, but something else slows requests down in the first looks that count."""
     simulation, both = Simulation(deepseek(0.0), 1e-3), Phase(60, 64, True)
-    for _ in range(10):
-        await simulation.serve(both)
-    assert simulation.choice == Choice(48)
     simulation.slower = 1.5
-    while simulation.choice == Choice(48):
+    for _ in range(20):
+        if simulation.choice != Choice(48):
+            break
         await simulation.serve(both)
     assert simulation.choice.decode_sms > 48
-    for _ in range(6):
-        await simulation.serve(both)
     simulation.slower = 1.0
-    for _ in range(600):  # five minutes
+    choices = []
+    for _ in range(600):
         await simulation.serve(both)
-    assert simulation.choice == Choice(48)
+        choices.append(simulation.choice)
+    assert Choice(48) in choices[:120], "within a minute"
+    assert set(choices[120:]) == {Choice(48)}
 
 
 def test_a_device_without_decode_serves_prefill_alone() -> None:

@@ -57,7 +57,7 @@ async def test_too_few_requests_say_nothing() -> None:
 async def test_chunks_do_not_say_what_prefill_takes_alone() -> None:
     """Their steps take as long as the host needs."""
     simulated = simulation(Choice(48), target_ms=1.0)
-    for _ in range(2):
+    for _ in range(SETTLING_LOOKS + 1):
         await simulated.serve(BOTH)
     alone = simulated.control._load.prefill
     assert alone is not None
@@ -69,7 +69,7 @@ async def test_chunks_do_not_say_what_prefill_takes_alone() -> None:
 
 async def test_what_whole_requests_take_follows_their_size_in_chunks() -> None:
     simulated = simulation(Choice(48), target_ms=1.0)
-    for _ in range(2):
+    for _ in range(SETTLING_LOOKS + 1):
         await simulated.serve(BOTH)
     decode, whole = simulated.control._load.decode, simulated.control._load.prefill
     assert decode is not None
@@ -114,9 +114,12 @@ async def test_chunks_that_disappoint_are_left_for_a_split() -> None:
 async def test_looks_after_a_change_measure_nothing() -> None:
     """Requests waited for it, and the GPU's clock is not steady yet."""
     simulated = simulation(Choice(48), target_ms=1.35)
-    while simulated.choice == Choice(48):
+    for _ in range(20):
+        if simulated.choice != Choice(48):
+            break
         await simulated.serve(BOTH)
     tried = simulated.choice
+    assert tried != Choice(48)
     for _ in range(2):
         await simulated.serve(BOTH)
         assert tried not in simulated.control._load.given
@@ -138,16 +141,30 @@ async def test_looks_after_prefill_has_begun_decide_nothing(split: int) -> None:
     assert simulated.control._load.given[Choice(split)].decode_seconds == pytest.approx(took)
 
 
-async def test_prefill_that_comes_again_and_again_is_measured() -> None:
-    """It fills the device for a look in three: what is measured there counts from the second time on."""
-    simulated = simulation(Choice(48), target_ms=1.0)
-    arrived, long = simulated.arrived, simulated.long
+async def test_looks_before_and_after_those_that_do_not_count_are_not_in_a_row() -> None:
+    """Decode alone would have all SMs after ten looks; prefill comes back after nine, again and again."""
+    simulated = simulation(Choice(48), target_ms=0.75)
     for _ in range(4):
-        for part in (1.0, 0.2, 0.2):
-            count = round(part * LOOK_SECONDS / QWEN.prefill)
-            arrived.requests[1] += count
-            arrived.tokens[1] += count * PREFILL_TOKENS
-            long.seconds += part * LOOK_SECONDS
-            long.tokens += count * PREFILL_TOKENS
+        for _ in range(9):
             await simulated.serve(Phase(60, 64, False))
-    assert simulated.control._load.given
+        for _ in range(2):
+            await simulated.serve(BOTH)
+    assert simulated.choice == Choice(48)
+
+
+async def test_what_the_device_refuses_is_not_tried_again_and_others_are() -> None:
+    simulated = simulation(Choice(80), target_ms=1.0)
+    refused: list[Choice] = []
+    apply = simulated.control._apply
+
+    async def refuse(choice: Choice) -> None:
+        if len(refused) < 2:
+            refused.append(choice)
+            raise ValueError("no such split")
+        await apply(choice)
+
+    simulated.control._apply = refuse
+    for _ in range(30):
+        await simulated.serve(BOTH)
+    assert len(set(refused)) == 2
+    assert simulated.choice not in (Choice(80), *refused)

@@ -5,6 +5,7 @@ import pytest
 from expertd.service.engine import lane_record
 from expertd.service.engine.lane_choice import (
     JOINED,
+    UNTRIED_JOINED,
     Choice,
     Factors,
     Given,
@@ -36,7 +37,7 @@ def test_others_of_the_same_kind_are_wrong_by_the_same_factor() -> None:
     given = Given(4 * before.decode_seconds, 0.5 * before.prefill_share * RATE)
     load = record.noted(CHUNKS, USUAL, given, LOAD)
     assert load.of_joined == pytest.approx(Factors(4, 0.5))
-    for other in (JOINED, Choice(0, 1024)):
+    for other in (JOINED, Choice(0, 2048)):
         found, arithmetic = expected(other, load), calculated(other, LOAD)
         assert found.decode_seconds == pytest.approx(4 * arithmetic.decode_seconds)
         assert found.prefill_share == pytest.approx(0.5 * arithmetic.prefill_share)
@@ -73,11 +74,58 @@ def test_a_load_that_is_alike_or_seen_at_another_choice_forgets_nothing() -> Non
     assert set(load.given) == {CHUNKS, Choice(48)}
 
 
-def test_what_was_left_long_ago_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_left_some_time_ago_is_forgotten_and_kept_longer_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lane_record, "_KEPT_LOOKS", 10)
+    monkeypatch.setattr(lane_record, "_MOST_KEPT_LOOKS", 30)
+    record = LaneRecord()
+    for kept in (10, 20, 30, 30):
+        load = record.noted(CHUNKS, USUAL, Given(3e-3, RATE), LOAD)
+        for look in range(1, kept + 3):
+            load = record.noted(Choice(48), USUAL, Given(1e-3, RATE), load)
+            assert (CHUNKS in load.given) == (look < kept)
+    assert Choice(48) in load.given
+
+
+def aged(record: LaneRecord, looks: int, usual: Usual = USUAL) -> Load:
+    """After so many looks at a split."""
+    load = LOAD
+    for _ in range(looks):
+        load = record.noted(Choice(48), usual, Given(1e-3, RATE), load)
+    return load
+
+
+def test_a_choice_that_is_measured_for_long_is_forgotten_as_at_first_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lane_record, "_KEPT_LOOKS", 30)
+    monkeypatch.setattr(lane_record, "_MEASURED_LOOKS", 5)
+    record = LaneRecord()
+    for count in (1, 5):
+        for _ in range(count):
+            record.noted(CHUNKS, USUAL, Given(3e-3, RATE), LOAD)
+        assert CHUNKS in aged(record, 29).given
+        assert CHUNKS not in aged(record, 1).given
+
+
+def test_another_load_is_kept_as_long_as_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane_record, "_KEPT_LOOKS", 10)
+    record, other = LaneRecord(), Usual(10, 4096)
+    record.noted(CHUNKS, USUAL, Given(3e-3, RATE), LOAD)
+    assert CHUNKS not in aged(record, 12).given
+    aged(record, 3, other)
+    record.noted(CHUNKS, other, Given(3e-3, RATE), LOAD)
+    assert CHUNKS in aged(record, 9, other).given
+    assert CHUNKS not in aged(record, 1, other).given
+
+
+def test_by_what_joined_choices_were_wrong_is_forgotten_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lane_record, "_KEPT_LOOKS", 10)
     record = LaneRecord()
-    load = record.noted(CHUNKS, USUAL, Given(3e-3, RATE), LOAD)
-    for look in range(12):
+    given = Given(4 * calculated(CHUNKS, LOAD).decode_seconds, RATE)
+    load = record.noted(CHUNKS, USUAL, given, LOAD)
+    for look in range(1, 12):
+        assert load.of_joined.decode == pytest.approx(4 if look <= 10 else UNTRIED_JOINED.decode)
         load = record.noted(Choice(48), USUAL, Given(1e-3, RATE), load)
-        assert (CHUNKS in load.given) == (look < 9)
-    assert Choice(48) in load.given
+    assert load.of_splits != Factors()

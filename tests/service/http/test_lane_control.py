@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from expertd.service.engine import lane_control
+from expertd.service.engine import lane_control, settling
 from expertd.service.engine.lane_choice import JOINED, Choice
 from expertd.service.engine.lane_control import LaneControl
 from expertd.service.engine.loading import Loaded
@@ -74,7 +74,7 @@ class Chosen:
 @asynccontextmanager
 async def chosen(monkeypatch: pytest.MonkeyPatch, **changes: float) -> AsyncIterator[Chosen]:
     monkeypatch.setattr(lane_control, "_LOOK_SECONDS", 3600.0)
-    monkeypatch.setattr(lane_control, "_SETTLING_SECONDS", 1e-9)  # a look, and that in which prefill begins
+    monkeypatch.setattr(settling, "_SETTLING_SECONDS", 1e-9)  # a look, and that in which prefill comes
     device, runners = Device(), (EchoRunner(), EchoRunner())
     loader = two_runners(*runners, device)
 
