@@ -3,8 +3,9 @@
 It reads a line of JSON from stdin {url, model, tokens, slots, device, pause, spin}, opens a channel, and
 answers with a line once it has had some results. Then it reads windows {begin, start, seconds}. In each, it
 sends requests from `begin` until `seconds` after `start`, each as soon as its slot is free, and prints the
-stamps [sent, answered] of each request that was sent and answered from `start` on, in nanoseconds, and the
-number of those answered. After an empty window, it reads the next line. Times are those of the machine's
+stamps [sent, answered] of each request that was sent and answered from `start` on, in nanoseconds, those of
+what was sent in that time and answered after it, and the number of those answered in it. After an empty
+window, it reads the next line. Times are those of the machine's
 monotonic clock, which all processes share.
 """
 
@@ -26,6 +27,7 @@ def results(channel: Any, given: dict[str, Any], start: float, end: float) -> di
     answered, now_ns = 0, time.perf_counter_ns
     waiting: deque[tuple[int, Any, Any]] = deque()
     stamps: list[tuple[int, int]] = []
+    late: list[tuple[int, int]] = []
     for slot in channel.slots:
         waiting.append((now_ns(), slot, channel.submit(slot, given["tokens"], synchronize=False)))
     while waiting:
@@ -33,12 +35,12 @@ def results(channel: Any, given: dict[str, Any], start: float, end: float) -> di
         channel.wait(ticket)
         now = now_ns()
         answered += start <= now / 1e9 <= end
-        if start <= sent / 1e9 and now / 1e9 <= end:
-            stamps.append((sent, now))
+        if start <= sent / 1e9:
+            (stamps if now / 1e9 <= end else late).append((sent, now))
         if now / 1e9 < end:
             pause(given["pause"])
             waiting.append((now_ns(), slot, channel.submit(slot, given["tokens"], synchronize=False)))
-    return {"stamps": stamps, "answered": answered}
+    return {"stamps": stamps, "late": late, "answered": answered}
 
 
 def windows() -> Iterator[tuple[float, float]]:

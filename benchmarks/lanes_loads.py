@@ -1,12 +1,15 @@
 """A server that chooses its lanes, on loads that change: `python -m benchmarks.lanes_loads [--json FILE]`.
 
 Callers as in `benchmarks.lanes` come and go in phases. What the server gives is compared with what each of
-the choices that it has would give if it were kept all the time. Every half second counts, those in which it
-changes its choice and measures others too: prefill's rate over its rate alone, and less where the 99th
-percentile of decode misses the target (`lane_choice.worth`). Needs a GPU.
+the choices that it has would give if it were kept all the time. Every half second counts, also those in which
+it changes its choice or tries another: prefill's rate over its rate alone, and less where decode misses the
+target (`lane_choice.worth`). 99% of the time that decode's caller waits is in waits of at most what decode
+takes, so that one long wait counts as much as the many short ones that it replaces. The first choice is not a
+good one. Needs a GPU.
 """
 
 import argparse
+import itertools
 import json
 import math
 import statistics
@@ -32,7 +35,7 @@ from expertd.service.engine import lane_choice
 from expertd.service.engine.lane_choice import Choice, Expected, Load
 
 SLOT_SECONDS = 0.5
-GAP_SECONDS = 0.3  # until callers are under way
+GAP_SECONDS = 3.0  # after their first requests: for the server, prefill comes with the first phase
 
 
 class Phase(NamedTuple):
@@ -44,11 +47,11 @@ class Phase(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """What callers saw in half a second: decode's p99, None if there is none; prefill's tokens/s."""
+    """What callers saw in half a second: decode's time, None if there is none; prefill's tokens/s."""
 
     decode: int
     prefill: bool
-    p99_seconds: float | None
+    decode_seconds: float | None
     rate: float
 
 
@@ -56,15 +59,16 @@ def loads(seconds: float) -> dict[str, list[Phase]]:
     """Loads that change after so many seconds."""
     both, decode, prefill = Phase(seconds, 64, True), Phase(seconds, 64, False), Phase(seconds, 0, True)
     return {
-        "both all the time": [both],
-        "one kind at times": [both, decode, prefill],
+        "both all the time": [both] * 2,
+        "one kind at times": [both, decode, prefill] * 2,
         "decode grows and shrinks": [Phase(seconds, 1, True), both] * 2,
     }
 
 
 # Of each, the last slots count: on a GPU, prefill needs the first two seconds until the clock is steady.
-FIXED = [Phase(3, 0, True), Phase(1.5, 64, True), Phase(1.5, 1, True), Phase(1.5, 64, False)]
-_LAST_SLOTS = 2
+FIXED = [Phase(4, 0, True), Phase(2.5, 64, True), Phase(2.5, 1, True), Phase(2.5, 64, False)]
+_LAST_SLOTS = 4
+_FIRST_SMS = 80  # of the decode lane, where the server begins
 
 
 def spans(phases: Sequence[Phase], kind: int) -> list[tuple[float, float]]:
@@ -92,13 +96,25 @@ def slots_of(
         for place in range(round(phase.seconds / SLOT_SECONDS)):
             start = begin + place * SLOT_SECONDS
             end = start + SLOT_SECONDS
-            took = sorted(answered - sent for sent, answered in decode if start <= answered < end)
-            p99 = took[int(0.99 * len(took))] if took else math.inf
             done = sum(start <= answered < end for _, answered in prefill)
-            yield Slot(
-                phase.decode, phase.prefill, p99 if phase.decode else None, done * tokens / SLOT_SECONDS
-            )
+            seconds = decode_seconds(decode, start, end) if phase.decode else None
+            yield Slot(phase.decode, phase.prefill, seconds, done * tokens / SLOT_SECONDS)
         begin += phase.seconds
+
+
+def decode_seconds(requests: Sequence[tuple[float, float]], start: float, end: float) -> float:
+    """What requests took at most for 99% of the time between `start` and `end` in which there were some."""
+    parts = sorted(
+        ((answered - sent, min(answered, end) - max(sent, start)) for sent, answered in requests),
+        reverse=True,
+    )
+    parts = [(took, part) for took, part in parts if part > 0]
+    left = 0.01 * sum(part for _, part in parts)
+    for took, part in parts:
+        left -= part
+        if left < 0:
+            return took
+    return math.inf  # no answer
 
 
 class Callers:
@@ -129,8 +145,9 @@ class Callers:
             caller.write({})
 
         def seen(kind: int) -> list[tuple[float, float]]:
-            windows = [json.loads(busy[kind].read())["stamps"] for _ in spans(phases, kind)]
-            return [(sent / 1e9 - base, end / 1e9 - base) for window in windows for sent, end in window]
+            windows = [json.loads(busy[kind].read()) for _ in spans(phases, kind)]
+            stamps = [stamp for window in windows for stamp in (*window["stamps"], *window["late"])]
+            return [(sent / 1e9 - base, answered / 1e9 - base) for sent, answered in stamps]
 
         with ThreadPoolExecutor(len(busy)) as readers:  # a caller waits until its results are read
             found = dict(zip(busy, readers.map(seen, busy), strict=True))
@@ -142,10 +159,16 @@ def worth(slots: Sequence[Slot], choice: Choice, target_seconds: float, rate_alo
     """The mean of these slots."""
     values = []
     for slot in slots:
-        found = Expected(choice, slot.p99_seconds or 0.0, min(1.0, slot.rate / rate_alone))
-        load = Load(0, 0, None, None, has_decode=slot.p99_seconds is not None, has_prefill=slot.prefill)
+        found = Expected(choice, slot.decode_seconds or 0.0, slot.rate / rate_alone)
+        has_decode = slot.decode_seconds is not None
+        load = Load(0, 0, None, None, asked=2.0, has_decode=has_decode, has_prefill=slot.prefill)
         values.append(lane_choice.worth(found, load, target_seconds))
     return statistics.fmean(values)
+
+
+def late_part(slots: Sequence[Slot], target_seconds: float) -> float:
+    """Of those with decode, in how many it missed the target."""
+    return statistics.fmean(slot.decode_seconds > target_seconds for slot in slots if slot.decode_seconds)
 
 
 def fixed(
@@ -179,15 +202,11 @@ def last_slots(phases: Sequence[Phase], slots: Sequence[Slot]) -> Iterator[Slot]
         yield from slots[end - _LAST_SLOTS : end]
 
 
-def worth_of_load(
-    phases: Sequence[Phase], slots: Sequence[Slot], choice: Choice, target_seconds: float, rate_alone: float
-) -> float:
-    """What a fixed choice is worth on a load, by its slots of each kind of phase."""
-    values = []
+def as_if_kept(phases: Sequence[Phase], slots: Sequence[Slot]) -> Iterator[Slot]:
+    """Those of a load, with a choice whose slots for each kind of phase are these."""
     for phase in phases:
         of = [slot for slot in slots if (slot.decode, slot.prefill) == (phase.decode, phase.prefill)]
-        values.append((phase.seconds, worth(of, choice, target_seconds, rate_alone)))
-    return sum(seconds * value for seconds, value in values) / sum(seconds for seconds, _ in values)
+        yield from itertools.islice(itertools.cycle(of), round(phase.seconds / SLOT_SECONDS))
 
 
 def measured(name: str, target_ms: float, seconds: float, device: str) -> Iterator[dict[str, Any]]:
@@ -202,43 +221,51 @@ def measured(name: str, target_ms: float, seconds: float, device: str) -> Iterat
         of = dict(fixed(layer, server, callers, folder))
         rate_alone = statistics.fmean(slot.rate for slot in of[lane_choice.JOINED] if not slot.decode)
         settings = settings_of(layer, Way("chosen", lanes=True, target_ms=target_ms), folder)
+        settings["partitions"] = {"decode": _FIRST_SMS, "prefill": SMPartitions(0).granularity}
         for load, phases in loads(seconds).items():
-            worths = {
-                choice: worth_of_load(phases, slots, choice, target, rate_alone)
-                for choice, slots in of.items()
-            }
+            kept = {choice: list(as_if_kept(phases, slots)) for choice, slots in of.items()}
+            worths = {choice: worth(slots, choice, target, rate_alone) for choice, slots in kept.items()}
             best = max(worths, key=worths.__getitem__)
             with server.running({**settings, "port": free_port()}) as url:
                 slots = callers.run(url, phases)
-            chosen = worth(slots, best, target, rate_alone)
             yield {
                 "layer": name,
                 "target_ms": target_ms,
+                "phase_seconds": seconds,
                 "load": load,
                 "best": [best.decode_sms, best.chunk_tokens],
                 "best_worth": worths[best],
-                "chosen_worth": chosen,
+                "best_late": late_part(kept[best], target),
+                "chosen_worth": worth(slots, best, target, rate_alone),
+                "chosen_late": late_part(slots, target),
                 "fixed": [[*choice, value] for choice, value in worths.items()],
                 "slots": [[micros(slot), round(slot.rate / rate_alone, 3)] for slot in slots],
             }
 
 
 def micros(slot: Slot) -> int | str | None:
-    """Decode's p99 for the file."""
-    p99 = slot.p99_seconds
-    return "no answer" if p99 == math.inf else None if p99 is None else round(1e6 * p99)
+    """What decode took, for the file."""
+    seconds = slot.decode_seconds
+    return "no answer" if seconds == math.inf else None if seconds is None else round(1e6 * seconds)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a table, and write its rows to a file if asked to."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--layers", nargs="+", choices=LAYERS, default=["deepseek-v3/ep8"])
+    parser.add_argument(
+        "--layers",
+        nargs="+",
+        choices=[name for name in LAYERS if name != "tiny"],
+        default=["deepseek-v3/ep8"],
+    )
     parser.add_argument("--target", type=float, default=1.0, help="of decode, in ms")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each phase")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     if not torch.cuda.is_available():
-        parser.error("expected a GPU, got none: there, lanes share all cores")
+        parser.error("expected a GPU, got none: on a CPU, lanes share all cores")
+    if given.seconds <= 0 or given.seconds % SLOT_SECONDS:
+        parser.error(f"--seconds: expected a multiple of {SLOT_SECONDS} above 0, got {given.seconds}")
     rows: list[dict[str, Any]] = []
     if given.json and given.json.exists():
         rows = json.loads(given.json.read_text())["rows"]
@@ -248,7 +275,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows.append(row)
             print(json.dumps(row), file=sys.stderr, flush=True)
             if given.json:
-                content = {"header": header(), "phase_seconds": given.seconds, "rows": rows}
+                content = {"header": header(), "rows": rows}
                 given.json.write_text(json.dumps(content) + "\n")
     print(loads_table(rows))
     return 0
