@@ -10,14 +10,14 @@ must not overlap a step (loading, replacing SM partitions) runs on the same thre
 import asyncio
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from expertd.service.engine.delivery import Delivery
 from expertd.service.engine.early_steps import EarlySteps
 from expertd.service.engine.errors import SchedulerClosedError
+from expertd.service.engine.jobs import Jobs
 from expertd.service.engine.lookout import Lookout
 from expertd.service.engine.queue_metrics import QueueState
 from expertd.service.engine.queues import Queues
@@ -51,7 +51,7 @@ class Scheduler:
         self._delivery = Delivery()
         self._stepping = Stepping(self._queues, self._delivery, observer)
         self._lookout = Lookout(self._queues, self._stepping, self._delivery, self.poll_sources)
-        self._jobs: deque[tuple[Callable[[], object], Future[Any]]] = deque()
+        self._jobs = Jobs()
         self.lane = lane
         self.worker = Worker(self, _name(lane), lane == 0, 0.0 if lane else spin_seconds)
         self._lock = self._queues.lock  # also of the jobs and the states below
@@ -130,11 +130,10 @@ class Scheduler:
 
     def do_between_steps(self, job: Callable[[], T]) -> "Future[T]":
         """Run `job` on the worker thread before the next step. Raises SchedulerClosedError after `stop`."""
-        done: Future[T] = Future()
         with self._lock:
             if self._stopped:
                 raise SchedulerClosedError("the server is shutting down")
-            self._jobs.append((job, done))
+            done = self._jobs.add(job)
             self._sleeping = False
         self.worker.wakeup.wake()
         return done
@@ -314,7 +313,7 @@ class Scheduler:
     def do_next(self) -> bool | None:
         """Do what is next without waiting; False if there is nothing at present, None after `end`."""
         running, chores = self._stepping.running, self._stepping.chores
-        job: tuple[Callable[[], object], Future[Any]] | None = None
+        job: Callable[[], None] | None = None
         chunks: list[Chunk] = []
         late: list[Chunk] = []
         with self._lock:
@@ -322,7 +321,7 @@ class Scheduler:
             if self._stopped and not running and not chores:
                 return None
             if not running:
-                job = self._jobs.popleft() if self._jobs else None
+                job = self._jobs.next()
             if job is None and self._may_begin():
                 chunks, late = self._queues.split_late(self._queues.next_step(), self._stepping.busy_seconds)
                 if chunks:
@@ -334,7 +333,7 @@ class Scheduler:
             return bool(late)
         with self._turn:
             if job:
-                _run_job(*job)
+                job()
             elif chunks:
                 if self.worker.wakeup.sources:
                     self._lookout.step_begins(chunks)
@@ -394,8 +393,7 @@ class Scheduler:
 
     def cancel_jobs(self) -> None:
         """Cancel those that no thread will run."""
-        for _, done in self._jobs:
-            done.cancel()
+        self._jobs.cancel()
 
     def wait_for_callers(self) -> None:
         """Poll sources until the callers of the last step are back, for a short time; if others wait."""
@@ -460,12 +458,3 @@ def _name(lane: int) -> str:
 
 def _ignore(answer: object) -> None:
     """Of a request that has been given up."""
-
-
-def _run_job(job: Callable[[], object], done: Future[Any]) -> None:
-    if not done.set_running_or_notify_cancel():
-        return
-    try:
-        done.set_result(job())
-    except BaseException as error:
-        done.set_exception(error)
