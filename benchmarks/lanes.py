@@ -89,7 +89,7 @@ class Caller:
 class Callers(NamedTuple):
     """The two callers, and what they share.
 
-    lead  seconds for which prefill is under way before what is measured; None: those above
+    lead  seconds for which prefill is under way before what is measured; None: as `steady_after`
     """
 
     decode: Caller

@@ -5,8 +5,7 @@ answers with a line once it has had some results. Then it reads windows {begin, 
 sends requests from `begin` until `seconds` after `start`, each as soon as its slot is free, and prints the
 stamps [sent, answered] of each request that was sent and answered from `start` on, in nanoseconds, those of
 what was sent in that time and answered after it, and the number of those answered in it. After an empty
-window, it reads the next line. Times are those of the machine's
-monotonic clock, which all processes share.
+window, it reads the next line. Times are those of the machine's monotonic clock, which all processes share.
 """
 
 import json

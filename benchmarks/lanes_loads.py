@@ -56,7 +56,7 @@ class Slot(NamedTuple):
 
 
 def loads(seconds: float) -> dict[str, list[Phase]]:
-    """Loads that change after so many seconds."""
+    """Loads, each in phases of `seconds`."""
     both, decode, prefill = Phase(seconds, 64, True), Phase(seconds, 64, False), Phase(seconds, 0, True)
     return {
         "both all the time": [both] * 2,

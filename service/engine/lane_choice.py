@@ -199,9 +199,11 @@ def look(state: State, load: Load, target_seconds: float, refused: Container[Cho
     gains = is_better(found, now, load, gain)
     if load.has_decode and load.has_prefill:
         looks, idle_looks = (state.looks + 1 if gains else 0), 0
+        is_sure = looks >= _LOOKS
     else:  # for a moment, perhaps: what was seen with both still counts
         looks, idle_looks = state.looks, (state.idle_looks + 1 if gains else 0)
-    if gains and (looks >= _LOOKS if not idle_looks else idle_looks >= _IDLE_LOOKS):
+        is_sure = idle_looks >= _IDLE_LOOKS
+    if is_sure:
         return State(found, reason(now, found, target_seconds))
     return replace(state, expected=now, looks=looks, idle_looks=idle_looks)
 

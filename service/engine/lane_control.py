@@ -99,33 +99,26 @@ class LaneControl:
     ) -> None:
         """Learn from a step; its requests, of so many tokens, have `waited` for this many seconds."""
         with self._lock:
-            if not self._settling.is_on:
-                self._learn(lane, tokens, seconds, waited, request_tokens)
+            if self._settling.is_on:
+                return
+            part = self.state.expected.choice.decode_sms / self._load.total_sms
+            if lane == "decode":
+                if not part:
+                    return  # of before the change
+                self._note_short(seconds, waited, tokens)
+            else:
+                if not part:
+                    most = self._lanes.short_tokens
+                    short = [place for place, each in enumerate(request_tokens) if each <= most]
+                    short_tokens = sum(request_tokens[place] for place in short)
+                    self._note_short(seconds, [waited[place] for place in short], short_tokens)
+                part = 1 - part
+            self._learn(Point(tokens, seconds * part))
 
-    def _learn(
-        self,
-        lane: str,
-        tokens: int,
-        seconds: float,
-        waited: Sequence[float],
-        request_tokens: Sequence[int],
-    ) -> None:
+    def _learn(self, step: Point) -> None:
+        """Learn from a step's time, as on all SMs."""
         known, choice = self._load, self.state.expected.choice
-        part = choice.decode_sms / known.total_sms
-        if lane == "decode":
-            if not part:
-                return  # of before the change
-            self._note_short(seconds, waited, tokens)
-        else:
-            if not part:
-                short = [
-                    place for place, each in enumerate(request_tokens) if each <= self._lanes.short_tokens
-                ]
-                short_tokens = sum(request_tokens[place] for place in short)
-                self._note_short(seconds, [waited[place] for place in short], short_tokens)
-            part = 1 - part
-        step = Point(tokens, seconds * part)  # as on all SMs
-        if tokens <= self._small_tokens:
+        if step.tokens <= self._small_tokens:
             self._load = known._replace(decode=learned(known.decode, step))
         elif self._usual_tokens and not (known.prefill and choice.chunk_tokens):  # the host may bound chunks
             whole = at(self._usual_tokens, step, known.decode)

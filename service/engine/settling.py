@@ -32,8 +32,8 @@ class Settling:
     def looked(self, seconds: float, busy: float) -> bool:
         """Whether a look at the last `seconds` counts, for the part `busy` of which there was prefill.
 
-        Prefill that comes for short times only may have to come twice until looks count: for times without
-        it of less than two seconds, those that are left stay the same.
+        While prefill is away for less than two seconds, the time that is left stops. If it comes for short
+        times only, it may have to come twice until looks count.
         """
         left, absent, present = self._left, self._absent, busy >= _PRESENT_PART
         self._absent = 0.0 if present else absent + seconds

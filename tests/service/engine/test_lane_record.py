@@ -89,7 +89,7 @@ def test_what_was_left_some_time_ago_is_forgotten_and_kept_longer_each_time(
 
 
 def aged(record: LaneRecord, looks: int, usual: Usual = USUAL) -> Load:
-    """After so many looks at a split."""
+    """What is known after `looks` looks at a split."""
     load = LOAD
     for _ in range(looks):
         load = record.noted(Choice(48), usual, Given(1e-3, RATE), load)

@@ -148,7 +148,7 @@ def test_a_thread_that_has_nothing_to_do_retires() -> None:
 
 
 def has_reported(lane: FakeLane, left: int, seconds: float) -> bool:
-    """Whether so many reports, or fewer, are left within `seconds`."""
+    """Whether at most this number of reports is left within `seconds`."""
     end = time.perf_counter() + seconds
     while lane.num_reports > left and time.perf_counter() < end:
         time.sleep(1e-3)
@@ -176,7 +176,7 @@ def test_reports_are_called_while_a_step_runs_and_few_while_the_next_request_is_
             assert has_reported(second, 0, 10)
             assert first.runs
         else:
-            assert has_reported(second, 64, 10), "so many may wait"
+            assert has_reported(second, 64, 10), "64 may wait"
             assert not has_reported(second, 63, SPIN_SECONDS / 6)
 
 
