@@ -170,7 +170,7 @@ class Queues:
         queue, chunk_tokens = self._of[self._next_model()], self._chunk_tokens()
         if chunk_tokens and not self.limits.join_chunks:
             return None
-        size = min(queue.num_tokens, chunk_tokens or queue.num_tokens)
+        size = min(queue.num_tokens, chunk_tokens or queue.num_tokens, self.limits.max_batch_tokens)
         return queue.head() if size >= num_tokens else None
 
     def next_step(self) -> list[Chunk]:

@@ -48,7 +48,13 @@ class _Tensors:
         self.host_out = PinnedRows(most, hidden_size * 4, copies)
         self.offsets = torch.zeros(MAX_GROUPS + 1, dtype=torch.int32, pin_memory=True)
         self.host_offsets = self.offsets.numpy()
+        self.last: RunningStep | None = None  # that reads or writes all this
         torch.cuda.synchronize(device)  # other streams will use them
+
+    @property
+    def are_free(self) -> bool:
+        """Whether the host may write here: the last step has ended."""
+        return self.last is None or self.last.has_ended
 
 
 class _Plan(NamedTuple):
@@ -60,7 +66,8 @@ class _Plan(NamedTuple):
 
 
 class StepGraphs:
-    """The graphs of one layer on one stream. A step must end before the next one of any layer here begins.
+    """The graphs of one layer on one stream. A step must end before the next one of any layer here begins:
+    until then nothing fits.
 
     A step is bfloat16 hidden states with routing for all tokens, or for none. Padding tokens have no routed
     experts, and shared experts compute them.
@@ -91,6 +98,7 @@ class StepGraphs:
         """Whether `begin` supports this step on the current stream."""
         return (
             batch.num_tokens <= TOKEN_COUNTS[-1]
+            and self._tensors.are_free
             and len(batch.requests) <= MAX_REQUESTS
             and all(map(_fits, batch.requests))
             and len(batch.with_routing) in (0, len(batch.requests))
@@ -122,6 +130,8 @@ class StepGraphs:
         plan = request.plan
         if type(plan) is not _Plan or plan.owner is not self._owner or not is_current(self._stream):
             return None
+        if not self._tensors.are_free:
+            return None
         began = time.perf_counter()
         self._tensors.table.restore(plan.table)
         assert request.output is not None
@@ -138,12 +148,13 @@ class StepGraphs:
         self._graphs[key].replay()
         self._staging.signals.enqueue(requests, self._stream)
         num_tokens = sum(request.num_tokens for request in requests)
-        return RunningStep(
+        self._tensors.last = step = RunningStep(
             self._stream,
             self._tensors.host_offsets,
             partial(self._staging.seconds_since, began),
             partial(self._result, num_tokens, outputs),
         )
+        return step
 
     def _rows(self, request: LayerRequest, part: slice) -> RequestRows:
         """Where the request's rows are, or are copied to."""

@@ -31,7 +31,7 @@ class Change:
 
     @property
     def worthwhile(self) -> bool:
-        """Whether any layer changes; all that do gain at least 5 %."""
+        """Whether any layer changes; all that do gain at least 5%."""
         return self.moves > 0
 
 
@@ -79,7 +79,7 @@ def plan_change(
 
     loads  [num_layers, num_experts], those that `new` was made for
 
-    Layers whose max/mean would fall by less than 5 % keep their old placement. If more experts would move
+    Layers whose max/mean would fall by less than 5% keep their old placement. If more experts would move
     than `max_moves` allows, `new` is left aside, and `old` is improved by the moves that gain most, one after
     another, each within a node. Raises ValueError (name, expected, got).
     """

@@ -295,6 +295,14 @@ def test_a_step_with_a_chunk_does_not_begin_early() -> None:
     assert filled.queues.large_head(8) is None
 
 
+def test_a_step_is_never_larger_than_the_limit_however_much_waits() -> None:
+    """Steps of a decode lane are small, and must not begin early: they use the same memory as each other."""
+    filled = Filled(prefill_chunk_tokens=0)
+    filled.add(*[8] * 20)
+    assert filled.queues.large_head(32) is not None
+    assert filled.queues.large_head(33) is None
+
+
 def test_a_request_found_right_after_a_long_ones_step_has_waited_for_it() -> None:
     filled = Filled()
     filled.add(32)

@@ -2,16 +2,19 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from expertd.kernels import Routing, resolve_backend
 from expertd.kernels.partitions import SMPartitions
 from expertd.service.engine.local_models import capture_graphs
+from expertd.service.memory import host_view
 from expertd.service.moe.batch import Batch
 from expertd.service.moe.capture import GraphPool
 from expertd.service.moe.graphs import TOKEN_COUNTS, StepGraphs
 from expertd.service.moe.layer import MoELayer
+from expertd.service.moe.request import StepResult
 from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.running import RunningStep
 from expertd.service.moe.shape import LayerShape
@@ -19,7 +22,7 @@ from expertd.service.moe.staging import Staging
 from expertd.service.moe.weights import random_weights
 from tests.kernels.helpers import forbid_host_sync, fresh_generator
 from tests.service.moe.reference_layer import assert_close, reference_layer
-from tests.service.moe.requests import layer_request, rows_of
+from tests.service.moe.requests import layer_request, pinned, rows_of
 
 pytestmark = pytest.mark.gpu
 
@@ -100,6 +103,27 @@ def test_a_replay_never_waits(graphs: StepGraphs) -> None:
     with forbid_host_sync():
         step = graphs.begin(batch)
     step.finish()
+
+
+def test_a_step_that_begins_while_another_runs_changes_nothing_of_it() -> None:
+    """All graphs read the same table of requests, so the second step is launched without one."""
+    runner = LayerRunner(_layer(), DEVICE)
+    runner.capture(GraphPool(DEVICE))
+    requests = [layer_request(_tokens(20), place=pinned, into=pinned) for _ in range(2)]
+
+    def outputs(steps: list[StepResult]) -> list[bytes]:
+        return [bytes(host_view(step.outputs[0])) for step in steps]
+
+    alone = outputs([runner.run([request]) for request in requests])
+    for _ in range(3):
+        for request in requests:
+            assert request.output is not None
+            np.frombuffer(host_view(request.output), np.uint8).fill(0xFF)
+        torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]  # about 10 ms, in which neither begins
+        steps = [runner.begin([request]) for request in requests]
+        assert outputs([step.finish() for step in steps]) == alone
+    launches = runner.launches
+    assert (launches.graph, launches.eager + launches.recurring) == (2 + 3, 3)
 
 
 def test_steps_that_fit_no_graph(graphs: StepGraphs) -> None:
