@@ -5,7 +5,7 @@ two processes with the same work differ by more than is measured here; the other
 hundredth of its requests (the default) to a process that takes them. Requests come over HTTP by 32
 connections, and through one channel, which has no spans. In each round every way has two turns, in an order
 and then backwards, so that a drift of the machine cancels; the orders change, and /metrics is scraped once
-a second. A row compares two ways: the median of the rounds' ratios of rates, with its 95 % confidence
+a second. A row compares two ways: the median of the rounds' ratios of rates, with its 95% confidence
 interval (by bootstrap), and for HTTP that of the processor times of a request, on which other programs have
 less influence. The last row has the microseconds of the calls alone, in a loop.
 """
@@ -203,7 +203,7 @@ def compare(
 
 
 def median_with_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """The median, and the ends of its 95 % confidence interval, by bootstrap."""
+    """The median, and the ends of its 95% confidence interval, by bootstrap."""
     generator = random.Random(0)
     medians = sorted(statistics.median(generator.choices(values, k=len(values))) for _ in range(_RESAMPLES))
     edge = round(0.025 * _RESAMPLES)

@@ -18,8 +18,8 @@ def open_loop_machine(results: Path) -> str:
         f"{header['cpus']} cores of an {header['cpu']}, which server and caller share with other work; "
         f"{header['seconds']:g} s each; {sizes} tokens; deadline {header['deadline_ms']:g} ms. Capacity, by "
         f"a closed loop: {content['capacity']:.0f} requests/s. At {most['load']:g} times it, goodput is "
-        f"{most['goodput'] / best:.2f} of the best, and {most['late'] / most['sent']:.1%} of the answers are "
-        "late."
+        f"{most['goodput'] / best:.2f} of the best, and {most['late'] / most['sent']:.1%} of the requests "
+        "are answered late."
     )
 
 

@@ -116,12 +116,11 @@ def serving_headline(results: Path) -> str:
     alone, alone_many = (_gpu_us(rows, tokens) for tokens in (1, 4096))
     gpu = _content(results)["header"]["gpu"].split(",")[0]
     return paragraph(
-        f"On one {gpu}, a caller of DeepSeek-V3's whole layer gets its answer through a "
-        f"[channel](docs/channels.md) {one['p50_us'] - alone:.0f} µs after the GPU alone would be "
-        f"done at 1 token, and {100 * (many['p50_us'] / alone_many - 1):.0f}% after at 4096, with its "
-        f"tensors in the GPU's memory. Over HTTP it is {http['p50_us'] - alone:.0f} µs after at 1 "
-        f"token; at 4096, where bodies take the time, {http_many['p50_us'] / 1e3:.0f} ms instead of "
-        f"{alone_many / 1e3:.0f}."
+        f"On one {gpu}, a call of DeepSeek-V3's whole layer through a [channel](docs/channels.md), with "
+        f"tensors in the GPU's memory, takes {one['p50_us'] - alone:.0f} µs longer than the GPU alone at 1 "
+        f"token, and {100 * (many['p50_us'] / alone_many - 1):.0f}% longer at 4096. Over HTTP it takes "
+        f"{http['p50_us'] - alone:.0f} µs longer at 1 token; at 4096, where bodies take the time, "
+        f"{http_many['p50_us'] / 1e3:.0f} ms instead of {alone_many / 1e3:.0f}."
     )
 
 

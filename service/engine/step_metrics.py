@@ -39,8 +39,8 @@ QUEUE = Family(
 COMPUTE = Family(
     "histogram",
     "compute_seconds",
-    "one step: from its begin, or from the end of the step before if that is later, until its outputs are "
-    "where they are wanted",
+    "one step: from its start, or from the end of the step before if that is later, until its outputs are "
+    "in place",
     "seconds",
     ("model", "layout"),
     SECONDS,

@@ -15,7 +15,7 @@ Done = Callable[[Output | Exception], object]
 
 
 class Step(Protocol):
-    """A step on the device, from its begin on; implemented by `expertd.service.moe.runner.RunningStep`."""
+    """A step that has begun on the device; implemented by `expertd.service.moe.runner.RunningStep`."""
 
     def is_done(self) -> bool:
         """Whether `finish` would return at once."""

@@ -17,14 +17,14 @@ _STATUS_TEXTS = {
     403: "The settings do not allow it, or the API key lacks the right",
     404: "No such model, version, region or channel",
     408: "The body did not arrive within body_timeout_seconds; the connection is closed",
-    409: "The server has no device whose SMs can be partitioned, several ranks, or no memory for the model",
+    409: "The server's device, ranks, lanes or memory do not allow it, or another profile is being recorded",
     413: "The body is larger than max_body_bytes, or its JSON or the output as JSON than max_json_bytes",
     415: "The body's Content-Encoding is not supported",
-    422: "The partitions do not fit the device",
+    422: "A field is missing, unknown or of a wrong type, or the device or the ranks cannot do this",
     429: "The queue is full (with Retry-After), and limits.queue_full_status is 429",
     500: "The server failed",
-    503: "Not ready, the queue is full (with Retry-After), the request's timeout expired in the queue, or "
-    "there are too many channels",
+    503: "Not ready or shutting down, the queue or the memory is full (with Retry-After), the request's "
+    "timeout passed, or there are too many channels",
 }
 
 _KEY_SCHEME = {

@@ -8,7 +8,7 @@ from expertd.limits import MAX_EXPERTS
 
 
 class PlacementRequest(BaseModel):
-    """rebalance: plan from the present loads, and carry out what gains 5 % or more. pin: give each rank of a
+    """rebalance: plan from the present loads, and carry out what gains 5% or more. pin: give each rank of a
     model these experts, until `rebalance` releases them.
     """
 

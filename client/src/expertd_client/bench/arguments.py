@@ -24,7 +24,7 @@ Number = TypeVar("Number", int, float)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the bench."""
     add = parser.add_argument
-    add("--url", default="http://localhost:8000", help="http://host:port or unix:/path (%(default)s)")
+    add("--url", default="http://localhost:8000", help="http(s)://host:port or unix:/path (%(default)s)")
     add("--model", help="a served model (default: the first)")
     add("--tokens", type=_list_of(int), default=[1, 8, 64], help="sizes of a request (1,8,64)")
     add("--connections", type=_list_of(int), default=[1, 32], help="numbers of connections (1,32)")
