@@ -18,8 +18,8 @@ from expertd.service.sentences import shown
 
 _MAX_KEPT_BYTES = 2048  # of a message without its tensors
 _REGION = "shared_memory_region"
-# What HTTP needs to tell where a tensor's bytes are, which messages say otherwise.
-_OF_HTTP = frozenset({"binary_data", "binary_data_size", "binary_data_output"})
+# Where a tensor's bytes are, as HTTP has it. Messages say that otherwise, but KServe's client repeats it.
+_SIZE, _OUTPUTS = "binary_data_size", frozenset({"binary_data", "binary_data_output"})
 _CONTENTS = {
     "FP32": ("fp32_contents", "<f4"),
     "INT32": ("int_contents", "<i4"),
@@ -135,6 +135,7 @@ class _Input:
         self._message = message
         self._where = f"input {message.name if message.name in INPUT_DATATYPES else shown(message.name)}"
         parameters = _parameters(message, self._where)
+        self._told_size = parameters.pop(_SIZE, None)
         self.is_elsewhere = _REGION in parameters
         if self.is_elsewhere and message.HasField("contents"):
             raise OipError(400, f"{self._where}: expected {_REGION} alone, got contents too")
@@ -150,10 +151,16 @@ class _Input:
         message = self._message
         if message.HasField("contents"):
             raise OipError(400, f"{self._where}: expected contents or raw_input_contents, got both")
+        if self._told_size not in (None, size):
+            text = f"expected {size}, the bytes of its raw_input_contents, got {shown(self._told_size)}"
+            raise OipError(400, f"parameter {_SIZE} of {self._where}: {text}")
         self._set_size("raw_input_contents", size)
 
     def contents(self) -> bytes:
         """The typed contents, as bytes. Raises OipError (400)."""
+        if self._told_size is not None:
+            text = f"expected raw_input_contents, got parameter {_SIZE} without them"
+            raise OipError(400, f"{self._where}: {text}")
         datatype, contents = self._message.datatype, self._message.contents
         if datatype in ELEMENT_BYTES and datatype not in _CONTENTS:
             text = f"expected raw_input_contents for {datatype}, which has no typed contents, got none"
@@ -168,7 +175,7 @@ class _Input:
 
     def _set_size(self, field: str, size: int) -> None:
         datatype, shape = self.entry["datatype"], self.entry["shape"]
-        self.entry["parameters"]["binary_data_size"] = size
+        self.entry["parameters"][_SIZE] = size
         if datatype not in ELEMENT_BYTES or len(shape) != 2 or min(shape) < 0:
             return  # refused for that
         expected = shape[0] * shape[1] * ELEMENT_BYTES[datatype]
@@ -178,12 +185,12 @@ class _Input:
 
 
 def _parameters(message: Any, where: str) -> dict[str, Any]:
-    """Parameters as in JSON. Raises OipError (400) for those that are of HTTP alone."""
+    """Parameters as in JSON. Raises OipError (400) if they ask for outputs in another form than raw."""
     found = {}
     for name, value in message.parameters.items():
-        if name in _OF_HTTP:
-            text = "expected none over gRPC, where tensors are always raw or typed contents"
-            raise OipError(400, f"parameter {name} of {where}: {text}")
         choice = value.WhichOneof("parameter_choice")
         found[name] = None if choice is None else getattr(value, choice)
+        if name in _OUTPUTS and found.pop(name) is not True:
+            text = "expected true or none over gRPC, where outputs are always raw_output_contents"
+            raise OipError(400, f"parameter {name} of {where}: {text}")
     return found

@@ -50,6 +50,17 @@ async def test_outputs_and_typed_contents() -> None:
         assert calls.serving.metric("requests_total", model="tiny", status="200") == 3
 
 
+async def test_parameters_of_http_that_agree_with_the_message_change_nothing() -> None:
+    """KServe's client sends the size of each raw tensor, as over HTTP."""
+    values = rows(2)
+    message = hidden_message(values)
+    message.inputs[0].parameters["binary_data_size"].int64_param = values.nbytes
+    message.parameters["binary_data_output"].bool_param = True
+    message.outputs.add(name="hidden_states").parameters["binary_data"].bool_param = True
+    async with grpc_serving(EchoRunner()) as calls:
+        np.testing.assert_array_equal(output_of(await calls.infer(message)), values)
+
+
 async def test_large_tensors_pass_through_the_arena() -> None:
     values = rows(64 * 4)  # more than 64 KiB
     settings = tiny_settings({"max_request_tokens": 256}, **ON)
@@ -74,7 +85,9 @@ WRONG = [
     (changed(raw=[b"", b""]), "raw_input_contents: expected 1, one for each input with data, got 2"),
     (changed(raw=[]), "contents of input hidden_states: expected 1024 bytes for shape [2, 128]"),
     (changed(raw=[], datatype="BF16"), "input hidden_states: expected raw_input_contents for BF16"),
-    (changed(parameter="binary_data_size"), "parameter binary_data_size of input hidden_states"),
+    (changed(parameter="binary_data_size"), "parameter binary_data_size of input hidden_states: expected"),
+    (changed(raw=[], parameter="binary_data_size"), "input hidden_states: expected raw_input_contents"),
+    (changed(parameter="binary_data"), "parameter binary_data of input hidden_states: expected true or none"),
     (changed(parameter="timeout"), "parameter timeout of input hidden_states: expected it at"),
     (hidden_message(rows(1), priority=256), "parameter priority: expected an integer from 0 to 255"),
     (CLASSES["ModelInferRequest"](model_name="tiny"), "inputs: expected hidden_states, got none"),
