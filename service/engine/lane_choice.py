@@ -21,11 +21,11 @@ from typing import Literal, NamedTuple
 JOINED_STEPS = 2  # that a joined decode request takes: the rest of the one that runs, and its own
 CHUNKS = (1024, 2048)  # smaller ones gave less of prefill and were hardly faster, on an H200
 LEAST_SMS, MOST_PART = 16, 0.65  # of a decode lane
-_GAIN = 1.1  # over the present choice, which another must have
-_MISSED = 0.5  # of its worth has a choice with which decode misses its target
-_ROOM = 0.95  # of the target, that decode must keep with another choice if it has reached it
-_LOOKS = 2  # in a row, at which it must have it
-_IDLE_LOOKS = 10  # while there are only decode requests, or only prefill: the others may come back
+_GAIN = 1.1  # what another choice must be worth, over the present one
+_MISSED = 0.5  # a choice with which decode misses its target is worth this part of itself at most
+_ROOM = 0.95  # while decode keeps its target, another choice must keep this part of it
+_SAMPLES = 2  # in a row, in which it must be better
+_IDLE_SAMPLES = 10  # while there are only decode requests, or only prefill: the others may come back
 _SMOOTHING = 0.3  # weight of a new measurement
 
 Reason = Literal["start", "target", "prefill", "decode"]
@@ -99,15 +99,16 @@ class Expected(NamedTuple):
 
 @dataclass(frozen=True)
 class State:
-    """The present choice, why it was made, and how often in a row another one was better.
+    """The present choice, and why it was made.
 
-    idle_looks  the same, where there were only decode requests, or only prefill
+    samples       in a row, in which another one was better
+    idle_samples  the same, of samples with only decode requests, or only prefill
     """
 
     expected: Expected
     why: Reason
-    looks: int = 0
-    idle_looks: int = 0
+    samples: int = 0
+    idle_samples: int = 0
 
 
 def learned(known: Point | None, new: Point) -> Point:
@@ -117,7 +118,7 @@ def learned(known: Point | None, new: Point) -> Point:
     return Point(*(old + _SMOOTHING * (late - old) for old, late in zip(known, new, strict=True)))
 
 
-def at(tokens: float, measured: Point, decode: Point | None) -> Point:
+def point_at(tokens: float, measured: Point, decode: Point | None) -> Point:
     """The step of `tokens` on the line through a measured one and a decode step."""
     if decode is None or measured.tokens <= decode.tokens:
         return Point(tokens, measured.seconds * tokens / measured.tokens)
@@ -183,29 +184,29 @@ def best(load: Load, target_seconds: float, refused: Container[Choice] = ()) -> 
     return max((expected(choice, load) for choice in allowed), key=rank)
 
 
-def look(state: State, load: Load, target_seconds: float, refused: Container[Choice] = ()) -> State:
-    """The state after another look: another choice is taken once it was clearly better several times.
+def next_state(state: State, load: Load, target_seconds: float, refused: Container[Choice] = ()) -> State:
+    """The state after another sample: another choice is taken once it was clearly better several times.
 
     refused  by the device
     """
     now = expected(state.expected.choice, load)
     is_known = (load.decode or not load.has_decode) and (load.prefill or not load.has_prefill)
     if not is_known or not (load.has_decode or load.has_prefill):
-        return replace(state, expected=now, looks=0, idle_looks=0)
-    # Measurements scatter: what is just below the target may be above it at the next look.
+        return replace(state, expected=now, samples=0, idle_samples=0)
+    # Measurements scatter: what is just below the target may be above it at the next sample.
     of_others = target_seconds * (_ROOM if now.decode_seconds <= target_seconds else 1.0)
     found = best(load, of_others, refused)
     gain = worth(found, load, of_others) / max(worth(now, load, target_seconds), 1e-9)
     gains = is_better(found, now, load, gain)
     if load.has_decode and load.has_prefill:
-        looks, idle_looks = (state.looks + 1 if gains else 0), 0
-        is_sure = looks >= _LOOKS
+        samples, idle_samples = (state.samples + 1 if gains else 0), 0
+        is_sure = samples >= _SAMPLES
     else:  # for a moment, perhaps: what was seen with both still counts
-        looks, idle_looks = state.looks, (state.idle_looks + 1 if gains else 0)
-        is_sure = idle_looks >= _IDLE_LOOKS
+        samples, idle_samples = state.samples, (state.idle_samples + 1 if gains else 0)
+        is_sure = idle_samples >= _IDLE_SAMPLES
     if is_sure:
         return State(found, reason(now, found, target_seconds))
-    return replace(state, expected=now, looks=looks, idle_looks=idle_looks)
+    return replace(state, expected=now, samples=samples, idle_samples=idle_samples)
 
 
 def is_better(found: Expected, now: Expected, load: Load, gain: float) -> bool:

@@ -1,4 +1,4 @@
-"""Changes how lanes share the device while they serve: looks twice a second, and has `lane_choice` choose."""
+"""Changes how lanes share the device while they serve: takes samples, and has `lane_choice` choose."""
 
 import asyncio
 import logging
@@ -22,10 +22,10 @@ from expertd.service.engine.lane_choice import (
     Point,
     Reason,
     State,
-    at,
     expected,
     learned,
-    look,
+    next_state,
+    point_at,
 )
 from expertd.service.engine.lane_control_metrics import control_metrics
 from expertd.service.engine.lane_record import LaneRecord, Usual
@@ -36,11 +36,11 @@ from expertd.service.settings.model import Settings
 
 logger = logging.getLogger(__name__)
 
-_LOOK_SECONDS = 0.5
-_BUSY_PART = 0.8  # of the time there are long requests: then more is asked for than there can be
-_LEAST_BUSY_PART = 0.1  # that says at what rate they are computed
-_LEAST_REQUESTS = 20  # short ones between two looks, that say what nearly all take
-_TAILS = 5  # looks whose median counts: one with a pause says nothing
+_SAMPLE_SECONDS = 0.5  # from one to the next
+_BUSY_PART = 0.8  # of the time with long requests: then more is asked for than there can be
+_LEAST_BUSY_PART = 0.1  # with less, the rate of long requests is not measured
+_LEAST_REQUESTS = 20  # short ones in a sample: with fewer, what nearly all take is not measured
+_TAILS = 5  # samples whose median counts: one with a pause says nothing
 
 
 class LaneControl:
@@ -65,9 +65,9 @@ class LaneControl:
         self.state = State(expected(Choice(split.num_sms), self._load), "start")
         self._changes: dict[Reason, int] = dict.fromkeys(("target", "prefill", "decode"), 0)
         self._seen = self._so_far()
-        self._usual_tokens = 0.0  # of a long request, between the two looks before; 0: there was none
+        self._usual_tokens = 0.0  # of a long request, in the last sample with one; 0: there was none
         self._refused: set[Choice] = set()  # by the device
-        self._took: list[float] = []  # by each short request, since the last look
+        self._took: list[float] = []  # by each short request, since the last sample
         self._short_steps: list[int] = []  # the tokens of short requests in each step with some, since then
         self._tails: deque[float] = deque(maxlen=_TAILS)  # see `Load.tail_seconds`
         self._record = LaneRecord()
@@ -78,12 +78,12 @@ class LaneControl:
         self._lock = threading.Lock()  # of what steps change, on other threads
 
     def start(self) -> None:
-        """Look from now on."""
+        """Take samples from now on."""
         self._lanes.counts.on_step = self.step_done
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def stop(self) -> None:
-        """Look no more; a change that has begun is made."""
+        """Take no more; a change that has begun is made."""
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
@@ -121,7 +121,7 @@ class LaneControl:
         if step.tokens <= self._small_tokens:
             self._load = known._replace(decode=learned(known.decode, step))
         elif self._usual_tokens and not (known.prefill and choice.chunk_tokens):  # the host may bound chunks
-            whole = at(self._usual_tokens, step, known.decode)
+            whole = point_at(self._usual_tokens, step, known.decode)
             self._load = known._replace(prefill=learned(known.prefill, whole))
 
     def _note_short(self, seconds: float, waited: Sequence[float], tokens: int) -> None:
@@ -130,21 +130,21 @@ class LaneControl:
             self._took.extend(seconds + each for each in waited)
             self._short_steps.append(tokens)
 
-    async def look(self, seconds: float) -> None:
-        """Look at what happened in the last `seconds`, and change the lanes if another choice is better."""
+    async def sample(self, seconds: float) -> None:
+        """Take a sample of the last `seconds`, and change the lanes if another choice is better."""
         with self._lock:
-            if not self._look_back(seconds):
-                self.state = replace(self.state, looks=0, idle_looks=0)
+            if not self._collect(seconds):
+                self.state = replace(self.state, samples=0, idle_samples=0)
                 return
             load = self._load
-        found = look(self.state, load, self._target_seconds, self._refused)
+        found = next_state(self.state, load, self._target_seconds, self._refused)
         choice = self.state.expected.choice
         if found.expected.choice == choice or await self._change(found):
             self.state = found
         else:
-            self.state = replace(self.state, expected=expected(choice, load), looks=0, idle_looks=0)
+            self.state = replace(self.state, expected=expected(choice, load), samples=0, idle_samples=0)
 
-    def _look_back(self, seconds: float) -> bool:
+    def _collect(self, seconds: float) -> bool:
         """Learn from what happened in the last `seconds`; False if that does not count."""
         now, before = self._so_far(), self._seen
         short, long, long_tokens, busy_seconds, computed = (
@@ -156,13 +156,13 @@ class LaneControl:
             self._usual_tokens = long_tokens / long
         load, asked = self._load, 1.0
         if load.prefill is not None and load.decode is not None and self._usual_tokens > load.decode.tokens:
-            load = load._replace(prefill=at(self._usual_tokens, load.prefill, load.decode))
+            load = load._replace(prefill=point_at(self._usual_tokens, load.prefill, load.decode))
         if busy < _BUSY_PART and load.prefill is not None:
             asked = min(1.0, long_tokens / seconds * load.prefill.seconds / load.prefill.tokens)
         self._load = load._replace(
             asked=max(0.01, asked), has_decode=short > 0, has_prefill=long > 0 or busy >= _BUSY_PART
         )
-        if not self._settling.looked(seconds, busy):
+        if not self._settling.counts(seconds, busy):
             self._took.clear()
             self._short_steps.clear()
             return False
@@ -170,7 +170,7 @@ class LaneControl:
         return True
 
     def _measure(self, prefill_rate: float) -> None:
-        """Learn what the choice gave since the last look.
+        """Learn what the choice gave since the last sample.
 
         prefill_rate  tokens per second while there were long requests; 0: unknown
         """
@@ -219,14 +219,14 @@ class LaneControl:
     async def _run(self) -> None:
         last = time.perf_counter()
         while True:
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_SAMPLE_SECONDS)
             now = time.perf_counter()
             try:
-                await self.look(now - last)
+                await self.sample(now - last)
             except SchedulerClosedError:
                 return
             except Exception:  # as of a device that failed: the lanes stay as they are
-                logger.exception("lanes: looking, or changing them, failed")
+                logger.exception("lanes: a sample, or changing them, failed")
             last = now
 
 

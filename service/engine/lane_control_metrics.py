@@ -23,7 +23,7 @@ MEASURED_SECONDS = Family(
     "gauge",
     "lanes_measured_decode_seconds",
     "what 99 of 100 decode requests took at most, in their queue and step, on their lane or joined, at "
-    "the last look with enough of them; 0: not known",
+    "the last sample with enough of them; 0: not known",
     "seconds",
     when=_WHEN,
 )
@@ -37,7 +37,7 @@ PREFILL_RATIO = Family(
 MEASURED_RATIO = Family(
     "gauge",
     "lanes_measured_prefill_ratio",
-    "prefill's rate while there was some, over its rate alone, at the last look with some; 0: not known",
+    "prefill's rate while there was some, over its rate alone, in the last sample with some; 0: not known",
     "ratio",
     when=_WHEN,
 )

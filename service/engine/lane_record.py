@@ -1,14 +1,14 @@
 """What choices of lanes really gave, as long as the load is alike.
 
-A choice is measured at looks at which there were both decode and prefill. The middle of the last ones counts,
-so that one with a pause says nothing. All is forgotten when the usual tokens of a decode step or of a prefill
-request differ by more than a factor of two from those when the present choice was measured first, twice in a
-row. Other choices gather other numbers of requests in a step, so only looks at one choice are compared. By
-what arithmetic was wrong, is kept beyond that.
+A choice is measured by samples that have both decode and prefill. The median of the last ones counts, so that
+one with a pause says nothing. All is forgotten when the usual tokens of a decode step or of a prefill request
+differ by more than a factor of two from those when the present choice was measured first, twice in a row.
+Other choices gather other numbers of requests in a step, so only samples of one choice are compared. The
+correction factors are kept even then.
 
-A choice that was left some time ago is forgotten, too, because what disturbed it may be over; and so is by
-what arithmetic was wrong for splits, or for joined choices, if none of them was measured since. Each time, it
-is kept twice as long as before.
+A choice that was left some time ago is forgotten, too, because what disturbed it may be over; and so is the
+factor of splits, or of joined choices, if none of them was measured since. Each time, it is kept twice as
+long as before.
 """
 
 import statistics
@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 from expertd.service.engine.lane_choice import UNTRIED_JOINED, Choice, Factors, Given, Load, calculated
 
-_MEASURED_LOOKS = 21  # whose middle counts; with fewer, scatter near the target has good choices left
+_WINDOW = 21  # samples whose median counts; with fewer, scatter near the target has good choices left
 _ALIKE = 2.0  # the factor, up to which two loads are
-_UNLIKE_LOOKS = 2  # in a row, after which the load is another one: a few requests may be large by chance
-_KEPT_LOOKS = 100  # without a measurement, at first: 50 s
-_MOST_KEPT_LOOKS = 600
+_UNLIKE_SAMPLES = 2  # in a row, after which the load is another one: a few requests may be large by chance
+_KEPT_SAMPLES = 100  # without a measurement, at first: 50 s
+_MOST_KEPT_SAMPLES = 600
 
 
 class Usual(NamedTuple):
@@ -36,16 +36,16 @@ class Usual(NamedTuple):
 
 
 class _Measured:
-    """Of one choice. usual: at the first look; at: the number of the last one; unlike: looks in a row."""
+    """Of one choice. usual: at the first sample; at: the number of the last one; unlike: samples in a row."""
 
     def __init__(self, usual: Usual) -> None:
         self.usual, self.at, self.unlike = usual, 0, 0
-        self.looks: deque[Given] = deque(maxlen=_MEASURED_LOOKS)
+        self.samples: deque[Given] = deque(maxlen=_WINDOW)
 
     @property
     def given(self) -> Given:
-        """The middle of the last looks; of two, the better one."""
-        seconds, rates = zip(*self.looks, strict=True)
+        """The median of the last samples; of an even number, the better one."""
+        seconds, rates = zip(*self.samples, strict=True)
         return Given(statistics.median_low(seconds), statistics.median_high(rates))
 
 
@@ -54,25 +54,25 @@ class LaneRecord:
 
     def __init__(self) -> None:
         self._measured: dict[Choice, _Measured] = {}
-        self._factors_at: dict[bool, int] = {}  # the look that gave the factors of splits (True), of others
-        self._kept: dict[Choice | bool, int] = {}  # looks for which they are, where other than at first
+        self._factors_at: dict[bool, int] = {}  # the sample that gave the factors of splits (True), of others
+        self._kept: dict[Choice | bool, int] = {}  # samples for which they are, where other than at first
         self._looks = 0
 
     def noted(self, choice: Choice, usual: Usual, given: Given, load: Load) -> Load:
-        """`load` with what `choice` gave at this look, beside what others gave; with decode and prefill."""
+        """`load` with what `choice` gave in this sample, beside what others gave; with decode and prefill."""
         self._looks += 1
         if known := self._measured.get(choice):
             known.unlike = 0 if known.usual.is_like(usual) else known.unlike + 1
-            if known.unlike >= _UNLIKE_LOOKS:
+            if known.unlike >= _UNLIKE_SAMPLES:
                 self._measured.clear()
                 self._kept.clear()
             elif known.unlike:
                 return load
         load = self._without_old(load)
         now = self._measured.setdefault(choice, _Measured(usual))
-        now.looks.append(given)
+        now.samples.append(given)
         now.at = self._factors_at[choice.decode_sms > 0] = self._looks
-        if len(now.looks) == _MEASURED_LOOKS:
+        if len(now.samples) == _WINDOW:
             self._kept.pop(choice, None)
         load = load._replace(given={each: of.given for each, of in self._measured.items()})
         factors = _factors(choice, now.given, load)
@@ -90,10 +90,10 @@ class LaneRecord:
         return load
 
     def _is_old(self, what: Choice | bool, at: int) -> bool:
-        kept = self._kept.get(what, _KEPT_LOOKS)
+        kept = self._kept.get(what, _KEPT_SAMPLES)
         if self._looks - at < kept:
             return False
-        self._kept[what] = min(2 * kept, _MOST_KEPT_LOOKS)
+        self._kept[what] = min(2 * kept, _MOST_KEPT_SAMPLES)
         return True
 
 

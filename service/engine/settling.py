@@ -1,4 +1,4 @@
-"""Decides which looks count: not those that a change disturbs, or prefill that has just come back.
+"""Decides which samples count: not those disturbed by a change, or by prefill that has just come back.
 
 Requests wait for a change, and graphs are captured after it. When a GPU reaches its power limit, steps take
 up to 43% longer for 0.2 s, 0.8 s after prefill has come back.
@@ -9,16 +9,16 @@ import math
 _SETTLING_SECONDS = 1.0
 _ABSENT_SECONDS = 2.0  # of prefill, after which it comes back
 _LONG_ABSENT_SECONDS = 30.0
-_PRESENT_PART = 0.1  # of the time of a look, at least, for which prefill is there
+_PRESENT_PART = 0.1  # of the time of a sample, at least, for which prefill is there
 
 
 class Settling:
-    """Is asked after each look."""
+    """Is asked after each sample."""
 
     def __init__(self) -> None:
-        self._left = 0.0  # seconds until looks count
+        self._left = 0.0  # seconds until samples count
         self._absent = math.inf  # seconds without prefill
-        self._has_counted = True  # a look with prefill, since that came back
+        self._has_counted = True  # a sample with prefill, since that came back
 
     @property
     def is_on(self) -> bool:
@@ -26,14 +26,14 @@ class Settling:
         return self._left > 0.0
 
     def changed(self, seconds: float) -> None:
-        """There is a change, which takes `seconds`; they are a part of the next look's."""
+        """There is a change, which takes `seconds`; they are a part of the next sample's."""
         self._left = _SETTLING_SECONDS + seconds
 
-    def looked(self, seconds: float, busy: float) -> bool:
-        """Whether a look at the last `seconds` counts, for the part `busy` of which there was prefill.
+    def counts(self, seconds: float, busy: float) -> bool:
+        """Whether a sample of the last `seconds` counts, for the part `busy` of which there was prefill.
 
         While prefill is away for less than two seconds, the time that is left stops. If it comes for short
-        times only, it may have to come twice until looks count.
+        times only, it may have to come twice until samples count.
         """
         left, absent, present = self._left, self._absent, busy >= _PRESENT_PART
         self._absent = 0.0 if present else absent + seconds

@@ -14,18 +14,18 @@ from expertd.service.engine.loading import Partitions
 from tests.service.apps import tiny_settings
 from tests.service.engine.lane_devices import PREFILL_TOKENS, TOTAL, UNIT, Device, Phase
 
-LOOK_SECONDS = 0.5
-SETTLING_LOOKS = 3  # that do not count, from where prefill begins
-_STEPS = 25  # of each kind between two looks
-# How much longer requests take in the first looks with prefill, and after a change: graphs are captured, then
-# a GPU that has reached its power limit slows down too much.
+SAMPLE_SECONDS = 0.5
+SETTLING_SAMPLES = 3  # that do not count, from where prefill begins
+_STEPS = 25  # of each kind between two samples
+# How much longer requests take in the first samples with prefill, and after a change: graphs are captured,
+# then a GPU that has reached its power limit slows down too much.
 _SETTLING = (3.0, 1.4)
 
 
 class Simulation:
-    """Has the events of one look after another.
+    """Has the events of one sample after another.
 
-    scatter  of what nearly all requests take: a factor of up to 1 + scatter, or its inverse, at each look
+    scatter  of what nearly all requests take: a factor of up to 1 + scatter, or its inverse, in each sample
     slower   a factor of the same, while something disturbs them
     """
 
@@ -59,7 +59,7 @@ class Simulation:
         return self.control.state.expected.choice
 
     async def serve(self, phase: Phase) -> None:
-        """Report the steps of this load, and look."""
+        """Report the steps of this load, and take a sample."""
         choice, device = self.choice, self.device
         took = device.truth(choice, phase).decode_seconds
         took *= (1 + self.scatter) ** self._random.uniform(-1, 1)
@@ -83,9 +83,9 @@ class Simulation:
                 self._steps("prefill", tokens, step, step, [PREFILL_TOKENS])
             else:
                 self._steps("prefill", tokens + phase.decode, step, took, [phase.decode, PREFILL_TOKENS])
-            self.long.seconds += LOOK_SECONDS
-            self.long.tokens += int(LOOK_SECONDS * tokens / step)
-        await self.control.look(LOOK_SECONDS + 1e-3)  # never sooner
+            self.long.seconds += SAMPLE_SECONDS
+            self.long.tokens += int(SAMPLE_SECONDS * tokens / step)
+        await self.control.sample(SAMPLE_SECONDS + 1e-3)  # never sooner
 
     def _steps(self, lane: str, tokens: int, seconds: float, took: float, requests: list[int]) -> None:
         for _ in range(_STEPS):
@@ -93,20 +93,20 @@ class Simulation:
             self.control.step_done(lane, tokens, seconds, waited, requests)
 
 
-def looks(phases: list[Phase]) -> Iterator[Phase]:
+def samples(phases: list[Phase]) -> Iterator[Phase]:
     for phase in phases:
-        yield from [phase] * int(phase.seconds / LOOK_SECONDS)
+        yield from [phase] * int(phase.seconds / SAMPLE_SECONDS)
 
 
 def chosen(
     device: Device, phases: list[Phase], target_seconds: float, first: int = 48, scatter: float = 0.0
 ) -> list[Choice]:
-    """The choice at each look."""
+    """The choice at each sample."""
     simulation = Simulation(device, target_seconds, first, scatter)
     found = []
 
     async def run() -> None:
-        for phase in looks(phases):
+        for phase in samples(phases):
             found.append(simulation.choice)
             await simulation.serve(phase)
 
@@ -115,9 +115,9 @@ def chosen(
 
 
 def mean_worth(device: Device, choices: list[Choice], phases: list[Phase], target_seconds: float) -> float:
-    """Of the choice at each look."""
+    """Of the choice at each sample."""
     values = []
-    for choice, phase in zip(choices, looks(phases), strict=True):
+    for choice, phase in zip(choices, samples(phases), strict=True):
         load = Load(TOTAL, UNIT, None, None, 1.0, phase.decode > 0, phase.prefill)
         values.append(worth(device.truth(choice, phase), load, target_seconds))
     return sum(values) / len(values)

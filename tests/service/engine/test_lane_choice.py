@@ -10,13 +10,13 @@ from expertd.service.engine.lane_choice import (
     Load,
     Point,
     State,
-    at,
     best,
     calculated,
     choices,
     expected,
     learned,
-    look,
+    next_state,
+    point_at,
 )
 
 # A decode step of 64 tokens, or of 1, and a prefill step, as they take on an H200.
@@ -90,13 +90,13 @@ def test_prefill_that_is_not_asked_for_is_worth_nothing() -> None:
 @pytest.mark.parametrize("present", [Choice(48), Choice(0, 1024)])
 def test_with_one_kind_of_requests_all_sms_are_theirs(present: Choice) -> None:
     for load in (DEEPSEEK_32._replace(has_prefill=False), DEEPSEEK_32._replace(has_decode=False)):
-        state, looks = State(expected(present, load), "start"), 0
-        while state.expected.choice == present and looks < 20:
-            state, looks = look(state, load, 1e-3), looks + 1
+        state, samples = State(expected(present, load), "start"), 0
+        while state.expected.choice == present and samples < 20:
+            state, samples = next_state(state, load, 1e-3), samples + 1
         if present.decode_sms or not load.has_decode:
-            assert (state.expected.choice, looks) == (JOINED, 10), "not at once: the others may come back"
+            assert (state.expected.choice, samples) == (JOINED, 10), "not at once: the others may come back"
         else:
-            assert looks == 20, "decode steps have all SMs already"
+            assert samples == 20, "decode steps have all SMs already"
 
 
 @pytest.mark.parametrize(
@@ -110,19 +110,19 @@ def test_with_one_kind_of_requests_all_sms_are_theirs(present: Choice) -> None:
 def test_nothing_changes_without_requests_or_measurements(load: Load) -> None:
     state = State(expected(Choice(80), load), "start")
     for _ in range(50):
-        state = look(state, load, 10e-3)
+        state = next_state(state, load, 10e-3)
     assert state == State(expected(Choice(80), load), "start")
 
 
 def test_a_choice_changes_when_another_is_clearly_better_twice() -> None:
     state = State(expected(Choice(80), DEEPSEEK_32), "start")
-    state = look(state, DEEPSEEK_32, 1.6e-3)
-    assert (state.expected.choice, state.looks) == (Choice(80), 1)
-    state = look(state, DEEPSEEK_32._replace(asked=0.3), 1.6e-3)
-    assert (state.expected.choice, state.looks) == (Choice(80), 0)
-    state = look(state, DEEPSEEK_32, 1.6e-3)
-    state = look(state, DEEPSEEK_32, 1.6e-3)
-    assert (state.expected.choice, state.why, state.looks) == (Choice(32), "prefill", 0)
+    state = next_state(state, DEEPSEEK_32, 1.6e-3)
+    assert (state.expected.choice, state.samples) == (Choice(80), 1)
+    state = next_state(state, DEEPSEEK_32._replace(asked=0.3), 1.6e-3)
+    assert (state.expected.choice, state.samples) == (Choice(80), 0)
+    state = next_state(state, DEEPSEEK_32, 1.6e-3)
+    state = next_state(state, DEEPSEEK_32, 1.6e-3)
+    assert (state.expected.choice, state.why, state.samples) == (Choice(32), "prefill", 0)
 
 
 def test_a_choice_that_is_just_good_enough_is_not_taken() -> None:
@@ -130,7 +130,7 @@ def test_a_choice_that_is_just_good_enough_is_not_taken() -> None:
     for present in (Choice(48), Choice(32)):
         state = State(expected(present, DEEPSEEK_32), "start")
         for _ in range(20):
-            state = look(state, DEEPSEEK_32, 1.55e-3)
+            state = next_state(state, DEEPSEEK_32, 1.55e-3)
             assert state.expected.choice == present
 
 
@@ -140,7 +140,7 @@ def test_what_requests_take_beyond_a_step_counts() -> None:
     assert best(load, 1e-3).choice == Choice(48)
     state = State(expected(Choice(48), load), "start")
     for _ in range(2):
-        state = look(state, load._replace(tail_seconds=0.35e-3), 1e-3)
+        state = next_state(state, load._replace(tail_seconds=0.35e-3), 1e-3)
     assert (state.expected.choice, state.why) == (Choice(64), "target")
     assert state.expected.decode_seconds == pytest.approx(285e-6 * 132 / 64 + 0.35e-3)
 
@@ -152,7 +152,7 @@ def test_what_requests_take_beyond_a_step_counts() -> None:
 def test_the_reason_for_a_change(present: Choice, target_ms: float, why: str) -> None:
     state = State(expected(present, DEEPSEEK_32), "start")
     for _ in range(2):
-        state = look(state, DEEPSEEK_32, target_ms / 1e3)
+        state = next_state(state, DEEPSEEK_32, target_ms / 1e3)
     assert state.why == why
 
 
@@ -165,9 +165,9 @@ def test_what_is_learned_follows_the_measurements() -> None:
 
 def test_a_chunk_tells_what_a_whole_step_takes() -> None:
     decode = Point(64, 400e-6)
-    assert at(4096, Point(1088, 1424e-6), decode) == pytest.approx(Point(4096, 4432e-6))
-    assert at(4096, Point(1024, 1e-3), None) == Point(4096, 4e-3)
-    assert at(4096, Point(32, 1e-3), decode) == Point(4096, 0.128)
+    assert point_at(4096, Point(1088, 1424e-6), decode) == pytest.approx(Point(4096, 4432e-6))
+    assert point_at(4096, Point(1024, 1e-3), None) == Point(4096, 4e-3)
+    assert point_at(4096, Point(32, 1e-3), decode) == Point(4096, 0.128)
 
 
 def test_looks_with_one_kind_of_requests_are_none_with_both() -> None:
@@ -175,9 +175,9 @@ def test_looks_with_one_kind_of_requests_are_none_with_both() -> None:
     alone = DEEPSEEK_32._replace(has_prefill=False)
     state = State(expected(Choice(80), DEEPSEEK_32), "start")
     for _ in range(9):
-        state = look(state, alone, 1.6e-3)
-    state = look(state, DEEPSEEK_32, 1.6e-3)
-    assert (state.expected.choice, state.looks, state.idle_looks) == (Choice(80), 1, 0)
-    state = look(state, alone, 1.6e-3)
-    assert (state.expected.choice, state.looks, state.idle_looks) == (Choice(80), 1, 1)
-    assert look(state, DEEPSEEK_32, 1.6e-3).expected.choice == Choice(32)
+        state = next_state(state, alone, 1.6e-3)
+    state = next_state(state, DEEPSEEK_32, 1.6e-3)
+    assert (state.expected.choice, state.samples, state.idle_samples) == (Choice(80), 1, 0)
+    state = next_state(state, alone, 1.6e-3)
+    assert (state.expected.choice, state.samples, state.idle_samples) == (Choice(80), 1, 1)
+    assert next_state(state, DEEPSEEK_32, 1.6e-3).expected.choice == Choice(32)

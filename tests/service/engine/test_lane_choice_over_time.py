@@ -17,7 +17,7 @@ DEVICES = {"deepseek": deepseek(0.0), "deepseek, with tails": deepseek(0.35e-3),
 
 
 def best_fixed(device: Device, phases: list[Phase], target: float, count: int) -> float:
-    """What the best choice is worth if it is kept for `count` looks."""
+    """What the best choice is worth if it is kept for `count` samples."""
     return max(mean_worth(device, [choice] * count, phases, target) for choice in device.shares)
 
 
@@ -47,26 +47,26 @@ def test_decode_keeps_a_target_that_a_split_keeps(decode: int, device: str, targ
 @pytest.mark.parametrize("name", LOADS)
 @pytest.mark.parametrize("device", ["deepseek", "deepseek, with tails"])
 def test_it_changes_with_the_load_alone(device: str, name: str) -> None:
-    """Graphs are captured at each change: not at every look."""
+    """Graphs are captured at each change: not at every sample."""
     choices = chosen(DEVICES[device], LOADS[name], 1.35e-3)
     assert changes(choices) <= 1 + 2 * len(LOADS[name])
 
 
 @pytest.mark.parametrize(("target_ms", "tries"), [(0.5, 0), (0.75, 0), (1.0, 0), (1.35, 1), (2.0, 0)])
 def test_what_disappoints_is_left_for_good(target_ms: float, tries: int) -> None:
-    """Chunks look good on a small layer, if there is room; they are tried once, for four looks."""
+    """Chunks look good on a small layer, if there is room; they are tried once, for four samples."""
     choices = chosen(QWEN, [Phase(240, 64, True)], target_ms / 1e3)
     stays = [(choice, len(list(stay))) for choice, stay in itertools.groupby(choices)]
-    tried = [looks for choice, looks in stays if choice.chunk_tokens]
+    tried = [samples for choice, samples in stays if choice.chunk_tokens]
     assert len(tried) == tries
-    assert all(looks <= 4 for looks in tried)
+    assert all(samples <= 4 for samples in tried)
     assert len(stays) <= 4
 
 
 @pytest.mark.parametrize("target_ms", [0.5, 0.75, 1.0, 1.35])
 @pytest.mark.parametrize("device", DEVICES)
 def test_scatter_changes_little(device: str, target_ms: float) -> None:
-    """What requests take differs by up to a tenth between two looks, and more than that from the target."""
+    """What requests take differs by up to a tenth between two samples, and more than that from the target."""
     phases, target, simulated = [Phase(240, 64, True)], target_ms / 1e3, DEVICES[device]
     choices = chosen(simulated, phases, target, scatter=0.1)
     assert changes(choices) <= 10
@@ -74,7 +74,7 @@ def test_scatter_changes_little(device: str, target_ms: float) -> None:
 
 
 async def test_what_was_left_because_of_a_disturbance_is_tried_again() -> None:
-    """48 SMs keep the target, but something else slows requests down in the first looks that count."""
+    """48 SMs keep the target, but something else slows requests down in the first samples that count."""
     simulation, both = Simulation(deepseek(0.0), 1e-3), Phase(60, 64, True)
     simulation.slower = 1.5
     for _ in range(20):

@@ -4,7 +4,7 @@ import pytest
 
 from expertd.service.engine.lane_choice import JOINED, Choice, Expected, State
 from tests.service.engine.lane_devices import PREFILL_TOKENS, QWEN, Phase
-from tests.service.engine.lane_simulation import LOOK_SECONDS, SETTLING_LOOKS, Simulation
+from tests.service.engine.lane_simulation import SAMPLE_SECONDS, SETTLING_SAMPLES, Simulation
 
 BOTH = Phase(60, 64, True)
 CHUNKS = Choice(0, 1024)
@@ -25,7 +25,7 @@ def measured(simulated: Simulation) -> dict[str, float]:
 @pytest.mark.parametrize("choice", [JOINED, CHUNKS, Choice(48)])
 async def test_what_short_requests_took_is_learned(choice: Choice) -> None:
     simulated = simulation(choice)
-    for _ in range(SETTLING_LOOKS + 1):
+    for _ in range(SETTLING_SAMPLES + 1):
         await simulated.serve(BOTH)
         simulated.control.state = State(simulated.control.state.expected, "start")  # it stays
     now = measured(simulated)
@@ -41,7 +41,7 @@ async def test_long_requests_of_a_joined_step_say_nothing_of_decode() -> None:
     for _ in range(25):
         simulated.control.step_done("prefill", 4160, 0.6e-3, [0.4e-3, 5.0, 0.3e-3], [32, 4096, 32])
     simulated.arrived.requests[0] += 50
-    await simulated.control.look(LOOK_SECONDS)
+    await simulated.control.sample(SAMPLE_SECONDS)
     assert measured(simulated)["measured_decode_seconds"] == pytest.approx(1e-3)
 
 
@@ -50,14 +50,14 @@ async def test_too_few_requests_say_nothing() -> None:
     for _ in range(19):
         simulated.control.step_done("prefill", 64, 0.6e-3, [0.4e-3], [64])
     simulated.arrived.requests[0] += 19
-    await simulated.control.look(LOOK_SECONDS)
+    await simulated.control.sample(SAMPLE_SECONDS)
     assert measured(simulated)["measured_decode_seconds"] == 0
 
 
 async def test_chunks_do_not_say_what_prefill_takes_alone() -> None:
     """Their steps take as long as the host needs."""
     simulated = simulation(Choice(48), target_ms=1.0)
-    for _ in range(SETTLING_LOOKS + 1):
+    for _ in range(SETTLING_SAMPLES + 1):
         await simulated.serve(BOTH)
     alone = simulated.control._load.prefill
     assert alone is not None
@@ -69,7 +69,7 @@ async def test_chunks_do_not_say_what_prefill_takes_alone() -> None:
 
 async def test_what_whole_requests_take_follows_their_size_in_chunks() -> None:
     simulated = simulation(Choice(48), target_ms=1.0)
-    for _ in range(SETTLING_LOOKS + 1):
+    for _ in range(SETTLING_SAMPLES + 1):
         await simulated.serve(BOTH)
     decode, whole = simulated.control._load.decode, simulated.control._load.prefill
     assert decode is not None
@@ -77,7 +77,7 @@ async def test_what_whole_requests_take_follows_their_size_in_chunks() -> None:
     simulated.control.state = State(Expected(CHUNKS, 0.0, 1.0), "start")
     simulated.arrived.requests[1] += 100
     simulated.arrived.tokens[1] += 100 * 1024
-    await simulated.control.look(LOOK_SECONDS)
+    await simulated.control.sample(SAMPLE_SECONDS)
     smaller = simulated.control._load.prefill
     assert smaller is not None
     slope = (whole.seconds - decode.seconds) / (whole.tokens - decode.tokens)
@@ -85,18 +85,18 @@ async def test_what_whole_requests_take_follows_their_size_in_chunks() -> None:
 
 
 async def test_the_rate_of_prefill_is_that_while_there_is_some() -> None:
-    """A look in which it was there for a fifth of the time says the same, and how much is asked for."""
+    """A sample in which it was there for a fifth of the time says the same, and how much is asked for."""
     simulated = simulation(Choice(48))
-    for _ in range(SETTLING_LOOKS + 1):
+    for _ in range(SETTLING_SAMPLES + 1):
         await simulated.serve(BOTH)
     before = measured(simulated)["measured_prefill_ratio"]
     arrived, long = simulated.arrived, simulated.long
-    count = round(0.2 * LOOK_SECONDS * QWEN.shares[Choice(48)] / QWEN.prefill)  # requests in a fifth of it
+    count = round(0.2 * SAMPLE_SECONDS * QWEN.shares[Choice(48)] / QWEN.prefill)  # requests in a fifth of it
     arrived.requests[1] += count
     arrived.tokens[1] += count * PREFILL_TOKENS
-    long.seconds += 0.2 * LOOK_SECONDS
+    long.seconds += 0.2 * SAMPLE_SECONDS
     long.tokens += count * PREFILL_TOKENS
-    await simulated.control.look(LOOK_SECONDS)
+    await simulated.control.sample(SAMPLE_SECONDS)
     assert measured(simulated)["measured_prefill_ratio"] == pytest.approx(before, rel=0.01)
     assert simulated.control._load.asked == pytest.approx(0.2 * before, rel=0.01)
 
@@ -133,7 +133,7 @@ async def test_looks_after_prefill_has_begun_decide_nothing(split: int) -> None:
     took = QWEN.took[Choice(split)][64]
     simulated = simulation(Choice(split), target_ms=1.1e3 * took)
     await simulated.serve(Phase(60, 64, False))
-    for _ in range(SETTLING_LOOKS):
+    for _ in range(SETTLING_SAMPLES):
         await simulated.serve(BOTH)
         assert simulated.choice == Choice(split)
         assert not simulated.control._load.given
@@ -142,7 +142,7 @@ async def test_looks_after_prefill_has_begun_decide_nothing(split: int) -> None:
 
 
 async def test_looks_before_and_after_those_that_do_not_count_are_not_in_a_row() -> None:
-    """Decode alone would have all SMs after ten looks; prefill comes back after nine, again and again."""
+    """Decode alone would have all SMs after ten samples; prefill comes back after nine, again and again."""
     simulated = simulation(Choice(48), target_ms=0.75)
     for _ in range(4):
         for _ in range(9):

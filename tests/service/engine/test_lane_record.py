@@ -77,21 +77,21 @@ def test_a_load_that_is_alike_or_seen_at_another_choice_forgets_nothing() -> Non
 def test_what_was_left_some_time_ago_is_forgotten_and_kept_longer_each_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(lane_record, "_KEPT_LOOKS", 10)
-    monkeypatch.setattr(lane_record, "_MOST_KEPT_LOOKS", 30)
+    monkeypatch.setattr(lane_record, "_KEPT_SAMPLES", 10)
+    monkeypatch.setattr(lane_record, "_MOST_KEPT_SAMPLES", 30)
     record = LaneRecord()
     for kept in (10, 20, 30, 30):
         load = record.noted(CHUNKS, USUAL, Given(3e-3, RATE), LOAD)
-        for look in range(1, kept + 3):
+        for sample in range(1, kept + 3):
             load = record.noted(Choice(48), USUAL, Given(1e-3, RATE), load)
-            assert (CHUNKS in load.given) == (look < kept)
+            assert (CHUNKS in load.given) == (sample < kept)
     assert Choice(48) in load.given
 
 
-def aged(record: LaneRecord, looks: int, usual: Usual = USUAL) -> Load:
-    """What is known after `looks` looks at a split."""
+def aged(record: LaneRecord, samples: int, usual: Usual = USUAL) -> Load:
+    """What is known after this many samples of a split."""
     load = LOAD
-    for _ in range(looks):
+    for _ in range(samples):
         load = record.noted(Choice(48), usual, Given(1e-3, RATE), load)
     return load
 
@@ -99,8 +99,8 @@ def aged(record: LaneRecord, looks: int, usual: Usual = USUAL) -> Load:
 def test_a_choice_that_is_measured_for_long_is_forgotten_as_at_first_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(lane_record, "_KEPT_LOOKS", 30)
-    monkeypatch.setattr(lane_record, "_MEASURED_LOOKS", 5)
+    monkeypatch.setattr(lane_record, "_KEPT_SAMPLES", 30)
+    monkeypatch.setattr(lane_record, "_WINDOW", 5)
     record = LaneRecord()
     for count in (1, 5):
         for _ in range(count):
@@ -110,7 +110,7 @@ def test_a_choice_that_is_measured_for_long_is_forgotten_as_at_first_again(
 
 
 def test_another_load_is_kept_as_long_as_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lane_record, "_KEPT_LOOKS", 10)
+    monkeypatch.setattr(lane_record, "_KEPT_SAMPLES", 10)
     record, other = LaneRecord(), Usual(10, 4096)
     record.noted(CHUNKS, USUAL, Given(3e-3, RATE), LOAD)
     assert CHUNKS not in aged(record, 12).given
@@ -121,11 +121,11 @@ def test_another_load_is_kept_as_long_as_the_first_one(monkeypatch: pytest.Monke
 
 
 def test_by_what_joined_choices_were_wrong_is_forgotten_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lane_record, "_KEPT_LOOKS", 10)
+    monkeypatch.setattr(lane_record, "_KEPT_SAMPLES", 10)
     record = LaneRecord()
     given = Given(4 * calculated(CHUNKS, LOAD).decode_seconds, RATE)
     load = record.noted(CHUNKS, USUAL, given, LOAD)
-    for look in range(1, 12):
-        assert load.of_joined.decode == pytest.approx(4 if look <= 10 else UNTRIED_JOINED.decode)
+    for sample in range(1, 12):
+        assert load.of_joined.decode == pytest.approx(4 if sample <= 10 else UNTRIED_JOINED.decode)
         load = record.noted(Choice(48), USUAL, Given(1e-3, RATE), load)
     assert load.of_splits != Factors()

@@ -1,18 +1,18 @@
-"""Which looks count: by the part of each with prefill, and by changes."""
+"""Which samples count: by the part of each with prefill, and by changes."""
 
 import pytest
 
 from expertd.service.engine.settling import Settling
 
-LOOK_SECONDS = 0.5
+SAMPLE_SECONDS = 0.5
 
 
 def counted(settling: Settling, parts: list[float]) -> list[bool]:
-    return [settling.looked(LOOK_SECONDS, part) for part in parts]
+    return [settling.counts(SAMPLE_SECONDS, part) for part in parts]
 
 
 def test_the_second_after_prefill_has_come_does_not_count() -> None:
-    """Nor does the look in which it comes, however early or late in it."""
+    """Nor does the sample in which it comes, however early or late in it."""
     for first in (0.1, 0.5, 1.0):
         settling = Settling()
         assert counted(settling, [0.0, first, *[1.0] * 5]) == [True, False, False, False, True, True, True]
@@ -52,6 +52,6 @@ def test_the_second_after_a_change_does_not_count_nor_its_own_time() -> None:
     counted(settling, [1.0] * 4)
     settling.changed(0.7)
     assert settling.is_on
-    assert not settling.looked(1.2, 1.0), "which has the change in it"
+    assert not settling.counts(1.2, 1.0), "which has the change in it"
     assert counted(settling, [1.0] * 3) == [False, True, True]
     assert not settling.is_on

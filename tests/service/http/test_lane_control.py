@@ -26,12 +26,12 @@ LANES = {
     "prefill_partition": "prefill",
     "decode_p99_ms": 1.6,
 }
-SETTLING_LOOKS = 2  # of which nothing counts
+SETTLING_SAMPLES = 2  # of which nothing counts
 DECODE_SECONDS, PREFILL_SECONDS = 368e-6, 3e-3  # of a step on all SMs
 
 
 class Chosen:
-    """A server with such lanes, which looks when a test does."""
+    """A server with such lanes, whose samples a test takes."""
 
     def __init__(self, server: Serving, decode: EchoRunner, prefill: EchoRunner, device: Device) -> None:
         self.server, self.decode, self.prefill, self.device = server, decode, prefill, device
@@ -54,7 +54,7 @@ class Chosen:
         return answer
 
     async def serve(self, short: int, long: int) -> None:
-        """Answer this many requests of 1 and of 64 tokens, one after another, and look."""
+        """Answer this many requests of 1 and of 64 tokens, one after another, and take a sample."""
         part = self.choice.decode_sms / TOTAL
         self.decode.seconds = DECODE_SECONDS / part if part else DECODE_SECONDS
         self.prefill.seconds = PREFILL_SECONDS / (1 - part)
@@ -68,13 +68,13 @@ class Chosen:
         seconds = long * self.prefill.seconds if long else 1.0
         self.busy_seconds += long * self.prefill.seconds
         self.control._lanes.long.seconds = self.busy_seconds  # as if these steps took so long
-        await self.control.look(seconds)
+        await self.control.sample(seconds)
 
 
 @asynccontextmanager
 async def chosen(monkeypatch: pytest.MonkeyPatch, **changes: float) -> AsyncIterator[Chosen]:
-    monkeypatch.setattr(lane_control, "_LOOK_SECONDS", 3600.0)
-    monkeypatch.setattr(settling, "_SETTLING_SECONDS", 1e-9)  # a look, and that in which prefill comes
+    monkeypatch.setattr(lane_control, "_SAMPLE_SECONDS", 3600.0)
+    monkeypatch.setattr(settling, "_SETTLING_SECONDS", 1e-9)  # a sample, and that in which prefill comes
     device, runners = Device(), (EchoRunner(), EchoRunner())
     loader = two_runners(*runners, device)
 
@@ -105,7 +105,7 @@ async def test_the_split_follows_what_is_measured(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Device, "apply", granting_all)
     async with chosen(monkeypatch) as lanes:
         assert lanes.choice == Choice(48)
-        for _ in range(SETTLING_LOOKS + 3):
+        for _ in range(SETTLING_SAMPLES + 3):
             await lanes.serve(5, 5)
         assert lanes.choice == Choice(32), "1.5 ms for decode, and the most for prefill"
         assert split_of(lanes.device) == [32, 100]
@@ -123,7 +123,7 @@ async def test_what_nearly_all_requests_take_decides(monkeypatch: pytest.MonkeyP
     """Steps keep the target on 32 SMs and on 48; some requests wait, and only 64 make up for it."""
     monkeypatch.setattr(Device, "apply", granting_all)
     async with chosen(monkeypatch) as lanes:
-        for count in range(SETTLING_LOOKS + 8):
+        for count in range(SETTLING_SAMPLES + 8):
             waited = [0.0] * 2960 + [5.0 if count == 5 else 0.8e-3] * 40  # once, a pause
             seconds = DECODE_SECONDS * TOTAL / lanes.choice.decode_sms
             lanes.control.step_done("decode", 4, seconds, waited, [1] * len(waited))
@@ -138,7 +138,7 @@ async def test_what_nearly_all_requests_take_decides(monkeypatch: pytest.MonkeyP
 async def test_joined_requests_are_all_on_one_lane(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Device, "apply", granting_all)
     async with chosen(monkeypatch, decode_p99_ms=100.0) as lanes:
-        for _ in range(SETTLING_LOOKS + 3):
+        for _ in range(SETTLING_SAMPLES + 3):
             await lanes.serve(3, 3)
         assert lanes.choice == JOINED
         assert split_of(lanes.device) == [8], "prefill has all SMs"
@@ -163,7 +163,7 @@ async def test_what_joined_requests_take_is_measured(monkeypatch: pytest.MonkeyP
         while lanes.choice != JOINED:
             await lanes.serve(3, 3)
         metric = lanes.server.metric
-        for _ in range(2):  # at the first look, requests have waited for the change
+        for _ in range(2):  # at the first sample, requests have waited for the change
             long = await lanes.held()
             shorts = [await ask(lanes.server, 1) for _ in range(25)]
             await until(lambda: metric("lane_queue_tokens", model="tiny", lane="prefill") == 25)
@@ -178,11 +178,11 @@ async def test_what_joined_requests_take_is_measured(monkeypatch: pytest.MonkeyP
 async def test_a_change_waits_for_steps_and_loses_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Device, "apply", granting_all)
     async with chosen(monkeypatch) as lanes:
-        for _ in range(SETTLING_LOOKS + 1):
+        for _ in range(SETTLING_SAMPLES + 1):
             await lanes.serve(5, 5)
         tasks = [await lanes.held()]
         output_of(await lanes.server.infer(*hidden_request(rows(1))))
-        change = asyncio.ensure_future(lanes.control.look(1e-4))
+        change = asyncio.ensure_future(lanes.control.sample(1e-4))
         await asyncio.sleep(0)
         tasks += [await ask(lanes.server, count) for count in (1, 2, 64)]
         await until(lambda: lanes.server.metric("queue_requests", model="tiny") == 3)
@@ -198,7 +198,7 @@ async def test_a_split_that_the_device_refuses_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with chosen(monkeypatch) as lanes:  # it rounds 100 SMs up
-        for _ in range(SETTLING_LOOKS + 6):
+        for _ in range(SETTLING_SAMPLES + 6):
             await lanes.serve(5, 5)
         assert lanes.choice == Choice(48)
         assert split_of(lanes.device) == [48, 80]
@@ -217,7 +217,7 @@ async def test_a_split_by_hand_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 async def test_it_looks_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Device, "apply", granting_all)
     async with chosen(monkeypatch, decode_p99_ms=100.0) as lanes:
-        monkeypatch.setattr(lane_control, "_LOOK_SECONDS", 0.01)
+        monkeypatch.setattr(lane_control, "_SAMPLE_SECONDS", 0.01)
         await lanes.control.stop()
         lanes.control.start()
         lanes.decode.seconds, lanes.prefill.seconds = 1e-3, 0.03  # always busy
@@ -244,7 +244,7 @@ async def test_a_change_that_fails_is_logged_and_others_follow(
 
     monkeypatch.setattr(Device, "apply", granting_all)
     async with chosen(monkeypatch) as lanes:
-        monkeypatch.setattr(lane_control, "_LOOK_SECONDS", 0.01)
+        monkeypatch.setattr(lane_control, "_SAMPLE_SECONDS", 0.01)
         monkeypatch.setattr(Device, "apply", broken)
         await lanes.control.stop()
         lanes.control.start()
