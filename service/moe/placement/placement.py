@@ -121,31 +121,31 @@ def rank_slots(num_physical: int, num_ranks: int) -> NDArray[np.int64]:
 
 
 def contiguous_placement(
-    num_layers: int, num_experts: int, num_ranks: int, num_replicas: int | None = None
+    num_layers: int, num_experts: int, num_ranks: int, num_physical: int | None = None
 ) -> Placement:
     """The static placement: experts in order; the first num_experts % num_ranks ranks have one more.
 
-    num_replicas  physical experts of a layer, at least num_experts, which it is if None; a rank's spare slots
+    num_physical  physical experts of a layer, at least num_experts, which it is if None; a rank's spare slots
                   get the experts that follow its own
     Raises ValueError (name, expected, got).
     """
     require("num_layers", num_layers >= 1, "at least 1", num_layers)
     require("num_experts", num_experts >= 1, "at least 1", num_experts)
-    total = num_experts if num_replicas is None else num_replicas
-    require("num_replicas", total >= num_experts, f"at least num_experts ({num_experts})", total)
+    total = num_experts if num_physical is None else num_physical
+    require("num_physical", total >= num_experts, f"at least num_experts ({num_experts})", total)
     own, capacity = rank_slots(num_experts, num_ranks), rank_slots(total, num_ranks)
     first = np.repeat(np.cumsum(own) - own, capacity)
     slot = np.arange(total) - np.repeat(np.cumsum(capacity) - capacity, capacity)
     return Placement(np.tile((first + slot) % num_experts, (num_layers, 1)), num_experts, num_ranks)
 
 
-def cyclic_placement(num_layers: int, num_experts: int, num_ranks: int, num_replicas: int) -> Placement:
+def cyclic_placement(num_layers: int, num_experts: int, num_ranks: int, num_physical: int) -> Placement:
     """Experts in order, over and over: the first get most replicas, all of an expert's on different ranks.
 
-    num_replicas  physical experts of a layer, num_experts to num_ranks * num_experts
+    num_physical  physical experts of a layer, num_experts to num_ranks * num_experts
     Raises ValueError (name, expected, got).
     """
     most = num_ranks * num_experts
-    require("num_replicas", num_experts <= num_replicas <= most, f"{num_experts} to {most}", num_replicas)
-    slots = np.arange(num_replicas) % num_experts
+    require("num_physical", num_experts <= num_physical <= most, f"{num_experts} to {most}", num_physical)
+    slots = np.arange(num_physical) % num_experts
     return Placement(np.tile(slots, (num_layers, 1)), num_experts, num_ranks)

@@ -19,11 +19,11 @@ LEVEL = 1.00005
 ROUNDING = 1 + 1e-12
 
 
-def global_placement(loads: ArrayLike, num_ranks: int, num_replicas: int) -> Placement:
+def global_placement(loads: ArrayLike, num_ranks: int, num_physical: int) -> Placement:
     """Replicas to the experts with most load each, packed onto all ranks.
 
     loads         [num_layers, num_experts], any non-negative measure: tokens, or activation frequencies
-    num_replicas  physical experts of a layer, at least num_experts; the first num_replicas % num_ranks ranks
+    num_physical  physical experts of a layer, at least num_experts; the first num_physical % num_ranks ranks
                   hold one more than the others
 
     A layer's max/mean is never above 1.00005 or what DeepSeek's greedy rules reach (replicate the most loaded
@@ -33,26 +33,26 @@ def global_placement(loads: ArrayLike, num_ranks: int, num_replicas: int) -> Pla
     """
     checked = checked_loads(loads)
     num_experts = checked.shape[1]
-    capacity = rank_slots(num_replicas, num_ranks)
+    capacity = rank_slots(num_physical, num_ranks)
     require(
-        "num_replicas", num_replicas >= num_experts, f"at least num_experts ({num_experts})", num_replicas
+        "num_physical", num_physical >= num_experts, f"at least num_experts ({num_experts})", num_physical
     )
     return Placement(_place(_relative(checked), capacity), num_experts, num_ranks)
 
 
 def hierarchical_placement(
-    loads: ArrayLike, num_ranks: int, num_replicas: int, *, num_nodes: int, num_groups: int
+    loads: ArrayLike, num_ranks: int, num_physical: int, *, num_nodes: int, num_groups: int
 ) -> Placement:
     """Groups of experts packed onto nodes; then, in each node, replicas and ranks as in `global_placement`.
 
     For models whose router limits a token to some groups (`num_expert_groups`), so that a token goes to few
     nodes. Nodes get equally many groups, and ranks equally many replicas: num_nodes divides num_groups and
-    num_ranks, num_groups divides num_experts, num_ranks divides num_replicas.
+    num_ranks, num_groups divides num_experts, num_ranks divides num_physical.
     Raises ValueError (name, expected, got).
     """
     checked = checked_loads(loads)
     num_layers, num_experts = checked.shape
-    rank_slots(num_replicas, num_ranks)
+    rank_slots(num_physical, num_ranks)
     require("num_nodes", num_nodes >= 1, "at least 1", num_nodes)
     require("num_ranks", num_ranks % num_nodes == 0, f"a multiple of num_nodes ({num_nodes})", num_ranks)
     named = f"a positive multiple of num_nodes ({num_nodes})"
@@ -61,7 +61,7 @@ def hierarchical_placement(
     require("num_groups", num_experts % num_groups == 0, named, num_groups)
     named = f"a multiple of num_ranks ({num_ranks}), at least num_experts ({num_experts})"
     require(
-        "num_replicas", num_replicas % num_ranks == 0 and num_replicas >= num_experts, named, num_replicas
+        "num_physical", num_physical % num_ranks == 0 and num_physical >= num_experts, named, num_physical
     )
     relative = _relative(checked)
     group_loads = relative.reshape(num_layers, num_groups, -1).sum(axis=2)
@@ -71,9 +71,9 @@ def hierarchical_placement(
     # The experts of each node: [layers * nodes, experts of a node].
     experts = (groups[..., None] * group_size + np.arange(group_size)).reshape(num_layers * num_nodes, -1)
     by_node = relative[np.repeat(np.arange(num_layers), num_nodes)[:, None], experts]
-    capacity = rank_slots(num_replicas // num_nodes, num_ranks // num_nodes)
+    capacity = rank_slots(num_physical // num_nodes, num_ranks // num_nodes)
     placed = np.take_along_axis(experts, _place(by_node, capacity, num_nodes), axis=1)
-    return Placement(placed.reshape(num_layers, num_replicas), num_experts, num_ranks)
+    return Placement(placed.reshape(num_layers, num_physical), num_experts, num_ranks)
 
 
 def activation_frequencies(tokens_per_step: ArrayLike) -> NDArray[np.float64]:

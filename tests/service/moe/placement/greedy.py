@@ -26,25 +26,25 @@ def draw(name: str, rng: np.random.Generator, num_layers: int, num_experts: int)
     return np.stack([LOADS[name](rng, num_experts) for _ in range(num_layers)])
 
 
-def greedy_global(loads: Floats, num_ranks: int, num_replicas: int) -> float:
+def greedy_global(loads: Floats, num_ranks: int, num_physical: int) -> float:
     """The largest load of a rank, for one layer [num_experts]."""
     counts = [1] * len(loads)
-    for _ in range(num_replicas - len(loads)):
+    for _ in range(num_physical - len(loads)):
         most = max(range(len(loads)), key=lambda e: loads[e] / counts[e])
         counts[most] += 1
     replicas = [loads[e] / counts[e] for e in range(len(loads)) for _ in range(counts[e])]
-    base, more = divmod(num_replicas, num_ranks)
+    base, more = divmod(num_physical, num_ranks)
     return max(sum(rank) for rank in _pack(replicas, [base + (r < more) for r in range(num_ranks)])[1])
 
 
 def greedy_hierarchical(
-    loads: Floats, num_ranks: int, num_replicas: int, num_nodes: int, num_groups: int
+    loads: Floats, num_ranks: int, num_physical: int, num_nodes: int, num_groups: int
 ) -> float:
     """The largest load of a rank, for one layer [num_experts]."""
     groups = loads.reshape(num_groups, -1)
     nodes, _ = _pack([float(load) for load in groups.sum(axis=1)], [num_groups // num_nodes] * num_nodes)
     return max(
-        greedy_global(groups[node].ravel(), num_ranks // num_nodes, num_replicas // num_nodes)
+        greedy_global(groups[node].ravel(), num_ranks // num_nodes, num_physical // num_nodes)
         for node in nodes
     )
 

@@ -49,12 +49,12 @@ def test_few_ranks_are_renumbered_as_well_as_possible() -> None:
         assert sorted(by_rank(found)[0]) == sorted(by_rank(new)[0])
 
 
-@pytest.mark.parametrize(("num_ranks", "num_replicas"), [(32, 288), (7, 290), (1, 260)])
-def test_a_shuffled_placement_is_recognised(num_ranks: int, num_replicas: int) -> None:
+@pytest.mark.parametrize(("num_ranks", "num_physical"), [(32, 288), (7, 290), (1, 260)])
+def test_a_shuffled_placement_is_recognised(num_ranks: int, num_physical: int) -> None:
     rng = np.random.default_rng(0)
-    old = global_placement(draw("lognormal", rng, 6, 256), num_ranks, num_replicas)
+    old = global_placement(draw("lognormal", rng, 6, 256), num_ranks, num_physical)
     shuffled = old.physical_to_logical.copy()
-    spare = num_replicas % num_ranks
+    spare = num_physical % num_ranks
     for layer in shuffled:
         ranks = [layer[old.slots_of_rank(rank)].copy() for rank in range(num_ranks)]
         # Only ranks of equally many slots can take each other's place.

@@ -65,7 +65,7 @@ def test_a_cyclic_placement_has_replicas_on_different_ranks() -> None:
             counts = placement.num_replicas[0].tolist()
             assert max(counts) - min(counts) <= 1
             assert counts == sorted(counts, reverse=True)
-    with pytest.raises(ValueError, match=r"^num_replicas: expected 4 to 8, got 9$"):
+    with pytest.raises(ValueError, match=r"^num_physical: expected 4 to 8, got 9$"):
         cyclic_placement(1, 4, 2, 9)
 
 
@@ -97,8 +97,8 @@ def test_a_placement_cannot_be_changed() -> None:
 def test_the_static_placement_has_experts_in_order(
     sizes: tuple[int, int, int | None], ranks: list[list[int]]
 ) -> None:
-    num_experts, num_ranks, num_replicas = sizes
-    placement = contiguous_placement(3, num_experts, num_ranks, num_replicas)
+    num_experts, num_ranks, num_physical = sizes
+    placement = contiguous_placement(3, num_experts, num_ranks, num_physical)
     for layer in range(3):
         assert [placement.experts_of_rank(layer, r).tolist() for r in range(num_ranks)] == ranks
 
@@ -148,7 +148,7 @@ def test_helpers_refuse_what_is_not_there() -> None:
         ((0, 4, 2, None), "num_layers: expected at least 1, got 0"),
         ((1, 0, 2, None), "num_experts: expected at least 1, got 0"),
         ((1, 4, 0, None), "num_ranks: expected at least 1, got 0"),
-        ((1, 4, 2, 3), r"num_replicas: expected at least num_experts \(4\), got 3"),
+        ((1, 4, 2, 3), r"num_physical: expected at least num_experts \(4\), got 3"),
     ],
 )
 def test_impossible_sizes_are_refused(sizes: tuple[int, int, int, int | None], message: str) -> None:

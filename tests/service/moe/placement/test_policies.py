@@ -43,11 +43,11 @@ def allowed(theirs: list[float], loads: NDArray[np.float64], num_ranks: int) -> 
 @pytest.mark.parametrize("name", LOADS)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_global_is_never_worse_than_the_greedy_rules(name: str, sizes: tuple[int, int, int]) -> None:
-    num_experts, num_ranks, num_replicas = sizes
+    num_experts, num_ranks, num_physical = sizes
     for seed in range(3):
         loads = draw(name, np.random.default_rng(seed), 4, num_experts)
-        ours = global_placement(loads, num_ranks, num_replicas).imbalance(loads)
-        theirs = [greedy_global(layer, num_ranks, num_replicas) for layer in loads]
+        ours = global_placement(loads, num_ranks, num_physical).imbalance(loads)
+        theirs = [greedy_global(layer, num_ranks, num_physical) for layer in loads]
         assert (ours <= allowed(theirs, loads, num_ranks)).all(), f"seed {seed}: {ours} against {theirs}"
 
 
@@ -56,14 +56,14 @@ def test_global_is_never_worse_than_the_greedy_rules(name: str, sizes: tuple[int
 def test_hierarchical_is_never_worse_than_the_greedy_rules(
     name: str, sizes: tuple[int, int, int, int, int]
 ) -> None:
-    num_experts, num_ranks, num_replicas, num_nodes, num_groups = sizes
+    num_experts, num_ranks, num_physical, num_nodes, num_groups = sizes
     for seed in range(3):
         loads = draw(name, np.random.default_rng(seed), 4, num_experts)
         placement = hierarchical_placement(
-            loads, num_ranks, num_replicas, num_nodes=num_nodes, num_groups=num_groups
+            loads, num_ranks, num_physical, num_nodes=num_nodes, num_groups=num_groups
         )
         theirs = [
-            greedy_hierarchical(layer, num_ranks, num_replicas, num_nodes, num_groups) for layer in loads
+            greedy_hierarchical(layer, num_ranks, num_physical, num_nodes, num_groups) for layer in loads
         ]
         ours = placement.imbalance(loads)
         assert (ours <= allowed(theirs, loads, num_ranks)).all(), f"seed {seed}: {ours} against {theirs}"
@@ -74,11 +74,11 @@ def test_small_layers_of_few_tokens_are_never_worse_than_the_greedy_rules() -> N
     for seed in range(300):
         rng = np.random.default_rng(seed)
         num_experts, num_ranks = int(rng.integers(1, 9)), int(rng.integers(1, 6))
-        num_replicas = num_experts + int(rng.integers(0, 9))
+        num_physical = num_experts + int(rng.integers(0, 9))
         loads = rng.integers(0, 61, size=(20, num_experts)).astype(np.float64)
-        ours = global_placement(loads, num_ranks, num_replicas).imbalance(loads)
-        theirs = [greedy_global(layer, num_ranks, num_replicas) for layer in loads]
-        sizes = (num_experts, num_ranks, num_replicas)
+        ours = global_placement(loads, num_ranks, num_physical).imbalance(loads)
+        theirs = [greedy_global(layer, num_ranks, num_physical) for layer in loads]
+        sizes = (num_experts, num_ranks, num_physical)
         assert (ours <= allowed(theirs, loads, num_ranks)).all(), f"seed {seed}, {sizes}"
 
 
@@ -97,12 +97,12 @@ def test_zipf_over_few_ranks_is_balanced_by_32_spare_replicas(num_experts: int, 
 
 
 @pytest.mark.parametrize("name", ["lognormal", "zipf 1.0", "dirichlet 1"])
-@pytest.mark.parametrize(("num_experts", "num_ranks", "num_replicas"), SIZES[:6])
+@pytest.mark.parametrize(("num_experts", "num_ranks", "num_physical"), SIZES[:6])
 def test_no_rank_holds_an_expert_twice(
-    name: str, num_experts: int, num_ranks: int, num_replicas: int
+    name: str, num_experts: int, num_ranks: int, num_physical: int
 ) -> None:
     loads = draw(name, np.random.default_rng(0), 20, num_experts)
-    assert repeated(global_placement(loads, num_ranks, num_replicas)) == 0
+    assert repeated(global_placement(loads, num_ranks, num_physical)) == 0
 
 
 def test_no_rank_holds_an_expert_twice_where_that_takes_many_exchanges() -> None:
@@ -204,15 +204,15 @@ def test_loads_that_are_none_are_refused(loads: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "num_replicas", "message"),
+    ("num_ranks", "num_physical", "message"),
     [
         (0, 8, "num_ranks: expected at least 1, got 0"),
-        (4, 7, r"num_replicas: expected at least num_experts \(8\), got 7"),
+        (4, 7, r"num_physical: expected at least num_experts \(8\), got 7"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(num_ranks: int, num_replicas: int, message: str) -> None:
+def test_sizes_that_do_not_fit_are_refused(num_ranks: int, num_physical: int, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}$"):
-        global_placement(np.ones((1, 8)), num_ranks, num_replicas)
+        global_placement(np.ones((1, 8)), num_ranks, num_physical)
 
 
 @pytest.mark.parametrize(
@@ -226,19 +226,19 @@ def test_sizes_that_do_not_fit_are_refused(num_ranks: int, num_replicas: int, me
         ((4, 8, 2, 6), r"num_groups: expected a divisor of num_experts \(8\), got 6"),
         (
             (4, 10, 2, 4),
-            r"num_replicas: expected a multiple of num_ranks \(4\), at least num_experts \(8\), got 10",
+            r"num_physical: expected a multiple of num_ranks \(4\), at least num_experts \(8\), got 10",
         ),
         (
             (4, 4, 2, 4),
-            r"num_replicas: expected a multiple of num_ranks \(4\), at least num_experts \(8\), got 4",
+            r"num_physical: expected a multiple of num_ranks \(4\), at least num_experts \(8\), got 4",
         ),
     ],
 )
 def test_hierarchies_that_do_not_divide_are_refused(sizes: tuple[int, int, int, int], message: str) -> None:
-    num_ranks, num_replicas, num_nodes, num_groups = sizes
+    num_ranks, num_physical, num_nodes, num_groups = sizes
     with pytest.raises(ValueError, match=f"^{message}$"):
         hierarchical_placement(
-            np.ones((1, 8)), num_ranks, num_replicas, num_nodes=num_nodes, num_groups=num_groups
+            np.ones((1, 8)), num_ranks, num_physical, num_nodes=num_nodes, num_groups=num_groups
         )
 
 
