@@ -42,7 +42,7 @@ class RequestTable:
 
     def __init__(self) -> None:
         num_bytes = _HEADER.size + MAX_REQUESTS * _REQUEST.size
-        self._tensor = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
+        self._tensor = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         self._bytes = memoryview(self._tensor.numpy())  # type: ignore[arg-type]
         self.end_token = self._tensor[:4].view(torch.int32)
         """int32 [1], the number of tokens; see `Backend.route`."""

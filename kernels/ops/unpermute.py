@@ -25,7 +25,7 @@ def unpermute_rows(
     """
     num_tokens, top_k = topk_weights.shape
     if out is None:
-        out = torch.empty((num_tokens, rows.shape[1]), device=rows.device)
+        out = torch.empty((num_tokens, rows.shape[1]), dtype=torch.float32, device=rows.device)
     if out.dtype != torch.float32:
         return out.copy_(unpermute_rows(rows, inverse_permutation, topk_weights, absent))
     out.zero_()

@@ -47,7 +47,7 @@ def route_tokens(
     """
     partial_sums, num_tokens, num_experts = logits.data.shape
     topk_ids = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits.data.device)
-    topk_weights = torch.empty((num_tokens, top_k), device=logits.data.device)
+    topk_weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits.data.device)
     kernels.launch(
         on, VARIANTS[routing.bias_on], Grid(num_tokens, shared_bytes=_shared_bytes(num_experts)),
         logits.data, np.int32(partial_sums // logits.sums), np.int32(logits.sums),
