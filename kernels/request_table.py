@@ -53,7 +53,12 @@ class RequestTable:
         return self._tensor.data_ptr()
 
     def write(self, requests: Sequence[RequestRows]) -> None:
-        """Replace the table's contents. No launch that reads them may be running."""
+        """Replace the table's contents. No launch that reads them may be running.
+
+        Raises ValueError (name, expected, got) for more than 256 requests, and changes nothing.
+        """
+        if len(requests) > MAX_REQUESTS:
+            raise ValueError(f"requests: expected at most {MAX_REQUESTS}, got {len(requests)}")
         token, place = 0, _HEADER.size
         for request in requests:
             end = token + request.num_tokens
