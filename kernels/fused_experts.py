@@ -7,6 +7,7 @@ from expertd.kernels.backends import Backend, backend_for
 from expertd.kernels.checks import check_experts
 from expertd.kernels.ops.activation import SILU, Activation
 from expertd.kernels.ops.biases import ExpertBiases
+from expertd.kernels.ops.permute import write_no_rows
 from expertd.kernels.ops.quantize import HiddenStates, Quantized, values_of
 from expertd.kernels.stages import Stages
 
@@ -69,6 +70,8 @@ def fused_experts(
     if out is None:
         out = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
     if rows.shape[0] == 0:
+        if offsets is not None:
+            write_no_rows(offsets, rows.device)
         return out
     operands = hidden_states, topk_ids, topk_weights, gate_up, down, out
     chosen.experts(*operands, activation, num_sms, offsets, biases, stages)

@@ -36,6 +36,14 @@ class Permutation:
         return rows - self.offsets[self.group_ids]
 
 
+def write_no_rows(offsets: Tensor, device: torch.device) -> None:
+    """Write the offsets of groups without rows, after earlier work on the device's stream.
+
+    offsets  int32 [G + 1], also in pinned memory, which earlier work may still be writing to
+    """
+    offsets.copy_(torch.zeros_like(offsets, device=device), non_blocking=True)
+
+
 def compute_permutation(group_ids: Tensor, num_groups: int) -> Permutation:
     """The permutation of group_ids int32 [T, top_k], each 0 to num_groups (no group); no host sync."""
     top_k = group_ids.shape[1]
