@@ -59,8 +59,10 @@ def fused_experts(
     Returns out, summed in fp32 in the order of slots. Activations are rounded to FP8 before each GEMM
     (`quantize_rows`), except by backend "reference" on a CPU, which rounds them to bf16. Quantized hidden
     states are multiplied as they are (on a CPU, as `dequantize_rows` has them in bf16). An expert's output
-    is rounded to bf16 before it is weighted. NaN in a token stays in its own row. Raises ValueError (name,
-    expected, got) before anything is launched.
+    is rounded to bf16 before it is weighted. NaN in a token stays in its own row. Has no gradients. Weights
+    may be changed between calls in place (`copy_`), never through `.data`, which backend "reference" does not
+    notice; or tell it by `Backend.weights_changed`. Raises ValueError (name, expected, got) before anything
+    is launched.
     """
     check_experts(
         hidden_states, topk_ids, topk_weights, gate_up, down, out, activation, num_sms, offsets, biases

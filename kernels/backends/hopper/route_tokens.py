@@ -28,7 +28,9 @@ VARIANTS = {"choice": _variant("", False), "logits": _variant("logit_bias", True
 
 def can_route(num_experts: int, top_k: int, routing: Routing) -> bool:
     """Whether the kernel supports this rule: a warp needs a lane for each slot and for each expert group."""
-    return max(top_k, routing.num_expert_groups) <= _WARP and num_experts <= MAX_EXPERTS
+    return (
+        routing.in_kernels and max(top_k, routing.num_expert_groups) <= _WARP and num_experts <= MAX_EXPERTS
+    )
 
 
 def route_tokens(
