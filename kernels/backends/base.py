@@ -104,6 +104,7 @@ class Backend(ABC):
         operands = hidden_states, topk_ids, topk_weights, gate_up, down, out
         self.experts_in_steps(*operands, activation, num_sms, offsets, biases, stages)
 
+    @torch.no_grad()
     def experts_in_steps(
         self,
         hidden_states: HiddenStates,

@@ -13,6 +13,7 @@ from expertd.kernels.ops.chunks import row_chunks
 __all__ = ["SILU", "Activation", "OtherGlu", "Swiglu", "gated", "swiglu"]
 
 
+@torch.no_grad()
 def swiglu(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
     """The activation in float32: gate_up [rows, 2I] with gate columns first, result [rows, I].
 

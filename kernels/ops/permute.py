@@ -60,6 +60,7 @@ def compute_permutation(group_ids: Tensor, num_groups: int) -> Permutation:
     return Permutation(pairs // top_k, sorted_ids, inverse.view(group_ids.shape), offsets)
 
 
+@torch.no_grad()
 def permute_rows(rows: Quantized, token_ids: Tensor) -> Quantized:
     """The quantized rows [T, K] at token_ids, int64 or int32 [R]: [R, K], its scales column-major again.
 

@@ -72,6 +72,7 @@ def quantize_blocks(w: Tensor) -> Quantized:
     return Quantized(data, scales)
 
 
+@torch.no_grad()
 def dequantize_rows(data: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Undo `quantize_rows`: data e4m3 [..., K] times scales fp32 [..., K/128], as `dtype`, contiguous.
 
@@ -95,6 +96,7 @@ def dequantize_rows(data: Tensor, scales: Tensor, dtype: torch.dtype = torch.flo
     return out
 
 
+@torch.no_grad()
 def expand_rows(data: Tensor, scales: Tensor) -> Tensor:
     """fp32 rows [T, K] that `quantize_rows` turns into data e4m3 [T, K] and scales fp32 [T, K/128] again.
 
@@ -113,6 +115,7 @@ def expand_rows(data: Tensor, scales: Tensor) -> Tensor:
     return rows
 
 
+@torch.no_grad()
 def dequantize_blocks(
     data: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32, out: Tensor | None = None
 ) -> Tensor:

@@ -12,6 +12,7 @@ _FAR = 2 * 0.01  # twice the jitter of training
 _LEAST_SUM = 1e-20  # added to a sum of sigmoids before dividing by it: all of them may be zero
 
 
+@torch.no_grad()
 def choose_experts(
     logits: Tensor, bias: Tensor | None, top_k: int, routing: Routing
 ) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from expertd.kernels.ops.chunks import row_chunks
 _CHUNK_ELEMENTS = 1 << 18  # of the output, on a CPU: a slot's rows and their sum stay in L2
 
 
+@torch.no_grad()
 def unpermute_rows(
     rows: Tensor,
     inverse_permutation: Tensor,
