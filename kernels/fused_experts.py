@@ -7,6 +7,7 @@ from expertd.kernels.backends import Backend, backend_for
 from expertd.kernels.checks import check_experts
 from expertd.kernels.ops.activation import SILU, Activation
 from expertd.kernels.ops.biases import ExpertBiases
+from expertd.kernels.ops.permute import write_no_rows
 from expertd.kernels.ops.quantize import HiddenStates, Quantized, values_of
 from expertd.kernels.stages import Stages
 
@@ -58,8 +59,10 @@ def fused_experts(
     Returns out, summed in fp32 in the order of slots. Activations are rounded to FP8 before each GEMM
     (`quantize_rows`), except by backend "reference" on a CPU, which rounds them to bf16. Quantized hidden
     states are multiplied as they are (on a CPU, as `dequantize_rows` has them in bf16). An expert's output
-    is rounded to bf16 before it is weighted. NaN in a token stays in its own row. Raises ValueError (name,
-    expected, got) before anything is launched.
+    is rounded to bf16 before it is weighted. NaN in a token stays in its own row. Has no gradients. Weights
+    may be changed between calls in place (`copy_`), never through `.data`, which backend "reference" does not
+    notice; or tell it by `Backend.weights_changed`. Raises ValueError (name, expected, got) before anything
+    is launched.
     """
     check_experts(
         hidden_states, topk_ids, topk_weights, gate_up, down, out, activation, num_sms, offsets, biases
@@ -69,6 +72,8 @@ def fused_experts(
     if out is None:
         out = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
     if rows.shape[0] == 0:
+        if offsets is not None:
+            write_no_rows(offsets, rows.device)
         return out
     operands = hidden_states, topk_ids, topk_weights, gate_up, down, out
     chosen.experts(*operands, activation, num_sms, offsets, biases, stages)

@@ -30,7 +30,9 @@ def grouped_gemm_contiguous(
     backend    a Backend, its name, or None for the best one for a's device
     num_sms    size of the persistent grid in SMs; None: all of them; any count gives the same bits
 
-    Returns out. Raises ValueError naming expected and got, before anything is launched.
+    Returns out, without gradients. Between calls, b may be changed in place, never through `.data`, which
+    backend "reference" does not notice. Raises ValueError naming expected and got, before anything is
+    launched.
     """
     problem = check_contiguous(a, b, offsets, out, num_sms)
     chosen = backend_for(backend, a.data, "a")
@@ -65,7 +67,9 @@ def grouped_gemm_masked(
     backend    a Backend, its name, or None for the best one for a's device
     num_sms    size of the persistent grid in SMs; None: all of them; any count gives the same bits
 
-    Returns out. Raises ValueError naming expected and got, before anything is launched.
+    Returns out, without gradients. Between calls, b may be changed in place, never through `.data`, which
+    backend "reference" does not notice. Raises ValueError naming expected and got, before anything is
+    launched.
     """
     problem = check_masked(a, b, counts, expected_m, out, num_sms)
     chosen = backend_for(backend, a.data, "a")

@@ -44,7 +44,7 @@ class RankTokens:
         firsts = list(accumulate(counts, initial=0))
         firsts += [firsts[-1]] * (MAX_RANKS + 1 - len(firsts))
         # From pinned memory, so that the host does not wait for the stream.
-        first_tokens = torch.tensor(firsts, dtype=torch.int32, pin_memory=True)
+        first_tokens = torch.tensor(firsts, dtype=torch.int32, device="cpu", pin_memory=True)
         first_tokens = first_tokens.to(places.device, non_blocking=True)
         return cls(tuple(counts), first_tokens, places)
 
@@ -106,7 +106,7 @@ class RankMemory:
         self._handle = symmetric_memory.rendezvous(self._bytes, group)
         self.consumed = self._bytes[: starts[1]].view(torch.int32)
         """The own counters of csrc/ranks.cuh, for launches."""
-        self._status = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._status = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
         self.ranks = self._state(self._handle.buffer_ptrs, starts, timeout).to(device)
         """For launches: the addresses and counters of csrc/ranks.cuh."""
 

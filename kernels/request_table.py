@@ -42,7 +42,7 @@ class RequestTable:
 
     def __init__(self) -> None:
         num_bytes = _HEADER.size + MAX_REQUESTS * _REQUEST.size
-        self._tensor = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
+        self._tensor = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         self._bytes = memoryview(self._tensor.numpy())  # type: ignore[arg-type]
         self.end_token = self._tensor[:4].view(torch.int32)
         """int32 [1], the number of tokens; see `Backend.route`."""
@@ -53,7 +53,12 @@ class RequestTable:
         return self._tensor.data_ptr()
 
     def write(self, requests: Sequence[RequestRows]) -> None:
-        """Replace the table's contents. No launch that reads them may be running."""
+        """Replace the table's contents. No launch that reads them may be running.
+
+        Raises ValueError (name, expected, got) for more than 256 requests, and changes nothing.
+        """
+        if len(requests) > MAX_REQUESTS:
+            raise ValueError(f"requests: expected at most {MAX_REQUESTS}, got {len(requests)}")
         token, place = 0, _HEADER.size
         for request in requests:
             end = token + request.num_tokens

@@ -62,7 +62,11 @@ class Backend(ABC):
     def weights_changed(  # noqa: B027
         self, weights: Quantized, groups: Sequence[int], prepared: Sequence[object]
     ) -> None:
-        """These groups were overwritten, and no others. `prepared`: of each, by `prepare_weights`."""
+        """These groups were overwritten, and no others. `prepared`: of each, by `prepare_weights`.
+
+        Changes in place are noticed by torch's version counters; changes through `.data` or a pointer only
+        if they are told here.
+        """
 
     @abstractmethod
     def contiguous(
@@ -100,6 +104,7 @@ class Backend(ABC):
         operands = hidden_states, topk_ids, topk_weights, gate_up, down, out
         self.experts_in_steps(*operands, activation, num_sms, offsets, biases, stages)
 
+    @torch.no_grad()
     def experts_in_steps(
         self,
         hidden_states: HiddenStates,
@@ -225,7 +230,7 @@ class Backend(ABC):
     ) -> tuple[Tensor, Tensor]:
         """(topk_ids int32 [T, top_k], topk_weights fp32 [T, top_k]); see `choose_experts`.
 
-        The rule is `in_kernels`, here and in `route`.
+        Raises ValueError (name, expected, got). Rules that are not `in_kernels` run in PyTorch.
         """
         return choose_experts(logits, bias, top_k, routing)
 

@@ -231,7 +231,7 @@ __device__ __forceinline__ void run_all_staged(Ranks* ranks_in_memory, Shared& s
         begun = begun_next;
         stage ^= 1;
     }
-    ptx::wait_bulk_stores();
+    ptx::commit_and_wait_bulk_stores();
     finish(ranks_in_memory, shared, items);
 }
 

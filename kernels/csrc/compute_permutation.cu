@@ -153,13 +153,14 @@ __device__ __forceinline__ void compare_all(const GroupIds& group_ids, int num_p
     if (thread < num_pairs) inverse_permutation[thread] = groups[thread] < none ? count(groups[thread], thread) : -1;
 }
 
+// The parameters from topk_weights to first_tokens are read with kRanks only.
 extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
     compute_permutation(const int* given_ids,  // [num_pairs]; 0 .. num_groups - 1, or no group. With kRanks: topk_ids
                         const float* topk_weights, int own_pairs, int first_pair,  // see OwnPairs
                         const int* __restrict__ places,  // [num_experts]: rank * 65536 + group of each expert
                         int num_experts, Ranks* ranks_in_memory,
                         const u32* consumed,                   // [kMaxRanks][kCounterStride], of this rank's memory
-                        const int* __restrict__ first_tokens,  // these seven: only with kRanks
+                        const int* __restrict__ first_tokens,  // [kMaxRanks + 1], see GroupIds
                         int num_pairs, int top_k, int num_groups,
                         int* __restrict__ inverse_permutation,  // [num_pairs], the permuted row of each pair, -1: none
                         int* __restrict__ offsets,              // [num_groups + 1]

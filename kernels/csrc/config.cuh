@@ -1,6 +1,7 @@
 // Compile-time parameters of a variant (TileConfig in kernels/backends/hopper/tiles.py), and the sizes of a launch.
 #pragma once
 
+#include "floats.cuh"
 #include "scheduler.cuh"
 
 constexpr Layout kLayout = MASKED ? Layout::kMasked : Layout::kContiguous;
@@ -10,7 +11,7 @@ constexpr bool kOtherGlu = OTHER_GLU;  // with SwiGLU: biases, and the variation
 constexpr int kBlockM = BLOCK_M;       // rows of a in a tile, at most
 constexpr int kBlockN = BLOCK_N;       // rows of b in a tile; with SwiGLU, 64 gate rows and the matching 64 up rows
 constexpr int kOutBlockN = kSwiglu ? kBlockN / 2 : kBlockN;  // columns of out in a tile; rows of b per TMA load
-constexpr int kBlockK = 128;                                 // columns that share a scale; bytes of a swizzled row
+constexpr int kBlockK = floats::kScaleBlock;                 // columns that share a scale; bytes of a swizzled row
 constexpr int kLoadsOfB = kSwiglu ? 2 : 1;                   // a K block of b takes as many
 constexpr int kStages = STAGES;
 constexpr int kCluster = CLUSTER;  // CTAs with neighboring columns that load the rows of a together
@@ -22,7 +23,8 @@ constexpr int kConsumerWarps = kConsumerGroups * 4;
 constexpr int kScaleWarps = 3;
 constexpr int kThreads = (kConsumerGroups + 1) * 128;
 constexpr int kHeightStep = kSwapAb ? 16 : 64;  // a tile's height is rounded up to a multiple of this
-constexpr int kScaleParts = kSwiglu || 128 % kBlockN != 0 ? 2 : 1;  // scales of b in a tile: gate and up, or neighbors
+// Scales of b in a tile: gate and up, or neighbors.
+constexpr int kScaleParts = kSwiglu || floats::kScaleBlock % kBlockN != 0 ? 2 : 1;
 // K blocks whose scales a warp has in flight.
 constexpr int kScalesAhead = kBlockM <= 64 ? 4 : kBlockM <= 128 || kCluster == 1 ? 2 : 1;
 // K blocks of b that are loaded before the preceding launch is complete: they go through the SM's port, 64 bytes a
@@ -38,6 +40,8 @@ constexpr int kConsumerRegisters = kCtasPerSm == 2        ? (kConsumerGroups == 
                                    : kConsumerGroups == 2 ? 224
                                                           : 152;
 constexpr int kProducerRegisters = 56;
+static_assert((kConsumerGroups * kConsumerRegisters + kProducerRegisters) * 128 * kCtasPerSm <= 65536,
+              "an SM has fewer registers");
 
 // Tiles whose records may still be read. The worst case is one K block per tile: a scale warp's next block may be the
 // oldest in a full ring, the other scale warps may be at earlier blocks, and one more tile is announced ahead.

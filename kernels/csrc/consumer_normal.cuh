@@ -44,7 +44,7 @@ class Consumer {
             }
             if constexpr (kOtherGlu) epilogue.prepare(tile);
             Sums sum = {};
-            if constexpr (!kSwiglu) second_ = 128 - tile.column % 128;
+            if constexpr (!kSwiglu) second_ = floats::kScaleBlock - tile.column % floats::kScaleBlock;
             if constexpr (kInPairs)
                 multiply_in_pairs(sum, pipeline, problem.k_blocks);
             else
@@ -112,8 +112,8 @@ class Consumer {
 
     // Begins to multiply the stage's rows of a by a half of its rows of b.
     __device__ __forceinline__ void multiply(Accumulators& acc, int stage, int half = 0) const {
-        wgmma::multiply_block<kBlockN / kHalves, true>(acc, a_ + stage * kBlockM * kBlockK,
-                                                       b_ + (stage * kHalves + half) * (kBlockN / kHalves) * kBlockK);
+        wgmma::multiply_block<kBlockN / kHalves>(acc, a_ + stage * kBlockM * kBlockK,
+                                                 b_ + (stage * kHalves + half) * (kBlockN / kHalves) * kBlockK);
     }
 
     __device__ __forceinline__ Scales scales_of(int stage) const {

@@ -49,8 +49,8 @@ class Consumer {
         Pipeline done = pipeline;
         const auto multiply = [&](float (&d)[kSlices* 8]) {
             ptx::mbarrier_wait(&shared_.full[pipeline.index], pipeline.phase);
-            wgmma::multiply_block<16 * kSlices, true>(d, b + pipeline.index * kBlockN * kBlockK,
-                                                      a + pipeline.index * kBlockM * kBlockK);
+            wgmma::multiply_block<16 * kSlices>(d, b + pipeline.index * kBlockN * kBlockK,
+                                                a + pipeline.index * kBlockM * kBlockK);
             pipeline.advance();
         };
         // Promotion: the tensor cores keep about 14 bits, so every 128 of K is added up in fp32. A column of the

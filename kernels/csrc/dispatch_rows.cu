@@ -51,7 +51,7 @@ struct Dispatch {
                 const u32 words[4] = {columns.x, columns.y, columns.z, columns.w};
 #pragma unroll
                 for (int i = 0; i < 4; ++i) row.words[i] = arriving(words[i], 0x7f7f7f7f);
-                const u32 scale = *reinterpret_cast<const u32*>(from + problem.k + column / 128 * 4);
+                const u32 scale = *reinterpret_cast<const u32*>(from + problem.k + column / floats::kScaleBlock * 4);
                 row.scale = __uint_as_float(arriving(scale, 0x7fffffff));
             }
         } else {
@@ -119,7 +119,8 @@ struct Dispatch {
         return reinterpret_cast<uint4*>(ranks.memory[owner].data + token * problem.k + column);
     }
     __device__ __forceinline__ u32* scale(u32 owner, i64 token) const {
-        return reinterpret_cast<u32*>(ranks.memory[owner].scales) + token * ((problem.k + 127) / 128) + column / 128;
+        const int blocks = (problem.k + floats::kScaleBlock - 1) / floats::kScaleBlock;
+        return reinterpret_cast<u32*>(ranks.memory[owner].scales) + token * blocks + column / floats::kScaleBlock;
     }
 };
 

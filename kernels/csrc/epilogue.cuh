@@ -45,7 +45,7 @@ class Epilogue<false, false> {
         const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * 16;
         const int row = problem_.first_row(tile) + first, rows = tile.rows - first;
         const u32 staging = ptx::shared_address(shared_.staging) + first / 16 * (kBoxes * kBoxBytes);
-        ptx::wait_bulk_stores_read();  // of the previous tile, which was staged in the same place
+        ptx::commit_and_wait_bulk_stores_read();  // of the previous tile, which was staged in the same place
         __syncwarp();
         const u32 to = staging + lane % 16 * 128;
 #pragma unroll
@@ -70,7 +70,8 @@ class Epilogue<false, false> {
         }
     }
 
-    __device__ __forceinline__ void finish() { ptx::wait_bulk_stores_read(); }  // they read the CTA's shared memory
+    // Its stores read the CTA's shared memory.
+    __device__ __forceinline__ void finish() { ptx::commit_and_wait_bulk_stores_read(); }
 
   private:
     // The staged rows from column kFirst on, stored by the warp's threads.
@@ -222,7 +223,8 @@ class Epilogue<false, true> {
         low = floats::e4m3_scale(low);
         high = floats::e4m3_scale(high);
         if (c == 0 && problem_.rank == 0) {
-            float* const scales = output_.scales + static_cast<i64>(tile.column / 128) * output_.scale_stride + row + r;
+            float* const scales =
+                output_.scales + static_cast<i64>(tile.column / floats::kScaleBlock) * output_.scale_stride + row + r;
             if (r < rows) scales[0] = low;
             if (r + 8 < rows) scales[8] = high;
         }

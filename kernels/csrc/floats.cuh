@@ -1,9 +1,11 @@
-// Moves rows of bf16, fp16 or fp32 into and out of fp32 registers.
+// Moves rows of bf16, fp16 or fp32 into and out of fp32 registers, and computes the scales of FP8 blocks.
 #pragma once
 
 #include "ptx.cuh"
 
 namespace floats {
+
+constexpr int kScaleBlock = 128;  // columns that share a scale; in weights, also rows
 
 enum Datatype { BF16, FP16, FP32, E4M3 };  // the last one only for rows that are quantized already
 

@@ -86,8 +86,9 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Operands
 __device__ __forceinline__ void load_scales(SharedStorage& shared, const Operands& operands, const Problem& problem,
                                             int scale_warp, int lane) {
     const int k_blocks = problem.k_blocks;
-    const int blocks_n = (problem.n + 127) / 128;  // with SwiGLU, those of the gates alone
-    int next = scale_warp;                         // this warp's next K block, counted from the tile's first
+    // With SwiGLU, those of the gates alone.
+    const int blocks_n = (problem.n + floats::kScaleBlock - 1) / floats::kScaleBlock;
+    int next = scale_warp;  // this warp's next K block, counted from the tile's first
     Pipeline pipeline;
     pipeline.advance(next);
     for (Walk walk;; walk.advance()) {
@@ -95,7 +96,7 @@ __device__ __forceinline__ void load_scales(SharedStorage& shared, const Operand
         if (tile.rows < 0) break;
 
         // -- locate the tile's scales
-        const int block_n = min(tile.column / 128, blocks_n - 1);
+        const int block_n = min(tile.column / floats::kScaleBlock, blocks_n - 1);
         const i64 b_block = static_cast<i64>(tile.group) * blocks_n * kLoadsOfB + block_n;
         const float* const b_scale = operands.b_scales + b_block * k_blocks;
         const int b_stride = (kSwiglu ? blocks_n : block_n < blocks_n - 1) * k_blocks;  // to the other part's scales

@@ -22,7 +22,8 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32)
     float scale = 0.0f;
     if (column < k) {
         columns = *reinterpret_cast<const uint4*>(tokens + token * token_stride + column);
-        scale = token_scales[token * token_scale_stride + static_cast<i64>(column / 128) * block_stride];
+        scale =
+            token_scales[token * token_scale_stride + static_cast<i64>(column / floats::kScaleBlock) * block_stride];
     }
     ptx::grid_dependency_wait();  // inverse_permutation may not be complete yet; the tokens are
     ptx::launch_dependents();

@@ -1,7 +1,7 @@
 // Writes 16 columns per thread of a token's quantized row to all of its permuted rows.
 #pragma once
 
-#include "ptx.cuh"
+#include "floats.cuh"
 
 // Up to kAtOnce of a token's permuted rows.
 struct PermutedRows {
@@ -27,7 +27,8 @@ struct PermutedRows {
         for (int i = 0; i < kAtOnce; ++i) {
             if (row[i] < 0) continue;
             *reinterpret_cast<uint4*>(data + row[i] * k + column) = columns;
-            if (threadIdx.x % 8 == 0) scales[static_cast<i64>(column / 128) * scale_stride + row[i]] = scale;
+            if (threadIdx.x % 8 == 0)
+                scales[static_cast<i64>(column / floats::kScaleBlock) * scale_stride + row[i]] = scale;
         }
     }
 };

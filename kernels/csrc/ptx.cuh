@@ -252,7 +252,7 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// ---------------------------------------------------------------- epilogue
+// ---------------------------------------------------------------- numbers
 
 // Converts two fp32 to a pair of bf16, `low` in the lower half; rounds to nearest even.
 __device__ __forceinline__ u32 pack_bf16(float low, float high) {
@@ -310,6 +310,21 @@ __device__ __forceinline__ float min_or_nan(float a, float b) {
     return result;
 }
 
+// ---------------------------------------------------------------- shared memory
+
+__device__ __forceinline__ void store_shared(u32 address, u16 value) {
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(value) : "memory");
+}
+
+__device__ __forceinline__ uint4 load_shared(u32 address) {
+    uint4 value;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "r"(address)
+                 : "memory");
+    return value;
+}
+
 // Stores four 8x8 matrices of 16-bit elements; lane l gives the address of the 16-byte row l % 8 of matrix l / 8.
 __device__ __forceinline__ void stmatrix(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m0),
@@ -324,6 +339,8 @@ __device__ __forceinline__ void stmatrix_transposed(u32 address, u32 m0, u32 m1,
                  : "memory");
 }
 
+// ---------------------------------------------------------------- TMA: stores
+
 // Makes this thread's ordinary writes to shared memory visible to the copy engine.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -334,15 +351,16 @@ __device__ __forceinline__ void tma_store(const TensorMap* map, u32 source, int 
                  : "memory");
 }
 
-// Wait until this thread's copies so far have read shared memory, or until they are complete.
-__device__ __forceinline__ void wait_bulk_stores_read() {
+// Wait until all of this thread's copies, also those not committed yet, have read shared memory, or are complete.
+__device__ __forceinline__ void commit_and_wait_bulk_stores_read() {
     asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
 }
-__device__ __forceinline__ void wait_bulk_stores() {
+__device__ __forceinline__ void commit_and_wait_bulk_stores() {
     asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-// Memory that other GPUs and the host access, too.
+// ---------------------------------------------------------------- memory that other GPUs and the host access, too
+
 __device__ __forceinline__ u32 load_acquire_system(const u32* place) {
     u32 value;
     asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(place) : "memory");
@@ -385,19 +403,6 @@ __device__ __forceinline__ void store_release_system(u32* place, u32 value) {
 __device__ __forceinline__ u64 global_nanoseconds() {
     u64 value;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(value));
-    return value;
-}
-
-__device__ __forceinline__ void store_shared(u32 address, u16 value) {
-    asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(value) : "memory");
-}
-
-__device__ __forceinline__ uint4 load_shared(u32 address) {
-    uint4 value;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                 : "r"(address)
-                 : "memory");
     return value;
 }
 

@@ -1,5 +1,5 @@
 // Quantizes 16 columns of a row per thread; eight lanes share a scale's 128 columns. The arithmetic is that of
-// kernels/ops/quantize.py, bit for bit.
+// kernels/ops/quantize.py, bit for bit, but -0.0 becomes 0.0: Divider adds a correction of 0.0 to it.
 #pragma once
 
 #include "floats.cuh"

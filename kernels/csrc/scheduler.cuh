@@ -95,7 +95,8 @@ class TileScheduler {
 
     static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
 
-    // a / b for a >= 0 and b > 0, in a tenth of the time of `/`; exact for a < 2^21, and for b a power of two.
+    // a / b for a >= 0 and b > 0, in a tenth of the time of `/`; exact for a < 2^21. Where a may be larger,
+    // callers correct the result. Within a band, 8 tiles high, it is not: the host limits n (MAX_N).
     static __device__ __forceinline__ int quotient(int a, int b) {
         return static_cast<int>((static_cast<float>(a) + 0.5f) * ptx::approximate_reciprocal(static_cast<float>(b)));
     }

@@ -24,7 +24,7 @@ struct Descriptor {
     }
 };
 
-// Multiply<N>: d[64 x N] = A[64 x 32] * B[N x 32]^T (start, restart) or += (add); N / 2 registers per thread. In
+// Multiply<N>: d[64 x N] = A[64 x 32] * B[N x 32]^T (restart) or += (add); N / 2 registers per thread. In
 // bf16, the same 32 bytes of a row are 16 elements.
 template <int kN, bool kBf16 = false>
 struct Multiply;
@@ -33,7 +33,6 @@ struct Multiply;
 #define R(i, C)                                                                                                        \
     C(d[8 * i]), C(d[8 * i + 1]), C(d[8 * i + 2]), C(d[8 * i + 3]), C(d[8 * i + 4]), C(d[8 * i + 5]), C(d[8 * i + 6]), \
         C(d[8 * i + 7])
-#define WRITE(x) "=f"(x)
 #define UPDATE(x) "+f"(x)
 #define S0 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define S1 S0 ",%8,%9,%10,%11,%12,%13,%14,%15"
@@ -66,15 +65,11 @@ struct Multiply;
 #define FP8(N, S, A, B, ACCUMULATE) INSTRUCTION(N, "k32.f32.e4m3.e4m3", S, A, B, ACCUMULATE, "")
 #define BF16(N, S, A, B, ACCUMULATE) INSTRUCTION(N, "k16.f32.bf16.bf16", S, A, B, ACCUMULATE, ", 0, 0")
 
-// `start` only writes its accumulators, so that none is live between two K blocks: with tiles of many heights in one
-// kernel the compiler could not keep them in the same registers throughout. `restart` does tie them to the same
-// registers, which an unrolled loop needs: otherwise the compiler would keep the accumulators of two K blocks there.
+// `restart` does not read its accumulators, but names them as if it did: they stay in the same registers, which an
+// unrolled loop needs. Otherwise the compiler would keep the accumulators of two K blocks there.
 #define WGMMA(N, S, R, A, B)                                                                   \
     template <>                                                                                \
     struct Multiply<N> {                                                                       \
-        static __device__ __forceinline__ void start(float* d, Descriptor a, Descriptor b) {   \
-            asm volatile(FP8(N, S, A, B, "0") : R(WRITE) : "l"(a.bits()), "l"(b.bits()));      \
-        }                                                                                      \
         static __device__ __forceinline__ void restart(float* d, Descriptor a, Descriptor b) { \
             asm volatile(FP8(N, S, A, B, "0") : R(UPDATE) : "l"(a.bits()), "l"(b.bits()));     \
         }                                                                                      \
@@ -99,10 +94,10 @@ struct Multiply<128, true> {
 };
 
 // d = A[64 x 128] * B[N x 128]^T: a K block of the ring's stage, committed as one group.
-template <int kN, bool kSameRegisters>
+template <int kN>
 __device__ __forceinline__ void multiply_block(float (&d)[kN / 2], Descriptor a, Descriptor b) {
     ptx::wgmma_fence();
-    kSameRegisters ? Multiply<kN>::restart(d, a, b) : Multiply<kN>::start(d, a, b);
+    Multiply<kN>::restart(d, a, b);
     Multiply<kN>::add(d, a + 32, b + 32);
     Multiply<kN>::add(d, a + 64, b + 64);
     Multiply<kN>::add(d, a + 96, b + 96);
@@ -157,7 +152,6 @@ __device__ __forceinline__ void in_pairs(float (&acc)[2][kRegisters], int k_bloc
 #undef INSTRUCTION
 #undef FP8
 #undef BF16
-#undef WRITE
 #undef UPDATE
 #undef WGMMA
 #undef R

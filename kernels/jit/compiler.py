@@ -8,6 +8,7 @@ import threading
 import time
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from expertd.kernels.jit.source import Source
@@ -72,17 +73,15 @@ class Binary:
 def compiler_version() -> str:
     """The versions of NVRTC, its package and cuda.core, and the options: a binary's inputs beside its source.
 
+    Without the package, the size and time of NVRTC's library: a toolkit's patch releases have one version.
+
     Raises CompilerMissingError if the cuda extra is not fully installed.
     """
     core, nvrtc = _cuda()
     status, major, minor = nvrtc.nvrtcVersion()
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         raise CompilerMissingError(f"NVRTC version: expected a number, got {status.name}")
-    try:
-        package = metadata.version("nvidia-cuda-nvrtc")
-    except metadata.PackageNotFoundError:
-        package = "none"  # a system-wide CUDA toolkit's
-    return f"nvrtc {major}.{minor} package {package}, cuda.core {core.__version__}, {_OPTIONS}"
+    return f"nvrtc {major}.{minor} package {_package()}, cuda.core {core.__version__}, {_OPTIONS}"
 
 
 def compile_source(source: Source, text: str | None = None) -> Binary:
@@ -139,6 +138,18 @@ def _cuda() -> tuple[Any, Any]:
                 f"CUDA compiler: expected it to be installed (pip install 'expertd[cuda]'), got: {error}"
             ) from error
         return cuda.core, nvrtc
+
+
+def _package() -> str:
+    """The version of NVRTC's package; without it, what tells the library from others."""
+    try:
+        return metadata.version("nvidia-cuda-nvrtc")
+    except metadata.PackageNotFoundError:
+        from cuda.pathfinder import load_nvidia_dynamic_lib
+
+        library = load_nvidia_dynamic_lib("nvrtc").abs_path
+        file = None if library is None else Path(library).stat()
+        return "none" if file is None else f"none, {file.st_size} bytes of {file.st_mtime_ns}"
 
 
 def _text(buffer: bytearray) -> str:

@@ -6,13 +6,21 @@ import torch
 from torch import Tensor
 
 from expertd.activation import SILU, Activation, OtherGlu, Swiglu
+from expertd.kernels.checks import check_activation
+from expertd.kernels.ops.checks import check_gate_up
 from expertd.kernels.ops.chunks import row_chunks
 
 __all__ = ["SILU", "Activation", "OtherGlu", "Swiglu", "gated", "swiglu"]
 
 
+@torch.no_grad()
 def swiglu(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
-    """The activation in float32: gate_up [rows, 2I] with gate columns first, result [rows, I]."""
+    """The activation in float32: gate_up [rows, 2I] with gate columns first, result [rows, I].
+
+    Has no gradients. Raises ValueError (name, expected, got).
+    """
+    check_gate_up(gate_up)
+    check_activation(activation)
     size = (gate_up.shape[0], gate_up.shape[1] // 2)
     out = torch.empty(size, dtype=torch.float32, device=gate_up.device)
     for gate_up_part, out_part in row_chunks(gate_up, out):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from expertd.kernels.ops.checks import check_group_ids, check_permute
 from expertd.kernels.ops.quantize import Quantized
 
 
@@ -36,8 +37,20 @@ class Permutation:
         return rows - self.offsets[self.group_ids]
 
 
+def write_no_rows(offsets: Tensor, device: torch.device) -> None:
+    """Write the offsets of groups without rows, after earlier work on the device's stream.
+
+    offsets  int32 [G + 1], also in pinned memory, which earlier work may still be writing to
+    """
+    offsets.copy_(torch.zeros_like(offsets, device=device), non_blocking=True)
+
+
 def compute_permutation(group_ids: Tensor, num_groups: int) -> Permutation:
-    """The permutation of group_ids int32 [T, top_k], each 0 to num_groups (no group); no host sync."""
+    """The permutation of group_ids int32 [T, top_k], each 0 to num_groups (no group); no host sync.
+
+    Raises ValueError (name, expected, got).
+    """
+    check_group_ids(group_ids, num_groups)
     top_k = group_ids.shape[1]
     sorted_ids, pairs = group_ids.flatten().sort(stable=True)
     inverse = torch.empty_like(pairs)
@@ -47,8 +60,13 @@ def compute_permutation(group_ids: Tensor, num_groups: int) -> Permutation:
     return Permutation(pairs // top_k, sorted_ids, inverse.view(group_ids.shape), offsets)
 
 
+@torch.no_grad()
 def permute_rows(rows: Quantized, token_ids: Tensor) -> Quantized:
-    """The quantized rows [T, K] at token_ids, int64 [R]: [R, K], its scales column-major again."""
+    """The quantized rows [T, K] at token_ids, int64 or int32 [R]: [R, K], its scales column-major again.
+
+    Has no gradients. Raises ValueError (name, expected, got).
+    """
+    check_permute(rows, token_ids)
     words = rows.data.contiguous().view(torch.int64)  # copied eight elements at a time
     data = words.index_select(0, token_ids).view(torch.float8_e4m3fn)
     return Quantized(data, rows.scales.t().index_select(1, token_ids).t())

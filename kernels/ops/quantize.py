@@ -72,10 +72,11 @@ def quantize_blocks(w: Tensor) -> Quantized:
     return Quantized(data, scales)
 
 
+@torch.no_grad()
 def dequantize_rows(data: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Undo `quantize_rows`: data e4m3 [..., K] times scales fp32 [..., K/128], as `dtype`, contiguous.
 
-    Raises ValueError.
+    Has no gradients. Raises ValueError.
     """
     _check_quantized(data, scales)
     if data.ndim < 1 or data.shape[-1] % SCALE_BLOCK != 0:
@@ -95,12 +96,13 @@ def dequantize_rows(data: Tensor, scales: Tensor, dtype: torch.dtype = torch.flo
     return out
 
 
+@torch.no_grad()
 def expand_rows(data: Tensor, scales: Tensor) -> Tensor:
     """fp32 rows [T, K] that `quantize_rows` turns into data e4m3 [T, K] and scales fp32 [T, K/128] again.
 
     That holds bit for bit for what `quantize_rows` has made, because the values of a block's largest elements
     (448) are chosen so that it finds the same scale; others are data times scales. With scales of any other
-    origin, all are that, up to rounding. Raises ValueError.
+    origin, all are that, up to rounding. Has no gradients. Raises ValueError.
     """
     rows = dequantize_rows(data, scales)
     largest = scales * E4M3_MAX
@@ -113,6 +115,7 @@ def expand_rows(data: Tensor, scales: Tensor) -> Tensor:
     return rows
 
 
+@torch.no_grad()
 def dequantize_blocks(
     data: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32, out: Tensor | None = None
 ) -> Tensor:
@@ -120,7 +123,7 @@ def dequantize_blocks(
 
     out  of data's shape, to write to; None: a new tensor
 
-    Raises ValueError.
+    Has no gradients. Raises ValueError.
     """
     _check_quantized(data, scales)
     _check_weight_ndim("data", data)

@@ -5,20 +5,23 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from expertd.kernels.ops.checks import check_logits
 from expertd.routing import Routing
 
 _FAR = 2 * 0.01  # twice the jitter of training
 _LEAST_SUM = 1e-20  # added to a sum of sigmoids before dividing by it: all of them may be zero
 
 
+@torch.no_grad()
 def choose_experts(
     logits: Tensor, bias: Tensor | None, top_k: int, routing: Routing
 ) -> tuple[Tensor, Tensor]:
     """(topk_ids int32 [T, top_k], topk_weights fp32 [T, top_k]) of fp32 logits [T, E], best first.
 
     bias, fp32 [E], is added as `Routing.bias_on` says. Ties between experts and between groups go to the
-    lower index, on every device.
+    lower index, on every device. Has no gradients. Raises ValueError (name, expected, got).
     """
+    check_logits(logits, bias, top_k, routing)
     if bias is not None and routing.bias_on == "logits":
         logits, bias = logits + bias, None
     if routing.scoring_func == "sparsemixer":

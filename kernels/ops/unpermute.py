@@ -3,11 +3,13 @@
 import torch
 from torch import Tensor
 
+from expertd.kernels.ops.checks import check_unpermute
 from expertd.kernels.ops.chunks import row_chunks
 
 _CHUNK_ELEMENTS = 1 << 18  # of the output, on a CPU: a slot's rows and their sum stay in L2
 
 
+@torch.no_grad()
 def unpermute_rows(
     rows: Tensor,
     inverse_permutation: Tensor,
@@ -18,14 +20,17 @@ def unpermute_rows(
     """out[t] = sum over s of topk_weights[t, s] * rows[inverse_permutation[t, s]], in the order of slots.
 
     rows                 [R, H]
-    inverse_permutation  int64 [T, top_k], see `Permutation`
+    inverse_permutation  int64 or int32 [T, top_k], see `Permutation`
     topk_weights         fp32 [T, top_k]
     absent               bool [T, top_k], pairs to leave out, whatever their rows and weights are; None: none
     out                  [T, H], summed in fp32; None: a new one of fp32
+
+    Returns out, without gradients. Raises ValueError (name, expected, got).
     """
+    check_unpermute(rows, inverse_permutation, topk_weights, absent, out)
     num_tokens, top_k = topk_weights.shape
     if out is None:
-        out = torch.empty((num_tokens, rows.shape[1]), device=rows.device)
+        out = torch.empty((num_tokens, rows.shape[1]), dtype=torch.float32, device=rows.device)
     if out.dtype != torch.float32:
         return out.copy_(unpermute_rows(rows, inverse_permutation, topk_weights, absent))
     out.zero_()

@@ -43,7 +43,8 @@ def quantize_by_powers(matrix: Tensor) -> tuple[Tensor, Tensor]:
 def _fp4(packed: Tensor) -> Tensor:
     """E2M1 numbers [n, k], two in a byte: the first in its low bits."""
     codes = packed.view(torch.uint8)
-    table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=packed.device)
+    values = [*_E2M1, *(-value for value in _E2M1)]
+    table = torch.tensor(values, dtype=torch.float32, device=packed.device)
     return table[torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1).long()]
 
 

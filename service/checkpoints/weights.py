@@ -150,7 +150,7 @@ def _not_finite(tensor: Stored) -> CheckpointError:
 def _empty(num_groups: int, n: int, k: int, device: torch.device | str) -> Quantized:
     data = torch.empty((num_groups, n, k), dtype=torch.float8_e4m3fn, device=device)
     blocks = -(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK)
-    return Quantized(data, torch.empty((num_groups, *blocks), device=device))
+    return Quantized(data, torch.empty((num_groups, *blocks), dtype=torch.float32, device=device))
 
 
 def _rows(out: Quantized, group: int, first: int, count: int) -> Quantized:

@@ -55,7 +55,8 @@ async def profile_steps(
 def _requests(model: ModelSettings, num_tokens: int, count: int) -> Iterator[LayerRequest]:
     """Requests whose tokens are rows of one buffer; each begins a row further."""
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(num_tokens + count, model.hidden_size, generator=generator)
+    size = (num_tokens + count, model.hidden_size)
+    rows = torch.randn(size, dtype=torch.float32, generator=generator)
     data = rows.to(FLOATS[model.datatype]).view(torch.uint8).numpy()
     for first in range(count):
         hidden_states = data[first : first + num_tokens].data.cast("B")

@@ -82,7 +82,8 @@ class HostSteps:
             topk_ids, topk_weights = self._layer.route(hidden_states)
         else:
             shape = batch.num_tokens, self._layer.shape.top_k
-            topk_ids, topk_weights = torch.empty(shape, dtype=torch.int32), torch.empty(shape)
+            topk_ids = torch.empty(shape, dtype=torch.int32)
+            topk_weights = torch.empty(shape, dtype=torch.float32)
         for request, part in zip(batch.requests, batch.parts, strict=True):
             if request.topk_ids is not None and request.topk_weights is not None:
                 ids = _array(request.topk_ids, np.dtype(request.topk_ids_datatype.lower()))

@@ -78,7 +78,7 @@ class MoELayer:
         self._shared_ids = torch.arange(
             len(shape.held_experts), shape.num_groups, dtype=torch.int32, device=device
         )
-        self._shared_weights = torch.ones(shape.num_shared_experts, device=device)
+        self._shared_weights = torch.ones(shape.num_shared_experts, dtype=torch.float32, device=device)
         gate = weights.shared_gate
         self._shared_gate = None if gate is None or not shape.num_shared_experts else gate.float()
         self._bias = None if weights.router_bias is None else weights.router_bias.contiguous()
@@ -118,7 +118,8 @@ class MoELayer:
         """
         self._check_hidden_states(hidden_states)
         if hidden_states.shape[0] == 0:
-            nothing = torch.empty((0, self.shape.top_k), device=hidden_states.device)
+            size = (0, self.shape.top_k)
+            nothing = torch.empty(size, dtype=torch.float32, device=hidden_states.device)
             return nothing.to(torch.int32), nothing
         if not self.routing.in_kernels:
             return self.backend.route_in_steps(

@@ -61,6 +61,7 @@ def _spread(rows: Quantized, permutation: Permutation, num_groups: int, max_m: i
     at = permutation.group_ids, permutation.positions
     data = torch.empty((num_groups, max_m, k), dtype=torch.float8_e4m3fn, device=device)
     data.view(torch.int64)[at] = rows.data.view(torch.int64)  # copied eight elements at a time
-    scales = torch.empty((num_groups, rows.scales.shape[1], max_m), device=device).mT
+    size = (num_groups, rows.scales.shape[1], max_m)
+    scales = torch.empty(size, dtype=torch.float32, device=device).mT
     scales[at] = rows.scales
     return Quantized(data, scales)

@@ -192,7 +192,7 @@ def _random_experts(
 ) -> Quantized:
     data = torch.empty((len(kept), n, k), dtype=torch.float8_e4m3fn, device=generator.device)
     blocks = len(kept), -(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK)
-    scales = torch.empty(blocks, device=generator.device)
+    scales = torch.empty(blocks, dtype=torch.float32, device=generator.device)
     places = defaultdict[int, list[int]](list)
     for place, group in enumerate(kept):
         places[group].append(place)
@@ -207,4 +207,5 @@ def _random_experts(
 
 
 def _normal(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
-    return torch.randn(shape, device=generator.device, generator=generator).mul_(shape[1] ** -0.5)
+    normal = torch.randn(shape, dtype=torch.float32, device=generator.device, generator=generator)
+    return normal.mul_(shape[1] ** -0.5)

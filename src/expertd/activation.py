@@ -21,7 +21,7 @@ class Swiglu(NamedTuple):
 
 
 class OtherGlu(NamedTuple):
-    """As Swiglu, with two variations; no kernel fuses it with a GEMM.
+    """As Swiglu, with two variations; on Hopper, GEMMs with it have tiles of their own.
 
     up_offset    added to up once it is clamped
     clamp_after  clamp gate * sigmoid(alpha * gate) to at most limit, instead of gate

@@ -55,6 +55,11 @@ def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+def _spread(*strides: int) -> torch.Tensor:
+    """Scales [M, 2] of rows far apart."""
+    return torch.empty_strided((M, 2), strides, dtype=torch.float32, device="meta")
+
+
 SHARED: list[tuple[dict[str, Any], str]] = [
     ({"b": _e4m3(N, K)}, r"b shape: expected 3 dimensions \[G, N, K\], got \(136, 256\)"),
     ({"b": _e4m3(G, N, 128)}, "a K: expected 128 as in b, got 256"),
@@ -75,6 +80,11 @@ SHARED: list[tuple[dict[str, Any], str]] = [
         "device: expected cpu, or those of `packed`, got meta",
     ),
     ({"num_sms": 0}, "num_sms: expected None or at least 1, got 0"),
+    ({"num_sms": "a"}, "num_sms: expected None or at least 1, got a"),
+    (
+        {"b": _meta(G, 2**23 + 8, K, dtype=torch.float8_e4m3fn)},
+        "N: expected at most 8388608, got 8388616",
+    ),
     ({"backend": "metal"}, r"backend: expected one of .*'hopper', 'reference'.*, got 'metal'"),
 ]
 
@@ -89,6 +99,14 @@ CONTIGUOUS: list[tuple[dict[str, Any], str]] = [
     ({"a_scales": torch.ones(M, 2).half()}, "a scales dtype: expected torch.float32, got torch.float16"),
     ({"a_scales": torch.ones(M, 4)[:, ::2]}, r"a scales strides: expected row- or .*, got \(4, 2\)"),
     ({"a_scales": _meta(M, 2)}, "a scales device: expected cpu as a, got meta"),
+    (
+        {"a_scales": _spread(2**30, 1)},
+        r"a scales strides: expected at most 4294967295 elements apart in all, got \(1073741824, 1\)",
+    ),
+    (
+        {"a_scales": _spread(1, 2**32)},
+        r"a scales strides: expected at most 4294967295 .*, got \(1, 4294967296\)",
+    ),
     ({"offsets": torch.zeros(G, dtype=torch.int32)}, r"offsets shape: expected \(4,\), got \(3,\)"),
     (
         {"offsets": torch.zeros(G + 1, dtype=torch.int64)},
@@ -124,6 +142,7 @@ MASKED: list[tuple[dict[str, Any], str]] = [
     ({"counts": torch.zeros(G)}, "counts dtype: expected torch.int32, got torch.float32"),
     ({"counts": _meta(G, dtype=torch.int32)}, "counts device: expected cpu as a, got meta"),
     ({"expected_m": 0}, "expected_m: expected None or at least 1, got 0"),
+    ({"expected_m": "a"}, "expected_m: expected None or at least 1, got a"),
     (
         {"out": torch.empty(G * M, N, dtype=torch.bfloat16)},
         r"out shape: expected \(3, 6, 136\), got \(18, 136\)",

@@ -318,6 +318,13 @@ def test_no_tokens_give_nothing() -> None:
     assert (out.shape, out.dtype) == ((0, H), torch.float32)
 
 
+def test_no_tokens_have_no_rows() -> None:
+    nothing, offsets = _case([2, 2], slots=2).tokens(slice(0)), torch.full((3,), 99, dtype=torch.int32)
+    arguments = nothing.hidden_states, nothing.topk_ids, nothing.topk_weights, nothing.gate_up, nothing.down
+    fused_experts(*arguments, backend="reference", offsets=offsets)
+    assert offsets.tolist() == [0, 0, 0]
+
+
 def test_nan_stays_in_its_own_row() -> None:
     case = _case([5, 0, 40, 300], slots=3)
     clean = case.run()

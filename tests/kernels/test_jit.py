@@ -2,6 +2,7 @@
 
 import logging
 import multiprocessing
+import os
 import subprocess
 import sys
 import threading
@@ -9,6 +10,7 @@ from importlib import metadata
 from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cuda.bindings import nvrtc
@@ -230,6 +232,28 @@ def test_the_key_changes_with_all_that_a_binary_depends_on(
         patched.setattr(nvrtc, "nvrtcVersion", lambda: (nvrtc.nvrtcResult.NVRTC_SUCCESS, 99, 0))
         keys.add(cache_key(PLUS_1))
     assert len(keys) == 8
+
+
+def test_the_key_changes_with_a_toolkits_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its patch releases all say the same version, and no package says another."""
+
+    def no_package(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    library = tmp_path / "libnvrtc.so"
+    library.write_bytes(b"a patch release")
+    monkeypatch.setattr(metadata, "version", no_package)
+    monkeypatch.setattr(
+        "cuda.pathfinder.load_nvidia_dynamic_lib", lambda name: SimpleNamespace(abs_path=str(library))
+    )
+    keys = [cache_key(PLUS_1), cache_key(PLUS_1)]
+    os.utime(library, ns=(1, 1))
+    keys.append(cache_key(PLUS_1))
+    library.write_bytes(b"another")
+    os.utime(library, ns=(1, 1))
+    keys.append(cache_key(PLUS_1))
+    assert keys[0] == keys[1]
+    assert len(set(keys)) == 3
 
 
 def test_a_changed_header_changes_the_binary(csrc: Path) -> None:

@@ -2,6 +2,8 @@
 
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +21,7 @@ from expertd.kernels import (
     jit,
     quantize_rows,
 )
-from expertd.kernels.backends.hopper import grouped_gemm, launch, layer, tensor_maps, tiles
+from expertd.kernels.backends.hopper import gather_rows, grouped_gemm, launch, layer, tensor_maps, tiles
 from expertd.kernels.backends.hopper.compute_permutation import compute_permutation
 from expertd.kernels.backends.hopper.dispatch_rows import dispatch_rows, packed_rows
 from expertd.kernels.backends.hopper.grouped_gemm import GroupedGemm, Groups
@@ -271,3 +273,22 @@ def test_every_kernel_has_a_host_file_and_a_device_file_of_its_name() -> None:
     assert stems == {variant.source.entry for variant in VARIANTS}
     hosts = {path.stem for path in (CSRC.parent / "backends" / "hopper").glob("*.py")}
     assert stems <= hosts
+
+
+def test_two_first_launches_at_once_load_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the second would replace one that may be running."""
+    both, kernels = Barrier(2), Kernels()
+
+    def build(source: jit.Source) -> SimpleNamespace:
+        both.wait(60)  # both threads have found no kernel
+        return SimpleNamespace(cubin=b"")
+
+    core = SimpleNamespace(
+        Device=lambda index: SimpleNamespace(set_current=lambda: None),
+        ObjectCode=SimpleNamespace(from_cubin=lambda cubin: SimpleNamespace(get_kernel=lambda name: [name])),
+    )
+    monkeypatch.setattr(jit, "build", build)
+    monkeypatch.setattr(launch, "cuda_core", lambda: core)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda device: kernels.get(device, gather_rows.VARIANT), [0, 0])
+    assert first is second

@@ -2,6 +2,7 @@
 
 import re
 import struct
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,6 +38,16 @@ def test_both_sides_agree_about_the_fields() -> None:
         *(("u32", name) for name in ("first_token", "end_token", "out_datatype", "has_int64_ids")),
     ]
     assert struct.calcsize("<QQQQIIII") == 48
+
+
+def test_more_requests_than_there_is_room_for_are_refused() -> None:
+    """Before anything is written: the table may be read for the step before."""
+    contents = bytearray(b"\1" * 64)
+    table: Any = SimpleNamespace(_bytes=memoryview(contents))
+    request = RequestRows(1, 16, 32, torch.float32)
+    with pytest.raises(ValueError, match=r"^requests: expected at most 256, got 257$"):
+        RequestTable.write(table, [request] * (MAX_REQUESTS + 1))
+    assert contents == b"\1" * 64
 
 
 @pytest.mark.gpu

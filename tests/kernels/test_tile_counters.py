@@ -1,5 +1,9 @@
 """Tile counters on the device: no launch sees another's counter, and each leaves zeros."""
 
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -45,6 +49,30 @@ def test_the_first_use_in_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match=r"warm_up\(\) or a call before a CUDA graph is captured"):
         TileCounters().prepare(0)
+
+
+def test_two_first_uses_at_once_share_the_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the second slab would replace that which launches of the first use."""
+    both, made, zeros = Barrier(2), list[Tensor](), torch.zeros
+
+    def none_is_capturing() -> bool:
+        both.wait(60)  # both threads have found no counters
+        return False
+
+    def on_the_host(*size: int, device: str, **given: Any) -> Tensor:
+        assert device == "cuda:0"
+        made.append(zeros(*size, **given))
+        return made[-1]
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", none_is_capturing)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch, "zeros", on_the_host)
+    counters = TileCounters()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(counters.prepare, [0, 0]))
+    assert len(made) == 1
+    assert counters._slabs[0] is made[0]
+    assert next(counters._free[0]) == made[0].data_ptr()
 
 
 @pytest.mark.gpu

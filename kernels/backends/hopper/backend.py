@@ -15,10 +15,12 @@ from expertd.kernels.backends.hopper.layer import Layer
 from expertd.kernels.backends.hopper.route_tokens import can_route, route_tokens
 from expertd.kernels.backends.hopper.router_logits import Logits
 from expertd.kernels.backends.hopper.scatter_rows import scatter_rows
-from expertd.kernels.backends.hopper.unpermute_rows import unpermute_rows
+from expertd.kernels.backends.hopper.unpermute_rows import can_unpermute, unpermute_rows
 from expertd.kernels.backends.hopper.variants import VARIANTS
+from expertd.kernels.checks import check_parallel
 from expertd.kernels.ops.activation import SILU, Activation
 from expertd.kernels.ops.biases import ExpertBiases
+from expertd.kernels.ops.checks import check_logits, check_rule
 from expertd.kernels.ops.quantize import HiddenStates, Quantized, values_of
 from expertd.kernels.overlap import Overlap
 from expertd.kernels.partitions import SMPartitions
@@ -132,12 +134,7 @@ class HopperBackend(Backend):
         biases: ExpertBiases | None = None,
     ) -> None:
         """See `Backend.parallel_experts`."""
-        if num_sms is not None and num_sms < 2:
-            raise ValueError(f"num_sms: expected None or at least 2, got {num_sms}")
-        if overlap is not None and num_sms is not None:
-            raise ValueError(f"num_sms: expected None with an overlap, got {num_sms}")
-        if not _is_aligned(out):
-            raise ValueError(f"out: expected contiguous rows, 16-byte aligned, got strides {out.stride()}")
+        check_parallel(memory, tokens, hidden_states, topk_ids, out, num_sms, overlap is not None)
         on = current_stream(_current(values_of(hidden_states), "hidden_states"))
         self._layer.parallel_experts(
             on,
@@ -157,8 +154,8 @@ class HopperBackend(Backend):
         )
 
     def unpermute(self, rows: Tensor, inverse: Tensor, topk_weights: Tensor, out: Tensor) -> None:
-        """See `Backend.unpermute`; one launch for bf16 rows."""
-        if rows.dtype != torch.bfloat16 or out.shape[0] == 0 or not (_is_aligned(rows) and _is_aligned(out)):
+        """See `Backend.unpermute`; one launch for bf16 rows [R, H], H a multiple of 8."""
+        if out.shape[0] == 0 or not can_unpermute(rows, inverse, out):
             super().unpermute(rows, inverse, topk_weights, out)
             return
         on = current_stream(_current(rows, "rows"))
@@ -167,7 +164,8 @@ class HopperBackend(Backend):
     def choose_experts(
         self, logits: Tensor, bias: Tensor | None, top_k: int, routing: Routing
     ) -> tuple[Tensor, Tensor]:
-        """See `expertd.kernels.choose_experts`; one launch, except for rules wider than a warp."""
+        """See `expertd.kernels.choose_experts`; one launch for the rules of `can_route`."""
+        check_logits(logits, bias, top_k, routing)
         if not can_route(logits.shape[1], top_k, routing):
             return super().choose_experts(logits, bias, top_k, routing)
         on = current_stream(_current(logits, "logits"))
@@ -186,9 +184,10 @@ class HopperBackend(Backend):
         """See `Backend.route`; in bf16 two launches, and batch-invariant.
 
         router and bias must then be contiguous (router 16-byte aligned), and the preceding launch must not
-        write them: they are read before it ends. In other dtypes, and for wider rules, logits come from
-        cuBLAS.
+        write them: they are read before it ends. In other dtypes, and for rules that the kernel lacks, logits
+        come from cuBLAS.
         """
+        check_rule(router.shape[0], bias, top_k, routing)
         if not hidden_states.dtype == router.dtype == torch.bfloat16:
             return super().route(hidden_states, router, bias, top_k, routing, end_token)
         on = current_stream(_current(hidden_states, "hidden_states"))
@@ -224,7 +223,8 @@ def _with_aligned_rows(hidden_states: HiddenStates) -> HiddenStates:
     if isinstance(hidden_states, Tensor):
         return _aligned(hidden_states)
     data, scales = hidden_states
-    if data.stride(1) != 1 or data.stride(0) % 16 != 0 or data.data_ptr() % 16 != 0:
+    stride = data.stride(0)
+    if data.stride(1) != 1 or stride % 16 != 0 or stride >= 2**32 or data.data_ptr() % 16 != 0:
         data = data.clone(memory_format=torch.contiguous_format)
     return Quantized(data, scales)
 

@@ -46,7 +46,8 @@ def dispatch_rows(
         k = k * 32 // 33
     num_rows, top_k, places = inverse.numel(), inverse.shape[1], tokens.places
     data = torch.empty((num_rows, k), dtype=torch.float8_e4m3fn, device=inverse.device)
-    scales = torch.empty((math.ceil(k / SCALE_BLOCK), num_rows), device=inverse.device)
+    size = (math.ceil(k / SCALE_BLOCK), num_rows)
+    scales = torch.empty(size, dtype=torch.float32, device=inverse.device)
     num_ctas = ctas(on, num_sms, _CTAS, tokens.counts, k)
     kernels.launch(
         on, _BY_DTYPE[hidden_states.dtype], Grid(num_ctas, 1, place_bytes(places.numel())),

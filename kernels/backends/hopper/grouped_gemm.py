@@ -166,7 +166,7 @@ class GroupedGemm:
         plan = plans.choose_swiglu(expected_m, sms, other, rates(on.device))
         prepared = self._planned(on.device, Layout.CONTIGUOUS, n, k, num_groups, plan, num_sms)
         data = torch.empty((m, n), dtype=torch.float8_e4m3fn, device=a.data.device)
-        scales = torch.empty((n // SCALE_BLOCK, m), device=a.data.device)
+        scales = torch.empty((n // SCALE_BLOCK, m), dtype=torch.float32, device=a.data.device)
         self._launch(
             on, prepared, a, b, groups, range(n),
             data.data_ptr(), scales.data_ptr(), _uint32(m), *_rule(activation, bias, other),

@@ -1,6 +1,7 @@
 """Shared by all launches: kernels loaded on devices, torch's stream, the configuration of a grid."""
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -79,6 +80,7 @@ class Kernels:
     """The kernels of one process, each loaded on the devices where it is used."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._loaded: dict[tuple[int, str], Any] = {}
 
     def get(self, device: int, variant: Variant) -> Any:
@@ -89,30 +91,35 @@ class Kernels:
         return self._loaded[key]
 
     def load(self, device: int, variant: Variant, binary: jit.Binary) -> None:
-        """Load a kernel, and let it use as much shared memory as it can need."""
-        from cuda.bindings import driver
-
-        core, shared_bytes = cuda_core(), variant.shared_bytes(max(MAX_GROUPS, MAX_EXPERTS))
-        core.Device(device).set_current()  # the context that torch uses too
-        kernel = core.ObjectCode.from_cubin(binary.cubin).get_kernel(variant.source.entry)
-        if shared_bytes > 0:
-            of = driver.CUfunction_attribute
-            for attribute, value in (
-                (of.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes),
-                (of.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100),  # percent
-            ):
-                (status,) = driver.cuKernelSetAttribute(attribute, value, kernel.handle, device)
-                if status != driver.CUresult.CUDA_SUCCESS:
-                    raise RuntimeError(
-                        f"shared memory: expected {shared_bytes} bytes per CTA, got {status.name}"
-                    )
-        self._loaded[device, variant.source.name] = kernel
+        """Load a kernel unless it is loaded already, and let it use as much shared memory as it can need."""
+        with self._lock:
+            if (device, variant.source.name) not in self._loaded:  # one that is may be running
+                self._loaded[device, variant.source.name] = _load(device, variant, binary)
 
     def launch(self, on: OnStream, variant: Variant, grid: Grid, *arguments: Any) -> None:
         """Launch a kernel; tensors are passed as their addresses, None as a null pointer."""
         kernel = self.get(on.device, variant)
         values = (a.data_ptr() if isinstance(a, Tensor) else 0 if a is None else a for a in arguments)
         cuda_core().launch(on.stream, launch_config(grid, variant.threads), kernel, *values)
+
+
+def _load(device: int, variant: Variant, binary: jit.Binary) -> Any:
+    """A new kernel, with the shared memory that it can need."""
+    from cuda.bindings import driver
+
+    core, shared_bytes = cuda_core(), variant.shared_bytes(max(MAX_GROUPS, MAX_EXPERTS))
+    core.Device(device).set_current()  # the context that torch uses too
+    kernel = core.ObjectCode.from_cubin(binary.cubin).get_kernel(variant.source.entry)
+    if shared_bytes > 0:
+        of = driver.CUfunction_attribute
+        for attribute, value in (
+            (of.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes),
+            (of.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100),  # percent
+        ):
+            (status,) = driver.cuKernelSetAttribute(attribute, value, kernel.handle, device)
+            if status != driver.CUresult.CUDA_SUCCESS:
+                raise RuntimeError(f"shared memory: expected {shared_bytes} bytes per CTA, got {status.name}")
+    return kernel
 
 
 @functools.lru_cache(maxsize=4096)

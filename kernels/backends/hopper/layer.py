@@ -20,6 +20,7 @@ from expertd.kernels.backends.hopper.tensor_maps import TensorMapCache, describe
 from expertd.kernels.backends.hopper.unpermute_rows import unpermute_rows
 from expertd.kernels.ops.activation import Activation
 from expertd.kernels.ops.biases import ExpertBiases
+from expertd.kernels.ops.permute import write_no_rows
 from expertd.kernels.ops.quantize import HiddenStates, Quantized
 from expertd.kernels.overlap import Overlap
 from expertd.kernels.rank_memory import RankMemory, RankTokens
@@ -122,7 +123,7 @@ class Layer:
         """
         if tokens.num_tokens == 0:  # no rank makes a launch
             if offsets is not None:
-                offsets.zero_()
+                write_no_rows(offsets, topk_ids.device)
             return
         hidden_states = packed_rows(hidden_states)  # not right before they are read
         kernels, device, (num_groups, n, _) = self._kernels, on.device, down.data.shape

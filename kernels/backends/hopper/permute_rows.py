@@ -30,7 +30,7 @@ def permute_rows(kernels: Kernels, on: OnStream, hidden_states: Quantized, inver
     """
     (num_tokens, k), num_rows = hidden_states.data.shape, inverse.numel()
     data = torch.empty((num_rows, k), dtype=torch.float8_e4m3fn, device=inverse.device)
-    scales = torch.empty((k // SCALE_BLOCK, num_rows), device=inverse.device)
+    scales = torch.empty((k // SCALE_BLOCK, num_rows), dtype=torch.float32, device=inverse.device)
     strides = (np.uint32(stride) for stride in hidden_states.scales.stride())
     kernels.launch(
         on, VARIANT, Grid(num_tokens * math.ceil(k / _COLUMNS)),

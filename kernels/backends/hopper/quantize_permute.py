@@ -23,7 +23,8 @@ def quantize_permute(kernels: Kernels, on: OnStream, hidden_states: Tensor, inve
     """
     (num_tokens, k), num_rows = hidden_states.shape, inverse.numel()
     data = torch.empty((num_rows, k), dtype=torch.float8_e4m3fn, device=inverse.device)
-    scales = torch.empty((math.ceil(k / SCALE_BLOCK), num_rows), device=inverse.device)
+    size = (math.ceil(k / SCALE_BLOCK), num_rows)
+    scales = torch.empty(size, dtype=torch.float32, device=inverse.device)
     kernels.launch(
         on, VARIANTS[hidden_states.dtype], Grid(num_tokens * math.ceil(k / _COLUMNS)),
         hidden_states, inverse, np.int32(inverse.shape[1]), np.int32(k), data, scales, np.uint32(num_rows),

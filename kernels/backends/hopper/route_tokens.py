@@ -28,7 +28,9 @@ VARIANTS = {"choice": _variant("", False), "logits": _variant("logit_bias", True
 
 def can_route(num_experts: int, top_k: int, routing: Routing) -> bool:
     """Whether the kernel supports this rule: a warp needs a lane for each slot and for each expert group."""
-    return max(top_k, routing.num_expert_groups) <= _WARP and num_experts <= MAX_EXPERTS
+    return (
+        routing.in_kernels and max(top_k, routing.num_expert_groups) <= _WARP and num_experts <= MAX_EXPERTS
+    )
 
 
 def route_tokens(
@@ -47,7 +49,7 @@ def route_tokens(
     """
     partial_sums, num_tokens, num_experts = logits.data.shape
     topk_ids = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits.data.device)
-    topk_weights = torch.empty((num_tokens, top_k), device=logits.data.device)
+    topk_weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits.data.device)
     kernels.launch(
         on, VARIANTS[routing.bias_on], Grid(num_tokens, shared_bytes=_shared_bytes(num_experts)),
         logits.data, np.int32(partial_sums // logits.sums), np.int32(logits.sums),

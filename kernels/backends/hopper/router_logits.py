@@ -54,7 +54,8 @@ def router_logits(
     tiles = math.ceil(num_tokens / TOKENS) * math.ceil(num_experts / EXPERTS)
     is_few = num_tokens <= _FEW_TOKENS * multiprocessors(on.device, None)
     left = SUMS if is_few else 1  # partial sums per part
-    logits = torch.empty((parts * left, num_tokens, num_experts), device=hidden_states.device)
+    size = (parts * left, num_tokens, num_experts)
+    logits = torch.empty(size, dtype=torch.float32, device=hidden_states.device)
     kernels.launch(
         on, VARIANT, Grid(tiles * parts * left, shared_bytes=_STORAGE_BYTES),
         tensor_maps.get(hidden_states, TOKENS), tensor_maps.get(router, EXPERTS),

@@ -1,6 +1,7 @@
 """Tile counters on the device, from which the CTAs of a launch take its tiles."""
 
 import itertools
+import threading
 from collections.abc import Iterator
 
 import torch
@@ -17,21 +18,26 @@ class TileCounters:
     """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._slabs: dict[int, Tensor] = {}
         self._free: dict[int, Iterator[int]] = {}
         self._of_stream: dict[tuple[int, int, int], int] = {}
 
     def prepare(self, device: int) -> None:
         """Allocate the device's counters; not during a capture, which would capture the zeroing too."""
-        if device not in self._slabs:
-            if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    "tile counters: expected warm_up() or a call before a CUDA graph is captured, got neither"
-                )
+        if device in self._slabs:
+            return
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "tile counters: expected warm_up() or a call before a CUDA graph is captured, got neither"
+            )
+        with self._lock:
+            if device in self._slabs:  # from another thread's first call
+                return
             slab = torch.zeros(COUNTERS, 2, dtype=torch.int32, device=f"cuda:{device}")
             torch.cuda.synchronize(device)  # launches on other streams must see zeros
-            self._slabs[device] = slab
             self._free[device] = itertools.islice(itertools.count(slab.data_ptr(), 8), COUNTERS)
+            self._slabs[device] = slab  # last: it is looked for without the lock
 
     def get(self, device: int, stream: int) -> int:
         """The address of a launch's pair."""

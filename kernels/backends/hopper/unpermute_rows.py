@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, variants_by_dtype
@@ -13,6 +14,17 @@ VARIANTS = variants_by_dtype("unpermute_rows", _THREADS, BIASED=0)
 """Variants by the dtype of the output."""
 BIASED = variants_by_dtype("unpermute_rows", _THREADS, prefix="biased_", BIASED=1)
 """The same, with a bias for each group's rows."""
+
+
+def can_unpermute(rows: Tensor, inverse: Tensor, out: Tensor) -> bool:
+    """Whether the kernel supports these: a thread copies 16 bytes at a time."""
+    return (
+        rows.dtype == torch.bfloat16
+        and inverse.dtype == torch.int32
+        and out.dtype in VARIANTS
+        and rows.shape[1] % 8 == 0
+        and all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in (rows, out))
+    )
 
 
 def unpermute_rows(

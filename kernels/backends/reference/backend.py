@@ -36,6 +36,7 @@ class ReferenceBackend(Backend):
         matrices = [matrix for matrix in prepared if isinstance(matrix, Tensor)]
         self._weights.refresh(*weights, groups, matrices)
 
+    @torch.no_grad()
     def contiguous(
         self, a: Quantized, b: Quantized, offsets: Tensor, out: Tensor, num_sms: int | None
     ) -> None:
@@ -46,6 +47,7 @@ class ReferenceBackend(Backend):
             if end > start:
                 out[start:end] = multiply(rows[start:end], matrices[group])
 
+    @torch.no_grad()
     def masked(
         self,
         a: Quantized,

@@ -37,7 +37,7 @@ def ffn(
 ) -> Tensor:
     """`Backend.ffn` on CPU tensors, with offsets as a list and activations rounded only to bf16."""
     x = hidden_states.detach().to(torch.bfloat16)
-    out = torch.empty((tokens.numel(), x.shape[1]), dtype=torch.bfloat16)
+    out = torch.empty((tokens.numel(), x.shape[1]), dtype=torch.bfloat16, device=x.device)
     step = _HEIGHT_STEP
     if all(end - start < step for start, end in pairwise(bounds)):
         step = 1  # few heights to compile kernels for, in a call where every small operation counts

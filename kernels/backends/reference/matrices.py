@@ -83,7 +83,9 @@ class WeightCache:
 def _matrices(b: Tensor, b_scales: Tensor) -> Matrices:
     # Group by group, so that there is never a whole bf16 copy beside the packed one, and in one buffer:
     # among matrices that stay, freed ones would leave holes in the heap, up to half of it.
-    buffer = torch.empty(b.shape[1:], dtype=torch.bfloat16) if b.is_cpu and can_pack() else None
+    buffer: Tensor | None = None
+    if b.is_cpu and can_pack():
+        buffer = torch.empty(b.shape[1:], dtype=torch.bfloat16, device=b.device)
     return tuple(_prepared(*group, buffer) for group in zip(b.unbind(), b_scales.unbind(), strict=True))
 
 

@@ -172,7 +172,8 @@ class ParallelLayer:
         """[N, H]: the weighted sum of each arrived token's experts on this rank."""
         if self._rule.weighs_input:
             slots = self._rows_of_slots(arrived, num_sms, counts)
-            total = torch.zeros(arrived.hidden_states.shape, device=counts.device)
+            size = arrived.hidden_states.shape
+            total = torch.zeros(size, dtype=torch.float32, device=counts.device)
             return total.index_add_(0, self._here(arrived).nonzero()[:, 0], slots.float()).to(dtype)
         rows = torch.empty(arrived.hidden_states.shape, dtype=dtype, device=counts.device)
         routing = arrived.topk_ids - self.placed.slots.start, arrived.topk_weights
@@ -202,8 +203,9 @@ class ParallelLayer:
         offsets: Tensor | None = None,
     ) -> Tensor:
         """bf16 [P, H]: the output of one expert for each row."""
+        ones = torch.ones((len(groups), 1), dtype=torch.float32, device=groups.device)
         return fused_experts(
-            hidden_states, groups[:, None], torch.ones(groups.shape, device=groups.device)[:, None],
+            hidden_states, groups[:, None], ones,
             weights.gate_up, weights.down, out=torch.empty_like(hidden_states, dtype=torch.bfloat16),
             activation=activation, biases=weights.biases, backend=self.backend, num_sms=num_sms,
             offsets=offsets,

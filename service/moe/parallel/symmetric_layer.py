@@ -144,7 +144,7 @@ class SymmetricLayer:
             raise ValueError(f"hidden_states: expected {expected} tokens on this rank, got {num_tokens}")
         topk_ids, topk_weights = self._own.routing_of(hidden_states, topk_ids, topk_weights)
         if out is None:
-            out = torch.empty((num_tokens, h), device=topk_ids.device)
+            out = torch.empty((num_tokens, h), dtype=torch.float32, device=topk_ids.device)
         if self._is_placed:
             topk_ids = self.placed.choose(topk_ids)
         in_place = self._each == 1 and self.shape.num_shared_experts == 0
@@ -182,7 +182,8 @@ class SymmetricLayer:
         if self._rule.weighs_input:
             hidden_states, topk_ids, topk_weights = weighed_rows(hidden_states, topk_ids, topk_weights)
         if out is None:
-            out = torch.empty(values_of(hidden_states).shape, device=topk_ids.device)
+            size = values_of(hidden_states).shape
+            out = torch.empty(size, dtype=torch.float32, device=topk_ids.device)
         overlap = self._overlap
         if not overlaps(self._overlap_mode, self.rank_tokens, self.shape.hidden_size):
             overlap = None
@@ -201,7 +202,7 @@ class SymmetricLayer:
         size, device = (rows.shape[0], 1), rows.device
         ids = torch.full(size, expert, dtype=torch.int32, device=device)
         weights = self._shared_weights.gate_up, self._shared_weights.down
-        ones = torch.ones(size, device=device)
+        ones = torch.ones(size, dtype=torch.float32, device=device)
         return fused_experts(
             hidden_states, ids, ones, *weights,
             activation=self._rule.shared, biases=self._shared_weights.biases, backend=self.backend,

@@ -1,0 +1,244 @@
+"""Every argument that operations, ranks and routers reject, with the expected and the actual value."""
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from expertd.kernels import (
+    OtherGlu,
+    Quantized,
+    RankMemory,
+    RankTokens,
+    Routing,
+    choose_experts,
+    compute_permutation,
+    fused_experts,
+    permute_rows,
+    quantize_blocks,
+    quantize_rows,
+    swiglu,
+    unpermute_rows,
+)
+from expertd.kernels.backends.hopper import tiles
+from expertd.kernels.backends.hopper.backend import HopperBackend
+from expertd.kernels.backends.reference.backend import ReferenceBackend
+from expertd.kernels.checks import MAX_N, check_parallel
+
+T, TOP_K, H, E = 4, 2, 256, 8
+IDS, WEIGHTS = torch.zeros(T, TOP_K, dtype=torch.int32), torch.zeros(T, TOP_K)
+LOGITS, GROUPED = torch.zeros(2, 4), Routing(num_expert_groups=4, topk_group=2)
+ROWS = quantize_rows(torch.zeros(T, H))
+PLACES = torch.zeros(E, dtype=torch.int32)
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+ROUTED: list[tuple[tuple[Any, ...], str]] = [
+    ((torch.zeros(4), None, 2, Routing()), r"logits shape: expected 2 dimensions \[T, E\], got \(4,\)"),
+    ((LOGITS.half(), None, 2, Routing()), "logits dtype: expected torch.float32, got torch.float16"),
+    ((LOGITS, None, 0, Routing()), "top_k: expected at least 1, got 0"),
+    ((LOGITS, None, 6, Routing()), "top_k: expected at most the 4 experts of topk_group, got 6"),
+    (
+        (torch.zeros(2, 6), None, 2, GROUPED),
+        r"num_experts: expected a multiple of num_expert_groups \(4\), got 6",
+    ),
+    ((LOGITS, torch.zeros(3), 2, Routing()), r"bias shape: expected \(4,\), got \(3,\)"),
+    ((LOGITS, torch.zeros(4).bfloat16(), 2, Routing()), "bias dtype: expected torch.float32, got .*bfloat16"),
+]
+
+REFUSED: list[tuple[Callable[[], object], str]] = [
+    (
+        lambda: compute_permutation(IDS[:, 0], 4),
+        r"group_ids shape: expected 2 dimensions \[T, top_k\], top_k at least 1, got \(4,\)",
+    ),
+    (lambda: compute_permutation(WEIGHTS, 4), "group_ids dtype: expected torch.int32, got torch.float32"),
+    (
+        lambda: compute_permutation(_meta(2**16, 2**15, dtype=torch.int32), 4),
+        "group_ids rows: expected at most 2147483647, got 2147483648",
+    ),
+    (lambda: compute_permutation(IDS, 0), "num_groups: expected at least 1, got 0"),
+    (
+        lambda: permute_rows(ROWS.data, IDS[0]),  # type: ignore[arg-type]
+        r"rows: expected Quantized\(data, scales\), got Tensor",
+    ),
+    (
+        lambda: permute_rows(ROWS, torch.zeros(3)),
+        "token_ids dtype: expected torch.int64 or torch.int32, got torch.float32",
+    ),
+    (lambda: permute_rows(ROWS, IDS), r"token_ids shape: expected 1 dimension \[R\], got \(4, 2\)"),
+    (
+        lambda: permute_rows(ROWS._replace(data=ROWS.data[:, :200]), IDS[0]),
+        r"rows shape: expected 2 dimensions \[T, K\], K a multiple of 128, got \(4, 200\)",
+    ),
+    (
+        lambda: permute_rows(ROWS._replace(scales=torch.ones(4, 3)), IDS[0]),
+        r"rows scales shape: expected \(4, 2\), got \(4, 3\)",
+    ),
+    (
+        lambda: permute_rows(ROWS, _meta(3, dtype=torch.int64)),
+        "token_ids device: expected cpu as rows, got meta",
+    ),
+    (
+        lambda: unpermute_rows(torch.zeros(8), IDS, WEIGHTS),
+        r"rows shape: expected 2 dimensions \[R, H\], got",
+    ),
+    (
+        lambda: unpermute_rows(torch.zeros(8, 9), IDS[:3], WEIGHTS),
+        r"inverse_permutation shape: expected \(4, 2\), got \(3, 2\)",
+    ),
+    (
+        lambda: unpermute_rows(torch.zeros(8, 9), WEIGHTS, WEIGHTS),
+        "inverse_permutation dtype: expected torch.int64 or torch.int32, got torch.float32",
+    ),
+    (
+        lambda: unpermute_rows(torch.zeros(8, 9), IDS, WEIGHTS.half()),
+        "topk_weights dtype: expected torch.float32, got torch.float16",
+    ),
+    (
+        lambda: unpermute_rows(torch.zeros(8, 9), IDS, WEIGHTS, IDS),
+        "absent dtype: expected torch.bool, got torch.int32",
+    ),
+    (
+        lambda: unpermute_rows(torch.zeros(8, 9), IDS, WEIGHTS, out=torch.zeros(4, 8)),
+        r"out shape: expected \(4, 9\), got \(4, 8\)",
+    ),
+    (
+        lambda: swiglu(torch.zeros(3, 5)),
+        r"gate_up shape: expected 2 dimensions \[rows, 2I\], got \(3, 5\)",
+    ),
+    (lambda: swiglu(torch.zeros(3, 4, dtype=torch.int32)), "gate_up dtype: expected .*, got torch.int32"),
+    (
+        lambda: swiglu(torch.zeros(3, 4), (1.0, 2.0)),  # type: ignore[arg-type]
+        "activation: expected Swiglu or OtherGlu, got tuple",
+    ),
+]
+
+EXPERTS: list[tuple[dict[str, Any], str]] = [
+    (
+        {"biases": (torch.zeros(2, 256), torch.zeros(2, 256))},
+        r"biases: expected None or ExpertBiases\(gate_up, down\), got tuple",
+    ),
+    ({"activation": (1.0, 2.0)}, "activation: expected Swiglu or OtherGlu, got tuple"),
+    (
+        {"activation": OtherGlu(up_offset=math.nan)},
+        "activation up_offset: expected a finite number, got nan",
+    ),
+    ({"num_sms": "a"}, "num_sms: expected None or at least 1, got a"),
+    (
+        {
+            "hidden_states": Quantized(
+                ROWS.data, torch.empty_strided((4, 2), (2**32, 1), dtype=torch.float32, device="meta")
+            )
+        },
+        r"hidden_states scales strides: expected at most 4294967295 each, got \(4294967296, 1\)",
+    ),
+    (
+        {"down": Quantized(_meta(2, MAX_N + 128, 128, dtype=torch.float8_e4m3fn), _meta(2, 65537, 1))},
+        "H: expected at most 8388608, got 8388736",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), ROUTED)
+@pytest.mark.parametrize(
+    "choose", [choose_experts, ReferenceBackend().choose_experts, HopperBackend().choose_experts]
+)
+def test_routers_refuse(choose: Callable[..., object], arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        choose(*arguments)
+
+
+@pytest.mark.parametrize("backend", [ReferenceBackend(), HopperBackend()])
+def test_biases_of_routers_are_refused_before_the_launch(backend: Any) -> None:
+    x, router = torch.zeros(T, H).bfloat16(), torch.zeros(E, H).bfloat16()
+    with pytest.raises(ValueError, match=r"^bias dtype: expected torch.float32, got torch.bfloat16"):
+        backend.route(x, router, torch.zeros(E).bfloat16(), TOP_K, Routing())
+    with pytest.raises(ValueError, match=r"^bias shape: expected \(8,\), got \(1, 8\)"):
+        backend.route(x, router, torch.zeros(1, E), TOP_K, Routing())
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED)
+def test_operations_refuse(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        call()
+
+
+@pytest.mark.parametrize(("change", "message"), EXPERTS)
+def test_experts_refuse(change: dict[str, Any], message: str) -> None:
+    gate_up, down = quantize_blocks(torch.zeros(2, 256, H)), quantize_blocks(torch.zeros(2, H, 128))
+    arguments: dict[str, Any] = {
+        "hidden_states": torch.zeros(T, H),
+        "gate_up": gate_up,
+        "down": down,
+    } | change
+    if "down" in change:
+        arguments["hidden_states"] = _meta(T, MAX_N + 128)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        fused_experts(topk_ids=IDS, topk_weights=WEIGHTS, backend="reference", **arguments)
+
+
+def test_no_tile_has_more_columns_than_the_scheduler_divides_exactly() -> None:
+    """Within a band of 8 rows of tiles, a tile's number must be below 2**21."""
+    narrowest = min(config.out_block_n for config in tiles.CONFIGS)
+    assert 8 * MAX_N // narrowest <= 2**21
+
+
+def _tokens(counts: tuple[int, ...] = (3, T), places: Tensor = PLACES) -> RankTokens:
+    return RankTokens(counts, torch.zeros(9, dtype=torch.int32), places)
+
+
+def _parallel_arguments() -> dict[str, Any]:
+    limits: Any = SimpleNamespace(num_ranks=2, max_own_tokens=8, max_tokens=12)
+    memory = SimpleNamespace(
+        rank=1, hidden_size=H, top_k=TOP_K, check=lambda counts: RankMemory.check(limits, counts)
+    )
+    return {
+        "memory": memory,
+        "tokens": _tokens(),
+        "hidden_states": torch.zeros(T, H),
+        "topk_ids": IDS,
+        "out": torch.zeros(T, H),
+        "num_sms": None,
+        "has_overlap": False,
+    }
+
+
+def test_what_suits_the_memory_of_ranks_is_accepted() -> None:
+    check_parallel(**_parallel_arguments())
+    check_parallel(**_parallel_arguments() | {"hidden_states": ROWS, "num_sms": 2})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_states": torch.zeros(T, 128)}, "hidden_states H: expected 256 as in memory, got 128"),
+        (
+            {"hidden_states": torch.zeros(3, H)},
+            r"hidden_states tokens: expected 4 as in .*counts\[1\], got 3",
+        ),
+        ({"tokens": _tokens((9, T))}, "counts: expected at most 8 each, got 9"),
+        ({"topk_ids": IDS[:, :1]}, r"topk_ids shape: expected \(4, 2\), with the top_k of .*, got \(4, 1\)"),
+        ({"tokens": _tokens(places=WEIGHTS[:, 0])}, "places dtype: expected torch.int32, got torch.float32"),
+        (
+            {"tokens": _tokens(places=torch.zeros(1025, dtype=torch.int32))},
+            r"places shape: expected 1 to 1024 experts \[E\], got \(1025,\)",
+        ),
+        ({"tokens": _tokens(places=IDS)}, r"places shape: expected 1 to 1024 experts \[E\], got \(4, 2\)"),
+        ({"out": torch.zeros(3, H)}, r"out shape: expected \(4, 256\), got \(3, 256\)"),
+        ({"out": torch.zeros(T, H).double()}, "out dtype: expected .*, got torch.float64"),
+        ({"out": torch.zeros(H, T).t()}, r"out strides: expected contiguous, got \(1, 4\)"),
+        ({"num_sms": 1}, "num_sms: expected None or at least 2, got 1"),
+        ({"num_sms": 2, "has_overlap": True}, "num_sms: expected None with an overlap, got 2"),
+    ],
+)
+def test_ranks_refuse(change: dict[str, Any], message: str) -> None:
+    arguments = _parallel_arguments() | change
+    with pytest.raises(ValueError, match=f"^{message}"):
+        check_parallel(**arguments)
