@@ -230,7 +230,7 @@ def test_missing_packages_prevent_a_start_on_every_node(
 @pytest.mark.usefixtures("no_gpu")
 def test_only_node_0_opens_the_socket_of_channels(config: Path, capsys: Output, tmp_path: Path) -> None:
     (taken := tmp_path / "channels").mkdir()
-    given = ["--config", config, "--port", "0", "--set", f"channels.socket={taken}"]
+    given = ["--config", str(config), "--port", "0", "--set", f"channels.socket={taken}"]
     assert "channels" in failed(check(capsys, *given)[1])
     _, about = check(capsys, *given, "--nnodes", "2", "--node-rank", "1", "--rendezvous", "127.0.0.1:1")
     details = {result["name"]: result["detail"] for result in about["checks"]}
