@@ -231,14 +231,14 @@ class Scheduler:
         progress = self._stepping.progress
         if not (chunks := self._stepping.in_flight()):
             return None, 0.0
-        num_tokens = sum(chunk.request.num_tokens for chunk in chunks)
-        return progress, self._queues[chunks[0].pending.model].likely_seconds(num_tokens)
+        if (queue := self._queues.get(chunks[0].pending.model)) is None:  # unloaded since
+            return None, 0.0
+        return progress, queue.likely_seconds(sum(chunk.request.num_tokens for chunk in chunks))
 
     def give_up(self, error: Exception) -> None:
         """Answer every request with `error`, also those of a step that never ends; on the event loop."""
-        self._closed = True
-        stuck = [chunk.pending for chunk in self._stepping.in_flight()]
-        stuck += [chunk.pending for running in self._stepping.running.copy() for chunk in running.chunks]
+        self.close()
+        stuck = [chunk.pending for chunk in self._stepping.unfinished()]
         for pending in self._queues.all_waiting():
             self.cancel(pending, error)
         for pending in dict.fromkeys(stuck):
@@ -250,8 +250,9 @@ class Scheduler:
         return self._queues[model].failures
 
     def close(self) -> None:
-        """Refuse new requests; accepted ones are still answered."""
-        self._closed = True
+        """Refuse new requests; accepted ones are still answered, and counted in `unanswered` from now on."""
+        with self._lock:  # another thread may be accepting one
+            self._closed = True
 
     def cancel_all(self, model: str | None = None) -> None:
         """Answer every queued request, or those to a model, with SchedulerClosedError."""
