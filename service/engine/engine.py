@@ -335,13 +335,21 @@ class Engine:
     async def _finish_loading(self) -> None:
         try:
             loaded, arena = await self.scheduler.between_steps(self._load_all)
-        except LoadCancelledError:
+            try:
+                await self._begin_serving(loaded, arena)
+            except BaseException:
+                self.loaded = self.arena = None
+                arena.close()
+                await asyncio.to_thread(loaded.close)
+                raise
+        except (LoadCancelledError, SchedulerClosedError):  # by the end of the server
             return
         except Exception as error:
             if self.phase is Phase.LOADING:
                 self.phase = Phase.FAILED
             logger.error("loading failed: %s", error, exc_info=not isinstance(error, _SENTENCES))
-            return
+
+    async def _begin_serving(self, loaded: Loaded, arena: Arena) -> None:
         weights = {model.name: model.weight for model in self.settings.models}
         for lane, runners in zip(self.scheduler.lanes, loaded.runners_of_lanes, strict=False):
             lane.set_runners(runners, weights)
@@ -363,7 +371,11 @@ class Engine:
 
     def _load_all(self) -> tuple[Loaded, Arena]:
         loaded = self._load(self.settings, lambda: self.phase is not Phase.LOADING)
-        return loaded, Arena(self.settings.buffered_bytes, loaded.register)
+        try:
+            return loaded, Arena(self.settings.buffered_bytes, loaded.register)
+        except BaseException:
+            loaded.close()
+            raise
 
     def _give_up(self, why: str) -> None:
         """The device hangs, and the worker thread with it, or has failed: the server ends."""
