@@ -44,20 +44,26 @@ class Channel(OpenChannel):
         """Submit every request that has arrived, and cancel those that the caller wants no more."""
         cancelled: list[Pending] = []
         with self._lock:
+            if self._ended:
+                return
             try:
+                cancels = self._words[_CANCELS]  # before requests: those that they are for have arrived
+                fence()
                 # One round at most: for requests that a caller adds meanwhile, it rings again.
                 for _ in self._slots:
-                    if self._ended or not self._take():
+                    if not self._take():
                         break
-                if not self._ended and self._words[_CANCELS] != self._cancels:
+                if cancels != self._cancels:
                     cancelled = self._cancelled()
+                    if not self._look_again:  # else one may be for a request that is not taken yet
+                        self._cancels = cancels
                 why = ""
             except BrokenError as error:
                 why = str(error)
             except Exception:
                 logger.exception("channel %s of %s failed", self.id, self.served)
                 why = "internal server error: see the server's log"
-            self._ended = self._ended or bool(why)
+            self._ended = bool(why)
         if why:
             self._owner.broken(self, why)
         for pending in cancelled:
@@ -72,8 +78,6 @@ class Channel(OpenChannel):
 
     def _cancelled(self) -> list[Pending]:
         """The queued requests that the caller has cancelled. The caller of this holds the lock."""
-        self._cancels = self._words[_CANCELS]
-        fence()
         found = []
         for slot in self._slots:
             word = self._words[(slot.start + CANCEL_OFFSET) // SEQUENCE_BYTES]

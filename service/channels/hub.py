@@ -46,6 +46,7 @@ class Entry:
     ours: bool = False  # of an HTTP process of this server: not limited, not listed, not counted
     owner: int | None = None
     expiry: asyncio.TimerHandle | None = None
+    alarm: asyncio.TimerHandle | None = None  # the only one of its requests' timeouts
     disconnect: Callable[[], None] | None = None
 
 
@@ -92,12 +93,12 @@ class ChannelHub:
         self._reserve(geometry.data_bytes)
         try:
             memory = await opening.allocate(geometry, self._engine.loaded)
+            return self._add(opening, memory)
         except BaseException:
             self.used_bytes -= geometry.data_bytes
             raise
         finally:
             self._opening -= 1
-        return self._add(opening, memory)
 
     async def open_ours(self, opening: Opening) -> Entry:
         """Open a channel for an HTTP process of this server, once the engine has loaded."""
@@ -145,6 +146,8 @@ class ChannelHub:
             return
         assert entry.expiry is not None
         entry.expiry.cancel()
+        if entry.alarm is not None:  # it would keep the memory mapped
+            entry.alarm.cancel()
         log = logger.debug if entry.ours else logger.info
         log("channel %s of %s closed: %s", channel.id, channel.served, why)
         channel.close()
@@ -185,8 +188,12 @@ class ChannelHub:
 
     def _expire_at(self, channel: OpenChannel, when: float) -> None:
         assert self._loop is not None
-        if channel.id in self.entries:
-            self._loop.call_later(max(0.0, when - time.perf_counter()), channel.expire)
+        entry = self.entries.get(channel.id)
+        if entry is None:
+            return
+        if entry.alarm is not None:
+            entry.alarm.cancel()
+        entry.alarm = self._loop.call_later(max(0.0, when - time.perf_counter()), channel.expire)
 
     def _free(self, channel: OpenChannel) -> None:
         task = asyncio.get_running_loop().create_task(self._release(channel))
@@ -266,6 +273,18 @@ class ChannelHub:
         self.used_bytes += num_bytes
 
     def _add(self, opening: Opening, memory: Memory, ours: bool = False) -> Entry:
+        try:
+            channel = self._channel(opening, memory, ours)
+        except BaseException:
+            memory.close()
+            raise
+        entry = Entry(channel, opening, secrets.token_bytes(TOKEN_BYTES), time.monotonic(), ours)
+        text = f"it was not claimed within {self.claim_seconds:g} s"
+        entry.expiry = asyncio.get_running_loop().call_later(self.claim_seconds, self.close, channel, text)
+        self.entries[channel.id] = entry
+        return entry
+
+    def _channel(self, opening: Opening, memory: Memory, ours: bool) -> Channel:
         models = [self._model(name, opening.kind == "system") for name in opening.models]
         reader = RequestReader(memory.geometry, memory.region.span, models)
         self._opened += 1
@@ -273,11 +292,7 @@ class ChannelHub:
         caller = None if ours else caller_number(opening.caller)
         channel = Channel(self._opened, opening.models, memory, reader, scheduler, self, caller)
         channel.key = opening.caller
-        entry = Entry(channel, opening, secrets.token_bytes(TOKEN_BYTES), time.monotonic(), ours)
-        text = f"it was not claimed within {self.claim_seconds:g} s"
-        entry.expiry = asyncio.get_running_loop().call_later(self.claim_seconds, self.close, channel, text)
-        self.entries[channel.id] = entry
-        return entry
+        return channel
 
     def _model(self, name: str, in_host_memory: bool) -> ChannelModel:
         spec = self._engine.model(name)

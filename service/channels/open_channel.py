@@ -48,7 +48,7 @@ class Owner(Protocol):
         """No step uses the closed channel any more: `release` may be called."""
 
     def expire_at(self, channel: "OpenChannel", when: float) -> None:
-        """`expire` must be called at `when`, by `time.perf_counter`."""
+        """`expire` must be called at `when`, by `time.perf_counter`, and not at the time told before."""
 
 
 class ClosedError(Exception):
@@ -65,6 +65,11 @@ class Memory(NamedTuple):
     geometry: Geometry
     control: SealedMemory
     region: DataRegion
+
+    def close(self) -> None:
+        """End the device's access to both; no step uses them any more."""
+        self.region.close()
+        self.control.close()
 
 
 class Slot:
@@ -136,7 +141,11 @@ class OpenChannel:
         self._look_again = False  # a slot was used again before the end of its step was noticed
         self._requests = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         # A pipe, because the caller could make an eventfd's writer block: both sides share its flags.
-        self._answers_read, self._answers = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            self._answers_read, self._answers = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError:
+            os.close(self._requests)
+            raise
         self._lock = threading.Lock()  # of the slots' states and `_closed`
         self._ended = False  # takes no more requests
         self._closed = False  # writes no more answers
@@ -152,13 +161,13 @@ class OpenChannel:
         return self._requests
 
     def take_descriptors(self) -> list[int]:
-        """The descriptors for the caller, which belong to the receiver of this list."""
-        memory = self.memory
+        """The descriptors for the caller, which belong to the receiver of this list. Raises OSError."""
+        memory, requests = self.memory, os.dup(self._requests)  # first: what is taken would be lost
         shared = [memory.control.take_descriptor()]
         if isinstance(memory.region, SealedMemory):
             shared.append(memory.region.take_descriptor())
         answers, self._answers_read = self._answers_read, -1
-        return [*shared, os.dup(self._requests), answers]
+        return [*shared, requests, answers]
 
     @abstractmethod
     def poll(self) -> None:
@@ -173,15 +182,14 @@ class OpenChannel:
             for slot in late:
                 slot.deadline = math.inf
             self._alarm = min((slot.deadline for slot in self._slots), default=math.inf)
-            alarm = self._alarm
+            if self._alarm < math.inf:  # under the lock: the owner must hear of alarms in their order
+                self._owner.expire_at(self, self._alarm)
         for slot, pending, deadline in pendings:
             given = round((deadline - pending.arrived) * 1e6)
             where = "the queue" if pending.began is None else "its step"
             error = QueueTimeoutError(f"the request's timeout of {given} microseconds expired in {where}")
             self._scheduler.cancel(pending, error)
             self._expire(slot, pending, error)
-        if alarm < math.inf:
-            self._owner.expire_at(self, alarm)
 
     @abstractmethod
     def _expire(self, slot: Slot, pending: Pending, error: EngineError) -> None:
@@ -210,5 +218,4 @@ class OpenChannel:
     def release(self) -> None:
         """End the device's access to the memory, and forget it; may take milliseconds on a GPU."""
         self._slots.clear()  # they hold parts of the region
-        self.memory.region.close()
-        self.memory.control.close()
+        self.memory.close()

@@ -1,10 +1,10 @@
 """What a caller asks for when it opens a channel, and the memory that it gets."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from expertd.service.channels.layout import DATATYPES, Geometry
 from expertd.service.channels.memory import DataRegion, SealedMemory
@@ -12,6 +12,8 @@ from expertd.service.channels.open_channel import Memory
 from expertd.service.engine.errors import ChannelRefusedError
 from expertd.service.engine.loading import Loaded
 from expertd.service.engine.spec import LayerSpec
+
+M = TypeVar("M", bound=DataRegion)
 
 MAX_SLOTS = 4096
 _ELEMENT_BYTES = dict(DATATYPES.values())
@@ -74,10 +76,10 @@ class Opening:
             region = await self._opened(self.memory, loaded)
         else:
             make = partial(SealedMemory, "expertd-channel-data", geometry.data_bytes, loaded.register)
-            region = await asyncio.to_thread(make)
+            region = await _made(make)
         make = partial(SealedMemory, "expertd-channel", geometry.control_bytes, loaded.register)
         try:
-            control = await asyncio.to_thread(make)
+            control = await _made(make)
         except BaseException:
             region.close()
             raise
@@ -88,6 +90,21 @@ class Opening:
             raise ChannelRefusedError(f"memory: expected system on backend {loaded.backend!r}, got cuda")
         given = (memory.raw_handle, memory.device_id, memory.byte_size)
         try:
-            return await asyncio.to_thread(loaded.open_cuda, *given)
+            return await _made(partial(loaded.open_cuda, *given))
         except ValueError as error:
             raise ChannelRefusedError(str(error)) from error
+
+
+async def _made(make: Callable[[], M]) -> M:
+    """What `make` returns, in a thread; closed if nobody waits for it any more."""
+    making = asyncio.ensure_future(asyncio.to_thread(make))
+    try:
+        return await asyncio.shield(making)
+    except asyncio.CancelledError:
+        making.add_done_callback(_close)
+        raise
+
+
+def _close(made: "asyncio.Future[Any]") -> None:
+    if not made.cancelled() and made.exception() is None:
+        asyncio.get_running_loop().run_in_executor(None, made.result().close)

@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from expertd.service.commands.arguments import add_serve_arguments, read_arguments
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
     from expertd.service.settings.model import Settings
     from expertd.service.settings.values import Values
+
+_ON_NODE_0 = "none: node 0 has the front end"
 
 
 @dataclass(frozen=True)
@@ -101,15 +104,11 @@ def _checks(settings: "Settings") -> Iterator[Result]:
         return f"layers to serve: {', '.join(model.name for model in settings.models)}{read}"
 
     yield (resolved := _result("checkpoints", checkpoints))
-    yield _result("weights", lambda: check_weights(settings))
-    yield _result("keys", lambda: _keys(settings))
-    yield _result("tls", lambda: _tls(settings))
-    yield _result("address", lambda: _address(settings))
-    yield _result("grpc", lambda: _grpc(settings))
-    yield _result("rendezvous", lambda: _rendezvous(settings))
-    yield _result("channels", lambda: _channels(settings))
-    yield _result("backend", lambda: _backend(settings))
-    yield _result("partitions", lambda: _partitions(settings))
+    for name, check, only_on_node_0 in _CHECKS:
+        if only_on_node_0 and settings.node_rank > 0:
+            yield Result(name, True, _ON_NODE_0)
+        else:
+            yield _result(name, partial(check, settings))
     if resolved.ok:
         yield from _memory(settings)
     else:
@@ -140,7 +139,7 @@ def _host_memory(settings: "Settings", on_gpu: bool) -> str:
     from expertd.service.ranks.shares import size
 
     if settings.node_rank > 0:
-        return "none: node 0 has the front end"
+        return _ON_NODE_0
     memory = check_host_memory(settings, on_gpu)
     if memory.warning is not None:
         return f"warning: {memory.warning}"
@@ -148,9 +147,14 @@ def _host_memory(settings: "Settings", on_gpu: bool) -> str:
 
 
 def _result(name: str, check: Callable[[], str | None]) -> Result:
+    from expertd.service.http.listening import BindError
+    from expertd.service.settings.values import SettingsError
+
     try:
         return Result(name, True, check() or "")
-    except (ValueError, RuntimeError, OSError, MemoryError) as error:
+    except SettingsError as error:
+        return Result(name, False, "; ".join(error.mistakes))
+    except (BindError, ValueError, RuntimeError, OSError, MemoryError) as error:
         return Result(name, False, str(error))
 
 
@@ -167,53 +171,32 @@ def _rendezvous(settings: "Settings") -> str:
 
 
 def _address(settings: "Settings") -> str:
-    from expertd.service.http.listening import BindError, listen
+    from expertd.service.http.listening import listen
 
-    if settings.node_rank > 0:
-        return "none: node 0 has the front end"
-    try:
-        listen(settings).close()
-    except BindError as error:
-        raise ValueError(str(error)) from error
+    listen(settings).close()
     if settings.uds is not None:
         return f"{settings.uds} is free"
     return exposure(settings) or f"{settings.host}:{settings.port} is free"
 
 
 def _grpc(settings: "Settings") -> str:
-    if settings.grpc.port is None or settings.node_rank > 0:
+    check_grpc(settings)  # on every node, like serve
+    if settings.grpc.port is None:
         return "none"
-    check_grpc(settings)
-    check_tracing(settings)
-    from expertd.service.grpc.address import check_address
-    from expertd.service.http.listening import BindError
-
-    try:
-        return f"{check_address(settings)} is free"
-    except BindError as error:
-        raise ValueError(str(error)) from error
-
-
-def _keys(settings: "Settings") -> str:
-    from expertd.service.settings.values import SettingsError
-
     if settings.node_rank > 0:
-        return "none: node 0 has the front end"
-    try:
-        return check_keys(settings)
-    except SettingsError as error:
-        raise ValueError("; ".join(error.mistakes)) from error
+        return _ON_NODE_0
+    from expertd.service.grpc.address import check_address
+
+    return f"{check_address(settings)} is free"
+
+
+def _tracing(settings: "Settings") -> str:
+    check_tracing(settings)
+    return settings.tracing.endpoint or "none"
 
 
 def _tls(settings: "Settings") -> str:
-    from expertd.service.settings.values import SettingsError
-
-    if settings.node_rank > 0:
-        return "none: node 0 has the front end"
-    try:
-        remark, is_valid = check_tls(settings)
-    except SettingsError as error:
-        raise ValueError("; ".join(error.mistakes)) from error
+    remark, is_valid = check_tls(settings)
     return remark if is_valid else f"warning: {remark}"
 
 
@@ -262,6 +245,21 @@ def _partitions(settings: "Settings") -> str | None:
     if requested > total:
         raise ValueError(f"partitions: expected at most the {total} SMs of the GPU, got {requested}")
     return f"{requested} of {total} SMs"
+
+
+# As serve makes them, in its order: the name, the check, and whether only node 0 makes it.
+_CHECKS: list[tuple[str, "Callable[[Settings], str | None]", bool]] = [
+    ("weights", check_weights, False),
+    ("grpc", _grpc, False),
+    ("tracing", _tracing, False),
+    ("keys", check_keys, True),
+    ("tls", _tls, True),
+    ("address", _address, True),
+    ("rendezvous", _rendezvous, False),
+    ("channels", _channels, True),
+    ("backend", _backend, False),
+    ("partitions", _partitions, False),
+]
 
 
 def _print_tables(rows: list[Row], results: list[Result], would_start: bool) -> None:

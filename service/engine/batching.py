@@ -17,7 +17,7 @@ from typing import TypeVar
 from expertd.service.engine.delivery import Delivery
 from expertd.service.engine.early_steps import EarlySteps
 from expertd.service.engine.errors import SchedulerClosedError
-from expertd.service.engine.jobs import Jobs
+from expertd.service.engine.jobs import JOB_SECONDS, Jobs
 from expertd.service.engine.lookout import Lookout
 from expertd.service.engine.queue_metrics import QueueState
 from expertd.service.engine.queues import Queues
@@ -85,6 +85,11 @@ class Scheduler:
         """
         self._stepping.failure, self._stepping.on_failure = failure, on_failure
 
+    def watch_worker(self, on_failure: Callable[[str], None]) -> None:
+        """If the worker thread ends by an error, tell `on_failure`, on the event loop, why."""
+        loop = self._delivery.loop
+        self.worker.on_failure = lambda why: loop.call_soon_threadsafe(on_failure, why)
+
     def set_device(self, spin_seconds: float, leaves_cpu: bool) -> None:
         """Tell of the device: spin_seconds as when it was made; leaves_cpu: steps leave the CPU alone."""
         self.worker.spin_seconds = 0.0 if self.lane else spin_seconds
@@ -124,16 +129,21 @@ class Scheduler:
         """The runner of `model`. Raises ModelUnloadedError."""
         return self._queues[model].runner
 
-    async def between_steps(self, job: Callable[[], T]) -> T:
+    async def between_steps(self, job: Callable[[], T], may_take: float = JOB_SECONDS) -> T:
         """Run `job` on the worker thread before the next step, and return its result."""
-        return await asyncio.wrap_future(self.do_between_steps(job))
+        return await asyncio.wrap_future(self.do_between_steps(job, may_take))
 
-    def do_between_steps(self, job: Callable[[], T]) -> "Future[T]":
-        """Run `job` on the worker thread before the next step. Raises SchedulerClosedError after `stop`."""
+    def do_between_steps(self, job: Callable[[], T], may_take: float = JOB_SECONDS) -> "Future[T]":
+        """Run `job` on the worker thread before the next step. Raises SchedulerClosedError after `stop`.
+
+        may_take  seconds, if the step timeout is not more: after that, or the last `job_goes_on`, it hangs
+
+        Its result is the error of `give_up` if that comes before its own.
+        """
         with self._lock:
             if self._stopped:
                 raise SchedulerClosedError("the server is shutting down")
-            done = self._jobs.add(job)
+            done = self._jobs.add(job, may_take)
             self._sleeping = False
         self.worker.wakeup.wake()
         return done
@@ -231,14 +241,24 @@ class Scheduler:
         progress = self._stepping.progress
         if not (chunks := self._stepping.in_flight()):
             return None, 0.0
-        num_tokens = sum(chunk.request.num_tokens for chunk in chunks)
-        return progress, self._queues[chunks[0].pending.model].likely_seconds(num_tokens)
+        if (queue := self._queues.get(chunks[0].pending.model)) is None:  # unloaded since
+            return None, 0.0
+        return progress, queue.likely_seconds(sum(chunk.request.num_tokens for chunk in chunks))
+
+    def job_in_flight(self) -> tuple[int | None, float]:
+        """A number of the job that runs, None: there is none; and the seconds that it may take."""
+        return self._jobs.in_flight
+
+    def job_goes_on(self) -> None:
+        """The job that runs has done a part, and its time begins again; for the worker thread."""
+        self._jobs.goes_on()
 
     def give_up(self, error: Exception) -> None:
-        """Answer every request with `error`, also those of a step that never ends; on the event loop."""
-        self._closed = True
-        stuck = [chunk.pending for chunk in self._stepping.in_flight()]
-        stuck += [chunk.pending for running in self._stepping.running.copy() for chunk in running.chunks]
+        """Answer every request and job with `error`, also those that never end; on the event loop."""
+        self.close()
+        with self._lock:
+            self._jobs.give_up(error)
+        stuck = [chunk.pending for chunk in self._stepping.unfinished()]
         for pending in self._queues.all_waiting():
             self.cancel(pending, error)
         for pending in dict.fromkeys(stuck):
@@ -250,8 +270,9 @@ class Scheduler:
         return self._queues[model].failures
 
     def close(self) -> None:
-        """Refuse new requests; accepted ones are still answered."""
-        self._closed = True
+        """Refuse new requests; accepted ones are still answered, and counted in `unanswered` from now on."""
+        with self._lock:  # another thread may be accepting one
+            self._closed = True
 
     def cancel_all(self, model: str | None = None) -> None:
         """Answer every queued request, or those to a model, with SchedulerClosedError."""

@@ -74,6 +74,7 @@ class Delivery:
         self._idle.clear()
         while self._unanswered:
             await self._idle.wait()
+            self._idle.clear()  # another request may have been accepted since
 
     def deliver_soon(self, answers: Sequence[Answer]) -> None:
         """Answer requests on the event loop, which is woken once for all of them and for the reports."""

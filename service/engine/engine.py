@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
@@ -200,6 +201,8 @@ class Engine:
     def start(self) -> None:
         """Start the worker thread, which then loads the models; returns at once."""
         self.scheduler.start()
+        for lane in self.scheduler.lanes:
+            lane.watch_worker(self._give_up)
         if self.settings.num_ranks == 1:  # else their group notices
             self._watchdog = Watchdog(self.scheduler.lanes, self.settings.step_timeout_seconds, self._give_up)
         self._loading = asyncio.get_running_loop().create_task(self._finish_loading())
@@ -290,7 +293,7 @@ class Engine:
             ranks = self.settings.num_ranks
             raise RoutingUnavailableError(f"routing: expected one rank, got {ranks}")
         async with self._routing:  # one between two steps: many callers must not keep steps waiting
-            return await self.scheduler.between_steps(partial(self.loaded.route, model, request))
+            return await self.scheduler.between_steps(partial(self.loaded.route, model, request), 0.0)
 
     def gpu_metrics(self) -> Iterator[Metric]:
         """Power, clocks and more of the GPUs; not on the event loop, because drivers take time."""
@@ -325,8 +328,13 @@ class Engine:
 
     def _prepare_steps(self) -> None:
         assert self.loaded is not None
+
+        def cancelled() -> bool:
+            self.scheduler.lanes[0].job_goes_on()  # asked before each layer's graphs are captured
+            return self.phase is not Phase.READY
+
         try:
-            self.loaded.prepare_steps(lambda: self.phase is not Phase.READY)
+            self.loaded.prepare_steps(cancelled)
         except LoadCancelledError:
             return
         except Exception:  # the new partitions are in place, and steps still run
@@ -334,14 +342,22 @@ class Engine:
 
     async def _finish_loading(self) -> None:
         try:
-            loaded, arena = await self.scheduler.between_steps(self._load_all)
-        except LoadCancelledError:
+            loaded, arena = await self.scheduler.between_steps(self._load_all, math.inf)
+            try:
+                await self._begin_serving(loaded, arena)
+            except BaseException:
+                self.loaded = self.arena = None
+                arena.close()
+                await asyncio.to_thread(loaded.close)
+                raise
+        except (LoadCancelledError, SchedulerClosedError):  # by the end of the server
             return
         except Exception as error:
             if self.phase is Phase.LOADING:
                 self.phase = Phase.FAILED
             logger.error("loading failed: %s", error, exc_info=not isinstance(error, _SENTENCES))
-            return
+
+    async def _begin_serving(self, loaded: Loaded, arena: Arena) -> None:
         weights = {model.name: model.weight for model in self.settings.models}
         for lane, runners in zip(self.scheduler.lanes, loaded.runners_of_lanes, strict=False):
             lane.set_runners(runners, weights)
@@ -363,7 +379,11 @@ class Engine:
 
     def _load_all(self) -> tuple[Loaded, Arena]:
         loaded = self._load(self.settings, lambda: self.phase is not Phase.LOADING)
-        return loaded, Arena(self.settings.buffered_bytes, loaded.register)
+        try:
+            return loaded, Arena(self.settings.buffered_bytes, loaded.register)
+        except BaseException:
+            loaded.close()
+            raise
 
     def _give_up(self, why: str) -> None:
         """The device hangs, and the worker thread with it, or has failed: the server ends."""

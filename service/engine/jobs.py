@@ -2,42 +2,83 @@
 
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+JOB_SECONDS = 120.0
+"""What a job may take, unless a step may take more: to capture a layer's graphs, or to start the profiler."""
+
 
 class Jobs:
-    """Those that wait, in their order. Who calls `add` or `next` holds the scheduler's lock."""
+    """Those that wait, in their order. Who calls a method but `goes_on` holds the scheduler's lock.
+
+    in_flight  a number of the one that runs, None: there is none; and the seconds that it may take
+    """
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[Callable[[], object], Future[Any]]] = deque()
+        self.in_flight: tuple[int | None, float] = None, 0.0
+        self._number = 0
+        self._running: Future[Any] | None = None
+        self._error: Exception | None = None  # of all further ones
+        self._waiting: deque[tuple[Callable[[], object], Future[Any], float]] = deque()
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
-    def add(self, job: Callable[[], T]) -> "Future[T]":
+    def add(self, job: Callable[[], T], may_take: float) -> "Future[T]":
         """Let `job` wait; its result, or what it raised."""
         done: Future[T] = Future()
-        self._waiting.append((job, done))
+        if self._error is None:
+            self._waiting.append((job, done, may_take))
+        else:
+            done.set_exception(self._error)
         return done
 
     def next(self) -> Callable[[], None] | None:
-        """What runs the next one, which no longer waits; None if there is none."""
-        return partial(_run, *self._waiting.popleft()) if self._waiting else None
+        """What runs the next one that is not cancelled, which no longer waits; None if there is none."""
+        while self._waiting:
+            job, done, may_take = self._waiting.popleft()
+            if done.set_running_or_notify_cancel():
+                self._running = done
+                return partial(self._run, job, done, may_take)
+        return None
+
+    def goes_on(self) -> None:
+        """The one that runs has done a part, and the time that it may take begins again; called by it."""
+        if self._running is not None:
+            self._number += 1
+            self.in_flight = self._number, self.in_flight[1]
 
     def cancel(self) -> None:
         """Cancel those that wait, once none is added any more."""
-        for _, done in self._waiting:
+        for _, done, _ in self._waiting:
             done.cancel()
 
+    def give_up(self, error: Exception) -> None:
+        """Have all end with `error`: those that wait, that are added later, and that which runs."""
+        self._error = error
+        ended = [done for _, done, _ in self._waiting]
+        self._waiting.clear()
+        if self._running is not None:
+            ended.append(self._running)
+        for done in ended:
+            with suppress(InvalidStateError):  # it has ended, or is cancelled
+                done.set_exception(error)
 
-def _run(job: Callable[[], object], done: Future[Any]) -> None:
-    if not done.set_running_or_notify_cancel():
-        return
-    try:
-        done.set_result(job())
-    except BaseException as error:
-        done.set_exception(error)
+    def _run(self, job: Callable[[], object], done: Future[Any], may_take: float) -> None:
+        self._number += 1
+        self.in_flight = self._number, may_take
+        try:
+            result = job()
+        except BaseException as error:
+            with suppress(InvalidStateError):  # given up
+                done.set_exception(error)
+        else:
+            with suppress(InvalidStateError):
+                done.set_result(result)
+        finally:
+            self.in_flight, self._running = (None, 0.0), None

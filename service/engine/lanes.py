@@ -7,6 +7,7 @@ reads those of the other while that one sleeps.
 """
 
 import asyncio
+import math
 import sys
 import threading
 import time
@@ -18,6 +19,7 @@ from typing import NamedTuple, TypeVar
 from expertd.service.engine.batching import Scheduler
 from expertd.service.engine.busy_time import BusyTime
 from expertd.service.engine.errors import QueueFullError
+from expertd.service.engine.jobs import JOB_SECONDS
 from expertd.service.engine.lane_choice import Choice
 from expertd.service.engine.lane_metrics import LaneMetrics, LaneObserver
 from expertd.service.engine.metrics import Metrics
@@ -87,8 +89,11 @@ class Lanes:
         """The decode lane's runner of `model`; the prefill lane's validates requests in the same way."""
         return self.lanes[0].runner(model)
 
-    async def between_steps(self, job: Callable[[], T]) -> T:
-        """Run `job` on the first worker thread while no step runs on any lane, and return its result."""
+    async def between_steps(self, job: Callable[[], T], may_take: float = JOB_SECONDS) -> T:
+        """Run `job` on the first worker thread while no step runs on any lane, and return its result.
+
+        may_take  see `Scheduler.do_between_steps`; it waits for the other lane's steps, too
+        """
         resume = threading.Event()
         parked = [_park(lane, resume) for lane in self._threads[1:]]
 
@@ -100,7 +105,7 @@ class Lanes:
             return job()
 
         try:
-            done = self.lanes[0].do_between_steps(alone)
+            done = self.lanes[0].do_between_steps(alone, max(may_take, JOB_SECONDS))
         except BaseException:
             resume.set()
             raise
@@ -271,16 +276,16 @@ def scheduler_of(settings: Settings, metrics: Metrics) -> AnyScheduler:
 
 
 def _park(lane: Scheduler, resume: threading.Event) -> "Future[None]":
-    """Have `lane` begin no step until `resume`; done once it waits, cancelled if it never will."""
+    """Have `lane` begin no step until `resume`; done once it waits, cancelled if it never will.
+
+    Its time is not limited: the job that it waits for has a limit.
+    """
     parked: Future[None] = Future()
 
     def wait() -> None:
         parked.set_result(None)
         resume.wait()
 
-    def ended(done: "Future[None]") -> None:
-        if done.cancelled():
-            parked.cancel()
-
-    lane.do_between_steps(wait).add_done_callback(ended)
+    # By its end at the latest: one that has waited has its result.
+    lane.do_between_steps(wait, math.inf).add_done_callback(lambda _: parked.cancel())
     return parked

@@ -43,7 +43,8 @@ class Lookout:
 
     def _may_be_long(self, chunks: list[Chunk]) -> bool:
         """Whether a step of `chunks` is not known to be short; one without any is none."""
-        if not chunks:
+        queue = self._queues.get(chunks[0].pending.model) if chunks else None
+        if queue is None:  # or the step has ended, and its model is unloaded
             return False
         num_tokens = sum(chunk.request.num_tokens for chunk in chunks)
-        return not 0.0 < self._queues[chunks[0].pending.model].likely_seconds(num_tokens) <= SHORT_SECONDS
+        return not 0.0 < queue.likely_seconds(num_tokens) <= SHORT_SECONDS

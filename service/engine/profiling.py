@@ -79,8 +79,10 @@ class Profiling:
         worker = self._scheduler.lanes[0]  # the profiler starts and stops on one thread
         await asyncio.to_thread(import_profiler)
         recorder, ranks = Recorder(), self._ranks()
+        num_steps, taken, has_begun = 0, 0.0, False
 
         def begin() -> None:
+            nonlocal has_begun
             recorder.start(self._streams())
             if ranks is not None:
                 try:
@@ -88,16 +90,18 @@ class Profiling:
                 except BaseException:
                     recorder.stop()
                     raise
-
-        num_steps, taken = 0, 0.0
+            has_begun = True
 
         def end() -> None:
+            if not has_begun:
+                return
             recorder.stop({"steps": num_steps, **self._about()})
             if ranks is not None:
                 ranks.end()
 
-        await worker.between_steps(begin)
+        begun = worker.do_between_steps(begin)
         try:
+            await asyncio.wrap_future(begun)
             first, began = self._num_steps(), time.monotonic()
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
@@ -107,7 +111,8 @@ class Profiling:
                         await asyncio.sleep(_LOOK_SECONDS)
             num_steps, taken = self._num_steps() - first, time.monotonic() - began
         finally:
-            await worker.between_steps(end)
+            begun.cancel()  # unless it runs, or has run: then `end` comes after it, also if nobody waits
+            await asyncio.shield(asyncio.wrap_future(worker.do_between_steps(end)))
         trace = await asyncio.to_thread(_trace, recorder, self._threads(), ranks)
         return Recording(trace, num_steps, taken)
 

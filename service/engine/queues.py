@@ -58,6 +58,10 @@ class Queues:
         self._of = {name: queue for name, queue in self._of.items() if name != model}
         return True
 
+    def get(self, model: str) -> Queue | None:
+        """The queue of a model; None if it is not loaded."""
+        return self._of.get(model)
+
     def __getitem__(self, model: str) -> Queue:
         """The queue of a loaded model. Raises ModelUnloadedError."""
         queue = self._of.get(model)

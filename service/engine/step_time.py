@@ -10,10 +10,13 @@ class StepTime:
     """Notices a step that takes more than `limit` seconds as the first of those in flight.
 
     A step behind another waits for it, and its own time begins when that has ended. who: what hangs then.
+    what: it is, if not a step.
     """
 
-    def __init__(self, who: str, limit: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._who, self._limit, self._clock = who, limit, clock
+    def __init__(
+        self, who: str, limit: float, clock: Callable[[], float] = time.monotonic, what: str = "a step"
+    ) -> None:
+        self._who, self._limit, self._clock, self._what = who, limit, clock, what
         self._number: int | None = None
         self._seconds = 0.0
         self._looked = clock()
@@ -32,4 +35,4 @@ class StepTime:
         limit = limit or self._limit
         if self._seconds <= limit:
             return None
-        return f"{self._who} hangs: expected the end of a step within {limit:.3g} s, got none"
+        return f"{self._who} hangs: expected the end of {self._what} within {limit:.3g} s, got none"

@@ -3,7 +3,8 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -63,6 +64,7 @@ class Stepping:
         self.running: deque[Running] = deque()
         self.progress = 0
         self.in_step: list[Chunk] | None = None
+        self._held_back: list[list[Chunk]] = []
         self._began = 0.0  # when that began
         self.answered = 0.0
         self.chores: deque[Callable[[], None]] = deque()
@@ -99,7 +101,8 @@ class Stepping:
                 self.begin(others)
             return
         except Exception as error:
-            self._finish_all()  # keep the order of the answers
+            with self._held(chunks):
+                self._finish_all()  # keep the order of the answers
             self._failed(chunks, error)
             return
         finally:
@@ -147,6 +150,12 @@ class Stepping:
         running = self.running.copy()
         return self.in_step or (running[0].chunks if running else [])
 
+    def unfinished(self) -> list[Chunk]:
+        """What all steps in flight compute, and what waits to be tried again; as `in_flight`."""
+        running = [chunk for step in self.running.copy() for chunk in step.chunks]
+        held = [chunk for chunks in self._held_back.copy() for chunk in chunks]
+        return [*(self.in_step or []), *running, *held]
+
     def busy_seconds(self) -> float:
         """Until the steps in flight are likely done; for any thread, at about this time."""
         in_step, running = self.in_step, self.running.copy()
@@ -170,6 +179,15 @@ class Stepping:
             given = round(1e6 * (chunk.pending.deadline - chunk.pending.arrived))
             text = f"the request's timeout of {given} microseconds expires before its step would end"
             self._refuse([chunk], QueueTimeoutError(text))
+
+    @contextmanager
+    def _held(self, chunks: list[Chunk]) -> Iterator[None]:
+        """Keep the chunks of a failed step in sight, which no step has at present."""
+        self._held_back.append(chunks)
+        try:
+            yield
+        finally:
+            self._held_back.pop()
 
     def _finish_all(self) -> None:
         while self.running:
@@ -280,9 +298,10 @@ class Stepping:
         self._delivery.flush()
         if len(chunks) > 1:
             # One request may have caused it: retry each alone.
-            for chunk in chunks:
-                self.begin([chunk])
-                self._finish_all()
+            for place, chunk in enumerate(chunks, 1):
+                with self._held(chunks[place:]):
+                    self.begin([chunk])
+                    self._finish_all()
             return
         failure = StepFailedError(f"the step failed: {type(error).__name__}")
         failure.__cause__ = error

@@ -1,10 +1,11 @@
-"""Notices that the device hangs: a step that never ends, or a process that does not get on."""
+"""Notices that the device hangs: a step, or a job between two steps, that never ends."""
 
 import asyncio
 import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from expertd.service.engine.batching import Scheduler
 from expertd.service.engine.step_time import StepTime
@@ -24,9 +25,9 @@ def limit_of(most_seconds: float, likely_seconds: float) -> float:
 
 
 class Watchdog:
-    """Looks at the steps of schedulers on a thread of its own, until `stop`.
+    """Looks at the steps of schedulers, and at jobs between them, on a thread of its own, until `stop`.
 
-    most_seconds  that any step may take
+    most_seconds  that any step may take; a job may take as long, or what it says if that is more
     on_hang       is called with a sentence, once, on the event loop, which logs it; if that hangs, too, the
                   process exits
     """
@@ -45,13 +46,22 @@ class Watchdog:
         self._stopped.set()
 
     def _run(self) -> None:
-        times = [(lane, StepTime("the device", self._most)) for lane in self._lanes]
+        looks = [partial(self._look, lane, *self._times()) for lane in self._lanes]
         while not self._stopped.wait(_LOOK_SECONDS):
-            for lane, time_of_step in times:
-                progress, likely = lane.step_in_flight()
-                if (why := time_of_step.why_late(progress, limit_of(self._most, likely))) is not None:
+            for look in looks:
+                if (why := look()) is not None:
                     self._tell(why)
                     return
+
+    def _times(self) -> tuple[StepTime, StepTime]:
+        job = StepTime("the device", self._most, what="what runs between two steps")
+        return StepTime("the device", self._most), job
+
+    def _look(self, lane: Scheduler, time_of_step: StepTime, time_of_job: StepTime) -> str | None:
+        progress, likely = lane.step_in_flight()
+        number, may_take = lane.job_in_flight()
+        late = time_of_step.why_late(progress, limit_of(self._most, likely))
+        return late or time_of_job.why_late(number, max(self._most, may_take))
 
     def _tell(self, why: str) -> None:
         told = threading.Event()

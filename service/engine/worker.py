@@ -5,12 +5,15 @@ lane, one would wait for the other: the interpreter has one lock for all threads
 sleeps, and may wake up 0.3 ms late. A CPU computes a step on the thread, so there each lane has its own.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable
 from typing import Protocol
 
 from expertd.service.engine.wakeup import Source, Wakeup
+
+logger = logging.getLogger(__name__)
 
 # The other lane's next step is launched at the latest when the device has less than this to do.
 _LAUNCH_SECONDS = 0.4e-3
@@ -48,13 +51,15 @@ class Worker:
     rings_wake    whether it wakes up for requests of sources, or reads them only while it is awake
     spin_seconds  for which it looks for them before it sleeps
     leaves        whether it leaves it to another thread to poll a source
+    on_failure    is called with a sentence if the thread ends by an error, which is none of a step's
     """
 
     def __init__(self, first: Work, name: str, rings_wake: bool, spin_seconds: float) -> None:
         self.wakeup = Wakeup(rings_wake)
         self.spin_seconds = spin_seconds
         self.leaves: Callable[[Source], bool] = lambda source: False
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.on_failure: Callable[[str], object] = lambda why: None
+        self.thread = threading.Thread(target=self._run_or_tell, name=name, daemon=True)
         self._first, self._rings_wake = first, rings_wake
         self._second: Work | None = None
         self._retires = False
@@ -83,6 +88,13 @@ class Worker:
             if not self.leaves(source):
                 source.poll()
         return True
+
+    def _run_or_tell(self) -> None:
+        try:
+            self._run()
+        except Exception as error:
+            logger.exception("the thread of the steps has failed")
+            self.on_failure(f"the thread of the steps has failed: {type(error).__name__}")
 
     def _run(self) -> None:
         first = self._first

@@ -54,14 +54,20 @@ class Arena:
         self.num_bytes = _rounded(num_bytes) if memory is None else len(memory) // _GRAIN * _GRAIN
         self.fd = -1
         self._mapping: mmap.mmap | None = None  # of pages that may be freed
+        self._unregister: Unregister = lambda: None
         if memory is None:
             self.fd = os.memfd_create("expertd-arena")
-            os.ftruncate(self.fd, self.num_bytes)
-            mapping = mmap.mmap(self.fd, self.num_bytes)
+            try:
+                os.ftruncate(self.fd, self.num_bytes)
+                mapping = mmap.mmap(self.fd, self.num_bytes)
+                self._unregister = register(Mapped(_address_of(mapping), self.num_bytes, self.fd))
+            except BaseException:
+                os.close(self.fd)
+                raise
             self._mapping = mapping if register is nothing_to_register else None
             memory = memoryview(mapping)
         self._view = memory
-        self._address = int(np.frombuffer(self._view, np.uint8).ctypes.data)
+        self._address = _address_of(memory)
         self._free = {0: self.num_bytes}  # start -> bytes, in the order of addresses
         self._lock = threading.Lock()
         self._used = 0
@@ -69,9 +75,6 @@ class Arena:
         self._touched_end = 0  # of the pages that may exist
         self._period_end = 0  # of the blocks in use since `begin_period`
         self._spare_from = self.num_bytes
-        self._unregister: Unregister = lambda: None
-        if self.fd >= 0:
-            self._unregister = register(Mapped(self._address, self.num_bytes, self.fd))
 
     @property
     def used_bytes(self) -> int:
@@ -152,6 +155,10 @@ class Arena:
                     merged[begin] = free
                     last = begin
             self._free = merged
+
+
+def _address_of(memory: mmap.mmap | memoryview) -> int:
+    return int(np.frombuffer(memory, np.uint8).ctypes.data)
 
 
 def _rounded(num_bytes: int) -> int:

@@ -310,10 +310,16 @@ class DeviceSteps:
 
     def _outputs(self, batch: Batch, slot: Slot, out: Tensor, copies: Copies) -> list[Output | Tensor]:
         outputs: list[Output | Tensor] = []
-        staged = slot.host_out.take(out.numel() * 4)
-        for request, part in zip(batch.requests, batch.parts, strict=True):
+        h = out.shape[1]
+        sizes = [
+            0 if request.output is not None else request.num_tokens * row_bytes(request.output_datatype, h)
+            for request in batch.requests
+        ]
+        starts = list(accumulate(sizes, initial=0))
+        staged = slot.host_out.take(starts[-1])
+        for request, part, start in zip(batch.requests, batch.parts, starts[:-1], strict=True):
             rows = out[part].to(FLOATS[request.output_datatype])
-            num_bytes, start = rows.numel() * rows.itemsize, part.start * out.shape[1] * 4
+            num_bytes = rows.numel() * rows.itemsize
             owner: object = staged
             if request.output is None:
                 own = staged[start : start + num_bytes]

@@ -66,10 +66,7 @@ def make_context(settings: TlsSettings, files: TlsFiles) -> ssl.SSLContext:
         raise SettingsError(f"tls: {text}, got what OpenSSL cannot use ({_reason(error)})") from error
     if files.client_ca is not None:
         try:
-            with _in_memory(
-                files.client_ca
-            ) as client_ca:  # as a file, it may have comments that are not ASCII
-                context.load_verify_locations(client_ca)
+            _trust(context, files.client_ca)
         except ssl.SSLError as error:
             text = f"expected certificates in PEM, got what OpenSSL cannot use ({_reason(error)})"
             raise SettingsError(f"tls.client_ca: {settings.client_ca}: {text}") from error
@@ -91,7 +88,7 @@ def validity(settings: TlsSettings) -> tuple[str, bool]:
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # it is trusted itself
-    client.load_verify_locations(cadata=files.certificate)
+    _trust(client, files.certificate)
     try:
         ends = _end_of(client, server)
     except ssl.SSLCertVerificationError as error:
@@ -102,6 +99,12 @@ def validity(settings: TlsSettings) -> tuple[str, bool]:
         return f"the certificate in {path} may be refused by clients: {error.verify_message}", False
     date = datetime.fromtimestamp(ends, UTC).date()
     return f"the certificate in {path} is valid until {date}", ends - time() > _SOON_SECONDS
+
+
+def _trust(context: ssl.SSLContext, certificates: str) -> None:
+    """Add PEM certificates: as a file, because only there OpenSSL takes comments that are not ASCII."""
+    with _in_memory(certificates) as path:
+        context.load_verify_locations(path)
 
 
 def _end_of(client_context: ssl.SSLContext, server_context: ssl.SSLContext) -> float:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from expertd.service.channels.channel import Channel
 from expertd.service.engine.batching import Scheduler
 from expertd.service.engine.loading import load
 from expertd.service.ranks.loading import load_ranks
@@ -16,7 +17,7 @@ from tests.service.apps import HIDDEN, Serving, hidden_request, output_of, rows,
 from tests.service.channels.peer import ChannelClosedError, Peer
 from tests.service.channels.servers import answer_of, answer_to, channel_server, claimed, mapped
 from tests.service.channels.test_remote import Asked, remote, request
-from tests.service.runners import EchoRunner
+from tests.service.runners import DeviceRunner, EchoRunner
 from tests.service.waiting import until
 
 
@@ -147,6 +148,46 @@ async def test_what_is_cancelled_during_a_step_is_not_computed(tmp_path: Path) -
         peer.cancel(sequence)
         assert (await answer_to(peer, sequence)).status == 499
         peer.close()
+
+
+async def test_a_cancel_is_not_lost_if_its_request_waits_for_its_slot(tmp_path: Path) -> None:
+    """The device has answered the request before it there, whose step has not been seen to end."""
+    runner = DeviceRunner()
+    async with channel_server(tmp_path, runner) as server:
+        peer = await claimed(server, num_slots=1)
+        channel = server.app.channels.entries["1"].channel
+        runner.gate.clear()
+        first = peer.send(2, peer.places(1))
+        await in_step(runner)
+        peer.words[(peer.starts[0] + 128) // 8] = first  # as the device does
+        peer.send(3, peer.places(2))
+        peer.cancel(2)
+        await until(lambda: channel._look_again)
+        runner.gate.set()
+        assert (await answer_to(peer, 2)).status == 499
+        peer.close()
+    assert runner.steps == [[2]]
+
+
+async def test_a_channel_has_one_timer_and_none_when_it_is_closed(tmp_path: Path) -> None:
+    async with during_a_step(tmp_path) as (server, other):
+        before = mapped()
+        peer = await claimed(server, num_slots=64)
+        scheduled = asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]
+        expire = Channel.expire
+
+        def timers() -> int:
+            return sum(getattr(timer._callback, "__func__", None) is expire for timer in scheduled)
+
+        peer.send(1, peer.places(1), timeout=60)
+        for _ in range(5):
+            sequence = peer.send(1, peer.places(peer.sequence + 1), timeout=0.02)
+            assert (await answer_to(peer, sequence)).status == 503
+        await until(lambda: timers() == 1)
+        peer.close()
+        del peer
+        await until(lambda: mapped() == before)
+        other.close()
 
 
 async def test_what_a_caller_leaves_behind_during_a_step_is_not_computed(tmp_path: Path) -> None:

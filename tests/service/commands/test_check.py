@@ -14,9 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from expertd.service.cli import main
+from expertd.service.commands import serve
 from expertd.service.commands.serve import exposure
 from expertd.service.moe.weights import random_weights, save_weights
 from expertd.service.ranks import shares
+from expertd.service.tracing import tracing
 from tests.service.apps import tiny_settings
 from tests.service.certificates import FOLDER
 from tests.service.moe.test_weights import SHAPE
@@ -103,7 +105,8 @@ def test_check_prints_every_setting_with_its_origin(
     assert config.read_text().splitlines()[line - 1].split() == ["top_k:", "2"]
     assert rows["host"] == ("127.0.0.1", "default")
     assert [result["name"] for result in about["checks"]] == [
-        "settings", "checkpoints", "weights", "keys", "tls", "address", "grpc", "rendezvous", "channels",
+        "settings", "checkpoints", "weights", "grpc", "tracing", "keys", "tls", "address", "rendezvous",
+        "channels",
         "backend",
         "partitions",
         "memory",
@@ -204,6 +207,35 @@ def test_check_refuses_a_rendezvous_where_the_server_listens(config: Path, capsy
         assert check(capsys, *given, place, "--node-rank", "1")[0] == 0, "there is no server"
     given = ("--config", config, "--insecure", "--host", "127.0.0.1", "--port", str(port), *given[-3:])
     assert check(capsys, *given, f"127.0.0.2:{port}")[0] == 0, "another address"
+
+
+@pytest.mark.parametrize("node", [[], ["--nnodes", "2", "--node-rank", "1", "--rendezvous", "127.0.0.1:1"]])
+def test_missing_packages_prevent_a_start_on_every_node(
+    node: list[str], config: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracing, "find_spec", lambda _: None)
+    monkeypatch.setattr(serve, "find_spec", lambda _: None)
+    without = ["--config", str(config), "--set", "tracing.endpoint=http://127.0.0.1:1", *node]
+    given = [*without, "--set", "grpc.port=0"]
+    _, about = check(capsys, *given)
+    wrong = failed(about)
+    assert wrong["grpc"].startswith("grpc.port: expected the packages of expertd[grpc]")
+    assert wrong["tracing"].startswith("tracing.endpoint: expected the packages of expertd[otel]")
+    assert main(["serve", *given]) == 2
+    assert wrong["grpc"] in capsys.readouterr().err
+    _, about = check(capsys, *without)
+    assert "tracing" in failed(about), "also without gRPC"
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_only_node_0_opens_the_socket_of_channels(config: Path, capsys: Output, tmp_path: Path) -> None:
+    (taken := tmp_path / "channels").mkdir()
+    given = ["--config", str(config), "--port", "0", "--set", f"channels.socket={taken}"]
+    assert "channels" in failed(check(capsys, *given)[1])
+    _, about = check(capsys, *given, "--nnodes", "2", "--node-rank", "1", "--rendezvous", "127.0.0.1:1")
+    details = {result["name"]: result["detail"] for result in about["checks"]}
+    assert "channels" not in failed(about)
+    assert details["channels"] == "none: node 0 has the front end"
 
 
 def test_check_reports_a_backend_that_cannot_run(config: Path, capsys: Output) -> None:

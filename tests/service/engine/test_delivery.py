@@ -76,6 +76,28 @@ async def test_another_thread_may_take_the_last_report_at_any_time() -> None:
     await until(lambda: seen == [1])
 
 
+async def test_a_request_that_is_accepted_late_does_not_keep_the_event_loop_busy() -> None:
+    """One between the last answer and the moment when the drain notices it."""
+    delivery, turns = Delivery(), list[int]()
+    delivery.start()
+    delivery.accepted()
+    drained = asyncio.ensure_future(delivery.drained())
+    await asyncio.sleep(0)
+    delivery.answered()
+    delivery.accepted()
+
+    def answer() -> None:
+        turns.append(1)
+        delivery.answered()
+
+    asyncio.get_running_loop().call_later(0.01, answer)
+    rescue = threading.Timer(10, delivery.answered)  # else a busy loop would never end
+    rescue.start()
+    await drained
+    rescue.cancel()
+    assert turns
+
+
 async def test_a_failed_report_is_told_to_the_event_loop() -> None:
     delivery, told = Delivery(), list[dict[str, Any]]()
     delivery.start()

@@ -1,10 +1,12 @@
 """A step that never ends: its request and those behind it are answered, and the process exits."""
 
 import asyncio
+import os
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 
 from expertd.service.engine.engine import Phase
+from expertd.service.engine.errors import DeviceLostError
 from expertd.service.engine.loading import Loaded
 from expertd.service.engine.step_time import StepTime
 from expertd.service.engine.watchdog import limit_of
@@ -92,6 +95,81 @@ async def test_a_device_that_has_failed_ends_the_server() -> None:
         await until(lambda: not server.app.engine.scheduler.unanswered)  # counted after the last answer
 
 
+async def test_a_job_between_steps_that_never_ends_is_noticed() -> None:
+    goes_on, settings = threading.Event(), tiny_settings(step_timeout_seconds=0.5)
+    async with serving(settings, serving_runner(EchoRunner())) as server, asyncio.timeout(30):
+        scheduler = server.app.engine.scheduler
+        job = asyncio.ensure_future(scheduler.between_steps(lambda: goes_on.wait(30), 0.0))
+        waits = asyncio.ensure_future(scheduler.between_steps(lambda: None))
+        asked = asyncio.ensure_future(server.infer(*hidden_request(rows(1))))
+        expected = "the device hangs: expected the end of what runs between two steps within 0.5 s, got none"
+        assert error_of(await asked, 503) == expected
+        for each in (job, waits, scheduler.between_steps(lambda: None)):
+            with pytest.raises(DeviceLostError, match="the device hangs"):
+                await each
+        assert error_of(await server.http.get("/v2/health/ready"), 503) == expected
+        assert server.app.engine.phase is Phase.FAILED
+        goes_on.set()
+
+
+@pytest.mark.slow
+async def test_a_job_may_take_as_long_as_it_says_since_it_last_went_on() -> None:
+    settings = tiny_settings(step_timeout_seconds=1)
+    async with serving(settings, serving_runner(EchoRunner())) as server, asyncio.timeout(30):
+        scheduler = server.app.engine.scheduler.lanes[0]
+        await scheduler.between_steps(lambda: time.sleep(2))
+
+        def parts() -> None:
+            for _ in range(20):
+                time.sleep(0.1)
+                scheduler.job_goes_on()
+
+        await scheduler.between_steps(parts, 0.0)
+        assert scheduler.job_in_flight() == (None, 0.0)
+        assert server.app.engine.why_not_ready() is None
+        assert (await server.infer(*hidden_request(rows(1)))).status_code == 200
+
+
+class BrokenSource:
+    """A source whose poll raises, which none may."""
+
+    lane = 0
+
+    def __init__(self) -> None:
+        self._descriptor = os.eventfd(1)
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def poll(self) -> None:
+        raise KeyError("channel")
+
+
+@pytest.mark.parametrize("what", ["chore", "source"])
+async def test_an_error_on_the_thread_of_the_steps_ends_the_server(
+    what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def chore() -> None:
+        raise KeyError("model")
+
+    async with serving(tiny_settings(), serving_runner(EchoRunner())) as server, asyncio.timeout(30):
+        scheduler = server.app.engine.scheduler.lanes[0]
+        assert (await server.infer(*hidden_request(rows(1)))).status_code == 200
+        if what == "chore":
+            await scheduler.between_steps(lambda: scheduler.do_later(chore))
+        else:
+            scheduler.add_source(BrokenSource())
+        await until(lambda: not scheduler.running)
+        expected = "the thread of the steps has failed: KeyError"
+        await until(lambda: server.app.engine.phase is Phase.FAILED)
+        assert error_of(await server.http.get("/v2/health/ready"), 503) == expected
+        error_of(await server.infer(*hidden_request(rows(1))), 503)
+        with pytest.raises(DeviceLostError, match=expected):
+            await scheduler.between_steps(lambda: None)
+        assert server.app.engine.device_failed, "which ends the process with code 1"
+    assert "the thread of the steps has failed" in caplog.text
+
+
 SERVER = """
 import sys, threading
 from expertd.service.engine import engine
@@ -139,6 +217,9 @@ def test_a_process_whose_event_loop_hangs_exits_at_once() -> None:
         class Stuck:
             def step_in_flight(self):
                 return 1, 0.0
+
+            def job_in_flight(self):
+                return None, 0.0
 
         async def main():
             watchdog._ANSWER_SECONDS = 0.2

@@ -101,6 +101,24 @@ def test_requests_of_every_kind_in_one_step(runner: LayerRunner, sizes: tuple[in
     assert sum(result.tokens_per_expert) == sum(sizes) * SHAPE.top_k
 
 
+@pytest.mark.parametrize("sizes", [(700,), (300, 500)])
+def test_pinned_memory_is_taken_for_outputs_without_a_place_and_for_no_more(sizes: tuple[int, ...]) -> None:
+    with runner_with_graphs() as runner:
+        slots = runner.staging._slots
+        held = [_tokens(size) for size in sizes]
+        requests = [layer_request(rows, "BF16", None, pinned, "BF16", pinned) for rows in held]
+        for _ in range(3):
+            runner.run(requests)
+        assert [slot.host_out.num_bytes for slot in slots] == [0] * len(slots)
+        without = replace(requests[0], output=None, plan=None)
+        result = runner.run([without, *requests[1:]])
+        taken = sizes[0] * SHAPE.hidden_size * 2
+        assert max(slot.host_out.num_bytes for slot in slots) == taken
+        for output, rows in zip(result.outputs, held, strict=True):
+            expected = _expected(runner, rows, None, "BF16")
+            assert torch.equal(rows_of(output, "BF16", SHAPE.hidden_size), expected)
+
+
 @pytest.mark.parametrize("num_tokens", [9, 400])
 def test_mixed_datatypes(runner: LayerRunner, num_tokens: int) -> None:
     tokens = [_tokens(num_tokens) for _ in DTYPES]

@@ -38,6 +38,8 @@ def test_files_may_have_comments_that_are_not_ascii(tmp_path: Path) -> None:
     for path, source in zip(commented.values(), (SERVER, KEY, CA), strict=True):
         path.write_text(f"# Autorité\n{source.read_text()}")
     assert load_tls(given(**commented)).verify_mode is ssl.CERT_REQUIRED
+    text = f"the certificate in {commented['certificate']} is valid until 2120-01-01"
+    assert validity(given(**commented)) == (text, True)
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:

@@ -4,13 +4,27 @@ import asyncio
 import json
 import socket
 import struct
+import threading
 import time
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import pytest
 
-from expertd.service.engine import recorder
-from tests.service.apps import Serving, error_of, hidden_request, output_of, rows, serving, tiny_settings
+from expertd.service.engine import profiling, recorder
+from tests.service.apps import (
+    Serving,
+    error_of,
+    hidden_request,
+    output_of,
+    rows,
+    serving,
+    serving_runner,
+    tiny_settings,
+)
+from tests.service.runners import EchoRunner
 from tests.service.sockets import connect, head, listening
+from tests.service.waiting import until
 
 LANES = {"decode_max_tokens": 2, "decode_batch_tokens": 4}
 
@@ -65,6 +79,58 @@ async def test_it_ends_when_the_caller_hangs_up() -> None:
         async with asyncio.timeout(5):
             while (await server.http.post("/v1/profile", json={"seconds": 0.1})).status_code != 200:
                 await asyncio.sleep(0.1)
+
+
+async def test_the_profiler_is_stopped_if_the_caller_hangs_up_while_it_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = list[str]()
+    starts, goes_on = threading.Event(), threading.Event()
+
+    class Slow(recorder.Recorder):
+        def start(self, streams: Iterable[tuple[str, Any]]) -> None:
+            starts.set()
+            assert goes_on.wait(10)
+            super().start(streams)
+            calls.append("start")
+
+        def stop(self, about: Mapping[str, Any] | None = None) -> None:
+            super().stop(about)
+            calls.append("stop")
+
+    monkeypatch.setattr(profiling, "Recorder", Slow)
+    async with serving(tiny_settings()) as server:
+        asked = asyncio.ensure_future(server.app.engine.profile(1, 5.0))
+        assert await asyncio.to_thread(starts.wait, 10)
+        asked.cancel()
+        await asyncio.sleep(0)
+        error_of(await server.http.post("/v1/profile", json={}), 409)
+        goes_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        assert calls == ["start", "stop"]
+        assert (await server.http.post("/v1/profile", json={"seconds": 0.1})).status_code == 200
+
+
+async def test_nothing_is_recorded_if_the_caller_hangs_up_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*_: object) -> None:
+        raise AssertionError("nobody wants it")
+
+    monkeypatch.setattr(recorder.Recorder, "start", start)
+    runner = EchoRunner()
+    async with serving(tiny_settings(), serving_runner(runner)) as server:
+        runner.gate.clear()
+        blocker = asyncio.ensure_future(server.infer(*hidden_request(rows(1))))
+        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        scheduler = server.app.engine.scheduler.lanes[0]
+        asked = asyncio.ensure_future(server.app.engine.profile(1, 5.0))
+        await until(lambda: bool(scheduler._jobs))
+        asked.cancel()
+        await asyncio.sleep(0)
+        runner.gate.set()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        output_of(await blocker)
 
 
 async def test_one_at_a_time() -> None:

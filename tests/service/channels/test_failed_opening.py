@@ -1,0 +1,106 @@
+"""A channel that cannot be opened leaves nothing behind, and the next one can."""
+
+import asyncio
+import gc
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from expertd.service.channels import opening
+from expertd.service.channels.memory import SealedMemory
+from expertd.service.channels.opening import Opening
+from tests.service.apps import error_of
+from tests.service.channels.peer import ChannelClosedError, Peer
+from tests.service.channels.servers import channel_server, opened
+from tests.service.channels.test_opening import BODY
+from tests.service.runners import EchoRunner
+from tests.service.waiting import until
+
+
+def descriptors(mappings: bool = True) -> int:
+    """Open ones; a mapping has one of its own, and lives as long as an error whose frames refer to it."""
+    names = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return sum(mappings or not name.startswith("/memfd:") for name in names)
+
+
+def refuse(*_: object) -> Any:
+    raise OSError(24, "Too many open files")
+
+
+@pytest.mark.parametrize("call", ["eventfd", "pipe2"])
+async def test_without_descriptors_nothing_stays_reserved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    closed = list[SealedMemory]()
+    close = SealedMemory.close
+
+    def counted(self: SealedMemory) -> None:
+        closed.append(self)
+        close(self)
+
+    monkeypatch.setattr(SealedMemory, "close", counted)
+    async with channel_server(tmp_path, EchoRunner(), channels={"max_channels": 2}) as server:
+        await opened(server)
+        before, num_bytes = descriptors(mappings=False), server.metric("channel_bytes")
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, refuse)
+            for _ in range(3):
+                error_of(await server.http.post("/v1/channels", json=BODY), 500)
+        assert server.metric("channel_bytes") == num_bytes
+        assert descriptors(mappings=False) == before
+        assert len(closed) == 2 * 3
+        await opened(server)
+
+
+async def test_a_channel_whose_descriptors_cannot_be_copied_is_freed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with channel_server(tmp_path, EchoRunner()) as server:
+        before = descriptors()
+        answer = await opened(server)
+        with monkeypatch.context() as patch:
+            patch.setattr("expertd.service.channels.open_channel.os.dup", refuse)
+            with pytest.raises((ChannelClosedError, ConnectionError)):
+                await asyncio.to_thread(Peer, answer)
+            await until(lambda: server.metric("channel_bytes") == 0)
+        await until(lambda: descriptors() == before)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+async def test_memory_that_nobody_waits_for_any_more_is_freed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Of the region, or of the control memory: the caller leaves while it is made."""
+    making, goes_on = threading.Event(), threading.Event()
+    made, closed = list[int](), list[int]()
+
+    class Slow(SealedMemory):
+        def __init__(self, *arguments: Any) -> None:
+            if len(made) == number - 1:
+                making.set()
+                assert goes_on.wait(10)
+            super().__init__(*arguments)
+            made.append(id(self))
+
+        def close(self) -> None:
+            closed.append(id(self))
+            super().close()
+
+    async with channel_server(tmp_path, EchoRunner()) as server:
+        before = descriptors()
+        monkeypatch.setattr(opening, "SealedMemory", Slow)
+        hub = server.app.channels
+        asked = asyncio.ensure_future(hub.open(Opening(("tiny",), 2, 4)))
+        assert await asyncio.to_thread(making.wait, 10)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        assert hub.used_bytes == 0
+        goes_on.set()
+        await until(lambda: len(closed) == number)
+        assert set(closed) == set(made)
+        gc.collect()
+        await until(lambda: descriptors() == before)

@@ -1,0 +1,57 @@
+"""Loading that fails late: the server says so, and closes what it has loaded."""
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from expertd.service.engine.engine import Phase
+from expertd.service.engine.loading import Loaded
+from expertd.service.memory import Arena, Mapped
+from expertd.service.settings.model import Settings
+from tests.service.apps import error_of, serving, serving_runner, tiny_settings
+from tests.service.runners import EchoRunner
+
+
+def failing(*_: object) -> Any:
+    raise RuntimeError("a GPU of clay")
+
+
+@pytest.mark.parametrize("late", ["register", "prepare_thread", "metrics"])
+async def test_it_is_logged_and_what_is_loaded_is_closed(
+    late: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    closed = threading.Semaphore(0)
+
+    def loader(settings: Settings, cancelled: Callable[[], bool]) -> Loaded:
+        loaded = replace(serving_runner(EchoRunner())(settings, cancelled), close=closed.release)
+        changes: dict[str, Any] = {} if late == "metrics" else {late: failing}
+        return replace(loaded, **changes)
+
+    if late == "metrics":
+        monkeypatch.setattr("expertd.service.engine.metrics.Metrics.set_backend", failing)
+    with caplog.at_level(logging.ERROR):
+        async with serving(tiny_settings(), loader) as server:
+            engine = server.app.engine
+            assert engine.phase is Phase.FAILED
+            assert (engine.loaded, engine.arena) == (None, None)
+            error_of(await server.http.get("/v2/health/ready"), 503)
+    assert "loading failed: a GPU of clay" in caplog.text
+    assert closed.acquire(blocking=False)
+    assert not closed.acquire(blocking=False), "once"
+
+
+def test_memory_that_cannot_be_registered_is_closed() -> None:
+    def refused(memory: Mapped) -> Callable[[], None]:
+        files.append(Path(f"/proc/self/fd/{memory.descriptor}"))
+        assert "expertd-arena" in str(files[0].readlink())
+        return failing()  # type: ignore[no-any-return]
+
+    files = list[Path]()
+    with pytest.raises(RuntimeError, match="of clay"):
+        Arena(1, refused)
+    assert not files[0].is_symlink() or "expertd-arena" not in str(files[0].readlink())

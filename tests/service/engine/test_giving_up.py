@@ -1,0 +1,107 @@
+"""What is accepted while a scheduler closes, fails or hangs is answered, and counted until then."""
+
+import asyncio
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from expertd.service.engine.errors import DeviceLostError
+from expertd.service.engine.steps import Pending
+from expertd.service.moe.request import LayerRequest
+from tests.service.engine.test_batching import held, running, soon
+from tests.service.runners import Computed, DeviceRunner, EchoRunner, Submitted, layer_request
+
+
+class FailsTogether(EchoRunner):
+    """A step of several requests fails; those of one wait at the gate then."""
+
+    def begin(self, requests: Sequence[LayerRequest]) -> Computed:
+        if len(requests) > 1:
+            self.gate.clear()
+            raise RuntimeError("not together")
+        return super().begin(requests)
+
+
+async def test_all_requests_of_a_step_are_answered_if_the_first_retry_hangs() -> None:
+    runner = FailsTogether()
+    async with running(runner) as scheduler:
+        first = await held(runner, scheduler)
+        others = [Submitted(scheduler, "0", layer_request([float(number)])) for number in range(4)]
+        runner.gate.set()
+        await soon(first.answer)
+        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        scheduler.give_up(DeviceLostError("the device hangs"))
+        answers = await soon(asyncio.gather(*(each.answer for each in others), return_exceptions=True))
+        assert all(str(answer) == "the device hangs" for answer in answers)
+        runner.gate.set()  # the late ends answer nobody again
+        await soon(scheduler.drained())
+
+
+async def test_a_failed_step_behind_one_that_hangs_is_answered() -> None:
+    class Behind(DeviceRunner):
+        def begin(self, requests: Sequence[LayerRequest]):  # type: ignore[no-untyped-def]
+            if self.steps:
+                self.entered.release()
+                raise RuntimeError("behind another one")
+            return super().begin(requests)
+
+    runner = Behind()
+    runner.gate.clear()
+    async with running(runner, max_request_tokens=1024, max_batch_tokens=1024, max_queue_tokens=4096) as one:
+        both = threading.Event()
+        one.do_between_steps(both.wait)
+        requests = [Submitted(one, "0", layer_request([1.0] * 1024)) for _ in range(2)]
+        both.set()
+        for _ in requests:
+            assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        one.give_up(DeviceLostError("the device hangs"))
+        answers = await soon(asyncio.gather(*(each.answer for each in requests), return_exceptions=True))
+        assert all(str(answer) == "the device hangs" for answer in answers)
+
+
+async def test_a_request_that_is_being_accepted_is_counted_when_the_scheduler_has_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inside, goes_on = threading.Event(), threading.Event()
+
+    def note(pending: Pending) -> None:
+        inside.set()
+        assert goes_on.wait(10)
+
+    runner = EchoRunner()
+    async with running(runner) as scheduler:
+        first = await held(runner, scheduler)
+        monkeypatch.setattr(scheduler._early, "note", note)
+        request, done = layer_request([1.0]), threading.Event()
+        submitting = asyncio.ensure_future(
+            asyncio.to_thread(scheduler.submit, "0", request, lambda _: done.set())
+        )
+        assert await asyncio.to_thread(inside.wait, 10)
+
+        def close() -> int:
+            scheduler.close()
+            return scheduler.unanswered
+
+        closing = asyncio.ensure_future(asyncio.to_thread(close))
+        await asyncio.wait({closing}, timeout=0.2)
+        goes_on.set()
+        await submitting
+        assert await closing == 2
+        runner.gate.set()
+        await soon(first.answer)
+        await soon(scheduler.drained())
+        assert done.is_set()
+
+
+async def test_a_step_whose_model_is_unloaded_meanwhile_is_none_for_other_threads() -> None:
+    runner = EchoRunner()
+    async with running(runner) as scheduler:
+        first = await held(runner, scheduler)
+        queue = scheduler._queues._of.pop("0")
+        assert scheduler.step_in_flight() == (None, 0.0)
+        assert not scheduler._lookout._may_be_long(scheduler._stepping.in_flight())
+        scheduler._queues._of["0"] = queue
+        assert scheduler.step_in_flight()[0] is not None
+        runner.gate.set()
+        await soon(first.answer)
