@@ -134,7 +134,7 @@ async def test_calls_that_need_no_key_do_not_name_models(keys: Path) -> None:
         answer = await server.http.get("/v2/models/other", headers=bearer("infer"))
         assert error_of(answer, 404) == "model: expected tiny, got 'other'"
         for _ in range(5):
-            error_of(await server.infer(*poisoned, **bearer("infer")), 500)
+            error_of(await server.infer(*poisoned, Authorization=bearer("infer")["Authorization"]), 500)
         text = error_of(await server.http.get("/v2/health/ready"), 503)
         assert text == "1 of 1 models: at least the last 5 steps failed"
         assert "model tiny: " in error_of(await server.http.get("/v2/models/tiny/ready"), 503)
