@@ -128,7 +128,7 @@ class Engine:
     def check_ready(self, *models: str) -> None:
         """Raise NotReadyError unless ready; also runs one token on each failing model, to detect recovery.
 
-        Whoever asks needs no key: where other calls do, the error names no model but `models`.
+        Whoever asks needs no key, so the error names no model but `models`.
         """
         reason = self.why_not_ready(*models)
         if reason is None:
@@ -138,7 +138,7 @@ class Engine:
             for model in failing:
                 if model not in self._retries:
                     self._retries[model] = asyncio.get_running_loop().create_task(self._retry(model))
-            if failing and not models and self.settings.keys is not None and self._failure is None:
+            if failing and not models and self._failure is None:
                 count = f"{len(failing)} of {len(self.models)} models"
                 reason = f"{count}: at least the last {_FAILING_STEPS} steps failed"
         raise NotReadyError(reason)
@@ -157,8 +157,8 @@ class Engine:
         return served(self.models, name, version)
 
     def model_without_key(self, name: str, version: str = MODEL_VERSION) -> LayerSpec:
-        """As `model`, for calls that need no key: where others do, the error names no other model."""
-        return served(self.models, name, version, names_all=self.settings.keys is None)
+        """As `model`, for calls that need no key, whose errors name no other model."""
+        return served(self.models, name, version, names_all=False)
 
     def served(self, name: str, version: str = MODEL_VERSION) -> LayerSpec:
         """The same, unless it is unloaded at present. Raises UnknownModelError."""
