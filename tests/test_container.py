@@ -145,12 +145,16 @@ def test_compose_mounts_and_config_exist() -> None:
 def test_the_nodes_of_compose_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     base, nodes = compose("docker-compose.yml"), compose("docker", "nodes.yml")
     settings = []
-    for service in (base["expertd"] | nodes["expertd"], nodes["expertd-1"]):
-        for name, value in {**image_environment(), **service["environment"]}.items():
+    merged = base["expertd"]["environment"] | nodes["expertd"]["environment"]
+    for environment in (merged, nodes["expertd-1"]["environment"]):
+        for name, value in {**image_environment(), **environment}.items():
             monkeypatch.setenv(name, default_of(value))
         settings.append(load_settings(ROOT / "configs" / "demo.yaml"))
+        for name in environment:
+            monkeypatch.delenv(name)
     assert [each.node_rank for each in settings] == [0, 1]
     assert {each.nnodes for each in settings} == {2}
+    assert all(each.insecure for each in settings), "they meet beyond loopback, without keys"
     (rendezvous,) = {each.rendezvous for each in settings}
     assert rendezvous is not None
     assert rendezvous.partition(":")[0] in base, "the name of node 0's container"

@@ -5,7 +5,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 
@@ -153,6 +153,12 @@ class ChannelHub:
         channel.close()
         if entry.disconnect is not None:
             entry.disconnect()
+
+    def close_others(self, callers: Collection[str]) -> None:
+        """Close the channels that were opened with keys of other names than these."""
+        for entry in self.listed:
+            if entry.opening.caller not in callers:
+                self.close(entry.channel, f"key {entry.opening.caller} may not infer any more")
 
     async def stop(self) -> None:
         """Close every channel, and free the memory that no step uses."""

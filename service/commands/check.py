@@ -159,15 +159,17 @@ def _result(name: str, check: Callable[[], str | None]) -> Result:
 
 
 def _rendezvous(settings: "Settings") -> str:
-    from expertd.service.ranks.meeting import between_nodes, listen
+    from expertd.service.ranks.meeting import between_nodes, check_exposure, listen
+    from expertd.service.ranks.meeting import exposure as exposure_of_nodes
 
     if settings.nnodes == 1:
         return "none"
+    check_exposure(settings)
     meeting = between_nodes(settings)
     if settings.node_rank > 0:
         return f"{settings.rendezvous}, from {meeting.address} on {meeting.interface}"
     listen(meeting.host, meeting.port).close()
-    return f"{settings.rendezvous} is free"
+    return exposure_of_nodes(meeting) or f"{settings.rendezvous} is free"
 
 
 def _address(settings: "Settings") -> str:

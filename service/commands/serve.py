@@ -46,6 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_weights(settings)
         check_grpc(settings)
         check_tracing(settings)
+        check_rendezvous(settings)
         if settings.node_rank == 0:
             check_keys(settings)
             remark, is_valid = check_tls(settings)
@@ -130,6 +131,13 @@ def check_tls(settings: "Settings") -> tuple[str, bool]:
     from expertd.service.settings.certificates import validity
 
     return validity(settings.tls) if settings.tls.is_on else ("none", True)
+
+
+def check_rendezvous(settings: "Settings") -> None:
+    """Raise ValueError if the settings do not allow other machines to reach this node."""
+    from expertd.service.ranks.meeting import check_exposure
+
+    check_exposure(settings)
 
 
 def exposure(settings: "Settings") -> str | None:

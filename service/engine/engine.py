@@ -127,14 +127,21 @@ class Engine:
         return None
 
     def check_ready(self, *models: str) -> None:
-        """Raise NotReadyError unless ready; also runs one token on each failing model, to detect recovery."""
+        """Raise NotReadyError unless ready; also runs one token on each failing model, to detect recovery.
+
+        Whoever asks needs no key, so the error names no model but `models`.
+        """
         reason = self.why_not_ready(*models)
         if reason is None:
             return
         if self.phase is Phase.READY and self.loaded is not None and self.loaded.why_not() is None:
-            for model in self._failing(models):
+            failing = self._failing(models)
+            for model in failing:
                 if model not in self._retries:
                     self._retries[model] = asyncio.get_running_loop().create_task(self._retry(model))
+            if failing and not models and self._failure is None:
+                count = f"{len(failing)} of {len(self.models)} models"
+                reason = f"{count}: at least the last {_FAILING_STEPS} steps failed"
         raise NotReadyError(reason)
 
     @property
@@ -149,6 +156,10 @@ class Engine:
     def model(self, name: str, version: str = MODEL_VERSION) -> LayerSpec:
         """The configured model `name`, loaded or not. Raises UnknownModelError if there is none."""
         return served(self.models, name, version)
+
+    def model_without_key(self, name: str, version: str = MODEL_VERSION) -> LayerSpec:
+        """As `model`, for calls that need no key, whose errors name no other model."""
+        return served(self.models, name, version, names_all=False)
 
     def served(self, name: str, version: str = MODEL_VERSION) -> LayerSpec:
         """The same, unless it is unloaded at present. Raises UnknownModelError."""

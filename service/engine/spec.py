@@ -47,11 +47,17 @@ def specs_of(settings: Settings) -> dict[str, LayerSpec]:
     }
 
 
-def served(models: Mapping[str, LayerSpec], name: str, version: str = MODEL_VERSION) -> LayerSpec:
-    """The model `name`, loaded or not. Raises UnknownModelError if it is not among `models`."""
+def served(
+    models: Mapping[str, LayerSpec], name: str, version: str = MODEL_VERSION, names_all: bool = True
+) -> LayerSpec:
+    """The model `name`, loaded or not. Raises UnknownModelError if it is not among `models`.
+
+    names_all  whether the error names all of `models`
+    """
     spec = models.get(name)
     if spec is None:
-        raise UnknownModelError(f"model: expected {any_of(models)}, got {shown(name)}")
+        expected = any_of(models) if names_all else "a served one"
+        raise UnknownModelError(f"model: expected {expected}, got {shown(name)}")
     if version != MODEL_VERSION:
         raise UnknownModelError(f"version of model {name}: expected {MODEL_VERSION}, got {shown(version)}")
     return spec

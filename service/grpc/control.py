@@ -15,6 +15,7 @@ from expertd.service.http.app import ExpertApp
 from expertd.service.http.bodies import CONTROL_BODY
 from expertd.service.http.errors import http_error
 from expertd.service.http.protocol import OipError
+from expertd.service.http.rights import rights_for
 from expertd.service.sentences import shown
 
 
@@ -132,16 +133,17 @@ def _path(app: ExpertApp, call: Control, asked: Any) -> str:
         return path
     if "{version}" in path:
         version = asked.version or MODEL_VERSION
-        _check_served(app, asked.name, version)
+        _check_served(app, asked.name, version, needs_key=bool(rights_for(call.method, path)))
         return path.format(name=asked.name, version=version)
     if not asked.name or "/" in asked.name:
         raise OipError(400, f"name: expected that of a region, without a slash, got {shown(asked.name)}")
     return path.format(name=asked.name)
 
 
-def _check_served(app: ExpertApp, name: str, version: str) -> None:
+def _check_served(app: ExpertApp, name: str, version: str, needs_key: bool = True) -> None:
+    find = app.engine.model if needs_key else app.engine.model_without_key
     try:
-        app.engine.model(name, version)  # a name may have a slash, which no path has
+        find(name, version)  # a name may have a slash, which no path has
     except EngineError as error:
         raise http_error(error) from error
 

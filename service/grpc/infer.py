@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from functools import lru_cache
 from typing import Any
 
@@ -52,6 +53,7 @@ class Infer:
         self, data: bytes, authorization: Headers, context: Any, method: str = "ModelInfer"
     ) -> Result:
         """The answer to a serialized ModelInferRequest; cancelled, it leaves the request."""
+        received_at = time.perf_counter()
         caller, rpc = _Caller(), self._rpc(context, method)
         try:
             request = await self._translated(data, caller.loop)
@@ -62,7 +64,7 @@ class Infer:
         head = self._head(request, authorization)
         call = InferCall(self._endpoint, head, caller, self._endpoint.engine.arena, rpc)
         if call.admit():
-            self._receive(call, head, request)
+            self._receive(call, head, request, received_at)
         del data, request  # whose tensors were copied, unless they are small
         try:
             return await caller.result
@@ -96,7 +98,7 @@ class Infer:
             return parts.translate()
         return await self._endpoint.threads.run(Where.JSON_THREAD, loop, parts.translate)
 
-    def _receive(self, call: InferCall, head: InferHead, request: Translated) -> None:
+    def _receive(self, call: InferCall, head: InferHead, request: Translated, received_at: float) -> None:
         engine = self._endpoint.engine
         body: InferBody | None = None
         try:
@@ -109,7 +111,7 @@ class Infer:
                 body.release()
             call.refuse(error)
         else:
-            call.receive(content, body)
+            call.receive(content, body, received_at)
 
     def _head(self, request: Translated, authorization: Headers) -> InferHead:
         """The head of the same request over HTTP, kept for those like it."""

@@ -6,13 +6,14 @@ Bodies stay where they arrived: tensors are views or spans of them. Work that gr
 """
 
 import asyncio
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from expertd.service.engine.errors import QueueTimeoutError
 from expertd.service.engine.spec import LayerSpec
 from expertd.service.http.answers import Answer, client_gone, output_answer
+from expertd.service.http.deadline import Deadline
 from expertd.service.http.infer_body import LARGE_BYTES, InferBody, take
 from expertd.service.http.infer_ending import InferEnding
 from expertd.service.http.infer_head import least_tokens
@@ -26,6 +27,8 @@ from expertd.service.moe.request import LayerRequest, Output, fp8_rows
 T = TypeVar("T")
 
 _INLINE_NUMBERS = 2048  # that are written as JSON in about a millisecond
+_BEFORE_QUEUE = "before it was queued"
+_BEFORE_ANSWER = "before its answer was ready"
 
 
 class InferCall(InferEnding):
@@ -34,7 +37,7 @@ class InferCall(InferEnding):
     arena  where large outputs are written; None: to memory of the runner's own
     """
 
-    __slots__ = ("_layer", "_spec")
+    __slots__ = ("_layer", "_received_at", "_spec")
 
     def admit(self) -> bool:
         """Check all that is known before the body; False if the request is refused."""
@@ -52,9 +55,15 @@ class InferCall(InferEnding):
             return False
         return True
 
-    def receive(self, content: Buffer | Span, body: InferBody | None = None) -> None:
-        """Compute the answer to the whole body, as for `Received`."""
+    def receive(
+        self, content: Buffer | Span, body: InferBody | None = None, received_at: float | None = None
+    ) -> None:
+        """Compute the answer to the whole body, as for `Received`.
+
+        received_at  when it was complete, by time.perf_counter; None: now
+        """
         head = self._head
+        self._received_at = time.perf_counter() if received_at is None else received_at
         received = self._received = Received(content, body)
         try:
             if head.header_length and head.content_encoding is None:
@@ -77,6 +86,8 @@ class InferCall(InferEnding):
     def _parsed(self, _: None) -> None:
         plan = self._plan
         assert plan is not None
+        if (seconds := plan.request.timeout_seconds) is not None:
+            self._deadline = Deadline(seconds, self._received_at, self._caller.loop, self._expire)
         output = plan.output
         size = plan.num_tokens * self._spec.hidden_size * ELEMENT_BYTES[plan.output_datatype]
         if output is None and size >= LARGE_BYTES and self._arena is not None:
@@ -128,23 +139,42 @@ class InferCall(InferEnding):
         alone = self._endpoint.is_alone(self._caller)
         priority = self._plan.request.priority
         head = self._head
-        seconds = self._plan.request.timeout_seconds
+        left = None
+        if self._deadline is not None and (left := self._deadline.left) <= 0:
+            raise self._deadline.error(_BEFORE_QUEUE)
         self._pending = engine.submit(
-            head.model, self._layer, self._computed, alone, priority, head.caller, seconds
+            head.model, self._layer, self._computed, alone, priority, head.caller, left
         )
-        if seconds is not None:
-            self._timer = self._caller.loop.call_later(seconds, self._expire, seconds)
 
-    def _expire(self, seconds: float) -> None:
-        """The request's timeout has passed; a step that has begun is not waited for."""
-        where = "the queue" if self._pending.began is None else "its step"
-        text = f"the request's timeout of {round(seconds * 1e6)} microseconds expired in {where}"
-        error = QueueTimeoutError(text)
-        self._endpoint.engine.cancel(self._pending, error)
-        # Callers may use regions once they are answered: a device must not write to one any more.
-        writes_to_region = self._plan is not None and self._plan.output is not None
-        if self._pending is not None and not writes_to_region:
-            self.refuse_before_its_end(error)
+    def _expire(self) -> None:
+        """The request's timeout has passed; a step or a thread that has begun is not waited for.
+
+        Except where it writes to a region: callers may use regions once they are answered.
+        """
+        assert self._deadline is not None
+        if self._left is not None:
+            return
+        if (pending := self._pending) is not None:
+            error = self._deadline.error("in the queue" if pending.began is None else "in its step")
+            self._endpoint.engine.cancel(pending, error)
+            if self._pending is not None and not self._device_writes_to_region:
+                self.refuse_before_its_end(error)
+        elif not self._is_responding:
+            self.refuse_before_its_end(self._deadline.error(_BEFORE_QUEUE))
+        elif self._regions is None or not self._regions.store_bytes:
+            self.refuse_before_its_end(self._deadline.error(_BEFORE_ANSWER))
+
+    @property
+    def _device_writes_to_region(self) -> bool:
+        """Whether the output is in a caller's region when it is computed: then it is of use even if late."""
+        return self._plan is not None and self._plan.output is not None
+
+    def _refused_as_late(self) -> bool:
+        """Refuse the request if its output comes after its timeout; whether it did."""
+        if self._deadline is None or self._deadline.left > 0 or self._device_writes_to_region:
+            return False
+        self.refuse(self._deadline.error(_BEFORE_ANSWER))
+        return True
 
     def _computed(self, output: Output | Exception) -> None:
         """The scheduler's answer."""
@@ -154,13 +184,13 @@ class InferCall(InferEnding):
         if pending is not None and pending.began is not None:
             waited = pending.began - pending.arrived
             self._stages = pending.arrived - self._started, waited, pending.compute_seconds
-        if self._timer is not None:
-            self._timer.cancel()
         if self._is_overdue:
             self._release()
             return
         if isinstance(output, Exception) or self._left is not None:
             self.refuse(output if isinstance(output, Exception) else client_gone())
+            return
+        if self._deadline is not None and self._refused_as_late():
             return
         plan = self._plan
         assert plan is not None
@@ -168,8 +198,9 @@ class InferCall(InferEnding):
             self._received.release()
         if plan.fields and not self._head.accept_encoding:
             view = output if isinstance(output, memoryview) else host_view(output)
-            self._caller.reply(self, Answer(200, plan.fields, [plan.header, view]))
+            self._answer(Answer(200, plan.fields, [plan.header, view]))
             return
+        self._is_responding = True
         try:
             where = self._where_to_respond(plan)
             self._run(where, partial(self._respond, output, where), self._answer)
@@ -192,10 +223,14 @@ class InferCall(InferEnding):
         return output_answer(self._plan, output, self._spec, self._head.accept_encoding, pause)
 
     def _answer(self, answer: Answer) -> None:
+        if self._deadline is not None:
+            if self._refused_as_late():
+                return
+            self._deadline.cancel()
         self._caller.reply(self, answer)
 
     def _run(self, where: Where, work: Callable[[], T], then: Callable[[T], object]) -> None:
-        """`then(work())`, with `work` done there; not at all if the caller leaves before."""
+        """`then(work())`, with `work` done there; not at all if the caller leaves or is answered before."""
         if where is Where.EVENT_LOOP:
             then(work())
             return
@@ -206,10 +241,16 @@ class InferCall(InferEnding):
     def _work(self, work: Callable[[], T]) -> T:
         if self._left is not None:
             raise self._left
+        if self._is_overdue:
+            raise client_gone()  # nobody sees it
         return work()
 
     def _worked(self, then: Callable[[Any], object], done: "asyncio.Future[Any]") -> None:
         self._working = False
+        if self._is_overdue:
+            done.exception()  # else asyncio logs that nobody has asked for it
+            self._release()
+            return
         try:
             result = done.result()
             if self._left is not None:

@@ -9,6 +9,7 @@ from expertd.service.engine.errors import RegionsElsewhereError
 from expertd.service.engine.request_counts import Stages
 from expertd.service.engine.steps import StepTimes
 from expertd.service.http.answers import Answer, client_gone, error_answer, refusal_of
+from expertd.service.http.deadline import Deadline
 from expertd.service.http.endpoint import InferEndpoint
 from expertd.service.http.infer_head import InferHead
 from expertd.service.http.parsing import Received
@@ -45,10 +46,12 @@ class InferEnding:
     __slots__ = (
         "_arena",
         "_caller",
+        "_deadline",
         "_endpoint",
         "_forwarding",
         "_head",
         "_is_overdue",
+        "_is_responding",
         "_left",
         "_output",
         "_pending",
@@ -61,7 +64,6 @@ class InferEnding:
         "_stages",
         "_started",
         "_timed",
-        "_timer",
         "_times",
         "_trace_context",
         "_working",
@@ -92,14 +94,17 @@ class InferEnding:
         self._trace_context: TraceContext | None = None
         self._timed: list[TimedStep] | None = None
         self._forwarding: asyncio.Task[Answer] | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._deadline: Deadline | None = None  # of a request with a timeout, once that is known
         self._left: OipError | None = None
         self._refusal: OipError | None = None
         self._working = False  # in a thread
-        self._is_overdue = False  # answered, while a step still uses its memory
+        self._is_responding = False  # there: its output is stored or encoded
+        self._is_overdue = False  # answered, while a step or a thread still uses its memory
 
     def refuse(self, error: Exception) -> None:
         """Answer with `error`."""
+        if self._deadline is not None:
+            self._deadline.cancel()
         if isinstance(error, RegionsElsewhereError) and self._left is None:
             self._forward()
             return
@@ -112,7 +117,7 @@ class InferEnding:
             self._caller.reply(self, None)
 
     def refuse_before_its_end(self, error: Exception) -> None:
-        """Answer with `error` while the engine has the request: its memory is given back later."""
+        """Answer with `error` while a step or a thread uses the request: its memory is given back later."""
         self._is_overdue = True
         refusal = self._refusal = self._refusal_of(error)
         self._caller.reply(self, error_answer(refusal, self._head.expects))

@@ -113,8 +113,9 @@ class _Server(ConnectionServer):
             self.exit_now()
 
     async def on_tick(self, counter: int) -> bool:
-        if self._workers is not None:
-            self._workers.refresh_files()
+        keys = self._app.gate.refresh() if self._workers is None else self._workers.refresh_files()
+        if keys is not None:
+            self._app.channels.close_others({key.name for key in keys.keys if "infer" in key.rights})
         if self._signals or self._engine.phase is Phase.FAILED:
             self._app.stop_showing()
         settings = self._engine.settings

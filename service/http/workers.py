@@ -32,6 +32,7 @@ from expertd.service.http.worker_setup import (
     channel_sizes,
     shares,
 )
+from expertd.service.settings.keys import Keys
 from expertd.service.settings.model import Settings
 from expertd.service.settings.parts import TlsSettings
 from expertd.service.settings.served import ModelSettings
@@ -90,12 +91,11 @@ class Workers:
             self._counts.connections[index] = math.inf
             self._tasks.append(asyncio.get_running_loop().create_task(self._keep(app, index)))
 
-    def refresh_files(self) -> None:
-        """Know the present keys and certificates, which a process begins with."""
-        if self._keys is not None:
-            self._keys.current()
+    def refresh_files(self) -> Keys | None:
+        """Know the present keys and certificates, which a process begins with; the keys, if there are any."""
         if self._certificates is not None:
             self._certificates.refresh()
+        return None if self._keys is None else self._keys.current()
 
     def drain(self) -> None:
         """Have connections end after their next answers; safe in a signal handler."""

@@ -87,9 +87,25 @@ def _check_apart(settings: Settings, host: str) -> None:
         raise ValueError(f"rendezvous: expected {expected}, got {settings.rendezvous}")
 
 
+def check_exposure(settings: Settings) -> None:
+    """Raise ValueError if the settings do not allow nodes to meet beyond loopback."""
+    if settings.rendezvous is None or settings.keys is not None or settings.insecure:
+        return
+    name, _ = host_and_port(settings.rendezvous)
+    try:
+        host = socket.gethostbyname(name)
+    except OSError:
+        host = name  # of another node, which may not have started
+    if not _is_loopback(host):
+        raise ValueError(
+            f"rendezvous: expected a loopback address without keys, got {settings.rendezvous}; nodes ask "
+            "nobody who connects: keep them in a network of their own, and set insecure: true (--insecure)"
+        )
+
+
 def exposure(meeting: Meeting) -> str | None:
     """A warning if other machines can reach the ranks, else None."""
-    if meeting.address.startswith("127."):
+    if _is_loopback(meeting.host) and _is_loopback(meeting.address):
         return None
     return (
         f"rendezvous {meeting.host}:{meeting.port} and the ranks' connections at {meeting.address} have no "
@@ -138,8 +154,12 @@ def open_store(meeting: Meeting, listener: socket.socket) -> "Store":
     return store
 
 
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.")
+
+
 def _interface_of(address: str) -> str:
-    if address.startswith("127."):
+    if _is_loopback(address):
         return "lo"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
         for _, name in socket.if_nameindex():

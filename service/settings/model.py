@@ -66,7 +66,9 @@ class Settings(BaseSettings):
         description="path of a YAML file with the API keys, read again when it changes (docs/access.md); "
         "null: everybody who reaches the server may call everything",
     )
-    insecure: bool = Field(default=False, description="whether `host` may be beyond loopback without `keys`")
+    insecure: bool = Field(
+        default=False, description="whether `host` and `rendezvous` may be beyond loopback without `keys`"
+    )
     tls: TlsSettings = Field(default=TlsSettings(), description="HTTPS")
     http_workers: int = Field(
         default=1,
@@ -108,7 +110,8 @@ class Settings(BaseSettings):
     )
     rendezvous: Rendezvous | None = Field(
         default=None,
-        description="`HOST:PORT` of node 0, where the nodes meet; anybody who reaches it can interfere",
+        description="`HOST:PORT` of node 0, where the nodes meet; beyond loopback only with `keys`, or "
+        "`insecure`; keys do not protect it: anybody who reaches it can interfere",
     )
     rendezvous_timeout_seconds: float = Field(
         default=600,

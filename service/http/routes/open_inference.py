@@ -73,7 +73,7 @@ def protocol_router(engine: Engine) -> APIRouter:
     @router.get("/models/{model}/ready", response_model=ModelReadyResponse, responses=errors(404, 503))
     async def model_ready(model: ModelName) -> dict[str, Any]:
         """200 when the model is ready."""
-        return _ready(engine, engine.model(model))
+        return _ready(engine, engine.model_without_key(model))
 
     @router.get(
         "/models/{model}/versions/{version}/ready",
@@ -82,7 +82,7 @@ def protocol_router(engine: Engine) -> APIRouter:
     )
     async def model_version_ready(model: ModelName, version: Version) -> dict[str, Any]:
         """200 when the model is ready."""
-        return _ready(engine, engine.model(model, version))
+        return _ready(engine, engine.model_without_key(model, version))
 
     infer_responses: dict[int | str, dict[str, Any]] = {
         200: INFER_RESPONSE,

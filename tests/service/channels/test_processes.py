@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ import pytest
 from tests.paths import DEMO, ROOT
 from tests.service.apps import HIDDEN, hidden_request, rows, tiny_settings
 from tests.service.channels.peer import ChannelClosedError, Peer
+from tests.service.http.processes import two_processes
+from tests.service.keys import bearer, write_keys
 from tests.service.processes import ServerProcess, clean_environment, expertd, server_process
 from tests.service.waiting import wait_for
 
@@ -31,9 +34,9 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
         yield process
 
 
-def opened(server: ServerProcess, **request: Any) -> dict[str, Any]:
+def opened(server: ServerProcess, headers: dict[str, str] | None = None, **request: Any) -> dict[str, Any]:
     body = {"model": "tiny", "num_slots": 4, "max_tokens": 16, **request}
-    response = httpx.post(f"http://{server.url}/v1/channels", json=body)
+    response = httpx.post(f"http://{server.url}/v1/channels", json=body, headers=headers)
     assert response.status_code == 201, response.text
     answer: dict[str, Any] = response.json()
     return answer
@@ -165,3 +168,23 @@ def test_http_is_served_beside_channels(server: ServerProcess) -> None:
     over_http = np.frombuffer(response.content[size:], np.float32).reshape(3, HIDDEN)
     assert np.array_equal(peer.infer(rows(3)), over_http)
     peer.close()
+
+
+@pytest.mark.parametrize("http_workers", [1, 2])
+def test_a_channel_is_closed_when_the_name_of_its_key_may_not_infer(
+    tmp_path: Path, http_workers: int
+) -> None:
+    keys = write_keys(tmp_path / "keys.yaml", gone=["infer"], changed=["infer"], kept=["infer"])
+    channels = {"socket": str(tmp_path / "channels"), "max_channels": 8, "max_bytes": 16 << 20}
+    settings = two_processes(channels=channels, keys=keys, http_workers=http_workers)
+    with server_process(settings, tmp_path) as server, ExitStack() as stack:
+        peers = {name: Peer(opened(server, bearer(name))) for name in ("gone", "changed", "kept")}
+        for peer in peers.values():
+            stack.callback(peer.close)
+            assert peer.infer(rows(2)).shape == (2, HIDDEN)
+        write_keys(keys, changed=["metrics"], kept=["infer"], new=["infer"])
+        wait_for(lambda: server.log().count("may not infer any more") == 2, "they are closed")
+        for name in ("gone", "changed"):
+            with pytest.raises(ChannelClosedError):
+                peers[name].infer(rows(1))
+        assert peers["kept"].infer(rows(1)).shape == (1, HIDDEN)

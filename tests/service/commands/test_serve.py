@@ -122,6 +122,17 @@ def test_exposure_without_keys_is_refused(command: str, config: Path) -> None:
     ) in result.stdout + result.stderr
 
 
+@pytest.mark.parametrize("command", ["serve", "check"])
+def test_a_rendezvous_beyond_loopback_without_keys_is_refused(command: str, config: Path) -> None:
+    nodes = ("--nnodes", "2", "--rendezvous", "0.0.0.0:29500")
+    result = expertd(command, "--config", config, "--port", "0", *nodes)
+    assert result.returncode == 2
+    assert (
+        "rendezvous: expected a loopback address without keys, got 0.0.0.0:29500; nodes ask nobody who "
+        "connects: keep them in a network of their own, and set insecure: true (--insecure)\n"
+    ) in result.stdout + result.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_an_exposed_server_logs_a_warning(host: str, config: Path) -> None:

@@ -1,11 +1,14 @@
 """ModelInfer in one process: tensors, refusals, limits, deadlines, clients that leave."""
 
 import asyncio
+import time
 from typing import Any
 
 import grpc
 import numpy as np
+import pytest
 
+from expertd.service.grpc.infer_request import Parts, Translated
 from expertd.service.grpc.messages import CLASSES
 from tests.service.apps import HIDDEN, NUM_EXPERTS, TOP_K, rows, tiny_settings
 from tests.service.grpc.calls import ON, grpc_serving, held, hidden_message, output_of, refusal
@@ -164,6 +167,21 @@ async def test_a_full_queue_says_when_to_try_again() -> None:
         runner.gate.set()
         for each in (first, second):
             output_of(await each)
+
+
+async def test_a_timeout_begins_when_the_message_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, translate = EchoRunner(), Parts.translate
+
+    def slowly(parts: Parts) -> Translated:
+        time.sleep(0.05)
+        return translate(parts)
+
+    async with grpc_serving(runner) as calls:
+        monkeypatch.setattr(Parts, "translate", slowly)
+        late = grpc.StatusCode.DEADLINE_EXCEEDED
+        text, _ = await refusal(calls.infer(hidden_message(rows(1), timeout=50_000)), late)
+        assert text == "the request's timeout of 50000 microseconds expired before it was queued"
+    assert runner.steps == []
 
 
 async def test_a_timeout_and_a_deadline_pass_in_the_queue() -> None:

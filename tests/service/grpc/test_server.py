@@ -132,6 +132,19 @@ async def test_a_key_that_is_not_ascii_is_an_unknown_one(
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
+async def test_calls_that_need_no_key_do_not_name_models(tmp_path: Path) -> None:
+    settings = tiny_settings(**ON, keys=all_keys(tmp_path / "keys.yaml"))
+    async with grpc_serving(EchoRunner(), settings) as calls:
+        asked = CLASSES["ModelReadyRequest"](name="other")
+        text, _ = await refusal(calls.call("ModelReady", asked), grpc.StatusCode.NOT_FOUND)
+        assert text == "model: expected a served one, got 'other'"
+        key = (("authorization", f"Bearer {key_of('infer')}"),)
+        asked = CLASSES["ModelMetadataRequest"](name="other")
+        metadata = calls.call("ModelMetadata", asked, metadata=key)
+        text, _ = await refusal(metadata, grpc.StatusCode.NOT_FOUND)
+        assert text == "model: expected tiny, got 'other'"
+
+
 async def test_a_message_that_does_not_arrive_is_not_waited_for() -> None:
     settings = tiny_settings({"body_timeout_seconds": 0.05}, **ON)
     async with grpc_serving(EchoRunner(), settings) as calls:

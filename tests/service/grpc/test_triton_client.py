@@ -82,7 +82,7 @@ def test_health_and_metadata(client: Any) -> None:
     assert parameters["fp8_scale"].string_value == "hidden_states_scale"
     assert client.get_model_repository_index(INFER).models[0].state == "READY"
     for name in ("other", "a/b", ""):
-        with pytest.raises(InferenceServerException, match="model: expected tiny or later, got") as caught:
+        with pytest.raises(InferenceServerException, match="model: expected a served one, got") as caught:
             client.is_model_ready(name)
         assert caught.value.status() == "StatusCode.NOT_FOUND"
 

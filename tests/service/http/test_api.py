@@ -224,7 +224,7 @@ async def test_requests_and_responses_may_be_compressed() -> None:
 async def test_large_bodies_are_handled_in_a_thread() -> None:
     values = rows(512)
     limits = {"max_request_tokens": 1024, "max_batch_tokens": 1024}
-    limits |= dict.fromkeys(("max_body_bytes", "max_json_bytes"), 8 << 20)
+    limits |= dict.fromkeys(("max_body_bytes", "max_json_bytes"), 2 << 20)
     ids = np.tile(np.array([[3, 1]], np.int64), (512, 1))
     weights = np.full((512, 2), 0.5, np.float32)
     tensors = {

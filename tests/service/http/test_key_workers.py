@@ -53,6 +53,8 @@ def test_every_process_checks_every_call(server: ServerProcess) -> None:
             regions = http.get("/v2/systemsharedmemory/status", headers=bearer("infer"))
             assert (regions.status_code, regions.json()) == (200, [])
             assert http.head("/v2").status_code == 401
+            unknown = http.get("/v2/models/none/ready")
+            assert unknown.json() == {"error": "model: expected a served one, got 'none'"}
     counts = samples(server, "key_requests_total", METRICS)
     assert counts["infer", "admitted"] == 4 * 2 + 4
     assert (counts["admin", "forbidden"], counts["infer", "forbidden"]) == (4, 8)

@@ -8,10 +8,20 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from expertd.service.http import gate
-from tests.service.apps import Serving, hidden_request, rows, serving, serving_runner, tiny_settings
+from tests.service.apps import (
+    HIDDEN,
+    Serving,
+    error_of,
+    hidden_request,
+    rows,
+    serving,
+    serving_runner,
+    tiny_settings,
+)
 from tests.service.keys import all_keys, bearer, key_of, write_keys
 from tests.service.runners import EchoRunner
 from tests.service.sockets import INFER, Answer, connect, head, infer, listening, read_answer
@@ -113,6 +123,21 @@ async def test_models_that_are_not_served_are_not_told_apart(keys: Path) -> None
             answer = await server.http.post(path)
             assert answer.status_code == 401
             assert "model" not in answer.text
+
+
+async def test_calls_that_need_no_key_do_not_name_models(keys: Path) -> None:
+    poisoned = hidden_request(np.zeros((1, HIDDEN), np.float32))
+    settings = tiny_settings(keys=keys)
+    async with serving(settings, serving_runner(EchoRunner(poison=0.0))) as server:
+        for path in ("/v2/models/other/ready", "/v2/models/other/versions/1/ready"):
+            assert error_of(await server.http.get(path), 404) == "model: expected a served one, got 'other'"
+        answer = await server.http.get("/v2/models/other", headers=bearer("infer"))
+        assert error_of(answer, 404) == "model: expected tiny, got 'other'"
+        for _ in range(5):
+            error_of(await server.infer(*poisoned, Authorization=bearer("infer")["Authorization"]), 500)
+        text = error_of(await server.http.get("/v2/health/ready"), 503)
+        assert text == "1 of 1 models: at least the last 5 steps failed"
+        assert "model tiny: " in error_of(await server.http.get("/v2/models/tiny/ready"), 503)
 
 
 async def test_keys_change_while_a_connection_is_open(

@@ -8,7 +8,7 @@ import pytest
 
 from tests.service.apps import error_of, hidden_request, rows, serving, tiny_settings
 
-BYTES = 2 << 20
+BYTES = 1 << 20
 TOO_MANY, LENGTH = hidden_request(rows(65))
 ZIPPED = gzip.compress(TOO_MANY + bytes(BYTES))
 TEXT = b'{"inputs": "' + b"x" * BYTES + b'"}'

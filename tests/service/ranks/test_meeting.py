@@ -1,10 +1,11 @@
 """Where nodes meet: addresses and interfaces of this machine."""
 
 import socket
+from typing import Any
 
 import pytest
 
-from expertd.service.ranks.meeting import Meeting, between_nodes, exposure, listen
+from expertd.service.ranks.meeting import Meeting, between_nodes, check_exposure, exposure, listen
 from tests.service.ranks.nodes import node_settings
 
 
@@ -40,3 +41,18 @@ def test_a_host_that_does_not_exist_is_named() -> None:
 def test_an_address_of_another_machine_cannot_be_listened_at() -> None:
     with pytest.raises(ValueError, match=r"rendezvous: expected a free port .*, got 192\.0\.2\.1:29500"):
         listen("192.0.2.1", 29500)
+
+
+@pytest.mark.parametrize("place", ["0.0.0.0:29500", "192.0.2.1:29500", "nowhere.invalid:29500"])
+@pytest.mark.parametrize("node_rank", [0, 1])
+def test_beyond_loopback_nodes_meet_only_with_keys_or_insecure(place: str, node_rank: int) -> None:
+    given: dict[str, Any] = {"rendezvous": place, "node_rank": node_rank}
+    with pytest.raises(ValueError, match=f"^rendezvous: expected a loopback address .*, got {place}; "):
+        check_exposure(node_settings(**given))
+    check_exposure(node_settings(**given, insecure=True))
+    check_exposure(node_settings(**given, keys="keys.yaml"))
+    check_exposure(node_settings(rendezvous="localhost:29500", node_rank=node_rank))
+
+
+def test_every_address_of_this_machine_is_beyond_loopback() -> None:
+    assert exposure(between_nodes(node_settings(rendezvous="0.0.0.0:29500"))) is not None

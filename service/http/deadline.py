@@ -1,0 +1,39 @@
+"""A request's `timeout`: from the time when its body was complete until its answer is ready to be sent."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from expertd.service.engine.errors import QueueTimeoutError
+
+
+class Deadline:
+    """Calls `passed` `seconds` after `since`, by time.perf_counter, unless `cancel` is called before."""
+
+    __slots__ = ("_seconds", "_timer", "_when")
+
+    def __init__(
+        self,
+        seconds: float,
+        since: float,
+        loop: asyncio.AbstractEventLoop,
+        passed: Callable[[], object],
+    ) -> None:
+        self._seconds = seconds
+        self._when = since + seconds
+        self._timer = loop.call_later(self.left, passed)
+
+    @property
+    def left(self) -> float:
+        """Seconds until it passes; 0 or less: it has passed, though `passed` may not have been called yet."""
+        return self._when - time.perf_counter()
+
+    def error(self, where: str) -> QueueTimeoutError:
+        """The refusal of a request for which it passed `where`."""
+        return QueueTimeoutError(
+            f"the request's timeout of {round(self._seconds * 1e6)} microseconds expired {where}"
+        )
+
+    def cancel(self) -> None:
+        """Do not call `passed` any more."""
+        self._timer.cancel()
