@@ -83,12 +83,16 @@ def _soak_machine(content: dict[str, Any], where: str, on_gpu: dict[str, Any] | 
     header, memory, descriptors = content["header"], content["memory"], content["descriptors"]
     device = f", the GPU's by {on_gpu['growth']:.1%} of {on_gpu['bytes'] / 2**20:.0f} MiB" if on_gpu else ""
     return paragraph(
-        f"{header['seconds']:.0f} s on {where} with "
+        f"{header['seconds']:.0f} s on {where}{_of(header.get('commit'))} with "
         f"{content['idle_connections']} idle connections. After warm-up, memory grew by "
         f"{memory['growth']:.1%} of {memory['bytes'] / 2**20:.0f} MiB{device}, and descriptors by "
         f"{descriptors['growth']:.1%} of {descriptors['count']}. Exit codes after SIGTERM: "
         f"{content['exit_codes'][0]} and {content['exit_codes'][-1]}."
     )
+
+
+def _of(commit: str | None) -> str:
+    return f" at {commit}," if commit else ""
 
 
 def _whole(number: float | None) -> str:
