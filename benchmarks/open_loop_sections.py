@@ -1,9 +1,11 @@
-"""Writes the results of `benchmarks.open_loop` and `benchmarks.soak` as Markdown."""
+"""Writes the results of `benchmarks.open_loop`, `benchmarks.deadlines`, the soak and fuzzing as Markdown."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+from benchmarks import deadlines
 from benchmarks.markdown import paragraph, table
 
 
@@ -45,6 +47,23 @@ def open_loop(results: Path) -> str:
         "late",
     )
     return table(columns, cells)
+
+
+def timeouts(results: Path) -> str:
+    """When answers came that had no output in time."""
+    rows = _content(results, "deadlines-cpu.json")["rows"]
+    return table(deadlines.COLUMNS, map(deadlines.cells, rows))
+
+
+def fuzz(results: Path) -> str:
+    """What was sent to each target."""
+    targets = _content(results, "fuzz-cpu.json")["targets"]
+    columns = ("cases", "seconds", "failures")
+    cells = [
+        (re.sub(r"[_\W]+", " ", name).strip(), *(target[column] for column in columns))
+        for name, target in targets.items()
+    ]
+    return table(("target", *columns), cells)
 
 
 def soak(results: Path) -> str:
