@@ -56,9 +56,9 @@ kernels: $(RUNTIME) $(DEV)
 site: docs $(RUNTIME) $(DEV)
 	$(BIN)/python -m pytest -m "not gpu" tests/site
 
-# Last, because it measures memory; with -j2, beside the others, whom idle threads of OpenMP must not hold up.
+# Last, because it measures memory; with -j2, beside the others.
 short-soak: $(RUNTIME) $(DEV) | ranks
-	OMP_WAIT_POLICY=passive $(BIN)/python -m tests.soak --seconds 60 --growth 0.1
+	$(BIN)/python -m tests.soak --seconds 60 --growth 0.1
 
 client: $(RUNTIME) $(DEV)
 	cd client && ../$(BIN)/python -m pytest -m "not gpu"

@@ -1,4 +1,4 @@
-"""How late a `timeout` is answered: `python -m benchmarks.deadlines [--timeout MS ...]`.
+"""How late a `timeout` is answered: `python -m benchmarks.deadlines [--timeout MS ...] [--json FILE]`.
 
 The demo layer, served on this machine, answers a caller whose one-token requests have a timeout, while other
 connections repeat long requests. Of each answer without an output, or after the timeout, the caller sees how
@@ -8,18 +8,26 @@ waited for a core of the machine, which server and callers share.
 
 import argparse
 import http.client
+import json
+import os
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from benchmarks.json_beside import PATH, beside, binary, server_process
+from benchmarks.markdown import table
+from benchmarks.timing import cpu_name
 
 CASES = ((0, 0), (1, 4096), (4, 4096), (16, 64))  # connections, and the tokens of their requests
+COLUMNS = (
+    *("timeout, ms", "beside", "in time", "refused or late", "after it: p50, ms", "p99, ms", "most, ms"),
+    "waited, ms/s",
+)
 _PAUSE_SECONDS = 0.01
 
 
@@ -51,13 +59,28 @@ def measure(port: int, pid: int, milliseconds: float, seconds: float) -> Measure
     return Measured(in_time, late, (_waited(pid) - before) / seconds)
 
 
-def row(milliseconds: float, name: str, found: Measured) -> str:
+def row(milliseconds: float, name: str, found: Measured) -> dict[str, Any]:
+    """What is measured of a case; the times are None if all answers had an output in time."""
+    times = np.percentile(found.late, (50, 99, 100)).round(1).tolist() if found.late else [None] * 3
+    return {
+        "timeout_ms": milliseconds,
+        "beside": name,
+        "in_time": found.in_time,
+        "others": len(found.late),
+        **dict(zip(("p50_ms", "p99_ms", "most_ms"), times, strict=True)),
+        "waited_ms_per_s": round(found.waited),
+    }
+
+
+def cells(row: dict[str, Any]) -> list[str]:
     """A row of the table."""
-    p50, p99, most = np.percentile(found.late or [0.0], (50, 99, 100))
-    times = f"{p50:.1f} | {p99:.1f} | {most:.1f}" if found.late else "- | - | -"
-    return (
-        f"| {milliseconds:g} | {name} | {found.in_time} | {len(found.late)} | {times} | {found.waited:.0f} |"
-    )
+    times = (row[name] for name in ("p50_ms", "p99_ms", "most_ms"))
+    return [
+        f"{row['timeout_ms']:g}",
+        *(str(row[name]) for name in ("beside", "in_time", "others")),
+        *("-" if each is None else f"{each:.1f}" for each in times),
+        str(row["waited_ms_per_s"]),
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,10 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--timeout", type=float, nargs="+", default=[10.0, 50.0], help="milliseconds")
     parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
-    late = "after it: p50, ms | p99, ms | most, ms"
-    columns = f"timeout, ms | beside | in time | refused or late | {late} | waited, ms/s"
-    print(f"| {columns} |\n{'|---' * 8}|")
+    print(table(COLUMNS, []))
+    rows = []
     with server_process() as (port, pid):
         for milliseconds in given.timeout:
             for connections, num_tokens in CASES:
@@ -76,7 +99,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 with beside(port, request, connections):
                     found = measure(port, pid, milliseconds, given.seconds)
                 name = f"{connections} x {num_tokens}" if connections else "nothing"
-                print(row(milliseconds, name, found), flush=True)
+                rows.append(row(milliseconds, name, found))
+                print(f"| {' | '.join(cells(rows[-1]))} |", flush=True)
+    if given.json:
+        header = {"cpu": cpu_name(), "cpus": len(os.sched_getaffinity(0)), "seconds": given.seconds}
+        given.json.write_text(json.dumps({"header": header, "rows": rows}, indent=1) + "\n")
     return 0
 
 

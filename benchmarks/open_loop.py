@@ -31,11 +31,16 @@ NUM_SLOTS = 128  # requests in flight
 CLOSED = 64  # callers of the closed loop
 
 
-class Outcome(NamedTuple):
-    """One request: what became of it, and how many seconds after it was due."""
+_TIMES = ("seconds", "sent", "server")  # of a late request
 
-    kind: str  # output, refused
+
+class Outcome(NamedTuple):
+    """One request: what became of it, and when, in seconds after it was due."""
+
+    kind: str  # output, refused, late
     seconds: float
+    sent: float  # after it was due; the rest of its time is the server's, and the caller's until it looks
+    server: float  # in the queue and the step; 0 without an output
 
 
 class Load:
@@ -81,17 +86,21 @@ class Load:
 
     async def _one(self, due: float, deadline: float, found: list[Outcome]) -> None:
         slot = await self._free.get()
-        kind = "output"
-        left = deadline - (time.perf_counter() - due)
+        kind, server = "output", 0.0
+        sent = time.perf_counter() - due
         try:
-            await self._channel.infer(slot, self._size(), timeout=max(1e-3, round(left, 3)))
+            ticket = await self._channel.submit(
+                slot, self._size(), timeout=max(1e-3, round(deadline - sent, 3))
+            )
+            await self._channel.wait(ticket)
+            server = ticket.queue_seconds + ticket.compute_seconds
         except ServerBusyError:
             kind = "refused"
         except DeadlineError:
             kind = "late"
             while not self._channel.is_answered(slot.ticket):
                 await asyncio.sleep(1e-3)
-        found.append(Outcome(kind, time.perf_counter() - due))
+        found.append(Outcome(kind, time.perf_counter() - due, sent, server))
         self._free.put_nowait(slot)
 
     def _size(self) -> int:
@@ -117,6 +126,10 @@ def summary(
         "refused_p99_ms": _ms(refused, 99),
         "late": len(late),
         "late_most_ms": _ms([each.seconds for each in late], 100),
+        "late_requests": [
+            {"kind": each.kind, **{f"{name}_ms": 1e3 * getattr(each, name) for name in _TIMES}}
+            for each in late
+        ],
     }
 
 

@@ -1,9 +1,11 @@
-"""Writes the results of `benchmarks.open_loop` and `benchmarks.soak` as Markdown."""
+"""Writes the results of `benchmarks.open_loop`, `benchmarks.deadlines`, the soak and fuzzing as Markdown."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+from benchmarks import deadlines
 from benchmarks.markdown import paragraph, table
 
 
@@ -47,6 +49,23 @@ def open_loop(results: Path) -> str:
     return table(columns, cells)
 
 
+def timeouts(results: Path) -> str:
+    """When answers came that had no output in time."""
+    rows = _content(results, "deadlines-cpu.json")["rows"]
+    return table(deadlines.COLUMNS, map(deadlines.cells, rows))
+
+
+def fuzz(results: Path) -> str:
+    """What was sent to each target."""
+    targets = _content(results, "fuzz-cpu.json")["targets"]
+    columns = ("cases", "seconds", "failures")
+    cells = [
+        (re.sub(r"[_\W]+", " ", name).strip(), *(target[column] for column in columns))
+        for name, target in targets.items()
+    ]
+    return table(("target", *columns), cells)
+
+
 def soak(results: Path) -> str:
     """What became of the requests of each kind of callers on a CPU."""
     return _soak(_content(results, "soak-cpu.json"))
@@ -83,12 +102,16 @@ def _soak_machine(content: dict[str, Any], where: str, on_gpu: dict[str, Any] | 
     header, memory, descriptors = content["header"], content["memory"], content["descriptors"]
     device = f", the GPU's by {on_gpu['growth']:.1%} of {on_gpu['bytes'] / 2**20:.0f} MiB" if on_gpu else ""
     return paragraph(
-        f"{header['seconds']:.0f} s on {where} with "
+        f"{header['seconds']:.0f} s on {where}{_of(header.get('commit'))} with "
         f"{content['idle_connections']} idle connections. After warm-up, memory grew by "
         f"{memory['growth']:.1%} of {memory['bytes'] / 2**20:.0f} MiB{device}, and descriptors by "
         f"{descriptors['growth']:.1%} of {descriptors['count']}. Exit codes after SIGTERM: "
         f"{content['exit_codes'][0]} and {content['exit_codes'][-1]}."
     )
+
+
+def _of(commit: str | None) -> str:
+    return f" at {commit}," if commit else ""
 
 
 def _whole(number: float | None) -> str:

@@ -22,7 +22,9 @@ import benchmarks.numerics
 import benchmarks.sm_counts
 from benchmarks import beside, deadlines, json_beside, pictures
 from benchmarks.families import FAMILIES, make_family
+from benchmarks.open_loop import Outcome, summary
 from benchmarks.problem import Problem
+from benchmarks.report_sections import SECTIONS
 from benchmarks.serving import put, rows_of
 from benchmarks.serving_rows import Case, config, model_names
 from benchmarks.shapes import Shape, all_shapes
@@ -360,11 +362,21 @@ def test_rows_of_serving_replace_those_of_the_same_case(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_late_answers_are_measured(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    file = tmp_path / "deadlines-cpu.json"
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(deadlines, "CASES", ((1, 64),))
-    assert deadlines.main(["--timeout", "5000", "0.001", "--seconds", "0.5"]) == 0
-    *_, patient, hasty = capsys.readouterr().out.splitlines()
+    assert deadlines.main(["--timeout", "5000", "0.001", "--seconds", "0.5", "--json", str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert printed == SECTIONS["timeouts"](tmp_path) + "\n"
+    *_, patient, hasty = printed.splitlines()
     assert re.fullmatch(r"\| 5000 \| 1 x 64 \| [1-9]\d* \| 0 \| - \| - \| - \| \d+ \|", patient)
     assert re.fullmatch(r"\| 0\.001 \| 1 x 64 \| 0 \| [1-9]\d*( \| \d+\.\d){3} \| \d+ \|", hasty)
+
+
+def test_a_late_request_says_where_its_time_was() -> None:
+    good, late = Outcome("output", 0.1, 0.01, 0.08), Outcome("output", 0.3, 0.002, 0.25)
+    row = summary(2.0, 10.0, 1.0, 0.2, [good, late, Outcome("refused", 0.1, 0.0, 0.0)])
+    assert (row["sent"], row["refused"], row["late"]) == (3, 1, 1)
+    assert row["late_requests"] == [{"kind": "output", "seconds_ms": 300, "sent_ms": 2, "server_ms": 250}]

@@ -1,11 +1,17 @@
-"""Bytes made from a corpus by random changes. `CASES` of the environment is their number, for each target."""
+"""Bytes made from a corpus by random changes. `CASES` of the environment is their number, for each target.
+
+A mutator of its own, without coverage: it needs no instrumented build, gives the same cases in every run and
+on every machine, and knows what the grammars have, so that the tests of every change can run it.
+"""
 
 import os
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 CASES = int(os.environ.get("CASES", "2000"))
+SENT: Counter[str] = Counter()  # "cases": all that were sent so far
 CORPUS = Path(__file__).parent / "corpus"
 _MOST_BYTES = 4096
 _NUMBERS = (0, 1, 3, 64, 127, 128, 255, 256, 2**15, 2**16 - 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1)
@@ -19,6 +25,7 @@ def cases(name: str, tokens: Sequence[bytes] = (), seed: int = 0) -> Iterator[by
     """
     seeds = [path.read_bytes() for path in sorted((CORPUS / name).iterdir())]
     assert seeds
+    SENT["cases"] += len(seeds)
     yield from seeds
     chance = random.Random(f"{name}-{seed}")
     pool = list(seeds)
@@ -29,6 +36,7 @@ def cases(name: str, tokens: Sequence[bytes] = (), seed: int = 0) -> Iterator[by
         made = bytes(data[:_MOST_BYTES])
         if chance.random() < 0.01:  # changes of changes
             pool[len(seeds) + chance.randrange(64) :] = [made]
+        SENT["cases"] += 1
         yield made
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Literal
 
 import grpc
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -27,8 +28,8 @@ from expertd_client import (
     UnknownModelError,
 )
 from tests.service.keys import key_of
-from tests.soak.plan import Plan, seeded
-from tests.soak.reference import Sample
+from tests.soak.plan import Plan, priority, seeded
+from tests.soak.reference import MAX_TOKENS, Sample
 from tests.soak.server import COMING
 from tests.soak.tally import Phase, Tally
 
@@ -52,7 +53,7 @@ def of_a_changing_model(plan: Plan, tally: Tally) -> None:
     """Calls of a model that is unloaded and loaded again, over HTTP, shared memory and a channel."""
     lock = threading.Lock()
     ways: tuple[Transport, ...] = ("http", "shared_memory", "channel")
-    _together(partial(_with_client, plan, tally, way, 1, COMING, lock) for way in ways)
+    together(partial(_with_client, plan, tally, way, 1, COMING, lock) for way in ways)
 
 
 def with_a_changing_key(plan: Plan, tally: Tally) -> None:
@@ -61,7 +62,7 @@ def with_a_changing_key(plan: Plan, tally: Tally) -> None:
     with ExpertClient(plan.url, key=key_of("changing"), transport="http", max_retries=0) as client:
         while not plan.stage.is_over:
             sample = plan.pick(chance)
-            call = partial(client.infer, "tiny", sample.hidden_states)
+            call = partial(_infer, client, "tiny", sample)
             _judge(plan, tally, sample, call, may_be_denied=True)
             time.sleep(_PAUSE_SECONDS)
 
@@ -80,15 +81,22 @@ def _with_client(
         while not plan.stage.is_over:
             sample = plan.pick(chance)
             timeout = _SHORT_SECONDS if chance.random() < 0.02 else None
-            call = partial(client.infer, model, sample.hidden_states, timeout=timeout)
+            call = partial(_infer, client, model, sample, timeout=timeout, priority=priority(chance))
             late, gone = timeout is not None, model == COMING
             _judge(plan, tally, sample, call, may_be_late=late, may_be_gone=gone, lock=lock)
 
     with ExpertClient(plan.url, key=plan.key, transport=transport, max_retries=0) as client:
-        _together(partial(loop, client, seeded(tally)) for _ in range(num_threads))
+        together(partial(loop, client, seeded(tally)) for _ in range(num_threads))
 
 
-def _together(works: Iterable[Callable[[], None]]) -> None:
+def _infer(client: ExpertClient, model: str, sample: Sample, **options: Any) -> npt.NDArray[Any]:
+    output: npt.NDArray[Any] = client.infer(
+        model, sample.hidden_states, sample.topk_ids, sample.topk_weights, **options
+    )
+    return output
+
+
+def together(works: Iterable[Callable[[], None]]) -> None:
     """Have each done by a thread of its own."""
     threads = [threading.Thread(target=work) for work in works]
     for thread in threads:
@@ -135,8 +143,9 @@ def outcome_of(
     may_be_late: bool = False,
     may_be_denied: bool = False,
     may_be_gone: bool = False,
+    is_whole: bool = False,
 ) -> str:
-    """What an error means for a request that was sent when the stage had `mark`."""
+    """What an error means for a request that was sent (`is_whole`: all of it) when the stage had `mark`."""
     if isinstance(error, ServerBusyError) or (isinstance(error, AccessDeniedError) and may_be_denied):
         return "refused"
     if isinstance(error, UnknownModelError) and may_be_gone:
@@ -144,7 +153,7 @@ def outcome_of(
     if isinstance(error, DeadlineError) and may_be_late:
         return "refused"
     if isinstance(error, (ServerUnreachableError, TransportUnavailableError, DeadlineError)):
-        return "lost" if mark >= 0 and mark == plan.stage.mark else "cut"
+        return "lost" if plan.stage.owes_answer(mark, is_whole) else "cut"
     print(f"soak: {type(error).__name__}: {error}", flush=True)
     return "failed" if (error.status or 0) >= 500 else "wrong"
 
@@ -159,7 +168,7 @@ async def _channels(plan: Plan, tally: Tally) -> None:
         try:
             async with (
                 AsyncExpertClient(plan.url, key=plan.key, max_retries=0) as client,
-                await client.open_channel("tiny", max_tokens=64, num_slots=plan.slots) as channel,
+                await client.open_channel("tiny", max_tokens=MAX_TOKENS, num_slots=plan.slots) as channel,
             ):
                 await asyncio.gather(*(_slot(plan, tally, channel, slot) for slot in channel.slots))
         except ExpertError:
@@ -167,25 +176,28 @@ async def _channels(plan: Plan, tally: Tally) -> None:
 
 
 async def _slot(plan: Plan, tally: Tally, channel: AsyncChannel, slot: Any) -> None:
-    """Requests in one slot. Raises ServerUnreachableError when the channel has ended."""
+    """Requests in one slot until the channel has ended, which the others may not have noticed yet."""
     chance = random.Random(slot.index)
     while not plan.stage.is_over:
-        sample = plan.pick(chance)
-        tokens = len(sample.hidden_states)
+        sample = plan.pick(chance, "FP32")
+        tokens, routed = len(sample.hidden_states), sample.topk_ids is not None
         slot.hidden_states[:tokens] = sample.hidden_states
-        mark, began = plan.stage.mark, time.perf_counter()
+        if routed:
+            slot.topk_ids[:tokens], slot.topk_weights[:tokens] = sample.topk_ids, sample.topk_weights
+        mark, began, is_whole = plan.stage.mark, time.perf_counter(), False
         tally.count("sent")
         try:
-            ticket = await channel.submit(slot, tokens)
+            ticket = await channel.submit(slot, tokens, routed=routed, priority=priority(chance))
+            mark, is_whole = plan.stage.mark, True
             if chance.random() < 0.005:
                 tally.count("cancelled")
                 await _left(channel, ticket)
                 continue
             output = await channel.wait(ticket)
         except ExpertError as error:
-            tally.count(outcome_of(error, plan, mark))
+            tally.count(outcome_of(error, plan, mark, is_whole=is_whole))
             if isinstance(error, ServerUnreachableError):
-                raise
+                return
             await asyncio.sleep(_REFUSED_SECONDS)
             continue
         if sample.is_right(output):
@@ -218,10 +230,11 @@ def over_grpc(plan: Plan, tally: Tally) -> None:
         )
         while not plan.stage.is_over:
             sample = plan.pick(chance)
-            values = sample.hidden_states
             message = CLASSES["ModelInferRequest"](model_name="tiny")
-            message.inputs.add(name="hidden_states", datatype="FP32", shape=values.shape)
-            message.raw_input_contents.append(values.tobytes())
+            for name, (datatype, values) in sample.tensors.items():
+                message.inputs.add(name=name, datatype=datatype, shape=values.shape)
+                message.raw_input_contents.append(values.tobytes())
+            message.parameters["priority"].int64_param = priority(chance)
             mark, began, what = plan.stage.mark, time.perf_counter(), chance.random()
             seconds = _SHORT_SECONDS if what < 0.02 else 30
             # Else calls fail for a moment after a restart, because the library does not try to connect.
@@ -232,19 +245,21 @@ def over_grpc(plan: Plan, tally: Tally) -> None:
                 tally.count("cancelled")
                 continue
             try:
-                raw = call.result().raw_output_contents[0]
+                answer = call.result()
             except grpc.RpcError as error:
                 tally.count(_outcome_of_rpc(error, plan, mark, what < 0.02))
                 time.sleep(_REFUSED_SECONDS if plan.stage.phase is Phase.SERVING else _PAUSE_SECONDS)
                 continue
-            if sample.is_right(np.frombuffer(raw, np.float32).reshape(values.shape)):
+            dtype = np.float32 if answer.outputs[0].datatype == "FP32" else ml_dtypes.bfloat16
+            output = np.frombuffer(answer.raw_output_contents[0], dtype)
+            if sample.is_right(output.reshape(tuple(answer.outputs[0].shape))):
                 tally.took(time.perf_counter() - began)
             else:
                 tally.count("wrong")
 
 
 def _outcome_of_rpc(error: Any, plan: Plan, mark: int, may_be_late: bool) -> str:
-    if mark < 0 or mark != plan.stage.mark:
+    if not plan.stage.owes_answer(mark):
         return "cut"
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return "refused" if may_be_late else "lost"

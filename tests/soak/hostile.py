@@ -1,10 +1,8 @@
-"""Callers that send what is no request, lie about it, or send it slowly. Each function is a process."""
+"""Callers that send what is no request, or lie about it. Each function is a process."""
 
 import gzip
 import json
-import random
 import socket
-import struct
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,6 +11,7 @@ from itertools import cycle
 from tests.service.apps import HIDDEN, hidden_request, rows
 from tests.service.sockets import head, infer
 from tests.soak.plan import Plan, seeded
+from tests.soak.reference import MAX_TOKENS
 from tests.soak.tally import Tally
 
 _SECONDS = 20.0  # until a refusal, or the end of the connection
@@ -27,7 +26,7 @@ def wrong_requests(key: str) -> dict[str, bytes]:
     sized = f"Content-Length: {len(BODY)}"
     split = f"Inference-Header-Content-Length: {LENGTH}"
     deep = b'{"inputs":' + b"[" * 5000
-    many, many_length = hidden_request(rows(65))
+    many, many_length = hidden_request(rows(MAX_TOKENS + 1))
     bomb = gzip.compress(bytes(1 << 24))
     lies = BODY.replace(b'"binary_data_size": 1024', b'"binary_data_size": 9999')
     return {
@@ -75,45 +74,6 @@ def wrong(plan: Plan, tally: Tally) -> None:
         time.sleep(0.01)
 
 
-def slow(plan: Plan, tally: Tally) -> None:
-    """Requests that arrive byte by byte, and then are answered, or whose senders leave in the middle."""
-    chance = seeded(tally)
-    good = infer(BODY, LENGTH, f"Authorization: Bearer {plan.key}")
-    while not plan.stage.is_over:
-        mark = plan.stage.mark
-        tally.count("sent")
-        try:
-            with socket.create_connection(("127.0.0.1", plan.port), timeout=_SECONDS) as sock:
-                began, outcome = time.perf_counter(), _trickled(sock, good, chance)
-            if outcome == "right":
-                tally.took(time.perf_counter() - began)
-            else:
-                tally.count(outcome)
-        except OSError:
-            tally.count("lost" if mark >= 0 and mark == plan.stage.mark else "cut")
-            time.sleep(0.05)
-
-
-def _trickled(sock: socket.socket, request: bytes, chance: random.Random) -> str:
-    end = len(request) if chance.random() < 0.5 else chance.randrange(len(request))
-    position = 0
-    while position < end:
-        step = chance.choice((1, 7, 100))
-        sock.sendall(request[position : min(end, position + step)])
-        position += step
-        time.sleep(1e-3)
-    if end < len(request):
-        if chance.random() < 0.5:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        return "cancelled"
-    status = _status(sock)
-    if status == 200:
-        return "right"
-    if not status:
-        raise ConnectionError
-    return "refused" if status == 503 else "failed"
-
-
 def _attempt(plan: Plan, tally: Tally, name: str, send: Callable[[socket.socket], None]) -> None:
     mark = plan.stage.mark
     tally.count("sent")
@@ -124,7 +84,7 @@ def _attempt(plan: Plan, tally: Tally, name: str, send: Callable[[socket.socket]
             sock.shutdown(socket.SHUT_WR)
             status = _status(sock)
     except (ConnectionError, OSError) as error:
-        unchanged = mark >= 0 and mark == plan.stage.mark
+        unchanged = plan.stage.owes_answer(mark)
         ends = isinstance(error, ConnectionResetError | BrokenPipeError) or not unchanged
         if unchanged and not ends:
             print(f"soak: {name}: {error!r}", flush=True)
@@ -181,7 +141,7 @@ def wrong_lines(plan: Plan, tally: Tally) -> None:
         except ChannelClosedError:
             tally.count("cut")
         except (TimeoutError, AssertionError):
-            tally.count("lost" if mark == plan.stage.mark else "cut")
+            tally.count("lost" if plan.stage.owes_answer(mark) else "cut")
         finally:
             peer.close()
         time.sleep(0.05)

@@ -12,6 +12,7 @@ from expertd.service.grpc.messages import CLASSES
 from expertd.service.grpc.tables import SERVICE
 from tests.service.apps import rows
 from tests.soak.plan import Plan, seeded
+from tests.soak.reference import MAX_TOKENS
 from tests.soak.tally import Tally
 
 _SECONDS = 20.0  # until a refusal
@@ -30,7 +31,7 @@ _REFUSALS = {
 
 def wrong_calls(key: str) -> dict[str, tuple[str, str, bytes]]:
     """Method, key and message of calls that are refused, whoever makes them."""
-    good, many = _request(2), _request(65)
+    good, many = _request(2), _request(MAX_TOKENS + 1)
     good_bytes = good.SerializeToString()
     lies, unknown, typed, empty = _request(2), _request(2), _request(2), _request(2)
     lies.raw_input_contents[0] = lies.raw_input_contents[0][:-1]
@@ -71,7 +72,7 @@ def wrong_messages(plan: Plan, tally: Tally) -> None:
             try:
                 outcome = _called(channel, method, key, data, chance)
             except grpc.RpcError as error:
-                outcome = _outcome_of(error, mark < 0 or mark != plan.stage.mark)
+                outcome = _outcome_of(error, not plan.stage.owes_answer(mark))
                 if outcome in ("failed", "lost"):
                     print(f"soak: {name}: {error.code()}: {error.details()}", flush=True)
             if outcome == "wrong":

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.service.keys import key_of
-from tests.soak.reference import Sample
+from tests.soak.reference import MAX_TOKENS, Sample
 from tests.soak.tally import Stage, Tally
 
 
@@ -26,8 +26,19 @@ class Plan:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def pick(self, random: random.Random) -> Sample:
-        return random.choice(self.samples)
+    def pick(self, chance: random.Random, datatype: str | None = None, tokens: int = MAX_TOKENS) -> Sample:
+        """One of at most `tokens` tokens, and of a datatype if that is given."""
+        found = [
+            sample
+            for sample in self.samples
+            if sample.datatype in (datatype or sample.datatype) and len(sample.hidden_states) <= tokens
+        ]
+        return chance.choices(found, [sample.share for sample in found])[0]
+
+
+def priority(chance: random.Random) -> int:
+    """Of a request; most have none."""
+    return chance.choice((0, 0, 0, 1, 100, 255))
 
 
 def seeded(tally: Tally) -> random.Random:

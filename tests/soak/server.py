@@ -7,7 +7,7 @@ import socket
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 import torch
@@ -20,6 +20,8 @@ from tests.service.children import children_of, command_of
 from tests.service.keys import bearer, write_keys
 from tests.service.processes import EXPERTD, clean_environment
 from tests.service.waiting import wait_for
+from tests.soak.reference import MAX_TOKENS
+from tests.soak.tally import Phase, Stage
 
 RIGHTS: dict[str, list[str]] = {"infer": ["infer"], "admin": ["admin"], "metrics": ["metrics"]}
 
@@ -42,7 +44,12 @@ def soak_settings(folder: Path, **changes: Any) -> Settings:
     save_weights(path, random_weights(tiny_settings().models[0].shape, 0, torch.device("cpu")))
     model = {**MODEL, "weights": {"path": str(path)}}
     return tiny_settings(
-        {"max_queue_requests": 512, "max_queue_tokens": 4096},
+        {
+            "max_queue_requests": 512,
+            "max_queue_tokens": 4096,
+            "max_request_tokens": MAX_TOKENS,
+            "prefill_chunk_tokens": 16,
+        },
         models=[model, {**model, "name": COMING}],
         host="127.0.0.1",
         port=free_port(),
@@ -66,6 +73,37 @@ def with_lanes(settings: Settings) -> Settings:
     return Settings.model_validate({**settings.model_dump(), "lanes": {"decode_max_tokens": 4}})
 
 
+class Stoppable(Protocol):
+    """A server that a soak can end by SIGTERM."""
+
+    port: int
+
+    def terminate(self) -> int: ...
+
+
+def stop(server: Stoppable, stage: Stage) -> int:
+    """End a server by SIGTERM under its callers: its exit code.
+
+    It answers two health checks before the signal. Its event loop reads in the order of arrival, so by then
+    it has read every request that was sent whole before the phase changed: it must answer or refuse it.
+    """
+    stage.phase = Phase.STOPPING
+    for _ in range(2):
+        assert is_ready(server.port)
+    return server.terminate()
+
+
+def is_ready(port: int) -> bool:
+    """Whether a server on this machine says so."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as sock:
+            sock.sendall(b"GET /v2/health/ready HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            return sock.recv(12) == b"HTTP/1.1 200"
+    except OSError:
+        time.sleep(0.05)
+        return False
+
+
 class SoakServer:
     """`expertd serve`, one after the other on the same ports."""
 
@@ -78,9 +116,11 @@ class SoakServer:
     def start(self, settings: Settings) -> None:
         """Start it, and wait until it is ready."""
         self._config.write_text(yaml.safe_dump(settings.model_dump(mode="json")))
+        # Its callers need the same cores, which idle threads of OpenMP would keep.
+        environment = clean_environment(OMP_WAIT_POLICY="passive")
         with self.log.open("ab") as stderr:
             command: list[str | Path] = [EXPERTD, "serve", "--config", self._config]
-            self._process = subprocess.Popen(command, stderr=stderr, env=clean_environment())
+            self._process = subprocess.Popen(command, stderr=stderr, env=environment)
         wait_for(self._is_ready, f"the server is ready: {self.log}")
 
     def terminate(self, seconds: float = 60.0) -> int:
@@ -142,10 +182,4 @@ class SoakServer:
             raise RuntimeError(
                 f"the server exited with {self._process.returncode}: {self.log.read_text()[-2000:]}"
             )
-        try:
-            with socket.create_connection(("127.0.0.1", self.port), timeout=5) as sock:
-                sock.sendall(b"GET /v2/health/ready HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-                return sock.recv(12) == b"HTTP/1.1 200"
-        except OSError:
-            time.sleep(0.05)
-            return False
+        return is_ready(self.port)

@@ -5,6 +5,7 @@ import random
 import re
 import socket
 import statistics
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -18,10 +19,10 @@ import httpx
 
 from expertd.service.settings.model import Settings
 from tests.service.keys import bearer, write_keys
-from tests.soak import callers, hostile, hostile_grpc
+from tests.soak import callers, hostile, hostile_grpc, sockets
 from tests.soak.plan import Plan
 from tests.soak.reference import samples
-from tests.soak.server import COMING, RIGHTS, SoakServer, several, soak_settings, with_lanes
+from tests.soak.server import COMING, RIGHTS, SoakServer, several, soak_settings, stop, with_lanes
 from tests.soak.tally import FORKSERVER, OUTCOMES, Phase, Stage, Tally
 
 Caller = Callable[[Plan, Tally], None]
@@ -30,11 +31,12 @@ CALLERS: dict[str, Caller] = {
     "shared memory": callers.over_shared_memory,
     "channel": callers.through_channels,
     "gRPC": callers.over_grpc,
+    "JSON": sockets.in_json,
     "a key that changes": callers.with_a_changing_key,
     "a model that changes": callers.of_a_changing_model,
     "wrong requests": hostile.wrong,
     "wrong messages": hostile_grpc.wrong_messages,
-    "slow requests": hostile.slow,
+    "slow requests": sockets.slow,
     "wrong lines": hostile.wrong_lines,
 }
 MUST_BE_RIGHT = set(CALLERS) - {"wrong requests", "wrong messages", "wrong lines"}
@@ -174,12 +176,12 @@ class Soak:
 
     def _restart(self, phase: Phase, settings: Settings) -> int:
         """End the server under its callers, and start another one; the exit code, 0 after SIGKILL."""
-        self._stage.phase = phase
-        time.sleep(0.1)
         code = 0
         if phase is Phase.STOPPING:
-            code = self._server.terminate()
+            code = stop(self._server, self._stage)
         else:
+            self._stage.phase = phase
+            time.sleep(0.1)
             self._server.kill()
         for sock in self._idle:
             with suppress(OSError):
@@ -206,7 +208,12 @@ class Soak:
         warm = self._memory[int(WARM_UP * len(self._memory)) :]
         growth = [growth_of([each[index] for each in warm]) for index in range(3)]
         return {
-            "header": {"cpu": cpu_name(), "python": platform.python_version(), "seconds": round(seconds, 1)},
+            "header": {
+                "commit": commit(),
+                "cpu": cpu_name(),
+                "python": platform.python_version(),
+                "seconds": round(seconds, 1),
+            },
             "total": total,
             "unaccounted": 2 * total["sent"] - sum(total.values()),
             "kinds": {
@@ -241,6 +248,16 @@ def growth_of(values: Sequence[int]) -> float:
         for start in range(0, size * (len(values) // size), size)
     ]
     return max((late / early - 1 for early, late in combinations(medians, 2) if early), default=0.0)
+
+
+def commit() -> str | None:
+    """The commit of this folder; None without git."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
 
 
 def cpu_name() -> str:

@@ -27,7 +27,8 @@ class Phase(IntEnum):
 
 
 OUTCOMES = ("sent", "right", "refused", "cancelled", "cut", "lost", "wrong", "failed")
-"""refused: properly (4xx, 503, a timeout); cut: its server was ended; failed: 5xx other than 503."""
+"""refused: properly (4xx, 503, a timeout); cut: its server was ended; lost: no answer from one that owes it
+(`Stage.owes_answer`); failed: 5xx other than 503."""
 
 
 class Tally:
@@ -76,6 +77,7 @@ class Stage:
     def __init__(self) -> None:
         self._phase: Any = RawValue("i", Phase.SERVING)
         self._changes: Any = RawValue("q", 0)
+        self._stop: Any = RawValue("q", -1)  # which of the changes began the last stop by SIGTERM
 
     @property
     def phase(self) -> Phase:
@@ -84,6 +86,8 @@ class Stage:
     @phase.setter
     def phase(self, phase: Phase) -> None:
         self._changes.value += 1
+        if phase is Phase.STOPPING:
+            self._stop.value = self._changes.value
         self._phase.value = phase
 
     @property
@@ -96,3 +100,11 @@ class Stage:
         """Differs from an earlier one if the server may have been ended since."""
         serves = self.phase in (Phase.SERVING, Phase.OVER)
         return int(self._changes.value) if serves else -1
+
+    def owes_answer(self, mark: int, is_whole: bool = False) -> bool:
+        """Whether the server must answer, or refuse, a request that was sent when the stage had `mark`.
+
+        It need not if it was ended since, unless that was by SIGTERM, and the request had been sent whole
+        when the stage still had `mark` (`is_whole`): `stop` then has it read before the signal.
+        """
+        return mark >= 0 and (mark == self.mark or (is_whole and mark + 1 == self._stop.value))

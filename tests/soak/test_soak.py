@@ -32,12 +32,21 @@ def test_a_tally_counts_and_times() -> None:
 
 
 def test_a_wrong_answer_is_found() -> None:
-    one, other, *_ = samples(tiny_settings(), 1)
+    one, other, *_ = samples(tiny_settings(), 2, {1: 1})
     assert one.is_right(one.output)
     assert one.is_right(1.001 * one.output)
     assert not one.is_right(other.output)
     assert not one.is_right(1.1 * one.output)
     assert not one.is_right(one.output[:0])
+
+
+def test_samples_are_of_every_form() -> None:
+    found = samples(tiny_settings(), 1, {1: 9, 3: 1})
+    assert [(len(each.output), each.share) for each in found] == [(1, 9)] * 3 + [(3, 1)] * 3
+    assert {sample.datatype for sample in found} == {"FP32", "BF16"}
+    routed = [sample for sample in found if len(sample.tensors) == 3]
+    assert len(routed) == 2
+    assert not routed[0].is_right(found[0].output)
 
 
 def test_a_fall_does_not_hide_growth() -> None:
@@ -65,8 +74,13 @@ def test_what_errors_mean(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> 
     assert [outcome_of(error, plan, mark) for error in (gone, late)] == ["lost", "lost"]
     stage.phase = Phase.STOPPING
     assert [outcome_of(error, plan, mark) for error in (gone, late)] == ["cut", "cut"]
+    assert outcome_of(gone, plan, mark, is_whole=True) == "lost", "before SIGTERM"
+    assert outcome_of(gone, plan, stage.mark, is_whole=True) == "cut", "after the phase changed"
     stage.phase = Phase.SERVING
     assert outcome_of(gone, plan, mark) == "cut", "another server since"
+    assert outcome_of(gone, plan, mark, is_whole=True) == "lost", "noticed late"
+    mark, stage.phase = stage.mark, Phase.KILLED
+    assert outcome_of(gone, plan, mark, is_whole=True) == "cut", "SIGKILL may lose it"
     assert "AccessDeniedError" in capsys.readouterr().out
 
 

@@ -2,6 +2,9 @@
 
 import asyncio
 import ctypes
+import socket
+import statistics
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -33,7 +36,7 @@ from tests.service.regions import (
 )
 from tests.service.runners import EchoRunner
 from tests.service.shm import shm_file
-from tests.service.sockets import connect, infer, listening, read_answer
+from tests.service.sockets import Answer, connect, infer, listening, read_answer
 from tests.service.waiting import until
 
 TOKENS = 256
@@ -72,6 +75,43 @@ async def test_a_timeout_does_not_wait_for_the_requests_own_step() -> None:
         assert refused(server, "queue_timeout") == 1
         assert server.metric("requests_total", model="tiny", status="503") == 1
         assert server.metric("requests_total", model="tiny", status="200") == 1
+
+
+def answered_after(sock: socket.socket, request: bytes) -> tuple[float, Answer]:
+    """How many seconds the answer took."""
+    began = time.perf_counter()
+    sock.sendall(request)
+    answer = read_answer(sock)
+    return time.perf_counter() - began, answer
+
+
+async def lateness(in_own_step: bool) -> float:
+    """Seconds after a timeout of 50 ms at which it is answered, while a step runs that would take a second.
+
+    By a new server: one that had seen such steps would refuse the request at once.
+    """
+    runner, request = EchoRunner(), infer(*hidden_request(rows(1), parameters={"timeout": 50_000}))
+    async with serving(tiny_settings(), serving_runner(runner)) as server, listening(server) as port:
+        runner.gate.clear()
+        step = asyncio.get_running_loop().call_later(1.0, runner.gate.set)
+        if not in_own_step:
+            other = asyncio.ensure_future(server.infer(*hidden_request(rows(1))))
+            await in_step(runner)
+        with connect(port) as sock:
+            seconds, answer = await asyncio.to_thread(answered_after, sock, request)
+        assert answer.status == 503
+        assert ("in its step" in answer.error) == in_own_step
+        step.cancel()
+        runner.gate.set()
+        if not in_own_step:
+            await other
+    return seconds - 0.05
+
+
+@pytest.mark.parametrize("in_own_step", [True, False])
+async def test_a_timeout_is_answered_when_it_passes(in_own_step: bool) -> None:
+    late = [await lateness(in_own_step) for _ in range(7)]
+    assert 0 <= statistics.median(late) < 0.025, late
 
 
 async def test_a_client_that_leaves_after_its_timeout_is_counted_once() -> None:
