@@ -9,23 +9,28 @@ from expertd.service.engine.errors import MemoryFullError
 from expertd.service.memory import Arena, Block, Buffer, Span, host_view
 from expertd.service.moe.request import LayerRequest
 
-CELL_BYTES = 128 * 1024  # for the small tensors of one slot
+CELL_BYTES = 128 * 1024  # for the small tensors of one request
 
 
 class Cells:
-    """The beginning of `region`, with a cell for each slot; spans of the rest are used where they are."""
+    """The beginning of `region`, with a cell for each request; spans of the rest are used where they are.
 
-    def __init__(self, region: memoryview, num_slots: int) -> None:
+    free  the cells that no request has
+    """
+
+    def __init__(self, region: memoryview, num_cells: int) -> None:
         self._region = region
         self._address = int(np.frombuffer(region, np.uint8).ctypes.data)
-        self._first = num_slots * CELL_BYTES
+        self._first = num_cells * CELL_BYTES
+        self.free = set(range(num_cells))
+        self._num_cells = num_cells
 
     def place(
-        self, slot: int, inputs: Sequence[Buffer | Span | None], output: Span | int, arena: Arena
+        self, cell: int, inputs: Sequence[Buffer | Span | None], output: Span | int, arena: Arena
     ) -> tuple[list[int], Block | None]:
         """The offsets of the inputs and of the output (a span, or the bytes that it needs).
 
-        Inputs that are not in the region are copied, into the slot's cell or into a block of `arena`, which
+        Inputs that are not in the region are copied, into `cell` or into a block of `arena`, which
         is returned. Raises MemoryFullError.
         """
         offsets = [0 if tensor is None else self._offset(tensor) for tensor in inputs]
@@ -35,7 +40,7 @@ class Cells:
             for tensor, offset in zip((*inputs, output), offsets, strict=True)
         ]
         total = sum(_aligned(size) for size in sizes)
-        start, block = slot * CELL_BYTES, None
+        start, block = cell * CELL_BYTES, None
         if total > CELL_BYTES:
             block = arena.take(total)
             if block is None:
@@ -49,6 +54,11 @@ class Cells:
                     self._region[start : start + sizes[index]] = host_view(tensor)
                 start += _aligned(sizes[index])
         return offsets, block
+
+    def cell_for(self, slot: int) -> int:
+        """A free cell; the same one for a slot if possible, because the server keeps what it has parsed."""
+        cell = slot % self._num_cells
+        return cell if cell in self.free else next(iter(self.free))
 
     def read(self, offset: int, num_bytes: int) -> bytes:
         """A copy of an output."""

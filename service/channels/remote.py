@@ -6,7 +6,7 @@ import math
 import mmap
 import os
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,6 +30,7 @@ from expertd.service.channels.layout import (
     SLOT_BYTES,
     TIMES_OFFSET,
 )
+from expertd.service.channels.waiting import Kind, WaitingCalls
 from expertd.service.engine.errors import (
     DeviceLostError,
     EngineError,
@@ -54,6 +55,7 @@ from expertd.service.settings.model import Settings
 logger = logging.getLogger(__name__)
 
 _ANSWERS_BYTES = 65536  # read from the pipe at once
+_KEPT_PART = 8  # of the cells, for requests like which there is none in the channel
 _ELEMENT_BYTES = dict(DATATYPES.values())
 _ERRORS: dict[int, type[EngineError]] = {
     REASON_CODES["step_failed"]: StepFailedError,
@@ -70,33 +72,44 @@ class RemoteCall:
     model: str
     request: LayerRequest
     done: Done
-    priority: int = DEFAULT_PRIORITY
+    kind: Kind
     caller: int = 0
     timeout: float | None = None
-    arrived: float = 0.0  # if it had to wait for a slot, or there are spans
-    sequence: int = 0  # 0: it waits for a slot
+    arrived: float = 0.0  # if it had to wait for room in the channel, or there are spans
+    sent: float = 0.0  # into the channel; as `arrived`
+    sequence: int = 0  # 0: it waits for room
+    cell: int = 0
     output: tuple[int, int] = (0, 0)  # offset and bytes, unless the request says where it goes
     block: Block | None = None
     error: Exception | None = None  # it is cancelled with
     began: float | None = None  # its step: only the engine knows
     stages: tuple[float, float] | None = None  # seconds in the queue and in steps, if the engine has said so
 
+    @property
+    def left(self) -> int:
+        """Its tokens."""
+        return self.request.num_tokens
+
     def times(self, now: float) -> StepTimes | None:
         """Those of a request that is answered `now`; None if they are not known."""
         if self.stages is None:
             return None
-        began = self.arrived + self.stages[0]
+        began = self.sent + self.stages[0]
         return StepTimes(self.arrived, began, min(now, began + self.stages[1]), 0)
 
 
 class RemoteEngine:
     """Submits requests through a channel, which `connect` sets up once the engine has loaded.
 
-    The beginning of the channel's data region holds a cell for the small tensors of each slot; the rest is
-    the arena. All methods but `validate` and `region_uses` belong to the event loop.
+    The beginning of the channel's data region holds cells, one for each request in the channel; the rest is
+    the arena. What finds no room in the channel waits in the engine's order. The last cells are for requests
+    like which there is none in the channel, of that caller: the engine has to know all between which it
+    chooses. All methods but `validate` and `region_uses` belong to the event loop.
+
+    waiting  where the numbers of requests and of tokens that wait here are kept, for each model
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, waiting: "memoryview[float] | list[float] | None" = None) -> None:
         self.settings = settings
         self.models = specs_of(settings)
         self.arena: Arena | None = None
@@ -107,9 +120,10 @@ class RemoteEngine:
         self._sequence = 0
         self._cancels = 0
         self._calls: dict[int, RemoteCall] = {}  # in the channel, by slot
-        self._waiting: deque[RemoteCall] = deque()  # for a slot
+        self._waiting: WaitingCalls[RemoteCall] = WaitingCalls(settings, waiting)
+        self._in_channel: Counter[tuple[Kind, int]] = Counter()  # by kind and caller
 
-    def connect(self, descriptors: Sequence[int]) -> None:
+    def connect(self, descriptors: Sequence[int], num_cells: int) -> None:
         """Use the channel of these descriptors from now on, in the running event loop."""
         control, data, self._bell, self._answers = descriptors
         self._control = memoryview(mmap.mmap(control, os.fstat(control).st_size))
@@ -118,8 +132,9 @@ class RemoteEngine:
         region = memoryview(mmap.mmap(data, os.fstat(data).st_size))
         for descriptor in (control, data):
             os.close(descriptor)
-        self._cells = Cells(region, self._num_slots)
-        self.arena = Arena(0, memory=region[self._num_slots * CELL_BYTES :])
+        self._cells = Cells(region, num_cells)
+        self._kept_cells = max(1, num_cells // _KEPT_PART)
+        self.arena = Arena(0, memory=region[num_cells * CELL_BYTES :])
         asyncio.get_running_loop().add_reader(self._answers, self._on_answers)
 
     # For infer requests; see `InferEngine`.
@@ -133,7 +148,9 @@ class RemoteEngine:
             raise NotReadyError(f"model {model} is not ready: the server is {phase}")
 
     def check_capacity(self, model: str, caller: int, least_tokens: int = 1) -> None:
-        """Only the engine knows its queues."""
+        """Of what waits here. Only the engine knows its queues."""
+        if self._room() <= self._kept_cells:
+            self._waiting.check_capacity(model, least_tokens, caller)
 
     def validate(self, model: str, request: LayerRequest) -> None:
         """Of 64-bit ids, because they are sent as 32-bit ones; all others are checked by the engine."""
@@ -150,14 +167,15 @@ class RemoteEngine:
         caller: int = 0,
         timeout: float | None = None,
     ) -> RemoteCall:
-        call = RemoteCall(model, request, done, priority, caller, timeout)
+        kind = self._waiting.kind(model, request.num_tokens, priority)
+        call = RemoteCall(model, request, done, kind, caller, timeout)
         if self._is_traced:
             call.arrived = time.perf_counter()
-        if self._waiting or self._sequence % self._num_slots in self._calls:
-            call.arrived = time.perf_counter()
-            self._waiting.append(call)
-        else:
+        if self._room() > (self._kept_cells if (kind, caller) in self._in_channel else 0):
             self._send(call)
+        else:
+            call.arrived = time.perf_counter()
+            self._waiting.put(call)
         return call
 
     def cancel(self, call: RemoteCall, error: Exception) -> bool:
@@ -183,6 +201,10 @@ class RemoteEngine:
 
     # The channel.
 
+    def _room(self) -> int:
+        """How many more requests may be sent now: their slots have an order, which the protocol demands."""
+        return 0 if self._sequence % self._num_slots in self._calls else len(self._cells.free)
+
     def _send(self, call: RemoteCall) -> None:
         """Write a request line into the next slot, and ring. Raises MemoryFullError."""
         request = call.request
@@ -192,19 +214,24 @@ class RemoteEngine:
         spec = self.models[call.model]
         size = request.num_tokens * spec.hidden_size * _ELEMENT_BYTES[request.output_datatype]
         tensors = (request.hidden_states, ids, request.topk_weights)
-        offsets, call.block = self._cells.place(slot, tensors, request.output or size, self.arena)
+        cell, output = self._cells.cell_for(slot), request.output or size
+        offsets, call.block = self._cells.place(cell, tensors, output, self.arena)
         if request.output is None:
             call.output = offsets[3], size
         codes = DATATYPE_CODES[request.datatype], DATATYPE_CODES[request.output_datatype]
         flags, timeout_us = 0 if ids is None else ROUTED, 0
+        if call.arrived:
+            call.sent = time.perf_counter()
         if call.timeout is not None:
-            waited = time.perf_counter() - call.arrived if call.arrived else 0.0
-            timeout_us = max(1, round(1e6 * (call.timeout - waited)))
-        line = (request.num_tokens, *codes, flags, timeout_us, *offsets, call.priority)
+            timeout_us = max(1, round(1e6 * (call.timeout - (call.sent - call.arrived))))
+        line = (request.num_tokens, *codes, flags, timeout_us, *offsets, call.kind.priority)
         start = HEADER_BYTES + slot * SLOT_BYTES
         CALLER.pack_into(self._control, start + CALLER_OFFSET, call.caller)
         REQUEST.pack_into(self._control, start + SEQUENCE_BYTES, *line, self._numbers[call.model])
         fence()
+        call.cell = cell
+        self._cells.free.remove(cell)
+        self._in_channel[call.kind, call.caller] += 1
         self._calls[slot] = call
         self._sequence = call.sequence = self._sequence + 1
         self._words[start // SEQUENCE_BYTES] = call.sequence
@@ -225,11 +252,16 @@ class RemoteEngine:
         for slot in answered:
             call = self._calls.pop(slot)
             answer = self._answer(slot, call)
+            self._cells.free.add(call.cell)
+            like = call.kind, call.caller
+            self._in_channel[like] -= 1
+            if not self._in_channel[like]:
+                del self._in_channel[like]
             if call.block is not None:
                 call.block.release()
             call.done(answer)
-        while self._waiting and self._sequence % self._num_slots not in self._calls:
-            call = self._waiting.popleft()
+        while self._waiting and self._room() > self._kept_cells:
+            call = self._waiting.take()
             try:
                 self._send(call)
             except EngineError as error:

@@ -1,21 +1,32 @@
 """Requests that wait, by caller: deficit round robin in tokens."""
 
 from collections import deque
+from typing import Generic, Protocol, TypeVar
 
-from expertd.service.engine.steps import Pending
+
+class Waiting(Protocol):
+    """A request of `caller`, with `left` tokens that it waits for."""
+
+    @property
+    def caller(self) -> int: ...
+    @property
+    def left(self) -> int: ...
 
 
-class _Caller:
+T = TypeVar("T", bound=Waiting)
+
+
+class _Caller(Generic[T]):
     __slots__ = ("credit", "num_tokens", "number", "waiting")
 
     def __init__(self, number: int, credit: int) -> None:
         self.number = number
         self.credit = credit  # tokens that it may have in this round; its last request may exceed them
-        self.waiting: deque[Pending] = deque()
+        self.waiting: deque[T] = deque()
         self.num_tokens = 0  # that wait
 
 
-class FairQueue:
+class FairQueue(Generic[T]):
     """Requests of one priority and one kind. Each caller's come in their order, and callers take turns.
 
     A caller whose credit is used up waits until no other one has both requests and credit; then a round
@@ -27,11 +38,11 @@ class FairQueue:
     def __init__(self, quantum: int) -> None:
         self.num_requests = 0
         self._quantum = quantum
-        self._callers: dict[int, _Caller] = {}  # all that are not as a new one would be
-        self._ready: deque[_Caller] = deque()  # with requests and credit; the first one has its turn
-        self._spent: deque[_Caller] = deque()  # with requests, and without credit
+        self._callers: dict[int, _Caller[T]] = {}  # all that are not as a new one would be
+        self._ready: deque[_Caller[T]] = deque()  # with requests and credit; the first one has its turn
+        self._spent: deque[_Caller[T]] = deque()  # with requests, and without credit
 
-    def put(self, pending: Pending) -> None:
+    def put(self, pending: T) -> None:
         """Let a request wait behind its caller's others."""
         caller = self._callers.get(pending.caller)
         if caller is None:
@@ -42,7 +53,7 @@ class FairQueue:
         caller.num_tokens += pending.left
         self.num_requests += 1
 
-    def head(self) -> Pending:
+    def head(self) -> T:
         """The next request; there must be one."""
         if not self._ready:
             self._begin_round()
@@ -65,7 +76,7 @@ class FairQueue:
         elif ends and len(ready) > 1:
             ready.rotate(-1)
 
-    def remove(self, pending: Pending) -> None:
+    def remove(self, pending: T) -> None:
         """Forget a request that waits."""
         caller = self._callers[pending.caller]
         caller.waiting.remove(pending)
@@ -88,7 +99,7 @@ class FairQueue:
             for caller in self._callers.values()
         )
 
-    def all(self) -> list[Pending]:
+    def all(self) -> list[T]:
         """The requests that wait."""
         return [pending for caller in self._callers.values() for pending in caller.waiting]
 

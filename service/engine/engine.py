@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
@@ -52,6 +53,7 @@ from expertd.service.settings.model import Settings
 logger = logging.getLogger(__name__)
 
 _STOP_SECONDS = 5.0
+_LOOK_SECONDS = 0.01  # between looks at what waits in HTTP processes
 # After this many consecutive failures, the device is the likely cause: the model becomes not ready.
 _FAILING_STEPS = 5
 _SENTENCES = (ValueError, OSError, MemoryError)  # of loading: their texts say what is wrong
@@ -79,6 +81,8 @@ class Engine:
         self.arena: Arena | None = None  # of large bodies and outputs, once loaded
         self.shared_memory = SharedMemory(settings.shared_memory)
         self.can_be_reached: Callable[[], bool] = lambda: True  # by all of the server's processes
+        # In each HTTP process: the numbers of requests and of tokens, for each model.
+        self.waiting_elsewhere: list[Sequence[float]] = []
         self._metrics = metrics
         self._load = load
         self._loading: asyncio.Task[None] | None = None
@@ -233,10 +237,13 @@ class Engine:
         self.begin_drain()
         await asyncio.sleep(self.settings.shutdown_delay_seconds)
         self.repository.close()
+        until = time.monotonic() + self.settings.drain_timeout_seconds
+        while any(map(any, self.waiting_elsewhere)) and time.monotonic() < until:
+            await asyncio.sleep(_LOOK_SECONDS)
         self.scheduler.poll_sources()
         self.scheduler.close()
         try:
-            await asyncio.wait_for(self.scheduler.drained(), self.settings.drain_timeout_seconds)
+            await asyncio.wait_for(self.scheduler.drained(), max(0.0, until - time.monotonic()))
         except TimeoutError:
             text = "requests still unanswered after drain_timeout_seconds: %d, and no longer waited for"
             logger.error(text, self.scheduler.unanswered)
@@ -425,12 +432,16 @@ class Engine:
 
     def queue_states(self) -> dict[str, QueueState]:
         """What waits for each model; on any thread."""
-        empty = QueueState(0, 0, 0)
-        serves = self.repository.serves
-        return {
-            name: self.scheduler.queue_state(name) if self.loaded and serves(name) else empty
-            for name in self.models
-        }
+        states, serves = {}, self.repository.serves
+        for number, name in enumerate(self.models):
+            served = self.loaded and serves(name)
+            state = self.scheduler.queue_state(name) if served else QueueState(0, 0, 0)
+            requests = sum(int(counts[2 * number]) for counts in self.waiting_elsewhere)
+            tokens = sum(int(counts[2 * number + 1]) for counts in self.waiting_elsewhere)
+            states[name] = state._replace(
+                num_requests=state.num_requests + requests, num_tokens=state.num_tokens + tokens
+            )
+        return states
 
     def _lane_metrics(self) -> Iterator[Metric]:
         if isinstance(self.scheduler, Lanes):

@@ -33,7 +33,7 @@ class Queue:
         self.failures = 0
         self.is_closed = False
         self._quantum = quantum
-        self._fair_queues: dict[int, FairQueue] = {}
+        self._fair_queues: dict[int, FairQueue[Pending]] = {}
         self._order: list[int] = []  # the keys of those with requests
         self._chunk_is_due = False  # while requests compete: the last step had none
 
@@ -127,7 +127,7 @@ class Queue:
                 room -= left
         return room, True
 
-    def _begin(self, fair: FairQueue, num_tokens: int, step: list[Chunk]) -> None:
+    def _begin(self, fair: FairQueue[Pending], num_tokens: int, step: list[Chunk]) -> None:
         """Add `num_tokens` of the next request of `fair` to a step."""
         pending = fair.head()
         fair.take(num_tokens)

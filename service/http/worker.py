@@ -27,7 +27,15 @@ from expertd.service.http.gate import Gate, KeyFile
 from expertd.service.http.passage import Passage
 from expertd.service.http.serving import STOPPED, ConnectionServer, exit_process
 from expertd.service.http.shared import Shared
-from expertd.service.http.worker_setup import DRAIN, FINISH, LEVEL, STOP, SharedCounts, WorkerSetup
+from expertd.service.http.worker_setup import (
+    DRAIN,
+    FINISH,
+    LEVEL,
+    STOP,
+    SharedCounts,
+    WorkerSetup,
+    channel_cells,
+)
 from expertd.service.log_lines import set_level
 from expertd.service.settings.keys import Keys
 from expertd.service.terminal import configure_logging
@@ -50,7 +58,7 @@ class _WorkerServer(ConnectionServer):
         settings = setup.settings
         self._setup = setup
         self._counts = SharedCounts(setup.counts, setup.num_processes, len(settings.models))
-        self._engine = RemoteEngine(settings)
+        self._engine = RemoteEngine(settings, self._counts.waiting(setup.index))
         self._control = socket.socket(fileno=setup.control)
         self._control.setblocking(False)
         self._is_finishing = False
@@ -121,7 +129,7 @@ class _WorkerServer(ConnectionServer):
         except ConnectionError:
             message, descriptors = b"", []
         if message == GREETING:
-            self._engine.connect(descriptors)
+            self._engine.connect(descriptors, channel_cells(self._setup.settings))
             if self._setup.waits:
                 self._acceptor.start()
         elif message == DRAIN:

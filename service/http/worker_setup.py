@@ -2,6 +2,7 @@
 
 import mmap
 import os
+from array import array
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -20,7 +21,8 @@ FINISH = b"finish"  # accept no more connections, and exit when all are answered
 LEVEL = b"level "  # of log lines from now on, which follows
 STOP = b"stop"  # exit at once
 
-_MAX_SLOTS = 512
+_CELL_SLOTS = 4  # for each cell: a request that takes long holds up those as many slots later
+_MAX_CELLS = 512
 _CELLS_PART = 4  # beside the memory for large bodies, at most this part of it for cells
 
 
@@ -49,16 +51,26 @@ class WorkerSetup(BaseModel):
 
 
 class SharedCounts:
-    """The counts of all HTTP processes: their open connections, their requests, and those by key."""
+    """The counts of all HTTP processes: open connections, what waits, requests, and those by key."""
 
     def __init__(self, descriptor: int, num_processes: int, num_models: int) -> None:
-        size = num_processes * (1 + num_cells(num_models) + NUM_CELLS)
+        size = num_processes * (1 + 2 * num_models + num_cells(num_models) + NUM_CELLS)
         os.ftruncate(descriptor, size * COUNT_BYTES)
         cells = memoryview(mmap.mmap(descriptor, size * COUNT_BYTES)).cast("d")
         self.connections = cells[:num_processes]
-        self._requests = cells[num_processes:]
-        self._keys = cells[num_processes * (1 + num_cells(num_models)) :]
-        self._stride = num_cells(num_models)
+        self._waiting = cells[num_processes:]
+        self._requests = self._waiting[num_processes * 2 * num_models :]
+        self._keys = self._requests[num_processes * num_cells(num_models) :]
+        self._num_models, self._stride = num_models, num_cells(num_models)
+
+    def nothing_waits(self, index: int) -> None:
+        """In this process, because it has ended."""
+        waiting = self.waiting(index)
+        waiting[:] = array("d", bytes(waiting.nbytes))
+
+    def waiting(self, index: int) -> "memoryview[float]":
+        """What waits in a process for its channel: the requests and the tokens of each model."""
+        return self._waiting[index * 2 * self._num_models :][: 2 * self._num_models]
 
     def requests(self, index: int) -> "memoryview[float]":
         """The cells of a process, for `RequestCounts`."""
@@ -70,17 +82,24 @@ class SharedCounts:
 
 
 def shares(settings: Settings) -> Settings:
-    """The settings of one process alone: its share of connections and memory."""
+    """The settings of one process alone: its share of connections, memory, and what may wait."""
     count, limits = settings.http_workers, settings.limits
     update = {
         "max_connections": max(1, -(-limits.max_connections // count)),
         "max_connections_per_address": max(1, -(-limits.max_connections_per_address // count)),
         "max_buffered_bytes": settings.buffered_bytes // count,
+        "max_queue_requests": -(-limits.max_queue_requests // count),
+        "max_queue_tokens": max(limits.max_request_tokens, -(-limits.max_queue_tokens // count)),
     }
     return settings.model_copy(update={"http_workers": 1, "limits": limits.model_copy(update=update)})
 
 
+def channel_cells(settings: Settings) -> int:
+    """How many requests a process may have in its channel."""
+    return max(8, min(_MAX_CELLS, settings.buffered_bytes // _CELLS_PART // CELL_BYTES))
+
+
 def channel_sizes(settings: Settings) -> tuple[int, int]:
     """The number of slots, and the bytes of the data region, of the channel of a process."""
-    num_slots = max(8, min(_MAX_SLOTS, settings.buffered_bytes // _CELLS_PART // CELL_BYTES))
-    return num_slots, num_slots * CELL_BYTES + settings.buffered_bytes
+    cells = channel_cells(settings)
+    return _CELL_SLOTS * cells, cells * CELL_BYTES + settings.buffered_bytes

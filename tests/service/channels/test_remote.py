@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from expertd.service.channels.opening import Opening
 from expertd.service.channels.remote import RemoteEngine
 from expertd.service.engine.errors import (
     MemoryFullError,
+    QueueFullError,
     QueueTimeoutError,
     RegionsElsewhereError,
     RequestRefusedError,
@@ -24,29 +26,37 @@ from expertd.service.memory import host_view
 from expertd.service.moe.request import LayerRequest, Output
 from tests.service.apps import HIDDEN, NUM_EXPERTS, Serving, rows, tiny_settings
 from tests.service.channels.servers import channel_server, mapped
-from tests.service.runners import EchoRunner
+from tests.service.runners import EchoRunner, Turnstile
 from tests.service.waiting import until
 
-SLOTS = 4
+CELLS, SLOTS = 4, 8
 ARENA = 8 * CELL_BYTES
 
 
 @asynccontextmanager
 async def remote(
-    directory: Path, runner: EchoRunner | None = None, **limits: float
+    directory: Path,
+    runner: EchoRunner | None = None,
+    waiting: list[float] | None = None,
+    **limits: Any,
 ) -> AsyncIterator[tuple[Serving, RemoteEngine]]:
     """A server, and an engine that computes in it."""
-    given = {"max_request_tokens": 512, "max_batch_tokens": 512, "max_queue_tokens": 4096, **limits}
+    given: dict[str, Any] = {
+        "max_request_tokens": 512,
+        "max_batch_tokens": 512,
+        "max_queue_tokens": 4096,
+        **limits,
+    }
     async with channel_server(directory, runner, given) as server:
         app = server.app
         entry = await app.channels.open_ours(
-            Opening(("tiny",), SLOTS, 512, memory=SLOTS * CELL_BYTES + ARENA)
+            Opening(("tiny",), SLOTS, given["max_request_tokens"], memory=CELLS * CELL_BYTES + ARENA)
         )
         assert entry.token is not None
         channel = app.channels.claim(entry.token, 1, lambda: None)
         assert channel is not None
-        engine = RemoteEngine(app.engine.settings)
-        engine.connect(channel.take_descriptors())
+        engine = RemoteEngine(app.engine.settings, waiting)
+        engine.connect(channel.take_descriptors(), CELLS)
         yield server, engine
         asyncio.get_running_loop().remove_reader(engine._answers)
 
@@ -105,13 +115,107 @@ async def test_more_requests_than_slots_wait_for_one(tmp_path: Path) -> None:
         runner.gate.clear()
         asked = [Asked(engine, request(1 + number, number)) for number in range(3 * SLOTS)]
         error = QueueTimeoutError("late")
-        assert engine.cancel(asked[-1].pending, error), "it has no slot"
+        assert engine.cancel(asked[-1].pending, error), "it is not in the channel"
         assert asked[-1].answers == [error]
         runner.gate.set()
         for number, each in enumerate(asked[:-1]):
             assert await each.output() == rows(1 + number, number).tobytes()
         assert server.metric("requests_total", model="tiny", status="200") == 0, "the HTTP process counts"
         assert server.metric("channels") == 0
+
+
+async def filled(runner: EchoRunner, engine: RemoteEngine, caller: int) -> list[Asked]:
+    """Requests of a caller, the first of which is being computed; for one more there is no room."""
+    runner.gate.clear()
+    asked = [Asked(engine, request(1), caller=caller)]
+    assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+    return [*asked, *(Asked(engine, request(128), caller=caller) for _ in range(CELLS - 2))]
+
+
+async def test_what_waits_is_sent_in_the_engines_order(tmp_path: Path) -> None:
+    runner = EchoRunner()
+    async with remote(tmp_path, runner, max_request_tokens=128, max_batch_tokens=128) as (_, engine):
+        asked = await filled(runner, engine, caller=1)
+        asked += [Asked(engine, request(100 + number), caller=1) for number in range(3)]
+        asked.append(Asked(engine, request(80), caller=2))  # into the cell that is kept
+        asked += [Asked(engine, request(81 + number), caller=2) for number in range(2)]
+        asked.append(Asked(engine, request(70), caller=1, priority=1))
+        waits = [not each.pending.sequence for each in asked]
+        assert waits == [False] * 3 + [True] * 3 + [False] + [True] * 3
+        runner.gate.set()
+        for each in asked:
+            await each.output()
+    sent = sorted(asked, key=lambda each: each.pending.sequence)
+    # Of the other caller, one found room at once; then the most urgent one, and callers in turns.
+    assert [each.pending.left for each in sent] == [1, 128, 128, 80, 70, 100, 81, 101, 82, 102]
+
+
+async def test_a_request_that_takes_long_holds_up_none_before_its_slot_comes_again(tmp_path: Path) -> None:
+    runner = EchoRunner()
+    runner.gate = Turnstile()
+    async with remote(tmp_path, runner, max_request_tokens=128, max_batch_tokens=128) as (_, engine):
+        begun = Asked(engine, request(128))
+        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        slow = Asked(engine, request(128), priority=255)
+        others = [begun, Asked(engine, request(128), priority=1)]
+        for number in range(SLOTS - 2):
+            others.append(Asked(engine, request(128), priority=1))
+            runner.gate.let_one_through()
+            await others[number].output()
+            assert others[-1].pending.sequence
+        assert not slow.answers
+        assert slow.pending.sequence + SLOTS == others[-1].pending.sequence + 1
+        runner.gate.set()
+        await slow.output()
+
+
+async def test_more_than_may_wait_is_refused_from_the_headers(tmp_path: Path) -> None:
+    runner = EchoRunner()
+    async with remote(tmp_path, runner, max_queue_requests=2) as (_, engine):
+        asked = await filled(runner, engine, caller=0)
+        for number in range(2):
+            engine.check_capacity("tiny", 0)
+            asked.append(Asked(engine, request(1, number)))
+        text = "2 requests of at most 2 are waiting in this HTTP process"
+        with pytest.raises(QueueFullError, match=text):
+            engine.check_capacity("tiny", 0)
+        with pytest.raises(QueueFullError, match=text):
+            Asked(engine, request(1))
+        runner.gate.set()
+        for each in asked:
+            await each.answer()
+        engine.check_capacity("tiny", 0)
+
+
+async def test_what_waits_is_in_metrics_and_answered_in_a_drain(tmp_path: Path) -> None:
+    runner, counts = EchoRunner(), [0.0, 0.0]
+    async with remote(tmp_path, runner, counts) as (server, engine):
+        server.app.engine.waiting_elsewhere.append(counts)
+        asked = await filled(runner, engine, caller=0)
+        asked += [Asked(engine, request(2)) for _ in range(3 * CELLS)]
+        assert counts == [3 * CELLS, 6 * CELLS]
+        server.app.engine.scheduler.poll_sources()
+        assert server.metric("queue_requests", model="tiny") == CELLS - 2 + 3 * CELLS
+        assert server.metric("queue_tokens", model="tiny") == (CELLS - 2) * 128 + 6 * CELLS
+        drain = asyncio.ensure_future(server.app.engine.drain())
+        await asyncio.sleep(0)
+        runner.gate.set()
+        for each in asked:
+            await each.output()
+        assert await drain
+        assert counts == [0, 0]
+
+
+async def test_the_time_in_which_a_request_waits_is_part_of_its_timeout(tmp_path: Path) -> None:
+    runner = EchoRunner()
+    async with remote(tmp_path, runner) as (_, engine):
+        asked = await filled(runner, engine, caller=0)
+        waits = Asked(engine, request(2), timeout=1e-6)
+        assert not waits.pending.sequence
+        runner.gate.set()
+        for each in asked:
+            await each.output()
+        assert isinstance(await waits.answer(), QueueTimeoutError | QueueFullError)
 
 
 async def test_a_queued_request_is_cancelled_with_its_error(tmp_path: Path) -> None:
@@ -158,7 +262,7 @@ async def test_the_callers_of_an_http_process_share_its_channel(tmp_path: Path) 
 
 async def test_errors_are_those_of_the_engine(tmp_path: Path) -> None:
     runner = EchoRunner(poison=float(rows(1)[0, 0]))
-    limits = {"max_queue_requests": 1, "queue_full_status": 429}
+    limits: dict[str, Any] = {"max_queue_requests": 1, "queue_full_status": 429}
     async with remote(tmp_path, runner, **limits) as (server, engine):
         assert isinstance(await Asked(engine, request(1)).answer(), StepFailedError)
         runner.gate.clear()

@@ -12,7 +12,7 @@ def pending(caller: int, num_tokens: int) -> Pending:
     return Pending("0", layer_request([0.0] * num_tokens), lambda _: None, False, caller=caller)
 
 
-def taken(queue: FairQueue, num_tokens: int = 0) -> tuple[int, int]:
+def taken(queue: FairQueue[Pending], num_tokens: int = 0) -> tuple[int, int]:
     """(caller, tokens) of the next request, of which a step takes `num_tokens`; 0: all."""
     head = queue.head()
     count = num_tokens or head.left
@@ -22,7 +22,7 @@ def taken(queue: FairQueue, num_tokens: int = 0) -> tuple[int, int]:
 
 
 def test_a_callers_requests_keep_their_order() -> None:
-    queue = FairQueue(8)
+    queue = FairQueue[Pending](8)
     given = [pending(1, size) for size in (3, 8, 1, 8)]
     for each in given:
         queue.put(each)
@@ -32,14 +32,14 @@ def test_a_callers_requests_keep_their_order() -> None:
 
 
 def test_callers_take_turns() -> None:
-    queue = FairQueue(8)
+    queue = FairQueue[Pending](8)
     for caller in (1, 1, 1, 2, 2, 3):
         queue.put(pending(caller, 1))
     assert [taken(queue)[0] for _ in range(6)] == [1, 2, 3, 1, 2, 1]
 
 
 def test_callers_get_equal_tokens_whatever_the_size_of_their_requests() -> None:
-    queue, tokens = FairQueue(8), Counter[int]()
+    queue, tokens = FairQueue[Pending](8), Counter[int]()
     sizes = {1: 8, 2: 1, 3: 5}
     for caller, size in sizes.items():
         for _ in range(400 // size):
@@ -52,7 +52,7 @@ def test_callers_get_equal_tokens_whatever_the_size_of_their_requests() -> None:
 
 def test_a_caller_that_returns_at_once_keeps_its_debt() -> None:
     """Its queue is empty whenever a step has begun, but another request comes before the next one."""
-    queue, order = FairQueue(8), []
+    queue, order = FairQueue[Pending](8), []
     for _ in range(3):
         queue.put(pending(2, 8))
     for _ in range(6):
@@ -62,7 +62,7 @@ def test_a_caller_that_returns_at_once_keeps_its_debt() -> None:
 
 
 def test_a_small_request_comes_before_those_of_a_caller_with_debts() -> None:
-    queue = FairQueue(8)
+    queue = FairQueue[Pending](8)
     for _ in range(3):
         queue.put(pending(1, 8))
     assert taken(queue) == (1, 8)
@@ -71,14 +71,14 @@ def test_a_small_request_comes_before_those_of_a_caller_with_debts() -> None:
 
 
 def test_a_request_in_chunks_stays_the_next_one_while_its_caller_has_credit() -> None:
-    queue = FairQueue(8)
+    queue = FairQueue[Pending](8)
     queue.put(pending(1, 8))
     queue.put(pending(2, 8))
     assert [taken(queue, 3), taken(queue, 3), taken(queue), taken(queue)] == [(1, 3), (1, 3), (1, 2), (2, 8)]
 
 
 def test_a_removed_request_is_not_taken() -> None:
-    queue = FairQueue(8)
+    queue = FairQueue[Pending](8)
     one, two, three = pending(1, 8), pending(2, 8), pending(1, 8)
     for each in (one, two, three):
         queue.put(each)
@@ -92,7 +92,7 @@ def test_a_removed_request_is_not_taken() -> None:
 
 
 def test_callers_that_are_square_are_forgotten() -> None:
-    queue = FairQueue(8)
+    queue = FairQueue[Pending](8)
     for caller in range(1000):
         queue.put(pending(caller, 1))
         taken(queue)

@@ -1,0 +1,136 @@
+"""Requests of an HTTP process that wait for room in its channel, in the engine's order."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from expertd.service.engine.callers import FairQueue, Waiting
+from expertd.service.engine.errors import QueueFullError, TooManyRequestsError
+from expertd.service.settings.model import Settings
+
+_RETRY_SECONDS = 1  # until another try: only the engine knows how long its steps take
+
+
+class Kind(NamedTuple):
+    """What the requests of one fair queue have in common; is_long: more tokens than one chunk, or for
+    the prefill lane.
+    """
+
+    priority: int
+    model: str
+    is_long: bool
+
+
+class Call(Waiting, Protocol):
+    """A request of `left` tokens."""
+
+    @property
+    def kind(self) -> Kind: ...
+
+
+T = TypeVar("T", bound=Call)
+
+
+class WaitingCalls(Generic[T]):
+    """A fair queue for each priority, model, and kind of request, long or not.
+
+    The most urgent requests leave first. Of equal ones, models get tokens in proportion to their weights, and
+    a model's long requests as many as its others; then callers take turns.
+
+    Of each model, as much may wait as the queue limits of `settings` allow; with lanes, on each lane.
+
+    totals  where the numbers of requests and of tokens that wait are kept, for each model
+    """
+
+    def __init__(self, settings: Settings, totals: "memoryview[float] | list[float] | None" = None) -> None:
+        self._limits = settings.limits
+        self._has_lanes = settings.lanes.are_on
+        self._weights = {model.name: model.weight for model in settings.models}
+        short = settings.lanes.decode_max_tokens or settings.limits.prefill_chunk_tokens
+        self._short_tokens = short or settings.limits.max_request_tokens
+        self._queues: dict[Kind, FairQueue[T]] = {}
+        self._used: dict[Kind, float] = {}  # tokens that have left, over the weight
+        self._clock: dict[int, float] = {}  # by priority: `_used` of the kind that left last, before it
+        self._ready: dict[Kind, None] = {}  # with requests, those that have had some for longest first
+        self._places = {model.name: 2 * number for number, model in enumerate(settings.models)}
+        self._totals = [0.0] * 2 * len(settings.models) if totals is None else totals
+        self._counts: dict[tuple[str, bool], list[int]] = {}  # requests and tokens, by model and lane
+
+    def __len__(self) -> int:
+        return sum(requests for requests, _ in self._counts.values())
+
+    def kind(self, model: str, num_tokens: int, priority: int) -> Kind:
+        """That of a request."""
+        return Kind(priority, model, num_tokens > self._short_tokens)
+
+    def check_capacity(self, model: str, least_tokens: int, caller: int) -> None:
+        """Raise QueueFullError if every request of at least `least_tokens` would be refused."""
+        if self._has_lanes and least_tokens <= self._short_tokens:
+            with suppress(QueueFullError):
+                self._check_room(model, False, least_tokens, caller)
+                return
+        self._check_room(model, self._has_lanes, least_tokens, caller)
+
+    def put(self, call: T) -> None:
+        """Let a request wait. Raises QueueFullError; a caller that has none here may have one."""
+        kind = call.kind
+        lane = kind.is_long and self._has_lanes
+        self._check_room(kind.model, lane, call.left, call.caller)
+        queue = self._queues.get(kind)
+        if queue is None:
+            queue = self._queues[kind] = FairQueue(self._limits.max_batch_tokens)
+        if not queue.num_requests:
+            self._ready[kind] = None
+            # One that had no requests has no claim to the time before them.
+            self._used[kind] = max(self._used.get(kind, 0.0), self._clock.get(kind.priority, 0.0))
+        queue.put(call)
+        self._count(call, 1)
+
+    def take(self) -> T:
+        """The next request, which waits no more; there must be one."""
+        kind = min(self._ready, key=lambda kind: (kind.priority, self._used[kind]))
+        queue = self._queues[kind]
+        call = queue.head()
+        queue.take(call.left)
+        self._clock[kind.priority] = self._used[kind]
+        self._used[kind] += call.left / self._weights[kind.model]
+        self._left(call)
+        return call
+
+    def remove(self, call: T) -> None:
+        """Forget a request that waits."""
+        self._queues[call.kind].remove(call)
+        self._left(call)
+
+    def _left(self, call: T) -> None:
+        self._count(call, -1)
+        if not self._queues[call.kind].num_requests:
+            del self._ready[call.kind]
+
+    def _count(self, call: T, sign: int) -> None:
+        counts = self._counts.setdefault((call.kind.model, call.kind.is_long and self._has_lanes), [0, 0])
+        counts[0] += sign
+        counts[1] += sign * call.left
+        place = self._places[call.kind.model]
+        self._totals[place] += sign
+        self._totals[place + 1] += sign * call.left
+
+    def _check_room(self, model: str, lane: bool, num_tokens: int, caller: int) -> None:
+        requests, tokens = self._counts.get((model, lane), (0, 0))
+        limits = self._limits
+        if requests >= limits.max_queue_requests:
+            waiting = f"{requests} requests of at most {limits.max_queue_requests}"
+        elif tokens + num_tokens > limits.max_queue_tokens:
+            waiting = f"{tokens} tokens of at most {limits.max_queue_tokens}"
+        else:
+            return
+        if caller and not any(queue.has(caller) for queue in self._queues_of(model, lane)):
+            return
+        full = TooManyRequestsError if limits.queue_full_status == 429 else QueueFullError
+        text = f"the queue of model {model} is full: {waiting} are waiting in this HTTP process"
+        raise full(text, _RETRY_SECONDS)
+
+    def _queues_of(self, model: str, lane: bool) -> Iterator[FairQueue[T]]:
+        for kind in self._ready:
+            if kind.model == model and (kind.is_long and self._has_lanes) == lane:
+                yield self._queues[kind]

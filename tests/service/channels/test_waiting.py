@@ -1,0 +1,149 @@
+"""The order of requests that wait for room in a channel, and how many may."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from expertd.service.channels.waiting import Kind, WaitingCalls
+from expertd.service.engine.errors import QueueFullError, TooManyRequestsError
+from tests.service.apps import MODEL, tiny_settings
+
+LIMITS = {
+    "max_request_tokens": 64,
+    "max_batch_tokens": 64,
+    "prefill_chunk_tokens": 16,
+    "max_queue_tokens": 512,
+    "max_queue_requests": 64,
+}
+LANES = {"decode_max_tokens": 4, "decode_batch_tokens": 64}
+
+
+@dataclass(eq=False)
+class Call:
+    kind: Kind
+    caller: int
+    left: int
+
+
+class Waits:
+    """Requests that wait with these settings, and the order in which they leave."""
+
+    def __init__(self, **changes: Any) -> None:
+        limits = {**LIMITS, **changes.pop("limits", {})}
+        models = [MODEL, {**MODEL, "name": "other", "weight": 4.0}]
+        self.totals = [0.0] * 4
+        self.calls: WaitingCalls[Call] = WaitingCalls(
+            tiny_settings(limits, models=models, **changes), self.totals
+        )
+
+    def put(self, caller: int = 0, num_tokens: int = 1, priority: int = 128, model: str = "tiny") -> Call:
+        call = Call(self.calls.kind(model, num_tokens, priority), caller, num_tokens)
+        self.calls.put(call)
+        return call
+
+    def order(self) -> list[Call]:
+        return [self.calls.take() for _ in range(len(self.calls))]
+
+
+def test_the_most_urgent_leave_first() -> None:
+    waits = Waits()
+    given = [waits.put(priority=priority, caller=caller) for caller, priority in enumerate((128, 255, 1, 2))]
+    assert [call.caller for call in waits.order()] == [2, 3, 0, 1]
+    assert given[0] not in waits.order(), "nothing is left"
+
+
+def test_callers_take_turns() -> None:
+    waits = Waits()
+    for caller in (1, 1, 1, 1, 2, 2, 3):
+        waits.put(caller)
+    assert [call.caller for call in waits.order()] == [1, 2, 3, 1, 2, 1, 1]
+
+
+def test_models_leave_in_proportion_to_their_weights() -> None:
+    waits = Waits()
+    for _ in range(12):
+        waits.put(model="tiny")
+        waits.put(model="other")
+    first = [call.kind.model for call in waits.order()[:10]]
+    assert (first.count("tiny"), first.count("other")) == (2, 8)
+
+
+def test_a_model_that_had_no_requests_has_no_claim_to_the_time_before() -> None:
+    waits = Waits()
+    for _ in range(9):
+        waits.put(model="tiny")
+    for _ in range(6):
+        waits.calls.take()
+    for _ in range(9):
+        waits.put(model="other")
+    assert [call.kind.model for call in waits.order()[:10]].count("tiny") == 2
+
+
+def test_short_requests_do_not_wait_for_all_long_ones() -> None:
+    waits = Waits()
+    for _ in range(4):
+        waits.put(num_tokens=32)
+    for _ in range(64 - 4):
+        waits.put(num_tokens=1)
+    order = [call.left for call in waits.order()]
+    assert order.index(1) <= 1
+    assert order[:36].count(32) == 2, "half of the tokens"
+
+
+def test_what_is_removed_does_not_leave() -> None:
+    waits = Waits()
+    kept, removed = waits.put(1), waits.put(2, 17)
+    waits.calls.remove(removed)
+    assert waits.totals == [1, 1, 0, 0]
+    assert waits.order() == [kept]
+    assert waits.totals == [0] * 4
+
+
+def test_as_many_requests_wait_as_the_limits_allow() -> None:
+    waits = Waits(limits={"max_queue_requests": 2, "queue_full_status": 429})
+    for _ in range(2):
+        waits.calls.check_capacity("tiny", 1, 0)
+        waits.put()
+    text = "the queue of model tiny is full: 2 requests of at most 2 are waiting in this HTTP process"
+    with pytest.raises(TooManyRequestsError, match=text) as raised:
+        waits.calls.check_capacity("tiny", 1, 0)
+    assert raised.value.retry_after >= 1
+    with pytest.raises(TooManyRequestsError, match=text):
+        waits.put()
+    waits.put(model="other")
+    waits.calls.take()
+    waits.put()
+    assert waits.totals == [2, 2, 1, 1]
+
+
+def test_as_many_tokens_wait_as_the_limits_allow() -> None:
+    waits = Waits(limits={"max_queue_tokens": 64})
+    waits.put(num_tokens=60)
+    waits.calls.check_capacity("tiny", 4, 0)
+    with pytest.raises(QueueFullError, match="60 tokens of at most 64 are waiting in this HTTP process"):
+        waits.calls.check_capacity("tiny", 5, 0)
+    with pytest.raises(QueueFullError):
+        waits.put(num_tokens=5)
+    waits.put(num_tokens=4)
+
+
+def test_a_caller_without_requests_is_not_shut_out() -> None:
+    waits = Waits(limits={"max_queue_requests": 1})
+    waits.put(caller=1)
+    waits.calls.check_capacity("tiny", 1, 2)
+    waits.put(caller=2)
+    for caller in (0, 1, 2):
+        with pytest.raises(QueueFullError):
+            waits.calls.check_capacity("tiny", 1, caller)
+
+
+def test_each_lane_has_the_limits() -> None:
+    waits = Waits(limits={"max_queue_requests": 1}, lanes=LANES)
+    waits.put(num_tokens=5)
+    with pytest.raises(QueueFullError):
+        waits.calls.check_capacity("tiny", 5, 0)
+    waits.calls.check_capacity("tiny", 4, 0)
+    waits.put(num_tokens=4)
+    with pytest.raises(QueueFullError):
+        waits.calls.check_capacity("tiny", 4, 0)
