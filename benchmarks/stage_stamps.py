@@ -32,8 +32,8 @@ class Stamps:
         That is what the worker thread does for the prefill lane, reports, and collections of garbage.
         """
         from expertd.service.channels.channel import Channel
-        from expertd.service.engine.batching import Scheduler
         from expertd.service.engine.delivery import Delivery
+        from expertd.service.engine.lane_work import LaneWork
         from expertd.service.moe.request import LayerRequest
         from expertd.service.moe.runner import LayerRunner
         from expertd.service.moe.running import DoneStep, RunningStep
@@ -59,16 +59,16 @@ class Stamps:
             self._short.discard(id(step))
             return is_short
 
-        def is_prefill(scheduler: Scheduler) -> bool:
-            return scheduler.lane == 1
+        def is_prefill(work: LaneWork) -> bool:
+            return work.lane == 1
 
         for owner, method, timed in (
             (Channel, "_submit", self._timed(Channel._submit, "submit", is_short)),
             (LayerRunner, "begin", timed_begin),
             (RunningStep, "wait", self._timed(RunningStep.wait, "wait", waits_for_short)),
             (DoneStep, "wait", self._timed(DoneStep.wait, "wait", waits_for_short)),
-            (Scheduler, "do_next", self._timed(Scheduler.do_next, "prefill", is_prefill, bool)),
-            (Scheduler, "finish_if_done", self._timed(Scheduler.finish_if_done, "prefill", is_prefill, bool)),
+            (LaneWork, "do_next", self._timed(LaneWork.do_next, "prefill", is_prefill, bool)),
+            (LaneWork, "finish_if_done", self._timed(LaneWork.finish_if_done, "prefill", is_prefill, bool)),
             (Delivery, "report_later", timed_later),
         ):
             setattr(owner, method, timed)

@@ -9,21 +9,20 @@ must not overlap a step (loading, replacing SM partitions) runs on the same thre
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import TypeVar
 
 from expertd.service.engine.delivery import Delivery
-from expertd.service.engine.early_steps import EarlySteps
 from expertd.service.engine.errors import SchedulerClosedError
-from expertd.service.engine.jobs import JOB_SECONDS, Jobs
+from expertd.service.engine.jobs import JOB_SECONDS
+from expertd.service.engine.lane_work import LaneWork
 from expertd.service.engine.lookout import Lookout
 from expertd.service.engine.queue_metrics import QueueState
 from expertd.service.engine.queues import Queues
 from expertd.service.engine.short_steps import ShortSteps
 from expertd.service.engine.stepping import Stepping
-from expertd.service.engine.steps import DEFAULT_PRIORITY, Chunk, Done, Pending, Runner, State, StepObserver
+from expertd.service.engine.steps import DEFAULT_PRIORITY, Done, Pending, Runner, StepObserver
 from expertd.service.engine.wakeup import Source
 from expertd.service.engine.worker import Worker
 from expertd.service.moe.request import LayerRequest
@@ -31,17 +30,13 @@ from expertd.service.settings.parts import Limits
 
 T = TypeVar("T")
 
-_POLL_SECONDS = 100e-6  # how often a running step is checked for its end while others may begin
-_POLLED_PART = 1 / 8  # of its likely time, at least, on lanes but the first: others wait for the interpreter
-
 
 class Scheduler:
     """Owns the queues and the worker thread. `submit` and `cancel` are safe from any thread.
 
     lane          the number of its lane; 0 if there is only one. The worker thread of the first lane wakes
-                  up for requests of sources, that of another one reads its own while it is awake
+                  up for requests of sources, that of another one polls its own only while it is awake
     spin_seconds  for which the first lane's thread looks for requests of sources before it sleeps
-    worker        the thread, which may do the work of another lane, too
     """
 
     def __init__(
@@ -51,23 +46,25 @@ class Scheduler:
         self._delivery = Delivery()
         self._stepping = Stepping(self._queues, self._delivery, observer)
         self._lookout = Lookout(self._queues, self._stepping, self._delivery, self.poll_sources)
-        self._jobs = Jobs()
         self.lane = lane
-        self.worker = Worker(self, _name(lane), lane == 0, 0.0 if lane else spin_seconds)
-        self._lock = self._queues.lock  # also of the jobs and the states below
-        self._turn = threading.Lock()  # of the thread that uses the device
-        self._sleeping = False
-        self._closed = False
-        self._stopped = False
-        self._early = EarlySteps(self._queues, self._stepping)
-        self._short = ShortSteps(
-            self._queues, self._stepping, self._delivery, self._turn, self._take_alone, self._is_quiet
+        self._work = work = LaneWork(
+            lane, self._queues, self._stepping, self._delivery, self._lookout, spin_seconds
         )
+        self._short = ShortSteps(
+            self._queues, self._stepping, self._delivery, work.turn, work.take_alone, work.is_quiet
+        )
+        self._lock = self._queues.lock  # also of the jobs, of `_closed`, and of what `work` has
+        self._closed = False
 
     @property
     def lanes(self) -> tuple["Scheduler", ...]:
         """Itself: the only lane; see `Lanes`."""
         return (self,)
+
+    @property
+    def worker(self) -> Worker:
+        """The thread, which may do the work of another lane, too."""
+        return self._work.worker
 
     def start(self) -> None:
         """Start the worker thread; answers are delivered to the running event loop."""
@@ -97,10 +94,10 @@ class Scheduler:
     def take(self, other: "Scheduler") -> None:
         """Have this worker thread do the work of another lane, too, which has none at present."""
         other.worker.retire()
-        other.worker = self.worker
+        other._work.worker = self.worker
         # The event loop, with the interpreter's lock, would be in the thread's way at any time.
         self._delivery.leaves_reports = other._delivery.leaves_reports = True
-        self.worker.take(other)
+        self.worker.take(other._work)
 
     def set_limits(self, limits: Limits) -> None:
         """Set the limits of further requests and steps."""
@@ -141,10 +138,10 @@ class Scheduler:
         Its result is the error of `give_up` if that comes before its own.
         """
         with self._lock:
-            if self._stopped:
+            if self._work.has_ended:
                 raise SchedulerClosedError("the server is shutting down")
-            done = self._jobs.add(job, may_take)
-            self._sleeping = False
+            done = self._work.jobs.add(job, may_take)
+            self._work.is_asleep = False
         self.worker.wakeup.wake()
         return done
 
@@ -179,14 +176,14 @@ class Scheduler:
         with self._lock:
             self._check_open()
             queue = self._queues.add(pending, self._stepping.busy_seconds)
-            self._early.note(pending)
+            self._work.early.note(pending)
             self._delivery.accepted()
             if on_worker and self._stepping.returning:
                 self._stepping.returning -= 1
-            if alone and self._sleeping and self._short.fits(queue, timeout):
+            if alone and self._work.is_asleep and self._short.fits(queue, timeout):
                 self._short.run_soon(pending)
                 return pending
-            asleep, self._sleeping = self._sleeping, False
+            asleep, self._work.is_asleep = self._work.is_asleep, False
         if asleep:
             self.worker.wakeup.wake()
         return pending
@@ -247,17 +244,17 @@ class Scheduler:
 
     def job_in_flight(self) -> tuple[int | None, float]:
         """A number of the job that runs, None: there is none; and the seconds that it may take."""
-        return self._jobs.in_flight
+        return self._work.jobs.in_flight
 
     def job_goes_on(self) -> None:
         """The job that runs has done a part, and its time begins again; for the worker thread."""
-        self._jobs.goes_on()
+        self._work.jobs.goes_on()
 
     def give_up(self, error: Exception) -> None:
         """Answer every request and job with `error`, also those that never end; on the event loop."""
         self.close()
         with self._lock:
-            self._jobs.give_up(error)
+            self._work.jobs.give_up(error)
         stuck = [chunk.pending for chunk in self._stepping.unfinished()]
         for pending in self._queues.all_waiting():
             self.cancel(pending, error)
@@ -302,7 +299,7 @@ class Scheduler:
     @property
     def is_asleep(self) -> bool:
         """Whether the worker thread sleeps, or is about to: it looks at its sources once more before."""
-        return self._sleeping
+        return self._work.is_asleep
 
     @property
     def is_here(self) -> bool:
@@ -312,7 +309,7 @@ class Scheduler:
     def end(self) -> None:
         """Have the worker thread end this lane's work after its current steps."""
         with self._lock:
-            self._closed = self._stopped = True
+            self._closed = self._work.has_ended = True
         self.worker.wakeup.wake()
 
     def stop(self, timeout: float) -> bool:
@@ -325,156 +322,14 @@ class Scheduler:
         if self._closed:
             raise SchedulerClosedError("the server is shutting down")
 
-    # For the worker thread.
-
-    def wake_up(self) -> None:
-        """The worker thread is awake, and no other is to run a step."""
-        self._sleeping = False
-
-    def do_next(self) -> bool | None:
-        """Do what is next without waiting; False if there is nothing at present, None after `end`."""
-        running, chores = self._stepping.running, self._stepping.chores
-        job: Callable[[], None] | None = None
-        chunks: list[Chunk] = []
-        late: list[Chunk] = []
-        with self._lock:
-            self._queues.just_ended = False
-            if self._stopped and not running and not chores:
-                return None
-            if not running:
-                job = self._jobs.next()
-            if job is None and self._may_begin():
-                chunks, late = self._queues.split_late(self._queues.next_step(), self._stepping.busy_seconds)
-                if chunks:
-                    self._stepping.take(chunks)
-            self._sleeping = not (job or chunks or late or running or chores)
-        if late:
-            self._stepping.refuse_late(late)
-        if not (job or chunks or chores):
-            return bool(late)
-        with self._turn:
-            if job:
-                job()
-            elif chunks:
-                if self.worker.wakeup.sources:
-                    self._lookout.step_begins(chunks)
-                self._stepping.begin(chunks)
-            else:
-                chores.popleft()()
-        return True
-
-    def finish_if_done(self) -> bool:
-        """Answer the requests of the first step that runs, if the device has done it."""
-        running = self._stepping.running
-        if not running or not running[0].step.is_done():
-            return False
-        with self._turn:
-            self._stepping.finish_first()
-        return True
-
-    def finish_next(self) -> None:
-        """Wait for the first step that runs, and answer its requests; not if the next one may begin."""
-        with self._turn:
-            if not self._wait_for_more():
-                self._stepping.finish_first()
-
-    def finish_all(self) -> None:
-        """Wait for all steps that run, and answer their requests."""
-        while self.is_running:
-            with self._turn:
-                self._stepping.finish_first()
-
     @property
     def is_running(self) -> bool:
-        """Whether the device has a step."""
-        return bool(self._stepping.running)
+        """Whether the device has a step of this lane."""
+        return self._work.is_running
 
-    @property
-    def answered(self) -> float:
-        """When the last step's requests were."""
-        return self._stepping.answered
-
-    @property
-    def busy_seconds(self) -> float:
-        """Until the device has likely done all steps that run."""
-        return self._stepping.busy_seconds()
-
-    @property
-    def num_reports(self) -> int:
-        """That wait to be called."""
-        return self._delivery.num_reports
-
-    def report_one(self) -> bool:
-        """Call what has been reported first; False if there is nothing."""
-        return self._delivery.report_one()
-
-    def flush(self) -> None:
-        """Have the event loop call what has been reported."""
-        self._delivery.flush()
-
-    def cancel_jobs(self) -> None:
-        """Cancel those that no thread will run."""
-        self._jobs.cancel()
-
-    def wait_for_callers(self) -> None:
-        """Poll sources until the callers of the last step are back, for a short time; if others wait."""
-        stepping = self._stepping
-        if not self._queues.turns or stepping.running:
-            return
-        while stepping.returning and time.perf_counter() < stepping.rejoin_until:
-            self.worker.poll(0)
-            if stepping.chores:
-                stepping.chores.popleft()()
-        stepping.returning = 0
-
-    def _may_begin(self) -> bool:
-        """Whether the next step may begin now. The caller holds the lock."""
-        running = self._stepping.running
-        if not running:
-            return bool(self._queues.turns)
-        return not (self._stopped or self._jobs) and self._early.may_begin()
-
-    def _wait_for_more(self) -> bool:
-        """Wait until the only running step is done; True as soon as the next one may begin."""
-        running, until = self._stepping.running, self._early.polled_until()
-        pause = _POLL_SECONDS
-        if self.lane and until:
-            pause = max(pause, _POLLED_PART * self._stepping.first_times()[1])
-        while (now := time.perf_counter()) < until and not running[0].step.is_done():
-            if self.worker.wakeup.sources:
-                self.worker.poll(0)
-            with self._lock:
-                if self._may_begin():
-                    return True
-                begins = self._early.begins()
-            time.sleep(min(pause, max(_POLL_SECONDS, min(begins, until) - now)))
-        return False
-
-    # For steps on the event loop.
-
-    def _take_alone(self, pending: Pending) -> Chunk | None:
-        """Take a request's step, and the turn, unless the worker thread is awake or more has arrived."""
-        with self._lock:
-            if pending.state is not State.WAITING:
-                return None
-            asleep = self._sleeping
-            alone = asleep and self._queues.is_alone(pending) and not self._jobs
-            # Never held for long: a worker that wakes up now waits for this step.
-            if alone and self._turn.acquire(blocking=False):
-                return self._queues.next_step()[0]
-            self._sleeping = False
-        if asleep:
-            self.worker.wakeup.wake()
-        return None
-
-    def _is_quiet(self) -> bool:
-        """Whether the worker thread sleeps, and nothing waits."""
-        return self._sleeping and not self._queues.turns
-
-
-def _name(lane: int) -> str:
-    """Of a worker thread."""
-    return f"expertd-worker-{lane}" if lane else "expertd-worker"
+    def finish_all(self) -> None:
+        """Wait for all steps of this lane that run, and answer their requests; on the worker thread."""
+        self._work.finish_all()
 
 
 def _ignore(answer: object) -> None:

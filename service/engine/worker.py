@@ -22,7 +22,7 @@ _PAUSE_SECONDS = 50e-6  # between two looks at steps, if no short request is exp
 
 
 class Work(Protocol):
-    """What a thread does for a lane: a `Scheduler`. It never waits, but in `finish_next`."""
+    """What a thread does for a lane: a `LaneWork`. It never waits, but in `finish_next`."""
 
     @property
     def is_asleep(self) -> bool: ...

@@ -72,7 +72,7 @@ async def test_a_request_that_is_being_accepted_is_counted_when_the_scheduler_ha
     runner = EchoRunner()
     async with running(runner) as scheduler:
         first = await held(runner, scheduler)
-        monkeypatch.setattr(scheduler._early, "note", note)
+        monkeypatch.setattr(scheduler._work.early, "note", note)
         request, done = layer_request([1.0]), threading.Event()
         submitting = asyncio.ensure_future(
             asyncio.to_thread(scheduler.submit, "0", request, lambda _: done.set())

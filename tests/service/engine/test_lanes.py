@@ -254,7 +254,7 @@ async def test_stopping_ends_jobs_that_wait(one_thread: bool) -> None:
         job = asyncio.ensure_future(pair.lanes.between_steps(lambda: None))
         await asyncio.sleep(0)
         stopping = asyncio.create_task(asyncio.to_thread(pair.lanes.stop, 10))
-        await until(lambda: pair.lanes.lanes[1]._stopped or pair.lanes.lanes[0]._stopped)
+        await until(lambda: any(lane._work.has_ended for lane in pair.lanes.lanes))
         pair.prefill.gate.set()
         assert await stopping
         await asyncio.wait({job}, timeout=10)

@@ -37,7 +37,7 @@ class Threads(EchoRunner):
 
 async def asleep(scheduler: Scheduler) -> None:
     """Wait until the worker thread has nothing to do."""
-    await until(lambda: scheduler._sleeping)
+    await until(lambda: scheduler.is_asleep)
 
 
 async def alone(scheduler: Scheduler, values: Sequence[float]) -> float:

@@ -124,7 +124,7 @@ async def test_nothing_is_recorded_if_the_caller_hangs_up_before(monkeypatch: py
         assert await asyncio.to_thread(runner.entered.acquire, True, 10)
         scheduler = server.app.engine.scheduler.lanes[0]
         asked = asyncio.ensure_future(server.app.engine.profile(1, 5.0))
-        await until(lambda: bool(scheduler._jobs))
+        await until(lambda: bool(scheduler._work.jobs))
         asked.cancel()
         await asyncio.sleep(0)
         runner.gate.set()
