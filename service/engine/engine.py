@@ -94,7 +94,7 @@ class Engine:
         shapes = {model.name: model.shape for model in settings.models}
         metrics.add_models(shapes, settings.metrics.max_expert_series)
         metrics.watch_jit(jit_stats)
-        metrics.watch_models(lambda: {name: self.why_not_ready(name) is None for name in self.models})
+        metrics.watch_models(self._ready_models)
         metrics.watch(lambda: queue_metrics(self.queue_states()))
         metrics.watch(self._lane_metrics)
         metrics.watch_partitions(self._partition_sizes)
@@ -403,6 +403,10 @@ class Engine:
         logger.critical("%s: this process ends, and has to be started again", why)
         self._failure, self.phase = why, Phase.FAILED
         self.scheduler.give_up(DeviceLostError(why))
+
+    def _ready_models(self) -> dict[str, bool]:
+        names = [name for name in self.models if not self.repository.is_unloaded(name)]
+        return {name: self.why_not_ready(name) is None for name in names}
 
     def _failing(self, models: tuple[str, ...]) -> list[str]:
         names = [model for model in models or self.models if self.repository.serves(model)]

@@ -80,6 +80,11 @@ class Repository:
         """Whether a configured model is loaded, or was to be loaded at start-up."""
         return self._states[name] is READY
 
+    def is_unloaded(self, name: str) -> bool:
+        """Whether a configured model is meant not to be there: a failure to load it is not."""
+        state = self._states[name]
+        return state is _UNLOADED or state.state == "UNLOADING"
+
     def check(self, name: str) -> None:
         """Raise ModelUnloadedError if a configured model is not loaded."""
         if not self.serves(name):
@@ -180,6 +185,7 @@ class Repository:
     async def _unload(self, name: str) -> None:
         models, scheduler = self._check_possible(), self._scheduler
         if not self.serves(name):
+            self._states[name] = _UNLOADED  # it may have failed to load
             return
         self._states[name] = ModelState("UNLOADING")
         scheduler.refuse_new(name)
