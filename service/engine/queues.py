@@ -211,16 +211,23 @@ class Queues:
             seconds = other.forecast.until_end(tokens, limits.max_batch_tokens) if tokens else 0.0
             busy += min(seconds, alone * other.weight / own.weight)
         margin = max(_MARGIN, own.forecast.margin)
+        given = pending.deadline - pending.arrived
+        least = own.forecast.until_end(pending.request.num_tokens, limits.max_batch_tokens)
         seconds = margin * own.forecast.until_end(num_tokens, limits.max_batch_tokens, busy)
-        if pending.arrived + seconds > pending.deadline:
-            given = round(1e6 * (pending.deadline - pending.arrived))
-            expected = f"expected about {round(1e6 * seconds)} microseconds"
-            why = f"given the queue of model {model} and {margin:.3g} times what recent steps took"
-            raise self._full(f"timeout: {expected}, {why}, got {given}", seconds)
+        if seconds <= given:
+            return
+        retry: float | None = seconds
+        why = f"given the queue of model {model} and {margin:.3g} times what recent steps took"
+        if least > given and own.forecast.is_steady:  # another try would be in vain, too
+            seconds, retry = least, None
+            why = "what recent steps take for this request alone"
+        expected = f"expected about {round(1e6 * seconds)} microseconds"
+        raise self._full(f"timeout: {expected}, {why}, got {round(1e6 * given)}", retry)
 
-    def _full(self, text: str, seconds: float) -> QueueFullError:
+    def _full(self, text: str, seconds: float | None) -> QueueFullError:
+        """`seconds` until another try may succeed; None: it would not."""
         full = TooManyRequestsError if self.limits.queue_full_status == 429 else QueueFullError
-        return full(text, max(1, math.ceil(seconds)))
+        return full(text, 0 if seconds is None else max(1, math.ceil(seconds)))
 
     def _chunk_tokens(self) -> int:
         """The most tokens of a chunk; 0: steps have whole requests, in their turn."""

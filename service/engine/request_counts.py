@@ -85,7 +85,7 @@ CELL_BYTES = 8  # a float64
 _MOST_KEPT = 16  # requests, before they are counted: that takes 10 µs, for which other threads may wait
 _Kept = tuple[int, int, float, Stages | None]  # where the model's cells begin, and what is counted
 # Of one model: requests by status, refusals by reason, the seconds of those with an output, of all others,
-# seconds by stage, and requests with an output by seconds: refusals take no time, so overload would look fast.
+# seconds by stage, and requests with an output by seconds: with quick refusals, overload would look fast.
 _REASONS = len(STATUSES)
 _SUCCEEDED = _REASONS + len(REASONS)
 _FAILED = _SUCCEEDED + 1
