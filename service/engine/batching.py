@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from expertd.service.engine.delivery import Delivery
 from expertd.service.engine.early_steps import EarlySteps
-from expertd.service.engine.errors import SchedulerClosedError
+from expertd.service.engine.errors import EngineError, SchedulerClosedError
 from expertd.service.engine.jobs import JOB_SECONDS, Jobs
 from expertd.service.engine.lookout import Lookout
 from expertd.service.engine.queue_metrics import QueueState
@@ -112,6 +112,10 @@ class Scheduler:
         with self._lock:
             self._queues.add_runner(model, runner, weight)
 
+    def explain_missing(self, why: Callable[[str], EngineError]) -> None:
+        """Refuse requests to a model without a runner with the error that `why` says."""
+        self._queues.why_missing = why
+
     def refuse_new(self, model: str) -> None:
         """Refuse new requests to `model` with ModelUnloadedError; accepted ones are still answered."""
         with self._lock:
@@ -126,7 +130,7 @@ class Scheduler:
             return self._queues.remove_runner(model)
 
     def runner(self, model: str) -> Runner:
-        """The runner of `model`. Raises ModelUnloadedError."""
+        """The runner of `model`. Raises ModelUnloadedError, or NotReadyError while it is loading."""
         return self._queues[model].runner
 
     async def between_steps(self, job: Callable[[], T], may_take: float = JOB_SECONDS) -> T:

@@ -162,13 +162,13 @@ class Engine:
         return served(self.models, name, version, names_all=False)
 
     def served(self, name: str, version: str = MODEL_VERSION) -> LayerSpec:
-        """The same, unless it is unloaded at present. Raises UnknownModelError."""
+        """The same, unless it is not loaded at present. Raises UnknownModelError, NotReadyError."""
         spec = self.model(name, version)
         self.repository.check(name)
         return spec
 
     def check_loaded(self, model: str) -> None:
-        """Raise NotReadyError at start-up, ModelUnloadedError, and DeviceLostError while no step can run."""
+        """Raise NotReadyError while it is loading, ModelUnloadedError, DeviceLostError if no step can run."""
         if self.loaded is None:
             raise NotReadyError(f"model {model} is not ready: the server is {self.phase.value}")
         if (lost := self.loaded.why_not()) is not None:
@@ -183,7 +183,7 @@ class Engine:
         self.scheduler.check_capacity(model, least_tokens, caller)
 
     def validate(self, model: str, request: LayerRequest) -> None:
-        """Raise ValueError for invalid routing, ModelUnloadedError if the model was unloaded meanwhile."""
+        """Raise ValueError for invalid routing, and as `check_loaded` if the model was unloaded meanwhile."""
         self.scheduler.runner(model).validate(request)
 
     def submit(
@@ -423,7 +423,7 @@ class Engine:
     async def _try(self, lane: Scheduler, model: str) -> None:
         tried = asyncio.Event()
         request = zero_request(1, self.models[model].hidden_size)
-        with suppress(QueueFullError, SchedulerClosedError, ModelUnloadedError):
+        with suppress(QueueFullError, SchedulerClosedError, ModelUnloadedError, NotReadyError):
             lane.submit(model, request, lambda _: tried.set())
             await tried.wait()
 

@@ -17,7 +17,12 @@ from collections.abc import Callable, Mapping
 from threading import Lock
 
 from expertd.service.engine.chunks import end_chunk
-from expertd.service.engine.errors import ModelUnloadedError, QueueFullError, TooManyRequestsError
+from expertd.service.engine.errors import (
+    EngineError,
+    ModelUnloadedError,
+    QueueFullError,
+    TooManyRequestsError,
+)
 from expertd.service.engine.queue import Queue
 from expertd.service.engine.steps import Chunk, Pending, Runner, State
 from expertd.service.moe.request import Output
@@ -27,12 +32,20 @@ _MARGIN = 1.25  # at least, for steps that take longer than recent ones, and for
 _COMPETING_SECONDS = 10.0  # that requests are taken to compete for after they last did
 
 
+def _unloaded(model: str) -> EngineError:
+    return ModelUnloadedError(f"model {model}: expected a loaded one, got it unloaded")
+
+
 class Queues:
-    """All queues. Who changes them holds `lock`, but for `end`, which takes it."""
+    """All queues. Who changes them holds `lock`, but for `end`, which takes it.
+
+    why_missing  the error for a model without a queue, ModelUnloadedError or NotReadyError; on any thread
+    """
 
     def __init__(self, limits: Limits) -> None:
         self.lock = Lock()
         self.limits = limits
+        self.why_missing: Callable[[str], EngineError] = _unloaded
         self._of: dict[str, Queue] = {}
         self.turns: deque[str] = deque()  # models with waiting requests, the one that waits longest first
         self._clock: dict[int, float] = {}  # by priority: `Queue.used` of its last step's model, before it
@@ -63,14 +76,14 @@ class Queues:
         return self._of.get(model)
 
     def __getitem__(self, model: str) -> Queue:
-        """The queue of a loaded model. Raises ModelUnloadedError."""
+        """The queue of a loaded model. Raises what `why_missing` says."""
         queue = self._of.get(model)
         if queue is None:
-            raise ModelUnloadedError(f"model {model}: expected a loaded one, got it unloaded")
+            raise self.why_missing(model)
         return queue
 
     def check_room(self, model: str, num_tokens: int, caller: int) -> None:
-        """Raise QueueFullError if there is none for a request of `num_tokens`, ModelUnloadedError without it.
+        """Raise QueueFullError if there is none for a request of `num_tokens`; else as `self[model]` does.
 
         A caller without requests in a full queue may have one there: others do not shut it out.
         """

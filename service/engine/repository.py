@@ -56,6 +56,7 @@ class Repository:
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
         self._reader: threading.Thread | None = None
+        scheduler.explain_missing(self._why_missing)
 
     def start(self, loaded: Loaded) -> None:
         """The models that are loaded at start-up are there."""
@@ -86,9 +87,9 @@ class Repository:
         return state is _UNLOADED or state.state == "UNLOADING"
 
     def check(self, name: str) -> None:
-        """Raise ModelUnloadedError if a configured model is not loaded."""
+        """Raise ModelUnloadedError if a configured model is not loaded, NotReadyError while it is loading."""
         if not self.serves(name):
-            raise ModelUnloadedError(f"model {name}: expected a loaded one, got it {self.describe(name)}")
+            raise self._why_missing(name)
 
     def describe(self, name: str) -> str:
         """A model's state in words."""
@@ -106,6 +107,11 @@ class Repository:
     async def unload(self, name: str) -> None:
         """Unload a model, once all requests that it has accepted are answered. Raises as `load` does."""
         await self._run(self._unload(name))
+
+    def _why_missing(self, name: str) -> EngineError:
+        if self._states[name].state == "LOADING":
+            return NotReadyError(f"model {name} is not ready: it is loading")
+        return ModelUnloadedError(f"model {name}: expected a loaded one, got it {self.describe(name)}")
 
     async def _run(self, work: Coroutine[Any, Any, None]) -> None:
         try:

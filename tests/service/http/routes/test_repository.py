@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from expertd.service.engine import local_models
-from expertd.service.engine.errors import ModelUnloadedError
+from expertd.service.engine.errors import ModelUnloadedError, NotReadyError
 from expertd.service.engine.layers import Cancelled
 from expertd.service.engine.loading import Loaded, Loader, Models, load
 from expertd.service.engine.steps import Runner
@@ -284,6 +284,8 @@ async def test_unloading_answers_what_was_accepted_and_refuses_what_comes_later(
         await until(lambda: server.app.engine.repository.state("other").state == "UNLOADING")
         text = error_of(await infer(server, "other"), 404)
         assert text == "model other: expected a loaded one, got it unloading"
+        with pytest.raises(ModelUnloadedError, match=text):
+            server.app.engine.scheduler.check_capacity("other", 1, 0)
         assert not unloading.done()
         runner.open()
         outputs = [output_of(response) for response in await asyncio.gather(begun, *queued)]
@@ -321,7 +323,7 @@ async def test_others_are_served_while_models_come_and_go() -> None:
             while not ended.is_set():
                 seed = (seed + 1) % len(outputs)
                 response = await infer(server, model, seed)
-                if model == "other" and response.status_code == 404:
+                if model == "other" and response.status_code in (404, 503):  # unloaded, loading
                     counts["refused"] += 1
                     await asyncio.sleep(0)  # such an answer waits for nothing
                     continue
@@ -378,7 +380,12 @@ async def test_a_shutdown_does_not_wait_for_a_model_that_is_being_read() -> None
         loading = asyncio.create_task(change(server, "load"))
         await until(lambda: bool(started))
         assert (await states(server))["other"] == ("LOADING", "")
-        assert error_of(await infer(server, "other"), 404).endswith("got it loading")
+        text = "model other is not ready: it is loading"
+        assert error_of(await infer(server, "other"), 503) == text
+        assert server.metric("refusals_total", model="other", reason="not_ready") == 1
+        assert error_of(await server.http.get("/v2/models/other"), 503) == text
+        with pytest.raises(NotReadyError, match=text):  # as of a channel
+            server.app.engine.scheduler.check_capacity("other", 1, 0)
         assert output_of(await infer(server, "tiny")).shape == (3, 128)
         assert await server.app.engine.drain()
         assert error_of(await loading, 503) == "the server is shutting down"
