@@ -296,4 +296,6 @@ class RemoteEngine:
         if reason == REASON_CODES["queue_full"]:
             full = TooManyRequestsError if status == 429 else QueueFullError
             return full(text, math.ceil(retry_after_ms / 1000))
+        if reason == REASON_CODES["not_ready"] and not retry_after_ms:
+            return NotReadyError(text)
         return _ERRORS.get(reason, StepFailedError)(text)

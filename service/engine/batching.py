@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from expertd.service.engine.delivery import Delivery
-from expertd.service.engine.errors import SchedulerClosedError
+from expertd.service.engine.errors import EngineError, SchedulerClosedError
 from expertd.service.engine.jobs import JOB_SECONDS
 from expertd.service.engine.lane_work import LaneWork
 from expertd.service.engine.lookout import Lookout
@@ -109,6 +109,10 @@ class Scheduler:
         with self._lock:
             self._queues.add_runner(model, runner, weight)
 
+    def explain_missing(self, why: Callable[[str], EngineError]) -> None:
+        """Refuse requests to a model without a runner with the error that `why` says."""
+        self._queues.why_missing = why
+
     def refuse_new(self, model: str) -> None:
         """Refuse new requests to `model` with ModelUnloadedError; accepted ones are still answered."""
         with self._lock:
@@ -123,7 +127,7 @@ class Scheduler:
             return self._queues.remove_runner(model)
 
     def runner(self, model: str) -> Runner:
-        """The runner of `model`. Raises ModelUnloadedError."""
+        """The runner of `model`. Raises ModelUnloadedError, or NotReadyError while it is loading."""
         return self._queues[model].runner
 
     async def between_steps(self, job: Callable[[], T], may_take: float = JOB_SECONDS) -> T:

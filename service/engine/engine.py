@@ -98,7 +98,7 @@ class Engine:
         shapes = {model.name: model.shape for model in settings.models}
         metrics.add_models(shapes, settings.metrics.max_expert_series)
         metrics.watch_jit(jit_stats)
-        metrics.watch_models(lambda: {name: self.why_not_ready(name) is None for name in self.models})
+        metrics.watch_models(self._ready_models)
         metrics.watch(lambda: queue_metrics(self.queue_states()))
         metrics.watch(self._lane_metrics)
         metrics.watch_partitions(self._partition_sizes)
@@ -166,13 +166,13 @@ class Engine:
         return served(self.models, name, version, names_all=False)
 
     def served(self, name: str, version: str = MODEL_VERSION) -> LayerSpec:
-        """The same, unless it is unloaded at present. Raises UnknownModelError."""
+        """The same, unless it is not loaded at present. Raises UnknownModelError, NotReadyError."""
         spec = self.model(name, version)
         self.repository.check(name)
         return spec
 
     def check_loaded(self, model: str) -> None:
-        """Raise NotReadyError at start-up, ModelUnloadedError, and DeviceLostError while no step can run."""
+        """Raise NotReadyError while it is loading, ModelUnloadedError, DeviceLostError if no step can run."""
         if self.loaded is None:
             raise NotReadyError(f"model {model} is not ready: the server is {self.phase.value}")
         if (lost := self.loaded.why_not()) is not None:
@@ -187,7 +187,7 @@ class Engine:
         self.scheduler.check_capacity(model, least_tokens, caller)
 
     def validate(self, model: str, request: LayerRequest) -> None:
-        """Raise ValueError for invalid routing, ModelUnloadedError if the model was unloaded meanwhile."""
+        """Raise ValueError for invalid routing, and as `check_loaded` if the model was unloaded meanwhile."""
         self.scheduler.runner(model).validate(request)
 
     def submit(
@@ -411,6 +411,10 @@ class Engine:
         self._failure, self.phase = why, Phase.FAILED
         self.scheduler.give_up(DeviceLostError(why))
 
+    def _ready_models(self) -> dict[str, bool]:
+        names = [name for name in self.models if not self.repository.is_unloaded(name)]
+        return {name: self.why_not_ready(name) is None for name in names}
+
     def _failing(self, models: tuple[str, ...]) -> list[str]:
         names = [model for model in models or self.models if self.repository.serves(model)]
         return [model for model in names if self.scheduler.failures(model) >= _FAILING_STEPS]
@@ -426,7 +430,7 @@ class Engine:
     async def _try(self, lane: Scheduler, model: str) -> None:
         tried = asyncio.Event()
         request = zero_request(1, self.models[model].hidden_size)
-        with suppress(QueueFullError, SchedulerClosedError, ModelUnloadedError):
+        with suppress(QueueFullError, SchedulerClosedError, ModelUnloadedError, NotReadyError):
             lane.submit(model, request, lambda _: tried.set())
             await tried.wait()
 

@@ -43,7 +43,10 @@ class DeviceLostError(EngineError):
 
 
 class QueueFullError(EngineError):
-    """The queue is full; `retry_after` estimates the seconds until it has room."""
+    """The queue is full; `retry_after` estimates the seconds until it has room.
+
+    Also of a request whose output would be too late; 0 if it would be without a queue, too.
+    """
 
     def __init__(self, message: str, retry_after: int) -> None:
         super().__init__(message)

@@ -66,7 +66,12 @@ class Forecast:
         idle = self._clock() - self._when
         if idle > _DOUBTFUL_SECONDS:
             return True
-        return self.margin > _STEADY_MARGIN and idle > self.step(num_tokens)
+        return not self.is_steady and idle > self.step(num_tokens)
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether no single step took far longer than others."""
+        return self.margin <= _STEADY_MARGIN
 
     @property
     def margin(self) -> float:

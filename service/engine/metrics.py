@@ -26,7 +26,13 @@ from expertd.service.moe.shape import LayerShape
 _RANKS_TOO = "with ranks it stays 0, and `expertd_rank_jit_*` count"
 BUILD = Family("info", "build", "always 1; backend and device are empty until they are known", "",
                ("version", "backend", "device"))  # fmt: skip
-READY = Family("gauge", "model_ready", "1 when the model is ready", "", ("model",))
+READY = Family(
+    "gauge",
+    "model_ready",
+    "1 when the model is ready, else 0; no series for one that is unloaded by `load: false` or a call",
+    "",
+    ("model",),
+)
 COMPILATIONS = Family("counter", "jit_compilations", f"kernels compiled; {_RANKS_TOO}", "kernels")
 COMPILE_SECONDS = Family(
     "counter", "jit_compile_seconds", f"time spent compiling kernels; {_RANKS_TOO}", "seconds"
@@ -143,7 +149,7 @@ class Metrics:
         self.registry.register(CallbackCollector(collect))
 
     def watch_models(self, ready: Callable[[], Mapping[str, bool]]) -> None:
-        """Report the result of `ready` at each scrape: model -> whether it is ready."""
+        """Report the result of `ready` at each scrape: model, if not unloaded -> whether it is ready."""
         self.watch(lambda: gauges(READY, ready()))
 
     def watch_jit(self, stats: Callable[[], JitStats]) -> None:

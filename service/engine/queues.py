@@ -17,7 +17,12 @@ from collections.abc import Callable, Mapping
 from threading import Lock
 
 from expertd.service.engine.chunks import end_chunk
-from expertd.service.engine.errors import ModelUnloadedError, QueueFullError, TooManyRequestsError
+from expertd.service.engine.errors import (
+    EngineError,
+    ModelUnloadedError,
+    QueueFullError,
+    TooManyRequestsError,
+)
 from expertd.service.engine.queue import Queue
 from expertd.service.engine.steps import Chunk, Pending, Runner, State
 from expertd.service.moe.request import Output
@@ -27,12 +32,20 @@ _MARGIN = 1.25  # at least, for steps that take longer than recent ones, and for
 _COMPETING_SECONDS = 10.0  # that requests are taken to compete for after they last did
 
 
+def _unloaded(model: str) -> EngineError:
+    return ModelUnloadedError(f"model {model}: expected a loaded one, got it unloaded")
+
+
 class Queues:
-    """All queues. Who changes them holds `lock`, but for `end`, which takes it."""
+    """All queues. Who changes them holds `lock`, but for `end`, which takes it.
+
+    why_missing  the error for a model without a queue, ModelUnloadedError or NotReadyError; on any thread
+    """
 
     def __init__(self, limits: Limits) -> None:
         self.lock = Lock()
         self.limits = limits
+        self.why_missing: Callable[[str], EngineError] = _unloaded
         self._of: dict[str, Queue] = {}
         self.turns: deque[str] = deque()  # models with waiting requests, the one that waits longest first
         self._clock: dict[int, float] = {}  # by priority: `Queue.used` of its last step's model, before it
@@ -63,14 +76,14 @@ class Queues:
         return self._of.get(model)
 
     def __getitem__(self, model: str) -> Queue:
-        """The queue of a loaded model. Raises ModelUnloadedError."""
+        """The queue of a loaded model. Raises what `why_missing` says."""
         queue = self._of.get(model)
         if queue is None:
-            raise ModelUnloadedError(f"model {model}: expected a loaded one, got it unloaded")
+            raise self.why_missing(model)
         return queue
 
     def check_room(self, model: str, num_tokens: int, caller: int) -> None:
-        """Raise QueueFullError if there is none for a request of `num_tokens`, ModelUnloadedError without it.
+        """Raise QueueFullError if there is none for a request of `num_tokens`; else as `self[model]` does.
 
         A caller without requests in a full queue may have one there: others do not shut it out.
         """
@@ -211,16 +224,23 @@ class Queues:
             seconds = other.forecast.until_end(tokens, limits.max_batch_tokens) if tokens else 0.0
             busy += min(seconds, alone * other.weight / own.weight)
         margin = max(_MARGIN, own.forecast.margin)
+        given = pending.deadline - pending.arrived
+        least = own.forecast.until_end(pending.request.num_tokens, limits.max_batch_tokens)
         seconds = margin * own.forecast.until_end(num_tokens, limits.max_batch_tokens, busy)
-        if pending.arrived + seconds > pending.deadline:
-            given = round(1e6 * (pending.deadline - pending.arrived))
-            expected = f"expected about {round(1e6 * seconds)} microseconds"
-            why = f"given the queue of model {model} and {margin:.3g} times what recent steps took"
-            raise self._full(f"timeout: {expected}, {why}, got {given}", seconds)
+        if seconds <= given:
+            return
+        retry: float | None = seconds
+        why = f"given the queue of model {model} and {margin:.3g} times what recent steps took"
+        if least > given and own.forecast.is_steady:  # another try would be in vain, too
+            seconds, retry = least, None
+            why = "what recent steps take for this request alone"
+        expected = f"expected about {round(1e6 * seconds)} microseconds"
+        raise self._full(f"timeout: {expected}, {why}, got {round(1e6 * given)}", retry)
 
-    def _full(self, text: str, seconds: float) -> QueueFullError:
+    def _full(self, text: str, seconds: float | None) -> QueueFullError:
+        """`seconds` until another try may succeed; None: it would not."""
         full = TooManyRequestsError if self.limits.queue_full_status == 429 else QueueFullError
-        return full(text, max(1, math.ceil(seconds)))
+        return full(text, 0 if seconds is None else max(1, math.ceil(seconds)))
 
     def _chunk_tokens(self) -> int:
         """The most tokens of a chunk; 0: steps have whole requests, in their turn."""

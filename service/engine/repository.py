@@ -56,6 +56,7 @@ class Repository:
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
         self._reader: threading.Thread | None = None
+        scheduler.explain_missing(self._why_missing)
 
     def start(self, loaded: Loaded) -> None:
         """The models that are loaded at start-up are there."""
@@ -80,10 +81,15 @@ class Repository:
         """Whether a configured model is loaded, or was to be loaded at start-up."""
         return self._states[name] is READY
 
+    def is_unloaded(self, name: str) -> bool:
+        """Whether a configured model is meant not to be there: a failure to load it is not."""
+        state = self._states[name]
+        return state is _UNLOADED or state.state == "UNLOADING"
+
     def check(self, name: str) -> None:
-        """Raise ModelUnloadedError if a configured model is not loaded."""
+        """Raise ModelUnloadedError if a configured model is not loaded, NotReadyError while it is loading."""
         if not self.serves(name):
-            raise ModelUnloadedError(f"model {name}: expected a loaded one, got it {self.describe(name)}")
+            raise self._why_missing(name)
 
     def describe(self, name: str) -> str:
         """A model's state in words."""
@@ -101,6 +107,11 @@ class Repository:
     async def unload(self, name: str) -> None:
         """Unload a model, once all requests that it has accepted are answered. Raises as `load` does."""
         await self._run(self._unload(name))
+
+    def _why_missing(self, name: str) -> EngineError:
+        if self._states[name].state == "LOADING":
+            return NotReadyError(f"model {name} is not ready: it is loading")
+        return ModelUnloadedError(f"model {name}: expected a loaded one, got it {self.describe(name)}")
 
     async def _run(self, work: Coroutine[Any, Any, None]) -> None:
         try:
@@ -180,6 +191,7 @@ class Repository:
     async def _unload(self, name: str) -> None:
         models, scheduler = self._check_possible(), self._scheduler
         if not self.serves(name):
+            self._states[name] = _UNLOADED  # it may have failed to load
             return
         self._states[name] = ModelState("UNLOADING")
         scheduler.refuse_new(name)

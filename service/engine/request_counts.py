@@ -39,7 +39,8 @@ REFUSALS = Family(
 REQUEST_SECONDS = Family(
     "histogram",
     "request_seconds",
-    "from a request's headers, or from the reading of a request in a channel, to the end of its answer",
+    "of the requests with an output: from a request's headers, or from the reading of a request in a "
+    "channel, to the end of its answer",
     "seconds",
     ("model",),
     SECONDS,
@@ -71,7 +72,7 @@ class RequestTotals(NamedTuple):
 
     success, failure  those with an output, and all others
     refused           reason -> requests, of the reasons that there were
-    by_seconds        requests by their time: up to each of SECONDS, and above the last one
+    by_seconds        requests with an output by their time: up to each of SECONDS, and above the last one
     """
 
     success: Total
@@ -83,11 +84,11 @@ class RequestTotals(NamedTuple):
 CELL_BYTES = 8  # a float64
 _MOST_KEPT = 16  # requests, before they are counted: that takes 10 µs, for which other threads may wait
 _Kept = tuple[int, int, float, Stages | None]  # where the model's cells begin, and what is counted
-# Of one model: requests by status, refusals by reason, the sum of their seconds, of those that failed alone,
-# seconds by stage, and requests by seconds.
+# Of one model: requests by status, refusals by reason, the seconds of those with an output, of all others,
+# seconds by stage, and requests with an output by seconds: with quick refusals, overload would look fast.
 _REASONS = len(STATUSES)
-_SUM = _REASONS + len(REASONS)
-_FAILED = _SUM + 1
+_SUCCEEDED = _REASONS + len(REASONS)
+_FAILED = _SUCCEEDED + 1
 _STAGES = _FAILED + 1
 _BUCKETS = _STAGES + len(STAGES)
 _STRIDE = _BUCKETS + len(SECONDS) + 1
@@ -138,10 +139,11 @@ class RequestCounts:
             for _ in range(len(self._kept)):
                 start, status, seconds, stages = self._kept.popleft()
                 cells[start + _STATUS_PLACES[status]] += 1
-                cells[start + _SUM] += seconds
-                if status != 200:
+                if status == 200:
+                    cells[start + _SUCCEEDED] += seconds
+                    cells[start + _BUCKETS + bisect_left(SECONDS, seconds)] += 1
+                else:
                     cells[start + _FAILED] += seconds
-                cells[start + _BUCKETS + bisect_left(SECONDS, seconds)] += 1
                 if stages is not None:
                     receive, queue, compute = stages
                     first = start + _STAGES
@@ -175,7 +177,8 @@ def request_metrics(models: Sequence[str], cells: Iterable["memoryview[float]"])
                 refusals.add_metric([model, reason], float(value))
         bounds = [*map(str, SECONDS), "+Inf"]
         buckets = list(zip(bounds, np.cumsum(row[_BUCKETS:]).tolist(), strict=True))
-        seconds.add_metric([model], buckets, float(row[_SUM]))
+        if model:
+            seconds.add_metric([model], buckets, float(row[_SUCCEEDED]))
         for stage, value in zip(STAGES, row[_STAGES:], strict=False):
             if model:
                 stages.add_metric([model, stage], float(value))
@@ -192,10 +195,12 @@ def request_totals(models: Sequence[str], cells: Iterable["memoryview[float]"]) 
     for place, model in enumerate(models):
         row = total[place * _STRIDE : (place + 1) * _STRIDE].tolist()
         succeeded, failed = Total(), Total()
-        succeeded.add(int(row[_STATUS_PLACES[200]]), row[_SUM] - row[_FAILED])
+        succeeded.add(int(row[_STATUS_PLACES[200]]), row[_SUCCEEDED])
         failed.add(int(sum(row[:_REASONS])) - succeeded.count, row[_FAILED])
         refused = {
-            reason: int(number) for reason, number in zip(REASONS, row[_REASONS:_SUM], strict=True) if number
+            reason: int(number)
+            for reason, number in zip(REASONS, row[_REASONS:_SUCCEEDED], strict=True)
+            if number
         }
         by_seconds = [int(number) for number in row[_BUCKETS:]]
         totals[model] = RequestTotals(succeeded, failed, refused, by_seconds)

@@ -95,15 +95,18 @@ def random_weights(
 ) -> ExpertWeights:
     """Normal weights with variance 1/fan-in, quantized; reproducible for a seed on one type of device.
 
-    part  these of the routed experts in this order, also several times, then all shared ones, with the
-          weights that they have among all; None: all groups of `shape`
+    An expert has the same weights whichever others are held, so that parts with one seed make up a layer.
+
+    part  these of the held routed experts in this order, also several times, then all shared ones; None: all
+          groups of `shape`
     """
-    kept = _kept(shape, part)
+    whole, held = replace(shape, local_experts=None), shape.held_experts
+    kept = _kept(whole, held if part is None else [held[place] for place in part])
     generator = torch.Generator(device).manual_seed(seed)
     router = _normal((shape.num_experts, shape.hidden_size), generator).to(torch.bfloat16)
     i, h = shape.intermediate_size, shape.hidden_size
-    gate_up = _random_experts(shape.num_groups, kept, 2 * i, h, generator)
-    down = _random_experts(shape.num_groups, kept, h, i, generator)
+    gate_up = _random_experts(whole.num_groups, kept, 2 * i, h, generator)
+    down = _random_experts(whole.num_groups, kept, h, i, generator)
     return ExpertWeights(router, gate_up, down)
 
 

@@ -45,6 +45,7 @@ class _Agent:
     def __init__(self, settings: Settings) -> None:
         self._settings, self._node = settings, settings.node_rank
         self._signalled = threading.Event()
+        self._signal = ""  # the name of the last one
         self._end_by = 0.0  # after a signal
         self._inbox = Inbox()
         self._group: RankGroup | None = None
@@ -123,7 +124,7 @@ class _Agent:
                 logger.info("the ranks of node %d are ready", self._node)
             while not stop() and group.lost is None:
                 group.look()
-            why = group.lost or ""
+            why = group.lost or self._why_ended(session)
         except LoadFailedError as error:
             why = str(error).removeprefix("loading: ")
         finally:
@@ -132,10 +133,18 @@ class _Agent:
             group.end()
         logger.info("the ranks of node %d have ended: %s", self._node, why)
 
+    def _why_ended(self, session: "_Session") -> str:
+        """Why ranks end that are not lost."""
+        if self._signalled.is_set() and self._is_over():
+            return f"the agent was stopped by {self._signal}"
+        if session.refused is not None:
+            return f"the agent was refused: {session.refused}"
+        return "the front end starts all ranks again" if session.is_alive() else "the front end is gone"
+
     def _end(self, number: int, frame: FrameType | None) -> None:
         """A signal."""
         settings = self._settings
-        again = self._signalled.is_set()
+        again, self._signal = self._signalled.is_set(), signal.Signals(number).name
         drain = settings.shutdown_delay_seconds + settings.drain_timeout_seconds
         self._end_by = time.monotonic() + (0.0 if again else drain)
         self._signalled.set()
@@ -183,7 +192,7 @@ class _Session:
                     self.refused = f"node {self._node}: expected one agent, got another one"
                 elif agreed:
                     count += 1
-                    self._board.beat(self._node, f"{self._place}:{count}")
+                    self._board.beat(self._node, self._place, count)
                     self.generation = self._board.generation()
                 self._beaten = time.monotonic()
                 time.sleep(BEAT_SECONDS)

@@ -14,6 +14,11 @@ BEAT_SECONDS = 0.25
 _ANSWER_SECONDS = 5.0  # of the store
 
 
+def place_of(beat: str) -> str:
+    """The place of the agent that has sent a beat."""
+    return beat.partition(":")[0]
+
+
 class Board:
     """A client of the store, for one thread at a time. Raises RuntimeError if that is out of reach."""
 
@@ -75,9 +80,9 @@ class Board:
         """The number of agents that have taken a node's place; the last one has it."""
         return int(self._store.add(f"agents/{node}", 0))
 
-    def beat(self, node: int, text: str) -> None:
-        """Show that the agent is there; each text once."""
-        self._store.set(f"beat/{node}", text)
+    def beat(self, node: int, place: int, count: int) -> None:
+        """Show that the agent with this place, from `arrive`, is there; each `count` once."""
+        self._store.set(f"beat/{node}", f"{place}:{count}")
 
     def refuse(self, node: int, place: int, text: str) -> None:
         """Say why the agent with this place, from `arrive`, cannot take part."""

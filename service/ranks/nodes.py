@@ -1,13 +1,14 @@
 """The front end's view of the other nodes: their agents, which start ranks there."""
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from expertd.service.ranks.board import BEAT_SECONDS, Board
+from expertd.service.ranks.board import BEAT_SECONDS, Board, place_of
 from expertd.service.ranks.meeting import Meeting
 from expertd.service.ranks.starting import LoadFailedError
 from expertd.service.settings.model import Settings
@@ -53,7 +54,8 @@ class Nodes:
         Raises LoadFailedError for one with other settings, and for one that does not come in time, if
         `is_first`: later they are waited for as long as it takes.
         """
-        self._beats, self._seen = self._board.beats(self._num_nodes), {}
+        self._look()
+        self._seen = {}  # only new beats count
         began, told = time.monotonic(), False
         while not stop():
             if refusals := self._board.refusals(self._num_nodes):
@@ -90,6 +92,13 @@ class Nodes:
         return None
 
     def _look(self) -> None:
+        now = time.monotonic()
         for node, beat in self._board.beats(self._num_nodes).items():
-            if self._beats.get(node) != beat:
-                self._beats[node], self._seen[node] = beat, time.monotonic()
+            if (before := self._beats.get(node)) == beat:
+                continue
+            ago = now - self._seen.get(node, -math.inf)
+            if before is not None and place_of(before) != place_of(beat) and ago < LOST_SECONDS:
+                logger.warning(
+                    "node %d: another agent has taken the place of one that was there %.1f s ago", node, ago
+                )
+            self._beats[node], self._seen[node] = beat, now

@@ -38,8 +38,10 @@ export class Layers {
     for (const [name, { row, button }] of this.#rows) {
       button.setAttribute("aria-pressed", String(name === chosen));
       const sum = total(history.now, name);
-      const why = name ? snapshot.models[name].why_not_ready : snapshot.why_not_ready;
-      const state = cell(why === null ? "ready" : "not ready", why === null ? "good-text" : "bad-text");
+      const { why_not_ready: why, unloaded } = name ? snapshot.models[name] : snapshot;
+      const state = unloaded
+        ? cell("unloaded", "wait-text")
+        : cell(why === null ? "ready" : "not ready", why === null ? "good-text" : "bad-text");
       state.title = why ?? "";
       const { num_experts: experts, top_k: topK } = server.models[name] ?? {};
       const latency = (part) => seconds(quantile(part, server.bounds_seconds, sum.bySeconds));

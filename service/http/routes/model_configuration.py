@@ -61,13 +61,13 @@ def configuration_router(engine: Engine) -> APIRouter:
     """GET /v2/models/{model}/config."""
     router = APIRouter(prefix="/v2/models", tags=["Open Inference Protocol"])
 
-    @router.get("/{model}/config", response_model=ModelConfiguration, responses=errors(404))
+    @router.get("/{model}/config", response_model=ModelConfiguration, responses=errors(404, 503))
     async def model_configuration(model: ModelName) -> dict[str, Any]:
         """Tensors, limits and sizes of a model, in Triton's form."""
         return _configuration(engine, engine.served(model))
 
     @router.get(
-        "/{model}/versions/{version}/config", response_model=ModelConfiguration, responses=errors(404)
+        "/{model}/versions/{version}/config", response_model=ModelConfiguration, responses=errors(404, 503)
     )
     async def model_version_configuration(model: ModelName, version: Version) -> dict[str, Any]:
         """Tensors, limits and sizes of a model, in Triton's form."""

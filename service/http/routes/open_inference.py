@@ -54,7 +54,7 @@ def protocol_router(engine: Engine) -> APIRouter:
         "/models/{model}",
         response_model=ModelMetadata,
         response_model_exclude_none=True,
-        responses=errors(404),
+        responses=errors(404, 503),
     )
     async def model_metadata(model: ModelName) -> dict[str, Any]:
         """Inputs and outputs of a model."""
@@ -64,7 +64,7 @@ def protocol_router(engine: Engine) -> APIRouter:
         "/models/{model}/versions/{version}",
         response_model=ModelMetadata,
         response_model_exclude_none=True,
-        responses=errors(404),
+        responses=errors(404, 503),
     )
     async def model_version_metadata(model: ModelName, version: Version) -> dict[str, Any]:
         """Inputs and outputs of a model."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from expertd.service.engine.engine import Engine
+from expertd.service.engine.engine import Engine, Phase
 from expertd.service.engine.repository import READY
 from expertd.service.engine.spec import MODEL_VERSION
 from expertd.service.http.bodies import BodyReader, control_body
@@ -60,7 +60,7 @@ def repository_router(engine: Engine, bodies: BodyReader) -> APIRouter:
 def _entry(engine: Engine, name: str) -> dict[str, str]:
     state, reason = engine.repository.state(name)
     if state == READY.state and (why := engine.why_not_ready(name)) is not None:
-        state, reason = "UNAVAILABLE", why
+        state, reason = "LOADING" if engine.phase is Phase.LOADING else "UNAVAILABLE", why
     return {"name": name, "version": MODEL_VERSION, "state": state, "reason": reason}
 
 

@@ -67,6 +67,7 @@ class Snapshots:
             "models": {
                 name: {
                     "why_not_ready": engine.why_not_ready(name),
+                    "unloaded": engine.repository.is_unloaded(name),
                     "queue": {"requests": queues[name].num_requests, "tokens": queues[name].num_tokens},
                     "requests": _requests(requests[name]),
                     "steps": _steps(steps[name]),

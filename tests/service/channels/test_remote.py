@@ -14,6 +14,7 @@ from expertd.service.channels.opening import Opening
 from expertd.service.channels.remote import RemoteEngine
 from expertd.service.engine.errors import (
     MemoryFullError,
+    NotReadyError,
     QueueFullError,
     QueueTimeoutError,
     RegionsElsewhereError,
@@ -22,6 +23,7 @@ from expertd.service.engine.errors import (
     StepFailedError,
     TooManyRequestsError,
 )
+from expertd.service.engine.repository import ModelState
 from expertd.service.memory import host_view
 from expertd.service.moe.request import LayerRequest, Output
 from tests.service.apps import HIDDEN, NUM_EXPERTS, Serving, rows, tiny_settings
@@ -277,6 +279,11 @@ async def test_errors_are_those_of_the_engine(tmp_path: Path) -> None:
         assert refused.retry_after >= 1
         runner.gate.set()
         await asked[0].output()
+        server.app.engine.repository._states["tiny"] = ModelState("LOADING")
+        server.app.engine.scheduler.lanes[0].remove_runner("tiny")
+        refused = await Asked(engine, request(1)).answer()
+        assert isinstance(refused, NotReadyError), "without a time to ask again, as of the engine"
+        assert str(refused) == "model tiny is not ready: it is loading"
         server.app.engine.scheduler.close()
         assert isinstance(await Asked(engine, request(1)).answer(), SchedulerClosedError)
 

@@ -65,7 +65,7 @@ async def test_requests_and_steps_are_counted() -> None:
         (("model", ""), ("reason", "unknown_model")): 1,
     }
     model, layout = ("model", "tiny"), ("layout", "contiguous")
-    assert samples["expertd_request_seconds_count"][model,] == 3
+    assert samples["expertd_request_seconds_count"][model,] == 2, "of those with an output"
     assert samples["expertd_queue_seconds_count"][model,] == 2
     assert samples["expertd_compute_seconds_count"][layout, model] == 2
     assert (
@@ -215,7 +215,7 @@ async def test_stages_add_up_to_the_time_of_requests_with_an_output() -> None:
     model, layout = ("model", "tiny"), ("layout", "contiguous")
     assert stages["compute"] == pytest.approx(samples["expertd_compute_seconds_sum"][layout, model])
     assert stages["queue"] == pytest.approx(samples["expertd_queue_seconds_sum"][model,])
-    assert sum(stages.values()) < samples["expertd_request_seconds_sum"][model,], "one was refused"
+    assert sum(stages.values()) == pytest.approx(samples["expertd_request_seconds_sum"][model,])
 
 
 async def test_steps_copies_and_weights_are_counted() -> None:

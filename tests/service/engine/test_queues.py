@@ -344,7 +344,7 @@ def admits(filled: Filled, timeout: float, size: int = 1, **request: Any) -> boo
     try:
         filled.add(size, timeout=timeout, **request)
     except QueueFullError as error:
-        return error.retry_after < timeout  # never: it says how long it would take
+        return 0 < error.retry_after < timeout  # never: it says how long it would take
     return True
 
 
@@ -361,6 +361,22 @@ def test_a_request_that_would_be_answered_too_late_is_refused_at_once() -> None:
         filled.add(1, timeout=1.0)
     with pytest.raises(TooManyRequestsError):
         timed(queue_full_status=429).add(2, timeout=1.0)
+
+
+def test_a_timeout_shorter_than_a_step_alone_is_not_asked_again() -> None:
+    filled = timed()
+    alone = "what recent steps take for this request alone"
+    text = f"^timeout: expected about 16000000 microseconds, {alone}, got 15000000$"
+    with pytest.raises(QueueFullError, match=text) as refused:
+        filled.add(16, timeout=15.0)
+    assert refused.value.retry_after == 0
+    with pytest.raises(QueueFullError, match="given the queue") as refused:
+        filled.add(16, timeout=17.0)
+    assert refused.value.retry_after > 17, "a step may well take less"
+    filled.queues["0"].forecast.note(32, 32 * 8)  # single steps take far longer: who knows
+    with pytest.raises(QueueFullError, match="given the queue") as refused:
+        filled.add(16, timeout=15.0)
+    assert refused.value.retry_after > 15
 
 
 def test_without_recent_steps_nothing_is_known() -> None:

@@ -212,9 +212,7 @@ def test_a_queue_timeout_is_the_callers(tmp_path: Path) -> None:
         answer = asked(sock, infer(*body))
         assert answer.status == 503
         expired = "the request's timeout of 1000 microseconds expired in the queue"
-        refused = (
-            r"timeout: expected about \d+ microseconds, given the queue of model tiny and .* took, got 1000"
-        )
+        refused = r"timeout: expected about \d+ microseconds, .* recent steps .*, got \d+"  # what is left
         assert answer.error == expired or re.fullmatch(refused, answer.error), answer.error
 
 

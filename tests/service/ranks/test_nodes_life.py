@@ -22,6 +22,7 @@ from tests.service.waiting import until, wait_for
 
 pytestmark = pytest.mark.slow  # server processes
 
+_REPLACED = "node 1: another agent has taken the place of one that was there "
 _TAKEN = r"rendezvous: expected a free port on an address of node 0, got 127\.0\.0\.1:"
 
 
@@ -42,6 +43,19 @@ def test_a_drain_of_all_nodes_at_once_answers_what_was_accepted(tmp_path: Path) 
         assert other.process.wait(20) == 0
         assert not any(map(alive, ranks))
         assert "ERROR" not in server.log() + other.log()
+
+
+async def test_both_sides_say_that_an_agent_was_stopped(tmp_path: Path) -> None:
+    settings = node_settings(drain_timeout_seconds=0.1)
+    stopped = "the agent was stopped by SIGTERM"
+    with agent(settings, tmp_path) as other:
+        async with serving_ranks(settings) as server:
+            other.process.send_signal(signal.SIGTERM)
+            await until(lambda: server.app.engine.why_not_ready() is not None)
+            expected = f"{stopped} (node 1); the ranks are starting again"
+            await until(lambda: server.app.engine.why_not_ready() == expected)
+            assert await asyncio.to_thread(other.process.wait, 20) == 0
+            assert f"the ranks of node 1 have ended: {stopped}\n" in other.log()
 
 
 def test_a_signal_ends_an_agent_that_has_no_ranks(tmp_path: Path) -> None:
@@ -91,7 +105,9 @@ def test_a_node_with_other_settings_is_refused(tmp_path: Path) -> None:
         assert refused in other.log()
 
 
-async def test_a_lost_node_is_waited_for_and_agents_follow_one_another(tmp_path: Path) -> None:
+async def test_a_lost_node_is_waited_for_and_agents_follow_one_another(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """One takes the place of another; one that does not fit is refused; one that fits may follow it."""
     settings = node_settings()
     differs = settings.model_validate({**settings.model_dump(), "models": [{**MODEL, "num_experts": 8}]})
@@ -100,6 +116,7 @@ async def test_a_lost_node_is_waited_for_and_agents_follow_one_another(tmp_path:
             with agent(settings, tmp_path, "second") as second:
                 assert await asyncio.to_thread(first.process.wait, 20) == 2
                 assert "node 1: expected one agent, got another one" in first.log()
+                await until(lambda: any(text.startswith(_REPLACED) for text in caplog.messages))
                 await until(
                     lambda: server.app.engine.why_not_ready() is None and len(second.ranks()) == 1, 30
                 )

@@ -53,6 +53,14 @@ def test_figures_move_under_traffic(browser: Browser, server: ServerProcess) -> 
         assert seen.hosts == {server.url}
 
 
+def test_an_unloaded_layer_is_shown_as_that(browser: Browser, tmp_path: Path) -> None:
+    settings = tiny_settings(models=[MODEL, {**TWO[1], "load": False}])
+    with server_process(settings, tmp_path) as process, visit(browser, f"http://{process.url}/") as seen:
+        row = seen.wait_text("#layers tbody tr:nth-child(3)", "loaded|ready").split("\t")
+        assert row[:2] == ["other", "unloaded"]
+        assert seen.text("#layers tbody tr:nth-child(2)").split("\t")[:2] == ["tiny", "ready"]
+
+
 def test_a_request_is_sent_and_its_routing_drawn(browser: Browser, server: ServerProcess) -> None:
     def tokens(model: str) -> int:
         (entry,) = server.get(f"/v2/models/{model}/stats").json()["model_stats"]

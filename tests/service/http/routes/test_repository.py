@@ -4,6 +4,7 @@ import asyncio
 import gc
 import json
 import mmap
+import re
 import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from expertd.service.engine import local_models
-from expertd.service.engine.errors import ModelUnloadedError
+from expertd.service.engine.errors import ModelUnloadedError, NotReadyError
 from expertd.service.engine.layers import Cancelled
 from expertd.service.engine.loading import Loaded, Loader, Models, load
 from expertd.service.engine.steps import Runner
@@ -32,6 +33,7 @@ from tests.service.apps import (
 )
 from tests.service.checkpoints.builders import Checkpoint
 from tests.service.competing import HeldRunner
+from tests.service.http.page.test_live import live
 from tests.service.waiting import until
 
 OTHER = {**MODEL, "name": "other", "weights": {"seed": 7}}
@@ -58,6 +60,13 @@ async def infer(server: Serving, model: str, seed: int = 0) -> Any:
 async def states(server: Serving) -> dict[str, tuple[str, str]]:
     index = (await server.http.post("/v2/repository/index")).json()
     return {entry["name"]: (entry["state"], entry["reason"]) for entry in index}
+
+
+async def shown_ready(server: Serving) -> dict[str, float]:
+    """The series of expertd_model_ready, by model."""
+    text = (await server.http.get("/metrics")).text
+    found = re.findall(r'^expertd_model_ready{model="(\w+)"} (\S+)$', text, re.M)
+    return {model: float(value) for model, value in found}
 
 
 async def test_a_model_is_loaded_and_unloaded() -> None:
@@ -91,10 +100,16 @@ async def test_an_unloaded_model_is_not_there_and_the_server_is_ready_without_it
         assert (await server.http.get("/v2/models/other/stats")).status_code == 200
         only_ready = (await server.http.post("/v2/repository/index", content=b'{"ready": true}')).json()
         assert [entry["name"] for entry in only_ready] == ["tiny"]
-        assert server.metric("model_ready", model="other") == 0
+        assert (await shown_ready(server)) == {"tiny": 1}, "no alert for what is unloaded on purpose"
+        assert (await live(server))["models"]["other"]["unloaded"]
+        assert not (await live(server))["models"]["tiny"]["unloaded"]
         assert server.metric("refusals_total", model="other", reason="unknown_model") == 1
         assert (await server.http.get("/metrics")).status_code == 200
+        await change(server, "load")
+        assert (await shown_ready(server)) == {"tiny": 1, "other": 1}
+        await change(server, "unload")
         await change(server, "unload", "tiny")
+        assert (await shown_ready(server)) == {}
         assert (await server.http.get("/v2/health/ready")).status_code == 200, "no model is expected"
         assert (await server.http.get("/metrics")).status_code == 200
 
@@ -163,6 +178,9 @@ async def test_a_file_that_cannot_be_read_is_a_failure_whose_reason_is_in_the_lo
         assert text == "model other: loading failed: see the server's log"
         assert f"{path}: cannot be read: No such file or directory" in caplog.text
         assert (await states(server))["other"] == ("UNAVAILABLE", "loading failed")
+        assert (await shown_ready(server))["other"] == 0
+        assert (await change(server, "unload")).status_code == 200
+        assert "other" not in await shown_ready(server), "the alert ends"
         assert output_of(await infer(server, "tiny")).shape == (3, 128)
 
 
@@ -266,6 +284,8 @@ async def test_unloading_answers_what_was_accepted_and_refuses_what_comes_later(
         await until(lambda: server.app.engine.repository.state("other").state == "UNLOADING")
         text = error_of(await infer(server, "other"), 404)
         assert text == "model other: expected a loaded one, got it unloading"
+        with pytest.raises(ModelUnloadedError, match=text):
+            server.app.engine.scheduler.check_capacity("other", 1, 0)
         assert not unloading.done()
         runner.open()
         outputs = [output_of(response) for response in await asyncio.gather(begun, *queued)]
@@ -303,7 +323,7 @@ async def test_others_are_served_while_models_come_and_go() -> None:
             while not ended.is_set():
                 seed = (seed + 1) % len(outputs)
                 response = await infer(server, model, seed)
-                if model == "other" and response.status_code == 404:
+                if model == "other" and response.status_code in (404, 503):  # unloaded, loading
                     counts["refused"] += 1
                     await asyncio.sleep(0)  # such an answer waits for nothing
                     continue
@@ -360,7 +380,12 @@ async def test_a_shutdown_does_not_wait_for_a_model_that_is_being_read() -> None
         loading = asyncio.create_task(change(server, "load"))
         await until(lambda: bool(started))
         assert (await states(server))["other"] == ("LOADING", "")
-        assert error_of(await infer(server, "other"), 404).endswith("got it loading")
+        text = "model other is not ready: it is loading"
+        assert error_of(await infer(server, "other"), 503) == text
+        assert server.metric("refusals_total", model="other", reason="not_ready") == 1
+        assert error_of(await server.http.get("/v2/models/other"), 503) == text
+        with pytest.raises(NotReadyError, match=text):  # as of a channel
+            server.app.engine.scheduler.check_capacity("other", 1, 0)
         assert output_of(await infer(server, "tiny")).shape == (3, 128)
         assert await server.app.engine.drain()
         assert error_of(await loading, 503) == "the server is shutting down"
