@@ -1,9 +1,9 @@
 """Parts of the settings: limits, shared memory, channels, placement."""
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from expertd.service.settings.values import check_agreement
 
@@ -14,6 +14,16 @@ class Frozen(BaseModel):
     """Values that do not change, and no other keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _choice_of_text(cls, value: Any, info: ValidationInfo) -> Any:
+        """Flags and variables are texts: pydantic takes them for numbers, but not for a choice of numbers."""
+        if not isinstance(value, str):
+            return value
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        choices = get_args(annotation) if get_origin(annotation) is Literal else ()
+        return next((choice for choice in choices if str(choice) == value), value)
 
 
 class Limits(Frozen):
