@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 from expertd.service.files import read_text
 from expertd.service.sentences import all_of
 from expertd.service.settings.values import SettingsError
-from expertd.service.settings.yaml_text import YamlTextError, parse
+from expertd.service.settings.yaml_text import TooManyValuesError, YamlTextError, parse
 
 Right = Literal["infer", "admin", "metrics"]
 RIGHTS: tuple[Right, ...] = get_args(Right)
@@ -58,7 +58,8 @@ def load_keys(path: Path) -> Keys:
         value = parse(read_text(path), fast=True).value  # on the event loop, under traffic
     except YamlTextError as error:
         place = str(path) if error.line is None else f"{path}:{error.line}"
-        raise SettingsError(f"keys: {place}: expected YAML, got something else") from error
+        shown = error if isinstance(error, TooManyValuesError) else "expected YAML, got something else"
+        raise SettingsError(f"keys: {place}: {shown}") from error
     except ValueError as error:
         raise SettingsError(f"keys: {error}") from error
     if not isinstance(value, list):

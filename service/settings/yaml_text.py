@@ -1,4 +1,4 @@
-"""Parses YAML, with the line of every key, and refuses duplicate keys."""
+"""Parses YAML, with the line of every key. Refuses duplicate keys, and aliases that stand for very much."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -9,6 +9,7 @@ from expertd.service.settings.values import Key
 
 _MERGE = "tag:yaml.org,2002:merge"
 _MAX_DEPTH = 64
+_MAX_VALUES = 20_000  # several hundred models; aliases of aliases stand for billions in a few lines
 _BEGINS = (yaml.SequenceStartEvent, yaml.MappingStartEvent)
 _ENDS = (yaml.SequenceEndEvent, yaml.MappingEndEvent)
 
@@ -32,8 +33,15 @@ class YamlTextError(Exception):
         self.key = key
 
 
+class TooManyValuesError(YamlTextError):
+    """Valid YAML with more values than are looked at; the text shows none of them."""
+
+
 def parse(text: str, fast: bool = False) -> Parsed:
-    """Parse a YAML (or JSON) document. Raises YamlTextError for invalid YAML and duplicate keys.
+    """Parse a YAML (or JSON) document.
+
+    Raises YamlTextError for invalid YAML and duplicate keys, and TooManyValuesError, which is one, for
+    more than 20,000 values, each counted wherever an alias repeats it.
 
     fast  by libyaml, where PyYAML has it: a tenth of the time, with less helpful texts of errors
     """
@@ -42,6 +50,8 @@ def parse(text: str, fast: bool = False) -> Parsed:
         if fast:
             _check_depth(text, loader)
         node = yaml.compose(text, Loader=loader)
+        if node is not None:
+            _count_values(node, {})
         lines: dict[Key, int] = {} if node is None else dict(_lines(node, ()))
         return Parsed(yaml.load(text, Loader=loader), lines)
     except yaml.MarkedYAMLError as error:
@@ -62,6 +72,24 @@ def _check_depth(text: str, loader: type[yaml.SafeLoader]) -> None:
         depth += isinstance(event, _BEGINS) - isinstance(event, _ENDS)
         if depth > _MAX_DEPTH:
             raise RecursionError
+
+
+def _count_values(node: yaml.Node, counts: dict[yaml.Node, int]) -> int:
+    """The values of `node`, without its keys. Raises TooManyValuesError, with the line of the first excess.
+
+    counts  those of the nodes that are known already: an alias is not followed again
+    """
+    if node not in counts:
+        inner: list[yaml.Node] = []
+        if isinstance(node, yaml.MappingNode):
+            inner = [value for _, value in node.value]
+        elif isinstance(node, yaml.SequenceNode):
+            inner = node.value
+        counts[node] = 1 + sum(_count_values(value, counts) for value in inner)
+        if counts[node] > _MAX_VALUES:
+            expected = f"expected at most {_MAX_VALUES} values, also where aliases repeat them"
+            raise TooManyValuesError(f"{expected}, got more", node.start_mark.line + 1)
+    return counts[node]
 
 
 def _lines(node: yaml.Node, key: Key) -> Iterator[tuple[Key, int]]:
