@@ -7,7 +7,9 @@ import yaml
 
 from expertd.service.settings.values import Key
 
+_ONE_DOCUMENT = "expected a single document in the stream"  # PyYAML's words
 _MERGE = "tag:yaml.org,2002:merge"
+_TEXT = "tag:yaml.org,2002:str"
 _MAX_DEPTH = 64
 _MAX_VALUES = 20_000  # several hundred models; aliases of aliases stand for billions in a few lines
 _BEGINS = (yaml.SequenceStartEvent, yaml.MappingStartEvent)
@@ -55,9 +57,11 @@ def parse(text: str, fast: bool = False) -> Parsed:
         lines: dict[Key, int] = {} if node is None else dict(_lines(node, ()))
         return Parsed(yaml.load(text, Loader=loader), lines)
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
+        line = error.problem_mark.line + 1 if error.problem_mark else None
+        if error.context == _ONE_DOCUMENT:
+            raise YamlTextError("expected one document, got another one", line) from error
         problem = " ".join(f"{error.problem}".split())
-        raise YamlTextError(f"expected YAML, got {problem:.200}", mark.line + 1 if mark else None) from error
+        raise YamlTextError(f"expected YAML, got {problem:.200}", line) from error
     except RecursionError as error:
         raise YamlTextError("expected YAML, got values nested too deeply") from error
     except (yaml.YAMLError, ValueError) as error:
@@ -92,13 +96,18 @@ def _count_values(node: yaml.Node, counts: dict[yaml.Node, int]) -> int:
     return counts[node]
 
 
+def _text(name: yaml.ScalarNode) -> str:
+    """A mapping's key as a `Key` has it: that of a value other than text, such as true, is Python's."""
+    return str(name.value if name.tag == _TEXT else yaml.SafeLoader("").construct_object(name))
+
+
 def _lines(node: yaml.Node, key: Key) -> Iterator[tuple[Key, int]]:
     if isinstance(node, yaml.MappingNode):
         seen: dict[tuple[str, str], int] = {}
         for name, value in node.value:
             if not isinstance(name, yaml.ScalarNode) or name.tag == _MERGE:
                 continue
-            within, line = (*key, str(name.value)), name.start_mark.line + 1
+            within, line = (*key, _text(name)), name.start_mark.line + 1
             if (first := seen.get((name.tag, name.value))) is not None:
                 raise YamlTextError(f"expected once, got twice (first on line {first})", line, within)
             seen[name.tag, name.value] = line

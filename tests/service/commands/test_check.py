@@ -67,6 +67,12 @@ def test_check_prints_what_each_rank_holds(
     assert all(detail.endswith("; 1.5 MB are free") for detail in wrong.values())
 
 
+def test_too_many_ranks_are_refused_once_for_all_layers(checkpoint: Path, capsys: Output) -> None:
+    _, about = check(capsys, "--port", "0", "--model", checkpoint, "--layers", "all", "--ranks", "9")
+    expected = "at most the number of experts of model model.layers.1 (8)"
+    assert failed(about)["checkpoints"] == f"checkpoints: ranks: expected {expected}, got 9"
+
+
 def test_check_plans_for_gpus_that_are_not_here(checkpoint: Path, capsys: Output) -> None:
     arguments = (
         "--port",

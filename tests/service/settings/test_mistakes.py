@@ -124,6 +124,24 @@ from tests.service.settings.refusals import MODEL, check_refused
         (f"models: [{MODEL}]\npartitions: {{p: 0}}", r"partitions\.p: expected at least 1 SM, got 0"),
         ("models: []", r"models or checkpoints: expected at least one layer to serve, got none"),
         ("port: 1", r"models or checkpoints: expected at least one layer to serve, got none"),
+        *(
+            (f"port: 1\n{name}: 2", rf"bad\.yaml:2: expected the name of a setting, got {name}")
+            for name in ("1", "true", "null")
+        ),
+        ("port: 1\n---\nport: 2", r"bad\.yaml:2: expected one document, got another one"),
+        (
+            f"models: [{MODEL.replace('name: m', 'name: /m')}]",
+            r"models\.0\.name: expected letters, digits, '\.', '_' or '-', beginning with a letter or digit, "
+            r"got '/m'",
+        ),
+        (
+            f"models: [{MODEL}]\ntracing: {{endpoint: 'localhost:4318'}}",
+            r"tracing\.endpoint: expected a URL such as http://.*/v1/traces, got 'localhost:4318'",
+        ),
+        (
+            f"models: [{MODEL}]\nshared_memory: {{key_prefix: a/b}}",
+            r"shared_memory\.key_prefix: expected a text without '/', got 'a/b'",
+        ),
         ("- a\n- b", r"expected an object with names of settings, got \['a', 'b'\]"),
         ("", r"models or checkpoints: expected at least one layer to serve, got none"),
         ("models: [", r"expected YAML"),
