@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from expertd import __version__
 from expertd.service.commands import bench, check, kernels, keys, layers, profile, serve
@@ -26,8 +27,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
+class _Parser(argparse.ArgumentParser):
+    """Also those of the commands take flags in full only: a new flag could make an abbreviation another's."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="expertd", description="A server for MoE expert layers.")
+    parser = _Parser(prog="expertd", description="A server for MoE expert layers.")
     parser.add_argument("--version", action="version", version=f"expertd {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in _COMMANDS:

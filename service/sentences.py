@@ -50,8 +50,6 @@ def expected_and_got(error: ErrorDetails) -> str:
         return f"expected at least {least} character{'s' * (least > 1)}, got {shown(error['input'])}"
     if error["type"] == "string_too_long":
         return f"expected at most {error['ctx']['max_length']} characters, got {shown(error['input'])}"
-    if error["type"] == "string_pattern_mismatch":
-        return f"expected a text that matches {error['ctx']['pattern']}, got {shown(error['input'])}"
     message, replaced = _SHOULD_BE.subn("expected ", error["msg"])
     if not replaced:
         message = f"{message[0].lower()}{message[1:]}"

@@ -194,6 +194,18 @@ def test_wrong_numbers(capsys: Captured, flag: str, value: str) -> None:
     assert "expected positive numbers, got" in capsys.readouterr().err
 
 
+def test_abbreviated_flags_are_refused(capsys: Captured) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", "--token", "1"])
+    assert caught.value.code == 2
+    assert "unrecognized arguments: --token 1" in capsys.readouterr().err
+
+
+def test_errors_begin_with_the_command(capsys: Captured) -> None:
+    assert main(["bench", "--json", "/dev"], prog="expertd") == 2
+    assert capsys.readouterr().err.startswith("expertd bench: --json: expected a file")
+
+
 def test_the_version(capsys: Captured) -> None:
     with pytest.raises(SystemExit):
         main(["--version"])

@@ -18,7 +18,9 @@ from tests.test_bench import Captured, bench
 
 def test_no_server(capsys: Captured) -> None:
     assert bench("--url", "http://127.0.0.1:1") == 2
-    assert capsys.readouterr().err.startswith("bench: server http://127.0.0.1:1: expected a connection, got")
+    assert capsys.readouterr().err.startswith(
+        "expertd-client bench: server http://127.0.0.1:1: expected a connection, got"
+    )
 
 
 @pytest.mark.parametrize(
@@ -26,7 +28,7 @@ def test_no_server(capsys: Captured) -> None:
 )
 def test_a_file_that_cannot_be_written_to(capsys: Captured, file: str, reason: str) -> None:
     assert bench("--url", "http://127.0.0.1:1", "--json", file) == 2
-    text = f"bench: --json: expected a file that can be written to, got {file}: {reason}\n"
+    text = f"expertd-client bench: --json: expected a file that can be written to, got {file}: {reason}\n"
     assert capsys.readouterr().err == text
 
 
@@ -34,17 +36,17 @@ def test_a_file_that_cannot_be_written_to(capsys: Captured, file: str, reason: s
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--model", "other"], "bench: model: expected demo, got 'other'"),
-        (["--tokens", "20000"], "bench: request: expected at most"),
-        (["--transport", "channel"], "bench: channels: expected the setting channels.socket, got null"),
-        (["--transport", "shared_memory"], "bench: extensions: expected system_shared_memory, got"),
+        (["--model", "other"], "model: expected demo, got 'other'"),
+        (["--tokens", "20000"], "request: expected at most"),
+        (["--transport", "channel"], "channels: expected the setting channels.socket, got null"),
+        (["--transport", "shared_memory"], "extensions: expected system_shared_memory, got"),
     ],
 )
 def test_what_cannot_be_measured(
     server: RunningServer, capsys: Captured, arguments: list[str], text: str
 ) -> None:
     assert bench("--url", server.url, *arguments) == 2
-    assert capsys.readouterr().err.startswith(text)
+    assert capsys.readouterr().err.startswith(f"expertd-client bench: {text}")
 
 
 def test_a_process_that_dies_is_reported() -> None:
@@ -113,5 +115,5 @@ def test_a_server_that_goes_away(
     assert kept == [result.as_json() for result in results]
     assert 2 <= len(kept) < 20
     (error,) = capfd.readouterr().err.splitlines()  # and none of the processes that send
-    assert error.startswith("bench: ")
+    assert error.startswith("expertd-client bench: ")
     assert error.endswith(" (for 1 s)")

@@ -151,5 +151,5 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: expected JSON, got invalid JSON: {shown(str(error))}") from error
     if not isinstance(values, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, got {type(values).__name__}")
+        raise CheckpointError(f"{path}: expected a JSON object, got {shown(values)}")
     return values

@@ -13,6 +13,7 @@ from typing import Any, Self
 from expertd.service.checkpoints.config import CheckpointError, read_json_object
 from expertd.service.files import why_unreadable
 from expertd.service.moe.tensor_file import TensorFile, TensorFileError
+from expertd.service.sentences import shown
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FILE_NAME = re.compile(r"[A-Za-z0-9_.-]+\.safetensors")
@@ -122,7 +123,7 @@ class TensorFiles:
             return None
         weight_map = read_json_object(path).get("weight_map")
         if not isinstance(weight_map, dict):
-            raise CheckpointError(f"{path}: weight_map: expected an object, got {type(weight_map).__name__}")
+            raise CheckpointError(f"{path}: weight_map: expected an object, got {shown(weight_map)}")
         return weight_map
 
     @cached_property

@@ -6,7 +6,7 @@ from typing import Any
 
 from expertd.limits import SCALE_BLOCK
 from expertd.service.checkpoints.config import CheckpointError, Config, read_json_object
-from expertd.service.sentences import shown
+from expertd.service.sentences import all_of, shown
 
 _BLOCK = [SCALE_BLOCK, SCALE_BLOCK]
 _ALGORITHMS = {"FP8", "NVFP4", "W4A16_NVFP4", "MXFP8"}
@@ -23,16 +23,15 @@ def check_quantization(configs: tuple[Config, ...], requantize: bool) -> None:
     """
     for where, given in _described(configs):
         if not isinstance(given, dict):
-            raise CheckpointError(f"{where}: expected an object, got {type(given).__name__}")
+            raise CheckpointError(f"{where}: expected an object, got {shown(given)}")
         possible = _can_be_requantized(given)
         if _is_native(given) or (requantize and possible):
             continue
         block, scheme = given.get("weight_block_size"), given.get("activation_scheme", "dynamic")
-        expected, got = ("fp8", _BLOCK, "dynamic"), (_method(given), block, scheme)
-        keys = "(quant_method, weight_block_size, activation_scheme)"
+        expected = f"{_in_words('fp8', _BLOCK, 'dynamic')}, or no such object"
         hint = _HINT if possible else ""
         raise CheckpointError(
-            f"{where} {keys}: expected {expected} or no such object, got {shown(got)}{hint}"
+            f"{where}: expected {expected}, got {_in_words(_method(given), block, scheme)}{hint}"
         )
     for config in configs:
         if config.optional("expert_dtype") == "fp4" and not requantize:
@@ -63,6 +62,11 @@ def _is_there(path: Path) -> bool:
 def _method(given: Mapping[str, Any]) -> Any:
     method = given.get("quant_method")
     return given.get("quant_algo") if method in (None, "modelopt") else method
+
+
+def _in_words(method: Any, block: Any, scheme: Any) -> str:
+    values = {"quant_method": method, "weight_block_size": block, "activation_scheme": scheme}
+    return all_of([f"{name} {shown(value)}" for name, value in values.items()])
 
 
 def _is_native(given: Mapping[str, Any]) -> bool:

@@ -9,6 +9,7 @@ from expertd.service.checkpoints.families.refused import REFUSED
 from expertd.service.checkpoints.hints import hint_of
 from expertd.service.checkpoints.model import MoEModel
 from expertd.service.checkpoints.quantization import check_quantization
+from expertd.service.sentences import shown
 
 _TEXT = "_text"  # what follows a model_type if config.json is only that of the language model
 
@@ -34,4 +35,4 @@ def read_model(directory: Path, *, requantize: bool = False) -> MoEModel:
 def _not_served(model_type: object) -> str:
     if isinstance(model_type, str) and model_type.removesuffix(_TEXT) in REFUSED:
         return f"expected another one, got {model_type}: {REFUSED[model_type.removesuffix(_TEXT)]}"
-    return f"expected one of {', '.join(FAMILIES)}, got {model_type!r:.80}"
+    return f"expected one of {', '.join(FAMILIES)}, got {shown(model_type)}"

@@ -73,10 +73,12 @@ def read_layer(source: LayerSource, device: torch.device | str, progress: BytesR
 
 def _read(reader: PartReader, matrix: Matrix, out: Quantized, decoding: threading.Lock) -> None:
     encoded = matrix.encoded
+    source = encoded.weight  # of the scales
     if encoded.scales is None or not encoded.encoding.is_native:
         data, scales = _quantized(reader, matrix, out.data.shape, decoding)
         out.data.view(torch.uint8).copy_(data.view(torch.uint8))
     else:
+        source = encoded.scales
         reader.read_part(encoded.weight, matrix, out.data)
         if encoded.encoding is Encoding.TENSOR:
             scales = reader.whole(encoded.scales).reshape(1, 1)
@@ -86,9 +88,11 @@ def _read(reader: PartReader, matrix: Matrix, out: Quantized, decoding: threadin
     out.scales.copy_(scales.to(torch.float32))  # exact: fp32 can represent bf16 and e8m0 scales
     # e4m3 has no infinity, and two NaNs: the largest byte and the largest signed one. Reductions are fast.
     has_nan = bool(bits.amax() == 0xFF) or bool(bits.view(torch.int8).amax() == 0x7F)
-    if has_nan or not out.scales.isfinite().all():
+    if has_nan:
         raise _not_finite(encoded.weight)
-    name = f"{encoded.weight.file}: {encoded.weight.name}"
+    if not out.scales.isfinite().all():
+        raise _not_finite(source)
+    name = f"{source.file}: {source.name}"
     if (out.scales < 0).any():
         raise CheckpointError(f"{name}: expected scales of at least 0, got negative ones")
     if (largest := float(out.scales.max())) > MOST_SCALE:

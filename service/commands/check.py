@@ -9,9 +9,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from expertd.service.commands.arguments import add_serve_arguments, read_arguments
+from expertd.service.commands.devices import check_backend, check_partitions
 from expertd.service.commands.serve import (
     check_grpc,
     check_keys,
+    check_rendezvous,
     check_tls,
     check_tracing,
     check_weights,
@@ -159,12 +161,12 @@ def _result(name: str, check: Callable[[], str | None]) -> Result:
 
 
 def _rendezvous(settings: "Settings") -> str:
-    from expertd.service.ranks.meeting import between_nodes, check_exposure, listen
+    from expertd.service.ranks.meeting import between_nodes, listen
     from expertd.service.ranks.meeting import exposure as exposure_of_nodes
 
     if settings.nnodes == 1:
         return "none"
-    check_exposure(settings)
+    check_rendezvous(settings)
     meeting = between_nodes(settings)
     if settings.node_rank > 0:
         return f"{settings.rendezvous}, from {meeting.address} on {meeting.interface}"
@@ -213,42 +215,6 @@ def _channels(settings: "Settings") -> str:
     return f"{path} is free"
 
 
-def _backend(settings: "Settings") -> str:
-    from expertd.kernels import resolve_backend
-
-    backend = resolve_backend(settings.backend)
-    if settings.devices is None:
-        return f"{backend.name} on {backend.device}"
-    if backend.name != "hopper":
-        raise ValueError(f"devices: expected backend hopper, got {backend.name!r}")
-    import torch
-
-    from expertd.service.settings.spans import numbers
-
-    if (last := max(numbers(settings.devices))) >= (count := torch.cuda.device_count()):
-        raise ValueError(f"devices: expected numbers below {count}, the GPUs of this machine, got {last}")
-    return f"{backend.name} on GPUs {settings.devices}"
-
-
-def _partitions(settings: "Settings") -> str | None:
-    """Compare the sizes with the GPU's SMs; how the driver rounds them is only known on creation."""
-    import torch
-
-    from expertd.kernels import resolve_backend
-
-    backend, requested = resolve_backend(settings.backend), sum(settings.partitions.values())
-    if not requested:
-        return "none"
-    if backend.device.type != "cuda":
-        raise ValueError(
-            f"partitions: expected a backend whose device has SMs to partition, got {backend.name!r}"
-        )
-    total = torch.cuda.get_device_properties(backend.device).multi_processor_count
-    if requested > total:
-        raise ValueError(f"partitions: expected at most the {total} SMs of the GPU, got {requested}")
-    return f"{requested} of {total} SMs"
-
-
 # As serve makes them, in its order: the name, the check, and whether only node 0 makes it.
 _CHECKS: list[tuple[str, "Callable[[Settings], str | None]", bool]] = [
     ("weights", check_weights, False),
@@ -259,8 +225,8 @@ _CHECKS: list[tuple[str, "Callable[[Settings], str | None]", bool]] = [
     ("address", _address, True),
     ("rendezvous", _rendezvous, False),
     ("channels", _channels, True),
-    ("backend", _backend, False),
-    ("partitions", _partitions, False),
+    ("backend", check_backend, False),
+    ("partitions", check_partitions, False),
 ]
 
 

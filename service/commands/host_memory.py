@@ -48,9 +48,14 @@ class HostMemory:
             return None
         parts = self._parts
         largest = max(parts.keys() - _NO_SETTINGS, key=lambda name: parts[name])
+        hints = []
+        if (layers := parts.get("layers", 0)) >= parts[largest]:
+            hints.append("serve fewer layers")
+        if layers < parts[largest] or self.total - parts[largest] <= self.free:
+            hints.append(f"lower {largest.removesuffix(_OF_GRPC)}")
         return (
             f"host memory: expected room for {self.text}, got {size(self.free)} free: the system may kill "
-            f"the server when callers use it all; lower {largest.removesuffix(_OF_GRPC)}"
+            f"the server when callers use it all; {', or '.join(hints)}"
         )
 
     @property

@@ -65,7 +65,7 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument("--arch", metavar="ARCH", help="for --build: the architecture, sm_90a (the default)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--dump", metavar="NAME", help="print one variant instead of the list")
-    parser.add_argument("--format", choices=FORMATS, default="source", help="for --dump (default: source)")
+    parser.add_argument("--format", choices=FORMATS, help="for --dump (default: source)")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="for --dump (default: stdout)")
     parser.set_defaults(run=run)
 
@@ -78,9 +78,11 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         _check(arguments)
         if arguments.dump is not None:
-            _write(_dump(arguments.dump, arguments.format), arguments.output)
+            _write(_dump(arguments.dump, arguments.format or "source"), arguments.output)
         else:
             _list(arguments)
+    except BrokenPipeError:
+        raise  # whoever reads the output has ended, which is no error
     except (KernelsCommandError, CompilerMissingError, OSError) as error:
         print(f"expertd kernels: {error}", file=sys.stderr)
         return 2
@@ -99,6 +101,10 @@ def _check(arguments: argparse.Namespace) -> None:
         for name in ("bundle", "arch"):
             if getattr(arguments, name):
                 raise KernelsCommandError(f"{name}: expected --build with it, got none")
+    if arguments.dump is None:
+        for name in ("output", "format"):
+            if getattr(arguments, name):
+                raise KernelsCommandError(f"{name}: expected --dump with it, got none")
 
 
 def _list(arguments: argparse.Namespace) -> None:

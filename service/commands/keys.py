@@ -23,7 +23,11 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
         "`keys` names: `expertd keys new NAME --rights infer >> keys.yaml`. The key is stored nowhere.",
     )
     new.add_argument("name", help="of its holder, shown in metrics and logs")
-    new.add_argument("--rights", default="infer", help="infer, admin, metrics, or several: infer,metrics")
+    new.add_argument(
+        "--rights",
+        default="infer",
+        help="infer, admin, metrics, or several: infer,metrics (default: %(default)s)",
+    )
     new.set_defaults(run=run)
 
 
@@ -34,7 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
     key = secrets.token_urlsafe(_KEY_BYTES)
     rights = [right.strip() for right in arguments.rights.split(",")]
     digest = sha256(key.encode()).hexdigest()
-    mistakes = list(wrong_entry({"name": arguments.name, "sha256": digest, "rights": rights}))
+    entry = {"name": arguments.name, "sha256": digest, "rights": rights}
+    mistakes = list(wrong_entry(entry, shows_rights=True))
     for mistake in mistakes:
         print(f"expertd keys: {mistake.lstrip('.')}", file=sys.stderr)
     if mistakes:

@@ -10,6 +10,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from expertd.service.commands.arguments import add_serve_arguments, read_arguments
+from expertd.service.commands.devices import check_before_listening
 from expertd.service.imports import quick_imports
 
 if TYPE_CHECKING:
@@ -64,14 +65,19 @@ def run(arguments: argparse.Namespace) -> int:
             from expertd.service.ranks.agent import run_agent
 
         try:
+            check_before_listening(settings)
             check_memory(settings)
-        except MemoryError as error:
+        except (MemoryError, ValueError, RuntimeError) as error:
             return _refuse(error)
         return run_agent(settings)
     with quick_imports():
         from expertd.service.http.listening import BindError
         from expertd.service.http.server import serve
 
+    try:
+        check_before_listening(settings)
+    except (ValueError, RuntimeError) as error:
+        return _refuse(error)
     try:
         if not is_valid:
             logger.warning("tls: %s", remark)
@@ -134,10 +140,17 @@ def check_tls(settings: "Settings") -> tuple[str, bool]:
 
 
 def check_rendezvous(settings: "Settings") -> None:
-    """Raise ValueError if the settings do not allow other machines to reach this node."""
-    from expertd.service.ranks.meeting import check_exposure
+    """Raise ValueError if nodes may not meet there, or cannot, because the server itself listens there."""
+    from expertd.service.ranks.meeting import between_nodes, check_exposure
+    from expertd.service.settings.rendezvous import host_and_port
 
     check_exposure(settings)
+    if settings.rendezvous is None or settings.node_rank > 0:
+        return
+    port = host_and_port(settings.rendezvous)[1]
+    if port == settings.grpc.port or (settings.uds is None and port == settings.port):
+        # Only then: a network that is not there yet is no mistake of the settings.
+        between_nodes(settings.model_copy(update={"uds": None, "port": port}))
 
 
 def exposure(settings: "Settings") -> str | None:

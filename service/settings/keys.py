@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from expertd.service.files import read_text
-from expertd.service.sentences import all_of
+from expertd.service.sentences import all_of, shown
 from expertd.service.settings.values import SettingsError
-from expertd.service.settings.yaml_text import YamlTextError, parse
+from expertd.service.settings.yaml_text import TooManyValuesError, YamlTextError, parse
 
 Right = Literal["infer", "admin", "metrics"]
 RIGHTS: tuple[Right, ...] = get_args(Right)
@@ -58,7 +58,8 @@ def load_keys(path: Path) -> Keys:
         value = parse(read_text(path), fast=True).value  # on the event loop, under traffic
     except YamlTextError as error:
         place = str(path) if error.line is None else f"{path}:{error.line}"
-        raise SettingsError(f"keys: {place}: expected YAML, got something else") from error
+        text = error if isinstance(error, TooManyValuesError) else "expected YAML, got something else"
+        raise SettingsError(f"keys: {place}: {text}") from error
     except ValueError as error:
         raise SettingsError(f"keys: {error}") from error
     if not isinstance(value, list):
@@ -77,8 +78,11 @@ def load_keys(path: Path) -> Keys:
     return Keys(tuple(_key(entry) for entry in value))
 
 
-def wrong_entry(entry: Any) -> Iterator[str]:
-    """The mistakes in an entry, each with the field that it is in."""
+def wrong_entry(entry: Any, shows_rights: bool = False) -> Iterator[str]:
+    """The mistakes in an entry, each with the field that it is in.
+
+    shows_rights  whether rights are no secrets, as in arguments: in a file, one may be a key
+    """
     if not isinstance(entry, dict):
         yield f": expected name, sha256 and rights, got {_kind(entry)}"
         return
@@ -91,8 +95,9 @@ def wrong_entry(entry: Any) -> Iterator[str]:
         yield f".sha256: expected 64 hexadecimal digits in lower case, got {_kind(digest)}"
     if not isinstance(rights, list) or not rights:
         yield f".rights: expected a list of {all_of(RIGHTS)}, or some of them, got {_kind(rights)}"
-    elif others := sum(right not in RIGHTS for right in rights):
-        yield f".rights: expected {all_of(RIGHTS)}, or some of them, got {others} of another name"
+    elif others := [right for right in rights if right not in RIGHTS]:
+        got = all_of([shown(right) for right in others]) if shows_rights else f"{len(others)} of another name"
+        yield f".rights: expected {all_of(RIGHTS)}, or some of them, got {got}"
     elif len(set(rights)) < len(rights):
         yield ".rights: expected each right once, got one twice"
 

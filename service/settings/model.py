@@ -187,6 +187,7 @@ class Settings(BaseSettings):
         check_agreement(
             chain(
                 self._wrong_names(),
+                self._wrong_addresses(),
                 self._wrong_partitions("models", self.models),
                 self._wrong_partitions("checkpoints", self.checkpoints),
                 self._wrong_nodes(),
@@ -218,6 +219,13 @@ class Settings(BaseSettings):
         for partition, sms in self.partitions.items():
             if sms < 1:
                 yield f"partitions.{partition}: expected at least 1 SM, got {sms}"
+
+    def _wrong_addresses(self) -> Iterator[str]:
+        port, uds, channels = self.grpc.port, self.uds, self.channels.socket
+        if port and uds is None and port == self.port:
+            yield f"grpc.port: expected another port than port ({self.port}), got {port}"
+        if uds is not None and channels is not None and uds.absolute() == channels.absolute():
+            yield f"channels.socket: expected another path than uds ({uds}), got {channels}"
 
     def _wrong_partitions(
         self, key: str, served: Sequence[ModelSettings | CheckpointSettings]

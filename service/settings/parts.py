@@ -1,11 +1,11 @@
 """Parts of the settings: limits, shared memory, channels, placement."""
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from expertd.service.settings.values import check_agreement
+from expertd.service.settings.values import check_agreement, matching
 
 MIB = 1024 * 1024
 
@@ -14,6 +14,16 @@ class Frozen(BaseModel):
     """Values that do not change, and no other keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _choice_of_text(cls, value: Any, info: ValidationInfo) -> Any:
+        """Flags and variables are texts: pydantic takes them for numbers, but not for a choice of numbers."""
+        if not isinstance(value, str):
+            return value
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        choices = get_args(annotation) if get_origin(annotation) is Literal else ()
+        return next((choice for choice in choices if str(choice) == value), value)
 
 
 class Limits(Frozen):
@@ -136,9 +146,8 @@ class SharedMemorySettings(Frozen):
     enabled: bool = Field(
         default=False, description="whether callers may register shared memory; see docs/shared-memory.md"
     )
-    key_prefix: str = Field(
+    key_prefix: Annotated[str, matching(r"[^/]*", "a text without '/'")] = Field(
         default="",
-        pattern="^[^/]*$",
         description="beginning of the names in /dev/shm that may be registered; empty: any name",
     )
     max_regions: int = Field(default=64, ge=1, le=4096, description="maximum registered regions")
@@ -212,12 +221,14 @@ class PageSettings(Frozen):
     )
 
 
+_Url = Annotated[str, matching(r"https?://[^/?#\s]+\S*", "a URL such as http://127.0.0.1:4318/v1/traces")]
+
+
 class TracingSettings(Frozen):
     """Spans of infer requests, for an OpenTelemetry collector (docs/tracing.md)."""
 
-    endpoint: str | None = Field(
+    endpoint: _Url | None = Field(
         default=None,
-        pattern="^https?://[^/?#\\s]+[^\\s]*$",
         description="URL to which spans are sent, by OTLP over HTTP, e.g. http://127.0.0.1:4318/v1/traces; "
         "null: no spans",
     )

@@ -7,6 +7,7 @@ from expertd.limits import MAX_EXPERTS
 
 if TYPE_CHECKING:
     from expertd.service.settings.model import Settings
+    from expertd.service.settings.served import ModelSettings
 
 
 def wrong_ranks(settings: "Settings") -> Iterator[str]:
@@ -27,18 +28,28 @@ def wrong_ranks(settings: "Settings") -> Iterator[str]:
     if count == 1:
         return
     for number, model in enumerate(settings.models):
-        key, num_held = f"models.{number}", len(model.shape.held_experts)
+        key = f"models.{number}"
         yield from _wrong_layers(settings, key, "local_experts", model.local_experts, model.masked_max_tokens)
         if not model.load:
             yield f"{key}.load: expected true with several ranks, got false"
-        if num_held < count:
-            expected = f"at most the number of experts of model {model.name} ({num_held})"
-            yield f"ranks: expected {expected}, got {count}"
+    # The model with fewest experts is enough: the layers of a checkpoint have equally many.
+    fewest = min(settings.models, key=_num_held, default=None)
+    if fewest is not None and _num_held(fewest) < count:
+        expected = f"at most the number of experts of model {fewest.name} ({_num_held(fewest)})"
+        yield f"ranks: expected {expected}, got {count}"
     for number, served in enumerate(settings.checkpoints):
         key = f"checkpoints.{number}"
         yield from _wrong_layers(settings, key, "experts", served.experts, served.masked_max_tokens)
         if not served.load:
             yield f"{key}.load: expected true with several ranks, got false"
+
+
+def _num_experts(model: "ModelSettings") -> int:
+    return model.num_experts
+
+
+def _num_held(model: "ModelSettings") -> int:
+    return len(model.shape.held_experts)
 
 
 def _wrong_layers(
@@ -61,14 +72,17 @@ def _wrong_placement(settings: "Settings") -> Iterator[str]:
     if settings.num_ranks == 1 and policy is not None:
         yield f"placement.policy: expected null with one rank, got {policy!r}"
         return
-    for model in settings.models:
-        if settings.devices is not None and model.num_experts + replicas > MAX_EXPERTS:
-            what = f"{MAX_EXPERTS - model.num_experts} on GPUs with model {model.name}"
-            yield f"placement.replicas: expected at most {what}, got {replicas}"
-        most = model.num_experts * (settings.num_ranks - 1)
-        if replicas > most:
-            what = f"{most}, with which every rank has all experts of model {model.name}"
-            yield f"placement.replicas: expected at most {what}, got {replicas}"
+    if not settings.models:
+        return
+    largest = max(settings.models, key=_num_experts)
+    if settings.devices is not None and largest.num_experts + replicas > MAX_EXPERTS:
+        what = f"{MAX_EXPERTS - largest.num_experts} on GPUs with model {largest.name}"
+        yield f"placement.replicas: expected at most {what}, got {replicas}"
+    smallest = min(settings.models, key=_num_experts)
+    most = smallest.num_experts * (settings.num_ranks - 1)
+    if replicas > most:
+        what = f"{most}, with which every rank has all experts of model {smallest.name}"
+        yield f"placement.replicas: expected at most {what}, got {replicas}"
 
 
 def _wrong_shrinking(settings: "Settings") -> Iterator[str]:
@@ -83,9 +97,11 @@ def _wrong_shrinking(settings: "Settings") -> Iterator[str]:
         if is_there:
             yield f"on_rank_loss: expected restart with {without}, got {settings.on_rank_loss!r}"
             return
-    for model in settings.models:
-        # The rank with fewest slots has (E + replicas) // R; more than `replicas`, and others lack an expert.
-        least = (model.num_experts - 1) // (settings.num_ranks - 1)
-        if settings.placement.replicas < least:
-            what = f"{least} with on_rank_loss shrink, for the experts of a lost rank of model {model.name}"
-            yield f"placement.replicas: expected at least {what}, got {settings.placement.replicas}"
+    if not settings.models:
+        return
+    # The rank with fewest slots has (E + replicas) // R; more than `replicas`, and others lack an expert.
+    largest = max(settings.models, key=_num_experts)
+    least = (largest.num_experts - 1) // (settings.num_ranks - 1)
+    if settings.placement.replicas < least:
+        what = f"{least} with on_rank_loss shrink, for the experts of a lost rank of model {largest.name}"
+        yield f"placement.replicas: expected at least {what}, got {settings.placement.replicas}"

@@ -1,7 +1,7 @@
 """The settings of what is served: models, and checkpoints whose layers become models."""
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -10,6 +10,7 @@ from expertd.routing import Routing
 from expertd.service.moe.shape import LayerShape
 from expertd.service.settings.parts import Frozen
 from expertd.service.settings.spans import Layers, Span, numbers
+from expertd.service.settings.values import matching
 
 
 class WeightsSettings(Frozen):
@@ -71,14 +72,19 @@ class RoutingSettings(Frozen):
         return self
 
 
-_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+_Name = Annotated[
+    str,
+    matching(
+        r"[A-Za-z0-9][A-Za-z0-9._-]*", "letters, digits, '.', '_' or '-', beginning with a letter or digit"
+    ),
+]
 _Datatype = Literal["BF16", "FP16", "FP32"]
 
 
 class ModelSettings(Frozen):
     """One MoE layer served under a name."""
 
-    name: str = Field(pattern=_NAME, description="name of the layer in requests")
+    name: _Name = Field(description="name of the layer in requests")
     hidden_size: int = Field(
         ge=SCALE_BLOCK, multiple_of=SCALE_BLOCK, description="elements of a token's hidden state"
     )
@@ -159,9 +165,8 @@ class CheckpointSettings(Frozen):
         default=None,
         description="routed experts held here, e.g. `0-63`; null: all; shared experts go with expert 0",
     )
-    name: str | None = Field(
+    name: _Name | None = Field(
         default=None,
-        pattern=_NAME,
         description="prefix of the layers' names, before `.layers.N`; null: the directory's name",
     )
     requantize: Literal["allow", "refuse"] = Field(

@@ -47,8 +47,12 @@ def from_file(path: Path) -> list[Assignment]:
     except ValueError as error:
         raise SettingsError(str(error)) from error
     values = {} if parsed.value is None else parsed.value  # None: an empty file
-    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+    if not isinstance(values, dict):
         raise SettingsError(f"{path}: expected an object with names of settings, got {shown(values)}")
+    for name in values:
+        if not isinstance(name, str):
+            place = f"{path}:{line}" if (line := parsed.lines.get((str(name),))) else f"{path}"
+            raise SettingsError(f"{place}: expected the name of a setting, got {shown(name)}")
 
     def origin(key: Key) -> str:
         while key and key not in parsed.lines:  # merged by <<

@@ -6,6 +6,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import AfterValidator
+
+from expertd.service.sentences import shown
+
 _PLAIN = re.compile(r"[\w-]{1,60}")
 Key = tuple[str, ...]
 """The path to a value: ("limits", "max_batch_tokens"), or ("models", "0", "name") through a list."""
@@ -36,6 +40,18 @@ def check_agreement(mistakes: Iterable[str]) -> None:
     """Raise DisagreementError if there are any."""
     if found := list(mistakes):
         raise DisagreementError(found)
+
+
+def matching(pattern: str, expected: str) -> AfterValidator:
+    """A check that a whole text matches; else its sentence says `expected`, in words."""
+    form = re.compile(pattern)
+
+    def check(text: str) -> str:
+        if form.fullmatch(text) is None:
+            raise ValueError(f"expected {expected}, got {shown(text)}")
+        return text
+
+    return AfterValidator(check)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The protocol's datatypes: their sizes, and conversion between JSON numbers and little-endian bytes."""
 
 from itertools import chain
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,14 @@ from expertd.service.sentences import shown
 ELEMENT_BYTES = {"BF16": 2, "FP16": 2, "FP32": 4, "FP8": 1, "UINT8": 1, "INT32": 4, "INT64": 8}
 FLOATS = ("BF16", "FP16", "FP32")
 FP8S = ("FP8", "UINT8")  # both e4m3: clients know no FP8
+_KINDS = {
+    NoneType: "null",
+    bool: "true or false",
+    str: "text",
+    float: "a float",
+    list: "an array",
+    dict: "an object",
+}
 _NUMPY = {"FP16": "<f2", "FP32": "<f4", "INT32": "<i4", "INT64": "<i8"}
 
 
@@ -27,7 +36,7 @@ def numbers_to_bytes(data: object, shape: list[int], datatype: str, where: str) 
     kinds = set(map(type, flat))
     if not kinds <= allowed:
         expected = "numbers" if datatype in FLOATS else "integers"
-        got = ", ".join(sorted(kind.__name__ for kind in kinds - allowed))
+        got = ", ".join(sorted(_KINDS[kind] for kind in kinds - allowed))
         raise OipError(400, f"{where}: expected {expected} for {datatype}, got {got}")
     try:
         if datatype in FLOATS:

@@ -203,8 +203,7 @@ def test_numbers_that_are_not_finite_are_refused(name: str, bad: float, tmp_path
     values = load_file(file)[name]
     values.view(-1)[0:1] = torch.tensor([bad]).to(values.dtype)
     edit_tensors(file, **{name: values})
-    # The message names the weight, not its scales.
-    with pytest.raises(CheckpointError, match=rf"{name.removesuffix('_scale_inv')}: expected finite numbers"):
+    with pytest.raises(CheckpointError, match=rf"safetensors: {name}: expected finite numbers, got others$"):
         load(directory, "1")
 
 
@@ -217,7 +216,8 @@ def test_huge_scales_are_refused(at: str, tmp_path: Path) -> None:
     values = load_file(file)[name]
     values.view(-1)[-1] = 1e38
     edit_tensors(file, **{name: values})
-    with pytest.raises(CheckpointError, match=rf"{at}\.weight: expected scales up to 1e\+06, got 1e\+38"):
+    expected = rf"{at}\.weight_scale_inv: expected scales up to 1e\+06, got 1e\+38$"
+    with pytest.raises(CheckpointError, match=expected):
         load(directory, "1")
 
 
@@ -244,7 +244,7 @@ def test_negative_scales_are_refused(tmp_path: Path) -> None:
     name = "model.layers.0.block_sparse_moe.experts.2.w3.weight_scale_inv"
     file = shard_of(directory, name)
     edit_tensors(file, **{name: -load_file(file)[name]})
-    with pytest.raises(CheckpointError, match=r"experts\.2\.w3\.weight: expected scales of at least 0"):
+    with pytest.raises(CheckpointError, match=r"w3\.weight_scale_inv: expected scales of at least 0"):
         load(directory, "0")
 
 

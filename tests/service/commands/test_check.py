@@ -67,6 +67,12 @@ def test_check_prints_what_each_rank_holds(
     assert all(detail.endswith("; 1.5 MB are free") for detail in wrong.values())
 
 
+def test_too_many_ranks_are_refused_once_for_all_layers(checkpoint: Path, capsys: Output) -> None:
+    _, about = check(capsys, "--port", "0", "--model", checkpoint, "--layers", "all", "--ranks", "9")
+    expected = "at most the number of experts of model model.layers.1 (8)"
+    assert failed(about)["checkpoints"] == f"checkpoints: ranks: expected {expected}, got 9"
+
+
 def test_check_plans_for_gpus_that_are_not_here(checkpoint: Path, capsys: Output) -> None:
     arguments = (
         "--port",
@@ -183,7 +189,9 @@ def test_check_looks_at_the_rendezvous(config: Path, capsys: Output) -> None:
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_check_refuses_a_rendezvous_where_the_server_listens(config: Path, capsys: Output) -> None:
+def test_a_rendezvous_where_the_server_listens_is_refused(
+    config: Path, capsys: Output, tmp_path: Path
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     place = f"127.0.0.1:{port}"
@@ -204,9 +212,58 @@ def test_check_refuses_a_rendezvous_where_the_server_listens(config: Path, capsy
         expected = f"another port than the server's own, {host}:{port}"
         assert code == 2
         assert failed(about) == {"rendezvous": f"rendezvous: expected {expected}, got {place}"}
+        assert main(["serve", *map(str, given), place]) == 2, "before it listens"
+        assert capsys.readouterr().err == f"expertd: rendezvous: expected {expected}, got {place}\n"
         assert check(capsys, *given, place, "--node-rank", "1")[0] == 0, "there is no server"
+    of_grpc = ("--config", config, "--set", f"grpc.port={port}", *given[-3:], place)
+    for more in ([], ["--uds", str(tmp_path / "uds")]):
+        code, about = check(capsys, *of_grpc, *more)
+        expected = f"another port than the server's own, 127.0.0.1:{port}"
+        assert failed(about) == {"rendezvous": f"rendezvous: expected {expected}, got {place}"}
+        assert main(["serve", *map(str, [*of_grpc, *more])]) == 2
     given = ("--config", config, "--insecure", "--host", "127.0.0.1", "--port", str(port), *given[-3:])
     assert check(capsys, *given, f"127.0.0.2:{port}")[0] == 0, "another address"
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [
+        ("backend", ["--devices", "0-1"], "devices: expected GPUs 0-1 of this machine, got none"),
+        (
+            "partitions",
+            ["--set", "partitions={p: 8}"],
+            "partitions: expected a backend whose device has SMs to partition, got 'reference'",
+        ),
+    ],
+)
+def test_missing_gpus_are_named_before_the_port_is_opened(
+    name: str, given: list[str], expected: str, config: Path, capsys: Output
+) -> None:
+    arguments = ["--config", str(config), "--backend", "auto", *given]
+    assert failed(check(capsys, *arguments)[1])[name] == expected
+    assert main(["serve", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert err.splitlines()[-1] == f"expertd: {expected}"
+    assert "listening" not in err
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_node_without_the_gpus_says_so(config: Path, capsys: Output) -> None:
+    node = ["--nnodes", "2", "--node-rank", "1", "--rendezvous", "127.0.0.1:1"]
+    given = ["--config", str(config), "--backend", "auto", "--devices", "0", *node]
+    assert main(["serve", *given]) == 2
+    assert capsys.readouterr().err == "expertd: devices: expected GPUs 0 of this machine, got none\n"
+
+
+def test_a_gpu_beyond_those_of_the_machine_is_named(
+    config: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    expected = "devices: expected numbers below 2, the GPUs of this machine, got 2"
+    assert main(["serve", "--config", str(config), "--backend", "hopper", "--devices", "1-2"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"expertd: {expected}"
 
 
 @pytest.mark.parametrize("node", [[], ["--nnodes", "2", "--node-rank", "1", "--rendezvous", "127.0.0.1:1"]])

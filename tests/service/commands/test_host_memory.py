@@ -10,7 +10,7 @@ from expertd.service.commands import host_memory as module
 from expertd.service.commands.host_memory import check_host_memory, host_memory
 from expertd.service.commands.serve import check_memory
 from expertd.service.ranks.shares import shares_of
-from tests.service.apps import tiny_settings
+from tests.service.apps import MODEL, tiny_settings
 
 GIB = 1 << 30
 MEMORY = 8 * GIB  # of a small laptop
@@ -74,6 +74,21 @@ def test_more_than_is_free_is_a_warning(caplog: pytest.LogCaptureFixture) -> Non
     other = {"nnodes": 2, "node_rank": 1, "rendezvous": "127.0.0.1:1"}
     check_memory(settings.model_copy(update=other))
     assert not caplog.messages, "node 0 has the front end"
+
+
+@pytest.mark.parametrize(
+    ("free", "hint"),
+    [(0.5, "; serve fewer layers"), (1.05, "; serve fewer layers, or lower limits.max_buffered_bytes")],
+)
+def test_layers_that_take_nearly_all_are_named(
+    free: float, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = {**MODEL, "hidden_size": 8192, "intermediate_size": 8192, "num_experts": 8}
+    settings = tiny_settings(models=[model])
+    layers = host_memory(settings, on_gpu=False).at_most["layers"]
+    assert layers > GIB
+    monkeypatch.setattr(module, "free_host_bytes", lambda: int(free * layers))
+    assert str(check_host_memory(settings, on_gpu=False).warning).endswith(f"when callers use it all{hint}")
 
 
 @pytest.mark.usefixtures("of_8_gb")

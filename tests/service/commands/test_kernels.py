@@ -154,6 +154,8 @@ def test_a_bundle_that_cannot_be_written_is_an_error(
     [
         (["--build", "--arch", "sm_80"], "arch: expected sm_90a, got 'sm_80'"),
         (["--bundle"], "bundle: expected --build with it, got none"),
+        (["-o", "file"], "output: expected --dump with it, got none"),
+        (["--build", "--format", "ptx"], "format: expected --dump with it, got none"),
         (["--arch", "sm_90a"], "arch: expected --build with it, got none"),
     ],
 )
@@ -208,3 +210,16 @@ def test_as_a_process_with_a_pipe(full_cache: Path) -> None:
         env=environment,
     )
     assert result.stdout.startswith(b"\x7fELF")
+
+
+@pytest.mark.slow
+def test_a_reader_of_the_list_may_end_first(empty_cache: Path) -> None:
+    """As `head` does."""
+    command = [sys.executable, "-c", "import sys; from expertd.service.cli import main; sys.exit(main())"]
+    with subprocess.Popen(
+        [*command, "kernels"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert (process.wait(60), process.stderr.read()) == (1, "")

@@ -41,7 +41,11 @@ def test_new_keys_can_be_appended_to_the_file(tmp_path: Path, capsys: Output) ->
         (["a b"], "name: expected 1 to 64 letters, digits, '.', '_' or '-', got another text"),
         (
             ["a", "--rights", "root"],
-            "rights: expected infer, admin and metrics, or some of them, got 1 of another name",
+            "rights: expected infer, admin and metrics, or some of them, got 'root'",
+        ),
+        (
+            ["a", "--rights", "infer,foo,"],
+            "rights: expected infer, admin and metrics, or some of them, got 'foo' and ''",
         ),
     ],
 )

@@ -371,13 +371,11 @@ def test_a_checkpoint_that_cannot_be_served_exits_with_one_sentence(
 def test_a_backend_that_cannot_run_here_ends_the_server(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(
-        "backend: reference\nport: 0\npartitions: {p: 8}\nmodels:\n"
+        "backend: hopper\nport: 0\nmodels:\n"
         "  - {name: m, hidden_size: 128, intermediate_size: 128, num_experts: 2, top_k: 1}\n"
     )
-    result = expertd("serve", "--config", path, "--host", "127.0.0.1")
+    result = expertd("serve", "--config", path, "--host", "127.0.0.1", CUDA_VISIBLE_DEVICES="")
     assert result.returncode == 1
-    assert (
-        "loading failed: partitions: expected a backend whose device has SMs to partition, got 'reference'"
-        in result.stderr
-    )
+    expected = "backend 'hopper': expected a device that it can run on, got no CUDA device"
+    assert f"loading failed: {expected}" in result.stderr
     assert "Traceback" not in result.stderr

@@ -24,6 +24,7 @@ from tests.service.apps import (
 )
 from tests.service.keys import all_keys, bearer, key_of, write_keys
 from tests.service.runners import EchoRunner
+from tests.service.settings.refusals import BILLION_VALUES
 from tests.service.sockets import INFER, Answer, connect, head, infer, listening, read_answer
 
 BODY, LENGTH = hidden_request(rows(1))
@@ -192,6 +193,20 @@ async def test_a_broken_file_leaves_the_keys_as_they_were(
             f"keys: {keys}: cannot be read: No such file or directory; {remain}",
         ]
         assert key_of("infer") not in caplog.text
+
+
+async def test_a_file_of_aliases_leaves_the_keys_as_they_were(
+    clock: list[float], keys: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with guarded(keys) as server:
+        async with listening(server) as port:
+            with closing(connect(port)) as sock:
+                keys.write_text(BILLION_VALUES)
+                clock[0] += 1
+                assert await statuses(sock, "infer", "nobody") == [200, 401]
+        expected = "expected at most 20000 values, also where aliases repeat them, got more"
+        errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+        assert errors == [f"keys: {keys}:5: {expected}; the keys that were read before remain in use"]
 
 
 async def test_a_file_that_differs_in_its_time_or_its_inode_alone_is_read_again(

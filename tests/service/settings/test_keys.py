@@ -12,6 +12,7 @@ import yaml
 from expertd.service.settings.keys import MAX_KEYS, Keys, load_keys
 from expertd.service.settings.values import SettingsError
 from tests.service.keys import all_keys, key_of
+from tests.service.settings.refusals import BILLION_VALUES
 
 SECRET = "yvZ8KQeUo0v1p2BqQ6m8w3s5d7f9h1k2"
 FIELDS = "name, sha256 and rights"
@@ -106,6 +107,14 @@ def test_endless_nesting_is_a_mistake_and_not_the_end(tmp_path: Path, text: str)
     with pytest.raises(SettingsError) as error:
         load(path, text)
     assert error.value.mistakes == (f"keys: {path}: expected YAML, got something else",)
+
+
+def test_aliases_of_aliases_are_not_followed(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    with pytest.raises(SettingsError) as error:
+        load(path, BILLION_VALUES)
+    expected = "expected at most 20000 values, also where aliases repeat them, got more"
+    assert error.value.mistakes == (f"keys: {path}:5: {expected}",)
 
 
 def test_a_pipe_is_refused_without_waiting_for_its_writer(tmp_path: Path) -> None:

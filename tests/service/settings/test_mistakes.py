@@ -113,9 +113,35 @@ from tests.service.settings.refusals import MODEL, check_refused
             (f"models: [{MODEL}]\n{name}: .inf", rf"{name}: expected a finite number, got inf")
             for name in ("shutdown_delay_seconds", "drain_timeout_seconds")
         ),
+        (
+            f"models: [{MODEL}]\nport: 81\ngrpc: {{port: 81}}",
+            r"grpc\.port: expected another port than port \(81\), got 81",
+        ),
+        (
+            f"models: [{MODEL}]\nuds: /a/b\nchannels: {{socket: /a//b}}",
+            r"channels\.socket: expected another path than uds \(/a/b\), got /a/b",
+        ),
         (f"models: [{MODEL}]\npartitions: {{p: 0}}", r"partitions\.p: expected at least 1 SM, got 0"),
         ("models: []", r"models or checkpoints: expected at least one layer to serve, got none"),
         ("port: 1", r"models or checkpoints: expected at least one layer to serve, got none"),
+        *(
+            (f"port: 1\n{name}: 2", rf"bad\.yaml:2: expected the name of a setting, got {name}")
+            for name in ("1", "true", "null")
+        ),
+        ("port: 1\n---\nport: 2", r"bad\.yaml:2: expected one document, got another one"),
+        (
+            f"models: [{MODEL.replace('name: m', 'name: /m')}]",
+            r"models\.0\.name: expected letters, digits, '\.', '_' or '-', beginning with a letter or digit, "
+            r"got '/m'",
+        ),
+        (
+            f"models: [{MODEL}]\ntracing: {{endpoint: 'localhost:4318'}}",
+            r"tracing\.endpoint: expected a URL such as http://.*/v1/traces, got 'localhost:4318'",
+        ),
+        (
+            f"models: [{MODEL}]\nshared_memory: {{key_prefix: a/b}}",
+            r"shared_memory\.key_prefix: expected a text without '/', got 'a/b'",
+        ),
         ("- a\n- b", r"expected an object with names of settings, got \['a', 'b'\]"),
         ("", r"models or checkpoints: expected at least one layer to serve, got none"),
         ("models: [", r"expected YAML"),
@@ -123,6 +149,20 @@ from tests.service.settings.refusals import MODEL, check_refused
 )
 def test_invalid_settings_are_refused_with_one_sentence(tmp_path: Path, text: str, expected: str) -> None:
     check_refused(tmp_path, text, expected)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "port: 0\ngrpc: {port: 0}",
+        "port: 81\nuds: /a/b\ngrpc: {port: 81}",
+        "uds: /a/b\nchannels: {socket: /a/c}",
+    ],
+)
+def test_addresses_that_differ_are_taken(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"{text}\nmodels: [{MODEL}]")
+    assert load_settings(path)
 
 
 TWO_WRONG = (

@@ -6,7 +6,7 @@ import pytest
 
 from expertd.service.settings.loader import Flag, SettingsError, load_settings, read_settings
 from expertd.service.settings.served import CheckpointSettings
-from tests.service.settings.refusals import MODEL
+from tests.service.settings.refusals import BILLION_VALUES, MODEL
 
 JSON_MODEL = (
     '{"name": "m", "hidden_size": 256, "intermediate_size": 128, "num_experts": 4,\t"top_k": 2, '
@@ -194,6 +194,25 @@ def test_a_merged_key_can_be_overridden(tmp_path: Path) -> None:
         load_settings(path)
     path.write_text(path.read_text().replace("9", "1"))
     assert [(model.name, model.top_k) for model in load_settings(path).models] == [("m", 2), ("n", 1)]
+
+
+def test_aliases_of_aliases_are_not_followed(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(BILLION_VALUES)
+    expected = "expected at most 20000 values, also where aliases repeat them, got more"
+    with pytest.raises(SettingsError) as error:
+        load_settings(path)
+    assert str(error.value) == f"{path}:5: {expected}"  # 9^4 values on line 4, 9^5 on line 5
+    with pytest.raises(SettingsError) as error:
+        load_settings(None, [Flag("--set models", "models", f"{{{', '.join(BILLION_VALUES.splitlines())}}}")])
+    assert str(error.value) == f"flag --set models: models: {expected}"
+
+
+def test_merges_of_merges_are_not_followed(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(BILLION_VALUES.replace("[", "{<<: [").replace("]", "]}").replace("x", "{x: 1}"))
+    with pytest.raises(SettingsError, match=r"config\.yaml:\d: expected at most 20000 values"):
+        load_settings(path)
 
 
 def test_a_variable_can_set_an_entry_of_a_list(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
             if arguments.json is not None:
                 write_json(arguments.json, target, server, results)
     except (ExpertError, BenchError, OSError) as error:
-        print(f"bench: {error}", file=sys.stderr)
+        print(f"{arguments.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

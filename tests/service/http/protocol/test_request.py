@@ -236,15 +236,19 @@ def test_a_parameter_in_the_wrong_place_is_refused(more: dict[str, Any], expecte
         ),
         (
             request_body(ONE_ROW | {"data": [1, 2, 3, True]}),
-            "data of input hidden_states: expected numbers for FP32, got bool",
+            "data of input hidden_states: expected numbers for FP32, got true or false",
         ),
         (
             request_body(ONE_ROW | {"data": [1, 2, 3, None]}),
-            "data of input hidden_states: expected numbers for FP32, got NoneType",
+            "data of input hidden_states: expected numbers for FP32, got null",
         ),
         (
             request_body(ONE_ROW | {"data": ["1", 2, 3, 4]}),
-            "data of input hidden_states: expected numbers for FP32, got str",
+            "data of input hidden_states: expected numbers for FP32, got text",
+        ),
+        (
+            request_body(ONE_ROW | {"data": [[{}, 2, [3], None]]}),
+            "data of input hidden_states: expected numbers for FP32, got an array, an object, null",
         ),
         (
             request_body(ONE_ROW | {"data": [1e300, 0, 0, 0]}),
@@ -276,7 +280,7 @@ def test_a_parameter_in_the_wrong_place_is_refused(more: dict[str, Any], expecte
         ),
         (
             request_body(ONE_ROW, IDS | {"data": [0, 1.0]}, WEIGHTS),
-            "data of input topk_ids: expected integers for INT32, got float",
+            "data of input topk_ids: expected integers for INT32, got a float",
         ),
         (
             request_body(ONE_ROW, IDS | {"data": [0, 2**31]}, WEIGHTS),

@@ -1,0 +1,66 @@
+"""Whether this machine has the devices that the settings need: `check` and `serve` ask before they listen."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from expertd.service.settings.model import Settings
+
+
+def check_backend(settings: "Settings") -> str:
+    """The backend and its device. Raises ValueError or RuntimeError if it cannot run, or GPUs are missing."""
+    from expertd.kernels import resolve_backend
+
+    _check_devices(settings)
+    backend = resolve_backend(settings.backend)
+    if settings.devices is None:
+        return f"{backend.name} on {backend.device}"
+    if backend.name != "hopper":
+        raise ValueError(f"devices: expected backend hopper, got {backend.name!r}")
+    return f"{backend.name} on GPUs {settings.devices}"
+
+
+def check_partitions(settings: "Settings") -> str:
+    """Compare the sizes with the GPU's SMs; how the driver rounds them is only known on creation.
+
+    Raises ValueError if they do not fit, or RuntimeError without the backend.
+    """
+    import torch
+
+    from expertd.kernels import resolve_backend
+
+    backend, requested = resolve_backend(settings.backend), sum(settings.partitions.values())
+    if not requested:
+        return "none"
+    if backend.device.type != "cuda":
+        raise ValueError(
+            f"partitions: expected a backend whose device has SMs to partition, got {backend.name!r}"
+        )
+    total = torch.cuda.get_device_properties(backend.device).multi_processor_count
+    if requested > total:
+        raise ValueError(f"partitions: expected at most the {total} SMs of the GPU, got {requested}")
+    return f"{requested} of {total} SMs"
+
+
+def check_before_listening(settings: "Settings") -> None:
+    """What can be said before anything is loaded, with a context only on a GPU that this process will use.
+
+    Raises ValueError or RuntimeError.
+    """
+    _check_devices(settings)
+    if settings.devices is None and settings.partitions:  # else the ranks look at them
+        check_partitions(settings)
+
+
+def _check_devices(settings: "Settings") -> None:
+    """Raise ValueError if this machine lacks a GPU of `devices`. Opens none of them."""
+    if settings.devices is None:
+        return
+    import torch
+
+    from expertd.service.settings.spans import numbers
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        raise ValueError(f"devices: expected GPUs {settings.devices} of this machine, got none")
+    if (last := max(numbers(settings.devices))) >= count:
+        raise ValueError(f"devices: expected numbers below {count}, the GPUs of this machine, got {last}")
