@@ -1,5 +1,6 @@
 """Captures work as CUDA graphs whose memory comes from a shared pool."""
 
+import functools
 import gc
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,7 +16,7 @@ class GraphPool:
 
     def __init__(self, device: torch.device) -> None:
         # The default stream cannot be captured. All graphs use one other: streams cannot share pool memory.
-        self._side_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._side_stream = _side_stream(device.index or 0)
         self._shared: dict[object, Any] = {}
         nothing = torch.zeros((), device=device)
         self._anchor = _captured(nothing.zero_, self._side_stream, None)
@@ -32,6 +33,28 @@ class GraphPool:
         # A partition's own stream is captured, so that the graph stays inside the partition.
         default = stream == torch.cuda.default_stream(stream.device)
         return _captured(work, self._side_stream if default else stream, self._anchor.pool())
+
+
+@functools.cache
+def _side_stream(index: int) -> torch.cuda.Stream:
+    """A stream of a GPU for captures alone.
+
+    torch has 32 streams, and gives them out again: what another thread enqueues there would be captured, too.
+    """
+    from cuda.core import Device
+
+    torch.cuda.synchronize(index)  # creates torch's context if there is none yet
+    device = Device(index)
+    device.set_current()
+    stream = _SideStream(int((made := device.create_stream()).handle), index)  # type: ignore[no-untyped-call]
+    stream.made = made
+    return stream
+
+
+class _SideStream(torch.cuda.ExternalStream):
+    """cuda.core's stream, for torch; it keeps that alive."""
+
+    made: Any
 
 
 def free_unused_memory() -> None:

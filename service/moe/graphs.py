@@ -48,13 +48,8 @@ class _Tensors:
         self.host_out = PinnedRows(most, hidden_size * 4, copies)
         self.offsets = torch.zeros(MAX_GROUPS + 1, dtype=torch.int32, pin_memory=True)
         self.host_offsets = self.offsets.numpy()
-        self.last: RunningStep | None = None  # that reads or writes all this
+        self.are_free = True  # for the host to write: no step uses them
         torch.cuda.synchronize(device)  # other streams will use them
-
-    @property
-    def are_free(self) -> bool:
-        """Whether the host may write here: the last step has ended."""
-        return self.last is None or self.last.has_ended
 
 
 class _Plan(NamedTuple):
@@ -87,6 +82,8 @@ class StepGraphs:
         self._staging = staging
         sizes = layer.shape.hidden_size, layer.shape.top_k
         self._tensors = pool.shared(sizes, lambda: _Tensors(*sizes, stream.device, staging.host_copies))
+        # Capturing runs steps: not with the requests of another layer's last one.
+        self._tensors.table.write([])
         self._owner = object()
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         for count in reversed(TOKEN_COUNTS):  # largest first, so that the others reuse its memory in the pool
@@ -145,16 +142,21 @@ class StepGraphs:
         outputs: Callable[[], list[Output]],
         began: float,
     ) -> RunningStep:
+        self._tensors.are_free = False
         self._graphs[key].replay()
         self._staging.signals.enqueue(requests, self._stream)
         num_tokens = sum(request.num_tokens for request in requests)
-        self._tensors.last = step = RunningStep(
+        return RunningStep(
             self._stream,
             self._tensors.host_offsets,
-            partial(self._staging.seconds_since, began),
+            partial(self._ended, began),
             partial(self._result, num_tokens, outputs),
         )
-        return step
+
+    def _ended(self, began: float) -> float:
+        """The seconds that the step took."""
+        self._tensors.are_free = True
+        return self._staging.seconds_since(began)
 
     def _rows(self, request: LayerRequest, part: slice) -> RequestRows:
         """Where the request's rows are, or are copied to."""

@@ -39,10 +39,7 @@ class RunningStep:
         self._result = result
         self._seconds: float | None = None
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether `wait` has returned or raised."""
-        return self._seconds is not None
+
 
     def is_done(self) -> bool:
         """Whether `wait` would return, or raise, at once."""

@@ -25,11 +25,14 @@ class Piece:
         self._bytes = self._empty(0)
 
     def take(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes], uninitialized; valid until the next call."""
+        """uint8 [num_bytes], uninitialized; valid until the next call. The step's stream is the current one."""
         if num_bytes > self._bytes.numel():
             self.generation += 1
             self._bytes = self._empty(0)  # freed first
             self._bytes = self._empty(num_bytes)
+            if self._device is not None:
+                # A step that runs on this stream may still use the memory, and copies do not wait for it.
+                torch.cuda.current_stream(self._device).synchronize()
         return self._bytes[:num_bytes]
 
     @property
