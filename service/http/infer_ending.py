@@ -89,8 +89,8 @@ class InferEnding:
         self._pending: Any = None  # what the engine's `submit` returned, until its answer
         self._rpc = rpc
         self._stages: Stages | None = None
-        self._times: StepTimes | None = None  # for spans, as the next three
-        self._sampled: bool | None = None  # None: not decided yet
+        self._times: StepTimes | None = None  # for spans and the log
+        self._sampled: bool | None = None  # for spans, as the next two; None: not decided yet
         self._trace_context: TraceContext | None = None
         self._timed: list[TimedStep] | None = None
         self._forwarding: asyncio.Task[Answer] | None = None
@@ -215,6 +215,13 @@ class InferEnding:
         if self._pending is not None:
             self._times = self._pending.times(time.perf_counter())
 
+    def _remote_stages(self, status: int) -> Stages | None:
+        """As `_stages`, of a request that was computed in the engine's process."""
+        if status != 200 or self._times is None or self._times.began is None:
+            return None
+        arrived, began, ended, _ = self._times
+        return arrived - self._started, began - arrived, ended - began
+
     def _is_sampled(self, tracing: Tracing) -> bool:
         """Whether the request has spans; decided once: before its step, if it has one."""
         if self._sampled is None:
@@ -249,7 +256,7 @@ class InferEnding:
     def _log(self, status: int, refusal: OipError | None, seconds: float) -> None:
         """The line of the request."""
         head, plan, trace = self._head, self._plan, trace_context(self._metadata)
-        receive, queue, compute = self._stages or (None, None, None)
+        receive, queue, compute = self._stages or self._remote_stages(status) or (None, None, None)
         fields = with_fields(
             model=shortened(head.model),
             status=status,

@@ -48,7 +48,9 @@ def serve(
             except OSError as error:
                 raise BindError(str(error)) from error
         certificates = Certificates(own.tls) if own.tls.is_on else None
-        shared = Shared(app, app.infer, app.metrics, own)
+        # HTTP processes log what they pass on.
+        shared_settings = own if workers is None else own.model_copy(update={"access_log": False})
+        shared = Shared(app, app.infer, app.metrics, shared_settings)
         # The file, its mapping's own descriptor, and one for ranks that start later.
         region_files = (2 if settings.num_ranks == 1 else 3) * settings.shared_memory.max_regions
         connections = settings.limits.max_connections * (1 if beside is None else 2)
