@@ -223,3 +223,11 @@ def test_the_command_checks_the_port(capsys: pytest.CaptureFixture[str]) -> None
         assert f"grpc.port: expected a free address, got 127.0.0.1:{port}" in capsys.readouterr().out
     assert main(["check", *arguments]) == 0
     assert re.search(rf"^grpc +ok +127.0.0.1:{port} is free$", capsys.readouterr().out, re.M)
+
+
+async def test_limits_beyond_those_of_grpc_mean_the_largest() -> None:
+    """Found by an operator: gRPC's options have 32 bits."""
+    names = ("max_body_bytes", "max_header_bytes", "max_connections", "header_timeout_seconds")
+    settings = tiny_settings(dict.fromkeys(names, 2**31), **ON, keep_alive_seconds=2**31)
+    async with grpc_serving(EchoRunner(), settings) as calls:
+        output_of(await calls.infer(hidden_message(rows(1))))
