@@ -135,9 +135,9 @@ async def test_a_key_that_is_not_ascii_is_an_unknown_one(
 async def test_calls_that_need_no_key_do_not_name_models(tmp_path: Path) -> None:
     settings = tiny_settings(**ON, keys=all_keys(tmp_path / "keys.yaml"))
     async with grpc_serving(EchoRunner(), settings) as calls:
-        asked = CLASSES["ModelReadyRequest"](name="other")
-        text, _ = await refusal(calls.call("ModelReady", asked), grpc.StatusCode.NOT_FOUND)
-        assert text == "model: expected a served one, got 'other'"
+        for version in ("", "2"):
+            asked = CLASSES["ModelReadyRequest"](name="other" if not version else "tiny", version=version)
+            assert not (await calls.call("ModelReady", asked)).ready
         key = (("authorization", f"Bearer {key_of('infer')}"),)
         asked = CLASSES["ModelMetadataRequest"](name="other")
         metadata = calls.call("ModelMetadata", asked, metadata=key)
