@@ -215,6 +215,23 @@ async def test_the_access_log_names_keys_and_statuses(
     assert lines == ['infer "gRPC ModelInfer" OK', '- "gRPC ModelInfer" UNAUTHENTICATED']
 
 
+async def test_json_lines_of_other_calls_have_their_fields(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = all_keys(tmp_path / "keys.yaml")
+    settings = tiny_settings(**ON, access_log=True, log_format="json", keys=keys)
+    caplog.set_level(logging.INFO, "uvicorn.access")
+    async with grpc_serving(EchoRunner(), settings) as calls:
+        key = (("authorization", f"Bearer {key_of('infer')}"),)
+        await calls.call("ServerMetadata", metadata=key)
+        await refusal(calls.call("ServerMetadata"), grpc.StatusCode.UNAUTHENTICATED)
+    found = [getattr(record, "fields", {}) for record in caplog.records]
+    clients = [line.pop("client") for line in found]
+    assert all(re.fullmatch(r"127\.0\.0\.1:\d+", client) for client in clients)
+    same = {"method": "gRPC", "path": f"/{SERVICE}/ServerMetadata"}
+    assert found == [{**same, "key": "infer", "status": 200}, {**same, "key": "-", "status": 401}]
+
+
 def test_the_command_checks_the_port(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
