@@ -58,6 +58,10 @@ def serve(
         server = _Server(app, shared, public, workers, certificates)
         logger.info("listening on %s", public.address)
         server.run(sockets=[public.socket if workers is None else workers.engine_listener.socket])
+        requests = app.metrics.request_totals().values()
+        answered = sum(each.success.count for each in requests)
+        others = sum(each.failure.count for each in requests)
+        logger.info("ended; infer requests answered: %d, refused or cancelled: %d", answered, others)
         engine = app.engine
         if engine.scheduler.running or engine.repository.is_reading or engine.device_failed:
             # A normal exit would abort while a thread is in native code, or free memory of a failed device.

@@ -195,6 +195,24 @@ async def test_a_broken_file_leaves_the_keys_as_they_were(
         assert key_of("infer") not in caplog.text
 
 
+async def test_a_file_that_comes_back_unchanged_is_logged(
+    clock: list[float], keys: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with guarded(keys) as server:
+        away = keys.rename(keys.with_suffix(".away"))
+        for _ in range(3):
+            clock[0] += 1
+            assert (await server.infer(BODY, LENGTH, **bearer("infer"))).status_code == 200
+        away.rename(keys)
+        for _ in range(3):
+            clock[0] += 1
+            assert (await server.infer(BODY, LENGTH, **bearer("infer"))).status_code == 200
+    lines = [record.getMessage() for record in caplog.records if record.name == gate.__name__]
+    assert len(lines) == 2
+    assert lines[1] == f"keys: {keys} can be read again, and has not changed"
+
+
 async def test_a_file_that_differs_in_its_time_or_its_inode_alone_is_read_again(
     clock: list[float], keys: Path
 ) -> None:
