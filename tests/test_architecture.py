@@ -34,7 +34,7 @@ PACKAGES = {
         "log_lines",
     ),
     "ranks": ("memory", "moe", "settings", "engine", "sentences", "terminal", "imports"),
-    "grpc": ("memory", "settings", "engine", "http", "tracing", "sentences"),
+    "grpc": ("memory", "settings", "engine", "http", "tracing", "log_lines", "sentences"),
     "commands": (
         "moe",
         "settings",

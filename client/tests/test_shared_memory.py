@@ -52,19 +52,27 @@ def test_a_region_that_the_server_has_freed_is_registered_again(
 
 
 @slow
+@pytest.mark.parametrize("prefix", ["theirs-", "it's"])
 def test_a_server_that_allows_other_names_only(
-    connect: Connect, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    connect: Connect, tmp_path: Path, caplog: pytest.LogCaptureFixture, prefix: str
 ) -> None:
+    """Its error names the prefix, which the client uses unless it has unusual characters."""
     before = our_files()
-    settings = ["shared_memory.enabled=true", "shared_memory.key_prefix=theirs-"]
+    settings = ["shared_memory.enabled=true", f"shared_memory.key_prefix={prefix}"]
     with running_server(tmp_path, *settings) as server:
         client = connect(server.url, transport="auto")
         assert client.infer(MODEL, X).shape == X.shape
-        assert client.client.transport == "http"
-        with pytest.raises(TransportUnavailableError, match=r"shared_memory\.key_prefix"):
-            connect(server.url, transport="shared_memory").infer(MODEL, X)
-    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert warning.startswith("transport shared_memory: key: expected a name that begins with ")
+        if prefix == "theirs-":
+            assert client.client.transport == "shared_memory"
+            assert len(list(files.FOLDER.glob(f"theirs-expertd-client-{os.getpid()}-*"))) == 1
+            client.close()
+            assert not list(files.FOLDER.glob(f"theirs-expertd-client-{os.getpid()}-*"))
+        else:
+            assert client.client.transport == "http"
+            with pytest.raises(TransportUnavailableError, match=r"shared_memory\.key_prefix"):
+                connect(server.url, transport="shared_memory").infer(MODEL, X)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == (prefix != "theirs-")
     assert our_files() == before
 
 

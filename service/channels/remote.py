@@ -116,7 +116,9 @@ class RemoteEngine:
         self.draining = False
         self._numbers = {name: number for number, name in enumerate(self.models)}
         self._experts = {model.name: model.num_experts for model in settings.models}
-        self._is_traced = settings.tracing.endpoint is not None
+        # Lines of requests have times, as spans do.
+        logs_times = settings.access_log and settings.log_format == "json"
+        self._is_traced = logs_times or settings.tracing.endpoint is not None
         self._sequence = 0
         self._cancels = 0
         self._calls: dict[int, RemoteCall] = {}  # in the channel, by slot

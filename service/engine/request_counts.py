@@ -34,7 +34,7 @@ REQUESTS = Family(
     ("model", "status"),
 )
 REFUSALS = Family(
-    "counter", "refusals", "infer requests without output, by reason (below)", "requests", ("model", "reason")
+    "counter", "refusals", "infer requests without output, by reason", "requests", ("model", "reason")
 )
 REQUEST_SECONDS = Family(
     "histogram",

@@ -15,7 +15,6 @@ from expertd.service.http.app import ExpertApp
 from expertd.service.http.bodies import CONTROL_BODY
 from expertd.service.http.errors import http_error
 from expertd.service.http.protocol import OipError
-from expertd.service.http.rights import rights_for
 from expertd.service.sentences import shown
 
 
@@ -112,13 +111,13 @@ async def answer(app: ExpertApp, name: str, data: bytes) -> bytes:
     except DecodeError as error:
         raise OipError(400, f"request: expected a {name}Request, got another message ({error})") from error
     call = CALLS[name]
-    path = _path(app, call, asked)
     body = b"" if call.body is None else json.dumps(call.body(asked)).encode("ascii")
     response = CLASSES[f"{name}Response"]()
     try:
-        found = await _ask(app, call.method, path, body)
+        found = await _ask(app, call.method, _path(app, call, asked), body)
     except OipError as error:
-        if error.status == 503 and "ready" in response.DESCRIPTOR.fields_by_name:
+        # As Triton does, also for a model that is not served.
+        if error.status in (404, 503) and "ready" in response.DESCRIPTOR.fields_by_name:
             return bytes(response.SerializeToString())  # ready: false
         raise
     return bytes(ParseDict(call.wrap(found), response).SerializeToString())
@@ -133,17 +132,16 @@ def _path(app: ExpertApp, call: Control, asked: Any) -> str:
         return path
     if "{version}" in path:
         version = asked.version or MODEL_VERSION
-        _check_served(app, asked.name, version, needs_key=bool(rights_for(call.method, path)))
+        _check_served(app, asked.name, version)
         return path.format(name=asked.name, version=version)
     if not asked.name or "/" in asked.name:
         raise OipError(400, f"name: expected that of a region, without a slash, got {shown(asked.name)}")
     return path.format(name=asked.name)
 
 
-def _check_served(app: ExpertApp, name: str, version: str, needs_key: bool = True) -> None:
-    find = app.engine.model if needs_key else app.engine.model_without_key
+def _check_served(app: ExpertApp, name: str, version: str) -> None:
     try:
-        find(name, version)  # a name may have a slash, which no path has
+        app.engine.model(name, version)  # a name may have a slash, which no path has
     except EngineError as error:
         raise http_error(error) from error
 

@@ -62,7 +62,7 @@ class Infer:
             InferCall(self._endpoint, head, caller, rpc=rpc).refuse(error.refusal)
             return await caller.result
         head = self._head(request, authorization)
-        call = InferCall(self._endpoint, head, caller, self._endpoint.engine.arena, rpc)
+        call = InferCall(self._endpoint, head, caller, self._endpoint.engine.arena, rpc, request.request_id)
         if call.admit():
             self._receive(call, head, request, received_at)
         del data, request  # whose tensors were copied, unless they are small

@@ -35,6 +35,7 @@ class Translated:
     version: str
     header: bytes
     tensors: Sequence[Buffer]
+    request_id: str | None  # the caller's own
 
     @property
     def num_bytes(self) -> int:
@@ -96,7 +97,8 @@ def _read(rest: bytes, sizes: tuple[int, ...]) -> Translated:
         error.request_id = message.id or None
         raise UntranslatedError(message.model_name, error) from error
     text = json.dumps(header, separators=(",", ":")).encode("ascii")
-    return Translated(message.model_name, message.model_version or MODEL_VERSION, text, tensors)
+    version = message.model_version or MODEL_VERSION
+    return Translated(message.model_name, version, text, tensors, message.id or None)
 
 
 _kept = lru_cache(maxsize=256)(_read)  # callers repeat all but their tensors

@@ -43,7 +43,11 @@ class OpenCalls:
         return OipError(503, text, headers={"Retry-After": "1"})
 
 
+def client_of(peer: str) -> str:
+    """The address and port in `ipv4:127.0.0.1:80` or `ipv6:%5B::1%5D:80`."""
+    return unquote(peer.partition(":")[2])
+
+
 def _address(peer: str) -> str:
-    """The address in `ipv4:127.0.0.1:80` or `ipv6:%5B::1%5D:80`."""
-    host = unquote(peer.partition(":")[2].rpartition(":")[0]).strip("[]")
+    host = client_of(peer).rpartition(":")[0].strip("[]")
     return address_of((host,))

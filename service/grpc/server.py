@@ -16,6 +16,9 @@ from expertd.service.settings.model import Settings
 logger = logging.getLogger(__name__)
 
 _FRAMING_BYTES = 64 * 1024  # of a message beside its tensors, so that the protocol's own limit is the smaller
+_MOST = (
+    2**31 - 2
+)  # of an option: connections must be below INT32_MAX, and a protocol buffer has no more bytes
 _FLUSH_SECONDS = 1.0  # for answers that are on their way when the server ends
 
 
@@ -40,7 +43,7 @@ class GrpcServer:
         # In front of several HTTP processes, the application does not check keys itself.
         own = settings.http_workers > 1 and settings.keys is not None
         gate = Gate(KeyFile(settings.keys), app.metrics.keys) if own and settings.keys else app.gate
-        self._most_bytes = settings.limits.max_body_bytes + _FRAMING_BYTES
+        self._most_bytes = min(settings.limits.max_body_bytes + _FRAMING_BYTES, _MOST)
         self._service = Service(app, gate, self._most_bytes)
         self._settings = settings
         self._server: grpc.aio.Server | None = None
@@ -49,16 +52,19 @@ class GrpcServer:
     async def start(self) -> None:
         """Listen, and answer calls. Raises BindError."""
         limits = self._settings.limits
+        limited = {
+            "grpc.max_metadata_size": limits.max_header_bytes,
+            "grpc.absolute_max_metadata_size": limits.max_header_bytes,
+            "grpc.max_connection_idle_ms": 1000 * self._settings.keep_alive_seconds,
+            "grpc.server_handshake_timeout_ms": math.ceil(1000 * limits.header_timeout_seconds),
+            "grpc.max_allowed_incoming_connections": limits.max_connections,
+        }
         options = [
             ("grpc.so_reuseport", 0),  # else two servers may share the port unnoticed
             ("grpc.max_receive_message_length", self._most_bytes),
             ("grpc.max_send_message_length", -1),
             ("grpc.http2.bdp_probe", 0),  # else megabytes of each call arrive that waits to be received
-            ("grpc.max_metadata_size", limits.max_header_bytes),
-            ("grpc.absolute_max_metadata_size", limits.max_header_bytes),
-            ("grpc.max_connection_idle_ms", 1000 * self._settings.keep_alive_seconds),
-            ("grpc.server_handshake_timeout_ms", math.ceil(1000 * limits.header_timeout_seconds)),
-            ("grpc.max_allowed_incoming_connections", limits.max_connections),
+            *((name, min(value, _MOST)) for name, value in limited.items()),
         ]
         self._server = grpc.aio.server(handlers=[self._service], options=options)
         try:

@@ -10,7 +10,7 @@ import grpc
 from expertd.service.grpc.arrivals import Arrivals
 from expertd.service.grpc.control import CALLS, answer
 from expertd.service.grpc.infer import Infer
-from expertd.service.grpc.open_calls import OpenCalls
+from expertd.service.grpc.open_calls import OpenCalls, client_of
 from expertd.service.grpc.statuses import Refusal, refusal_of
 from expertd.service.grpc.stream import Stream
 from expertd.service.grpc.tables import SERVICE
@@ -19,6 +19,7 @@ from expertd.service.http.endpoint import InferEndpoint
 from expertd.service.http.gate import Gate
 from expertd.service.http.protocol import OipError
 from expertd.service.http.refused import Headers
+from expertd.service.log_lines import with_fields
 
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("uvicorn.access")  # as over HTTP
@@ -72,7 +73,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
             result: bytes | Refusal = await self._guarded(answer, name)
         self._log(name, result, context)
         if isinstance(result, Refusal):
-            await context.abort(*result)
+            await context.abort(result.code, result.text, result.trailers)
         assert isinstance(result, bytes)
         return result
 
@@ -89,7 +90,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
             ended = await self._guarded(self._streamed(messages, context, crowded), "ModelStreamInfer")
         self._log("ModelStreamInfer", ended, context)
         if isinstance(ended, Refusal):
-            await context.abort(*ended)
+            await context.abort(ended.code, ended.text, ended.trailers)
 
     async def _streamed(
         self, messages: AsyncIterator[bytes], context: Any, crowded: OipError | None
@@ -129,9 +130,11 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     def _log(self, name: str, result: bytes | Refusal | None, context: Any) -> None:
         if self._access_log and not (self._logs_ends and name == "ModelInfer"):
-            who = self._gate.name_of(_authorization(context))
-            status = result.code.name if isinstance(result, Refusal) else "OK"
-            access_logger.info('%s %s "gRPC %s" %s', context.peer(), who, name, status)
+            who, client = self._gate.name_of(_authorization(context)), client_of(context.peer())
+            code, status = (result.code.name, result.status) if isinstance(result, Refusal) else ("OK", 200)
+            path = f"/{SERVICE}/{name}"
+            fields = with_fields(client=client, key=who, method="gRPC", path=path, status=status)
+            access_logger.info('%s %s "gRPC %s" %s', client, who, name, code, extra=fields)
 
     def _refusal(self, name: str, authorization: Headers, crowded: OipError | None) -> Refusal | None:
         """Why a call is refused before its message is received; None if it is not. Raises OipError."""

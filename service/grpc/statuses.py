@@ -26,11 +26,12 @@ _TIMEOUTS = ("queue_timeout", "body_timeout")
 
 
 class Refusal(NamedTuple):
-    """How a call ends without a response."""
+    """How a call ends without a response; `status` is that over HTTP."""
 
     code: grpc.StatusCode
     text: str
     trailers: tuple[tuple[str, str], ...]
+    status: int
 
 
 def refusal_of(error: OipError) -> Refusal:
@@ -58,7 +59,7 @@ def code_of(status: int, reason: str | None) -> grpc.StatusCode:
 def _refusal(status: int, reason: str | None, text: str, retry_after: str) -> Refusal:
     code = code_of(status, reason)
     if not retry_after:
-        return Refusal(code, text, ())
+        return Refusal(code, text, (), status)
     # The second is what gRPC's own retries follow, in milliseconds.
     pushback = ("grpc-retry-pushback-ms", str(1000 * int(retry_after)))
-    return Refusal(code, text, (("retry-after", retry_after), pushback))
+    return Refusal(code, text, (("retry-after", retry_after), pushback), status)

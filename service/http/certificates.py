@@ -26,6 +26,7 @@ class Certificates:
         self._paths = [path for path in (settings.certificate, settings.key, settings.client_ca) if path]
         self._version: _Version = () if files else self._versions()
         self._is_wrong = False  # what is on disk since the last look
+        self._is_logged = False  # that it is
         self.files = read_tls(settings) if files is None else files
         self.context: ssl.SSLContext = make_context(settings, self.files)
         self._check_at = monotonic()
@@ -47,6 +48,7 @@ class Certificates:
             # Certificate and key may be replaced one after the other, so it is wrong only if it remains so.
             if version == self._version:
                 logger.error("%s; the certificate that was read before remains in use", error)
+                self._is_logged = True
             self._is_wrong = version != self._version
             self._version = version
             return
@@ -54,6 +56,9 @@ class Certificates:
         if files != self.files:
             self.files, self.context = files, context
             logger.info("tls: %s is read again: new connections use it", self._settings.certificate)
+        elif self._is_logged:
+            logger.info("tls: %s can be read again, and has not changed", self._settings.certificate)
+        self._is_logged = False
 
     def _versions(self) -> _Version:
         return tuple(_version(path) for path in self._paths)

@@ -35,6 +35,7 @@ class KeyFile:
         self._path = path
         self._version = _version(path) if keys is None else _UNREAD
         self._keys = load_keys(path) if keys is None else keys
+        self._is_wrong = False  # what is in the file
         self._check_at = monotonic() + (_CHECK_EVERY_SECONDS if keys is None else 0)
 
     def current(self) -> Keys:
@@ -55,11 +56,15 @@ class KeyFile:
             mistake, others = error.mistakes[0], len(error.mistakes) - 1
             more = f" (and {others} more)" if others else ""
             logger.error("%s%s; the keys that were read before remain in use", mistake, more)
+            self._is_wrong = True
             return
         if keys.keys != self._keys.keys:
             self._keys = keys
             names = all_of([key.name for key in keys.keys]) or "none"
             logger.info("keys: %s has changed, and has %s", self._path, names)
+        elif self._is_wrong:
+            logger.info("keys: %s can be read again, and has not changed", self._path)
+        self._is_wrong = False
 
 
 class Gate:

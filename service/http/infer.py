@@ -178,7 +178,7 @@ class InferCall(InferEnding):
 
     def _computed(self, output: Output | Exception) -> None:
         """The scheduler's answer."""
-        if self._endpoint.tracing is not None:
+        if self._endpoint.tracing is not None or self._endpoint.logs_requests:
             self._note_times()
         pending, self._pending = self._pending, None
         if pending is not None and pending.began is not None:

@@ -40,7 +40,8 @@ class Caller(Protocol):
 class InferEnding:
     """The state of a request, and its ends: `refuse` and `leave` at any time, `sent` after `caller.reply`.
 
-    rpc  the gRPC call that it came in; None: over HTTP
+    rpc         the gRPC call that it came in; None: over HTTP
+    request_id  the caller's own, if it is known before the body is parsed
     """
 
     __slots__ = (
@@ -59,6 +60,7 @@ class InferEnding:
         "_received",
         "_refusal",
         "_regions",
+        "_request_id",
         "_rpc",
         "_sampled",
         "_stages",
@@ -76,6 +78,7 @@ class InferEnding:
         caller: Caller,
         arena: Arena | None = None,
         rpc: Rpc | None = None,
+        request_id: str | None = None,
     ) -> None:
         self._started = time.perf_counter()
         self._endpoint = endpoint
@@ -88,9 +91,10 @@ class InferEnding:
         self._plan: Plan | None = None
         self._pending: Any = None  # what the engine's `submit` returned, until its answer
         self._rpc = rpc
+        self._request_id = request_id
         self._stages: Stages | None = None
-        self._times: StepTimes | None = None  # for spans, as the next three
-        self._sampled: bool | None = None  # None: not decided yet
+        self._times: StepTimes | None = None  # for spans and the log
+        self._sampled: bool | None = None  # for spans, as the next two; None: not decided yet
         self._trace_context: TraceContext | None = None
         self._timed: list[TimedStep] | None = None
         self._forwarding: asyncio.Task[Answer] | None = None
@@ -144,8 +148,7 @@ class InferEnding:
 
     def _refusal_of(self, error: Exception) -> OipError:
         refusal = refusal_of(error, self._head.model)
-        if self._plan is not None and refusal.request_id is None:
-            refusal.request_id = self._plan.request.id
+        refusal.request_id = self._id_of(refusal)
         _forget_frames(refusal)
         return refusal
 
@@ -204,16 +207,23 @@ class InferEnding:
         """Where the caller's trace context is."""
         return self._head.headers if self._rpc is None else self._rpc.headers
 
-    def _request_id(self, refusal: OipError | None) -> str | None:
-        """The caller's own id of the request."""
-        if refusal is not None:
+    def _id_of(self, refusal: OipError | None) -> str | None:
+        """The caller's own id of the request, as far as it is known."""
+        if refusal is not None and refusal.request_id is not None:
             return refusal.request_id
-        return None if self._plan is None else self._plan.request.id
+        return self._request_id if self._plan is None else self._plan.request.id
 
     def _note_times(self) -> None:
         """Keep when the engine had the request."""
         if self._pending is not None:
             self._times = self._pending.times(time.perf_counter())
+
+    def _remote_stages(self, status: int) -> Stages | None:
+        """As `_stages`, of a request that was computed in the engine's process."""
+        times = self._times
+        if status != 200 or times is None or times.began is None:
+            return None
+        return times.arrived - self._started, times.began - times.arrived, times.ended - times.began
 
     def _is_sampled(self, tracing: Tracing) -> bool:
         """Whether the request has spans; decided once: before its step, if it has one."""
@@ -238,7 +248,7 @@ class InferEnding:
                 headers=self._head.headers,
                 is_tls=self._endpoint.engine.settings.tls.is_on,
                 model=shortened(self._head.model),
-                request_id=self._request_id(refusal),
+                request_id=self._id_of(refusal),
                 tokens=None if self._plan is None else self._plan.num_tokens,
                 status=status,
                 reason=None if refusal is None else refusal.reason,
@@ -249,13 +259,13 @@ class InferEnding:
     def _log(self, status: int, refusal: OipError | None, seconds: float) -> None:
         """The line of the request."""
         head, plan, trace = self._head, self._plan, trace_context(self._metadata)
-        receive, queue, compute = self._stages or (None, None, None)
+        receive, queue, compute = self._stages or self._remote_stages(status) or (None, None, None)
         fields = with_fields(
             model=shortened(head.model),
             status=status,
             reason=None if refusal is None else refusal.reason,
             error=None if refusal is None else refusal.message,
-            request_id=self._request_id(refusal),
+            request_id=self._id_of(refusal),
             key=head.key_name or None,
             tokens=None if plan is None else plan.num_tokens,
             seconds=round(seconds, 6),

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from typing import Protocol
 
 from expertd.service.http.half_closed import HalfClosed
+from expertd.service.http.places import shown_peer
 from expertd.service.http.protocol import OipError
 from expertd.service.http.refused import RefusedError
 from expertd.service.http.sender import Sender
@@ -212,7 +213,7 @@ class Link(asyncio.BufferedProtocol):
 
     def _refuse(self, error: RefusedError) -> None:
         """Send `error` to a client whose input is no request, and close."""
-        client = self.transport.get_extra_info("peername")
+        client = shown_peer(self.transport.get_extra_info("peername"))
         logger.debug("refused input from %s: %d, %s", client, error.status, error)
         self._shared.count_refusal(error.status)
         self._ignore_input = True

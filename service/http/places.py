@@ -68,3 +68,11 @@ def address_of(peer: Any) -> str:
     if found.ipv4_mapped is not None:
         return str(found.ipv4_mapped)
     return found.exploded[:19]  # a host has all of its /64 network
+
+
+def shown_peer(peer: Any) -> str:
+    """A socket's address in a log line; "unix" for a Unix socket."""
+    if not isinstance(peer, tuple):
+        return "unix"
+    host, port = peer[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

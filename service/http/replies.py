@@ -8,6 +8,7 @@ from expertd.service.http.asgi_cycle import AsgiCycle
 from expertd.service.http.infer_body import LARGE_BYTES
 from expertd.service.http.infer_ending import InferEnding
 from expertd.service.http.link import Link
+from expertd.service.http.places import shown_peer
 from expertd.service.http.refused import Headers, header_lines
 from expertd.service.http.request_head import RequestHead
 from expertd.service.http.shared import ServerState, Shared
@@ -78,7 +79,7 @@ class Replies(Link):
         self._is_last = close or not head.keep_alive or (ends and not self.more_pending)
         # One that is logged when it ends needs no line here.
         if self._shared.access_log and not (self._shared.logs_ends and isinstance(self._call, InferEnding)):
-            client = self.transport.get_extra_info("peername") or ""
+            client = shown_peer(self.transport.get_extra_info("peername"))
             path = head.raw_path.decode()  # without the query: a caller may have put a key there
             who = self._shared.endpoint.gate.name_of(head.headers)
             request = (head.method, path, head.version)

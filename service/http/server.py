@@ -48,7 +48,9 @@ def serve(
             except OSError as error:
                 raise BindError(str(error)) from error
         certificates = Certificates(own.tls) if own.tls.is_on else None
-        shared = Shared(app, app.infer, app.metrics, own)
+        # HTTP processes log what they pass on.
+        shared_settings = own if workers is None else own.model_copy(update={"access_log": False})
+        shared = Shared(app, app.infer, app.metrics, shared_settings)
         # The file, its mapping's own descriptor, and one for ranks that start later.
         region_files = (2 if settings.num_ranks == 1 else 3) * settings.shared_memory.max_regions
         connections = settings.limits.max_connections * (1 if beside is None else 2)
@@ -56,6 +58,10 @@ def serve(
         server = _Server(app, shared, public, workers, certificates)
         logger.info("listening on %s", public.address)
         server.run(sockets=[public.socket if workers is None else workers.engine_listener.socket])
+        requests = app.metrics.request_totals().values()
+        answered = sum(each.success.count for each in requests)
+        others = sum(each.failure.count for each in requests)
+        logger.info("ended; infer requests answered: %d, refused or cancelled: %d", answered, others)
         engine = app.engine
         if engine.scheduler.running or engine.repository.is_reading or engine.device_failed:
             # A normal exit would abort while a thread is in native code, or free memory of a failed device.

@@ -10,6 +10,7 @@ import ssl
 from collections.abc import Callable
 from typing import cast
 
+from expertd.service.http.places import shown_peer
 from expertd.service.http.refused import RefusedError
 from expertd.service.http.shared import ServerState, Shared
 from expertd.service.http.timer import Timer
@@ -120,7 +121,7 @@ class TlsLink(asyncio.BufferedProtocol):
         except _ENDS:
             self._end_input(inner)
         except ssl.SSLError as error:
-            logger.debug("TLS input from %s: %s", self._raw.get_extra_info("peername"), error)
+            logger.debug("TLS input from %s: %s", shown_peer(self._raw.get_extra_info("peername")), error)
             transport.flush()
             transport.abort()
         finally:
@@ -151,7 +152,7 @@ class TlsLink(asyncio.BufferedProtocol):
         return True
 
     def _refuse(self, error: ssl.SSLError) -> None:
-        logger.debug("TLS handshake with %s: %s", self._raw.get_extra_info("peername"), error)
+        logger.debug("TLS handshake with %s: %s", shown_peer(self._raw.get_extra_info("peername")), error)
         self._shared.count_refusal(400)
         self._timer.clear()
         if error.reason == "HTTP_REQUEST":

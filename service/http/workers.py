@@ -66,7 +66,7 @@ class Workers:
         self._public = public
         self._public.socket.setblocking(False)
         self._count = settings.http_workers
-        update = {"uds": path, "access_log": False, "keys": None, "tls": TlsSettings()}
+        update = {"uds": path, "keys": None, "tls": TlsSettings()}
         memory = {"max_buffered_bytes": shares(settings).buffered_bytes}
         limits = settings.limits.model_copy(update=memory)
         self.engine_settings = settings.model_copy(update={**update, "limits": limits})

@@ -39,8 +39,6 @@ class RunningStep:
         self._result = result
         self._seconds: float | None = None
 
-
-
     def is_done(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
         try:

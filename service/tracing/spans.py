@@ -4,7 +4,6 @@ import time
 from collections.abc import Iterable, Iterator
 
 from opentelemetry.context import Context
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -30,6 +29,7 @@ from opentelemetry.trace import (
 
 from expertd import __version__
 from expertd.service.tracing.context import Headers, TraceContext
+from expertd.service.tracing.exporter import Exporter
 from expertd.service.tracing.request import TracedRequest
 
 _Attributes = dict[str, str | int]
@@ -51,8 +51,8 @@ class Spans:
         )  # the environment's name wins
         # What is sampled was decided before.
         self._provider = TracerProvider(sampler=ALWAYS_ON, resource=resource, shutdown_on_exit=False)
-        exporter = OTLPSpanExporter(endpoint=endpoint)
-        self._provider.add_span_processor(BatchSpanProcessor(exporter, max_export_batch_size=_BATCH))
+        processor = BatchSpanProcessor(Exporter(endpoint), max_export_batch_size=_BATCH)
+        self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("expertd", __version__)
 
     def add(self, request: TracedRequest) -> None:

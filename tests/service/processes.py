@@ -74,7 +74,7 @@ class ServerProcess:
 def grpc_address(server: ServerProcess) -> str:
     """Where a server listens for gRPC."""
     text = "the server listens for gRPC"
-    return wait_for(lambda: re.search(r"gRPC: listening on (\S+)", server.log()), text)[1]
+    return wait_for(lambda: re.search(r"gRPC: listening on ([\w.:]+)", server.log()), text)[1]
 
 
 @contextmanager

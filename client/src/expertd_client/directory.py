@@ -23,6 +23,7 @@ logger = logging.getLogger("expertd_client")
 
 # What the server's error is about if it refuses memory of a GPU rather than the channel.
 _MEMORY = ("memory", "raw_handle", "device_id", "byte_size")
+_TOKENS = "max_tokens:"  # beyond the server's limit of a request, over any transport
 _ROUTING = "flags:"  # the layer needs routing in host memory
 
 
@@ -110,6 +111,9 @@ class Directory(Generic[A]):
                 holder.failed(wanted.need, None)
                 self._refuse(wanted.gpu, reason)
                 return None
+            if isinstance(reason, InvalidRequestError) and str(reason).startswith(_TOKENS):
+                holder.failed(wanted.need, None)
+                raise reason from error
             if not isinstance(error, RefusedError):
                 holder.failed(wanted.need, None)
                 raise

@@ -68,6 +68,11 @@ def test_names_are_those_of_one_family_with_its_unit() -> None:
         assert bool(family.buckets) == (family.kind == "histogram"), family.name
 
 
+def test_texts_do_not_point_to_places_in_the_document() -> None:
+    """They are Prometheus's HELP, too."""
+    assert not [family.name for family in FAMILIES if re.search(r"\((below|above)\)", family.text)]
+
+
 def test_metrics_are_made_in_one_place() -> None:
     kinds = re.compile(r"(MetricFamily|Counter|Gauge|Histogram|Summary)$")
     makers = set()

@@ -218,3 +218,20 @@ async def test_a_failed_step_shows_no_internals() -> None:
     async with grpc_serving(EchoRunner(poison=7.0)) as calls:
         text, _ = await refusal(calls.infer(hidden_message(poison)), grpc.StatusCode.INTERNAL)
         assert text == "the step failed: RuntimeError"
+
+
+async def test_refusals_of_models_name_the_request(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    settings = tiny_settings(**ON, access_log=True, log_format="json")
+    async with grpc_serving(EchoRunner(), settings) as calls:
+        message = hidden_message(rows(1), "nobody", request_id="a-1")
+        text, _ = await refusal(calls.infer(message), grpc.StatusCode.NOT_FOUND)
+        assert text == "model: expected tiny, got 'nobody' (request id: a-1)"
+        stream = calls.stream()
+        message = hidden_message(rows(1), request_id="a-2")
+        message.model_version = "7"
+        await stream.write(message)
+        assert (await stream.read()).error_message.endswith("(request id: a-2)")
+        await stream.done_writing()
+    lines = [getattr(record, "fields", {}) for record in caplog.records]
+    assert [line["request_id"] for line in lines if line.get("status") == 404] == ["a-1", "a-2"]

@@ -135,9 +135,9 @@ async def test_a_key_that_is_not_ascii_is_an_unknown_one(
 async def test_calls_that_need_no_key_do_not_name_models(tmp_path: Path) -> None:
     settings = tiny_settings(**ON, keys=all_keys(tmp_path / "keys.yaml"))
     async with grpc_serving(EchoRunner(), settings) as calls:
-        asked = CLASSES["ModelReadyRequest"](name="other")
-        text, _ = await refusal(calls.call("ModelReady", asked), grpc.StatusCode.NOT_FOUND)
-        assert text == "model: expected a served one, got 'other'"
+        for version in ("", "2"):
+            asked = CLASSES["ModelReadyRequest"](name="other" if not version else "tiny", version=version)
+            assert not (await calls.call("ModelReady", asked)).ready
         key = (("authorization", f"Bearer {key_of('infer')}"),)
         asked = CLASSES["ModelMetadataRequest"](name="other")
         metadata = calls.call("ModelMetadata", asked, metadata=key)
@@ -215,6 +215,23 @@ async def test_the_access_log_names_keys_and_statuses(
     assert lines == ['infer "gRPC ModelInfer" OK', '- "gRPC ModelInfer" UNAUTHENTICATED']
 
 
+async def test_json_lines_of_other_calls_have_their_fields(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = all_keys(tmp_path / "keys.yaml")
+    settings = tiny_settings(**ON, access_log=True, log_format="json", keys=keys)
+    caplog.set_level(logging.INFO, "uvicorn.access")
+    async with grpc_serving(EchoRunner(), settings) as calls:
+        key = (("authorization", f"Bearer {key_of('infer')}"),)
+        await calls.call("ServerMetadata", metadata=key)
+        await refusal(calls.call("ServerMetadata"), grpc.StatusCode.UNAUTHENTICATED)
+    found = [getattr(record, "fields", {}) for record in caplog.records]
+    clients = [line.pop("client") for line in found]
+    assert all(re.fullmatch(r"127\.0\.0\.1:\d+", client) for client in clients)
+    same = {"method": "gRPC", "path": f"/{SERVICE}/ServerMetadata"}
+    assert found == [{**same, "key": "infer", "status": 200}, {**same, "key": "-", "status": 401}]
+
+
 def test_the_command_checks_the_port(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -223,3 +240,11 @@ def test_the_command_checks_the_port(capsys: pytest.CaptureFixture[str]) -> None
         assert f"grpc.port: expected a free address, got 127.0.0.1:{port}" in capsys.readouterr().out
     assert main(["check", *arguments]) == 0
     assert re.search(rf"^grpc +ok +127.0.0.1:{port} is free$", capsys.readouterr().out, re.M)
+
+
+async def test_limits_beyond_those_of_grpc_mean_the_largest() -> None:
+    """Found by an operator: gRPC's options have 32 bits."""
+    names = ("max_body_bytes", "max_header_bytes", "max_connections", "header_timeout_seconds")
+    settings = tiny_settings(dict.fromkeys(names, 2**31), **ON, keep_alive_seconds=2**31)
+    async with grpc_serving(EchoRunner(), settings) as calls:
+        output_of(await calls.infer(hidden_message(rows(1))))

@@ -23,7 +23,7 @@ async def test_a_stream_is_answered_in_order() -> None:
         await stream.done_writing()
         answers = [answer async for answer in stream]
         wrong = answers.pop(11)
-        assert wrong.error_message == "model: expected tiny, got 'other'"
+        assert wrong.error_message == "model: expected tiny, got 'other' (request id: wrong)"
         assert wrong.infer_response.id == "wrong"
         assert [answer.infer_response.id for answer in answers] == [str(index) for index in range(20)]
         for answer, values in zip(answers, sent, strict=True):

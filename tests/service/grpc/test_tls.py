@@ -1,6 +1,7 @@
 """gRPC with the certificates of HTTPS: who gets through, and which certificate after a change."""
 
 import asyncio
+import socket
 import ssl
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from expertd.service.http import certificates
 from tests.service.apps import tiny_settings
 from tests.service.certificates import CA, FOLDER, TLS, install
 from tests.service.grpc.calls import ON, Calls, grpc_serving
+from tests.service.processes import grpc_address, server_process
 from tests.service.runners import EchoRunner
 
 
@@ -47,6 +49,24 @@ async def test_who_gets_through(tls: Mapping[str, str], certificate: str | None,
         assert await live(calls, certificate) is is_admitted
         with pytest.raises(grpc.aio.AioRpcError):
             await calls.call("ServerLive")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("verbosity", "lines"), [(None, 0), ("INFO", 1)])
+def test_connections_without_tls_are_not_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verbosity: str | None, lines: int
+) -> None:
+    """gRPC's own lines have no level and are not JSON; who sets GRPC_VERBOSITY has them."""
+    monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
+    if verbosity is not None:
+        monkeypatch.setenv("GRPC_VERBOSITY", verbosity)
+    with server_process(tiny_settings(**ON, tls=TLS), tmp_path) as server:
+        with socket.create_connection(("127.0.0.1", int(grpc_address(server).rpartition(":")[2]))) as sock:
+            sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            assert sock.recv(1) == b""
+        server.terminate()
+        assert server.process.wait(30) == 0
+        assert server.log().count("ssl_transport_security") == lines
 
 
 async def test_a_new_certificate_is_shown_after_a_change(

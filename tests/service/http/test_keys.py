@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import re
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
@@ -209,6 +210,24 @@ async def test_a_file_of_aliases_leaves_the_keys_as_they_were(
         assert errors == [f"keys: {keys}:5: {expected}; the keys that were read before remain in use"]
 
 
+async def test_a_file_that_comes_back_unchanged_is_logged(
+    clock: list[float], keys: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with guarded(keys) as server:
+        away = keys.rename(keys.with_suffix(".away"))
+        for _ in range(3):
+            clock[0] += 1
+            assert (await server.infer(BODY, LENGTH, **bearer("infer"))).status_code == 200
+        away.rename(keys)
+        for _ in range(3):
+            clock[0] += 1
+            assert (await server.infer(BODY, LENGTH, **bearer("infer"))).status_code == 200
+    lines = [record.getMessage() for record in caplog.records if record.name == gate.__name__]
+    assert len(lines) == 2
+    assert lines[1] == f"keys: {keys} can be read again, and has not changed"
+
+
 async def test_a_file_that_differs_in_its_time_or_its_inode_alone_is_read_again(
     clock: list[float], keys: Path
 ) -> None:
@@ -249,7 +268,7 @@ async def test_the_access_log_has_names_and_no_keys(keys: Path, caplog: pytest.L
                 await statuses(sock, "infer", "nobody")
                 await asked(sock, partitions("metrics"))
         lines = [record.getMessage() for record in caplog.records if record.name == "uvicorn.access"]
-        assert [line.partition(") ")[2] for line in lines] == [
+        assert [re.sub(r"^127\.0\.0\.1:\d+ ", "", line) for line in lines] == [
             f'infer "POST {INFER} HTTP/1.1" 200',
             f'- "POST {INFER} HTTP/1.1" 401',
             'metrics "PUT /v1/partitions HTTP/1.1" 403',

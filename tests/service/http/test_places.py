@@ -2,7 +2,7 @@
 
 import pytest
 
-from expertd.service.http.places import Places
+from expertd.service.http.places import Places, shown_peer
 from expertd.service.settings.parts import Limits
 
 LOCAL = ("127.0.0.1", 4000)
@@ -69,3 +69,11 @@ def test_every_end_is_told() -> None:
     for address, _ in (found.take(LOCAL), found.take(LOCAL)):
         found.leave(address)
     assert len(ends) == 2
+
+
+@pytest.mark.parametrize(
+    ("peer", "text"),
+    [(("127.0.0.1", 80), "127.0.0.1:80"), (("::1", 80, 0, 0), "[::1]:80"), ("", "unix"), (b"", "unix")],
+)
+def test_addresses_in_log_lines(peer: object, text: str) -> None:
+    assert shown_peer(peer) == text

@@ -111,12 +111,17 @@ def test_a_step_longer_than_the_drain_timeout_exits_with_1_and_json(tmp_path: Pa
 def test_one_signal_drains(tmp_path: Path, number: signal.Signals) -> None:
     with server_process(tiny_settings(shutdown_delay_seconds=1), tmp_path) as server:
         with connect(server.port) as sock:
+            for request in (infer(*hidden_request(np.ones((3, HIDDEN), np.float32))), infer(b"{", 1)):
+                sock.sendall(request)
+                read_answer(sock)
             server.process.send_signal(number)
             wait_for(lambda: server.get("/v2/health/ready").status_code == 503, "it is not ready")
             sock.sendall(head("GET /v2/health/live HTTP/1.1"))
             assert read_answer(sock).status == 200
         assert server.process.wait(30) == 0
         assert "shutting down" in server.log()
+        last = server.log().splitlines()[-1]
+        assert last.endswith(": ended; infer requests answered: 1, refused or cancelled: 1")
 
 
 @pytest.mark.parametrize("http_workers", [1, 2])

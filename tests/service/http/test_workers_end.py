@@ -126,6 +126,8 @@ def test_a_drain_answers_everything_accepted(tmp_path: Path, number: signal.Sign
         assert server.process.wait(60) == 0
         for word in ("Traceback", "ERROR"):
             assert word not in server.log()
+        last = server.log().splitlines()[-1]
+        assert last.endswith(f": ended; infer requests answered: {2 * len(socks)}, refused or cancelled: 0")
 
 
 def test_sigterm_to_every_process_is_one_signal(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A registered region whose places are shared by calls."""
 
 import os
+import re
 import secrets
 from contextlib import suppress
 from functools import partial
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     import torch
 
 _LIMITS = ("region", "byte_size")  # what the server's error is about if it has no room
+# In the server's error; only what cannot lead out of /dev/shm.
+_DEMANDED_PREFIX = re.compile(r"^key: expected .*shared_memory\.key_prefix \('([\w.-]{1,128})'\)")
 _UNREGISTERED = "expected a registered region"
 _IN_MEMORY = ("hidden_states", "topk_ids", "topk_weights")
 
@@ -135,11 +138,13 @@ def unregister(http: Asker, closed: list[str], deadline: Deadline) -> Steps[None
                 yield from http.request("POST", path, deadline)
 
 
-def _register(http: Asker, wanted: Wanted, sizes: Sizes, closed: list[str]) -> Steps[RegionArena]:
+def _register(
+    http: Asker, wanted: Wanted, sizes: Sizes, closed: list[str], prefix: str = ""
+) -> Steps[RegionArena]:
     name = f"expertd-client-{secrets.token_hex(16)}"
     if wanted.gpu is None:
         try:
-            file = yield Work(partial(SharedFile, sizes.num_bytes))
+            file = yield Work(partial(SharedFile, sizes.num_bytes, prefix))
         except OSError as error:
             text = f"shared memory: expected {sizes.num_bytes} bytes in /dev/shm, got {error}"
             raise RefusedError(TransportUnavailableError(text)) from error
@@ -154,6 +159,8 @@ def _register(http: Asker, wanted: Wanted, sizes: Sizes, closed: list[str]) -> S
         yield from http.request("POST", path, wanted.deadline, body)
     except BaseException as error:
         arena.close()
+        if not prefix and (demanded := _DEMANDED_PREFIX.search(str(error))):
+            return (yield from _register(http, wanted, sizes, closed, demanded[1]))
         raise _refusal(error) from error
     return arena
 

@@ -17,10 +17,12 @@ class SharedFile:
     """`num_bytes` of zeros in a new file of this user's; removed by `close`, or when the process ends.
 
     A process that is killed leaves its file behind. Raises OSError, also if the memory is not available.
+
+    prefix  of its name, which the server demands
     """
 
-    def __init__(self, num_bytes: int) -> None:
-        self.key = f"{_PREFIX}-{os.getpid()}-{secrets.token_hex(8)}"
+    def __init__(self, num_bytes: int, prefix: str = "") -> None:
+        self.key = f"{prefix}{_PREFIX}-{os.getpid()}-{secrets.token_hex(8)}"
         path = FOLDER / self.key
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._remove = weakref.finalize(self, _remove, path, os.getpid())
