@@ -25,7 +25,7 @@ class Piece:
         self._bytes = self._empty(0)
 
     def take(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes], uninitialized; valid until the next call. For the step's stream, the current one."""
+        """uint8 [num_bytes], uninitialized; valid until the next call. The current stream is the step's."""
         if num_bytes > self._bytes.numel():
             self.generation += 1
             self._bytes = self._empty(0)  # freed first

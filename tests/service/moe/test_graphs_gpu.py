@@ -126,6 +126,28 @@ def test_a_step_that_begins_while_another_runs_changes_nothing_of_it() -> None:
     assert (launches.graph, launches.eager + launches.recurring) == (2 + 3, 3)
 
 
+@pytest.mark.parametrize("routed", [False, True])
+def test_capturing_another_layer_writes_to_no_requests_memory(routed: bool) -> None:
+    """Layers of one size share the table of requests, which still names those of the last step."""
+    pool, first = GraphPool(DEVICE), _layer()
+    tokens = _tokens(20)
+    routing = first.route(tokens.cuda()) if routed else None
+    request = layer_request(tokens, routing=routing, place=pinned, into=pinned)
+    _graphs(first, pool).begin(Batch([request])).finish()
+    assert request.output is not None
+    memory = np.frombuffer(host_view(request.output), np.uint8)
+    memory.fill(0xFF)  # another request's by now
+    _graphs(_layer(), pool)
+    torch.cuda.synchronize()
+    assert (memory == 0xFF).all()
+
+
+def test_captures_have_a_stream_that_nothing_else_gets() -> None:
+    streams = {GraphPool(DEVICE)._side_stream.cuda_stream for _ in range(3)}
+    assert len(streams) == 1
+    assert not streams & {torch.cuda.Stream().cuda_stream for _ in range(64)}  # type: ignore[no-untyped-call]
+
+
 def test_steps_that_fit_no_graph(graphs: StepGraphs) -> None:
     def batch(*sizes: int, datatype: str = "BF16") -> Batch:
         return Batch([layer_request(_tokens(size), datatype) for size in sizes])

@@ -34,6 +34,7 @@ def runner_of(partitions: SMPartitions | None = None, partition: str | None = No
     weights = random_weights(SHAPE, fresh_generator().initial_seed(), "cuda")
     layer = MoELayer(SHAPE, weights, resolve_backend("hopper"))
     made = LayerRunner(layer, DEVICE, partitions, partition, timer=StageTimer(DEVICE, 0.0))
+    made.staging.prepare(4096, SHAPE.hidden_size, SHAPE.top_k, 2)  # as a server does: growing waits
     made.capture(GraphPool(DEVICE))
     return made
 

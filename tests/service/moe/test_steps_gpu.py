@@ -22,8 +22,9 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[LayerRunner]:
-    """With graphs for up to 256 tokens."""
+    """With graphs for up to 256 tokens, and memory for all steps here, as a server has it."""
     with runner_with_graphs() as runner:
+        runner.staging.prepare(2048, SHAPE.hidden_size, SHAPE.top_k, 4)
         yield runner
 
 
@@ -159,6 +160,19 @@ def test_two_steps_at_a_time(runner: LayerRunner, sizes: tuple[int, int]) -> Non
             assert torch.equal(
                 rows_of(output, "BF16", SHAPE.hidden_size), _expected(runner, rows, None, "BF16")
             )
+
+
+def test_a_step_whose_memory_grows_takes_none_of_one_that_runs() -> None:
+    """What the first step's launches have freed is theirs until they end."""
+    with runner_with_graphs() as runner:
+        tokens = [_tokens(600), _tokens(2000)]
+        requests = [layer_request(rows, "BF16", None, pinned, "BF16", pinned) for rows in tokens]
+        torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]  # about 10 ms, in which neither begins
+        steps = [runner.begin([request]) for request in requests]
+        for step, rows in zip(steps, tokens, strict=True):
+            output = step.finish().outputs[0]
+            expected = _expected(runner, rows, None, "BF16")
+            assert torch.equal(rows_of(output, "BF16", SHAPE.hidden_size), expected)
 
 
 def test_a_third_step_is_refused_and_changes_nothing(runner: LayerRunner) -> None:
