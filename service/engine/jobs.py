@@ -72,13 +72,15 @@ class Jobs:
     def _run(self, job: Callable[[], object], done: Future[Any], may_take: float) -> None:
         self._number += 1
         self.in_flight = self._number, may_take
+        error: BaseException | None = None
+        result: object = None
         try:
             result = job()
-        except BaseException as error:
-            with suppress(InvalidStateError):  # given up
-                done.set_exception(error)
-        else:
-            with suppress(InvalidStateError):
+        except BaseException as raised:
+            error = raised
+        self.in_flight, self._running = (None, 0.0), None  # before anybody hears of its end
+        with suppress(InvalidStateError):  # given up
+            if error is None:
                 done.set_result(result)
-        finally:
-            self.in_flight, self._running = (None, 0.0), None
+            else:
+                done.set_exception(error)

@@ -16,9 +16,7 @@ from expertd.service.settings.model import Settings
 logger = logging.getLogger(__name__)
 
 _FRAMING_BYTES = 64 * 1024  # of a message beside its tensors, so that the protocol's own limit is the smaller
-_MOST = (
-    2**31 - 2
-)  # of an option: connections must be below INT32_MAX, and a protocol buffer has no more bytes
+_MOST = 2**31 - 2  # of an option: connections must be below INT32_MAX, and a message has no more bytes
 _FLUSH_SECONDS = 1.0  # for answers that are on their way when the server ends
 
 

@@ -199,6 +199,10 @@ async def test_too_many_connections_are_closed() -> None:
         assert (await calls.call("ServerLive")).live
 
 
+def access_records(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    return [record for record in caplog.records if record.name == "uvicorn.access"]
+
+
 async def test_the_access_log_names_keys_and_statuses(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -211,7 +215,7 @@ async def test_the_access_log_names_keys_and_statuses(
         assert calls.serving.metric("key_requests_total", key="infer", result="admitted") == 1
         assert calls.serving.metric("key_requests_total", key="", result="unauthorized") == 1
         assert calls.serving.metric("requests_total", model="", status="401") == 1
-    lines = [re.sub(r"^\S+:\d+ ", "", record.getMessage()) for record in caplog.records]
+    lines = [re.sub(r"^\S+:\d+ ", "", record.getMessage()) for record in access_records(caplog)]
     assert lines == ['infer "gRPC ModelInfer" OK', '- "gRPC ModelInfer" UNAUTHENTICATED']
 
 
@@ -225,7 +229,7 @@ async def test_json_lines_of_other_calls_have_their_fields(
         key = (("authorization", f"Bearer {key_of('infer')}"),)
         await calls.call("ServerMetadata", metadata=key)
         await refusal(calls.call("ServerMetadata"), grpc.StatusCode.UNAUTHENTICATED)
-    found = [getattr(record, "fields", {}) for record in caplog.records]
+    found = [getattr(record, "fields", {}) for record in access_records(caplog)]
     clients = [line.pop("client") for line in found]
     assert all(re.fullmatch(r"127\.0\.0\.1:\d+", client) for client in clients)
     same = {"method": "gRPC", "path": f"/{SERVICE}/ServerMetadata"}
