@@ -64,8 +64,8 @@ class Backend(ABC):
     ) -> None:
         """These groups were overwritten, and no others. `prepared`: of each, by `prepare_weights`.
 
-        Changes in place are noticed by torch's version counters; changes through `.data` or a pointer only
-        if they are told here.
+        Changes in place raise torch's version counters, and are noticed without this call. Changes through
+        `.data` or a pointer are not.
         """
 
     @abstractmethod
