@@ -1,6 +1,7 @@
 """Experts that move between ranks of a process group: gloo between machines, NVLink between GPUs."""
 
 import pytest
+import torch
 
 from tests.kernels.helpers import fresh_generator
 from tests.service.moe.parallel.cases import weights_of
@@ -28,6 +29,7 @@ def test_experts_arrive_whole_however_they_are_cut(num_ranks: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_experts_move_over_nvlink() -> None:
     check_moves(2, on_gpus=True)
 
