@@ -344,7 +344,7 @@ class Engine:
             raise PartitionsRefusedError(str(error)) from error
         self._prepare_steps()
 
-    def _prepare_steps(self) -> None:
+    def _prepare_steps(self, at_once: bool = True) -> None:
         assert self.loaded is not None
 
         def cancelled() -> bool:
@@ -352,7 +352,10 @@ class Engine:
             return self.phase is not Phase.READY
 
         try:
-            self.loaded.prepare_steps(cancelled)
+            if at_once:
+                self.loaded.prepare_steps(cancelled)
+            else:
+                self.loaded.prepare_later()
         except LoadCancelledError:
             return
         except Exception:  # the new partitions are in place, and steps still run
@@ -388,7 +391,8 @@ class Engine:
         self.repository.start(loaded)
         self.shared_memory.start(loaded, arena)
         self._metrics.set_backend(loaded.backend, loaded.device)
-        self._lane_control = lane_control(self.settings, self.scheduler, loaded, self._prepare_steps)
+        prepare_later = partial(self._prepare_steps, at_once=False)
+        self._lane_control = lane_control(self.settings, self.scheduler, loaded, prepare_later)
         if self.phase is Phase.LOADING:
             self.phase = Phase.READY
             logger.info(

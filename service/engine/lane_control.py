@@ -26,6 +26,7 @@ from expertd.service.engine.lane_choice import (
     learned,
     next_state,
     point_at,
+    slowdown,
 )
 from expertd.service.engine.lane_control_metrics import control_metrics
 from expertd.service.engine.lane_record import LaneRecord, Usual
@@ -101,19 +102,20 @@ class LaneControl:
         with self._lock:
             if self._settling.is_on:
                 return
-            part = self.state.expected.choice.decode_sms / self._load.total_sms
+            decode_sms, total_sms = self.state.expected.choice.decode_sms, self._load.total_sms
             if lane == "decode":
-                if not part:
+                if not decode_sms:
                     return  # of before the change
                 self._note_short(seconds, waited, tokens)
+                seconds /= slowdown(decode_sms, total_sms)
             else:
-                if not part:
+                if not decode_sms:
                     most = self._lanes.short_tokens
                     short = [place for place, each in enumerate(request_tokens) if each <= most]
                     short_tokens = sum(request_tokens[place] for place in short)
                     self._note_short(seconds, [waited[place] for place in short], short_tokens)
-                part = 1 - part
-            self._learn(Point(tokens, seconds * part))
+                seconds *= 1 - decode_sms / total_sms
+            self._learn(Point(tokens, seconds))
 
     def _learn(self, step: Point) -> None:
         """Learn from a step's time, as on all SMs."""
@@ -183,7 +185,7 @@ class LaneControl:
             return
         self._measured = took[math.ceil(0.99 * len(took)) - 1]
         if choice.decode_sms and load.decode is not None:
-            step = load.decode.seconds * load.total_sms / choice.decode_sms
+            step = load.decode.seconds * slowdown(choice.decode_sms, load.total_sms)
             self._tails.append(max(0.0, self._measured - step))
             self._load = load = load._replace(tail_seconds=statistics.median(self._tails))
         if prefill_rate and load.has_prefill:
@@ -231,7 +233,7 @@ class LaneControl:
 
 
 def lane_control(
-    settings: Settings, lanes: AnyScheduler, loaded: Loaded, prepare_steps: Callable[[], None]
+    settings: Settings, lanes: AnyScheduler, loaded: Loaded, prepare_later: Callable[[], None]
 ) -> LaneControl | None:
     """What controls the lanes of a server, started; None if their split stays as it is."""
     set_split, partitions = loaded.set_split, loaded.partitions
@@ -242,7 +244,7 @@ def lane_control(
     def change(choice: Choice) -> None:
         set_split(choice.decode_sms)
         lanes.share(choice, settings)
-        prepare_steps()
+        prepare_later()
 
     async def apply(choice: Choice) -> None:
         await lanes.between_steps(partial(change, choice))

@@ -86,7 +86,8 @@ class Loaded:
 
     memory returns (used, total) bytes of the device, None without a GPU. Call prepare_steps on the worker
     thread after partitions are replaced: it captures CUDA graphs again. It may raise LoadCancelledError or
-    fail; steps run in either case. register makes host memory accessible to the device. register_files does
+    fail; steps run in either case. prepare_later does the same while requests wait: each graph is captured
+    when a step first needs it. register makes host memory accessible to the device. register_files does
     so for files of callers, who may shrink them; None: the CPU copies. open_cuda opens GPU memory of other
     processes; None without a GPU. why_not says why no step can run at present, and they raise
     DeviceLostError. failure says after a step that failed why the device computes nothing any more: then the
@@ -124,6 +125,7 @@ class Loaded:
     route: Route | None = None
     streams: Callable[[], Sequence[tuple[str, torch.cuda.Stream]]] = tuple
     recordings: RankRecordings | None = None
+    prepare_later: Callable[[], None] = lambda: None
 
     @property
     def runners_of_lanes(self) -> tuple[Mapping[str, Runner], Mapping[str, Runner]]:
@@ -191,6 +193,7 @@ def load(
         gpus=lambda: gpu_uuids(device),
         route=models.route,
         streams=models.streams,
+        prepare_later=models.capture_later,
     )
 
 

@@ -2,13 +2,14 @@
 
 import functools
 import gc
-from collections.abc import Callable
-from contextlib import suppress
-from typing import Any, TypeVar
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 
-T = TypeVar("T")
+_one_at_a_time = threading.Lock()  # captures, each of which pauses the garbage collector
 
 
 class GraphPool:
@@ -17,16 +18,8 @@ class GraphPool:
     def __init__(self, device: torch.device) -> None:
         # The default stream cannot be captured. All graphs use one other: streams cannot share pool memory.
         self._side_stream = _side_stream(device.index or 0)
-        self._shared: dict[object, Any] = {}
         nothing = torch.zeros((), device=device)
         self._anchor = _captured(nothing.zero_, self._side_stream, None)
-
-    def shared(self, key: object, make: Callable[[], T]) -> T:
-        """What `make` returned for `key` the first time: memory that several graphs read and write."""
-        if key not in self._shared:
-            self._shared[key] = make()
-        made: T = self._shared[key]
-        return made
 
     def capture(self, work: Callable[[], object], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
         """A graph of `work`, to be replayed on `stream`. It must have run once before."""
@@ -70,22 +63,28 @@ def is_current(stream: torch.cuda.Stream) -> bool:
 
 def _captured(work: Callable[[], object], stream: torch.cuda.Stream, pool: Any) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
+    with _one_at_a_time, _without_collections(), torch.cuda.stream(stream):
+        # Other threads may use the device during the capture.
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            work()
+        except BaseException:
+            with suppress(RuntimeError):  # the capture may be invalid already
+                torch.zeros((), device=stream.device)  # torch warns about an empty graph
+            with suppress(RuntimeError):  # it would only say that the capture is invalid
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    return graph
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Destroying unreachable graphs and streams during a capture would invalidate it."""
     collects = gc.isenabled()
-    gc.disable()  # destroying unreachable graphs and streams during a capture would invalidate it
+    gc.disable()
     try:
-        with torch.cuda.stream(stream):
-            # Other threads may use the device during the capture.
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                work()
-            except BaseException:
-                with suppress(RuntimeError):  # the capture may be invalid already
-                    torch.zeros((), device=stream.device)  # torch warns about an empty graph
-                with suppress(RuntimeError):  # it would only say that the capture is invalid
-                    graph.capture_end()
-                raise
-            graph.capture_end()
+        yield
     finally:
         if collects:
             gc.enable()
-    return graph

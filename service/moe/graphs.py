@@ -4,6 +4,7 @@ A graph's first launch reads the requests' rows where they lie, in pinned memory
 writes the outputs where they are wanted: for the host, a step is one launch and no copies.
 """
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,6 +25,8 @@ from expertd.service.moe.request import LayerRequest, Output, StepResult
 from expertd.service.moe.running import RunningStep
 from expertd.service.moe.staging import ALIGNMENT, PinnedRows, Staging, is_aligned
 from expertd.service.moe.step_counts import HostCopies
+
+logger = logging.getLogger(__name__)
 
 TOKEN_COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """The captured token counts. In larger steps, launch latency is hidden."""
@@ -66,6 +69,8 @@ class StepGraphs:
 
     A step is bfloat16 hidden states with routing for all tokens, or for none. Padding tokens have no routed
     experts, and shared experts compute them.
+
+    at_once  captures all graphs now; otherwise each when a step first needs it, which takes that one 2 ms
     """
 
     def __init__(
@@ -75,32 +80,37 @@ class StepGraphs:
         num_sms: int | None,
         pool: GraphPool,
         staging: Staging,
+        at_once: bool = True,
     ) -> None:
         self._layer = layer
         self._stream = stream
         self._num_sms = num_sms
+        self._pool = pool
         self._staging = staging
         sizes = layer.shape.hidden_size, layer.shape.top_k
-        self._tensors = pool.shared(sizes, lambda: _Tensors(*sizes, stream.device, staging.host_copies))
-        # Capturing runs steps: not with the requests of another layer's last one.
-        self._tensors.table.write([])
+        self._tensors = staging.shared(sizes, lambda: _Tensors(*sizes, stream.device, staging.host_copies))
         self._owner = object()
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
-        for count in reversed(TOKEN_COUNTS):  # largest first, so that the others reuse its memory in the pool
-            if layer.layout(count) is Layout.CONTIGUOUS:
-                for routed in (True, False) if layer.shape.top_k <= MAX_GIVEN_TOP_K else (True,):
-                    self._graphs[count, routed] = self._capture(count, routed, pool)
+        self._missing = {
+            (count, routed)
+            for count in TOKEN_COUNTS
+            if layer.layout(count) is Layout.CONTIGUOUS
+            for routed in ((True, False) if layer.shape.top_k <= MAX_GIVEN_TOP_K else (True,))
+        }
+        if at_once:  # largest first, so that the others reuse its memory in the pool
+            for key in sorted(self._missing, reverse=True):
+                self._capture(key)
 
     def fits(self, batch: Batch) -> bool:
-        """Whether `begin` supports this step on the current stream."""
+        """Whether `begin` supports this step on the current stream; its graph may be captured now."""
         return (
             batch.num_tokens <= TOKEN_COUNTS[-1]
             and self._tensors.are_free
             and len(batch.requests) <= MAX_REQUESTS
             and all(map(_fits, batch.requests))
             and len(batch.with_routing) in (0, len(batch.requests))
-            and (padded_tokens(batch.num_tokens), not batch.with_routing) in self._graphs
             and is_current(self._stream)
+            and self._is_captured((padded_tokens(batch.num_tokens), not batch.with_routing))
         )
 
     def has(self, padded: int, routed: bool) -> bool:
@@ -206,12 +216,30 @@ class StepGraphs:
     def release(self) -> None:
         """Free the graphs and their memory in the pool; `fits` then returns False."""
         self._owner = object()
+        self._missing.clear()
         self._graphs.clear()
 
-    def _capture(self, count: int, routed: bool, pool: GraphPool) -> torch.cuda.CUDAGraph:
-        self._step(count, routed)  # creates what is created on first use, which a capture does not allow
-        self._stream.synchronize()
-        return pool.capture(lambda: self._step(count, routed), self._stream)
+    def _is_captured(self, key: tuple[int, bool]) -> bool:
+        """Whether there is a graph of a step, now or already; it is not captured while others would wait."""
+        if key in self._graphs:
+            return True
+        if key not in self._missing or not self._stream.query():
+            return False
+        try:
+            self._capture(key)
+        except RuntimeError:  # above all a lack of memory: such steps run launch by launch
+            self._missing.discard(key)
+            logger.warning("capturing a step of %d tokens failed", key[0], exc_info=True)
+            return False
+        return True
+
+    def _capture(self, key: tuple[int, bool]) -> None:
+        self._tensors.table.write([])  # what it runs has no requests: not those of another layer's last step
+        with torch.inference_mode():
+            self._step(*key)  # creates what is created on first use, which a capture does not allow
+            self._stream.synchronize()
+            self._graphs[key] = self._pool.capture(lambda: self._step(*key), self._stream)
+        self._missing.discard(key)
 
     def _step(self, count: int, routed: bool) -> None:
         step, backend = self._tensors, self._layer.backend

@@ -145,15 +145,18 @@ class LayerRunner:
         """Run all requests as one step, and wait for the result."""
         return self.begin(requests).finish()
 
-    def capture(self, pool: GraphPool) -> None:
+    def capture(self, pool: GraphPool, at_once: bool = True) -> None:
         """Capture CUDA graphs of small steps, which `begin` replays until the partition changes.
 
         From now on, large steps that recur are captured, too.
+
+        at_once  otherwise each is captured when a step first needs it
         """
         stream = self._stream() or torch.cuda.current_stream(self._device)
         with torch.inference_mode(), torch.cuda.stream(stream):
             if self._with_graphs:
-                self._graphs = StepGraphs(self.layer, stream, self._num_sms(), pool, self.staging)
+                graphs = StepGraphs(self.layer, stream, self._num_sms(), pool, self.staging, at_once)
+                self._graphs = graphs
             self.staging.allow_graphs()
 
     def release_graphs(self) -> None:

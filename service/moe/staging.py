@@ -1,6 +1,8 @@
 """Memory and streams of steps on a GPU, made once for two steps: one copies while the other computes."""
 
 import time
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -11,6 +13,8 @@ from expertd.service.memory import Buffer, Span, host_view
 from expertd.service.moe.capture import GraphPool
 from expertd.service.moe.signals import Signals
 from expertd.service.moe.step_counts import HostCopies
+
+T = TypeVar("T")
 
 ALIGNMENT = 16  # bytes, of rows that kernels read and write in place
 _STEPS = 2
@@ -69,6 +73,7 @@ class Staging:
         self.host_copies = HostCopies()
         self._slots = [Slot(device) for _ in range(_STEPS)]
         self._free = [*self._slots]
+        self._shared: dict[object, Any] = {}
         self._ended = 0.0
 
     def prepare(self, max_tokens: int, hidden_size: int, top_k: int, itemsize: int) -> None:
@@ -78,6 +83,13 @@ class Staging:
                 piece.take(max_tokens * hidden_size * itemsize)
             for piece in (slot.host_routing, slot.device_routing):
                 piece.take(max_tokens * top_k * 8)
+
+    def shared(self, key: object, make: Callable[[], T]) -> T:
+        """What `make` returned for `key` the first time: memory that the graphs of several layers use."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        made: T = self._shared[key]
+        return made
 
     def allow_graphs(self) -> None:
         """Let each slot capture graphs; no step is running."""

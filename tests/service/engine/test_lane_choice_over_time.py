@@ -52,15 +52,19 @@ def test_it_changes_with_the_load_alone(device: str, name: str) -> None:
     assert changes(choices) <= 1 + 2 * len(LOADS[name])
 
 
-@pytest.mark.parametrize(("target_ms", "tries"), [(0.5, 0), (0.75, 0), (1.0, 0), (1.35, 1), (2.0, 0)])
-def test_what_disappoints_is_left_for_good(target_ms: float, tries: int) -> None:
-    """Chunks look good on a small layer, if there is room; they are tried once, for four samples."""
+@pytest.mark.parametrize(
+    ("target_ms", "tries"), [(0.5, 0), (0.75, 0), (1.0, 0), (1.25, 1), (1.35, 3), (2.0, 0)]
+)
+def test_what_disappoints_is_left(target_ms: float, tries: int) -> None:
+    """16 SMs look good just below what they give; they are tried for four samples, less and less often."""
     choices = chosen(QWEN, [Phase(240, 64, True)], target_ms / 1e3)
     stays = [(choice, len(list(stay))) for choice, stay in itertools.groupby(choices)]
-    tried = [samples for choice, samples in stays if choice.chunk_tokens]
+    kept, _ = max(stays, key=lambda stay: stay[1])
+    tried = [samples for choice, samples in stays if choice == Choice(16) != kept]
+    between = [samples for choice, samples in stays[:-1] if choice == kept]
     assert len(tried) == tries
     assert all(samples <= 4 for samples in tried)
-    assert len(stays) <= 4
+    assert between == sorted(between)
 
 
 @pytest.mark.parametrize("target_ms", [0.5, 0.75, 1.0, 1.35])
@@ -75,7 +79,7 @@ def test_scatter_changes_little(device: str, target_ms: float) -> None:
 
 async def test_what_was_left_because_of_a_disturbance_is_tried_again() -> None:
     """48 SMs keep the target, but something else slows requests down in the first samples that count."""
-    simulation, both = Simulation(deepseek(0.0), 1e-3), Phase(60, 64, True)
+    simulation, both = Simulation(deepseek(0.0), 0.75e-3), Phase(60, 64, True)
     simulation.slower = 1.5
     for _ in range(20):
         if simulation.choice != Choice(48):

@@ -103,12 +103,13 @@ async def test_the_rate_of_prefill_is_that_while_there_is_some() -> None:
 
 async def test_chunks_that_disappoint_are_left_for_a_split() -> None:
     simulated = simulation(Choice(48), target_ms=1.35)
+    simulated.control._refused = {Choice(16), Choice(32)}
     choices = []
     for _ in range(40):
         await simulated.serve(BOTH)
         choices.append(simulated.choice)
     assert {choice for choice in choices if choice.chunk_tokens}, "arithmetic is for chunks"
-    assert set(choices[10:]) == {Choice(32)}
+    assert set(choices[15:]) == {Choice(48)}
 
 
 async def test_looks_after_a_change_measure_nothing() -> None:
@@ -143,7 +144,7 @@ async def test_looks_after_prefill_has_begun_decide_nothing(split: int) -> None:
 
 async def test_looks_before_and_after_those_that_do_not_count_are_not_in_a_row() -> None:
     """Decode alone would have all SMs after ten samples; prefill comes back after nine, again and again."""
-    simulated = simulation(Choice(48), target_ms=0.75)
+    simulated = simulation(Choice(48), target_ms=1.0)
     for _ in range(4):
         for _ in range(9):
             await simulated.serve(Phase(60, 64, False))

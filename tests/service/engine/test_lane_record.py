@@ -43,7 +43,7 @@ def test_others_of_the_same_kind_are_wrong_by_the_same_factor() -> None:
         assert found.prefill_share == pytest.approx(0.5 * arithmetic.prefill_share)
     assert expected(Choice(48), load) == calculated(Choice(48), LOAD), "lanes have a factor of their own"
     load = record.noted(Choice(48), USUAL, Given(1.1e-3, 0.7 * RATE), load)
-    assert expected(Choice(64), load).decode_seconds == pytest.approx(1.1e-3 * 48 / 64)
+    assert expected(Choice(64), load).decode_seconds == pytest.approx(1.1e-3 * (48 / 64) ** 0.85)
     assert load.of_joined == pytest.approx(Factors(4, 0.5))
 
 

@@ -1,5 +1,6 @@
 """Steps as CUDA graphs: the layer's outputs, whatever the padding, in partitions too."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -29,6 +30,7 @@ pytestmark = pytest.mark.gpu
 SHAPE = LayerShape(hidden_size=512, intermediate_size=256, num_experts=24, top_k=4)
 SIZES = (1, 3, 16, 17, 100, 256)
 DEVICE = torch.device("cuda")
+_Routing = tuple[torch.Tensor, torch.Tensor]
 
 
 def _layer(shape: LayerShape = SHAPE, routing: Routing | None = None, exact: bool = True) -> MoELayer:
@@ -43,9 +45,11 @@ def _tokens(count: int, hidden_size: int = SHAPE.hidden_size) -> torch.Tensor:
     return torch.randn(count, hidden_size, generator=fresh_generator()).to(torch.bfloat16).pin_memory()
 
 
-def _graphs(layer: MoELayer, pool: GraphPool | None = None) -> StepGraphs:
-    staging = Staging(torch.device("cuda", 0))
-    return StepGraphs(layer, torch.cuda.current_stream(), None, pool or GraphPool(DEVICE), staging)
+def _graphs(
+    layer: MoELayer, pool: GraphPool | None = None, staging: Staging | None = None, at_once: bool = True
+) -> StepGraphs:
+    pool, staging = pool or GraphPool(DEVICE), staging or Staging(torch.device("cuda", 0))
+    return StepGraphs(layer, torch.cuda.current_stream(), None, pool, staging, at_once)
 
 
 def _host_rows(graphs: StepGraphs) -> torch.Tensor:
@@ -60,6 +64,17 @@ def _replay(
     """The output on the GPU, and the tokens of each expert."""
     result = graphs.begin(Batch([layer_request(tokens, routing=routing)])).finish()
     return rows_of(result.outputs[0], "FP32", tokens.shape[1]).cuda(), list(result.tokens_per_expert)
+
+
+def _refuse_in_captures(route: Callable[..., _Routing]) -> Callable[..., _Routing]:
+    """`MoELayer.route`, but in a capture it fails."""
+
+    def refuse(layer: MoELayer, *arguments: torch.Tensor) -> _Routing:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("not in a capture")
+        return route(layer, *arguments)
+
+    return refuse
 
 
 @pytest.fixture(scope="module")
@@ -129,17 +144,52 @@ def test_a_step_that_begins_while_another_runs_changes_nothing_of_it() -> None:
 @pytest.mark.parametrize("routed", [False, True])
 def test_capturing_another_layer_writes_to_no_requests_memory(routed: bool) -> None:
     """Layers of one size share the table of requests, which still names those of the last step."""
-    pool, first = GraphPool(DEVICE), _layer()
+    pool, staging, first = GraphPool(DEVICE), Staging(torch.device("cuda", 0)), _layer()
     tokens = _tokens(20)
     routing = first.route(tokens.cuda()) if routed else None
     request = layer_request(tokens, routing=routing, place=pinned, into=pinned)
-    _graphs(first, pool).begin(Batch([request])).finish()
+    _graphs(first, pool, staging).begin(Batch([request])).finish()
     assert request.output is not None
     memory = np.frombuffer(host_view(request.output), np.uint8)
     memory.fill(0xFF)  # another request's by now
-    _graphs(_layer(), pool)
+    _graphs(_layer(), pool, staging)
     torch.cuda.synchronize()
     assert (memory == 0xFF).all()
+    later = _graphs(_layer(), pool, staging, at_once=False)
+    assert later.fits(Batch([layer_request(tokens, routing=routing)]))
+    torch.cuda.synchronize()
+    assert (memory == 0xFF).all()
+
+
+def test_graphs_that_steps_capture_when_they_need_them() -> None:
+    """None before the first step, and none while the stream is busy; the bits are the same."""
+    layer = _layer()
+    graphs, tokens = _graphs(layer, at_once=False), _tokens(20)
+    batch = Batch([layer_request(tokens)])
+    assert not graphs._graphs
+    torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]  # about 10 ms
+    assert not graphs.fits(batch)
+    torch.cuda.synchronize()
+    assert graphs.fits(batch)
+    assert list(graphs._graphs) == [(24, True)]
+    assert torch.equal(_replay(graphs, tokens)[0], layer(tokens.cuda()))
+    assert not graphs.fits(Batch([layer_request(_tokens(TOKEN_COUNTS[-1] + 1))]))
+    graphs.release()
+    assert not graphs.fits(batch)
+
+
+def test_a_step_whose_capture_fails_runs_without_a_graph(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    layer = _layer()
+    runner, tokens = LayerRunner(layer, DEVICE), _tokens(20)
+    runner.capture(GraphPool(DEVICE), at_once=False)
+    monkeypatch.setattr(MoELayer, "route", _refuse_in_captures(MoELayer.route))
+    for _ in range(3):
+        (output,) = runner.run([layer_request(tokens)]).outputs
+        assert torch.equal(rows_of(output, "FP32", SHAPE.hidden_size).cuda(), layer(tokens.cuda()))
+    assert (runner.launches.graph, runner.launches.eager) == (0, 3)
+    assert caplog.text.count("capturing a step of 24 tokens failed") == 1
 
 
 def test_captures_have_a_stream_that_nothing_else_gets() -> None:
@@ -174,10 +224,11 @@ def test_shared_experts_and_a_part_of_the_layer() -> None:
 
 def test_layers_share_a_pool() -> None:
     """Every layer after the first costs only its graphs, not the memory that they compute in."""
-    pool, layers = GraphPool(DEVICE), [_layer() for _ in range(4)]
+    pool, staging = GraphPool(DEVICE), Staging(torch.device("cuda", 0))
+    layers = [_layer() for _ in range(4)]
     used, made = [], []
     for layer in layers:
-        made.append(_graphs(layer, pool))
+        made.append(_graphs(layer, pool, staging))
         used.append(torch.cuda.memory_reserved())
     assert used[-1] == used[0]
     for step, layer in zip(made, layers, strict=True):
@@ -236,14 +287,7 @@ def test_in_a_partition_and_after_its_change(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_failed_capture_reports_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = _layer()
     _graphs(layer)
-    route = MoELayer.route
-
-    def refuse(layer: MoELayer, *arguments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("not in a capture")
-        return route(layer, *arguments)
-
-    monkeypatch.setattr(MoELayer, "route", refuse)
+    monkeypatch.setattr(MoELayer, "route", _refuse_in_captures(MoELayer.route))
     with pytest.raises(RuntimeError, match="not in a capture"):
         _graphs(layer)
     monkeypatch.undo()
