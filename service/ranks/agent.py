@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 import time
+from contextlib import closing
 from types import FrameType
 from typing import Any
 
@@ -61,8 +62,8 @@ class _Agent:
             if meeting is None:
                 break
             try:
-                session = _Session(self._settings, meeting)
-                self._serve(session)
+                with closing(_Session(self._settings, meeting)) as session:
+                    self._serve(session)
             except _RefusedError as error:
                 logger.error("%s", error)
                 return 2
@@ -166,7 +167,14 @@ class _Session:
         self._place = self._board.arrive(self._node)
         self._beaten = time.monotonic()
         self._gone = False
-        threading.Thread(target=self._beat, name="expertd-beat", daemon=True).start()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="expertd-beat", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread: the interpreter aborts if it ends while a thread is in a call of the store."""
+        self._closed.set()
+        self._thread.join(_SILENT_SECONDS)
 
     def is_alive(self) -> bool:
         """Whether the front end is there, and has not refused this agent."""
@@ -185,7 +193,7 @@ class _Session:
     def _beat(self) -> None:
         count, agreed = 0, False
         try:
-            while not self._gone and self.refused is None:
+            while not self._closed.is_set() and not self._gone and self.refused is None:
                 if not agreed and (shared := self._board.shared()) is not None:
                     self.refused, agreed = self._difference(shared), True
                 elif self._board.agents(self._node) != self._place:
@@ -195,7 +203,7 @@ class _Session:
                     self._board.beat(self._node, self._place, count)
                     self.generation = self._board.generation()
                 self._beaten = time.monotonic()
-                time.sleep(BEAT_SECONDS)
+                self._closed.wait(BEAT_SECONDS)
         except RuntimeError:
             self._gone = True
 

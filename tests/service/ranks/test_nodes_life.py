@@ -54,7 +54,7 @@ async def test_both_sides_say_that_an_agent_was_stopped(tmp_path: Path) -> None:
             await until(lambda: server.app.engine.why_not_ready() is not None)
             expected = f"{stopped} (node 1); the ranks are starting again"
             await until(lambda: server.app.engine.why_not_ready() == expected)
-            await asyncio.to_thread(other.process.wait, 20)
+            assert await asyncio.to_thread(other.process.wait, 20) == 0
             assert f"the ranks of node 1 have ended: {stopped}\n" in other.log()
 
 
