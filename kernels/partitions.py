@@ -136,10 +136,10 @@ class SMPartitions:
             for share in shares:
                 lanes[share.partition.name] = (share.partition, self._stream_on(share, first))
                 first += share.units
-            old, self._lanes = self._lanes, lanes
-            for _, stream in old.values():
+            for _, stream in self._lanes.values():
                 stream.synchronize()
             torch.cuda.empty_cache()  # else memory cached for the old streams is never reused
+            self._lanes = lanes
         return self.partitions
 
     def stream(self, name: str | None) -> torch.cuda.Stream:

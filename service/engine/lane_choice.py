@@ -3,8 +3,8 @@
 What a choice gave under this load counts, where that was measured (`lane_record`). What another one would
 give is arithmetic. A step takes about as long as a line through a decode step and a prefill step says, both
 on all SMs: reading the weights is its beginning, and every token adds the same. On a lane, a prefill step
-takes as many times longer as the lane has fewer SMs, and a decode step this number to the power of 0.85: in
-part, it waits for memory. Nearly all decode requests take longer than a step: they wait for others, for
+slows down by the ratio of all SMs to the lane's, and a decode step, which is partly bound by memory, by that
+ratio to the power of 0.85. Nearly all decode requests take longer than a step: they wait for others, for
 threads and for the host. By how much, is measured on lanes, and taken to be the same on every split. A joined
 request takes two steps.
 

@@ -141,6 +141,8 @@ class LocalModels:
                 del runner
             if each.staging in self._pools:
                 each.staging.allow_graphs()  # of the others' steps that recur
+                shapes = [other.layer.shape for other in each.runners.values()]
+                each.staging.forget_shared([(shape.hidden_size, shape.top_k) for shape in shapes])
 
     def collect(self) -> None:
         """Free memory that nothing refers to any more."""
@@ -156,7 +158,7 @@ class LocalModels:
         self._pools = capture_graphs(self._captured(), self._device, cancelled, self._meet)
 
     def capture_later(self) -> None:
-        """As `capture`, but each graph when a step first needs it: for requests that cannot wait for all."""
+        """As `capture`, but each graph is captured by the first step that needs it: requests do not wait."""
         captured = self._captured()
         self._pools = {}
         for runner in captured:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-_one_at_a_time = threading.Lock()  # captures, each of which pauses the garbage collector
+_one_at_a_time = threading.Lock()  # captures, and calls during which there must be none
 
 
 class GraphPool:
@@ -52,8 +52,15 @@ class _SideStream(torch.cuda.ExternalStream):
 
 def free_unused_memory() -> None:
     """Free what torch keeps for later: the GPU's memory, pinned memory, and pools of graphs that are gone."""
-    torch.cuda.empty_cache()
-    torch._C._host_emptyCache()  # without it, each pool of graphs leaves 47 KiB on the host
+    with _one_at_a_time:
+        torch.cuda.empty_cache()
+        torch._C._host_emptyCache()  # without it, each pool of graphs leaves 47 KiB on the host
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all work on `device`. During a capture, that would fail, and so would the capture."""
+    with _one_at_a_time:
+        torch.cuda.synchronize(device)
 
 
 def is_current(stream: torch.cuda.Stream) -> bool:

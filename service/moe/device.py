@@ -5,6 +5,7 @@ import platform
 import torch
 
 from expertd.service.memory import Mapped, Register, Unregister, nothing_to_register
+from expertd.service.moe.capture import synchronize
 from expertd.service.moe.host_memory import free_host_bytes
 
 _PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegister: in every context, and at the same address on the GPU
@@ -31,7 +32,7 @@ def failure_of(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     try:
-        torch.cuda.synchronize(device)
+        synchronize(device)
     except RuntimeError as error:  # it is said again by every call from then on
         return str(error).partition("\n")[0]
     return None

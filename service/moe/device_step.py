@@ -22,7 +22,7 @@ from expertd.kernels import HiddenStates, Quantized, as_floats, values_of
 from expertd.service.memory import Buffer, Span, host_view, is_on_gpu
 from expertd.service.moe.base import Layer
 from expertd.service.moe.batch import FLOATS, Batch, joined, rows_of
-from expertd.service.moe.capture import is_current
+from expertd.service.moe.capture import is_current, synchronize
 from expertd.service.moe.copies import Copies
 from expertd.service.moe.recurring import RecurringSteps
 from expertd.service.moe.request import FP8, LayerRequest, Output, StepResult, row_bytes
@@ -106,8 +106,10 @@ class DeviceSteps:
         )
 
     def _abandon(self, slot: Slot) -> None:
-        torch.cuda.synchronize(self._staging.device)  # copies to and from the slot may be running
-        self._staging.give_back(slot)
+        try:
+            synchronize(self._staging.device)  # copies to and from the slot may be running
+        finally:
+            self._staging.give_back(slot)
 
     def _enqueue(
         self,

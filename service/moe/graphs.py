@@ -20,7 +20,7 @@ from expertd.limits import MAX_GROUPS
 from expertd.service.memory import Span, host_view, is_on_gpu
 from expertd.service.moe.base import Layer
 from expertd.service.moe.batch import FLOATS, Batch
-from expertd.service.moe.capture import GraphPool, is_current
+from expertd.service.moe.capture import GraphPool, is_current, synchronize
 from expertd.service.moe.request import LayerRequest, Output, StepResult
 from expertd.service.moe.running import RunningStep
 from expertd.service.moe.staging import ALIGNMENT, PinnedRows, Staging, is_aligned
@@ -64,13 +64,13 @@ class _Plan(NamedTuple):
 
 
 class StepGraphs:
-    """The graphs of one layer on one stream. A step must end before the next one of any layer here begins:
-    until then nothing fits.
+    """The graphs of one layer on one stream. They share memory with those of other layers of the same sizes:
+    until the step of one has ended, nothing fits.
 
     A step is bfloat16 hidden states with routing for all tokens, or for none. Padding tokens have no routed
     experts, and shared experts compute them.
 
-    at_once  captures all graphs now; otherwise each when a step first needs it, which takes that one 2 ms
+    at_once  captures all graphs now; otherwise each when a step first needs it, which adds about 2 ms to it
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class StepGraphs:
         self._layer = layer
         self._stream = stream
         self._num_sms = num_sms
-        self._pool = pool
+        self._pool: GraphPool | None = pool
         self._staging = staging
         sizes = layer.shape.hidden_size, layer.shape.top_k
         self._tensors = staging.shared(sizes, lambda: _Tensors(*sizes, stream.device, staging.host_copies))
@@ -102,7 +102,7 @@ class StepGraphs:
                 self._capture(key)
 
     def fits(self, batch: Batch) -> bool:
-        """Whether `begin` supports this step on the current stream; its graph may be captured now."""
+        """Whether `begin` supports this step on the current stream. May capture its graph."""
         return (
             batch.num_tokens <= TOKEN_COUNTS[-1]
             and self._tensors.are_free
@@ -153,8 +153,13 @@ class StepGraphs:
         began: float,
     ) -> RunningStep:
         self._tensors.are_free = False
-        self._graphs[key].replay()
-        self._staging.signals.enqueue(requests, self._stream)
+        try:
+            self._graphs[key].replay()
+            self._staging.signals.enqueue(requests, self._stream)
+        except BaseException:
+            synchronize(self._stream.device)  # it may have begun
+            self._tensors.are_free = True
+            raise
         num_tokens = sum(request.num_tokens for request in requests)
         return RunningStep(
             self._stream,
@@ -214,27 +219,32 @@ class StepGraphs:
         return output
 
     def release(self) -> None:
-        """Free the graphs and their memory in the pool; `fits` then returns False."""
+        """Free the graphs, and leave their pool; `fits` then returns False."""
         self._owner = object()
         self._missing.clear()
         self._graphs.clear()
+        self._pool = None
 
     def _is_captured(self, key: tuple[int, bool]) -> bool:
-        """Whether there is a graph of a step, now or already; it is not captured while others would wait."""
+        """Whether the step has a graph; captures it if it is missing and the stream is idle."""
         if key in self._graphs:
             return True
         if key not in self._missing or not self._stream.query():
             return False
         try:
-            self._capture(key)
-        except RuntimeError:  # above all a lack of memory: such steps run launch by launch
+            if not self._graphs and self._missing:
+                self._capture(max(self._missing))  # so that the others reuse its memory
+            if key not in self._graphs:
+                self._capture(key)
+        except Exception:  # above all a lack of memory: such steps run launch by launch
             self._missing.discard(key)
             logger.warning("capturing a step of %d tokens failed", key[0], exc_info=True)
             return False
         return True
 
     def _capture(self, key: tuple[int, bool]) -> None:
-        self._tensors.table.write([])  # what it runs has no requests: not those of another layer's last step
+        assert self._pool is not None
+        self._tensors.table.write([])  # no requests: it still names those of another layer's last step
         with torch.inference_mode():
             self._step(*key)  # creates what is created on first use, which a capture does not allow
             self._stream.synchronize()

@@ -48,7 +48,7 @@ class RecurringSteps:
             return None
         try:
             self._graphs[key] = graph = pool.capture(work, stream)
-        except RuntimeError:  # above all a lack of memory: such steps run as before
+        except Exception:  # above all a lack of memory: such steps run as before
             logger.warning("capturing a recurring step failed", exc_info=True)
             return None
         if _drop_oldest(self._graphs):
@@ -59,6 +59,8 @@ class RecurringSteps:
         """Free all graphs."""
         self.generation = next(_GENERATIONS)
         self._seen.clear()
+        for graph in self._graphs.values():
+            graph.reset()  # requests that may recur still refer to it, and it to its memory
         self._graphs.clear()
 
 

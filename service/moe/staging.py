@@ -1,7 +1,7 @@
 """Memory and streams of steps on a GPU, made once for two steps: one copies while the other computes."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, TypeVar
 
 import numpy as np
@@ -90,6 +90,10 @@ class Staging:
             self._shared[key] = make()
         made: T = self._shared[key]
         return made
+
+    def forget_shared(self, kept: Container[object]) -> None:
+        """Drop what `shared` has, but for these keys; no step is running."""
+        self._shared = {key: made for key, made in self._shared.items() if key in kept}
 
     def allow_graphs(self) -> None:
         """Let each slot capture graphs; no step is running."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from expertd.service.memory import Arena, Span
-from expertd.service.moe.capture import GraphPool
+from expertd.service.moe.capture import GraphPool, free_unused_memory
 from expertd.service.moe.device import register_for
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.runner import LayerRunner
@@ -255,3 +255,21 @@ def test_graphs_of_large_steps_are_bounded_and_freed(runner: LayerRunner) -> Non
     for _ in range(8):
         runner.run([request])
     assert recurring._graphs
+
+
+def test_graphs_that_were_released_keep_no_memory(runner: LayerRunner) -> None:
+    """Though a request that may recur still refers to them."""
+    own = LayerRunner(runner.layer, DEVICE, with_graphs=False)
+    request = layer_request(_tokens(2048), "BF16", None, pinned, "BF16", pinned)
+    own.run([request])
+    free_unused_memory()
+    before = torch.cuda.memory_reserved()
+    own.capture(GraphPool(DEVICE))
+    for _ in range(8):
+        own.run([request])
+    assert request.plan is not None
+    free_unused_memory()
+    assert torch.cuda.memory_reserved() > before
+    own.release_graphs()
+    free_unused_memory()
+    assert torch.cuda.memory_reserved() <= before
