@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from expertd.service.engine import lane_control, settling
-from expertd.service.engine.lane_choice import JOINED, Choice
+from expertd.service.engine.lane_choice import JOINED, Choice, slowdown
 from expertd.service.engine.lane_control import LaneControl
 from expertd.service.engine.loading import Loaded
 from expertd.service.settings.model import Settings
@@ -111,7 +111,8 @@ async def test_the_split_follows_what_is_measured(monkeypatch: pytest.MonkeyPatc
         assert split_of(lanes.device) == [32, 100]
         metric = lanes.server.metric
         assert metric("lanes_decode_sms") == 32
-        assert metric("lanes_expected_decode_seconds") == pytest.approx(DECODE_SECONDS * 132 / 32, rel=0.01)
+        expected = DECODE_SECONDS * 132 / 48 * slowdown(32, 132) / slowdown(48, 132)
+        assert metric("lanes_expected_decode_seconds") == pytest.approx(expected, rel=0.01)
         assert metric("lanes_expected_prefill_ratio") == pytest.approx(100 / 132)
         assert metric("lanes_changes_total", reason="prefill") == 1
         for _ in range(5):
