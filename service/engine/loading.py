@@ -87,8 +87,8 @@ class Loaded:
     memory returns (used, total) bytes of the device, None without a GPU. Call prepare_steps on the worker
     thread after partitions are replaced: it captures CUDA graphs again. It may raise LoadCancelledError or
     fail; steps run in either case. prepare_later is much shorter: each graph is captured by the first step
-    that needs it. register makes host memory accessible to the device. register_files does
-    so for files of callers, who may shrink them; None: the CPU copies. open_cuda opens GPU memory of other
+    that needs it. register makes host memory accessible to the device. register_files does so for files of
+    callers, who may shrink them; None: the CPU copies. open_cuda opens GPU memory of other
     processes; None without a GPU. why_not says why no step can run at present, and they raise
     DeviceLostError. failure says after a step that failed why the device computes nothing any more: then the
     process has to end. ranks are those that share the layers. placements say which rank holds which experts;

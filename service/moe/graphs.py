@@ -70,7 +70,8 @@ class StepGraphs:
     A step is bfloat16 hidden states with routing for all tokens, or for none. Padding tokens have no routed
     experts, and shared experts compute them.
 
-    at_once  captures all graphs now; otherwise each when a step first needs it, which adds about 2 ms to it
+    at_once  captures all graphs now; otherwise each when a step first needs it, which adds 2 to 4 ms to it,
+             or twice that to the first one
     """
 
     def __init__(

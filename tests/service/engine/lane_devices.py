@@ -63,13 +63,17 @@ def _choices(on_lanes: Mapping[int, float], joined: Mapping[int, float]) -> Iter
 
 
 def deepseek(tail: float) -> Device:
-    """DeepSeek-V3 with 32 experts; tail: seconds by which nearly all requests exceed a step."""
+    """DeepSeek-V3 with 32 experts; tail: seconds by which nearly all requests exceed a step.
+
+    Steps on lanes are medians of requests in benchmarks/results/lanes-h200.json, less what requests on all
+    SMs take beyond a step (about 60 µs for 64 tokens, 90 for 1).
+    """
     steps = {
         16: {64: 1500e-6, 1: 330e-6},  # not measured: from 24 SMs
         32: {64: 833e-6, 1: 197e-6},
         48: {64: 613e-6, 1: 143e-6},
         64: {64: 493e-6, 1: 115e-6},
-        80: {64: 493e-6, 1: 115e-6},
+        80: {64: 493e-6, 1: 115e-6},  # 497 and 130 µs, but more SMs are never slower here
     }
     on_lanes = {16: 0.87, 32: 0.77, 48: 0.67, 64: 0.56, 80: 0.46}
     shares = dict(_choices(on_lanes, {0: 1.0, 1024: 0.77, 2048: 0.94}))
