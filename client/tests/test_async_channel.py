@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -101,6 +102,22 @@ async def test_two_tasks_that_wait_for_one_ticket(own_server: RunningServer) -> 
         assert (await asyncio.wait_for(tasks[0], 20)).shape == (8, HIDDEN)
         with pytest.raises(InvalidRequestError, match=r"^ticket: expected one that was not waited for, got"):
             await asyncio.wait_for(tasks[1], 20)
+
+
+async def test_a_task_learns_that_another_one_has_taken_its_answer(own_server: RunningServer) -> None:
+    """The server may answer a later request in the same place before the event loop looks."""
+    async with opened(own_server) as channel:
+        with own_server.stopped():
+            first = await channel.submit(channel.slots[0], 8)
+            task = asyncio.create_task(channel.wait(first))
+            await asyncio.sleep(0)
+        wait_for(lambda: channel.is_answered(first), "the server answers")
+        for _ in range(channel._link.num_slots):  # the last one takes the first one's answer, and its place
+            ticket = await channel.submit(channel.slots[1], 8)
+            wait_for(partial(channel.is_answered, ticket), "the server answers")
+            await channel.wait(ticket)
+        assert not task.done(), "the event loop has not run since"
+        assert (await asyncio.wait_for(task, 5)).shape == (8, HIDDEN)
 
 
 async def test_a_late_task_does_not_end_the_others_wait(own_server: RunningServer) -> None:

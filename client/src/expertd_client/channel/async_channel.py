@@ -96,6 +96,7 @@ class AsyncChannel(BaseChannel):
         await self._waiters.wait(ticket.sequence, deadline)
         if self._tickets.get(ticket.sequence) is ticket:  # else another task has done it
             self._take(ticket)
+            self._waiters.taken(ticket.sequence)
 
     def _end(self) -> None:
         self._waiters.stop()

@@ -111,6 +111,12 @@ class TaskWaiters:
         finally:
             del self._waiting[ready]
 
+    def taken(self, sequence: int) -> None:
+        """Wake the tasks that wait for this answer: a later one may be in its place when the loop looks."""
+        for ready, waited in self._waiting.items():
+            if waited == sequence:
+                settle(ready, True)
+
     def stop(self) -> None:
         """Watch the channel no more, which is about to be closed, and wake all tasks that wait."""
         if self._is_watched and not self._link.is_closed:
