@@ -153,7 +153,10 @@ def outcome_of(
     if isinstance(error, DeadlineError) and may_be_late:
         return "refused"
     if isinstance(error, (ServerUnreachableError, TransportUnavailableError, DeadlineError)):
-        return "lost" if plan.stage.owes_answer(mark, is_whole) else "cut"
+        if not plan.stage.owes_answer(mark, is_whole):
+            return "cut"
+        print(f"soak: lost: {type(error).__name__}: {error}", flush=True)
+        return "lost"
     print(f"soak: {type(error).__name__}: {error}", flush=True)
     return "failed" if (error.status or 0) >= 500 else "wrong"
 

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import pytest
 
 from tests.service.apps import hidden_request, output_of, serving, tiny_settings
-from tests.service.engine.test_local_models_gpu import MODEL
+from tests.service.engine.repeated_captures import MODEL
 
 pytestmark = pytest.mark.gpu
 
