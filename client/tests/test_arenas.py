@@ -256,6 +256,19 @@ def test_waiting_for_a_place_ends_at_the_deadline() -> None:
     assert run(take_place(holder, SMALL, Deadline(1), never)) == lease  # type: ignore[arg-type]
 
 
+async def test_a_call_that_gives_up_does_not_keep_an_abandoned_place_from_the_next() -> None:
+    holder: Holder[Memory] = Holder(1)
+    lease = leased(holder, SMALL)
+    steps = [take_place(holder, SMALL, Deadline(seconds), never) for seconds in (0.05, 20)]  # type: ignore[arg-type]
+    first, second = (asyncio.create_task(run_async(each)) for each in steps)
+    await asyncio.sleep(0)
+    holder.give_back(lease, 1)
+    with pytest.raises(DeadlineError):
+        await first
+    lease.arena.answered.add(lease.place)
+    assert await asyncio.wait_for(second, 5) == lease
+
+
 async def test_a_call_that_is_cancelled_when_it_has_just_been_woken_wakes_the_next() -> None:
     holder: Holder[Memory] = Holder(1)
     lease = leased(holder, SMALL)

@@ -189,7 +189,16 @@ class Holder(Generic[A]):
                 arena.abandon(lease.place, unanswered)
             if arena.retired and not arena.users:
                 arena.close()
-            self._wake_one()
+            if unanswered is None:
+                self._wake_one()
+            else:
+                self._wake_all()  # each looks for the answer from now on: one may give up before it is there
+
+    def reclaim(self, arena: A) -> None:
+        """Have an arena that a call uses make places free, as `take` does; it may be retired."""
+        with self._lock:
+            arena.reclaim()
+            self._wake_all()
 
     def wake(self) -> None:
         """Places may have become free, or the arena unusable."""

@@ -2,10 +2,9 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from expertd_client.arenas import Arena
+from expertd_client.arenas import Arena, Holder
 from expertd_client.calls import LayerCall
 from expertd_client.channel.layout import CODES, REQUEST, ROUTED
 from expertd_client.channel.opening import Opened
@@ -22,16 +21,16 @@ _kept: list[object] = []  # memory that a step may still use
 class ChannelArena(Arena):
     """The channel of one model, for tensors of the host or of one GPU.
 
-    `wake`: called if places may have become free, or the channel unusable. Threads find that out themselves.
+    `holder` hears if places may have become free, or the channel unusable. Threads find that out themselves.
     """
 
-    def __init__(self, opened: Opened, wake: Callable[[], None]) -> None:
+    def __init__(self, opened: Opened, holder: "Holder[ChannelArena]") -> None:
         super().__init__(opened.sizes)
         self.link = opened.link
         self.sending = threading.Lock()
         self.threads = ThreadWaiters(self.link)
         self._tasks: TaskWaiters | None = None
-        self._wake = wake
+        self._holder = holder
         self._opened = opened
         self._abandoned: dict[int, int] = {}  # place -> its request, whose caller has gone
         self._gpu = None if opened.device is None else GpuPlaces(opened.device)
@@ -61,6 +60,10 @@ class ChannelArena(Arena):
                 del self._abandoned[place]
                 self.free.append(place)
         return not self._abandoned
+
+    def look_for_abandoned(self) -> None:
+        """Let abandoned requests that have an answer leave their places; safe from any thread."""
+        self._holder.reclaim(self)
 
     def close(self) -> None:
         """Close the channel; the server frees its memory after the step that runs, if it is in it."""
@@ -114,7 +117,7 @@ class ChannelArena(Arena):
 
     def _on_news(self) -> None:
         if self._abandoned or not self.link.is_open:
-            self._wake()
+            self._holder.wake()
 
 
 @dataclass(slots=True)

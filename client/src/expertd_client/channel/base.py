@@ -102,7 +102,9 @@ class BaseChannel:
         return ticket.slot.rows(ticket.num_tokens)
 
     def _close(self) -> None:
-        if self._gpu is not None and any(not self.is_answered(ticket) for ticket in self._tickets.values()):
+        # Also if the server has closed it: a step that it had begun goes on.
+        answered = all(self._link.is_answered(sequence) for sequence in self._tickets)
+        if self._gpu is not None and not answered and not self._link.is_closed:
             _kept.append(self._gpu)  # freeing it under a step would be undefined
         self._link.close()
 

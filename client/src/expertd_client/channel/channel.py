@@ -94,6 +94,10 @@ class Channel(BaseChannel):
     ) -> None:
         self.close()
 
+    def __del__(self) -> None:
+        if hasattr(self, "_current_stream"):  # it was made
+            self._close()
+
     def _settle(self, ticket: Ticket, deadline: Deadline) -> None:
         """Wait for an answer, and keep what it says. Raises ServerUnreachableError, DeadlineError."""
         link, sequence = self._link, ticket.sequence

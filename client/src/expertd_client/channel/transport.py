@@ -39,7 +39,7 @@ class ChannelTransport:
 
     def _make(self, wanted: Wanted, holder: Holder[ChannelArena]) -> Steps[ChannelArena]:
         opened = yield from open_largest(self._http, wanted)
-        return ChannelArena(opened, holder.wake)
+        return ChannelArena(opened, holder)
 
 
 def _exchange(
@@ -50,6 +50,7 @@ def _exchange(
     line = arena.fill(call, lease.place, deadline)
     while not (sequence := _send(arena, line, unanswered)):
         yield Sleep(_FULL_SECONDS, deadline)  # an answer is overdue whose slot is next: hardly ever
+        arena.look_for_abandoned()  # it may be that of a caller that has gone
     yield Answer(arena, sequence, deadline)
     unanswered.clear()
     arena.link.take_answer(sequence)
