@@ -271,9 +271,10 @@ class RemoteEngine:
 
     def _read_times(self, offset: int, call: RemoteCall) -> None:
         """Where the time of a call went; if the device has answered it, that may not be written yet."""
-        queue_ns, compute_ns, sequence = self._words[offset // SEQUENCE_BYTES :][:3]
-        if sequence == call.sequence:
-            call.stages = queue_ns / 1e9, compute_ns / 1e9
+        words, first = self._words, offset // SEQUENCE_BYTES
+        if words[first + 2] == call.sequence:  # written last
+            fence()
+            call.stages = words[first] / 1e9, words[first + 1] / 1e9
 
     def _answer(self, slot: int, call: RemoteCall) -> Output | Exception:
         start = HEADER_BYTES + slot * SLOT_BYTES

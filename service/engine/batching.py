@@ -120,8 +120,7 @@ class Scheduler:
 
     def remove_runner(self, model: str) -> bool:
         """Forget the runner of `model`, between steps; False if requests wait for it."""
-        while self._stepping.chores:  # of its last step
-            self._stepping.chores.popleft()()
+        self._stepping.do_chores()  # of its last step
         self._delivery.flush()  # what is reported of steps refers to their layer
         with self._lock:
             return self._queues.remove_runner(model)
@@ -330,6 +329,10 @@ class Scheduler:
     def is_running(self) -> bool:
         """Whether the device has a step of this lane."""
         return self._work.is_running
+
+    def do_chores(self) -> None:
+        """Do all of `do_later`; on the worker thread."""
+        self._stepping.do_chores()
 
     def finish_all(self) -> None:
         """Wait for all steps of this lane that run, and answer their requests; on the worker thread."""

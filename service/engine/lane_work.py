@@ -77,6 +77,7 @@ class LaneWork:
             return bool(late)
         with self.turn:
             if job:
+                self._stepping.do_chores()  # callers sleep until then, and a job may take long
                 job()
             elif chunks:
                 if self.worker.wakeup.sources:

@@ -100,8 +100,11 @@ class Lanes:
         def alone() -> T:
             for each in parked:
                 each.result()
-            for lane in self.lanes[len(self._threads) :]:
+            others = self.lanes[len(self._threads) :]  # on this thread, too
+            for lane in others:
                 lane.finish_all()
+            for lane in (self.lanes[0], *others):
+                lane.do_chores()
             return job()
 
         try:

@@ -112,10 +112,14 @@ class Stepping:
             self._finish(running)
             return
         self.running.append(running)
-        while self.chores:  # while the device computes
-            self.chores.popleft()()
+        self.do_chores()  # while the device computes
         if not self._delivery.leaves_reports:
             self._delivery.flush()
+
+    def do_chores(self) -> None:
+        """Do all that may wait."""
+        while self.chores:
+            self.chores.popleft()()
 
     def finish_first(self) -> None:
         """Wait for the step that began first, and answer its requests."""

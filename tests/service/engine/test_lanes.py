@@ -5,6 +5,7 @@ import random
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 
@@ -308,6 +309,27 @@ async def test_chores_stay_on_the_thread_of_their_lane(number: int, one_thread: 
         await lane.between_steps(lambda: pair.lanes.do_later(chore))
         assert await asyncio.to_thread(done.wait, 10)
     assert ran_here == [True]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+async def test_chores_are_done_before_a_job(number: int, one_thread: bool) -> None:
+    """They wake callers whose answers are there, and a job may take long."""
+    order: list[str] = []
+    async with running(one_thread=one_thread) as pair:
+
+        def done(_: object) -> None:
+            order.append("answer")
+            pair.lanes.do_later(partial(order.append, "chore"))
+
+        runner = (pair.decode, pair.prefill)[number]
+        runner.gate.clear()
+        pair.lanes.submit("tiny", layer_request([1.0] * (1, 8)[number]), done, on_worker=True)
+        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        job = asyncio.ensure_future(pair.lanes.between_steps(partial(order.append, "job")))
+        await asyncio.sleep(0)
+        runner.gate.set()
+        await asyncio.wait_for(job, 10)
+    assert order == ["answer", "chore", "job"]
 
 
 async def test_steps_are_counted_by_lane(one_thread: bool) -> None:
