@@ -259,7 +259,7 @@ class Scheduler:
         with self._lock:
             self._work.jobs.give_up(error)
         stuck = [chunk.pending for chunk in self._stepping.unfinished()]
-        for pending in self._queues.all_waiting():
+        for pending in self._waiting():
             self.cancel(pending, error)
         for pending in dict.fromkeys(stuck):
             done, pending.done = pending.done, _ignore  # the end of the step, if it comes
@@ -277,8 +277,12 @@ class Scheduler:
     def cancel_all(self, model: str | None = None) -> None:
         """Answer every queued request, or those to a model, with SchedulerClosedError."""
         what = "the server is shutting down" if model is None else f"model {model} is being unloaded"
-        for pending in self._queues.all_waiting(model):
+        for pending in self._waiting(model):
             self.cancel(pending, SchedulerClosedError(what))
+
+    def _waiting(self, model: str | None = None) -> list[Pending]:
+        with self._lock:  # the worker thread takes some
+            return self._queues.all_waiting(model)
 
     @property
     def unanswered(self) -> int:

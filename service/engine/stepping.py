@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 # begins up to this part of the last one's time later, so that it has all of them.
 _REJOIN_PART = 0.02
 _MAX_REJOIN_SECONDS = 100e-6
+_MOST_CHORES = 8  # left while one step follows the other, and none is on the device meanwhile
 
 
 @dataclass(slots=True)  # not frozen: that takes longer
@@ -110,6 +111,8 @@ class Stepping:
         running = Running(chunks, step, began, direct)
         if step.is_done() and not self.running:
             self._finish(running)
+            if len(self.chores) > _MOST_CHORES:
+                self.do_chores()
             return
         self.running.append(running)
         self.do_chores()  # while the device computes

@@ -332,6 +332,35 @@ async def test_chores_are_done_before_a_job(number: int, one_thread: bool) -> No
     assert order == ["answer", "chore", "job"]
 
 
+async def test_chores_do_not_pile_up_while_one_step_follows_the_other(one_thread: bool) -> None:
+    left, most, answers = 0, 0, 0
+    all_done = threading.Event()
+    async with running(one_thread=one_thread) as pair:
+
+        def chore() -> None:
+            nonlocal left
+            left -= 1
+
+        def send() -> None:
+            pair.lanes.submit("tiny", layer_request([1.0] * 16), done, on_worker=True)
+
+        def done(_: object) -> None:
+            nonlocal left, most, answers
+            left, answers = left + 1, answers + 1
+            most = max(most, left)
+            pair.lanes.do_later(chore)
+            if answers < 200:
+                send()
+            elif answers == 201:
+                all_done.set()
+
+        for _ in range(2):  # one waits while the other is computed
+            send()
+        assert await asyncio.to_thread(all_done.wait, 10)
+    assert left == 0
+    assert most <= 10
+
+
 async def test_steps_are_counted_by_lane(one_thread: bool) -> None:
     metrics = Metrics("0")
 
