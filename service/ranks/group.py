@@ -96,11 +96,12 @@ class RankGroup:
 
         Raises DeviceLostError.
         """
-        for rank in self.ranks:
+        ranks = self.ranks  # another one may come meanwhile
+        for rank in ranks:
             rank.answer = None
             rank.send(*message)
-        self._wait(lambda: all(rank.answer for rank in self.ranks), _ANSWER_SECONDS, "an answer")
-        return {rank.number: rank.answer or [] for rank in self.ranks}
+        self._wait(lambda: all(rank.answer for rank in ranks), _ANSWER_SECONDS, "an answer")
+        return {rank.number: rank.answer or [] for rank in ranks}
 
     def record(self, files: Mapping[int, int], *message: Any) -> dict[int, str]:
         """Each rank's answer about a recording: an error, or ""; for one thread at a time.
@@ -110,12 +111,14 @@ class RankGroup:
         Raises DeviceLostError.
         """
         self.check()
-        for rank in self.ranks:
+        # Another one may come meanwhile.
+        ranks = [rank for rank in self.ranks if not files or rank.number in files]
+        for rank in ranks:
             rank.recorded = None
             rank.send(*message, descriptors=[files[rank.number]] if files else ())
-        done = lambda: all(rank.recorded is not None for rank in self.ranks)  # noqa: E731
+        done = lambda: all(rank.recorded is not None for rank in ranks)  # noqa: E731
         self._wait(done, _ANSWER_SECONDS, "an answer about a recording")
-        return {rank.number: rank.recorded or "" for rank in self.ranks}
+        return {rank.number: rank.recorded or "" for rank in ranks}
 
     def check(self) -> None:
         """Raise DeviceLostError if a rank is lost."""

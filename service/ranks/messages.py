@@ -17,6 +17,7 @@ DATATYPES = ("BF16", "FP16", "FP32", FP8)  # FP8: of hidden states alone
 ID_DATATYPES = ("INT32", "INT64")
 ERROR_BYTES = 512
 _MESSAGE_BYTES = 4096
+_MAX_TEXT = 600  # characters of an error in a message, each of up to 6 bytes
 _MAX_DESCRIPTORS = 4
 
 _STEP = struct.Struct("<QII")  # number, model, requests
@@ -130,8 +131,10 @@ def end_bytes(max_experts: int) -> int:
 
 
 def send(connection: socket.socket, *message: Any, descriptors: Sequence[int] = ()) -> None:
-    """Send values as one message, with descriptors. Raises OSError."""
-    socket.send_fds(connection, [json.dumps(message).encode()], list(descriptors))
+    """Send values as one message, with descriptors; long texts are cut. Raises OSError."""
+    values = [each[:_MAX_TEXT] if isinstance(each, str) else each for each in message]
+    data = json.dumps(values, ensure_ascii=False).encode(errors="replace")
+    socket.send_fds(connection, [data], list(descriptors))
 
 
 def receive(connection: socket.socket) -> tuple[list[Any], list[int]]:

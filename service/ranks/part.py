@@ -79,6 +79,7 @@ class RankPart:
         ]
         self._running: deque[_Running] = deque()
         self.jobs: deque[Callable[[], None]] = deque()  # to do while no step runs, after the bell of commands
+        self.is_leaving = False  # one of them is `leave`: no meeting may be waited for
         self._replays = False  # the last step replays a graph
 
     def serve(self, rings: Rings, stopped: Callable[[], bool], say: Callable[..., None]) -> None:
@@ -115,12 +116,13 @@ class RankPart:
         while rings.commands.take() is not None:
             pass
         self._membership.leave()
+        self.is_leaving = False
         return self._placements.digest()
 
     def _carry_out(self, data: bytes) -> Sequence[Any]:
         """What to say of a command that is no step."""
         if data.startswith(MEET):
-            return self._membership.meet(MeetCommand.unpacked(data), self._parallel, lambda: bool(self.jobs))
+            return self._membership.meet(MeetCommand.unpacked(data), self._parallel, lambda: self.is_leaving)
         return MOVED, *self._placements.move(MoveCommand.unpacked(data))
 
     def _layer(

@@ -180,8 +180,12 @@ def _run(setup: RankSetup, control: Control, rings: Rings, other_side: Rings) ->
         recorder.end()
         say(words.LEFT, part.leave(rings))
 
+    def call_to_leave() -> None:
+        part.is_leaving = True
+        do_between_steps(leave)
+
     control.replace_partitions, control.record = replace_partitions, record
-    control.leave = lambda: do_between_steps(leave)
+    control.leave = call_to_leave
     say(words.PARTITIONS, "", shown(loaded))
     say(words.LOADED, part.loaded.backend, part.loaded.device)
     tell_changes(part.loaded, partial(say, words.DEVICE))

@@ -126,3 +126,31 @@ def test_all_start_again_if_ranks_switched_differently(store: PlacementStore) ->
     ranks = ranks_of(store)
     ranks[0].is_gone = True
     assert left_of(ranks, store) == [1, 2]
+
+
+@dataclass
+class RecordedRank(FakeRank):
+    """Another rank joins its group while it is asked."""
+
+    group: RankGroup | None = None
+    recorded: str | None = None
+    answer: list[Any] | None = None
+
+    def send(self, *message: Any, descriptors: Any = ()) -> None:
+        assert self.group is not None
+        self.recorded, self.answer = "", ["", {}]
+        if len(self.group.ranks) == 2:
+            self.group.ranks = cast(list[Rank], [*self.group.ranks, RecordedRank(2, "")])
+
+
+@pytest.mark.parametrize("files", [{}, {0: 10, 1: 11}])
+def test_a_rank_that_comes_back_is_not_waited_for_by_those_who_did_not_ask_it(files: dict[int, int]) -> None:
+    ranks = [RecordedRank(number, "") for number in range(2)]
+    group = RankGroup(1, cast(list[Rank], ranks), Inbox(), 60.0)
+    for rank in ranks:
+        rank.group = group
+    assert group.record(files, "record", "begin") == {0: "", 1: ""}
+    group.ranks = cast(list[Rank], ranks)
+    assert group.ask("partitions", {}) == {0: ["", {}], 1: ["", {}]}
+    assert len(group.ranks) == 3
+    assert group.lost is None

@@ -1,11 +1,14 @@
 """A rank's rows in memory of another node: all inputs there once, outputs back where they belong."""
 
+import contextlib
+import socket
+
 import numpy as np
 import pytest
 
 from expertd.service.memory import Span, host_view
 from expertd.service.moe.request import LayerRequest
-from expertd.service.ranks.messages import NOWHERE
+from expertd.service.ranks.messages import NOWHERE, receive, send
 from expertd.service.ranks.packing import outputs_of, pack, unpack
 from expertd.service.ranks.split import BYTES
 
@@ -52,3 +55,15 @@ def test_rows_go_there_and_back(count: int) -> None:
     unpack(memory[step.outputs.start :], step, requests)
     got = [host_view(sent.output).tobytes() for sent in requests if sent.output is not None]
     assert got == expected[1:]
+
+
+@pytest.mark.parametrize("letter", ["x", "\u00fc", "\U0001f642", "\x1b"])
+def test_a_long_error_is_cut_to_what_a_message_takes(letter: str) -> None:
+    with contextlib.ExitStack() as stack:
+        pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        rank, front_end = (stack.enter_context(each) for each in pair)
+        send(rank, "failed", letter * 100_000, True)
+        (word, error, expected), descriptors = receive(front_end)
+    assert (word, expected, descriptors) == ("failed", True, [])
+    assert len(error) == 600
+    assert set(error) == {letter}
