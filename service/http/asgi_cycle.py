@@ -80,7 +80,9 @@ class AsgiCycle:
         self._changed.set()
 
     def receive(self, piece: memoryview) -> None:
-        """Take a piece of the body."""
+        """Take a piece of the body, which is dropped once the response is complete."""
+        if self._complete:
+            return
         self._body += piece
         self._ahead = max(0, self._ahead - len(piece))
         self._changed.set()

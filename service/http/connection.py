@@ -138,6 +138,8 @@ class Connection(Receiving):
 
     def _drop_body(self) -> None:
         """Read the rest of a body whose request is answered already."""
+        assert self._body is not None
+        self._body.sink = None
         self.receive_body(True)
         if not self._drops_body:
             self._drops_body = True

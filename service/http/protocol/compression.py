@@ -23,7 +23,7 @@ def decompress(body: Buffer, content_encoding: str, limit: BodyLimit) -> Buffer:
     names = [name for item in content_encoding.split(",") if (name := item.strip().lower())]
     codings = [name for name in names if name != "identity"]
     if names and not codings:
-        return body
+        return bytes(body)  # its memory may be another request's soon
     if len(codings) != 1 or codings[0] not in _WINDOW_BITS:
         raise OipError(
             415,

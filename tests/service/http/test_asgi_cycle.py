@@ -55,6 +55,27 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
+def test_a_body_that_comes_after_its_answer_is_not_kept() -> None:
+    cycles: list[Any] = []
+
+    async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+        cycles.append(receive.__self__)  # type: ignore[attr-defined]
+        await send(start(404, (b"content-length", b"0")))
+        await send({"type": "http.response.body", "body": b""})
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        size = 16 << 20
+        writer.write(head("POST /a HTTP/1.1", f"Content-Length: {size}"))
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 404")
+        for _ in range(16):
+            writer.write(bytes(size // 16))
+            await writer.drain()
+        await ask(reader, writer, head("GET /b HTTP/1.1", "Connection: close"))
+        assert [len(cycle._body) for cycle in cycles] == [0, 0]
+
+    served(refuse, talk)
+
+
 def test_bodies_arrive_whole_and_pipelined_requests_follow() -> None:
     large = bytes(range(256)) * 4000
 
