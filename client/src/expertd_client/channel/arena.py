@@ -30,7 +30,7 @@ class ChannelArena(Arena):
         self.sending = threading.Lock()
         self.threads = ThreadWaiters(self.link)
         self._tasks: TaskWaiters | None = None
-        self._holder = holder
+        self.holder = holder
         self._opened = opened
         self._abandoned: dict[int, int] = {}  # place -> its request, whose caller has gone
         self._gpu = None if opened.device is None else GpuPlaces(opened.device)
@@ -60,10 +60,6 @@ class ChannelArena(Arena):
                 del self._abandoned[place]
                 self.free.append(place)
         return not self._abandoned
-
-    def look_for_abandoned(self) -> None:
-        """Let abandoned requests that have an answer leave their places; safe from any thread."""
-        self._holder.reclaim(self)
 
     def close(self) -> None:
         """Close the channel; the server frees its memory after the step that runs, if it is in it."""
@@ -117,7 +113,7 @@ class ChannelArena(Arena):
 
     def _on_news(self) -> None:
         if self._abandoned or not self.link.is_open:
-            self._holder.wake()
+            self.holder.wake()
 
 
 @dataclass(slots=True)
