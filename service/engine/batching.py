@@ -261,8 +261,9 @@ class Scheduler:
         stuck = [chunk.pending for chunk in self._stepping.unfinished()]
         for pending in self._waiting():
             self.cancel(pending, error)
-        for pending in dict.fromkeys(stuck):
-            done, pending.done = pending.done, _ignore  # the end of the step, if it comes
+        with self._lock:
+            open_ones = [pending.take_done() for pending in dict.fromkeys(stuck)]
+        for done in open_ones:
             done(error)
 
     def failures(self, model: str) -> int:
@@ -341,7 +342,3 @@ class Scheduler:
     def finish_all(self) -> None:
         """Wait for all steps of this lane that run, and answer their requests; on the worker thread."""
         self._work.finish_all()
-
-
-def _ignore(answer: object) -> None:
-    """Of a request that has been given up."""

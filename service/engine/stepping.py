@@ -322,8 +322,10 @@ class Stepping:
             if answer is not None:
                 answers.append((chunk.pending, answer))
         direct = [pair for pair in answers if pair[0].on_worker]
-        for pending, refusal in direct:
-            pending.done(refusal)
+        with self._queues.lock:  # `give_up` may answer them, too
+            calls = [(pending.take_done(), refusal) for pending, refusal in direct]
+        for done, refusal in calls:
+            done(refusal)
         if direct:
             self._delivery.answered(len(direct))
         self._delivery.deliver_soon([pair for pair in answers if not pair[0].on_worker])

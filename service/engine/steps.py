@@ -145,6 +145,11 @@ class Pending:
         self.outputs: dict[int, Output] | None = None
         self.error: Exception | None = None
 
+    def take_done(self) -> Done:
+        """What the answer is to be given to, once; the caller of this holds the lock of the queues."""
+        done, self.done = self.done, _ignore
+        return done
+
     def times(self, now: float) -> StepTimes:
         """Those of a request that is answered `now`."""
         began, took = self.began, self.compute_seconds
@@ -170,3 +175,7 @@ class Chunk:
 def caller_number(name: str) -> int:
     """The number of the caller whose key has this name; of all callers without a key: 0."""
     return zlib.crc32(name.encode())
+
+
+def _ignore(answer: object) -> None:
+    """Of a request that is answered."""

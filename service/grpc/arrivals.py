@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from expertd.service.http.protocol import OipError
@@ -21,13 +21,15 @@ class Arrivals:
         self._seconds = seconds
         self._places = asyncio.Semaphore(most)
         self._limits: dict[asyncio.Timeout, float] = {}  # of those that nobody waits for, and their beginning
+        self._open: set[asyncio.Timeout] = set()
+        self._is_stopped = False
 
     async def message(self, messages: AsyncIterator[bytes]) -> bytes:
         """The message of a call. Raises OipError."""
         if self._places.locked():
             self._hurry()
         try:
-            async with asyncio.timeout(self._seconds):
+            async with self._limit():
                 await self._places.acquire()
         except TimeoutError:
             raise OipError(
@@ -37,6 +39,13 @@ class Arrivals:
             return await self._received(messages)
         finally:
             self._places.release()
+
+    def stop(self) -> None:
+        """Refuse every call whose message has not arrived yet: it was never accepted."""
+        self._is_stopped = True
+        for limit in self._open:
+            if not limit.expired():
+                limit.reschedule(0)
 
     def full(self, what: str) -> str:
         """Why there is no room for one more."""
@@ -54,7 +63,7 @@ class Arrivals:
     async def _received(self, messages: AsyncIterator[bytes]) -> bytes:
         began = asyncio.get_running_loop().time()
         try:
-            async with asyncio.timeout(self._seconds) as limit:
+            async with self._limit() as limit:
                 self._limits[limit] = began
                 try:
                     generator: Any = aiter(messages)
@@ -69,3 +78,25 @@ class Arrivals:
             seconds = round(asyncio.get_running_loop().time() - began, 2)
             text = f"request: expected the whole message within {seconds:g} s, got a part of it"
             raise OipError(408, text) from None
+
+    @asynccontextmanager
+    async def _limit(self) -> AsyncIterator[asyncio.Timeout]:
+        """The time for a message to arrive. Raises TimeoutError after it, OipError if the server ends."""
+        if self._is_stopped:
+            raise _ending()
+        try:
+            async with asyncio.timeout(self._seconds) as limit:
+                self._open.add(limit)
+                try:
+                    yield limit
+                finally:
+                    self._open.discard(limit)
+        except TimeoutError:
+            if self._is_stopped:
+                raise _ending() from None
+            raise
+
+
+def _ending() -> OipError:
+    text = "the server is shutting down, and the message had not arrived"
+    return OipError(503, text, reason="shutting_down", headers={"Retry-After": "1"})

@@ -69,7 +69,8 @@ class Infer:
         try:
             return await caller.result
         except asyncio.CancelledError:
-            call.leave(_late(context))
+            if caller.result.cancelled():  # else it has its answer, in this very turn
+                call.leave(_late(context))
             raise
 
     def in_stream(self, data: bytes, result: Result) -> bytes:

@@ -1,46 +1,71 @@
 """The calls that are open, in all and of each address. Their limits are those of connections over HTTP."""
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any
 from urllib.parse import unquote
 
 from expertd.service.http.places import address_of
 from expertd.service.http.protocol import OipError
 from expertd.service.settings.parts import Limits
 
+_ALL = ""  # in place of an address
+
 
 class OpenCalls:
     """Counts calls; gRPC does not tell whose connections are open."""
 
     def __init__(self, limits: Limits) -> None:
-        self._limits = limits
-        self._open = 0
-        self._of: Counter[str] = Counter()
+        self._most = {
+            "max_connections": limits.max_connections,
+            "max_connections_per_address": limits.max_connections_per_address,
+        }
+        self._unanswered: Counter[str] = Counter()
+        self._unsent: Counter[str] = Counter()  # with those whose answer waits for its client to read
+        self._all_sent = asyncio.Event()
+        self._all_sent.set()
 
     @contextmanager
-    def one(self, peer: str) -> Iterator[OipError | None]:
-        """Count a call of `peer`, as gRPC names it; why it is refused, or None."""
-        address = _address(peer)
-        self._open += 1
-        self._of[address] += 1
+    def one(self, context: Any) -> Iterator[OipError | None]:
+        """Count a call until it is answered and, beyond that, its answer until it is sent.
+
+        Gives why the call is refused, or None.
+        """
+        address = _address(context.peer())
+        _count(self._unanswered, address, 1)
+        _count(self._unsent, address, 1)
+        self._all_sent.clear()
+        context.add_done_callback(lambda _: self._sent(address))
         try:
             yield self._refusal(address)
         finally:
-            self._open -= 1
-            self._of[address] -= 1
-            if not self._of[address]:
-                del self._of[address]
+            _count(self._unanswered, address, -1)
+
+    async def sent(self, seconds: float) -> int:
+        """Wait until all answers are sent, for `seconds` at most; how many calls are left."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._all_sent.wait(), seconds)
+        return self._unsent[_ALL]
+
+    def _sent(self, address: str) -> None:
+        _count(self._unsent, address, -1)
+        if not self._unsent:
+            self._all_sent.set()
 
     def _refusal(self, address: str) -> OipError | None:
-        limits = self._limits
-        if self._open > limits.max_connections:
-            text = f"limits.max_connections: expected at most {limits.max_connections} open calls, got more"
-        elif self._of[address] > (most := limits.max_connections_per_address):
-            text = f"limits.max_connections_per_address: expected at most {most} open calls, got more"
-        else:
-            return None
-        return OipError(503, text, headers={"Retry-After": "1"})
+        for (name, most), place in zip(self._most.items(), (_ALL, address), strict=True):
+            expected = f"limits.{name}: expected at most {most}"
+            if self._unanswered[place] > most:
+                text = f"{expected} open calls, got more"
+            # Twice: a caller may have read its answer, and send its next call, before gRPC says so.
+            elif self._unsent[place] > 2 * most:
+                text = f"{expected} answers that are not read yet, got more"
+            else:
+                continue
+            return OipError(503, text, headers={"Retry-After": "1"})
+        return None
 
 
 def client_of(peer: str) -> str:
@@ -51,3 +76,10 @@ def client_of(peer: str) -> str:
 def _address(peer: str) -> str:
     host = client_of(peer).rpartition(":")[0].strip("[]")
     return address_of((host,))
+
+
+def _count(calls: Counter[str], address: str, change: int) -> None:
+    for place in (_ALL, address):
+        calls[place] += change
+        if not calls[place]:
+            del calls[place]

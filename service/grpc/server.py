@@ -1,5 +1,6 @@
 """The gRPC server: where it listens, and when it starts and ends."""
 
+import asyncio
 import logging
 import math
 
@@ -17,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 _FRAMING_BYTES = 64 * 1024  # of a message beside its tensors, so that the protocol's own limit is the smaller
 _MOST = 2**31 - 2  # of an option: connections must be below INT32_MAX, and a message has no more bytes
-_FLUSH_SECONDS = 1.0  # for answers that are on their way when the server ends
+_FLUSH_SECONDS = 1.0  # for connections to close once all answers are sent
 
 
 def _is_of_interest(record: logging.LogRecord) -> bool:
@@ -45,7 +46,9 @@ class GrpcServer:
         self._service = Service(app, gate, self._most_bytes)
         self._settings = settings
         self._server: grpc.aio.Server | None = None
+        self._ending: asyncio.Task[None] | None = None
         self.port = 0
+        self.cut_off = 0
 
     async def start(self) -> None:
         """Listen, and answer calls. Raises BindError."""
@@ -75,8 +78,21 @@ class GrpcServer:
         await self._server.start()
         logger.info("gRPC: listening on %s:%d", self._address.rpartition(":")[0], self.port)
 
+    def finish(self, seconds: float) -> None:
+        """Accept no more calls, and let those that are open end within `seconds`."""
+        if self._server is not None and self._ending is None:
+            self._ending = asyncio.create_task(self._end(self._server, seconds))
+
     async def stop(self) -> None:
-        """Accept no more calls, and end those that are open."""
-        if self._server is not None:
-            self._service.end_streams()
-            await self._server.stop(_FLUSH_SECONDS)
+        """Wait until all calls have ended, or the time of `finish` is over; by default a second."""
+        self.finish(_FLUSH_SECONDS)
+        if self._ending is not None:
+            await self._ending
+
+    async def _end(self, server: grpc.aio.Server, seconds: float) -> None:
+        closing = asyncio.create_task(server.stop(seconds + _FLUSH_SECONDS))
+        self.cut_off = await self._service.end(seconds)
+        if self.cut_off:
+            logger.error("gRPC: calls whose answers were not sent or read, ended now: %d", self.cut_off)
+        await server.stop(None if self.cut_off else _FLUSH_SECONDS)
+        await closing

@@ -61,14 +61,16 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         """The handler of a call; None if there is no such call."""
         return self._handlers.get(handler_call_details.method)
 
-    def end_streams(self) -> None:
-        """End streams once what they have received is answered."""
+    async def end(self, seconds: float) -> int:
+        """Receive no more, and wait `seconds` at most for the answers; how many are not sent by then."""
         self._is_ending = True
+        self._arrivals.stop()
         for stream in self._streams:
             stream.end()
+        return await self._calls.sent(seconds)
 
     async def _unary(self, name: str, work: _Work, messages: AsyncIterator[bytes], context: Any) -> bytes:
-        with self._calls.one(context.peer()) as crowded:
+        with self._calls.one(context) as crowded:
             answer = self._result(name, work, messages, context, crowded)
             result: bytes | Refusal = await self._guarded(answer, name)
         self._log(name, result, context)
@@ -86,7 +88,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         return await work(await self._arrivals.message(messages), authorization, context)
 
     async def _stream(self, messages: AsyncIterator[bytes], context: Any) -> None:
-        with self._calls.one(context.peer()) as crowded:
+        with self._calls.one(context) as crowded:
             ended = await self._guarded(self._streamed(messages, context, crowded), "ModelStreamInfer")
         self._log("ModelStreamInfer", ended, context)
         if isinstance(ended, Refusal):

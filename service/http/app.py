@@ -51,9 +51,15 @@ _DESCRIPTION = "Expert layers of Mixture-of-Experts models over the Open Inferen
 
 
 class Beside(Protocol):
-    """Another server around the same application, on its event loop."""
+    """Another server around the same application, on its event loop.
+
+    cut_off  calls that had not ended in their time
+    """
+
+    cut_off: int
 
     async def start(self) -> None: ...
+    def finish(self, seconds: float) -> None: ...
     async def stop(self) -> None: ...
 
 

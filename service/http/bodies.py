@@ -30,7 +30,8 @@ class BodyReader:
         """Answer 503 to every request whose body has not arrived yet: it was never accepted."""
         self._stopped = True
         for reading in self._reading:
-            reading.reschedule(0)
+            if not reading.expired():
+                reading.reschedule(0)
 
     async def read(self, receive: Receive, content_length: int | None, limit: BodyLimit) -> bytes:
         """The whole body, within `limit`.

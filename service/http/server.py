@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
@@ -140,6 +141,16 @@ class _Server(ConnectionServer):
             self.exit_code = 0 if drained else 1
             return self.finish(self._drain_by - now)
         return await super().on_tick(counter)
+
+    def finish(self, seconds: float) -> bool:
+        if self._app.beside is not None:
+            self._app.beside.finish(max(1.0, seconds))
+        return super().finish(seconds)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self._app.beside is not None and self._app.beside.cut_off:
+            self.exit_code = 1
 
     def exit_now(self, code: int = 1) -> None:
         self._listener.remove()

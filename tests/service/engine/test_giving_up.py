@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 
@@ -58,6 +59,38 @@ async def test_a_failed_step_behind_one_that_hangs_is_answered() -> None:
         one.give_up(DeviceLostError("the device hangs"))
         answers = await soon(asyncio.gather(*(each.answer for each in requests), return_exceptions=True))
         assert all(str(answer) == "the device hangs" for answer in answers)
+
+
+async def test_requests_of_sources_are_answered_once_if_the_device_fails_meanwhile() -> None:
+    class Failing(EchoRunner):
+        def begin(self, requests: Sequence[LayerRequest]) -> Computed:
+            super().begin(requests)
+            raise RuntimeError("the device is gone")
+
+    runner = Failing()
+    given_up = threading.Event()
+    answers: list[tuple[int, object]] = []
+
+    def done(number: int, answer: object) -> None:
+        answers.append((number, answer))
+        if scheduler.is_here:  # the event loop gives up while the thread of the steps answers
+            assert given_up.wait(10)
+
+    async with running(runner) as scheduler:
+
+        def give_up(why: str) -> None:
+            scheduler.give_up(DeviceLostError(why))
+            given_up.set()
+
+        scheduler.watch_device(lambda: "gone", give_up)
+        requests = [layer_request([float(number)]) for number in range(3)]
+        both = threading.Event()
+        scheduler.do_between_steps(lambda: both.wait(10))
+        for number, request in enumerate(requests):
+            scheduler.submit("0", request, partial(done, number), on_worker=True)
+        both.set()
+        await soon(scheduler.drained())
+    assert sorted(number for number, _ in answers) == [0, 1, 2]
 
 
 async def test_a_request_that_is_being_accepted_is_counted_when_the_scheduler_has_closed(

@@ -10,6 +10,7 @@ import pytest
 
 from expertd.service.grpc.infer_request import Parts, Translated
 from expertd.service.grpc.messages import CLASSES
+from expertd.service.http.infer import InferCall
 from tests.service.apps import HIDDEN, NUM_EXPERTS, TOP_K, rows, tiny_settings
 from tests.service.grpc.calls import ON, grpc_serving, held, hidden_message, output_of, refusal
 from tests.service.runners import EchoRunner
@@ -235,3 +236,31 @@ async def test_refusals_of_models_name_the_request(caplog: pytest.LogCaptureFixt
         await stream.done_writing()
     lines = [getattr(record, "fields", {}) for record in caplog.records]
     assert [line["request_id"] for line in lines if line.get("status") == 404] == ["a-1", "a-2"]
+
+
+async def test_a_call_that_is_cancelled_as_it_is_answered_counts_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Context:
+        def invocation_metadata(self) -> tuple[()]:
+            return ()
+
+        def time_remaining(self) -> None:
+            return None
+
+    async with grpc_serving(EchoRunner()) as calls:
+        sent = InferCall.sent
+
+        def cancelled(call: InferCall, delivered: bool) -> None:
+            sent(call, delivered)
+            calling.cancel()
+
+        monkeypatch.setattr(InferCall, "sent", cancelled)
+        message = hidden_message(rows(2)).SerializeToString()
+        calling = asyncio.ensure_future(calls.server._service._infer(message, [], Context()))
+        with pytest.raises(asyncio.CancelledError):
+            await calling
+        counts = [
+            calls.serving.metric("requests_total", model="tiny", status=code) for code in ("200", "499")
+        ]
+        assert counts == [1, 0]

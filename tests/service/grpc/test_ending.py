@@ -1,0 +1,77 @@
+"""The end of the server while answers wait for their clients, and messages for their senders."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+
+from expertd.service.grpc.tables import SERVICE
+from expertd.service.settings.model import Settings
+from tests.service.apps import tiny_settings
+from tests.service.grpc import raw
+from tests.service.grpc.calls import ON, Calls, grpc_serving, refusal
+from tests.service.runners import EchoRunner
+from tests.service.waiting import until
+
+LIVE = f"/{SERVICE}/ServerLive".encode()
+LIVE_ANSWER = b"\x00\x00\x00\x00\x02\x08\x01"
+
+
+def unsent(calls: Calls) -> int:
+    """The calls whose answers are not sent."""
+    return calls.server._service._calls._unsent[""]
+
+
+@asynccontextmanager
+async def unread(
+    count: int, settings: Settings | None = None
+) -> AsyncIterator[tuple[Calls, asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A server that has answered `count` calls of a client that reads no answer."""
+    async with grpc_serving(EchoRunner(), settings) as calls:
+        reader, writer = await asyncio.open_connection("127.0.0.1", calls.server.port)
+        writer.write(raw.settings(initial_window_size=0))
+        writer.write(b"".join(raw.unary(1 + 2 * index, LIVE) for index in range(count)))
+        await until(lambda: unsent(calls) == count and not calls.server._service._calls._unanswered)
+        yield calls, reader, writer
+        writer.close()
+
+
+async def test_an_answer_that_waits_for_its_client_has_the_time_of_the_drain() -> None:
+    async with unread(1) as (calls, reader, writer):
+        calls.server.finish(30)
+        await asyncio.sleep(1.5)
+        writer.write(raw.window_update(1, 1000))
+        assert await asyncio.wait_for(reader.readuntil(LIVE_ANSWER), 10)
+        await asyncio.wait_for(calls.server.stop(), 10)
+        assert calls.server.cut_off == 0
+
+
+async def test_an_answer_that_is_not_read_is_cut_off_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    async with unread(1) as (calls, _, _):
+        calls.server.finish(0.1)
+        await asyncio.wait_for(calls.server.stop(), 10)
+        assert calls.server.cut_off == 1
+    assert "gRPC: calls whose answers were not sent or read, ended now: 1" in caplog.messages
+
+
+async def test_answers_that_are_not_read_count_as_open() -> None:
+    async with unread(2, tiny_settings({"max_connections_per_address": 1}, **ON)) as (calls, _, writer):
+        text, _ = await refusal(calls.call("ServerLive"), grpc.StatusCode.UNAVAILABLE)
+        expected = "expected at most 1 answers that are not read yet, got more"
+        assert text == f"limits.max_connections_per_address: {expected}"
+        writer.write(raw.window_update(1, 1000))
+        await until(lambda: unsent(calls) == 1)
+        assert (await calls.call("ServerLive")).live
+
+
+async def test_messages_that_have_not_arrived_are_refused() -> None:
+    async with grpc_serving(EchoRunner()) as calls:
+        slow = calls.channel.stream_unary(f"/{SERVICE}/ModelInfer")()
+        await until(lambda: unsent(calls) == 1)
+        calls.server.finish(30)
+        text, _ = await refusal(slow, grpc.StatusCode.UNAVAILABLE)
+        assert text == "the server is shutting down, and the message had not arrived"
+        await asyncio.wait_for(calls.server.stop(), 10)
+        assert calls.server.cut_off == 0
