@@ -40,7 +40,7 @@ class SharedMemory:
         self._loaded: Loaded | None = None
         self._arena: Arena | None = None
         self._one_at_a_time = asyncio.Lock()  # the pool's other threads stay free for requests
-        self._opening: dict[str, asyncio.Task[None]] = {}
+        self._opening: dict[str, tuple[Kind, asyncio.Task[None]]] = {}
         self._freeing: dict[Region, asyncio.Task[None]] = {}
         self._checking: asyncio.Task[None] | None = None
 
@@ -105,9 +105,12 @@ class SharedMemory:
     async def unregister(self, kind: Kind, name: str | None = None) -> None:
         """Unregister a region of a kind, or all, and wait until requests that use them are done.
 
-        A name that is not registered is no error.
+        A name that is not registered is no error; one that is being registered is waited for.
         """
         self._check_ready()
+        opening = [task for key, (of, task) in self._opening.items() if of == kind and name in (None, key)]
+        if opening:
+            await asyncio.wait(opening)
         known = [*self._regions.of_kind(kind), *(r for r in self._freeing if r.kind == kind)]
         await self._free([region for region in known if name in (None, region.name)])
 
@@ -158,7 +161,8 @@ class SharedMemory:
         try:
             self._regions.reserve(name, num_bytes)
             # A caller that no longer waits must not end the work.
-            task = self._opening[name] = asyncio.get_running_loop().create_task(register())
+            task = asyncio.get_running_loop().create_task(register())
+            self._opening[name] = kind, task
             await asyncio.shield(task)
         except ValueError as error:
             raise RegionRefusedError(str(error)) from error

@@ -124,7 +124,7 @@ class Connection(Receiving):
         elif self._half_closed is not None:
             self._finish()
         elif self._shuts_down:
-            self._close()
+            self._end()
         else:
             self._wait_for_head()
 

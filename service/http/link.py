@@ -98,8 +98,8 @@ class Link(asyncio.BufferedProtocol):
     def shutdown(self) -> None:
         """Close after the answers to what was received."""
         self._shuts_down = True
-        if self._call is None and not self.more_pending and not self._is_lingering:
-            self._close()
+        if self._call is None and not self.more_pending and not self._ignore_input:
+            self._end()
 
     def stop(self, error: RefusedError) -> None:
         """Answer the current request with `error`, unless its answer has begun, and close."""
@@ -188,8 +188,7 @@ class Link(asyncio.BufferedProtocol):
         else:
             call.sent(not (self._gone or self.transport.is_closing()))
         if self._is_last:
-            self._ignore_input = True
-            self._finish()
+            self._end()
         else:
             self._settle()
 
@@ -198,6 +197,11 @@ class Link(asyncio.BufferedProtocol):
         calls, self._unconfirmed = self._unconfirmed, []
         for call in calls:
             call.sent(delivered)
+
+    def _end(self) -> None:
+        """Read no further request, and close."""
+        self._ignore_input = True
+        self._finish()
 
     def _finish(self) -> None:
         """Close after the last answer."""

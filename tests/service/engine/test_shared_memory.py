@@ -1,12 +1,15 @@
 """The life of regions: held while requests use them, freed when their caller is gone."""
 
 import asyncio
+import threading
+from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 
 from expertd.service.engine import shared_memory
+from expertd.service.memory import SystemMemory
 from tests.service.apps import (
     HIDDEN,
     error_of,
@@ -58,6 +61,30 @@ async def test_unregister_waits_for_the_requests_that_use_the_region(on_device: 
             assert totals(server) == (0, 0)
             assert device.registered == {}
             np.testing.assert_array_equal(file.floats(2, HIDDEN, 4096), 2 * rows(2))
+
+
+async def test_unregister_waits_for_a_registration_that_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, begun = threading.Event(), threading.Event()
+
+    def slow(*arguments: Any) -> SystemMemory:
+        begun.set()
+        assert opened.wait(10)
+        return SystemMemory(*arguments)
+
+    monkeypatch.setattr(shared_memory, "SystemMemory", slow)
+    async with serving(enabled(), serving_runner(AddressRunner())) as server:
+        with shm_file(SIZE) as file:
+            registering = asyncio.create_task(registered(server, "r", file.key, SIZE))
+            assert await asyncio.to_thread(begun.wait, 10)
+            all_cuda = await server.http.post("/v2/cudasharedmemory/unregister")
+            assert all_cuda.status_code == 200, "other kinds do not wait"
+            paths = (f"{SYSTEM}/region/r/unregister", f"{SYSTEM}/unregister")
+            gone = [asyncio.create_task(server.http.post(path)) for path in paths]
+            await asyncio.wait(gone, timeout=0.1)
+            opened.set()
+            assert [(await task).status_code for task in gone] == [200, 200]
+            await registering
+            assert totals(server) == (0, 0)
 
 
 async def test_a_region_is_released_whatever_becomes_of_the_request() -> None:

@@ -17,7 +17,17 @@ from expertd.service.memory import Arena, Span
 from expertd.service.moe.request import LayerRequest, StepResult
 from tests.service.apps import HIDDEN, Serving, hidden_request, serving, serving_runner, tiny_settings
 from tests.service.runners import EchoRunner, Turnstile
-from tests.service.sockets import INFER, Answer, answers, connect, head, infer, listening, read_answer
+from tests.service.sockets import (
+    INFER,
+    Answer,
+    answers,
+    connect,
+    head,
+    infer,
+    listening,
+    read_answer,
+    read_to_end,
+)
 from tests.service.waiting import until
 
 TOKENS = 2048
@@ -309,6 +319,22 @@ def test_stopping_refuses_a_body_that_has_not_arrived(run: Run) -> None:
         assert answer.error == "the server is shutting down, and the body had not arrived"
         assert (answer.status, answer.headers["connection"]) == (503, "close")
         assert server.serving.metric("refusals_total", model="tiny", reason="shutting_down") == 1
+
+    run(check)
+
+
+def test_an_answer_before_the_end_of_its_body_outlives_a_shutdown(run: Run) -> None:
+    async def check(server: Server) -> None:
+        wrong = request("plain", 1.0).replace(b"/tiny/", b"/none/")
+        with connect(server.port) as sock:
+            await asyncio.to_thread(sock.sendall, wrong[: len(wrong) // 2])
+            await until(lambda: any(connection._drops_body for connection in server.connections))
+            for connection in list(server.connections):
+                connection.shutdown()
+            await asyncio.to_thread(sock.sendall, wrong[len(wrong) // 2 :])
+            await asyncio.sleep(0.05)
+            (answer,) = await asyncio.to_thread(read_to_end, sock)
+        assert answer.status == 404
 
     run(check)
 
