@@ -1,9 +1,11 @@
 """Timeouts: what they bound, and what the server hears of them."""
 
 import math
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -32,6 +34,24 @@ def test_the_timeout_bounds_waiting_for_an_answer(connect: Connect, sent: int) -
         assert 0.2 <= time.monotonic() - began < 10
     assert left == [True]  # so that the server can drop the request
     assert len(server.requests) == 1
+
+
+def test_the_timeout_bounds_connecting_to_all_addresses(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, ExitStack() as stack:
+        place = full.getsockname()
+        for _ in range(2):  # whom nobody accepts: the next ones get no answer
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(place)
+        info = (socket.AF_INET, socket.SOCK_STREAM, 6, "", place)
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [info] * 10)
+        client = connect(f"http://many:{place[1]}")
+        began = time.monotonic()
+        with pytest.raises(DeadlineError):
+            client.infer("m", X, timeout=0.5)
+        assert 0.5 <= time.monotonic() - began < 4
 
 
 def test_the_timeout_bounds_sending(connect: Connect) -> None:

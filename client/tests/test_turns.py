@@ -1,6 +1,8 @@
 """Calls that wait for their turn, in threads and in event loops."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -81,3 +83,28 @@ def test_a_signal_that_was_set_before(in_loop: bool) -> None:
     signal.set()
     wait = Until(signal, Deadline(1))
     assert asyncio.run(wait.in_loop()) if in_loop else wait.in_thread()
+
+
+FORK = """
+import os
+from expertd_client.deadline import Deadline
+from expertd_client.steps import run
+from expertd_client.turns import Turns
+
+turns = Turns(1)
+run(turns.take(Deadline(5)))
+child = os.fork()
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+    turns.give_back()
+for _ in range(2):
+    run(turns.take(Deadline(1)))
+    turns.give_back()
+"""
+
+
+def test_a_forked_child_has_all_turns() -> None:
+    path = ":".join(entry for entry in sys.path if entry)
+    program = [sys.executable, "-c", FORK]
+    done = subprocess.run(program, env={"PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,6 +1,7 @@
 """Calls that wait for each other."""
 
 import asyncio
+import os
 import threading
 from collections import deque
 from dataclasses import dataclass
@@ -56,15 +57,16 @@ class Until:
 
 
 class Turns:
-    """At most `count` calls at a time; others wait, and the first of them is next."""
+    """At most `count` calls of this process at a time; others wait, and the first of them is next."""
 
     def __init__(self, count: int) -> None:
-        self._left = count
-        self._lock = threading.Lock()
-        self._waiting: deque[Signal] = deque()
+        self._count = count
+        self._begin()
 
     def take(self, deadline: Deadline) -> Steps[None]:
         """Take a turn, which is to be given back. Raises DeadlineError."""
+        if self._process != os.getpid():
+            self._begin()
         with self._lock:
             if self._left:
                 self._left -= 1
@@ -82,11 +84,20 @@ class Turns:
 
     def give_back(self) -> None:
         """Hand the turn on."""
+        if self._process != os.getpid():  # it was the parent's
+            return
         with self._lock:
             if self._waiting:
                 self._waiting.popleft().set()
             else:
                 self._left += 1
+
+    def _begin(self) -> None:
+        """Without any calls: those before a fork are the parent's."""
+        self._left = self._count
+        self._lock = threading.Lock()
+        self._waiting: deque[Signal] = deque()
+        self._process = os.getpid()
 
     def _forget(self, signal: Signal) -> None:
         """A call does not wait any more; it may have been given a turn at the last moment."""

@@ -3,6 +3,7 @@
 import mmap
 import os
 import socket
+import weakref
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ def claim(opened: Any, deadline: Deadline) -> Claimed:
         raise TransportUnavailableError(f"version of channels: expected {VERSION}, got {version!r}")
     seconds = min(_SECONDS, deadline.check())
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    _connections.add(connection)
     try:
         connection.settimeout(seconds)
         descriptors = _exchange(connection, path, token)
@@ -98,3 +100,15 @@ def _mapped(
     return Claimed(
         str(opened.get("id")), sizes["num_slots"], control_map, data_map, bell, answers, connection
     )
+
+
+_connections: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """Close what a fork has copied: it would keep channels open after the end of the parent."""
+    for connection in list(_connections):
+        connection.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

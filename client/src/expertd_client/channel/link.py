@@ -193,7 +193,7 @@ _links: "weakref.WeakSet[Link]" = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    """Close what a fork has copied: it would keep channels open after the end of the parent."""
+    """Close what a fork has copied."""
     for link in list(_links):
         link.close()
 

@@ -67,28 +67,23 @@ class Connect:
 
     def in_thread(self) -> Connection:
         """As Wait.in_thread."""
-        address, left = self.address, self.deadline.check()
-        timeout = None if math.isinf(left) else left
+        address = self.address
+        error = OSError("no address")
         try:
-            if address.path is None:
-                sock = socket.create_connection((address.host, address.port), timeout)
-                if address.tls is not None:
-                    if timeout is not None:
-                        sock.settimeout(self.deadline.check())
-                    # If this fails, it closes the socket.
-                    sock = address.tls.wrap_socket(sock, server_hostname=address.host)
-                return Connection(sock)
-            sock = socket.socket(socket.AF_UNIX)
-            try:
-                sock.settimeout(timeout)
-                sock.connect(address.path)
-            except BaseException:
-                sock.close()
-                raise
-            return Connection(sock)
-        except OSError as error:
+            if address.path is not None:
+                return self._connected(socket.AF_UNIX, address.path)
+            for family, _, _, _, place in socket.getaddrinfo(
+                address.host, address.port, type=socket.SOCK_STREAM
+            ):
+                try:
+                    return self._connected(family, place)
+                except OSError as failed:
+                    self.deadline.check()
+                    error = failed
+        except OSError as failed:
             self.deadline.check()
-            raise self._unreachable(error) from error
+            error = failed
+        raise self._unreachable(error) from error
 
     async def in_loop(self) -> Connection:
         """As Wait.in_loop."""
@@ -114,6 +109,24 @@ class Connect:
         except OSError as failed:
             error = failed
         raise self._unreachable(error) from error
+
+    def _connected(self, family: int, place: Any) -> Connection:
+        tls = self.address.tls
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            self._limit(sock)
+            sock.connect(place)
+            if tls is not None:
+                self._limit(sock)
+                sock = tls.wrap_socket(sock, server_hostname=self.address.host)
+        except BaseException:
+            sock.close()
+            raise
+        return Connection(sock)
+
+    def _limit(self, sock: socket.socket) -> None:
+        left = self.deadline.check()
+        sock.settimeout(None if math.isinf(left) else left)
 
     def _unreachable(self, error: OSError) -> ServerUnreachableError:
         return ServerUnreachableError(f"server {self.address.url}: expected a connection, got {error}")
