@@ -46,7 +46,9 @@ class OpenCalls:
     async def sent(self, seconds: float) -> int:
         """Wait until all answers are sent, for `seconds` at most; how many calls are left."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._all_sent.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                while self._unsent:  # another call may have come since
+                    await self._all_sent.wait()
         return self._unsent[_ALL]
 
     def _sent(self, address: str) -> None:

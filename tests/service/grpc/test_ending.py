@@ -1,12 +1,13 @@
 """The end of the server while answers wait for their clients, and messages for their senders."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import grpc
 import pytest
 
+from expertd.service.grpc.open_calls import OpenCalls
 from expertd.service.grpc.tables import SERVICE
 from expertd.service.settings.model import Settings
 from tests.service.apps import tiny_settings
@@ -75,3 +76,28 @@ async def test_messages_that_have_not_arrived_are_refused() -> None:
         assert text == "the server is shutting down, and the message had not arrived"
         await asyncio.wait_for(calls.server.stop(), 10)
         assert calls.server.cut_off == 0
+
+
+async def test_a_call_that_comes_as_the_last_one_ends_is_waited_for() -> None:
+    class Context:
+        def __init__(self) -> None:
+            self.done: list[Callable[[object], None]] = []
+
+        def peer(self) -> str:
+            return "ipv4:127.0.0.1:80"
+
+        def add_done_callback(self, done: Callable[[object], None]) -> None:
+            self.done.append(done)
+
+    calls, (first, second) = OpenCalls(tiny_settings().limits), (Context(), Context())
+    with calls.one(first):
+        pass
+    ended = asyncio.ensure_future(calls.sent(30))
+    await asyncio.sleep(0)
+    first.done[0](first)
+    with calls.one(second):
+        pass
+    await asyncio.sleep(0.01)
+    assert not ended.done()
+    second.done[0](second)
+    assert await ended == 0
