@@ -116,9 +116,16 @@ class _Agent:
             over = self._signalled.is_set() and self._is_over()
             return over or session.generation != generation or not session.is_alive()
 
-        ranks = start_ranks(setups, self._inbox)
+        try:
+            ranks = start_ranks(setups, self._inbox)
+        except OSError as error:
+            why = f"the ranks cannot be started: {error}"
+            logger.error("%s", why)
+            session.report(generation, f"{why} (node {self._node})")
+            return
         group = RankGroup(generation, ranks, self._inbox, self._settings.step_timeout_seconds)
         self._group = group
+        why = "the agent failed"
         try:
             wait_loaded(ranks, self._inbox, stop, lambda: None)
             if not stop():

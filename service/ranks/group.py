@@ -57,6 +57,7 @@ class RankGroup:
         self._is_over = False  # no rank runs a step any more
         self._flights: dict[int, _Flight] = {}  # steps that are not over
         self._first_step = StepTime("a rank", step_seconds)
+        self._answer_seconds = _ANSWER_SECONDS + 2 * step_seconds  # so many steps may be ahead
 
     def look(self, seconds: float = _LOOK_SECONDS) -> None:
         """Take what ranks say, and notice those that are lost; at most for `seconds`."""
@@ -100,7 +101,7 @@ class RankGroup:
         for rank in ranks:
             rank.answer = None
             rank.send(*message)
-        self._wait(lambda: all(rank.answer for rank in ranks), _ANSWER_SECONDS, "an answer")
+        self._wait(lambda: all(rank.answer for rank in ranks), self._answer_seconds, "an answer")
         return {rank.number: rank.answer or [] for rank in ranks}
 
     def record(self, files: Mapping[int, int], *message: Any) -> dict[int, str]:
@@ -117,7 +118,7 @@ class RankGroup:
             rank.recorded = None
             rank.send(*message, descriptors=[files[rank.number]] if files else ())
         done = lambda: all(rank.recorded is not None for rank in ranks)  # noqa: E731
-        self._wait(done, _ANSWER_SECONDS, "an answer about a recording")
+        self._wait(done, self._answer_seconds, "an answer about a recording")
         return {rank.number: rank.recorded or "" for rank in ranks}
 
     def check(self) -> None:
@@ -146,7 +147,7 @@ class RankGroup:
             # If one has failed, others may wait for that rank.
             return len(moved) == len(self.ranks) or any(error for _, _, error in moved)
 
-        self._wait(has_moved, _ANSWER_SECONDS, "a move of experts")
+        self._wait(has_moved, self._answer_seconds, "a move of experts")
         for rank in self.ranks:
             if rank.moved[0] == number and rank.moved[2]:
                 self.failed.add(rank.number)

@@ -137,7 +137,7 @@ def _run(setup: RankSetup, control: Control, rings: Rings, other_side: Rings) ->
         from expertd.service.ranks.device import tell_changes
         from expertd.service.ranks.part import RankPart
         from expertd.service.ranks.partitions import replace, shown
-        from expertd.service.ranks.recording import RankRecorder, write_and_close
+        from expertd.service.ranks.recording import RankRecorder, write_trace
         from expertd.service.ranks.remote import RemoteSteps
 
     remote = None
@@ -172,8 +172,12 @@ def _run(setup: RankSetup, control: Control, rings: Rings, other_side: Rings) ->
     recorder = RankRecorder(setup.rank, loaded, do_between_steps, partial(say, words.RECORDED))
 
     def record(message: list[Any], files: Sequence[int]) -> None:
-        # The files of the front end are on its node.
-        write = remote.send_trace if remote is not None else lambda trace: write_and_close(files[0], trace)
+        def write(trace: Callable[[], bytes]) -> None:
+            if remote is None:
+                write_trace(files[0], trace)
+            else:  # the files of the front end are on its node
+                remote.send_trace(trace())
+
         recorder.handle(message, write)
 
     def leave() -> None:

@@ -37,6 +37,7 @@ class Proxy:
         self._steps: dict[int, tuple[PackedStep, list[LayerRequest]]] = {}  # on the rank
         self._stopping = False
         self._trace_file: IO[bytes] | None = None  # the front end's
+        self._trace_error = ""  # why it could not be written
         self._link = Link(setup.meeting, setup.generation, setup.rank, 0)
         self._receiver = threading.Thread(target=self._receive, name="expertd-link", daemon=True)
         self._receiver.start()
@@ -91,7 +92,7 @@ class Proxy:
             while True:
                 head = self._link.receive()
                 if head.kind is Kind.CONTROL:
-                    self._say(*head.words)
+                    self._hear(head.words)
                 elif head.kind is Kind.TRACE:
                     self._write_trace(head.num_bytes)
                 else:
@@ -101,12 +102,27 @@ class Proxy:
                 self._say(words.LOST, self._why_lost())
                 os._exit(1)
 
+    def _hear(self, message: list[Any]) -> None:
+        """Pass on what the rank says; about a recording, it does after it has sent the trace, if at all."""
+        if message[0] == words.RECORDED:
+            error, self._trace_error = self._trace_error, ""
+            if self._trace_file is not None:
+                self._trace_file.close()
+                self._trace_file = None
+            if error:
+                message = [words.RECORDED, error]
+        self._say(*message)
+
     def _write_trace(self, num_bytes: int) -> None:
         trace = np.empty(num_bytes, np.uint8)
         self._link.take(torch.from_numpy(trace))
-        assert self._trace_file is not None
-        with self._trace_file as file:
-            file.write(trace.data)
+        file, self._trace_file = self._trace_file, None
+        assert file is not None
+        try:
+            with file:
+                file.write(trace.data)
+        except OSError as error:
+            self._trace_error = f"the trace could not be written: {error}"
 
     def _finish(self, end: bytes, num_bytes: int) -> None:
         outputs = np.empty(num_bytes, np.uint8)

@@ -39,10 +39,10 @@ class RankRecorder:
         self._recorder: Recorder | None = None
         self._is_recording = False
 
-    def handle(self, message: Sequence[Any], write: Callable[[bytes], None]) -> None:
+    def handle(self, message: Sequence[Any], write: Callable[[Callable[[], bytes]], None]) -> None:
         """Do what a message asks for, of which this is all but the first word; steps go on meanwhile.
 
-        write  takes the trace
+        write  takes what returns the trace, or raises
         """
         match message:
             case [words.BEGIN]:
@@ -50,7 +50,7 @@ class RankRecorder:
             case [words.END]:
                 self._do_between_steps(lambda: self._answer(self.end))
             case [words.TRACE, int(base)]:
-                export = partial(self._answer, lambda: write(self._events(base)))
+                export = partial(self._answer, lambda: write(partial(self._events, base)))
                 threading.Thread(target=export, name="expertd-trace", daemon=True).start()
             case _:
                 raise ValueError(f"recording: expected one of the messages of a front end, got {message}")
@@ -120,10 +120,10 @@ class RankRecordings:
             return [_content(file) for file in files.values()]
 
 
-def write_and_close(descriptor: int, content: bytes) -> None:
-    """Write a file of the front end's."""
+def write_trace(descriptor: int, trace: Callable[[], bytes]) -> None:
+    """Write a file of the front end's, and close it, also if there is no trace."""
     with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
+        file.write(trace())
 
 
 def _content(file: IO[bytes]) -> bytes:

@@ -77,11 +77,12 @@ class Supervisor(PresentRanks):
                 began = time.monotonic()
                 try:
                     self._run_all(nodes)
-                except (LoadFailedError, OSError, RuntimeError) as error:
+                except Exception as error:
                     if not self._has_served:
                         raise
                     self._note(why=f"the ranks could not be started again: {error}")
-                    logger.error("%s", self._why)
+                    is_expected = isinstance(error, LoadFailedError | OSError | RuntimeError)
+                    logger.error("%s", self._why, exc_info=None if is_expected else error)
                 steady = time.monotonic() - began > _STEADY_SECONDS
                 pause = FIRST_PAUSE if steady else min(2 * pause, LAST_PAUSE)
                 self._pause(pause)
@@ -138,7 +139,8 @@ class Supervisor(PresentRanks):
             group.look()
             returning.look()
             # A thread that maps a region waits for what is heard here, so this one cannot wait for it.
-            if returning.loaded() and self._mapping.acquire(blocking=False):
+            is_free = returning.loaded() and group.has_met()  # the ring of commands is short
+            if is_free and self._mapping.acquire(blocking=False):
                 try:
                     self._take_back(group, returning)
                 finally:
@@ -149,15 +151,19 @@ class Supervisor(PresentRanks):
 
     def _take_back(self, group: RankGroup, returning: Returning) -> None:
         """Have the ranks that have started again meet the others, between two steps."""
+        back: list[Rank] = []
         for rank in returning.loaded():
             try:
                 share([rank], self._inbox, self.regions, lambda: self._stopped)
             except LoadFailedError as error:
                 returning.lose(rank, str(error))
-                continue
-            returning.release(rank)
-            group.meet(self._begin_generation(), [rank])
-            logger.info("rank %d is back", rank.number)
+            else:
+                back.append(rank)
+        if back:
+            group.meet(self._begin_generation(), back)
+            for rank in back:
+                returning.release(rank)
+            logger.info("ranks that are back: %s", ", ".join(str(rank.number) for rank in back))
 
     def _left_of(self, group: RankGroup) -> Sequence[Rank]:
         """The ranks that go on without those that are lost; none: all start again."""

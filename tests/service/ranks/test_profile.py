@@ -5,12 +5,14 @@ import json
 import os
 import signal
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import IO, Any
 
 import httpx
 import pytest
 
 from expertd.service.engine.profile_run import profile_steps
+from expertd.service.ranks import recording
 from expertd.service.ranks.loading import load_ranks
 from tests.service.apps import Serving, error_of, rows, tiny_settings
 from tests.service.ranks.nodes import agent, node_settings
@@ -89,10 +91,19 @@ async def test_each_rank_records_its_steps(monkeypatch: pytest.MonkeyPatch) -> N
         check(await recorded(server, steps=2, seconds=20), 2, 2)  # of ranks that have started again
 
 
-async def test_ranks_of_other_nodes_record_theirs(tmp_path: Path) -> None:
+def full_disk() -> IO[bytes]:
+    return Path("/dev/full").open("w+b")
+
+
+async def test_ranks_of_other_nodes_record_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = node_settings(ranks=1)
     with agent(settings, tmp_path):
         async with serving_ranks(settings) as server:
+            with monkeypatch.context() as full:
+                full.setattr(recording, "tempfile", SimpleNamespace(TemporaryFile=full_disk))
+                for _ in range(2):
+                    text = error_of(await record(server, steps=3, seconds=20), 422)
+                    assert "No space left on device" in text
             check(await recorded(server, steps=3, seconds=20), 2, 3)
 
 

@@ -1,0 +1,120 @@
+"""What keeps ranks running when starting, meeting or hearing them fails; with fakes for the processes."""
+
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from expertd.service.ranks import agent, group, supervisor
+from expertd.service.ranks.group import RankGroup
+from expertd.service.ranks.inbox import Inbox
+from expertd.service.ranks.recording import write_trace
+from expertd.service.ranks.returning import Returning
+from expertd.service.ranks.supervisor import Supervisor
+from tests.service.apps import tiny_settings
+from tests.service.ranks.nodes import node_settings
+
+
+@pytest.fixture
+def supervising() -> Iterator[Supervisor]:
+    """A supervisor without ranks."""
+    one = Supervisor(tiny_settings(ranks=2))
+    yield one
+    one._listener.close()
+
+
+def test_ranks_that_come_back_at_once_meet_at_once(
+    supervising: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ring of commands has four places."""
+    monkeypatch.setattr(supervisor, "share", lambda *_: None)
+    loaded = [SimpleNamespace(number=number) for number in range(1, 7)]
+    met: list[list[int]] = []
+    looks: list[bool] = []  # whether the ranks had met by then
+
+    class Group:
+        lost: str | None = None
+
+        def look(self) -> None:
+            looks.append(self.has_met())
+            self.lost = "enough" if len(looks) == 8 else None
+
+        def has_met(self) -> bool:
+            return len(looks) not in (0, 1, 2, 4, 5)
+
+        def meet(self, generation: int, more: list[Any]) -> None:
+            assert self.has_met()
+            met.append([rank.number for rank in more])
+            if len(met) == 1:
+                returning.ready = loaded[5:]
+
+    returning = SimpleNamespace(ready=loaded[:5], look=lambda: None)
+    returning.loaded = lambda: list(returning.ready)
+    returning.release = lambda rank: None if rank not in returning.ready else returning.ready.remove(rank)
+    assert supervising._watch(cast(RankGroup, Group()), cast(Returning, returning))
+    assert met == [[1, 2, 3, 4, 5], [6]]
+
+
+def test_an_unexpected_error_does_not_end_the_supervision(
+    supervising: Supervisor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runs: list[str | None] = []
+
+    def run_all(_: object) -> None:
+        runs.append(supervising._why)
+        supervising._has_served = True
+        if len(runs) == 1:
+            raise KeyError("an expert")
+        supervising._stopped = True
+
+    monkeypatch.setattr(supervising, "_run_all", run_all)
+    supervising._run()
+    assert len(runs) == 2
+    assert runs[1] == "the ranks could not be started again: 'an expert'"
+    assert "KeyError" in caplog.text, "with a traceback"
+
+
+def test_an_agent_whose_ranks_do_not_start_says_so_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*_: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(agent, "start_ranks", start)
+    one = agent._Agent(node_settings().model_copy(update={"node_rank": 1}))
+    reports: list[tuple[int, str]] = []
+    session = SimpleNamespace(meeting=None, report=lambda *report: reports.append(report))
+    one._run_group(cast(Any, session), 3)
+    why = "the ranks cannot be started: [Errno 24] Too many open files (node 1)"
+    assert reports == [(3, why)]
+
+
+def test_answers_of_ranks_have_the_time_of_the_steps_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "_ANSWER_SECONDS", 0.01)
+    inbox = Inbox()
+    rank = SimpleNamespace(number=0, answer=None, send=lambda *_: None)
+    ranks = RankGroup(1, cast(Any, [rank]), inbox, 5.0)
+
+    def answer() -> None:
+        rank.answer = ["", []]
+        inbox.wake()
+
+    timer = threading.Timer(0.3, answer)
+    timer.start()
+    assert ranks.ask("partitions", {}) == {0: ["", []]}
+    timer.join()
+
+
+def test_the_file_of_a_refused_trace_is_closed() -> None:
+    with tempfile.TemporaryFile() as file:
+        descriptor = os.dup(file.fileno())
+
+    def refused() -> bytes:
+        raise ValueError("nothing was recorded")
+
+    with pytest.raises(ValueError, match="nothing was recorded"):
+        write_trace(descriptor, refused)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
