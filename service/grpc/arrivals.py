@@ -1,7 +1,7 @@
 """Which messages may arrive: gRPC tells the size of one when all of it is there."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -24,8 +24,8 @@ class Arrivals:
         self._open: set[asyncio.Timeout] = set()
         self._is_stopped = False
 
-    async def message(self, messages: AsyncIterator[bytes]) -> bytes:
-        """The message of a call. Raises OipError."""
+    async def message(self, messages: AsyncIterator[bytes]) -> "Arrived":
+        """The message of a call, which has a place until it is freed. Raises OipError."""
         if self._places.locked():
             self._hurry()
         try:
@@ -36,9 +36,10 @@ class Arrivals:
                 503, f"request: {self.full('messages that arrive')}", headers={"Retry-After": "1"}
             ) from None
         try:
-            return await self._received(messages)
-        finally:
+            return Arrived(await self._received(messages), self._places.release)
+        except BaseException:
             self._places.release()
+            raise
 
     def stop(self) -> None:
         """Refuse every call whose message has not arrived yet: it was never accepted."""
@@ -95,6 +96,25 @@ class Arrivals:
             if self._is_stopped:
                 raise _ending() from None
             raise
+
+
+class Arrived:
+    """A message, and its place, which others wait for while its bytes are there."""
+
+    def __init__(self, data: bytes, release: Callable[[], None]) -> None:
+        self.data = data
+        self._release: Callable[[], None] | None = release
+
+    def take(self) -> bytes:
+        """The message, which this forgets."""
+        data, self.data = self.data, b""
+        return data
+
+    def free(self) -> None:
+        """Give the place to another message: the bytes of this one are copied, or dropped."""
+        if self._release is not None:
+            release, self._release = self._release, None
+            release()
 
 
 def _ending() -> OipError:

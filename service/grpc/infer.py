@@ -6,7 +6,8 @@ import time
 from functools import lru_cache
 from typing import Any
 
-from expertd.service.grpc.infer_request import Translated, UntranslatedError, parts_of, request_id
+from expertd.service.grpc.arrivals import Arrived
+from expertd.service.grpc.infer_request import Translated, UntranslatedError, parts_of
 from expertd.service.grpc.messages import CLASSES
 from expertd.service.grpc.statuses import Refusal, code_of, refused
 from expertd.service.grpc.tables import SERVICE
@@ -44,28 +45,43 @@ class Infer:
         if gate.refresh() is None or gate.name_of(authorization) != "-":
             return None
         caller = _Caller()
-        InferCall(self._endpoint, InferHead("", "", authorization), caller).admit()
-        result = caller.result.result()
-        assert isinstance(result, Refusal)
-        return result
+        self._unnamed(authorization, caller).admit()
+        return caller.refusal()
+
+    def refused(self, error: OipError, authorization: Headers, context: Any) -> Refusal:
+        """Why a call is refused whose message has not arrived."""
+        caller = _Caller()
+        self._unnamed(authorization, caller, self._rpc(context, "ModelInfer")).refuse(error)
+        return caller.refusal()
+
+    def left(self, authorization: Headers, context: Any, method: str = "ModelInfer") -> None:
+        """Count a call that is cancelled before its message is read."""
+        self._unnamed(authorization, _Caller(), self._rpc(context, method)).leave(_late(context))
 
     async def __call__(
-        self, data: bytes, authorization: Headers, context: Any, method: str = "ModelInfer"
+        self, message: Arrived, authorization: Headers, context: Any, method: str = "ModelInfer"
     ) -> Result:
-        """The answer to a serialized ModelInferRequest; cancelled, it leaves the request."""
+        """The answer to a serialized ModelInferRequest; cancelled, it leaves the request.
+
+        `message` is freed once it is copied.
+        """
         received_at = time.perf_counter()
         caller, rpc = _Caller(), self._rpc(context, method)
         try:
-            request = await self._translated(data, caller.loop)
+            request = await self._translated(message.take(), caller.loop)
         except UntranslatedError as error:
-            head = InferHead(error.model, "", authorization)
-            InferCall(self._endpoint, head, caller, rpc=rpc).refuse(error.refusal)
+            message.free()
+            self._unnamed(authorization, caller, rpc, error.model).refuse(error.refusal)
             return await caller.result
+        except asyncio.CancelledError:
+            self.left(authorization, context, method)
+            raise
         head = self._head(request, authorization)
         call = InferCall(self._endpoint, head, caller, self._endpoint.engine.arena, rpc, request.request_id)
         if call.admit():
             self._receive(call, head, request, received_at)
-        del data, request  # whose tensors were copied, unless they are small
+        del request  # whose tensors were copied, unless they are small
+        message.free()
         try:
             return await caller.result
         except asyncio.CancelledError:
@@ -73,14 +89,20 @@ class Infer:
                 call.leave(_late(context))
             raise
 
-    def in_stream(self, data: bytes, result: Result) -> bytes:
-        """A result as a serialized ModelStreamInferResponse; `data` is its request."""
+    def in_stream(self, request_id: str, result: Result) -> bytes:
+        """A result as a serialized ModelStreamInferResponse; `request_id` is the caller's own."""
         if not isinstance(result, Refusal):
             return tag(_INFER_RESPONSE, len(result)) + result
         response = CLASSES["ModelStreamInferResponse"](error_message=result.text)
-        response.infer_response.id = request_id(data)
+        response.infer_response.id = request_id
         message: bytes = response.SerializeToString()
         return message
+
+    def _unnamed(
+        self, authorization: Headers, caller: "_Caller", rpc: Rpc | None = None, model: str = ""
+    ) -> InferCall:
+        """A call that is refused or left before its request is read."""
+        return InferCall(self._endpoint, InferHead(model, "", authorization), caller, rpc=rpc)
 
     def _rpc(self, context: Any, method: str) -> Rpc:
         """The call, with its trace context if that is used."""
@@ -135,6 +157,12 @@ class _Caller:
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
         self.result: asyncio.Future[Result] = self.loop.create_future()
+
+    def refusal(self) -> Refusal:
+        """The answer to a call that is refused at once."""
+        result = self.result.result()
+        assert isinstance(result, Refusal)
+        return result
 
     def reply(self, call: InferEnding, answer: Answer | None) -> None:
         if answer is None:  # the call was cancelled

@@ -11,11 +11,12 @@ from google.protobuf.message import DecodeError
 
 from expertd.service.engine.spec import MODEL_VERSION
 from expertd.service.grpc.messages import CLASSES
-from expertd.service.grpc.wire import split_request
+from expertd.service.grpc.wire import split_request, text_of
 from expertd.service.http.protocol import ELEMENT_BYTES, INPUT_DATATYPES, OipError
 from expertd.service.memory import Buffer
 from expertd.service.sentences import shown
 
+_ID = 3  # the number of that field
 _MAX_KEPT_BYTES = 2048  # of a message without its tensors
 _REGION = "shared_memory_region"
 # Where a tensor's bytes are, as HTTP has it. Messages say that otherwise, but KServe's client repeats it.
@@ -80,8 +81,8 @@ def parts_of(data: bytes, max_json_bytes: int) -> Parts:
 def request_id(data: bytes) -> str:
     """The caller's id in a serialized ModelInferRequest; "" without one."""
     try:
-        return str(CLASSES["ModelInferRequest"].FromString(split_request(data)[0]).id)
-    except (ValueError, DecodeError):
+        return text_of(data, _ID)  # a parser would take seconds for a message of millions of parameters
+    except ValueError:
         return ""
 
 

@@ -1,5 +1,6 @@
 """The calls of `inference.GRPCInferenceService`: who may make them, how many at once, how they end."""
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
@@ -7,9 +8,10 @@ from typing import Any
 
 import grpc
 
-from expertd.service.grpc.arrivals import Arrivals
+from expertd.service.grpc.arrivals import Arrivals, Arrived
 from expertd.service.grpc.control import CALLS, answer
 from expertd.service.grpc.infer import Infer
+from expertd.service.grpc.infer_request import request_id
 from expertd.service.grpc.open_calls import OpenCalls, client_of
 from expertd.service.grpc.statuses import Refusal, refusal_of
 from expertd.service.grpc.stream import Stream
@@ -24,7 +26,7 @@ from expertd.service.log_lines import with_fields
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("uvicorn.access")  # as over HTTP
 
-_Work = Callable[[bytes, Headers, Any], Awaitable[bytes | Refusal]]
+_Work = Callable[[Arrived, Headers, Any], Awaitable[bytes | Refusal]]
 
 
 class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
@@ -85,7 +87,20 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         authorization = _authorization(context)
         if (refusal := self._refusal(name, authorization, crowded)) is not None:
             return refusal
-        return await work(await self._arrivals.message(messages), authorization, context)
+        try:
+            message = await self._arrivals.message(messages)
+        except OipError as error:
+            if name != "ModelInfer":
+                raise
+            return self._infer.refused(error, authorization, context)
+        except asyncio.CancelledError:
+            if name == "ModelInfer":
+                self._infer.left(authorization, context)
+            raise
+        try:
+            return await work(message, authorization, context)
+        finally:
+            message.free()
 
     async def _stream(self, messages: AsyncIterator[bytes], context: Any) -> None:
         with self._calls.one(context) as crowded:
@@ -103,22 +118,21 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         if len(self._streams) >= self._arrivals.most:
             text = f"stream: {self._arrivals.full('open streams')}"
             raise OipError(503, text, headers={"Retry-After": "1"})
+        if self._is_ending:
+            raise _ending()
         stream = Stream(messages, partial(self._part, authorization, context), self._idle_seconds)
         self._streams.add(stream)
         try:
             await stream.run(context.write)
         finally:
             self._streams.discard(stream)
-        if self._is_ending:
-            return refusal_of(OipError(503, "the server is shutting down", headers={"Retry-After": "1"}))
-        return None
+        return refusal_of(_ending()) if stream.is_cut else None
 
-    async def _part(self, authorization: Headers, context: Any, data: bytes) -> bytes:
+    async def _part(self, authorization: Headers, context: Any, message: Arrived) -> bytes:
         """The answer to one message of a stream; errors are answers, too."""
-        result = await self._guarded(
-            self._infer(data, authorization, context, "ModelStreamInfer"), "ModelStreamInfer"
-        )
-        return self._infer.in_stream(data, result)
+        own_id = request_id(message.data)
+        answer = self._infer(message, authorization, context, "ModelStreamInfer")
+        return self._infer.in_stream(own_id, await self._guarded(answer, "ModelStreamInfer"))
 
     async def _guarded(self, work: Awaitable[Any], name: str) -> Any:
         """The result of `work`, or of the error that it raises, without its internals."""
@@ -148,8 +162,14 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._gate.admit(CALLS[name].method, CALLS[name].path, authorization)
         return None
 
-    async def _control(self, name: str, data: bytes, authorization: Headers, context: Any) -> bytes:
+    async def _control(self, name: str, message: Arrived, authorization: Headers, context: Any) -> bytes:
+        data = message.take()
+        message.free()
         return await answer(self._app, name, data)
+
+
+def _ending() -> OipError:
+    return OipError(503, "the server is shutting down", headers={"Retry-After": "1"})
 
 
 def _authorization(context: Any) -> Headers:

@@ -3,23 +3,26 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 
+from expertd.service.grpc.arrivals import Arrived
 from expertd.service.http.protocol import OipError
 
 _MAX_WAITING = 8  # requests of a stream whose answers are not sent yet; further ones are not received
 
 
 class Stream:
-    """Has `answer` answer each of `messages`; it raises nothing.
+    """Has `answer` answer each of `messages`; it raises nothing, and frees each once it is copied.
 
+    is_cut        it was ended before its client did
     idle_seconds  in which the next message must be there if none is being answered, and an answer received
     """
 
     def __init__(
         self,
         messages: AsyncIterator[bytes],
-        answer: Callable[[bytes], Awaitable[bytes]],
+        answer: Callable[[Arrived], Awaitable[bytes]],
         idle_seconds: float,
     ) -> None:
+        self.is_cut = False
         self._messages = messages
         self._answer = answer
         self._idle_seconds = idle_seconds
@@ -29,6 +32,7 @@ class Stream:
         self._limit: asyncio.Timeout | None = None  # of the next message
         self._error: OipError | None = None
         self._reading = asyncio.get_running_loop().create_task(self._read())
+        self._reading.add_done_callback(lambda _: self._answers.put_nowait(None))
 
     async def run(self, write: Callable[[bytes], Awaitable[object]]) -> None:
         """Write every answer; cancelled, it leaves the requests. Raises OipError (408) for an idle stream."""
@@ -46,27 +50,30 @@ class Stream:
 
     def end(self) -> None:
         """Receive no more; `run` returns when all that was received is answered."""
-        self._reading.cancel()
+        self.is_cut = self._reading.cancel()
 
     async def _read(self) -> None:
         loop = asyncio.get_running_loop()
         try:
             while True:
-                task = loop.create_task(self._result(await self._next()))
+                await self._room.acquire()
+                is_copied = asyncio.Event()  # before that, no other message is received
+                task = loop.create_task(self._result(Arrived(await self._next(), is_copied.set)))
                 self._tasks.add(task)
                 task.add_done_callback(self._answered)
                 self._answers.put_nowait(task)
-                await self._room.acquire()
+                await is_copied.wait()
         except StopAsyncIteration:
             pass
         except TimeoutError:
             text = f"stream: expected the next request within {self._idle_seconds:g} s, got none"
             self._error = OipError(408, text)
-        finally:
-            self._answers.put_nowait(None)
 
-    async def _result(self, message: bytes) -> bytes:
-        return await self._answer(message)  # not begun at all if the stream is cancelled before
+    async def _result(self, message: Arrived) -> bytes:
+        try:
+            return await self._answer(message)  # not begun at all if the stream is cancelled before
+        finally:
+            message.free()
 
     async def _next(self) -> bytes:
         async with asyncio.timeout(None if self._tasks else self._idle_seconds) as self._limit:

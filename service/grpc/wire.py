@@ -4,7 +4,7 @@ Its messages are copied once or twice by a parser. A request's raw tensors are m
 cut out here, as views, and a response's are appended to the message without them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from expertd.service.memory import Buffer
 
@@ -21,10 +21,42 @@ def split_request(data: bytes) -> tuple[bytes, list[memoryview]]:
     view = memoryview(data)
     rest: list[memoryview] = []
     raw: list[memoryview] = []
+    for key, start, content, end in _fields(data):
+        if key == _key(_RAW_INPUTS):
+            raw.append(view[content:end])
+        else:
+            rest.append(view[start:end])
+    return b"".join(rest), raw
+
+
+def text_of(data: bytes, field: int) -> str:
+    """A string of a message; "" if it has none. Raises ValueError if the message is invalid."""
+    found = b""
+    for key, _, content, end in _fields(data):
+        if key == _key(field):
+            found = data[content:end]
+    return found.decode()
+
+
+def with_outputs(message: bytes, outputs: Sequence[Buffer]) -> bytes:
+    """A serialized ModelInferResponse with `outputs` as its raw tensors."""
+    parts: list[Buffer] = [message]
+    for output in outputs:
+        parts += [tag(_RAW_OUTPUTS, memoryview(output).nbytes), output]
+    return b"".join(parts)
+
+
+def tag(field: int, num_bytes: int) -> bytes:
+    """What precedes the `num_bytes` of a field of bytes, or of a message."""
+    return bytes([_key(field)]) + _varint_of(num_bytes)
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, int, int, int]]:
+    """Each field's key, and where it starts, its content starts, and it ends. Raises ValueError."""
     position = 0
-    while position < len(data):
-        if len(rest) + len(raw) >= _MAX_FIELDS:
-            raise ValueError(f"more than {_MAX_FIELDS} fields")
+    for _ in range(_MAX_FIELDS):
+        if position == len(data):
+            return
         start = position
         key, position = _varint(data, position)
         kind = key & 7
@@ -40,25 +72,10 @@ def split_request(data: bytes) -> tuple[bytes, list[memoryview]]:
         end = position + size
         if end > len(data):
             raise ValueError("a field that is cut off")
-        if key == _key(_RAW_INPUTS):
-            raw.append(view[position:end])
-        else:
-            rest.append(view[start:end])
+        yield key, start, position, end
         position = end
-    return b"".join(rest), raw
-
-
-def with_outputs(message: bytes, outputs: Sequence[Buffer]) -> bytes:
-    """A serialized ModelInferResponse with `outputs` as its raw tensors."""
-    parts: list[Buffer] = [message]
-    for output in outputs:
-        parts += [tag(_RAW_OUTPUTS, memoryview(output).nbytes), output]
-    return b"".join(parts)
-
-
-def tag(field: int, num_bytes: int) -> bytes:
-    """What precedes the `num_bytes` of a field of bytes, or of a message."""
-    return bytes([_key(field)]) + _varint_of(num_bytes)
+    if position < len(data):
+        raise ValueError(f"more than {_MAX_FIELDS} fields")
 
 
 def _key(field: int) -> int:

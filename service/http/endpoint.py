@@ -1,5 +1,6 @@
 """What all infer requests of a process share."""
 
+import weakref
 from typing import Protocol
 
 from expertd.service.engine.refusals import Reason
@@ -48,13 +49,13 @@ class InferEndpoint:
         self.tracing = tracing
         self.threads = Threads()
         self.logs_requests = logs_ends(engine.settings)
-        self._last_caller: object = None
+        self._last_caller: weakref.ref[object] = weakref.ref(self)  # which may have an answer in memory
         self._in_a_row = 0  # requests of the last caller
 
     def is_alone(self, caller: object) -> bool:
         """Whether a new request's caller has sent the last ones, too: others have no requests meanwhile."""
-        if caller is self._last_caller:
+        if caller is self._last_caller():
             self._in_a_row += 1
         else:
-            self._last_caller, self._in_a_row = caller, 0
+            self._last_caller, self._in_a_row = weakref.ref(caller), 0
         return self._in_a_row >= _ALONE

@@ -2,9 +2,10 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
@@ -15,7 +16,9 @@ from expertd.service.http.infer_head import InferHead
 from expertd.service.http.protocol import OipError
 from expertd.service.http.refused import BROWSER_HEADERS, Headers, header_lines
 
-_SECONDS = 300.0  # for a response: unregistering a region waits for its requests, partitions for graphs
+T = TypeVar("T")
+
+_SECONDS = 3600.0  # for a response: loading a model may take many minutes
 _MAX_HEAD_BYTES = 64 * 1024
 _STREAM = "/v1/live"  # the call whose response goes on and on
 _GONE = "the engine's process does not answer"
@@ -47,7 +50,7 @@ class Passage:
                 await self._pass_on(target, scope["headers"], caller, receive, send)
                 return
             status, headers, content = await self._ask(
-                scope["method"].encode(), target, scope["headers"], body, caller
+                scope["method"].encode(), target, scope["headers"], body, caller, receive
             )
         except ClientGoneError:
             return
@@ -83,13 +86,21 @@ class Passage:
         return await self._bodies.read(receive, length, CONTROL_BODY)
 
     async def _ask(
-        self, method: bytes, target: bytes, headers: Headers, body: bytes, caller: str
+        self,
+        method: bytes,
+        target: bytes,
+        headers: Headers,
+        body: bytes,
+        caller: str,
+        receive: Receive | None = None,
     ) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
-        """The status, headers and body of the engine's response. Raises OipError (503)."""
+        """The status, headers and body of the engine's response.
+
+        Raises OipError (503); ClientGoneError if the client of `receive` disconnects before.
+        """
         async with self._asked(method, target, headers, body, caller) as reader:
             async with asyncio.timeout(_SECONDS):
-                status, answered = await _head(reader)
-                content = await reader.read()
+                status, answered, content = await _unless_gone(receive, _response(reader))
         length = next((int(value) for name, value in answered if name == b"content-length"), None)
         if method != b"HEAD" and length not in (None, len(content)):
             raise _no_answer()
@@ -142,6 +153,26 @@ async def _gone(receive: Receive) -> None:
     """Return when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def _response(reader: asyncio.StreamReader) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
+    status, headers = await _head(reader)
+    return status, headers, await reader.read()
+
+
+async def _unless_gone(receive: Receive | None, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`. Raises ClientGoneError as soon as the client disconnects, and ends it."""
+    if receive is None:
+        return await work
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGoneError
+        return working.result()
+    finally:
+        working.cancel()
+        gone.cancel()
 
 
 async def _read_unless(gone: "asyncio.Task[None]", reader: asyncio.StreamReader) -> bytes:

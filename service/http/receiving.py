@@ -149,6 +149,7 @@ class Receiving(Replies):
     def _refuse_body(self, error: OipError) -> None:
         """Answer an infer request before its body has arrived; what arrives later is dropped."""
         assert isinstance(self._call, InferCall)
+        self._timer.clear()
         self._forget_body()
         self._call.refuse(error)
 

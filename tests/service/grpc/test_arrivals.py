@@ -2,15 +2,18 @@
 
 import asyncio
 import gc
+import threading
 import tracemalloc
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import grpc
 import pytest
 
-from expertd.service.grpc.arrivals import Arrivals
+from expertd.service.grpc.arrivals import Arrivals, Arrived
 from expertd.service.grpc.stream import Stream
+from expertd.service.grpc.tables import SERVICE
 from expertd.service.http.protocol import OipError
 from tests.service.apps import rows, tiny_settings
 from tests.service.grpc.calls import ON, grpc_serving, hidden_message, output_of, refusal
@@ -38,7 +41,13 @@ async def test_others_are_not_read_until_there_is_a_place() -> None:
     assert [sender.is_read for sender in senders] == [True, True, False, False, False]
     for index, sender in enumerate(senders):
         sender.sent.set_result(bytes([index]))
-        assert await received[index] == bytes([index])
+        message = await received[index]
+        assert message.take() == bytes([index])
+        assert sum(sender.is_read for sender in senders) == min(2 + index, 5), "its place is taken still"
+        message.free()
+        message.free()
+        await asyncio.sleep(0.01)
+        assert sum(sender.is_read for sender in senders) == min(3 + index, 5)
 
 
 async def test_the_slowest_gives_way_to_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,13 +59,14 @@ async def test_the_slowest_gives_way_to_one_that_waits(monkeypatch: pytest.Monke
     await asyncio.sleep(0.1)
     assert not any(each.done() for each in receiving), "while nobody waits, they have their time"
     new.sent.set_result(b"new")
-    assert await asyncio.wait_for(arrivals.message(new.messages()), 5) == b"new"
+    message = await asyncio.wait_for(arrivals.message(new.messages()), 5)
+    assert message.take() == b"new"
     with pytest.raises(
         OipError, match=r"request: expected the whole message within 0.\d+ s, got a part of it"
     ):
         await receiving[0]
     slow.sent.set_result(b"slow")
-    assert await receiving[1] == b"slow"
+    assert (await receiving[1]).take() == b"slow"
 
 
 async def test_a_message_waits_for_a_place_no_longer_than_it_may_take() -> None:
@@ -131,9 +141,10 @@ async def _answered(written: list[bytes], answer: Any, *messages: Any) -> None:
 async def test_an_idle_stream_ends_after_its_answers() -> None:
     written: list[bytes] = []
 
-    async def slowly(data: bytes) -> bytes:
+    async def slowly(message: Arrived) -> bytes:
+        message.free()
         await asyncio.sleep(0.2)
-        return data
+        return message.take()
 
     began = asyncio.get_running_loop().time()
     with pytest.raises(OipError, match=r"stream: expected the next request within 0.05 s, got none") as ended:
@@ -148,8 +159,8 @@ async def test_a_stream_ends_whose_answers_nobody_receives() -> None:
         yield b"a"
         await asyncio.Event().wait()
 
-    async def at_once(data: bytes) -> bytes:
-        return data
+    async def at_once(message: Arrived) -> bytes:
+        return message.take()
 
     async def never(data: bytes) -> None:
         await asyncio.Event().wait()
@@ -178,8 +189,8 @@ async def test_a_stream_that_is_cancelled_at_once_has_begun_nothing() -> None:
         yield b"a"
         await asyncio.Event().wait()
 
-    async def answer(data: bytes) -> bytes:
-        return data
+    async def answer(message: Arrived) -> bytes:
+        return message.take()
 
     async def write(data: bytes) -> None:
         pass
@@ -191,3 +202,82 @@ async def test_a_stream_that_is_cancelled_at_once_has_begun_nothing() -> None:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
     gc.collect()
+
+
+async def test_a_stream_has_so_many_requests_at_a_time_and_one_that_is_not_copied() -> None:
+    started: list[Arrived] = []
+    is_over = asyncio.Event()
+
+    async def messages() -> AsyncIterator[bytes]:
+        for number in range(20):
+            yield bytes([number])
+
+    async def answer(message: Arrived) -> bytes:
+        started.append(message)
+        await is_over.wait()
+        return message.take()
+
+    written: list[bytes] = []
+
+    async def write(data: bytes) -> None:
+        written.append(data)
+
+    running = asyncio.ensure_future(Stream(messages(), answer, 10).run(write))
+    for count in (*range(1, 9), 8):
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert len(started) == count
+        started[-1].free()
+    is_over.set()
+    await asyncio.wait_for(running, 10)
+    assert written == [bytes([number]) for number in range(20)]
+
+
+async def test_a_stream_that_is_ended_before_it_begins_to_read() -> None:
+    async def messages() -> AsyncIterator[bytes]:
+        yield b""
+
+    async def never(_: object) -> bytes:
+        raise AssertionError
+
+    stream = Stream(messages(), never, 10)
+    stream.end()
+    await asyncio.wait_for(stream.run(never), 10)
+    assert stream.is_cut
+
+
+async def test_messages_that_are_translated_in_a_thread_have_places() -> None:
+    settings = tiny_settings({"max_body_bytes": 1 << 20, "max_buffered_bytes": 5 << 20}, **ON)
+    async with grpc_serving(EchoRunner(), settings) as calls:
+        infer, goes_on = calls.server._service._infer, threading.Event()
+        in_thread = infer._endpoint.threads._json
+        in_thread.submit(goes_on.wait)
+        message = hidden_message(rows(1))
+        message.inputs[0].contents.bytes_contents.extend([b""] * 50_000)
+        sent = [calls.infer(message) for _ in range(12)]
+        await until(lambda: in_thread._work_queue.qsize() == 4)
+        await asyncio.sleep(0.1)
+        assert in_thread._work_queue.qsize() == 4
+        left = partial(calls.serving.metric, "requests_total", model="", status="499")
+        sent.pop(0).cancel()  # in the thread
+        await until(lambda: left() == 1)
+        sent.pop().cancel()  # waits for a place
+        await until(lambda: left() == 2)
+        goes_on.set()
+        for call in sent:
+            await refusal(call, grpc.StatusCode.INVALID_ARGUMENT)
+
+
+async def test_a_call_whose_message_does_not_arrive_is_counted() -> None:
+    settings = tiny_settings({"body_timeout_seconds": 0.1}, **ON)
+    async with grpc_serving(EchoRunner(), settings) as calls:
+        call = calls.channel.stream_unary(f"/{SERVICE}/ModelInfer")()
+        await refusal(call, grpc.StatusCode.DEADLINE_EXCEEDED)
+        assert calls.serving.metric("requests_total", model="", status="408") == 1
+
+
+async def test_an_answer_is_not_kept() -> None:
+    async with grpc_serving(EchoRunner()) as calls:
+        output_of(await calls.infer(hidden_message(rows(16))))
+        endpoint = calls.server._service._infer._endpoint
+        await until(lambda: endpoint._last_caller() is None)

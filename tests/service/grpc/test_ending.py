@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 import pytest
@@ -10,9 +11,9 @@ import pytest
 from expertd.service.grpc.open_calls import OpenCalls
 from expertd.service.grpc.tables import SERVICE
 from expertd.service.settings.model import Settings
-from tests.service.apps import tiny_settings
+from tests.service.apps import rows, tiny_settings
 from tests.service.grpc import raw
-from tests.service.grpc.calls import ON, Calls, grpc_serving, refusal
+from tests.service.grpc.calls import ON, Calls, grpc_serving, hidden_message, output_of, refusal
 from tests.service.runners import EchoRunner
 from tests.service.waiting import until
 
@@ -101,3 +102,32 @@ async def test_a_call_that_comes_as_the_last_one_ends_is_waited_for() -> None:
     assert not ended.done()
     second.done[0](second)
     assert await ended == 0
+
+
+async def test_a_stream_that_opens_as_the_server_ends_is_refused() -> None:
+    async with grpc_serving(EchoRunner()) as calls:
+        assert await calls.server._service.end(0) == 0
+        text, _ = await refusal(calls.stream().read(), grpc.StatusCode.UNAVAILABLE)
+        assert text == "the server is shutting down"
+
+
+async def test_a_stream_that_its_client_has_ended_ends_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with grpc_serving(EchoRunner()) as calls:
+        service, is_over = calls.server._service, asyncio.Event()
+        part = service._part
+
+        async def held(*arguments: Any) -> bytes:
+            answer = await part(*arguments)
+            await is_over.wait()
+            return answer
+
+        monkeypatch.setattr(service, "_part", held)
+        stream = calls.stream()
+        await stream.write(hidden_message(rows(1)))
+        await stream.done_writing()
+        await until(lambda: any(each._reading.done() for each in service._streams))
+        calls.server.finish(30)
+        is_over.set()
+        output_of((await stream.read()).infer_response)
+        assert await stream.read() is grpc.aio.EOF
+        assert await stream.code() is grpc.StatusCode.OK

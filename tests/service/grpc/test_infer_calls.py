@@ -8,6 +8,7 @@ import grpc
 import numpy as np
 import pytest
 
+from expertd.service.grpc.arrivals import Arrived
 from expertd.service.grpc.infer_request import Parts, Translated
 from expertd.service.grpc.messages import CLASSES
 from expertd.service.http.infer import InferCall
@@ -256,7 +257,7 @@ async def test_a_call_that_is_cancelled_as_it_is_answered_counts_once(
             calling.cancel()
 
         monkeypatch.setattr(InferCall, "sent", cancelled)
-        message = hidden_message(rows(2)).SerializeToString()
+        message = Arrived(hidden_message(rows(2)).SerializeToString(), lambda: None)
         calling = asyncio.ensure_future(calls.server._service._infer(message, [], Context()))
         with pytest.raises(asyncio.CancelledError):
             await calling

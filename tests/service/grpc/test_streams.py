@@ -1,13 +1,15 @@
 """ModelStreamInfer in one process: order, errors, clients that leave, shutdown."""
 
 import asyncio
+from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 
-from tests.service.apps import rows
-from tests.service.grpc.calls import grpc_serving, held, hidden_message, output_of, refusal
+from expertd.service.grpc.messages import CLASSES
+from tests.service.apps import rows, tiny_settings
+from tests.service.grpc.calls import ON, grpc_serving, held, hidden_message, output_of, refusal
 from tests.service.runners import EchoRunner
 from tests.service.waiting import until
 
@@ -75,3 +77,29 @@ async def test_shutdown_answers_what_was_accepted_and_ends_streams() -> None:
         await calls.server.stop()
         with pytest.raises(grpc.aio.AioRpcError, match="the server is shutting down"):
             await stream.read()
+
+
+async def test_the_id_of_a_message_that_is_too_large_to_parse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parsing it takes seconds, in which the event loop would do nothing else."""
+    parsed: list[int] = []
+
+    class Parser:
+        @staticmethod
+        def FromString(data: bytes) -> Any:  # noqa: N802
+            parsed.append(len(data))
+            return request.FromString(data)
+
+    request = CLASSES["ModelInferRequest"]
+    message = request(model_name="tiny", id="large")
+    message.inputs.add(name="hidden_states").contents.bytes_contents.extend([b""] * 200_000)
+    async with grpc_serving(EchoRunner(), tiny_settings({"max_json_bytes": 4096}, **ON)) as calls:
+        stream = calls.stream()
+        monkeypatch.setitem(CLASSES, "ModelInferRequest", Parser)
+        await stream.write(message)
+        answer = await stream.read()
+        assert answer.infer_response.id == "large"
+        assert "request: expected at most 4096 bytes beside raw_input_contents" in answer.error_message
+        await stream.write(request(model_name="other", id="small"))
+        assert (await stream.read()).infer_response.id == "small"
+    assert parsed
+    assert max(parsed) < 4096

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from starlette.types import Message
 
 from expertd.service.engine.key_counts import KeyCounts
 from expertd.service.engine.steps import caller_number
@@ -109,3 +110,29 @@ async def test_a_large_body_is_refused_here(tmp_path: Path) -> None:
     async with passed(tmp_path / "engine") as http:
         text = error_of(await http.post("/v2/repository/index", content=bytes(65537)), 413)
         assert text == "body: expected at most 65536 bytes, got 65537"
+
+
+async def test_a_client_that_leaves_ends_its_call(tmp_path: Path) -> None:
+    """As of a recording, which would go on."""
+    is_asked, is_left = asyncio.Event(), asyncio.Event()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        is_asked.set()
+        await reader.read()
+        is_left.set()
+        writer.close()
+
+    async def receive() -> Message:
+        await is_asked.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        raise AssertionError(message)
+
+    path = "/v1/profile"
+    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
+    async with await asyncio.start_unix_server(answer, tmp_path / "engine"):
+        passage = Passage(tmp_path / "engine", BodyReader(Limits()), Gate(None, KeyCounts()))
+        await asyncio.wait_for(passage({**scope, "headers": []}, receive, send), 10)
+        await asyncio.wait_for(is_left.wait(), 10)

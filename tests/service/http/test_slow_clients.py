@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import uvloop
 
+from expertd.service.http.connection import Connection
 from expertd.service.http.sender import Sender
 from tests.service.apps import HIDDEN, Serving, hidden_request, serving, serving_runner, tiny_settings
 from tests.service.runners import EchoRunner
-from tests.service.sockets import answers, connect, infer, listening, read_answer
+from tests.service.sockets import INFER, answers, connect, head, infer, listening, read_answer, read_to_end
 from tests.service.waiting import until
 
 TOKENS = 32768
@@ -166,6 +167,38 @@ def test_a_trickle_of_reads_does_not_hold_an_answer() -> None:
                 reader.stop()
 
     run(check, {})
+
+
+def test_a_refusal_that_waits_for_its_client_is_the_only_answer() -> None:
+    chunk = bytes(5120)
+    wrong = head(f"POST {INFER} HTTP/1.1", "Transfer-Encoding: chunked")
+    wrong += b"%x\r\n%s\r\n0\r\n\r\n" % (len(chunk), chunk)
+
+    async def main() -> None:
+        settings = tiny_settings({"max_json_bytes": 4096, "body_timeout_seconds": 0.3})
+        connections: set[Connection] = set()
+        async with (
+            serving(settings, serving_runner(EchoRunner())) as server,
+            listening(server, connections=connections, send_buffer=1) as port,
+        ):
+            with socket.socket() as sock:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+                sock.connect(("127.0.0.1", port))
+                sock.setblocking(False)
+                sent = 0
+                while not any(connection._sender.holds_bytes for connection in connections):
+                    await asyncio.get_running_loop().sock_sendall(sock, wrong)
+                    sent += 1
+                    await asyncio.sleep(0.003)
+                await asyncio.sleep(0.6)
+                sock.setblocking(True)
+                sock.settimeout(30)
+                sock.sendall(head("GET /v2/health/live HTTP/1.1", "Connection: close"))
+                received = await asyncio.to_thread(read_to_end, sock)
+                assert [answer.status for answer in received] == [413] * sent + [200]
+                assert counted(server, 408) == 0
+
+    uvloop.run(main())
 
 
 @pytest.mark.slow
