@@ -55,9 +55,11 @@ def run(arguments: argparse.Namespace) -> int:
         return _refuse(*error.mistakes)
     except ValueError as error:
         return _refuse(error)
+    from expertd.service.heap import share_heap
     from expertd.service.terminal import configure_logging
 
     configure_logging(settings.log_level, form=settings.log_format)
+    share_heap()
     # Imported after the settings are read: these take seconds, and invalid settings should fail at once.
     if settings.node_rank > 0:
         os.putenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # else its store traces the stack when the front end ends

@@ -16,10 +16,10 @@ from expertd.service.engine.errors import ModelUnloadedError
 from expertd.service.engine.layers import Cancelled, MakeLayer, stop_if
 from expertd.service.engine.memory_needs import needs_of_model, needs_of_models, staging_of_model
 from expertd.service.engine.runner_sets import RunnerSet
+from expertd.service.heap import give_back_freed
 from expertd.service.moe.base import Layer
 from expertd.service.moe.capture import GraphPool, free_unused_memory
 from expertd.service.moe.device import device_memory, free_device_bytes
-from expertd.service.moe.host_memory import give_back_freed
 from expertd.service.moe.needs import Needs
 from expertd.service.moe.out_of_memory import does_not_fit, in_one_sentence
 from expertd.service.moe.request import LayerRequest, zero_request

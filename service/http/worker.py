@@ -19,6 +19,7 @@ from expertd.service.channels.layout import GREETING
 from expertd.service.channels.remote import RemoteEngine
 from expertd.service.engine.key_counts import KeyCounts
 from expertd.service.engine.request_counts import RequestCounts
+from expertd.service.heap import share_heap
 from expertd.service.http.accepting import Acceptor
 from expertd.service.http.bodies import BodyReader
 from expertd.service.http.certificates import Certificates
@@ -48,6 +49,7 @@ def main() -> int:
     """Serve until told to end; returns the exit code: 0 if every client has read its answer, else 1."""
     setup = WorkerSetup.model_validate_json(sys.stdin.buffer.read())
     configure_logging(setup.settings.log_level, form=setup.settings.log_format)
+    share_heap()
     server = _WorkerServer(setup)
     server.run(sockets=[])
     return server.exit_code

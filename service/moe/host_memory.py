@@ -1,6 +1,5 @@
-"""How much of the host's memory is free for this process, and what it frees."""
+"""How much of the host's memory is free for this process."""
 
-import ctypes
 import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -45,10 +44,3 @@ def _room(folder: Path, limit: str, usage: str, droppable: str) -> int | None:
     if not most.isdigit():
         return None
     return max(0, int(most) - used + (int(files[1]) if files else 0))
-
-
-def give_back_freed() -> None:
-    """Return freed memory to the system: glibc keeps blocks of up to 32 MiB for itself."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from expertd.service.heap import share_heap
 from expertd.service.imports import quick_imports
 from expertd.service.memory import OpenCuda, Register, nothing_to_register
 from expertd.service.ranks import setup as words
@@ -106,6 +107,7 @@ def main() -> int:
     rings = sizes.rings(ring_file, command_bell, end_bell)
     other_side = sizes.rings(ring_file, command_bell, end_bell)
     os.close(ring_file)
+    share_heap()
     control = Control(connection, rings)
     level = setup.settings.log_level
     if setup.local_rank and level == "info":
