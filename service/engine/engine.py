@@ -384,6 +384,7 @@ class Engine:
             lane.set_runners(runners, weights)
             lane.watch_device(loaded.failure, self._give_up)
             await lane.between_steps(loaded.prepare_thread)
+        loaded.prepare_thread()  # the event loop begins short steps, too
         on_gpu = loaded.register_files is not None or self.settings.devices is not None
         self.scheduler.set_device(spin_seconds_of(self.settings.channels, on_gpu), on_gpu)
         self.loaded, self.arena = loaded, arena

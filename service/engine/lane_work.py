@@ -43,6 +43,7 @@ class LaneWork:
         self.lane, self._queues, self._stepping, self._delivery = lane, queues, stepping, delivery
         self._lookout = lookout
         self.jobs = Jobs()
+        lookout.has_job = lambda: self.jobs.in_flight[0] is not None
         self.early = EarlySteps(queues, stepping)
         self._lock = queues.lock
         self.turn = threading.Lock()
@@ -78,6 +79,8 @@ class LaneWork:
         with self.turn:
             if job:
                 self._stepping.do_chores()  # callers sleep until then, and a job may take long
+                if self.worker.wakeup.sources:
+                    self._lookout.job_begins()
                 job()
             elif chunks:
                 if self.worker.wakeup.sources:

@@ -100,6 +100,20 @@ class Lanes:
         def alone() -> T:
             for each in parked:
                 each.result()
+            return job()
+
+        try:
+            done = self.do_between_steps(alone, max(may_take, JOB_SECONDS))
+        except BaseException:
+            resume.set()
+            raise
+        done.add_done_callback(lambda _: resume.set())
+        return await asyncio.wrap_future(done)
+
+    def do_between_steps(self, job: Callable[[], T], may_take: float = JOB_SECONDS) -> "Future[T]":
+        """Run `job` on the first worker thread while it runs no step; see `Scheduler.do_between_steps`."""
+
+        def between() -> T:
             others = self.lanes[len(self._threads) :]  # on this thread, too
             for lane in others:
                 lane.finish_all()
@@ -107,13 +121,7 @@ class Lanes:
                 lane.do_chores()
             return job()
 
-        try:
-            done = self.lanes[0].do_between_steps(alone, max(may_take, JOB_SECONDS))
-        except BaseException:
-            resume.set()
-            raise
-        done.add_done_callback(lambda _: resume.set())
-        return await asyncio.wrap_future(done)
+        return self.lanes[0].do_between_steps(between, may_take)
 
     def check_capacity(self, model: str, num_tokens: int = 1, caller: int = 0) -> None:
         """Raise as `Scheduler.check_capacity` if every request of at least `num_tokens` would be refused."""

@@ -179,17 +179,14 @@ class LocalModels:
         """What all steps have used up to now; on any thread."""
         launches: dict[str, Launches] = {}
         weights: dict[str, int] = {}
-        copies: dict[int, HostCopies] = {}  # layers may share them
         for each in self.sets:
             for name, runner in list(each.runners.items()):
                 of = launches.setdefault(name, Launches())
                 for field in fields(of):
                     setattr(of, field.name, getattr(of, field.name) + getattr(runner.launches, field.name))
                 weights[name] = runner.layer.weights.num_bytes
-                copies[id(runner.host_copies)] = runner.host_copies
-        total = HostCopies(
-            sum(each.num_bytes for each in copies.values()), sum(each.seconds for each in copies.values())
-        )
+        copies = [each.host_copies for each in self.sets]
+        total = HostCopies(sum(each.num_bytes for each in copies), sum(each.seconds for each in copies))
         return StepUse(launches, weights, total, self._memory(sum(weights.values())))
 
     def streams(self) -> list[tuple[str, torch.cuda.Stream]]:

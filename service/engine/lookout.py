@@ -1,4 +1,4 @@
-"""Lets sources be polled while the worker thread is in a long step."""
+"""Lets sources be polled while the worker thread is in a long step, or a job."""
 
 from collections.abc import Callable
 from threading import Lock
@@ -15,11 +15,15 @@ _LAST_LOOKS = 50  # without such a step, until it no longer does
 
 
 class Lookout:
-    """Has the event loop call `poll` during long steps, so that timeouts begin, and cancels end work."""
+    """Has the event loop call `poll` during long steps, so that timeouts begin, and cancels end work.
+
+    has_job  whether the worker thread runs a job
+    """
 
     def __init__(
         self, queues: Queues, stepping: Stepping, delivery: Delivery, poll: Callable[[], None]
     ) -> None:
+        self.has_job: Callable[[], bool] = lambda: False
         self._queues, self._stepping, self._delivery, self._poll = queues, stepping, delivery, poll
         self._lock = Lock()
         self.looks = 0  # left to the event loop
@@ -27,14 +31,18 @@ class Lookout:
     def step_begins(self, chunks: list[Chunk]) -> None:
         """On the worker thread, before a step."""
         if self._may_be_long(chunks):
-            with self._lock:
-                looks, self.looks = self.looks, _LAST_LOOKS
-            if not looks:
-                self._delivery.loop.call_soon_threadsafe(self._look)
+            self.job_begins()
+
+    def job_begins(self) -> None:
+        """On the worker thread, before a job."""
+        with self._lock:
+            looks, self.looks = self.looks, _LAST_LOOKS
+        if not looks:
+            self._delivery.loop.call_soon_threadsafe(self._look)
 
     def _look(self) -> None:
         """On the event loop."""
-        if is_long := self._may_be_long(self._stepping.in_flight()):
+        if is_long := self.has_job() or self._may_be_long(self._stepping.in_flight()):
             self._poll()
         with self._lock:
             looks = self.looks = _LAST_LOOKS if is_long else self.looks - 1

@@ -76,7 +76,7 @@ class Profiling:
     async def _record(
         self, steps: int, seconds: float, run: Callable[[], Awaitable[None]] | None
     ) -> Recording:
-        worker = self._scheduler.lanes[0]  # the profiler starts and stops on one thread
+        scheduler = self._scheduler  # whose first thread the profiler starts and stops on
         await asyncio.to_thread(import_profiler)
         recorder, ranks = Recorder(), self._ranks()
         num_steps, taken, has_begun = 0, 0.0, False
@@ -99,7 +99,7 @@ class Profiling:
             if ranks is not None:
                 ranks.end()
 
-        begun = worker.do_between_steps(begin)
+        begun = scheduler.do_between_steps(begin)
         try:
             await asyncio.wrap_future(begun)
             first, began = self._num_steps(), time.monotonic()
@@ -112,7 +112,7 @@ class Profiling:
             num_steps, taken = self._num_steps() - first, time.monotonic() - began
         finally:
             begun.cancel()  # unless it runs, or has run: then `end` comes after it, also if nobody waits
-            await asyncio.shield(asyncio.wrap_future(worker.do_between_steps(end)))
+            await asyncio.shield(asyncio.wrap_future(scheduler.do_between_steps(end)))
         trace = await asyncio.to_thread(_trace, recorder, self._threads(), ranks)
         return Recording(trace, num_steps, taken)
 

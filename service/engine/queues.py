@@ -253,7 +253,7 @@ class Queues:
         if limits.prefill_chunk_tokens:
             return limits.prefill_chunk_tokens
         room = limits.max_batch_tokens - limits.max_request_tokens
-        return room if limits.join_chunks and room else math.inf
+        return room if limits.join_chunks and room > 0 else math.inf
 
     def _next_model(self) -> str:
         """The model with the most urgent request, of several the one that used the device least."""

@@ -10,6 +10,7 @@ from expertd.service.moe.batch import FLOATS
 from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.stages import StageTimer
 from expertd.service.moe.staging import Staging
+from expertd.service.moe.step_counts import HostCopies
 from expertd.service.settings.lanes import Lane, LaneSettings
 from expertd.service.settings.model import Settings
 from expertd.service.settings.served import ModelSettings
@@ -23,7 +24,8 @@ _FIRST = -1  # priority of a stream: its kernels start before those of other str
 class RunnerSet:
     """Runners that share memory for their steps and, on a lane, a stream; `runners` has them by model.
 
-    timer  of steps with traced requests; None: there are none
+    timer        of steps with traced requests; None: there are none
+    host_copies  of all their steps, also of runners that are gone
     """
 
     def __init__(
@@ -36,9 +38,11 @@ class RunnerSet:
         self.runners: dict[str, LayerRunner] = {}
         self._lane, self._device, self._partitions, self._timer = lane, device, partitions, timer
         self.staging: Staging | None = None
+        self.host_copies = HostCopies()
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self.staging = Staging(device)
+            self.host_copies = self.staging.host_copies
             if lane.name:  # else the lanes' steps would be in one stream, without partitions
                 self._stream = torch.cuda.Stream(device, priority=0 if lane.is_prefill else _FIRST)  # type: ignore[no-untyped-call]
 
@@ -56,6 +60,7 @@ class RunnerSet:
             self._stream,
             with_graphs=self._lane.with_graphs,
             timer=self._timer,
+            copies=self.host_copies,
         )
         self.runners[model.name] = runner
         return runner

@@ -22,11 +22,11 @@ _ALIGNMENT = 16  # bytes, of an output that the layer writes in place
 
 
 class HostSteps:
-    """Runs the steps of one layer."""
+    """Runs the steps of one layer, and counts what it copies in `copies`."""
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: Layer, copies: HostCopies) -> None:
         self._layer = layer
-        self.copies = HostCopies()
+        self.copies = copies
 
     def run(self, batch: Batch, stages: HostStages | None = None) -> StepResult:
         """A whole step; `stages`, only of a MoELayer, are notified of its stages."""

@@ -36,6 +36,7 @@ class LayerRunner:
     partition    where steps run; may be set while none does, and graphs are captured again then
     with_graphs  whether small steps are graphs, once `capture` is called
     timer        of the steps whose requests want their stages timed; then layer is a MoELayer. None: of none
+    copies       counts what the host copies if there is no GPU; None: made here. On a GPU, the staging does
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class LayerRunner:
         stream: torch.cuda.Stream | None = None,
         with_graphs: bool = True,
         timer: StageTimer | None = None,
+        copies: HostCopies | None = None,
     ) -> None:
         self.layer = layer
         self._device = torch.device(device)
@@ -65,12 +67,7 @@ class LayerRunner:
             # Copies of the weights may still be running on a stream other than the partition's.
             torch.cuda.synchronize(self._device)
         else:
-            self._on_host = HostSteps(layer)
-
-    @property
-    def host_copies(self) -> HostCopies:
-        """What the host copied; on a GPU, for all layers with the same staging."""
-        return self.staging.host_copies if self._on_gpu else self._on_host.copies
+            self._on_host = HostSteps(layer, copies or HostCopies())
 
     def validate(self, request: LayerRequest) -> None:
         """Raise ValueError (name, expected, got) for invalid routing, unless it lies in a GPU's memory."""

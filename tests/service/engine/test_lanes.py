@@ -127,6 +127,18 @@ async def test_reports_of_each_lane_need_no_further_request(num_tokens: int, one
         await until(lambda: bool(reported))
 
 
+async def test_a_job_of_the_first_thread_waits_for_the_steps_of_both_lanes_there() -> None:
+    """As the start of the profiler, which takes seconds: they would be answered late, and look slow."""
+    async with running(one_thread=True) as pair:
+        held = await pair.held(pair.prefill)
+        done = pair.lanes.do_between_steps(lambda: pair.lanes.lanes[1].is_running)
+        await asyncio.sleep(0.05)
+        assert not done.done()
+        pair.prefill.gate.set()
+        assert not await asyncio.wrap_future(done)
+        await held.answer
+
+
 async def test_a_long_request_is_answered_while_a_short_step_runs(one_thread: bool) -> None:
     async with running(one_thread=one_thread) as pair:
         short = await pair.held(pair.decode)

@@ -12,7 +12,9 @@ from expertd.service.engine.chunks import chunk_size
 from expertd.service.engine.errors import QueueFullError, TooManyRequestsError
 from expertd.service.engine.queues import Queues
 from expertd.service.engine.steps import Chunk, Pending, State
+from expertd.service.settings.lanes import lanes_of
 from expertd.service.settings.parts import Limits
+from tests.service.apps import tiny_settings
 from tests.service.runners import EchoRunner, layer_request
 
 LIMITS = {"max_request_tokens": 32, "max_batch_tokens": 32, "prefill_chunk_tokens": 8}
@@ -441,3 +443,14 @@ def test_a_step_leaves_out_what_it_would_answer_too_late() -> None:
     filled.add(8, timeout=1000.0)
     _, late = filled.queues.split_late(filled.queues.next_step(), lambda: 995.0)
     assert len(late) == 1, "what runs before it counts"
+
+
+def test_a_lane_of_short_requests_has_no_long_one() -> None:
+    limits = {"max_request_tokens": 4096, "max_batch_tokens": 4096, "max_queue_tokens": 8192}
+    limits["join_chunks"] = True
+    decode, _ = lanes_of(tiny_settings(limits, lanes={"decode_max_tokens": 8, "decode_batch_tokens": 256}))
+    queues = Queues(decode.limits)
+    queues.set_runners({"0": EchoRunner()}, {})
+    pending = Pending("0", layer_request([1.0]), lambda _: None, False)
+    queues.add(pending)
+    assert not pending.is_long

@@ -93,6 +93,26 @@ async def test_a_source_and_the_event_loop_share_a_step() -> None:
     assert runner.steps == [[1], [2, 1]]
 
 
+async def test_what_arrives_during_a_job_is_read_at_once() -> None:
+    """So that its timeout begins."""
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def job() -> None:
+        begun.set()
+        assert goes_on.wait(10)
+
+    async with belled(EchoRunner(), Observed()) as (scheduler, bell, answers):
+        done = scheduler.do_between_steps(job)
+        assert await asyncio.to_thread(begun.wait, 10)
+        bell.ring()
+        try:
+            await until(lambda: scheduler.waiting("0") == (1, 1))
+        finally:
+            goes_on.set()
+        await asyncio.wrap_future(done)
+        await until(lambda: len(answers) == 1)
+
+
 async def test_a_worker_with_sources_that_has_nothing_to_do_sleeps() -> None:
     async with belled(EchoRunner(), Observed(), spin_seconds=50e-6) as (scheduler, bell, answers):
         bell.ring()

@@ -273,4 +273,4 @@ async def test_each_thread_is_prepared_before_its_first_step() -> None:
     async with serving(tiny_settings(lanes=LANES), load_two) as server:
         for count in (1, 64):
             output_of(await server.infer(*hidden_request(rows(count))))
-    assert prepared == ["expertd-worker", "expertd-worker-1"]
+    assert prepared == ["expertd-worker", "expertd-worker-1", threading.current_thread().name]

@@ -425,3 +425,15 @@ async def test_the_extension_is_announced() -> None:
     async with two_models() as server:
         assert "model_repository" in (await server.http.get("/v2")).json()["extensions"]
         assert json.loads((await change(server, "load")).content)["state"] == "READY"
+
+
+async def test_what_unloaded_models_have_copied_still_counts() -> None:
+    """A counter that falls looks like a new process."""
+    async with two_models() as server:
+        assert (await change(server, "load")).status_code == 200
+        output_of(await infer(server, "other"))
+        before = server.metric("host_copy_bytes_total")
+        assert before > 0
+        for model in ("other", "tiny"):
+            assert (await change(server, "unload", model)).status_code == 200
+            assert server.metric("host_copy_bytes_total") == before
