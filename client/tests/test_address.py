@@ -37,6 +37,8 @@ def test_addresses(url: str, host: str, port: int, path: str | None, authority: 
         "http://a:99999",
         "http://[::1",
         "http://user@a",
+        "http://a..b",
+        f"http://{64 * 'a'}",
         "http://a?x=1",
         "http://a#x",
         "http://a b",

@@ -12,7 +12,7 @@ from expertd_client.arenas import Arena, Holder, Later, Lease, Need, Sizes
 from expertd_client.calls import layer_call
 from expertd_client.deadline import Deadline
 from expertd_client.device_memory import DeviceMemoryError
-from expertd_client.directory import Directory, RefusedError, Wanted
+from expertd_client.directory import Directory, RefusedError, Wanted, largest
 from expertd_client.errors import (
     DeadlineError,
     ExpertError,
@@ -316,3 +316,49 @@ def test_a_refused_arena_concerns_this_call() -> None:
     with pytest.raises(NotThisCallError) as caught:
         run(directory.open(wanted))
     assert isinstance(caught.value.error, ServerBusyError)
+
+
+def test_a_freed_place_is_used_while_a_larger_arena_is_opened() -> None:
+    holder: Holder[Memory] = Holder(8)
+    leases = [leased(holder, SMALL), leased(holder, SMALL)]
+    assert isinstance(holder.take(LARGE, never), Sizes)
+    woken: list[Need] = []
+    for need in (LARGE, SMALL):
+        assert isinstance(holder.take(need, lambda need=need: woken.append(need)), Later)  # type: ignore[misc]
+    holder.give_back(leases[0])
+    assert woken == [LARGE, SMALL], "the first one has to wait for the larger arena"
+    assert isinstance(holder.take(SMALL, never), Lease)
+
+
+@pytest.mark.parametrize(("most_tokens", "most_places"), [(1000, 8), (1 << 20, 1), (1000, 1)])
+def test_what_a_server_accepts_is_not_asked_for_again(most_tokens: int, most_places: int) -> None:
+    asked: list[Sizes] = []
+    made: list[Memory] = []
+
+    def make(wanted: Wanted, holder: Holder[Memory]) -> Steps[Memory]:
+        def one(sizes: Sizes) -> Steps[Memory]:
+            asked.append(sizes)
+            if sizes.max_tokens > most_tokens or sizes.num_places > most_places:
+                raise RefusedError(InvalidRequestError("byte_size: expected less", 400))
+            made.append(Memory(sizes))
+            return made[-1]
+            yield
+
+        return (yield from largest(wanted, one))
+
+    directory = Directory("channel", 8, make, by_model=True)
+    call = layer_call("m", np.zeros((600, 8), np.float32))
+
+    def exchange(*_: object) -> Steps[bool]:
+        yield Work(lambda: time.sleep(0.001))
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        for done in [
+            pool.submit(lambda: run(directory.answer(call, Deadline(30), exchange))) for _ in range(60)
+        ]:
+            done.result()
+    directory.close()
+    assert len(made) <= 2 if most_places > 1 else len(made) == 1
+    assert len(asked) <= 6
+    assert max(memory.sizes.num_places for memory in made) == min(4, most_places)

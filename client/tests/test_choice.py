@@ -179,7 +179,7 @@ def test_a_refusal_for_now_concerns_one_call(
         assert client.client.transport == "channel"  # to be tried again after a while
         client.close()
     lines = [request.line.split()[1] for request in server.requests]
-    assert lines == ["/v1/channels"] * 2 + ["/v2/models/m/infer"] * 3
+    assert lines == ["/v1/channels"] * 3 + ["/v2/models/m/infer"] * 3
     text = "transport channel: channels: expected the setting channels.socket, got null; taking http for"
     assert caplog.messages == [f"{text} this call"]
 

@@ -256,3 +256,52 @@ os._exit(0)
 """
     done = subprocess.run([sys.executable, "-c", program, server.url], capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+HELD = """
+import os, sys, threading, time
+import numpy as np
+from expertd_client import DeadlineError, ExpertClient
+
+def calling():
+    try:
+        ExpertClient(sys.argv[1], transport="http").infer("m", np.ones((1, 8), np.float32), timeout=2)
+    except DeadlineError:
+        print("late", flush=True)
+
+thread = threading.Thread(target=calling)
+thread.start()
+sys.stdin.readline()
+if not os.fork():
+    time.sleep(60)
+    os._exit(0)
+thread.join()
+"""
+
+
+def test_a_fork_during_a_call_does_not_keep_its_connection_open() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(30)
+        entries = ":".join(entry for entry in sys.path if entry)
+        program = [sys.executable, "-c", HELD, f"http://127.0.0.1:{server.getsockname()[1]}"]
+        with subprocess.Popen(
+            program,
+            env={"PYTHONPATH": entries, "OPENBLAS_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        ) as parent:
+            try:
+                connection, _ = server.accept()
+                with connection:
+                    assert connection.recv(1 << 16)
+                    assert parent.stdin is not None
+                    assert parent.stdout is not None
+                    parent.stdin.write(b"fork\n")
+                    parent.stdin.flush()
+                    assert parent.stdout.readline() == b"late\n"
+                    connection.settimeout(10)
+                    while connection.recv(1 << 16):
+                        pass  # the end, which tells the server that nobody waits
+            finally:
+                subprocess.run(["kill", "-9", "--", f"-{parent.pid}"], check=False)

@@ -1,16 +1,22 @@
 """Timeouts: what they bound, and what the server hears of them."""
 
+import asyncio
 import math
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from typing import Any
 
 import numpy as np
 import pytest
 
 from expertd_client import DeadlineError, ExpertClient, InvalidRequestError
+from expertd_client.address import parse_address
+from expertd_client.deadline import Deadline
+from expertd_client.http import waits
+from expertd_client.http.connection import Connection
 from tests.callers import Connect
 from tests.fakes import Peer, echo, echoing, fake_server
 
@@ -123,3 +129,31 @@ def test_waiting_for_a_turn_counts() -> None:
         done.set()
         np.testing.assert_array_equal(first.result(), X)
     assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("timeout", [1e10, 1e14, float(2**63)])
+def test_a_timeout_of_centuries_is_none(connect: Connect, timeout: float) -> None:
+    deadline = Deadline(timeout)
+    assert deadline.microseconds() is None
+    assert deadline.check() == math.inf
+    with fake_server(lambda peer: peer.send(echo(peer.request()))) as server:
+        np.testing.assert_array_equal(connect(server.url).infer("m", X, timeout=timeout), X)
+
+
+async def test_a_cancellation_at_the_moment_of_a_connection_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Connection] = []
+    connected = waits._connected
+
+    async def cancelling(*arguments: Any) -> Connection:
+        made.append(await connected(*arguments))
+        calling.cancel()
+        return made[-1]
+
+    monkeypatch.setattr(waits, "_connected", cancelling)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = parse_address(f"http://127.0.0.1:{server.getsockname()[1]}")
+        calling = asyncio.ensure_future(waits.Connect(address, Deadline(30)).in_loop())
+        with pytest.raises(asyncio.CancelledError):
+            await calling
+        await asyncio.sleep(0)
+        assert [connection.sock.fileno() for connection in made] == [-1]

@@ -60,6 +60,25 @@ def test_a_call_takes_the_slot_of_one_whose_caller_has_gone(by_hand: ChannelByHa
     assert by_hand.sent(3)
 
 
+def test_a_call_that_waits_for_a_slot_learns_that_the_channel_has_ended(by_hand: ChannelByHand) -> None:
+    holder: Holder[ChannelArena] = Holder(2)
+    holder.opened(ChannelArena(by_hand.opened, holder))
+    first = _exchange(CALL, Deadline(30), lease_of(holder), [])
+    next(first)
+    lease = lease_of(holder)
+    steps = _exchange(CALL, Deadline(30), lease, [])
+    next(steps)
+    by_hand.answer(2)
+    with pytest.raises(StopIteration):
+        next(steps)
+    holder.give_back(lease)
+    steps = _exchange(CALL, Deadline(math.inf), lease_of(holder), [])
+    assert isinstance(next(steps), Sleep)
+    by_hand.close()
+    with pytest.raises(ServerUnreachableError, match="the server has closed it"):
+        next(steps)
+
+
 def test_times_are_those_of_the_slots_last_request(by_hand: ChannelByHand) -> None:
     link = by_hand.link
     for sequence in (1, 2):

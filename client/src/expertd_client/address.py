@@ -72,6 +72,8 @@ def parse_address(
         host, port = parts.hostname, parts.port
     except ValueError:
         raise _invalid(url) from None
+    if not _is_name(host):
+        raise _invalid(url)
     if parts.scheme not in _DEFAULT_PORTS or not host or parts.username or parts.query or parts.fragment:
         raise _invalid(url)
     if not url.isascii() or any(character.isspace() or character < " " for character in url):
@@ -79,6 +81,14 @@ def parse_address(
     tls = make_context(ca, certificate) if parts.scheme == "https" else None
     port = _DEFAULT_PORTS[parts.scheme] if port is None else port
     return Address(url, host, port, base=parts.path.rstrip("/"), key=key, tls=tls)
+
+
+def _is_name(host: str | None) -> bool:
+    """Whether it can be looked up: no label is empty or too long."""
+    try:
+        return bool((host or "").encode("idna"))
+    except UnicodeError:
+        return False
 
 
 def _invalid(url: str) -> InvalidRequestError:

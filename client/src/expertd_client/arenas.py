@@ -46,9 +46,14 @@ class Sizes:
         return self.place_bytes * self.num_places
 
 
-def least_sizes(need: Need) -> Sizes:
-    """For one call at a time, of exactly this size."""
-    return Sizes(max(1, need.tokens), aligned(max(1, need.num_bytes), _PLACE_ALIGNMENT), 1)
+def least_sizes(need: Need, num_places: int = 1) -> Sizes:
+    """For so many calls at a time, of exactly this size."""
+    return Sizes(max(1, need.tokens), aligned(max(1, need.num_bytes), _PLACE_ALIGNMENT), num_places)
+
+
+def sizes_to_try(need: Need, sizes: Sizes) -> list[Sizes]:
+    """`sizes`, and if a server refuses them: exactly what a call needs, then for one call at a time."""
+    return list(dict.fromkeys([sizes, least_sizes(need, sizes.num_places), least_sizes(need)]))
 
 
 class Arena(ABC):
@@ -101,7 +106,7 @@ class Holder(Generic[A]):
         self._max_places = max_places
         self._lock = threading.Lock()
         self._arena: A | None = None
-        self._opening = False
+        self._opening: Sizes | None = None
         self._closed = False
         self._callers = 0
         self._waiting: deque[Callable[[], None]] = deque()
@@ -137,12 +142,13 @@ class Holder(Generic[A]):
                 if arena.free:
                     arena.users += 1
                     return Lease(arena, arena.free.pop())
-            if self._opening or (arena is not None and fits and not self._may_have_more(arena.sizes)):
+            is_full = arena is not None and fits and not self._may_have_more(arena.sizes)
+            if self._opening is not None or is_full:
                 self._waiting.append(wake)
                 return Later(None if all_known else 0.005)
             sizes = self._larger(need, arena.sizes if arena is not None else None)
             self._check_refusal(need)
-            self._opening = True
+            self._opening = sizes
             return sizes
 
     def forget(self, wake: Callable[[], None]) -> None:
@@ -156,7 +162,9 @@ class Holder(Generic[A]):
     def opened(self, arena: A) -> None:
         """Use this arena instead of the one before, which `take` asked for."""
         with self._lock:
-            self._opening, self._refusal = False, None
+            asked, self._opening, self._refusal = self._opening, None, None
+            if asked is not None and arena.sizes.num_places < asked.num_places:  # the server refused more
+                self._max_places = arena.sizes.num_places
             if self._arena is not None:
                 self._retire(self._arena)
             self._arena = arena
@@ -167,7 +175,7 @@ class Holder(Generic[A]):
     def failed(self, need: Need, error: ExpertError | None) -> bool:
         """No arena was opened; `error` if the server refused it. Whether such calls must go elsewhere."""
         with self._lock:
-            self._opening = False
+            self._opening = None
             self._wake_all()
             arena = self._arena
             if arena is not None and arena.sizes.hold(need):  # only more places were wanted
@@ -189,16 +197,20 @@ class Holder(Generic[A]):
                 arena.abandon(lease.place, unanswered)
             if arena.retired and not arena.users:
                 arena.close()
-            if unanswered is None:
+            if unanswered is None and self._opening is None:
                 self._wake_one()
-            else:
-                self._wake_all()  # each looks for the answer from now on: one may give up before it is there
+            else:  # each looks for the answer from now on: one may give up before it is there; or the first
+                self._wake_all()  # may need the larger arena that is being opened, and another one does not
 
-    def reclaim(self, arena: A) -> None:
-        """Have an arena that a call uses make places free, as `take` does; it may be retired."""
+    def reclaim(self, arena: A) -> bool:
+        """Have an arena that a call uses make places free, as `take` does; it may be retired.
+
+        False if the server does not have it any more.
+        """
         with self._lock:
             arena.reclaim()
             self._wake_all()
+            return arena.is_usable()
 
     def wake(self) -> None:
         """Places may have become free, or the arena unusable."""

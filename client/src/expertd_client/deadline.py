@@ -5,6 +5,8 @@ import time
 
 from expertd_client.errors import DeadlineError, InvalidRequestError
 
+_FOREVER_SECONDS = 1e9  # some 30 years: sockets and protocols have no numbers for much more
+
 
 class Deadline:
     """`seconds` from now; math.inf: never."""
@@ -15,7 +17,7 @@ class Deadline:
         if not seconds > 0:  # NaN too
             raise InvalidRequestError(f"timeout: expected a positive number of seconds, got {seconds}")
         self.seconds = seconds
-        self._at = time.monotonic() + seconds
+        self._at = math.inf if seconds > _FOREVER_SECONDS else time.monotonic() + seconds
 
     def remaining(self) -> float:
         """Seconds left, at most 0 once it has passed."""

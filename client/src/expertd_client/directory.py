@@ -3,13 +3,15 @@
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Generic
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from expertd_client.arenas import A, Holder, Lease, Need, Sizes
+from expertd_client.arenas import A, Holder, Lease, Need, Sizes, sizes_to_try
 from expertd_client.calls import LayerCall
 from expertd_client.deadline import Deadline
 from expertd_client.device_memory import DeviceMemoryError
@@ -20,6 +22,7 @@ from expertd_client.steps import Steps
 from expertd_client.transport import NotThisCallError
 
 logger = logging.getLogger("expertd_client")
+T = TypeVar("T")
 
 # What the server's error is about if it refuses memory of a GPU rather than the channel.
 _MEMORY = ("memory", "raw_handle", "device_id", "byte_size")
@@ -65,12 +68,16 @@ class Directory(Generic[A]):
         self._max_places = max_places
         self._make = make
         self._by_model = by_model
-        self._lock = threading.Lock()
-        self._process = os.getpid()
-        self._holders: dict[tuple[str, int | None], Holder[A]] = {}
+        self.forget()
         self._refused_gpus: set[int] = set()
         self._routed_on_host: set[str] = set()
         self._closed = False
+        _directories.add(self)
+
+    def forget(self) -> None:
+        """Be empty: after a fork, the parent's channels are closed here, and its locks unknown."""
+        self._lock = threading.Lock()
+        self._holders: dict[tuple[str, int | None], Holder[A]] = {}
 
     def answer(self, call: LayerCall, deadline: Deadline, exchange: Exchange[A]) -> Steps[None]:
         """Have a call answered in a place of its own. Raises DeadlineError, and what the other two do."""
@@ -86,8 +93,6 @@ class Directory(Generic[A]):
 
     def holder(self, model: str, gpu: int | None) -> Holder[A]:
         """Of the arena for a model's calls."""
-        if self._process != os.getpid():  # the parent's channels are closed here, and its locks unknown
-            self._lock, self._holders, self._process = threading.Lock(), {}, os.getpid()
         key = model if self._by_model else "", gpu
         holder = self._holders.get(key)
         if holder is None:
@@ -163,9 +168,8 @@ class Directory(Generic[A]):
         with self._lock:
             self._closed = True
             holders = list(self._holders.values())
-        if self._process == os.getpid():
-            for holder in holders:
-                holder.close()
+        for holder in holders:
+            holder.close()
 
     def _refuse(self, gpu: int, error: ExpertError) -> None:
         with self._lock:
@@ -173,6 +177,15 @@ class Directory(Generic[A]):
                 return
             self._refused_gpus.add(gpu)
         logger.warning("transport %s: memory of GPU %d: %s; taking host memory", self._name, gpu, error)
+
+
+def largest(wanted: Wanted, make: Callable[[Sizes], Steps[T]]) -> Steps[T]:
+    """What `make` makes with the sizes that are wanted, or else with smaller ones. Raises RefusedError."""
+    *larger, least = sizes_to_try(wanted.need, wanted.sizes)
+    for sizes in larger:
+        with suppress(RefusedError):
+            return (yield from make(sizes))
+    return (yield from make(least))
 
 
 def gpu_of(call: LayerCall) -> int | None:
@@ -190,3 +203,14 @@ def need_of(call: LayerCall) -> Need:
 
 def _is_about_memory(error: ExpertError) -> bool:
     return isinstance(error, DeviceMemoryError) or str(error).startswith(_MEMORY)
+
+
+_directories: "weakref.WeakSet[Directory[Any]]" = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    for directory in list(_directories):
+        directory.forget()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

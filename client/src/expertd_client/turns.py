@@ -3,6 +3,7 @@
 import asyncio
 import os
 import threading
+import weakref
 from collections import deque
 from dataclasses import dataclass
 
@@ -59,14 +60,17 @@ class Until:
 class Turns:
     """At most `count` calls of this process at a time; others wait, and the first of them is next."""
 
+    _left: int
+    _lock: threading.Lock
+    _waiting: deque[Signal]
+
     def __init__(self, count: int) -> None:
         self._count = count
-        self._begin()
+        self.begin()
+        _all.add(self)
 
     def take(self, deadline: Deadline) -> Steps[None]:
         """Take a turn, which is to be given back. Raises DeadlineError."""
-        if self._process != os.getpid():
-            self._begin()
         with self._lock:
             if self._left:
                 self._left -= 1
@@ -84,20 +88,17 @@ class Turns:
 
     def give_back(self) -> None:
         """Hand the turn on."""
-        if self._process != os.getpid():  # it was the parent's
-            return
         with self._lock:
             if self._waiting:
                 self._waiting.popleft().set()
-            else:
-                self._left += 1
+            else:  # after a fork, it may have been the parent's
+                self._left = min(self._left + 1, self._count)
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
         """Without any calls: those before a fork are the parent's."""
         self._left = self._count
         self._lock = threading.Lock()
-        self._waiting: deque[Signal] = deque()
-        self._process = os.getpid()
+        self._waiting = deque()
 
     def _forget(self, signal: Signal) -> None:
         """A call does not wait any more; it may have been given a turn at the last moment."""
@@ -106,3 +107,14 @@ class Turns:
                 self._waiting.remove(signal)
                 return
         self.give_back()
+
+
+_all: "weakref.WeakSet[Turns]" = weakref.WeakSet()
+
+
+def _begin_in_child() -> None:
+    for turns in list(_all):
+        turns.begin()
+
+
+os.register_at_fork(after_in_child=_begin_in_child)

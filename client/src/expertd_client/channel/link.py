@@ -60,10 +60,10 @@ class Link:
         sequence = previous + 1
         slot = previous % self.num_slots
         start = HEADER_BYTES + slot * SLOT_BYTES
-        if self._is_taken[slot]:
-            return 0
         if not self.is_open:
             raise self.closed_error()
+        if self._is_taken[slot]:
+            return 0
         self._is_taken[slot] = True
         self._control[start + WORD_BYTES : start + WORD_BYTES + len(line)] = line
         if WEAKLY_ORDERED:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from expertd_client.arenas import Sizes, least_sizes
+from expertd_client.arenas import Sizes
 from expertd_client.channel.claiming import claim
 from expertd_client.channel.layout import MAX_REQUESTS
 from expertd_client.channel.link import SPIN_SECONDS, Link
 from expertd_client.deadline import Deadline
 from expertd_client.device_memory import DeviceMemory
-from expertd_client.directory import RefusedError, Wanted
+from expertd_client.directory import RefusedError, Wanted, largest
 from expertd_client.errors import (
     AccessDeniedError,
     DeadlineError,
@@ -80,12 +80,9 @@ def open_channel(
 
 
 def open_largest(http: Asker, wanted: Wanted) -> Steps[Opened]:
-    """`open_channel` with the sizes that are wanted, or else for one call at a time."""
+    """`open_channel` with the sizes that are wanted, or else with smaller ones."""
     model, gpu, deadline = wanted.model, wanted.gpu, wanted.deadline
-    try:
-        return (yield from open_channel(http, model, wanted.sizes, gpu, deadline))
-    except RefusedError:
-        return (yield from open_channel(http, model, least_sizes(wanted.need), gpu, deadline))
+    return (yield from largest(wanted, lambda sizes: open_channel(http, model, sizes, gpu, deadline)))
 
 
 def _post(http: Asker, model: str, body: object, deadline: Deadline) -> Steps[Any]:

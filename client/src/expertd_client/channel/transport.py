@@ -50,7 +50,8 @@ def _exchange(
     line = arena.fill(call, lease.place, deadline)
     while not (sequence := _send(arena, line, unanswered)):
         yield Sleep(_FULL_SECONDS, deadline)  # an answer is overdue whose slot is next: hardly ever
-        arena.holder.reclaim(arena)  # it may be that of a caller that has gone
+        if not arena.holder.reclaim(arena):  # it may be that of a caller that has gone
+            raise arena.link.closed_error()
     yield Answer(arena, sequence, deadline)
     unanswered.clear()
     arena.link.take_answer(sequence)

@@ -1,10 +1,12 @@
 """One connection: a socket that never blocks, and what has been received on it but not been read."""
 
 import math
+import os
 import select
 import socket
 import ssl
 import time
+import weakref
 
 from expertd_client.deadline import Deadline
 
@@ -26,6 +28,7 @@ class Connection:
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock = sock
+        _sockets.add(sock)
         self.buffer = bytearray(self.BUFFER_BYTES)
         self.view = memoryview(self.buffer)
         self.start = self.end = 0
@@ -100,3 +103,15 @@ class Connection:
     def close(self) -> None:
         """Close the socket."""
         self.sock.close()
+
+
+_sockets: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """Close what a fork has copied: a server would not hear that the parent has closed it."""
+    for sock in list(_sockets):
+        sock.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

@@ -88,10 +88,16 @@ class Connect:
     async def in_loop(self) -> Connection:
         """As Wait.in_loop."""
         left = self.deadline.check()
-        try:
-            return await asyncio.wait_for(self._first(), None if math.isinf(left) else left)
-        except asyncio.TimeoutError:
-            raise self.deadline.error() from None
+        connecting = asyncio.ensure_future(self._first())
+        try:  # asyncio.wait_for drops a cancellation at the moment of the connection, before Python 3.12
+            done, _ = await asyncio.wait({connecting}, timeout=None if math.isinf(left) else left)
+            if done:
+                return connecting.result()
+        except BaseException:
+            _give_up(connecting)
+            raise
+        _give_up(connecting)
+        raise self.deadline.error()
 
     async def _first(self) -> Connection:
         """A connection to the first of the host's addresses that has one."""
@@ -130,6 +136,15 @@ class Connect:
 
     def _unreachable(self, error: OSError) -> ServerUnreachableError:
         return ServerUnreachableError(f"server {self.address.url}: expected a connection, got {error}")
+
+
+def _give_up(connecting: "asyncio.Future[Connection]") -> None:
+    def close(ended: "asyncio.Future[Connection]") -> None:
+        if not ended.cancelled() and ended.exception() is None:
+            ended.result().close()
+
+    connecting.cancel()
+    connecting.add_done_callback(close)
 
 
 async def _connected(family: int, place: Any, address: Address) -> Connection:

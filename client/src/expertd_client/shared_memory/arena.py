@@ -3,18 +3,17 @@
 import os
 import re
 import secrets
-from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from expertd_client.arenas import Arena, Sizes, least_sizes
+from expertd_client.arenas import Arena, Sizes
 from expertd_client.calls import LayerCall
 from expertd_client.deadline import Deadline
 from expertd_client.device_memory import DeviceMemory, DeviceMemoryError
-from expertd_client.directory import RefusedError, Wanted
+from expertd_client.directory import RefusedError, Wanted, largest
 from expertd_client.errors import (
     AccessDeniedError,
     DeadlineError,
@@ -41,11 +40,24 @@ _UNREGISTERED = "expected a registered region"
 _IN_MEMORY = ("hidden_states", "topk_ids", "topk_weights")
 
 
+class Closed(NamedTuple):
+    """A region that is to be unregistered, and memory of a GPU that may be freed only then."""
+
+    name: str
+    kind: Literal["system", "cuda"]
+    memory: object
+
+
 class RegionArena(Arena):
-    """A region of host memory, or of a GPU's. Once closed, its name is in `closed`, to be unregistered."""
+    """A region of host memory, or of a GPU's. Once closed, it is in `closed`, to be unregistered."""
 
     def __init__(
-        self, sizes: Sizes, name: str, file: SharedFile | None, data: "torch.Tensor | None", closed: list[str]
+        self,
+        sizes: Sizes,
+        name: str,
+        file: SharedFile | None,
+        data: "torch.Tensor | None",
+        closed: list[Closed],
     ) -> None:
         super().__init__(sizes)
         self.name = name
@@ -71,10 +83,9 @@ class RegionArena(Arena):
         """Remove the file. Then, if nobody unregisters it, the server frees the region by itself."""
         if self._file is not None:
             self._file.close()
-        if self._gpu is not None and self._is_lost:
-            _kept.append(self._gpu.data)  # freeing it under a step would be undefined
+        memory = None if self._gpu is None else self._gpu.data
+        self._closed.append(Closed(self.name, "system" if memory is None else "cuda", memory))
         self._file = self._gpu = None
-        self._closed.append(self.name)
 
     def fill(self, call: LayerCall, place: int) -> Placed:
         """Copy a call's inputs to a place. Raises InvalidRequestError."""
@@ -99,7 +110,7 @@ class RegionArena(Arena):
         return self._file.data[start : start + num_bytes]
 
 
-_kept: list[object] = []
+_kept: list[object] = []  # memory of GPUs that a server may still use
 
 
 def is_unregistered(error: InvalidRequestError) -> bool:
@@ -112,7 +123,7 @@ def is_answer(error: ExpertError) -> bool:
     return isinstance(error, InvalidRequestError | ServerBusyError) or (error.status or 0) >= 400
 
 
-def make_region(http: Asker, wanted: Wanted, closed: list[str]) -> Steps[RegionArena]:
+def make_region(http: Asker, wanted: Wanted, closed: list[Closed]) -> Steps[RegionArena]:
     """A registered region. Raises RefusedError, TransportUnavailableError."""
     about = yield from http.request("GET", "/v2", wanted.deadline)
     kind = "system" if wanted.gpu is None else "cuda"
@@ -122,24 +133,34 @@ def make_region(http: Asker, wanted: Wanted, closed: list[str]) -> Steps[RegionA
         if "system_shared_memory" in extensions:
             raise DeviceMemoryError(text)
         raise TransportUnavailableError(text, is_offered=False)
-    try:
-        return (yield from _register(http, wanted, wanted.sizes, closed))
-    except RefusedError:
-        return (yield from _register(http, wanted, least_sizes(wanted.need), closed))
+    return (yield from largest(wanted, lambda sizes: _register(http, wanted, sizes, closed)))
 
 
-def unregister(http: Asker, closed: list[str], deadline: Deadline) -> Steps[None]:
-    """Unregister the regions that were closed, as far as the server can be reached."""
+def unregister(http: Asker, closed: list[Closed], deadline: Deadline) -> Steps[None]:
+    """Unregister the regions that were closed, as far as the server answers; it waits for their requests."""
     while closed:
-        name = closed.pop()
-        for kind in ("system", "cuda"):
-            with suppress(ExpertError):
-                path = f"/v2/{kind}sharedmemory/region/{name}/unregister"
-                yield from http.request("POST", path, deadline)
+        region = closed.pop()
+        is_done = False
+        try:
+            path = f"/v2/{region.kind}sharedmemory/region/{region.name}/unregister"
+            yield from http.request("POST", path, deadline)
+            is_done = True
+        except ExpertError as error:
+            is_done = (error.status or 0) >= 400 and not isinstance(error, ServerBusyError)
+            if not is_done:
+                return
+        finally:
+            if not is_done:
+                closed.append(region)
+
+
+def keep_memory(closed: list[Closed]) -> None:
+    """Never free the memory of regions that could not be unregistered: under a step, that is undefined."""
+    _kept.extend(region.memory for region in closed if region.memory is not None)
 
 
 def _register(
-    http: Asker, wanted: Wanted, sizes: Sizes, closed: list[str], prefix: str = ""
+    http: Asker, wanted: Wanted, sizes: Sizes, closed: list[Closed], prefix: str = ""
 ) -> Steps[RegionArena]:
     name = f"expertd-client-{secrets.token_hex(16)}"
     if wanted.gpu is None:
